@@ -1,0 +1,3 @@
+"""Named sharding for Flax models on any mesh."""
+
+__version__ = "0.1.0"

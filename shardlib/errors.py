@@ -1,0 +1,70 @@
+"""Errors a user can act on: each names the offending thing, what was expected, and one fix."""
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+
+
+class ShardlibError(Exception):
+    """Base of every error that shardlib raises on purpose."""
+
+
+class MeshError(ShardlibError):
+    """A mesh cannot be built, or does not fit the devices or the batch."""
+
+
+class RuleError(ShardlibError):
+    """Sharding rules cannot be applied to a tensor, or name what does not exist."""
+
+
+class ConfigError(ShardlibError):
+    """A configuration is wrong; the message lists every fault with file and line."""
+
+
+class DataError(ShardlibError):
+    """Data is missing, empty or malformed."""
+
+
+class ModelError(ShardlibError):
+    """A model is unknown, or cannot be built or applied as asked."""
+
+
+class CheckpointError(ShardlibError):
+    """A checkpoint is missing, belongs to something else, or cannot be restored as asked."""
+
+
+class DistributedError(ShardlibError):
+    """A group of processes could not start, agree or finish."""
+
+
+class MissingExtraError(ShardlibError, ImportError):
+    """An optional dependency is absent; the message names the extra that brings it."""
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Returns `" Did you mean 'x'?"` for the candidate nearest to `name`, or `""`."""
+    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def require(module: str, extra: str, purpose: str) -> ModuleType:
+    """Imports an optional dependency.
+
+    Args:
+        module: Dotted module name, for example `"transformers"`.
+        extra: The extra of shardlib that installs it, for example `"hf"`.
+        purpose: What needs it, as a noun phrase that starts the message.
+
+    Raises:
+        MissingExtraError: If the module is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and module.split(".")[0] != error.name.split(".")[0]:
+            raise
+        raise MissingExtraError(
+            f"{purpose} needs {module.split('.')[0]!r}, which is not installed: "
+            f"pip install 'shardlib[{extra}]'"
+        ) from None

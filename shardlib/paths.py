@@ -1,0 +1,41 @@
+"""Names of tree leaves (`layers/attention/query/kernel`) and patterns over them."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+
+
+def key_string(key: Any) -> str:
+    """Returns one entry of a JAX key path as plain text, without brackets, dots or quotes."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def path_string(key_path: tuple[Any, ...]) -> str:
+    """Returns a JAX key path as `a/b/c`."""
+    return "/".join(key_string(key) for key in key_path)
+
+
+def named_leaves(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
+    """Returns the leaves of a tree by path, in tree order."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return {path_string(path): leaf for path, leaf in leaves}
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    parts = []
+    for token in re.split(r"(\*\*/|\*\*|\*|\?)", pattern):
+        parts.append(
+            {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}.get(token, re.escape(token))
+        )
+    return re.compile("".join(parts))
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a path matches a glob: `*` stays within one segment, `**` crosses segments."""
+    return _compiled(pattern).fullmatch(path) is not None
