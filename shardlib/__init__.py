@@ -1,3 +1,71 @@
-"""Named sharding for Flax models on any mesh."""
+"""Named sharding for Flax models on any mesh.
+
+```python
+mesh = sl.make_mesh("data=2,fsdp=-1")
+with sl.use(mesh, sl.rules.STANDARD):
+    state = sl.init_state(lambda rngs: Model(rngs=rngs), optax.adamw(3e-4), seed=0)
+    step = sl.make_train_step(loss_fn)
+    for batch in batches:
+        state, metrics = step(state, batch)
+```
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardlib import rules as rules
+    from shardlib import testing as testing
+    from shardlib.constrain import constrain as constrain
+    from shardlib.constrain import use as use
+    from shardlib.errors import ShardlibError as ShardlibError
+    from shardlib.explain import draw as draw
+    from shardlib.explain import explain as explain
+    from shardlib.losses import Mean as Mean
+    from shardlib.mesh import MeshConfig as MeshConfig
+    from shardlib.mesh import make_mesh as make_mesh
+    from shardlib.partition import shard as shard
+    from shardlib.rules import AxisRules as AxisRules
+    from shardlib.train.state import TrainState as TrainState
+    from shardlib.train.state import abstract_state as abstract_state
+    from shardlib.train.state import init_state as init_state
+    from shardlib.train.step import make_eval_step as make_eval_step
+    from shardlib.train.step import make_train_step as make_train_step
 
 __version__ = "0.1.0"
+
+# Imported at first use, so that `import shardlib` costs no more than its name.
+_HOME = {
+    "AxisRules": "rules",
+    "Mean": "losses",
+    "MeshConfig": "mesh",
+    "ShardlibError": "errors",
+    "TrainState": "train.state",
+    "abstract_state": "train.state",
+    "constrain": "constrain",
+    "draw": "explain",
+    "explain": "explain",
+    "init_state": "train.state",
+    "make_eval_step": "train.step",
+    "make_mesh": "mesh",
+    "make_train_step": "train.step",
+    "shard": "partition",
+    "use": "constrain",
+}
+_MODULES = ("rules", "testing")
+
+__all__ = [*_HOME, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"shardlib.{name}")
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"shardlib.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'shardlib' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

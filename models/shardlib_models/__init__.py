@@ -1,0 +1,1 @@
+"""Models that know logical axes only: the same code trains on any mesh."""

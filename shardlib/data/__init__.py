@@ -1,0 +1,38 @@
+"""Data: text and image sources whose global batch is a function of (config, seed, step) alone.
+
+Names are imported when first used, so that reading a config imports neither JAX nor a tokenizer.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardlib.data.config import ImageData as ImageData
+    from shardlib.data.config import TextData as TextData
+    from shardlib.data.loader import MapSource as MapSource
+    from shardlib.data.loader import Source as Source
+    from shardlib.data.loader import open_data as open_data
+    from shardlib.data.prefetch import Prefetcher as Prefetcher
+    from shardlib.data.text import load_tokenizer as load_tokenizer
+    from shardlib.data.tokenizer import Tokenizer as Tokenizer
+    from shardlib.data.tokenizer import read_tokenizer as read_tokenizer
+
+_MODULES = {
+    "ImageData": "config",
+    "MapSource": "loader",
+    "Prefetcher": "prefetch",
+    "Source": "loader",
+    "TextData": "config",
+    "Tokenizer": "tokenizer",
+    "load_tokenizer": "text",
+    "open_data": "loader",
+    "read_tokenizer": "tokenizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,204 @@
+"""What a decoder-only transformer is made of, and the published models as configurations of it."""
+
+from typing import Any, Literal
+
+from shardlib import remat
+from shardlib.attention import Backend, RotaryScaling
+from shardlib.config import configclass
+from shardlib.registry import DataSpec
+
+REMAT_TAGS = ("attention_in", "query", "key", "value", "attention_out", "mlp_in", "mlp_hidden")
+REMAT_TAGS += ("mlp_out",)
+
+
+@configclass
+class TransformerConfig:
+    """A decoder-only transformer: Llama, GPT-2, OPT and their kin.
+
+    The residual branches are normalised at their entry. Dropout, where there is any, is on the
+    embeddings and on what each branch adds, as in GPT-2 without its dropout of attention weights.
+    """
+
+    name: Literal["transformer"] = "transformer"
+    num_layers: int = 4
+    """Number of layers, each of attention and MLP."""
+    embed_dim: int = 128
+    """Width of the residual stream."""
+    num_heads: int = 4
+    """Number of query heads."""
+    num_kv_heads: int | None = None
+    """Number of key-value heads (grouped-query attention); null for as many as query heads."""
+    head_dim: int | None = None
+    """Size of one head; null for embed_dim / num_heads."""
+    mlp_dim: int | None = None
+    """Hidden width of the MLP; null for 4 * embed_dim."""
+    vocab_size: int | None = None
+    """Number of rows of the embedding; null for the vocabulary of the data."""
+    max_positions: int | None = None
+    """Longest sequence, in tokens; null for no limit (rotary positions only)."""
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm (a scale), or LayerNorm (a scale and a bias)."""
+    norm_eps: float = 1e-5
+    """What is added to the variance in a norm."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """Rotary embeddings of query and key, or a learned embedding added to the tokens'."""
+    rope_theta: float = 10_000.0
+    """Base of the wavelengths of rotary embeddings."""
+    rope_scaling: RotaryScaling | None = None
+    """Stretched rotary wavelengths, as in Llama 3.1; null for none."""
+    mlp: Literal["gated", "plain"] = "gated"
+    """`activation(gate(x)) * up(x)` (SwiGLU and the like), or `activation(up(x))`."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    """Nonlinearity of the MLP; `gelu_tanh` is GPT-2's approximation."""
+    tied_embeddings: bool = False
+    """Whether the logits are taken with the embedding table."""
+    qkv_bias: bool = False
+    """Whether the projections to query, key and value have biases."""
+    out_bias: bool = False
+    """Whether the projection out of attention has a bias."""
+    mlp_bias: bool = False
+    """Whether the projections of the MLP have biases."""
+    dropout: float = 0.0
+    """Probability of dropping a unit, in [0, 1)."""
+    window: int | None = None
+    """How many positions attention sees, the query's own included; null for all."""
+    init_stddev: float = 0.02
+    """Standard deviation of the initial weights."""
+    attention: Backend = "auto"
+    """Implementation of attention."""
+    remat: str = "none"
+    """What is kept for the backward pass: none, dots, full, or save:NAME,NAME."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key-value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """Size of one head."""
+        return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def mlp_size(self) -> int:
+        """Hidden width of the MLP."""
+        return 4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim
+
+    def vocabulary(self, data: DataSpec) -> int:
+        """Rows of the embedding table, from the config or else from the data."""
+        size = self.vocab_size or data.vocab_size
+        assert size is not None, "validate() refuses a model without a vocabulary"
+        return size
+
+
+def validate(config: TransformerConfig, data: DataSpec) -> list[str]:
+    """Returns everything that is wrong with a config, alone and with its data, as sentences."""
+    faults = _not_positive(config) or _shape_faults(config)
+    return faults + _range_faults(config) + _data_faults(config, data)
+
+
+def _not_positive(config: TransformerConfig) -> list[str]:
+    names = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
+    names += ("vocab_size", "max_positions", "window")
+    values = {name: getattr(config, name) for name in names}
+    return [
+        f"{name} is {value}; it must be at least 1."
+        for name, value in values.items()
+        if value is not None and value < 1
+    ]
+
+
+def _shape_faults(config: TransformerConfig) -> list[str]:
+    faults = []
+    if config.head_dim is None and config.embed_dim % config.num_heads:
+        faults.append(
+            f"embed_dim={config.embed_dim} is not a multiple of num_heads={config.num_heads}; "
+            "change one of them or set head_dim."
+        )
+    elif config.positions == "rotary" and config.head_size % 2:
+        faults.append(
+            f"the heads have {config.head_size} dims, and rotary positions turn pairs of dims; "
+            "make head_dim even."
+        )
+    if config.num_heads % config.kv_heads:
+        faults.append(
+            f"num_heads={config.num_heads} is not a multiple of num_kv_heads={config.kv_heads}; "
+            "each key-value head serves equally many query heads."
+        )
+    return faults
+
+
+def _range_faults(config: TransformerConfig) -> list[str]:
+    faults = []
+    if not 0.0 <= config.dropout < 1.0:
+        faults.append(f"dropout is {config.dropout}; it must be in [0, 1).")
+    if config.init_stddev <= 0.0:
+        faults.append(f"init_stddev is {config.init_stddev}; it must be greater than 0.")
+    if config.positions == "learned" and config.max_positions is None:
+        faults.append("learned positions need max_positions, the rows of their table.")
+    return faults + remat.check(config.remat, REMAT_TAGS)
+
+
+def _data_faults(config: TransformerConfig, data: DataSpec) -> list[str]:
+    faults = []
+    if config.vocab_size is None and data.vocab_size is None:
+        faults.append(
+            "no vocab_size: neither the model nor its data say how many tokens there are."
+        )
+    elif config.vocab_size and data.vocab_size and data.vocab_size > config.vocab_size:
+        faults.append(
+            f"the data have {data.vocab_size} tokens, but vocab_size={config.vocab_size}; "
+            "raise vocab_size or leave it out."
+        )
+    longest, length = config.max_positions, data.sequence_length
+    if longest is not None and length is not None and length > longest:
+        faults.append(
+            f"sequences of {length} tokens are longer than max_positions={longest}; "
+            "shorten data.sequence_length or raise model.max_positions."
+        )
+    return faults
+
+
+def llama3_8b(**changes: Any) -> TransformerConfig:
+    """Llama 3 8B. Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", table 3."""
+    config: dict[str, Any] = {
+        "num_layers": 32,
+        "embed_dim": 4096,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "mlp_dim": 14336,
+        "vocab_size": 128256,
+        "max_positions": 8192,
+        "rope_theta": 500_000.0,
+    }
+    return TransformerConfig(**{**config, **changes})
+
+
+def gpt2(**changes: Any) -> TransformerConfig:
+    """GPT-2 (124 M). Source: Radford et al. 2019, "Language Models are Unsupervised Multitask
+    Learners", and the published configuration."""
+    return TransformerConfig(**{**_CLASSIC, "vocab_size": 50257, "max_positions": 1024, **changes})
+
+
+def opt_125m(**changes: Any) -> TransformerConfig:
+    """OPT 125 M. Source: Zhang et al. 2022, "OPT: Open Pre-trained Transformer Language Models",
+    table 1, and the published configuration."""
+    config = {"activation": "relu", "vocab_size": 50272, "max_positions": 2048}
+    return TransformerConfig(**{**_CLASSIC, **config, **changes})
+
+
+_CLASSIC: dict[str, Any] = {
+    "num_layers": 12,
+    "embed_dim": 768,
+    "num_heads": 12,
+    "norm": "layer",
+    "positions": "learned",
+    "mlp": "plain",
+    "activation": "gelu_tanh",
+    "tied_embeddings": True,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "dropout": 0.1,
+}
+"""What GPT-2 and OPT of the smallest size have in common."""

@@ -1,0 +1,84 @@
+"""Text generation with a key-value cache."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from shardlib.constrain import constrain
+from shardlib.errors import ModelError
+from shardlib_models.transformer_block import Context, KeyValues
+
+if TYPE_CHECKING:
+    from shardlib_models.transformer import Transformer
+
+
+def generate(
+    model: "Transformer",
+    tokens: jax.Array,
+    *,
+    length: int,
+    temperature: float | jax.Array = 1.0,
+    rng: jax.Array,
+) -> jax.Array:
+    """Returns `tokens` continued: [batch, prompt + length] int32. Pure, and traceable by `jax.jit`.
+
+    The prompt is read once; then each step feeds one token and reads the keys and values of all
+    earlier ones from a cache.
+
+    Args:
+        model: The transformer; it is left as it is, and dropout is off.
+        tokens: [batch, prompt] int32, with at least one token in each row and no padding.
+        length: How many tokens to add.
+        temperature: 0 takes the likeliest token; otherwise logits are divided by it and sampled.
+        rng: A typed key; each position draws from one of its own.
+
+    Raises:
+        ModelError: If the prompt is empty, `length` is less than 1, or the whole is longer than the
+            model's positions.
+    """
+    batch, prompt = tokens.shape
+    if prompt < 1 or length < 1:
+        raise ModelError(
+            f"cannot add {length} tokens to a prompt of {prompt}.\n"
+            "  Start from 1 token or more, and add 1 or more."
+        )
+    model.check_length(prompt + length)
+    model = nnx.merge(*nnx.split(model))
+    model.eval()
+    temperature = jnp.asarray(temperature, jnp.float32)
+
+    def step(tokens: jax.Array, start: jax.Array, caches: KeyValues) -> tuple[jax.Array, KeyValues]:
+        positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1])[None], tokens.shape)
+        x, caches = model.hidden(tokens, positions, Context(start=start), caches)
+        logits = model.logits(x[:, -1:])[:, 0]
+        key = jax.random.fold_in(rng, start + tokens.shape[1])
+        return _sample(logits, temperature, key).astype(tokens.dtype), caches
+
+    def add(state: tuple[jax.Array, KeyValues], position: jax.Array) -> tuple[Any, jax.Array]:
+        token, caches = state
+        next_token, caches = step(token[:, None], position, caches)
+        return (next_token, caches), next_token
+
+    first, caches = step(tokens, jnp.int32(0), _empty(model, batch, prompt + length))
+    steps = prompt + jnp.arange(length - 1, dtype=jnp.int32)
+    _, rest = jax.lax.scan(add, (first, caches), steps)
+    return jnp.concatenate([tokens, first[:, None], rest.T], axis=1)
+
+
+def _empty(model: "Transformer", batch: int, max_length: int) -> KeyValues:
+    """Caches of all layers: [layers, batch, max_length, kv_heads, head_dim] zeros."""
+    config = model.config
+    shape = (config.num_layers, batch, max_length, config.kv_heads, config.head_size)
+    zeros = jnp.zeros(shape, model.token_embedding.embedding[...].dtype)
+    zeros = constrain(zeros, None, "batch", None, "kv_heads", "head_dim")
+    return KeyValues(zeros, zeros)
+
+
+def _sample(logits: jax.Array, temperature: jax.Array, key: jax.Array) -> jax.Array:
+    """One token for each row of `logits` [batch, vocab]."""
+    logits = logits.astype(jnp.float32)
+    greedy = temperature == 0
+    drawn = jax.random.categorical(key, logits / jnp.where(greedy, 1.0, temperature))
+    return jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn)

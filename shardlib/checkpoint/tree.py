@@ -1,0 +1,153 @@
+"""Any pytree as plain nested dicts of arrays with stable string keys, and back.
+
+A checkpoint must outlive the Python classes that filled it: optax renames a NamedTuple, a model
+moves to another module, a reader has only numpy. So what is stored has no classes: fields,
+dict keys and positions become string keys, and containers without leaves (`None`,
+`optax.EmptyState`, `optax.MaskedNode`) vanish. The tree that a checkpoint is restored into gives
+the classes back.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.errors import CheckpointError
+from shardlib.paths import key_string
+
+FORBIDDEN = "./"
+# The dtypes that both numpy (with ml_dtypes) and TensorStore name.
+STORABLE = (
+    *("bool", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
+    """Shape and dtype of one leaf; a typed PRNG key has the dtype `key<fry>` or the like."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree by path (`params/layers/kernel`), in tree order.
+
+    Raises:
+        CheckpointError: If a key is empty, holds `.` or `/` or an unprintable character, or two
+            keys of one container have the same text (`1` and `"1"`); every such key is listed.
+            Also if the tree is a bare leaf, which has no path.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    paths = [tuple(key_string(key) for key in path) for path, _ in leaves]
+    if paths == [()]:
+        raise CheckpointError(
+            f"a checkpoint holds a tree, not a bare {type(tree).__name__}.\n"
+            "  Put the value in a dict: {'value': ...}."
+        )
+    faults = _faulty_keys(paths)
+    if faults:
+        raise CheckpointError(
+            "keys of the tree cannot be stored:\n"
+            + "".join(f"  {fault}\n" for fault in faults)
+            + f"  Rename them: keys are printable, not empty, without {' or '.join(FORBIDDEN)}, "
+            "and differ as text."
+        )
+    return {"/".join(path): leaf for path, (_, leaf) in zip(paths, leaves, strict=True)}
+
+
+def unflatten(leaves: Mapping[str, Any], like: Any) -> Any:
+    """Returns a tree with the structure of `like` and the leaves that `flatten` named.
+
+    Raises:
+        CheckpointError: If the paths of `leaves` are not exactly those of `like`.
+    """
+    paths = list(flatten(like))
+    differing = sorted(set(paths) ^ set(leaves))
+    if differing:
+        raise CheckpointError(
+            f"the tree has other leaves than those at hand: {', '.join(differing)}.\n"
+            "  Pass a tree of the structure that was flattened."
+        )
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in paths])
+
+
+def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns leaves by path as nested plain dicts: `{"a/b": x}` becomes `{"a": {"b": x}}`."""
+    nested: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *branches, last = path.split("/")
+        node = nested
+        for branch in branches:
+            node = node.setdefault(branch, {})
+        node[last] = leaf
+    return nested
+
+
+def unnest(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested dicts as leaves by path, the inverse of `nest`."""
+    leaves: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            leaves |= {f"{key}/{path}": leaf for path, leaf in unnest(value).items()}
+        else:
+            leaves[key] = value
+    return leaves
+
+
+def leaf_spec(leaf: Any) -> LeafSpec:
+    """Returns shape and dtype of an array, a scalar or a `jax.ShapeDtypeStruct`."""
+    if not hasattr(leaf, "dtype"):
+        leaf = np.asarray(leaf)
+    return LeafSpec(tuple(leaf.shape), str(leaf.dtype))
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed PRNG keys, or describes one."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def check_leaves(leaves: Mapping[str, Any]) -> None:
+    """Refuses leaves that are not arrays or numbers of a dtype that can be stored.
+
+    Raises:
+        CheckpointError: If a leaf is a string, an object, or of a rare dtype; all are listed.
+    """
+    faults = [
+        f"{path}: {type(leaf).__name__} of {leaf_spec(leaf).dtype}"
+        for path, leaf in leaves.items()
+        if not is_key(leaf) and leaf_spec(leaf).dtype not in STORABLE
+    ]
+    if faults:
+        raise CheckpointError(
+            "leaves of the tree cannot be stored:\n"
+            + "".join(f"  {fault}\n" for fault in faults)
+            + f"  Cast them to one of {', '.join(STORABLE)}, or keep them in static fields."
+        )
+
+
+def _faulty_keys(paths: Iterable[tuple[str, ...]]) -> list[str]:
+    """Returns one sentence for each key that cannot be stored."""
+    faults: dict[str, None] = {}
+    leaves: set[tuple[str, ...]] = set()
+    branches: set[tuple[str, ...]] = set()
+    for path in paths:
+        for depth, key in enumerate(path):
+            where = "/".join(path[:depth]) or "the root"
+            if not key:
+                faults[f"an empty key below {where}"] = None
+            elif not key.isprintable() or any(mark in key for mark in FORBIDDEN):
+                faults[f"{key!r} below {where}"] = None
+        if path in leaves or path in branches or any(path[:n] in leaves for n in range(len(path))):
+            faults[f"{'/'.join(path)}: two keys with this text"] = None
+        leaves.add(path)
+        branches.update(path[:n] for n in range(len(path)))
+    return list(faults)

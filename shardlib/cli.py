@@ -1,0 +1,242 @@
+"""The command line: `shardlib train | explain | generate | devices | launch | schema`.
+
+Exit codes: 0 when all is well; 2 when what was asked for is wrong (usage, config, mesh, rules);
+1 for every other failure and for what `explain --strict` finds.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from shardlib.errors import ConfigError, MeshError, RuleError, ShardlibError
+
+# What each command needs is imported inside it, so that `shardlib --help` does not wait for JAX.
+
+ConfigPath = Annotated[
+    str, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/quickstart.yaml.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Keys to change, such as train.steps=100 or mesh=fsdp=4,tensor=2.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+app = typer.Typer(
+    help="Named sharding for Flax models: train any model on any mesh.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits the process.
+
+    Args:
+        arguments: What follows the name of the program; default `sys.argv[1:]`.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    own = words.index("--") if "--" in words else len(words)
+    debug = "--debug" in words[:own]
+    words = [word for word in words[:own] if word != "--debug"] + words[own:]
+    try:
+        app(args=words, prog_name="shardlib")
+    except ShardlibError as error:
+        if debug:
+            raise
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError | MeshError | RuleError) else 1)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from shardlib import __version__
+
+        print(f"shardlib {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="And exit.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error. Anywhere in the line.")
+    ] = False,
+) -> None:
+    pass
+
+
+class _CommandWithKeys(TyperCommand):
+    """A command whose `--help` ends with every key of the config."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from shardlib.run import RunConfig
+
+        super().format_help(ctx, formatter)
+        formatter.write("\n" + keys_text(RunConfig, formatter.width))
+
+
+def keys_text(cls: type, width: int) -> str:
+    """Returns every key of a configclass with its type, default and meaning, a block each."""
+    import textwrap
+
+    from shardlib.config import keys
+
+    lines = ["Keys of the config (type, default, when they exist, meaning):"]
+    for key in keys(cls):
+        default = "required" if key.required else f"default {key.default_text}"
+        when = f", with {key.when}" if key.when else ""
+        lines += ["", f"  {key.path}  {key.type_text}, {default}{when}"]
+        lines += textwrap.wrap(key.doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines) + "\n"
+
+
+@app.command(cls=_CommandWithKeys)
+def train(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train a model; the same command again resumes."""
+    from shardlib import run
+    from shardlib.config import load
+
+    run.train(load(run.RunConfig, config, overrides or ()))
+
+
+@app.command()
+def explain(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTER", help="Devices to assume: v5e-16, 8xh100, cpu:8."),
+    ] = None,
+    as_json: AsJson = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit 1 if a parameter is replicated by accident.")
+    ] = False,
+) -> None:
+    """Show how every parameter is sharded, why, and what it costs. Allocates nothing."""
+    from shardlib import run
+    from shardlib.config import load
+
+    report = run.explain(load(run.RunConfig, config, overrides or ()), on)
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        _console().print(report.render())
+    faults = report.faults() if strict else []
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    if faults:
+        raise typer.Exit(1)
+
+
+@app.command()
+def generate(
+    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Directory of a trained run.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    length: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(help="Another seed, another text.")] = 0,
+) -> None:
+    """Continue a prompt with the newest checkpoint of a run."""
+    from shardlib import run
+
+    print(run.generate(run_dir, prompt, length, temperature, seed))
+
+
+@app.command()
+def devices(as_json: AsJson = False) -> None:
+    """Show the devices, what is known of their chips, and the mesh of `mesh: auto`."""
+    import jax
+
+    from shardlib.mesh import draw, make_mesh
+
+    rows = [_device_facts(device) for device in jax.devices()]
+    mesh = make_mesh("auto")
+    if as_json:
+        print(json.dumps({"devices": rows, "auto_mesh": dict(mesh.shape)}, indent=2))
+        return
+    console = _console()
+    console.print(_device_table(rows))
+    console.print("mesh: auto gives\n" + draw(mesh), markup=False, highlight=False)
+
+
+@app.command()
+def launch(
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Processes to start.")],
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="-- ARGS...", help="What follows `shardlib` in each process."),
+    ],
+) -> None:
+    """Run a command as several processes of one group on this machine."""
+    from shardlib.launch import local
+
+    raise typer.Exit(local.launch(arguments, processes))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of the config, for editors that check YAML."""
+    from shardlib.config import json_schema
+    from shardlib.run import RunConfig
+
+    print(json.dumps(json_schema(RunConfig), indent=2))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    # Rich takes a file or a pipe for 80 columns wide, which folds tables beyond reading.
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def _device_facts(device: Any) -> dict[str, Any]:
+    from shardlib.hardware import chip_for
+
+    chip = chip_for(device)
+    memory = (device.memory_stats() or {}).get("bytes_limit")
+    return {
+        "id": device.id,
+        "process": device.process_index,
+        "platform": device.platform,
+        "kind": device.device_kind,
+        "memory_bytes": memory or (chip.memory_bytes_per_device if chip else None),
+        "chip": chip.full_name if chip else None,
+        "bf16_flops_per_second": chip.flops_per_device("bf16") if chip else None,
+        "memory_bytes_per_second": (
+            chip.memory_bytes_per_second / chip.devices_per_chip if chip else None
+        ),
+    }
+
+
+def _device_table(rows: Sequence[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    table = Table("id", "process", "kind", "chip", "memory", "bf16 peak", "memory bandwidth")
+    for row in rows:
+        table.add_row(
+            str(row["id"]),
+            str(row["process"]),
+            row["kind"],
+            row["chip"] or "-",
+            _scaled(row["memory_bytes"], 2**30, "GiB"),
+            _scaled(row["bf16_flops_per_second"], 1e12, "TFLOP/s"),
+            _scaled(row["memory_bytes_per_second"], 1e9, "GB/s"),
+        )
+    return table
+
+
+def _scaled(value: float | None, unit: float, name: str) -> str:
+    return "-" if value is None else f"{value / unit:,.0f} {name}"

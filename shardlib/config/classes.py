@@ -1,0 +1,163 @@
+"""What a config is made of: frozen dataclasses, and sections whose class a key chooses."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+def configclass(cls: type[T]) -> type[T]:
+    """Makes `cls` a frozen, keyword-only dataclass that YAML and the command line can fill.
+
+    In Python it is an ordinary dataclass. Reading text (`shardlib.config.load`) is strict: unknown
+    keys are faults, and the type of each field decides what a scalar means. The string below a
+    field is its description in `--help` and in the JSON schema. `__post_init__` raises
+    `ValueError` for faults between fields.
+    """
+    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    # For code that already validates with pydantic (a web service, say): the same strictness there.
+    made.__pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}  # type: ignore[attr-defined]
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Variants:
+    """Marks a section whose class is chosen by one of its own keys.
+
+    ```python
+    model: Annotated[Any, Variants(model_configs, default="transformer")]
+    ```
+
+    Args:
+        load_types: Returns the configclasses by name. Called when a config is read or described,
+            not at import, so that the classes may live in packages found by entry points. Each
+            class has the field `key`, whose default is its own name.
+        key: The key that chooses.
+        default: The name taken where the key is absent; None makes the key required.
+    """
+
+    load_types: Callable[[], Mapping[str, type]]
+    key: str = "name"
+    default: str | None = None
+
+    def classes(self) -> dict[str, type]:
+        """Returns the configclasses by name.
+
+        Raises:
+            TypeError: If a class does not carry its own name as the default of the field `key`.
+        """
+        classes = dict(self.load_types())
+        for name, cls in classes.items():
+            field = fields_of(cls).get(self.key)
+            if field is None or field.required or field.default() != name:
+                raise TypeError(
+                    f"{cls.__qualname__} is registered as {name!r}, so it needs the field "
+                    f"{self.key}: Literal[{name!r}] = {name!r}."
+                )
+        return classes
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigField:
+    """One field of a configclass: its resolved type, its default and its description."""
+
+    name: str
+    hint: Any
+    factory: Callable[[], Any] | None
+    doc: str
+
+    @property
+    def required(self) -> bool:
+        return self.factory is None
+
+    def default(self) -> Any:
+        """Returns the default value of a field that is not required."""
+        assert self.factory is not None, f"{self.name} is required"
+        return self.factory()
+
+
+@functools.cache
+def fields_of(cls: type) -> Mapping[str, ConfigField]:
+    """Returns the fields of a dataclass by name, in order."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    docs = _attribute_docs(cls)
+    return {
+        field.name: ConfigField(field.name, hints[field.name], _factory(field), docs(field.name))
+        for field in dataclasses.fields(cls)
+        if field.init
+    }
+
+
+def _factory(field: dataclasses.Field[Any]) -> Callable[[], Any] | None:
+    if field.default is not dataclasses.MISSING:
+        default = field.default
+        return lambda: default
+    return None if field.default_factory is dataclasses.MISSING else field.default_factory
+
+
+def _attribute_docs(cls: type) -> Callable[[str], str]:
+    """Returns a function from a field's name to the string below it, in `cls` or in a base."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            docs.update(_own_attribute_docs(base))
+    return lambda name: docs.get(name, "")
+
+
+def _own_attribute_docs(cls: type) -> dict[str, str]:
+    try:
+        module = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError, SyntaxError):  # A class typed at a prompt has no source.
+        return {}
+    body = module.body[0].body if isinstance(module.body[0], ast.ClassDef) else []
+    docs = {}
+    for statement, below in itertools.pairwise(body):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        ):
+            docs[statement.target.id] = " ".join(inspect.cleandoc(below.value.value).split())
+    return docs
+
+
+def is_section(hint: Any) -> bool:
+    """Whether a type is a nested configclass."""
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def variants_of(hint: Any) -> Variants | None:
+    """Returns the `Variants` of an annotated type, or None."""
+    for marker in getattr(hint, "__metadata__", ()):
+        if isinstance(marker, Variants):
+            return marker
+    return None
+
+
+def options(hint: Any) -> list[Any]:
+    """Returns the members of a union, flattened; of any other type, the type itself."""
+    if hint is None:
+        return [type(None)]
+    if isinstance(hint, getattr(typing, "TypeAliasType", ())):
+        return options(hint.__value__)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [option for member in typing.get_args(hint) for option in options(member)]
+    return [hint]
+
+
+def choices(hint: Any) -> tuple[Any, ...]:
+    """Returns the values of a `Literal`, and nothing for any other type."""
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()

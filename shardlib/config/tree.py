@@ -1,0 +1,296 @@
+"""YAML and overrides as one tree in which every value knows where it was written."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardlib.errors import ConfigError, did_you_mean
+
+COMMAND_LINE = "command line"
+
+# A document of a hundred bytes can expand to gigabytes through nested aliases.
+_MOST_NODES = 10_000
+
+_TAGS = ("null", "bool", "int", "float", "str", "timestamp", "seq", "map", "merge", "value")
+
+
+class Plain(str):
+    """An unquoted scalar: the type of the field it fills decides what it means."""
+
+
+@dataclasses.dataclass
+class Item:
+    """A value, where it was written, and the override that wrote it (if one did)."""
+
+    value: Any
+    where: str
+    override: str = ""
+
+    def fault(self, path: str, message: str) -> str:
+        """Returns a message that starts with the place of this item and the path of its key."""
+        subject = self.override or path
+        if self.override and self.override.partition("=")[0].strip() != path:
+            subject += f": {path}"
+        message = message.replace("\n", "\n  ")
+        return ": ".join(part for part in (self.where, subject, message) if part)
+
+
+def join(path: str, key: Any) -> str:
+    """Returns the path of a key within the section at `path`."""
+    return f"{path}.{key}" if path else str(key)
+
+
+def read_file(path: str | os.PathLike[str]) -> tuple[Item, list[str]]:
+    """Returns the content of a YAML file and its faults (keys given twice).
+
+    Raises:
+        ConfigError: If the file is absent or unreadable, or is not YAML.
+    """
+    name = os.fspath(path)
+    try:
+        with open(name, encoding="utf-8") as file:
+            text = file.read()
+    except FileNotFoundError:
+        folder = os.path.dirname(name)
+        beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+        near = did_you_mean(os.path.basename(name), (n for n in beside if n.endswith(".yaml")))
+        raise ConfigError(f"{name}: no such config file.{near}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{name}: the config file cannot be read: {reason}.") from None
+    return parse(text, name)
+
+
+def parse(text: str, name: str) -> tuple[Item, list[str]]:
+    """Returns a YAML document as a tree and its faults.
+
+    Args:
+        text: One YAML document.
+        name: What to call it in messages, usually the path of its file.
+
+    Raises:
+        ConfigError: If the text is not one YAML document.
+    """
+    try:
+        node = _compose(text)
+        reader = _NodeReader(name)
+        root = Item({} if node is None else reader.value(node, ""), name)
+    except _NotYaml as error:
+        raise ConfigError(f"{name}:{error.line}: not a YAML document: {error}.") from None
+    except RecursionError:
+        raise ConfigError(f"{name}: nested too deeply to be a config.") from None
+    if isinstance(root.value, Plain) and not root.value:
+        root.value = {}
+    return root, reader.faults
+
+
+class _NotYaml(Exception):
+    def __init__(self, problem: str, line: int):
+        super().__init__(problem)
+        self.line = line
+
+
+def _compose(text: str) -> Any:
+    """Returns PyYAML's tree of nodes, or None for an empty document."""
+    import yaml
+
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise _NotYaml(error.problem or str(error), line) from None
+    except yaml.reader.ReaderError as error:  # A character that YAML forbids.
+        position = error.position if isinstance(error.position, int) else 0
+        line = text.count("\n", 0, position) + 1
+        raise _NotYaml(f"the character #x{error.character:04x} is not allowed", line) from None
+
+
+class _NodeReader:
+    """Turns PyYAML's nodes into items, leaving plain scalars as text."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.count = 0
+        self.faults: list[str] = []
+
+    def where(self, node: Any) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}"
+
+    def fault(self, node: Any, path: str, message: str) -> None:
+        self.faults.append(Item(None, self.where(node)).fault(path, message))
+
+    def value(self, node: Any, path: str) -> Any:
+        import yaml
+
+        self.count += 1
+        if self.count > _MOST_NODES:
+            raise ConfigError(f"{self.name}: more than {_MOST_NODES} values, aliases included.")
+        if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS:
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            self.fault(node, path, f"the tag {tag} is not allowed here.")
+        if isinstance(node, yaml.MappingNode):
+            return self.mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [
+                Item(self.value(child, join(path, index)), self.where(child))
+                for index, child in enumerate(node.value)
+            ]
+        return node.value if node.style else Plain(node.value)
+
+    def mapping(self, node: Any, path: str) -> dict[str, Item]:
+        import yaml
+
+        own: dict[str, Item] = {}
+        merged: dict[str, Item] = {}
+        for key, child in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                self.fault(key, path, "a key must be text.")
+            elif key.value == "<<" and not key.style:
+                for base in child.value if isinstance(child, yaml.SequenceNode) else [child]:
+                    if isinstance(base, yaml.MappingNode):
+                        merged = {**self.mapping(base, path), **merged}
+                    else:
+                        self.fault(key, path, "<< merges mappings only.")
+            elif key.value in own:
+                first = own[key.value].where.rpartition(":")[2]
+                message = f"the key is given twice, first in line {first}. Remove one."
+                self.fault(key, join(path, key.value), message)
+            else:
+                value = self.value(child, join(path, key.value))
+                own[key.value] = Item(value, self.where(key))
+        return {**merged, **own}
+
+
+def from_python(value: Any, where: str) -> Item:
+    """Returns plain Python data (from JSON, say) as a tree."""
+    if isinstance(value, Mapping):
+        return Item({str(key): from_python(child, where) for key, child in value.items()}, where)
+    if isinstance(value, list | tuple):
+        return Item([from_python(child, where) for child in value], where)
+    return Item(value, where)
+
+
+def apply_overrides(root: Item, overrides: Sequence[str]) -> list[str]:
+    """Writes `key.path=value` overrides into a tree, in order; returns their faults."""
+    faults = []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            faults.append(
+                f"{COMMAND_LINE}: {override}: not an override. Write key.path=value, "
+                "for example train.steps=100."
+            )
+            continue
+        try:
+            value = _override_value(text, path.strip(), override)
+            _write(root, keys, value, override)
+        except ConfigError as error:
+            faults.append(str(error))
+    return faults
+
+
+def _override_value(text: str, path: str, override: str) -> Any:
+    """Reads `[..]`, `{..}` and quotes as YAML; anything else is text for the field to decide.
+
+    So `data.path=*.txt` and `prompt=def f():`, which mean something else in YAML, are themselves.
+    """
+    text = text.strip()
+    if text[:1] in ("[", "{", '"', "'"):
+        reader = _NodeReader(COMMAND_LINE)
+        try:
+            value = reader.value(_compose(text), path)
+        except _NotYaml as error:
+            raise ConfigError(f"{COMMAND_LINE}: {override}: not YAML: {error}.") from None
+        if reader.faults:
+            raise ConfigError(f"{COMMAND_LINE}: {override}: {reader.faults[0].partition(': ')[2]}")
+        return _attributed(Item(value, COMMAND_LINE), override).value
+    return Plain(text)
+
+
+def _attributed(item: Item, override: str) -> Item:
+    """Returns the item with itself and all below it attributed to one override."""
+    value = item.value
+    if isinstance(value, dict):
+        value = {key: _attributed(child, override) for key, child in value.items()}
+    elif isinstance(value, list):
+        value = [_attributed(child, override) for child in value]
+    return Item(value, COMMAND_LINE, override)
+
+
+def _write(root: Item, keys: list[str], value: Any, override: str) -> None:
+    item = root
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        new = Item(value if last else {}, COMMAND_LINE, override)
+        if isinstance(item.value, list):
+            if not key.isdecimal() or int(key) >= len(item.value):
+                raise ConfigError(
+                    f"{COMMAND_LINE}: {override}: {'.'.join(keys[:depth])} is a list of "
+                    f"{len(item.value)}, so {key!r} must be an index below that."
+                )
+            index = int(key)
+            item.value[index] = new if last else item.value[index]
+            item = item.value[index]
+            continue
+        if not isinstance(item.value, dict):  # A scalar gives way to a mapping: mesh.fsdp=4.
+            item.value, item.where, item.override = {}, COMMAND_LINE, override
+        if last or key not in item.value:
+            item.value[key] = new
+        item = item.value[key]
+
+
+_INTEGER = re.compile(r"[-+]?\d+(_\d+)*")
+_NUMBER = re.compile(r"[-+]?(\d+(_\d+)*\.?(\d+(_\d+)*)?|\.\d+(_\d+)*)([eE][-+]?\d+)?")
+_SPECIAL = re.compile(r"[-+]?\.?inf|\.?nan", re.IGNORECASE)
+_NULLS = frozenset(("", "~", "null", "Null", "NULL"))
+_BOOLS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
+
+
+def as_null(text: str) -> bool:
+    """Whether a plain scalar stands for null."""
+    return text in _NULLS
+
+
+def as_bool(text: str) -> bool | None:
+    """Returns the truth value a plain scalar stands for, or None."""
+    return _BOOLS.get(text.lower())
+
+
+def as_integer(text: str) -> int | None:
+    """Returns the integer (`12`, `1_000`) a plain scalar stands for, or None."""
+    return int(text) if _INTEGER.fullmatch(text) else None
+
+
+def as_number(text: str) -> float | None:
+    """Returns the number (`1e-3`, `.5`, `12`, `.inf`) a plain scalar stands for, or None."""
+    if _NUMBER.fullmatch(text):
+        return float(text)
+    return float(text.replace(".", "")) if _SPECIAL.fullmatch(text) else None
+
+
+def natural(item: Item) -> Any:
+    """Returns what an item means where no type decides: YAML 1.2, so `no` is text."""
+    value = item.value
+    if isinstance(value, dict):
+        return {key: natural(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [natural(child) for child in value]
+    return natural_scalar(value) if isinstance(value, Plain) else value
+
+
+def natural_scalar(text: str) -> Any:
+    """Returns what a plain scalar means where no type decides."""
+    if as_null(text):
+        return None
+    if text.lower() in ("true", "false"):
+        return as_bool(text)
+    for read in (as_integer, as_number):
+        value = read(text)
+        if value is not None:
+            return value
+    return str(text)

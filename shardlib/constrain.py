@@ -1,0 +1,92 @@
+"""The active mesh and rules, and the placement of activations by logical name."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from shardlib.errors import RuleError
+from shardlib.rules import AxisRules
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """A mesh and the rules that place tensors on it."""
+
+    mesh: Mesh
+    rules: AxisRules
+
+    def sharding(
+        self, logical_axes: tuple[str | None, ...], shape: tuple[int, ...], kind: Any = "params"
+    ) -> NamedSharding:
+        """Returns the sharding of one tensor; raises `RuleError` when it has none."""
+        return NamedSharding(self.mesh, self.rules.spec(logical_axes, shape, self.mesh, kind))
+
+
+_active: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("shardlib", default=None)
+
+
+def active() -> Scope | None:
+    """Returns the mesh and rules of the innermost `use`, or `None` outside of any."""
+    return _active.get()
+
+
+def active_or(mesh: Mesh | None, rules: AxisRules | None) -> Scope:
+    """Returns the given mesh and rules, each completed from the active scope.
+
+    Raises:
+        RuleError: If one of them is neither given nor active, or the rules do not fit the mesh.
+    """
+    scope = active()
+    mesh = mesh or (scope.mesh if scope else None)
+    rules = rules or (scope.rules if scope else None)
+    if mesh is None or rules is None:
+        missing = " and ".join(n for n, v in (("mesh", mesh), ("rules", rules)) if v is None)
+        raise RuleError(
+            f"no {missing}: nothing says where tensors go.\n"
+            "  Call this inside `with sl.use(mesh, rules):`, or pass mesh= and rules=."
+        )
+    rules.check(mesh)
+    return Scope(mesh, rules)
+
+
+@contextlib.contextmanager
+def use(mesh: Mesh, rules: AxisRules) -> Iterator[Scope]:
+    """Makes a mesh and rules the active ones, for `constrain` and for whatever places tensors.
+
+    May be entered inside of `jax.jit` too.
+
+    Raises:
+        RuleError: If a rule names a mesh axis that does not exist.
+    """
+    rules.check(mesh)
+    token = _active.set(Scope(mesh, rules))
+    try:
+        yield _active.get()  # type: ignore[misc]
+    finally:
+        _active.reset(token)
+
+
+def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
+    """Places an activation by the logical name of each of its dims.
+
+    Outside of `use` it returns `x` as it is, so that a model runs anywhere.
+
+    Args:
+        x: Any array inside of `jax.jit`.
+        logical_axes: One name for each dim of `x`; `None` replicates.
+
+    Raises:
+        RuleError: If the names do not fit the rank, a name has no rule, or a dim cannot be divided.
+    """
+    scope = active()
+    if scope is None:
+        return x
+    sharding = scope.sharding(logical_axes, x.shape, "activations")
+    if AxisType.Explicit in scope.mesh.axis_types:
+        return jax.sharding.reshard(x, sharding)
+    return jax.lax.with_sharding_constraint(x, sharding)

@@ -1,0 +1,79 @@
+"""A directory of things computed once, safe for several processes that start together."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from shardlib.errors import DataError
+
+
+def cache_root() -> Path:
+    """Returns the cache directory: `SHARDLIB_CACHE`, or `~/.cache/shardlib` where it is unset."""
+    chosen = os.environ.get("SHARDLIB_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "shardlib"
+
+
+def cached(kind: str, key: str, build: Callable[[Path], None]) -> Path:
+    """Returns the directory of a cached thing, built first where it is absent.
+
+    `build(directory)` fills an empty directory, which takes its final name by one rename: readers
+    see all of it or nothing. A lock lets one process build while the others wait for it. Where the
+    file system has no locks, several build, and the first to finish wins.
+
+    Args:
+        kind: What it is, a plain word.
+        key: A digest of all that it depends on.
+        build: Computes it.
+
+    Raises:
+        DataError: If the cache directory cannot be written.
+    """
+    folder = cache_root() / kind
+    final = folder / key
+    if final.is_dir():
+        return final
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=folder))
+    except OSError as error:
+        raise DataError(
+            f"the cache directory {cache_root()} cannot be written: {error.strerror}.\n"
+            f"  Set SHARDLIB_CACHE to a directory that can."
+        ) from error
+    try:
+        with _lock(folder / f".{key}.lock"):
+            if not final.is_dir():
+                build(temporary)
+                _publish(temporary, final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return final
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    # mkdtemp makes it private; a cache on a shared file system may serve several users.
+    temporary.chmod(0o755)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):  # Some network file systems have no locks.
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

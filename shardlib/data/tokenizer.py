@@ -1,0 +1,312 @@
+"""Tokenizers whose every token stands for a known number of bytes of text."""
+
+import contextlib
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardlib.data.hashing import digest
+from shardlib.errors import DataError, did_you_mean
+
+END_OF_TEXT = "<|endoftext|>"
+# Names that published tokenizers give the token that ends a document.
+_USUAL_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+_BYTES_FORMAT = {"shardlib": "bytes"}
+_BLOCK_CHARACTERS = 1 << 20
+# A line end between two characters that are not white space: the split patterns of published
+# byte-level tokenizers never join what stands on its two sides.
+_BLOCK_END = re.compile(r"(?<=\S\n)(?=\S)")
+
+
+class Encoded(NamedTuple):
+    """One document as tokens, without an end-of-text token."""
+
+    ids: np.ndarray
+    """`[n] int64`."""
+    num_bytes: np.ndarray | None
+    """Bytes of text that each token stands for, `[n] int64`; None where `token_num_bytes` tells."""
+
+
+class Tokenizer(ABC):
+    """Text to tokens and back."""
+
+    vocab_size: int
+    """All ids lie in [0, vocab_size)."""
+    eot: int
+    """The id of the token that stands between documents."""
+    token_num_bytes: np.ndarray | None
+    """Bytes of text that each id stands for, `[vocab_size] int64`, 0 for special tokens.
+
+    It is exact: over any text, the sum equals the length of the text in UTF-8. None for tokenizers
+    without such a table (SentencePiece, WordPiece, any that normalises text). Their bytes are
+    counted at each occurrence instead, from the end of the token before to the end of the token,
+    which adds up to the length of the text too.
+    """
+    fingerprint: str
+    """Equal for tokenizers that give equal tokens."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text. Names of special tokens in it are ordinary text."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of some tokens; bytes that are not UTF-8 become U+FFFD."""
+
+    @abstractmethod
+    def encode_documents(self, texts: Sequence[str]) -> list[Encoded]:
+        """Returns the tokens of many texts, computed on all CPU cores."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """Returns the tokenizer as text that `read_tokenizer` reads from a file."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file that `read_tokenizer`, and `data.tokenizer` in a config, can read."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+
+class BytesTokenizer(Tokenizer):
+    """One token per byte of UTF-8, and one that ends a document."""
+
+    vocab_size = 257
+    eot = 256
+
+    def __init__(self) -> None:
+        self.token_num_bytes = np.ones(self.vocab_size, np.int64)
+        self.token_num_bytes[self.eot] = 0
+        self.fingerprint = digest(["bytes"])
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Iterable[int]) -> str:
+        end = END_OF_TEXT.encode()
+        joined = b"".join(end if token == self.eot else bytes([token]) for token in ids)
+        return joined.decode(errors="replace")
+
+    def encode_documents(self, texts: Sequence[str]) -> list[Encoded]:
+        return [
+            Encoded(np.frombuffer(text.encode(), np.uint8).astype(np.int64), None) for text in texts
+        ]
+
+    def to_json(self) -> str:
+        return json.dumps(_BYTES_FORMAT)
+
+
+class JsonTokenizer(Tokenizer):
+    """A tokenizer in the `tokenizer.json` format of the `tokenizers` library.
+
+    Args:
+        text: The content of the file. Truncation, padding and BPE dropout in it are switched off.
+        end_of_text: The token that stands between documents; None to find one of the usual names.
+        origin: What to call it in messages.
+
+    Raises:
+        DataError: If it cannot be read, or has no such end-of-text token.
+    """
+
+    def __init__(self, text: str, end_of_text: str | None = None, origin: str = "tokenizer.json"):
+        self._json = text
+        self._tokenizer = _parse(text, origin)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eot = _find_end_of_text(vocabulary, end_of_text, origin)
+        self.token_num_bytes = _byte_table(json.loads(text), vocabulary, self.vocab_size)
+        self.fingerprint = digest([text, self.eot])
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        plain = [int(token) for token in ids]
+        return self._tokenizer.decode(plain, skip_special_tokens=False)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[Encoded]:
+        if self.token_num_bytes is None:
+            with _parallel():
+                encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            return [_with_num_bytes(*pair) for pair in zip(encodings, texts, strict=True)]
+        blocks = [list(_blocks(text)) for text in texts]
+        flat = [block for document in blocks for block in document]
+        with _parallel():
+            encodings = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        documents = [[np.array(next(encodings).ids, np.int64) for _ in each] for each in blocks]
+        return [Encoded(np.concatenate(pieces), None) for pieces in documents]
+
+    def to_json(self) -> str:
+        return self._json
+
+
+def read_tokenizer(path: str | os.PathLike[str], end_of_text: str | None = None) -> Tokenizer:
+    """Returns the tokenizer of a `tokenizer.json`, or of a file that `Tokenizer.save` wrote.
+
+    Args:
+        path: The file.
+        end_of_text: The token that stands between documents; None to find one of the usual names.
+
+    Raises:
+        DataError: If the file is no tokenizer, or has no such end-of-text token.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if json.loads(text) == _BYTES_FORMAT:
+            return BytesTokenizer()
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the tokenizer {os.fspath(path)!r} cannot be read: {error}.\n"
+            f"  Set data.tokenizer to bpe, bytes or the path of a tokenizer.json."
+        ) from error
+    return JsonTokenizer(text, end_of_text, origin=os.fspath(path))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
+    """Returns a byte-level BPE tokenizer trained on some texts; equal for equal texts.
+
+    Args:
+        texts: The texts.
+        vocab_size: Entries wanted, 257 at least. It gets fewer when no pair is left to merge.
+
+    Source: Sennrich, Haddow and Birch, "Neural machine translation of rare words with subword
+    units", 2016; Radford et al., "Language models are unsupervised multitask learners", 2019
+    (bytes as the base alphabet, and the pattern that text is split by first).
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    with _parallel():
+        tokenizer.train_from_iterator(texts, trainer)
+    return JsonTokenizer(tokenizer.to_str())
+
+
+@contextlib.contextmanager
+def _parallel() -> Iterator[None]:
+    """Uses all cores inside, and leaves the process fit to fork: no warning, no dead thread pool.
+
+    A user's own setting of TOKENIZERS_PARALLELISM is respected.
+    """
+    if "TOKENIZERS_PARALLELISM" in os.environ and not _switched_off_here:
+        yield
+        return
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        _switched_off_here.append(True)
+
+
+_switched_off_here: list[bool] = []
+
+
+def _parse(text: str, origin: str) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # The library raises nothing narrower.
+        raise DataError(
+            f"{origin!r} is not a tokenizer: {error}.\n"
+            f"  Set data.tokenizer to bpe, bytes or the path of a tokenizer.json."
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+    return tokenizer
+
+
+def _find_end_of_text(vocabulary: dict[str, int], wanted: str | None, origin: str) -> int:
+    if wanted is not None and wanted not in vocabulary:
+        raise DataError(
+            f"{origin!r} has no token {wanted!r}.{did_you_mean(wanted, vocabulary)}\n"
+            f"  Set data.end_of_text to the token that it ends documents with."
+        )
+    names = _USUAL_NAMES if wanted is None else (wanted,)
+    for name in names:
+        if name in vocabulary:
+            return vocabulary[name]
+    raise DataError(
+        f"{origin!r} has no end-of-text token under any usual name ({', '.join(_USUAL_NAMES)}).\n"
+        f"  Set data.end_of_text to the token that it ends documents with."
+    )
+
+
+def _byte_table(
+    content: dict[str, Any], vocabulary: dict[str, int], vocab_size: int
+) -> np.ndarray | None:
+    """Returns the exact bytes of each id, or None where a token does not stand for fixed bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = ByteLevel.alphabet()
+    added = {entry["id"]: entry for entry in content.get("added_tokens") or ()}
+    strips = any(entry["lstrip"] or entry["rstrip"] for entry in added.values())
+    if strips or not _is_lossless(content) or not set(alphabet) <= set(vocabulary):
+        return None
+    table = np.zeros(vocab_size, np.int64)
+    for token, index in vocabulary.items():
+        if index not in added:
+            table[index] = len(token)  # Each character of a byte-level token stands for one byte.
+        elif not added[index]["special"]:
+            table[index] = len(token.encode())
+    return table
+
+
+def _is_lossless(content: dict[str, Any]) -> bool:
+    """Whether text is split into bytes and merged again, with nothing added, dropped or changed."""
+    model = content["model"]
+    affixes = ("continuing_subword_prefix", "end_of_word_suffix")
+    if model.get("type") != "BPE" or any(model.get(affix) for affix in affixes):
+        return False
+    if content.get("normalizer"):
+        return False
+    first: dict[str, Any] = content.get("pre_tokenizer") or {"type": None}
+    steps: list[dict[str, Any]] = first.get("pretokenizers", [first])
+    keeping = [
+        step["type"] in ("ByteLevel", "Digits")
+        or (step["type"] == "Split" and step["behavior"] != "Removed")
+        for step in steps
+    ]
+    prefixed = any(step.get("add_prefix_space") for step in steps)
+    return all(keeping) and not prefixed and any(step["type"] == "ByteLevel" for step in steps)
+
+
+def _blocks(text: str) -> Iterator[str]:
+    """Yields a long text in pieces cut at line ends: one piece has no parallelism, and much memory."""
+    start = 0
+    while len(text) - start > _BLOCK_CHARACTERS:
+        end = _BLOCK_END.search(text, start + _BLOCK_CHARACTERS)
+        if end is None:
+            break
+        yield text[start : end.start()]
+        start = end.start()
+    yield text[start:]
+
+
+def _with_num_bytes(encoding: Any, text: str) -> Encoded:
+    """Counts the bytes of each token from the characters that the library says it came from."""
+    ids = np.array(encoding.ids, np.int64)
+    if not len(ids):
+        return Encoded(ids, ids)
+    # Tokens that are parts of one character all end after it: the first of them takes its bytes.
+    ends = np.maximum.accumulate(np.array(encoding.offsets, np.int64)[:, 1])
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+    byte_ends = np.concatenate([[0], np.cumsum(widths)])[ends]
+    byte_ends[-1] = widths.sum()  # What follows the last token (white space) belongs to it.
+    return Encoded(ids, np.diff(byte_ends, prepend=0))

@@ -1,0 +1,121 @@
+"""Tokens of a text source, computed once and then memory-mapped from the cache."""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from shardlib.data.cache import cached
+from shardlib.data.hashing import content_hash, digest
+from shardlib.data.sources import TextSource
+from shardlib.data.tokenizer import Encoded, Tokenizer
+
+# Part of every cache key: raise it when the layout or the meaning of what is cached changes.
+FORMAT = 1
+_BATCH_CHARACTERS = 1 << 22
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TokenArray:
+    """All documents of one source, one after the other, without tokens between them."""
+
+    tokens: np.ndarray
+    """`[num_tokens] uint16` (`uint32` for large vocabularies), memory-mapped."""
+    num_bytes: np.ndarray | None
+    """Bytes of text that each token stands for, `[num_tokens] uint32`, memory-mapped. None where
+    the tokenizer's own table tells."""
+    offsets: np.ndarray
+    """Where documents start and, last, end in `tokens`: `[num_documents + 1] int64`."""
+    hashes: np.ndarray
+    """Hash of the text of each document, `[num_documents] uint64`."""
+    document_bytes: np.ndarray
+    """Length of each document in UTF-8, `[num_documents] int64`."""
+    fingerprint: str
+    """Equal for equal documents in equal order under the same tokenizer."""
+
+
+def open_tokens(source: TextSource, tokenizer: Tokenizer) -> TokenArray:
+    """Returns the tokens of a source, from the cache where they are.
+
+    Raises:
+        DataError: If a file of the source is malformed, or the cache cannot be written.
+    """
+
+    def build(directory: Path) -> None:
+        _logger.info("tokenising %s once, into the cache", source.path)
+        _write(source, tokenizer, directory)
+
+    return _read(cached("tokens", digest([FORMAT, source.key(), tokenizer.fingerprint]), build))
+
+
+def _write(source: TextSource, tokenizer: Tokenizer, directory: Path) -> None:
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    counts, hashes, sizes = [], [], []
+    table = tokenizer.token_num_bytes
+    with (directory / "tokens").open("wb") as tokens, (directory / "num_bytes").open("wb") as spans:
+        for texts in _batches(source.documents()):
+            contents = [text.encode() for text in texts]
+            hashes += map(content_hash, contents)
+            sizes += map(len, contents)
+            for encoded, content in zip(tokenizer.encode_documents(texts), contents, strict=True):
+                _append(tokens, encoded.ids, dtype)
+                counts.append(len(encoded.ids))
+                _append_num_bytes(spans, encoded, table, len(content))
+    offsets = np.concatenate([[0], np.cumsum(np.array(counts, np.int64))])
+    np.save(directory / "offsets.npy", offsets.astype(np.int64))
+    np.save(directory / "hashes.npy", np.array(hashes, np.uint64))
+    np.save(directory / "document_bytes.npy", np.array(sizes, np.int64))
+    meta = {
+        "dtype": dtype.name,
+        "has_num_bytes": table is None,
+        "fingerprint": digest([tuple(hashes), tokenizer.fingerprint]),
+    }
+    (directory / "meta.json").write_text(json.dumps(meta))
+
+
+def _append(file: IO[bytes], values: np.ndarray, dtype: np.dtype) -> None:
+    file.write(values.astype(dtype).tobytes())
+
+
+def _append_num_bytes(
+    file: IO[bytes], encoded: Encoded, table: np.ndarray | None, expected: int
+) -> None:
+    if table is not None:
+        assert table[encoded.ids].sum() == expected, "the byte table must be exact"
+    elif encoded.num_bytes is not None:
+        _append(file, encoded.num_bytes, np.dtype(np.uint32))
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    batch, size = [], 0
+    for text in documents:
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _read(directory: Path) -> TokenArray:
+    meta = json.loads((directory / "meta.json").read_text())
+    return TokenArray(
+        tokens=_map(directory / "tokens", meta["dtype"]),
+        num_bytes=_map(directory / "num_bytes", "uint32") if meta["has_num_bytes"] else None,
+        offsets=np.load(directory / "offsets.npy"),
+        hashes=np.load(directory / "hashes.npy"),
+        document_bytes=np.load(directory / "document_bytes.npy"),
+        fingerprint=meta["fingerprint"],
+    )
+
+
+def _map(file: Path, dtype: str) -> np.ndarray:
+    if not file.stat().st_size:  # An empty file cannot be mapped.
+        return np.zeros(0, dtype)
+    return np.memmap(file, dtype=dtype, mode="r")

@@ -1,0 +1,228 @@
+"""Who is sharded how, why, and what it costs: a report on a training state."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shardlib.mesh import mesh_sizes
+from shardlib.partition import Placement
+from shardlib.rules import AxisRules, Choice
+
+_SECTIONS = ("params", "model_state", "opt_state")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One leaf of the state.
+
+    `copies` is the number of devices that hold each byte; `replicated_bytes` counts, over all
+    devices, what is held beyond a first copy.
+    """
+
+    section: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    logical_axes: tuple[str | None, ...] | None
+    origin: str
+    spec: tuple[Any, ...]
+    reasons: tuple[str, ...]
+    bytes_total: int
+    bytes_per_device: int
+    copies: int
+    asked_for: bool
+
+    @property
+    def replicated_bytes(self) -> int:
+        return self.bytes_total * (self.copies - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A leaf that every device holds whole although no rule says that it should."""
+
+    path: str
+    bytes_per_device: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path} ({bytes_text(self.bytes_per_device)}) is replicated: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamsReport:
+    """A table of every leaf, totals, and what is replicated by accident. `str()` draws it."""
+
+    mesh: Mapping[str, int]
+    rows: tuple[Row, ...]
+    unused_rules: tuple[str, ...]
+    unused_paths: tuple[str, ...]
+
+    def total_bytes(self, section: str | None = None) -> int:
+        """Returns the bytes of all leaves of a section, each counted once."""
+        return sum(r.bytes_total for r in self.rows if section in (None, r.section))
+
+    def bytes_per_device(self, section: str | None = None) -> int:
+        """Returns the bytes that each device holds."""
+        return sum(r.bytes_per_device for r in self.rows if section in (None, r.section))
+
+    def num_params(self) -> int:
+        """Returns the number of trained scalars."""
+        return sum(math.prod(r.shape) for r in self.rows if r.section == "params")
+
+    def faults(self, threshold_bytes: int = 2**20) -> list[Fault]:
+        """Returns the leaves of at least `threshold_bytes` that are replicated by accident."""
+        num_devices = math.prod(self.mesh.values())
+        return [
+            Fault(row.path, row.bytes_per_device, "; ".join(row.reasons) or "no rule shards it")
+            for row in self.rows
+            if row.section == "params"
+            and num_devices > 1
+            and row.copies == num_devices
+            and row.bytes_total >= threshold_bytes
+            and not row.asked_for
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain data for JSON."""
+        return {
+            "mesh": dict(self.mesh),
+            "num_params": self.num_params(),
+            "bytes_total": {s: self.total_bytes(s) for s in _SECTIONS},
+            "bytes_per_device": {s: self.bytes_per_device(s) for s in _SECTIONS},
+            "unused_rules": list(self.unused_rules),
+            "unused_paths": list(self.unused_paths),
+            "rows": [
+                {**dataclasses.asdict(r), "replicated_bytes": r.replicated_bytes} for r in self.rows
+            ],
+        }
+
+    def to_json(self) -> str:
+        """Returns the report as one JSON object."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def render(self) -> Any:
+        """Returns the report as something that rich prints."""
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(title=f"parameters on mesh {self._mesh_text()}", title_justify="left")
+        for name in ("parameter", "shape", "dtype", "logical axes", "spec", "why"):
+            table.add_column(name, overflow="fold")
+        for name in ("per device", "replicated"):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            if row.section != "opt_state":
+                table.add_row(*_cells(row))
+        return Group(table, *self._footer())
+
+    def _mesh_text(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.mesh.items())
+
+    def _footer(self) -> Iterable[str]:
+        for section in _SECTIONS:
+            total, each = self.total_bytes(section), self.bytes_per_device(section)
+            if total:
+                name = section.replace("_", " ")
+                yield f"{name}: {bytes_text(total)} in all, {bytes_text(each)} on each device"
+        yield f"state: {bytes_text(self.bytes_per_device())} on each device"
+        if self.unused_paths:
+            yield f"path rules that no parameter matched: {', '.join(self.unused_paths)}"
+        if self.unused_rules:
+            yield f"rules that no parameter used: {', '.join(self.unused_rules)}"
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=160, no_color=True, highlight=False)
+        with console.capture() as capture:
+            console.print(self.render())
+        return capture.get()
+
+
+def explain_params(state: Any) -> ParamsReport:
+    """Reports on a training state, concrete or abstract; see `shardlib.explain`."""
+    definition = state.definition
+    sizes = mesh_sizes(definition.scope.mesh)
+    num_devices = math.prod(sizes.values())
+    rows = tuple(
+        _row(section, placement, sizes, num_devices)
+        for section in _SECTIONS
+        for placement in getattr(definition, section).values()
+    )
+    placements = [*definition.params.values(), *definition.model_state.values()]
+    return ParamsReport(sizes, rows, *_unused(definition.scope.rules, placements))
+
+
+def _row(
+    section: str, placement: Placement, sizes: Mapping[str, int], num_devices: int
+) -> Row:
+    shards = placement.shards(sizes)
+    choices = placement.resolution.choices
+    refusals = [r for c in choices for r in c.refused]
+    return Row(
+        section,
+        placement.path,
+        placement.shape,
+        str(placement.dtype),
+        placement.logical_axes,
+        placement.origin,
+        tuple(placement.spec),
+        (*(text for c in choices if (text := _reason(c))), *([placement.note] * bool(placement.note))),
+        placement.num_bytes,
+        placement.num_bytes // shards,
+        num_devices // shards,
+        asked_for=not refusals and not placement.note.endswith("in this mesh"),
+    )
+
+
+def _reason(choice: Choice) -> str:
+    """Says what a dim was refused; what it was given shows in the spec."""
+    if not choice.refused:
+        return ""
+    refused = "; ".join(f"not {'+'.join(r.alternative)}: {r.reason}" for r in choice.refused)
+    return f"{choice.logical_axis}: {refused}"
+
+
+def _unused(
+    rules: AxisRules, placements: list[Placement]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    used = {c.rule for p in placements for c in p.resolution.choices}
+    origins = {p.origin for p in placements}
+    return (
+        tuple(name for name, _ in rules.params if name not in used),
+        tuple(pattern for pattern, _ in rules.paths if f"path {pattern}" not in origins),
+    )
+
+
+def _cells(row: Row) -> list[str]:
+    why = [row.origin, *row.reasons]
+    return [
+        row.path,
+        "x".join(map(str, row.shape)) or "scalar",
+        row.dtype,
+        ", ".join(name or "-" for name in row.logical_axes or ()) or "-",
+        spec_text(row.spec),
+        "\n".join(why),
+        bytes_text(row.bytes_per_device),
+        bytes_text(row.replicated_bytes) if row.copies > 1 else "-",
+    ]
+
+
+def spec_text(spec: Iterable[Any]) -> str:
+    """Returns a spec as `fsdp, -, data+tensor`."""
+    return ", ".join(
+        "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
+        for entry in spec
+    )
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Returns a number of bytes with a binary unit, such as `3.4 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024 or unit == "TiB":
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError

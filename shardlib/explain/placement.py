@@ -1,0 +1,60 @@
+"""A picture of where the pieces of one array live."""
+
+import math
+from typing import Any
+
+from jax.sharding import Sharding
+
+
+def draw(array: Any, shape: tuple[int, ...] | None = None) -> str:
+    """Draws the placement of an array as text: one box for each piece, with its devices.
+
+    Arrays of any rank are drawn over their two most finely cut dims.
+
+    Args:
+        array: An array or `ShapeDtypeStruct` with a sharding; or a sharding, with `shape`.
+        shape: The dims, when `array` is a sharding.
+    """
+    sharding = array if isinstance(array, Sharding) else array.sharding
+    shape = tuple(shape if shape is not None else array.shape)
+    pieces: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        pieces.setdefault(bounds, []).append(device.id)
+    cuts = [sorted({bounds[dim] for bounds in pieces}) for dim in range(len(shape))]
+    finest = sorted(range(len(shape)), key=lambda d: (-len(cuts[d]), d))[:2]
+    row_dim, column_dim = [*sorted(finest), None, None][:2]
+    rows = cuts[row_dim] if row_dim is not None else [None]
+    columns = cuts[column_dim] if column_dim is not None else [None]
+
+    def cell(row: Any, column: Any) -> str:
+        found = [
+            f"{_ids(ids)}"
+            for bounds, ids in sorted(pieces.items())
+            if (row is None or bounds[row_dim] == row)
+            and (column is None or bounds[column_dim] == column)
+        ]
+        return " / ".join(found)
+
+    header = f"{'x'.join(map(str, shape)) or 'scalar'} in {math.prod(len(c) for c in cuts)} pieces"
+    table = [[_range(row_dim, r), *(cell(r, c) for c in columns)] for r in rows]
+    if column_dim is not None:
+        table.insert(0, ["", *(_range(column_dim, c) for c in columns)])
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    lines = [
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    ]
+    return "\n".join([header, *lines])
+
+
+def _range(dim: int | None, bounds: tuple[int, int] | None) -> str:
+    return "" if bounds is None else f"dim {dim} [{bounds[0]}:{bounds[1]}]"
+
+
+def _ids(ids: list[int]) -> str:
+    """Device ids, runs shortened: `0-3` or `0,2,4`."""
+    ids = sorted(ids)
+    if len(ids) > 2 and ids == list(range(ids[0], ids[-1] + 1)):
+        return f"{ids[0]}-{ids[-1]}"
+    return ",".join(map(str, ids))

@@ -1,0 +1,316 @@
+"""Meshes by name: `"data=4x8,fsdp=-1,tensor=2"` -> a JAX mesh with a good device order."""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from shardlib.errors import MeshError
+from shardlib.placement import arrange, count_groups
+from shardlib.placement import draw as draw
+
+STANDARD_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+"""The axes that presets know, from the slowest interconnect to the fastest."""
+
+AxisTypes: TypeAlias = Literal["auto", "explicit"]
+MeshSpec: TypeAlias = "str | Mapping[str, int | str] | MeshConfig"
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_DEGREE = re.compile(r"(-?\d+)(?:\s*[xX]\s*(-?\d+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshAxis:
+    """One mesh axis: `outer` groups (slices or hosts) times `inner` devices within a group."""
+
+    name: str
+    inner: int
+    """Devices along the axis within one slice or host; -1 for all that remain."""
+    outer: int = 1
+    """Slices or hosts along the axis; -1 for all that remain."""
+
+    @property
+    def size(self) -> int:
+        """Devices along the axis; -1 while a degree is unresolved."""
+        return -1 if -1 in (self.inner, self.outer) else self.outer * self.inner
+
+    def __str__(self) -> str:
+        degree = f"{self.inner}" if self.outer == 1 else f"{self.outer}x{self.inner}"
+        return f"{self.name}={degree}"
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Mesh axes and their degrees, in mesh order; `str()` gives the text that parses to it.
+
+    When every axis is a standard one they stand in the order of `STANDARD_AXES` however they
+    were written; as soon as one axis is the user's own, the written order holds.
+
+    Raises:
+        MeshError: For bad names, bad degrees, repeated axes, or more than one -1; all at once.
+    """
+
+    axes: tuple[MeshAxis, ...]
+
+    def __post_init__(self) -> None:
+        _raise_faults(",".join(map(str, self.axes)), _axis_faults(self.axes))
+        if all(axis.name in STANDARD_AXES for axis in self.axes):
+            ordered = sorted(self.axes, key=lambda axis: STANDARD_AXES.index(axis.name))
+            object.__setattr__(self, "axes", tuple(ordered))
+
+    @classmethod
+    def parse(cls, spec: MeshSpec) -> "MeshConfig":
+        """Reads a mesh from `"data=4x8,fsdp=-1"`, from `{"data": "4x8", "fsdp": -1}`, or as is.
+
+        Raises:
+            MeshError: With every fault of the text.
+        """
+        if isinstance(spec, MeshConfig):
+            return spec
+        if isinstance(spec, str):
+            text, (pairs, faults) = spec.strip(), _split(spec)
+        elif isinstance(spec, Mapping):
+            text = ",".join(f"{name}={degree}" for name, degree in spec.items())
+            pairs, faults = [(str(name), degree) for name, degree in spec.items()], []
+        else:
+            raise MeshError(
+                f"a mesh is text, a mapping or a MeshConfig, not {type(spec).__name__}.\n"
+                '  Write it as "data=2,fsdp=-1" or as {"data": 2, "fsdp": -1}.'
+            )
+        axes = []
+        for name, degree in pairs:
+            parsed = _parse_degree(degree)
+            if parsed is None:
+                faults.append(f"{name}={degree}: {_DEGREE_HINT}")
+            else:
+                axes.append(MeshAxis(name, inner=parsed[1], outer=parsed[0]))
+        # An axis with a bad degree is not in `axes`, so its fault is never reported twice.
+        empty_is_known = bool(faults) and not axes
+        _raise_faults(text, faults + ([] if empty_is_known else _axis_faults(axes)))
+        return cls(tuple(axes))
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.axes))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Axis names in mesh order."""
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis, in mesh order; -1 for an unresolved one."""
+        return {axis.name: axis.size for axis in self.axes}
+
+    def resolve(self, num_devices: int) -> "MeshConfig":
+        """Returns the mesh with its -1 filled in, so that it covers `num_devices` exactly.
+
+        Raises:
+            MeshError: If no degree does, or if there is no -1 and the product differs.
+        """
+        known = math.prod(d for a in self.axes for d in (a.outer, a.inner) if d != -1)
+        if all(axis.size != -1 for axis in self.axes):
+            if known != num_devices:
+                raise MeshError(_product_fault(self, known, num_devices))
+            return self
+        if num_devices % known:
+            raise MeshError(
+                f"mesh {self} cannot fill {_devices(num_devices)}: its other degrees multiply to "
+                f"{known}, which does not divide {num_devices}.\n"
+                f"  {_fewer_devices(num_devices - num_devices % known, num_devices)}"
+            )
+        rest = num_devices // known
+        return MeshConfig(
+            tuple(
+                dataclasses.replace(
+                    axis,
+                    inner=rest if axis.inner == -1 else axis.inner,
+                    outer=rest if axis.outer == -1 else axis.outer,
+                )
+                for axis in self.axes
+            )
+        )
+
+
+def make_mesh(
+    spec: MeshSpec, *, devices: Sequence[Any] | None = None, axis_types: AxisTypes = "auto"
+) -> Mesh:
+    """Builds a mesh whose axes follow the physical topology of the devices.
+
+    Within a slice the order comes from `jax.experimental.mesh_utils`. The outer degree of an axis
+    (the 4 of `data=4x8`) crosses slices, or hosts where the devices form one slice. Where the
+    devices form several slices and no outer degree is written, the leading axes cross them. CPU
+    devices have neither: there the outer degree is the major order, processes outermost.
+
+    Args:
+        spec: `"data=2,fsdp=-1,tensor=2"`, the same as a mapping, a `MeshConfig`, or `"auto"`.
+        devices: CPU, GPU, TPU or ahead-of-time topology devices; default `jax.devices()`.
+        axis_types: `"auto"` (the compiler propagates shardings) or `"explicit"` (types carry them).
+
+    Raises:
+        MeshError: If the mesh is malformed, does not multiply out to the number of devices, or
+            its outer degrees do not fit their slices and hosts.
+    """
+    found = list(jax.devices() if devices is None else devices)
+    if not found:
+        raise MeshError("a mesh needs at least one device.\n  Leave devices out to use them all.")
+    config = _resolved(spec, len(found), count_groups(found))
+    grid = arrange(
+        found,
+        names=config.names,
+        outer=tuple(axis.outer for axis in config.axes),
+        inner=tuple(axis.inner for axis in config.axes),
+    )
+    return Mesh(grid, config.names, axis_types=_axis_types(axis_types, len(config.axes)))
+
+
+def abstract_mesh(
+    spec: MeshSpec, num_devices: int, *, axis_types: AxisTypes = "auto"
+) -> AbstractMesh:
+    """Returns the mesh without devices: names, sizes and axis types.
+
+    Raises:
+        MeshError: As `make_mesh` does for the spec and the product.
+    """
+    sizes = _resolved(spec, num_devices, num_groups=1).sizes
+    types = _axis_types(axis_types, len(sizes))
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+
+
+def auto_mesh(num_devices: int, *, num_groups: int = 1) -> MeshConfig:
+    """Returns the mesh of `mesh: auto`: `fsdp` within a slice, `data` across slices.
+
+    Fully sharded data parallelism needs nothing of the model but dims that divide, and holds the
+    least memory per device; its all-gathers want the fast links within a slice. Across slices, or
+    across GPU hosts, only gradients travel once a step, which the slow network carries. Choose
+    another mesh when the model does not fit one slice, or when the batch per device gets small.
+
+    Args:
+        num_devices: Devices in all.
+        num_groups: Slices, or GPU hosts, that they form.
+
+    Raises:
+        MeshError: If the groups do not divide the devices.
+    """
+    if num_groups < 1 or num_devices < 1 or num_devices % num_groups:
+        raise MeshError(
+            f"mesh auto cannot spread {_devices(num_devices)} evenly over {num_groups} slices or "
+            "hosts.\n  Pass the same number of devices of each."
+        )
+    fsdp = MeshAxis("fsdp", inner=num_devices // num_groups)
+    if num_groups == 1:
+        return MeshConfig((fsdp,))
+    return MeshConfig((MeshAxis("data", inner=1, outer=num_groups), fsdp))
+
+
+def mesh_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    """Returns the number of devices along each axis, in mesh order."""
+    return dict(mesh.shape)
+
+
+def describe(mesh: Mesh | AbstractMesh) -> str:
+    """Returns a mesh as text, as in `data=2,fsdp=4`."""
+    return ",".join(f"{name}={size}" for name, size in mesh_sizes(mesh).items())
+
+
+def _resolved(spec: MeshSpec, num_devices: int, num_groups: int) -> MeshConfig:
+    if isinstance(spec, str) and spec.strip() == "auto":
+        return auto_mesh(num_devices, num_groups=num_groups)
+    return MeshConfig.parse(spec).resolve(num_devices)
+
+
+def _axis_types(axis_types: AxisTypes, count: int) -> tuple[AxisType, ...]:
+    known = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+    if axis_types not in known:
+        raise MeshError(f"axis_types is {axis_types!r}.\n  Write 'auto' or 'explicit'.")
+    return (known[axis_types],) * count
+
+
+_DEGREE_HINT = "a degree is a whole number, -1, or outer x inner as in 4x8"
+
+
+def _parse_degree(degree: Any) -> tuple[int, int] | None:
+    """Returns (outer, inner), or None if the degree cannot be read."""
+    if isinstance(degree, bool) or not isinstance(degree, int | str):
+        return None
+    match = _DEGREE.fullmatch(str(degree).strip())
+    if match is None:
+        return None
+    first, second = match.groups()
+    return (1, int(first)) if second is None else (int(first), int(second))
+
+
+def _split(text: str) -> tuple[list[tuple[str, Any]], list[str]]:
+    """Splits `a=1,b=2` into pairs, and reports what is no pair."""
+    pairs, faults = [], []
+    items = text.split(",")
+    if items[-1].strip() == "":
+        items.pop()
+    for item in items:
+        name, equals, degree = (part.strip() for part in item.partition("="))
+        if equals:
+            pairs.append((name, degree))
+            continue
+        guess = re.fullmatch(rf"\s*({_NAME.pattern})\s*[:x*\s]?\s*(-?\d\S*)\s*", item)
+        hint = f" Did you mean '{guess[1]}={guess[2]}'?" if guess else " Write name=degree."
+        faults.append(f"{item.strip()!r} has no '='.{hint}")
+    return pairs, faults
+
+
+def _axis_faults(axes: Sequence[MeshAxis]) -> list[str]:
+    faults = []
+    if not axes:
+        faults.append("it has no axes: write at least one, as in data=-1")
+    for axis in axes:
+        if not _NAME.fullmatch(axis.name):
+            faults.append(f"{axis.name!r} is no axis name: use letters, digits and underscores")
+        if any(degree == 0 or degree < -1 for degree in (axis.outer, axis.inner)):
+            faults.append(f"{axis}: {_DEGREE_HINT}")
+    for name, count in Counter(axis.name for axis in axes).items():
+        if count > 1:
+            faults.append(f"axis {name!r} is written {count} times: write it once")
+    unknown = [degree for axis in axes for degree in (axis.outer, axis.inner)].count(-1)
+    if unknown > 1:
+        faults.append(f"{unknown} degrees are -1: only one can stand for the devices that remain")
+    return faults
+
+
+def _raise_faults(text: str, faults: list[str]) -> None:
+    if faults:
+        raise MeshError("\n  ".join([f"mesh {text!r} cannot be read:", *faults]))
+
+
+def _devices(count: int) -> str:
+    return f"{count} device" if count == 1 else f"{count} devices"
+
+
+def _fewer_devices(count: int, available: int) -> str:
+    if 0 < count < available:
+        return f"Pass devices=jax.devices()[:{count}], or choose degrees that divide {available}."
+    return f"Choose degrees that divide {available}."
+
+
+def _product_fault(config: MeshConfig, needed: int, available: int) -> str:
+    """Says how many devices a mesh needs, and which degree to leave open instead."""
+    verb = "is" if available == 1 else "are"
+    fault = f"mesh {config} needs {_devices(needed)} but {available} {verb} available.\n  "
+    fewer = f"pass devices=jax.devices()[:{needed}]" if needed < available else ""
+    for position, axis in enumerate(config.axes):
+        axes = list(config.axes)
+        axes[position] = MeshAxis(axis.name, inner=-1)
+        others = math.prod(other.size for other in config.axes if other is not axis)
+        if available % others == 0:
+            opened = MeshConfig(tuple(axes))
+            shape = "x".join(map(str, opened.resolve(available).sizes.values()))
+            either = f" or {fewer}" if fewer else ""
+            return f"{fault}Set one axis to -1 ({opened} gives {shape}){either}."
+    return fault + (
+        f"{fewer.capitalize()}."
+        if fewer
+        else f"Choose degrees whose product is {available}, or run on {_devices(needed)}."
+    )

@@ -1,0 +1,241 @@
+"""Where every leaf of a training state lives, and why."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib.constrain import active_or
+from shardlib.errors import RuleError
+from shardlib.functional import AxesByPath
+from shardlib.mesh import mesh_sizes
+from shardlib.paths import key_string, matches, named_leaves, path_string
+from shardlib.rules import AxisRules, Resolution
+
+Section = Literal["params", "model_state", "opt_state"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where one leaf lives.
+
+    `origin` says where its logical axes came from: `"metadata"`, the path pattern that matched,
+    `"auto"`, or the parameter that an optimizer leaf belongs to.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    logical_axes: tuple[str | None, ...] | None
+    origin: str
+    resolution: Resolution
+    note: str = ""
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return self.resolution.spec
+
+    def shards(self, sizes: Mapping[str, int]) -> int:
+        """Returns into how many different pieces the leaf is cut."""
+        names = [n for c in self.resolution.choices for n in c.mesh_axes]
+        return math.prod(sizes[name] for name in names)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole leaf; typed PRNG keys count as their key data."""
+        if jax.dtypes.issubdtype(self.dtype, jax.dtypes.prng_key):
+            return math.prod(self.shape) * 8
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def place(tree: Any, axes: AxesByPath, rules: AxisRules, mesh: Any) -> dict[str, Placement]:
+    """Places every leaf of a tree of parameters or model state.
+
+    The logical axes of a leaf are those in `axes`, else those of the first path pattern of the
+    rules that matches, else `rules.auto` decides.
+
+    Args:
+        tree: Arrays or `ShapeDtypeStruct`s.
+        axes: Logical axes by path, or `None`, as `functional` finds them in Flax metadata.
+        rules: The rules; the table for parameters applies.
+        mesh: A `Mesh` or `AbstractMesh`.
+
+    Raises:
+        RuleError: If leaves cannot be placed; the message lists all of them.
+    """
+    rules.check(mesh)
+    sizes = mesh_sizes(mesh)
+    placements = {
+        path: _place_leaf(path, leaf, axes.get(path), rules, sizes)
+        for path, leaf in named_leaves(tree).items()
+    }
+    _raise_faults(placements.values())
+    return placements
+
+
+def _raise_faults(placements: Any) -> None:
+    faults = [
+        f"{p.path}: {fault}" for p in placements for fault in dict.fromkeys(p.resolution.faults)
+    ]
+    if faults:
+        raise RuleError("\n".join(faults))
+
+
+def _place_leaf(
+    path: str,
+    leaf: Any,
+    logical: tuple[str | None, ...] | None,
+    rules: AxisRules,
+    sizes: Mapping[str, int],
+) -> Placement:
+    shape = tuple(leaf.shape)
+
+    def placed(axes: Sequence[str | None], origin: str) -> Placement:
+        resolution = rules.resolve(axes, shape, sizes)
+        return Placement(path, shape, leaf.dtype, tuple(axes), origin, resolution)
+
+    if logical is not None:
+        return placed(logical, "metadata")
+    for pattern, axes in rules.paths:
+        if matches(pattern, path):
+            return placed(axes or (None,) * len(shape), f"path {pattern}")
+    resolution, note = _auto(shape, rules, sizes)
+    return Placement(path, shape, leaf.dtype, None, "auto", resolution, note)
+
+
+def _auto(
+    shape: tuple[int, ...], rules: AxisRules, sizes: Mapping[str, int]
+) -> tuple[Resolution, str]:
+    auto = rules.auto
+    fix = f'  Annotate it, or add a path rule: rules.override(paths={{"...": {_example(shape)}}}).'
+    if auto is None:
+        fault = f"shape {shape} has no logical axes, no path rule matches, and auto is off.\n{fix}"
+        return Resolution(PartitionSpec(), (), (fault,)), ""
+    replicated = Resolution(PartitionSpec(*[None] * len(shape)), ())
+    size = sizes.get(auto.mesh_axis, 1) if auto.mesh_axis else 1
+    if auto.mesh_axis is None:
+        return replicated, "the rules replicate parameters"
+    if math.prod(shape) < auto.min_elements:
+        return replicated, f"smaller than {auto.min_elements} elements"
+    if size == 1:
+        return replicated, f"{auto.mesh_axis} has size 1 in this mesh"
+    fitting = [dim for dim, n in enumerate(shape) if n % size == 0]
+    if not fitting:
+        fault = f"shape {shape} has no dim that {auto.mesh_axis}={size} divides.\n{fix}"
+        return Resolution(PartitionSpec(), (), (fault,)), ""
+    best = max(fitting, key=lambda dim: shape[dim])
+    axes = tuple("auto" if dim == best else None for dim in range(len(shape)))
+    return _auto_rules(auto.mesh_axis).resolve(axes, shape, sizes), "largest dim that divides"
+
+
+def _auto_rules(mesh_axis: str) -> AxisRules:
+    return AxisRules(params={"auto": mesh_axis}, activations={})
+
+
+def _example(shape: tuple[int, ...]) -> tuple[None, ...]:
+    return (None,) * len(shape)
+
+
+def place_optimizer(opt_state: Any, params: Mapping[str, Placement]) -> dict[str, Placement]:
+    """Places optimizer state by its parameters, whatever the optax chain.
+
+    A leaf belongs to the parameter whose path its own path ends with. It takes the parameter's
+    placement when the shapes are equal; a factored statistic, which lacks one of the parameter's
+    dims (Shazeer & Stern 2018, "Adafactor"), takes that of the remaining dims; all else (counters,
+    placeholders) is replicated.
+
+    Args:
+        opt_state: `optimizer.init(params)`, abstract or not.
+        params: Placements of the parameters by path.
+    """
+    by_keys = {tuple(path.split("/")): placement for path, placement in params.items()}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(opt_state)
+    placements = {}
+    for key_path, leaf in leaves:
+        keys = tuple("/".join(key_string(key) for key in key_path).split("/"))
+        owner = next((by_keys[keys[i:]] for i in range(len(keys)) if keys[i:] in by_keys), None)
+        path = path_string(key_path)
+        placements[path] = _place_statistic(path, leaf, owner)
+    return placements
+
+
+def _place_statistic(path: str, leaf: Any, owner: Placement | None) -> Placement:
+    shape = tuple(leaf.shape)
+    kept: tuple[int, ...] | None = None
+    if owner is not None and shape == owner.shape:
+        kept = tuple(range(len(shape)))
+    elif owner is not None:
+        rank = len(owner.shape)
+        candidates = [tuple(d for d in range(rank) if d != gone) for gone in range(rank)]
+        kept = next((c for c in candidates if tuple(owner.shape[d] for d in c) == shape), None)
+    if owner is None or kept is None:
+        resolution = Resolution(PartitionSpec(*[None] * len(shape)), ())
+        origin = f"of {owner.path}" if owner else "no parameter"
+        return Placement(path, shape, leaf.dtype, None, origin, resolution, "not a parameter's shape")
+    chosen = {c.dim: c for c in owner.resolution.choices}
+    spec = PartitionSpec(*[owner.spec[d] if d < len(owner.spec) else None for d in kept])
+    choices = tuple(
+        chosen[d]._replace(dim=i) for i, d in enumerate(kept) if d in chosen
+    )
+    axes = owner.logical_axes and tuple(owner.logical_axes[d] for d in kept)
+    return Placement(
+        path, shape, leaf.dtype, axes, f"of {owner.path}", Resolution(spec, choices)
+    )
+
+
+def shardings(tree: Any, placements: Mapping[str, Placement], mesh: Any) -> Any:
+    """Returns a tree of `NamedSharding`s, one for each leaf, from placements by path."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: NamedSharding(mesh, placements[path_string(path)].spec), tree
+    )
+
+
+def shard(model: Any, mesh: Any = None, rules: AxisRules | None = None) -> Any:
+    """Places a model that is already in memory.
+
+    Args:
+        model: An NNX module, which is updated in place and returned; or a tree of arrays, such as
+            the variables of a linen module (boxed or not) or loaded weights by path.
+        mesh: The mesh; the active one when left out.
+        rules: The rules; the active ones when left out.
+
+    Raises:
+        RuleError: If leaves cannot be placed; nothing has been moved then.
+    """
+    scope = active_or(mesh, rules)
+    if isinstance(model, nnx.Module):
+        state = nnx.state(model, nnx.Not(nnx.RngState))
+        nnx.update(model, _put(state, scope))
+        return model
+    return _put(model, scope)
+
+
+def _put(tree: Any, scope: Any) -> Any:
+    flat: dict[str, Any] = {}
+    axes: AxesByPath = {}
+    for path, box in named_leaves(tree, is_leaf=_names_axes).items():
+        (flat[path],) = jax.tree.leaves(box)
+        axes[path] = _axis_names(box)
+    placements = place(flat, axes, scope.rules, scope.mesh)
+    leaves = jax.device_put(
+        list(flat.values()),
+        [NamedSharding(scope.mesh, placements[path].spec) for path in flat],
+    )
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _names_axes(node: Any) -> bool:
+    return isinstance(node, nnx.Variable) or (hasattr(node, "names") and hasattr(node, "unbox"))
+
+
+def _axis_names(box: Any) -> tuple[str | None, ...] | None:
+    names = (
+        box.get_metadata().get("out_sharding")
+        if isinstance(box, nnx.Variable)
+        else getattr(box, "names", None)
+    )
+    return None if names is None else tuple(names)

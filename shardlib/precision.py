@@ -1,0 +1,65 @@
+"""In which dtype parameters are stored and in which a step computes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.errors import ConfigError, did_you_mean
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """A precision policy.
+
+    Gradients arrive in the dtype of the parameters and are accumulated in float32.
+    """
+
+    params: Any
+    """Dtype in which parameters, and so the optimizer state, are stored."""
+    compute: Any
+    """Dtype of parameters and floating batch leaves inside of the loss function."""
+
+    def store(self, params: Any) -> Any:
+        """Returns parameters in the dtype in which they are stored; integers stay as they are."""
+        return _cast(params, self.params)
+
+    def cast_params(self, params: Any) -> Any:
+        """Returns parameters in the dtype of the computation."""
+        return _cast(params, self.compute)
+
+    def cast_batch(self, batch: Any) -> Any:
+        """Returns a batch with its floating leaves in the dtype of the computation."""
+        return _cast(batch, self.compute)
+
+
+POLICIES = {
+    "f32": Precision(jnp.float32, jnp.float32),
+    "bf16": Precision(jnp.float32, jnp.bfloat16),
+    "bf16_params": Precision(jnp.bfloat16, jnp.bfloat16),
+}
+
+
+def precision(policy: str | Precision) -> Precision:
+    """Returns a policy by name: `f32`, `bf16` (parameters in float32, computed in bfloat16:
+    Kalamkar et al. 2019, "A Study of BFLOAT16 for Deep Learning Training") or `bf16_params`.
+
+    Raises:
+        ConfigError: If no policy has that name.
+    """
+    if isinstance(policy, Precision):
+        return policy
+    if policy not in POLICIES:
+        raise ConfigError(
+            f"no precision is called {policy!r}.{did_you_mean(policy, POLICIES)}\n"
+            f"  Choose one of: {', '.join(POLICIES)}."
+        )
+    return POLICIES[policy]
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    def cast(x: Any) -> Any:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, tree)

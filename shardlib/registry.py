@@ -1,0 +1,121 @@
+"""Model families: what a trainer must know of a model, found by entry point.
+
+A package offers its models in `pyproject.toml`, and they plug in beside the built-in ones:
+
+    [project.entry-points."shardlib.models"]
+    mymodel = "mypackage.mymodel:FAMILY"
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal
+
+from shardlib.errors import ModelError, did_you_mean
+
+GROUP = "shardlib.models"
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What a model must know of its data. What does not apply is None."""
+
+    vocab_size: int | None = None
+    """Number of token ids: every token lies in [0, vocab_size)."""
+    sequence_length: int | None = None
+    """Tokens in one row of a batch."""
+    num_classes: int | None = None
+    """Number of labels: every label lies in [0, num_classes)."""
+    image_shape: tuple[int, int, int] | None = None
+    """Height, width and channels of one image."""
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """One family of models: its config and the pure functions that make and use a model."""
+
+    config: type
+    """A config class whose field `name: Literal["..."]` is the name of the entry point."""
+    inputs: Literal["text", "images"]
+    """The kind of batch that `loss` takes."""
+    make: Callable[..., Any]
+    """`make(config, data_spec, rngs) -> nnx.Module`. Values depend on the RNGs alone."""
+    validate: Callable[..., list[str]]
+    """`validate(config, data_spec)`: every fault as a sentence; empty when the two fit."""
+    loss: Callable[..., Any]
+    """`loss(model, batch, rng, *, train, label_smoothing=0.0, z_loss=0.0) -> (Mean, metrics)`.
+
+    `metrics` is a dict of `losses.Mean`. `train` switches dropout and batch statistics.
+    """
+    flops_per_example: Callable[..., float]
+    """`flops_per_example(config, data_spec)`: model FLOPs of one example, forward and backward."""
+    generate: Callable[..., Any] | None = None
+    """`generate(model, tokens, *, length, temperature, rng) -> [b, n + length] int32`.
+
+    `tokens: [b, n] int32`. Pure and jittable. None for families that do not generate.
+    """
+
+
+def families() -> dict[str, ModelFamily]:
+    """Returns every installed model family by name, in order of name.
+
+    Raises:
+        ModelError: If an installed entry point cannot be loaded or is no `ModelFamily`.
+    """
+    return {name: _load(entry) for name, entry in sorted(_entries().items())}
+
+
+def family(name: str) -> ModelFamily:
+    """Returns one model family, without importing the others.
+
+    Raises:
+        ModelError: If no installed package offers `name`, or what it offers cannot be loaded.
+    """
+    entries = _entries()
+    if name not in entries:
+        known = ", ".join(sorted(entries)) or "none"
+        hint = did_you_mean(name, entries)
+        raise ModelError(
+            f"no model family is called {name!r}; installed: {known}.{hint}\n"
+            f"  Choose one of those, or install the package that offers {name!r} "
+            f"as an entry point of group {GROUP!r}."
+        )
+    return _load(entries[name])
+
+
+def _entries() -> dict[str, EntryPoint]:
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=GROUP):
+        other = found.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            raise ModelError(
+                f"two packages offer the model family {entry.name!r}: "
+                f"{other.value} and {entry.value}.\n"
+                f"  Uninstall one of them or rename its entry point."
+            )
+    return found
+
+
+def _load(entry: EntryPoint) -> ModelFamily:
+    try:
+        loaded = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"the model family {entry.name!r} cannot be loaded from {entry.value}: {error}\n"
+            f"  Repair or reinstall the package that offers it."
+        ) from error
+    if not isinstance(loaded, ModelFamily):
+        raise ModelError(
+            f"the entry point {entry.name!r} = {entry.value} of group {GROUP!r} is a "
+            f"{type(loaded).__name__}, not a shardlib.registry.ModelFamily.\n"
+            f"  Point it at a ModelFamily object."
+        )
+    declared = getattr(loaded.config, "name", None)
+    if declared != entry.name:
+        raise ModelError(
+            f"the model family {entry.name!r} ({entry.value}) has a config whose name is "
+            f"{declared!r}.\n"
+            f'  Declare `name: Literal["{entry.name}"] = "{entry.name}"` in '
+            f"{loaded.config.__name__}."
+        )
+    return loaded

@@ -1,0 +1,146 @@
+"""Equal layers as one: made by a `vmap`, run by a `scan`.
+
+A stack is an ordinary layer whose variables have a leading dim of length `num_layers`, named
+`layers`. Its size as a program does not grow with the depth, so neither does the time to compile.
+
+    self.layers = stack_layers(lambda rngs: Block(config, rngs), num_layers, rngs)
+    ...
+    x, _ = scan_layers(lambda layer, x, _: (layer(x), None), self.layers, x, remat="dots")
+
+Any NNX layer will do. What a layer updates when it is called (batch statistics, counters of random
+streams) is written back into the stack, each layer its own; random keys are per layer too, so no
+two layers drop the same units.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from shardlib import remat as remat_policies
+from shardlib.errors import ModelError
+
+L = TypeVar("L", bound=nnx.Module)
+C = TypeVar("C")
+
+
+def stack_layers(
+    make: Callable[[nnx.Rngs], L], num_layers: int, rngs: nnx.Rngs, *, axis_name: str = "layers"
+) -> L:
+    """Returns `num_layers` layers as one module, whose variables have a leading dim.
+
+    Each layer is made from streams of its own, split from `rngs`: its values depend on those alone,
+    not on a mesh. Variables with logical axes (`out_sharding` metadata) get `axis_name` in front;
+    variables without stay without.
+
+    Args:
+        make: Makes one layer; called once, traced.
+        num_layers: How many; at least 1.
+        rngs: Random streams; each is advanced by one.
+        axis_name: Logical axis of the leading dim.
+
+    Raises:
+        ModelError: If `num_layers` is less than 1, or a variable has a `NamedSharding` in place of
+            logical axes.
+    """
+    if num_layers < 1:
+        raise ModelError(f"a stack of {num_layers} layers holds nothing.\n  Ask for 1 or more.")
+    rng_def, rng_state = nnx.split(rngs.split(num_layers))
+
+    def build(rng_state: Any) -> Any:
+        return nnx.split(make(nnx.merge(rng_def, rng_state)))
+
+    graphdef, state = jax.vmap(build)(rng_state)
+    return nnx.merge(graphdef, _map_axes(state, lambda names: (axis_name, *names)))
+
+
+def scan_layers(
+    call: Callable[[L, C, Any], tuple[C, Any]],
+    layers: L,
+    carry: C,
+    per_layer: Any = None,
+    *,
+    remat: str = "none",
+    tags: tuple[str, ...] | None = None,
+) -> tuple[C, Any]:
+    """Runs the layers of a stack one after the other: `jax.lax.scan` with a layer at each step.
+
+    Args:
+        call: `call(layer, carry, inputs) -> (carry, outputs)` for one layer. It may close over
+            arrays that all layers share.
+        layers: What `stack_layers` returned.
+        carry: What goes from layer to layer; structure, shapes and dtypes stay the same.
+        per_layer: A pytree with a leading layer dim in each leaf (a key-value cache, for example);
+            each layer gets its slice as `inputs`.
+        remat: A policy of `shardlib.remat`, applied to each layer.
+        tags: The names that `call` tags for `save:` policies; None when not known.
+
+    Returns:
+        The carry after the last layer, and the outputs of all layers with a leading dim.
+
+    Raises:
+        ConfigError: If the remat policy is unknown.
+        ModelError: If a layer makes new variables when it is called.
+    """
+    graphdef, state = nnx.split(layers)
+
+    def body(carry: C, step: tuple[Any, Any]) -> tuple[C, Any]:
+        layer_state, inputs = step
+        layer = nnx.merge(graphdef, _map_axes(layer_state, lambda names: names[1:]))
+        before = _values(nnx.state(layer))
+        carry, outputs = call(layer, carry, inputs)
+        return carry, (outputs, _changed(before, _values(nnx.state(layer)), type(layer).__name__))
+
+    body = remat_policies.apply(remat, body, tags=tags, in_scan=True)
+    carry, (outputs, changed) = jax.lax.scan(body, carry, (state, per_layer))
+    if changed:
+        variables = dict(nnx.to_flat_state(state))
+        update = [(path, _replaced(variables[path], value)) for path, value in changed.items()]
+        nnx.update(layers, nnx.from_flat_state(update))
+    return carry, outputs
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _map_axes(state: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Any:
+    def on_variable(variable: Any) -> Any:
+        names = variable.get_metadata().get("out_sharding") if _is_variable(variable) else None
+        if names is None:
+            return variable
+        if isinstance(names, NamedSharding):
+            raise ModelError(
+                f"a variable of a stacked layer is annotated with {names}.\n"
+                "  Annotate it with one logical name for each dim: out_sharding=('embed', 'mlp')."
+            )
+        return variable.replace(variable.get_value(), out_sharding=change(tuple(names)))
+
+    return jax.tree.map(on_variable, state, is_leaf=_is_variable)
+
+
+def _values(state: Any) -> dict[tuple[Any, ...], Any]:
+    return {
+        path: leaf.get_value() if _is_variable(leaf) else leaf
+        for path, leaf in nnx.to_flat_state(state)
+    }
+
+
+def _replaced(variable: Any, value: Any) -> Any:
+    return variable.replace(value) if _is_variable(variable) else value
+
+
+def _changed(
+    before: dict[tuple[Any, ...], Any], after: dict[tuple[Any, ...], Any], layer: str
+) -> dict[tuple[Any, ...], Any]:
+    """What a layer assigned to; values that it only read stay out of the outputs of the scan."""
+    made = ["/".join(map(str, path)) for path in after if path not in before]
+    if made:
+        raise ModelError(
+            f"{layer} makes variables when it is called, which a stack cannot hold: "
+            f"{', '.join(made)}.\n"
+            "  Make them in its constructor, or return their values as outputs of `call`."
+        )
+    return {path: value for path, value in after.items() if value is not before[path]}

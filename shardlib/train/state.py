@@ -1,0 +1,171 @@
+"""The state of a training run: one pytree, made on its shards."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardlib.constrain import Scope, active_or
+from shardlib.functional import FunctionalModule, functional
+from shardlib.partition import Placement, place, place_optimizer, shardings
+from shardlib.paths import named_leaves
+from shardlib.precision import Precision
+from shardlib.precision import precision as precision_named
+from shardlib.rules import AxisRules
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Definition:
+    """What a state is the state of. Compared by identity, so that a dispatch costs nothing."""
+
+    module: FunctionalModule
+    optimizer: optax.GradientTransformation
+    scope: Scope
+    params: Mapping[str, Placement]
+    model_state: Mapping[str, Placement]
+    opt_state: Mapping[str, Placement]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a step reads and writes.
+
+    `params` and `model_state` are nested dicts of arrays, `step` counts the optimizer updates so
+    far (int32 scalar), and `rng` is the key from which every step derives its own.
+    """
+
+    step: jax.Array
+    params: Any
+    model_state: Any
+    opt_state: Any
+    rng: jax.Array
+    definition: Definition = dataclasses.field(metadata={"static": True})
+
+    @property
+    def model(self) -> Any:
+        """The model over the present parameters, to call outside of training.
+
+        An NNX module, or a bound linen module.
+        """
+        definition = self.definition
+        return definition.module.merge(self.params, self.model_state, self.rng)
+
+
+def abstract_state(
+    make: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    inputs: tuple[Any, ...] = (),
+    precision: str | Precision = "f32",
+    mesh: Mesh | None = None,
+    rules: AxisRules | None = None,
+) -> TrainState:
+    """Returns the state as `ShapeDtypeStruct`s with shardings, allocating nothing.
+
+    The arguments are those of `init_state`. The mesh may be an `AbstractMesh`, so that a state can
+    be inspected with no device at hand.
+
+    Raises:
+        RuleError: If tensors cannot be placed; the message lists all of them.
+        ModelError: If the model cannot be made.
+    """
+    scope = active_or(mesh, rules)
+    module = functional(make, inputs)
+    dtypes = precision_named(precision)
+
+    def init(key: jax.Array) -> tuple[Any, ...]:
+        return _init(module, optimizer, dtypes, key)
+
+    step, params, model_state, opt_state, rng = jax.eval_shape(init, jax.random.key(0))
+    param_places = place(params, module.axes, scope.rules, scope.mesh)
+    definition = Definition(
+        module,
+        optimizer,
+        scope,
+        param_places,
+        place(model_state, _without_names(model_state, module), scope.rules, scope.mesh),
+        place_optimizer(opt_state, param_places),
+    )
+    state = TrainState(step, params, model_state, opt_state, rng, definition)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        state,
+        state_shardings(state),
+    )
+
+
+def init_state(
+    make: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    seed: int = 0,
+    inputs: tuple[Any, ...] = (),
+    precision: str | Precision = "f32",
+    mesh: Mesh | None = None,
+    rules: AxisRules | None = None,
+) -> TrainState:
+    """Makes a training state, every leaf on its shards inside of one compiled program.
+
+    Args:
+        make: `make(rngs) -> module` for an NNX or linen module, or a linen module itself.
+        optimizer: Any optax transformation.
+        seed: Decides the parameters and all later randomness, equally on every mesh.
+        inputs: For linen, example arguments of the module's `__call__`.
+        precision: A `Precision` or its name; here only the dtype of the parameters matters.
+        mesh: The mesh; the active one when left out.
+        rules: The rules; the active ones when left out.
+
+    Raises:
+        RuleError: If tensors cannot be placed; the message lists all of them. Nothing is allocated
+            then.
+        ModelError: If the model cannot be made.
+    """
+    abstract = abstract_state(
+        make, optimizer, inputs=inputs, precision=precision, mesh=mesh, rules=rules
+    )
+    definition, dtypes = abstract.definition, precision_named(precision)
+
+    def init(key: jax.Array) -> TrainState:
+        return TrainState(*_init(definition.module, optimizer, dtypes, key), definition)
+
+    placed = jax.tree.map(lambda x: x.sharding, abstract)
+    return jax.jit(init, out_shardings=placed)(jax.random.key(seed))
+
+
+def _init(
+    module: FunctionalModule,
+    optimizer: optax.GradientTransformation,
+    dtypes: Precision,
+    key: jax.Array,
+) -> tuple[Any, ...]:
+    init_key, rng = jax.random.split(key)
+    params, model_state = module.init(init_key)
+    params = dtypes.store(params)
+    return jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), rng
+
+
+def _without_names(model_state: Any, module: FunctionalModule) -> dict[str, Any]:
+    """Model state that names no axes is small (statistics, counters) and is replicated."""
+    return {
+        path: module.axes.get(path) or (None,) * len(leaf.shape)
+        for path, leaf in named_leaves(model_state).items()
+    }
+
+
+def state_shardings(state: TrainState) -> TrainState:
+    """Returns the sharding of every leaf of a state, as a tree of its structure."""
+    mesh, definition = state.definition.scope.mesh, state.definition
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return TrainState(
+        replicated,
+        shardings(state.params, definition.params, mesh),
+        shardings(state.model_state, definition.model_state, mesh),
+        shardings(state.opt_state, definition.opt_state, mesh),
+        replicated,
+        definition,
+    )

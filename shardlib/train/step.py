@@ -1,0 +1,251 @@
+"""One training step as one compiled program: loss, gradients, optimizer, metrics."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib.constrain import Scope, use
+from shardlib.errors import ModelError
+from shardlib.losses import Mean
+from shardlib.microbatch import split
+from shardlib.paths import path_string
+from shardlib.precision import Precision, precision as precision_named
+from shardlib.train.state import Definition, TrainState, state_shardings
+
+LossFn = Callable[[Any, Any, jax.Array], Any]
+BatchAxes = Mapping[str, tuple[str | None, ...]]
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    *,
+    microbatches: int = 1,
+    precision: str | Precision = "f32",
+    schedule: Callable[[jax.Array], Any] | None = None,
+    batch_axes: BatchAxes | None = None,
+) -> "TrainStep":
+    """Returns `step(state, batch) -> (state, metrics)`, compiled at its first call.
+
+    The step donates the state, runs on the mesh of the state, and leaves every leaf where it was.
+
+    Args:
+        loss_fn: `loss_fn(model, batch, rng)` returns the loss or `(loss, aux)`. The loss is a
+            scalar, or a `Mean`, which stays exact when microbatches have unequal weights; `aux` is
+            a dict of scalars and `Mean`s, reported as metrics.
+        microbatches: In how many parts the batch is computed, one after the other, with their
+            gradients added in float32.
+        precision: In which dtype the loss is computed. The parameters are cast inside of the step.
+        schedule: Learning rate by optimizer step, to report it; it changes nothing.
+        batch_axes: Logical axes of batch leaves by path. A leaf that is not named has
+            `("batch", None, ...)`.
+
+    Returns:
+        A callable with `lower(state, batch)` for inspection. `metrics` holds float32 scalars on the
+        devices: `loss`, `grad_norm` (before clipping), `learning_rate` and whatever is in `aux`.
+    """
+    if microbatches < 1:
+        raise ModelError(f"microbatches={microbatches} is not positive.\n  Use 1 for no splitting.")
+    return TrainStep(
+        loss_fn, microbatches, precision_named(precision), schedule, dict(batch_axes or {})
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class TrainStep:
+    """A compiled training step; see `make_train_step`."""
+
+    loss_fn: LossFn
+    microbatches: int
+    precision: Precision
+    schedule: Callable[[jax.Array], Any] | None
+    batch_axes: BatchAxes
+    _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        return self.program(state, batch)(state, batch)
+
+    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+        """Lowers the step for arguments that may be abstract."""
+        return self.program(state, batch).lower(state, batch)
+
+    def program(self, state: TrainState, batch: Any) -> Any:
+        """Returns the jitted step for states and batches of this structure."""
+        leaves, treedef = jax.tree.flatten(batch)
+        key = (state.definition, treedef, tuple(len(leaf.shape) for leaf in leaves))
+        if key not in self._programs:
+            self._programs[key] = self._jit(state, batch)
+        return self._programs[key]
+
+    def _jit(self, state: TrainState, batch: Any) -> Any:
+        scope = state.definition.scope
+        placed = state_shardings(state)
+        replicated = NamedSharding(scope.mesh, PartitionSpec())
+        return jax.jit(
+            self._step,
+            donate_argnums=0,
+            in_shardings=(placed, batch_shardings(batch, scope, self.batch_axes)),
+            out_shardings=(placed, replicated),
+        )
+
+    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        definition = state.definition
+        with use(definition.scope.mesh, definition.scope.rules):
+            grads, sums, model_state = self._gradients(state, batch)
+            weight = sums["loss"].weight
+            grads = jax.tree.map(
+                lambda g, p: (g / jnp.where(weight == 0, 1.0, weight)).astype(p.dtype),
+                grads,
+                state.params,
+            )
+            # optax mixes dtypes freely, whatever the user's own code is held to.
+            with jax.numpy_dtype_promotion("standard"):
+                updates, opt_state = definition.optimizer.update(
+                    grads, state.opt_state, state.params
+                )
+                params = optax.apply_updates(state.params, updates)
+        metrics = {name: mean.value for name, mean in sums.items()}
+        metrics["grad_norm"] = optax.global_norm(grads).astype(jnp.float32)
+        if self.schedule is not None:
+            metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)
+        new_state = TrainState(
+            state.step + 1, params, model_state, opt_state, state.rng, definition
+        )
+        return new_state, metrics
+
+    def _gradients(self, state: TrainState, batch: Any) -> tuple[Any, dict[str, Mean], Any]:
+        """Returns gradients of the summed loss in float32, sums of the metrics, model state."""
+        definition = state.definition
+        key = jax.random.fold_in(state.rng, state.step)
+
+        def one(model_state: Any, part: Any, index: Any) -> tuple[Any, dict[str, Mean], Any]:
+            def total(params: Any) -> tuple[jax.Array, Any]:
+                sums, new = self._loss(definition, params, model_state, part, key, index)
+                return sums["loss"].total, (sums, new)
+
+            (_, (sums, new)), grads = jax.value_and_grad(total, has_aux=True)(state.params)
+            return _pin(grads, definition), sums, new
+
+        if self.microbatches == 1:
+            return one(state.model_state, batch, 0)
+        parts = split(batch, self.microbatches)
+
+        def body(carry: Any, part_and_index: Any) -> tuple[Any, None]:
+            grads, sums, model_state = carry
+            new_grads, new_sums, model_state = one(model_state, *part_and_index)
+            return (*jax.tree.map(jnp.add, (grads, sums), (new_grads, new_sums)), model_state), None
+
+        first = jax.tree.map(lambda x: x[0], parts)
+        grads, sums, _ = jax.eval_shape(one, state.model_state, first, 0)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
+        carry = (_pin(zeros[0], definition), zeros[1], state.model_state)
+        return jax.lax.scan(body, carry, (parts, jnp.arange(self.microbatches)))[0]
+
+    def _loss(
+        self, definition: Definition, params: Any, model_state: Any, part: Any, key: Any, index: Any
+    ) -> tuple[dict[str, Mean], Any]:
+        model_key, loss_key = jax.random.split(jax.random.fold_in(key, index))
+        module = definition.module
+        model = module.merge(self.precision.cast_params(params), model_state, model_key)
+        sums = loss_sums(self.loss_fn(model, self.precision.cast_batch(part), loss_key))
+        return sums, module.collect(model)
+
+
+def _pin(grads: Any, definition: Definition) -> Any:
+    """Gradients in float32, placed like their parameters.
+
+    Without the constraint the gradients of scanned layers can lose the sharding of their layers.
+    """
+    mesh = definition.scope.mesh
+    return jax.tree_util.tree_map_with_path(
+        lambda path, g: jax.lax.with_sharding_constraint(
+            g.astype(jnp.float32),
+            NamedSharding(mesh, definition.params[path_string(path)].spec),
+        ),
+        grads,
+    )
+
+
+def loss_sums(result: Any) -> dict[str, Mean]:
+    """Returns what a loss function returned as one dict of `Mean`s, with the loss as `"loss"`.
+
+    Raises:
+        ModelError: If it is not a scalar or `Mean`, alone or with a dict of these.
+    """
+    is_pair = isinstance(result, tuple) and not isinstance(result, Mean)
+    loss, aux = result if is_pair and len(result) == 2 else (result, {})
+    if not isinstance(aux, Mapping):
+        raise ModelError(
+            f"the loss function returned {type(aux).__name__} beside the loss.\n"
+            "  Return the loss, or (loss, {name: scalar or Mean})."
+        )
+    return {name: _as_mean(name, value) for name, value in {**aux, "loss": loss}.items()}
+
+
+def _as_mean(name: str, value: Any) -> Mean:
+    if isinstance(value, Mean):
+        total, weight = value
+    else:
+        total, weight = value, 1.0
+    total, weight = jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32)
+    if total.shape or weight.shape:
+        raise ModelError(
+            f"the loss function returned {name!r} of shape {total.shape or weight.shape}.\n"
+            "  Reduce it to a scalar, or to Mean(total, weight) of two scalars."
+        )
+    return Mean(total, weight)
+
+
+def batch_shardings(batch: Any, scope: Scope, batch_axes: BatchAxes) -> Any:
+    """Returns the sharding of every leaf of a batch.
+
+    Raises:
+        RuleError: If the rules cannot place a leaf, for example because the mesh does not divide
+            the batch.
+    """
+
+    def sharding(path: Any, leaf: Any) -> NamedSharding:
+        rank = len(leaf.shape)
+        axes = batch_axes.get(path_string(path), ("batch", *[None] * (rank - 1))[:rank])
+        return scope.sharding(axes, tuple(leaf.shape), "activations")
+
+    return jax.tree_util.tree_map_with_path(sharding, batch)
+
+
+def make_eval_step(
+    loss_fn: LossFn,
+    *,
+    precision: str | Precision = "f32",
+    batch_axes: BatchAxes | None = None,
+    params_of: Callable[[TrainState], Any] = lambda state: state.params,
+) -> Callable[[TrainState, Any], dict[str, Mean]]:
+    """Returns `step(state, batch) -> sums`, which changes nothing.
+
+    `sums` holds a `Mean` for the loss and for every metric, to be added over batches. `params_of`
+    picks other parameters than the trained ones, such as their moving average.
+    """
+    dtypes, axes = precision_named(precision), dict(batch_axes or {})
+    programs: dict[Definition, Any] = {}
+
+    def evaluate(state: TrainState, batch: Any) -> dict[str, Mean]:
+        definition = state.definition
+        with use(definition.scope.mesh, definition.scope.rules):
+            params = dtypes.cast_params(params_of(state))
+            model = definition.module.merge(params, state.model_state, state.rng)
+            return loss_sums(loss_fn(model, dtypes.cast_batch(batch), state.rng))
+
+    def step(state: TrainState, batch: Any) -> dict[str, Mean]:
+        if state.definition not in programs:
+            scope = state.definition.scope
+            placed = (state_shardings(state), batch_shardings(batch, scope, axes))
+            replicated = NamedSharding(scope.mesh, PartitionSpec())
+            programs[state.definition] = jax.jit(
+                evaluate, in_shardings=placed, out_shardings=replicated
+            )
+        return programs[state.definition](state, batch)
+
+    return step

@@ -1,0 +1,524 @@
+"""Reading configs: what is accepted, and the full text of what is refused."""
+
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import textwrap
+from dataclasses import FrozenInstanceError, field
+from typing import Annotated, Any, Literal
+
+import pydantic
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlib import config
+from shardlib.config import Change, Key, Variants, configclass
+from shardlib.errors import ConfigError, MeshError
+
+
+@configclass
+class Small:
+    name: Literal["small"] = "small"
+    width: int = 8
+    """Width of
+    the layers."""
+
+
+@configclass
+class Big:
+    name: Literal["big"] = "big"
+    width: int = 80
+    depth: int
+    """How many layers."""
+
+
+def models():
+    return {"small": Small, "big": Big}
+
+
+@configclass
+class Source:
+    path: str
+    weight: float = 1.0
+
+
+@configclass
+class Train:
+    steps: int = 3
+    """Optimizer steps."""
+    lr: float = 1e-3
+    clip: float | None = 1.0
+    remat: Literal["none", "dots", "full"] = "none"
+    async_save: bool = True
+    tags: tuple[str, ...] = ()
+    betas: tuple[float, float] = (0.9, 0.95)
+
+    def __post_init__(self):
+        if self.steps == 13:
+            raise ValueError("13 steps bring bad luck.\n  Take 12.")
+        if self.lr == 7:
+            raise MeshError("a mesh cannot have the rate 7.")
+
+
+@configclass
+class Root:
+    run_dir: str
+    """Where the run is written."""
+    model: Annotated[Any, Variants(models, default="small")] = field(default_factory=Small)
+    """Which model."""
+    train: Train = field(default_factory=lambda: Train(steps=5))
+    eval: Train | None = None
+    mesh: Literal["auto"] | str | dict[str, int | str] = "auto"
+    sources: tuple[Source, ...] = ()
+
+
+@configclass
+class Strict:
+    model: Annotated[Any, Variants(models)]
+    text: str = "a"
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write(text, name="x.yaml"):
+        pathlib.Path(name).write_text(textwrap.dedent(text), encoding="utf-8")
+        return name
+
+    return write
+
+
+def faults(cls, path=None, overrides=()):
+    with pytest.raises(ConfigError) as caught:
+        config.load(cls, path, overrides)
+    return str(caught.value)
+
+
+def test_a_configclass_is_an_ordinary_frozen_dataclass():
+    train = Train(steps=4)
+    assert train == Train(steps=4)
+    assert hash(train) == hash(Train(steps=4))
+    with pytest.raises(FrozenInstanceError):
+        train.steps = 5
+    with pytest.raises(TypeError):
+        Train(4)
+
+
+def test_importing_config_imports_neither_pydantic_nor_yaml():
+    code = (
+        "import sys, shardlib.config; print({'pydantic', 'yaml', 'jax', 'typer'} & {*sys.modules})"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "set()\n"
+
+
+def test_pydantic_accepts_the_same_class():
+    adapter = pydantic.TypeAdapter(Train)
+    assert adapter.validate_python({"steps": 4}) == Train(steps=4)
+    assert adapter.json_schema()["properties"]["steps"]["description"] == "Optimizer steps."
+    with pytest.raises(pydantic.ValidationError, match="Unexpected keyword argument"):
+        adapter.validate_python({"stepz": 4})
+
+
+def test_the_type_of_the_field_decides_what_a_scalar_means(write):
+    path = write("""
+        run_dir: no
+        model:
+          name: big
+          depth: 0_2
+        train:
+          steps: 1_000
+          lr: 1e-3
+          clip: ~
+          async_save: off
+          tags: [010, 2020-01-01, yes, 1e5, "null", null]
+        mesh: {data: 4x8, fsdp: -1}
+        eval:
+          lr: 3
+    """)
+    loaded = config.load(Root, path)
+    assert loaded == Root(
+        run_dir="no",
+        model=Big(depth=2),
+        train=Train(
+            steps=1000,
+            lr=0.001,
+            clip=None,
+            async_save=False,
+            tags=("010", "2020-01-01", "yes", "1e5", "null", "null"),
+        ),
+        mesh={"data": "4x8", "fsdp": -1},
+        eval=Train(lr=3.0),
+    )
+    assert type(loaded.eval.lr) is float
+    assert isinstance(loaded.mesh, dict)
+    assert type(loaded.mesh["fsdp"]) is int
+
+
+def test_overrides_are_applied_in_order_on_top_of_the_file(write):
+    path = write("""
+        run_dir: runs/a
+        mesh: auto
+        eval:
+        sources:
+        - path: a
+        - path: b
+    """)
+    loaded = config.load(
+        Root,
+        path,
+        [
+            "run_dir=runs/*.txt",
+            "train.steps=7",
+            "train.steps=1e4",
+            "train.clip=None",
+            "train.tags=['x: y', a=b]",
+            "mesh=fsdp=4,tensor=2",
+            "eval.remat=full",
+            "sources.1.weight=.5",
+        ],
+    )
+    assert loaded == Root(
+        run_dir="runs/*.txt",
+        train=Train(steps=10_000, clip=None, tags=("x: y", "a=b")),
+        mesh="fsdp=4,tensor=2",
+        eval=Train(remat="full"),
+        sources=(Source(path="a"), Source(path="b", weight=0.5)),
+    )
+    assert config.load(Root, path, ["mesh.fsdp=4", "mesh.data=2"]).mesh == {"fsdp": 4, "data": 2}
+    assert config.load(Root, path, ["mesh={fsdp: 4}"]).mesh == {"fsdp": 4}
+    assert config.load(Root, path, ["run_dir="]).run_dir == ""
+    assert config.load(Root, path, ["run_dir=a: b # c"]).run_dir == "a: b # c"
+    assert config.load(Root, path, ["eval=null"]).eval is None
+
+
+def test_all_faults_are_reported_at_once_where_they_were_written(write):
+    path = write("""\
+        model: {name: big, depth: 3, wdth: 4}
+        train:
+          stepz: 3
+          lr: fast
+          lr: 2
+          clip: [1]
+          betas: [1, 2, 3]
+          async_save: maybe
+        mesh: 3
+        sources:
+        - weight: heavy
+        - path: b
+          speed: 3
+    """)
+    assert faults(
+        Root,
+        path,
+        ["train.steps=abc", "foo=1", "train.remat=non", "steps=3", "junk", "eval.lr="],
+    ) == textwrap.dedent("""\
+        the configuration has 17 faults:
+          x.yaml:5: train.lr: the key is given twice, first in line 4. Remove one.
+          command line: junk: not an override. Write key.path=value, for example train.steps=100.
+          x.yaml:1: model.wdth: unknown key of 'big'. Did you mean 'width'?
+          x.yaml:3: train.stepz: unknown key. Did you mean 'steps'?
+          x.yaml:4: train.lr: expected a number, got 'fast'.
+          x.yaml:6: train.clip: expected a number or null, got a list of 1.
+          x.yaml:7: train.betas: expected a list of 2: number, number, got a list of 3.
+          x.yaml:8: train.async_save: expected true or false, got 'maybe'.
+          command line: train.steps=abc: expected an integer, got 'abc'.
+          command line: train.remat=non: 'non' is not one of 'none', 'dots', 'full'. Did you mean 'none'?
+          x.yaml:11: sources.0.weight: expected a number, got 'heavy'.
+          x.yaml:11: sources.0.path: missing required key (text).
+          x.yaml:13: sources.1.speed: unknown key. The keys here are path, weight.
+          command line: foo=1: unknown key. The keys here are run_dir, model, train, eval, mesh, sources.
+          command line: steps=3: unknown key. Did you mean 'train.steps'?
+          command line: eval.lr=: expected a number, got nothing.
+          x.yaml: run_dir: missing required key (text).""")  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.steps=true"], "train.steps=true: expected an integer, got 'true'."),
+        (["train.steps='5'"], "train.steps='5': expected an integer, got '5'."),
+        (["train.steps=1.5"], "train.steps=1.5: expected an integer, got '1.5'."),
+        (["train.steps={a: 1}"], "train.steps={a: 1}: expected an integer, got a mapping of 'a'."),
+        (["train=13"], "train=13: expected a section of keys, got '13'."),
+        (["train.steps.x=1"], "train.steps.x=1: train.steps: expected an integer, "
+         "got a mapping of 'x'."),
+        (["train={steps: x}"], "train={steps: x}: train.steps: expected an integer, got 'x'."),
+        (["train.steps=13"], "train.steps=13: train: 13 steps bring bad luck.\n    Take 12."),
+        (["train.lr=7"], "train.lr=7: train: a mesh cannot have the rate 7."),
+        (["train.tags=a"], "train.tags=a: expected a list of text, got 'a'."),
+        (["train.tags=[a"], "train.tags=[a: not YAML: expected ',' or ']', but got "
+         "'<stream end>'."),
+        (["train.tags={a: 1, a: 2}"], "train.tags={a: 1, a: 2}: train.tags.a: the key is given "
+         "twice, first in line 1. Remove one."),
+        (["=1"], "=1: not an override. Write key.path=value, for example train.steps=100."),
+        (["sources=[{path: a}]", "sources.1.path=b"], "sources.1.path=b: sources is a list of 1, "
+         "so '1' must be an index below that."),
+        (["model=big"], "model=big: expected a section with the key 'name', got 'big'. "
+         "Write model.name=big."),
+        (["model.name=bigg"], "model.name=bigg: 'bigg' is not one of 'small', 'big'. "
+         "Did you mean 'big'?"),
+        (["model.name=[big]"], "model.name=[big]: a list of 1 is not one of 'small', 'big'."),
+        (["model.name=big"], "model.depth: missing required key (an integer)."),
+    ],
+)  # fmt: skip
+def test_one_fault_of_an_override(overrides, message):
+    assert faults(Root, None, ["run_dir=a", *overrides]) == f"command line: {message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1", "x.yaml:2: not a YAML document: expected ',' or ']', but got '<stream end>'."),
+        ("a: b: c", "x.yaml:1: not a YAML document: mapping values are not allowed here."),
+        ("a: 1\nb: \x01", "x.yaml:2: not a YAML document: the character #x0001 is not allowed."),
+        ("a: *b", "x.yaml:1: not a YAML document: found undefined alias 'b'."),
+        ("- 1\n- 2", "x.yaml: expected a section of keys, got a list of 2."),
+        ("run_dir: !!python/name:os.system", "x.yaml:1: run_dir: the tag !!python/name:os.system "
+         "is not allowed here."),
+        ("run_dir: a\n? [a]\n: 1", "x.yaml:2: a key must be text."),
+        ("&a [*a]", "x.yaml: nested too deeply to be a config."),
+        ("[" * 5000, "x.yaml: nested too deeply to be a config."),
+        ("a: &a [1,1,1,1,1,1,1,1,1,1]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a,*a]\n"
+         "c: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b,*b]\nd: [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c]",
+         "x.yaml: more than 10000 values, aliases included."),
+        ("run_dir: a\ntrain:\n  steps: 13", "x.yaml:2: train: 13 steps bring bad luck.\n"
+         "    Take 12."),
+        ("run_dir: a\nmodel:\n  name: 3", "x.yaml:3: model.name: '3' is not one of "
+         "'small', 'big'."),
+        ("run_dir: a\ntrain:\n  <<: 3", "x.yaml:3: train: << merges mappings only."),
+    ],
+)  # fmt: skip
+def test_one_fault_of_a_file(write, text, message):
+    assert faults(Root, write(text + "\n")) == message
+
+
+def test_a_missing_or_unreadable_file_is_named(write):
+    write("run_dir: a", "quickstart.yaml")
+    assert faults(Root, "quickstrat.yaml") == (
+        "quickstrat.yaml: no such config file. Did you mean 'quickstart.yaml'?"
+    )
+    assert faults(Root, "none/a.yaml") == "none/a.yaml: no such config file."
+    assert faults(Root, ".") == ".: the config file cannot be read: Is a directory."
+    pathlib.Path("latin.yaml").write_bytes(b"run_dir: \xe9")
+    assert faults(Root, "latin.yaml") == (
+        "latin.yaml: the config file cannot be read: it is not UTF-8 text."
+    )
+
+
+def test_an_empty_file_gives_the_defaults_and_names_what_is_required(write):
+    assert config.load(Train, write("")) == Train()
+    assert config.load(Train, write("# nothing")) == Train()
+    assert faults(Root, write("train:\n")) == "x.yaml: run_dir: missing required key (text)."
+
+
+def test_anchors_and_merge_keys_expand(write):
+    path = write("""
+        run_dir: a
+        train: &base {steps: 7, remat: dots}
+        eval:
+          <<: *base
+          steps: 8
+    """)
+    loaded = config.load(Root, path)
+    assert loaded.eval == Train(steps=8, remat="dots")
+    # An override of one place does not reach the other.
+    changed = config.load(Root, path, ["train.remat=full"])
+    assert (changed.train.remat, changed.eval.remat) == ("full", "dots")
+
+
+def test_variants_without_a_default_require_their_key(write):
+    assert faults(Strict, write("text: b")) == (
+        "x.yaml: model: missing required key (a section with the key 'name')."
+    )
+    assert faults(Strict, write("text: b\nmodel: {width: 3}")) == (
+        "x.yaml:2: model.name: missing required key (one of 'small', 'big')."
+    )
+    assert config.load(Strict, None, ["model.name=small"]).model == Small()
+
+
+def test_variants_must_carry_their_names():
+    @configclass
+    class Nameless:
+        width: int = 3
+
+    marker = Variants(lambda: {"nameless": Nameless})
+    with pytest.raises(TypeError) as caught:
+        marker.classes()
+    assert str(caught.value).endswith(
+        "Nameless is registered as 'nameless', so it needs the field "
+        "name: Literal['nameless'] = 'nameless'."
+    )
+
+
+@configclass
+class Exotic:
+    folder: pathlib.Path = pathlib.Path("a")
+    rate: Annotated[float, pydantic.Field(gt=0)] = 1.0
+    depth: Literal[1, 2, True, None, "auto"] = 1
+    either: int | float | bool | str | None = None
+    free: Any = None
+
+
+def test_types_of_pydantic_are_validated_by_it():
+    loaded = config.load(Exotic, None, ["folder=b/c", "rate=1e-2", "depth=2", "either=1e3"])
+    assert loaded == Exotic(folder=pathlib.Path("b/c"), rate=0.01, depth=2, either=1000.0)
+    assert config.load(Exotic, None, ["depth=null"]).depth is None
+    assert config.load(Exotic, None, ["depth=true"]).depth is True
+    assert config.load(Exotic, None, ["free={a: [1, no, 1.5, null]}"]).free == {
+        "a": [1, "no", 1.5, None]
+    }
+    assert faults(Exotic, None, ["rate=-1"]) == (
+        "command line: rate=-1: '-1' should be greater than 0."
+    )
+    assert faults(Exotic, None, ["rate=x"]) == "command line: rate=x: expected a number, got 'x'."
+    assert faults(Exotic, None, ["depth=3"]) == (
+        "command line: depth=3: '3' is not one of 1, 2, true, null, 'auto'."
+    )
+
+
+def test_from_dict_takes_typed_data_strictly():
+    data = config.to_dict(Root(run_dir="a", model=Big(depth=2), sources=(Source(path="b"),)))
+    assert config.from_dict(Root, data, "checkpoint") == Root(
+        run_dir="a", model=Big(depth=2), sources=(Source(path="b"),)
+    )
+    with pytest.raises(ConfigError) as caught:
+        config.from_dict(Train, {"steps": True, "lr": "1", "old": 1}, "checkpoint")
+    assert (
+        str(caught.value)
+        == textwrap.dedent("""\
+        the configuration has 3 faults:
+          checkpoint: steps: expected an integer, got true.
+          checkpoint: lr: expected a number, got '1'.
+          checkpoint: old: unknown key. The keys here are steps, lr, clip, remat, async_save, tags, betas.""")  # noqa: E501
+    )
+
+
+def test_keys_lists_sections_and_variants_with_the_defaults_in_force():
+    keys = config.keys(Root)
+    assert keys[:6] == [
+        Key("run_dir", "text", "", "Where the run is written."),
+        Key("model.name", "'small' | 'big'", "small", "Which model."),
+        Key("model.width", "integer", "8", "Width of the layers.", "name=small"),
+        Key("model.width", "integer", "80", "", "name=big"),
+        Key("model.depth", "integer", "", "How many layers.", "name=big"),
+        Key("train.steps", "integer", "5", "Optimizer steps."),
+    ]
+    assert keys[0].required
+    assert not keys[1].required
+    by_path = {key.path: key for key in keys}
+    assert by_path["eval"].type_text == "section | null"
+    assert by_path["eval.steps"].default_text == "3"
+    assert by_path["mesh"].type_text == "'auto' | text | mapping of text to integer | text"
+    assert by_path["train.betas"].type_text == "list of 2: number, number"
+    assert by_path["train.remat"].default_text == "'none'"
+    assert by_path["sources[].path"].required
+
+
+def test_the_json_schema_accepts_what_load_accepts():
+    schema = config.json_schema(Root)
+    json.dumps(schema)
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft7Validator.check_schema(schema)
+    validator = jsonschema.Draft7Validator(schema)
+
+    def valid(**data):
+        return validator.is_valid({"run_dir": "a", **data})
+
+    assert valid(model={"width": 3}, train={"clip": None}, mesh={"fsdp": -1})
+    assert valid(model={"name": "big", "depth": 3}, mesh="fsdp=8", sources=[{"path": "a"}])
+    assert not valid(model={"depth": 3})
+    assert not valid(train={"stepz": 3})
+    assert not valid(train={"betas": [1]})
+    assert not validator.is_valid({})
+    assert schema["properties"]["train"]["properties"]["steps"]["description"] == "Optimizer steps."
+
+
+def test_diff_names_what_differs():
+    old = Root(run_dir="a", model=Small(), train=Train(tags=("a",)))
+    new = Root(run_dir="a", model=Big(depth=2), train=Train(tags=("a", "b"), clip=math.nan))
+    assert config.diff(old, old) == []
+    assert config.diff(new, new) == []
+    changes = config.diff(old, new)
+    assert [(change.path, change.new) for change in changes if change.path != "train.clip"] == [
+        ("model.name", "big"),
+        ("model.width", 80),
+        ("model.depth", 2),
+        ("train.tags", ["a", "b"]),
+    ]
+    assert changes[2] == Change("model.depth", config.ABSENT, 2)
+    assert repr(config.ABSENT) == "(absent)"
+    assert config.diff(config.to_dict(old), new) == changes or math.isnan(changes[3].new)
+
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.sampled_from(
+        ["1e-3", "no", "On", "none", ".inf", "1_0", "~", "", "0x1f", "2020-01-01", "="]
+    ),
+)
+trains = st.builds(
+    Train,
+    steps=st.integers().filter(lambda n: n != 13),
+    lr=st.floats(allow_nan=False).filter(lambda x: x != 7),
+    clip=st.none() | st.floats(allow_nan=False),
+    remat=st.sampled_from(["none", "dots", "full"]),
+    tags=st.lists(st.text() | scalars.map(str)).map(tuple),
+    betas=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+)
+roots = st.builds(
+    Root,
+    run_dir=scalars.map(str),
+    model=st.builds(Small, width=st.integers()) | st.builds(Big, depth=st.integers()),
+    train=trains,
+    eval=st.none() | trains,
+    mesh=st.text() | st.dictionaries(st.text(), st.integers() | scalars.map(str)),
+    sources=st.lists(st.builds(Source, path=st.text(), weight=st.floats(0, 1))).map(tuple),
+)
+exotics = st.builds(
+    Exotic,
+    folder=st.just(pathlib.Path("a/b")),
+    rate=st.floats(0, exclude_min=True, allow_nan=False),
+    depth=st.sampled_from([1, 2, True, None, "auto"]),
+    either=scalars,
+    free=st.recursive(scalars, lambda x: st.lists(x) | st.dictionaries(st.text(), x), max_leaves=5),
+)
+
+
+@settings(deadline=None)
+@given(instance=roots | exotics)
+def test_yaml_reads_back_to_an_equal_config(tmp_path_factory, instance):
+    path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
+    path.write_text(config.to_yaml(instance), encoding="utf-8", newline="")
+    loaded = config.load(type(instance), path)
+    assert loaded == instance
+    assert repr(loaded) == repr(instance)  # 1, 1.0 and True are equal but not the same
+
+
+def test_yaml_is_easy_to_read():
+    text = config.to_yaml(Root(run_dir="no", train=Train(tags=("a", "1e-3"))))
+    assert text == textwrap.dedent("""\
+        run_dir: 'no'
+        model:
+          name: small
+          width: 8
+        train:
+          steps: 3
+          lr: 0.001
+          clip: 1.0
+          remat: 'none'
+          async_save: true
+          tags: [a, '1e-3']
+          betas: [0.9, 0.95]
+        eval: null
+        mesh: auto
+        sources: []
+    """)

@@ -1,0 +1,411 @@
+"""Every update rule against its paper in numpy float64; masks, clipping, averages, precision."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardlib.errors import ConfigError
+from shardlib.paths import matches, named_leaves
+from shardlib.train.optim import OptimizerConfig, build_optimizer, ema_params
+from shardlib.train.update_rules import RULES, hidden_matrices
+
+STEPS = 4
+SHAPES = {
+    "embedding": (5, 4),
+    "layers/attention/query/kernel": (2, 4, 3, 2),
+    "layers/attention/query/bias": (2, 3, 2),
+    "layers/attention/out/kernel": (2, 3, 2, 4),
+    "layers/mlp/up/kernel": (2, 4, 6),
+    "layers/norm/scale": (2, 4),
+    # Large enough for adafactor to factor it.
+    "final/kernel": (128, 130),
+}
+
+
+def tree(flat):
+    nested = {}
+    for path, value in flat.items():
+        *folders, name = path.split("/")
+        node = nested
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[name] = jnp.asarray(value, jnp.float32)
+    return nested
+
+
+def numbers(seed, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return {
+        path: (scale * rng.standard_normal(shape)).astype(np.float32)
+        for path, shape in SHAPES.items()
+    }
+
+
+def run(config, params, grads, *, global_batch=1):
+    """Returns parameters and state after one update per tree of gradients."""
+    optimizer = build_optimizer(config, steps=len(grads), global_batch=global_batch)
+
+    @jax.jit
+    def update(params, state, grads):
+        updates, state = optimizer.transform.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = tree(params)
+    state = optimizer.transform.init(params)
+    for grad in grads:
+        params, state = update(params, state, tree(grad))
+    assert update._cache_size() == 1
+    return params, state
+
+
+# --- The papers, for one parameter (or one layer of a stack) in float64. ---
+# `s` is this parameter's state, `t` counts from 1, `decayed` and `path` are the masks' view.
+
+
+def adam_direction(g, s, t, b1, b2, eps):
+    """Kingma and Ba 2015, algorithm 1."""
+    s["m"] = b1 * s.get("m", 0) + (1 - b1) * g
+    s["v"] = b2 * s.get("v", 0) + (1 - b2) * g**2
+    return (s["m"] / (1 - b1**t)) / (np.sqrt(s["v"] / (1 - b2**t)) + eps)
+
+
+def adamw(path, x, g, s, t, lr, wd):
+    return x - lr * (adam_direction(g, s, t, 0.9, 0.95, 1e-8) + wd * x)
+
+
+def lion(path, x, g, s, t, lr, wd):
+    """Chen et al. 2023, algorithm 2."""
+    m = s.get("m", 0)
+    s["m"] = 0.99 * m + 0.01 * g
+    return x - lr * (np.sign(0.9 * m + 0.1 * g) + wd * x)
+
+
+def sgd(path, x, g, s, t, lr, wd):
+    """Goyal et al. 2017, equation 9, with weight decay in the gradient."""
+    s["u"] = 0.9 * s.get("u", 0) + g + wd * x
+    return x - lr * s["u"]
+
+
+def nesterov_sgd(path, x, g, s, t, lr, wd):
+    """Sutskever et al. 2013 as PyTorch and optax write it: look ahead along the new momentum."""
+    g = g + wd * x
+    s["u"] = 0.9 * s.get("u", 0) + g
+    return x - lr * (g + 0.9 * s["u"])
+
+
+def norm_ratio(path, x, u):
+    return 1.0 if excluded(path) else np.linalg.norm(x.ravel()) / np.linalg.norm(u.ravel())
+
+
+def lars(path, x, g, s, t, lr, wd):
+    """You et al. 2017, algorithm 1; biases and scales have ratio 1."""
+    g = g + wd * x
+    trust = 1.0 if excluded(path) else 0.001 * norm_ratio(path, x, g)
+    s["v"] = 0.9 * s.get("v", 0) + lr * trust * g
+    return x - s["v"]
+
+
+def lamb(path, x, g, s, t, lr, wd):
+    """You et al. 2020, algorithm 2."""
+    u = adam_direction(g, s, t, 0.9, 0.999, 1e-6) + wd * x
+    return x - lr * norm_ratio(path, x, u) * u
+
+
+def adafactor(path, x, g, s, t, lr, wd):
+    """Shazeer and Stern 2018, algorithms 4 (matrices) and 5 (vectors)."""
+    b2 = 1 - t**-0.8
+    g2 = g**2 + 1e-30
+    if x.ndim == 2 and min(x.shape) >= 128:
+        s["r"] = b2 * s.get("r", 0) + (1 - b2) * g2.sum(1)
+        s["c"] = b2 * s.get("c", 0) + (1 - b2) * g2.sum(0)
+        v = np.outer(s["r"], s["c"]) / s["r"].sum()
+    else:
+        s["v"] = b2 * s.get("v", 0) + (1 - b2) * g2
+        v = s["v"]
+    u = g / np.sqrt(v)
+    u = u / max(1, np.sqrt(np.mean(u**2)))
+    return x - lr * (max(1e-3, np.sqrt(np.mean(x**2))) * u + wd * x)
+
+
+def muon(path, x, g, s, t, lr, wd):
+    """Jordan et al. 2024 with Adam's bias corrections; RMS as in Liu et al. 2025, equation 4."""
+    inputs = {"query/kernel": 1, "out/kernel": 2, "up/kernel": 1, "final/kernel": 1}
+    count = next((n for end, n in inputs.items() if path.endswith(end)), None)
+    if count is None:
+        return adamw(path, x, g, s, t, lr, wd)
+    b = 0.95
+    s["m"] = b * s.get("m", 0) + (1 - b) * g
+    m = b * s["m"] / (1 - b ** (t + 1)) + (1 - b) * g / (1 - b**t)
+    y = m.reshape(int(np.prod(m.shape[:count])), -1)
+    fan = max(y.shape)
+    y = y / np.linalg.norm(y)
+    for _ in range(5):
+        a = y @ y.T
+        y = 3.4445 * y + (-4.7750 * a + 2.0315 * a @ a) @ y
+    return x - lr * (0.2 * np.sqrt(fan) * y.reshape(x.shape) + wd * x)
+
+
+PAPERS = {
+    "adamw": adamw,
+    "lion": lion,
+    "sgd": sgd,
+    "lars": lars,
+    "lamb": lamb,
+    "adafactor": adafactor,
+    "muon": muon,
+}
+
+
+def excluded(path):
+    return path.endswith(("/bias", "/scale"))
+
+
+def by_paper(rule, params, grads, lr, wd):
+    state = {}
+    params = {path: x.astype(np.float64) for path, x in params.items()}
+    for t, grad in enumerate(grads, start=1):
+        for path, x in params.items():
+            decay = 0.0 if excluded(path) else wd
+            layers = range(x.shape[0]) if path.startswith("layers/") else [...]
+            for layer in layers:
+                s = state.setdefault((path, layer), {})
+                x[layer] = rule(path, x[layer], grad[path][layer].astype(float), s, t, lr, decay)
+    return params
+
+
+def check(rule, config):
+    params = numbers(0, 0.5)
+    grads = [numbers(1 + step) for step in range(STEPS)]
+    got, _ = run(config, params, grads)
+    want = by_paper(rule, params, grads, config.learning_rate, config.weight_decay)
+    for path, leaf in named_leaves(got).items():
+        # Muon's iteration multiplies rounding (6e-8) by up to 3.4445**5 = 485.
+        atol = 2e-5 if rule is muon else 1e-6
+        np.testing.assert_allclose(leaf, want[path], rtol=1e-5, atol=atol, err_msg=path)
+        assert np.any(np.asarray(leaf) != params[path]), path
+
+
+@pytest.mark.parametrize("name", sorted(PAPERS))
+def test_update_rule_is_that_of_the_paper(name):
+    check(
+        PAPERS[name],
+        OptimizerConfig(name=name, schedule="constant", learning_rate=0.05, weight_decay=0.1),
+    )
+
+
+def test_nesterov_momentum():
+    config = OptimizerConfig(
+        name="sgd", schedule="constant", learning_rate=0.05, weight_decay=0.1, nesterov=True
+    )
+    check(nesterov_sgd, config)
+
+
+def test_every_rule_is_checked_against_its_paper():
+    assert set(PAPERS) == set(RULES)
+
+
+def test_weight_decay_spares_exactly_the_patterns():
+    params, zero = numbers(0), {path: np.zeros(shape) for path, shape in SHAPES.items()}
+    config = OptimizerConfig(
+        schedule="constant",
+        learning_rate=0.5,
+        weight_decay=0.25,
+        no_decay=("**/bias", "embedding", "layers/*/up/*"),
+    )
+    got, _ = run(config, params, [zero])
+    for path, leaf in named_leaves(got).items():
+        spared = any(matches(pattern, path) for pattern in config.no_decay)
+        want = params[path] * np.float32(1.0 if spared else 0.875)
+        np.testing.assert_allclose(leaf, want, rtol=1e-6, err_msg=path)
+
+
+def test_clipping_scales_all_gradients_by_one_factor():
+    params, grad = numbers(0), numbers(1)
+    norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in grad.values()))
+    keys = {"name": "sgd", "momentum": 0.0, "schedule": "constant", "learning_rate": 1.0}
+    for limit in (norm / 4, norm * 4):
+        got, _ = run(OptimizerConfig(**keys, clip_norm=float(limit)), params, [grad])
+        for path, leaf in named_leaves(got).items():
+            want = params[path] - grad[path] * min(1.0, limit / norm)
+            np.testing.assert_allclose(leaf, want, rtol=1e-5, atol=1e-6, err_msg=path)
+
+
+def test_linear_scaling_reaches_the_update():
+    params, grad = numbers(0), numbers(1)
+    keys = {"name": "sgd", "momentum": 0.0, "schedule": "constant"}
+    scaled, _ = run(
+        OptimizerConfig(**keys, learning_rate=0.1, base_batch=8), params, [grad], global_batch=32
+    )
+    plain, _ = run(OptimizerConfig(**keys, learning_rate=0.4), params, [grad])
+    jax.tree.map(np.testing.assert_array_equal, scaled, plain)
+
+
+def test_a_stack_of_layers_trains_as_a_list_of_layers():
+    """Layer-wise rules must not mix the layers that a scan has stacked."""
+    stacked, grad = numbers(0)["layers/mlp/up/kernel"], numbers(1)["layers/mlp/up/kernel"]
+    # Layers of very different norms show any mixing.
+    stacked, grad = stacked * np.array([[[1.0]], [[100.0]]]), grad * np.array([[[7.0]], [[0.1]]])
+    for name in ("adafactor", "lars", "lamb", "muon"):
+        config = OptimizerConfig(name=name, schedule="constant", learning_rate=0.1)
+        one, _ = run(config, {"layers/up/kernel": stacked}, [{"layers/up/kernel": grad}])
+        many, _ = run(
+            config,
+            {f"layers/{i}/up/kernel": stacked[i] for i in range(2)},
+            [{f"layers/{i}/up/kernel": grad[i] for i in range(2)}],
+        )
+        for i in range(2):
+            np.testing.assert_allclose(
+                one["layers"]["up"]["kernel"][i],
+                many["layers"][str(i)]["up"]["kernel"],
+                rtol=1e-5,
+                err_msg=name,
+            )
+
+
+def test_muon_takes_hidden_matrices_alone():
+    matrices = hidden_matrices(OptimizerConfig(name="muon"))
+    taken = {path: matrices.dims(path, len(shape)) for path, shape in SHAPES.items()}
+    assert {path: tuple(dims) for path, dims in taken.items() if dims} == {
+        "layers/attention/query/kernel": ((1,), (2, 3)),
+        "layers/attention/out/kernel": ((1, 2), (3,)),
+        "layers/mlp/up/kernel": ((1,), (2,)),
+        "final/kernel": ((0,), (1,)),
+    }
+    assert matrices.dims("layers/conv/kernel", 5) is None
+    assert matrices.dims("layers/3/mlp/up/kernel", 2) == ((0,), (1,))
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_state_of_a_parameter_lies_at_a_path_that_ends_with_the_parameters(name):
+    config = OptimizerConfig(
+        name=name, weight_decay=0.1, clip_norm=1.0, ema_decay=0.9, warmup_steps=1
+    )
+    params = tree(numbers(0))
+    state = build_optimizer(config, steps=9, global_batch=1).transform.init(params)
+    paths = set(named_leaves(params))
+    for path, leaf in named_leaves(state).items():
+        if leaf.ndim and not path.endswith("ns_coeffs"):
+            assert any(path.endswith("/" + own) for own in paths), path
+
+
+def test_average_follows_its_recurrence_and_is_donated_apart_from_the_parameters():
+    config = OptimizerConfig(ema_decay=0.5, learning_rate=0.1)
+    optimizer = build_optimizer(config, steps=9, global_batch=1)
+    params = tree(numbers(0))
+    state = jax.jit(optimizer.transform.init)(params)
+    want = {path: np.asarray(x, np.float64) for path, x in named_leaves(params).items()}
+
+    def update(params, state, grads):
+        updates, state = optimizer.transform.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    update = jax.jit(update, donate_argnums=(0, 1))
+    for t in range(1, 10):
+        params, state = update(params, state, tree(numbers(t)))
+        rate = min(0.5, (1 + t) / (10 + t))
+        for path, x in named_leaves(params).items():
+            want[path] = rate * want[path] + (1 - rate) * np.asarray(x, np.float64)
+    for path, x in named_leaves(ema_params(state)).items():
+        np.testing.assert_allclose(x, want[path], rtol=1e-5, atol=1e-6, err_msg=path)
+
+
+def test_without_an_average_there_is_none():
+    state = build_optimizer(OptimizerConfig(), steps=9, global_batch=1).transform.init(
+        tree(numbers(0))
+    )
+    assert ema_params(state) is None
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_bfloat16_parameters_keep_a_float32_state(name):
+    config = OptimizerConfig(name=name, schedule="constant", learning_rate=0.05, ema_decay=0.9)
+    optimizer = build_optimizer(config, steps=9, global_batch=1)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree(numbers(0)))
+    state = optimizer.transform.init(params)
+    updates, new = jax.jit(optimizer.transform.update)(tree(numbers(1)), state, params)
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
+    for path, x in named_leaves(new).items():
+        assert x.dtype in (jnp.float32, jnp.int32), path
+    # The same parameters in float32 take the same step, to one rounding of the update.
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    exact, _ = optimizer.transform.update(tree(numbers(1)), optimizer.transform.init(wide), wide)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            np.asarray(a, np.float32), b, rtol=2**-8, atol=1e-6
+        ),
+        updates,
+        exact,
+    )
+
+
+def test_stored_bfloat16_momentum_is_the_only_difference():
+    keys = {"name": "sgd", "schedule": "constant", "learning_rate": 1.0, "momentum": 0.5}
+    params, grads = numbers(0), [numbers(1), numbers(2)]
+    got, state = run(OptimizerConfig(**keys, momentum_dtype="bfloat16"), params, grads)
+    for path, leaf in named_leaves(got).items():
+        stored = np.asarray(jnp.asarray(grads[0][path]).astype(jnp.bfloat16), np.float32)
+        want = params[path] - grads[0][path] - (grads[1][path] + 0.5 * stored)
+        np.testing.assert_allclose(leaf, want, rtol=1e-5, atol=1e-5, err_msg=path)
+    moments = [x for path, x in named_leaves(state).items() if "/trace/" in path]
+    assert {x.dtype for x in moments} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"learning_rate": 0.0, "betas": (0.9, 1.0)},
+            "learning_rate is 0.0 but must be positive.\nbetas is (0.9, 1.0) but must be in [0, 1).",
+        ),
+        ({"warmup_steps": -1}, "warmup_steps is -1 but must be 0 or more."),
+        ({"clip_norm": 0.0}, "clip_norm is 0.0 but must be positive or null."),
+        ({"ema_decay": 1.0}, "ema_decay is 1.0 but must be in (0, 1) or null."),
+        (
+            {"schedule": "step", "step_boundaries": (0.5, 0.25)},
+            "step_boundaries is (0.5, 0.25) but must be increasing fractions in (0, 1).",
+        ),
+        (
+            {"momentum": 0.9, "trust_coefficient": 0.1},
+            "momentum does nothing with name=adamw: it belongs to sgd, lars, muon. Remove it.\n"
+            "trust_coefficient does nothing with name=adamw: it belongs to lars. Remove it.",
+        ),
+        (
+            {"schedule": "constant", "min_fraction": 0.0},
+            "min_fraction does nothing with schedule=constant: it belongs to cosine, linear, wsd. "
+            "Remove it.",
+        ),
+        (
+            {"name": "sgd", "nesterov": True, "momentum": 0.0},
+            "nesterov does nothing with momentum=0. Remove one of them.",
+        ),
+        (
+            {"no_decay": ("embedding",)},
+            "no_decay does nothing with weight_decay=0. Remove it or set weight_decay.",
+        ),
+    ],
+)
+def test_faulty_configs_are_refused(keys, message):
+    with pytest.raises(ValueError, match=".") as error:
+        OptimizerConfig(**keys)
+    assert str(error.value) == message
+
+
+def test_patterns_that_name_nothing_are_refused_before_any_state_is_made():
+    config = OptimizerConfig(weight_decay=0.1, no_decay=("**/scale", "embeding"))
+    optimizer = build_optimizer(config, steps=9, global_batch=1)
+    params = {"embedding": jnp.ones((2, 2)), "norm": {"bias": jnp.ones(2)}}
+    with pytest.raises(ConfigError) as error:
+        optimizer.transform.init(params)
+    assert str(error.value) == (
+        "optimizer.no_decay: 'embeding' names no parameter. Did you mean 'embedding'?\n"
+        "  Remove it or correct it; found: embedding, norm/bias."
+    )
+
+
+def test_parameters_are_required():
+    optimizer = build_optimizer(OptimizerConfig(ema_decay=0.9), steps=9, global_batch=1)
+    params = {"w": jnp.ones(2)}
+    with pytest.raises(ValueError, match="^the optimizer needs transform.update"):
+        optimizer.transform.update(params, optimizer.transform.init(params))
