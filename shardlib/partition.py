@@ -24,7 +24,8 @@ class Placement:
     """Where one leaf lives.
 
     `origin` says where its logical axes came from: `"metadata"`, the path pattern that matched,
-    `"auto"`, or the parameter that an optimizer leaf belongs to.
+    `"auto"`, or the parameter that an optimizer leaf belongs to. `asked_for` is false when the
+    rules would have sharded the leaf further and something kept them from it.
     """
 
     path: str
@@ -34,6 +35,7 @@ class Placement:
     origin: str
     resolution: Resolution
     note: str = ""
+    asked_for: bool = True
 
     @property
     def spec(self) -> PartitionSpec:
@@ -96,7 +98,10 @@ def _place_leaf(
 
     def placed(axes: Sequence[str | None], origin: str) -> Placement:
         resolution = rules.resolve(axes, shape, sizes)
-        return Placement(path, shape, leaf.dtype, tuple(axes), origin, resolution)
+        asked_for = not any(choice.refused for choice in resolution.choices)
+        return Placement(
+            path, shape, leaf.dtype, tuple(axes), origin, resolution, asked_for=asked_for
+        )
 
     if logical is not None:
         return placed(logical, "metadata")
@@ -104,7 +109,8 @@ def _place_leaf(
         if matches(pattern, path):
             return placed(axes or (None,) * len(shape), f"path {pattern}")
     resolution, note = _auto(shape, rules, sizes)
-    return Placement(path, shape, leaf.dtype, None, "auto", resolution, note)
+    asked_for = rules.auto is not None and rules.auto.mesh_axis is None
+    return Placement(path, shape, leaf.dtype, None, "auto", resolution, note, asked_for)
 
 
 def _auto(

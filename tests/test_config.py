@@ -61,6 +61,8 @@ class Train:
             raise ValueError("13 steps bring bad luck.\n  Take 12.")
         if self.lr == 7:
             raise MeshError("a mesh cannot have the rate 7.")
+        if self.lr < 0:
+            raise ValueError("lr is negative.\n  Flip it.\nremat: not here.\nclip 3 is odd.")
 
 
 @configclass
@@ -288,6 +290,10 @@ def test_one_fault_of_an_override(overrides, message):
          "x.yaml: more than 10000 values, aliases included."),
         ("run_dir: a\ntrain:\n  steps: 13", "x.yaml:2: train: 13 steps bring bad luck.\n"
          "    Take 12."),
+        ("run_dir: a\ntrain:\n  clip: 3\n  lr: -1", "the configuration has 3 faults:\n"
+         "  x.yaml:4: train.lr: lr is negative.\n      Flip it.\n"
+         "  x.yaml:2: train: remat: not here.\n"
+         "  x.yaml:3: train.clip: clip 3 is odd."),
         ("run_dir: a\nmodel:\n  name: 3", "x.yaml:3: model.name: '3' is not one of "
          "'small', 'big'."),
         ("run_dir: a\ntrain:\n  <<: 3", "x.yaml:3: train: << merges mappings only."),
@@ -468,7 +474,7 @@ scalars = st.one_of(
 trains = st.builds(
     Train,
     steps=st.integers().filter(lambda n: n != 13),
-    lr=st.floats(allow_nan=False).filter(lambda x: x != 7),
+    lr=st.floats(allow_nan=False).filter(lambda x: x >= 0 and x != 7),
     clip=st.none() | st.floats(allow_nan=False),
     remat=st.sampled_from(["none", "dots", "full"]),
     tags=st.lists(st.text() | scalars.map(str)).map(tuple),

@@ -27,18 +27,18 @@ class Transformer(nnx.Module):
         self.vocab_size = vocab_size
         width, stddev = config.embed_dim, config.init_stddev
         self.token_embedding = Embedding(vocab_size, width, "vocab", stddev=stddev, rngs=rngs)
-        self.position_embedding = None
-        if config.positions == "learned":
-            assert config.max_positions is not None
-            self.position_embedding = Embedding(
-                config.max_positions, width, "positions", stddev=stddev, rngs=rngs
-            )
+        learned = config.max_positions if config.positions == "learned" else None
+        self.position_embedding = (
+            Embedding(learned, width, "positions", stddev=stddev, rngs=rngs) if learned else None
+        )
         self.embedding_dropout = dropout(config.dropout, rngs)
         self.layers = stack_layers(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs)
         self.final_norm = Norm(width, kind=config.norm, eps=config.norm_eps)
-        self.head = None
-        if not config.tied_embeddings:
-            self.head = Linear({"embed": width}, {"vocab": vocab_size}, stddev=stddev, rngs=rngs)
+        self.head = (
+            None
+            if config.tied_embeddings
+            else Linear({"embed": width}, {"vocab": vocab_size}, stddev=stddev, rngs=rngs)
+        )
 
     def __call__(
         self,

@@ -27,7 +27,7 @@ class Context(NamedTuple):
     rotations: Rotations | None = None
     segment_ids: jax.Array | None = None
     """[batch, length] int32."""
-    start: jax.Array | None = None
+    start: jax.Array | int = 0
     """With a cache: the row at which the new positions begin, scalar int32."""
 
 
@@ -66,7 +66,10 @@ class Attention(nnx.Module):
             y = attend(query, key, value, segment_ids=context.segment_ids, **options)
         else:
             at = (0, context.start, 0, 0)
-            cache = KeyValues(*map(jax.lax.dynamic_update_slice, cache, (key, value), (at, at)))
+            cache = KeyValues(
+                jax.lax.dynamic_update_slice(cache.key, key, at),
+                jax.lax.dynamic_update_slice(cache.value, value, at),
+            )
             # Rows beyond the newest position are empty yet: they come later, so no query sees them.
             rows = context.start + jnp.arange(x.shape[1])[None]
             y = attend(query, *cache, positions=rows, **options)

@@ -49,14 +49,14 @@ def generate(
     model.eval()
     temperature = jnp.asarray(temperature, jnp.float32)
 
-    def step(tokens: jax.Array, start: jax.Array, caches: KeyValues) -> tuple[jax.Array, KeyValues]:
+    def step(tokens: jax.Array, start: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1])[None], tokens.shape)
         x, caches = model.hidden(tokens, positions, Context(start=start), caches)
         logits = model.logits(x[:, -1:])[:, 0]
         key = jax.random.fold_in(rng, start + tokens.shape[1])
         return _sample(logits, temperature, key).astype(tokens.dtype), caches
 
-    def add(state: tuple[jax.Array, KeyValues], position: jax.Array) -> tuple[Any, jax.Array]:
+    def add(state: tuple[jax.Array, Any], position: jax.Array) -> tuple[Any, jax.Array]:
         token, caches = state
         next_token, caches = step(token[:, None], position, caches)
         return (next_token, caches), next_token

@@ -1,6 +1,7 @@
 """One attention for training and decoding: grouped heads, packed documents, windows."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax
@@ -14,6 +15,9 @@ Backend = Literal["auto", "xla", "cudnn"]
 # Source: NVIDIA cuDNN developer guide, "Scaled dot product attention".
 _CUDNN_MAX_HEAD_DIM = 128
 _CUDNN_HEAD_DIM_MULTIPLE = 8
+
+# Far below any score, and finite: a row in which all is hidden gives a mean, not NaN.
+_HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +95,8 @@ def attend(
     """Returns softmax(query key^T / sqrt(head_dim)) value; the softmax is in float32.
 
     A query sees a key when they are of the same segment, the key does not come later (`causal`),
-    and it is less than `window` positions away. Padding (segment 0) is a segment like any other, so
-    that with `causal` every row of the softmax has something to sum and no NaN can arise; keep its
-    outputs out of the loss.
+    and it is less than `window` positions away. Padding (segment 0) is a segment like any other:
+    nothing else sees it, and its own outputs are finite and for the loss to leave out.
 
     Args:
         query: [batch, length, heads, head_dim].
@@ -124,21 +127,38 @@ def attend(
         masked=masked,
         lengths=(query.shape[1], key.shape[1]),
     )
-    if resolved.backend == "cudnn" and not explicit:
-        mask = _mask(query, key, segment_ids, kv_segment_ids, None, None, False, None)
+    if resolved.backend == "xla" or explicit:
+        mask = _mask(
+            query, key, segment_ids, kv_segment_ids, positions, kv_positions, causal, window
+        )
+        return _xla(query, key, value, mask)
+    # Said in words rather than by the mask, so that hidden pairs are not computed at all.
+    mask = _mask(query, key, segment_ids, kv_segment_ids, causal=False)
+    sees = None if window is None else (window - 1, 0)
+    with jax.numpy_dtype_promotion("standard"):
         return jax.nn.dot_product_attention(
             query,
             key,
             value,
             mask=mask,
             is_causal=causal,
-            local_window_size=None if window is None else (window - 1, 0),
+            local_window_size=sees,
             implementation="cudnn",
         )
-    mask = _mask(query, key, segment_ids, kv_segment_ids, positions, kv_positions, causal, window)
-    return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, implementation=resolved.backend
-    )
+
+
+def _xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Attention by two matmuls. The scores are float32 from the start: operands of 16 bits are
+    widened rather than the result, whose gradient would mix dtypes and fail strict promotion."""
+    batch, length, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    query = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+    wide = query.astype(jnp.float32) / math.sqrt(head_dim), key.astype(jnp.float32)
+    scores = jnp.einsum("btkgd,bskd->bkgts", *wide)
+    if mask is not None:
+        scores = jnp.where(mask[:, :, None], scores, _HIDDEN)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    return jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(batch, length, heads, head_dim)
 
 
 def _check(query: jax.Array, key: jax.Array, causal: bool, window: int | None) -> None:
@@ -160,10 +180,10 @@ def _mask(
     key: jax.Array,
     segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
-    positions: jax.Array | None,
-    kv_positions: jax.Array | None,
-    causal: bool,
-    window: int | None,
+    positions: jax.Array | None = None,
+    kv_positions: jax.Array | None = None,
+    causal: bool = True,
+    window: int | None = None,
 ) -> jax.Array | None:
     """Which query sees which key: [batch or 1, 1, length, kv_length] bool; None when all do."""
     parts = []

@@ -65,16 +65,23 @@ class Manifest:
 
 def describe(step: int, leaves: Mapping[str, Any], run: Mapping[str, Any]) -> Manifest:
     """Returns the manifest of a state about to be saved, given as leaves by path."""
-    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
     return Manifest(
         step=step,
         leaves={path: leaf_spec(leaf) for path, leaf in leaves.items()},
         run=dict(run),
-        libraries=versions | {"python": platform.python_version()},
+        libraries={name: _version(name) for name in LIBRARIES}
+        | {"python": platform.python_version()},
         saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         processes=jax.process_count(),
         devices=jax.device_count(),
     )
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"  # imported from a source tree
 
 
 def read(directory: pathlib.Path) -> Manifest:

@@ -14,6 +14,8 @@ rename into `.trash` and removed from there, so that a kill at any time leaves n
 is listed and cannot be restored. Anything else in the directory is left alone and never listed.
 """
 
+import atexit
+import logging
 import os
 import pathlib
 import re
@@ -220,6 +222,7 @@ class RunCheckpoints:
         finally:
             writer, self._writer = self._writer, None
             if writer is not None:
+                atexit.unregister(self._report_unfinished)
                 writer.close()
             if self._deletion is not None:
                 self._deletion.join()
@@ -254,7 +257,18 @@ class RunCheckpoints:
                 abandoned = self.directory.glob(f"*{TEMPORARY_SUFFIX}")
                 self._discard([path for path in abandoned if path.is_dir()])
             self._writer = ArrayWriter()
+            atexit.register(self._report_unfinished)
         return self._writer
+
+    def _report_unfinished(self) -> None:
+        """Says what was lost when the interpreter ends with a save in flight and no `close`."""
+        if self._in_flight is not None and self._in_flight not in self.steps():
+            logging.getLogger(__name__).error(
+                "the process ended before the checkpoint of step %d in %s was complete: "
+                "call close(), or use RunCheckpoints in a with statement",
+                self._in_flight,
+                self.directory,
+            )
 
     def _discard(self, paths: list[pathlib.Path]) -> None:
         """Takes directories out of sight by a rename each, and removes them in the background."""

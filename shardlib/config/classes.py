@@ -23,7 +23,8 @@ def configclass(cls: type[T]) -> type[T]:
     In Python it is an ordinary dataclass. Reading text (`shardlib.config.load`) is strict: unknown
     keys are faults, and the type of each field decides what a scalar means. The string below a
     field is its description in `--help` and in the JSON schema. `__post_init__` raises
-    `ValueError` for faults between fields.
+    `ValueError` for faults between fields: a line each, further lines of a fault indented; one that
+    begins with the name of a key is reported at the line of that key.
     """
     made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     # For code that already validates with pydantic (a web service, say): the same strictness there.

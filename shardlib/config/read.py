@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import re
 import types
 import typing
 from typing import Any
@@ -77,7 +78,17 @@ class Reader:
         try:
             return cls(**values)
         except (ValueError, ShardlibError) as error:
-            return self.fail(item, path, str(error))
+            for fault in re.split(r"\n(?! )", str(error)):
+                self.between_fields(fault, item, path)
+            return FAILED
+
+    def between_fields(self, message: str, item: Item, path: str) -> None:
+        """Reports a fault of `__post_init__`, at the key that its message begins with, if any."""
+        word = re.split(r"\W", message, maxsplit=1)[0]
+        if word in item.value:
+            self.fail(item.value[word], join(path, word), message.removeprefix(f"{word}: "))
+        else:
+            self.fail(item, path, message)
 
     def unknown(self, key: str, fields: typing.Iterable[str], chosen: str) -> str:
         message = f"unknown key of {chosen!r}." if chosen else "unknown key."

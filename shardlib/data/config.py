@@ -17,9 +17,9 @@ class TextData:
     """Text, to train a language model."""
     path: str | tuple[str, ...] = "builtin:python"
     """Where the text is: a file (`.jsonl` and `.jsonl.gz`: one JSON object a line; anything else:
-    plain UTF-8 text, `.gz` too), a directory (its `.txt`, `.md` and `.jsonl` files, also below, without hidden ones),
-    a glob (`corpus/**/*.py`), or `builtin:python`, the source files of Python's own standard
-    library. Several paths make a mixture."""
+    plain UTF-8 text, `.gz` too), a directory (its `.txt`, `.md` and `.jsonl` files, also below,
+    without hidden ones), a glob (`corpus/**/*.py`), or `builtin:python`, the source files of
+    Python's own standard library. Several paths make a mixture."""
     weights: tuple[float, ...] | None = None
     """Share of the rows that each path gives, kept to within 1%. Unset: by its number of rows."""
     text_field: str = "text"

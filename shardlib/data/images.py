@@ -60,11 +60,12 @@ class TrainExamples:
         self._transform = transform
         self._seed = derive_seed(seed, "augment")
         count = len(images.labels)
-        self._order = grain.MapDataset.range(count).shuffle(seed=derive_seed(seed, "images"))
+        # Grain shuffles each epoch anew.
+        self._order: Any = grain.MapDataset.range(count).shuffle(seed=derive_seed(seed, "images"))
 
     def __getitem__(self, position: int) -> dict[str, np.ndarray]:
         epoch = position // len(self._images.labels)
-        index = int(self._order[position])  # Grain shuffles each epoch anew.
+        index = int(self._order[position] % len(self._images.labels))
         rng = np.random.default_rng((self._seed, epoch, index))
         pixels = self._transform.train(self._images.load(index), rng)
         return {"images": pixels, "labels": self._images.labels[index]}

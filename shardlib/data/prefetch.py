@@ -123,7 +123,8 @@ class _Reader:
     def _array(self, name: str, chunks: Sequence[tuple[int, dict[str, np.ndarray]]]) -> jax.Array:
         spec = self._spec[name]
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "only addressable devices are asked for"
             start, stop, _ = index[0].indices(spec.shape[0])
             first, chunk = next(
                 pair for pair in reversed(chunks) if pair[0] <= start

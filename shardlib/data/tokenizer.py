@@ -287,7 +287,7 @@ def _is_lossless(content: dict[str, Any]) -> bool:
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """Yields a long text in pieces cut at line ends: one piece has no parallelism, and much memory."""
+    """Yields a long text in pieces cut at line ends, which can be encoded in parallel."""
     start = 0
     while len(text) - start > _BLOCK_CHARACTERS:
         end = _BLOCK_END.search(text, start + _BLOCK_CHARACTERS)

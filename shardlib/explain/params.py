@@ -17,8 +17,10 @@ _SECTIONS = ("params", "model_state", "opt_state")
 class Row:
     """One leaf of the state.
 
-    `copies` is the number of devices that hold each byte; `replicated_bytes` counts, over all
-    devices, what is held beyond a first copy.
+    `refused` says which alternatives of a rule were not taken, and why; `absent_mesh_axes` those
+    of size 1, which shard nothing. `copies` is the number of devices that hold each byte;
+    `replicated_bytes` counts, over all devices, what is held beyond a first copy. `asked_for` says
+    whether the rules want the leaf to be as replicated as it is.
     """
 
     section: str
@@ -28,7 +30,9 @@ class Row:
     logical_axes: tuple[str | None, ...] | None
     origin: str
     spec: tuple[Any, ...]
-    reasons: tuple[str, ...]
+    refused: tuple[str, ...]
+    absent_mesh_axes: tuple[str, ...]
+    note: str
     bytes_total: int
     bytes_per_device: int
     copies: int
@@ -76,7 +80,7 @@ class ParamsReport:
         """Returns the leaves of at least `threshold_bytes` that are replicated by accident."""
         num_devices = math.prod(self.mesh.values())
         return [
-            Fault(row.path, row.bytes_per_device, "; ".join(row.reasons) or "no rule shards it")
+            Fault(row.path, row.bytes_per_device, "; ".join(_why(row)))
             for row in self.rows
             if row.section == "params"
             and num_devices > 1
@@ -156,12 +160,16 @@ def explain_params(state: Any) -> ParamsReport:
     return ParamsReport(sizes, rows, *_unused(definition.scope.rules, placements))
 
 
-def _row(
-    section: str, placement: Placement, sizes: Mapping[str, int], num_devices: int
-) -> Row:
+def _row(section: str, placement: Placement, sizes: Mapping[str, int], num_devices: int) -> Row:
     shards = placement.shards(sizes)
     choices = placement.resolution.choices
-    refusals = [r for c in choices for r in c.refused]
+    absent = [
+        name
+        for choice in choices
+        for refusal in choice.refused
+        if refusal.cause == "size_one"
+        for name in refusal.alternative
+    ]
     return Row(
         section,
         placement.path,
@@ -170,20 +178,28 @@ def _row(
         placement.logical_axes,
         placement.origin,
         tuple(placement.spec),
-        (*(text for c in choices if (text := _reason(c))), *([placement.note] * bool(placement.note))),
+        tuple(reason for choice in choices if (reason := _refused(choice))),
+        tuple(dict.fromkeys(absent)),
+        placement.note,
         placement.num_bytes,
         placement.num_bytes // shards,
         num_devices // shards,
-        asked_for=not refusals and not placement.note.endswith("in this mesh"),
+        asked_for=placement.asked_for,
     )
 
 
-def _reason(choice: Choice) -> str:
-    """Says what a dim was refused; what it was given shows in the spec."""
-    if not choice.refused:
-        return ""
-    refused = "; ".join(f"not {'+'.join(r.alternative)}: {r.reason}" for r in choice.refused)
-    return f"{choice.logical_axis}: {refused}"
+def _refused(choice: Choice) -> str:
+    reasons = [r for r in choice.refused if r.cause != "size_one"]
+    text = "; ".join(f"not {'+'.join(r.alternative)}: {r.reason}" for r in reasons)
+    return text and f"{choice.logical_axis}: {text}"
+
+
+def _why(row: Row) -> list[str]:
+    """What kept a leaf from being sharded further."""
+    reasons = list(row.refused)
+    if row.copies > 1 and row.absent_mesh_axes:
+        reasons.append(f"this mesh has no {', '.join(row.absent_mesh_axes)}")
+    return [*reasons, row.note] if row.note else reasons
 
 
 def _unused(
@@ -198,7 +214,7 @@ def _unused(
 
 
 def _cells(row: Row) -> list[str]:
-    why = [row.origin, *row.reasons]
+    why = [row.origin, *_why(row)]
     return [
         row.path,
         "x".join(map(str, row.shape)) or "scalar",

@@ -1,0 +1,4 @@
+"""Starting the processes of a run."""
+
+from shardlib.launch.local import run_local as run_local
+from shardlib.launch.local import shardlib_command as shardlib_command

@@ -357,7 +357,8 @@ def test_stored_bfloat16_momentum_is_the_only_difference():
     [
         (
             {"learning_rate": 0.0, "betas": (0.9, 1.0)},
-            "learning_rate is 0.0 but must be positive.\nbetas is (0.9, 1.0) but must be in [0, 1).",
+            "learning_rate is 0.0 but must be positive.\n"
+            "betas is (0.9, 1.0) but must be in [0, 1).",
         ),
         ({"warmup_steps": -1}, "warmup_steps is -1 but must be 0 or more."),
         ({"clip_norm": 0.0}, "clip_norm is 0.0 but must be positive or null."),
@@ -387,7 +388,7 @@ def test_stored_bfloat16_momentum_is_the_only_difference():
     ],
 )
 def test_faulty_configs_are_refused(keys, message):
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError, match=r" (is|does) ") as error:
         OptimizerConfig(**keys)
     assert str(error.value) == message
 
@@ -407,5 +408,5 @@ def test_patterns_that_name_nothing_are_refused_before_any_state_is_made():
 def test_parameters_are_required():
     optimizer = build_optimizer(OptimizerConfig(ema_decay=0.9), steps=9, global_batch=1)
     params = {"w": jnp.ones(2)}
-    with pytest.raises(ValueError, match="^the optimizer needs transform.update"):
+    with pytest.raises(ValueError, match=r"^the optimizer needs transform\.update"):
         optimizer.transform.update(params, optimizer.transform.init(params))

@@ -1,0 +1,302 @@
+"""Groups of processes: start, barriers, ends, and the number of virtual CPU devices."""
+
+import dataclasses
+import importlib.util
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, NoReturn
+
+import jax
+
+from shardlib.errors import DistributedError
+from shardlib.stopping import StopRequest as StopRequest
+from shardlib.stopping import coordination_client
+
+LAUNCH_VARIABLES = ("SHARDLIB_COORDINATOR", "SHARDLIB_PROCESS_ID", "SHARDLIB_NUM_PROCESSES")
+"""What `shardlib launch` sets for each process: host:port, index from 0, and count."""
+
+_barriers: Counter[str] = Counter()
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessGroup:
+    """This process and how many work with it."""
+
+    index: int
+    count: int
+    started_by: Literal["single", "launch", "slurm", "tpu", "user"] = "single"
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this is the one process that prints and writes what is written once."""
+        return self.index == 0
+
+
+def initialize(
+    *, heartbeat_timeout_seconds: int = 100, start_timeout_seconds: int = 300
+) -> ProcessGroup:
+    """Joins the group of processes that this one was started in, if any.
+
+    Looked at in order: the variables of `shardlib launch`; Slurm with more than one task; a TPU
+    pod; otherwise this is a single process and nothing is started. A group that the user has
+    already joined by `jax.distributed.initialize` is taken as it is. From then on an unhandled
+    exception ends the process at once: it would otherwise wait for the others, which wait for it.
+
+    Must run before the first use of a device.
+
+    Args:
+        heartbeat_timeout_seconds: A process silent for so long counts as dead, which ends all.
+        start_timeout_seconds: How long to wait for all processes to come up.
+
+    Raises:
+        DistributedError: If the environment is inconsistent, a device was used before, or the
+            processes do not come up in time.
+    """
+    if jax.distributed.is_initialized():
+        return _joined(ProcessGroup(jax.process_index(), jax.process_count(), "user"))
+    timeouts = {
+        "heartbeat_timeout_seconds": heartbeat_timeout_seconds,
+        "initialization_timeout": start_timeout_seconds,
+    }
+    if launched := launch_address(os.environ):
+        coordinator, index, count = launched
+        port = coordinator.rpartition(":")[2]
+        local = coordinator.startswith(("127.0.0.1:", "localhost:"))
+        _start(
+            coordinator_address=coordinator,
+            num_processes=count,
+            process_id=index,
+            cluster_detection_method="deactivate",
+            # By default the service would listen on every interface of the machine.
+            coordinator_bind_address=f"127.0.0.1:{port}" if local else None,
+            **timeouts,
+        )
+        return _joined(ProcessGroup(index, count, "launch"))
+    if in_slurm_step(os.environ):
+        local_ids = slurm_local_devices(os.environ)
+        _start(cluster_detection_method="slurm", local_device_ids=local_ids, **timeouts)
+        index, count = (int(os.environ[f"SLURM_{name}"]) for name in ("PROCID", "NTASKS"))
+        return _joined(ProcessGroup(index, count, "slurm"))
+    if in_tpu_pod(os.environ):
+        _start(**timeouts)
+        return _joined(ProcessGroup(jax.process_index(), jax.process_count(), "tpu"))
+    return ProcessGroup(0, 1)
+
+
+def process_group() -> ProcessGroup:
+    """Returns the group that this process is in. Starts the devices' backend."""
+    started_by = "user" if jax.distributed.is_initialized() else "single"
+    return ProcessGroup(jax.process_index(), jax.process_count(), started_by)
+
+
+def barrier(name: str, *, timeout_seconds: float = 600.0) -> None:
+    """Waits until every process has come to the barrier of this name; devices take no part.
+
+    Raises:
+        DistributedError: If some process does not come in time; the message says which.
+    """
+    if not jax.distributed.is_initialized():
+        return
+    _barriers[name] += 1
+    try:
+        coordination_client().wait_at_barrier(
+            f"shardlib/barrier/{name}/{_barriers[name]}", int(timeout_seconds * 1000)
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise DistributedError(
+            f"not all processes came to the barrier {name!r} within {timeout_seconds:g} s: "
+            f"{str(error).splitlines()[0]}\n"
+            "  Look at the output of the processes named: one has failed or is still busy."
+        ) from None
+
+
+def shutdown() -> None:
+    """Leaves the group, waiting for all processes to do so; nothing for a single process."""
+    if jax.distributed.is_initialized():
+        sys.excepthook = sys.__excepthook__
+        jax.distributed.shutdown()
+
+
+def exit_process(code: int) -> NoReturn:
+    """Ends the process: at once if it failed within a group, in Python's normal way otherwise.
+
+    The normal way leaves the group first, and so waits for processes that may be waiting for this
+    one within a collective.
+    """
+    if code and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def local_cpu_devices(num_devices: int, *, processes: int = 1) -> int:
+    """Makes the CPU stand for several devices, shared out evenly over the processes.
+
+    A number that the user has set (`XLA_FLAGS`, `JAX_NUM_CPU_DEVICES` or the config value) is
+    kept. Must run before the first use of a device.
+
+    Args:
+        num_devices: Devices of all processes together.
+        processes: Processes that share them.
+
+    Returns:
+        The CPU devices of this process.
+
+    Raises:
+        DistributedError: If the processes do not divide the devices, or devices are in use already
+            and are not as many.
+    """
+    pattern = r"--xla_force_host_platform_device_count=(\d+)"
+    forced = re.findall(pattern, os.environ.get("XLA_FLAGS", ""))
+    chosen = int(forced[-1]) if forced else jax.config.values["jax_num_cpu_devices"]
+    if chosen > 0:
+        return chosen
+    here, left = divmod(num_devices, processes)
+    if left or here < 1:
+        raise DistributedError(
+            f"{num_devices} CPU devices cannot be shared out evenly over {processes} processes.\n"
+            f"  Ask for a multiple of {processes} devices."
+        )
+    try:
+        jax.config.update("jax_num_cpu_devices", here)
+    except RuntimeError:
+        found = jax.local_device_count(backend="cpu")
+        if found != here:
+            raise DistributedError(
+                f"{here} CPU devices are wanted, but JAX is already running with {found}.\n"
+                "  Ask for them before the first use of JAX, or set "
+                f"JAX_NUM_CPU_DEVICES={here} before starting Python."
+            ) from None
+    return here
+
+
+def launch_address(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
+    """Returns (coordinator, index, count) as set by `shardlib launch`, or None outside of it.
+
+    Raises:
+        DistributedError: If some of the variables are missing or malformed; names them all.
+    """
+    given = {name: environment.get(name, "") for name in LAUNCH_VARIABLES}
+    if not any(given.values()):
+        return None
+    coordinator, index, count = given.values()
+    faults = [f"{name} is not set" for name, value in given.items() if not value]
+    if coordinator and not re.fullmatch(r".+:\d+", coordinator):
+        faults.append(f"SHARDLIB_COORDINATOR is {coordinator!r}, not host:port")
+    faults += [
+        f"{name} is {value!r}, not a whole number"
+        for name, value in (("SHARDLIB_PROCESS_ID", index), ("SHARDLIB_NUM_PROCESSES", count))
+        if value and not value.isdecimal()
+    ]
+    if not faults and not int(index) < int(count):
+        faults.append(f"SHARDLIB_PROCESS_ID is {index}, but SHARDLIB_NUM_PROCESSES is {count}")
+    if faults:
+        raise DistributedError(
+            "the process group is not described fully:\n  "
+            + "\n  ".join(faults)
+            + "\n  Start processes with `shardlib launch`, or set all three for each of them."
+        )
+    return coordinator, int(index), int(count)
+
+
+def in_slurm_step(environment: Mapping[str, str]) -> bool:
+    """Whether this is one of several tasks that `srun` started.
+
+    In the shell of `salloc` or `sbatch` SLURM_NTASKS is set too, for steps yet to come: there the
+    step itself has one task, or no list of its nodes.
+    """
+    needed = ("JOB_ID", "STEP_NODELIST", "NTASKS", "PROCID", "LOCALID")
+    if not all(environment.get(f"SLURM_{name}") for name in needed):
+        return False
+    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment["SLURM_NTASKS"]
+    return int(tasks) > 1
+
+
+def slurm_local_devices(environment: Mapping[str, str]) -> list[int] | None:
+    """Returns which of the visible GPUs this Slurm task takes, or None for JAX's own choice.
+
+    JAX takes the GPU with the number of the task on its node, whatever the number of tasks: one
+    task a node would train on one GPU of eight. Here the tasks of a node share its GPUs evenly;
+    where Slurm has bound GPUs to each task, a task takes all it sees.
+
+    Raises:
+        DistributedError: If the tasks of the node do not divide its GPUs.
+    """
+    on_node = environment.get("SLURM_GPUS_ON_NODE", "")
+    if not on_node.isdecimal():
+        return None
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    seen = len([entry for entry in visible.split(",") if entry]) if visible else int(on_node)
+    if seen < int(on_node):
+        return list(range(seen))
+    tasks = _tasks_on_node(environment)
+    if tasks is None:
+        return None
+    share, left = divmod(seen, tasks)
+    if left or not share:
+        raise DistributedError(
+            f"{tasks} Slurm tasks cannot share the {seen} GPUs of a node evenly.\n"
+            f"  Set --ntasks-per-node to 1 or to {seen}."
+        )
+    first = int(environment["SLURM_LOCALID"]) * share
+    return list(range(first, first + share))
+
+
+def _tasks_on_node(environment: Mapping[str, str]) -> int | None:
+    """Reads `SLURM_STEP_TASKS_PER_NODE`, as in `8(x2),4`, at this node's place."""
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    counts: list[int] = []
+    for tasks, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(tasks)] * int(repeats or 1)
+    node = int(environment.get("SLURM_NODEID", "0"))
+    return counts[node] if node < len(counts) else None
+
+
+def in_tpu_pod(environment: Mapping[str, str]) -> bool:
+    """Whether this host may be one of several of a TPU slice, or of several slices.
+
+    On GKE the environment tells. On a TPU VM only the metadata server knows, which JAX asks: it
+    sets TPU_SKIP_MDS_QUERY itself where the machine has no TPU.
+    """
+    platforms = environment.get("JAX_PLATFORMS", "")
+    if (platforms and "tpu" not in platforms) or importlib.util.find_spec("libtpu") is None:
+        return False
+    if int(environment.get("MEGASCALE_NUM_SLICES") or 1) > 1:
+        return True
+    hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES")
+    if hosts:
+        return len(hosts.split(",")) > 1
+    return not environment.get("TPU_SKIP_MDS_QUERY")
+
+
+def _start(**arguments: Any) -> None:
+    # JAX's preemption service takes SIGTERM for itself, for good: nothing would end the process
+    # any more, and a handler of Python's would end the service. StopRequest does its work.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(**arguments)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise DistributedError(
+            f"the process group could not start: {reason}\n"
+            "  Start all processes at about the same time with one coordinator address, and join "
+            "before the first use of JAX's devices."
+        ) from error
+
+
+def _joined(group: ProcessGroup) -> ProcessGroup:
+    if group.count > 1:
+        sys.excepthook = _end_at_once
+    return group
+
+
+def _end_at_once(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    sys.__excepthook__(kind, error, traceback)
+    exit_process(130 if issubclass(kind, KeyboardInterrupt) else 1)

@@ -1,0 +1,151 @@
+"""The root config of a run, assembled from the configs of its components."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from shardlib.checkpoint import CheckpointConfig
+from shardlib.config import Variants, configclass
+from shardlib.data import ImageData, TextData
+from shardlib.errors import ConfigError, MeshError, RuleError
+from shardlib.mesh import MeshConfig
+from shardlib.registry import families
+from shardlib.rules import AxisRules, preset
+from shardlib.train.config import EvalConfig, TrainConfig
+from shardlib.train.optim import OptimizerConfig
+
+AUTO = "auto"
+
+AxisRule = str | None | tuple[str | None, ...]
+
+
+def _model_configs() -> Mapping[str, type]:
+    return {name: family.config for name, family in families().items()}
+
+
+def _data_configs() -> Mapping[str, type]:
+    return {"text": TextData, "images": ImageData}
+
+
+@configclass
+class RulesConfig:
+    """A preset with changes. A rule is a mesh axis, a product (`data+fsdp`), null (replicated), or
+    a list of alternatives."""
+
+    preset: str = "standard"
+    """The rules to start from: data, fsdp or standard."""
+    params: dict[str, AxisRule] = dataclasses.field(default_factory=dict)
+    """Rules for parameters, by logical axis."""
+    activations: dict[str, AxisRule] = dataclasses.field(default_factory=dict)
+    """Rules for activations, by logical axis."""
+    paths: dict[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
+    """Logical axes of parameters that have none of their own, by pattern over their path."""
+
+    def __post_init__(self) -> None:
+        try:
+            self.build()
+        except RuleError as error:
+            raise ValueError(str(error)) from None
+
+    def build(self) -> AxisRules:
+        """Returns the rules; raises `RuleError` when they are malformed."""
+        return preset(self.preset).override(
+            params={name: _rule(value) for name, value in self.params.items()},
+            activations={name: _rule(value) for name, value in self.activations.items()},
+            paths=self.paths,
+        )
+
+
+def _rule(value: AxisRule) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+@configclass
+class RunConfig:
+    """One run: everything that decides its result, and where it happens."""
+
+    run_dir: str = "runs/default"
+    """Directory of the run: resolved config, metrics, checkpoints. The same command again resumes
+    what is in it."""
+    seed: int = 0
+    """Decides parameters, dropout and the order of the data, equally on every mesh."""
+    model: Annotated[Any, Variants(_model_configs, default="transformer")]
+    """The model: a family by name, and its sizes."""
+    data: Annotated[Any, Variants(_data_configs, key="kind", default="text")] = TextData()
+    """What to train on."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer and its schedule."""
+    train: TrainConfig = TrainConfig()
+    """The training loop."""
+    mesh: str | dict[str, int | str] = AUTO
+    """Mesh axes and their sizes, as `data=2,fsdp=-1` or a mapping; -1 takes the devices that
+    remain, `data=4x8` is 4 over the slow network times 8 over the fast one. `auto` chooses."""
+    rules: str | RulesConfig = "standard"
+    """Which logical axis goes to which mesh axis: a preset (data, fsdp, standard) or changes to
+    one."""
+    precision: Literal["f32", "bf16", "bf16_params"] = "f32"
+    """f32; bf16: computes in bfloat16 with parameters in float32; bf16_params: all in bfloat16."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation on held-out data."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.mesh != AUTO:
+            try:
+                MeshConfig.parse(self.mesh)
+            except MeshError as error:
+                faults.append(f"mesh: {error}")
+        if isinstance(self.rules, str):
+            try:
+                preset(self.rules)
+            except RuleError as error:
+                faults.append(f"rules: {error}")
+        if faults:
+            raise ValueError("\n".join(faults))
+
+    def axis_rules(self) -> AxisRules:
+        """Returns the rules that `rules` describes."""
+        return preset(self.rules) if isinstance(self.rules, str) else self.rules.build()
+
+
+# What a resumed run may change: how long it goes on, where it runs, what it writes and shows.
+# Everything else decides the numbers that the run computes.
+_MAY_CHANGE = (
+    "run_dir",
+    "train.steps",
+    "train.microbatches",
+    "train.log_every",
+    "train.sample_every",
+    "train.sample_prompt",
+    "train.sample_length",
+    "train.sample_temperature",
+    "train.tensorboard",
+    "train.cpu_devices",
+    "train.compilation_cache",
+    "mesh",
+    "rules",
+    "checkpoint",
+    "eval",
+    "data.eval_steps",
+    "data.threads",
+)
+
+
+def check_resumable(saved: RunConfig, now: RunConfig) -> None:
+    """Raises `ConfigError`, naming each key, when `now` is not a continuation of `saved`."""
+    from shardlib.config import diff
+
+    changes = [
+        change
+        for change in diff(saved, now)
+        if not any(change.path == key or change.path.startswith(f"{key}.") for key in _MAY_CHANGE)
+    ]
+    if changes:
+        lines = [f"{c.path}: {c.old!r} in the run, {c.new!r} now" for c in changes]
+        raise ConfigError(
+            f"{now.run_dir} holds a run of another config:\n  "
+            + "\n  ".join(lines)
+            + "\n  Set run_dir to another directory, or give these keys their old values."
+        )

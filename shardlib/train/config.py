@@ -1,0 +1,77 @@
+"""Configs of the training loop and of evaluation."""
+
+from shardlib.config import configclass
+
+
+@configclass
+class TrainConfig:
+    """How long, on how much, and what is shown meanwhile."""
+
+    steps: int = 1000
+    """Optimizer steps in all; a resumed run may be given more."""
+    global_batch: int = 32
+    """Sequences or images of one optimizer step, over all devices."""
+    microbatches: int = 1
+    """Parts in which the batch of a step is computed, one after the other, to save memory."""
+    label_smoothing: float = 0.0
+    """Probability mass spread evenly over all classes or tokens (Szegedy et al. 2016)."""
+    z_loss: float = 0.0
+    """Weight of the squared log of the softmax normaliser (Chowdhery et al. 2022, "PaLM")."""
+    log_every: int = 10
+    """Steps between two lines where the output is no terminal; metrics.jsonl has every step."""
+    sample_every: int | None = None
+    """Steps between two texts sampled from the model. Unset: none before the end."""
+    sample_prompt: str = ""
+    """What sampled texts start with."""
+    sample_length: int = 128
+    """Tokens of a sampled text. 0: none is sampled."""
+    sample_temperature: float = 0.8
+    """Sampling temperature; 0 takes the most likely token."""
+    tensorboard: bool = False
+    """Whether TensorBoard event files are written (extra `tensorboard`)."""
+    cpu_devices: int | None = None
+    """Virtual CPU devices over all processes, where there is no accelerator. Unset: one for each
+    process, or what JAX_NUM_CPU_DEVICES says."""
+    compilation_cache: str | None = "~/.cache/shardlib/compiled"
+    """Directory in which compiled programs are kept between runs. Unset (null): none."""
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name} must be at least 1, not {getattr(self, name)}"
+            for name in ("steps", "global_batch", "microbatches", "log_every")
+            if getattr(self, name) < 1
+        ]
+        if self.sample_every is not None and self.sample_every < 1:
+            faults.append(f"sample_every must be at least 1, or null, not {self.sample_every}")
+        if self.global_batch % max(self.microbatches, 1):
+            faults.append(
+                f"microbatches={self.microbatches} does not divide global_batch={self.global_batch}"
+            )
+        if not 0 <= self.label_smoothing < 1:
+            faults.append(f"label_smoothing must lie in [0, 1), not {self.label_smoothing}")
+        faults += [
+            f"{name} must not be negative, not {getattr(self, name)}"
+            for name in ("z_loss", "sample_length", "sample_temperature")
+            if getattr(self, name) < 0
+        ]
+        if faults:
+            raise ValueError("; ".join(faults))
+
+
+@configclass
+class EvalConfig:
+    """When the held-out data is evaluated; how much of it, `data.eval_steps` says."""
+
+    every_steps: int | None = None
+    """Steps between two evaluations. Unset: only after the last step. 0: never."""
+    global_batch: int | None = None
+    """Sequences or images of one evaluation batch. Unset: that of training."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.every_steps is not None and self.every_steps < 0:
+            faults.append(f"every_steps must not be negative, not {self.every_steps}")
+        if self.global_batch is not None and self.global_batch < 1:
+            faults.append(f"global_batch must be at least 1, not {self.global_batch}")
+        if faults:
+            raise ValueError("; ".join(faults))

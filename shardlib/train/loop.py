@@ -1,0 +1,95 @@
+"""The training loop: one dispatch a step, and metrics read a step late."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+
+from shardlib.train.metrics import StepTimer
+from shardlib.train.state import TrainState
+
+
+class Batches(Protocol):
+    """Batches in order, with the time that the last one was waited for."""
+
+    wait_seconds: float
+
+    def __next__(self) -> Any: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """What is known of one step once its metrics have arrived on the host.
+
+    `step_seconds` is the time since the metrics of the step before arrived, less what was spent
+    outside of training; the first step of a process includes its compilation.
+    `mean_step_seconds` is the mean over the latest steps, `None` at the first.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    step_seconds: float
+    mean_step_seconds: float | None
+    data_wait_seconds: float
+
+
+class Loop:
+    """Runs steps; the device works on one while the host prepares the next.
+
+    Args:
+        step: What `make_train_step` returns.
+        batches: Where batches come from, the first for the state's present step.
+        on_step: Called with each step's record, in order, one step late.
+        is_due: Whether something is to be done after a step, such as a checkpoint. Called once a
+            step.
+        after_step: Does what is due, with the state; every record up to the step has been given.
+            Returns whether to go on.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[TrainState, Any], tuple[TrainState, Mapping[str, jax.Array]]],
+        batches: Batches,
+        *,
+        on_step: Callable[[StepRecord], None],
+        is_due: Callable[[int], bool],
+        after_step: Callable[[int, TrainState], bool],
+    ):
+        self._step = step
+        self._batches = batches
+        self._on_step = on_step
+        self._is_due = is_due
+        self._after_step = after_step
+        self._pending: tuple[int, Mapping[str, jax.Array], float] | None = None
+
+    def run(self, state: TrainState, steps: int) -> TrainState:
+        """Returns the state after `steps` optimizer steps in all, or earlier when told to stop."""
+        start = int(state.step)
+        # Fake devices of several CPU processes deadlock when many collective steps are in flight.
+        must_block = jax.process_count() > 1 and jax.default_backend() == "cpu"
+        self._timer = StepTimer()
+        for number in range(start + 1, steps + 1):
+            state, metrics = self._step(state, next(self._batches))
+            if must_block:
+                jax.block_until_ready(metrics)
+            self._flush()
+            self._pending = (number, metrics, self._batches.wait_seconds)
+            if self._is_due(number):
+                self._flush()
+                if not self._after_step(number, state):
+                    break
+                self._timer.restart()
+        self._flush()
+        return state
+
+    def _flush(self) -> None:
+        if self._pending is None:
+            return
+        number, metrics, wait = self._pending
+        self._pending = None
+        values = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
+        seconds = self._timer.tick()
+        self._on_step(StepRecord(number, values, seconds, self._timer.mean_step_seconds, wait))

@@ -1,0 +1,211 @@
+"""Prefetching: the batches of the source, on the devices, each row read once."""
+
+import gc
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.data import MapSource, Prefetcher
+from shardlib.data.prefetch import merged
+from shardlib.registry import DataSpec
+
+PADDING = {"tokens": np.zeros((6,), np.int32), "weight": np.zeros((), np.float32)}
+
+
+class Numbers:
+    """Examples that tell their index; may be slow, fail, and keep count."""
+
+    def __init__(self, *, delay=0.0, fails_at=None):
+        self.asked = []
+        self._delay = delay
+        self._fails_at = fails_at
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        time.sleep(self._delay)
+        if index == self._fails_at:
+            raise RuntimeError(f"example {index} is broken")
+        return {
+            "tokens": np.arange(6, dtype=np.int32) + 100 * index,
+            "weight": np.array(index, np.float32),
+        }
+
+
+def source(examples, *, num_examples=None, global_batch=8):
+    return MapSource(
+        lambda: examples,
+        spec=DataSpec(),
+        global_batch=global_batch,
+        padding=PADDING,
+        num_examples=num_examples,
+    )
+
+
+def shardings(tokens=("data", "context"), weight=("data",)):
+    devices = np.array(jax.devices()).reshape(4, 2)
+    mesh = Mesh(devices, ("data", "context"), axis_types=(AxisType.Auto,) * 2)
+    return {
+        "tokens": NamedSharding(mesh, PartitionSpec(*tokens)),
+        "weight": NamedSharding(mesh, PartitionSpec(*weight)),
+    }
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "shardlib-prefetch"]
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [("data", "context"), (("data", "context"),), ("context", None), (None, "context"), ()],
+    ids=str,
+)
+def test_batches_equal_those_of_the_source(tokens):
+    numbers = Numbers()
+    with Prefetcher(source(numbers), shardings(tokens), start_step=3) as batches:
+        for step in (3, 4, 5):
+            batch = next(batches)
+            expected = source(Numbers()).read(step, 0, 8)
+            assert batch.keys() == expected.keys()
+            for name, values in expected.items():
+                np.testing.assert_array_equal(np.asarray(batch[name]), values)
+                assert batch[name].dtype == values.dtype
+                assert batch[name].sharding == shardings(tokens)[name]
+    # Each row once, though several devices hold it.
+    assert numbers.asked[:24] == list(range(24, 48))
+    assert threads() == []
+
+
+def test_a_pass_ends_with_a_padded_batch():
+    with Prefetcher(source(Numbers(), num_examples=11), shardings()) as batches:
+        weights = [np.asarray(batch["weight"]).tolist() for batch in batches]
+        assert weights == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 0, 0, 0, 0, 0]]
+        assert list(batches) == []
+
+
+def test_reading_goes_on_ahead_and_no_further():
+    numbers = Numbers()
+    with Prefetcher(source(numbers), shardings(), depth=2) as batches:
+        next(batches)
+        deadline = time.monotonic() + 10
+        # One used, two ready, and one that waits for room.
+        while len(numbers.asked) < 32 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(0.05)
+        assert len(numbers.asked) == 32
+
+
+def test_wait_is_the_time_that_loading_was_not_hidden():
+    with Prefetcher(source(Numbers(delay=0.01)), shardings(), depth=1) as batches:
+        assert batches.wait_seconds == 0
+        next(batches)
+        assert batches.wait_seconds >= 0.05  # Eight examples of 0.01 s, not all behind us.
+        time.sleep(0.4)
+        next(batches)
+        assert batches.wait_seconds < 0.05
+
+
+def test_an_error_is_raised_where_its_batch_would_be():
+    with Prefetcher(source(Numbers(fails_at=19)), shardings()) as batches:
+        next(batches)
+        next(batches)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="^example 19 is broken$"):
+                next(batches)
+    assert threads() == []
+
+
+def test_closing_ends_the_thread_while_it_waits_for_room():
+    batches = Prefetcher(source(Numbers()), shardings(), depth=1)
+    next(batches)
+    time.sleep(0.05)
+    batches.close()
+    batches.close()
+    assert threads() == []
+    with pytest.raises(ValueError, match="^this Prefetcher is closed$"):
+        next(batches)
+
+
+def test_a_forgotten_prefetcher_is_collected():
+    batches = Prefetcher(source(Numbers()), shardings())
+    next(batches)
+    del batches
+    gc.collect()
+    assert threads() == []
+
+
+def test_faults_are_found_before_the_thread_starts():
+    both = shardings()
+    with pytest.raises(
+        ValueError,
+        match=r"^shardings are for \['tokens'\] but a batch holds \['tokens', 'weight'\]$",
+    ):
+        Prefetcher(source(Numbers()), {"tokens": both["tokens"]})
+    with pytest.raises(ValueError, match="^depth must be at least 1, not 0$"):
+        Prefetcher(source(Numbers()), both, depth=0)
+    with pytest.raises(ValueError, match="divisible by 4"):
+        Prefetcher(source(Numbers(), global_batch=6), both)
+    assert threads() == []
+
+
+def test_merged():
+    assert merged([]) == []
+    assert merged([(0, 2), (2, 4), (6, 8), (7, 9), (9, 9)]) == [(0, 4), (6, 9)]
+
+
+PROGRAM = """
+import sys, jax
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from shardlib.data import MapSource, Prefetcher
+from shardlib.registry import DataSpec
+asked = []
+class Numbers:
+    def __getitem__(self, index):
+        asked.append(index)
+        return {"x": np.arange(4, dtype=np.int32) + 10 * index}
+source = MapSource(Numbers, spec=DataSpec(), global_batch=8, padding={"x": np.zeros(4, np.int32)},
+                   num_examples=16)
+mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "context"),
+            axis_types=(AxisType.Auto,) * 2)
+with Prefetcher(source, {"x": NamedSharding(mesh, PartitionSpec("data", "context"))}) as batches:
+    total = jax.jit(lambda x: (x * np.arange(1, 33, dtype=np.int32).reshape(8, 4)).sum())
+    print([int(total(batch["x"])) for batch in batches], asked, flush=True)
+jax.distributed.shutdown()
+"""
+
+
+def test_each_process_reads_only_its_rows():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "4",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, address, str(index)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for index in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    rows = [np.arange(4)[None] + 10 * np.arange(8 * step, 8 * step + 8)[:, None] for step in (0, 1)]
+    expected = [int((values * np.arange(1, 33).reshape(8, 4)).sum()) for values in rows]
+    assert outputs == [
+        f"{expected} {[0, 1, 2, 3, 8, 9, 10, 11]}",
+        f"{expected} {[4, 5, 6, 7, 12, 13, 14, 15]}",
+    ]

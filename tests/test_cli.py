@@ -1,0 +1,215 @@
+"""The command line: what it prints, where, and how it exits."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shardlib import cli
+from shardlib.config import configclass
+from shardlib.errors import CheckpointError, ConfigError
+
+
+def shardlib(capfd, *words):
+    """Runs the command line in this process; returns its exit code, stdout and stderr."""
+    with pytest.raises(SystemExit) as exited:
+        cli.main(words)
+    out, err = capfd.readouterr()
+    return exited.value.code, out, err
+
+
+def python(*arguments, **environment):
+    """Runs Python in a process of its own."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def test_help_lists_the_commands_without_importing_jax():
+    code = (
+        "import sys, shardlib.cli as cli\n"
+        "try: cli.main(['--help'])\n"
+        "finally: print('heavy:', sorted({'jax', 'pydantic', 'yaml', 'numpy'} & {*sys.modules}))"
+    )
+    done = python("-c", code)
+    assert done.stderr == ""
+    assert done.returncode == 0
+    for command in ("train", "explain", "generate", "devices", "launch", "schema"):
+        assert f"\n  {command} " in done.stdout
+    assert done.stdout.endswith("heavy: []\n")
+
+
+def test_version(capfd):
+    assert shardlib(capfd, "--version") == (0, "shardlib 0.1.0\n", "")
+
+
+def test_a_misspelt_command_exits_2(capfd):
+    code, out, err = shardlib(capfd, "trian")
+    assert (code, out) == (2, "")
+    assert "Did you mean 'train'?" in err
+
+
+def test_a_config_error_exits_2_without_a_traceback(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quick.yaml").write_text("train:\n  stepz: 3\n")
+    for command in ("train", "explain"):
+        code, out, err = shardlib(capfd, command, "quick.yaml", "train.steps=abc")
+        assert (code, out) == (2, "")
+        assert err.startswith("ConfigError: the configuration has ")
+        assert "\n  quick.yaml:2: train.stepz: unknown key. Did you mean 'steps'?\n" in err
+        assert "\n  command line: train.steps=abc: expected an integer, got 'abc'.\n" in err
+        assert "Traceback" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["quick.yaml"]
+
+
+def test_a_missing_config_names_its_neighbour(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart.yaml").write_text("")
+    assert shardlib(capfd, "train", "quickstrat.yaml") == (
+        2,
+        "",
+        "ConfigError: quickstrat.yaml: no such config file. Did you mean 'quickstart.yaml'?\n",
+    )
+
+
+def test_debug_shows_the_traceback():
+    for words in (["--debug", "train", "no.yaml"], ["train", "no.yaml", "--debug"]):
+        done = python("-m", "shardlib", *words)
+        assert done.returncode == 1
+        assert done.stderr.startswith("Traceback")
+        assert done.stderr.endswith("ConfigError: no.yaml: no such config file.\n")
+    with pytest.raises(ConfigError):
+        cli.main(["train", "no.yaml", "--debug"])
+
+
+def test_other_failures_exit_1(capfd, tmp_path):
+    code, out, err = shardlib(capfd, "generate", str(tmp_path))
+    assert (code, out) == (1, "")
+    assert err.startswith(f"{CheckpointError.__name__}: ")
+    assert str(tmp_path) in err
+
+
+def test_python_m_shardlib_train_is_shardlib_train(tmp_path):
+    (tmp_path / "quick.yaml").write_text("trian: {}\n")
+    path = str(tmp_path / "quick.yaml")
+    one = python("-m", "shardlib.train", path)
+    other = python("-m", "shardlib", "train", path)
+    assert one.stderr == other.stderr
+    assert f"{path}:1: trian: unknown key. Did you mean 'train'?" in one.stderr
+    assert (one.returncode, one.stdout) == (2, "")
+
+
+def test_keys_are_described_a_block_each():
+    @configclass
+    class Section:
+        steps: int = 3
+        """How many steps the optimizer takes, which is the length of the run, counted from the
+        first step that it ever took."""
+        path: str
+
+    assert cli.keys_text(Section, 60) == (
+        "Keys of the config (type, default, when they exist, meaning):\n"
+        "\n"
+        "  steps  integer, default 3\n"
+        "      How many steps the optimizer takes, which is the\n"
+        "      length of the run, counted from the first step that it\n"
+        "      ever took.\n"
+        "\n"
+        "  path  text, required\n"
+    )
+
+
+def test_train_help_lists_every_key_with_type_default_and_meaning(capfd):
+    from shardlib.config import keys
+    from shardlib.run import RunConfig
+
+    code, out, err = shardlib(capfd, "train", "--help")
+    assert (code, err) == (0, "")
+    assert "Usage: shardlib train" in out
+    known = keys(RunConfig)
+    roots = {key.path.split(".")[0] for key in known}
+    assert roots >= {
+        "run_dir", "seed", "model", "data", "optimizer", "train", "mesh", "rules", "precision",
+        "checkpoint", "eval",
+    }  # fmt: skip
+    for key in known:
+        assert f"\n  {key.path}  {key.type_text}, " in out
+        assert key.doc, f"{key.path} has no description"
+
+
+def test_schema_is_the_json_schema_of_the_config(capfd):
+    jsonschema = pytest.importorskip("jsonschema")
+    code, out, err = shardlib(capfd, "schema")
+    assert (code, err) == (0, "")
+    jsonschema.Draft7Validator.check_schema(json.loads(out))
+
+
+def test_devices_shows_devices_and_the_automatic_mesh(capfd):
+    code, out, err = shardlib(capfd, "devices")
+    assert (code, err) == (0, "")
+    assert "mesh: auto gives\nfsdp=8 over 8 cpu devices\n" in out
+    code, out, err = shardlib(capfd, "devices", "--json")
+    facts = json.loads(out)
+    assert (code, err, facts["auto_mesh"]) == (0, "", {"fsdp": 8})
+    assert [device["id"] for device in facts["devices"]] == list(range(8))
+    assert facts["devices"][0] == {
+        "id": 0,
+        "process": 0,
+        "platform": "cpu",
+        "kind": "cpu",
+        "memory_bytes": None,
+        "chip": None,
+        "bf16_flops_per_second": None,
+        "memory_bytes_per_second": None,
+    }
+
+
+TINY = """
+run_dir: {run_dir}
+model: {{name: transformer, num_layers: 1, embed_dim: 16, num_heads: 2}}
+data: {{path: {text}, tokenizer: bytes, sequence_length: 16}}
+train: {{steps: 1, global_batch: 8}}
+mesh: fsdp=8
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("all that is gold does not glitter\n" * 200)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY.format(run_dir=tmp_path / "run", text=text))
+    return str(path)
+
+
+def test_explain_prints_a_table_or_json_and_writes_nothing(capfd, tiny, tmp_path):
+    code, out, err = shardlib(capfd, "explain", tiny)
+    assert (code, err) == (0, "")
+    assert "parameters on mesh fsdp=8" in out
+    code, out, err = shardlib(capfd, "explain", tiny, "--json", "--on", "cpu:4", "mesh=data=4")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["mesh"] == {"data": 4}
+    assert not (tmp_path / "run").exists()
+
+
+def test_explain_strict_exits_1_for_what_is_replicated_by_accident(capfd, tiny):
+    code, _, err = shardlib(capfd, "explain", tiny, "--strict")
+    assert (code, err) == (0, "")
+
+
+def test_launch_runs_the_command_in_every_process():
+    done = python("-m", "shardlib", "launch", "--processes", "2", "--", "--version")
+    assert done.returncode == 0
+    assert done.stdout.count("shardlib 0.1.0") == 2
+
+
+def test_launch_needs_a_command(capfd):
+    code, _, err = shardlib(capfd, "launch", "--processes", "2")
+    assert code == 2
+    assert "Missing argument '-- ARGS...'" in err

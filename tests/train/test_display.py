@@ -1,0 +1,247 @@
+"""What is printed, to a pipe and to a terminal, and that drawing is rare."""
+
+import io
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from shardlib.train import curve, humanize
+from shardlib.train.display import Display, Header, StepStatus
+
+HEADER = Header(
+    devices="8 x CPU",
+    mesh="data=2,fsdp=4",
+    num_params=923_456,
+    param_bytes_per_device=461_728,
+    units_per_step=4096,
+    flops_per_step=2.5e10,
+    run_dir="runs/quickstart",
+    extra={"data": "builtin:python"},
+)
+
+
+def status(step, **keys):
+    return StepStatus(step=step, loss=8.0 / step, **keys)
+
+
+FULL = {
+    "grad_norm": 0.5,
+    "units_per_second": 6512.0,
+    "mfu": 0.4125,
+    "memory_bytes": 3 * 2**30,
+    "data_wait_seconds": 0.01,
+    "step_seconds": 0.5,
+}
+
+
+class Output:
+    """A console of either kind, and what it got."""
+
+    def __init__(self, *, terminal=False, width=100, encoding="utf-8"):
+        self.bytes = io.BytesIO()
+        self._file = io.TextIOWrapper(self.bytes, encoding=encoding, write_through=True)
+        self.console = Console(
+            file=self._file,
+            width=width,
+            height=30,
+            force_terminal=terminal,
+            highlight=False,
+            color_system=None,
+            _environ={"TERM": "xterm"},
+        )
+        self.encoding = encoding
+
+    @property
+    def text(self):
+        return self.bytes.getvalue().decode(self.encoding)
+
+
+def test_header():
+    out = Output()
+    Display(600, console=out.console).header(HEADER)
+    assert out.text == (
+        "╭─ shardlib ────────────────────────────────────╮\n"
+        "│ devices  8 x CPU                              │\n"
+        "│ mesh     data=2,fsdp=4                        │\n"
+        "│ model    923 k parameters, 451 KiB per device │\n"
+        "│ step     4,096 tokens, 25.0 GFLOP             │\n"
+        "│ data     builtin:python                       │\n"
+        "│ run      runs/quickstart                      │\n"
+        "╰───────────────────────────────────────────────╯\n"
+    )
+
+
+def test_a_pipe_gets_every_nth_step_as_one_line_however_long():
+    out = Output(width=40)
+    with Display(25, log_every=10, console=out.console) as display:
+        for step in range(1, 26):
+            display.step(status(step, **FULL) if step == 10 else status(step))
+    assert out.text == (
+        "step  1/25  loss 8.000\n"
+        "step 10/25  loss 0.8000  grad norm 0.5000  6.51 k tokens/s  MFU 41.2 %  "
+        "memory 3.00 GiB  data wait 2.0 %  ETA 0:08\n"
+        "step 20/25  loss 0.4000\n"
+        "step 25/25  loss 0.3200\n"
+    )
+
+
+def test_lines_between_steps():
+    out = Output()
+    with Display(10, console=out.console) as display:
+        display.waiting("compiling the step")
+        display.evaluation(5, {"loss": 2.0, "bits per byte": 1.98765})
+        display.notice("saved step 5")
+        display.warning("the loss is not finite at step 6")
+    assert out.text == (
+        "compiling the step\n"
+        "eval at step 5  loss 2.000  bits per byte 1.988\n"
+        "saved step 5\n"
+        "warning: the loss is not finite at step 6\n"
+    )
+
+
+def test_a_sample_cannot_steer_the_terminal_and_is_no_markup():
+    out = Output()
+    Display(10, console=out.console).sample(3, "def f(", "):\n\t\tpass\x1b[2J\x07 [bold]b[/bold] é\n")
+    assert "\x1b" not in out.text
+    assert "\x07" not in out.text
+    assert "def f(" in out.text
+    assert r"        pass\x1b[2J\x07 [bold]b[/bold] é" in out.text
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+def test_every_encoding_can_be_written(encoding):
+    out = Output(encoding=encoding)
+    with Display(3, console=out.console) as display:
+        display.header(HEADER)
+        display.step(status(1))
+        display.sample(1, "λ", "→ 漢字")
+        display.closing(
+            "finished", results={"loss": 1.0}, commands={"a": "b"}, steps=[1, 2], losses=[2.0, 1.0]
+        )
+    assert "finished" in out.text
+    if encoding == "ascii":
+        assert r"\u2192 \u6f22" in out.text
+
+
+def test_closing_card():
+    out = Output()
+    command = "shardlib train configs/quickstart.yaml train.steps=1200 run_dir=" + "x" * 80
+    display = Display(600, console=out.console)
+    display.closing(
+        "finished in 3:21",
+        steps=range(1, 101),
+        losses=[7 * math.exp(-step / 20) + 2 for step in range(100)],
+        results={"loss": 2.1234, "tokens": "2.46 M"},
+        commands={"go on": command, "sample": "shardlib generate runs/quickstart"},
+    )
+    lines = out.text.splitlines()
+    assert lines[0].startswith("╭─ finished in 3:21 ─")
+    assert lines[2].startswith("│ 9.000 │⠉")
+    assert lines[9].startswith("│ 2.050 │ ")
+    assert any(line.startswith("│ loss    2.123 ") for line in lines)
+    assert any(line.startswith("│ tokens  2.46 M ") for line in lines)
+    assert lines[-2:] == [
+        f"  go on   {command}",
+        "  sample  shardlib generate runs/quickstart",
+    ]
+
+
+def test_other_processes_print_nothing():
+    for terminal in (False, True):
+        out = Output(terminal=terminal)
+        with Display(3, enabled=False, console=out.console) as display:
+            display.header(HEADER)
+            display.waiting("compiling")
+            display.step(status(1, **FULL))
+            display.evaluation(1, {"loss": 1.0})
+            display.sample(1, "a", "b")
+            display.notice("c")
+            display.closing("finished", results={}, commands={"a": "b"})
+        assert out.text == ""
+
+
+def test_a_terminal_sees_progress_in_place():
+    out = Output(terminal=True)
+    with Display(20, console=out.console, refresh_seconds=0.0) as display:
+        for step in range(1, 11):
+            display.step(status(step, **FULL))
+        display.notice("saved step 10")
+    assert "step 10/20" in out.text
+    assert "50 %  ETA 0:05" in out.text
+    assert "loss\N{NO-BREAK SPACE}0.8000" in out.text
+    assert "\x1b[2K" in out.text  # Lines are erased before they are drawn again.
+    assert out.text.count("saved step 10") == 1
+    assert "\x1b[?25h" in out.text  # The cursor is shown again.
+
+
+def test_many_steps_draw_rarely():
+    out = Output(terminal=True)
+    with Display(10_001, console=out.console, refresh_seconds=3600.0) as display:
+        for step in range(1, 10_001):
+            display.step(status(step))
+        assert out.text.count("step ") == 1
+        display.step(status(10_001))
+        assert out.text.count("step ") == 2
+
+
+@pytest.mark.parametrize(
+    ("got", "want"),
+    [
+        (humanize.count(950), "950"),
+        (humanize.count(999_999), "1.00 M"),
+        (humanize.count(1_234_567), "1.23 M"),
+        (humanize.count(70e9), "70.0 G"),
+        (humanize.count(0.5), "0.50"),
+        (humanize.flops(2.5e13), "25.0 TFLOP"),
+        (humanize.size(512), "512 B"),
+        (humanize.size(3.4 * 2**30), "3.40 GiB"),
+        (humanize.size(1023.999 * 1024), "1.00 MiB"),
+        (humanize.duration(7.4), "0:07"),
+        (humanize.duration(3723), "1:02:03"),
+        (humanize.duration(3 * 86400 + 4 * 3600 + 300), "3d 04:05"),
+        (humanize.value(math.nan), "nan"),
+        (humanize.value(2.34567), "2.346"),
+        (humanize.value(1.2345e-5), "1.2e-05"),
+    ],
+)
+def test_human_readable_numbers(got, want):
+    assert got == want
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(1, 1e20))
+def test_prefixes_keep_three_digits(number):
+    text, _, prefix = humanize.count(number).partition(" ")
+    scale = 10.0 ** (3 * ["", "k", "M", "G", "T", "P", "E"].index(prefix))
+    assert float(text) * scale == pytest.approx(number, rel=5.01e-3)
+
+
+def test_curve_is_monotone_where_the_values_are():
+    assert curve.sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8) == "▁▂▃▄▅▆▇█"
+    assert curve.sparkline([2.0, math.nan, 1.0], 3, ascii_only=True) == "@ _"
+    assert curve.plot([1, 2, 3], [3.0, 2.0, 1.0], width=3, height=3, ascii_only=True) == [
+        "3.000 |*  ",
+        "      | * ",
+        "1.000 |  *",
+        "      +---",
+        "       1 3",
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    values=st.lists(st.floats(width=32), min_size=1, max_size=200),
+    width=st.integers(8, 70),
+    ascii_only=st.booleans(),
+)
+def test_any_curve_is_drawn_within_its_box(values, width, ascii_only):
+    lines = curve.plot(range(len(values)), values, width=width, ascii_only=ascii_only)
+    if any(map(math.isfinite, values)):
+        assert len(lines) == 10
+        assert len({len(line) for line in lines}) == 1
+    else:
+        assert lines == ["(no finite values to draw)"]

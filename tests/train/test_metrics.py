@@ -1,0 +1,163 @@
+"""The metrics file and its guarantees, event files, rates."""
+
+import json
+import math
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlib.errors import MissingExtraError, ShardlibError
+from shardlib.train.metrics import MetricsWriter, StepTimer, mfu, read_metrics
+
+
+def write(run_dir, steps, **keys):
+    with MetricsWriter(run_dir, **keys) as writer:
+        for step in steps:
+            writer.write(step, {"loss": 1.0 / step})
+
+
+def steps_of(run_dir):
+    return [row["step"] for row in read_metrics(run_dir)]
+
+
+def test_one_object_a_step(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"loss": jnp.float32(0.5), "learning_rate": np.float64(1e-3), "mfu": None})
+        writer.write(2, {"loss": 0.25, "eval/loss": 0.75, "count": 3})
+    assert (tmp_path / "metrics.jsonl").read_text() == (
+        '{"step": 1, "loss": 0.5, "learning_rate": 0.001, "mfu": null}\n'
+        '{"step": 2, "loss": 0.25, "eval/loss": 0.75, "count": 3}\n'
+    )
+
+
+def test_lines_can_be_followed_while_the_run_goes_on(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"loss": 0.5})
+        assert steps_of(tmp_path) == [1]
+
+
+def test_nonfinite_values_are_valid_json_and_come_back(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(1, {"loss": math.nan, "grad_norm": jnp.inf, "low": -math.inf, "mfu": None})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert row == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+        "low": None,
+        "mfu": None,
+        "nonfinite": {"loss": "nan", "grad_norm": "inf", "low": "-inf"},
+    }
+    (back,) = read_metrics(tmp_path)
+    assert math.isnan(back["loss"])
+    assert (back["grad_norm"], back["low"], back["mfu"]) == (math.inf, -math.inf, None)
+    assert "nonfinite" not in back
+
+
+@settings(max_examples=25, deadline=None)
+@given(written=st.integers(0, 12), resume=st.integers(0, 12), more=st.integers(0, 4))
+def test_resuming_keeps_steps_unique(tmp_path_factory, written, resume, more):
+    run_dir = tmp_path_factory.mktemp("run")
+    write(run_dir, range(1, written + 1))
+    resume = min(resume, written)
+    write(run_dir, range(resume + 1, resume + more + 1), resume_step=resume)
+    assert steps_of(run_dir) == list(range(1, resume + more + 1))
+    assert [path.name for path in run_dir.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path):
+    write(tmp_path, [1, 2])
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 3, "lo')
+    assert steps_of(tmp_path) == [1, 2]
+    write(tmp_path, [3], resume_step=2)
+    assert steps_of(tmp_path) == [1, 2, 3]
+
+
+def test_nothing_is_rewritten_when_nothing_is_lost(tmp_path):
+    write(tmp_path, [1, 2])
+    before = (tmp_path / "metrics.jsonl").stat().st_ino
+    write(tmp_path, [3], resume_step=2)
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == before
+
+
+def test_a_foreign_line_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2.0}\nhello\n{"step": 2}\n')
+    with pytest.raises(ShardlibError) as error:
+        MetricsWriter(tmp_path, resume_step=2)
+    assert str(error.value) == (
+        f"{path}:2: not the metrics of a step: 'hello'.\n"
+        "  Remove that line, or move the file away to begin a new one."
+    )
+    assert "hello" in path.read_text()
+
+
+def test_steps_must_increase(tmp_path):
+    write(tmp_path, [1, 2, 3])
+    with (
+        MetricsWriter(tmp_path, resume_step=3) as writer,
+        pytest.raises(ValueError, match=r"^metrics of step 3 come after those of step 3$"),
+    ):
+        writer.write(3, {"loss": 1.0})
+
+
+def events(run_dir):
+    from tensorboardX.proto import event_pb2
+
+    values = []
+    for path in sorted((run_dir / "tensorboard").iterdir(), key=lambda p: p.stat().st_mtime_ns):
+        data = path.read_bytes()
+        while data:  # Length (8 bytes), its checksum (4), record, checksum (4).
+            length = int.from_bytes(data[:8], "little")
+            event = event_pb2.Event.FromString(data[12 : 12 + length])
+            values += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+            data = data[16 + length :]
+    return values
+
+
+def test_tensorboard_events_hold_the_same_numbers(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+        writer.write(1, {"loss": 0.5, "mfu": None})
+        writer.write(2, {"loss": 0.25, "eval/loss": 4.0})
+    assert events(tmp_path) == [(1, "loss", 0.5), (2, "loss", 0.25), (2, "eval/loss", 4.0)]
+
+
+def test_a_missing_extra_is_named_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)  # Python's way to say: not there.
+    with pytest.raises(MissingExtraError) as error:
+        MetricsWriter(tmp_path, tensorboard=True)
+    assert str(error.value) == (
+        "train.tensorboard=true needs 'tensorboardX', which is not installed: "
+        "pip install 'shardlib[tensorboard]'"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_step_times_leave_out_compilation_and_pauses():
+    times = iter([0.0, 9.0, 10.0, 12.0, 50.0, 51.0])
+    timer = StepTimer(window=2, clock=lambda: next(times))
+    assert timer.tick() == 9.0
+    assert timer.mean_step_seconds is None
+    assert timer.per_second(100) is None
+    assert timer.tick() == 1.0
+    assert timer.tick() == 2.0
+    assert timer.mean_step_seconds == 1.5
+    timer.restart()
+    assert timer.tick() == 1.0
+    assert timer.mean_step_seconds == 1.5
+    assert timer.per_second(300) == 200.0
+
+
+def test_mfu():
+    assert mfu(50e12, 0.5, 200e12) == 0.5
+    assert mfu(50e12, 0.5, None) is None
+    assert mfu(50e12, None, 200e12) is None
