@@ -80,7 +80,7 @@ class _CommandWithKeys(TyperCommand):
     """A command whose `--help` ends with every key of the config."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        from shardlib.run import RunConfig
+        from shardlib.run.config import RunConfig
 
         super().format_help(ctx, formatter)
         formatter.write("\n" + keys_text(RunConfig, formatter.width))
@@ -104,10 +104,10 @@ def keys_text(cls: type, width: int) -> str:
 @app.command(cls=_CommandWithKeys)
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train a model; the same command again resumes."""
-    from shardlib import run
-    from shardlib.config import load
+    loaded = _load(config, overrides)
+    from shardlib.run.train import train as run_train
 
-    run.train(load(run.RunConfig, config, overrides or ()))
+    run_train(loaded)
 
 
 @app.command()
@@ -124,10 +124,10 @@ def explain(
     ] = False,
 ) -> None:
     """Show how every parameter is sharded, why, and what it costs. Allocates nothing."""
-    from shardlib import run
-    from shardlib.config import load
+    loaded = _load(config, overrides)
+    from shardlib.run.explain import explain as run_explain
 
-    report = run.explain(load(run.RunConfig, config, overrides or ()), on)
+    report = run_explain(loaded, on)
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
@@ -150,9 +150,9 @@ def generate(
     seed: Annotated[int, typer.Option(help="Another seed, another text.")] = 0,
 ) -> None:
     """Continue a prompt with the newest checkpoint of a run."""
-    from shardlib import run
+    from shardlib.run.generate import generate as run_generate
 
-    print(run.generate(run_dir, prompt, length, temperature, seed))
+    print(run_generate(run_dir, prompt, length, temperature, seed))
 
 
 @app.command()
@@ -183,16 +183,24 @@ def launch(
     """Run a command as several processes of one group on this machine."""
     from shardlib.launch import local
 
-    raise typer.Exit(local.launch(arguments, processes))
+    raise typer.Exit(local.run_local(local.shardlib_command(arguments), processes))
 
 
 @app.command()
 def schema() -> None:
     """Print the JSON schema of the config, for editors that check YAML."""
     from shardlib.config import json_schema
-    from shardlib.run import RunConfig
+    from shardlib.run.config import RunConfig
 
     print(json.dumps(json_schema(RunConfig), indent=2))
+
+
+def _load(path: str, overrides: list[str] | None) -> Any:
+    """Returns the config of a run, before what runs it is imported: its faults come sooner."""
+    from shardlib.config import load
+    from shardlib.run.config import RunConfig
+
+    return load(RunConfig, path, overrides or ())
 
 
 def _console() -> Any:
@@ -240,3 +248,7 @@ def _device_table(rows: Sequence[dict[str, Any]]) -> Any:
 
 def _scaled(value: float | None, unit: float, name: str) -> str:
     return "-" if value is None else f"{value / unit:,.0f} {name}"
+
+
+if __name__ == "__main__":
+    main()

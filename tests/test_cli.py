@@ -127,7 +127,7 @@ def test_keys_are_described_a_block_each():
 
 def test_train_help_lists_every_key_with_type_default_and_meaning(capfd):
     from shardlib.config import keys
-    from shardlib.run import RunConfig
+    from shardlib.run.config import RunConfig
 
     code, out, err = shardlib(capfd, "train", "--help")
     assert (code, err) == (0, "")
@@ -173,7 +173,7 @@ def test_devices_shows_devices_and_the_automatic_mesh(capfd):
 TINY = """
 run_dir: {run_dir}
 model: {{name: transformer, num_layers: 1, embed_dim: 16, num_heads: 2}}
-data: {{path: {text}, tokenizer: bytes, sequence_length: 16}}
+data: {{path: {text}, tokenizer: bytes, sequence_length: 16, eval_fraction: 0}}
 train: {{steps: 1, global_batch: 8}}
 mesh: fsdp=8
 """
@@ -201,6 +201,12 @@ def test_explain_prints_a_table_or_json_and_writes_nothing(capfd, tiny, tmp_path
 def test_explain_strict_exits_1_for_what_is_replicated_by_accident(capfd, tiny):
     code, _, err = shardlib(capfd, "explain", tiny, "--strict")
     assert (code, err) == (0, "")
+    indivisible = ["model.embed_dim=12", "model.vocab_size=30000"]
+    optional = ["rules.params.embed=[fsdp, null]", "rules.params.vocab=null"]
+    code, out, err = shardlib(capfd, "explain", tiny, "--strict", *indivisible, *optional)
+    assert code == 1
+    assert "parameters on mesh fsdp=8" in out
+    assert err == "x"
 
 
 def test_launch_runs_the_command_in_every_process():

@@ -195,22 +195,27 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
 
 @contextlib.contextmanager
 def _parallel() -> Iterator[None]:
-    """Uses all cores inside, and leaves the process fit to fork: no warning, no dead thread pool.
+    """Uses all cores inside, and leaves the process fit to fork.
 
-    A user's own setting of TOKENIZERS_PARALLELISM is respected.
+    A forked child has none of the library's threads: it would warn, or wait for them for ever. So
+    the library's switch is on inside only, and stays off in children. An empty value is off for
+    the library, and tells our setting from a user's own, which is respected.
     """
-    if "TOKENIZERS_PARALLELISM" in os.environ and not _switched_off_here:
+    owner = _thread_owner[0] if _thread_owner else os.getpid()
+    if os.environ.get(_SWITCH) or owner != os.getpid():
         yield
         return
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    _thread_owner[:] = [owner]
+    os.environ[_SWITCH] = "true"
     try:
         yield
     finally:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        _switched_off_here.append(True)
+        os.environ[_SWITCH] = ""
 
 
-_switched_off_here: list[bool] = []
+_SWITCH = "TOKENIZERS_PARALLELISM"
+# The process whose threads the library has started.
+_thread_owner: list[int] = []
 
 
 def _parse(text: str, origin: str) -> Any:

@@ -77,7 +77,7 @@ def gpu_shares(environment: Mapping[str, str], num_gpus: int, processes: int) ->
     share, left = divmod(len(ids), processes)
     if left or not share:
         raise DistributedError(
-            f"{processes} processes cannot share {len(ids)} GPUs evenly.\n"
+            f"{processes} processes cannot share the GPUs {','.join(ids)} evenly.\n"
             "  Start as many processes as divide them, or set JAX_PLATFORMS=cpu."
         )
     return [",".join(ids[i * share : (i + 1) * share]) for i in range(processes)]
@@ -122,7 +122,8 @@ class _Group:
     def __exit__(self, *_: object) -> None:
         self._end()
         for reader in self._readers:
-            reader.join()
+            # A process that a process left behind may hold the pipe open for good.
+            reader.join(self._grace_seconds)
 
     def start(self, command: Sequence[str], variables: dict[str, str]) -> None:
         try:

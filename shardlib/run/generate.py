@@ -59,7 +59,7 @@ class Sampler:
         self, state: TrainState, prompt: str, *, length: int, temperature: float, seed: int
     ) -> str:
         """Returns the text that continues a prompt, of at most `length` tokens."""
-        end = self._tokenizer.eot_id
+        end = self._tokenizer.eot
         tokens = np.asarray([[end, *self._tokenizer.encode(prompt)]], np.int32)
         temperature = np.float32(temperature)  # type: ignore[assignment]
         key = jax.random.key(seed)

@@ -30,7 +30,8 @@ def test_missing_paths_are_all_named(corpus, tmp_path, monkeypatch, cache):
         f"  Correct the path; it is relative to {str(tmp_path)!r}.\n"
         f"data.path: no file matches '*.tar'.\n"
         f"  Correct the pattern, or add files.\n"
-        f"data.path: no embedded corpus is called 'builtin:pyhton'. Did you mean 'builtin:python'?\n"
+        f"data.path: no embedded corpus is called 'builtin:pyhton'. "
+        f"Did you mean 'builtin:python'?\n"
         f"  Choose builtin:python, or give the path of a file or directory."
     )
     assert message(text("corpus", eval_path="held.txt")).startswith(
@@ -71,12 +72,12 @@ def test_files_without_text(tmp_path):
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_fewer_tokens_than_a_row(tmp_path, tokenizer):
-    (tmp_path / "a.txt").write_text("ab")
-    (tmp_path / "b.txt").write_text("cd")
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").write_text("b")
     found = message(text(str(tmp_path), tokenizer=tokenizer, eval_fraction=0.0))
     assert found == (
-        f"data.path: {str(tmp_path)!r} has 6 tokens to train on, fewer than one row of 16.\n"
-        f"  Give more text, or set data.sequence_length to 6 or less."
+        f"data.path: {str(tmp_path)!r} has 4 tokens to train on, fewer than one row of 16.\n"
+        f"  Give more text, or set data.sequence_length to 4 or less."
     )
 
 

@@ -14,7 +14,7 @@ DOCUMENTS = st.lists(
 
 def arrays(documents):
     # Equal documents have equal sizes.
-    sizes = {number: size for number, size in documents}
+    sizes = dict(documents)
     hashes = mix(np.array([number for number, _ in documents], np.uint64), 7)
     return hashes, np.array([sizes[number] for number, _ in documents], np.int64)
 

@@ -1,7 +1,10 @@
 """Tokenizers: text comes back, and every token stands for a known number of bytes."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -189,6 +192,34 @@ def test_errors_name_the_file_and_the_fix(tmp_path):
         f"  Set data.end_of_text to the token that it ends documents with."
     )
     assert read_tokenizer(file, end_of_text="<|finis|>").eot == 0
+
+
+FORKING = """
+import multiprocessing, os, sys
+from shardlib.data.tokenizer import train_bpe
+tokenizer = train_bpe(["some text to train on"] * 50, 300)
+texts = ["some text"] * 50
+def count():
+    return sum(len(each.ids) for each in tokenizer.encode_documents(texts))
+print(count(), os.environ.get("TOKENIZERS_PARALLELISM"), flush=True)
+child = multiprocessing.get_context("fork").Process(target=lambda: print(count(), flush=True))
+child.start()
+child.join(30)
+sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize(("setting", "after"), [(None, ""), ("false", "false"), ("0", "0")])
+def test_a_forked_child_neither_warns_nor_hangs(setting, after):
+    environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
+    if setting is not None:
+        environment["TOKENIZERS_PARALLELISM"] = setting
+    command = [sys.executable, "-c", FORKING]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stderr == ""
+    assert done.returncode == 0
+    first, second = done.stdout.splitlines()
+    assert first == f"{second} {after}"
 
 
 def test_dtypes():

@@ -177,6 +177,6 @@ def test_gpus_are_shared_out():
     with pytest.raises(DistributedError) as error:
         gpu_shares({}, 1, 2)
     assert str(error.value) == (
-        "2 processes cannot share 1 GPUs evenly.\n"
+        "2 processes cannot share the GPUs 0 evenly.\n"
         "  Start as many processes as divide them, or set JAX_PLATFORMS=cpu."
     )

@@ -58,8 +58,6 @@ def heads_out(num_heads):
 
 def llama_weights(w):
     layer = "model.layers.{}."
-    attention = layer + "self_attn.{{}}_proj.weight"
-    del attention
 
     def of(name, reshape=np.transpose):
         return stacked(w, layer + name + ".weight", reshape)

@@ -1,0 +1,132 @@
+"""The baseline computes what shardlib's transformer computes, on every one of its meshes."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardlib import registry
+from shardlib.functional import functional
+from shardlib.paths import named_leaves
+
+SOURCE = Path(__file__).parents[2] / "benchmarks" / "plain_jax.py"
+spec = importlib.util.spec_from_file_location("plain_jax", SOURCE)
+plain = importlib.util.module_from_spec(spec)
+sys.modules["plain_jax"] = plain  # Its dataclass looks itself up there.
+spec.loader.exec_module(plain)
+
+CONFIG = plain.PlainConfig(
+    num_layers=2,
+    embed_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=48,
+    vocab_size=64,
+)
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def ours():
+    """Returns shardlib's transformer of the same sizes: its family and its functional view."""
+    family = registry.family("transformer")
+    sizes = {name: getattr(CONFIG, name) for name in vars(CONFIG)}
+    for name in ("dtype", "remat", "attention"):
+        del sizes[name]
+    data = registry.DataSpec(vocab_size=CONFIG.vocab_size, sequence_length=LENGTH)
+    config = family.config(**sizes)
+    return family, functional(lambda rngs: family.make(config, data, rngs))
+
+
+def packed_batch(rows):
+    """Rows of two documents and padding."""
+    batch = plain.random_batch(CONFIG, rows, LENGTH)
+    ends = (6, 13)
+    segments = np.repeat([1, 2, 0], np.diff([0, *ends, LENGTH])).astype(np.int32)
+    positions = np.concatenate([np.arange(6), np.arange(7), np.arange(3)]).astype(np.int32)
+    tiled = {"segment_ids": segments, "positions": positions}
+    return batch | {name: np.tile(row, (rows, 1)) for name, row in tiled.items()}
+
+
+def test_parameters_have_the_same_paths_shapes_and_deviations(ours):
+    _, module = ours
+    theirs = named_leaves(plain.init(CONFIG, jax.random.key(0)))
+    mine = named_leaves(module.init(jax.random.key(1))[0])
+    assert {path: (x.shape, x.dtype) for path, x in theirs.items()} == {
+        path: (x.shape, x.dtype) for path, x in mine.items()
+    }
+    for path, x in theirs.items():
+        if not path.endswith("scale"):
+            # The deviation of n samples has a relative error of 1 / sqrt(2n); five of these.
+            error = 5 / np.sqrt(2 * x.size)
+            assert float(jnp.std(x)) == pytest.approx(float(jnp.std(mine[path])), rel=2 * error)
+
+
+@pytest.mark.parametrize("batch", [plain.random_batch(CONFIG, 4, LENGTH), packed_batch(4)])
+def test_loss_and_gradients_are_the_transformers(ours, batch):
+    family, module = ours
+    params = plain.init(CONFIG, jax.random.key(0))
+    key = jax.random.key(2)
+
+    def mine(params):
+        mean, _ = family.loss(module.merge(params, {}, key), batch, key, train=True)
+        return mean.value
+
+    # The same sums in another order, in float32: a few roundings of 6e-8 on every value.
+    value, grads = jax.jit(jax.value_and_grad(mine))(params)
+    want, want_grads = jax.jit(jax.value_and_grad(lambda p: plain.loss(CONFIG, p, batch)))(params)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    for path, grad in named_leaves(want_grads).items():
+        atol = 1e-5 * float(jnp.max(jnp.abs(grad)))
+        np.testing.assert_allclose(named_leaves(grads)[path], grad, rtol=1e-4, atol=atol)
+
+
+def losses(strategy, num_devices, steps=3, **keys):
+    mesh = plain.make_mesh(strategy, jax.devices()[:num_devices])
+    optimizer, schedule = plain.make_optimizer(steps, learning_rate=1e-3)
+    state = plain.init_state(CONFIG, optimizer, mesh)
+    step = plain.make_step(CONFIG, optimizer, schedule, mesh, **keys)
+    found = []
+    for index in range(steps):
+        batch = plain.random_batch(CONFIG, 16, LENGTH, index)
+        state, metrics = step(state, batch, jnp.int32(index))
+        found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    assert step._cache_size() == 1
+    return np.array(found), state
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return losses("data", 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "keys"), [("data", {}), ("fsdp", {}), ("fsdp", {"microbatches": 2})]
+)
+def test_every_mesh_gives_the_same_losses(on_one_device, strategy, keys):
+    found, (params, opt_state) = losses(strategy, 8, **keys)
+    np.testing.assert_allclose(found, on_one_device, rtol=1e-5)
+    for path, x in named_leaves((params, opt_state)).items():
+        sharded = strategy == "fsdp" and x.ndim > 1 and "scale" not in path
+        share = x.addressable_shards[0].data.size
+        assert share == (x.size // 8 if sharded else x.size), path
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_and_bfloat16_change_no_more_than_rounding(on_one_device, remat):
+    import dataclasses
+
+    params = plain.init(CONFIG, jax.random.key(0))
+    batch = plain.random_batch(CONFIG, 4, LENGTH)
+    exact = plain.loss(CONFIG, params, batch)
+    kept = plain.loss(dataclasses.replace(CONFIG, remat=remat), params, batch)
+    np.testing.assert_allclose(kept, exact, rtol=1e-6)
+    with jax.numpy_dtype_promotion("standard"):
+        low = plain.loss(dataclasses.replace(CONFIG, dtype="bfloat16"), params, batch)
+    assert low.dtype == jnp.float32
+    np.testing.assert_allclose(low, exact, rtol=2**-8)

@@ -1,0 +1,92 @@
+from importlib.metadata import EntryPoint
+from typing import Literal
+
+import pytest
+
+from shardlib import registry
+from shardlib.config import configclass
+from shardlib.errors import ModelError
+
+
+def install(monkeypatch, **entries):
+    """Makes these the installed entry points."""
+    found = [EntryPoint(name, value, registry.GROUP) for name, value in entries.items()]
+    monkeypatch.setattr(registry, "entry_points", lambda group: found)
+
+
+@configclass
+class Config:
+    name: Literal["mine"] = "mine"
+
+
+FAMILY = registry.ModelFamily(Config, "text", print, print, print, print)
+
+
+def test_the_built_in_families_are_installed():
+    families = registry.families()
+    assert {"resnet", "transformer"} <= families.keys()
+    assert registry.family("transformer") is families["transformer"]
+    assert families["transformer"].inputs == "text"
+    assert families["transformer"].generate is not None
+    assert families["resnet"].inputs == "images"
+    assert families["resnet"].generate is None
+
+
+def test_a_package_of_a_user_plugs_in(monkeypatch):
+    install(monkeypatch, mine=f"{__name__}:FAMILY")
+    assert registry.families() == {"mine": FAMILY}
+
+
+def test_unknown_family(monkeypatch):
+    install(monkeypatch, transformer="a:b", resnet="c:d")
+    with pytest.raises(ModelError) as error:
+        registry.family("transfomer")
+    assert str(error.value) == (
+        "no model family is called 'transfomer'; installed: resnet, transformer. "
+        "Did you mean 'transformer'?\n"
+        "  Choose one of those, or install the package that offers 'transfomer' as an entry point "
+        "of group 'shardlib.models'."
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "mine",
+            "no_such_package:FAMILY",
+            "the model family 'mine' cannot be loaded from no_such_package:FAMILY: "
+            "No module named 'no_such_package'\n"
+            "  Repair or reinstall the package that offers it.",
+        ),
+        (
+            "mine",
+            "math:pi",
+            "the entry point 'mine' = math:pi of group 'shardlib.models' is a float, not a "
+            "shardlib.registry.ModelFamily.\n"
+            "  Point it at a ModelFamily object.",
+        ),
+        (
+            "other",
+            f"{__name__}:FAMILY",
+            f"the model family 'other' ({__name__}:FAMILY) has a config whose name is 'mine'.\n"
+            '  Declare `name: Literal["other"] = "other"` in Config.',
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_family(monkeypatch, name, value, message):
+    install(monkeypatch, **{name: value})
+    with pytest.raises(ModelError) as error:
+        registry.family(name)
+    assert str(error.value) == message
+
+
+def test_two_packages_of_one_name(monkeypatch):
+    entries = [EntryPoint("mine", value, registry.GROUP) for value in ("a:F", "b:F")]
+    monkeypatch.setattr(registry, "entry_points", lambda group: entries)
+    with pytest.raises(ModelError) as error:
+        registry.families()
+    assert str(error.value) == (
+        "two packages offer the model family 'mine': a:F and b:F.\n"
+        "  Uninstall one of them or rename its entry point."
+    )
