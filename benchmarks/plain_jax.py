@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
 
 Schedule = Callable[[Any], Any]
 """Learning rate by step."""
@@ -175,7 +174,7 @@ def make_optimizer(
     return optax.chain(optax.clip_by_global_norm(clip_norm), adamw), schedule
 
 
-def make_mesh(strategy: str, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(strategy: str, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns a mesh of one axis, `data` or `fsdp`, over all devices."""
     devices = devices or jax.devices()
     return jax.make_mesh((len(devices),), (strategy,), (AxisType.Auto,), devices=devices)

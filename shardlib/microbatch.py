@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from shardlib.errors import ModelError
 from shardlib.paths import named_leaves
 
+C = TypeVar("C")
 T = TypeVar("T")
 
 
@@ -30,36 +31,44 @@ def split(batch: Any, n: int) -> Any:
     return jax.tree.map(strided, batch)
 
 
-def accumulate(fn: Callable[[Any, Any], T], batch: Any, n: int) -> T:
-    """Returns the sum over `n` microbatches of `fn(microbatch, index)`.
+def accumulate(
+    fn: Callable[[C, Any, Any], tuple[C, T]], batch: Any, n: int, carry: C
+) -> tuple[C, T]:
+    """Returns the sum over `n` microbatches of what `fn` computes, and what it hands on.
 
     The body is compiled once, and one microbatch's activations live at a time. With `n == 1` the
     function is called with the whole batch and no loop.
 
     Args:
-        fn: Returns a pytree of sums (not means) for one microbatch. `index` is a scalar int32,
-            to derive each microbatch's randomness from.
+        fn: `fn(carry, microbatch, index) -> (carry, sums)`; the sums are a pytree of sums (not
+            means) of one microbatch. `index` is a scalar int32, to derive each microbatch's
+            randomness from.
         batch: Pytree of arrays [b, ...].
         n: Number of microbatches; divides b.
+        carry: What the first microbatch is given; each hands its own on to the next, as batch
+            statistics are.
 
     Returns:
-        The pytree that `fn` returns. Floating-point leaves are summed in float32 and returned in
-        it (also for `n == 1`), others in their own dtype.
+        The last carry, and the summed pytree. Floating-point leaves are summed in float32 and
+        returned in it (also for `n == 1`), others in their own dtype.
 
     Raises:
         ModelError: If `n` does not divide the batch.
     """
     if n == 1:
         _check(batch, n)
-        return jax.tree.map(_wide, fn(batch, jnp.int32(0)))
+        carry, sums = fn(carry, batch, jnp.int32(0))
+        return carry, jax.tree.map(_wide, sums)
     parts = split(batch, n)
 
-    def body(sums: T, part_and_index: Any) -> tuple[T, None]:
-        return jax.tree.map(lambda s, x: s + _wide(x), sums, fn(*part_and_index)), None
+    def body(carry_and_sums: tuple[C, T], part_and_index: Any) -> tuple[tuple[C, T], None]:
+        carry, sums = carry_and_sums
+        carry, new = fn(carry, *part_and_index)
+        return (carry, jax.tree.map(lambda s, x: s + _wide(x), sums, new)), None
 
-    first = jax.eval_shape(fn, _first(parts), jnp.int32(0))
+    _, first = jax.eval_shape(fn, carry, _first(parts), jnp.int32(0))
     zeros = jax.tree.map(lambda x: _wide(jnp.zeros(x.shape, x.dtype)), first)
-    return jax.lax.scan(body, zeros, (parts, jnp.arange(n, dtype=jnp.int32)))[0]
+    return jax.lax.scan(body, (carry, zeros), (parts, jnp.arange(n, dtype=jnp.int32)))[0]
 
 
 def _first(parts: Any) -> Any:

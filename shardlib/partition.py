@@ -181,16 +181,14 @@ def _place_statistic(path: str, leaf: Any, owner: Placement | None) -> Placement
     if owner is None or kept is None:
         resolution = Resolution(PartitionSpec(*[None] * len(shape)), ())
         origin = f"of {owner.path}" if owner else "no parameter"
-        return Placement(path, shape, leaf.dtype, None, origin, resolution, "not a parameter's shape")
+        return Placement(
+            path, shape, leaf.dtype, None, origin, resolution, "not a parameter's shape"
+        )
     chosen = {c.dim: c for c in owner.resolution.choices}
     spec = PartitionSpec(*[owner.spec[d] if d < len(owner.spec) else None for d in kept])
-    choices = tuple(
-        chosen[d]._replace(dim=i) for i, d in enumerate(kept) if d in chosen
-    )
+    choices = tuple(chosen[d]._replace(dim=i) for i, d in enumerate(kept) if d in chosen)
     axes = owner.logical_axes and tuple(owner.logical_axes[d] for d in kept)
-    return Placement(
-        path, shape, leaf.dtype, axes, f"of {owner.path}", Resolution(spec, choices)
-    )
+    return Placement(path, shape, leaf.dtype, axes, f"of {owner.path}", Resolution(spec, choices))
 
 
 def shardings(tree: Any, placements: Mapping[str, Placement], mesh: Any) -> Any:

@@ -206,7 +206,8 @@ def test_explain_strict_exits_1_for_what_is_replicated_by_accident(capfd, tiny):
     code, out, err = shardlib(capfd, "explain", tiny, "--strict", *indivisible, *optional)
     assert code == 1
     assert "parameters on mesh fsdp=8" in out
-    assert err == "x"
+    reason = "(1.4 MiB) is replicated: embed: not fsdp: fsdp=8 does not divide 12"
+    assert err == f"head/kernel {reason}\ntoken_embedding/embedding {reason}\n"
 
 
 def test_launch_runs_the_command_in_every_process():

@@ -9,11 +9,17 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardlib import microbatch
 from shardlib.errors import ModelError
-from shardlib.microbatch import accumulate, split
+from shardlib.microbatch import split
 
 
-@settings(max_examples=25, deadline=None)
+def accumulate(fn, batch, n):
+    """Sums of a function that hands nothing on."""
+    return microbatch.accumulate(lambda carry, part, i: (carry, fn(part, i)), batch, n, ())[1]
+
+
+@settings(max_examples=8, deadline=None)  # Each shape is compiled.
 @given(n=st.integers(1, 6), each=st.integers(1, 4), width=st.integers(1, 3))
 def test_microbatch_i_holds_every_nth_example(n, each, width):
     batch = {"x": jnp.arange(n * each * width).reshape(n * each, width), "y": jnp.arange(n * each)}
@@ -71,6 +77,19 @@ def test_one_microbatch_has_no_loop_and_many_have_one_body():
     assert set(traces[1:]) == {(2, 3)}
 
 
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_carry_goes_from_microbatch_to_microbatch(n):
+    x = jnp.arange(8.0)
+    carry, total = microbatch.accumulate(
+        lambda carry, part, i: (carry * 2 + part[0], jnp.sum(part)), x, n, jnp.float32(1)
+    )
+    expected = 1.0
+    for i in range(n):
+        expected = expected * 2 + i
+    assert float(carry) == expected
+    assert float(total) == 28
+
+
 def test_gradients_are_those_of_the_whole_batch():
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.integers(-4, 4, (16, 3)), jnp.float32)
@@ -89,7 +108,7 @@ def test_every_indivisible_leaf_is_named():
         "the batch's weight has shape (), whose first dim 4 microbatches do not divide.\n"
         "  Choose a batch that is a multiple of 4, or another number of microbatches."
     )
-    with pytest.raises(ModelError, match="^0 microbatches were asked for"):
+    with pytest.raises(ModelError, match=r"^0 microbatches were asked for"):
         accumulate(sums, batch, 0)
 
 

@@ -103,7 +103,9 @@ def test_malformed_rules(value, text):
 
 
 def test_override_changes_one_table_and_keeps_the_order():
-    changed = STANDARD.override(embed=None, activations={"embed": "tensor"}, paths={"**/w": ("mlp",)})
+    changed = STANDARD.override(
+        embed=None, activations={"embed": "tensor"}, paths={"**/w": ("mlp",)}
+    )
     assert changed.spec(("embed",), (8,), MESH) == P(None)
     assert changed.spec(("embed",), (8,), MESH, "activations") == P("tensor")
     assert [name for name, _ in changed.params] == [name for name, _ in STANDARD.params]
@@ -124,7 +126,9 @@ def test_standard_places_a_transformer_as_megatron_and_zero_do():
     assert STANDARD.spec(("batch", "length", "embed"), (8, 4, 8), MESH, "activations") == P(
         ("data", "fsdp"), None, None
     )
-    assert STANDARD.spec(("embed", "kv_heads", "head_dim"), (8, 1, 4), MESH) == P("fsdp", None, None)
+    assert STANDARD.spec(("embed", "kv_heads", "head_dim"), (8, 1, 4), MESH) == P(
+        "fsdp", None, None
+    )
 
 
 _AXES = ("data", "fsdp", "tensor", "context")
@@ -195,7 +199,9 @@ def test_the_order_of_unrelated_rules_does_not_matter(data, table, mesh, seed):
 @given(data=st.data(), table=_tables, mesh=_meshes)
 def test_nnx_linen_and_plain_trees_resolve_equally(data, table, mesh):
     axes, shape = data.draw(_tensors(list(table)).filter(lambda t: t[0]))
-    table = AxisRules(params={name: [*value, None] for name, value in table.items()}, activations={})
+    table = AxisRules(
+        params={name: [*value, None] for name, value in table.items()}, activations={}
+    )
     zeros = jax.nn.initializers.zeros
 
     class Linen(linen.Module):
@@ -215,4 +221,3 @@ def test_nnx_linen_and_plain_trees_resolve_equally(data, table, mesh):
         for names in (linen_axes, functional(Nnx).axes["w"], axes)
     }
     assert found == {table.spec(axes, shape, mesh)}
-

@@ -184,5 +184,5 @@ def test_faults():
     with pytest.raises(ModelError) as error:
         make(0)
     assert str(error.value) == "a stack of 0 layers holds nothing.\n  Ask for 1 or more."
-    with pytest.raises(ConfigError, match="remat policy 'ful' is unknown. Did you mean 'full'?"):
+    with pytest.raises(ConfigError, match=r"remat policy 'ful' is unknown\. Did you mean 'full'\?"):
         run(make(), inputs(), remat="ful")

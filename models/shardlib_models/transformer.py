@@ -31,7 +31,6 @@ class Transformer(nnx.Module):
         self.position_embedding = (
             Embedding(learned, width, "positions", stddev=stddev, rngs=rngs) if learned else None
         )
-        self.embedding_dropout = dropout(config.dropout, rngs)
         self.layers = stack_layers(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs)
         self.final_norm = Norm(width, kind=config.norm, eps=config.norm_eps)
         self.head = (
@@ -39,6 +38,8 @@ class Transformer(nnx.Module):
             if config.tied_embeddings
             else Linear({"embed": width}, {"vocab": vocab_size}, stddev=stddev, rngs=rngs)
         )
+        # Last, so that the initial weights are the same with and without dropout.
+        self.embedding_dropout = dropout(config.dropout, rngs)
 
     def __call__(
         self,

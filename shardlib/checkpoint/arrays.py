@@ -42,7 +42,10 @@ class ArrayWriter:
     def __init__(self) -> None:
         _quiet_orbax()
         self._handler = _Handler(state=_state_handler(READ_BYTES))  # type: ignore[arg-type]
-        self._checkpointer = ocp.AsyncCheckpointer(self._handler)
+        # Directories are made before `save` returns: a failure there is raised at once, where
+        # Orbax's other way leaves threads that wait for a signal that never comes.
+        options = ocp.AsyncOptions(create_directories_asynchronously=False)
+        self._checkpointer = ocp.AsyncCheckpointer(self._handler, async_options=options)
 
     def save(self, directory: pathlib.Path, arrays: Mapping[str, Any], document: str) -> None:
         """Starts writing `arrays` and the text `document` as the checkpoint `directory`."""

@@ -23,6 +23,7 @@ import shutil
 import threading
 import types
 import uuid
+import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -222,7 +223,6 @@ class RunCheckpoints:
         finally:
             writer, self._writer = self._writer, None
             if writer is not None:
-                atexit.unregister(self._report_unfinished)
                 writer.close()
             if self._deletion is not None:
                 self._deletion.join()
@@ -257,18 +257,8 @@ class RunCheckpoints:
                 abandoned = self.directory.glob(f"*{TEMPORARY_SUFFIX}")
                 self._discard([path for path in abandoned if path.is_dir()])
             self._writer = ArrayWriter()
-            atexit.register(self._report_unfinished)
+            _close_at_exit(self)
         return self._writer
-
-    def _report_unfinished(self) -> None:
-        """Says what was lost when the interpreter ends with a save in flight and no `close`."""
-        if self._in_flight is not None and self._in_flight not in self.steps():
-            logging.getLogger(__name__).error(
-                "the process ended before the checkpoint of step %d in %s was complete: "
-                "call close(), or use RunCheckpoints in a with statement",
-                self._in_flight,
-                self.directory,
-            )
 
     def _discard(self, paths: list[pathlib.Path]) -> None:
         """Takes directories out of sight by a rename each, and removes them in the background."""
@@ -303,6 +293,30 @@ class RunCheckpoints:
             f"there is no checkpoint of step {step} in {self.directory}.\n"
             f"  Steps there: {_listed(self.steps())}."
         )
+
+
+def _close_at_exit(checkpoints: RunCheckpoints) -> None:
+    """Completes the save in flight when the interpreter ends without `close`, or says it is lost.
+
+    `atexit` is too late: by then no thread pool takes work any more. `threading` has the earlier
+    hook that `concurrent.futures` itself uses. Python 3.12 starts no threads even there, so that
+    a save may fail; it is then reported.
+    """
+    reference = weakref.ref(checkpoints)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            try:
+                alive.close()
+            except CheckpointError as error:
+                logging.getLogger(__name__).error(
+                    "%s\n  Call close() before the process ends, or use a with statement.",
+                    str(error).splitlines()[0],
+                )
+
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(close)
 
 
 def _check_global(leaves: Mapping[str, Any]) -> None:

@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.checkpoint import RunCheckpoints
 from shardlib.config import load
 from shardlib.constrain import use
-from shardlib.data import Tokenizer
-from shardlib.data import load_tokenizer
+from shardlib.data import Tokenizer, load_tokenizer
 from shardlib.errors import CheckpointError, ModelError
 from shardlib.precision import precision
 from shardlib.registry import DataSpec

@@ -23,9 +23,9 @@ from shardlib.train.optim import Optimizer, build_optimizer
 from shardlib.train.state import TrainState, abstract_state
 from shardlib.train.step import BatchAxes, batch_shardings
 
-TEXT_AXES: BatchAxes = {
-    name: ("batch", "length") for name in ("tokens", "targets", "segment_ids", "positions")
-}
+TEXT_AXES: BatchAxes = dict.fromkeys(
+    ("tokens", "targets", "segment_ids", "positions"), ("batch", "length")
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,9 +143,7 @@ def _mesh(config: RunConfig, devices: Sequence[Any] | int) -> Any:
         spec = auto_mesh(devices) if config.mesh == AUTO else config.mesh
         return abstract_mesh(spec, devices)
     if config.mesh == AUTO:
-        return make_mesh(
-            auto_mesh(len(devices), num_groups=count_groups(devices)), devices=devices
-        )
+        return make_mesh(auto_mesh(len(devices), num_groups=count_groups(devices)), devices=devices)
     return make_mesh(config.mesh, devices=devices)
 
 

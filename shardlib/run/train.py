@@ -301,7 +301,9 @@ class _Run:
                 "shardlib": __version__,
                 "config": to_dict(self.config),
                 "mesh": describe(scope.mesh),
-                "rules": {kind: dict(scope.rules.table(kind)) for kind in ("params", "activations")},
+                "rules": {
+                    kind: dict(scope.rules.table(kind)) for kind in ("params", "activations")
+                },
                 "data": {
                     "samples_seen": step * self.config.train.global_batch,
                     "fingerprint": self.source.fingerprint,
@@ -348,4 +350,3 @@ def _peak_memory_bytes() -> int | None:
         if (stats := device.memory_stats()) and "peak_bytes_in_use" in stats
     ]
     return max(peaks, default=None)
-

@@ -12,9 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.constrain import Scope, use
 from shardlib.errors import ModelError
 from shardlib.losses import Mean
-from shardlib.microbatch import split
+from shardlib.microbatch import accumulate
 from shardlib.paths import path_string
-from shardlib.precision import Precision, precision as precision_named
+from shardlib.precision import Precision
+from shardlib.precision import precision as precision_named
 from shardlib.train.state import Definition, TrainState, state_shardings
 
 LossFn = Callable[[Any, Any, jax.Array], Any]
@@ -97,19 +98,10 @@ class TrainStep:
         with use(definition.scope.mesh, definition.scope.rules):
             grads, sums, model_state = self._gradients(state, batch)
             weight = sums["loss"].weight
-            grads = jax.tree.map(
-                lambda g, p: (g / jnp.where(weight == 0, 1.0, weight)).astype(p.dtype),
-                grads,
-                state.params,
-            )
-            # optax mixes dtypes freely, whatever the user's own code is held to.
-            with jax.numpy_dtype_promotion("standard"):
-                updates, opt_state = definition.optimizer.update(
-                    grads, state.opt_state, state.params
-                )
-                params = optax.apply_updates(state.params, updates)
+            grads = jax.tree.map(lambda g: g / jnp.where(weight == 0, 1.0, weight), grads)
+            params, opt_state = _update(state, grads)
         metrics = {name: mean.value for name, mean in sums.items()}
-        metrics["grad_norm"] = optax.global_norm(grads).astype(jnp.float32)
+        metrics["grad_norm"] = optax.tree.norm(grads)
         if self.schedule is not None:
             metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)
         new_state = TrainState(
@@ -122,28 +114,16 @@ class TrainStep:
         definition = state.definition
         key = jax.random.fold_in(state.rng, state.step)
 
-        def one(model_state: Any, part: Any, index: Any) -> tuple[Any, dict[str, Mean], Any]:
+        def one(model_state: Any, part: Any, index: Any) -> tuple[Any, Any]:
             def total(params: Any) -> tuple[jax.Array, Any]:
                 sums, new = self._loss(definition, params, model_state, part, key, index)
-                return sums["loss"].total, (sums, new)
+                return sums["loss"].total, (new, sums)
 
-            (_, (sums, new)), grads = jax.value_and_grad(total, has_aux=True)(state.params)
-            return _pin(grads, definition), sums, new
+            grads, (new, sums) = jax.grad(total, has_aux=True)(state.params)
+            return new, (_pin(grads, definition), sums)
 
-        if self.microbatches == 1:
-            return one(state.model_state, batch, 0)
-        parts = split(batch, self.microbatches)
-
-        def body(carry: Any, part_and_index: Any) -> tuple[Any, None]:
-            grads, sums, model_state = carry
-            new_grads, new_sums, model_state = one(model_state, *part_and_index)
-            return (*jax.tree.map(jnp.add, (grads, sums), (new_grads, new_sums)), model_state), None
-
-        first = jax.tree.map(lambda x: x[0], parts)
-        grads, sums, _ = jax.eval_shape(one, state.model_state, first, 0)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
-        carry = (_pin(zeros[0], definition), zeros[1], state.model_state)
-        return jax.lax.scan(body, carry, (parts, jnp.arange(self.microbatches)))[0]
+        model_state, (grads, sums) = accumulate(one, batch, self.microbatches, state.model_state)
+        return grads, sums, model_state
 
     def _loss(
         self, definition: Definition, params: Any, model_state: Any, part: Any, key: Any, index: Any
@@ -153,6 +133,18 @@ class TrainStep:
         model = module.merge(self.precision.cast_params(params), model_state, model_key)
         sums = loss_sums(self.loss_fn(model, self.precision.cast_batch(part), loss_key))
         return sums, module.collect(model)
+
+
+def _update(state: TrainState, grads: Any) -> tuple[Any, Any]:
+    """Returns the parameters and optimizer state after an update, in the dtypes they had.
+
+    `grads` are in float32 whatever the parameters are, and so is the arithmetic of the update.
+    """
+    # optax mixes dtypes freely, whatever the user's own code is held to.
+    with jax.numpy_dtype_promotion("standard"):
+        updates, opt_state = state.definition.optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+    return params, jax.tree.map(lambda new, old: new.astype(old.dtype), opt_state, state.opt_state)
 
 
 def _pin(grads: Any, definition: Definition) -> Any:

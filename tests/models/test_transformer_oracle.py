@@ -32,7 +32,9 @@ def assert_same_logits(config, oracle, weights):
             parameter.add_(0.1 * torch.randn(parameter.shape))
     model = make(config, DataSpec(), nnx.Rngs(0))
     model.eval()
-    flat = {"/".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    flat = {
+        "/".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
     found = weights({name: p.detach().numpy() for name, p in oracle.named_parameters()})
     assert found.keys() == flat.keys()
     for path, variable in flat.items():

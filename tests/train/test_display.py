@@ -105,7 +105,9 @@ def test_lines_between_steps():
 
 def test_a_sample_cannot_steer_the_terminal_and_is_no_markup():
     out = Output()
-    Display(10, console=out.console).sample(3, "def f(", "):\n\t\tpass\x1b[2J\x07 [bold]b[/bold] é\n")
+    Display(10, console=out.console).sample(
+        3, "def f(", "):\n\t\tpass\x1b[2J\x07 [bold]b[/bold] é\n"
+    )
     assert "\x1b" not in out.text
     assert "\x07" not in out.text
     assert "def f(" in out.text

@@ -1,0 +1,175 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlib.attention import attend, resolve_backend
+from shardlib.errors import ModelError
+
+# Means of at most 12 values of size about 1, weighted by a softmax in float32.
+ATOL = 2e-6
+
+
+def example(batch=2, length=12, heads=4, kv_heads=2, dim=8, seed=0, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = ((batch, length, n, dim) for n in (heads, kv_heads, kv_heads))
+    return [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
+
+
+def reference(query, key, value, sees):
+    """Attention by loops in float64; `sees(row, column)` of one example."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    out = np.zeros(query.shape)
+    batch, length, heads, dim = query.shape
+    for b in range(batch):
+        for h in range(heads):
+            g = h // (heads // key.shape[2])
+            for t in range(length):
+                seen = [s for s in range(key.shape[1]) if sees(b, t, s)]
+                scores = key[b, seen, g] @ query[b, t, h] / np.sqrt(dim)
+                weights = np.exp(scores - scores.max())
+                out[b, t, h] = weights / weights.sum() @ value[b, seen, g]
+    return out
+
+
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 3, 0, 0, 0], [1, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3]])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_equals_a_loop(kv_heads, causal, packed):
+    arrays = example(kv_heads=kv_heads)
+    segments = jnp.asarray(SEGMENTS, jnp.int32) if packed else None
+
+    def sees(b, t, s):
+        return (not packed or SEGMENTS[b, t] == SEGMENTS[b, s]) and (not causal or s <= t)
+
+    actual = attend(*arrays, segment_ids=segments, causal=causal)
+    np.testing.assert_allclose(actual, reference(*arrays, sees), atol=ATOL)
+
+
+@settings(max_examples=12, deadline=None)
+@given(window=st.integers(1, 14))
+def test_a_window_counts_the_query_itself(window):
+    arrays = example()
+    actual = attend(*arrays, window=window)
+    expected = reference(*arrays, lambda b, t, s: t - window < s <= t)
+    np.testing.assert_allclose(actual, expected, atol=ATOL)
+
+
+def test_positions_hide_the_empty_rows_of_a_cache():
+    query, key, value = example()
+    rows = jnp.array([[5, 6, 7], [5, 6, 7]])
+    garbage = jnp.where(jnp.arange(12)[None, :, None, None] > 7, 1e9, 0.0)
+    actual = attend(query[:, 5:8], key + garbage, value + garbage, positions=rows)
+    np.testing.assert_allclose(actual, attend(query, key, value)[:, 5:8], atol=ATOL)
+
+
+def test_padding_is_finite_and_nothing_else_sees_it():
+    query, key, value = example()
+    segments = jnp.asarray(SEGMENTS, jnp.int32)
+    real = (segments > 0)[:, :, None, None]
+
+    def total(arrays):
+        out = attend(*arrays, segment_ids=segments)
+        return jnp.sum(jnp.where(real, out, 0.0) ** 2), out
+
+    (_, out), gradients = jax.value_and_grad(total, has_aux=True)((query, key, value))
+    assert jnp.all(jnp.isfinite(out))
+    for gradient in gradients:
+        assert jnp.all(jnp.isfinite(gradient))
+        assert jnp.all(jnp.where(real, 0.0, gradient) == 0)
+
+
+def test_a_row_that_sees_nothing_is_finite():
+    query, key, value = example()
+    ones = jnp.ones((2, 12), jnp.int32)
+
+    def total(query):
+        return attend(query, key, value, segment_ids=ones, kv_segment_ids=2 * ones).sum()
+
+    assert jnp.isfinite(total(query))
+    assert jnp.all(jnp.isfinite(jax.grad(total)(query)))
+
+
+def test_bfloat16_in_and_out_with_a_float32_softmax():
+    arrays = example(dtype=jnp.bfloat16)
+    out = attend(*arrays)
+    assert out.dtype == jnp.bfloat16
+    exact = attend(*(x.astype(jnp.float32) for x in arrays))
+    # Weights and result are each rounded to 8 bits of mantissa.
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=2 * 2**-8 * float(exact.max()))
+    gradient = jax.grad(lambda q: attend(q, *arrays[1:]).astype(jnp.float32).sum())(arrays[0])
+    assert gradient.dtype == jnp.bfloat16
+
+
+def test_heads_sharded_over_more_devices_than_key_value_heads():
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jax.make_mesh((8,), ("tensor",), axis_types=(AxisType.Auto,))
+    query, key, value = example(heads=8, kv_heads=2)
+    sharded = jax.device_put(query, NamedSharding(mesh, P(None, None, "tensor", None)))
+    compiled = jax.jit(attend, out_shardings=sharded.sharding).lower(sharded, key, value).compile()
+    assert not any(
+        name in compiled.as_text() for name in ("all-gather", "all-reduce", "all-to-all")
+    )
+    key, value = jax.device_put((key, value), NamedSharding(mesh, P()))
+    np.testing.assert_allclose(compiled(sharded, key, value), attend(query, key, value), atol=ATOL)
+
+
+def test_backend_is_chosen_for_a_reason():
+    gpu = {"platform": "gpu", "dtype": jnp.bfloat16, "head_dim": 64}
+    assert resolve_backend("auto", **gpu).backend == "cudnn"
+    assert resolve_backend("xla", **gpu).reason == "asked for"
+    for change, reason in (
+        ({"platform": "tpu"}, "the platform is tpu"),
+        ({"dtype": jnp.float32}, "the dtype is float32, not bfloat16 or float16"),
+        ({"head_dim": 20}, "head_dim is 20, not a multiple of 8 up to 128"),
+        ({"masked": True, "lengths": (7, 7)}, "there is a mask, and a length of (7, 7) is odd"),
+    ):
+        resolved = resolve_backend("auto", **{**gpu, **change})
+        assert (resolved.backend, resolved.reason) == ("xla", reason)
+
+
+def test_cudnn_is_refused_where_it_cannot_run():
+    with pytest.raises(ModelError) as error:
+        resolve_backend("cudnn", platform="cpu", dtype=jnp.float32, head_dim=64)
+    assert str(error.value) == (
+        "attention by cudnn cannot run here: the platform is cpu; "
+        "the dtype is float32, not bfloat16 or float16.\n"
+        "  Use backend 'auto' or 'xla'."
+    )
+
+
+def test_faults_in_shape_and_window():
+    with pytest.raises(ModelError) as error:
+        attend(*example(heads=4, kv_heads=3))
+    assert str(error.value) == (
+        "4 query heads cannot share 3 key-value heads.\n"
+        "  Make the number of query heads a multiple of it."
+    )
+    for options in ({"window": 0}, {"window": 3, "causal": False}):
+        with pytest.raises(ModelError, match="needs causal=True and at least 1 position"):
+            attend(*example(), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [True, False])
+def test_cudnn_equals_xla(packed):
+    arrays = example(length=128, dim=64, dtype=jnp.bfloat16)
+    segments = jnp.asarray(np.arange(128)[None] // 50 + np.ones((2, 1)), jnp.int32)
+    options = {"segment_ids": segments if packed else None, "window": 40}
+
+    def total(arrays, backend):
+        out = attend(*arrays, backend=backend, **options).astype(jnp.float32)
+        return jnp.sum(out**2), out
+
+    grad = jax.jit(jax.grad(total, has_aux=True), static_argnums=1)
+    (fast, fast_out), (plain, plain_out) = grad(arrays, "cudnn"), grad(arrays, "xla")
+    np.testing.assert_allclose(fast_out, plain_out, atol=0.03)
+    for a, b in zip(fast, plain, strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=0.1)

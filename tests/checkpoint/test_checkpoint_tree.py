@@ -1,0 +1,170 @@
+"""Names of leaves: any pytree to plain dicts and back, and what cannot be named."""
+
+import collections
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlib.checkpoint.tree import (
+    LeafSpec,
+    check_leaves,
+    flatten,
+    leaf_spec,
+    nest,
+    unflatten,
+    unnest,
+)
+from shardlib.errors import CheckpointError
+
+
+class Pair(typing.NamedTuple):
+    first: typing.Any
+    second: typing.Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Box:
+    content: typing.Any
+    label: str = dataclasses.field(default="", metadata={"static": True})
+
+
+KEYS = st.text(
+    st.characters(exclude_categories=("C", "Z"), exclude_characters="./"), min_size=1, max_size=6
+)
+LEAVES = st.integers(-(2**31), 2**31).map(float)
+
+
+def _containers(children):
+    return st.one_of(
+        st.dictionaries(KEYS, children, min_size=1, max_size=4),
+        st.lists(children, min_size=1, max_size=3),
+        st.lists(children, min_size=1, max_size=3).map(tuple),
+        st.builds(Pair, children, st.none() | children),
+        st.builds(Box, children),
+        st.just(optax.EmptyState()),
+        st.none(),
+    )
+
+
+TREES = st.dictionaries(KEYS, st.recursive(LEAVES, _containers, max_leaves=12), max_size=4)
+
+
+@given(TREES)
+@settings(max_examples=200, deadline=None)
+def test_round_trip_of_any_tree(tree):
+    leaves = flatten(tree)
+    assert list(leaves.values()) == jax.tree.leaves(tree)
+    plain = nest(leaves)
+    assert unnest(plain) == leaves
+    restored = unflatten(unnest(plain), jax.tree.map(lambda _: 0.0, tree))
+    assert jax.tree.structure(restored) == jax.tree.structure(tree)
+    assert jax.tree.leaves(restored) == jax.tree.leaves(tree)
+
+
+@given(TREES, st.sampled_from("./"), st.text(max_size=3))
+@settings(max_examples=50, deadline=None)
+def test_a_separator_in_a_key_is_refused_wherever_it_is(tree, mark, text):
+    for faulty in ({**tree, text + mark: 1.0}, {"outer": [tree, {mark + text: 1.0}]}):
+        with pytest.raises(CheckpointError, match="keys of the tree cannot be stored"):
+            flatten(faulty)
+
+
+def test_names_of_an_optimizer_state():
+    params = {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}
+    transform = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.masked(optax.adam(1e-3), {"kernel": True, "bias": 0})
+    )
+    assert list(flatten({"opt_state": transform.init(params)})) == [
+        "opt_state/1/inner_state/0/count",
+        "opt_state/1/inner_state/0/mu/kernel",
+        "opt_state/1/inner_state/0/nu/kernel",
+    ]
+
+
+def test_all_keys_that_cannot_be_stored_are_listed():
+    tree = {
+        "a.b": 1,
+        "a": {"b": 1, "c/d": 2, "": 3, "e\n": 4},
+        "m": collections.OrderedDict([(1, 5), ("1", 6)]),
+        "n": collections.OrderedDict([(1, 5), ("1", {"x": 6})]),
+    }
+    with pytest.raises(CheckpointError) as caught:
+        flatten(tree)
+    assert str(caught.value) == (
+        "keys of the tree cannot be stored:\n"
+        "  an empty key below a\n"
+        "  'c/d' below a\n"
+        "  'e\\n' below a\n"
+        "  'a.b' below the root\n"
+        "  m/1: two keys with this text\n"
+        "  n/1/x: two keys with this text\n"
+        "  Rename them: keys are printable, not empty, without . or /, and differ as text."
+    )
+
+
+def test_a_bare_leaf_has_no_name():
+    with pytest.raises(CheckpointError) as caught:
+        flatten(jnp.ones(3))
+    assert str(caught.value) == (
+        "a checkpoint holds a tree, not a bare ArrayImpl.\n"
+        "  Put the value in a dict: {'value': ...}."
+    )
+
+
+def test_unflatten_refuses_other_leaves():
+    with pytest.raises(CheckpointError) as caught:
+        unflatten({"a": 1, "b": 2}, {"a": 0, "c": 0})
+    assert str(caught.value) == (
+        "the tree has other leaves than those at hand: b, c.\n"
+        "  Pass a tree of the structure that was flattened."
+    )
+
+
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        (jnp.ones((2, 3), jnp.bfloat16), "bfloat16[2,3]"),
+        (jax.ShapeDtypeStruct((4,), jnp.int8), "int8[4]"),
+        (np.float32(1), "float32[]"),
+        (3, "int64[]"),
+        (True, "bool[]"),
+        (jax.random.split(jax.random.key(0), 5), "key<fry>[5]"),
+    ],
+)
+def test_leaf_spec(leaf, text):
+    assert str(leaf_spec(leaf)) == text
+
+
+def test_leaf_specs_compare_by_value():
+    assert leaf_spec(jnp.ones((2, 3))) == LeafSpec((2, 3), "float32")
+
+
+def test_leaves_that_are_no_numbers_are_listed():
+    leaves = {
+        "a": jnp.ones(2),
+        "b": "text",
+        "c": object(),
+        "d": jnp.zeros(1, jnp.uint4),
+        "e": 2**70,
+    }
+    with pytest.raises(CheckpointError) as caught:
+        check_leaves(leaves)
+    assert str(caught.value).splitlines() == [
+        "leaves of the tree cannot be stored:",
+        "  b: str of <U4",
+        "  c: object of object",
+        "  d: ArrayImpl of uint4",
+        "  e: int of object",
+        "  Cast them to one of bool, int4, int8, int16, int32, int64, uint8, uint16, uint32, "
+        "uint64, float16, bfloat16, float32, float64, complex64, complex128, float8_e4m3fn, "
+        "float8_e5m2, float8_e4m3b11fnuz, float8_e4m3fnuz, float8_e5m2fnuz, or keep them in "
+        "static fields.",
+    ]

@@ -1,0 +1,443 @@
+"""One process: bit-equal round trips across meshes, what is kept, and what is refused."""
+
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
+from shardlib.errors import CheckpointError
+
+
+class Statistics(typing.NamedTuple):
+    mean: jax.Array
+    count: np.int32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class State:
+    step: jax.Array
+    params: dict
+    statistics: Statistics
+    opt_state: typing.Any
+    rng: jax.Array
+    definition: str = dataclasses.field(default="static", metadata={"static": True})
+
+
+def make_mesh(*sizes):
+    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    return Mesh(devices, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+
+def shard(tree, mesh):
+    """Places every array with its dims over the mesh axes that divide them."""
+
+    def place(leaf):
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        axes = [
+            axis if size % mesh.shape[axis] == 0 else None
+            for axis, size in zip(("fsdp", "data"), leaf.shape, strict=False)
+        ]
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    return jax.tree.map(place, tree)
+
+
+def abstract(tree):
+    return jax.tree.map(
+        lambda x: (
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            if isinstance(x, jax.Array)
+            else x
+        ),
+        tree,
+    )
+
+
+def make_state(transform=None, seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    params = {
+        "embed": {"table": jax.random.normal(keys[0], (16, 8)).astype(jnp.bfloat16)},
+        "layers": [
+            {"kernel": jax.random.normal(keys[1], (8, 24)), "bias": jnp.full(24, -0.0)},
+            {"kernel": jax.random.normal(keys[2], (24, 8)), "bias": jnp.full(8, jnp.nan)},
+        ],
+    }
+    transform = transform or optax.adamw(1e-3)
+    opt_state = transform.init(params)
+    gradients = jax.tree.map(lambda p: jnp.cos(p), params)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # of optax
+        _, opt_state = transform.update(gradients, opt_state, params)
+    return State(
+        step=jnp.int32(7),
+        params=params,
+        statistics=Statistics(jnp.arange(8.0), np.int32(3)),
+        opt_state=opt_state,
+        rng=jax.random.split(jax.random.key(seed, impl="rbg"), 8),
+    )
+
+
+def bits(leaf):
+    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes()
+
+
+def assert_same_bits(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(a.shape if hasattr(a, "shape") else ()).tolist() == list(np.shape(b))
+        assert getattr(a, "dtype", type(a)) == getattr(b, "dtype", type(b))
+        assert bits(a) == bits(b)
+
+
+def mixed(params):
+    labels = {"embed": {"table": "slow"}, "layers": [{"kernel": "fast", "bias": "none"}] * 2}
+    del params
+    return labels
+
+
+TRANSFORMS = {
+    "adamw": optax.adamw(1e-3),
+    # Factors dims of at least 8 and holds placeholders of shape (1,) for the others.
+    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8),
+    "multi": optax.multi_transform(
+        {
+            "slow": optax.sgd(0.1, momentum=0.9),
+            "fast": optax.adam(1e-2),
+            "none": optax.set_to_zero(),
+        },
+        mixed,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_bit_equal_on_every_mesh(name, tmp_path):
+    state = shard(make_state(TRANSFORMS[name]), make_mesh(2, 4))
+    with RunCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, state, {"mesh": "data=2,fsdp=4"})
+        for sizes in ((2, 4), (1, 1), (4, 1), (8, 1), (1, 3)):
+            target = abstract(shard(state, make_mesh(*sizes)))
+            restored = checkpoints.restore(7, target)
+            assert_same_bits(restored, state)
+            for leaf, wanted in zip(
+                jax.tree.leaves(restored), jax.tree.leaves(target), strict=True
+            ):
+                if hasattr(wanted, "sharding"):
+                    assert leaf.sharding == wanted.sharding
+
+
+def test_leaves_of_every_kind(tmp_path):
+    state = {
+        "int": 5,
+        "float": 0.1,
+        "flag": True,
+        "numpy": np.arange(6, dtype=np.int64).reshape(2, 3),
+        "scalar": np.float32(2.5),
+        "no_elements": jnp.zeros((0, 3), jnp.bfloat16),
+        "none": None,
+        "empty": optax.EmptyState(),
+        "key": jax.random.key(3),
+        "float8": jnp.linspace(-1, 1, 5).astype(jnp.float8_e4m3fn),
+        "int4": jnp.arange(-4, 4, dtype=jnp.int4),
+    }
+    with RunCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, state, {})
+        restored = checkpoints.restore(0, state)
+        assert_same_bits(restored, state)
+        kinds = [type(restored[key]) for key in ("int", "float", "flag", "numpy", "scalar")]
+        assert kinds == [int, float, bool, np.ndarray, np.float32]
+        assert restored["key"].dtype == state["key"].dtype
+
+        numbers = {key: state[key] for key in ("int", "float", "numpy")}
+        host = checkpoints.restore(0, jax.eval_shape(lambda: state) | numbers)
+        assert isinstance(host["float8"], np.ndarray)
+        assert bits(host["float8"]) == bits(state["float8"])
+
+
+def test_state_may_be_donated_and_changed_during_a_save(tmp_path):
+    mesh = make_mesh(2, 4)
+    state = shard({"w": jnp.arange(2.0**20).reshape(1024, 1024), "b": jnp.zeros(64)}, mesh)
+    mutable = np.zeros(4)
+    update = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    expected = {}
+    with RunCheckpoints(tmp_path, CheckpointConfig(keep=10)) as checkpoints:
+        for step in range(6):
+            expected[step] = jax.tree.map(lambda x: np.array(x), state)
+            checkpoints.save(step, {"jax": state, "numpy": mutable}, {})
+            for _ in range(3):
+                state = update(state)
+            mutable += 1
+        checkpoints.wait()
+        for step, arrays in expected.items():
+            restored = checkpoints.restore(step, {"jax": abstract(state), "numpy": mutable})
+            assert_same_bits(restored["jax"], arrays)
+            assert restored["numpy"].tolist() == [float(step)] * 4
+
+
+def test_a_shard_larger_than_the_read_bound(tmp_path, monkeypatch):
+    from shardlib.checkpoint import arrays
+
+    monkeypatch.setattr(arrays, "READ_BYTES", 1000)
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", 2048)
+    state = shard({"w": jnp.arange(4096.0).reshape(64, 64)}, make_mesh(2, 4))
+    with RunCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {})
+        columns = NamedSharding(make_mesh(8, 1), PartitionSpec(None, "data"))
+        target = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=columns)}
+        assert_same_bits(checkpoints.restore(1, target), state)
+
+
+def test_the_newest_are_kept_and_listed(tmp_path):
+    state = {"w": jnp.ones(4)}
+    with RunCheckpoints(tmp_path / "run" / "checkpoints", CheckpointConfig(keep=2)) as checkpoints:
+        assert checkpoints.steps() == []
+        assert checkpoints.latest() is None
+        for step in (0, 10, 20, 123_456_789):
+            checkpoints.save(step, state, {"samples_seen": step * 8}, wait=True)
+        assert checkpoints.steps() == [20, 123_456_789]
+        assert checkpoints.latest() == 123_456_789
+        assert checkpoints.metadata(20) == {"samples_seen": 160}
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["00000020", "123456789"]
+
+
+def test_foreign_entries_are_never_listed(tmp_path):
+    with RunCheckpoints(tmp_path, CheckpointConfig(keep=1)) as checkpoints:
+        checkpoints.save(5, {"w": jnp.ones(4)}, {}, wait=True)
+        (tmp_path / "00000099").mkdir()
+        (tmp_path / "100").mkdir()
+        (tmp_path / "00000101").write_text("a file")
+        (tmp_path / "notes").mkdir()
+        (tmp_path / "00000102").symlink_to(tmp_path / "00000005")
+        (tmp_path / "00000100").mkdir()
+        assert checkpoints.latest() == 5
+        assert checkpoints.steps() == [5]
+        checkpoints.save(6, {"w": jnp.ones(4)}, {}, wait=True)
+        assert checkpoints.steps() == [6]
+    left = {"00000006", "00000099", "100", "00000100", "00000101", "notes", "00000102"}
+    assert set(os.listdir(tmp_path)) == left
+
+
+def test_leftovers_of_a_killed_run_go_with_the_next_save(tmp_path):
+    (tmp_path / "00000003.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    (tmp_path / ".trash" / "00000001-x").mkdir(parents=True)
+    with RunCheckpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest() is None
+        assert len(os.listdir(tmp_path)) == 2
+        checkpoints.save(3, {"w": jnp.ones(4)}, {})
+    assert os.listdir(tmp_path) == ["00000003"]
+
+
+def test_the_manifest(tmp_path):
+    run = {"config": {"seed": 0}, "mesh": "data=8", "rules": None, "samples_seen": 640}
+    with RunCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(10, {"w": jnp.ones((2, 3)), "key": jax.random.key(0)}, run, wait=True)
+        document = json.loads((tmp_path / "00000010" / "manifest.json").read_text())
+        assert document["schema"] == 1
+        assert document["step"] == 10
+        assert document["run"] == run == checkpoints.metadata(10)
+        assert document["leaves"] == {
+            "key": {"shape": [], "dtype": "key<fry>"},
+            "w": {"shape": [2, 3], "dtype": "float32"},
+        }
+        assert document["libraries"]["jax"] == jax.__version__
+        assert (document["processes"], document["devices"]) == (1, jax.device_count())
+        assert checkpoints.manifest(10).leaves["w"].shape == (2, 3)
+
+
+def test_another_model_is_refused_before_arrays_are_read(tmp_path):
+    saved = {"a": jnp.ones((2, 3)), "b": jnp.ones(4), "c": jnp.ones(5), "key": jax.random.key(0)}
+    target = {
+        "a": jnp.ones((3, 2)),
+        "b": jnp.ones(4, jnp.bfloat16),
+        "d": jnp.ones(6),
+        "key": jax.random.key(0, impl="rbg"),
+    }
+    with RunCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, saved, {}, wait=True)
+        for file in (tmp_path / "00000001" / "state").rglob("*"):
+            if file.is_file():
+                file.unlink()
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.restore(1, target)
+    assert str(caught.value) == (
+        f"checkpoint {tmp_path}/00000001 is of another model or optimizer: 5 of 5 leaves differ:\n"
+        "  a: expected float32[3,2], found float32[2,3]\n"
+        "  b: expected bfloat16[4], found float32[4]\n"
+        "  c: not expected, found float32[5]\n"
+        "  d: expected float32[6], missing from the checkpoint\n"
+        "  key: expected key<rbg>[], found key<fry>[]\n"
+        "  Restore it with the configuration it was saved with, or start another run."
+    )
+
+
+def test_missing_steps_and_directories(tmp_path):
+    checkpoints = RunCheckpoints(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.restore(7, {"w": jnp.ones(1)})
+    assert str(caught.value) == (
+        f"there is no checkpoint of step 7 in {tmp_path}/nowhere.\n  Steps there: none."
+    )
+    assert not (tmp_path / "nowhere").exists()
+    with RunCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(1)}, {}, wait=True)
+        with pytest.raises(CheckpointError, match=r"Steps there: 1\.$"):
+            checkpoints.metadata(7)
+
+
+def test_damage_is_named(tmp_path):
+    with RunCheckpoints(tmp_path) as checkpoints:
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, {"w": jnp.ones(1)}, {}, wait=True)
+        path = tmp_path / "00000002" / "manifest.json"
+        path.write_text(path.read_text()[:40])
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.restore(2, {"w": jnp.ones(1)})
+        assert str(caught.value).startswith(f"the manifest {path} is damaged: JSONDecodeError: ")
+        path = tmp_path / "00000003" / "manifest.json"
+        path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.restore(3, {"w": jnp.ones(1)})
+        assert str(caught.value).splitlines()[0] == (
+            f"checkpoint {tmp_path}/00000003 has format 2; this shardlib reads formats up to 1."
+        )
+        (tmp_path / "00000004" / "state" / "manifest.ocdbt").unlink()
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.restore(4, {"w": jnp.ones(1)})
+        first, last = str(caught.value).splitlines()
+        assert first.startswith(f"checkpoint {tmp_path}/00000004 cannot be read: ")
+        assert last == "  Restore another step (2, 3)."
+
+
+def test_what_cannot_be_saved(tmp_path):
+    with RunCheckpoints(tmp_path) as checkpoints:
+        for metadata in ({"x": jnp.ones(1)}, {"x": float("nan")}):
+            with pytest.raises(CheckpointError, match=r"^the metadata of step 1 is not JSON: "):
+                checkpoints.save(1, {"w": jnp.ones(1)}, metadata)
+        with pytest.raises(CheckpointError, match=r"^keys of the tree cannot be stored"):
+            checkpoints.save(1, {"a.b": jnp.ones(1)}, {})
+        with pytest.raises(CheckpointError, match=r"^leaves of the tree cannot be stored"):
+            checkpoints.save(1, {"a": "text"}, {})
+        with pytest.raises(CheckpointError, match=r"^the state of step 1 holds no array"):
+            checkpoints.save(1, {}, {})
+        assert os.listdir(tmp_path) == []
+        checkpoints.save(1, {"w": jnp.ones(1)}, {}, wait=True)
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.save(1, {"w": jnp.ones(1)}, {})
+        assert str(caught.value) == (
+            f"step 1 is already saved in {tmp_path}.\n  Save each step once, counted from 0."
+        )
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    # A path below a file is refused to root as well.
+    (tmp_path / "file").write_text("")
+    checkpoints = RunCheckpoints(tmp_path / "file" / "checkpoints")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.check_writable()
+    assert str(caught.value) == (
+        f"checkpoints cannot be written: Not a directory: {tmp_path}/file/checkpoints.\n"
+        "  Name a directory that this user may write as run_dir, or set checkpoint.enabled=false."
+    )
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.save(1, {"w": jnp.ones(1)}, {})
+    assert str(caught.value) == (
+        f"checkpoints cannot be listed: Not a directory: {tmp_path}/file/checkpoints.\n"
+        "  Name a directory that this user may read as run_dir."
+    )
+
+
+def test_check_writable_leaves_nothing(tmp_path):
+    checkpoints = RunCheckpoints(tmp_path / "run" / "checkpoints")
+    checkpoints.check_writable()
+    assert os.listdir(tmp_path / "run" / "checkpoints") == []
+
+
+def test_a_failed_save_is_raised_once_and_gives_its_space_back(tmp_path, capfd):
+    state = {"w": jnp.ones((64, 64))}
+    checkpoints = RunCheckpoints(tmp_path, CheckpointConfig(keep=3))
+    checkpoints.save(1, state, {}, wait=True)
+    # What the rename of step 2 will meet.
+    checkpoints.save(2, state, {})
+    (tmp_path / "00000002").mkdir()
+    (tmp_path / "00000002" / "in the way").write_text("")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.wait()
+    first, last = str(caught.value).splitlines()
+    assert first.startswith(f"the checkpoint of step 2 could not be written to {tmp_path}: ")
+    assert last == "  Free space or restore access there; complete steps: 1."
+    checkpoints.wait()
+    checkpoints.save(3, state, {})
+    checkpoints.close()
+    assert checkpoints.steps() == [1, 3]
+    assert sorted(os.listdir(tmp_path)) == ["00000001", "00000002", "00000003"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_error_of_the_run_is_not_hidden_by_one_of_its_last_save(tmp_path):
+    def run():
+        with RunCheckpoints(tmp_path) as checkpoints:
+            checkpoints.save(2, {"w": jnp.ones((64, 64))}, {})
+            (tmp_path / "00000002").mkdir()
+            (tmp_path / "00000002" / "in the way").write_text("")
+            raise RuntimeError("diverged")
+
+    with pytest.raises(RuntimeError, match="diverged") as caught:
+        run()
+    assert caught.value.__notes__[0].startswith("the checkpoint of step 2 could not be written")
+
+
+def test_only_the_log_of_orbax_is_kept_quiet(tmp_path, caplog):
+    with caplog.at_level(logging.DEBUG), RunCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(1)}, {})
+        logging.getLogger("absl").warning("of the user")
+    assert [r.message for r in caplog.records if "orbax" in r.pathname or r.name == "absl"] == [
+        "of the user"
+    ]
+
+
+def test_config_faults():
+    with pytest.raises(ValueError, match="every_steps must be at least 1, not 0"):
+        CheckpointConfig(every_steps=0)
+    with pytest.raises(ValueError, match="keep must be at least 1, not -1"):
+        CheckpointConfig(keep=-1)
+
+
+def test_import_is_light_and_exit_completes_the_save(tmp_path):
+    script = """
+import sys
+import shardlib.checkpoint as c
+assert not {"orbax", "tensorstore", "flax", "pydantic"} & set(sys.modules), sys.modules
+import jax.numpy as jnp
+checkpoints = c.RunCheckpoints(sys.argv[1])
+checkpoints.save(1, {"w": jnp.ones((1024, 1024))}, {})
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "")
+    # Some Pythons start no threads at that point; then the loss is told.
+    if pathlib.Path(tmp_path / "00000001").exists():
+        assert ended.stderr == ""
+    else:
+        assert "the checkpoint of step 1 could not be written" in ended.stderr

@@ -1,0 +1,81 @@
+"""Precision policies: which leaves are cast, and to what."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardlib.errors import ConfigError
+from shardlib.precision import Precision, precision
+
+PARAMS = {
+    "kernel": jnp.ones((2, 3)),
+    "half": jnp.ones(2, jnp.float16),
+    "table": jnp.arange(4),
+    "mask": jnp.array([True, False]),
+    "key": jax.random.key(0),
+}
+
+
+def dtypes(tree):
+    return {key: str(leaf.dtype) for key, leaf in tree.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "computed"),
+    [
+        ("f32", "float32", "float32"),
+        ("bf16", "float32", "bfloat16"),
+        ("bf16_params", "bfloat16", "bfloat16"),
+    ],
+)
+def test_only_floating_leaves_are_cast(name, stored, computed):
+    policy = precision(name)
+    unchanged = {"table": "int32", "mask": "bool", "key": "key<fry>"}
+    assert dtypes(policy.store(PARAMS)) == {"kernel": stored, "half": stored} | unchanged
+    for cast in (policy.cast_params, policy.cast_batch):
+        assert dtypes(cast(PARAMS)) == {"kernel": computed, "half": computed} | unchanged
+
+
+def test_a_batch_of_numpy_arrays_keeps_its_integers():
+    batch = {"images": np.ones((2, 4, 4, 1), np.float32), "labels": np.arange(2, dtype=np.int32)}
+    cast = precision("bf16").cast_batch(batch)
+    assert dtypes(cast) == {"images": "bfloat16", "labels": "int32"}
+
+
+@pytest.mark.parametrize(("name", "expected"), [("bf16", "float32"), ("bf16_params", "bfloat16")])
+def test_optimizer_state_follows_the_stored_parameters(name, expected):
+    params = precision(name).store({"w": jnp.ones(3)})
+    moments = optax.scale_by_adam().init(params)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves((moments.mu, moments.nu))} == {expected}
+
+
+def test_gradients_have_the_dtype_of_the_parameters():
+    policy = precision("bf16")
+    params = {"w": jnp.linspace(-1, 1, 8)}
+
+    def loss(params):
+        computed = policy.cast_params(params)["w"]
+        assert computed.dtype == jnp.bfloat16
+        return jnp.sum(computed.astype(jnp.float32) ** 2)
+
+    gradient = jax.grad(loss)(params)["w"]
+    assert gradient.dtype == jnp.float32
+    # One rounding to bfloat16 (8 bits) of the parameter: 2^-8 relative.
+    np.testing.assert_allclose(gradient, 2 * params["w"], rtol=2**-8)
+
+
+def test_a_policy_stands_for_itself():
+    policy = Precision(params=jnp.float32, compute=jnp.float16)
+    assert precision(policy) is policy
+    assert dtypes(policy.cast_params({"w": jnp.ones(1)})) == {"w": "float16"}
+
+
+def test_an_unknown_name():
+    with pytest.raises(ConfigError) as caught:
+        precision("bf16_param")
+    assert str(caught.value) == (
+        "no precision is called 'bf16_param'. Did you mean 'bf16_params'?\n"
+        "  Choose one of: f32, bf16, bf16_params."
+    )
