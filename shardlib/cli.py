@@ -49,11 +49,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = [word for word in words[:own] if word != "--debug"] + words[own:]
     try:
         app(args=words, prog_name="shardlib")
+    except SystemExit as ended:
+        _exit(ended.code)
     except ShardlibError as error:
         if debug:
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ConfigError | MeshError | RuleError) else 1)
+        _exit(2 if isinstance(error, ConfigError | MeshError | RuleError) else 1)
+
+
+def _exit(code: Any) -> None:
+    """Ends the process: with its group if all is well, and without waiting for it otherwise."""
+    distributed = sys.modules.get("shardlib.distributed")
+    if distributed is None:  # Nothing has joined a group.
+        sys.exit(code)
+    if not code:
+        distributed.shutdown()
+    distributed.exit_process(code)
 
 
 def _print_version(asked: bool) -> None:
@@ -105,9 +117,12 @@ def keys_text(cls: type, width: int) -> str:
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train a model; the same command again resumes."""
     loaded = _load(config, overrides)
-    from shardlib.run.train import train as run_train
+    from shardlib.run.training import train as run_train
 
-    run_train(loaded)
+    try:
+        run_train(loaded)
+    except KeyboardInterrupt:  # Before there was anything to save, or for the second time.
+        raise typer.Exit(130) from None
 
 
 @app.command()
@@ -125,7 +140,7 @@ def explain(
 ) -> None:
     """Show how every parameter is sharded, why, and what it costs. Allocates nothing."""
     loaded = _load(config, overrides)
-    from shardlib.run.explain import explain as run_explain
+    from shardlib.run.inspecting import explain as run_explain
 
     report = run_explain(loaded, on)
     if as_json:
@@ -148,11 +163,15 @@ def generate(
         float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")
     ] = 0.8,
     seed: Annotated[int, typer.Option(help="Another seed, another text.")] = 0,
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Where to sample; that of the run if it fits the devices, else auto."),
+    ] = None,
 ) -> None:
     """Continue a prompt with the newest checkpoint of a run."""
-    from shardlib.run.generate import generate as run_generate
+    from shardlib.run.sampling import generate as run_generate
 
-    print(run_generate(run_dir, prompt, length, temperature, seed))
+    print(run_generate(run_dir, prompt, length, temperature, seed, mesh))
 
 
 @app.command()

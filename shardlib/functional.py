@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from shardlib.errors import ModelError
-from shardlib.paths import key_string, path_string
+from shardlib.paths import key_string, named_leaves, path_string
 
 Tree = dict[str, Any]
 AxesByPath = dict[str, tuple[str | None, ...] | None]
@@ -168,12 +168,8 @@ def _fresh_rng(template: jax.ShapeDtypeStruct, key: jax.Array, index: int) -> ja
 
 def _refuse_loose_arrays(module: nnx.Module) -> None:
     """An array outside of a variable would be a constant of the compiled step, and untrained."""
-    loose = [
-        "/".join([*(str(part) for part in path), name])
-        for path, node in nnx.iter_modules(module)
-        for name, value in vars(node).items()
-        if isinstance(value, jax.Array)
-    ]
+    leaves = named_leaves(nnx.state(module), is_leaf=_is_variable)
+    loose = [path for path, leaf in leaves.items() if not _is_variable(leaf)]
     if loose:
         raise ModelError(
             f"{type(module).__name__} holds arrays outside of variables: {', '.join(loose)}.\n"
@@ -224,7 +220,7 @@ class LinenFunctional:
         return {name: jax.random.fold_in(key, i) for i, name in enumerate(("params", "dropout"))}
 
     def init(self, key: jax.Array) -> tuple[Tree, Tree]:
-        variables = dict(linen.meta.unbox(self._boxed(key)))
+        variables = dict(jax.tree.map(_unboxed, self._boxed(key), is_leaf=_is_box))
         return variables.pop("params", {}), variables
 
     def merge(self, params: Tree, model_state: Tree, key: jax.Array) -> linen.Module:
@@ -240,3 +236,8 @@ class LinenFunctional:
 
 def _is_box(node: Any) -> bool:
     return isinstance(node, linen.meta.AxisMetadata) and hasattr(node, "names")
+
+
+def _unboxed(node: Any) -> Any:
+    # The box's own `unbox` would constrain its value by linen's rules wherever a mesh is set.
+    return node.value if _is_box(node) else node

@@ -60,7 +60,8 @@ def cross_entropy(
     log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
     classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
     is_label = classes == labels[..., None]
-    nll = log_sum - jnp.sum(jnp.where(is_label, shifted, 0.0), axis=-1)
+    label_shifted = jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1) - top[..., 0]
+    nll = log_sum - label_shifted
 
     loss = nll
     if label_smoothing:
@@ -69,9 +70,10 @@ def cross_entropy(
     if z_loss:
         loss = loss + z_loss * jnp.square(log_sum + top[..., 0])
 
-    # A plain minimum over the vocabulary, where argmax would need a pair of arrays reduced at once.
-    first_top = jnp.min(jnp.where(shifted == 0.0, classes, num_classes), axis=-1)
-    correct = (first_top == labels).astype(jnp.float32)
+    # The label's logit is the largest and no class before it ties. A reduction of truth values is
+    # several times faster than one that finds the position, such as argmax.
+    tied_before = jnp.any((shifted == 0.0) & (classes < labels[..., None]), axis=-1)
+    correct = ((label_shifted == 0.0) & ~tied_before).astype(jnp.float32)
     metrics = {"nll_nats": masked_mean(nll, mask), "accuracy": masked_mean(correct, mask)}
     return masked_mean(loss, mask), metrics
 

@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.constrain import active_or
+from shardlib.constrain import Scope, active_or
 from shardlib.errors import RuleError
 from shardlib.functional import AxesByPath
 from shardlib.mesh import mesh_sizes
@@ -79,12 +79,17 @@ def place(tree: Any, axes: AxesByPath, rules: AxisRules, mesh: Any) -> dict[str,
     return placements
 
 
-def _raise_faults(placements: Any) -> None:
-    faults = [
-        f"{p.path}: {fault}" for p in placements for fault in dict.fromkeys(p.resolution.faults)
-    ]
-    if faults:
-        raise RuleError("\n".join(faults))
+def _raise_faults(placements: Iterable[Placement]) -> None:
+    """Raises all faults at once: those with the same remedy together, the remedy once."""
+    by_fix: dict[str, list[str]] = {}
+    for placement in placements:
+        for fault in dict.fromkeys(placement.resolution.faults):
+            what, _, fix = fault.partition("\n")
+            by_fix.setdefault(fix, []).append(f"{placement.path}: {what}")
+    if by_fix:
+        raise RuleError(
+            "\n".join("\n".join([*whats, fix] if fix else whats) for fix, whats in by_fix.items())
+        )
 
 
 def _place_leaf(
@@ -108,34 +113,37 @@ def _place_leaf(
     for pattern, axes in rules.paths:
         if matches(pattern, path):
             return placed(axes or (None,) * len(shape), f"path {pattern}")
-    resolution, note = _auto(shape, rules, sizes)
-    asked_for = rules.auto is not None and rules.auto.mesh_axis is None
-    return Placement(path, shape, leaf.dtype, None, "auto", resolution, note, asked_for)
+    return _auto(path, shape, leaf.dtype, rules, sizes)
 
 
 def _auto(
-    shape: tuple[int, ...], rules: AxisRules, sizes: Mapping[str, int]
-) -> tuple[Resolution, str]:
+    path: str, shape: tuple[int, ...], dtype: Any, rules: AxisRules, sizes: Mapping[str, int]
+) -> Placement:
+    def placed(resolution: Resolution, note: str = "", asked_for: bool = True) -> Placement:
+        return Placement(path, shape, dtype, None, "auto", resolution, note, asked_for)
+
     auto = rules.auto
     fix = f'  Annotate it, or add a path rule: rules.override(paths={{"...": {_example(shape)}}}).'
     if auto is None:
         fault = f"shape {shape} has no logical axes, no path rule matches, and auto is off.\n{fix}"
-        return Resolution(PartitionSpec(), (), (fault,)), ""
+        return placed(Resolution(PartitionSpec(), (), (fault,)))
     replicated = Resolution(PartitionSpec(*[None] * len(shape)), ())
     size = sizes.get(auto.mesh_axis, 1) if auto.mesh_axis else 1
     if auto.mesh_axis is None:
-        return replicated, "the rules replicate parameters"
+        return placed(replicated, "the rules replicate parameters")
     if math.prod(shape) < auto.min_elements:
-        return replicated, f"smaller than {auto.min_elements} elements"
+        return placed(replicated, f"smaller than {auto.min_elements} elements")
     if size == 1:
-        return replicated, f"{auto.mesh_axis} has size 1 in this mesh"
+        return placed(replicated, f"{auto.mesh_axis} has size 1 in this mesh", asked_for=False)
     fitting = [dim for dim, n in enumerate(shape) if n % size == 0]
     if not fitting:
         fault = f"shape {shape} has no dim that {auto.mesh_axis}={size} divides.\n{fix}"
-        return Resolution(PartitionSpec(), (), (fault,)), ""
+        return placed(Resolution(PartitionSpec(), (), (fault,)))
     best = max(fitting, key=lambda dim: shape[dim])
     axes = tuple("auto" if dim == best else None for dim in range(len(shape)))
-    return _auto_rules(auto.mesh_axis).resolve(axes, shape, sizes), "largest dim that divides"
+    return placed(
+        _auto_rules(auto.mesh_axis).resolve(axes, shape, sizes), "largest dim that divides"
+    )
 
 
 def _auto_rules(mesh_axis: str) -> AxisRules:
@@ -151,8 +159,9 @@ def place_optimizer(opt_state: Any, params: Mapping[str, Placement]) -> dict[str
 
     A leaf belongs to the parameter whose path its own path ends with. It takes the parameter's
     placement when the shapes are equal; a factored statistic, which lacks one of the parameter's
-    dims (Shazeer & Stern 2018, "Adafactor"), takes that of the remaining dims; all else (counters,
-    placeholders) is replicated.
+    dims (Shazeer & Stern 2018, "Adafactor"), takes that of the remaining dims; all else is
+    replicated, as counters and placeholders should be. Anything larger that is neither has
+    `asked_for` false, so that `explain` reports it.
 
     Args:
         opt_state: `optimizer.init(params)`, abstract or not.
@@ -201,6 +210,9 @@ def shardings(tree: Any, placements: Mapping[str, Placement], mesh: Any) -> Any:
 def shard(model: Any, mesh: Any = None, rules: AxisRules | None = None) -> Any:
     """Places a model that is already in memory.
 
+    Parameters go where `init_state` would put them; model state that names no axes (batch
+    statistics) is replicated, as there. The state of random number generators is left alone.
+
     Args:
         model: An NNX module, which is updated in place and returned; or a tree of arrays, such as
             the variables of a linen module (boxed or not) or loaded weights by path.
@@ -218,12 +230,21 @@ def shard(model: Any, mesh: Any = None, rules: AxisRules | None = None) -> Any:
     return _put(model, scope)
 
 
-def _put(tree: Any, scope: Any) -> Any:
+def _put(tree: Any, scope: Scope) -> Any:
     flat: dict[str, Any] = {}
     axes: AxesByPath = {}
+    # Paths are those of `init_state`: a linen collection of parameters adds nothing to them.
+    collections = isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)
     for path, box in named_leaves(tree, is_leaf=_names_axes).items():
-        (flat[path],) = jax.tree.leaves(box)
-        axes[path] = _axis_names(box)
+        is_param = isinstance(box, nnx.Param) or not isinstance(box, nnx.Variable)
+        if collections:
+            is_param = path.startswith("params/")
+            path = path.removeprefix("params/")
+        for inner, leaf in named_leaves(_value(box)).items():
+            name = f"{path}/{inner}" if inner else path
+            flat[name] = leaf
+            names = _axis_names(box)
+            axes[name] = (None,) * len(leaf.shape) if names is None and not is_param else names
     placements = place(flat, axes, scope.rules, scope.mesh)
     leaves = jax.device_put(
         list(flat.values()),
@@ -234,6 +255,12 @@ def _put(tree: Any, scope: Any) -> Any:
 
 def _names_axes(node: Any) -> bool:
     return isinstance(node, nnx.Variable) or (hasattr(node, "names") and hasattr(node, "unbox"))
+
+
+def _value(box: Any) -> Any:
+    if isinstance(box, nnx.Variable):
+        return box.get_value()
+    return box.value if _names_axes(box) else box
 
 
 def _axis_names(box: Any) -> tuple[str | None, ...] | None:

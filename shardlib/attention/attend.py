@@ -153,12 +153,14 @@ def _xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | N
     batch, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     query = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-    wide = query.astype(jnp.float32) / math.sqrt(head_dim), key.astype(jnp.float32)
-    scores = jnp.einsum("btkgd,bskd->bkgts", *wide)
+    # In this order the matmuls read and write the scores as they lie; any other transposes them.
+    query = jnp.transpose(query, (0, 2, 3, 1, 4)).astype(jnp.float32) / math.sqrt(head_dim)
+    scores = jnp.einsum("bkgtd,bskd->bkgts", query, key.astype(jnp.float32))
     if mask is not None:
         scores = jnp.where(mask[:, :, None], scores, _HIDDEN)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    return jnp.einsum("bkgts,bskd->btkgd", weights, value).reshape(batch, length, heads, head_dim)
+    y = jnp.einsum("bkgts,bskd->bkgtd", weights, value)
+    return jnp.transpose(y, (0, 3, 1, 2, 4)).reshape(batch, length, heads, head_dim)
 
 
 def _check(query: jax.Array, key: jax.Array, causal: bool, window: int | None) -> None:

@@ -186,6 +186,18 @@ class RunCheckpoints:
         if jax.process_index() == 0:
             self._discard([self._path(step) for step in self.steps()[: -self.config.keep]])
 
+    def check(self, step: int, target: Any) -> None:
+        """Proves that `restore` would find the leaves of `target`; reads no array.
+
+        Raises:
+            CheckpointError: If there is no such checkpoint, or its leaves are not those of
+                `target`: each one that is missing, unexpected, or of other shape or dtype is named.
+        """
+        targets = flatten(target)
+        check_leaves(targets)
+        expected = {path: leaf_spec(leaf) for path, leaf in targets.items()}
+        manifests.check_same_leaves(self._path(step), self.manifest(step).leaves, expected)
+
     def restore(self, step: int, target: Any) -> Any:
         """Returns the state saved at `step`, bit for bit, on the shardings of `target`.
 
@@ -196,20 +208,14 @@ class RunCheckpoints:
                 sharding is restored to a numpy array on the host.
 
         Raises:
-            CheckpointError: If there is no such checkpoint; if its leaves are not those of
-                `target` (each one that is missing, unexpected, or of other shape or dtype is
-                named, and no array is read); or if it cannot be read.
+            CheckpointError: As `check`, before any array is read; or if it cannot be read.
         """
         from shardlib.checkpoint import arrays
 
         self.wait()
-        manifest = self.manifest(step)
-        targets = flatten(target)
-        check_leaves(targets)
-        expected = {path: leaf_spec(leaf) for path, leaf in targets.items()}
-        manifests.check_same_leaves(self._path(step), manifest.leaves, expected)
+        self.check(step, target)
         try:
-            return unflatten(arrays.read(self._path(step), targets), target)
+            return unflatten(arrays.read(self._path(step), flatten(target)), target)
         except Exception as error:
             raise CheckpointError(
                 f"checkpoint {self._path(step)} cannot be read: {_first_line(error)}\n"

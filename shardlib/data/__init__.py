@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardlib.data.config import ImageData as ImageData
     from shardlib.data.config import TextData as TextData
+    from shardlib.data.known import known_spec as known_spec
     from shardlib.data.loader import MapSource as MapSource
     from shardlib.data.loader import Source as Source
     from shardlib.data.loader import open_data as open_data
@@ -24,6 +25,7 @@ _MODULES = {
     "Source": "loader",
     "TextData": "config",
     "Tokenizer": "tokenizer",
+    "known_spec": "known",
     "load_tokenizer": "text",
     "open_data": "loader",
     "read_tokenizer": "tokenizer",

@@ -90,7 +90,7 @@ def open_images(
 ) -> MapSource:
     """Returns the image source of a config; see `open_data`."""
     require("PIL", _EXTRA, "data.kind images")
-    size, channels = _shape(config)
+    size, _, channels = shape = image_shape(config)
     transform = Transform(config, size, channels)
     train, evaluation = _sets(config)
     images = train if split == "train" else evaluation
@@ -107,10 +107,10 @@ def open_images(
 
     return MapSource(
         make_examples,
-        spec=DataSpec(num_classes=len(train.classes), image_shape=(size, size, channels)),
+        spec=DataSpec(num_classes=len(train.classes), image_shape=shape),
         global_batch=global_batch,
         padding={
-            "images": np.zeros((size, size, channels), np.float32),
+            "images": np.zeros(shape, np.float32),
             "labels": np.array(-1, np.int32),
         },
         num_examples=None if split == "train" else len(images.labels),
@@ -123,7 +123,12 @@ def open_images(
     )
 
 
-def _shape(config: ImageData) -> tuple[int, int]:
+def image_shape(config: ImageData) -> tuple[int, int, int]:
+    """Returns the height, width and channels of the images of a config, unread.
+
+    Raises:
+        DataError: If `mean` or `std` are for another number of channels.
+    """
     size, channels = (8, 1) if config.path == DIGITS else (224, 3)
     size, channels = config.image_size or size, config.channels or channels
     for name, values in (("mean", config.mean), ("std", config.std)):
@@ -132,7 +137,7 @@ def _shape(config: ImageData) -> tuple[int, int]:
                 f"data.{name} holds {len(values)} numbers for images of {channels} channel.\n"
                 f"  Give one number, or set data.channels to {len(values)}."
             )
-    return size, channels
+    return size, size, channels
 
 
 def _sets(config: ImageData) -> tuple[ImageSet, ImageSet]:

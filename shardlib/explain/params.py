@@ -82,8 +82,7 @@ class ParamsReport:
         return [
             Fault(row.path, row.bytes_per_device, "; ".join(_why(row)))
             for row in self.rows
-            if row.section == "params"
-            and num_devices > 1
+            if num_devices > 1
             and row.copies == num_devices
             and row.bytes_total >= threshold_bytes
             and not row.asked_for

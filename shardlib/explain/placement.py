@@ -36,7 +36,8 @@ def draw(array: Any, shape: tuple[int, ...] | None = None) -> str:
         ]
         return " / ".join(found)
 
-    header = f"{'x'.join(map(str, shape)) or 'scalar'} in {math.prod(len(c) for c in cuts)} pieces"
+    count = math.prod(len(c) for c in cuts)
+    header = f"{'x'.join(map(str, shape)) or 'scalar'} in {count} piece{'s' * (count > 1)}"
     table = [[_range(row_dim, r), *(cell(r, c) for c in columns)] for r in rows]
     if column_dim is not None:
         table.insert(0, ["", *(_range(column_dim, c) for c in columns)])

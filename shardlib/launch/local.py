@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,8 @@ from typing import TextIO
 from shardlib.errors import DistributedError
 
 _POLL_SECONDS = 0.05
+# What the CPU collectives say of each of their many connections.
+_NOISE = re.compile(r"\[Gloo\] Rank \d+ is connected to \d+ peer ranks\.")
 
 
 def shardlib_command(arguments: Sequence[str]) -> list[str]:
@@ -32,9 +35,10 @@ def run_local(
 ) -> int:
     """Runs a command as a group of processes that `distributed.initialize` joins on loopback.
 
-    Each line that process 1 writes, on either stream, comes out as `[1] line`. The first process
-    that fails ends the others: SIGTERM, and SIGKILL after the grace. SIGINT and SIGTERM are passed
-    on, once each time they come, and the processes decide. GPUs are shared out evenly.
+    Each line that process 1 writes, on either stream, comes out as `[1] line` (but for those in
+    which Gloo reports that its connections are as they should be). The first process that fails
+    ends the others: SIGTERM, and SIGKILL after the grace. SIGINT and SIGTERM are passed on, once
+    each time they come, and the processes decide. GPUs are shared out evenly.
 
     Args:
         command: Program and arguments, the same for every process.
@@ -191,6 +195,8 @@ class _Group:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
+                if _NOISE.match(line):
+                    continue
                 self._write(f"[{index}] {line}" if line.endswith("\n") else f"[{index}] {line}\n")
 
     def _write(self, text: str) -> None:

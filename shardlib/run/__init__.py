@@ -7,15 +7,27 @@ from shardlib.run.config import RulesConfig as RulesConfig
 from shardlib.run.config import RunConfig as RunConfig
 
 if TYPE_CHECKING:
-    from shardlib.run.explain import explain as explain
-    from shardlib.run.generate import generate as generate
-    from shardlib.run.train import TrainResult as TrainResult
-    from shardlib.run.train import train as train
+    from shardlib.run.inspecting import explain as explain
+    from shardlib.run.sampling import generate as generate
+    from shardlib.run.training import TrainResult as TrainResult
+    from shardlib.run.training import train as train
 
-_HOME = {"explain": "explain", "generate": "generate", "TrainResult": "train", "train": "train"}
+# No module has the name of what it offers: importing it would bind that name to the module.
+_HOME = {
+    "TrainResult": "training",
+    "explain": "inspecting",
+    "generate": "sampling",
+    "train": "training",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

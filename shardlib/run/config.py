@@ -110,10 +110,12 @@ class RunConfig:
         return preset(self.rules) if isinstance(self.rules, str) else self.rules.build()
 
 
-# What a resumed run may change: how long it goes on, where it runs, what it writes and shows.
-# Everything else decides the numbers that the run computes.
+# What a resumed run may change: how long it goes on, where and how it is computed, what it writes
+# and shows. Everything else decides the numbers, beyond their rounding.
 _MAY_CHANGE = (
     "run_dir",
+    "model.remat",
+    "model.attention",
     "train.steps",
     "train.microbatches",
     "train.log_every",

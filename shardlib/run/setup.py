@@ -2,26 +2,27 @@
 
 import dataclasses
 import functools
-import math
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardlib.constrain import Scope
-from shardlib.data import MapSource, TextData, open_data
-from shardlib.errors import ConfigError, MeshError, RuleError
-from shardlib.mesh import abstract_mesh, auto_mesh, make_mesh, mesh_sizes
-from shardlib.placement import count_groups
+from shardlib.data import MapSource, open_data
+from shardlib.hardware import Cluster
+from shardlib.mesh import abstract_mesh, auto_mesh, make_mesh
 from shardlib.registry import DataSpec, ModelFamily, family
+from shardlib.run.checks import check_fit, check_rules_used
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.train.ema import ema_params
 from shardlib.train.optim import Optimizer, build_optimizer
 from shardlib.train.state import TrainState, abstract_state
 from shardlib.train.step import BatchAxes, batch_shardings
+
+Devices = Sequence[Any] | Cluster
+"""Devices at hand, or a cluster that need not be there, for what is only to be looked at."""
 
 TEXT_AXES: BatchAxes = dict.fromkeys(
     ("tokens", "targets", "segment_ids", "positions"), ("batch", "length")
@@ -91,31 +92,46 @@ def open_source(config: RunConfig, split: Any) -> MapSource:
     return open_data(config.data, global_batch=batch, seed=config.seed, split=split)
 
 
-def setup(
-    config: RunConfig, data: DataSpec, devices: Sequence[Any] | int, *, check_batch: bool = True
-) -> Setup:
-    """Checks a config against its data and devices and returns the parts of the run.
+def make_scope(config: RunConfig, devices: Devices) -> Scope:
+    """Returns the mesh and rules of a run.
+
+    Raises:
+        MeshError: If the mesh does not fit the devices.
+        RuleError: If a rule names a mesh axis that does not exist.
+    """
+    rules = config.axis_rules()
+    mesh = _abstract(config, devices) if isinstance(devices, Cluster) else _mesh(config, devices)
+    rules.check(mesh)
+    return Scope(mesh, rules)  # type: ignore[arg-type]
+
+
+def _mesh(config: RunConfig, devices: Sequence[Any]) -> Mesh:
+    return make_mesh(config.mesh, devices=devices)  # type: ignore[arg-type]
+
+
+def _abstract(config: RunConfig, cluster: Cluster) -> AbstractMesh:
+    if config.mesh != AUTO:
+        return abstract_mesh(config.mesh, cluster.num_devices)  # type: ignore[arg-type]
+    is_gpu = cluster.chip is not None and cluster.chip.kind == "gpu"
+    groups = cluster.num_hosts if is_gpu else cluster.num_slices
+    return abstract_mesh(auto_mesh(cluster.num_devices, num_groups=groups), cluster.num_devices)
+
+
+def setup(config: RunConfig, data: DataSpec, scope: Scope) -> Setup:
+    """Checks a config against its data and returns the parts of the run.
 
     Args:
         config: The config.
         data: What the model must know of the data.
-        devices: The devices; or their number, for a setup that is only to be looked at.
-        check_batch: Whether batches of the config are to be shared out over the mesh.
+        scope: What `make_scope` returns.
 
     Raises:
         ConfigError: If model and data do not fit each other.
-        MeshError: If the mesh does not fit the devices, or the batch does not fit the mesh.
-        RuleError: If a rule or a tensor cannot be placed; all such tensors are named.
+        RuleError: If tensors cannot be placed (all of them are named), or the config has rules
+            that no parameter can meet.
     """
     chosen = family(config.model.name)
-    _check_inputs(config, chosen)
-    faults = chosen.validate(config.model, data)
-    if faults:
-        raise ConfigError("\n".join(f"model: {fault}" for fault in faults))
-    scope = Scope(_mesh(config, devices), config.axis_rules())
-    scope.rules.check(scope.mesh)
-    if check_batch:
-        _check_batch(config, scope)
+    check_fit(config, chosen, data)
     optimizer = build_optimizer(
         config.optimizer, steps=config.train.steps, global_batch=config.train.global_batch
     )
@@ -126,6 +142,7 @@ def setup(
         mesh=scope.mesh,
         rules=scope.rules,
     )
+    check_rules_used(config, abstract.definition)
     return Setup(config, chosen, scope, data, optimizer, abstract)
 
 
@@ -136,62 +153,3 @@ def model_maker(config: RunConfig, family: ModelFamily, data: DataSpec) -> Calla
         return family.make(config.model, data, rngs)
 
     return make
-
-
-def _mesh(config: RunConfig, devices: Sequence[Any] | int) -> Any:
-    if isinstance(devices, int):
-        spec = auto_mesh(devices) if config.mesh == AUTO else config.mesh
-        return abstract_mesh(spec, devices)
-    if config.mesh == AUTO:
-        return make_mesh(auto_mesh(len(devices), num_groups=count_groups(devices)), devices=devices)
-    return make_mesh(config.mesh, devices=devices)
-
-
-def _check_inputs(config: RunConfig, family: ModelFamily) -> None:
-    kind = "text" if isinstance(config.data, TextData) else "images"
-    if kind != family.inputs:
-        raise ConfigError(
-            f"model {config.model.name!r} takes {family.inputs}, but data.kind is {kind!r}.\n"
-            f"  Set data.kind={family.inputs}, or choose another model."
-        )
-
-
-def _check_batch(config: RunConfig, scope: Scope) -> None:
-    """Every microbatch must fall evenly on the devices that share the batch out."""
-    checks = [("train.global_batch", config.train.global_batch, config.train.microbatches)]
-    if config.eval.global_batch is not None:
-        checks.append(("eval.global_batch", config.eval.global_batch, 1))
-    faults = []
-    for name, size, parts in checks:
-        try:
-            scope.rules.spec(("batch",), (size // parts,), scope.mesh, "activations")
-        except RuleError as error:
-            share = f" in {parts} microbatches of {size // parts}" if parts > 1 else ""
-            reason = str(error).split("cannot be sharded: ")[-1].split(".\n")[0]
-            faults.append(f"{name}={size}{share} cannot be shared out: {reason}.")
-    if faults:
-        sizes = mesh_sizes(scope.mesh)
-        raise MeshError(
-            "\n".join(faults) + f"\n  Choose a multiple of {math.prod(sizes.values())} "
-            "(times the number of microbatches), or a smaller mesh."
-        )
-
-
-def check_run_dir(path: pathlib.Path) -> None:
-    """Raises `ConfigError` when a run cannot be written to a directory."""
-    existing = path
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not existing.is_dir():
-        raise ConfigError(
-            f"run_dir {path} cannot be made: {existing} is a file.\n  Set run_dir to a directory."
-        )
-    probe = existing / f".shardlib-{path.name}"
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"run_dir {path} cannot be written: {error.strerror}.\n"
-            "  Set run_dir to a directory that this user may write."
-        ) from None

@@ -32,8 +32,9 @@ class TrainConfig:
     cpu_devices: int | None = None
     """Virtual CPU devices over all processes, where there is no accelerator. Unset: one for each
     process, or what JAX_NUM_CPU_DEVICES says."""
-    compilation_cache: str | None = "~/.cache/shardlib/compiled"
-    """Directory in which compiled programs are kept between runs. Unset (null): none."""
+    compilation_cache: str | None = "auto"
+    """Directory in which compiled programs are kept between runs. `auto`: beside what is kept of
+    the data, in SHARDLIB_CACHE or ~/.cache/shardlib. Null: none is kept."""
 
     def __post_init__(self) -> None:
         faults = [

@@ -190,7 +190,10 @@ class Display:
             name: value if isinstance(value, str) else humanize.value(value)
             for name, value in results.items()
         }
-        parts.append(self._grid(shown))
+        if shown:
+            parts.append(self._grid(shown))
+        elif parts:
+            parts.pop()
         self.__exit__()
         self._print(_panel(Group(*parts), title))
         width = max((len(name) for name in commands), default=0)

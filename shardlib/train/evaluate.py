@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.losses import Mean
+from shardlib.train.loop import must_block
 from shardlib.train.state import TrainState
 
 
@@ -23,5 +24,12 @@ def evaluate(
     totals: dict[str, Mean] | None = None
     for batch in batches:
         sums = step(state, batch)
-        totals = sums if totals is None else jax.tree.map(jnp.add, totals, sums)
+        before, totals = totals, sums if totals is None else _add(totals, sums)
+        # One batch is worked on while the next is read: with more, they would fill the devices.
+        jax.block_until_ready(totals if must_block() else before)
     return {name: float(mean.value) for name, mean in jax.device_get(totals or {}).items()}
+
+
+@jax.jit
+def _add(totals: dict[str, Mean], sums: dict[str, Mean]) -> dict[str, Mean]:
+    return jax.tree.map(jnp.add, totals, sums)

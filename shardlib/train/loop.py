@@ -10,6 +10,14 @@ from shardlib.train.metrics import StepTimer
 from shardlib.train.state import TrainState
 
 
+def must_block() -> bool:
+    """Whether each step must be over before the next is dispatched.
+
+    Fake devices of several CPU processes deadlock when many collective steps are in flight.
+    """
+    return jax.process_count() > 1 and jax.default_backend() == "cpu"
+
+
 class Batches(Protocol):
     """Batches in order, with the time that the last one was waited for."""
 
@@ -68,12 +76,11 @@ class Loop:
     def run(self, state: TrainState, steps: int) -> TrainState:
         """Returns the state after `steps` optimizer steps in all, or earlier when told to stop."""
         start = int(state.step)
-        # Fake devices of several CPU processes deadlock when many collective steps are in flight.
-        must_block = jax.process_count() > 1 and jax.default_backend() == "cpu"
+        blocks = must_block()
         self._timer = StepTimer()
         for number in range(start + 1, steps + 1):
             state, metrics = self._step(state, next(self._batches))
-            if must_block:
+            if blocks:
                 jax.block_until_ready(metrics)
             self._flush()
             self._pending = (number, metrics, self._batches.wait_seconds)

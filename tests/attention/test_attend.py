@@ -2,14 +2,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shardlib.attention import attend, resolve_backend
 from shardlib.errors import ModelError
 
 # Means of at most 12 values of size about 1, weighted by a softmax in float32.
 ATOL = 2e-6
+
+
+jitted = jax.jit(attend, static_argnames=("causal", "window", "backend"))
 
 
 def example(batch=2, length=12, heads=4, kv_heads=2, dim=8, seed=0, dtype=jnp.float32):
@@ -47,15 +48,14 @@ def test_equals_a_loop(kv_heads, causal, packed):
     def sees(b, t, s):
         return (not packed or SEGMENTS[b, t] == SEGMENTS[b, s]) and (not causal or s <= t)
 
-    actual = attend(*arrays, segment_ids=segments, causal=causal)
+    actual = jitted(*arrays, segment_ids=segments, causal=causal)
     np.testing.assert_allclose(actual, reference(*arrays, sees), atol=ATOL)
 
 
-@settings(max_examples=12, deadline=None)
-@given(window=st.integers(1, 14))
+@pytest.mark.parametrize("window", [1, 2, 5, 12, 14])
 def test_a_window_counts_the_query_itself(window):
     arrays = example()
-    actual = attend(*arrays, window=window)
+    actual = jitted(*arrays, window=window)
     expected = reference(*arrays, lambda b, t, s: t - window < s <= t)
     np.testing.assert_allclose(actual, expected, atol=ATOL)
 

@@ -24,12 +24,8 @@ def batch_of(batch=8, seed=0):
     return {"images": images, "labels": jnp.asarray(rng.integers(0, 10, batch), jnp.int32)}
 
 
-@functools.cache
-def step(*, train=True, dtype=jnp.float32):
-    """A jitted step and its start.
-
-    `(params, state, batch) -> ((loss, (metrics, new_state)), gradient)`.
-    """
+def functions(train):
+    """`init(key)` and `step(params, state, batch) -> ((loss, (metrics, new_state)), gradient)`."""
     module = functional(lambda rngs: make(SMALL, DATA, rngs))
 
     def value(params, state, batch):
@@ -37,9 +33,14 @@ def step(*, train=True, dtype=jnp.float32):
         mean, metrics = loss(model, batch, jax.random.key(0), train=train)
         return mean.value, (metrics, module.collect(model))
 
-    params, state = jax.jit(module.init)(jax.random.key(0))
-    params = jax.tree.map(lambda x: x.astype(dtype), params)
-    return jax.jit(jax.value_and_grad(value, has_aux=True)), params, state
+    return module.init, jax.value_and_grad(value, has_aux=True)
+
+
+@functools.cache
+def step(train=True):
+    """A jitted step, with the parameters and state that it starts from."""
+    init, run = functions(train)
+    return jax.jit(run), *jax.jit(init)(jax.random.key(0))
 
 
 def test_batch_statistics_move_in_training():
@@ -96,13 +97,18 @@ def test_residual_branches_start_at_zero():
 
 
 def test_bfloat16_computes_in_bfloat16_with_float32_statistics():
-    run, params, state = step(dtype=jnp.bfloat16)
-    batch = batch_of()
-    (value, (_, new_state)), gradient = run(
-        params, state, batch | {"images": batch["images"].astype(jnp.bfloat16)}
-    )
+    init, run = functions(train=True)
+
+    def narrow(x):
+        return x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+
+    def start(key, batch):
+        params, state = init(key)
+        return run(jax.tree.map(narrow, params), state, jax.tree.map(narrow, batch))
+
+    (value, (_, state)), gradient = jax.eval_shape(start, jax.random.key(0), batch_of())
     assert value.dtype == jnp.float32
-    assert {x.dtype for x in jax.tree.leaves(new_state)} == {jnp.dtype(jnp.float32)}
+    assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}
     assert {x.dtype for x in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.bfloat16)}
 
 
@@ -118,9 +124,13 @@ def test_published_number_of_parameters(depth, parameters):
 def test_flops_are_those_of_the_convolutions_that_run(depth, stem):
     config = ResNetConfig(depth=depth, stem=stem, width=4)
     data = DataSpec(num_classes=10, image_shape=(30, 33, 3))
-    model = make(config, data, nnx.Rngs(0))
-    model.eval()
-    jaxpr = jax.make_jaxpr(lambda x: model(x))(jnp.ones((1, 30, 33, 3)))
+    module = functional(lambda rngs: make(config, data, rngs))
+    arguments = jax.eval_shape(module.init, jax.random.key(0))
+
+    def forward(params, state, images):
+        return module.merge(params, state, jax.random.key(0))(images)
+
+    jaxpr = jax.make_jaxpr(forward)(*arguments, jnp.ones((1, 30, 33, 3)))
     multiplied = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "conv_general_dilated":

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,21 +46,31 @@ def batch_of(batch=2):
     return {"tokens": tokens(batch), "targets": tokens(batch, seed=1)}
 
 
-def loss_and_gradient(config, batch, *, dtype=jnp.float32, train=True, **options):
-    """What a training step computes; the parameters are those of seed 0."""
+def loss_function(config, batch, **options):
+    """`init(key) -> params`, and `(params) -> (loss, metrics)` of a training step."""
     module = functional(lambda rngs: make(config, DATA, rngs))
-    params, state = module.init(jax.random.key(0))
 
-    @jax.jit
-    def run(params):
-        def value(params):
-            model = module.merge(params, state, jax.random.key(1))
-            mean, metrics = loss(model, batch, jax.random.key(2), train=train, **options)
-            return mean.value, metrics
+    def value(params):
+        model = module.merge(params, {}, jax.random.key(1))
+        mean, metrics = loss(model, batch, jax.random.key(2), **{"train": True, **options})
+        return mean.value, metrics
 
+    return lambda key: module.init(key)[0], value
+
+
+def loss_of(config, batch, **options):
+    init, value = loss_function(config, batch, **options)
+    return jax.jit(lambda key: value(init(key)))(jax.random.key(0))
+
+
+def loss_and_gradient(config, batch, dtype=jnp.float32, **options):
+    init, value = loss_function(config, batch, **options)
+
+    def run(key):
+        params = jax.tree.map(lambda x: x.astype(dtype), init(key))
         return jax.value_and_grad(value, has_aux=True)(params)
 
-    return run(jax.tree.map(lambda x: x.astype(dtype), params))
+    return jax.jit(run)(jax.random.key(0))
 
 
 def assert_close(a, b, **tolerance):
@@ -67,15 +79,21 @@ def assert_close(a, b, **tolerance):
 
 @pytest.mark.parametrize("options", [SMALL, CLASSIC, SMALL | {"window": 4}])
 def test_packed_documents_equal_documents_of_their_own(options):
-    model = make(TransformerConfig(**options), DATA, nnx.Rngs(0))
     first, second = tokens(1, 5), tokens(1, 4, seed=1)
     padding = jnp.zeros((1, 3), jnp.int32)
     row = jnp.concatenate([first, second, padding], axis=1)
     segments = jnp.array([[1] * 5 + [2] * 4 + [0] * 3], jnp.int32)
     positions = jnp.array([[*range(5), *range(4), *range(3)]], jnp.int32)
-    packed = model(row, positions=positions, segment_ids=segments)
-    np.testing.assert_allclose(packed[:, :5], model(first), atol=1e-5)
-    np.testing.assert_allclose(packed[:, 5:9], model(second), atol=1e-5)
+
+    @jax.jit
+    def run():
+        model = make(TransformerConfig(**options), DATA, nnx.Rngs(0))
+        packed = model(row, positions=positions, segment_ids=segments)
+        return packed, model(first), model(second)
+
+    packed, alone, other = run()
+    np.testing.assert_allclose(packed[:, :5], alone, atol=1e-5)
+    np.testing.assert_allclose(packed[:, 5:9], other, atol=1e-5)
     assert jnp.all(jnp.isfinite(packed))
 
 
@@ -95,18 +113,20 @@ def test_padding_takes_no_part_in_loss_or_gradient():
     assert_close(gradient["layers"], other_gradient["layers"], atol=1e-7)
 
 
+@functools.cache
+def with_remat(policy):
+    config = TransformerConfig(**SMALL, dropout=0.2, remat=policy)
+    return loss_and_gradient(config, batch_of())
+
+
 @pytest.mark.parametrize("policy", ["dots", "full", "save:attention_out,mlp_out"])
 def test_remat_changes_neither_loss_nor_gradient_under_dropout(policy):
-    options = SMALL | {"dropout": 0.2}
-    plain = loss_and_gradient(TransformerConfig(**options), batch_of())
-    other = loss_and_gradient(TransformerConfig(**options, remat=policy), batch_of())
-    assert_close(plain, other, rtol=1e-4, atol=1e-6)
+    assert_close(with_remat("none"), with_remat(policy), rtol=1e-4, atol=1e-6)
 
 
 def test_every_remat_tag_is_used():
     config = TransformerConfig(**SMALL)
-    model = make(config, DATA, nnx.Rngs(0))
-    text = str(jax.make_jaxpr(lambda t: model(t))(tokens()))
+    text = str(jax.make_jaxpr(lambda: make(config, DATA, nnx.Rngs(0))(tokens()))())
     for name in REMAT_TAGS:
         assert f"name[name={name}]" in text, name
     assert remat.check("save:" + ",".join(REMAT_TAGS), REMAT_TAGS) == []
@@ -115,51 +135,53 @@ def test_every_remat_tag_is_used():
 def test_the_program_does_not_grow_with_the_depth():
     def lines(depth):
         config = TransformerConfig(**(SMALL | {"num_layers": depth, "dropout": 0.1}))
-        module = functional(lambda rngs: make(config, DATA, rngs))
+        init, value = loss_function(config, batch_of())
+        params = jax.eval_shape(init, jax.random.key(0))
+        text = jax.jit(jax.grad(value, has_aux=True)).lower(params).as_text()
+        return len(text.splitlines())
 
-        def value(params, key):
-            model = module.merge(params, {}, key)
-            return loss(model, batch_of(), key, train=True)[0].value
-
-        params, _ = jax.eval_shape(module.init, jax.random.key(0))
-        lowered = jax.jit(jax.grad(value)).lower(params, jax.random.key(0))
-        return len(lowered.as_text().splitlines()), len(lowered.compile().as_text().splitlines())
-
-    (lowered, compiled), (deeper_lowered, deeper_compiled) = lines(5), lines(11)
-    assert lowered == deeper_lowered
-    assert abs(compiled - deeper_compiled) <= 0.02 * compiled
+    assert lines(5) == lines(11)
 
 
-def test_bfloat16_parameters_compute_in_bfloat16_under_strict_promotion():
-    for options in (SMALL, CLASSIC):
-        config = TransformerConfig(**options, dropout=0.1)
-        (value, _), gradient = loss_and_gradient(config, batch_of(), dtype=jnp.bfloat16)
-        (exact, _), _ = loss_and_gradient(config, batch_of())
-        assert value.dtype == jnp.float32
-        assert {g.dtype for g in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.bfloat16)}
-        np.testing.assert_allclose(value, exact, rtol=2**-7)
+@pytest.mark.parametrize("options", [SMALL, CLASSIC])
+def test_bfloat16_parameters_compute_in_bfloat16_under_strict_promotion(options):
+    config = TransformerConfig(**options, dropout=0.1)
+    (value, _), gradient = jax.eval_shape(
+        lambda: loss_and_gradient(config, batch_of(), jnp.bfloat16)
+    )
+    assert value.dtype == jnp.float32
+    assert {g.dtype for g in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_bfloat16_loss_and_gradient_are_near_those_of_float32():
+    config = TransformerConfig(**SMALL)
+    (value, _), gradient = loss_and_gradient(config, batch_of(), jnp.bfloat16)
+    (exact, _), exact_gradient = loss_and_gradient(config, batch_of())
+    np.testing.assert_allclose(value, exact, rtol=2**-7)
+    head, exact_head = gradient["head"]["kernel"], exact_gradient["head"]["kernel"]
+    difference = jnp.linalg.norm(head.astype(jnp.float32) - exact_head)
+    assert difference < 2**-5 * jnp.linalg.norm(exact_head)
 
 
 def test_dropout_is_on_in_training_and_off_in_evaluation():
     config = TransformerConfig(**SMALL, dropout=0.5)
-    plain = TransformerConfig(**SMALL)
-    (trained, _), _ = loss_and_gradient(config, batch_of())
-    (evaluated, _), _ = loss_and_gradient(config, batch_of(), train=False)
-    (exact, _), _ = loss_and_gradient(plain, batch_of(), train=False)
+    trained, _ = loss_of(config, batch_of())
+    evaluated, _ = loss_of(config, batch_of(), train=False)
+    exact, _ = loss_of(TransformerConfig(**SMALL), batch_of(), train=False)
     # The weights do not depend on dropout, so evaluation is the same with it and without.
     assert evaluated == exact
     assert trained != exact
 
 
 def test_without_dropout_there_is_no_random_stream():
-    model = make(TransformerConfig(**SMALL), DATA, nnx.Rngs(0))
+    model = nnx.eval_shape(lambda: make(TransformerConfig(**SMALL), DATA, nnx.Rngs(0)))
     assert not nnx.to_flat_state(nnx.state(model, nnx.RngState))
 
 
 def test_metrics_and_bits_per_byte():
     batch = batch_of() | {"num_bytes": jnp.array([30, 20], jnp.int32)}
     options = {"label_smoothing": 0.1, "z_loss": 1e-4, "train": False}
-    (value, metrics), _ = loss_and_gradient(TransformerConfig(**SMALL), batch, **options)
+    value, metrics = loss_of(TransformerConfig(**SMALL), batch, **options)
     assert metrics.keys() == {"accuracy", "nll_nats", "bits_per_byte"}
     bits = metrics["nll_nats"].total / np.log(2)
     np.testing.assert_allclose(metrics["bits_per_byte"].value, bits / 50, rtol=1e-6)
@@ -255,7 +277,7 @@ def test_each_fault(options, fault):
 
 
 def test_a_row_longer_than_the_positions_is_refused():
-    model = make(TransformerConfig(**CLASSIC), DATA, nnx.Rngs(0))
+    model = nnx.eval_shape(lambda: make(TransformerConfig(**CLASSIC), DATA, nnx.Rngs(0)))
     with pytest.raises(ModelError) as error:
         model(tokens(1, LENGTH + 1))
     assert str(error.value) == (

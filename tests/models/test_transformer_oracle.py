@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,21 +31,19 @@ def assert_same_logits(config, oracle, weights):
         # Zero biases and unit scales would hide a swap of two of them.
         for parameter in oracle.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape))
-    model = make(config, DataSpec(), nnx.Rngs(0))
-    model.eval()
-    flat = {
-        "/".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model, nnx.Param))
-    }
+    model = nnx.eval_shape(lambda: make(config, DataSpec(), nnx.Rngs(0)))
+    graphdef, state = nnx.split(model)
+    paths = {"/".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
     found = weights({name: p.detach().numpy() for name, p in oracle.named_parameters()})
-    assert found.keys() == flat.keys()
-    for path, variable in flat.items():
+    assert found.keys() == paths.keys()
+    for path, variable in paths.items():
         assert found[path].shape == variable.get_value().shape, path
         variable.set_value(jnp.asarray(found[path]))
-    nnx.update(model, nnx.from_flat_state([(tuple(k.split("/")), v) for k, v in flat.items()]))
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 17))
     with torch.no_grad():
         expected = oracle(torch.from_numpy(tokens)).logits.numpy()
-    actual = model(jnp.asarray(tokens, jnp.int32))
+    forward = jax.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens))
+    actual = forward(state, jnp.asarray(tokens, jnp.int32))
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
 

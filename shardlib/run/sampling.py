@@ -1,7 +1,6 @@
 """Text sampled from a model: while it trains, or from the newest checkpoint of a run."""
 
 import dataclasses
-import pathlib
 from typing import Any
 
 import jax
@@ -9,27 +8,28 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.checkpoint import RunCheckpoints
-from shardlib.config import load
-from shardlib.constrain import use
-from shardlib.data import Tokenizer, load_tokenizer
-from shardlib.errors import CheckpointError, ModelError
+from shardlib.constrain import Scope, use
+from shardlib.data import Tokenizer, read_tokenizer
+from shardlib.errors import CheckpointError, MeshError, ModelError
+from shardlib.mesh import MeshConfig
 from shardlib.precision import precision
 from shardlib.registry import DataSpec
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.devices import start_devices
-from shardlib.run.setup import Setup, setup
+from shardlib.run.directory import RunDirectory
+from shardlib.run.setup import Setup, make_scope, setup
 from shardlib.train.state import TrainState
-
-CONFIG_FILE = "config.yaml"
-CHECKPOINTS = "checkpoints"
 
 
 class Sampler:
     """Continues prompts with the parameters of a state, compiled once for each length.
 
     Args:
-        parts: The run; its model family generates text.
+        parts: The run.
         tokenizer: The tokenizer that the model was trained with.
+
+    Raises:
+        ModelError: If models of its family do not generate text.
     """
 
     def __init__(self, parts: Setup, tokenizer: Tokenizer):
@@ -40,7 +40,6 @@ class Sampler:
                 "  Choose a family that does, such as 'transformer'."
             )
         self._tokenizer = tokenizer
-        self._scope = parts.scope
         # A prompt is one row, which no mesh axis divides.
         rules = parts.scope.rules.override(activations={"batch": None, "length": None})
         policy = precision(parts.config.precision)
@@ -60,19 +59,23 @@ class Sampler:
         """Returns the text that continues a prompt, of at most `length` tokens."""
         end = self._tokenizer.eot
         tokens = np.asarray([[end, *self._tokenizer.encode(prompt)]], np.int32)
-        temperature = np.float32(temperature)  # type: ignore[assignment]
         key = jax.random.key(seed)
-        drawn = jax.device_get(self._sample(state, tokens, length, temperature, key))
+        drawn = jax.device_get(self._sample(state, tokens, length, np.float32(temperature), key))
         new = [int(token) for token in drawn[0, tokens.shape[1] :]]
         return self._tokenizer.decode(new[: new.index(end)] if end in new else new)
 
 
 def generate(
-    run_dir: str, prompt: str = "", length: int = 128, temperature: float = 0.8, seed: int = 0
+    run_dir: str,
+    prompt: str = "",
+    length: int = 128,
+    temperature: float = 0.8,
+    seed: int = 0,
+    mesh: str | None = None,
 ) -> str:
     """Returns the continuation of a prompt by the newest checkpoint of a run.
 
-    The run may have trained on another mesh: its parameters are placed on the devices at hand.
+    The run may have trained on other devices: its parameters are placed on those at hand.
 
     Args:
         run_dir: Directory of the run.
@@ -80,31 +83,49 @@ def generate(
         length: Most tokens to add.
         temperature: 0 takes the likeliest token each time.
         seed: Decides what is sampled.
+        mesh: The mesh; that of the run where it fits the devices, or else `auto`, when left out.
 
     Raises:
         CheckpointError: If the directory holds no run, or the run has no checkpoint.
+        MeshError: If the mesh does not fit the devices.
         ModelError: If its model does not generate text, or prompt and length exceed its positions.
     """
-    directory = pathlib.Path(run_dir)
-    if not (directory / CONFIG_FILE).is_file():
+    directory = RunDirectory(run_dir)
+    config = directory.read_config()
+    if config is None:
         raise CheckpointError(
-            f"{run_dir} holds no run: there is no {CONFIG_FILE}.\n"
+            f"{run_dir} holds no run: there is no {directory.config_file.name}.\n"
             "  Name the run_dir of a `shardlib train`."
         )
-    config = load(RunConfig, directory / CONFIG_FILE)
-    tokenizer = load_tokenizer(config.data)
     start_devices(config)
-    with RunCheckpoints(directory / CHECKPOINTS, config.checkpoint) as checkpoints:
+    with RunCheckpoints(directory.checkpoints, config.checkpoint) as checkpoints:
         step = checkpoints.latest()
         if step is None:
             raise CheckpointError(
                 f"{run_dir} has no checkpoint yet.\n  Train on with `shardlib train` until it has."
             )
+        if not directory.tokenizer_file.is_file():
+            raise ModelError(
+                f"{run_dir} holds a run of model {config.model.name!r}, which was not trained on "
+                "text.\n  Name the run_dir of a language model."
+            )
+        tokenizer = read_tokenizer(directory.tokenizer_file, config.data.end_of_text)
         spec = DataSpec(
             vocab_size=tokenizer.vocab_size, sequence_length=config.data.sequence_length
         )
-        here = dataclasses.replace(config, mesh=AUTO)
-        parts = setup(here, spec, jax.devices(), check_batch=False)
+        parts = setup(config, spec, _scope(config, mesh))
+        sampler = Sampler(parts, tokenizer)
         state = checkpoints.restore(step, parts.abstract)
-    sampler = Sampler(parts, tokenizer)
     return sampler(state, prompt, length=length, temperature=temperature, seed=seed)
+
+
+def _scope(config: RunConfig, mesh: str | None) -> Scope:
+    """Returns where to sample: the mesh asked for, or that of the run as far as it fits."""
+    if mesh is not None:
+        if mesh != AUTO:
+            MeshConfig.parse(mesh)
+        return make_scope(dataclasses.replace(config, mesh=mesh), jax.devices())
+    try:
+        return make_scope(config, jax.devices())
+    except MeshError:
+        return make_scope(dataclasses.replace(config, mesh=AUTO), jax.devices())

@@ -1,0 +1,247 @@
+"""The text of a compiled XLA program (HLO), read into computations and instructions.
+
+Only what a report needs is understood: names, opcodes, shapes, attributes as text, which
+computation calls which, how often loops run, and where in the source an instruction comes from.
+Lines that do not look like an instruction are skipped; an attribute nobody asks for is never
+parsed. The grammar is XLA's own printer's (`xla/hlo/ir/hlo_instruction.cc`), of which CPU, GPU and
+TPU programs use different parts.
+"""
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping
+
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = ")
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{\s*$")
+_ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\]")
+_TABLE_ROW = re.compile(r"(\d+) (?:\"(?P<text>.*)\"|\{(?P<fields>.*)\})\s*$")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_OPENING, _CLOSING = "([{", ")]}"
+# Attributes that name the computations an instruction runs.
+_CALLS = (
+    *("calls", "to_apply", "body", "condition", "branch_computations", "called_computations"),
+    *("true_computation", "false_computation"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation: `%name = shape opcode(operands), attributes`."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: str
+    attributes: Mapping[str, str]
+
+    def called(self) -> list[str]:
+        """Returns the names of the computations that it runs."""
+        texts = (self.attributes.get(key, "") for key in _CALLS)
+        return [name for text in texts for name in re.findall(r"[\w.\-]+", text)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How often a computation runs in one run of the program."""
+
+    count: int
+    in_loop: bool
+    trips_known: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A program: its computations by name, and the tables that locate its source."""
+
+    computations: Mapping[str, tuple[Instruction, ...]]
+    entry: str
+    tables: Mapping[str, Mapping[int, str]]
+
+    @functools.cached_property
+    def callers(self) -> dict[str, list[tuple[str, Instruction]]]:
+        """For each computation, the instructions that run it and where they stand."""
+        callers = collections.defaultdict(list)
+        for name, instructions in self.computations.items():
+            for instruction in instructions:
+                # The start of an asynchronous operation runs its computation; the update and the
+                # end of it name the same one again.
+                if not instruction.opcode.endswith(("async-update", "async-done")):
+                    for called in instruction.called():
+                        callers[called].append((name, instruction))
+        return dict(callers)
+
+    def execution(self, computation: str) -> Execution:
+        """Returns how often a computation runs; each branch of a conditional counts as taken."""
+        return self._executions[computation]
+
+    @functools.cached_property
+    def _executions(self) -> dict[str, Execution]:
+        found: dict[str, Execution] = {}
+
+        def visit(name: str) -> Execution:
+            if name not in found:
+                count, in_loop, known = int(name == self.entry), False, True
+                for where, instruction in self.callers.get(name, []):
+                    outer = visit(where)
+                    trips = self.trips(instruction) if instruction.opcode == "while" else 1
+                    count += outer.count * (1 if trips is None else trips)
+                    in_loop |= outer.in_loop or instruction.opcode == "while"
+                    known &= outer.trips_known and trips is not None
+                found[name] = Execution(count, in_loop, known)
+            return found[name]
+
+        for name in self.computations:
+            visit(name)
+        return found
+
+    def trips(self, loop: Instruction) -> int | None:
+        """Returns how often the body of a `while` runs, or None where the text does not tell.
+
+        CPU and GPU programs carry `known_trip_count`. TPU programs do not: there it is the one
+        integer constant that the condition compares the counter with.
+        """
+        known = re.search(
+            r'"known_trip_count":\{"n":"(\d+)"', loop.attributes.get("backend_config", "")
+        )
+        if known:
+            return int(known[1])
+        condition = loop.attributes.get("condition", "").lstrip("%")
+        names = [condition]
+        for instruction in self.computations.get(condition, ()):
+            names += instruction.called()
+        bounds = {
+            int(instruction.operands)
+            for name in names
+            for instruction in self.computations.get(name, ())
+            if instruction.opcode == "constant" and instruction.operands.isdigit()
+        }
+        return bounds.pop() if len(bounds) == 1 else None
+
+    def source(self, instruction: Instruction) -> str:
+        """Returns `file:line` of the user's code, or an empty string."""
+        metadata = instruction.attributes.get("metadata", "")
+        file = re.search(r'source_file="([^"]*)"', metadata)
+        line = re.search(r"source_line=(\d+)", metadata)
+        if file:
+            return f"{file[1]}:{line[1]}" if line else file[1]
+        frame = _field(metadata, "stack_frame_id")
+        location = self._row("FileLocations", "StackFrames", frame, "file_location_id")
+        name = self.tables["FileNames"].get(_field(location, "file_name_id") or -1)
+        return f"{name}:{_field(location, 'line')}" if name else ""
+
+    def _row(self, table: str, via: str, index: int | None, key: str) -> str:
+        row = self.tables[via].get(index if index is not None else -1, "")
+        found = _field(row, key)
+        return self.tables[table].get(found if found is not None else -1, "")
+
+
+def parse(text: str) -> Module:
+    """Reads the text of a program; what cannot be read is left out."""
+    computations: dict[str, list[Instruction]] = {}
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    entry, table = "", None
+    current: list[Instruction] = []
+    for line in text.splitlines():
+        if line.strip() in tables:
+            table = tables[line.strip()]
+        elif header := _COMPUTATION.match(line):
+            table = None
+            current = computations.setdefault(header["name"], [])
+            entry = header["name"] if header["entry"] else entry
+        elif table is not None and (row := _TABLE_ROW.match(line)):
+            table[int(row[1])] = row["text"] if row["text"] is not None else row["fields"]
+        elif instruction := _instruction(line):
+            current.append(instruction)
+    frozen = {name: tuple(instructions) for name, instructions in computations.items()}
+    return Module(frozen, entry, tables)
+
+
+def arrays(shape: str) -> list[str]:
+    """Returns the arrays of a shape without layouts: `["f32[4,8]", "bf16[2]"]`."""
+    return [f"{dtype}[{dims}]" for dtype, dims in _ARRAY.findall(shape)]
+
+
+def elements(shape: str) -> list[str]:
+    """Returns the shapes of the elements of a tuple, or the shape itself in a list."""
+    return split(shape[1:-1]) if shape.startswith("(") else [shape]
+
+
+def array_bytes(shape: str) -> int:
+    """Returns the bytes of all arrays of a shape; packed below one byte per element."""
+    total = 0
+    for dtype, dims in _ARRAY.findall(shape):
+        bits = 8 if dtype == "pred" else int((re.search(r"\d+", dtype) or ["0"])[0])
+        for dim in filter(None, dims.split(",")):
+            bits *= int(dim.removeprefix("<="))
+        total += (bits + 7) // 8
+    return total
+
+
+def split(text: str) -> list[str]:
+    """Splits at commas that stand outside of brackets and quotes."""
+    parts, depth, start, quoted = [], 0, 0, False
+    for at, mark in enumerate(text):
+        if mark == '"' and text[at - 1 : at] != "\\":
+            quoted = not quoted
+        elif quoted:
+            continue
+        elif mark in _OPENING:
+            depth += 1
+        elif mark in _CLOSING:
+            depth -= 1
+        elif mark == "," and depth == 0:
+            parts.append(text[start:at])
+            start = at + 1
+    return [part.strip() for part in (*parts, text[start:]) if part.strip()]
+
+
+def _instruction(line: str) -> Instruction | None:
+    head = _INSTRUCTION.match(line)
+    if head is None:
+        return None
+    rest = re.sub(r"/\*.*?\*/", "", line[head.end() :])
+    end = _closed(rest, 0) if rest.startswith("(") else rest.find(" ")
+    opening = rest.find("(", max(end, 0))
+    if end < 0 or opening < 0:
+        return None
+    closing = _closed(rest, opening)
+    if closing < 0:
+        return None
+    attributes = dict(_attributes(rest[closing:]))
+    opcode = rest[end:opening].strip()
+    return Instruction(
+        head["name"], rest[:end], opcode, rest[opening + 1 : closing - 1], attributes
+    )
+
+
+def _closed(text: str, start: int) -> int:
+    """Returns the position behind the bracket that closes the one at `start`, or -1."""
+    depth = 0
+    for at in range(start, len(text)):
+        depth += (text[at] in _OPENING) - (text[at] in _CLOSING)
+        if depth == 0:
+            return at + 1
+    return -1
+
+
+def _attributes(text: str) -> Iterator[tuple[str, str]]:
+    """Yields attributes by name; a part without a name belongs to the one before it."""
+    key, value = "", ""
+    for part in split(text):
+        named = re.match(r"([a-z_]+)=", part)
+        # `replica_groups=mesh['x'=2], device_ids=(0,1) {'x'}` is one attribute.
+        if named and named[1] != "device_ids":
+            if key:
+                yield key, value
+            key, value = named[1], part[named.end() :]
+        else:
+            value += f", {part}"
+    if key:
+        yield key, value
+
+
+def _field(text: str, name: str) -> int | None:
+    found = re.search(rf"\b{name}=(\d+)", text)
+    return int(found[1]) if found else None

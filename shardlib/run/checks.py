@@ -1,0 +1,147 @@
+"""What is wrong with a run, found before its data is read: all of it at once, nothing is made."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from shardlib.constrain import Scope
+from shardlib.data import TextData, known_spec
+from shardlib.errors import ConfigError, MeshError, RuleError, ShardlibError, did_you_mean, require
+from shardlib.registry import DataSpec, ModelFamily, family
+from shardlib.rules import ANY, Choice, preset
+from shardlib.run.config import RunConfig
+from shardlib.train.optim import build_schedule
+from shardlib.train.state import Definition
+
+
+def check_config(config: RunConfig, make_scope: Callable[[], Scope]) -> None:
+    """Raises what is wrong with a config, on its own and with its devices.
+
+    Args:
+        config: The config.
+        make_scope: Returns the mesh and rules of the run, or raises what is wrong with them.
+
+    Raises:
+        ConfigError: If model, data and optimizer do not fit each other, or there are faults of
+            several kinds.
+        MeshError: If the mesh does not fit the devices, or the batch does not fit the mesh.
+        RuleError: If a rule names a mesh axis that does not exist.
+        MissingExtraError: If something asked for is not installed.
+    """
+    errors = list(_errors(config, make_scope))
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        lines = (str(error).replace("\n", "\n  ") for error in errors)
+        raise ConfigError(f"the run has {len(errors)} faults:\n  " + "\n  ".join(lines))
+
+
+def _errors(config: RunConfig, make_scope: Callable[[], Scope]) -> Iterator[ShardlibError]:
+    def check_scope() -> None:
+        check_batch(config, make_scope())
+
+    checks = (_check_model, _check_optimizer, _check_extras)
+    for check in (check_scope, *(lambda check=check: check(config) for check in checks)):
+        try:
+            check()
+        except ShardlibError as error:
+            yield error
+
+
+def expected_spec(config: RunConfig) -> DataSpec:
+    """Returns what a config says of its data; where it leaves the number of tokens or classes to
+    the data, that the model's own fits."""
+    known, model = known_spec(config.data), config.model
+    return dataclasses.replace(
+        known,
+        vocab_size=known.vocab_size or getattr(model, "vocab_size", None),
+        num_classes=known.num_classes or getattr(model, "num_classes", None),
+    )
+
+
+def check_fit(config: RunConfig, chosen: ModelFamily, data: DataSpec) -> None:
+    """Raises `ConfigError` with every reason why a model does not fit its data."""
+    kind = "text" if isinstance(config.data, TextData) else "images"
+    if kind != chosen.inputs:
+        raise ConfigError(
+            f"model {config.model.name!r} takes {chosen.inputs}, but data.kind is {kind!r}.\n"
+            f"  Set data.kind={chosen.inputs}, or choose another model."
+        )
+    faults = chosen.validate(config.model, data)
+    if faults:
+        raise ConfigError("\n".join(f"model: {fault}" for fault in faults))
+
+
+def _check_model(config: RunConfig) -> None:
+    data = expected_spec(config)
+    if isinstance(config.data, TextData):
+        # The data decides; a vocabulary of one token is less than any.
+        data = dataclasses.replace(data, vocab_size=data.vocab_size or 1)
+    else:
+        data = dataclasses.replace(data, num_classes=data.num_classes or 1)
+    check_fit(config, family(config.model.name), data)
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    build_schedule(
+        config.optimizer, steps=config.train.steps, global_batch=config.train.global_batch
+    )
+
+
+def _check_extras(config: RunConfig) -> None:
+    if config.train.tensorboard:
+        require("tensorboardX", "tensorboard", "train.tensorboard=true")
+
+
+def check_batch(config: RunConfig, scope: Scope) -> None:
+    """Raises `MeshError` when a batch does not fall evenly on the devices that share it out."""
+    parts = config.train.microbatches
+    checks = [("train.global_batch", config.train.global_batch, parts, "batch")]
+    if config.eval.global_batch is not None:
+        checks.append(("eval.global_batch", config.eval.global_batch, 1, "batch"))
+    if isinstance(config.data, TextData):
+        checks.append(("data.sequence_length", config.data.sequence_length, 1, "length"))
+    faults = []
+    for key, size, parts, axis in checks:
+        found = scope.rules.resolve((axis,), (size // parts,), scope.mesh, "activations")
+        if found.faults:
+            share = f" in {parts} microbatches of {size // parts}" if parts > 1 else ""
+            reason, multiple = _indivisible(found.choices[0], dict(scope.mesh.shape))
+            faults.append(
+                f"{key}={size}{share} cannot be shared out: {reason}.\n"
+                f"  Choose a multiple of {multiple * parts}, or another mesh."
+            )
+    if faults:
+        raise MeshError("\n".join(faults))
+
+
+def _indivisible(choice: Choice, sizes: dict[str, int]) -> tuple[str, int]:
+    """Returns why a dim cannot be sharded, and by what it would have to be divisible."""
+    refusal = choice.refused[0]
+    multiple = 1
+    for name in refusal.alternative:
+        multiple *= sizes.get(name, 1)
+    return "; ".join(r.reason for r in choice.refused), multiple
+
+
+def check_rules_used(config: RunConfig, definition: Definition) -> None:
+    """Raises `RuleError` for rules of the config that no parameter can ever meet."""
+    if isinstance(config.rules, str):
+        return
+    placements = [*definition.params.values(), *definition.model_state.values()]
+    met = {axis for p in placements for axis in p.logical_axes or () if axis is not None}
+    known = {name for name, _ in preset(config.rules.preset).table("params")} | met | {ANY}
+    faults = [
+        f"rules.params.{name}: no parameter has the logical axis {name!r}."
+        f"{did_you_mean(name, known)}\n  Those of this model: {', '.join(sorted(met))}."
+        for name in config.rules.params
+        if name not in known
+    ]
+    origins = {placement.origin for placement in placements}
+    faults += [
+        f"rules.paths: {pattern!r} gives no parameter its axes: none without axes of its own has "
+        f"such a path.{did_you_mean(pattern, definition.params)}\n  Remove it or correct it."
+        for pattern in config.rules.paths
+        if f"path {pattern}" not in origins
+    ]
+    if faults:
+        raise RuleError("\n".join(faults))

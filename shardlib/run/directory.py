@@ -1,0 +1,78 @@
+"""The directory of a run: what lies where in it."""
+
+import os
+import pathlib
+import tempfile
+
+from shardlib.config import load, to_yaml
+from shardlib.data import Tokenizer
+from shardlib.errors import ConfigError
+from shardlib.run.config import RunConfig
+
+
+class RunDirectory:
+    """A directory that holds one run.
+
+    On disk:
+
+        config.yaml      the resolved config
+        tokenizer.json   the tokenizer, where the data is text
+        metrics.jsonl    one object a step
+        tensorboard/     event files, where they are asked for
+        checkpoints/     one directory a step
+
+    Args:
+        path: The directory, which need not exist yet.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = pathlib.Path(path)
+        self.config_file = self.path / "config.yaml"
+        self.tokenizer_file = self.path / "tokenizer.json"
+        self.checkpoints = self.path / "checkpoints"
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def check_writable(self) -> None:
+        """Proves that the run can be written, and leaves nothing behind.
+
+        Raises:
+            ConfigError: If the directory cannot be made, or no file can be written there.
+        """
+        # `os.path.exists` takes what may not be looked at for absent: its parent is tried then.
+        existing = next(p for p in (self.path, *self.path.absolute().parents) if os.path.exists(p))
+        if not existing.is_dir():
+            raise ConfigError(
+                f"run_dir {self} cannot be made: {existing} is a file.\n"
+                "  Set run_dir to a directory."
+            )
+        try:
+            tempfile.TemporaryFile(dir=existing).close()
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir {self} cannot be written: {error.strerror}.\n"
+                "  Set run_dir to a directory that this user may write."
+            ) from None
+
+    def read_config(self) -> RunConfig | None:
+        """Returns the config of the run in the directory, or None where there is no run.
+
+        Raises:
+            ConfigError: If the file is damaged.
+        """
+        return load(RunConfig, self.config_file) if self.config_file.is_file() else None
+
+    def write(self, config: RunConfig, tokenizer: Tokenizer | None) -> None:
+        """Makes the directory, and writes the config and the tokenizer."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        _replace(self.config_file, to_yaml(config))
+        if tokenizer is not None:
+            _replace(self.tokenizer_file, tokenizer.to_json())
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    """Writes a file so that readers, and a run that was killed meanwhile, see all of it or none."""
+    beside = path.with_name(f"{path.name}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)

@@ -1,0 +1,240 @@
+"""The main job: a config in, a trained run directory out; the same again resumes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from shardlib import __version__, distributed
+from shardlib.checkpoint import RunCheckpoints
+from shardlib.config import from_dict, to_dict
+from shardlib.data import MapSource, Prefetcher
+from shardlib.errors import DataError
+from shardlib.mesh import describe
+from shardlib.run.checks import check_config
+from shardlib.run.config import RunConfig, check_resumable
+from shardlib.run.devices import start_devices
+from shardlib.run.directory import RunDirectory
+from shardlib.run.log import RunLog
+from shardlib.run.sampling import Sampler
+from shardlib.run.setup import Setup, make_scope, model_maker, open_source, setup
+from shardlib.train.evaluate import evaluate
+from shardlib.train.loop import Loop
+from shardlib.train.state import TrainState, init_state
+from shardlib.train.step import make_eval_step, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """How a run ended. `evaluation` is the last one of this process, if there was any."""
+
+    state: TrainState
+    step: int
+    evaluation: dict[str, float]
+
+
+def train(config: RunConfig) -> TrainResult:
+    """Trains until `config.train.steps`, from the newest checkpoint of `config.run_dir` if any.
+
+    Everything is checked before anything is written. Ctrl-C and SIGTERM save and return.
+
+    Raises:
+        ConfigError: If the directory holds a run of another config or cannot be written, or model
+            and data do not fit each other.
+        DataError: If the data is missing, empty or malformed.
+        MeshError: If mesh, devices and batch do not fit each other.
+        RuleError: If tensors cannot be placed.
+        CheckpointError: If the checkpoint is of another model, or cannot be read or written.
+        MissingExtraError: If something asked for is not installed.
+    """
+    directory = RunDirectory(config.run_dir)
+    directory.check_writable()
+    saved = directory.read_config()
+    if saved is not None:
+        check_resumable(saved, config)
+    group = start_devices(config)
+    check_config(config, lambda: make_scope(config, jax.devices()))
+    source = open_source(config, "train")
+    held_out = None if config.eval.every_steps == 0 else open_source(config, "eval")
+    parts = setup(config, source.spec, make_scope(config, jax.devices()))
+    with RunCheckpoints(directory.checkpoints, config.checkpoint) as checkpoints:
+        start = checkpoints.latest() or 0
+        if start:
+            _check_checkpoint(checkpoints, start, parts, source)
+        if config.checkpoint.enabled and start < config.train.steps:
+            checkpoints.check_writable()
+        with RunLog(parts, directory, group) as log:
+            run = _Run(parts, source, held_out, checkpoints, directory, log)
+            result = run.go(start, is_new=saved is None)
+    distributed.barrier("shardlib/run/end")
+    return result
+
+
+def _check_checkpoint(
+    checkpoints: RunCheckpoints, step: int, parts: Setup, source: MapSource
+) -> None:
+    """Raises what keeps the run from going on at a checkpoint; reads none of its arrays."""
+    metadata = checkpoints.metadata(step)
+    place = f"{checkpoints.directory}, step {step}"
+    check_resumable(from_dict(RunConfig, metadata["config"], place), parts.config)
+    checkpoints.check(step, parts.abstract)
+    if metadata["data"]["fingerprint"] != source.fingerprint:
+        raise DataError(
+            f"the data of {parts.config.run_dir} has changed since its last checkpoint.\n"
+            "  Restore the files, or set run_dir to another directory."
+        )
+
+
+class _Run:
+    """One process's part in a run, from the header to the closing card."""
+
+    def __init__(
+        self,
+        parts: Setup,
+        source: MapSource,
+        held_out: MapSource | None,
+        checkpoints: RunCheckpoints,
+        directory: RunDirectory,
+        log: RunLog,
+    ):
+        config = parts.config
+        self.parts, self.config = parts, config
+        self.source, self.held_out = source, held_out
+        self.checkpoints, self.directory, self.log = checkpoints, directory, log
+        self.evaluation: dict[str, float] = {}
+        self._saved_step = -1
+        self._stop_step = -1
+        self._step = make_train_step(
+            parts.loss(train=True),
+            microbatches=config.train.microbatches,
+            precision=config.precision,
+            schedule=parts.optimizer.schedule,
+            batch_axes=parts.batch_axes,
+        )
+        self._eval_step = make_eval_step(
+            parts.loss(train=False),
+            precision=config.precision,
+            batch_axes=parts.batch_axes,
+            params_of=parts.best_params,
+        )
+        samples = parts.family.generate is not None and config.train.sample_length > 0
+        self._sampler = (
+            Sampler(parts, source.tokenizer) if samples and source.tokenizer is not None else None
+        )
+
+    def go(self, start: int, *, is_new: bool) -> TrainResult:
+        """Runs from step `start` to the end, or to a signal."""
+        steps = self.config.train.steps
+        self.log.header(start)
+        if not is_new and not start:
+            self.log.notice(f"{self.directory} has no checkpoint yet: training from the start")
+        with distributed.StopRequest() as stop:
+            state = self._state(start)
+            if start < steps:
+                state = self._train(state, start, stop)
+            else:
+                self.log.notice(
+                    f"already trained to step {start}; give a larger train.steps to go on"
+                )
+        step = int(state.step)
+        is_finished = step >= steps
+        by = f" by {stop.signal_name}" if stop.signal_name else ""
+        saved = "and saved " if self.config.checkpoint.enabled else ""
+        self.log.closing(
+            f"finished at step {step}" if is_finished else f"stopped{by} {saved}at step {step}",
+            is_finished=is_finished,
+            step=step,
+            can_sample=self._sampler is not None,
+        )
+        return TrainResult(state, step, self.evaluation)
+
+    def _state(self, start: int) -> TrainState:
+        if start:
+            self.log.waiting(f"restoring step {start}")
+            return self.checkpoints.restore(start, self.parts.abstract)
+        scope = self.parts.scope
+        return init_state(
+            model_maker(self.config, self.parts.family, self.parts.data),
+            self.parts.optimizer.transform,
+            seed=self.config.seed,
+            precision=self.config.precision,
+            mesh=scope.mesh,
+            rules=scope.rules,
+        )
+
+    def _train(self, state: TrainState, start: int, stop: distributed.StopRequest) -> TrainState:
+        shardings = self.parts.shardings(self.source)
+        if jax.process_index() == 0:
+            self.directory.write(self.config, self.source.tokenizer)
+        self.log.open(start)
+        self.log.waiting("compiling the training step")
+        with Prefetcher(self.source, shardings, start) as batches:
+            loop = Loop(
+                self._step,
+                batches,
+                on_step=self.log.step,
+                is_due=lambda step: self._is_due(step, stop),
+                after_step=self._after_step,
+            )
+            state = loop.run(state, self.config.train.steps)
+        self._save(int(state.step), state)
+        self.checkpoints.wait()
+        return state
+
+    def _is_due(self, step: int, stop: distributed.StopRequest) -> bool:
+        if stop.agreed(step):
+            self._stop_step = step
+        return step in (self._stop_step, self.config.train.steps) or any(
+            _every(step, period)
+            for period in (
+                self.config.checkpoint.every_steps,
+                self.config.eval.every_steps,
+                self.config.train.sample_every,
+            )
+        )
+
+    def _after_step(self, step: int, state: TrainState) -> bool:
+        is_last = step == self.config.train.steps
+        if step == self._stop_step and not is_last:
+            return False
+        if is_last or _every(step, self.config.checkpoint.every_steps):
+            self._save(step, state)
+        if self.held_out is not None and (is_last or _every(step, self.config.eval.every_steps)):
+            self._evaluate(step, state, self.held_out)
+        if self._sampler and (is_last or _every(step, self.config.train.sample_every)):
+            options = self.config.train
+            text = self._sampler(
+                state,
+                options.sample_prompt,
+                length=options.sample_length,
+                temperature=options.sample_temperature,
+                seed=self.config.seed,
+            )
+            self.log.sample(step, options.sample_prompt, text)
+        return True
+
+    def _evaluate(self, step: int, state: TrainState, source: MapSource) -> None:
+        with Prefetcher(source, self.parts.shardings(source)) as batches:
+            self.evaluation = evaluate(self._eval_step, state, batches)
+        self.log.evaluation(step, self.evaluation)
+
+    def _save(self, step: int, state: TrainState) -> None:
+        if not self.config.checkpoint.enabled or step == self._saved_step:
+            return
+        rules = self.parts.scope.rules
+        metadata: dict[str, Any] = {
+            "shardlib": __version__,
+            "config": to_dict(self.config),
+            "mesh": describe(self.parts.scope.mesh),
+            "rules": {kind: dict(rules.table(kind)) for kind in ("params", "activations")},
+            "data": {
+                "samples_seen": step * self.config.train.global_batch,
+                "fingerprint": self.source.fingerprint,
+            },
+        }
+        self.checkpoints.save(step, state, metadata)
+        self._saved_step = step
+
+
+def _every(step: int, period: int | None) -> bool:
+    return bool(period) and step % period == 0

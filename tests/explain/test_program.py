@@ -1,0 +1,367 @@
+"""Collectives read out of real CPU programs, and out of lines of GPU and TPU programs."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardlib.explain.hlo import array_bytes, arrays, elements, parse, split
+from shardlib.explain.program import collectives, read_program
+
+LAYERS, EMBED, MLP, BATCH = 3, 32, 64, 16
+
+
+def make_mesh(**sizes):
+    devices = np.array(jax.devices()[: math.prod(sizes.values())]).reshape(tuple(sizes.values()))
+    return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def compile_step(mesh):
+    """One step of a scanned two-matrix MLP, sharded over whichever axes the mesh has."""
+
+    def place(*names):
+        spec = []
+        for name in names:
+            group = name if isinstance(name, tuple) else (name,)
+            spec.append(tuple(axis for axis in group if axis in mesh.axis_names) or None)
+        return NamedSharding(mesh, P(*spec))
+
+    rows = ("data", "fsdp")
+    shapes = {"up": (LAYERS, EMBED, MLP), "down": (LAYERS, MLP, EMBED)}
+    placed = {"up": place(None, "fsdp", "tensor"), "down": place(None, "tensor", "fsdp")}
+
+    def loss(params, x):
+        def layer(h, weights):
+            h = jax.lax.with_sharding_constraint(h, place(rows, None))
+            hidden = jax.nn.relu(h @ weights["up"])
+            hidden = jax.lax.with_sharding_constraint(hidden, place(rows, "tensor"))
+            return h + hidden @ weights["down"], None
+
+        h, _ = jax.lax.scan(layer, x, params)
+        return jnp.mean(h**2)
+
+    def step(params, x):
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    params = {
+        k: jax.ShapeDtypeStruct(s, jnp.float32, sharding=placed[k]) for k, s in shapes.items()
+    }
+    x = jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32, sharding=place(rows, None))
+    return jax.jit(step, out_shardings=(placed, None)).lower(params, x).compile()
+
+
+def sent(report, kind, axes, at_least_bytes=0):
+    """Returns the bytes of one kind over some axes in one step."""
+    return sum(
+        total.bytes
+        for total in report.totals(at_least_bytes)
+        if (total.kind, total.mesh_axes) == (kind, axes)
+    )
+
+
+MATRIX = EMBED * MLP * 4  # bytes of one matrix of one layer
+
+
+def test_data_parallel():
+    report = read_program(compile_step(mesh := make_mesh(data=8)), mesh)
+    # Gradients of two matrices a layer, and the loss.
+    assert sent(report, "all-reduce", ("data",), at_least_bytes=5) == 2 * LAYERS * MATRIX
+    assert {(c.kind, c.mesh_axes) for c in report.collectives} == {("all-reduce", ("data",))}
+    small = [c for c in report.collectives if c.bytes == 4]
+    assert [(c.shapes, c.count, c.in_loop) for c in small] == [(("f32[]",), 1, False)]
+
+
+def test_fully_sharded():
+    report = read_program(compile_step(mesh := make_mesh(fsdp=8)), mesh)
+    # Each matrix is gathered in the forward and in the backward half; its gradient is reduced
+    # (on CPU by an all-reduce of the whole).
+    assert sent(report, "all-gather", ("fsdp",)) == 2 * 2 * LAYERS * MATRIX
+    assert sent(report, "all-reduce", ("fsdp",), at_least_bytes=5) == 2 * LAYERS * MATRIX
+    gathers = [c for c in report.collectives if c.kind == "all-gather"]
+    assert all(c.in_loop and c.count == LAYERS and c.trips_known for c in gathers)
+    assert not report.unattributed()
+
+
+def test_tensor_parallel():
+    report = read_program(compile_step(mesh := make_mesh(tensor=8)), mesh)
+    # One all-reduce of the activations forward and one backward.
+    activations = BATCH * EMBED * 4
+    assert sent(report, "all-reduce", ("tensor",), at_least_bytes=5) == 2 * LAYERS * activations
+    assert {c.kind for c in report.collectives} == {"all-reduce"}
+
+
+def test_all_three_and_where_they_come_from():
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    report = read_program(compile_step(mesh), mesh)
+    shard = MATRIX // 2  # of a matrix, over tensor
+    assert sent(report, "all-gather", ("fsdp",)) == 2 * 2 * LAYERS * shard
+    assert sent(report, "all-reduce", ("tensor",)) == 2 * LAYERS * BATCH // 4 * EMBED * 4
+    assert sent(report, "all-reduce", ("data", "fsdp")) == 4
+    assert report.unattributed() == []
+    assert report.unread == {}
+    largest = max(report.collectives, key=lambda c: c.total_bytes)
+    assert largest.op_name.startswith("jit(step)/")
+    assert __file__ in largest.source
+    assert str(report).splitlines()[0].split("  ")[0] == "collective"
+    assert len(str(report).splitlines()) == 1 + len(report.totals())
+
+
+def test_axes_are_found_through_text_and_abstract_meshes():
+    mesh = make_mesh(data=4, tensor=2)
+    compiled = compile_step(mesh)
+    expected = collectives(compiled, mesh)
+    assert collectives(compiled.as_text(), mesh.abstract_mesh) == expected
+    assert collectives(compiled.as_text(), {"data": 4, "tensor": 2}) == expected
+    # Of another mesh, the groups are no subset of axes.
+    assert None in {c.mesh_axes for c in collectives(compiled, {"x": 2, "y": 4})}
+
+
+@pytest.mark.parametrize("axes", ["context", ("data", "context")])
+def test_exchanges_inside_of_shard_map(axes):
+    mesh = make_mesh(data=2, context=4)
+    width = 8 if isinstance(axes, tuple) else 4
+
+    def exchange(x):
+        ring = [(i, (i + 1) % width) for i in range(width)]
+        x = jax.lax.ppermute(x, axes, ring)
+        return jax.lax.all_to_all(x, axes, 0, 0, tiled=True)
+
+    mapped = jax.shard_map(exchange, mesh=mesh, in_specs=P(axes), out_specs=P(axes))
+    found = collectives(jax.jit(mapped).lower(jnp.ones((64, 2))).compile(), mesh)
+    names = axes if isinstance(axes, tuple) else (axes,)
+    assert {(c.kind, c.mesh_axes) for c in found} == {
+        ("collective-permute", names),
+        ("all-to-all", names),
+    }
+
+
+GPU = """HloModule jit_step, is_scheduled=true, num_partitions=16
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%wrapped (p: f32[128]) -> f32[8] {
+  %p = f32[128]{0} parameter(0)
+  ROOT %rs = f32[8]{0} reduce-scatter(%p), channel_id=9, replica_groups=[1,16]<=[16], \
+use_global_device_ids=true, dimensions={0}, to_apply=%add
+}
+
+%body (t: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %t = (s32[], f32[8]{0}) parameter(0)
+  %ag = (bf16[8]{0}, bf16[32]{0}) all-gather-start(%x), channel_id=1, replica_groups=\
+mesh['axis_0'=4,'axis_1'=4], device_ids=([4,4]T(1,0)) {'axis_1'}, dimensions={0}, \
+use_global_device_ids=true, metadata={op_name="jit(step)/gather" source_file="model.py" \
+source_line=7}, backend_config={"collective_backend_config":{"is_sync":false}}
+  %agd = bf16[32]{0} all-gather-done(%ag)
+  %ags = ((f32[2]{0}, f32[4]{0}), (f32[8]{0}, f32[16]{0})) all-gather-start(%x, %y), channel_id=2, \
+replica_groups={{0,1,2,3},{4,5,6,7},{8,9,10,11},{12,13,14,15}}, dimensions={0}, \
+use_global_device_ids=true
+  %cp = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%z), channel_id=3, \
+source_target_pairs={{0,4},{4,8},{8,12},{12,0}}
+  %ars = (f32[2]{0}, f32[3]{0}) all-reduce-start(%a, %b), channel_id=4, \
+replica_groups=[4,4]<=[4,4]T(1,0), use_global_device_ids=true, to_apply=%add
+  %new-operation = future[8] frobnicate(%a, {weird}), thing=<[=
+  %odd = f32[4]{0} all-reduce(%a), channel_id=5, replica_groups={{0,5},{1,4},{2,3},{6,7},{8,9},\
+{10,11},{12,13},{14,15}}, use_global_device_ids=true, to_apply=%add
+  %strange = f32[4]{0} all-reduce(%a), channel_id=6, replica_groups=some[new]form, \
+use_global_device_ids=true, to_apply=%add
+  ROOT %r = (s32[], f32[8]{0}) tuple(%i, %o)
+}
+
+%cond (t.1: (s32[], f32[8])) -> pred[] {
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (p0: f32[128]) -> f32[8] {
+  %p0 = f32[128]{0} parameter(0)
+  %rss = ((f32[128]{0}), f32[8]{0}, s32[]) async-start(%p0), calls=%wrapped
+  %rsu = ((f32[128]{0}), f32[8]{0}, s32[]) async-update(%rss), calls=%wrapped
+  %rsd = f32[8]{0} async-done(%rsu), calls=%wrapped
+  %loop = (s32[], /*index=1*/f32[8]{0}) while(%init), condition=%cond, body=%body, \
+backend_config={"known_trip_count":{"n":"5"},"note":"{,"}
+  %snd = (f32[8]{0}, u32[], token[]) send(%rsd, %tok), channel_id=11
+  ROOT %out = f32[8]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_the_gpu_dialect():
+    report = read_program(GPU, {"fsdp": 4, "tensor": 4})
+    found = {
+        c.name: (c.kind, c.mesh_axes, c.bytes, c.shapes, c.count, c.in_loop)
+        for c in report.collectives
+    }
+    assert found == {
+        "rs": ("reduce-scatter", ("fsdp", "tensor"), 512, ("f32[8]",), 1, False),
+        "ag": ("all-gather", ("fsdp",), 64, ("bf16[32]",), 5, True),
+        "ags": ("all-gather", ("tensor",), 96, ("f32[8]", "f32[16]"), 5, True),
+        "cp": ("collective-permute", ("fsdp",), 16, ("f32[4]",), 5, True),
+        "ars": ("all-reduce", ("fsdp",), 20, ("f32[2]", "f32[3]"), 5, True),
+        "odd": ("all-reduce", None, 16, ("f32[4]",), 5, True),
+        "strange": ("all-reduce", None, 16, ("f32[4]",), 5, True),
+    }
+    assert report.unread == {"send": 1}
+    (gather,) = [c for c in report.collectives if c.name == "ag"]
+    assert (gather.op_name, gather.source) == ("jit(step)/gather", "model.py:7")
+    assert str(report).splitlines() == [
+        "collective          mesh axes    instructions  executions  MB on a device",
+        "reduce-scatter      fsdp+tensor             1           1           0.001",
+        "all-gather          tensor                  1           5           0.000",
+        "all-gather          fsdp                    1           5           0.000",
+        "all-reduce          ?                       2          10           0.000",
+        "all-reduce          fsdp                    1           5           0.000",
+        "collective-permute  fsdp                    1           5           0.000",
+        "no subset of axes: all-reduce f32[4] x 5",
+        "no subset of axes: all-reduce f32[4] x 5",
+        "not attributed: 1 send",
+    ]
+
+
+TPU = """HloModule jit_step, num_partitions=8
+
+%all-reduce-scatter.1.clone (p: bf16[64,128]) -> bf16[8,128] {
+  %p = bf16[64,128]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %ar = bf16[64,128]{1,0:T(8,128)(2,1)} all-reduce(%p), channel_id=1, replica_groups=[1,8]<=[8], \
+use_global_device_ids=true, to_apply=%add
+  ROOT %ds = bf16[8,128]{1,0:T(8,128)(2,1)} dynamic-slice(%ar, %i, %z), dynamic_slice_sizes={8,128}
+}
+
+%async_collective_fusion.start (p.1: f32[4]) -> f32[32] {
+  ROOT %ag.1 = f32[32]{0:T(256)} all-gather(%p.1), channel_id=2, replica_groups=[1,8]<=[8], \
+dimensions={0}, use_global_device_ids=true
+}
+
+%async_collective_fusion.done (p.2: f32[4]) -> f32[32] {
+  ROOT %ag.2 = f32[32]{0:T(256)} all-gather(%p.2), channel_id=2, replica_groups=[1,8]<=[8], \
+dimensions={0}, use_global_device_ids=true
+}
+
+%cond_fusion (i: s32[], n: s32[]) -> pred[] {
+  ROOT %lt = pred[]{:T(512)} compare(%i, %n), direction=LT
+}
+
+%cond (t: (s32[], f32[4])) -> pred[] {
+  %n = s32[]{:T(128)} constant(12)
+  ROOT %done = pred[]{:T(512)} fusion(%i, %n), kind=kLoop, calls=%cond_fusion
+}
+
+%body (t.1: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %start = f32[32]{0:T(256)} fusion(%w), kind=kCustom, calls=%async_collective_fusion.start
+  %end = f32[32]{0:T(256)} fusion(%start), kind=kCustom, calls=%async_collective_fusion.done
+  %all-reduce-scatter.1 = bf16[8,128]{1,0:T(8,128)(2,1)} fusion(%g), kind=kCustom, \
+calls=%all-reduce-scatter.1.clone, metadata={op_name="jit(step)/transpose"}
+  ROOT %r = (s32[]{:T(128)}, f32[4]{0:T(256)}) tuple(%i, %o)
+}
+
+%endless (t.2: (s32[])) -> pred[] {
+  ROOT %go = pred[] custom-call(%x), custom_call_target="stop"
+}
+
+%other (t.3: (s32[])) -> (s32[]) {
+  %a2a = f32[8]{0} all-to-all(%x), channel_id=4, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+}
+
+ENTRY %main (p0: f32[4]) -> f32[4] {
+  %loop = (s32[]{:T(128)}, f32[4]{0:T(256)}) while(%init), condition=%cond, body=%body
+  %unknown = (s32[]) while(%x), condition=%endless, body=%other
+  %plain.1 = f32[] all-reduce(%l), channel_id=6, replica_groups={{0}}, to_apply=%add
+  %plain.2 = f32[] all-reduce(%l), replica_groups={}, to_apply=%add
+  ROOT %out = f32[4]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_the_tpu_dialect():
+    report = read_program(TPU, {"fsdp": 8})
+    found = {
+        c.name: (c.kind, c.mesh_axes, c.bytes, c.count, c.trips_known) for c in report.collectives
+    }
+    assert found == {
+        "ar": ("reduce-scatter", ("fsdp",), 64 * 128 * 2, 12, True),
+        "ag.1": ("all-gather", ("fsdp",), 128, 12, True),
+        "a2a": ("all-to-all", ("fsdp",), 32, 1, False),
+        "plain.1": ("all-reduce", ("fsdp",), 4, 1, True),
+        "plain.2": ("all-reduce", (), 4, 1, True),
+    }
+    assert "some loops have unknown trip counts and count once" in str(report)
+
+
+def spellings(sizes, subset):
+    """Returns the groups along `subset` of mesh axes as XLA may write them."""
+    shape = tuple(sizes.values())
+    dims = [list(sizes).index(name) for name in subset]
+    order = [d for d in range(len(shape)) if d not in dims] + dims
+    members = math.prod(shape[d] for d in dims)
+    ids = np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(-1, members)
+    listed = ",".join("{" + ",".join(map(str, row)) + "}" for row in ids.tolist())
+    mesh = ",".join(f"'axis_{i}'={size}" for i, size in enumerate(shape))
+    axes = ",".join(f"'axis_{d}'" for d in dims)
+    iota = f"[{len(ids)},{members}]<=[{','.join(map(str, shape))}]T({','.join(map(str, order))})"
+    # The same axes as coarse and fine parts of one axis that holds all devices.
+    parts = [f"'a':({math.prod(shape[:d])}){shape[d]}" for d in dims]
+    one = f"mesh['a'={math.prod(shape)}] {{{','.join(parts)}}}"
+    return [f"{{{listed}}}", iota, f"mesh[{mesh}] {{{axes}}}", one if len(dims) == 1 else iota]
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
+@settings(max_examples=100, deadline=None)
+def test_every_spelling_of_every_subset_of_axes(shape, data):
+    sizes = {f"x{i}": size for i, size in enumerate(shape)}
+    subset = data.draw(
+        st.sampled_from(
+            [
+                *itertools.chain.from_iterable(
+                    itertools.combinations(sizes, n) for n in range(1, len(sizes) + 1)
+                )
+            ]
+        )
+    )
+    expected = tuple(name for name in subset if sizes[name] > 1)
+    for text in spellings(sizes, subset):
+        program = (
+            "ENTRY %main (p: f32[2]) -> f32[2] {\n"
+            "  ROOT %r = f32[2]{0} all-reduce(%p), channel_id=1, "
+            f"replica_groups={text}, use_global_device_ids=true, to_apply=%add\n}}\n"
+        )
+        (found,) = collectives(program, sizes)
+        assert found.mesh_axes == expected, text
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        ("f32[]", 4),
+        ("pred[3]{0}", 3),
+        ("s4[5]{0:E(4)}", 3),
+        ("bf16[2,3]{1,0:T(8,128)(2,1)}", 12),
+        ("(f8e4m3fn[4]{0}, c64[2], token[])", 20),
+        ("f32[<=8,2]", 64),
+        ("opaque[]", 0),
+    ],
+)
+def test_bytes_of_a_shape(shape, size):
+    assert array_bytes(shape) == size
+
+
+def test_pieces_of_the_grammar():
+    assert arrays("(f32[4,8]{1,0}, (bf16[]))") == ["f32[4,8]", "bf16[]"]
+    assert elements("((f32[2], f32[3]), u32[])") == ["(f32[2], f32[3])", "u32[]"]
+    assert split('a={1,2}, b="x,y", c=(3,[4,5])') == ["a={1,2}", 'b="x,y"', "c=(3,[4,5])"]
+
+
+def test_text_that_is_no_program():
+    assert collectives("", {"data": 2}) == []
+    module = parse("nonsense\n  %x = \n  %y = f32[2] add(%a\nENTRY %e () -> f32[] {\n  %z = ]\n}")
+    assert module.entry == "e"
+    assert module.computations == {"e": ()}

@@ -1,0 +1,150 @@
+"""Runs that stop and go on: at a signal, on another mesh, on other devices, with another config."""
+
+import os
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+from shardlib import run
+from shardlib.checkpoint import RunCheckpoints
+from shardlib.errors import CheckpointError, ConfigError, DataError
+
+QUIET = ("eval.every_steps=0", "train.sample_length=0")
+# Sums in another order differ by float32 rounding, which ten steps of training carry on.
+RELATIVE = 1e-5
+
+
+def wait_for_step(run_dir, step, process, seconds=100):
+    deadline = time.monotonic() + seconds
+    metrics = run_dir / "metrics.jsonl"
+    while time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_text().count("\n") >= step:
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def test_the_same_mesh_goes_on_bit_for_bit(finished, lab, tmp_path, losses, capsys):
+    run_dir = finished.copy(tmp_path / "run", at=10)
+    run.train(lab.config(run_dir, *QUIET))
+    assert losses(run_dir) == losses(finished.run_dir)
+    assert "resumes    from step 10" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(
+    number, lab, finished, tmp_path, losses, long_run
+):
+    run_dir = tmp_path / "run"
+    words = ("train", lab.config_file, f"run_dir={run_dir}", "train.steps=200", *QUIET)
+    process = subprocess.Popen(
+        lab.command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for_step(run_dir, 5, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
+    assert err == f"\n{number.name}: stopping after this step{again}.\n"
+    stopped = losses(run_dir)
+    assert 5 <= len(stopped) < 200
+    assert f"─ stopped by {number.name} and saved at step {len(stopped)} ─" in out
+    assert out.endswith(
+        f"  resume   shardlib train {run_dir}/config.yaml\n"
+        f"  explain  shardlib explain {run_dir}/config.yaml\n"
+    )
+    with RunCheckpoints(run_dir / "checkpoints") as checkpoints:
+        assert checkpoints.latest() == len(stopped)
+    run.train(lab.config(run_dir, "train.steps=200", *QUIET))
+    assert losses(run_dir) == losses(long_run)
+
+
+@pytest.fixture(scope="session")
+def long_run(lab, finished):
+    run_dir = lab.root / "long"
+    run.train(lab.config(run_dir, "train.steps=200", *QUIET))
+    return run_dir
+
+
+def test_another_mesh_goes_on(finished, lab, tmp_path, losses):
+    run_dir = finished.copy(tmp_path / "run", at=10)
+    run.train(lab.config(run_dir, "mesh=data=2,tensor=2,fsdp=2", *QUIET))
+    expected = losses(finished.run_dir)
+    assert losses(run_dir)[:10] == expected[:10]
+    np.testing.assert_allclose(losses(run_dir), expected, rtol=RELATIVE)
+
+
+def test_fewer_devices_go_on(finished, lab, tmp_path, losses):
+    run_dir = finished.copy(tmp_path / "run", at=10)
+    words = ("train", lab.config_file, f"run_dir={run_dir}", "mesh=auto", "train.cpu_devices=2")
+    done = lab.shardlib(*words, *QUIET)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "fsdp=2 over 2 cpu devices" in done.stdout
+    np.testing.assert_allclose(losses(run_dir), losses(finished.run_dir), rtol=RELATIVE)
+
+
+def test_a_directory_of_another_config_is_refused_by_key(finished, lab, tmp_path):
+    run_dir = finished.copy(tmp_path / "run")
+    changed = lab.config(run_dir, "seed=1", "model.num_layers=3", "train.steps=30", "mesh=data=8")
+    with pytest.raises(ConfigError) as refused:
+        run.train(changed)
+    assert str(refused.value) == (
+        f"{run_dir} holds a run of another config:\n"
+        "  seed: 0 in the run, 1 now\n"
+        "  model.num_layers: 2 in the run, 3 now\n"
+        "  Set run_dir to another directory, or give these keys their old values."
+    )
+    # The checkpoint tells as well, where the config is gone.
+    (run_dir / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match="model.num_layers: 2 in the run, 3 now"):
+        run.train(changed)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_leaf(finished, lab, tmp_path):
+    run_dir = finished.copy(tmp_path / "run")
+    state = finished.result.state
+    for missing in (run_dir / "checkpoints").iterdir():
+        metadata = RunCheckpoints(run_dir / "checkpoints").metadata(int(missing.name))
+    with RunCheckpoints(run_dir / "checkpoints") as checkpoints:
+        checkpoints.save(21, {"step": state.step, "params": state.params["head"]}, metadata)
+    with pytest.raises(CheckpointError) as refused:
+        run.train(lab.config(run_dir, "train.steps=30"))
+    message = str(refused.value)
+    assert message.startswith(
+        f"checkpoint {run_dir}/checkpoints/00000021 is of another model or optimizer: "
+    )
+    assert "\n  params/kernel: not expected, found float32[32, 257]\n" in message
+    assert "\n  params/head/kernel: expected float32[32, 257], missing from the check" in message
+    assert message.endswith(
+        "\n  Restore it with the configuration it was saved with, or start another run."
+    )
+
+
+def test_data_that_has_changed_is_refused(finished, lab, tmp_path):
+    run_dir = finished.copy(tmp_path / "run")
+    text = lab.root / "text" / "more.txt"
+    text.write_text("one more document\n")
+    try:
+        with pytest.raises(DataError) as refused:
+            run.train(lab.config(run_dir, "train.steps=30"))
+    finally:
+        text.unlink()
+    assert str(refused.value) == (
+        f"the data of {run_dir} has changed since its last checkpoint.\n"
+        "  Restore the files, or set run_dir to another directory."
+    )
+    assert os.listdir(run_dir / "checkpoints") == os.listdir(finished.run_dir / "checkpoints")
+
+
+def test_a_directory_without_a_checkpoint_starts_anew(finished, lab, tmp_path, rows, capsys):
+    run_dir = finished.copy(tmp_path / "run", at=10)
+    for name in os.listdir(run_dir / "checkpoints"):
+        os.rename(run_dir / "checkpoints" / name, tmp_path / name)
+    run.train(lab.config(run_dir, *QUIET, "checkpoint.enabled=false"))
+    assert f"{run_dir} has no checkpoint yet: training from the start" in capsys.readouterr().out
+    found = [(line["step"], line["loss"]) for line in rows(run_dir)]
+    assert found == [(line["step"], line["loss"]) for line in rows(finished.run_dir)]

@@ -1,0 +1,191 @@
+"""A run from its first line to its closing card, and what it leaves in its directory."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from shardlib import run
+from shardlib.config import load
+from shardlib.data import read_tokenizer
+
+KEYS = [
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+    "step_seconds",
+    "data_wait_seconds",
+    "mfu",
+]
+NAMES = ("accuracy", "bits_per_byte", "loss", "nll_nats")
+
+
+def test_a_run_leaves_config_tokenizer_metrics_and_checkpoints(finished, lab):
+    names = {path.name for path in finished.run_dir.iterdir()}
+    assert names == {"config.yaml", "tokenizer.json", "metrics.jsonl", "checkpoints"}
+    steps = sorted(path.name for path in (finished.run_dir / "checkpoints").iterdir())
+    assert steps == ["00000010", "00000020"]
+    saved = load(run.RunConfig, finished.run_dir / "config.yaml")
+    assert saved == lab.config(finished.run_dir)
+    assert read_tokenizer(finished.run_dir / "tokenizer.json").decode([104, 105]) == "hi"
+    assert finished.result.step == int(finished.result.state.step) == 20
+
+
+def test_every_step_has_one_line_with_the_same_keys(finished, rows):
+    lines = rows(finished.run_dir)
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    for line in lines:
+        assert list(line)[:8] == KEYS
+        assert line["mfu"] is None  # The peak of a CPU is not known.
+        assert line["step_seconds"] > 0
+        assert line["data_wait_seconds"] >= 0
+    assert lines[0]["tokens_per_second"] is None  # It has compiled.
+    assert all(line["tokens_per_second"] > 0 for line in lines[1:])
+    assert lines[1]["learning_rate"] == pytest.approx(2 / 3 * 1e-2)
+    assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
+
+
+def test_an_evaluation_is_in_the_line_of_its_step(finished, rows):
+    lines = rows(finished.run_dir)
+    with_eval = [line["step"] for line in lines if any(k.startswith("eval/") for k in line)]
+    assert with_eval == [10, 20]
+    assert {name: lines[-1][f"eval/{name}"] for name in NAMES} == finished.result.evaluation
+    # 8.05 bits is what 257 equally likely tokens take.
+    assert 2 < lines[-1]["eval/bits_per_byte"] < lines[9]["eval/bits_per_byte"] < 8.05
+
+
+def test_what_a_person_sees_of_a_run(finished):
+    out, run_dir = finished.out, finished.run_dir
+    for text in (
+        "8 x cpu",
+        "fsdp=8 over 8 cpu devices",
+        "37.1 k parameters, 18.7 KiB per device",
+        "128 tokens, 22.8 MFLOP",
+        "\ncompiling the training step\n",
+        "\nstep  1/20  loss ",
+        "\nstep 10/20  loss ",
+        "\neval at step 10  accuracy ",
+        "─ sample at step 20 ─",
+        "\n│ the ",
+        "─ finished at step 20 ─",
+        "│ eval bits_per_byte  ",
+    ):
+        assert text in out
+    assert out.endswith(
+        f"  train on  shardlib train {run_dir}/config.yaml train.steps=40\n"
+        f"  sample    shardlib generate {run_dir}\n"
+        f"  explain   shardlib explain {run_dir}/config.yaml\n"
+    )
+    assert "no checkpoint" not in out
+    assert len([line for line in out.splitlines() if line.startswith("step")]) == 3
+
+
+def test_a_finished_run_says_so_and_changes_nothing(finished, lab, tmp_path, capsys):
+    run_dir = finished.copy(tmp_path / "run")
+    before = {p: p.stat().st_mtime_ns for p in sorted(run_dir.rglob("*"))}
+    result = run.train(lab.config(run_dir))
+    assert result.step == 20
+    assert result.evaluation == {}
+    out = capsys.readouterr().out
+    assert "\nalready trained to step 20; give a larger train.steps to go on\n" in out
+    assert "─ finished at step 20 ─" in out
+    assert "resumes" not in out
+    evaluation = finished.out[finished.out.index("│ eval accuracy") :].splitlines()[:4]
+    assert evaluation == out[out.index("│ eval accuracy") :].splitlines()[:4]
+    assert {p: p.stat().st_mtime_ns for p in sorted(run_dir.rglob("*"))} == before
+
+
+def test_more_steps_go_on_and_the_config_says_so(finished, lab, tmp_path, rows, capsys):
+    run_dir = finished.copy(tmp_path / "run")
+    config = lab.config(run_dir, "train.steps=23", "eval.every_steps=0", "train.sample_length=0")
+    assert run.train(config).step == 23
+    lines = rows(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, 24))
+    assert lines[:20] == rows(finished.run_dir)
+    assert load(run.RunConfig, run_dir / "config.yaml") == config
+    out = capsys.readouterr().out
+    assert "resumes    from step 20" in out
+    assert "sample at" not in out
+    assert "shardlib generate" not in out
+    saved = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+    assert saved == ["00000010", "00000020", "00000023"]
+
+
+def test_images_are_counted_and_need_no_tokenizer(lab, tmp_path, rows, capsys):
+    pytest.importorskip("sklearn")
+    config = tmp_path / "digits.yaml"
+    config.write_text(
+        f"run_dir: {tmp_path / 'run'}\n"
+        "model: {name: resnet, depth: 18, stem: small, width: 8}\n"
+        "data: {kind: images, eval_steps: 1}\n"
+        f"train: {{steps: 2, global_batch: 16, compilation_cache: {lab.root / 'compiled'}}}\n"
+        "mesh: data=8\n"
+        "checkpoint: {enabled: false}\n"
+    )
+    result = run.train(load(run.RunConfig, config))
+    assert set(result.evaluation) >= {"loss", "accuracy"}
+    assert [list(line)[4] for line in rows(tmp_path / "run")] == ["images_per_second"] * 2
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl"}
+    out = capsys.readouterr().out
+    assert "16 images" in out
+    # Nothing was saved, so there is nothing to go on from.
+    assert out.endswith(f"\n  explain  shardlib explain {tmp_path}/run/config.yaml\n")
+
+
+def test_event_files_are_written_when_asked_for(lab, tmp_path):
+    pytest.importorskip("tensorboardX")
+    config = lab.config(
+        tmp_path / "run",
+        "train.tensorboard=true",
+        "train.steps=3",
+        "eval.every_steps=0",
+        "train.sample_length=0",
+        "checkpoint.enabled=false",
+    )
+    run.train(config)
+    events = list((tmp_path / "run" / "tensorboard").iterdir())
+    assert [path.name.startswith("events.out.tfevents") for path in events] == [True]
+    assert b"tokens_per_second" in events[0].read_bytes()
+
+
+LIMITED = """
+import resource, signal, sys
+# A file system that is full: from here on no file may grow over 20 kB.
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+from shardlib.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_a_failure_ends_the_run_and_its_threads(lab, finished, tmp_path):
+    words = ("train", lab.config_file, f"run_dir={tmp_path / 'run'}", "eval.every_steps=0")
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    fault = f"CheckpointError: the checkpoint of step 10 could not be written to {tmp_path}"
+    assert fault in done.stderr
+    assert "Traceback" not in done.stderr
+    written = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert 10 <= len(written) < 20
+    assert json.loads(written[-1])["step"] == len(written)
+
+
+def test_names_stay_callable_whatever_is_imported_first():
+    from shardlib.run import training
+
+    assert run.train is training.train
+    assert callable(run.train)
+    assert callable(run.explain)
+    assert callable(run.generate)
+    assert {"train", "explain", "generate", "TrainResult"} <= set(dir(run))
+    assert jax.device_count() == 8
