@@ -37,7 +37,7 @@ class PlainConfig:
     num_heads: int = 4
     num_kv_heads: int = 4
     head_dim: int = 32
-    mlp_dim: int = 512
+    mlp_dim: int = 344
     vocab_size: int = 1024
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
@@ -302,8 +302,19 @@ def random_batch(config: PlainConfig, batch: int, length: int, seed: int = 0) ->
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
+def token_rows(file: str, batch: int, length: int, index: int) -> dict[str, Any]:
+    """Returns batch `index` of a file of token ids, raw uint16: tokens and targets."""
+    import numpy as np
+
+    tokens = np.memmap(file, np.uint16, mode="r")
+    size = batch * (length + 1)
+    first = index * size % max(1, len(tokens) - size)
+    rows = np.asarray(tokens[first : first + size], np.int32).reshape(batch, length + 1)
+    return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+
+
 def main() -> None:
-    """Trains on random tokens; the last line is JSON."""
+    """Trains on random tokens or on those of a file; the last line is JSON."""
     import argparse
     import json
     import time
@@ -315,6 +326,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--devices", type=int, default=1, help="virtual devices, on CPU")
     parser.add_argument("--strategy", choices=("data", "fsdp"), default="data")
+    parser.add_argument("--tokens", metavar="FILE", help="token ids below 1024, raw uint16")
     flags = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", flags.devices)
 
@@ -325,10 +337,14 @@ def main() -> None:
     rows = NamedSharding(mesh, P(flags.strategy))
     ends, losses = [], []
     for index in range(flags.steps):
-        batch = jax.device_put(random_batch(config, flags.batch, flags.length, index), rows)
-        state, metrics = step(state, batch, jnp.int32(index))
+        if flags.tokens:
+            host = token_rows(flags.tokens, flags.batch, flags.length, index)
+        else:
+            host = random_batch(config, flags.batch, flags.length, index)
+        state, metrics = step(state, jax.device_put(host, rows), jnp.int32(index))
         losses.append(float(metrics["loss"]))
         ends.append(time.perf_counter())
+        print(f"step {index + 1}  loss {losses[-1]:.4f}", flush=True)
     gaps = sorted(after - before for before, after in itertools.pairwise(ends))
     figures = {
         "first_step_seconds": ends[0] - started,

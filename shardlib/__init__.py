@@ -11,6 +11,8 @@ with sl.use(mesh, sl.rules.STANDARD):
 """
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,7 +56,22 @@ _HOME = {
 }
 _MODULES = ("rules", "testing")
 
-__all__ = [*_HOME, *_MODULES]
+__all__ = [*_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+class _Package(ModuleType):
+    """Keeps `shardlib.constrain` and `shardlib.explain` the functions.
+
+    Importing a submodule binds it to its name in the package; where a public function has that
+    name, the function is bound instead.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_shadow = name in _HOME and isinstance(value, ModuleType)
+        super().__setattr__(name, getattr(value, name) if is_shadow else value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

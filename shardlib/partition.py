@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -49,7 +50,7 @@ class Placement:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole leaf; typed PRNG keys count as their key data."""
-        if jax.dtypes.issubdtype(self.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(self.dtype, jax.dtypes.prng_key):
             return math.prod(self.shape) * 8
         return math.prod(self.shape) * self.dtype.itemsize
 

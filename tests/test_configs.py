@@ -1,14 +1,18 @@
 """The configs that come with the project: each loads, and explains itself with nothing at hand."""
 
+import dataclasses
 import pathlib
 
 import pytest
 import yaml
+from shardlib_models.transformer_config import llama3_8b
 
 from shardlib import run
 from shardlib.config import load
+from shardlib.train.optim import build_optimizer
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.yaml"))
+CLUSTERS = {"digits": "cpu:8", "quickstart": "cpu:8"}
 PUBLISHED = {"llama3_8b": 8_030_261_248, "resnet50_imagenet": 25_557_032}
 
 
@@ -21,7 +25,7 @@ def _elsewhere(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_explains_without_data_or_devices(path, tmp_path):
     config = load(run.RunConfig, path)
-    report = run.explain(config, "v5p-128")
+    report = run.explain(config, CLUSTERS.get(path.stem, "v5p-128"))
     assert report.faults() == []
     assert report.num_params() == PUBLISHED.get(path.stem, report.num_params())
     assert report.bytes_per_device() <= report.total_bytes()
@@ -56,8 +60,6 @@ def test_llama_shards_its_state_over_the_fast_network():
 
 
 def test_llama_config_is_the_published_model():
-    from shardlib_models.transformer_config import llama3_8b
-
     assert config_named("llama3_8b").model == llama3_8b(remat="full")
 
 
@@ -66,16 +68,12 @@ def test_llama_config_is_the_published_model():
 )
 def test_resnet_schedule_is_that_of_the_paper(batch, steps, warmup):
     """The steps that the header gives for other batches are 90 and 5 epochs of ImageNet."""
-    from shardlib.train.optim import build_optimizer
-
     config = config_named("resnet50_imagenet")
     text = f"train.global_batch={batch}".ljust(26) + f"train.steps={steps}".ljust(20)
     assert text.strip() in next(p for p in CONFIGS if p.stem == "resnet50_imagenet").read_text()
     images = 1_281_167
     assert steps == pytest.approx(90 * images / batch, abs=1)
     assert warmup == pytest.approx(5 * images / batch, abs=1)
-    import dataclasses
-
     optimizer = dataclasses.replace(config.optimizer, warmup_steps=warmup)
     schedule = build_optimizer(optimizer, steps=steps, global_batch=batch).schedule
     epoch = images / batch

@@ -21,7 +21,7 @@ class ConvNet(linen.Module):
 
     @linen.compact
     def __call__(self, images, train: bool):
-        x = linen.Conv(32, (3, 3))(images)
+        x = linen.Conv(32, (3, 3), use_bias=False)(images)
         x = linen.BatchNorm(use_running_average=not train)(x)
         x = linen.relu(x).reshape(x.shape[0], -1)
         x = linen.Dense(64)(x)
@@ -34,7 +34,7 @@ class TextClassifier(nnx.Module):
 
     def __init__(self, rngs, symbols=64, width=32):
         def named(*axes):
-            init = nnx.initializers.normal(0.05)
+            init = nnx.initializers.normal(0.2)
             return nnx.with_metadata(init, out_sharding=axes, eager_sharding=False)
 
         self.table = nnx.Embed(
@@ -65,8 +65,9 @@ def image_batches():
 
 def text_batches():
     rng = np.random.default_rng(1)
-    tokens = rng.integers(0, 64, (64, 12)).astype(np.int32)
-    return [{"tokens": tokens, "labels": tokens[:, 0] % 10}] * STEPS
+    symbols = rng.integers(0, 64, 64).astype(np.int32)
+    tokens = np.where(rng.random((64, 12)) < 0.7, symbols[:, None], 0).astype(np.int32)
+    return [{"tokens": tokens, "labels": symbols % 10}] * STEPS
 
 
 def train_linen(mesh, batches):
@@ -96,7 +97,7 @@ def train_nnx(mesh, batches):
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
     with sl.use(mesh, rules):
-        state = sl.init_state(lambda rngs: TextClassifier(rngs), optax.adamw(1e-2), seed=0)
+        state = sl.init_state(lambda rngs: TextClassifier(rngs), optax.adamw(3e-2), seed=0)
         step = sl.make_train_step(loss_fn)
         losses = []
         for batch in batches:
@@ -154,7 +155,7 @@ def test_batch_statistics_are_those_of_the_whole_batch():
     for path, leaf in found.items():
         assert leaf.sharding.is_fully_replicated
         np.testing.assert_allclose(leaf, expected[path], rtol=1e-4, atol=1e-6)
-        assert not np.allclose(leaf, 0.0 if path.endswith("mean") else 1.0, atol=1e-2)
+        assert np.abs(leaf - (0.0 if path.endswith("mean") else 1.0)).max() > 1e-3
 
 
 class Annotated(linen.Module):

@@ -16,29 +16,24 @@ def draw(array: Any, shape: tuple[int, ...] | None = None) -> str:
         shape: The dims, when `array` is a sharding.
     """
     sharding = array if isinstance(array, Sharding) else array.sharding
-    shape = tuple(shape if shape is not None else array.shape)
+    dims = tuple(getattr(array, "shape", ()) if shape is None else shape)
     pieces: dict[tuple[tuple[int, int], ...], list[int]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+    for device, index in sharding.devices_indices_map(dims).items():
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, dims, strict=True))
         pieces.setdefault(bounds, []).append(device.id)
-    cuts = [sorted({bounds[dim] for bounds in pieces}) for dim in range(len(shape))]
-    finest = sorted(range(len(shape)), key=lambda d: (-len(cuts[d]), d))[:2]
+    cuts = [sorted({bounds[dim] for bounds in pieces}) for dim in range(len(dims))]
+    finest = sorted(range(len(dims)), key=lambda d: (-len(cuts[d]), d))[:2]
     row_dim, column_dim = [*sorted(finest), None, None][:2]
-    rows = cuts[row_dim] if row_dim is not None else [None]
-    columns = cuts[column_dim] if column_dim is not None else [None]
-
-    def cell(row: Any, column: Any) -> str:
-        found = [
-            f"{_ids(ids)}"
-            for bounds, ids in sorted(pieces.items())
-            if (row is None or bounds[row_dim] == row)
-            and (column is None or bounds[column_dim] == column)
-        ]
-        return " / ".join(found)
-
+    rows = [None] if row_dim is None else cuts[row_dim]
+    columns = [None] if column_dim is None else cuts[column_dim]
+    cells: dict[tuple[Any, Any], list[str]] = {}
+    for bounds, ids in sorted(pieces.items()):
+        row = None if row_dim is None else bounds[row_dim]
+        column = None if column_dim is None else bounds[column_dim]
+        cells.setdefault((row, column), []).append(_ids(ids))
     count = math.prod(len(c) for c in cuts)
-    header = f"{'x'.join(map(str, shape)) or 'scalar'} in {count} piece{'s' * (count > 1)}"
-    table = [[_range(row_dim, r), *(cell(r, c) for c in columns)] for r in rows]
+    header = f"{'x'.join(map(str, dims)) or 'scalar'} in {count} piece{'s' * (count > 1)}"
+    table = [[_range(row_dim, r), *(" / ".join(cells[r, c]) for c in columns)] for r in rows]
     if column_dim is not None:
         table.insert(0, ["", *(_range(column_dim, c) for c in columns)])
     widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]

@@ -131,7 +131,8 @@ def init_state(
     definition, dtypes = abstract.definition, precision_named(precision)
 
     def init(key: jax.Array) -> TrainState:
-        return TrainState(*_init(definition.module, optimizer, dtypes, key), definition)
+        step, *rest = _init(definition.module, optimizer, dtypes, key)
+        return TrainState(step, *rest, definition=definition)
 
     placed = jax.tree.map(lambda x: x.sharding, abstract)
     return jax.jit(init, out_shardings=placed)(jax.random.key(seed))
@@ -160,7 +161,7 @@ def _without_names(model_state: Any, module: FunctionalModule) -> dict[str, Any]
 def state_shardings(state: TrainState) -> TrainState:
     """Returns the sharding of every leaf of a state, as a tree of its structure."""
     mesh, definition = state.definition.scope.mesh, state.definition
-    replicated = NamedSharding(mesh, PartitionSpec())
+    replicated: Any = NamedSharding(mesh, PartitionSpec())
     return TrainState(
         replicated,
         shardings(state.params, definition.params, mesh),

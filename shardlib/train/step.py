@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.constrain import Scope, use
 from shardlib.errors import ModelError
 from shardlib.losses import Mean
-from shardlib.microbatch import accumulate
+from shardlib.microbatch import accumulate, split
 from shardlib.paths import path_string
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
@@ -86,10 +86,15 @@ class TrainStep:
         scope = state.definition.scope
         placed = state_shardings(state)
         replicated = NamedSharding(scope.mesh, PartitionSpec())
+        batch_placed = batch_shardings(batch, scope, self.batch_axes)
+        # A microbatch must fall evenly on the devices too; refused here, before any tracing.
+        parts = jax.eval_shape(lambda whole: split(whole, self.microbatches), batch)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
+        batch_shardings(one, scope, self.batch_axes)
         return jax.jit(
             self._step,
             donate_argnums=0,
-            in_shardings=(placed, batch_shardings(batch, scope, self.batch_axes)),
+            in_shardings=(placed, batch_placed),
             out_shardings=(placed, replicated),
         )
 

@@ -67,7 +67,7 @@ def assert_leaves_close(tree, expected, relative=RELATIVE):
         scale = np.abs(value).max(initial=0)
         if error > relative * scale:
             far[path] = (error, scale)
-    assert not far
+    assert not far, "\n".join(f"{path}: off by {e:.1e} of {s:.1e}" for path, (e, s) in far.items())
 
 
 def record_gradients():

@@ -22,9 +22,17 @@ WORDS = "the quick brown fox jumps over a lazy dog while birds sing in tall gree
 
 CONFIG = """
 run_dir: {run_dir}
-model: {{name: transformer, num_layers: 2, embed_dim: 32, num_heads: 4, mlp_dim: 64, dropout: 0.1}}
+model:
+  name: transformer
+  num_layers: 2
+  embed_dim: 32
+  num_heads: 4
+  mlp_dim: 64
+  vocab_size: 264
+  dropout: 0.1
 data: {{path: {text}, tokenizer: bytes, sequence_length: 16, eval_fraction: 0.2, eval_steps: 2}}
-optimizer: {{learning_rate: 1.0e-2, warmup_steps: 2}}
+# The number of steps takes no part in the program, which is compiled once for all runs.
+optimizer: {{learning_rate: 1.0e-2, warmup_steps: 2, schedule: constant}}
 train:
   steps: 20
   global_batch: 8
@@ -48,6 +56,9 @@ class Lab:
     def config(self, run_dir, *overrides) -> RunConfig:
         return load(RunConfig, self.config_file, [f"run_dir={run_dir}", *overrides])
 
+    def load(self, path) -> RunConfig:
+        return load(RunConfig, path, [f"train.compilation_cache={self.root / 'compiled'}"])
+
     def command(self, *words):
         """The command line as a process of its own."""
         return [sys.executable, "-W", "error", "-m", "shardlib", *map(str, words)]
@@ -55,7 +66,12 @@ class Lab:
     def shardlib(self, *words, **options):
         """Runs the command line to its end."""
         return subprocess.run(
-            self.command(*words), capture_output=True, text=True, timeout=120, check=False, **options
+            self.command(*words),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            **options,
         )
 
 

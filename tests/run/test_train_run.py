@@ -55,7 +55,7 @@ def test_an_evaluation_is_in_the_line_of_its_step(finished, rows):
     assert with_eval == [10, 20]
     assert {name: lines[-1][f"eval/{name}"] for name in NAMES} == finished.result.evaluation
     # 8.05 bits is what 257 equally likely tokens take.
-    assert 2 < lines[-1]["eval/bits_per_byte"] < lines[9]["eval/bits_per_byte"] < 8.05
+    assert 1 < lines[-1]["eval/bits_per_byte"] < lines[9]["eval/bits_per_byte"] < 8.05
 
 
 def test_what_a_person_sees_of_a_run(finished):
@@ -121,13 +121,13 @@ def test_images_are_counted_and_need_no_tokenizer(lab, tmp_path, rows, capsys):
     config.write_text(
         f"run_dir: {tmp_path / 'run'}\n"
         "model: {name: resnet, depth: 18, stem: small, width: 8}\n"
-        "data: {kind: images, eval_steps: 1}\n"
+        "data: {kind: images}\n"
         f"train: {{steps: 2, global_batch: 16, compilation_cache: {lab.root / 'compiled'}}}\n"
         "mesh: data=8\n"
+        "eval: {every_steps: 0}\n"
         "checkpoint: {enabled: false}\n"
     )
-    result = run.train(load(run.RunConfig, config))
-    assert set(result.evaluation) >= {"loss", "accuracy"}
+    run.train(load(run.RunConfig, config))
     assert [list(line)[4] for line in rows(tmp_path / "run")] == ["images_per_second"] * 2
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl"}
     out = capsys.readouterr().out
@@ -172,9 +172,12 @@ def test_a_failure_ends_the_run_and_its_threads(lab, finished, tmp_path):
         check=False,
     )
     assert done.returncode == 1
-    fault = f"CheckpointError: the checkpoint of step 10 could not be written to {tmp_path}"
-    assert fault in done.stderr
-    assert "Traceback" not in done.stderr
+    fault = done.stderr[done.stderr.rindex("CheckpointError: ") :]
+    assert fault.startswith(
+        "CheckpointError: the checkpoint of step 10 could not be written to "
+        f"{tmp_path}/run/checkpoints: "
+    )
+    assert fault.endswith("  Free space or restore access there; complete steps: none.\n")
     written = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert 10 <= len(written) < 20
     assert json.loads(written[-1])["step"] == len(written)

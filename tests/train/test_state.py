@@ -1,0 +1,184 @@
+"""Training states: made on their shards, equal on every mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import shardlib as sl
+from shardlib.explain.params import explain_params
+from shardlib.mesh import abstract_mesh
+from shardlib.paths import named_leaves
+from shardlib.train.state import state_shardings
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        def named(*axes):
+            init = nnx.initializers.normal()
+            return nnx.with_metadata(init, out_sharding=axes, eager_sharding=False)
+
+        self.up = nnx.Linear(16, 32, kernel_init=named("embed", "mlp"), rngs=rngs)
+        self.down = nnx.Linear(32, 16, kernel_init=named("mlp", "embed"), rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.down(jax.nn.relu(self.up(x)))))
+
+
+MESHES = ("data=8", "fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2")
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def state_on(mesh, num_devices=8, **options):
+    mesh = sl.make_mesh(mesh, devices=jax.devices()[:num_devices])
+    return sl.init_state(Model, OPTIMIZER, mesh=mesh, rules=sl.rules.STANDARD, **options)
+
+
+def host(state):
+    leaves = named_leaves(state)
+    return {p: jax.random.key_data(x) if p == "rng" else x for p, x in leaves.items()}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_values_are_bit_identical_on_every_mesh(mesh):
+    alone, found = host(state_on("data=1", 1)), host(state_on(mesh))
+    assert list(found) == list(alone)
+    for path, leaf in found.items():
+        np.testing.assert_array_equal(leaf, alone[path], err_msg=path)
+
+
+def test_another_seed_gives_another_state():
+    a, b = host(state_on("data=8", seed=0)), host(state_on("data=8", seed=1))
+    assert (a["params/up/kernel"] != b["params/up/kernel"]).any()
+    assert (a["rng"] != b["rng"]).any()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_leaf_is_made_on_its_shards(mesh):
+    abstract = sl.abstract_state(Model, OPTIMIZER, mesh=sl.make_mesh(mesh), rules=sl.rules.STANDARD)
+    state = state_on(mesh)
+    expected = named_leaves(state_shardings(state))
+    for path, leaf in named_leaves(state).items():
+        planned = named_leaves(abstract)[path]
+        assert leaf.shape == planned.shape
+        assert leaf.dtype == planned.dtype
+        assert leaf.sharding == expected[path] == planned.sharding
+        assert leaf.committed
+    each = explain_params(state).bytes_per_device()
+    for device in jax.devices():
+        held = sum(
+            shard.data.nbytes
+            for section in (state.params, state.model_state, state.opt_state)
+            for leaf in jax.tree.leaves(section)
+            for shard in leaf.addressable_shards
+            if shard.device == device
+        )
+        assert held == each
+
+
+def test_no_device_holds_a_whole_parameter_while_they_are_made(monkeypatch):
+    """The program that makes the state hands out nothing but shards, and needs little beside."""
+    compiled = []
+    jit = jax.jit
+
+    def spy(function, **options):
+        jitted = jit(function, **options)
+        if "out_shardings" not in options:
+            return jitted
+        return lambda key: compiled.append(jitted.lower(key).compile()) or jitted(key)
+
+    monkeypatch.setattr(jax, "jit", spy)
+    state = state_on("fsdp=8")
+    (program,) = compiled
+    sharded = explain_params(state).bytes_per_device()
+    assert program.memory_analysis().output_size_in_bytes <= sharded + 4096
+    whole = {tuple(leaf.shape) for leaf in jax.tree.leaves(state.params) if leaf.ndim == 2}
+    assert whole == {(16, 32), (32, 16)}
+
+
+def test_an_abstract_state_needs_no_devices():
+    mesh = abstract_mesh("fsdp=8,tensor=8", 64)
+    before = len(jax.live_arrays())
+    state = sl.abstract_state(Model, optax.sgd(0.1), mesh=mesh, rules=sl.rules.STANDARD)
+    assert len(jax.live_arrays()) <= before + 1
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
+    assert state.params["up"]["kernel"].sharding.spec == P("fsdp", "tensor")
+
+
+def test_the_active_scope_is_the_default():
+    with sl.use(sl.make_mesh("fsdp=8"), sl.rules.FSDP):
+        state = sl.init_state(Model, optax.sgd(0.1))
+    assert state.params["up"]["kernel"].sharding.spec == P("fsdp", None)
+    with pytest.raises(sl.ShardlibError, match="no mesh and rules"):
+        sl.init_state(Model, optax.sgd(0.1))
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("f32", "float32"), ("bf16", "float32"), ("bf16_params", "bfloat16")]
+)
+def test_precision_decides_how_parameters_are_stored(precision, dtype):
+    state = state_on("fsdp=8", precision=precision)
+    assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {dtype}
+    moments = [x for p, x in named_leaves(state.opt_state).items() if p.endswith("kernel")]
+    assert len(moments) == 4
+    assert {str(x.dtype) for x in moments} == {dtype}
+    assert state.model_state["norm"]["var"].dtype == jnp.float32
+
+
+def test_a_state_is_a_pytree_whose_definition_is_static():
+    state = state_on("fsdp=8")
+    assert list(named_leaves(state))[:2] == ["step", "params/down/bias"]
+    leaves, treedef = jax.tree.flatten(state)
+    again = jax.tree.unflatten(treedef, leaves)
+    assert again.definition is state.definition
+    assert int(jax.jit(lambda s: s.step + 1)(state)) == 1
+
+
+def test_the_model_of_a_state_can_be_called():
+    state = state_on("fsdp=4,tensor=2")
+    model = state.model
+    model.eval()
+    x = jnp.ones((2, 16))
+    alone = state_on("data=1", 1).model
+    alone.eval()
+    np.testing.assert_allclose(model(x), alone(x), rtol=1e-6)
+
+
+def test_all_faults_are_told_and_nothing_is_made():
+    class Odd(nnx.Module):
+        def __init__(self, rngs):
+            def param(shape, *axes):
+                value = jnp.zeros(shape)
+                return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+
+            self.a = param((6, 4), "embed", "mlp")
+            self.b = param((10, 4), "embed", "mlp")
+            self.c = param((8, 4), "embed")
+            self.d = param((8, 4), "emebd", "mlp")
+
+    before = len(jax.live_arrays())
+    with pytest.raises(sl.ShardlibError) as caught:
+        sl.init_state(Odd, optax.sgd(0.1), mesh=sl.make_mesh("fsdp=8"), rules=sl.rules.FSDP)
+    assert len(jax.live_arrays()) <= before + 1
+    known = ", ".join(name for name, _ in sl.rules.FSDP.params)
+    replicate = (
+        "  Change the dim or the mesh (fsdp=8), or allow replication: "
+        "params={'embed': ['fsdp', None]}."
+    )
+    assert str(caught.value) == (
+        "a: logical axis 'embed' (dim 0 of ('embed', 'mlp'), shape (6, 4)) cannot be sharded: "
+        "fsdp=8 does not divide 6.\n"
+        "b: logical axis 'embed' (dim 0 of ('embed', 'mlp'), shape (10, 4)) cannot be sharded: "
+        "fsdp=8 does not divide 10.\n"
+        f"{replicate}\n"
+        "c: logical axes ('embed',) name 1 dims, but the shape (8, 4) has 2.\n"
+        "  Give one name, or None, for each dim.\n"
+        "d: logical axis 'emebd' (dim 0 of ('emebd', 'mlp')) has no rule among the params. "
+        "Did you mean 'embed'?\n"
+        f"  Add one, for example params={{'emebd': None}}, or use one of: {known}."
+    )

@@ -1,0 +1,227 @@
+"""The training step: one program, exact means, dtypes that stay, and clear refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardlib as sl
+from shardlib.errors import ConfigError, ModelError, RuleError
+from shardlib.losses import Mean
+
+BATCH = {
+    "x": np.random.default_rng(0).standard_normal((16, 4), dtype=np.float32),
+    "y": np.random.default_rng(1).standard_normal((16, 8), dtype=np.float32),
+}
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.initializers.lecun_normal()
+        self.dense = nnx.Linear(
+            4, 8, kernel_init=nnx.with_partitioning(init, ("embed", "mlp")), rngs=rngs
+        )
+        self.dropout = nnx.Dropout(0.25, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls.set_value(self.calls.get_value() + 1)
+        return self.dropout(self.dense(x))
+
+
+def mean_loss(model, batch, rng):
+    error = jnp.square(model(batch["x"]) - batch["y"])
+    return jnp.mean(error.astype(jnp.float32))
+
+
+@pytest.fixture
+def start():
+    def make(optimizer=None, mesh="data=2,fsdp=2,tensor=2", **kwargs):
+        with sl.use(sl.make_mesh(mesh), sl.rules.STANDARD):
+            return sl.init_state(Model, optimizer or optax.adamw(1e-2), seed=0, **kwargs)
+
+    return make
+
+
+@pytest.fixture
+def compilations(caplog):
+    """The names of the programs compiled so far."""
+    caplog.set_level("WARNING", "jax")
+    with jax.log_compiles():
+        yield lambda: [r.message for r in caplog.records if "Finished XLA comp" in r.message]
+
+
+def test_the_second_step_compiles_nothing_and_donates_the_state(start, compilations):
+    state = start()
+    step = sl.make_train_step(mean_loss, schedule=optax.constant_schedule(1e-2))
+    new, _ = step(state, BATCH)
+    first = compilations()
+    assert any("_step" in message for message in first)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    for _ in range(3):
+        new, metrics = step(new, BATCH)
+    jax.block_until_ready(metrics)
+    assert compilations() == first
+    assert int(new.step) == 4
+    assert set(metrics) == {"loss", "grad_norm", "learning_rate"}
+    assert {x.dtype for x in metrics.values()} == {np.dtype("float32")}
+
+
+def test_every_leaf_stays_where_it_was(start):
+    state = start()
+    placed = jax.tree.map(lambda x: x.sharding, state)
+    new, _ = sl.make_train_step(mean_loss)(state, BATCH)
+    assert jax.tree.map(lambda x: x.sharding, new) == placed
+    assert new.params["dense"]["kernel"].sharding.spec == jax.P("fsdp", "tensor")
+
+
+def test_equal_to_a_step_by_hand(start):
+    def no_dropout(model, batch, rng):
+        model.eval()
+        return mean_loss(model, batch, rng)
+
+    state = start(optax.sgd(0.1))
+    kernel, bias = jax.device_get((state.params["dense"]["kernel"], state.params["dense"]["bias"]))
+    new, metrics = sl.make_train_step(no_dropout)(state, BATCH)
+    error = BATCH["x"] @ kernel + bias - BATCH["y"]
+    grad = 2 * error / error.size
+    # Sums of 16 products in float32.
+    np.testing.assert_allclose(metrics["loss"], np.mean(error**2), rtol=1e-6)
+    expected = kernel - 0.1 * BATCH["x"].T @ grad
+    np.testing.assert_allclose(new.params["dense"]["kernel"], expected, rtol=1e-5, atol=1e-6)
+    norm = np.sqrt(np.sum((BATCH["x"].T @ grad) ** 2) + np.sum(grad.sum(0) ** 2))
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+
+
+def test_unequal_weights_are_exact_under_microbatches(start):
+    weight = np.arange(16, dtype=np.float32)[:, None]
+
+    def weighted(model, batch, rng):
+        model.eval()
+        error = jnp.square(model(batch["x"]) - batch["y"]) * batch["weight"]
+        total = Mean(jnp.sum(error), 8 * jnp.sum(batch["weight"]))
+        return total, {"rows": Mean(jnp.sum(batch["weight"]), jnp.float32(batch["x"].shape[0]))}
+
+    results = {}
+    for microbatches in (1, 2, 4):
+        step = sl.make_train_step(weighted, microbatches=microbatches)
+        state, metrics = step(start(optax.sgd(0.1)), {**BATCH, "weight": weight})
+        results[microbatches] = jax.device_get((state.params, metrics))
+    assert results[1][1]["rows"] == 7.5
+    for microbatches in (2, 4):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+            results[microbatches],
+            results[1],
+        )
+
+
+def test_model_state_goes_through_every_microbatch(start):
+    state = start()
+    for _ in range(2):
+        state, _ = sl.make_train_step(mean_loss, microbatches=4)(state, BATCH)
+    assert int(state.model_state["calls"]) == 8
+
+
+def test_dropout_is_new_in_each_step_and_equal_on_each_mesh(start):
+    def mask(model, batch, rng):
+        out = model(jnp.ones_like(batch["x"]))
+        return mean_loss(model, batch, rng), {"kept": jnp.mean((out != 0).astype(jnp.float32))}
+
+    kept = {}
+    for mesh in ("data=8", "fsdp=4,tensor=2"):
+        state, step = start(optax.sgd(0.0), mesh), sl.make_train_step(mask)
+        values = []
+        for _ in range(4):
+            state, metrics = step(state, BATCH)
+            values.append(float(metrics["kept"]))
+        kept[mesh] = values
+    assert kept["data=8"] == kept["fsdp=4,tensor=2"]
+    assert len(set(kept["data=8"])) > 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "stored"), [("f32", "float32"), ("bf16", "float32"), ("bf16_params", "bfloat16")]
+)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_dtypes_stay_under_every_precision(start, compilations, policy, stored, microbatches):
+    seen = []
+
+    def loss(model, batch, rng):
+        seen.append((model.dense.kernel.dtype, batch["x"].dtype))
+        return mean_loss(model, batch, rng)
+
+    state = start(precision=policy)
+    dtypes = jax.tree.map(lambda x: x.dtype, state)
+    assert state.params["dense"]["kernel"].dtype == stored
+    step = sl.make_train_step(loss, precision=policy, microbatches=microbatches)
+    state, _ = step(state, BATCH)
+    before = compilations()
+    state, metrics = step(state, BATCH)
+    assert jax.tree.map(lambda x: x.dtype, state) == dtypes
+    assert compilations() == before
+    assert set(seen) == {(jnp.dtype("float32" if policy == "f32" else "bfloat16"),) * 2}
+    assert float(metrics["loss"]) == pytest.approx(1.6, abs=0.6)
+
+
+def test_bf16_follows_f32(start):
+    losses = {}
+    for policy in ("f32", "bf16"):
+        state, step = start(precision=policy), sl.make_train_step(mean_loss, precision=policy)
+        losses[policy] = []
+        for _ in range(10):
+            state, metrics = step(state, BATCH)
+            losses[policy].append(float(metrics["loss"]))
+    # bfloat16 keeps 8 bits; the loss averages 128 squared errors.
+    np.testing.assert_allclose(losses["bf16"], losses["f32"], rtol=2**-6)
+
+
+def test_what_a_loss_may_not_return(start):
+    def step(result):
+        return sl.make_train_step(lambda model, batch, rng: result(batch))(start(), BATCH)
+
+    with pytest.raises(ModelError) as error:
+        step(lambda batch: jnp.sum(batch["x"], axis=1))
+    assert str(error.value) == (
+        "the loss function returned 'loss' of shape (16,).\n"
+        "  Reduce it to a scalar, or to Mean(total, weight) of two scalars."
+    )
+    with pytest.raises(ModelError) as error:
+        step(lambda batch: (jnp.sum(batch["x"]), jnp.sum(batch["y"])))
+    assert str(error.value).splitlines()[1] == (
+        "  Return the loss, or (loss, {name: scalar or Mean})."
+    )
+
+
+def test_bad_requests_are_refused_before_anything_is_compiled(start):
+    with pytest.raises(ModelError, match="^microbatches=0 is not positive"):
+        sl.make_train_step(mean_loss, microbatches=0)
+    with pytest.raises(ConfigError, match=r"no precision is called 'fp16'"):
+        sl.make_train_step(mean_loss, precision="fp16")
+    batch = {name: value[:6] for name, value in BATCH.items()}
+    with pytest.raises(RuleError) as error:
+        sl.make_train_step(mean_loss)(start(), batch)
+    assert "data+fsdp+expert=4 does not divide 6" in str(error.value)
+    with pytest.raises(ModelError, match="whose first dim 3 microbatches do not divide"):
+        sl.make_train_step(mean_loss, microbatches=3)(start(), BATCH)
+    with pytest.raises(RuleError, match="data\\+fsdp\\+expert=4 does not divide 2"):
+        sl.make_train_step(mean_loss, microbatches=8)(start(), BATCH)
+
+
+def test_evaluation_changes_nothing_and_adds_up_exactly(start):
+    from shardlib.train.evaluate import evaluate
+
+    def loss(model, batch, rng):
+        model.eval()
+        error = jnp.square(model(batch["x"]) - batch["y"])
+        return Mean(jnp.sum(error), jnp.float32(error.size))
+
+    state = start()
+    step = sl.make_eval_step(loss)
+    parts = [{k: v[i : i + 4] for k, v in BATCH.items()} for i in range(0, 16, 4)]
+    whole = evaluate(step, state, [BATCH])
+    assert evaluate(step, state, parts)["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert int(state.step) == 0
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
