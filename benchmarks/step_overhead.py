@@ -54,14 +54,15 @@ class Trainer:
 
 def shardlib_trainer(config: PlainConfig, mesh: Any, *, length: int, steps: int) -> Trainer:
     """Returns shardlib's transformer of these sizes with its optimizer and step."""
+    from shardlib_models.transformer import FAMILY
+
     import shardlib as sl
-    from shardlib.registry import DataSpec, family
+    from shardlib.registry import DataSpec
     from shardlib.train.optim import OptimizerConfig, build_optimizer
 
-    transformer = family("transformer")
     sizes = dataclasses.asdict(config)
     dtype, attention = sizes.pop("dtype"), sizes.pop("attention")
-    model = transformer.config(**sizes, attention=attention or "xla")
+    model = FAMILY.config(**sizes, attention=attention or "xla")
     data = DataSpec(vocab_size=config.vocab_size, sequence_length=length)
     optimizer = build_optimizer(
         OptimizerConfig(learning_rate=LEARNING_RATE, weight_decay=0.1, clip_norm=1.0),
@@ -69,9 +70,9 @@ def shardlib_trainer(config: PlainConfig, mesh: Any, *, length: int, steps: int)
         global_batch=1,
     )
     with sl.use(mesh, sl.rules.STANDARD):
-        state = sl.init_state(lambda rngs: transformer.make(model, data, rngs), optimizer.transform)
+        state = sl.init_state(lambda rngs: FAMILY.make(model, data, rngs), optimizer.transform)
         step = sl.make_train_step(
-            functools.partial(transformer.loss, train=True),
+            functools.partial(FAMILY.loss, train=True),
             precision="bf16" if dtype == "bfloat16" else "f32",
             schedule=optimizer.schedule,
         )

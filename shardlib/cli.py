@@ -5,6 +5,7 @@ Exit codes: 0 when all is well; 2 when what was asked for is wrong (usage, confi
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -17,7 +18,10 @@ from shardlib.errors import ConfigError, MeshError, RuleError, ShardlibError
 # What each command needs is imported inside it, so that `shardlib --help` does not wait for JAX.
 
 ConfigPath = Annotated[
-    str, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/quickstart.yaml.")
+    str,
+    typer.Argument(
+        metavar="CONFIG", help="A YAML file, such as configs/quickstart.yaml, or a run's directory."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -219,7 +223,8 @@ def _load(path: str, overrides: list[str] | None) -> Any:
     from shardlib.config import load
     from shardlib.run.config import RunConfig
 
-    return load(RunConfig, path, overrides or ())
+    of_run = os.path.join(path, "config.yaml")
+    return load(RunConfig, of_run if os.path.isfile(of_run) else path, overrides or ())
 
 
 def _console() -> Any:

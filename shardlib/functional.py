@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen, nnx
 
 from shardlib.errors import ModelError
-from shardlib.paths import key_string, named_leaves, path_string
+from shardlib.paths import key_string, path_string
 
 Tree = dict[str, Any]
 AxesByPath = dict[str, tuple[str | None, ...] | None]
@@ -61,15 +62,20 @@ def functional(make: Any, inputs: tuple[Any, ...] = ()) -> FunctionalModule:
             "is in memory with `sl.shard(model)`."
         )
     made: list[Any] = []
-    jax.eval_shape(lambda key: made.append(_make(make, key)), jax.random.key(0))
+
+    def trace(key: jax.Array) -> None:
+        module = _make(make, key)
+        made.append(NnxFunctional(make, module) if isinstance(module, nnx.Module) else module)
+
+    jax.eval_shape(trace, jax.random.key(0))
+    if isinstance(made[0], NnxFunctional):
+        return made[0]
     if isinstance(made[0], linen.Module):
         return LinenFunctional(made[0], inputs)
-    if not isinstance(made[0], nnx.Module):
-        raise ModelError(
-            f"the model function returned {type(made[0]).__name__}, which is no Flax module.\n"
-            "  Return an `nnx.Module` or a `flax.linen.Module`."
-        )
-    return NnxFunctional(make)
+    raise ModelError(
+        f"the model function returned {type(made[0]).__name__}, which is no Flax module.\n"
+        "  Return an `nnx.Module` or a `flax.linen.Module`."
+    )
 
 
 def _make(make: Callable[[nnx.Rngs], Any], key: jax.Array) -> Any:
@@ -126,18 +132,14 @@ class _Layout:
 class NnxFunctional:
     """The functional view of an NNX module."""
 
-    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]):
-        self._make = make
-        self.axes: AxesByPath = {}
-        jax.eval_shape(self._record, jax.random.key(0))
-
-    def _record(self, key: jax.Array) -> None:
-        module = _make(self._make, key)
+    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], module: nnx.Module):
+        """Args: what makes the module, and one that it made, whose arrays may be traced."""
         _refuse_loose_arrays(module)
+        self._make = make
         self._graphdef, params, rngs, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
         self._params, self._rest = _Layout.of(params), _Layout.of(rest)
         self._rngs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rngs)
-        self.axes = {**_nnx_axes(params), **_nnx_axes(rest)}
+        self.axes: AxesByPath = {**_nnx_axes(params), **_nnx_axes(rest)}
 
     def init(self, key: jax.Array) -> tuple[Tree, Tree]:
         _, params, _, rest = nnx.split(_make(self._make, key), nnx.Param, nnx.RngState, ...)
@@ -168,8 +170,11 @@ def _fresh_rng(template: jax.ShapeDtypeStruct, key: jax.Array, index: int) -> ja
 
 def _refuse_loose_arrays(module: nnx.Module) -> None:
     """An array outside of a variable would be a constant of the compiled step, and untrained."""
-    leaves = named_leaves(nnx.state(module), is_leaf=_is_variable)
-    loose = [path for path, leaf in leaves.items() if not _is_variable(leaf)]
+    loose = [
+        "/".join(str(part) for part in path)
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, jax.Array | np.ndarray)
+    ]
     if loose:
         raise ModelError(
             f"{type(module).__name__} holds arrays outside of variables: {', '.join(loose)}.\n"

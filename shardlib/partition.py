@@ -80,6 +80,26 @@ def place(tree: Any, axes: AxesByPath, rules: AxisRules, mesh: Any) -> dict[str,
     return placements
 
 
+def place_model_state(
+    tree: Any, axes: AxesByPath, rules: AxisRules, mesh: Any
+) -> dict[str, Placement]:
+    """Places model state: what names no axes (statistics, counters) is small and is replicated.
+
+    The arguments and errors are those of `place`; no path pattern and no `auto` applies.
+    """
+    unnamed = {path for path in named_leaves(tree) if axes.get(path) is None}
+    named = {
+        path: (None,) * len(leaf.shape) if path in unnamed else axes[path]
+        for path, leaf in named_leaves(tree).items()
+    }
+    return {
+        path: dataclasses.replace(p, logical_axes=None, origin="model state without names")
+        if path in unnamed
+        else p
+        for path, p in place(tree, named, rules, mesh).items()
+    }
+
+
 def _raise_faults(placements: Iterable[Placement]) -> None:
     """Raises all faults at once: those with the same remedy together, the remedy once."""
     by_fix: dict[str, list[str]] = {}
@@ -191,9 +211,8 @@ def _place_statistic(path: str, leaf: Any, owner: Placement | None) -> Placement
     if owner is None or kept is None:
         resolution = Resolution(PartitionSpec(*[None] * len(shape)), ())
         origin = f"of {owner.path}" if owner else "no parameter"
-        return Placement(
-            path, shape, leaf.dtype, None, origin, resolution, "not a parameter's shape"
-        )
+        note, is_small = "not a parameter's shape", math.prod(shape) <= 1
+        return Placement(path, shape, leaf.dtype, None, origin, resolution, note, is_small)
     chosen = {c.dim: c for c in owner.resolution.choices}
     spec = PartitionSpec(*[owner.spec[d] if d < len(owner.spec) else None for d in kept])
     choices = tuple(chosen[d]._replace(dim=i) for i, d in enumerate(kept) if d in chosen)

@@ -158,7 +158,7 @@ def test_linen_inputs_may_be_shapes_and_plain_values():
 def test_layers_of_a_stack_get_keys_of_their_own():
     class Stack(nnx.Module):
         def __init__(self, rngs):
-            self.rngs = rngs.fork(split=3)
+            self.rngs = rngs.split(3)
 
         def __call__(self):
             return self.rngs.params.key[...]

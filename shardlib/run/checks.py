@@ -137,9 +137,10 @@ def check_rules_used(config: RunConfig, definition: Definition) -> None:
         if name not in known
     ]
     origins = {placement.origin for placement in placements}
+    unnamed = [placement.path for placement in placements if placement.origin != "metadata"]
     faults += [
         f"rules.paths: {pattern!r} gives no parameter its axes: none without axes of its own has "
-        f"such a path.{did_you_mean(pattern, definition.params)}\n  Remove it or correct it."
+        f"such a path.{did_you_mean(pattern, unnamed)}\n  Remove it or correct it."
         for pattern in config.rules.paths
         if f"path {pattern}" not in origins
     ]

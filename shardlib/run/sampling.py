@@ -62,7 +62,9 @@ class Sampler:
         key = jax.random.key(seed)
         drawn = jax.device_get(self._sample(state, tokens, length, np.float32(temperature), key))
         new = [int(token) for token in drawn[0, tokens.shape[1] :]]
-        return self._tokenizer.decode(new[: new.index(end)] if end in new else new)
+        new = new[: new.index(end)] if end in new else new
+        # A model may have more rows than there are tokens, so that a mesh divides them.
+        return self._tokenizer.decode(t for t in new if t < self._tokenizer.vocab_size)
 
 
 def generate(

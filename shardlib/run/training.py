@@ -17,10 +17,10 @@ from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
 from shardlib.run.log import RunLog
 from shardlib.run.sampling import Sampler
-from shardlib.run.setup import Setup, make_scope, model_maker, open_source, setup
+from shardlib.run.setup import Setup, make_scope, open_source, setup
 from shardlib.train.evaluate import evaluate
 from shardlib.train.loop import Loop
-from shardlib.train.state import TrainState, init_state
+from shardlib.train.state import TrainState, materialize
 from shardlib.train.step import make_eval_step, make_train_step
 
 
@@ -129,10 +129,10 @@ class _Run:
         if not is_new and not start:
             self.log.notice(f"{self.directory} has no checkpoint yet: training from the start")
         with distributed.StopRequest() as stop:
-            state = self._state(start)
             if start < steps:
-                state = self._train(state, start, stop)
+                state = self._train(start, stop)
             else:
+                state = self._state(start)
                 self.log.notice(
                     f"already trained to step {start}; give a larger train.steps to go on"
                 )
@@ -152,23 +152,17 @@ class _Run:
         if start:
             self.log.waiting(f"restoring step {start}")
             return self.checkpoints.restore(start, self.parts.abstract)
-        scope = self.parts.scope
-        return init_state(
-            model_maker(self.config, self.parts.family, self.parts.data),
-            self.parts.optimizer.transform,
-            seed=self.config.seed,
-            precision=self.config.precision,
-            mesh=scope.mesh,
-            rules=scope.rules,
-        )
+        return materialize(self.parts.abstract, seed=self.config.seed)
 
-    def _train(self, state: TrainState, start: int, stop: distributed.StopRequest) -> TrainState:
+    def _train(self, start: int, stop: distributed.StopRequest) -> TrainState:
         shardings = self.parts.shardings(self.source)
-        if jax.process_index() == 0:
-            self.directory.write(self.config, self.source.tokenizer)
-        self.log.open(start)
-        self.log.waiting("compiling the training step")
+        # Opened first: its thread reads while the state is made and the step compiles.
         with Prefetcher(self.source, shardings, start) as batches:
+            state = self._state(start)
+            if jax.process_index() == 0:
+                self.directory.write(self.config, self.source.tokenizer)
+            self.log.open(start)
+            self.log.waiting("compiling the training step")
             loop = Loop(
                 self._step,
                 batches,

@@ -1,7 +1,7 @@
 """The state of a training run: one pytree, made on its shards."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,8 +11,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib.constrain import Scope, active_or
 from shardlib.functional import FunctionalModule, functional
-from shardlib.partition import Placement, place, place_optimizer, shardings
-from shardlib.paths import named_leaves
+from shardlib.partition import (
+    Placement,
+    place,
+    place_model_state,
+    place_optimizer,
+    shardings,
+)
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
 from shardlib.rules import AxisRules
@@ -79,7 +84,7 @@ def abstract_state(
     dtypes = precision_named(precision)
 
     def init(key: jax.Array) -> tuple[Any, ...]:
-        return _init(module, optimizer, dtypes, key)
+        return _init(module, optimizer, dtypes.store, key)
 
     step, params, model_state, opt_state, rng = jax.eval_shape(init, jax.random.key(0))
     param_places = place(params, module.axes, scope.rules, scope.mesh)
@@ -88,7 +93,7 @@ def abstract_state(
         optimizer,
         scope,
         param_places,
-        place(model_state, _without_names(model_state, module), scope.rules, scope.mesh),
+        place_model_state(model_state, module.axes, scope.rules, scope.mesh),
         place_optimizer(opt_state, param_places),
     )
     state = TrainState(step, params, model_state, opt_state, rng, definition)
@@ -128,10 +133,18 @@ def init_state(
     abstract = abstract_state(
         make, optimizer, inputs=inputs, precision=precision, mesh=mesh, rules=rules
     )
-    definition, dtypes = abstract.definition, precision_named(precision)
+    return materialize(abstract, seed=seed)
+
+
+def materialize(abstract: TrainState, *, seed: int = 0) -> TrainState:
+    """Makes the state that `abstract_state` described; see `init_state`."""
+    definition = abstract.definition
+
+    def store(params: Any) -> Any:
+        return jax.tree.map(lambda p, like: p.astype(like.dtype), params, abstract.params)
 
     def init(key: jax.Array) -> TrainState:
-        step, *rest = _init(definition.module, optimizer, dtypes, key)
+        step, *rest = _init(definition.module, definition.optimizer, store, key)
         return TrainState(step, *rest, definition=definition)
 
     placed = jax.tree.map(lambda x: x.sharding, abstract)
@@ -141,21 +154,13 @@ def init_state(
 def _init(
     module: FunctionalModule,
     optimizer: optax.GradientTransformation,
-    dtypes: Precision,
+    store: Callable[[Any], Any],
     key: jax.Array,
 ) -> tuple[Any, ...]:
     init_key, rng = jax.random.split(key)
     params, model_state = module.init(init_key)
-    params = dtypes.store(params)
+    params = store(params)
     return jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), rng
-
-
-def _without_names(model_state: Any, module: FunctionalModule) -> dict[str, Any]:
-    """Model state that names no axes is small (statistics, counters) and is replicated."""
-    return {
-        path: module.axes.get(path) or (None,) * len(leaf.shape)
-        for path, leaf in named_leaves(model_state).items()
-    }
 
 
 def state_shardings(state: TrainState) -> TrainState:

@@ -35,7 +35,8 @@ def resnet():
     digits = load_digits()
     images = (digits.images / 8 - 1).astype(np.float32)[..., None]
     labels = digits.target.astype(np.int32)
-    rows = [slice(32 * i, 32 * i + 32) for i in range(30)]
+    # The last stage normalises one pixel an example: few examples would be ill-conditioned.
+    rows = [np.arange(64 * i, 64 * i + 64) % len(labels) for i in range(30)]
     batches = [{"images": images[r], "labels": labels[r]} for r in rows]
     return make_task("resnet", config, DataSpec(num_classes=10, image_shape=(8, 8, 1)), batches, {})
 

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -5,11 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-
-from shardlib import remat
-from shardlib.errors import ModelError
-from shardlib.functional import functional
-from shardlib.registry import DataSpec
 from shardlib_models.transformer import FAMILY, flops_per_example, loss, make
 from shardlib_models.transformer_config import (
     REMAT_TAGS,
@@ -19,6 +15,11 @@ from shardlib_models.transformer_config import (
     opt_125m,
     validate,
 )
+
+from shardlib import remat
+from shardlib.errors import ModelError
+from shardlib.functional import functional
+from shardlib.registry import DataSpec
 
 VOCAB, LENGTH = 31, 12
 DATA = DataSpec(vocab_size=VOCAB, sequence_length=LENGTH)
@@ -46,11 +47,11 @@ def batch_of(batch=2):
     return {"tokens": tokens(batch), "targets": tokens(batch, seed=1)}
 
 
-def loss_function(config, batch, **options):
-    """`init(key) -> params`, and `(params) -> (loss, metrics)` of a training step."""
+def loss_function(config, **options):
+    """`init(key) -> params`, and `(params, batch) -> (loss, metrics)` of a training step."""
     module = functional(lambda rngs: make(config, DATA, rngs))
 
-    def value(params):
+    def value(params, batch):
         model = module.merge(params, {}, jax.random.key(1))
         mean, metrics = loss(model, batch, jax.random.key(2), **{"train": True, **options})
         return mean.value, metrics
@@ -59,18 +60,19 @@ def loss_function(config, batch, **options):
 
 
 def loss_of(config, batch, **options):
-    init, value = loss_function(config, batch, **options)
-    return jax.jit(lambda key: value(init(key)))(jax.random.key(0))
+    init, value = loss_function(config, **options)
+    return jax.jit(lambda key: value(init(key), batch))(jax.random.key(0))
 
 
-def loss_and_gradient(config, batch, dtype=jnp.float32, **options):
-    init, value = loss_function(config, batch, **options)
+@functools.cache
+def step(config, dtype=jnp.float32):
+    init, value = loss_function(config)
 
-    def run(key):
-        params = jax.tree.map(lambda x: x.astype(dtype), init(key))
-        return jax.value_and_grad(value, has_aux=True)(params)
+    def run(batch):
+        params = jax.tree.map(lambda x: x.astype(dtype), init(jax.random.key(0)))
+        return jax.value_and_grad(value, has_aux=True)(params, batch)
 
-    return jax.jit(run)(jax.random.key(0))
+    return jax.jit(run)
 
 
 def assert_close(a, b, **tolerance):
@@ -104,7 +106,7 @@ def test_padding_takes_no_part_in_loss_or_gradient():
     def run(fill):
         row = jnp.where(segments > 0, tokens(1), fill)
         batch = {"tokens": row, "targets": row, "segment_ids": segments, "positions": positions}
-        return loss_and_gradient(TransformerConfig(**SMALL), batch)
+        return step(TransformerConfig(**SMALL))(batch)
 
     (value, metrics), gradient = run(3)
     (other, _), other_gradient = run(7)
@@ -113,15 +115,11 @@ def test_padding_takes_no_part_in_loss_or_gradient():
     assert_close(gradient["layers"], other_gradient["layers"], atol=1e-7)
 
 
-@functools.cache
-def with_remat(policy):
-    config = TransformerConfig(**SMALL, dropout=0.2, remat=policy)
-    return loss_and_gradient(config, batch_of())
-
-
 @pytest.mark.parametrize("policy", ["dots", "full", "save:attention_out,mlp_out"])
 def test_remat_changes_neither_loss_nor_gradient_under_dropout(policy):
-    assert_close(with_remat("none"), with_remat(policy), rtol=1e-4, atol=1e-6)
+    plain = TransformerConfig(**SMALL, dropout=0.2)
+    other = dataclasses.replace(plain, remat=policy)
+    assert_close(step(plain)(batch_of()), step(other)(batch_of()), rtol=1e-4, atol=1e-6)
 
 
 def test_every_remat_tag_is_used():
@@ -135,10 +133,7 @@ def test_every_remat_tag_is_used():
 def test_the_program_does_not_grow_with_the_depth():
     def lines(depth):
         config = TransformerConfig(**(SMALL | {"num_layers": depth, "dropout": 0.1}))
-        init, value = loss_function(config, batch_of())
-        params = jax.eval_shape(init, jax.random.key(0))
-        text = jax.jit(jax.grad(value, has_aux=True)).lower(params).as_text()
-        return len(text.splitlines())
+        return len(step(config).lower(batch_of()).as_text().splitlines())
 
     assert lines(5) == lines(11)
 
@@ -146,17 +141,15 @@ def test_the_program_does_not_grow_with_the_depth():
 @pytest.mark.parametrize("options", [SMALL, CLASSIC])
 def test_bfloat16_parameters_compute_in_bfloat16_under_strict_promotion(options):
     config = TransformerConfig(**options, dropout=0.1)
-    (value, _), gradient = jax.eval_shape(
-        lambda: loss_and_gradient(config, batch_of(), jnp.bfloat16)
-    )
+    (value, _), gradient = jax.eval_shape(step(config, jnp.bfloat16), batch_of())
     assert value.dtype == jnp.float32
     assert {g.dtype for g in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_bfloat16_loss_and_gradient_are_near_those_of_float32():
     config = TransformerConfig(**SMALL)
-    (value, _), gradient = loss_and_gradient(config, batch_of(), jnp.bfloat16)
-    (exact, _), exact_gradient = loss_and_gradient(config, batch_of())
+    (value, _), gradient = step(config, jnp.bfloat16)(batch_of())
+    (exact, _), exact_gradient = step(config)(batch_of())
     np.testing.assert_allclose(value, exact, rtol=2**-7)
     head, exact_head = gradient["head"]["kernel"], exact_gradient["head"]["kernel"]
     difference = jnp.linalg.norm(head.astype(jnp.float32) - exact_head)

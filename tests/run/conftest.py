@@ -18,7 +18,7 @@ from shardlib import run
 from shardlib.config import load
 from shardlib.run import RunConfig
 
-WORDS = "the quick brown fox jumps over a lazy dog while birds sing in tall green trees".split()
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "birds", "sing", "trees")
 
 CONFIG = """
 run_dir: {run_dir}

@@ -20,6 +20,11 @@ def test_text_comes_from_the_newest_checkpoint(finished, tmp_path):
     assert run.generate(str(run_dir), length=12, seed=1) != run.generate(str(run_dir), length=12)
 
 
+def test_rows_of_the_model_that_stand_for_no_token_are_left_out(finished):
+    # At such a temperature all 264 rows are about as likely, and there are 257 tokens.
+    assert run.generate(str(finished.run_dir), length=300, temperature=1e6, seed=3)
+
+
 def test_text_comes_from_other_devices(finished, lab):
     words = ("generate", finished.run_dir, "--prompt", "the ", "--length", "12")
     words = (*words, "--temperature", "0", "--mesh", "auto")
@@ -91,12 +96,13 @@ def test_explain_refuses_what_train_would(lab):
     )
 
 
-def test_explain_prints_json(lab):
-    done = lab.shardlib("explain", lab.config_file, "--json", "--on", "v5e-8")
+def test_explain_prints_json(finished, lab):
+    # The directory of a run stands for its config.
+    done = lab.shardlib("explain", finished.run_dir, "--json", "--on", "v5e-8")
     assert (done.returncode, done.stderr) == (0, "")
     facts = json.loads(done.stdout)
     assert facts["mesh"] == {"fsdp": 8}
-    assert facts["num_params"] == 37_472
+    assert facts["num_params"] == 37_536
     kernel = next(row for row in facts["rows"] if row["path"] == "head/kernel")
     assert kernel["logical_axes"] == ["embed", "vocab"]
     assert kernel["spec"] == ["fsdp", None]

@@ -102,7 +102,7 @@ def test_a_directory_of_another_config_is_refused_by_key(finished, lab, tmp_path
     )
     # The checkpoint tells as well, where the config is gone.
     (run_dir / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match="model.num_layers: 2 in the run, 3 now"):
+    with pytest.raises(ConfigError, match=r"model\.num_layers: 2 in the run, 3 now"):
         run.train(changed)
 
 
@@ -121,8 +121,8 @@ def test_a_checkpoint_of_another_model_is_refused_by_leaf(finished, lab, tmp_pat
     assert str(refused.value) == (
         f"checkpoint {run_dir}/checkpoints/00000021 is of another model or optimizer: "
         f"2 of {leaves} leaves differ:\n"
-        "  params/head/kernel: expected float32[32, 264], missing from the checkpoint\n"
-        "  params/head/weight: not expected, found float32[32, 264]\n"
+        "  params/head/kernel: expected float32[32,264], missing from the checkpoint\n"
+        "  params/head/weight: not expected, found float32[32,264]\n"
         "  Restore it with the configuration it was saved with, or start another run."
     )
 

@@ -109,9 +109,11 @@ def test_batch_that_the_mesh_does_not_divide(refused):
 
 
 def test_missing_or_empty_data(refused, tmp_path):
-    code, err = refused(f"data.path={tmp_path}/corpus")
-    assert code == FAILURE
-    assert err.startswith(f"DataError: data.path: '{tmp_path}/corpus' does not exist")
+    assert refused(f"data.path={tmp_path}/corpus") == (
+        FAILURE,
+        f"DataError: data.path: there is nothing at '{tmp_path}/corpus'.\n"
+        f"  Correct the path; it is relative to '{os.getcwd()}'.\n",
+    )
     (tmp_path / "empty.txt").write_text("")
     assert refused(f"data.path={tmp_path}/empty.txt") == (
         FAILURE,

@@ -22,9 +22,15 @@ def launch(lab):
     started = []
 
     def start(processes, *words):
-        command = lab.command("launch", "--processes", processes, "--", *words)
         started.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                lab.command("launch", "--processes", processes, "--", *words),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                # Every process compiles its programs, and here they run for a moment only.
+                env={**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+            )
         )
         return started[-1]
 

@@ -63,8 +63,8 @@ def test_what_a_person_sees_of_a_run(finished):
     for text in (
         "8 x cpu",
         "fsdp=8 over 8 cpu devices",
-        "37.1 k parameters, 18.7 KiB per device",
-        "128 tokens, 22.8 MFLOP",
+        "37.5 k parameters, 18.9 KiB per device",
+        "128 tokens, 23.0 MFLOP",
         "\ncompiling the training step\n",
         "\nstep  1/20  loss ",
         "\nstep 10/20  loss ",
@@ -172,14 +172,15 @@ def test_a_failure_ends_the_run_and_its_threads(lab, finished, tmp_path):
         check=False,
     )
     assert done.returncode == 1
-    fault = done.stderr[done.stderr.rindex("CheckpointError: ") :]
-    assert fault.startswith(
-        "CheckpointError: the checkpoint of step 10 could not be written to "
-        f"{tmp_path}/run/checkpoints: "
+    said = done.stderr.splitlines()
+    at = next(i for i, line in enumerate(said) if line.startswith("CheckpointError: "))
+    place = f"{tmp_path}/run/checkpoints"
+    assert said[at].startswith(
+        f"CheckpointError: the checkpoint of step 10 could not be written to {place}: "
     )
-    assert fault.endswith("  Free space or restore access there; complete steps: none.\n")
+    assert said[at + 1] == "  Free space or restore access there; complete steps: none."
     written = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert 10 <= len(written) < 20
+    assert 10 <= len(written) <= 20  # It is noticed when the next one is due.
     assert json.loads(written[-1])["step"] == len(written)
 
 

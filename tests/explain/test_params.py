@@ -1,0 +1,228 @@
+"""The report on who is sharded how: rows, totals, faults, text and JSON."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import shardlib as sl
+from shardlib.explain.params import bytes_text, spec_text
+from shardlib.mesh import abstract_mesh
+
+RULES = sl.AxisRules(
+    params={
+        "vocab": "tensor",
+        "heads": ["tensor", "data", None],
+        "embed": "fsdp",
+        "norm": None,
+        "expert": "expert",
+    },
+    activations={"*": None},
+    paths={"**/plain": ("norm",), "no/such": ()},
+    auto=sl.rules.Auto("fsdp", min_elements=256),
+)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        def param(shape, *axes):
+            value = jax.random.normal(rngs.params(), shape)
+            return nnx.Param(value, out_sharding=axes or None, eager_sharding=False)
+
+        self.table = param((64, 32), "vocab", "embed")
+        self.heads = param((64, 3, 32), "vocab", "heads", "embed")
+        self.scale = param((32,), "norm")
+        self.free = param((16, 32))
+        self.small = param((5,))
+        self.sub = nnx.Dict(plain=param((7,)))
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+
+
+def report(mesh="fsdp=4,tensor=2", num_devices=8, rules=RULES, optimizer=None):
+    state = sl.abstract_state(
+        Model,
+        optimizer or optax.sgd(0.1, momentum=0.9),
+        mesh=abstract_mesh(mesh, num_devices),
+        rules=rules,
+    )
+    return sl.explain(state)
+
+
+def rows(found, section="params"):
+    return {row.path: row for row in found.rows if row.section == section}
+
+
+def test_a_row_for_each_leaf():
+    found = report()
+    assert list(rows(found)) == ["free", "heads", "scale", "small", "sub/plain", "table"]
+    assert list(rows(found, "model_state")) == ["count"]
+    momentum = [f"0/trace/{path}" for path in rows(found)]
+    assert list(rows(found, "opt_state")) == momentum
+
+
+def test_a_row_tells_who_and_why():
+    row = rows(report())["heads"]
+    assert row.shape == (64, 3, 32)
+    assert row.dtype == "float32"
+    assert row.logical_axes == ("vocab", "heads", "embed")
+    assert row.spec == ("tensor", None, "fsdp")
+    assert row.origin == "metadata"
+    assert row.refused == ("heads: not tensor: mesh axis 'tensor' already shards dim 0",)
+    assert row.absent_mesh_axes == ("data",)
+    assert row.bytes_total == 64 * 3 * 32 * 4
+    assert row.bytes_per_device == row.bytes_total // 8
+    assert (row.copies, row.replicated_bytes) == (1, 0)
+
+
+def test_copies_and_replicated_bytes():
+    found = rows(report("data=2,fsdp=4"))
+    assert (found["table"].copies, found["table"].replicated_bytes) == (2, 64 * 32 * 4)
+    assert (found["scale"].copies, found["scale"].replicated_bytes) == (8, 7 * 32 * 4)
+    assert found["free"].spec == (None, "fsdp")
+
+
+def test_totals():
+    found = report()
+    sizes = {"table": 2048, "heads": 6144, "scale": 32, "free": 512, "small": 5, "sub/plain": 7}
+    assert found.num_params() == sum(sizes.values())
+    assert found.total_bytes("params") == 4 * sum(sizes.values())
+    assert found.total_bytes("opt_state") == found.total_bytes("params")
+    assert found.total_bytes() == 2 * found.total_bytes("params") + 4
+    each = 4 * (2048 // 8 + 6144 // 8 + 32 + 512 // 4 + 5 + 7)
+    assert found.bytes_per_device("params") == each
+    assert found.bytes_per_device() == 2 * each + 4
+
+
+def test_rules_that_nothing_used():
+    assert report().unused_rules == ("expert",)
+    assert report().unused_paths == ("no/such",)
+
+
+class TestFaults:
+    """What `--strict` fails on."""
+
+    def test_none_where_all_is_as_the_rules_say(self):
+        assert report().faults(threshold_bytes=1) == []
+
+    def test_nothing_is_replicated_on_one_device(self):
+        assert report("data=1", 1).faults(threshold_bytes=1) == []
+
+    def test_a_mesh_that_lacks_what_the_rules_ask_for(self):
+        found = report("data=8").faults(threshold_bytes=1)
+        # The heads could have gone over data, which does not divide them.
+        assert [str(fault) for fault in found] == [
+            "free (2.0 KiB) is replicated: fsdp has size 1 in this mesh",
+            "heads (24.0 KiB) is replicated: heads: not data: data=8 does not divide 3; "
+            "this mesh has no tensor, fsdp",
+            "table (8.0 KiB) is replicated: this mesh has no tensor, fsdp",
+        ]
+
+    def test_the_threshold_counts_bytes(self):
+        assert [f.path for f in report("data=8").faults(8192)] == ["heads", "table"]
+        assert report("data=8").faults() == []
+
+    def test_what_a_rule_replicates_is_none(self):
+        rules = dataclasses.replace(sl.rules.DATA, params=(("*", ((),)),))
+        assert report("data=8", rules=rules).faults(1) == []
+
+
+def lines_of(found):
+    """The cells of the table, and the lines below it."""
+    lines = [line.rstrip() for line in str(found).splitlines()]
+    cells = [[c.strip() for c in line.split("│")[1:-1]] for line in lines if line[:1] == "│"]
+    end = next(i for i, line in enumerate(lines) if line.startswith("└"))
+    return lines[0], cells, lines[end + 1 :]
+
+
+def test_text():
+    title, cells, footer = lines_of(report("data=2,fsdp=4"))
+    assert title == "parameters on mesh data=2,fsdp=4"
+    replicated = "heads: not data: data=2 does not divide 3"
+    assert cells == [
+        ["free", "16x32", "float32", "-", "-, fsdp", "auto", "512 B", "2.0 KiB"],
+        ["", "", "", "", "", "largest dim that divides", "", ""],
+        [
+            *["heads", "64x3x32", "float32", "vocab, heads, embed", "-, -, fsdp"],
+            *["metadata", "6.0 KiB", "24.0 KiB"],
+        ],
+        ["", "", "", "", "", replicated, "", ""],
+        ["", "", "", "", "", "this mesh has no tensor", "", ""],
+        ["scale", "32", "float32", "norm", "-", "metadata", "128 B", "896 B"],
+        ["small", "5", "float32", "-", "-", "auto", "20 B", "140 B"],
+        ["", "", "", "", "", "smaller than 256 elements", "", ""],
+        ["sub/plain", "7", "float32", "norm", "-", "path **/plain", "28 B", "196 B"],
+        ["table", "64x32", "float32", "vocab, embed", "-, fsdp", "metadata", "2.0 KiB", "8.0 KiB"],
+        ["", "", "", "", "", "this mesh has no tensor", "", ""],
+        ["count", "scalar", "int32", "-", "", "metadata", "4 B", "28 B"],
+    ]
+    assert footer == [
+        "params: 34.2 KiB in all, 8.7 KiB on each device",
+        "model state: 4 B in all, 4 B on each device",
+        "opt state: 34.2 KiB in all, 8.7 KiB on each device",
+        "state: 17.3 KiB on each device",
+        "path rules that no parameter matched: no/such",
+        "rules that no parameter used: expert",
+    ]
+
+
+def test_json():
+    found = report()
+    data = json.loads(found.to_json())
+    assert data == json.loads(json.dumps(found.to_dict()))
+    assert data["mesh"] == {"fsdp": 4, "tensor": 2}
+    assert data["num_params"] == found.num_params()
+    assert data["bytes_total"]["params"] == found.total_bytes("params")
+    assert data["bytes_per_device"]["opt_state"] == found.bytes_per_device("opt_state")
+    assert data["unused_rules"] == ["expert"]
+    assert data["unused_paths"] == ["no/such"]
+    (row,) = (row for row in data["rows"] if row["path"] == "heads")
+    assert row == {
+        "section": "params",
+        "path": "heads",
+        "shape": [64, 3, 32],
+        "dtype": "float32",
+        "logical_axes": ["vocab", "heads", "embed"],
+        "origin": "metadata",
+        "spec": ["tensor", None, "fsdp"],
+        "refused": ["heads: not tensor: mesh axis 'tensor' already shards dim 0"],
+        "absent_mesh_axes": ["data"],
+        "note": "",
+        "bytes_total": 24576,
+        "bytes_per_device": 3072,
+        "copies": 1,
+        "asked_for": False,
+        "replicated_bytes": 0,
+    }
+
+
+def test_a_state_in_memory_has_the_report_of_its_plan():
+    mesh, optimizer = sl.make_mesh("fsdp=4,tensor=2"), optax.sgd(0.1, momentum=0.9)
+    state = sl.init_state(Model, optimizer, mesh=mesh, rules=RULES)
+    assert sl.explain(state) == report()
+
+
+def test_takes_a_state():
+    with pytest.raises(TypeError, match=r"explain takes .*, not dict"):
+        sl.explain({"params": 1})
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3.4 * 2**30, "3.4 GiB"),
+        (2**53, "8192.0 TiB"),
+    ],
+)
+def test_bytes_text(num_bytes, text):
+    assert bytes_text(num_bytes) == text
+
+
+def test_spec_text():
+    assert spec_text(("fsdp", None, ("data", "tensor"))) == "fsdp, -, data+tensor"

@@ -1,0 +1,47 @@
+"""What the README shows runs as it stands."""
+
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+README = pathlib.Path(__file__).parents[1] / "README.md"
+pytestmark = pytest.mark.skipif(not README.exists(), reason="runs in the repository")
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def test_the_python_runs(capsys):
+    rng = np.random.default_rng(0)
+    batch = {name: rng.standard_normal((16, 64), dtype=np.float32) for name in "xy"}
+    names = {"batches": [batch] * 3}
+    for block in blocks("python"):
+        exec(block, names)
+    assert float(names["metrics"]["loss"]) > 0
+    table = capsys.readouterr().out
+    assert "up/kernel" in table
+    assert "fsdp, tensor" in table
+
+
+def test_it_opens_with_the_two_commands():
+    commands = [block.strip() for block in blocks("bash")]
+    assert commands == [
+        "pip install -e . && shardlib train configs/quickstart.yaml",
+        "pip install -e '.[dev]' && pytest",
+    ]
+
+
+def test_every_file_and_command_it_names_exists():
+    text = README.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (README.parent / target).exists(), target
+
+    import typer
+
+    from shardlib.cli import app
+
+    known = set(typer.main.get_command(app).commands)
+    assert set(re.findall(r"\| `shardlib (\w+)", text)) == known
