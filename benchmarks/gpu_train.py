@@ -90,9 +90,8 @@ def train_in_jax(flags: argparse.Namespace) -> dict[str, Any]:
 
 def model_facts(flags: argparse.Namespace) -> tuple[float, float]:
     """Returns the number of parameters and the model FLOPs of a step."""
-    from shardlib_models.transformer import FAMILY
-
     from shardlib.registry import DataSpec
+    from shardlib_models.transformer import FAMILY
 
     config = plain_config(flags)
     e, d = config.embed_dim, config.head_dim
@@ -148,7 +147,7 @@ def contenders(flags: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
         return rows
     kinds = ["math"] if flags.dry_run else flags.torch_attention.split(",")
     torch = [sys.executable, str(HERE / "torch_llama.py"), *sizes]
-    torch += ["--mode=default"] * flags.dry_run
+    torch += ["--mode=eager"] * flags.dry_run
     return rows | {f"torch_{kind}": ([*torch, f"--attention={kind}"], kind) for kind in kinds}
 
 
@@ -212,7 +211,8 @@ def compare(flags: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Returns the flags of a command line, by default this process's own."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     sizes = {"layers": 24, "embed": 1536, "heads": 12, "kv_heads": 4, "head_dim": 128, "mlp": 4096}
     sizes |= {"vocab": 32768, "batch": 4, "length": 4096, "warmup": 5, "steps": 10, "windows": 3}
@@ -224,7 +224,11 @@ def main() -> None:
     parser.add_argument("--xla-flags", default="", help="added to XLA_FLAGS of the JAX rows")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
     parser.add_argument("--row", choices=("shardlib", "plain_jax"), help=argparse.SUPPRESS)
-    flags = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    flags = parse()
     if flags.row:
         print(json.dumps(train_in_jax(flags)))
         return

@@ -34,11 +34,11 @@ def make_state(way: str, flags: argparse.Namespace) -> dict[str, Any]:
     """Makes the state in one of the two ways; returns what it took."""
     import jax
     import optax
-    from shardlib_models.transformer import FAMILY
 
     import shardlib as sl
     from shardlib.registry import DataSpec
     from shardlib.train.state import state_shardings
+    from shardlib_models.transformer import FAMILY
 
     jax.config.update("jax_num_cpu_devices", flags.devices)
     model = FAMILY.config(

@@ -1,6 +1,6 @@
 """How many tensors a second the rules place, against building their PartitionSpecs by hand.
 
-    python benchmarks/rule_resolution.py
+python benchmarks/rule_resolution.py
 """
 
 import json

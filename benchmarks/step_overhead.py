@@ -54,11 +54,10 @@ class Trainer:
 
 def shardlib_trainer(config: PlainConfig, mesh: Any, *, length: int, steps: int) -> Trainer:
     """Returns shardlib's transformer of these sizes with its optimizer and step."""
-    from shardlib_models.transformer import FAMILY
-
     import shardlib as sl
     from shardlib.registry import DataSpec
     from shardlib.train.optim import OptimizerConfig, build_optimizer
+    from shardlib_models.transformer import FAMILY
 
     sizes = dataclasses.asdict(config)
     dtype, attention = sizes.pop("dtype"), sizes.pop("attention")

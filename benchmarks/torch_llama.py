@@ -142,7 +142,8 @@ def train(flags: argparse.Namespace) -> dict[str, Any]:
         weight_decay=0.1,
         fused=True,
     )
-    compiled = torch.compile(model, mode=flags.mode)
+    how = {"backend": "eager"} if flags.mode == "eager" else {"mode": flags.mode}
+    compiled = torch.compile(model, **how)
     shape = flags.batch, flags.length + 1
     tokens = torch.randint(flags.vocab, shape).to(device)
     allowed = [] if flags.attention == "flex" else [BACKENDS[flags.attention]]
@@ -208,7 +209,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_sizes(parser)
     parser.add_argument("--attention", choices=(*BACKENDS, "flex"), default="flash")
-    parser.add_argument("--mode", default="max-autotune-no-cudagraphs", help="of torch.compile")
+    parser.add_argument(
+        "--mode", default="max-autotune-no-cudagraphs", help="of torch.compile, or eager"
+    )
     print(json.dumps(train(parser.parse_args())))
 
 

@@ -5,11 +5,11 @@ import pathlib
 
 import pytest
 import yaml
-from shardlib_models.transformer_config import llama3_8b
 
 from shardlib import run
 from shardlib.config import load
 from shardlib.train.optim import build_optimizer
+from shardlib_models.transformer_config import llama3_8b
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.yaml"))
 CLUSTERS = {"digits": "cpu:8", "quickstart": "cpu:8"}

@@ -252,8 +252,7 @@ def test_optimizer_state_of_no_parameter_is_reported():
     state = sl.abstract_state(make, optimizer, mesh=mesh, rules=sl.rules.FSDP)
     faults = sl.explain(state).faults(threshold_bytes=1024)
     assert [str(fault) for fault in faults] == [
-        f"0/{moment} (32.5 KiB) is replicated: not a parameter's shape"
-        for moment in ("mu", "nu")
+        f"0/{moment} (32.5 KiB) is replicated: not a parameter's shape" for moment in ("mu", "nu")
     ]
 
 

@@ -28,8 +28,9 @@ def transformer():
 
 @pytest.fixture(scope="session")
 def resnet():
-    from shardlib_models.resnet import ResNetConfig
     from sklearn.datasets import load_digits
+
+    from shardlib_models.resnet import ResNetConfig
 
     config = ResNetConfig(depth=18, stem="small", width=8)
     digits = load_digits()

@@ -157,7 +157,7 @@ def test_text():
         ["sub/plain", "7", "float32", "norm", "-", "path **/plain", "28 B", "196 B"],
         ["table", "64x32", "float32", "vocab, embed", "-, fsdp", "metadata", "2.0 KiB", "8.0 KiB"],
         ["", "", "", "", "", "this mesh has no tensor", "", ""],
-        ["count", "scalar", "int32", "-", "", "metadata", "4 B", "28 B"],
+        ["count", "scalar", "int32", "-", "", "model state without names", "4 B", "28 B"],
     ]
     assert footer == [
         "params: 34.2 KiB in all, 8.7 KiB on each device",

@@ -25,6 +25,19 @@ def launch(code, processes=2, **options):
     return code, output.getvalue()
 
 
+def test_what_gloo_says_of_its_connections_is_left_out():
+    said = "Rank 1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+    code, text = launch(
+        f"""
+        print("[Gloo] {said}")
+        print("[Gloo] Rank 0[Gloo] {said}")
+        print("[Gloo] something went wrong")
+    """,
+        1,
+    )
+    assert (code, text) == (0, "[0] [Gloo] something went wrong\n")
+
+
 def test_every_line_tells_its_process():
     code, text = launch(f"""
         import os, sys

@@ -7,11 +7,11 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from shardlib_models.resnet import FAMILY, ResNetConfig, flops_per_example, loss, make, validate
 
 from shardlib.errors import ModelError
 from shardlib.functional import functional
 from shardlib.registry import DataSpec
+from shardlib_models.resnet import FAMILY, ResNetConfig, flops_per_example, loss, make, validate
 
 DATA = DataSpec(num_classes=10, image_shape=(8, 8, 1))
 SMALL = ResNetConfig(depth=18, stem="small", width=4)

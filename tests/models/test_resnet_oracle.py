@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from shardlib_models.resnet import DEPTHS, ResNetConfig, make
 
 from shardlib.registry import DataSpec
+from shardlib_models.resnet import DEPTHS, ResNetConfig, make
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

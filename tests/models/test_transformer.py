@@ -6,6 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+
+from shardlib import remat
+from shardlib.errors import ModelError
+from shardlib.functional import functional
+from shardlib.registry import DataSpec
 from shardlib_models.transformer import FAMILY, flops_per_example, loss, make
 from shardlib_models.transformer_config import (
     REMAT_TAGS,
@@ -15,11 +20,6 @@ from shardlib_models.transformer_config import (
     opt_125m,
     validate,
 )
-
-from shardlib import remat
-from shardlib.errors import ModelError
-from shardlib.functional import functional
-from shardlib.registry import DataSpec
 
 VOCAB, LENGTH = 31, 12
 DATA = DataSpec(vocab_size=VOCAB, sequence_length=LENGTH)

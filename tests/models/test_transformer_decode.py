@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from shardlib_models.transformer import FAMILY, make
-from shardlib_models.transformer_config import TransformerConfig
 
 from shardlib.errors import ModelError
 from shardlib.registry import DataSpec
+from shardlib_models.transformer import FAMILY, make
+from shardlib_models.transformer_config import TransformerConfig
 
 VOCAB = 31
 DATA = DataSpec(vocab_size=VOCAB)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from shardlib_models.transformer import make
-from shardlib_models.transformer_config import TransformerConfig
 
 from shardlib.attention import RotaryScaling
 from shardlib.registry import DataSpec
+from shardlib_models.transformer import make
+from shardlib_models.transformer_config import TransformerConfig
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

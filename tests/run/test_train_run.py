@@ -117,6 +117,7 @@ def test_more_steps_go_on_and_the_config_says_so(finished, lab, tmp_path, rows, 
 
 def test_images_are_counted_and_need_no_tokenizer(lab, tmp_path, rows, capsys):
     pytest.importorskip("sklearn")
+    pytest.importorskip("PIL")
     config = tmp_path / "digits.yaml"
     config.write_text(
         f"run_dir: {tmp_path / 'run'}\n"

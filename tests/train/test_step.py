@@ -196,7 +196,7 @@ def test_what_a_loss_may_not_return(start):
 
 
 def test_bad_requests_are_refused_before_anything_is_compiled(start):
-    with pytest.raises(ModelError, match="^microbatches=0 is not positive"):
+    with pytest.raises(ModelError, match=r"^microbatches=0 is not positive"):
         sl.make_train_step(mean_loss, microbatches=0)
     with pytest.raises(ConfigError, match=r"no precision is called 'fp16'"):
         sl.make_train_step(mean_loss, precision="fp16")
@@ -206,7 +206,7 @@ def test_bad_requests_are_refused_before_anything_is_compiled(start):
     assert "data+fsdp+expert=4 does not divide 6" in str(error.value)
     with pytest.raises(ModelError, match="whose first dim 3 microbatches do not divide"):
         sl.make_train_step(mean_loss, microbatches=3)(start(), BATCH)
-    with pytest.raises(RuleError, match="data\\+fsdp\\+expert=4 does not divide 2"):
+    with pytest.raises(RuleError, match=r"data\+fsdp\+expert=4 does not divide 2"):
         sl.make_train_step(mean_loss, microbatches=8)(start(), BATCH)
 
 

@@ -1,0 +1,88 @@
+"""Every benchmark runs and ends with its figures as one line of JSON."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(script, *arguments):
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def figures(script, *arguments):
+    done = run(script, *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def import_from_benchmarks(code):
+    script = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r})\n{code}"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+def test_step_overhead():
+    sizes = ("--layers=1", "--embed=32", "--batch=8", "--length=12", "--steps=2", "--warmup=1")
+    found = figures("step_overhead.py", *sizes)
+    assert found["ratio_1_device"] > 0
+    meshes = found["ratio_8_devices_data"], found["ratio_8_devices_fsdp"]
+    assert found["ratio_8_devices"] == max(meshes)
+    for mesh in ("1_device", "8_devices_data", "8_devices_fsdp"):
+        # The same sums in another order, in float32.
+        assert found[f"losses_apart_{mesh}"] < 1e-5, mesh
+
+
+def test_init_memory():
+    found = figures("init_memory.py", "--layers=2", "--embed=256", "--vocab=65536")
+    # Two tables of 65536*256, two layers of 12 matrices of 256*256 and five norms.
+    assert found["num_params"] == 2 * 65536 * 256 + 2 * (4 + 3 * 4) * 256**2 + 5 * 256
+    assert found["state_bytes"] == 4 * found["num_params"]
+    for way in ("init_state", "one_device"):
+        ratio = found[f"{way}_peak_bytes"] / found["state_bytes"]
+        assert found[f"{way}_ratio"] == pytest.approx(ratio, abs=1e-3)
+        assert ratio > 0.9, "less than the state itself cannot be"
+    # The whole state on one device and all of its shards are twice the shards.
+    assert found["init_state_peak_bytes"] < found["one_device_peak_bytes"]
+
+
+def test_import_adds_little():
+    done = import_from_benchmarks("import startup; print(*startup.import_seconds())")
+    assert done.returncode == 0, done.stderr
+    lazy, everything = map(float, done.stdout.split())
+    assert lazy < 0.3
+    assert lazy < everything
+
+
+def test_first_step_is_timed_by_its_line():
+    done = import_from_benchmarks(
+        "import startup\n"
+        "code = \"import time; print('step 0'); time.sleep(0.5); print('step 1  loss 2')\"\n"
+        "print(startup.seconds_to_first_step([sys.executable, '-u', '-c', code]))\n"
+        "startup.seconds_to_first_step([sys.executable, '-c', 'print(7); raise SystemExit(3)'])\n"
+    )
+    assert done.returncode == 1
+    assert 0.5 < float(done.stdout) < 60
+    assert done.stderr.startswith(sys.executable)
+    assert done.stderr.endswith("failed:\n7\n\n")
+
+
+def test_both_first_steps(tmp_path):
+    """The commands that startup.py compares both reach their first step."""
+    done = import_from_benchmarks(
+        "import pathlib, startup\n"
+        f"ours, plain = startup.commands(pathlib.Path({str(tmp_path)!r}), 2)\n"
+        f"print(startup.seconds_to_first_step([*ours, {f'run_dir={tmp_path}/run'!r}]))\n"
+        "print(startup.seconds_to_first_step(plain))\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) == 2
+
+
+def test_rule_resolution():
+    found = figures("rule_resolution.py")
+    assert found["repeated_tensors_per_second"] > 100_000
