@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardlib import rules as rules
-    from shardlib import testing as testing
     from shardlib.constrain import constrain as constrain
     from shardlib.constrain import use as use
     from shardlib.errors import ShardlibError as ShardlibError
@@ -54,7 +53,7 @@ _HOME = {
     "shard": "partition",
     "use": "constrain",
 }
-_MODULES = ("rules", "testing")
+_MODULES = ("rules",)
 
 __all__ = [*_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -157,7 +157,8 @@ def _xla(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | N
     query = jnp.transpose(query, (0, 2, 3, 1, 4)).astype(jnp.float32) / math.sqrt(head_dim)
     scores = jnp.einsum("bkgtd,bskd->bkgts", query, key.astype(jnp.float32))
     if mask is not None:
-        scores = jnp.where(mask[:, :, None], scores, _HIDDEN)
+        # Added rather than selected by: the backward pass then need not look at the mask.
+        scores = scores + jnp.where(mask, 0.0, _HIDDEN)[:, :, None]
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     y = jnp.einsum("bkgts,bskd->bkgtd", weights, value)
     return jnp.transpose(y, (0, 3, 1, 2, 4)).reshape(batch, length, heads, head_dim)

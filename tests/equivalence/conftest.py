@@ -37,7 +37,7 @@ def resnet():
     images = (digits.images / 8 - 1).astype(np.float32)[..., None]
     labels = digits.target.astype(np.int32)
     # The last stage normalises one pixel an example: few examples would be ill-conditioned.
-    rows = [np.arange(64 * i, 64 * i + 64) % len(labels) for i in range(30)]
+    rows = [np.arange(128 * i, 128 * i + 128) % len(labels) for i in range(30)]
     batches = [{"images": images[r], "labels": labels[r]} for r in rows]
     return make_task("resnet", config, DataSpec(num_classes=10, image_shape=(8, 8, 1)), batches, {})
 
