@@ -2,8 +2,8 @@
 
 Import: `import shardlib` after `import jax` (and then every public name, which are imported when
 first used), each in a fresh interpreter. First step: from the command to the line of the first
-finished step, `shardlib train configs/quickstart.yaml` against `plain_jax.py` on the same tokens,
-sizes, mesh and devices. Tokens are cached for both and programs for neither; the two alternate.
+finished step, `shardlib train` against `plain_jax.py` on the same tokens, with the same model,
+optimizer, mesh and devices. Tokens are cached for both and programs for neither; the two alternate.
 
     python benchmarks/startup.py
 
@@ -23,7 +23,14 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-CONFIG = HERE.parent / "configs" / "quickstart.yaml"
+CONFIG = """
+model: {num_layers: 4, embed_dim: 128, num_heads: 4, mlp_dim: 344}
+data: {path: "builtin:python", sequence_length: 256}
+optimizer: {name: adamw, learning_rate: 3.0e-3, weight_decay: 0.1, clip_norm: 1.0}
+train: {steps: 1, global_batch: 16, sample_length: 0, compilation_cache: null}
+eval: {every_steps: 0}
+checkpoint: {enabled: false}
+"""
 IMPORT = """
 import time
 import jax
@@ -87,13 +94,11 @@ def seconds_to_first_step(command: list[str]) -> float:
 
 def commands(directory: Path, devices: int) -> tuple[list[str], list[str]]:
     """Returns the two commands, after filling the cache of tokens."""
-    tokens = directory / "tokens"
-    subprocess.run([sys.executable, "-c", TOKENS, str(CONFIG), str(tokens)], check=True)
-    ours = [sys.executable, "-m", "shardlib", "train", str(CONFIG)]
-    ours += ["train.steps=1", "optimizer.warmup_steps=0", "train.log_every=1"]
+    tokens, config = directory / "tokens", directory / "config.yaml"
+    config.write_text(CONFIG, encoding="utf-8")
+    subprocess.run([sys.executable, "-c", TOKENS, str(config), str(tokens)], check=True)
+    ours = [sys.executable, "-m", "shardlib", "train", str(config)]
     ours += [f"train.cpu_devices={devices}", f"mesh=data={devices}"]
-    ours += ["train.compilation_cache=null", "train.sample_length=0"]
-    ours += ["train.sample_every=null", "eval.every_steps=0", "checkpoint.enabled=false"]
     plain = [sys.executable, str(HERE / "plain_jax.py"), "--steps=1", f"--tokens={tokens}"]
     plain += [f"--devices={devices}", "--strategy=data"]
     return ours, plain

@@ -139,7 +139,11 @@ def explain(
     ] = None,
     as_json: AsJson = False,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Exit 1 if a parameter is replicated by accident.")
+        bool,
+        typer.Option(
+            "--strict",
+            help="Exit 1 if a tensor of 1 MiB or more is replicated that a rule would shard.",
+        ),
     ] = False,
 ) -> None:
     """Show how every parameter is sharded, why, and what it costs. Allocates nothing."""

@@ -24,10 +24,14 @@ class Scope:
         self, logical_axes: tuple[str | None, ...], shape: tuple[int, ...], kind: Any = "params"
     ) -> NamedSharding:
         """Returns the sharding of one tensor; raises `RuleError` when it has none."""
+        met = _met.get()
+        if met is not None and kind == "activations":
+            met.update(name for name in logical_axes if name is not None)
         return NamedSharding(self.mesh, self.rules.spec(logical_axes, shape, self.mesh, kind))
 
 
 _active: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("shardlib", default=None)
+_met: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("met", default=None)
 
 
 def active() -> Scope | None:
@@ -58,7 +62,8 @@ def active_or(mesh: Mesh | None, rules: AxisRules | None) -> Scope:
 def use(mesh: Mesh, rules: AxisRules) -> Iterator[Scope]:
     """Makes a mesh and rules the active ones, for `constrain` and for whatever places tensors.
 
-    May be entered inside of `jax.jit` too.
+    JAX keeps a function as it was first traced: in a `jax.jit` of your own, enter `use` inside of
+    the function. The steps of shardlib do.
 
     Raises:
         RuleError: If a rule names a mesh axis that does not exist.
@@ -69,6 +74,17 @@ def use(mesh: Mesh, rules: AxisRules) -> Iterator[Scope]:
         yield _active.get()  # type: ignore[misc]
     finally:
         _active.reset(token)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[set[str]]:
+    """Gives a set that fills with the logical axes of the activations placed meanwhile."""
+    met: set[str] = set()
+    token = _met.set(met)
+    try:
+        yield met
+    finally:
+        _met.reset(token)
 
 
 def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:

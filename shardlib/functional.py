@@ -21,6 +21,7 @@ from shardlib.paths import key_string, path_string
 
 Tree = dict[str, Any]
 AxesByPath = dict[str, tuple[str | None, ...] | None]
+Inputs = tuple[Any, ...] | Mapping[str, Any]
 
 
 class FunctionalModule(Protocol):
@@ -42,12 +43,13 @@ class FunctionalModule(Protocol):
         ...
 
 
-def functional(make: Any, inputs: tuple[Any, ...] = ()) -> FunctionalModule:
+def functional(make: Any, inputs: Inputs = ()) -> FunctionalModule:
     """Returns the functional view of a module, without allocating an array.
 
     Args:
         make: `make(rngs) -> module` for an NNX or linen module, or a linen module itself.
-        inputs: For linen, example arguments of its `__call__` (arrays or `ShapeDtypeStruct`s).
+        inputs: For linen, example arguments of its `__call__` (arrays or `ShapeDtypeStruct`s): a
+            tuple, or a dict of keyword arguments.
 
     Raises:
         ModelError: If `make` returns neither kind of module, a linen module comes without inputs,
@@ -156,8 +158,17 @@ class NnxFunctional:
         )
 
     def collect(self, module: nnx.Module) -> Tree:
-        rest = nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
-        return self._rest.to_tree(rest)
+        # What a module sows during a call is an output of that call, not state.
+        kept = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
+        rest = nnx.state(module, kept)
+        layout = _Layout.of(rest)
+        if layout.paths != self._rest.paths:
+            new = sorted("/".join(path) for path in set(layout.paths) ^ set(self._rest.paths))
+            raise ModelError(
+                f"the call of {type(module).__name__} added or removed variables: "
+                f"{', '.join(new)}.\n  Make them in __init__, with the shape they keep."
+            )
+        return layout.to_tree(rest)
 
 
 def _fresh_rng(template: jax.ShapeDtypeStruct, key: jax.Array, index: int) -> jax.Array:
@@ -195,7 +206,7 @@ def _nnx_axes(state: Any) -> AxesByPath:
 class LinenFunctional:
     """The functional view of a linen module: `merge` gives a bound module."""
 
-    def __init__(self, module: linen.Module, inputs: tuple[Any, ...]):
+    def __init__(self, module: linen.Module, inputs: Inputs):
         if not inputs:
             raise ModelError(
                 f"{type(module).__name__} is a linen module: its parameters are known only from "
@@ -205,6 +216,7 @@ class LinenFunctional:
         self._module = module
         self._inputs = inputs
         boxed = jax.eval_shape(self._boxed, jax.random.key(0))
+        self._state_names = [name for name in boxed if name != "params"]
         self.axes: AxesByPath = {}
         for collection, tree in boxed.items():
             leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_box)
@@ -214,11 +226,14 @@ class LinenFunctional:
                 self.axes[path_string((*inside, *path))] = names
 
     def _boxed(self, key: jax.Array) -> Any:
-        inputs = [
-            jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
-            for x in self._inputs
-        ]
-        return self._module.init(self._streams(key), *inputs)
+        def filled(x: Any) -> Any:
+            return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+
+        streams = self._streams(key)
+        if isinstance(self._inputs, Mapping):
+            named = {name: filled(x) for name, x in self._inputs.items()}
+            return self._module.init(streams, **named)
+        return self._module.init(streams, *map(filled, self._inputs))
 
     def _streams(self, key: jax.Array) -> dict[str, jax.Array]:
         # linen takes "params" for every stream that a module asks for and that has no key.
@@ -236,7 +251,8 @@ class LinenFunctional:
         )
 
     def collect(self, module: linen.Module) -> Tree:
-        return {name: tree for name, tree in module.variables.items() if name != "params"}
+        # A collection that only a call makes, by `sow`, is an output of that call, not state.
+        return {name: module.variables[name] for name in self._state_names}
 
 
 def _is_box(node: Any) -> bool:

@@ -51,7 +51,9 @@ class Placement:
     def num_bytes(self) -> int:
         """Bytes of the whole leaf; typed PRNG keys count as their key data."""
         if jnp.issubdtype(self.dtype, jax.dtypes.prng_key):
-            return math.prod(self.shape) * 8
+            key = jax.ShapeDtypeStruct(self.shape, self.dtype)
+            data = jax.eval_shape(jax.random.key_data, key)
+            return data.size * data.dtype.itemsize
         return math.prod(self.shape) * self.dtype.itemsize
 
 

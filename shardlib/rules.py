@@ -56,8 +56,8 @@ class Choice(NamedTuple):
 
     @property
     def fell_back(self) -> bool:
-        """Whether the dim is replicated only because what was asked for did not fit."""
-        return not self.mesh_axes and any(r.cause != "size_one" for r in self.refused)
+        """Whether the dim is less sharded than asked for because its size did not divide."""
+        return any(r.cause == "indivisible" for r in self.refused)
 
 
 class Resolution(NamedTuple):
@@ -103,7 +103,9 @@ def _table(rules: Mapping[str, Any] | Table, kind: Kind) -> Table:
         is_list = isinstance(value, list) or (
             isinstance(value, tuple) and any(not isinstance(v, str) for v in value)
         )
-        alternatives = value if is_list and value else [value]
+        if is_list and not value:
+            raise RuleError(f"{where} has no alternatives.\n  Use None to replicate.")
+        alternatives = value if is_list else [value]
         table.append((axis, tuple(_alternative(a, where) for a in alternatives)))
     return tuple(table)
 
@@ -274,8 +276,8 @@ def _choose(
             used.update(dict.fromkeys(taken, dim))
             return Choice(dim, logical, rule, taken, tuple(refused)), True
         refused.append(refusal)
-    # An axis of size 1 shards nothing and so always fits.
-    met = any(r.cause == "size_one" for r in refused)
+    # An axis of size 1 shards nothing and so fits, unless another was to shard in its place.
+    met = all(r.cause == "size_one" for r in refused)
     return Choice(dim, logical, rule, (), tuple(refused)), met
 
 

@@ -24,6 +24,7 @@ def test_the_python_runs(capsys):
     table = capsys.readouterr().out
     assert "up/kernel" in table
     assert "fsdp, tensor" in table
+    assert "all-gather  fsdp" in table
 
 
 def test_it_opens_with_the_two_commands():

@@ -44,6 +44,12 @@ def test_a_mesh_axis_of_size_one_shards_nothing_and_yields_to_the_next_alternati
     assert table.spec(("a", "b", "c"), (8, 8, 8), mesh) == P("fsdp", None, "data")
 
 
+def test_an_absent_alternative_does_not_hide_one_that_does_not_divide():
+    with pytest.raises(RuleError, match="fsdp=4 does not divide 6; context has size 1"):
+        spec(rules(embed=["fsdp", "context"]), ("embed",), (6,))
+    assert spec(rules(embed=["fsdp", "context", None]), ("embed",), (6,)) == P(None)
+
+
 def test_refused_alternatives_are_kept_with_the_reason():
     table = rules(a="fsdp", b=["fsdp", "tensor", None])
     choice = table.resolve(("a", "b"), (8, 7), MESH).choices[1]
@@ -93,6 +99,7 @@ def test_a_misspelt_mesh_axis_is_refused_before_any_tensor():
     [
         (3, "the rule for 'a' (params) is 3, which is not a mesh axis."),
         (("x", "x"), "the rule for 'a' (params) is ('x', 'x'), which names a mesh axis twice."),
+        ([], "the rule for 'a' (params) has no alternatives."),
         ("", "the rule for 'a' (params) is '', which is not a mesh axis."),
     ],
 )

@@ -1,4 +1,4 @@
-"""ResNet with batch statistics over the whole batch, whatever the mesh.
+"""ResNet with batch statistics over the whole batch (or microbatch), whatever the mesh.
 
 Source: He et al. 2016, "Deep Residual Learning for Image Recognition" (table 1 for the depths), in
 the version often called 1.5: a bottleneck strides in its 3x3 convolution, not in the 1x1 before it.
@@ -62,7 +62,8 @@ class ConvNorm(nnx.Module):
     """A convolution without bias, padded to keep the size at stride 1, and batch normalisation.
 
     The convolution runs in the dtype of its input, the normalisation in float32. In training its
-    mean and variance are those of the global batch; the running ones serve evaluation.
+    mean and variance are those of the global batch, or of a microbatch of it; the running ones
+    serve evaluation.
     """
 
     def __init__(

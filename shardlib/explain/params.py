@@ -20,7 +20,8 @@ class Row:
     `refused` says which alternatives of a rule were not taken, and why; `absent_mesh_axes` those
     of size 1, which shard nothing. `copies` is the number of devices that hold each byte;
     `replicated_bytes` counts, over all devices, what is held beyond a first copy. `asked_for` says
-    whether the rules want the leaf to be as replicated as it is.
+    whether the rules want the leaf to be as replicated as it is; `fell_back`, whether a dim that
+    does not divide is what kept it from being sharded further.
     """
 
     section: str
@@ -37,6 +38,7 @@ class Row:
     bytes_per_device: int
     copies: int
     asked_for: bool
+    fell_back: bool
 
     @property
     def replicated_bytes(self) -> int:
@@ -45,7 +47,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A leaf that every device holds whole although no rule says that it should."""
+    """A leaf that is more replicated than the rules want."""
 
     path: str
     bytes_per_device: int
@@ -77,15 +79,20 @@ class ParamsReport:
         return sum(math.prod(r.shape) for r in self.rows if r.section == "params")
 
     def faults(self, threshold_bytes: int = 2**20) -> list[Fault]:
-        """Returns the leaves of at least `threshold_bytes` that are replicated by accident."""
+        """Returns the leaves that are more replicated than the rules want.
+
+        Those of which each device holds at least `threshold_bytes`, and which a rule would have
+        sharded further but for a size that does not divide, or which are whole on every device
+        because this mesh lacks the axis. A rule that says `None` first asks for replication.
+        """
         num_devices = math.prod(self.mesh.values())
         return [
             Fault(row.path, row.bytes_per_device, "; ".join(_why(row)))
             for row in self.rows
             if num_devices > 1
-            and row.copies == num_devices
-            and row.bytes_total >= threshold_bytes
             and not row.asked_for
+            and (row.fell_back or row.copies == num_devices)
+            and row.bytes_per_device >= threshold_bytes
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -184,6 +191,7 @@ def _row(section: str, placement: Placement, sizes: Mapping[str, int], num_devic
         placement.num_bytes // shards,
         num_devices // shards,
         asked_for=placement.asked_for,
+        fell_back=any(choice.fell_back for choice in choices),
     )
 
 

@@ -123,6 +123,26 @@ def _indivisible(choice: Choice, sizes: dict[str, int]) -> tuple[str, int]:
     return "; ".join(r.reason for r in choice.refused), multiple
 
 
+def check_activation_rules(config: RunConfig, met: set[str]) -> None:
+    """Raises `RuleError` for rules of the config that no activation can ever meet.
+
+    Args:
+        config: The config.
+        met: The logical axes that the model and its batches have.
+    """
+    if isinstance(config.rules, str):
+        return
+    known = {name for name, _ in preset(config.rules.preset).table("activations")} | met | {ANY}
+    faults = [
+        f"rules.activations.{name}: no activation has the logical axis {name!r}."
+        f"{did_you_mean(name, known)}\n  Those of this model: {', '.join(sorted(met))}."
+        for name in config.rules.activations
+        if name not in known
+    ]
+    if faults:
+        raise RuleError("\n".join(faults))
+
+
 def check_rules_used(config: RunConfig, definition: Definition) -> None:
     """Raises `RuleError` for rules of the config that no parameter can ever meet."""
     if isinstance(config.rules, str):

@@ -111,7 +111,8 @@ class RunConfig:
 
 
 # What a resumed run may change: how long it goes on, where and how it is computed, what it writes
-# and shows. Everything else decides the numbers, beyond their rounding.
+# and shows. Everything else decides the numbers. More microbatches draw other dropout masks and
+# normalise fewer examples at a time, but a run that moves to fewer devices may need them.
 _MAY_CHANGE = (
     "run_dir",
     "model.remat",

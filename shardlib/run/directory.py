@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import tempfile
 
 from shardlib.config import load, to_yaml
@@ -40,6 +41,11 @@ class RunDirectory:
         Raises:
             ConfigError: If the directory cannot be made, or no file can be written there.
         """
+        if "://" in str(self.path) or re.match(r"[a-z0-9]{2,}:/", str(self.path)):
+            raise ConfigError(
+                f"run_dir {self} is not on a file system.\n"
+                "  Set run_dir to a directory, such as one where the remote storage is mounted."
+            )
         # `os.path.exists` takes what may not be looked at for absent: its parent is tried then.
         existing = next(p for p in (self.path, *self.path.absolute().parents) if os.path.exists(p))
         if not existing.is_dir():

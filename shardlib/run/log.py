@@ -56,7 +56,7 @@ class RunLog:
 
     def __exit__(self, *exc_info: Any) -> None:
         self._display.__exit__(*exc_info)
-        self._write_held()
+        self.flush()
         if self._writer is not None:
             self._writer.close()
 
@@ -90,7 +90,7 @@ class RunLog:
 
     def step(self, record: StepRecord) -> None:
         """Shows a step and writes the one before, which may have waited for an evaluation."""
-        self._write_held()
+        self.flush()
         metrics = dict(record.metrics)
         seconds = record.mean_step_seconds
         rate = self._parts.units_per_step() / seconds if seconds else None
@@ -124,6 +124,12 @@ class RunLog:
         if self._held is not None:
             self._held[1].update({f"{_EVAL}{name}": value for name, value in values.items()})
 
+    def flush(self) -> None:
+        """Writes the line of the last step, which waited for an evaluation."""
+        held, self._held = self._held, None
+        if held is not None and self._writer is not None:
+            self._writer.write(*held)
+
     def closing(self, title: str, *, is_finished: bool, step: int, can_sample: bool) -> None:
         """Prints the closing card, of all steps that the metrics file holds, and what to do next.
 
@@ -133,7 +139,7 @@ class RunLog:
             step: How many it has taken.
             can_sample: Whether `shardlib generate` has something to say.
         """
-        self._write_held()
+        self.flush()
         rows = read_metrics(self._directory.path) if self._group.is_primary else []
         last = next((row for row in reversed(rows) if any(k.startswith(_EVAL) for k in row)), {})
         results = {
@@ -164,11 +170,6 @@ class RunLog:
         if can_sample:
             commands["sample"] = f"shardlib generate {shlex.quote(str(self._directory))}"
         return commands | {"explain": f"shardlib explain {config}"}
-
-    def _write_held(self) -> None:
-        held, self._held = self._held, None
-        if held is not None and self._writer is not None:
-            self._writer.write(*held)
 
 
 def _devices_text() -> str:

@@ -8,10 +8,11 @@ import jax
 from shardlib import __version__, distributed
 from shardlib.checkpoint import RunCheckpoints
 from shardlib.config import from_dict, to_dict
+from shardlib.constrain import recording
 from shardlib.data import MapSource, Prefetcher
 from shardlib.errors import DataError
 from shardlib.mesh import describe
-from shardlib.run.checks import check_config
+from shardlib.run.checks import check_activation_rules, check_config
 from shardlib.run.config import RunConfig, check_resumable
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
@@ -21,7 +22,7 @@ from shardlib.run.setup import Setup, make_scope, open_source, setup
 from shardlib.train.evaluate import evaluate
 from shardlib.train.loop import Loop
 from shardlib.train.state import TrainState, materialize
-from shardlib.train.step import make_eval_step, make_train_step
+from shardlib.train.step import TrainStep, make_eval_step, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,7 @@ def train(config: RunConfig) -> TrainResult:
     source = open_source(config, "train")
     held_out = None if config.eval.every_steps == 0 else open_source(config, "eval")
     parts = setup(config, source.spec, make_scope(config, jax.devices()))
+    step = _traced_step(parts, source)
     with RunCheckpoints(directory.checkpoints, config.checkpoint) as checkpoints:
         start = checkpoints.latest() or 0
         if start:
@@ -64,10 +66,32 @@ def train(config: RunConfig) -> TrainResult:
         if config.checkpoint.enabled and start < config.train.steps:
             checkpoints.check_writable()
         with RunLog(parts, directory, group) as log:
-            run = _Run(parts, source, held_out, checkpoints, directory, log)
+            run = _Run(parts, step, source, held_out, checkpoints, directory, log)
             result = run.go(start, is_new=saved is None)
     distributed.barrier("shardlib/run/end")
     return result
+
+
+def _traced_step(parts: Setup, source: MapSource) -> TrainStep:
+    """Returns the training step, traced: the rules of activations have all been met once.
+
+    Raises:
+        RuleError: If an activation cannot be placed, or a rule of the config names one that the
+            model does not have.
+    """
+    config = parts.config
+    step = make_train_step(
+        parts.loss(train=True),
+        microbatches=config.train.microbatches,
+        precision=config.precision,
+        schedule=parts.optimizer.schedule,
+        batch_axes=parts.batch_axes,
+    )
+    batch = source.element_spec()
+    with recording() as met:
+        step.program(parts.abstract, batch).trace(parts.abstract, batch)
+    check_activation_rules(config, met)
+    return step
 
 
 def _check_checkpoint(
@@ -91,6 +115,7 @@ class _Run:
     def __init__(
         self,
         parts: Setup,
+        step: TrainStep,
         source: MapSource,
         held_out: MapSource | None,
         checkpoints: RunCheckpoints,
@@ -104,13 +129,7 @@ class _Run:
         self.evaluation: dict[str, float] = {}
         self._saved_step = -1
         self._stop_step = -1
-        self._step = make_train_step(
-            parts.loss(train=True),
-            microbatches=config.train.microbatches,
-            precision=config.precision,
-            schedule=parts.optimizer.schedule,
-            batch_axes=parts.batch_axes,
-        )
+        self._step = step
         self._eval_step = make_eval_step(
             parts.loss(train=False),
             precision=config.precision,
@@ -205,6 +224,8 @@ class _Run:
                 seed=self.config.seed,
             )
             self.log.sample(step, options.sample_prompt, text)
+        # Before the checkpoint is complete: a run that goes on from it has this line already.
+        self.log.flush()
         return True
 
     def _evaluate(self, step: int, state: TrainState, source: MapSource) -> None:

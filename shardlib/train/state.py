@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib.constrain import Scope, active_or
-from shardlib.functional import FunctionalModule, functional
+from shardlib.functional import FunctionalModule, Inputs, functional
 from shardlib.partition import (
     Placement,
     place,
@@ -25,7 +25,11 @@ from shardlib.rules import AxisRules
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Definition:
-    """What a state is the state of. Compared by identity, so that a dispatch costs nothing."""
+    """What a state is the state of.
+
+    Compared by identity, so that a dispatch costs nothing: states made by different `init_state`
+    calls have different tree structures. Compare their `params`, or their leaves.
+    """
 
     module: FunctionalModule
     optimizer: optax.GradientTransformation
@@ -65,7 +69,7 @@ def abstract_state(
     make: Any,
     optimizer: optax.GradientTransformation,
     *,
-    inputs: tuple[Any, ...] = (),
+    inputs: Inputs = (),
     precision: str | Precision = "f32",
     mesh: Mesh | None = None,
     rules: AxisRules | None = None,
@@ -109,7 +113,7 @@ def init_state(
     optimizer: optax.GradientTransformation,
     *,
     seed: int = 0,
-    inputs: tuple[Any, ...] = (),
+    inputs: Inputs = (),
     precision: str | Precision = "f32",
     mesh: Mesh | None = None,
     rules: AxisRules | None = None,
@@ -118,9 +122,10 @@ def init_state(
 
     Args:
         make: `make(rngs) -> module` for an NNX or linen module, or a linen module itself.
-        optimizer: Any optax transformation.
+        optimizer: Any optax transformation, except those that evaluate the loss themselves.
         seed: Decides the parameters and all later randomness, equally on every mesh.
-        inputs: For linen, example arguments of the module's `__call__`.
+        inputs: For linen, example arguments of the module's `__call__`: a tuple, or a dict of
+            keyword arguments.
         precision: A `Precision` or its name; here only the dtype of the parameters matters.
         mesh: The mesh; the active one when left out.
         rules: The rules; the active ones when left out.
@@ -160,7 +165,9 @@ def _init(
     init_key, rng = jax.random.split(key)
     params, model_state = module.init(init_key)
     params = store(params)
-    return jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), rng
+    state = (jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), rng)
+    # A weakly typed leaf would come out of the first step as another type, and compile it twice.
+    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), state)
 
 
 def state_shardings(state: TrainState) -> TrainState:

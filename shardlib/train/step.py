@@ -10,16 +10,18 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.constrain import Scope, use
-from shardlib.errors import ModelError
+from shardlib.errors import ModelError, RuleError, did_you_mean
 from shardlib.losses import Mean
 from shardlib.microbatch import accumulate, split
-from shardlib.paths import path_string
+from shardlib.paths import named_leaves, path_string
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
 from shardlib.train.state import Definition, TrainState, state_shardings
 
 LossFn = Callable[[Any, Any, jax.Array], Any]
 BatchAxes = Mapping[str, tuple[str | None, ...]]
+
+_RESERVED = frozenset({"loss", "grad_norm", "learning_rate"})
 
 
 def make_train_step(
@@ -47,7 +49,8 @@ def make_train_step(
 
     Returns:
         A callable with `lower(state, batch)` for inspection. `metrics` holds float32 scalars on the
-        devices: `loss`, `grad_norm` (before clipping), `learning_rate` and whatever is in `aux`.
+        devices: `loss`, `grad_norm` (before clipping), with a schedule `learning_rate`, and
+        whatever is in `aux`.
     """
     if microbatches < 1:
         raise ModelError(f"microbatches={microbatches} is not positive.\n  Use 1 for no splitting.")
@@ -75,9 +78,13 @@ class TrainStep:
         return self.program(state, batch).lower(state, batch)
 
     def program(self, state: TrainState, batch: Any) -> Any:
-        """Returns the jitted step for states and batches of this structure."""
-        leaves, treedef = jax.tree.flatten(batch)
-        key = (state.definition, treedef, tuple(len(leaf.shape) for leaf in leaves))
+        """Returns the jitted step for states and batches of this structure.
+
+        Raises:
+            RuleError: If the mesh cannot share out the batch, or a microbatch of it.
+            ModelError: If the state was made under another precision.
+        """
+        key = _structure(state, batch)
         if key not in self._programs:
             self._programs[key] = self._jit(state, batch)
         return self._programs[key]
@@ -86,6 +93,7 @@ class TrainStep:
         scope = state.definition.scope
         placed = state_shardings(state)
         replicated = NamedSharding(scope.mesh, PartitionSpec())
+        _check_precision(self.precision, state)
         batch_placed = batch_shardings(batch, scope, self.batch_axes)
         # A microbatch must fall evenly on the devices too; refused here, before any tracing.
         parts = jax.eval_shape(lambda whole: split(whole, self.microbatches), batch)
@@ -104,7 +112,7 @@ class TrainStep:
             grads, sums, model_state = self._gradients(state, batch)
             weight = sums["loss"].weight
             grads = jax.tree.map(lambda g: g / jnp.where(weight == 0, 1.0, weight), grads)
-            params, opt_state = _update(state, grads)
+            params, opt_state = _update(state, grads, sums["loss"].value)
         metrics = {name: mean.value for name, mean in sums.items()}
         metrics["grad_norm"] = optax.tree.norm(grads)
         if self.schedule is not None:
@@ -137,17 +145,39 @@ class TrainStep:
         module = definition.module
         model = module.merge(self.precision.cast_params(params), model_state, model_key)
         sums = loss_sums(self.loss_fn(model, self.precision.cast_batch(part), loss_key))
-        return sums, module.collect(model)
+        # A dtype that drifted would compile the next step anew.
+        new = jax.tree.map(lambda x, old: x.astype(old.dtype), module.collect(model), model_state)
+        return sums, new
 
 
-def _update(state: TrainState, grads: Any) -> tuple[Any, Any]:
+def _structure(state: TrainState, batch: Any) -> Any:
+    """What a program is made for: whose state, and the shapes of a batch."""
+    leaves, treedef = jax.tree.flatten(batch)
+    return state.definition, treedef, tuple(leaf.shape for leaf in leaves)
+
+
+def _check_precision(policy: Precision, state: TrainState) -> None:
+    dtypes = {
+        x.dtype for x in jax.tree.leaves(state.params) if jnp.issubdtype(x.dtype, jnp.floating)
+    }
+    if dtypes - {jnp.dtype(policy.params)}:
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise ModelError(
+            f"the step's precision stores parameters in {jnp.dtype(policy.params)}, but those of "
+            f"the state are in {found}.\n  Give init_state and make_train_step the same precision."
+        )
+
+
+def _update(state: TrainState, grads: Any, loss: jax.Array) -> tuple[Any, Any]:
     """Returns the parameters and optimizer state after an update, in the dtypes they had.
 
-    `grads` are in float32 whatever the parameters are, and so is the arithmetic of the update.
+    `grads` are in float32 whatever the parameters are, and so is the arithmetic of the update. An
+    optimizer that asks for the `value` of the loss gets it.
     """
+    optimizer = optax.with_extra_args_support(state.definition.optimizer)
     # optax mixes dtypes freely, whatever the user's own code is held to.
     with jax.numpy_dtype_promotion("standard"):
-        updates, opt_state = state.definition.optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
         params = optax.apply_updates(state.params, updates)
     return params, jax.tree.map(lambda new, old: new.astype(old.dtype), opt_state, state.opt_state)
 
@@ -180,6 +210,12 @@ def loss_sums(result: Any) -> dict[str, Mean]:
             f"the loss function returned {type(aux).__name__} beside the loss.\n"
             "  Return the loss, or (loss, {name: scalar or Mean})."
         )
+    taken = sorted(_RESERVED & set(aux))
+    if taken:
+        raise ModelError(
+            f"the loss function names a metric {', '.join(map(repr, taken))}, which the step "
+            "reports itself.\n  Rename it."
+        )
     return {name: _as_mean(name, value) for name, value in {**aux, "loss": loss}.items()}
 
 
@@ -202,8 +238,15 @@ def batch_shardings(batch: Any, scope: Scope, batch_axes: BatchAxes) -> Any:
 
     Raises:
         RuleError: If the rules cannot place a leaf, for example because the mesh does not divide
-            the batch.
+            the batch, or `batch_axes` names a leaf that is not there.
     """
+    paths = named_leaves(batch)
+    unknown = [name for name in batch_axes if name not in paths]
+    if unknown:
+        raise RuleError(
+            f"batch_axes names {', '.join(map(repr, unknown))}, but the batch holds "
+            f"{', '.join(paths)}.{did_you_mean(unknown[0], paths)}\n  Name leaves of the batch."
+        )
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
         rank = len(leaf.shape)
@@ -226,7 +269,7 @@ def make_eval_step(
     picks other parameters than the trained ones, such as their moving average.
     """
     dtypes, axes = precision_named(precision), dict(batch_axes or {})
-    programs: dict[Definition, Any] = {}
+    programs: dict[Any, Any] = {}
 
     def evaluate(state: TrainState, batch: Any) -> dict[str, Mean]:
         definition = state.definition
@@ -236,13 +279,12 @@ def make_eval_step(
             return loss_sums(loss_fn(model, dtypes.cast_batch(batch), state.rng))
 
     def step(state: TrainState, batch: Any) -> dict[str, Mean]:
-        if state.definition not in programs:
+        key = _structure(state, batch)
+        if key not in programs:
             scope = state.definition.scope
             placed = (state_shardings(state), batch_shardings(batch, scope, axes))
             replicated = NamedSharding(scope.mesh, PartitionSpec())
-            programs[state.definition] = jax.jit(
-                evaluate, in_shardings=placed, out_shardings=replicated
-            )
-        return programs[state.definition](state, batch)
+            programs[key] = jax.jit(evaluate, in_shardings=placed, out_shardings=replicated)
+        return programs[key](state, batch)
 
     return step

@@ -195,6 +195,7 @@ def test_json():
         "bytes_per_device": 3072,
         "copies": 1,
         "asked_for": False,
+        "fell_back": False,
         "replicated_bytes": 0,
     }
 

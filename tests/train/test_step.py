@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import shardlib as sl
 from shardlib.errors import ConfigError, ModelError, RuleError
@@ -225,3 +225,98 @@ def test_evaluation_changes_nothing_and_adds_up_exactly(start):
     assert evaluate(step, state, parts)["loss"] == pytest.approx(whole["loss"], rel=1e-6)
     assert int(state.step) == 0
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_every_batch_shape_is_checked(start):
+    step, state = sl.make_train_step(mean_loss, microbatches=2), start(mesh="data=2,fsdp=4")
+    state, _ = step(state, BATCH)
+    short = {name: value[:8] for name, value in BATCH.items()}
+    with pytest.raises(RuleError, match=r"data\+fsdp\+expert=8 does not divide 4"):
+        step(state, short)
+    evaluate = sl.make_eval_step(mean_loss)
+    evaluate(state, BATCH)
+    assert set(evaluate(state, {**BATCH, "more": BATCH["x"]})) == {"loss"}
+    with pytest.raises(RuleError, match="does not divide 6"):
+        evaluate(state, {name: value[:6] for name, value in BATCH.items()})
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_model_state_keeps_its_dtype(compilations, microbatches):
+    class Remembers(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(4, 8, rngs=rngs)
+            self.last = nnx.Variable(jnp.asarray(0.0))
+
+        def __call__(self, x):
+            y = self.dense(x)
+            self.last.set_value(jnp.mean(y))
+            self.hidden = nnx.Intermediate(y)
+            return y
+
+    with sl.use(sl.make_mesh("fsdp=8"), sl.rules.FSDP):
+        state = sl.init_state(Remembers, optax.sgd(0.1))
+    step = sl.make_train_step(mean_loss, precision="bf16", microbatches=microbatches)
+    state, _ = step(state, BATCH)
+    before = compilations()
+    state, _ = step(state, BATCH)
+    assert compilations() == before
+    assert state.model_state["last"].dtype == jnp.float32
+    assert set(state.model_state) == {"last"}
+
+
+def test_an_optimizer_that_asks_for_the_loss_gets_it(start):
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.0, atol=1e9)
+    state = start(optax.chain(optax.sgd(0.0), plateau))
+    step = sl.make_train_step(mean_loss)
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+    assert float(state.opt_state[1].scale) < 1
+
+
+def test_names_that_would_be_lost_are_refused(start):
+    step = sl.make_train_step(
+        lambda model, batch, rng: (mean_loss(model, batch, rng), {"loss": 1.0})
+    )
+    with pytest.raises(ModelError) as error:
+        step(start(), BATCH)
+    assert str(error.value).splitlines()[:2] == [
+        "the loss function names a metric 'loss', which the step reports itself.",
+        "  Rename it.",
+    ]
+    with pytest.raises(RuleError) as error:
+        sl.make_train_step(mean_loss, batch_axes={"images": ("batch", None)})(start(), BATCH)
+    assert str(error.value) == (
+        "batch_axes names 'images', but the batch holds x, y.\n  Name leaves of the batch."
+    )
+
+
+def test_state_and_step_must_agree_on_precision(start):
+    with pytest.raises(ModelError) as error:
+        sl.make_train_step(mean_loss, precision="bf16_params")(start(), BATCH)
+    assert str(error.value) == (
+        "the step's precision stores parameters in bfloat16, but those of the state are in "
+        "float32.\n  Give init_state and make_train_step the same precision."
+    )
+
+
+def test_a_linen_model_with_keyword_arguments():
+    class Classifier(linen.Module):
+        @linen.compact
+        def __call__(self, x, *, train):
+            return linen.Dropout(0.5, deterministic=not train)(linen.Dense(8)(x))
+
+    def loss(model, batch, rng):
+        return jnp.mean(jnp.square(model(batch["x"], train=True) - batch["y"]))
+
+    with sl.use(sl.make_mesh("fsdp=8"), sl.rules.FSDP):
+        inputs = {"x": jax.ShapeDtypeStruct((2, 4), jnp.float32), "train": False}
+        state = sl.init_state(Classifier(), optax.sgd(0.1), inputs=inputs)
+    state, metrics = sl.make_train_step(loss)(state, BATCH)
+    assert np.isfinite(metrics["loss"])
+
+
+def test_explain_tells_what_a_step_sends(start):
+    report = sl.explain(sl.make_train_step(mean_loss), start(mesh="data=8"), BATCH)
+    assert {(c.kind, c.mesh_axes) for c in report.collectives} == {("all-reduce", ("data",))}
+    with pytest.raises(TypeError, match="explain takes a training state, or a step with"):
+        sl.explain(mean_loss)
