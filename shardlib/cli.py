@@ -179,7 +179,7 @@ def generate(
     """Continue a prompt with the newest checkpoint of a run."""
     from shardlib.run.sampling import generate as run_generate
 
-    print(run_generate(run_dir, prompt, length, temperature, seed, mesh))
+    print(prompt + run_generate(run_dir, prompt, length, temperature, seed, mesh))
 
 
 @app.command()
