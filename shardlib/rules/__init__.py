@@ -1,0 +1,28 @@
+"""Rules that map logical axes to mesh axes, and their resolution for one tensor.
+
+A table of rules is an ordered mapping from a logical axis to one of
+
+* a mesh axis, `"fsdp"`;
+* several mesh axes, `("data", "fsdp")` or `"data+fsdp"`: their product;
+* `None`: replicated on purpose;
+* a list of such alternatives, tried in order.
+
+Resolution takes the logical axes of a tensor in the order of the table. An alternative is refused
+when one of its mesh axes already shards another dim of the tensor, or when their product does not
+divide the dim; the first that fits wins. A standard mesh axis that the mesh does not have counts as
+an axis of size 1, which shards nothing. When every alternative is refused the tensor cannot be
+placed as asked, and that is an error, never a silent replication.
+"""
+
+from shardlib.mesh import STANDARD_AXES as STANDARD_AXES
+from shardlib.rules.presets import DATA as DATA
+from shardlib.rules.presets import FSDP as FSDP
+from shardlib.rules.presets import PRESETS as PRESETS
+from shardlib.rules.presets import STANDARD as STANDARD
+from shardlib.rules.presets import preset as preset
+from shardlib.rules.resolve import ANY as ANY
+from shardlib.rules.resolve import Choice as Choice
+from shardlib.rules.resolve import Refusal as Refusal
+from shardlib.rules.resolve import Resolution as Resolution
+from shardlib.rules.table import Auto as Auto
+from shardlib.rules.table import AxisRules as AxisRules

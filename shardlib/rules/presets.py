@@ -1,0 +1,88 @@
+"""Rules with names."""
+
+from collections.abc import Mapping
+
+from shardlib.errors import RuleError, did_you_mean
+from shardlib.rules.resolve import ANY
+from shardlib.rules.table import Auto, AxisRules
+
+_ACTIVATIONS = {
+    "batch": "data+fsdp+expert",
+    "length": "context",
+    "vocab": "tensor",
+    "heads": "tensor",
+    # Grouped-query attention may have fewer key-value heads than the tensor axis has devices.
+    "kv_heads": ["tensor", None],
+    "mlp": "tensor",
+    "expert": "expert",
+    "embed": None,
+    "head_dim": None,
+    "positions": None,
+    "channels": None,
+    "height": None,
+    "width": None,
+    "classes": None,
+}
+
+_REPLICATED = ("norm", "head_dim", "positions", "kernel_h", "kernel_w", "conv_in", "classes")
+
+DATA = AxisRules(
+    params={ANY: None},
+    activations={"batch": "data", ANY: None},
+    auto=Auto(None),
+)
+"""Parameters replicated, the batch over `data`."""
+
+FSDP = AxisRules(
+    params={
+        "embed": "fsdp",
+        "conv_out": "fsdp",
+        **dict.fromkeys(
+            ("vocab", "mlp", "heads", "kv_heads", "expert", "layers", *_REPLICATED), None
+        ),
+    },
+    activations={"batch": "data+fsdp", ANY: None},
+    auto=Auto("fsdp"),
+)
+"""Parameters, gradients and optimizer state over `fsdp`, the batch over `data` and `fsdp`.
+
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", stage 3; Zhao et al. 2023, "PyTorch FSDP".
+"""
+
+STANDARD = AxisRules(
+    params={
+        "expert": "expert",
+        "layers": "stage",
+        "vocab": "tensor",
+        "heads": "tensor",
+        "kv_heads": ["tensor", None],
+        "mlp": "tensor",
+        "embed": "fsdp",
+        "conv_out": "fsdp",
+        **dict.fromkeys(_REPLICATED, None),
+    },
+    activations=_ACTIVATIONS,
+    auto=Auto("fsdp"),
+)
+"""Every standard mesh axis: `data`, `fsdp`, `tensor`, `context`, `expert` and `stage`.
+
+Source: Shoeybi et al. 2019, "Megatron-LM", for `tensor`; `FSDP` for `fsdp`.
+"""
+
+PRESETS: Mapping[str, AxisRules] = {"data": DATA, "fsdp": FSDP, "standard": STANDARD}
+
+
+def preset(name: str) -> AxisRules:
+    """Returns the preset of that name, in any case.
+
+    Raises:
+        RuleError: If there is none.
+    """
+    try:
+        return PRESETS[name.lower()]
+    except KeyError:
+        raise RuleError(
+            f"no rules are called {name!r}.{did_you_mean(name.lower(), PRESETS)}\n"
+            f"  Presets: {', '.join(PRESETS)}."
+        ) from None

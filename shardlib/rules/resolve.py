@@ -1,0 +1,218 @@
+"""The resolution of the rules for one tensor: pure, and remembered."""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from shardlib.errors import did_you_mean
+from shardlib.mesh import STANDARD_AXES
+
+if TYPE_CHECKING:
+    from shardlib.rules.table import AxisRules
+
+Alternative = tuple[str, ...]
+Table = tuple[tuple[str, tuple[Alternative, ...]], ...]
+LogicalAxes = tuple[str | None, ...]
+MeshSizes = tuple[tuple[str, int], ...]
+Kind = Literal["params", "activations"]
+
+ANY = "*"
+"""The key of a rule for every logical axis that its table does not name."""
+
+
+class Refusal(NamedTuple):
+    """An alternative that was not taken, and why."""
+
+    alternative: Alternative
+    cause: Literal["used", "size_one", "indivisible"]
+    reason: str
+
+
+class Choice(NamedTuple):
+    """What one dim of a tensor was given.
+
+    `rule` is the key of the table that decided, or `None` for a dim without a logical axis.
+    """
+
+    dim: int
+    logical_axis: str | None
+    rule: str | None
+    mesh_axes: Alternative
+    refused: tuple[Refusal, ...] = ()
+
+    @property
+    def fell_back(self) -> bool:
+        """Whether the dim is less sharded than asked for because its size did not divide."""
+        return any(r.cause == "indivisible" for r in self.refused)
+
+
+class Resolution(NamedTuple):
+    """How the rules place one tensor: `spec` is meaningful when there are no `faults`."""
+
+    spec: PartitionSpec
+    choices: tuple[Choice, ...]
+    faults: tuple[str, ...] = ()
+
+
+@functools.lru_cache(maxsize=1024)
+def unknown_mesh_axes(rules: "AxisRules", mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
+    known = {*mesh_axes, *STANDARD_AXES}
+    faults = []
+    for kind in ("params", "activations"):
+        for logical, alternatives in rules.table(kind):
+            for name in dict.fromkeys(n for a in alternatives for n in a if n not in known):
+                faults.append(
+                    f"the rule {logical!r} -> {name!r} ({kind}) names a mesh axis that does not "
+                    f"exist.{did_you_mean(name, known)}\n"
+                    f"  Mesh axes: {', '.join(mesh_axes) or 'none'}; standard: "
+                    f"{', '.join(STANDARD_AXES)}."
+                )
+    name = rules.auto.mesh_axis if rules.auto else None
+    if name is not None and name not in known:
+        faults.append(
+            f"auto placement over {name!r} names a mesh axis that does not exist."
+            f"{did_you_mean(name, known)}"
+        )
+    return tuple(faults)
+
+
+class _Candidate(NamedTuple):
+    """An alternative on one mesh: the axes that shard, their product, or why it never can."""
+
+    alternative: Alternative
+    mesh_axes: Alternative
+    size: int
+    absent: Refusal | None
+
+
+class _Rule(NamedTuple):
+    """A rule on one mesh. `rank` is its place in the table."""
+
+    name: str
+    rank: int
+    candidates: tuple[_Candidate, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _on_mesh(rules: "AxisRules", kind: Kind, mesh: MeshSizes) -> dict[str, _Rule]:
+    sizes = dict(mesh)
+    return {
+        name: _Rule(name, rank, tuple(_candidate(a, sizes) for a in alternatives))
+        for rank, (name, alternatives) in enumerate(rules.table(kind))
+    }
+
+
+def _candidate(alternative: Alternative, sizes: Mapping[str, int]) -> _Candidate:
+    axes = tuple(name for name in alternative if sizes.get(name, 1) > 1)
+    absent = None
+    if alternative and not axes:
+        reason = f"{'+'.join(alternative)} has size 1 in this mesh"
+        absent = Refusal(alternative, "size_one", reason)
+    return _Candidate(alternative, axes, math.prod(sizes[name] for name in axes), absent)
+
+
+def _choose(
+    dim: int, logical: str, rule: _Rule, size: int, used: dict[str, int]
+) -> tuple[Choice, bool]:
+    """Takes the first alternative that fits; the flag says whether the rule could be met."""
+    refused: list[Refusal] = []
+    for candidate in rule.candidates:
+        if candidate.absent is not None:
+            refused.append(candidate.absent)
+            continue
+        refusal = _refusal(candidate, size, used)
+        if refusal is None:
+            for name in candidate.mesh_axes:
+                used[name] = dim
+            return Choice(dim, logical, rule.name, candidate.mesh_axes, tuple(refused)), True
+        refused.append(refusal)
+    # An axis of size 1 shards nothing and so fits, unless another was to shard in its place.
+    met = all(r.cause == "size_one" for r in refused)
+    return Choice(dim, logical, rule.name, (), tuple(refused)), met
+
+
+def _refusal(candidate: _Candidate, size: int, used: Mapping[str, int]) -> Refusal | None:
+    for name in candidate.mesh_axes:
+        if name in used:
+            reason = f"mesh axis {name!r} already shards dim {used[name]}"
+            return Refusal(candidate.alternative, "used", reason)
+    if size % candidate.size:
+        text = "+".join(candidate.alternative)
+        reason = f"{text}={candidate.size} does not divide {size}"
+        return Refusal(candidate.alternative, "indivisible", reason)
+    return None
+
+
+@functools.lru_cache(maxsize=2**17)
+def resolve(
+    rules: "AxisRules",
+    kind: Kind,
+    logical_axes: LogicalAxes,
+    shape: tuple[int, ...],
+    mesh: MeshSizes,
+) -> Resolution:
+    """Places one tensor; see `AxisRules.resolve`."""
+    faults = list(unknown_mesh_axes(rules, tuple(name for name, _ in mesh)))
+    if len(logical_axes) != len(shape):
+        faults.append(
+            f"logical axes {logical_axes} name {len(logical_axes)} dims, but the shape {shape} has "
+            f"{len(shape)}.\n  Give one name, or None, for each dim."
+        )
+        return Resolution(PartitionSpec(), (), tuple(faults))
+    table = _on_mesh(rules, kind, mesh)
+    default = table.get(ANY)
+    # A dim without a name stands behind all others, and gets nothing.
+    named = [(table.get(name, default) if name else None) for name in logical_axes]
+    ranks = [(rule.rank if rule else len(table)) for rule in named]
+    choices: list[Choice | None] = [None] * len(shape)
+    used: dict[str, int] = {}
+    for dim in sorted(range(len(shape)), key=ranks.__getitem__):
+        logical, rule = logical_axes[dim], named[dim]
+        if logical is None:
+            choices[dim] = Choice(dim, None, None, ())
+        elif rule is None:
+            faults.append(_no_rule(dim, logical_axes, kind, table))
+        else:
+            choice, met = _choose(dim, logical, rule, shape[dim], used)
+            choices[dim] = choice
+            if not met:
+                faults.append(_not_met(choice, rule, logical_axes, shape, kind, mesh))
+    entries = [_entry(choice.mesh_axes) if choice else None for choice in choices]
+    return Resolution(PartitionSpec(*entries), tuple(c for c in choices if c), tuple(faults))
+
+
+def _entry(mesh_axes: Alternative) -> Any:
+    if not mesh_axes:
+        return None
+    return mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes
+
+
+def _no_rule(dim: int, logical_axes: LogicalAxes, kind: Kind, table: Mapping[str, Any]) -> str:
+    logical = logical_axes[dim]
+    return (
+        f"logical axis {logical!r} (dim {dim} of {logical_axes}) has no rule among the "
+        f"{kind}.{did_you_mean(str(logical), table)}\n"
+        f"  Add one, for example {kind}={{{logical!r}: None}}, or use one of: {', '.join(table)}."
+    )
+
+
+def _not_met(
+    choice: Choice,
+    rule: _Rule,
+    logical_axes: LogicalAxes,
+    shape: tuple[int, ...],
+    kind: Kind,
+    mesh: MeshSizes,
+) -> str:
+    reasons = "; ".join(refusal.reason for refusal in choice.refused)
+    sizes = ",".join(f"{name}={size}" for name, size in mesh)
+    allowing = [*("+".join(c.alternative) for c in rule.candidates), None]
+    return (
+        f"logical axis {choice.logical_axis!r} (dim {choice.dim} of {logical_axes}, shape {shape}) "
+        f"cannot be sharded: {reasons}.\n"
+        f"  Change the dim or the mesh ({sizes}), or allow replication: "
+        f"{kind}={{{choice.logical_axis!r}: {allowing}}}."
+    )

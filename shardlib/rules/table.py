@@ -1,0 +1,167 @@
+"""A table of rules: what a logical axis may go to."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from shardlib.errors import RuleError
+from shardlib.mesh import mesh_sizes
+from shardlib.rules.resolve import (
+    Alternative,
+    Kind,
+    Resolution,
+    Table,
+    resolve,
+    unknown_mesh_axes,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """How a parameter without logical axes is placed.
+
+    The largest dim that `mesh_axis` divides is sharded over it, when the parameter has at least
+    `min_elements` elements; smaller ones are replicated. `mesh_axis=None` replicates all of them.
+    """
+
+    mesh_axis: str | None = "fsdp"
+    min_elements: int = 2**14
+
+
+def _alternative(value: Any, where: str) -> Alternative:
+    if value is None:
+        return ()
+    names = value.split("+") if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or not all(isinstance(n, str) and n for n in names):
+        raise RuleError(
+            f"{where} is {value!r}, which is not a mesh axis.\n"
+            "  Give a name ('fsdp'), a product ('data+fsdp'), None, or a list of these."
+        )
+    names = tuple(name.strip() for name in names)
+    if len(set(names)) != len(names):
+        raise RuleError(f"{where} is {value!r}, which names a mesh axis twice.\n  Name it once.")
+    return names
+
+
+def _table(rules: Mapping[str, Any] | Table, kind: Kind) -> Table:
+    items = rules.items() if isinstance(rules, Mapping) else rules
+    table = []
+    for axis, value in items:
+        where = f"the rule for {axis!r} ({kind})"
+        is_list = isinstance(value, list) or (
+            isinstance(value, tuple) and any(not isinstance(v, str) for v in value)
+        )
+        if is_list and not value:
+            raise RuleError(f"{where} has no alternatives.\n  Use None to replicate.")
+        alternatives = value if is_list else [value]
+        table.append((axis, tuple(_alternative(a, where) for a in alternatives)))
+    return tuple(table)
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisRules:
+    """Where every parameter and activation lives, by the names of its logical axes.
+
+    Args:
+        params: Rules for parameters, and so for gradients and optimizer state.
+        activations: Rules for activations and for the batch.
+        paths: Logical axes of parameters that carry none of their own, by a pattern over their
+            path (`*` stays within a segment, `**` crosses segments); the first match wins. An empty
+            tuple of axes replicates.
+        auto: What happens to a parameter that has no logical axes and matches no path. `None` makes
+            such a parameter an error.
+
+    Raises:
+        RuleError: If a rule is not of a form that the module describes.
+    """
+
+    params: Any
+    activations: Any
+    paths: Any = ()
+    auto: Auto | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", _table(self.params, "params"))
+        object.__setattr__(self, "activations", _table(self.activations, "activations"))
+        paths = self.paths.items() if isinstance(self.paths, Mapping) else self.paths
+        object.__setattr__(self, "paths", tuple((p, tuple(axes)) for p, axes in paths))
+        object.__setattr__(
+            self, "_hash", hash((self.params, self.activations, self.paths, self.auto))
+        )
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    def table(self, kind: Kind) -> Table:
+        """Returns one table in its normal form."""
+        return self.params if kind == "params" else self.activations
+
+    def override(
+        self,
+        params: Mapping[str, Any] | None = None,
+        activations: Mapping[str, Any] | None = None,
+        paths: Mapping[str, Iterable[str | None]] | None = None,
+        **param_rules: Any,
+    ) -> "AxisRules":
+        """Returns rules with some of them replaced, or new ones added at the end.
+
+        Keywords are parameter rules: `rules.override(embed=None)` is
+        `rules.override(params={"embed": None})`. New `paths` are tried before the present ones.
+        """
+
+        def merged(kind: Kind, changes: Mapping[str, Any]) -> Table:
+            return tuple((dict(self.table(kind)) | dict(_table(changes, kind))).items())
+
+        return dataclasses.replace(
+            self,
+            params=merged("params", {**(params or {}), **param_rules}),
+            activations=merged("activations", activations or {}),
+            paths=(*(paths or {}).items(), *self.paths),
+        )
+
+    def check(self, mesh: Any) -> None:
+        """Raises `RuleError` when a rule names a mesh axis that neither the mesh nor the standard
+        has; lists all such names."""
+        faults = unknown_mesh_axes(self, tuple(mesh_sizes(mesh)))
+        if faults:
+            raise RuleError("\n".join(faults))
+
+    def resolve(
+        self,
+        logical_axes: Sequence[str | None],
+        shape: Sequence[int],
+        mesh: Any,
+        kind: Kind = "params",
+    ) -> Resolution:
+        """Places one tensor.
+
+        Args:
+            logical_axes: One name, or `None` (replicated), for each dim.
+            shape: The dims of the tensor.
+            mesh: A `Mesh` or `AbstractMesh`, or a mapping from mesh axis to size.
+            kind: Which table decides.
+
+        Returns:
+            The spec with a record of each choice; `faults` says what cannot be met.
+        """
+        sizes = mesh if isinstance(mesh, Mapping) else mesh_sizes(mesh)
+        return resolve(self, kind, tuple(logical_axes), tuple(shape), tuple(sizes.items()))
+
+    def spec(
+        self,
+        logical_axes: Sequence[str | None],
+        shape: Sequence[int],
+        mesh: Any,
+        kind: Kind = "params",
+    ) -> PartitionSpec:
+        """Returns the spec of one tensor.
+
+        Raises:
+            RuleError: If the tensor cannot be placed; the message lists every fault.
+        """
+        resolution = self.resolve(logical_axes, shape, mesh, kind)
+        if resolution.faults:
+            raise RuleError("\n".join(resolution.faults))
+        return resolution.spec
