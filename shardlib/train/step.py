@@ -51,6 +51,7 @@ def make_train_step(
         A callable with `lower(state, batch)` for inspection. `metrics` holds float32 scalars on the
         devices: `loss`, `grad_norm` (before clipping), with a schedule `learning_rate`, and
         whatever is in `aux`.
+        Read one of them now and then: XLA gives up on CPU devices with hundreds of steps in flight.
     """
     if microbatches < 1:
         raise ModelError(f"microbatches={microbatches} is not positive.\n  Use 1 for no splitting.")
