@@ -187,11 +187,6 @@ class StepTimer:
         """Mean over the window, or None before the second step."""
         return sum(self._intervals) / len(self._intervals) if self._intervals else None
 
-    def per_second(self, units_per_step: float) -> float | None:
-        """Returns tokens/s or images/s over the window, or None before the second step."""
-        mean = self.mean_step_seconds
-        return units_per_step / mean if mean else None
-
 
 def mfu(
     flops_per_step: float, step_seconds: float | None, peak_flops_total: float | None
