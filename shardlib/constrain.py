@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardlib.errors import RuleError
+from shardlib.mesh import mesh_sizes
 from shardlib.rules import AxisRules
 
 
@@ -20,18 +21,41 @@ class Scope:
     mesh: Mesh
     rules: AxisRules
 
+    @property
+    def mesh_here(self) -> Mesh | AbstractMesh:
+        """The mesh as the code being traced sees it: inside of a `manual` region, some of its axes
+        are manual."""
+        here = jax.sharding.get_abstract_mesh()
+        is_same = not here.empty and here.axis_names == self.mesh.axis_names
+        return here if is_same and here.manual_axes else self.mesh
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each mesh axis, in mesh order; 1 for an axis that is manual here."""
+        manual = manual_axes()
+        return {name: 1 if name in manual else n for name, n in mesh_sizes(self.mesh).items()}
+
     def sharding(
         self, logical_axes: tuple[str | None, ...], shape: tuple[int, ...], kind: Any = "params"
     ) -> NamedSharding:
-        """Returns the sharding of one tensor; raises `RuleError` when it has none."""
+        """Returns the sharding of one tensor; raises `RuleError` when it has none.
+
+        Mesh axes that are manual here shard nothing: the tensor is what one of their shards holds.
+        """
         met = _met.get()
         if met is not None and kind == "activations":
             met.update(name for name in logical_axes if name is not None)
-        return NamedSharding(self.mesh, self.rules.spec(logical_axes, shape, self.mesh, kind))
+        spec = self.rules.spec(logical_axes, shape, self.sizes, kind)
+        return NamedSharding(self.mesh_here, spec)  # type: ignore[arg-type]
 
 
 _active: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("shardlib", default=None)
 _met: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("met", default=None)
+
+
+def manual_axes() -> tuple[str, ...]:
+    """Returns the mesh axes that the region being traced handles by hand."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def active() -> Scope | None:
@@ -103,6 +127,6 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     if scope is None:
         return x
     sharding = scope.sharding(logical_axes, x.shape, "activations")
-    if AxisType.Explicit in scope.mesh.axis_types:
+    if AxisType.Explicit in scope.mesh_here.axis_types:
         return jax.sharding.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)

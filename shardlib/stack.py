@@ -12,7 +12,10 @@ streams) is written back into the stack, each layer its own; random keys are per
 two layers drop the same units.
 """
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -86,21 +89,64 @@ def scan_layers(
         ModelError: If a layer makes new variables when it is called.
     """
     graphdef, state = nnx.split(layers)
-
-    def body(carry: C, step: tuple[Any, Any]) -> tuple[C, Any]:
-        layer_state, inputs = step
-        layer = nnx.merge(graphdef, _map_axes(layer_state, lambda names: names[1:]))
-        before = _values(nnx.state(layer))
-        carry, outputs = call(layer, carry, inputs)
-        return carry, (outputs, _changed(before, _values(nnx.state(layer)), type(layer).__name__))
-
-    body = remat_policies.apply(remat, body, tags=tags, in_scan=True)
-    carry, (outputs, changed) = jax.lax.scan(body, carry, (state, per_layer))
+    stack = LayerStack(call, graphdef, state, carry, per_layer, remat, tags)
+    run = _interceptor.get()
+    carry, outputs, changed = stack.run(state, carry, per_layer) if run is None else run(stack)
     if changed:
         variables = dict(nnx.to_flat_state(state))
         update = [(path, _replaced(variables[path], value)) for path, value in changed.items()]
         nnx.update(layers, nnx.from_flat_state(update))
     return carry, outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStack:
+    """What `scan_layers` was asked to run."""
+
+    call: Callable[[Any, Any, Any], tuple[Any, Any]]
+    graphdef: Any
+    state: Any
+    """The variables of all layers: each leaf has a leading layer dim."""
+    carry: Any
+    per_layer: Any
+    remat: str
+    tags: tuple[str, ...] | None
+
+    def run(self, state: Any, carry: Any, per_layer: Any) -> tuple[Any, Any, dict[Any, Any]]:
+        """Runs the layers in `state`, all of them or a slice along the layer dim.
+
+        Returns:
+            The carry, the outputs of the layers, and by path the variables that they changed.
+        """
+
+        def body(carry: Any, step: tuple[Any, Any]) -> tuple[Any, Any]:
+            layer_state, inputs = step
+            layer = nnx.merge(self.graphdef, _map_axes(layer_state, lambda names: names[1:]))
+            before = _values(nnx.state(layer))
+            carry, outputs = self.call(layer, carry, inputs)
+            after = _values(nnx.state(layer))
+            return carry, (outputs, _changed(before, after, type(layer).__name__))
+
+        body = remat_policies.apply(self.remat, body, tags=self.tags, in_scan=True)
+        carry, (outputs, changed) = jax.lax.scan(body, carry, (state, per_layer))
+        return carry, outputs, changed
+
+
+_Run = Callable[[LayerStack], tuple[Any, Any, dict[Any, Any]]]
+_interceptor: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("layers", default=None)
+
+
+@contextlib.contextmanager
+def intercept(run: _Run) -> Iterator[None]:
+    """Lets `run` take the place of the loop of every `scan_layers` called meanwhile.
+
+    `run` returns what `LayerStack.run` would. This is how a pipeline cuts a model at its layers.
+    """
+    token = _interceptor.set(run)
+    try:
+        yield
+    finally:
+        _interceptor.reset(token)
 
 
 def _is_variable(node: Any) -> bool:

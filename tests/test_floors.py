@@ -17,8 +17,8 @@ FLOORS = (
     ("errors", "paths", "chips", "hardware", "placement", "mesh", "rules", "config", "__init__"),
     # 1: placing and transforming
     (
-        "functional", "partition", "constrain", "precision", "remat", "microbatch", "stack",
-        "losses", "registry", "attention", "pipeline", "moe", "collectives",
+        "functional", "partition", "constrain", "manual", "precision", "remat", "microbatch", "stack",
+        "losses", "registry", "attention", "pipeline", "moe",
     ),
     # 2: knowing
     ("explain", "plan"),
