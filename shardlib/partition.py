@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.constrain import Scope, active_or
+from shardlib.constrain import Scope, active_or, manual_axes
 from shardlib.errors import RuleError
 from shardlib.functional import AxesByPath
 from shardlib.mesh import mesh_sizes
@@ -220,6 +220,27 @@ def _place_statistic(path: str, leaf: Any, owner: Placement | None) -> Placement
     choices = tuple(chosen[d]._replace(dim=i) for i, d in enumerate(kept) if d in chosen)
     axes = owner.logical_axes and tuple(owner.logical_axes[d] for d in kept)
     return Placement(path, shape, leaf.dtype, axes, f"of {owner.path}", Resolution(spec, choices))
+
+
+def pin(tree: Any, placements: Mapping[str, Placement], scope: Scope) -> Any:
+    """Returns traced arrays constrained to their placements.
+
+    Mesh axes that are manual in the region being traced are left out: a leaf is what one of their
+    shards holds.
+    """
+    gone, mesh = manual_axes(), scope.mesh_here
+
+    def pinned(path: Any, x: jax.Array) -> jax.Array:
+        spec = _without(placements[path_string(path)].spec, gone)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))  # type: ignore[arg-type]
+
+    return jax.tree_util.tree_map_with_path(pinned, tree)
+
+
+def _without(spec: PartitionSpec, gone: Sequence[str]) -> PartitionSpec:
+    entries = [(names,) if isinstance(names, str) else names or () for names in spec]
+    kept = [tuple(name for name in names if name not in gone) for names in entries]
+    return PartitionSpec(*[names or None for names in kept])
 
 
 def shardings(tree: Any, placements: Mapping[str, Placement], mesh: Any) -> Any:

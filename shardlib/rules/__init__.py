@@ -18,11 +18,15 @@ from shardlib.mesh import STANDARD_AXES as STANDARD_AXES
 from shardlib.rules.presets import DATA as DATA
 from shardlib.rules.presets import FSDP as FSDP
 from shardlib.rules.presets import PRESETS as PRESETS
+from shardlib.rules.presets import SEQUENCE as SEQUENCE
 from shardlib.rules.presets import STANDARD as STANDARD
+from shardlib.rules.presets import ZERO1 as ZERO1
+from shardlib.rules.presets import ZERO2 as ZERO2
 from shardlib.rules.presets import preset as preset
 from shardlib.rules.resolve import ANY as ANY
 from shardlib.rules.resolve import Choice as Choice
 from shardlib.rules.resolve import Refusal as Refusal
 from shardlib.rules.resolve import Resolution as Resolution
+from shardlib.rules.resolve import Section as Section
 from shardlib.rules.table import Auto as Auto
 from shardlib.rules.table import AxisRules as AxisRules

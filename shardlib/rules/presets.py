@@ -1,5 +1,6 @@
 """Rules with names."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from shardlib.errors import RuleError, did_you_mean
@@ -9,6 +10,8 @@ from shardlib.rules.table import Auto, AxisRules
 _ACTIVATIONS = {
     "batch": "data+fsdp+expert",
     "length": "context",
+    # The residual stream and its norms, which need no more of a sequence than one position.
+    "residual_length": "context",
     "vocab": "tensor",
     "heads": "tensor",
     # Grouped-query attention may have fewer key-value heads than the tensor axis has devices.
@@ -70,7 +73,35 @@ STANDARD = AxisRules(
 Source: Shoeybi et al. 2019, "Megatron-LM", for `tensor`; `FSDP` for `fsdp`.
 """
 
-PRESETS: Mapping[str, AxisRules] = {"data": DATA, "fsdp": FSDP, "standard": STANDARD}
+SEQUENCE = STANDARD.override(activations={"residual_length": "context+tensor"})
+"""`STANDARD` with sequence parallelism: norms and residual stream are split along the length over
+`tensor` too, where they would be replicated.
+
+Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
+"""
+
+_WHOLE = dataclasses.replace(STANDARD.override(embed=None, conv_out=None), auto=Auto(None))
+
+ZERO1 = dataclasses.replace(_WHOLE, opt_state=STANDARD)
+"""`STANDARD`, but over `fsdp` only the optimizer state is split.
+
+Source: Rajbhandari et al. 2020, "ZeRO", stage 1.
+"""
+
+ZERO2 = dataclasses.replace(_WHOLE, gradients=STANDARD, opt_state=STANDARD)
+"""`STANDARD`, but over `fsdp` only gradients and optimizer state are split.
+
+Source: Rajbhandari et al. 2020, "ZeRO", stage 2.
+"""
+
+PRESETS: Mapping[str, AxisRules] = {
+    "data": DATA,
+    "fsdp": FSDP,
+    "standard": STANDARD,
+    "sequence": SEQUENCE,
+    "zero1": ZERO1,
+    "zero2": ZERO2,
+}
 
 
 def preset(name: str) -> AxisRules:

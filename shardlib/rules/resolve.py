@@ -18,6 +18,7 @@ Table = tuple[tuple[str, tuple[Alternative, ...]], ...]
 LogicalAxes = tuple[str | None, ...]
 MeshSizes = tuple[tuple[str, int], ...]
 Kind = Literal["params", "activations"]
+Section = Literal["params", "gradients", "opt_state"]
 
 ANY = "*"
 """The key of a rule for every logical axis that its table does not name."""

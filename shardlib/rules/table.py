@@ -12,6 +12,7 @@ from shardlib.rules.resolve import (
     Alternative,
     Kind,
     Resolution,
+    Section,
     Table,
     resolve,
     unknown_mesh_axes,
@@ -72,6 +73,9 @@ class AxisRules:
             tuple of axes replicates.
         auto: What happens to a parameter that has no logical axes and matches no path. `None` makes
             such a parameter an error.
+        gradients: Rules for gradients, by their `params` table; `None`: those of the parameters.
+        opt_state: Rules for optimizer state, by their `params` table; `None`: those of the
+            parameters. With `gradients` they make the stages of ZeRO.
 
     Raises:
         RuleError: If a rule is not of a form that the module describes.
@@ -81,18 +85,24 @@ class AxisRules:
     activations: Any
     paths: Any = ()
     auto: Auto | None = None
+    gradients: "AxisRules | None" = None
+    opt_state: "AxisRules | None" = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "params", _table(self.params, "params"))
         object.__setattr__(self, "activations", _table(self.activations, "activations"))
         paths = self.paths.items() if isinstance(self.paths, Mapping) else self.paths
         object.__setattr__(self, "paths", tuple((p, tuple(axes)) for p, axes in paths))
-        object.__setattr__(
-            self, "_hash", hash((self.params, self.activations, self.paths, self.auto))
-        )
+        parts = (self.params, self.activations, self.paths, self.auto)
+        object.__setattr__(self, "_hash", hash((*parts, self.gradients, self.opt_state)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
+
+    def of(self, section: Section) -> "AxisRules":
+        """Returns the rules for parameters, for gradients or for optimizer state."""
+        own = None if section == "params" else getattr(self, section)
+        return own or self
 
     def table(self, kind: Kind) -> Table:
         """Returns one table in its normal form."""
@@ -109,22 +119,41 @@ class AxisRules:
 
         Keywords are parameter rules: `rules.override(embed=None)` is
         `rules.override(params={"embed": None})`. New `paths` are tried before the present ones.
+        Where `gradients` and `opt_state` have the rule that a parameter had, they get its new one.
         """
+        changes = {**(params or {}), **param_rules}
+        return self._changed(
+            _table(changes, "params"),
+            _table(activations or {}, "activations"),
+            tuple((paths or {}).items()),
+        )
 
-        def merged(kind: Kind, changes: Mapping[str, Any]) -> Table:
-            return tuple((dict(self.table(kind)) | dict(_table(changes, kind))).items())
+    def _changed(self, params: Table, activations: Table, paths: tuple[Any, ...]) -> "AxisRules":
+        old = dict(self.params)
+
+        def nested(rules: "AxisRules | None") -> "AxisRules | None":
+            if rules is None:
+                return None
+            own = dict(rules.params)
+            same = tuple((axis, new) for axis, new in params if own.get(axis) == old.get(axis))
+            return rules._changed(same, activations, paths)
 
         return dataclasses.replace(
             self,
-            params=merged("params", {**(params or {}), **param_rules}),
-            activations=merged("activations", activations or {}),
-            paths=(*(paths or {}).items(), *self.paths),
+            params=tuple((old | dict(params)).items()),
+            activations=tuple((dict(self.activations) | dict(activations)).items()),
+            paths=(*paths, *self.paths),
+            gradients=nested(self.gradients),
+            opt_state=nested(self.opt_state),
         )
 
     def check(self, mesh: Any) -> None:
         """Raises `RuleError` when a rule names a mesh axis that neither the mesh nor the standard
         has; lists all such names."""
-        faults = unknown_mesh_axes(self, tuple(mesh_sizes(mesh)))
+        sections: tuple[Section, ...] = ("params", "gradients", "opt_state")
+        every = dict.fromkeys(self.of(section) for section in sections)
+        names = tuple(mesh_sizes(mesh))
+        faults = dict.fromkeys(f for rules in every for f in unknown_mesh_axes(rules, names))
         if faults:
             raise RuleError("\n".join(faults))
 

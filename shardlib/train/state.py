@@ -37,6 +37,10 @@ class Definition:
     params: Mapping[str, Placement]
     model_state: Mapping[str, Placement]
     opt_state: Mapping[str, Placement]
+    gradients: Mapping[str, Placement]
+    """Where the gradient of each parameter is summed up."""
+    updates: Mapping[str, Placement]
+    """Where each parameter is updated: where its optimizer state lies."""
 
 
 @jax.tree_util.register_dataclass
@@ -91,14 +95,19 @@ def abstract_state(
         return _init(module, optimizer, dtypes.store, key)
 
     step, params, model_state, opt_state, rng = jax.eval_shape(init, jax.random.key(0))
-    param_places = place(params, module.axes, scope.rules, scope.mesh)
+    places = {
+        section: place(params, module.axes, scope.rules.of(section), scope.mesh)
+        for section in ("params", "gradients", "opt_state")
+    }
     definition = Definition(
         module,
         optimizer,
         scope,
-        param_places,
+        places["params"],
         place_model_state(model_state, module.axes, scope.rules, scope.mesh),
-        place_optimizer(opt_state, param_places),
+        place_optimizer(opt_state, places["opt_state"]),
+        places["gradients"],
+        places["opt_state"],
     )
     state = TrainState(step, params, model_state, opt_state, rng, definition)
     return jax.tree.map(

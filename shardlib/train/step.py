@@ -12,16 +12,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.constrain import Scope, use
 from shardlib.errors import ModelError, RuleError, did_you_mean
 from shardlib.losses import Mean
-from shardlib.microbatch import accumulate, split
+from shardlib.microbatch import split
+from shardlib.partition import pin
 from shardlib.paths import named_leaves, path_string
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
-from shardlib.train.state import Definition, TrainState, state_shardings
+from shardlib.train.gradients import (
+    Gradients,
+    LossFn,
+    PartLoss,
+    accumulate_gradients,
+    loss_sums,
+)
+from shardlib.train.state import TrainState, state_shardings
 
-LossFn = Callable[[Any, Any, jax.Array], Any]
 BatchAxes = Mapping[str, tuple[str | None, ...]]
-
-_RESERVED = frozenset({"loss", "grad_norm", "learning_rate"})
 
 
 def make_train_step(
@@ -123,32 +128,12 @@ class TrainStep:
         )
         return new_state, metrics
 
-    def _gradients(self, state: TrainState, batch: Any) -> tuple[Any, dict[str, Mean], Any]:
-        """Returns gradients of the summed loss in float32, sums of the metrics, model state."""
-        definition = state.definition
+    def _gradients(self, state: TrainState, batch: Any) -> Gradients:
+        loss = PartLoss(state.definition, self.loss_fn, self.precision)
         key = jax.random.fold_in(state.rng, state.step)
-
-        def one(model_state: Any, part: Any, index: Any) -> tuple[Any, Any]:
-            def total(params: Any) -> tuple[jax.Array, Any]:
-                sums, new = self._loss(definition, params, model_state, part, key, index)
-                return sums["loss"].total, (new, sums)
-
-            grads, (new, sums) = jax.grad(total, has_aux=True)(state.params)
-            return new, (_pin(grads, definition), sums)
-
-        model_state, (grads, sums) = accumulate(one, batch, self.microbatches, state.model_state)
-        return grads, sums, model_state
-
-    def _loss(
-        self, definition: Definition, params: Any, model_state: Any, part: Any, key: Any, index: Any
-    ) -> tuple[dict[str, Mean], Any]:
-        model_key, loss_key = jax.random.split(jax.random.fold_in(key, index))
-        module = definition.module
-        model = module.merge(self.precision.cast_params(params), model_state, model_key)
-        sums = loss_sums(self.loss_fn(model, self.precision.cast_batch(part), loss_key))
-        # A dtype that drifted would compile the next step anew.
-        new = jax.tree.map(lambda x, old: x.astype(old.dtype), module.collect(model), model_state)
-        return sums, new
+        return accumulate_gradients(
+            loss, state.params, state.model_state, batch, key, microbatches=self.microbatches
+        )
 
 
 def _structure(state: TrainState, batch: Any) -> Any:
@@ -173,65 +158,20 @@ def _update(state: TrainState, grads: Any, loss: jax.Array) -> tuple[Any, Any]:
     """Returns the parameters and optimizer state after an update, in the dtypes they had.
 
     `grads` are in float32 whatever the parameters are, and so is the arithmetic of the update. An
-    optimizer that asks for the `value` of the loss gets it.
+    optimizer that asks for the `value` of the loss gets it. Each device updates the part of a
+    parameter whose optimizer state it holds.
     """
-    optimizer = optax.with_extra_args_support(state.definition.optimizer)
+    definition = state.definition
+    optimizer = optax.with_extra_args_support(definition.optimizer)
+    params = state.params
+    if definition.scope.rules.opt_state is not None:
+        grads = pin(grads, definition.updates, definition.scope)
+        params = pin(params, definition.updates, definition.scope)
     # optax mixes dtypes freely, whatever the user's own code is held to.
     with jax.numpy_dtype_promotion("standard"):
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, value=loss)
-        params = optax.apply_updates(state.params, updates)
+        updates, opt_state = optimizer.update(grads, state.opt_state, params, value=loss)
+        params = optax.apply_updates(params, updates)
     return params, jax.tree.map(lambda new, old: new.astype(old.dtype), opt_state, state.opt_state)
-
-
-def _pin(grads: Any, definition: Definition) -> Any:
-    """Gradients in float32, placed like their parameters.
-
-    Without the constraint the gradients of scanned layers can lose the sharding of their layers.
-    """
-    mesh = definition.scope.mesh
-    return jax.tree_util.tree_map_with_path(
-        lambda path, g: jax.lax.with_sharding_constraint(
-            g.astype(jnp.float32),
-            NamedSharding(mesh, definition.params[path_string(path)].spec),
-        ),
-        grads,
-    )
-
-
-def loss_sums(result: Any) -> dict[str, Mean]:
-    """Returns what a loss function returned as one dict of `Mean`s, with the loss as `"loss"`.
-
-    Raises:
-        ModelError: If it is not a scalar or `Mean`, alone or with a dict of these.
-    """
-    is_pair = isinstance(result, tuple) and not isinstance(result, Mean)
-    loss, aux = result if is_pair and len(result) == 2 else (result, {})
-    if not isinstance(aux, Mapping):
-        raise ModelError(
-            f"the loss function returned {type(aux).__name__} beside the loss.\n"
-            "  Return the loss, or (loss, {name: scalar or Mean})."
-        )
-    taken = sorted(_RESERVED & set(aux))
-    if taken:
-        raise ModelError(
-            f"the loss function names a metric {', '.join(map(repr, taken))}, which the step "
-            "reports itself.\n  Rename it."
-        )
-    return {name: _as_mean(name, value) for name, value in {**aux, "loss": loss}.items()}
-
-
-def _as_mean(name: str, value: Any) -> Mean:
-    if isinstance(value, Mean):
-        total, weight = value
-    else:
-        total, weight = value, 1.0
-    total, weight = jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32)
-    if total.shape or weight.shape:
-        raise ModelError(
-            f"the loss function returned {name!r} of shape {total.shape or weight.shape}.\n"
-            "  Reduce it to a scalar, or to Mean(total, weight) of two scalars."
-        )
-    return Mean(total, weight)
 
 
 def batch_shardings(batch: Any, scope: Scope, batch_axes: BatchAxes) -> Any:
