@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from shardlib.errors import RuleError
 from shardlib.mesh import mesh_sizes
 from shardlib.rules import AxisRules
+from shardlib.rules.resolve import Kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,13 @@ class Scope:
             met.update(name for name in logical_axes if name is not None)
         spec = self.rules.spec(logical_axes, shape, self.sizes, kind)
         return NamedSharding(self.mesh_here, spec)  # type: ignore[arg-type]
+
+
+    def parts(self, logical_axis: str, size: int) -> int:
+        """Returns in how many parts the rules cut a dim of an activation here."""
+        names = self.sharding((logical_axis,), (size,), "activations").spec[0]
+        names = (names,) if isinstance(names, str) else names or ()
+        return math.prod(self.sizes[name] for name in names)
 
 
 _active: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("shardlib", default=None)
@@ -111,7 +120,7 @@ def recording() -> Iterator[set[str]]:
         _met.reset(token)
 
 
-def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
+def constrain(x: jax.Array, *logical_axes: str | None, kind: Kind = "activations") -> jax.Array:
     """Places an activation by the logical name of each of its dims.
 
     Outside of `use` it returns `x` as it is, so that a model runs anywhere.
@@ -119,6 +128,7 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     Args:
         x: Any array inside of `jax.jit`.
         logical_axes: One name for each dim of `x`; `None` replicates.
+        kind: The table that decides: `params` for what is to lie as a parameter does.
 
     Raises:
         RuleError: If the names do not fit the rank, a name has no rule, or a dim cannot be divided.
@@ -126,7 +136,7 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     scope = active()
     if scope is None:
         return x
-    sharding = scope.sharding(logical_axes, x.shape, "activations")
+    sharding = scope.sharding(logical_axes, x.shape, kind)
     if AxisType.Explicit in scope.mesh_here.axis_types:
         return jax.sharding.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)

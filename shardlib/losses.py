@@ -1,9 +1,16 @@
 """Losses as weighted sums, exact under microbatches, padding and any sharding."""
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from shardlib.constrain import active
+from shardlib.errors import ModelError
+from shardlib.manual import axis_size, manual
 
 
 class Mean(NamedTuple):
@@ -76,6 +83,119 @@ def cross_entropy(
     correct = ((label_shifted == 0.0) & ~tied_before).astype(jnp.float32)
     metrics = {"nll_nats": masked_mean(nll, mask), "accuracy": masked_mean(correct, mask)}
     return masked_mean(loss, mask), metrics
+
+
+def chunked_cross_entropy(
+    project: Callable[[Any, jax.Array], jax.Array],
+    weights: Any,
+    x: jax.Array,
+    labels: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    num_chunks: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Mean, dict[str, Mean]]:
+    """Returns the `cross_entropy` of `project(weights, x)`, the logits of one chunk at a time.
+
+    The positions of a row are taken in `num_chunks` chunks, one after the other, and the backward
+    pass computes the logits of a chunk again: of [batch, length, V] there is never more than
+    [batch, length / num_chunks, V]. Chunk `i` holds the positions `i, i + num_chunks, ...`, so that
+    devices which share a row each have an equal part of every chunk. Loss and gradients are those
+    of the whole, up to the rounding of float32 sums.
+
+    The weights are brought together once, before the loop, and their gradient is added up in
+    float32 on each device and reduced once, behind it; within the loop no weight travels.
+
+    Args:
+        project: `project(weights, x) -> logits`, from [batch, part, embed] to [batch, part, V].
+            Besides its arguments it reads no array that is differentiated or sharded.
+        weights: Pytree of arrays; on a mesh it may be sharded in any way.
+        x: [batch, length, embed].
+        labels: [batch, length] integers; see `cross_entropy`.
+        mask: [batch, length] bool; None for all.
+        num_chunks: Divides the length, and so the part of it on each device.
+        label_smoothing: See `cross_entropy`.
+        z_loss: See `cross_entropy`.
+
+    Raises:
+        ModelError: If `num_chunks` does not divide the positions that a device holds of a row.
+    """
+    if mask is None:
+        mask = jnp.ones(labels.shape, bool)
+    rows = _cut(x.shape[:2])
+    _check_chunks(num_chunks, x.shape[1], rows)
+
+    def on_rows(copies: Any, x: jax.Array, labels: jax.Array, mask: jax.Array) -> Any:
+        weights = jax.tree.map(lambda w: w[0], copies)
+        wide = jax.tree.map(_wide, weights)
+
+        @jax.checkpoint
+        def of_chunk(wide: Any, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+            narrow = jax.tree.map(lambda w, like: w.astype(like.dtype), wide, weights)
+            x, labels, mask = chunk
+            logits = project(narrow, x)
+            loss, metrics = cross_entropy(
+                logits, labels, mask, label_smoothing=label_smoothing, z_loss=z_loss
+            )
+            return {**metrics, "loss": loss}
+
+        def add(sums: Any, chunk: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, sums, of_chunk(wide, chunk)), None
+
+        chunks = jax.tree.map(lambda a: _strided(a, num_chunks), (x, labels, mask))
+        shapes = jax.eval_shape(of_chunk, wide, jax.tree.map(lambda c: c[0], chunks))
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        sums, _ = jax.lax.scan(add, zeros, chunks)
+        return jax.tree.map(lambda s: s[None], sums)
+
+    axes = (*_names(rows[0]), *_names(rows[1]))
+    devices = _product(axes)
+    # A copy for each device along the axes: the sum over them in the backward pass is then the
+    # compiler's to place, which a sum inside of the region is not.
+    copies = jax.tree.map(lambda w: jnp.broadcast_to(w[None], (devices, *w.shape)), weights)
+    if axes:
+        placed = (P(axes), P(*rows), P(*rows), P(*rows))
+        on_rows = manual(on_rows, axes, in_specs=placed, out_specs=P(axes))
+    metrics = jax.tree.map(jnp.sum, on_rows(copies, x, labels, mask))
+    return metrics.pop("loss"), metrics
+
+
+def _cut(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Returns the mesh axes that the rules cut [batch, length] into rows and parts of rows by."""
+    scope = active()
+    if scope is None:
+        return None, None
+    spec = scope.sharding(("batch", "length"), shape, "activations").spec
+    return spec[0], spec[1]
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _product(mesh_axes: tuple[str, ...]) -> int:
+    return math.prod(axis_size(name) for name in mesh_axes)
+
+
+def _check_chunks(num_chunks: int, length: int, rows: tuple[Any, Any]) -> None:
+    parts = _product(_names(rows[1]))
+    if num_chunks < 1 or (length // parts) % num_chunks:
+        held = f"{length} positions" + (f" in {parts} parts" if parts > 1 else "")
+        raise ModelError(
+            f"{num_chunks} chunks of the loss do not divide rows of {held}.\n"
+            f"  Choose a number of chunks that divides {length // parts}; 1 takes rows whole."
+        )
+
+
+def _strided(x: jax.Array, n: int) -> jax.Array:
+    """[batch, length, ...] as [n, batch, length / n, ...], every n-th position together."""
+    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // n, n, *x.shape[2:]), 2, 0)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def masked_mean(values: jax.Array, mask: jax.Array | None = None) -> Mean:

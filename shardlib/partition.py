@@ -26,7 +26,8 @@ class Placement:
 
     `origin` says where its logical axes came from: `"metadata"`, the path pattern that matched,
     `"auto"`, or the parameter that an optimizer leaf belongs to. `asked_for` is false when the
-    rules would have sharded the leaf further and something kept them from it.
+    rules would have sharded the leaf further and something kept them from it. `memory_kind` is None
+    for the devices' own memory.
     """
 
     path: str
@@ -37,6 +38,7 @@ class Placement:
     resolution: Resolution
     note: str = ""
     asked_for: bool = True
+    memory_kind: str | None = None
 
     @property
     def spec(self) -> PartitionSpec:
@@ -245,9 +247,12 @@ def _without(spec: PartitionSpec, gone: Sequence[str]) -> PartitionSpec:
 
 def shardings(tree: Any, placements: Mapping[str, Placement], mesh: Any) -> Any:
     """Returns a tree of `NamedSharding`s, one for each leaf, from placements by path."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: NamedSharding(mesh, placements[path_string(path)].spec), tree
-    )
+
+    def sharding(path: Any, _: Any) -> NamedSharding:
+        placement = placements[path_string(path)]
+        return NamedSharding(mesh, placement.spec, memory_kind=placement.memory_kind)
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
 def shard(model: Any, mesh: Any = None, rules: AxisRules | None = None) -> Any:

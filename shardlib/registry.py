@@ -54,6 +54,9 @@ class ModelFamily:
 
     `tokens: [b, n] int32`. Pure and jittable. None for families that do not generate.
     """
+    choices: Callable[..., dict[str, str]] | None = None
+    """`choices(config, data_spec, *, dtype)`: what a model will choose by itself on the active mesh
+    (an implementation of attention, say), by name, each with the reason. For people to read."""
 
 
 def families() -> dict[str, ModelFamily]:

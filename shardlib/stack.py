@@ -78,14 +78,16 @@ def scan_layers(
         carry: What goes from layer to layer; structure, shapes and dtypes stay the same.
         per_layer: A pytree with a leading layer dim in each leaf (a key-value cache, for example);
             each layer gets its slice as `inputs`.
-        remat: A policy of `shardlib.remat`, applied to each layer.
-        tags: The names that `call` tags for `save:` policies; None when not known.
+        remat: A policy of `shardlib.remat` for all layers, or ranges of layers with one each. A
+            range is a loop of its own: the program grows with their number.
+        tags: The names that `call` tags for `save:` and `offload:`; None when not known.
 
     Returns:
         The carry after the last layer, and the outputs of all layers with a leading dim.
 
     Raises:
-        ConfigError: If the remat policy is unknown.
+        ConfigError: If the remat policy is unknown, or its ranges do not fit the layers.
+        MeshError: If the remat policy offloads and the devices cannot reach their host's memory.
         ModelError: If a layer makes new variables when it is called.
     """
     graphdef, state = nnx.split(layers)
@@ -117,6 +119,10 @@ class LayerStack:
 
         Returns:
             The carry, the outputs of the layers, and by path the variables that they changed.
+
+        Raises:
+            ConfigError: If the remat policy is unknown, or its ranges are not those of every such
+                slice.
         """
 
         def body(carry: Any, step: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -127,9 +133,14 @@ class LayerStack:
             after = _values(nnx.state(layer))
             return carry, (outputs, _changed(before, after, type(layer).__name__))
 
-        body = remat_policies.apply(self.remat, body, tags=self.tags, in_scan=True)
-        carry, (outputs, changed) = jax.lax.scan(body, carry, (state, per_layer))
-        return carry, outputs, changed
+        layers, results = (state, per_layer), []
+        num_layers = _length((self.state, self.per_layer))
+        runs = remat_policies.runs(self.remat, num_layers, length=_length(layers), tags=self.tags)
+        for run, part in zip(runs, _cut(layers, [run.num_layers for run in runs]), strict=True):
+            wrapped = remat_policies.apply(run.policy, body, tags=self.tags, in_scan=True)
+            carry, result = jax.lax.scan(wrapped, carry, part)
+            results.append(result)
+        return carry, *_joined(results)
 
 
 _Run = Callable[[LayerStack], tuple[Any, Any, dict[Any, Any]]]
@@ -147,6 +158,27 @@ def intercept(run: _Run) -> Iterator[None]:
         yield
     finally:
         _interceptor.reset(token)
+
+
+def _length(layers: Any) -> int:
+    return jax.tree.leaves(layers)[0].shape[0]
+
+
+def _cut(layers: Any, counts: list[int]) -> list[Any]:
+    """Cuts a tree along the layer dim; the gradients of the parts are joined by one copy."""
+    if len(counts) == 1:
+        return [layers]
+    leaves, treedef = jax.tree.flatten(layers)
+    return [
+        jax.tree.unflatten(treedef, part)
+        for part in zip(*(jax.lax.split(leaf, counts) for leaf in leaves), strict=True)
+    ]
+
+
+def _joined(parts: list[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: jax.lax.concatenate(leaves, 0), *parts)
 
 
 def _is_variable(node: Any) -> bool:

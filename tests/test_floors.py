@@ -18,7 +18,7 @@ FLOORS = (
     # 1: placing and transforming
     (
         "functional", "partition", "constrain", "manual", "precision", "remat", "microbatch", "stack",
-        "losses", "registry", "attention", "pipeline", "moe",
+        "host_memory", "losses", "registry", "attention", "pipeline", "moe",
     ),
     # 2: knowing
     ("explain", "plan"),

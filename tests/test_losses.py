@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,15 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardlib.losses import Mean, cross_entropy, masked_mean
+from shardlib.constrain import constrain, use
+from shardlib.errors import ModelError
+from shardlib.explain.program import collectives
+from shardlib.losses import Mean, chunked_cross_entropy, cross_entropy, masked_mean
+from shardlib.mesh import make_mesh
+from shardlib.rules import SEQUENCE, STANDARD
 
 RTOL = 1e-5
+ROWS = ("batch", "length")
 
 
 def example(shape=(3, 5), vocab=11, seed=0):
@@ -117,4 +125,127 @@ def test_logits_sharded_over_the_vocabulary_stay_where_they_are(axis_type):
     np.testing.assert_allclose(gradient, expected_gradient, atol=1e-6)
     np.testing.assert_allclose(
         metrics["accuracy"].value, expected_metrics["accuracy"].value, rtol=RTOL
+    )
+
+
+CHUNKED = {"label_smoothing": 0.1, "z_loss": 1e-3}
+
+
+def project(weights, x):
+    logits = jax.lax.dot_general(x, weights, (((2,), (0,)), ((), ())))
+    return constrain(logits, "batch", "length", "vocab")
+
+
+def chunked_example(batch=4, length=12, embed=8, vocab=16, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    weights = jnp.asarray(rng.normal(size=(embed, vocab)), dtype)
+    x = jnp.asarray(rng.normal(size=(batch, length, embed)), dtype)
+    labels = jnp.asarray(rng.integers(0, vocab, (batch, length)), jnp.int32)
+    return weights, x, labels, jnp.asarray(rng.random((batch, length)) < 0.7)
+
+
+def in_chunks(weights, x, labels, mask, num_chunks):
+    return chunked_cross_entropy(
+        project, weights, x, labels, mask, num_chunks=num_chunks, **CHUNKED
+    )
+
+
+def whole(weights, x, labels, mask):
+    return cross_entropy(project(weights, x), labels, mask, **CHUNKED)
+
+
+def value_and_gradients(loss):
+    def value(weights, x, labels, mask):
+        mean, metrics = loss(weights, x, labels, mask)
+        return mean.value, metrics
+
+    return jax.value_and_grad(value, argnums=(0, 1), has_aux=True)
+
+
+@pytest.mark.parametrize("mesh", [None, "data=2,fsdp=2,tensor=2", "context=2,tensor=4", "data=8"])
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_chunks_give_the_loss_of_the_whole(mesh, num_chunks):
+    arguments = chunked_example(batch=8, length=24)
+    expected = value_and_gradients(whole)(*arguments)
+    chunked = value_and_gradients(functools.partial(in_chunks, num_chunks=num_chunks))
+    if mesh is None:
+        found = jax.jit(chunked)(*arguments)
+    else:
+        with use(make_mesh(mesh), SEQUENCE) as scope:
+            placed = [
+                scope.sharding(axes, array.shape, kind)
+                for array, axes, kind in zip(
+                    arguments,
+                    [("embed", "vocab"), ("batch", "residual_length", "embed"), *[ROWS] * 2],
+                    ["params", *["activations"] * 3],
+                    strict=True,
+                )
+            ]
+            found = jax.jit(chunked, in_shardings=placed)(*arguments)
+    # Sums of at most 192 float32 terms in another order.
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=RTOL, atol=1e-6 * abs(b).max()),
+        jax.device_get(found),
+        jax.device_get(expected),
+    )
+
+
+def test_weights_of_chunks_travel_outside_of_the_loop():
+    arguments = chunked_example(batch=8)
+    with use(make_mesh("data=2,fsdp=4"), STANDARD) as scope:
+        placed = [
+            scope.sharding(("embed", "vocab"), (8, 16)),
+            *[
+                scope.sharding(("batch", None, None)[: a.ndim], a.shape, "activations")
+                for a in arguments[1:]
+            ],
+        ]
+        chunked = value_and_gradients(functools.partial(in_chunks, num_chunks=3))
+        compiled = jax.jit(chunked, in_shardings=placed).lower(*arguments).compile()
+    found = collectives(compiled, scope.mesh)
+    assert not [c for c in found if c.in_loop]
+    assert [c.shapes for c in found if c.kind == "all-gather"] == [("f32[8,16]",)]
+
+
+def test_gradients_of_16_bits_are_added_up_in_float32_over_chunks():
+    weights, x, labels, mask = chunked_example(length=64, dtype=jnp.bfloat16)
+    (_, _), (narrow, _) = value_and_gradients(functools.partial(in_chunks, num_chunks=64))(
+        weights, x, labels, mask
+    )
+    wide = [a.astype(jnp.float32) for a in (weights, x)]
+    (_, _), (exact, _) = value_and_gradients(whole)(*wide, labels, mask)
+    assert narrow.dtype == jnp.bfloat16
+    # The rounding of one result, and of the logits' gradients that make it up; 64 sums in 16 bits
+    # would be off by several times as much.
+    np.testing.assert_allclose(
+        narrow.astype(jnp.float32), exact, atol=2**-8 * float(jnp.abs(exact).max())
+    )
+
+
+def test_logits_of_one_chunk_live_at_a_time():
+    shapes = jax.eval_shape(lambda: chunked_example(length=256, vocab=512))
+
+    def temporaries(num_chunks):
+        loss = value_and_gradients(functools.partial(in_chunks, num_chunks=num_chunks))
+        return jax.jit(loss).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    logits_bytes = 4 * 256 * 512 * 4
+    # Of a chunk: its logits, their gradient and what the softmax takes in between.
+    assert temporaries(16) < logits_bytes / 2
+    assert temporaries(1) > logits_bytes
+
+
+def test_chunks_that_do_not_divide_are_refused():
+    arguments = chunked_example()
+    with pytest.raises(ModelError) as caught:
+        in_chunks(*arguments, num_chunks=5)
+    assert str(caught.value) == (
+        "5 chunks of the loss do not divide rows of 12 positions.\n"
+        "  Choose a number of chunks that divides 12; 1 takes rows whole."
+    )
+    with use(make_mesh("data=4,context=2"), STANDARD), pytest.raises(ModelError) as caught:
+        in_chunks(*arguments, num_chunks=4)
+    assert str(caught.value) == (
+        "4 chunks of the loss do not divide rows of 12 positions in 2 parts.\n"
+        "  Choose a number of chunks that divides 6; 1 takes rows whole."
     )

@@ -20,8 +20,108 @@ def saved_shapes(policy):
 
 
 def test_policies_keep_more_the_less_they_recompute():
-    counts = {p: len(saved_shapes(p)) for p in ("none", "dots", "save:hidden", "full")}
+    policies = ("none", "dots", "save:hidden", "offload:hidden", "full")
+    counts = {p: len(saved_shapes(p)) for p in policies}
     assert counts["full"] < counts["save:hidden"] <= counts["dots"] <= counts["none"]
+    assert counts["offload:hidden"] == counts["save:hidden"]
+
+
+def test_offloading_keeps_what_is_named_in_the_memory_of_the_host():
+    w, x = jnp.ones((4, 4)), jnp.ones((3, 4))
+
+    def shapes(policy):
+        gradient = jax.grad(lambda w: remat.apply(policy, body)(w, x))
+        return str(jax.make_jaxpr(gradient)(w))
+
+    assert "f32<host>[3,4]" in shapes("offload:hidden")
+    assert "<host>" not in shapes("save:hidden")
+
+
+@pytest.mark.parametrize(
+    ("policy", "length", "found"),
+    [
+        ("full", 8, [("full", 8)]),
+        ("dots", 3, [("dots", 3)]),
+        ("0-2:full,3-:dots", 8, [("full", 3), ("dots", 5)]),
+        ("3-:save:a,b, 0-2:none", 8, [("none", 3), ("save:a,b", 5)]),
+        ("0:full,1:full,2-7:dots", 8, [("full", 2), ("dots", 6)]),
+        ("0-1:full,2-3:dots,4-5:full,6-7:dots", 4, [("full", 2), ("dots", 2)]),
+    ],
+)
+def test_ranges_become_runs_of_layers(policy, length, found):
+    assert remat.runs(policy, 8, length=length) == found
+
+
+@pytest.mark.parametrize(
+    ("policy", "length", "message"),
+    [
+        (
+            "0-1:full,2-:dots",
+            4,
+            "remat policy '0-1:full,2-:dots' gives layer 0 'full' and layer 4 'dots', but the "
+            "layers run in slices of 4 (stages of a pipeline), which are one program.\n"
+            "  Repeat the ranges every 4 layers, or choose one policy for all layers.",
+        ),
+        (
+            "0-1:full,2-:dots",
+            3,
+            "remat policy '0-1:full,2-:dots' has ranges, but the 8 layers run in slices of 3, "
+            "which do not divide them.\n  Choose one policy for all layers.",
+        ),
+    ],
+)
+def test_ranges_that_slices_do_not_share_are_refused(policy, length, message):
+    with pytest.raises(ConfigError) as error:
+        remat.runs(policy, 8, length=length)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("policy", "fault"),
+    [
+        ("0-2:full,4-:dots", "layer 3 has no policy"),
+        ("0-4:full,3-:dots", "layers 3-4 have two policies"),
+        ("0-:full,3-4:dots", "layers 3-4 have two policies"),
+        ("0-:full,3-:dots", "layers 3- have two policies"),
+        ("2-:dots", "layers 0-1 have no policy"),
+        ("0-3:dots", "layers 4-7 have no policy"),
+        ("0-8:dots", "the range 0-8 goes beyond the last layer, 7"),
+        ("0-7:dots,9:full", "layer 8 has no policy; the range 9 goes beyond the last layer, 7"),
+        ("0-7:dots,8-:full", "the range 8- goes beyond the last layer, 7"),
+        ("4-3:dots,0-:full", "the range 4-3 holds no layer"),
+    ],
+)
+def test_ranges_cover_every_layer_once(policy, fault):
+    assert remat.check(policy, num_layers=8) == [
+        f"remat policy {policy!r}: {fault}.\n"
+        "  Write ranges of layers as in 0-7:full,8-:dots, counted from 0."
+    ]
+
+
+def test_without_the_number_of_layers_only_what_the_text_says_is_checked():
+    assert remat.check("0-7:full,8-99:dots") == []
+    assert len(remat.check("0-7:full,9-99:dots")) == 1
+
+
+def test_every_fault_of_ranges_is_named_at_once():
+    assert remat.check("0-3:ful,4:save:z,5+:dots,6", ("a",), 8) == [
+        "remat policy '0-3:ful,4:save:z,5+:dots,6': '5+:dots' is not a range of layers with a "
+        "policy.\n  Write ranges of layers as in 0-7:full,8-:dots, counted from 0.",
+        "remat policy '0-3:ful,4:save:z,5+:dots,6': '6' is not a range of layers with a "
+        "policy.\n  Write ranges of layers as in 0-7:full,8-:dots, counted from 0.",
+        "remat policy 'ful' is unknown. Did you mean 'full'?\n"
+        "  Choose none, dots, full, or save: or offload: with the names to keep (a).",
+        "remat policy 'save:z' keeps 'z', which the model does not tag.\n  Choose among a.",
+    ]
+
+
+def test_one_function_has_no_ranges():
+    with pytest.raises(ConfigError) as error:
+        remat.apply("0-:full", body)
+    assert str(error.value) == (
+        "remat policy '0-:full' has ranges of layers, which one function does not.\n"
+        "  Choose one policy for it."
+    )
 
 
 def test_none_is_the_function_itself():
@@ -40,13 +140,13 @@ def test_tag_is_the_name_that_jax_checkpoints_by():
             "dot",
             None,
             "remat policy 'dot' is unknown. Did you mean 'dots'?\n"
-            "  Choose none, dots, full, or save: with the names to keep.",
+            "  Choose none, dots, full, or save: or offload: with the names to keep.",
         ),
         (
             "some",
             ("a", "b"),
             "remat policy 'some' is unknown.\n"
-            "  Choose none, dots, full, or save: with the names to keep (a, b).",
+            "  Choose none, dots, full, or save: or offload: with the names to keep (a, b).",
         ),
         (
             "save:",

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardlib.errors import ConfigError, ModelError
-from shardlib.stack import scan_layers, stack_layers
+from shardlib.stack import intercept, scan_layers, stack_layers
 
 WIDTH = 8
 
@@ -135,7 +135,7 @@ def test_per_layer_inputs_and_outputs():
     np.testing.assert_allclose(x, y, rtol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["dots", "full", "save:hidden"])
+@pytest.mark.parametrize("policy", ["dots", "full", "save:hidden", "0:full,1-:dots"])
 def test_remat_changes_neither_results_nor_gradients(policy):
     graphdef, params, rest = nnx.split(make(), nnx.Param, ...)
 
@@ -150,16 +150,67 @@ def test_remat_changes_neither_results_nor_gradients(policy):
     )
 
 
+def program_size(depth, policy="none"):
+    """Lines of the program of a stack's gradient."""
+    graphdef, params, rest = nnx.split(make(depth), nnx.Param, ...)
+
+    def loss(params, rest, x):
+        return run(nnx.merge(graphdef, params, rest, copy=True), x, remat=policy).sum()
+
+    return len(jax.jit(jax.grad(loss)).lower(params, rest, inputs()).as_text().splitlines())
+
+
 def test_the_program_does_not_grow_with_the_depth():
-    def size(depth):
-        graphdef, params, rest = nnx.split(make(depth), nnx.Param, ...)
+    assert program_size(2) == program_size(16)
 
-        def loss(params, rest, x):
-            return run(nnx.merge(graphdef, params, rest, copy=True), x).sum()
 
-        return len(jax.jit(jax.grad(loss)).lower(params, rest, inputs()).as_text().splitlines())
+def test_the_program_grows_with_the_ranges_of_remat_and_not_with_their_layers():
+    assert program_size(5, "0-1:full,2-:dots") == program_size(16, "0-11:full,12-:dots")
+    # Neighbours under one policy are one range.
+    assert program_size(4, "0-1:full,2-:full") == program_size(4, "full")
 
-    assert size(2) == size(16)
+
+@pytest.mark.parametrize("policy", ["full", "0:full,1-2:none"])
+def test_ranges_keep_what_layers_give_and_change_in_order(policy):
+    layers = make(3)
+    scales = jnp.array([1.0, 2.0, 3.0])
+
+    def call(layer, x, scale):
+        return layer(x) * scale, x.sum()
+
+    x, outputs = scan_layers(call, layers, inputs(), scales, remat=policy)
+    looped, y = make(3), inputs()
+    for i, scale in enumerate(scales):
+        layer = layer_at(looped, i)
+        np.testing.assert_allclose(outputs[i], y.sum(), rtol=1e-4)
+        y = layer(y) * scale
+        np.testing.assert_allclose(layers.norm.mean[...][i], layer.norm.mean[...], atol=1e-6)
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(layers.dropout.rngs.count[...], [1, 1, 1])
+
+
+def test_slices_of_a_stack_keep_their_ranges():
+    """As under a pipeline of two stages, each of which has the same two policies."""
+    policy = "0:full,1:none,2:full,3:none"
+    layers, whole = make(4), make(4)
+
+    def halves(stack):
+        carry, changed = stack.carry, []
+        for part in (slice(0, 2), slice(2, 4)):
+            state = jax.tree.map(lambda leaf, part=part: leaf[part], stack.state)
+            carry, _, new = stack.run(state, carry, None)
+            changed.append(new)
+        return carry, None, jax.tree.map(lambda *parts: jnp.concatenate(parts), *changed)
+
+    with intercept(halves):
+        x = run(layers, inputs(), remat=policy)
+    np.testing.assert_allclose(x, run(whole, inputs(), remat=policy), rtol=1e-6)
+    np.testing.assert_allclose(layers.norm.mean[...], whole.norm.mean[...], rtol=1e-6)
+    with (
+        intercept(halves),
+        pytest.raises(ConfigError, match=r"gives layer 0 'full' and layer 2 'none', but the"),
+    ):
+        run(make(4), inputs(), remat="0-1:full,2-3:none")
 
 
 def test_a_layer_that_makes_variables_when_called_is_refused():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardlib.constrain import constrain
+from shardlib.constrain import active, constrain
 
 
 def parameter(value: jax.Array, *logical_axes: str) -> nnx.Param:
@@ -31,17 +31,23 @@ class Linear(nnx.Module):
     ):
         """Args: the sizes of the dims by logical axis, and the deviation of the kernel."""
         self.num_inputs = len(inputs)
+        self.outputs = tuple(outputs)
         shape = (*inputs.values(), *outputs.values())
         kernel = stddev * jax.random.normal(rngs.params(), shape)
         self.kernel = parameter(kernel, *inputs, *outputs)
         self.bias = parameter(jnp.zeros(tuple(outputs.values())), *outputs) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, copies: int = 1) -> jax.Array:
+        """Returns the outputs; with `copies`, each entry of their first dim that often in a row."""
+        kernel = self.kernel[...]
+        if copies > 1:
+            axes = (*[None] * self.num_inputs, *self.outputs)
+            kernel = constrain(jnp.repeat(kernel, copies, axis=self.num_inputs), *axes)
         contracted = tuple(range(x.ndim - self.num_inputs, x.ndim)), tuple(range(self.num_inputs))
-        y = jax.lax.dot_general(x, self.kernel[...], (contracted, ((), ())))
+        y = jax.lax.dot_general(x, kernel, (contracted, ((), ())))
         if self.bias is None:
             return y
-        bias = self.bias[...]
+        bias = jnp.repeat(self.bias[...], copies, axis=0)
         return y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
 
 
@@ -73,21 +79,49 @@ class Embedding(nnx.Module):
     """A table of vectors: looked up by id, or multiplied with to give a logit for each id."""
 
     def __init__(self, size: int, embed_dim: int, axis: str, *, stddev: float, rngs: nnx.Rngs):
-        self.axis = axis
+        self.axis, self.size = axis, size
         table = stddev * jax.random.normal(rngs.params(), (size, embed_dim))
         self.embedding = parameter(table, axis, "embed")
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Returns the vectors [batch, length, embed] of `ids` [batch, length] int32."""
         # Gathered along embed first: from a table sharded on both dims XLA would replicate whole
-        # activations. Sharded over the ids alone, each device looks up its own rows and the sum
-        # over devices gives the vectors.
-        table = constrain(self.embedding[...], self.axis, "embed")
-        return table.at[ids].get(mode="clip")
+        # activations. Said to lie as it is stored before, so that it travels in its own dtype.
+        table = constrain(self.embedding[...], self.axis, "embed", kind="params")
+        vectors = constrain(table, self.axis, "embed").at[ids].get(mode="clip")
+        if num_shards(self.axis, self.size) > 1:
+            # Each device looks up its own rows of the table for all positions, and the sum over
+            # devices gives the vectors; cut along length at once, XLA would gather the table.
+            vectors = constrain(vectors, "batch", "length", "embed")
+        return residual(vectors)
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Returns the logits [batch, length, size] of `x` [batch, length, embed]."""
         return jax.lax.dot_general(x, self.embedding[...], (((2,), (1,)), ((), ())))
+
+
+def residual(x: jax.Array) -> jax.Array:
+    """Places [batch, length, embed] as the residual stream lies.
+
+    The rules may cut its length further than attention and MLP see it: over `tensor`, the sum over
+    devices that ends a branch is a reduce-scatter, and `whole` an all-gather.
+
+    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+    Models", sec. 4.2.2.
+    """
+    return constrain(x, "batch", "residual_length", "embed")
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """Places [batch, length, embed] as the projections of attention and MLP read it."""
+    # As it lies first: else XLA gathers what came before, such as a float32 of twice the bytes.
+    return constrain(residual(x), "batch", "length", "embed")
+
+
+def num_shards(logical_axis: str, size: int) -> int:
+    """Returns in how many parts the rules cut a dim of an activation here."""
+    scope = active()
+    return 1 if scope is None else scope.parts(logical_axis, size)
 
 
 def dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:

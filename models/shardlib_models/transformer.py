@@ -10,10 +10,10 @@ from flax import nnx
 from shardlib.attention import frequencies, rotations
 from shardlib.constrain import constrain
 from shardlib.errors import ModelError
-from shardlib.losses import Mean, cross_entropy
+from shardlib.losses import Mean, chunked_cross_entropy, cross_entropy
 from shardlib.registry import DataSpec, ModelFamily
 from shardlib.stack import scan_layers, stack_layers
-from shardlib_models.layers import Embedding, Linear, Norm, dropout
+from shardlib_models.layers import Embedding, Linear, Norm, dropout, residual, whole
 from shardlib_models.transformer_block import Block, Context, KeyValues
 from shardlib_models.transformer_config import REMAT_TAGS, TransformerConfig, validate
 from shardlib_models.transformer_decode import generate
@@ -59,11 +59,17 @@ class Transformer(nnx.Module):
         Raises:
             ModelError: If the row is longer than `max_positions`.
         """
+        return self.logits(self.residual(tokens, positions, segment_ids))
+
+    def residual(
+        self, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
+    ) -> jax.Array:
+        """Returns the last residual stream [batch, length, embed]; see `__call__`."""
         self.check_length(tokens.shape[1])
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         x, _ = self.hidden(tokens, positions, Context(segment_ids=segment_ids))
-        return self.logits(x)
+        return x
 
     def hidden(
         self,
@@ -80,7 +86,7 @@ class Transformer(nnx.Module):
             config = self.config
             turns = frequencies(config.head_size, config.rope_theta, config.rope_scaling)
             context = context._replace(rotations=rotations(positions, turns))
-        x = self.embedding_dropout(constrain(x, "batch", "length", "embed"))
+        x = self.embedding_dropout(residual(x))
         return scan_layers(
             lambda layer, x, cache: layer(x, context, cache),
             self.layers,
@@ -92,9 +98,26 @@ class Transformer(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Returns the logits [batch, length, vocab] of a residual stream."""
-        x = self.final_norm(x)
-        logits = self.token_embedding.attend(x) if self.head is None else self.head(x)
-        return constrain(logits, "batch", "length", "vocab")
+        head = self.token_embedding if self.head is None else self.head
+        return project(head, self.final_norm(x))
+
+    def cross_entropy(
+        self, x: jax.Array, targets: jax.Array, mask: jax.Array | None, **options: float
+    ) -> tuple[Mean, dict[str, Mean]]:
+        """Returns `shardlib.losses.cross_entropy` of a residual stream, in `loss_chunks` chunks."""
+        if self.config.loss_chunks == 1:
+            return cross_entropy(self.logits(x), targets, mask, **options)
+        head = self.token_embedding if self.head is None else self.head
+        graphdef, weights = nnx.split(head)
+        return chunked_cross_entropy(
+            lambda weights, x: project(nnx.merge(graphdef, weights), x),
+            weights,
+            self.final_norm(x),
+            targets,
+            mask,
+            num_chunks=self.config.loss_chunks,
+            **options,
+        )
 
     def check_length(self, length: int) -> None:
         """Raises `ModelError` when the model has fewer positions than `length`."""
@@ -104,6 +127,13 @@ class Transformer(nnx.Module):
                 f"a sequence of {length} tokens is longer than max_positions={longest}.\n"
                 "  Shorten it, or make the model with more positions."
             )
+
+
+def project(head: Embedding | Linear, x: jax.Array) -> jax.Array:
+    """Returns the logits [batch, length, vocab] of a normalised residual stream."""
+    x = whole(x)
+    logits = head.attend(x) if isinstance(head, Embedding) else head(x)
+    return constrain(logits, "batch", "length", "vocab")
 
 
 def make(config: TransformerConfig, data: DataSpec, rngs: nnx.Rngs) -> Transformer:
@@ -148,10 +178,10 @@ def loss(
     else:
         model.eval()
     segment_ids = batch.get("segment_ids")
-    logits = model(batch["tokens"], positions=batch.get("positions"), segment_ids=segment_ids)
+    x = model.residual(batch["tokens"], batch.get("positions"), segment_ids)
     mask = None if segment_ids is None else segment_ids > 0
-    mean, metrics = cross_entropy(
-        logits, batch["targets"], mask, label_smoothing=label_smoothing, z_loss=z_loss
+    mean, metrics = model.cross_entropy(
+        x, batch["targets"], mask, label_smoothing=label_smoothing, z_loss=z_loss
     )
     if "num_bytes" in batch:
         num_bytes = jnp.sum(batch["num_bytes"].astype(jnp.float32))

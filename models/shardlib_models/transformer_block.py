@@ -1,5 +1,6 @@
 """One layer of a transformer: attention and MLP, each added to the residual stream."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -10,7 +11,15 @@ from shardlib.attention import attend, rotate
 from shardlib.attention.rotary import Rotations
 from shardlib.constrain import constrain
 from shardlib.remat import tag
-from shardlib_models.layers import Linear, Norm, dropout, residual_stddev
+from shardlib_models.layers import (
+    Linear,
+    Norm,
+    dropout,
+    num_shards,
+    residual,
+    residual_stddev,
+    whole,
+)
 from shardlib_models.transformer_config import TransformerConfig
 
 ACTIVATIONS = {
@@ -55,7 +64,8 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, context: Context, cache: KeyValues | None
     ) -> tuple[jax.Array, KeyValues | None]:
-        query, key, value = self.query(x), self.key(x), self.value(x)
+        copies = self.kv_copies() if cache is None else 1
+        query, key, value = self.query(x), self.key(x, copies), self.value(x, copies)
         if context.rotations is not None:
             query, key = rotate(query, context.rotations), rotate(key, context.rotations)
         query = tag(constrain(query, "batch", "length", "heads", "head_dim"), "query")
@@ -75,6 +85,18 @@ class Attention(nnx.Module):
             y = attend(query, *cache, positions=rows, **options)
         y = constrain(y, "batch", "length", "heads", "head_dim")
         return self.out(y), cache
+
+    def kv_copies(self) -> int:
+        """Returns how often each key-value head is computed, once for each device that reads it.
+
+        Where the query heads are cut in more parts than there are key-value heads, groups of
+        devices share one: each computes what its own query heads read, from weights that all hold,
+        so that of keys and values nothing travels.
+        """
+        heads, kv_heads = self.config.num_heads, self.config.kv_heads
+        parts = num_shards("heads", heads)
+        copies = math.lcm(kv_heads, parts) // kv_heads
+        return copies if num_shards("kv_heads", kv_heads * copies) == parts else 1
 
 
 class MLP(nnx.Module):
@@ -117,9 +139,8 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, KeyValues | None]:
         """Returns the residual stream [batch, length, embed] and the cache with the new rows."""
         branch = tag(self.attention_norm(x), "attention_in")
-        branch, cache = self.attention(branch, context, cache)
-        branch = tag(constrain(branch, "batch", "length", "embed"), "attention_out")
-        x = x + self.attention_dropout(branch)
-        branch = self.mlp(tag(self.mlp_norm(x), "mlp_in"))
-        branch = tag(constrain(branch, "batch", "length", "embed"), "mlp_out")
-        return constrain(x + self.mlp_dropout(branch), "batch", "length", "embed"), cache
+        branch, cache = self.attention(whole(branch), context, cache)
+        x = x + self.attention_dropout(tag(residual(branch), "attention_out"))
+        branch = self.mlp(whole(tag(self.mlp_norm(x), "mlp_in")))
+        x = x + self.mlp_dropout(tag(residual(branch), "mlp_out"))
+        return residual(x), cache

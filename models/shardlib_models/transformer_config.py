@@ -69,6 +69,9 @@ class TransformerConfig:
     remat: str = "none"
     """What is kept for the backward pass: none, dots, full, or save:NAME,NAME."""
 
+    loss_chunks: int = 1
+    """In how many chunks of a row the loss is computed; more hold fewer logits at a time."""
+
     @property
     def kv_heads(self) -> int:
         """Number of key-value heads."""
@@ -99,7 +102,7 @@ def validate(config: TransformerConfig, data: DataSpec) -> list[str]:
 
 def _not_positive(config: TransformerConfig) -> list[str]:
     names = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
-    names += ("vocab_size", "max_positions", "window")
+    names += ("vocab_size", "max_positions", "window", "loss_chunks")
     values = {name: getattr(config, name) for name in names}
     return [
         f"{name} is {value}; it must be at least 1."
@@ -151,6 +154,11 @@ def _data_faults(config: TransformerConfig, data: DataSpec) -> list[str]:
             "raise vocab_size or leave it out."
         )
     longest, length = config.max_positions, data.sequence_length
+    if length is not None and config.loss_chunks >= 1 and length % config.loss_chunks:
+        faults.append(
+            f"loss_chunks={config.loss_chunks} does not divide sequences of {length} tokens; "
+            "choose a divisor, or 1."
+        )
     if longest is not None and length is not None and length > longest:
         faults.append(
             f"sequences of {length} tokens are longer than max_positions={longest}; "

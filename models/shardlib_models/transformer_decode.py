@@ -1,12 +1,13 @@
 """Text generation with a key-value cache."""
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardlib.constrain import constrain
+from shardlib.constrain import active, constrain, use
 from shardlib.errors import ModelError
 from shardlib_models.transformer_block import Context, KeyValues
 
@@ -38,7 +39,7 @@ def generate(
         ModelError: If the prompt is empty, `length` is less than 1, or the whole is longer than the
             model's positions.
     """
-    batch, prompt = tokens.shape
+    prompt = tokens.shape[1]
     if prompt < 1 or length < 1:
         raise ModelError(
             f"cannot add {length} tokens to a prompt of {prompt}.\n"
@@ -47,7 +48,25 @@ def generate(
     model.check_length(prompt + length)
     model = nnx.merge(*nnx.split(model))
     model.eval()
-    temperature = jnp.asarray(temperature, jnp.float32)
+    with _whole_rows():
+        return _continued(model, tokens, length, jnp.asarray(temperature, jnp.float32), rng)
+
+
+def _whole_rows() -> contextlib.AbstractContextManager[Any]:
+    """The active rules without a cut along length: one token at a time is fed, and a prompt is of
+    any length."""
+    scope = active()
+    if scope is None:
+        return contextlib.nullcontext()
+    uncut = {"length": None, "residual_length": None}
+    return use(scope.mesh, scope.rules.override(activations=uncut))
+
+
+def _continued(
+    model: "Transformer", tokens: jax.Array, length: int, temperature: jax.Array, rng: jax.Array
+) -> jax.Array:
+    """`generate` for a model that is its own and in evaluation mode."""
+    batch, prompt = tokens.shape
 
     def step(tokens: jax.Array, start: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1])[None], tokens.shape)

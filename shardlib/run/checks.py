@@ -99,17 +99,16 @@ def check_batch(config: RunConfig, scope: Scope) -> None:
     if config.eval.global_batch is not None:
         checks.append(("eval.global_batch", config.eval.global_batch, 1, "batch"))
     if isinstance(config.data, TextData):
-        checks.append(("data.sequence_length", config.data.sequence_length, 1, "length"))
-    faults = []
+        length = config.data.sequence_length
+        checks += [("data.sequence_length", length, 1, a) for a in ("length", "residual_length")]
+    faults: dict[str, None] = {}
     for key, size, parts, axis in checks:
         found = scope.rules.resolve((axis,), (size // parts,), scope.mesh, "activations")
         if found.faults:
             share = f" in {parts} microbatches of {size // parts}" if parts > 1 else ""
             reason, multiple = _indivisible(found.choices[0], dict(scope.mesh.shape))
-            faults.append(
-                f"{key}={size}{share} cannot be shared out: {reason}.\n"
-                f"  Choose a multiple of {multiple * parts}, or another mesh."
-            )
+            fault = f"{key}={size}{share} cannot be shared out: {reason}.\n"
+            faults[f"{fault}  Choose a multiple of {multiple * parts}, or another mesh."] = None
     if faults:
         raise MeshError("\n".join(faults))
 

@@ -63,7 +63,7 @@ class RunLog:
     def header(self, start: int) -> None:
         """Prints what is known before the first step."""
         report = explain(self._parts.abstract)
-        extra = {"precision": self._parts.config.precision}
+        extra = {"precision": self._parts.config.precision, **self._parts.choices()}
         if 0 < start < self._parts.config.train.steps:
             extra["resumes"] = f"from step {start}"
         mesh = self._parts.scope.mesh

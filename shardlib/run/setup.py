@@ -9,10 +9,11 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardlib.constrain import Scope
+from shardlib.constrain import Scope, use
 from shardlib.data import MapSource, open_data
 from shardlib.hardware import Cluster
 from shardlib.mesh import abstract_mesh, auto_mesh, make_mesh
+from shardlib.precision import precision
 from shardlib.registry import DataSpec, ModelFamily, family
 from shardlib.run.checks import check_fit, check_rules_used
 from shardlib.run.config import AUTO, RunConfig
@@ -55,6 +56,14 @@ class Setup:
             label_smoothing=options.label_smoothing if train else 0.0,
             z_loss=options.z_loss if train else 0.0,
         )
+
+    def choices(self) -> dict[str, str]:
+        """Returns what was chosen for the run rather than asked for, by name, with the reason."""
+        if self.family.choices is None:
+            return {}
+        dtype = precision(self.config.precision).compute
+        with use(self.scope.mesh, self.scope.rules):
+            return self.family.choices(self.config.model, self.data, dtype=dtype)
 
     def flops_per_step(self) -> float:
         """Returns the model FLOPs of one optimizer step, by the convention of the family."""

@@ -1,6 +1,8 @@
 """One training step as one compiled program: loss, gradients, optimizer, metrics."""
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,9 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.constrain import Scope, use
 from shardlib.errors import ModelError, RuleError, did_you_mean
 from shardlib.losses import Mean
+from shardlib.manual import axis_size
 from shardlib.microbatch import split
 from shardlib.partition import pin
 from shardlib.paths import named_leaves, path_string
+from shardlib.pipeline.config import PipelineConfig
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
 from shardlib.train.gradients import (
@@ -23,6 +27,14 @@ from shardlib.train.gradients import (
     PartLoss,
     accumulate_gradients,
     loss_sums,
+)
+from shardlib.train.offload import fetch, update_offloaded
+from shardlib.train.pipelined import pipelined_gradients, pipelined_sums
+from shardlib.train.reduction import (
+    Reduction,
+    ReductionConfig,
+    plan_reduction,
+    reduced_gradients,
 )
 from shardlib.train.state import TrainState, state_shardings
 
@@ -36,6 +48,8 @@ def make_train_step(
     precision: str | Precision = "f32",
     schedule: Callable[[jax.Array], Any] | None = None,
     batch_axes: BatchAxes | None = None,
+    pipeline: PipelineConfig | str = "1f1b",
+    reduction: ReductionConfig | None = None,
 ) -> "TrainStep":
     """Returns `step(state, batch) -> (state, metrics)`, compiled at its first call.
 
@@ -51,6 +65,8 @@ def make_train_step(
         schedule: Learning rate by optimizer step, to report it; it changes nothing.
         batch_axes: Logical axes of batch leaves by path. A leaf that is not named has
             `("batch", None, ...)`.
+        pipeline: The schedule of the stages, or its name; read where the mesh has `stage`.
+        reduction: How gradients are summed over `data`; the compiler decides when left out.
 
     Returns:
         A callable with `lower(state, batch)` for inspection. `metrics` holds float32 scalars on the
@@ -60,8 +76,16 @@ def make_train_step(
     """
     if microbatches < 1:
         raise ModelError(f"microbatches={microbatches} is not positive.\n  Use 1 for no splitting.")
+    if isinstance(pipeline, str):
+        pipeline = PipelineConfig(schedule=pipeline)  # type: ignore[arg-type]
     return TrainStep(
-        loss_fn, microbatches, precision_named(precision), schedule, dict(batch_axes or {})
+        loss_fn,
+        microbatches,
+        precision_named(precision),
+        schedule,
+        dict(batch_axes or {}),
+        pipeline,
+        reduction or ReductionConfig(),
     )
 
 
@@ -74,6 +98,8 @@ class TrainStep:
     precision: Precision
     schedule: Callable[[jax.Array], Any] | None
     batch_axes: BatchAxes
+    pipeline: PipelineConfig
+    reduction: ReductionConfig
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -102,7 +128,9 @@ class TrainStep:
         _check_precision(self.precision, state)
         batch_placed = batch_shardings(batch, scope, self.batch_axes)
         # A microbatch must fall evenly on the devices too; refused here, before any tracing.
-        parts = jax.eval_shape(lambda whole: split(whole, self.microbatches), batch)
+        reduction = self._reduction(state)
+        microbatches = reduction.microbatches if reduction else self.microbatches
+        parts = jax.eval_shape(lambda whole: split(whole, microbatches), batch)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
         batch_shardings(one, scope, self.batch_axes)
         return jax.jit(
@@ -118,7 +146,8 @@ class TrainStep:
             grads, sums, model_state = self._gradients(state, batch)
             weight = sums["loss"].weight
             grads = jax.tree.map(lambda g: g / jnp.where(weight == 0, 1.0, weight), grads)
-            params, opt_state = _update(state, grads, sums["loss"].value)
+            loss = sums["loss"].value
+            params, opt_state = update_offloaded(lambda old: _update(old, grads, loss), state)
         metrics = {name: mean.value for name, mean in sums.items()}
         metrics["grad_norm"] = optax.tree.norm(grads)
         if self.schedule is not None:
@@ -128,12 +157,29 @@ class TrainStep:
         )
         return new_state, metrics
 
+    def _reduction(self, state: TrainState) -> Reduction | None:
+        definition = state.definition
+        return plan_reduction(
+            self.reduction,
+            definition.scope.mesh,
+            microbatches=self.microbatches,
+            params=definition.params,
+            model_state=state.model_state,
+        )
+
     def _gradients(self, state: TrainState, batch: Any) -> Gradients:
         loss = PartLoss(state.definition, self.loss_fn, self.precision)
         key = jax.random.fold_in(state.rng, state.step)
-        return accumulate_gradients(
-            loss, state.params, state.model_state, batch, key, microbatches=self.microbatches
-        )
+        reduction = self._reduction(state)
+        microbatches = reduction.inner_microbatches if reduction else self.microbatches
+        engine: Any = functools.partial(accumulate_gradients, microbatches=microbatches)
+        if axis_size("stage") > 1:
+            engine = functools.partial(
+                pipelined_gradients, microbatches=microbatches, config=self.pipeline
+            )
+        if reduction is not None:
+            engine = functools.partial(reduced_gradients, engine, reduction=reduction)
+        return engine(loss, state.params, state.model_state, batch, key)
 
 
 def _structure(state: TrainState, batch: Any) -> Any:
@@ -207,7 +253,8 @@ def make_eval_step(
     """Returns `step(state, batch) -> sums`, which changes nothing.
 
     `sums` holds a `Mean` for the loss and for every metric, to be added over batches. `params_of`
-    picks other parameters than the trained ones, such as their moving average.
+    picks other parameters than the trained ones, such as their moving average. On a mesh with
+    `stage` a batch goes through the stages in microbatches, as many as keep them busy.
     """
     dtypes, axes = precision_named(precision), dict(batch_axes or {})
     programs: dict[Any, Any] = {}
@@ -215,7 +262,13 @@ def make_eval_step(
     def evaluate(state: TrainState, batch: Any) -> dict[str, Mean]:
         definition = state.definition
         with use(definition.scope.mesh, definition.scope.rules):
-            params = dtypes.cast_params(params_of(state))
+            params = fetch(params_of(state))
+            if axis_size("stage") > 1:
+                loss = PartLoss(definition, loss_fn, dtypes)
+                start = (params, state.model_state, batch, state.rng)
+                parts = _eval_microbatches(batch, definition.scope, axes)
+                return pipelined_sums(loss, *start, microbatches=parts)
+            params = dtypes.cast_params(params)
             model = definition.module.merge(params, state.model_state, state.rng)
             return loss_sums(loss_fn(model, dtypes.cast_batch(batch), state.rng))
 
@@ -229,3 +282,17 @@ def make_eval_step(
         return programs[key](state, batch)
 
     return step
+
+
+def _eval_microbatches(batch: Any, scope: Scope, batch_axes: BatchAxes) -> int:
+    """The most microbatches, up to four for each stage, into which mesh and batch divide."""
+    for parts in range(4 * axis_size("stage"), 1, -1):
+        one = jax.tree.map(
+            lambda x, n=parts: jax.ShapeDtypeStruct((x.shape[0] // n, *x.shape[1:]), x.dtype), batch
+        )
+        if any(x.shape[0] % parts for x in jax.tree.leaves(batch)):
+            continue
+        with contextlib.suppress(RuleError):
+            batch_shardings(one, scope, batch_axes)
+            return parts
+    return 1

@@ -1,0 +1,247 @@
+"""A mixture of gated experts in place of a transformer's MLP."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from shardlib import moe
+from shardlib.config import configclass
+from shardlib.constrain import constrain
+from shardlib.losses import Mean
+from shardlib_models.layers import Linear, parameter
+
+# What `save:` policies can keep of the layer: the hidden units of all experts.
+TAG = "moe_hidden"
+
+
+@configclass
+class MoEConfig:
+    """Routed experts: Mixtral, DeepSeek and their kin."""
+
+    num_experts: int = 8
+    """Number of routed experts."""
+    experts_per_token: int = 2
+    """How many of them a token goes to."""
+    mlp_dim: int | None = None
+    """Hidden width of one expert; null for that of the model's MLP."""
+    num_shared_experts: int = 0
+    """Experts that every token goes to, as one MLP of their summed width."""
+    scores: moe.Scores = "softmax"
+    """Scores of the experts by softmax over all, or by sigmoid of each."""
+    normalize_weights: bool = True
+    """Whether the weights of a token's experts are divided by their sum."""
+    weights_scale: float = 1.0
+    """What the weights of a token's experts are multiplied by."""
+    dispatch: moe.Dispatch = "dropless"
+    """Whether experts take all tokens sent to them, or as many of each row as they have places."""
+    capacity_factor: float = 1.25
+    """Places as a multiple of those that even load needs; with dispatch: capacity."""
+    balance: Literal["none", "loss", "bias"] = "loss"
+    """What evens the load: nothing, a loss, or biases that the optimizer moves (and the loss, if
+    balance_loss is not 0)."""
+    balance_loss: float | None = None
+    """Coefficient of the load-balancing loss; null for 0.01 with balance: loss, 0 with bias."""
+    balance_over: Literal["batch", "sequence"] = "batch"
+    """What the load-balancing loss averages over: a microbatch, or each row."""
+    router_z_loss: float = 0.0
+    """Coefficient of the squared log-normaliser of the router; 0.001 in ST-MoE."""
+    exchange: moe.Method = "auto"
+    """How tokens travel between devices; with dispatch: dropless."""
+    exchange_chunks: int = 1
+    """In how many parts the tokens of a device are computed, to save memory; with dispatch:
+    dropless."""
+
+    @property
+    def balance_coefficient(self) -> float:
+        """Coefficient of the load-balancing loss."""
+        if self.balance_loss is not None:
+            return self.balance_loss
+        return 0.01 if self.balance == "loss" else 0.0
+
+    def expert_size(self, mlp_dim: int) -> int:
+        """Hidden width of one expert in a model whose MLP has `mlp_dim`."""
+        return mlp_dim if self.mlp_dim is None else self.mlp_dim
+
+
+def validate(config: MoEConfig) -> list[str]:
+    """Returns everything that is wrong with a config, as sentences."""
+    names = ("num_experts", "experts_per_token", "mlp_dim", "exchange_chunks")
+    values = {name: getattr(config, name) for name in names}
+    faults = [
+        f"moe.{name} is {value}; it must be at least 1."
+        for name, value in values.items()
+        if value is not None and value < 1
+    ]
+    names = ("num_shared_experts", "balance_loss", "router_z_loss")
+    values = {name: getattr(config, name) for name in names}
+    faults += [
+        f"moe.{name} is {value}; it must not be negative."
+        for name, value in values.items()
+        if value is not None and value < 0
+    ]
+    values = {name: getattr(config, name) for name in ("capacity_factor", "weights_scale")}
+    faults += [
+        f"moe.{name} is {value}; it must be greater than 0."
+        for name, value in values.items()
+        if value <= 0
+    ]
+    if config.experts_per_token > config.num_experts:
+        faults.append(
+            f"moe.experts_per_token={config.experts_per_token} is more than "
+            f"moe.num_experts={config.num_experts}; a token goes to different experts."
+        )
+    if config.balance == "none" and config.balance_loss:
+        faults.append(
+            f"moe.balance_loss={config.balance_loss} has no effect with moe.balance=none; "
+            "set moe.balance to loss or bias, or leave the coefficient out."
+        )
+    if config.dispatch == "capacity" and config.exchange_chunks > 1:
+        faults.append(
+            f"moe.exchange_chunks={config.exchange_chunks} has no effect with "
+            "moe.dispatch=capacity; leave it out."
+        )
+    return faults
+
+
+class Experts(nnx.Module):
+    """The weights of all routed experts."""
+
+    def __init__(
+        self,
+        num: int,
+        embed_dim: int,
+        mlp_dim: int,
+        *,
+        stddev: float,
+        out_stddev: float,
+        rngs: nnx.Rngs,
+    ):
+        def kernel(deviation: float, shape: tuple[int, ...], *axes: str) -> nnx.Param:
+            return parameter(deviation * jax.random.normal(rngs.params(), shape), *axes)
+
+        self.gate = kernel(stddev, (num, embed_dim, mlp_dim), "expert", "embed", "mlp")
+        self.up = kernel(stddev, (num, embed_dim, mlp_dim), "expert", "embed", "mlp")
+        self.down = kernel(out_stddev, (num, mlp_dim, embed_dim), "expert", "mlp", "embed")
+
+    def weights(self) -> moe.ExpertWeights:
+        """Returns the arrays."""
+        return moe.ExpertWeights(self.gate[...], self.up[...], self.down[...])
+
+
+class SharedExperts(nnx.Module):
+    """A gated MLP that every token goes through."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        mlp_dim: int,
+        activation: moe.Activation,
+        *,
+        stddev: float,
+        out_stddev: float,
+        rngs: nnx.Rngs,
+    ):
+        self.activation = activation
+        embed, hidden = {"embed": embed_dim}, {"mlp": mlp_dim}
+        self.gate = Linear(embed, hidden, stddev=stddev, rngs=rngs)
+        self.up = Linear(embed, hidden, stddev=stddev, rngs=rngs)
+        self.down = Linear(hidden, embed, stddev=out_stddev, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate = constrain(self.gate(x), "batch", "length", "mlp")
+        return self.down(self.activation(gate) * constrain(self.up(x), "batch", "length", "mlp"))
+
+
+class MoE(nnx.Module):
+    """Each token through its k experts, and through the shared ones."""
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        embed_dim: int,
+        mlp_dim: int,
+        *,
+        activation: moe.Activation = jax.nn.silu,
+        stddev: float = 0.02,
+        out_stddev: float | None = None,
+        rngs: nnx.Rngs,
+    ):
+        """Args: the sizes of the model (`mlp_dim` where the config names none), the experts'
+        nonlinearity, and the initial deviations of weights and of those that project back, None
+        for the same."""
+        self.config = config
+        self.activation = activation
+        size = config.expert_size(mlp_dim)
+        options = {"stddev": stddev, "out_stddev": out_stddev or stddev, "rngs": rngs}
+        router = {"embed": embed_dim}, {"expert": config.num_experts}
+        self.router = Linear(*router, stddev=stddev, rngs=rngs)
+        self.experts = Experts(config.num_experts, embed_dim, size, **options)
+        shared = config.num_shared_experts * size
+        self.shared = SharedExperts(embed_dim, shared, activation, **options) if shared else None
+        has_bias = config.balance == "bias"
+        self.router_bias = parameter(jnp.zeros(config.num_experts), "expert") if has_bias else None
+
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None = None
+    ) -> tuple[jax.Array, moe.RouterStats]:
+        """Returns the results, in the dtype of `x`, and the statistics of this layer.
+
+        Args:
+            x: [batch, length, embed].
+            mask: [batch, length] bool: what is not a token takes no place, is not counted, and gets
+                nothing from routed experts. None for all tokens.
+        """
+        config = self.config
+        x = constrain(x, "batch", "length", "embed")
+        bias = self._bias()
+        routing = moe.route(
+            self._logits(x),
+            config.experts_per_token,
+            scores=config.scores,
+            bias=bias,
+            normalize=config.normalize_weights,
+            scale=config.weights_scale,
+        )
+        y, kept = moe.apply_experts(
+            x,
+            routing,
+            self.experts.weights(),
+            self.activation,
+            mask=mask,
+            dispatch=config.dispatch,
+            capacity_factor=config.capacity_factor,
+            exchange=config.exchange,
+            chunks=config.exchange_chunks,
+        )
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y, moe.router_stats(routing, kept, mask=mask, bias=bias, over=config.balance_over)
+
+    # The router is small, and gathered whole: sharded, it would draw the tokens to its shards.
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        """In float32: rounding in 16 bits would decide between experts."""
+        kernel = constrain(self.router.kernel[...].astype(jnp.float32), None, None)
+        logits = jnp.einsum("bld,de->ble", x.astype(jnp.float32), kernel)
+        return constrain(logits, "batch", "length", None)
+
+    def _bias(self) -> jax.Array | None:
+        if self.router_bias is None:
+            return None
+        return constrain(self.router_bias[...].astype(jnp.float32), None)
+
+
+def losses(
+    stats: moe.RouterStats, config: MoEConfig, num_layers: int
+) -> tuple[jax.Array, dict[str, Mean]]:
+    """Returns what routers add to the loss of a token, and metrics; see `moe.router_losses`."""
+    coefficients = {"balance_loss": config.balance_coefficient, "z_loss": config.router_z_loss}
+    return moe.router_losses(stats, num_layers, **coefficients)
+
+
+def active_weights(config: MoEConfig, embed_dim: int, mlp_dim: int) -> int:
+    """Returns how many weights of one layer multiply a token: its experts, shared ones, router."""
+    experts = config.experts_per_token + config.num_shared_experts
+    return embed_dim * (3 * experts * config.expert_size(mlp_dim) + config.num_experts)

@@ -1,0 +1,73 @@
+"""Attention with gathered keys: every device gets all keys and values, and keeps its queries.
+
+One all-gather forward; the backward pass gathers again rather than keep what it got, and scatters
+the sums of the gradients, float32. Memory for keys and values grows with the whole row, which
+grouped heads make cheap.
+
+Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.attention.blockwise import (
+    Keys,
+    cotangents,
+    fold,
+    gradients,
+    outputs,
+    pull_back,
+    start,
+)
+from shardlib.attention.order import AXIS, Order
+from shardlib.attention.shard import Cargo, Segments, Shard
+from shardlib.attention.sight import Places, Sight
+
+
+def gathered_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: Segments = (None, None),
+    *,
+    sight: Sight,
+    order: Order,
+) -> jax.Array:
+    """Returns attention over the whole row; arguments as in `ring_attention`."""
+    shard = Shard(sight, order, jax.lax.axis_size(AXIS), query.shape[1])
+    return _attend(shard, query, key, value, segments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(shard, query, key, value, segments):
+    return _forward(shard, query, key, value, segments)[0]
+
+
+def _all_keys(shard: Shard, cargo: Cargo) -> Keys:
+    cargo = jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, axis=0, tiled=True), cargo)
+    row: Any = np.concatenate([shard.positions(i) for i in range(shard.shards)])
+    return Keys(cargo.key, cargo.value, Places(row, cargo.segments))
+
+
+def _forward(shard, query, key, value, segments):
+    queries, cargo = shard.cut(query, key, value, segments)
+    running = fold(start(queries), queries, _all_keys(shard, cargo), shard.sight)
+    output, log_mass = outputs(running, value.dtype)
+    return output, (query, key, value, segments, output, log_mass)
+
+
+def _backward(shard, saved, grad):
+    query, key, value, segments, output, log_mass = saved
+    queries, cargo = shard.cut(query, key, value, segments)
+    known = cotangents(grad, output, log_mass, key.shape[2], shard.tile)
+    zeros = jnp.zeros(queries.query.shape, jnp.float32)
+    of_query, of_keys = pull_back(zeros, queries, _all_keys(shard, cargo), known, shard.sight)
+    of_keys = tuple(jax.lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True) for x in of_keys)
+    return *gradients(of_query, of_keys, (query, key, value)), (None, None)
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,119 @@
+"""Ring attention: keys and values travel around a mesh axis, queries stay.
+
+At every step a device folds the keys that it holds into a running softmax while they are already on
+their way to the next device. In the backward pass keys and values travel again, and their gradients
+with them; weights are recomputed, so nothing quadratic is kept. What a device may skip, it skips by
+whole tiles (`Sight.tiles`): no collective stands inside of anything conditional.
+
+Over C devices keys and values make C - 1 hops forward and C - 1 backward, and their float32
+gradients C hops, the last of which takes them home; fewer with a window in contiguous order.
+
+Source: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite
+Context".
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.attention.blockwise import (
+    Running,
+    cotangents,
+    fold,
+    gradients,
+    outputs,
+    pull_back,
+    start,
+)
+from shardlib.attention.order import AXIS, Order
+from shardlib.attention.shard import Cargo, Segments, Shard
+from shardlib.attention.sight import Sight
+
+
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: Segments = (None, None),
+    *,
+    sight: Sight,
+    order: Order,
+) -> jax.Array:
+    """Returns attention over the whole row; call it in a region that is manual over `context`.
+
+    Args:
+        query: [batch, length, heads, head_dim], this device's shard of the row in `order`.
+        key: [batch, length, kv_heads, head_dim], the same shard.
+        value: As `key`.
+        segments: [batch, length] int32 of queries and of keys, or None.
+        sight: What is hidden besides other documents.
+        order: How the row lies over the axis.
+    """
+    shard = Shard(sight, order, jax.lax.axis_size(AXIS), query.shape[1])
+    return _attend(shard, query, key, value, segments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(shard, query, key, value, segments):
+    return _forward(shard, query, key, value, segments)[0]
+
+
+def _send(shard: Shard, x: Any, distance: int = 1) -> Any:
+    """Sends a pytree `distance` devices on."""
+    pairs = [(i, (i + distance) % shard.shards) for i in range(shard.shards)]
+    return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, AXIS, pairs), x)
+
+
+def _source(shard: Shard, step: Any) -> jax.Array:
+    """Returns the device from which keys have come after `step` hops."""
+    return (jax.lax.axis_index(AXIS) - step) % shard.shards
+
+
+def _forward(shard, query, key, value, segments):
+    queries, cargo = shard.cut(query, key, value, segments)
+
+    def meet(running: Running, cargo: Cargo, step: Any) -> Running:
+        return fold(running, queries, shard.keys(cargo, _source(shard, step)), shard.sight)
+
+    def one_hop(carry: Any, step: jax.Array) -> tuple[Any, None]:
+        running, cargo = carry
+        ahead = _send(shard, cargo)
+        return (meet(running, cargo, step), ahead), None
+
+    steps = jnp.arange(shard.hops, dtype=jnp.int32)
+    (running, cargo), _ = jax.lax.scan(one_hop, (start(queries), cargo), steps)
+    output, log_mass = outputs(meet(running, cargo, shard.hops), value.dtype)
+    return output, (query, key, value, segments, output, log_mass)
+
+
+def _backward(shard, saved, grad):
+    query, key, value, segments, output, log_mass = saved
+    queries, cargo = shard.cut(query, key, value, segments)
+    known = cotangents(grad, output, log_mass, key.shape[2], shard.tile)
+
+    def meet(of_query: jax.Array, cargo: Cargo, step: Any) -> Any:
+        keys = shard.keys(cargo, _source(shard, step))
+        return pull_back(of_query, queries, keys, known, shard.sight)
+
+    def one_hop(carry: Any, step: Any) -> tuple[Any, None]:
+        # Neither transfer waits for the tiles of this step.
+        of_query, of_keys, cargo, ahead = *carry, _send(shard, carry[-1])
+        arrived = _send(shard, of_keys)
+        of_query, share = meet(of_query, cargo, step)
+        return (of_query, jax.tree.map(jnp.add, arrived, share), ahead), None
+
+    ahead = _send(shard, cargo) if shard.hops else cargo
+    of_query, of_keys = meet(jnp.zeros(queries.query.shape, jnp.float32), cargo, 0)
+    if shard.hops:
+        steps = jnp.arange(1, shard.hops, dtype=jnp.int32)
+        carry, _ = jax.lax.scan(one_hop, (of_query, of_keys, ahead), steps)
+        of_query, of_keys, cargo = carry
+        arrived = _send(shard, of_keys)
+        of_query, share = meet(of_query, cargo, shard.hops)
+        of_keys = _send(shard, jax.tree.map(jnp.add, arrived, share), -shard.hops)
+    return *gradients(of_query, of_keys, (query, key, value)), (None, None)
+
+
+_attend.defvjp(_forward, _backward)

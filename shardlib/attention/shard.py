@@ -1,0 +1,58 @@
+"""One device's shard of a row, cut into tiles: what ring and gathered attention have in common."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+
+from shardlib.attention import order as orders
+from shardlib.attention.blockwise import Keys, Queries, cut_keys, cut_queries
+from shardlib.attention.order import AXIS, Order
+from shardlib.attention.sight import Places, Sight, cut, needed_tile
+
+Segments = tuple[jax.Array | None, jax.Array | None]
+
+
+class Cargo(NamedTuple):
+    """What one device sends to others, in tiles."""
+
+    key: jax.Array
+    value: jax.Array
+    segments: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """What is known of a shard while tracing."""
+
+    sight: Sight
+    order: Order
+    shards: int
+    length: int
+    """Positions of one shard."""
+
+    @property
+    def tile(self) -> int:
+        return needed_tile(orders.ring_tile(self.order, self.length))
+
+    @property
+    def hops(self) -> int:
+        """How often a ring sends keys on."""
+        return orders.hops(self.order, self.sight, self.shards, self.length)
+
+    def cut(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, segments: Segments
+    ) -> tuple[Queries, Cargo]:
+        """Returns this device's queries, and what it sends."""
+        ids, kv_ids = jax.tree.map(lambda x: cut(x, self.tile), segments)
+        at = Places(self.positions(jax.lax.axis_index(AXIS)), ids)
+        queries = Queries(cut_queries(query, key.shape[2], self.tile), at)
+        return queries, Cargo(cut_keys(key, self.tile), cut_keys(value, self.tile), kv_ids)
+
+    def positions(self, shard: Any) -> Any:
+        """Returns where a shard's positions stand in the row: [tiles, 1, tile] int32."""
+        return cut(orders.row_positions(self.order, shard, self.shards, self.length), self.tile)
+
+    def keys(self, cargo: Cargo, shard: Any) -> Keys:
+        """Returns the keys that came from `shard`."""
+        return Keys(cargo.key, cargo.value, Places(self.positions(shard), cargo.segments))

@@ -1,0 +1,124 @@
+"""Which query sees which key: for single pairs, and for whole tiles of pairs."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.errors import ModelError
+
+Array = jax.Array | np.ndarray
+
+MAX_TILE = 512
+"""Positions of a tile at most: a square of scores of one head takes 1 MiB."""
+_MIN_TILE = 64
+
+
+class Places(NamedTuple):
+    """Where queries or keys stand. The last two dims are [batch, length]; more may lead."""
+
+    positions: Array
+    """int32, place in the whole row; batch is 1 where all rows agree."""
+    segments: Array | None = None
+    """int32, document; None for one document a row."""
+
+
+def places(length: int, positions: Array | None, segments: Array | None) -> Places:
+    """Returns the places of a row; positions are 0, 1, 2, ... when None."""
+    ramp = np.arange(length, dtype=np.int32)[None]
+    return Places(ramp if positions is None else positions, segments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """What hides a key from a query besides being of another document.
+
+    Raises:
+        ModelError: If a window is not causal, or sees nothing.
+    """
+
+    causal: bool = True
+    """Keys at later positions are hidden."""
+    window: int | None = None
+    """How many positions a query sees, itself included; None for all."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or not self.causal):
+            raise ModelError(
+                f"an attention window of {self.window} positions needs causal=True and at least 1 "
+                "position.\n  Set window=None, or causal=True and window=1 or more."
+            )
+
+    def mask(self, queries: Places, keys: Places) -> jax.Array | None:
+        """Returns which query sees which key: [batch or 1, length, kv_length]; None if all do."""
+        parts = []
+        if queries.segments is not None and keys.segments is not None:
+            parts.append(queries.segments[:, :, None] == keys.segments[:, None, :])
+        if self.causal:
+            distance = queries.positions[:, :, None] - keys.positions[:, None, :]
+            parts.append(distance >= 0)
+            if self.window is not None:
+                parts.append(distance < self.window)
+        if not parts:
+            return None
+        mask = parts[0]
+        for part in parts[1:]:
+            mask = mask & part
+        return jnp.asarray(mask)
+
+    def tiles(self, queries: Places, keys: Places) -> Array:
+        """Returns in which tiles a query may see a key: [query tiles, key tiles] bool.
+
+        Judged by the smallest and largest position and document of each tile, so that no visible
+        pair is left out. NumPy in, NumPy out.
+
+        Args:
+            queries: Places of [query tiles, batch, tile].
+            keys: Places of [key tiles, batch, tile].
+        """
+        first, last = _range(queries.positions)
+        kv_first, kv_last = _range(keys.positions)
+        parts: list[Array] = [np.ones((first.shape[0], kv_first.shape[0], 1), bool)]
+        if self.causal:
+            parts.append(kv_first[None] <= last[:, None])
+        if self.window is not None:
+            parts.append(first[:, None] - kv_last[None] < self.window)
+        if queries.segments is not None and keys.segments is not None:
+            low, high = _range(queries.segments)
+            kv_low, kv_high = _range(keys.segments)
+            parts.append((low[:, None] <= kv_high[None]) & (kv_low[None] <= high[:, None]))
+        seen = parts[0]
+        for part in parts[1:]:
+            seen = seen & part
+        return seen.any(axis=-1)  # type: ignore[return-value]
+
+
+def _range(x: Array) -> tuple[Array, Array]:
+    return x.min(axis=-1), x.max(axis=-1)
+
+
+def tile_size(length: int) -> int | None:
+    """Returns the largest tile that divides `length`; None if there is none of a sensible size."""
+    if length <= MAX_TILE:
+        return length
+    sizes = range(MAX_TILE, _MIN_TILE - 1, -1)
+    return next((size for size in sizes if length % size == 0), None)
+
+
+def needed_tile(size: int | None) -> int:
+    """Returns `size`. Lengths that cannot be cut are refused where a method is chosen."""
+    assert size is not None
+    return size
+
+
+def cut(x: Array, tile: int) -> Array:
+    """Cuts [batch, length] into [length / tile, batch, tile]."""
+    return x.reshape(x.shape[0], -1, tile).swapaxes(0, 1)
+
+
+def cut_places(at: Places, tile: int) -> Places:
+    """Cuts places of [batch, length] into tiles of [batch, tile]."""
+    ids = None if at.segments is None else cut(at.segments, tile)
+    return Places(cut(at.positions, tile), ids)

@@ -1,0 +1,68 @@
+"""Splash attention: the flash kernel of JAX for TPUs, which skips the hidden blocks of a mask.
+
+Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.attention.blockwise import TAG
+from shardlib.attention.shard import Segments
+from shardlib.attention.sight import Sight
+
+_MAX_BLOCK = 512
+
+
+def splash(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    sight: Sight,
+    segments: Segments = (None, None),
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns attention of arrays that lie whole on this device, as `attend` does.
+
+    The compiler cannot partition the kernel: on several devices call it in a region that is manual
+    over the whole mesh.
+
+    Args:
+        query: [batch, length, heads, head_dim]; length is a multiple of 128.
+        key: [batch, length, kv_heads, head_dim].
+        value: As `key`.
+        sight: What is hidden besides other documents.
+        segments: [batch, length] int32 of queries and of keys, or None.
+        interpret: Whether to run the kernel without a TPU, slowly.
+    """
+    # Heavy, and needed on TPUs only.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    length, heads = query.shape[1], query.shape[2]
+    shape = (length, key.shape[1])
+    if not sight.causal:
+        mask = masks.FullMask(shape)
+    elif sight.window is None:
+        mask = masks.CausalMask(shape)
+    else:
+        mask = masks.LocalMask(shape, (sight.window - 1, 0), 0)
+    block = next(size for size in (_MAX_BLOCK, 256, 128) if length % size == 0)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    kernel = kernels.make_splash_mha(
+        mask=masks.MultiHeadMask([mask] * heads),
+        block_sizes=kernels.BlockSizes(**{f"block_{name}": block for name in names}),  # type: ignore
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name=TAG,
+        interpret=interpret,
+    )
+    q_ids, kv_ids = segments
+    ids = None if q_ids is None or kv_ids is None else kernels.SegmentIds(q_ids, kv_ids)
+    query = query / jnp.asarray(math.sqrt(query.shape[-1]), query.dtype)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        y: Any = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (query, key, value)), ids)
+    return y.swapaxes(1, 2).astype(value.dtype)

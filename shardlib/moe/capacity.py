@@ -1,0 +1,115 @@
+"""Every expert takes a fixed number of tokens of each row of the batch, and the rest are dropped.
+
+An expert has `capacity(length, ...)` places for the tokens of one row. First choices come before
+second ones, and earlier tokens before later ones. A dropped copy adds nothing: the token passes by
+on the residual stream. Since places are counted within a row, what is dropped depends neither on
+the mesh nor on the size of the batch, and all shapes are fixed: plain matmuls and an all-to-all.
+
+Under context parallelism places are still counted over the whole row. Each part of a row then has
+buffers for the case that all the places are taken by its own tokens.
+
+Source: Lepikhin et al. 2020, "GShard", sec. 2.2; Fedus et al. 2021, "Switch Transformers", eq. 3.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.moe.rows import collect, spread, weighted_sum
+from shardlib.moe.weights import Activation, ExpertWeights, mlp_of_slots
+
+
+def capacity(length: int, k: int, num_experts: int, factor: float) -> int:
+    """Returns the places of an expert for a row of `length` tokens, at least 1.
+
+    At factor 1 they suffice exactly when all experts are chosen equally often.
+    """
+    return max(1, min(length, math.ceil(factor * k * length / num_experts)))
+
+
+def with_capacity(
+    tokens: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    counted: jax.Array,
+    mlp: ExpertWeights,
+    activation: Activation,
+    *,
+    places: int,
+    axes: tuple[str, ...] = (),
+    length_axes: tuple[str, ...] = (),
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the weighted sums of what the experts make of tokens, and which copies they took.
+
+    Args:
+        tokens: [batch, length, embed], those of this device.
+        experts: [batch, length, k] int32.
+        weights: [batch, length, k] float32.
+        counted: [batch, length] bool; other tokens take no place and give 0.
+        mlp: The experts of this device: all of them, or a share of `axes`.
+        activation: Nonlinearity of the experts.
+        places: See `capacity`, by the length of a whole row.
+        axes: Mesh axes, manual here, over which experts are shared out; () for none.
+        length_axes: Mesh axes, manual here, over which rows are shared out; () for none.
+
+    Returns:
+        [batch, length, embed], and [batch, length, k] bool.
+    """
+    batch, length, embed = tokens.shape
+    k = experts.shape[2]
+    num_experts = mlp.gate.shape[0] * (jax.lax.axis_size(axes) if axes else 1)
+    kept, slot = _slots(experts, counted, num_experts, places, length_axes)
+
+    # Buffers [expert, batch, slot], flat: where each copy lies, and the copy that lies there.
+    slots = min(places, length)
+    row = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
+    beyond = num_experts * batch * slots
+    place = jnp.where(kept, (experts * batch + row) * slots + slot, beyond).reshape(-1, k)
+    copies = jnp.arange(place.size, dtype=jnp.int32)
+    source = jnp.full(beyond, place.size, jnp.int32).at[place.reshape(-1)].set(copies, mode="drop")
+
+    rows = spread(tokens.reshape(-1, embed), source, place)
+    rows = rows.reshape(num_experts, batch * slots, embed)
+    if axes:
+        rows = jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=1, tiled=True)
+    rows = mlp_of_slots(rows, mlp, activation)
+    if axes:
+        rows = jax.lax.all_to_all(rows, axes, split_axis=1, concat_axis=0, tiled=True)
+    taken = collect(rows.reshape(-1, embed), source, place)
+    weights = jnp.where(kept, weights, 0.0).reshape(-1, k)
+    return weighted_sum(taken, weights).reshape(tokens.shape), kept
+
+
+def _slots(
+    experts: jax.Array,
+    counted: jax.Array,
+    num_experts: int,
+    places: int,
+    length_axes: tuple[str, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Returns which copies get a place, and which of the places of this device: [batch, length, k].
+
+    Args: as in `with_capacity`.
+    """
+    chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.int32)
+    chosen = jnp.where(counted[:, :, None, None], chosen, 0)
+    totals = jnp.sum(chosen, axis=1, dtype=jnp.int32)  # [batch, k, expert]
+    before = _earlier(totals, 1)
+    slot = _earlier(chosen, 1) + before[:, None]
+    position = slot
+    if length_axes:
+        parts = jax.lax.all_gather(totals, length_axes)  # [part, batch, k, expert]
+        preceding = _earlier(parts, 0)[jax.lax.axis_index(length_axes)]
+        choices = _earlier(jnp.sum(parts, axis=0, dtype=jnp.int32), 1)
+        position = _earlier(chosen, 1) + (preceding + choices)[:, None]
+    mine = chosen == 1
+    kept = jnp.any(mine & (position < places), axis=-1)
+    # What precedes a copy in the row precedes it on this device too, so that the copies kept here
+    # take the first slots.
+    return kept, jnp.sum(jnp.where(mine, slot, 0), axis=-1, dtype=jnp.int32)
+
+
+def _earlier(counts: jax.Array, dim: int) -> jax.Array:
+    """Sums of what comes before each entry along a dim."""
+    return jnp.cumsum(counts, axis=dim, dtype=jnp.int32) - counts

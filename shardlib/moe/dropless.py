@@ -1,0 +1,120 @@
+"""Every token reaches its experts, however uneven the load.
+
+The copies of the tokens (k each) are sorted by expert, sent to the devices of their experts,
+multiplied group by group (`jax.lax.ragged_dot`), sent back and summed by weight. Compute is in
+proportion to the tokens that arrive, on platforms with a grouped matmul (XLA for CPU multiplies
+every row by every expert and masks).
+
+Memory is for the worst case, since nothing may be dropped: all devices may send all they have to
+one. With t tokens on a device, k experts a token and E experts over D devices, a device holds
+
+    D * t * min(k, E / D) rows
+
+of embed and of mlp, D (at most) times what even load needs. `chunks` divides t: with as many chunks
+as devices the buffers are as large as even load needs without chunks. Each chunk is recomputed in
+the backward pass, its exchange included.
+
+Source: Gale et al. 2022, "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts".
+"""
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.errors import ModelError
+from shardlib.moe.exchange import Link, Method, exchange, plan_exchange, resolve_method
+from shardlib.moe.rows import collect, spread, weighted_sum
+from shardlib.moe.weights import Activation, ExpertWeights, mlp_of_sorted
+
+
+def dropless(
+    tokens: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    counted: jax.Array,
+    mlp: ExpertWeights,
+    activation: Activation,
+    *,
+    axes: tuple[str, ...] = (),
+    method: Method = "auto",
+    chunks: int = 1,
+) -> jax.Array:
+    """Returns the weighted sums [t, embed] of what the experts make of tokens.
+
+    Args:
+        tokens: [t, embed], those of this device.
+        experts: [t, k] int32.
+        weights: [t, k] float32.
+        counted: [t] bool; other tokens go nowhere and give 0.
+        mlp: The experts of this device: all of them, or a share of `axes`.
+        activation: Nonlinearity of the experts.
+        axes: Mesh axes, manual here, over which experts are shared out; () for none.
+        method: See `shardlib.moe.exchange`.
+        chunks: In how many parts the tokens are computed, one after the other.
+
+    Raises:
+        ModelError: If the chunks do not divide the tokens of a device.
+    """
+
+    def part(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        return _dropless(*args, mlp, activation, axes, method)
+
+    args = (tokens, experts, weights, counted)
+    if chunks == 1:
+        return part(args)
+    num = tokens.shape[0]
+    if num % chunks:
+        raise ModelError(
+            f"the {num} tokens of a device cannot be computed in {chunks} chunks of equal size.\n"
+            f"  Choose exchange_chunks so that it divides {num}."
+        )
+    parts = jax.tree.map(lambda x: x.reshape(chunks, num // chunks, *x.shape[1:]), args)
+    done = jax.lax.map(jax.checkpoint(part, prevent_cse=False), parts)
+    return done.reshape(tokens.shape)
+
+
+def _dropless(
+    tokens: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    counted: jax.Array,
+    mlp: ExpertWeights,
+    activation: Activation,
+    axes: tuple[str, ...],
+    method: Method,
+) -> jax.Array:
+    num, k = experts.shape
+    here = mlp.gate.shape[0]
+    devices = jax.lax.axis_size(axes) if axes else 1
+    # Copies that go nowhere are sorted behind the last expert.
+    key = jnp.where(counted[:, None], experts, here * devices).reshape(-1)
+    source = jnp.argsort(key, stable=True).astype(jnp.int32)
+    place = jnp.argsort(source).astype(jnp.int32).reshape(num, k)
+    place = jnp.where(counted[:, None], place, num * k)
+    weights = jnp.where(counted[:, None], weights, 0.0)
+    sizes = jnp.zeros(here * devices, jnp.int32).at[key].add(1, mode="drop")
+
+    rows = spread(tokens, source, place)
+    if axes:
+        rows = _through_devices(rows, sizes, mlp, activation, axes, min(k, here) * num, method)
+    else:
+        rows = mlp_of_sorted(rows, sizes, mlp, activation)
+    return weighted_sum(collect(rows, source, place), weights)
+
+
+def _through_devices(
+    rows: jax.Array,
+    sizes: jax.Array,
+    mlp: ExpertWeights,
+    activation: Activation,
+    axes: tuple[str, ...],
+    pair_rows: int,
+    method: Method,
+) -> jax.Array:
+    """Sends sorted rows to the devices of their experts, and their results back to their places."""
+    devices = jax.lax.axis_size(axes)
+    link = Link(axes, pair_rows, resolve_method(method))
+    plan = plan_exchange(sizes.reshape(devices, -1), axes)
+    arrived = exchange(rows, plan, devices * pair_rows, link)
+    arrived_sizes = jnp.sum(plan.recv_sizes, axis=0, dtype=jnp.int32)
+    results = mlp_of_sorted(arrived, arrived_sizes, mlp, activation)
+    return exchange(results, plan.reversed(), rows.shape[0], link)

@@ -1,0 +1,178 @@
+"""Experts on any mesh: one region in which each device sorts its own tokens and sends them.
+
+| dim of the weights | mesh axes (by the rules)  | what happens                                  |
+|--------------------|---------------------------|-----------------------------------------------|
+| expert             | also shard tokens         | tokens travel to their experts and back       |
+| embed, mlp         | also shard tokens (fsdp)  | gathered for the layer and again for its      |
+|                    |                           | gradient, which is reduce-scattered           |
+| mlp                | shard no tokens (tensor)  | each device computes some hidden units; what  |
+|                    |                           | they give is added up                         |
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from shardlib.constrain import active
+from shardlib.errors import RuleError
+from shardlib.manual import manual
+from shardlib.moe.capacity import capacity, with_capacity
+from shardlib.moe.dropless import dropless
+from shardlib.moe.exchange import Method
+from shardlib.moe.routing import Routing
+from shardlib.moe.weights import Activation, ExpertWeights
+
+Dispatch = Literal["dropless", "capacity"]
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """The mesh axes, still automatic here, that shard each dim; () for none."""
+
+    batch: Axes = ()
+    length: Axes = ()
+    expert: Axes = ()
+    embed: Axes = ()
+    mlp: Axes = ()
+
+    @property
+    def tokens(self) -> Axes:
+        return self.batch + self.length
+
+    @property
+    def parts(self) -> Axes:
+        """Axes along which devices share hidden units: their results are parts of a sum."""
+        return tuple(name for name in self.mlp if name not in self.tokens)
+
+    @property
+    def gathered_mlp(self) -> Axes:
+        return tuple(name for name in self.mlp if name in self.tokens)
+
+    @property
+    def all(self) -> Axes:
+        names = self.tokens + self.expert + self.embed + self.mlp
+        return tuple(dict.fromkeys(names))
+
+
+def apply_experts(
+    x: jax.Array,
+    routing: Routing,
+    weights: ExpertWeights,
+    activation: Activation,
+    *,
+    mask: jax.Array | None = None,
+    dispatch: Dispatch = "dropless",
+    capacity_factor: float = 1.25,
+    exchange: Method = "auto",
+    chunks: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what the chosen experts make of every token, and which copies were computed.
+
+    Args:
+        x: [batch, length, embed].
+        routing: The choice of k experts for each token.
+        weights: All experts, in the dtype of `x`.
+        activation: Nonlinearity of the experts.
+        mask: [batch, length] bool; other tokens go to no expert and give 0. None for all.
+        dispatch: `dropless`, or `capacity`: see the modules of these names.
+        capacity_factor: How many times the places that even load needs; `capacity` only.
+        exchange: How tokens travel; `dropless` only.
+        chunks: In how many parts the tokens of a device are computed; `dropless` only.
+
+    Returns:
+        [batch, length, embed] in the dtype of `x`, and [batch, length, k] bool.
+
+    Raises:
+        RuleError: If experts are sharded over a mesh axis that does not shard tokens.
+        ModelError: If the chunks do not divide the tokens of a device.
+    """
+    layout = _layout(x, weights.gate)
+    k, num_experts, length = routing.experts.shape[2], weights.gate.shape[0], x.shape[1]
+    places = capacity(length, k, num_experts, capacity_factor)
+
+    def local(
+        x: jax.Array, experts: jax.Array, by: jax.Array, counted: jax.Array, mlp: ExpertWeights
+    ) -> tuple[jax.Array, jax.Array]:
+        mlp = _gathered(mlp, layout)
+        if dispatch == "capacity":
+            y, kept = with_capacity(
+                x, experts, by, counted, mlp, activation,
+                places=places, axes=layout.expert, length_axes=layout.length,
+            )  # fmt: skip
+        else:
+            y = dropless(
+                x.reshape(-1, x.shape[-1]), experts.reshape(-1, k), by.reshape(-1, k),
+                counted.reshape(-1), mlp, activation,
+                axes=layout.expert, method=exchange, chunks=chunks,
+            ).reshape(x.shape)  # fmt: skip
+            kept = jnp.broadcast_to(counted[..., None], experts.shape)
+        return y[None], kept
+
+    counted = jnp.ones(x.shape[:2], jnp.bool_) if mask is None else mask
+    # Gathered weights of all layers would fill the memory that sharding them saves.
+    local = jax.checkpoint(local, policy=_all_but_gathered_weights)
+    if layout.all:
+        tokens = PartitionSpec(_entry(layout.batch), _entry(layout.length))
+        local = manual(
+            local,
+            layout.all,
+            (tokens, tokens, tokens, tokens, _weight_specs(layout)),
+            (PartitionSpec(_entry(layout.parts), *tokens), tokens),
+        )
+    parts, kept = local(x, routing.experts, routing.weights, counted, weights)
+    # Added outside of the region, where the gradient needs no second sum.
+    return jax.lax.reduce_sum(parts, axes=(0,)), kept
+
+
+def _layout(x: jax.Array, gate: jax.Array) -> _Layout:
+    scope = active()
+    if scope is None:
+        return _Layout()
+    tokens = scope.sharding(("batch", "length", "embed"), x.shape, "activations").spec
+    params = scope.sharding(("expert", "embed", "mlp"), gate.shape, "params").spec
+    layout = _Layout(*map(_names, (*tokens[:2], *params)))
+    apart = [name for name in layout.expert if name not in layout.tokens]
+    if apart:
+        raise RuleError(
+            f"experts are sharded over {'+'.join(apart)}, which shards no tokens: the devices along"
+            " it would all send the same ones.\n"
+            f"  Let the rule for the activation axis 'batch' include {'+'.join(apart)}, or give "
+            "'expert' another mesh axis."
+        )
+    return layout
+
+
+def _names(entry: Any) -> Axes:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _entry(axes: Axes) -> Axes | None:
+    return axes or None
+
+
+def _weight_specs(layout: _Layout) -> ExpertWeights:
+    expert, embed, mlp = map(_entry, (layout.expert, layout.embed, layout.mlp))
+    up = PartitionSpec(expert, embed, mlp)
+    return ExpertWeights(up, up, PartitionSpec(expert, mlp, embed))  # type: ignore[arg-type]
+
+
+def _gathered(mlp: ExpertWeights, layout: _Layout) -> ExpertWeights:
+    """Returns the experts of this device with whole dims, but for the hidden units it computes."""
+
+    def gather(w: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        return jax.lax.all_gather(w, axes, axis=dim, tiled=True) if axes else w
+
+    def whole(w: jax.Array, embed_dim: int, mlp_dim: int) -> jax.Array:
+        return gather(gather(w, layout.embed, embed_dim), layout.gathered_mlp, mlp_dim)
+
+    return ExpertWeights(whole(mlp.gate, 1, 2), whole(mlp.up, 1, 2), whole(mlp.down, 2, 1))
+
+
+def _all_but_gathered_weights(primitive: Any, *inputs: Any, **_: Any) -> bool:
+    """A policy of rematerialisation: the other thing that is gathered, counts, are integers."""
+    gathers = primitive.name == "all_gather"
+    return not (gathers and jnp.issubdtype(inputs[0].dtype, jnp.floating))

@@ -1,0 +1,50 @@
+"""The weights of gated experts, and the MLP of all of them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.remat import tag
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+class ExpertWeights(NamedTuple):
+    """Gated MLPs, `down(activation(gate(x)) * up(x))`, one for each expert."""
+
+    gate: jax.Array
+    """[expert, embed, mlp]."""
+    up: jax.Array
+    """[expert, embed, mlp]."""
+    down: jax.Array
+    """[expert, mlp, embed]."""
+
+
+def mlp_of_sorted(
+    rows: jax.Array, sizes: jax.Array, weights: ExpertWeights, activation: Activation
+) -> jax.Array:
+    """Returns what the experts make of rows [n, embed] sorted by expert.
+
+    Args:
+        rows: [n, embed]; what lies behind the rows of the last expert has no meaning, and neither
+            has the result there.
+        sizes: [expert] int32, the rows of each.
+        weights: The experts.
+        activation: Nonlinearity of the gate.
+    """
+    gate = jax.lax.ragged_dot(rows, weights.gate, sizes)
+    up = jax.lax.ragged_dot(rows, weights.up, sizes)
+    # Rows without an expert may hold anything, and what is not a number would spread in gradients.
+    meant = jnp.arange(rows.shape[0], dtype=jnp.int32) < jnp.sum(sizes)
+    hidden = jnp.where(meant[:, None], activation(gate) * up, jnp.zeros((), rows.dtype))
+    return jax.lax.ragged_dot(tag(hidden, "moe_hidden"), weights.down, sizes)
+
+
+def mlp_of_slots(slots: jax.Array, weights: ExpertWeights, activation: Activation) -> jax.Array:
+    """Returns what the experts make of slots [expert, n, embed], as many for each."""
+    gate = jnp.einsum("end,edm->enm", slots, weights.gate)
+    up = jnp.einsum("end,edm->enm", slots, weights.up)
+    hidden = tag(activation(gate) * up, "moe_hidden")
+    return jnp.einsum("enm,emd->end", hidden, weights.down)

@@ -1,0 +1,199 @@
+"""Pipeline schedules as data: which stage runs what in which tick.
+
+A pipeline of S stages runs M microbatches in lockstep. Each stage holds v chunks of layers; chunk c
+of stage s is number `c * S + s` in the order in which a microbatch passes them. In a tick a stage
+runs at most one forward and one backward turn, and then all stages hand on what they made: the
+activation to the next chunk, its gradient to the one before.
+
+| schedule      | chunks | kept inputs per stage | ticks                  | bubble              |
+|---------------|--------|-----------------------|------------------------|---------------------|
+| `gpipe`       | 1      | M                     | 2 (M + S - 1)          | (S - 1)/(M + S - 1) |
+| `1f1b`        | 1      | at most 2 S - 3       | M + 2 (S - 1)          | (S - 1)/(M + S - 1) |
+| `interleaved` | v      | about 2 v S           | v M + (v + 1) S - 2    | (S - 1)/(vM + S - 1)|
+
+All three are one rule. A stage takes its turns in a fixed order, the same on every stage: groups of
+S microbatches, and within a group chunk by chunk (backward: from the last chunk to the first). Turn
+j of stage s runs in tick `s + j` forward and `start + S - 1 - s + j` backward, so that what a turn
+needs was made exactly one tick before it and nothing waits on the way. `start` is `v S - 1`, the
+tick in which the first microbatch has passed all chunks; for GPipe `v M + S - 1`, when all have.
+
+Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model
+Training on GPU Clusters Using Megatron-LM", sec. 2.2, for 1F1B, interleaving and the bubbles.
+"""
+
+import dataclasses
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+from shardlib.errors import ModelError, did_you_mean
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
+
+
+class Turns(NamedTuple):
+    """What each stage runs in each tick, forward or backward: int32 [ticks, stages], -1 for none.
+
+    An idle stage has -1 in all three.
+    """
+
+    microbatch: np.ndarray
+    chunk: np.ndarray
+    slot: np.ndarray
+    """Where the chunk's input is kept from its forward to its backward turn; -1 where it is not
+    kept: the first chunk's input is computed anew."""
+
+    @property
+    def ticks(self) -> int:
+        """In how many ticks any stage has a turn."""
+        return int((self.microbatch >= 0).any(axis=1).sum())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """A schedule for a number of stages, chunks and microbatches."""
+
+    stages: int
+    chunks: int
+    microbatches: int
+    forward: Turns
+    backward: Turns | None
+    """None for a pass without gradients."""
+
+    @property
+    def num_slots(self) -> int:
+        """Inputs that a stage keeps at a time."""
+        return int(self.forward.slot.max()) + 1
+
+    @property
+    def turns(self) -> int:
+        """Turns that one stage could have taken in the time that the schedule takes.
+
+        In a tick the stages wait for the slowest of them, so that it lasts as long as a forward
+        turn if any stage has one, plus a backward turn if any has one.
+        """
+        backward = 0 if self.backward is None else self.backward.ticks
+        return self.forward.ticks + backward
+
+
+def make_schedule(name: str, *, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """Returns the schedule of that name.
+
+    Args:
+        name: One of `SCHEDULES`.
+        stages: S, at least 1.
+        microbatches: M.
+        chunks: v, the chunks of layers on each stage.
+
+    Raises:
+        ModelError: If it cannot be; the message lists every fault that `schedule_faults` finds.
+    """
+    faults = schedule_faults(name, stages=stages, microbatches=microbatches, chunks=chunks)
+    if faults:
+        raise ModelError("\n".join(faults))
+    order = _order(stages, microbatches, chunks)
+    start = chunks * microbatches + stages - 1 if name == "gpipe" else chunks * stages - 1
+    ticks = start + chunks * microbatches + stages - 1
+    last_first = np.stack([order[:, 0], chunks - 1 - order[:, 1]], axis=1)
+    shifts = np.arange(stages)
+    forward = _laid_out(order, shifts, ticks)
+    backward = _laid_out(last_first, start + stages - 1 - shifts, ticks)
+    slots = _slots(forward, backward)
+    return Schedule(
+        stages, chunks, microbatches, Turns(*forward, slots[0]), Turns(*backward, slots[1])
+    )
+
+
+def forward_schedule(*, stages: int, microbatches: int) -> Schedule:
+    """Returns the schedule of a pass without gradients, in M + S - 1 ticks."""
+    order = _order(stages, microbatches, 1)
+    forward = _laid_out(order, np.arange(stages), microbatches + stages - 1)
+    return Schedule(stages, 1, microbatches, Turns(*forward, np.full_like(forward[0], -1)), None)
+
+
+def schedule_faults(
+    name: str, *, stages: int, microbatches: int, chunks: int = 1, num_layers: int | None = None
+) -> list[str]:
+    """Returns what is wrong with a schedule, as sentences with their fixes; empty when nothing is.
+
+    Args:
+        name: Of the schedule.
+        stages: Size of the mesh axis `stage`.
+        microbatches: Into how many the batch is split.
+        chunks: Chunks of layers on each stage.
+        num_layers: Layers of the model; None when not known.
+    """
+    if name not in SCHEDULES:
+        return [
+            f"no pipeline schedule is called {name!r}.{did_you_mean(name, SCHEDULES)}\n"
+            f"  Choose one of: {', '.join(SCHEDULES)}."
+        ]
+    faults = []
+    if chunks < 1 or (chunks > 1 and name != "interleaved"):
+        faults.append(
+            f"the schedule {name} was asked to run {chunks} chunks of layers on a stage.\n"
+            "  Only interleaved cuts the layers of a stage into chunks; leave it at 1."
+        )
+    if name != "gpipe" and microbatches < stages:
+        faults.append(
+            f"{microbatches} microbatches do not fill {stages} stages: the schedule {name} keeps "
+            f"one in each.\n  Use at least microbatches={stages}, fewer stages, or gpipe."
+        )
+    if name == "interleaved" and microbatches % stages:
+        faults.append(
+            f"{microbatches} microbatches cannot be interleaved over {stages} stages, which take "
+            f"them in groups of {stages}.\n  Use a multiple of {stages}, or the schedule 1f1b."
+        )
+    if num_layers is not None and num_layers % (stages * max(chunks, 1)):
+        parts = f"{stages} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
+        faults.append(
+            f"{num_layers} layers cannot be cut into {parts}.\n"
+            f"  Use a number of layers that {stages * chunks} divides, or other stages or chunks."
+        )
+    return faults
+
+
+def bubble_fraction(*, stages: int, microbatches: int, chunks: int = 1) -> float:
+    """Returns the fraction of its time that a stage is idle: (S - 1) / (v M + S - 1).
+
+    It holds for every schedule here, whatever the times of a forward and a backward turn.
+    """
+    return (stages - 1) / (chunks * microbatches + stages - 1)
+
+
+def _order(stages: int, microbatches: int, chunks: int) -> np.ndarray:
+    """The forward turns of a stage: (microbatch, chunk), [turns, 2]."""
+    size = stages if chunks > 1 else microbatches
+    groups = range(0, microbatches, size)
+    turns = [(g + m, c) for g in groups for c in range(chunks) for m in range(size)]
+    return np.array(turns, np.int32).reshape(-1, 2)
+
+
+def _laid_out(order: np.ndarray, first_ticks: np.ndarray, ticks: int) -> list[np.ndarray]:
+    """The turns in `order` of each stage, from its first tick on: microbatches and chunks."""
+    found = np.full((2, ticks, len(first_ticks)), -1, np.int32)
+    for stage, first in enumerate(first_ticks):
+        found[:, first : first + len(order), stage] = order.T
+    return list(found)
+
+
+def _slots(forward: list[np.ndarray], backward: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Slots for the inputs of all turns but the first chunk's, each the lowest that is free."""
+    written, read = np.full_like(forward[0], -1), np.full_like(forward[0], -1)
+    ticks, stages = written.shape
+    for stage in range(stages):
+        free, fresh = [], 0
+        where: dict[tuple[int, int], int] = {}
+        for tick in range(ticks):
+            turn = (int(forward[0][tick, stage]), int(forward[1][tick, stage]))
+            if turn[0] >= 0 and (stage, turn[1]) != (0, 0):
+                if not free:
+                    heapq.heappush(free, fresh)
+                    fresh += 1
+                where[turn] = written[tick, stage] = heapq.heappop(free)
+            turn = (int(backward[0][tick, stage]), int(backward[1][tick, stage]))
+            if turn in where:
+                read[tick, stage] = where.pop(turn)
+                heapq.heappush(free, int(read[tick, stage]))
+    return written, read

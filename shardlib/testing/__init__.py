@@ -1,0 +1,14 @@
+"""Proofs for a model of your own: the same numbers on every mesh, and no other communication.
+
+import shardlib as sl
+
+def test_my_model():
+    sl.testing.assert_equivalent(make_model, loss_fn, batch, ["data=8", "fsdp=4,tensor=2"])
+"""
+
+from shardlib.testing.collectives import Sent as Sent
+from shardlib.testing.collectives import assert_collectives as assert_collectives
+from shardlib.testing.equivalent import Comparison as Comparison
+from shardlib.testing.equivalent import Equivalence as Equivalence
+from shardlib.testing.equivalent import Reference as Reference
+from shardlib.testing.equivalent import assert_equivalent as assert_equivalent

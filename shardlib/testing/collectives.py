@@ -1,0 +1,159 @@
+"""A compiled step sends what its strategy implies, and nothing else."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from shardlib.errors import ModelError
+from shardlib.explain.program import KINDS, Collective, ProgramReport, axes_text, read_program
+
+_SINGLE_NUMBER = re.compile(r"\w+\[\]")
+Kind = tuple[str, str]
+
+
+class Sent(NamedTuple):
+    """How much is sent in one step by one device; None where it does not matter."""
+
+    count: int | None = None
+    """Executions, loop trips included."""
+    bytes: int | None = None
+    """Bytes of the whole buffers of all executions."""
+
+
+def assert_collectives(
+    step_or_compiled: Any,
+    expected: Iterable[Kind] | Mapping[Kind, int | Sent],
+    *,
+    state: Any = None,
+    batch: Any = None,
+    mesh: Any = None,
+    at_least_bytes: int = 0,
+) -> ProgramReport:
+    """Demands that a compiled step holds these collectives and no others.
+
+    Single numbers (losses, norms, counts) are left out.
+
+    A gradient that is reduced and cut is a reduce-scatter on GPU and TPU. XLA for CPU has none and
+    writes an all-reduce of the same buffer whose result is cut. So on a CPU mesh an expected
+    reduce-scatter stands for an all-reduce over the same axes, and one expectation serves all
+    platforms: `{("reduce-scatter", "fsdp"), ("all-gather", "fsdp")}`.
+
+    Args:
+        step_or_compiled: A train step with `state` and `batch` (which may be abstract), or a
+            `jax.stages.Compiled` with `mesh`.
+        expected: Pairs of a kind (see `shardlib.explain.program.KINDS`) and the mesh axes it runs
+            over, such as `("all-reduce", "data+fsdp")`. A mapping also says how often each runs in
+            one step (an int), or `Sent(count, bytes)`.
+        state: The training state of the step.
+        batch: A batch of the step.
+        mesh: The mesh of a compiled program.
+        at_least_bytes: Leaves out collectives of fewer bytes.
+
+    Returns:
+        Everything that the program sends.
+
+    Raises:
+        AssertionError: With all that is missing, and all that nobody expected, with its bytes and
+            source lines.
+        ModelError: If the arguments do not fit each other, or a kind or an axis is unknown.
+    """
+    report = _report(step_or_compiled, state, batch, mesh)
+    wanted = _wanted(expected, report.mesh)
+    reduces = _is_cpu(mesh if state is None else state.definition.scope.mesh)
+    found: dict[Kind, list[Collective]] = {}
+    for collective in report.collectives:
+        if _counts(collective, at_least_bytes):
+            key = (collective.kind, axes_text(collective.mesh_axes))
+            found.setdefault(key, []).append(collective)
+    if reduces:
+        wanted = _without_reduce_scatter(wanted)
+    faults = [f"missing: {kind} over {axes}" for kind, axes in wanted if (kind, axes) not in found]
+    for key, members in found.items():
+        if key not in wanted:
+            faults.append(f"unexpected: {_told(key, members)}")
+        else:
+            faults += _amount_faults(key, members, wanted[key])
+    if faults:
+        raise AssertionError(
+            f"the step on mesh {_mesh_text(report.mesh)} does not send what was expected:\n  "
+            + "\n  ".join(faults)
+        )
+    return report
+
+
+def _report(step_or_compiled: Any, state: Any, batch: Any, mesh: Any) -> ProgramReport:
+    if hasattr(step_or_compiled, "lower"):
+        if state is None or batch is None:
+            raise ModelError(
+                "a step is compiled for a state and a batch, which may be abstract.\n"
+                "  Pass state= and batch=."
+            )
+        compiled = step_or_compiled.lower(state, batch).compile()
+        return read_program(compiled, state.definition.scope.mesh)
+    if mesh is None:
+        raise ModelError("a compiled program does not tell its mesh.\n  Pass mesh=.")
+    return read_program(step_or_compiled, mesh)
+
+
+def _wanted(expected: Any, sizes: Mapping[str, int]) -> dict[Kind, Sent]:
+    amounts = expected if isinstance(expected, Mapping) else dict.fromkeys(expected, Sent())
+    wanted, faults = {}, []
+    for (kind, axes), amount in amounts.items():
+        names = axes.split("+")
+        if kind not in KINDS:
+            faults.append(f"{kind!r} is no kind of collective: {', '.join(KINDS)}.")
+        absent = [name for name in names if name not in sizes]
+        if absent:
+            faults.append(f"{', '.join(absent)} is no axis of mesh {_mesh_text(sizes)}.")
+        ordered = "+".join(name for name in sizes if name in names)
+        wanted[kind, ordered] = Sent(amount) if isinstance(amount, int) else amount
+    if faults:
+        raise ModelError("\n".join(faults) + "\n  Correct what is expected.")
+    return wanted
+
+
+def _without_reduce_scatter(wanted: Mapping[Kind, Sent]) -> dict[Kind, Sent]:
+    """Returns what a CPU program holds in place of reduce-scatters."""
+    merged: dict[Kind, Sent] = {}
+    for (kind, axes), amount in wanted.items():
+        key = ("all-reduce" if kind == "reduce-scatter" else kind, axes)
+        merged[key] = _sum(merged[key], amount) if key in merged else amount
+    return merged
+
+
+def _sum(a: Sent, b: Sent) -> Sent:
+    return Sent(*(None if None in pair else sum(pair) for pair in zip(a, b, strict=True)))  # type: ignore[arg-type]
+
+
+def _counts(collective: Collective, at_least_bytes: int) -> bool:
+    if collective.mesh_axes == () or collective.bytes < at_least_bytes:
+        return False
+    return not all(_SINGLE_NUMBER.fullmatch(shape) for shape in collective.shapes)
+
+
+def _amount_faults(key: Kind, members: list[Collective], wanted: Sent) -> list[str]:
+    count, size = sum(c.count for c in members), sum(c.total_bytes for c in members)
+    wrong = []
+    if wanted.count is not None and wanted.count != count:
+        wrong.append(f"{count} times instead of {wanted.count}")
+    if wanted.bytes is not None and wanted.bytes != size:
+        wrong.append(f"{size} bytes instead of {wanted.bytes}")
+    return [f"{' and '.join(wrong)}: {_told(key, members)}"] if wrong else []
+
+
+def _told(key: Kind, members: list[Collective]) -> str:
+    kind, axes = key
+    lines = [f"{kind} over {axes}, {sum(c.total_bytes for c in members)} bytes"]
+    for member in sorted(members, key=lambda c: -c.total_bytes):
+        where = member.source or member.op_name or member.name
+        lines.append(f"{member.count} x {' '.join(member.shapes)} at {where}")
+    return "\n      ".join(lines)
+
+
+def _is_cpu(mesh: Any) -> bool:
+    devices = getattr(mesh, "devices", None)
+    return devices is not None and all(d.platform == "cpu" for d in devices.flat)
+
+
+def _mesh_text(sizes: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={size}" for name, size in sizes.items())

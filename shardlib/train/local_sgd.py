@@ -1,0 +1,357 @@
+"""Groups that train on their own for many steps and then agree: local SGD, DiLoCo.
+
+For groups along `data` that only a slow network joins. Each trains a copy of the model on its rows
+of the batch; every `inner_steps` steps the copies' mean progress is one gradient for an outer
+optimizer, and all go on from what that makes of the model. In between nothing crosses `data`.
+
+```python
+local = make_local_sgd(sl.make_train_step(loss_fn), LocalSGDConfig(inner_steps=100))
+groups = local.init(sl.init_state(make, optimizer))
+for batch in batches:
+    groups, metrics = local(groups, batch)
+state = local.merge(groups)
+```
+
+Source: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models",
+arXiv:2311.08105, algorithm 1; Stich 2019, "Local SGD Converges Fast and Communicates Little",
+arXiv:1805.09767.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib.config import configclass
+from shardlib.constrain import use
+from shardlib.errors import MeshError, RuleError
+from shardlib.manual import manual
+from shardlib.mesh import mesh_sizes
+from shardlib.partition import Placement
+from shardlib.train.reduce_groups import kept_dim, sum_groups
+from shardlib.train.reduce_hops import Hops, outer_degree
+from shardlib.train.reduce_uneven import check_rows
+from shardlib.train.reduction import AXIS
+from shardlib.train.state import Definition, TrainState, state_shardings
+from shardlib.train.step import TrainStep, batch_shardings
+
+
+@configclass
+class LocalSGDConfig:
+    """Groups along `data` that train apart and agree now and then (DiLoCo)."""
+
+    inner_steps: int = 500
+    """Optimizer steps of each group between two agreements."""
+    outer_learning_rate: float = 0.7
+    """Step size of the outer optimizer; 1 without momentum takes the mean of the groups."""
+    outer_momentum: float = 0.9
+    """Momentum of the outer optimizer."""
+    nesterov: bool = True
+    """Whether the outer momentum is Nesterov's."""
+    dtype: Literal["f32", "bf16"] = "f32"
+    """What the progress of a group is rounded to before it is sent; sums are in float32."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.inner_steps < 1:
+            faults.append(f"inner_steps must be at least 1, not {self.inner_steps}")
+        if self.outer_learning_rate <= 0:
+            faults.append(f"outer_learning_rate must be positive, not {self.outer_learning_rate}")
+        if not 0 <= self.outer_momentum < 1:
+            faults.append(f"outer_momentum must lie in [0, 1), not {self.outer_momentum}")
+        if faults:
+            raise ValueError("; ".join(faults))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LocalSGDState:
+    """What all groups last agreed on, and where each of them is now."""
+
+    params: Any
+    """The agreed parameters, float32, placed as parameters are."""
+    momentum: Any
+    """The momentum of the outer optimizer, float32, alike."""
+    groups: TrainState
+    """`params`, `model_state` and `opt_state` hold an array [groups, ...] for each of their leaves,
+    split over `data`; `step` and `rng` are common to all."""
+
+    @property
+    def step(self) -> jax.Array:
+        """Steps that each group has taken."""
+        return self.groups.step
+
+    @property
+    def definition(self) -> Definition:
+        """What the states of the groups are states of."""
+        return self.groups.definition
+
+
+def make_local_sgd(
+    step: TrainStep, config: LocalSGDConfig, *, groups: int | None = None
+) -> "LocalSGD":
+    """Returns the step of groups that train apart.
+
+    Args:
+        step: What one group does with its rows, from `make_train_step`. Its microbatches, its
+            gradient clipping and its schedule are those of a group.
+        config: When and how groups agree.
+        groups: Their number, a multiple of the devices along `data`, which then hold several groups
+            and train them one after the other. As many as devices along `data` when left out.
+    """
+    return LocalSGD(step, config, groups)
+
+
+@dataclasses.dataclass(eq=False)
+class LocalSGD:
+    """A compiled step of groups that train apart; see `make_local_sgd`."""
+
+    inner: TrainStep
+    config: LocalSGDConfig
+    groups: int | None = None
+    _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    def init(self, state: TrainState) -> LocalSGDState:
+        """Returns groups that all start from a state. Abstract states give abstract groups.
+
+        Raises:
+            MeshError: If the devices along `data` do not share out the groups.
+            RuleError: If the rules split parameters or optimizer state over `data`.
+        """
+        count = self._count(state.definition)
+        _check_whole(state.definition)
+
+        def start(state: TrainState) -> LocalSGDState:
+            agreed = jax.tree.map(lambda x: x.astype(jnp.float32), state.params)
+            momentum = jax.tree.map(jnp.zeros_like, agreed)
+            return LocalSGDState(agreed, momentum, _replace(state, lambda x: _repeat(x, count)))
+
+        abstract = jax.eval_shape(start, state)
+        placed = local_shardings(abstract)
+        if all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
+            return jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, placed
+            )
+        return jax.jit(start, out_shardings=placed)(state)
+
+    def __call__(
+        self, state: LocalSGDState, batch: Any
+    ) -> tuple[LocalSGDState, dict[str, jax.Array]]:
+        """Returns every group after a step, all agreed if it was the last of `inner_steps`.
+
+        Args:
+            state: The groups, which are donated.
+            batch: Pytree of arrays [b, ...]; group g takes the g-th of `groups` equal runs of rows.
+
+        Returns:
+            The groups, and the metrics of the step as arrays [groups], split over `data`: no device
+            waits for another group to report its own. `group_means` reads them.
+        """
+        return self.program(state, batch)(state, batch)
+
+    def lower(self, state: LocalSGDState, batch: Any) -> jax.stages.Lowered:
+        """Lowers the step for arguments that may be abstract."""
+        return self.program(state, batch).lower(state, batch)
+
+    def program(self, state: LocalSGDState, batch: Any) -> Any:
+        """Returns the jitted step for groups and batches of this structure.
+
+        Raises:
+            ModelError: If groups and microbatches do not divide the rows.
+            RuleError: If the mesh cannot share out the batch, or a microbatch of it.
+        """
+        leaves, treedef = jax.tree.flatten(batch)
+        key = state.definition, treedef, tuple(leaf.shape for leaf in leaves)
+        if key not in self._programs:
+            self._programs[key] = self._jit(state, batch)
+        return self._programs[key]
+
+    def merge(self, state: LocalSGDState) -> TrainState:
+        """Returns one state to evaluate, export or go on from: the parameters last agreed on.
+
+        Of optimizer and model state it holds the mean over groups; integers, such as counts of
+        steps, are those of the first group.
+        """
+
+        def merged(state: LocalSGDState) -> TrainState:
+            def mean(x: jax.Array) -> jax.Array:
+                if not jnp.issubdtype(x.dtype, jnp.floating):
+                    return x[0]
+                return jnp.mean(x.astype(jnp.float32), axis=0).astype(x.dtype)
+
+            groups = state.groups
+            params = jax.tree.map(lambda x, g: x.astype(g.dtype), state.params, groups.params)
+            return dataclasses.replace(_replace(groups, mean), params=params)
+
+        placed = state_shardings(jax.eval_shape(merged, state))
+        return jax.jit(merged, out_shardings=placed)(state)
+
+    def _jit(self, state: LocalSGDState, batch: Any) -> Any:
+        scope = state.definition.scope
+        count, parts = self._count(state.definition), self.inner.microbatches
+        check_rows(batch, count * parts)
+        one = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), batch
+        )
+        batch_shardings(one, scope, self.inner.batch_axes)
+        placed = local_shardings(state)
+        by_group = NamedSharding(scope.mesh, PartitionSpec(*_over(scope.mesh)))
+        return jax.jit(
+            self._step,
+            donate_argnums=0,
+            in_shardings=(placed, batch_shardings(batch, scope, self.inner.batch_axes)),
+            out_shardings=(placed, by_group),
+        )
+
+    def _step(self, state: LocalSGDState, batch: Any) -> tuple[LocalSGDState, Any]:
+        definition = state.definition
+        with use(definition.scope.mesh, definition.scope.rules):
+            groups, metrics = self._inner_step(state.groups, batch)
+            state = dataclasses.replace(state, groups=groups)
+            is_last = groups.step % self.config.inner_steps == 0
+            return jax.lax.cond(is_last, self._agree, lambda state: state, state), metrics
+
+    def _inner_step(self, groups: TrainState, batch: Any) -> tuple[TrainState, Any]:
+        """Every group takes a step; devices along `data` hold one or several of them."""
+        definition, step = groups.definition, groups.step
+        count = self._count(definition)
+        own = (groups.params, groups.model_state, groups.opt_state, jnp.arange(count))
+
+        def held(own: Any, step: jax.Array, rng: jax.Array, rows: Any) -> Any:
+            def one(group: Any) -> Any:
+                params, model_state, opt_state, index, rows = group
+                key = jax.random.fold_in(rng, index)
+                state = TrainState(step, params, model_state, opt_state, key, definition)
+                new, metrics = self.inner._step(state, rows)
+                return new.params, new.model_state, new.opt_state, metrics
+
+            here = own[-1].shape[0]
+            rows = jax.tree.map(lambda x: x.reshape(here, x.shape[0] // here, *x.shape[1:]), rows)
+            if here == 1:
+                only = jax.tree.map(lambda x: x[0], (*own, rows))
+                return jax.tree.map(lambda x: x[None], one(only))
+            return jax.lax.map(one, (*own, rows))
+
+        if mesh_sizes(definition.scope.mesh).get(AXIS, 1) > 1:
+            split, shared = PartitionSpec(AXIS), PartitionSpec()
+            held = manual(held, (AXIS,), (split, shared, shared, split), split)
+        params, model_state, opt_state, metrics = held(own, step, groups.rng, batch)
+        new = TrainState(step + 1, params, model_state, opt_state, groups.rng, definition)
+        return new, metrics
+
+    def _agree(self, state: LocalSGDState) -> LocalSGDState:
+        """The outer step: all groups go on from the agreed parameters and the mean model state."""
+        config, groups = self.config, state.groups
+        definition, count = state.definition, self._count(state.definition)
+        progress = jax.tree.map(
+            lambda agreed, x: agreed[None] - x.astype(jnp.float32), state.params, groups.params
+        )
+        gradient = self._mean(progress, definition.params, definition, config.dtype == "bf16")
+        momentum = jax.tree.map(
+            lambda m, g: config.outer_momentum * m + g, state.momentum, gradient
+        )
+        direction = momentum
+        if config.nesterov:
+            direction = jax.tree.map(lambda m, g: config.outer_momentum * m + g, momentum, gradient)
+        params = jax.tree.map(
+            lambda x, d: x - config.outer_learning_rate * d, state.params, direction
+        )
+        restarted = jax.tree.map(
+            lambda x, g: _repeat(x.astype(g.dtype), count), params, groups.params
+        )
+        statistics = self._mean_state(groups.model_state, definition, count)
+        groups = dataclasses.replace(groups, params=restarted, model_state=statistics)
+        return LocalSGDState(params, momentum, groups)
+
+    def _mean_state(self, model_state: Any, definition: Definition, count: int) -> Any:
+        """Statistics become their mean over groups; each group keeps its integers."""
+        if not jax.tree.leaves(model_state):
+            return model_state
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), model_state)
+        means = self._mean(wide, definition.model_state, definition, bf16=False)
+        return jax.tree.map(
+            lambda mean, x: (
+                _repeat(mean.astype(x.dtype), count) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            ),
+            means,
+            model_state,
+        )
+
+    def _mean(
+        self, tree: Any, places: Mapping[str, Placement], definition: Definition, bf16: bool
+    ) -> Any:
+        """Returns the mean over groups of float32 arrays [groups, ...]."""
+        mesh, count = definition.scope.mesh, self._count(definition)
+        devices = mesh_sizes(mesh).get(AXIS, 1)
+        held = jax.tree.map(
+            lambda x: jnp.sum(x.reshape(devices, count // devices, *x.shape[1:]), axis=1), tree
+        )
+        if devices == 1:
+            total = jax.tree.map(lambda x: x[0], held)
+        else:
+            outer = outer_degree(mesh, AXIS)
+            hops = Hops(AXIS, devices // outer, outer, bf16, bf16)
+            total, _ = sum_groups(held, {}, places, hops)
+        return jax.tree.map(lambda x: x / count, total)
+
+    def _count(self, definition: Definition) -> int:
+        devices = mesh_sizes(definition.scope.mesh).get(AXIS, 1)
+        count = devices if self.groups is None else self.groups
+        if count < 1 or count % devices:
+            raise MeshError(
+                f"{count} groups cannot lie on the {devices} devices along {AXIS}.\n"
+                f"  Use a multiple of {devices}, or leave groups out."
+            )
+        return count
+
+
+def group_means(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+    """Returns the mean of each metric over the groups whose devices this process holds."""
+    return {
+        name: float(np.mean([np.asarray(shard.data) for shard in value.addressable_shards]))
+        for name, value in metrics.items()
+    }
+
+
+def local_shardings(state: LocalSGDState) -> LocalSGDState:
+    """Returns the sharding of every leaf of the groups, as a tree of their structure."""
+    definition = state.definition
+    mesh = definition.scope.mesh
+    one = state_shardings(_replace(state.groups, lambda x: x))
+
+    def split(sharding: NamedSharding) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(_over(mesh) or (None,)), *sharding.spec))
+
+    return LocalSGDState(one.params, one.params, _replace(one, split))
+
+
+def _check_whole(definition: Definition) -> None:
+    for section in ("params", "opt_state"):
+        places: Mapping[str, Placement] = getattr(definition, section)
+        paths = [path for path, p in places.items() if kept_dim(p.spec, AXIS) is not None]
+        if paths:
+            raise RuleError(
+                f"{section}: {', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''} split over "
+                f"{AXIS}, but groups that train apart hold all of them.\n"
+                "  Use rules that split them over fsdp."
+            )
+
+
+def _over(mesh: Any) -> tuple[str, ...]:
+    return (AXIS,) if AXIS in mesh.axis_names else ()
+
+
+def _repeat(x: jax.Array, count: int) -> jax.Array:
+    return jnp.broadcast_to(x[None], (count, *x.shape))
+
+
+def _replace(state: TrainState, fn: Callable[[Any], Any]) -> TrainState:
+    """Applies a function to what each group has of its own."""
+    params, model_state, opt_state = jax.tree.map(
+        fn, (state.params, state.model_state, state.opt_state)
+    )
+    return dataclasses.replace(state, params=params, model_state=model_state, opt_state=opt_state)

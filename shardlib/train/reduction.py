@@ -1,0 +1,273 @@
+"""How the gradients of data-parallel groups become one: when, in which dtype, along which links.
+
+By default the compiler places the sums over `data`. With a `ReductionConfig` the groups along
+`data` are on their own instead until the end of the step: each computes the gradients of its rows,
+all its microbatches without a word to the others, and then everything is summed at once.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from shardlib.config import configclass
+from shardlib.errors import ConfigError, ModelError, RuleError
+from shardlib.manual import manual
+from shardlib.mesh import mesh_sizes
+from shardlib.microbatch import split
+from shardlib.partition import Placement, pin
+from shardlib.paths import named_leaves
+from shardlib.train.gradients import Gradients, PartLoss
+from shardlib.train.reduce_groups import kept_dim, sum_groups
+from shardlib.train.reduce_hops import Hops, outer_degree
+from shardlib.train.reduce_uneven import arrange_batch, balance
+
+AXIS = "data"
+"""The mesh axis along which groups lie."""
+
+
+@configclass
+class ReductionConfig:
+    """How gradients are summed over `data`. Left as it is, the compiler decides.
+
+    Any other setting sums them once a step, however many microbatches there are, and gives each
+    group randomness of its own: dropout is that of one device which computes
+    `groups * microbatches` microbatches, those of the first group first.
+    """
+
+    dtype: Literal["auto", "f32", "bf16"] = "auto"
+    """What gradients are rounded to before they are sent over `data`; sums are in float32. `auto`:
+    float32, with the sums placed by the compiler as long as nothing else is set here."""
+    compress_dcn: bool = False
+    """Whether gradients are sent in bfloat16 between slices or hosts only."""
+    outer: int | None = None
+    """Slices or hosts that `data` spans, the 4 of `data=4x8`. Unset: what the devices say."""
+    group_microbatches: tuple[int, ...] | None = None
+    """Microbatches of each group along `data`, where groups are of unequal speed; then
+    `microbatches` of the step stays 1, and the batch holds as many rows for each microbatch."""
+    group_seconds: tuple[float, ...] | None = None
+    """What a microbatch takes each group, measured, in any unit: the groups share out
+    `groups * microbatches` microbatches so that they end together."""
+
+    def __post_init__(self) -> None:
+        faults = []
+        if self.outer is not None and self.outer < 1:
+            faults.append(f"outer must be at least 1, or null, not {self.outer}")
+        if any(count < 1 for count in self.group_microbatches or ()):
+            faults.append(
+                f"group_microbatches must each be at least 1, not {list(self.group_microbatches)}"  # type: ignore[arg-type]
+            )
+        if any(not 0 < s < float("inf") for s in self.group_seconds or ()):
+            faults.append(f"group_seconds must be positive, not {list(self.group_seconds)}")  # type: ignore[arg-type]
+        if self.group_microbatches is not None and self.group_seconds is not None:
+            faults.append("group_microbatches and group_seconds exclude each other: give one")
+        if faults:
+            raise ValueError("; ".join(faults))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A `ReductionConfig` on a mesh."""
+
+    hops: Hops
+    counts: tuple[int, ...]
+    """Microbatches of each group."""
+
+    @property
+    def even(self) -> bool:
+        """Whether all groups take as many microbatches."""
+        return len(set(self.counts)) == 1
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of the group that takes most: into as many an arranged batch splits."""
+        return max(self.counts)
+
+    @property
+    def inner_microbatches(self) -> int:
+        """Into how many microbatches the inner engine splits what it is given at a time."""
+        return self.counts[0] if self.even else 1
+
+    def arrange(self, batch: Any) -> Any:
+        """Returns a plain batch as `reduced_gradients` wants it; see `arrange_batch`."""
+        return arrange_batch(batch, self.counts)
+
+
+def plan_reduction(
+    config: ReductionConfig,
+    mesh: Mesh,
+    *,
+    microbatches: int = 1,
+    params: Mapping[str, Placement] | None = None,
+    model_state: Any = None,
+) -> Reduction | None:
+    """Returns how gradients are reduced on a mesh, or None where the compiler decides.
+
+    That is so when nothing is configured, and when the mesh has a single group.
+
+    Args:
+        config: What is asked for.
+        mesh: The mesh of the state.
+        microbatches: Microbatches of each group.
+        params: `Definition.params`, to check that groups hold whole parameters.
+        model_state: The model state, to check that there is none.
+
+    Raises:
+        ConfigError: If the config does not fit the mesh or the microbatches; all faults at once.
+        RuleError: If parameters are split over `data`.
+        ModelError: If the model updates state of its own.
+    """
+    if config == ReductionConfig():
+        return None
+    sizes = mesh_sizes(mesh)
+    groups = sizes.get(AXIS, 1)
+    outer = config.outer or (outer_degree(mesh, AXIS) if groups > 1 else 1)
+    if faults := _faults(config, mesh, groups, outer, microbatches):
+        raise ConfigError("\n".join(faults))
+    if groups == 1:
+        return None
+    _check_independent(params or {}, model_state)
+    counts = _counts(config, groups, microbatches)
+    bf16 = config.dtype == "bf16"
+    hops = Hops(AXIS, groups // outer, outer, bf16, bf16 or config.compress_dcn)
+    return Reduction(hops, counts)
+
+
+def _counts(config: ReductionConfig, groups: int, microbatches: int) -> tuple[int, ...]:
+    if config.group_microbatches is not None:
+        return config.group_microbatches
+    if config.group_seconds is not None:
+        return balance(config.group_seconds, groups * microbatches)
+    return (microbatches,) * groups
+
+
+def _faults(
+    config: ReductionConfig, mesh: Mesh, groups: int, outer: int, microbatches: int
+) -> list[str]:
+    sizes, faults = mesh_sizes(mesh), []
+    if AxisType.Explicit in mesh.axis_types:
+        faults.append(
+            "reduction: groups need a mesh whose axes are automatic, and this one's are "
+            "explicit.\n  Make the mesh with axis_types='auto'."
+        )
+    if groups % outer:
+        faults.append(
+            f"reduction.outer is {outer}, which does not divide {AXIS}={groups}.\n"
+            f"  Use the outer degree of the mesh, or leave it out."
+        )
+    if config.compress_dcn and outer == 1:
+        faults.append(
+            f"reduction.compress_dcn is set, but {AXIS}={groups} crosses no slices or hosts.\n"
+            "  Set reduction.outer to how many it crosses, or reduction.dtype to bf16."
+        )
+    for key in ("group_microbatches", "group_seconds"):
+        given = getattr(config, key)
+        if given is not None and len(given) != groups:
+            faults.append(
+                f"reduction.{key} names {len(given)} groups, but the mesh has {AXIS}={groups}.\n"
+                f"  Give {groups}, one for each group in order."
+            )
+    if config.group_microbatches is not None and microbatches != 1:
+        faults.append(
+            f"microbatches={microbatches} is given beside reduction.group_microbatches, which says "
+            "it for each group.\n  Leave microbatches at 1."
+        )
+    uneven = len(set(config.group_microbatches or config.group_seconds or ())) > 1
+    meeting = [name for name in ("stage", "context") if sizes.get(name, 1) > 1]
+    if uneven and meeting:
+        faults.append(
+            f"groups that take unequal numbers of microbatches cannot split "
+            f"{' and '.join(meeting)}: their collective-permutes meet over all groups, and the "
+            "group that is done would be waited for.\n"
+            f"  Use a mesh without {' and '.join(meeting)}, or the same count for every group."
+        )
+    return faults
+
+
+def _check_independent(params: Mapping[str, Placement], model_state: Any) -> None:
+    """Refuses what ties the groups together between two sums."""
+    split_up = [path for path, p in params.items() if kept_dim(p.spec, AXIS) is not None]
+    if split_up:
+        raise RuleError(
+            f"{', '.join(split_up[:4])}{', ...' if len(split_up) > 4 else ''}: split over {AXIS}, "
+            "but groups that reduce their gradients once a step hold whole parameters.\n"
+            f"  Split parameters over fsdp, and over {AXIS} gradients or optimizer state at most."
+        )
+    held = list(named_leaves(model_state))
+    if held:
+        raise ModelError(
+            f"the model updates {', '.join(held[:4])}{', ...' if len(held) > 4 else ''} as it "
+            "runs, which would be different in every group.\n"
+            "  Leave train.reduction out: then such statistics are those of the whole batch."
+        )
+
+
+def reduced_gradients(
+    inner: Any,
+    loss: PartLoss,
+    params: Any,
+    model_state: Any,
+    batch: Any,
+    key: jax.Array,
+    *,
+    reduction: Reduction,
+) -> Gradients:
+    """Returns the gradients of a batch, computed by each group for itself and summed once.
+
+    The sums of the loss and of its weight are reduced with the gradients, so that the mean is that
+    of the whole batch whatever each group holds of it.
+
+    Args:
+        inner: The engine that computes a group's rows: `inner(loss, params, model_state, rows, key,
+            first_index=i)`, where i is the index of its first microbatch among those of all groups
+            in order. Where groups take unequal numbers of microbatches it is called with one
+            microbatch at a time, and must not split it further.
+        loss: The loss.
+        params: The parameters.
+        model_state: What `plan_reduction` found to be empty.
+        batch: Pytree of arrays [b, ...]: plain where groups are equal, else from `arrange_batch`.
+        key: The key of the step.
+        reduction: From `plan_reduction`.
+    """
+    counts = jnp.asarray(reduction.counts, jnp.int32)
+    firsts = jnp.cumsum(counts) - counts
+
+    def group(params: Any, rows: Any, key: jax.Array) -> Any:
+        index = jax.lax.axis_index(AXIS)
+
+        def run(rows: Any, first: jax.Array) -> tuple[Any, Any]:
+            found = inner(loss, params, model_state, rows, key, first_index=first)
+            return found.grads, found.sums
+
+        if reduction.even:
+            added = run(rows, firsts[index])
+        else:
+            parts = split(rows, reduction.microbatches)
+            added = _add_up(run, parts, firsts[index], counts[index])
+        return jax.tree.map(lambda x: x[None], added)
+
+    # The gradients of all groups lie side by side before they are summed.
+    shared, own = PartitionSpec(), PartitionSpec(AXIS)
+    grads, sums = manual(group, (AXIS,), (shared, own, shared), own)(params, batch, key)
+    grads, sums = sum_groups(grads, sums, loss.definition.gradients, reduction.hops)
+    return Gradients(
+        pin(grads, loss.definition.gradients, loss.definition.scope), sums, model_state
+    )
+
+
+def _add_up(run: Any, parts: Any, first: jax.Array, count: jax.Array) -> Any:
+    """Adds up `count` microbatches: a number that the group knows, and the compiler does not."""
+
+    def body(at: jax.Array, added: Any) -> Any:
+        part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, keepdims=False), parts)
+        return jax.tree.map(jnp.add, added, run(part, first + at))
+
+    zero = jnp.zeros((), jnp.int32)
+    shapes = jax.eval_shape(
+        run, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts), zero
+    )
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.fori_loop(zero, count, body, zeros)

@@ -1,0 +1,90 @@
+"""Every way to split a model that is held against one device: a row is a case."""
+
+import dataclasses
+from typing import Any
+
+from shardlib.mesh import MeshConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model on a mesh.
+
+    `changes` are made to the config of the model, and `options` are those of `make_train_step` on
+    the mesh; one device trains in as many microbatches, and knows of no option.
+    """
+
+    model: str
+    mesh: str
+    steps: int = 4
+    microbatches: int = 1
+    rules: str = "standard"
+    changes: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        parts = [self.model, self.mesh]
+        parts += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
+        parts += [self.rules] if self.rules != "standard" else []
+        parts += [f"{key}={value}" for key, value in (*self.changes, *self.options)]
+        return " ".join(parts)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of the mesh axes."""
+        return MeshConfig.parse(self.mesh).sizes
+
+
+def _case(model: str, mesh: str, *, changes: Any = None, options: Any = None, **rest: Any) -> Case:
+    def items(given: Any) -> tuple[tuple[str, Any], ...]:
+        return tuple((given or {}).items())
+
+    return Case(model, mesh, changes=items(changes), options=items(options), **rest)
+
+
+_DENSE = [
+    # Every axis alone, and one mesh of several, for 30 steps.
+    _case("transformer", "data=8", steps=30),
+    _case("transformer", "fsdp=8", steps=30),
+    _case("transformer", "tensor=8"),
+    _case("transformer", "context=8"),
+    _case("transformer", "expert=8"),
+    _case("transformer", "data=2,fsdp=2,tensor=2", steps=30),
+    # Every pair.
+    _case("transformer", "data=2,fsdp=4"),
+    _case("transformer", "data=4,tensor=2", microbatches=2),
+    _case("transformer", "data=4,context=2"),
+    _case("transformer", "fsdp=4,tensor=2", microbatches=2),
+    _case("transformer", "fsdp=2,tensor=4"),
+    _case("transformer", "fsdp=2,context=4"),
+    _case("transformer", "context=4,tensor=2"),
+    _case("transformer", "context=2,tensor=4"),
+    _case("transformer", "data=4,expert=2"),
+    _case("transformer", "expert=2,tensor=4"),
+    # Three and more, and several slices.
+    _case("transformer", "data=2,context=2,tensor=2"),
+    _case("transformer", "fsdp=2,context=2,tensor=2"),
+    _case("transformer", "data=2,fsdp=2,context=2"),
+    _case("transformer", "data=2x4"),
+    _case("transformer", "data=2x2,tensor=2"),
+    _case("transformer", "data=2x1,fsdp=4"),
+    # Stages of ZeRO, and the residual stream cut along length.
+    _case("transformer", "fsdp=8", rules="zero1"),
+    _case("transformer", "data=2,fsdp=4", rules="zero2", microbatches=2),
+    _case("transformer", "fsdp=2,tensor=4", rules="zero2"),
+    _case("transformer", "tensor=8", rules="sequence"),
+    _case("transformer", "fsdp=2,tensor=4", rules="sequence"),
+    _case("transformer", "data=2,context=2,tensor=2", rules="sequence"),
+]
+
+_CONVOLUTIONAL = [
+    _case("resnet", "data=8", steps=30),
+    _case("resnet", "fsdp=8"),
+    _case("resnet", "data=2x2,fsdp=2"),
+    _case("resnet", "data=2,fsdp=2,tensor=2"),
+    _case("resnet", "data=4,expert=2", microbatches=2),
+    _case("resnet", "fsdp=8", rules="zero1"),
+    _case("resnet", "data=2,fsdp=4", rules="zero2"),
+]
+
+CASES = [*_DENSE, *_CONVOLUTIONAL]

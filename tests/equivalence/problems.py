@@ -1,0 +1,99 @@
+"""What is trained on every mesh: the models, their data and their optimizers."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+
+from shardlib.registry import DataSpec, family
+from shardlib.run.setup import TEXT_AXES
+from shardlib.testing import Reference
+from shardlib_models.resnet import ResNetConfig
+from shardlib_models.transformer import TransformerConfig
+
+VOCAB, BATCH, LENGTH = 64, 8, 16
+NUM_BATCHES = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A model, its data, and an optimizer."""
+
+    config: Any
+    data: DataSpec
+    batches: Callable[[], list[dict[str, np.ndarray]]]
+    optimizer: Callable[[], optax.GradientTransformation]
+    batch_axes: Any = dataclasses.field(default_factory=dict)
+
+    def reference(self, microbatches: int, **changes: Any) -> Reference:
+        """Returns the training on one device, of the config with changes."""
+        config = dataclasses.replace(self.config, **changes)
+        chosen = family(config.name)
+        assert chosen.validate(config, self.data) == []
+        return Reference(
+            lambda rngs: chosen.make(config, self.data, rngs),
+            lambda model, batch, rng: chosen.loss(model, batch, rng, train=True),
+            self.batches(),
+            optimizer=self.optimizer(),
+            microbatches=microbatches,
+            batch_axes=self.batch_axes,
+        )
+
+
+@functools.cache
+def packed_batches():
+    """Returns random rows of up to three documents each, and two positions of padding."""
+    rng = np.random.default_rng(0)
+    return [_packed_batch(rng) for _ in range(NUM_BATCHES)]
+
+
+def _packed_batch(rng):
+    segments = np.sort(rng.integers(1, 4, (BATCH, LENGTH)), axis=1).astype(np.int32)
+    segments[:, -2:] = 0
+    starts = np.stack([np.searchsorted(row[:-2], row) for row in segments])
+    positions = np.where(segments > 0, np.arange(LENGTH)[None] - starts, 0).astype(np.int32)
+    return {
+        "tokens": rng.integers(0, VOCAB, (BATCH, LENGTH), dtype=np.int32),
+        "targets": rng.integers(0, VOCAB, (BATCH, LENGTH), dtype=np.int32),
+        "segment_ids": segments,
+        "positions": positions,
+        "num_bytes": np.full(BATCH, 3 * LENGTH, np.int32),
+    }
+
+
+@functools.cache
+def digit_batches():
+    digits = load_digits()
+    images = (digits.images / 8 - 1).astype(np.float32)[..., None]
+    labels = digits.target.astype(np.int32)
+    # The last stage normalises one pixel an example: few examples would be ill-conditioned.
+    rows = [np.arange(128 * i, 128 * i + 128) % len(labels) for i in range(NUM_BATCHES)]
+    return [{"images": images[r], "labels": labels[r]} for r in rows]
+
+
+# Fewer key-value heads than `tensor` has devices, packed rows, dropout.
+_TRANSFORMER = TransformerConfig(
+    num_layers=8, embed_dim=32, num_heads=8, num_kv_heads=2, mlp_dim=64, dropout=0.1
+)
+
+PROBLEMS = {
+    "transformer": Problem(
+        _TRANSFORMER,
+        DataSpec(VOCAB, LENGTH),
+        packed_batches,
+        functools.partial(optax.adamw, 3e-3),
+        TEXT_AXES,
+    ),
+    # Batch normalisation over few examples magnifies rounding. At ten times this rate the loss
+    # itself is chaotic: differences grow tenfold in two steps, on any mesh.
+    "resnet": Problem(
+        ResNetConfig(depth=18, stem="small", width=8),
+        DataSpec(num_classes=10, image_shape=(8, 8, 1)),
+        digit_batches,
+        functools.partial(optax.sgd, 3e-3, momentum=0.9),
+    ),
+}

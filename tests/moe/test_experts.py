@@ -1,0 +1,251 @@
+"""Dispatch against every expert on every token, on one device and on meshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense_experts import (
+    EXPERTS,
+    dense,
+    expert_weights,
+    kept_by_loop,
+    tokens_and_routing,
+)
+from jax.sharding import PartitionSpec as P
+
+import shardlib as sl
+from shardlib.errors import ModelError, RuleError
+from shardlib.manual import manual
+from shardlib.moe import ExpertWeights, apply_experts, capacity, route
+
+BATCH, LENGTH, K = 8, 8, 2
+
+# Sums of at most 2 * 64 products of float32 numbers of size about 1: some ulps of the largest.
+RELATIVE = 2e-6
+
+MESHES = [
+    "expert=8",
+    "expert=4,fsdp=2",
+    "data=2,expert=2,tensor=2",
+    "expert=2,context=2,tensor=2",
+    "data=2,fsdp=2,context=2",
+    "tensor=4,data=2",
+]
+
+
+def value(x, logits, weights, mask, target, **options):
+    """A scalar of the results, so that all gradients differ, and which copies were computed."""
+    y, kept = apply_experts(x, route(logits, K), weights, jax.nn.silu, mask=mask, **options)
+    return jnp.sum(y * target), (y, kept)
+
+
+def dense_value(x, logits, weights, mask, target, kept=None):
+    y = dense(x, logits, weights, mask, kept)
+    return jnp.sum(y * target), y
+
+
+@pytest.fixture(scope="module")
+def arguments():
+    x, logits, mask = tokens_and_routing(BATCH, LENGTH, K)
+    return x, logits, expert_weights(), mask, jax.random.normal(jax.random.key(5), x.shape)
+
+
+def gradients(function):
+    return jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2), has_aux=True))
+
+
+def assert_close(found, expected):
+    def close(a, b):
+        np.testing.assert_allclose(a, b, rtol=0, atol=RELATIVE * float(jnp.abs(b).max()))
+
+    jax.tree.map(close, found, expected)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_dropless_is_every_expert_on_every_token(arguments, chunks):
+    (_, (y, kept)), found = gradients(lambda *a: value(*a, chunks=chunks))(*arguments)
+    (_, wanted), expected = gradients(dense_value)(*arguments)
+    assert_close((y, found), (wanted, expected))
+    mask = arguments[3]
+    np.testing.assert_array_equal(kept, np.broadcast_to(mask[..., None], kept.shape))
+    assert (np.asarray(y)[~np.asarray(mask)] == 0).all()
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.5])
+def test_capacity_drops_whom_the_loop_drops(arguments, factor):
+    _, logits, _, mask, _ = arguments
+    places = capacity(LENGTH, K, EXPERTS, factor)
+    kept = kept_by_loop(route(logits, K).experts, mask, places)
+    real = np.broadcast_to(np.asarray(mask)[..., None], kept.shape)
+    assert kept.sum() < real.sum()
+    options = {"dispatch": "capacity", "capacity_factor": factor}
+    (_, (y, found_kept)), found = gradients(lambda *a: value(*a, **options))(*arguments)
+    np.testing.assert_array_equal(found_kept, kept)
+    (_, wanted), expected = gradients(lambda *a: dense_value(*a, kept))(*arguments)
+    assert_close((y, found), (wanted, expected))
+
+
+def test_with_places_for_all_capacity_is_dropless(arguments):
+    options = {"dispatch": "capacity", "capacity_factor": EXPERTS / K}
+    (_, (y, kept)), found = gradients(lambda *a: value(*a, **options))(*arguments)
+    (_, (wanted, all_kept)), expected = gradients(value)(*arguments)
+    np.testing.assert_array_equal(kept, all_kept)
+    assert_close((y, found), (wanted, expected))
+
+
+def test_places():
+    assert capacity(1024, 2, 8, 1.0) == 256
+    assert capacity(1024, 2, 8, 1.25) == 320
+    assert capacity(10, 1, 4, 1.0) == 3
+    assert capacity(1, 2, 64, 1.0) == 1
+    # A token goes to an expert at most once.
+    assert capacity(16, 4, 4, 2.0) == 16
+
+
+def on_mesh(mesh, arguments, **options):
+    mesh = sl.make_mesh(mesh)
+    x, logits, weights, mask, target = arguments
+    with sl.use(mesh, sl.rules.STANDARD) as scope:
+
+        def place(value, *axes, kind="activations"):
+            return jax.device_put(value, scope.sharding(axes, value.shape, kind))
+
+        up = ("expert", "embed", "mlp")
+        weights = ExpertWeights(
+            place(weights.gate, *up, kind="params"),
+            place(weights.up, *up, kind="params"),
+            place(weights.down, "expert", "mlp", "embed", kind="params"),
+        )
+        rows = [place(a, "batch", "length", None) for a in (x, logits, target)]
+        mask = place(mask, "batch", "length")
+        step = gradients(lambda *a: value(*a, **options))
+        return step(rows[0], rows[1], weights, mask, rows[2])
+
+
+@pytest.fixture(scope="module")
+def on_one_device(arguments):
+    return {
+        "dropless": gradients(value)(*arguments),
+        "capacity": gradients(lambda *a: value(*a, dispatch="capacity", capacity_factor=0.5))(
+            *arguments
+        ),
+    }
+
+
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mesh_changes_nothing(mesh, dispatch, arguments, on_one_device):
+    (_, (y, kept)), found = on_mesh(mesh, arguments, dispatch=dispatch, capacity_factor=0.5)
+    (_, (wanted, wanted_kept)), expected = on_one_device[dispatch]
+    np.testing.assert_array_equal(kept, wanted_kept)
+    assert_close((y, found), (wanted, expected))
+
+
+def test_chunks_on_a_mesh(arguments, on_one_device):
+    (_, (y, _)), found = on_mesh("expert=4,fsdp=2", arguments, chunks=4)
+    (_, (wanted, _)), expected = on_one_device["dropless"]
+    assert_close((y, found), (wanted, expected))
+
+
+def test_one_busy_expert_loses_nothing(arguments):
+    """The worst case of the buffers: all tokens want the experts of one device."""
+    x, _, weights, mask, target = arguments
+    logits = jnp.broadcast_to(jnp.arange(EXPERTS, dtype=jnp.float32), (BATCH, LENGTH, EXPERTS))
+    (_, (y, kept)), found = on_mesh("expert=8", (x, logits, weights, mask, target))
+    (_, wanted), expected = gradients(dense_value)(x, logits, weights, mask, target)
+    np.testing.assert_array_equal(kept, np.broadcast_to(mask[..., None], kept.shape))
+    assert_close((y, found), (wanted, expected))
+
+
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+def test_inside_of_a_region_over_stages(dispatch, arguments, on_one_device):
+    """As a pipeline does: stages run the layer at different times, or not at all."""
+    x, logits, weights, mask, target = arguments
+    mesh = sl.make_mesh("stage=2,expert=2,tensor=2")
+
+    def stage(x, logits, weights, mask, target):
+        def busy(args):
+            return value(*args, mask, target, dispatch=dispatch, capacity_factor=0.5)[0]
+
+        def one(args):
+            here = jax.lax.axis_index("stage")
+            return jax.lax.cond(here == 1, busy, lambda args: jnp.float32(0), args)
+
+        total, found = jax.value_and_grad(one)((x, logits, weights))
+        return jax.lax.psum((total, found), "stage")
+
+    def run(*args):
+        with sl.use(mesh, sl.rules.STANDARD):
+            return manual(stage, ("stage",), (P(),) * 5, P())(*args)
+
+    total, found = jax.jit(run)(x, logits, weights, mask, target)
+    (wanted, _), expected = on_one_device[dispatch]
+    assert_close(found, expected)
+    np.testing.assert_allclose(total, wanted, rtol=1e-5)
+
+
+def test_inside_of_a_region_over_data(arguments, on_one_device):
+    x, logits, weights, mask, target = arguments
+    mesh = sl.make_mesh("data=2,expert=2,fsdp=2")
+
+    def group(x, logits, weights, mask, target):
+        grad = jax.grad(lambda w: value(x, logits, w, mask, target)[0])
+        return jax.lax.psum(grad(weights), "data")
+
+    def run(*args):
+        with sl.use(mesh, sl.rules.STANDARD):
+            specs = (P("data"), P("data"), P(), P("data"), P("data"))
+            return manual(group, ("data",), specs, P())(*args)
+
+    found = jax.jit(run)(x, logits, weights, mask, target)
+    assert_close(found, on_one_device["dropless"][1][2])
+
+
+def test_bfloat16_on_a_mesh(arguments):
+    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (arguments[0], arguments[2]))
+    x, weights = half
+    _, logits, _, mask, target = arguments
+    args = (x, logits, weights, mask, target.astype(jnp.bfloat16))
+    (_, (wanted, _)), expected = gradients(value)(*args)
+    (_, (y, _)), found = on_mesh("expert=4,fsdp=2", args)
+    assert y.dtype == jnp.bfloat16
+    assert found[2].gate.dtype == jnp.bfloat16
+    # Results are the same sums on one device; gradients are added in bfloat16 (8 bits) over 8
+    # devices.
+    np.testing.assert_array_equal(y.astype(jnp.float32), wanted.astype(jnp.float32))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        wide = b.astype(jnp.float32)
+        error = jnp.abs(a.astype(jnp.float32) - wide).max()
+        assert error <= 8 * 2.0**-8 * jnp.abs(wide).max()
+
+
+def test_experts_over_an_axis_without_tokens_are_refused(arguments):
+    x, logits, weights, mask, _ = arguments
+    rules = sl.rules.STANDARD.override(activations={"batch": "data"})
+    with sl.use(sl.make_mesh("expert=8"), rules), pytest.raises(RuleError) as caught:
+        jax.eval_shape(lambda: apply_experts(x, route(logits, K), weights, jax.nn.silu, mask=mask))
+    assert str(caught.value) == (
+        "experts are sharded over expert, which shards no tokens: the devices along it would all "
+        "send the same ones.\n"
+        "  Let the rule for the activation axis 'batch' include expert, or give 'expert' another "
+        "mesh axis."
+    )
+
+
+def test_experts_that_the_mesh_does_not_divide_are_refused():
+    x, logits, _ = tokens_and_routing(BATCH, LENGTH, K)
+    weights = expert_weights(num=6)
+    with (
+        sl.use(sl.make_mesh("expert=4,data=2"), sl.rules.STANDARD),
+        pytest.raises(RuleError, match="expert=4 does not divide 6"),
+    ):
+        jax.eval_shape(lambda: apply_experts(x, route(logits[..., :6], K), weights, jax.nn.silu))
+
+
+def test_chunks_that_do_not_divide_are_refused(arguments):
+    with pytest.raises(ModelError) as caught:
+        jax.eval_shape(lambda *a: value(*a, chunks=3), *arguments)
+    assert str(caught.value) == (
+        "the 64 tokens of a device cannot be computed in 3 chunks of equal size.\n"
+        "  Choose exchange_chunks so that it divides 64."
+    )

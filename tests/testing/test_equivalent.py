@@ -1,0 +1,307 @@
+"""What is equal passes, and what is wrong is found where it is wrong."""
+
+import re
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import shardlib as sl
+from shardlib.constrain import constrain
+from shardlib.errors import DataError, MeshError, ModelError
+from shardlib.manual import axis_size, manual
+from shardlib.stack import scan_layers, stack_layers
+from shardlib.testing import assert_equivalent
+
+WIDTH, HIDDEN, LAYERS, BATCH = 8, 16, 4, 16
+MESHES = ["data=8", "data=2,tensor=4", "tensor=8"]
+
+
+def batch(seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(BATCH, WIDTH)).astype(np.float32)
+    return {"x": x, "y": np.tanh(x[:, ::-1])}
+
+
+def kernel(rngs, *shape, axes):
+    value = jax.random.normal(rngs.params(), shape) / np.sqrt(shape[0])
+    return nnx.Param(value, out_sharding=axes, eager_sharding=False)
+
+
+class Layer(nnx.Module):
+    """Up, down, drop; `fault` says how `down` is wrong on a mesh, in layer `at` alone."""
+
+    def __init__(self, rngs, fault, at):
+        self.up = kernel(rngs, WIDTH, HIDDEN, axes=("embed", "mlp"))
+        self.down = kernel(rngs, HIDDEN, WIDTH, axes=("mlp", "embed"))
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.fault, self.at = fault, at
+
+    def __call__(self, x, index):
+        hidden = jax.nn.gelu(constrain(x @ self.up[...], "batch", "mlp"))
+        down = self.down[...]
+        y = hidden @ down
+        if self.fault is not None:
+            y = jnp.where(index == self.at, self.fault(hidden, down), y)
+        return x + self.dropout(constrain(y, "batch", "embed"))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs, fault=None, at=2):
+        self.layers = stack_layers(lambda rngs: Layer(rngs, fault, at), LAYERS, rngs)
+        self.head = kernel(rngs, WIDTH, WIDTH, axes=("embed", None))
+
+    def __call__(self, x):
+        indices = jnp.arange(LAYERS, dtype=jnp.int32)
+        x, _ = scan_layers(lambda layer, x, i: (layer(x, i), None), self.layers, x, indices)
+        return x @ self.head[...]
+
+
+def loss(model, batch, rng):
+    return jnp.mean(jnp.square(model(batch["x"]) - batch["y"]))
+
+
+def sum_forgotten(hidden, down):
+    """The partial product of one device along `tensor`, as if it were the whole."""
+    if axis_size("tensor") == 1:
+        return hidden @ down
+    specs = (P(None, "tensor"), P("tensor", None))
+    return manual(lambda h, w: h @ w, ("tensor",), specs, P())(hidden, down)
+
+
+def mask_by_device(hidden, down):
+    """A random mask that every device along `data` draws for itself."""
+    if axis_size("data") == 1:
+        return _masked(hidden, 0) @ down
+
+    def masked(h):
+        return _masked(h, jax.lax.axis_index("data"))
+
+    return manual(masked, ("data",), P("data"), P("data"))(hidden) @ down
+
+
+def _masked(hidden, index):
+    key = jax.random.fold_in(jax.random.key(0), index)
+    return jnp.where(jax.random.bernoulli(key, 0.5, hidden.shape), hidden, 0.0)
+
+
+def gradient_missing(hidden, down):
+    return hidden @ (jax.lax.stop_gradient(down) if axis_size("tensor") > 1 else down)
+
+
+@jax.custom_vjp
+def local_gradient(hidden, down):
+    """The gradient of `down` from the examples of one device along `data` alone."""
+    return hidden @ down
+
+
+def _backward(residuals, dy):
+    hidden, down = residuals
+    if axis_size("data") == 1:
+        return dy @ down.T, hidden.T @ dy
+    specs = (P("data"), P("data"))
+    return dy @ down.T, manual(lambda h, d: h.T @ d, ("data",), specs, P())(hidden, dy)
+
+
+local_gradient.defvjp(lambda hidden, down: (hidden @ down, (hidden, down)), _backward)
+
+
+def slightly_wrong(hidden, down):
+    """One part in ten thousand too much."""
+    return hidden @ down * (1.0001 if axis_size("data") > 1 else 1.0)
+
+
+def failure(fault, meshes=MESHES, **options):
+    """The text of the error, its numbers left out."""
+    with pytest.raises(AssertionError) as error:
+        assert_equivalent(lambda rngs: Model(rngs, fault), loss, batch(), meshes, **options)
+    return re.sub(r"\d\.\de[+-]\d\d", "#", str(error.value))
+
+
+def test_a_correct_model_passes_and_the_report_says_how_nearly():
+    report = assert_equivalent(
+        Model,
+        loss,
+        [batch(0), batch(1)],
+        ["data=4,tensor=2", {"fsdp": -1}],
+        steps=4,
+        microbatches=2,
+    )
+    assert [len(c.deviations) for c in report.comparisons] == [0, 0]
+    lines = str(report).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["mesh data=4,tensor=2", "mesh fsdp=8"]
+    for line in lines:
+        assert re.fullmatch(
+            r"mesh [\w=,]+: equal to one device in \d+ quantities(?: \(\d+ blurred by rounding\))?;"
+            r" at most \d+% of what rounding explains, in the [\w/, ]+",
+            line,
+        )
+    # Of 9 leaves, stacks by layer: gradients, and at both ends parameters and Adam's two moments;
+    # Adam's counter at both ends, and a loss a step.
+    assert report.comparisons[0].num_compared == 9 * (2 * 3 + 1) + 2 * 1 + 4
+
+
+def test_a_forgotten_sum_is_found_in_its_layer():
+    assert failure(sum_forgotten, steps=1, optimizer=optax.sgd(0.1)) == (
+        "2 of 3 meshes differ from one device:\n"
+        "  mesh data=2,tensor=4: the loss of step 1 is off by # (of #); rounding explains #.\n"
+        "    The forward pass goes wrong in layer 2: what goes into it agrees.\n"
+        "    Of 27 others 18 deviate: 9 gradients, 9 parameters.\n"
+        "  mesh tensor=8: the loss of step 1 is off by # (of #); rounding explains #.\n"
+        "    The forward pass goes wrong in layer 2: what goes into it agrees.\n"
+        "    Of 27 others 18 deviate: 9 gradients, 9 parameters."
+    )
+
+
+def test_a_mask_that_depends_on_the_mesh_is_found_in_its_layer():
+    text = failure(mask_by_device, ["tensor=8", "data=8"], steps=1, optimizer=optax.sgd(0.1))
+    assert text.splitlines()[:3] == [
+        "1 of 2 meshes differs from one device:",
+        "  mesh data=8: the loss of step 1 is off by # (of #); rounding explains #.",
+        "    The forward pass goes wrong in layer 2: what goes into it agrees.",
+    ]
+
+
+def test_a_missing_gradient_is_named():
+    meshes = ["data=8", "tensor=8"]
+    assert failure(gradient_missing, meshes, steps=1, optimizer=optax.sgd(0.1)) == (
+        "1 of 2 meshes differs from one device:\n"
+        "  mesh tensor=8: the gradient of layers/down, layer 2 is off by # (of #); rounding "
+        "explains #.\n"
+        "    The loss of that step agrees: what is wrong is in the backward pass.\n"
+        "    Of 27 others 1 deviates: 1 parameter."
+    )
+
+
+def test_a_gradient_that_is_not_summed_is_named():
+    lines = failure(local_gradient, MESHES[:2]).splitlines()
+    assert lines[0] == "2 of 2 meshes differ from one device:"
+    for mesh, line in zip(MESHES[:2], lines[1::3], strict=True):
+        assert line == (
+            f"  mesh {mesh}: the gradient of layers/down, layer 2 is off by # (of #); rounding "
+            "explains #."
+        )
+
+
+def test_a_small_mistake_is_no_rounding():
+    text = failure(slightly_wrong, ["data=8"], steps=1)
+    assert "the loss of step 1 is off by" in text
+    assert "goes wrong in layer 2" in text
+
+
+def test_what_goes_into_the_layers_and_what_comes_behind():
+    def before(model, batch, rng):
+        wrong = batch["x"] * (1.01 if axis_size("data") > 1 else 1.0)
+        return loss(model, {**batch, "x": wrong}, rng)
+
+    def behind(model, batch, rng):
+        return loss(model, batch, rng) * (1.01 if axis_size("data") > 1 else 1.0)
+
+    for wrong, hint in {
+        before: "What goes into the layers differs already.",
+        behind: "What the layers return agrees: what is wrong comes behind them.",
+    }.items():
+        with pytest.raises(AssertionError) as error:
+            assert_equivalent(Model, wrong, batch(), "data=8", steps=1)
+        assert str(error.value).splitlines()[2] == f"    {hint}"
+
+
+def test_initial_values_that_are_not_of_the_seed():
+    draws = np.random.default_rng(0)
+
+    def make(rngs):
+        model = Model(rngs)
+        model.head.set_value(jnp.asarray(draws.normal(size=(WIDTH, WIDTH)), jnp.float32))
+        return model
+
+    with pytest.raises(AssertionError) as error:
+        assert_equivalent(make, loss, batch(), "data=8", steps=1, optimizer=optax.sgd(0.1))
+    assert re.sub(r"\d\.\de[+-]\d\d", "#", str(error.value)).splitlines()[1] == (
+        "  mesh data=8: the initial parameter head is off by # (of #); it must not differ at all."
+    )
+
+
+class ConvNet(linen.Module):
+    """A user's linen model: batch statistics and dropout."""
+
+    @linen.compact
+    def __call__(self, x, train: bool):
+        x = linen.Conv(8, (3, 3), use_bias=False)(x)
+        x = linen.relu(linen.BatchNorm(use_running_average=not train)(x))
+        x = linen.Dropout(0.1, deterministic=not train)(x.reshape(x.shape[0], -1))
+        return linen.Dense(8)(x)
+
+
+def test_a_linen_model_with_batch_statistics():
+    rng = np.random.default_rng(0)
+    images = {
+        "x": rng.normal(size=(16, 4, 4, 3)).astype(np.float32),
+        "y": rng.normal(size=(16, 8)).astype(np.float32),
+    }
+
+    def loss(model, batch, rng):
+        return jnp.mean(jnp.square(model(batch["x"], train=True) - batch["y"]))
+
+    report = assert_equivalent(
+        ConvNet(),
+        loss,
+        images,
+        "fsdp=8",
+        rules=sl.rules.FSDP,
+        inputs=(jax.ShapeDtypeStruct((2, 4, 4, 3), jnp.float32), True),
+    )
+    assert not report.comparisons[0].deviations
+
+
+def test_rules_and_mesh_axes_of_the_user():
+    rules = sl.AxisRules(
+        params={"embed": None, "mlp": "model", "layers": None},
+        activations={"batch": "replica", "mlp": "model", "embed": None},
+    )
+    assert_equivalent(Model, loss, batch(), "replica=2,model=4", rules=rules, steps=1)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("replica", "model"))
+    assert_equivalent(Model, loss, batch(), [mesh], rules=rules, steps=1)
+
+
+def test_too_few_devices():
+    with pytest.raises(MeshError) as error:
+        assert_equivalent(Model, loss, batch(), ["data=8", "data=2,tensor=8", "fsdp=32"])
+    assert str(error.value) == (
+        "mesh data=2,tensor=8 needs 16 devices, but there are 8.\n"
+        "mesh fsdp=32 needs 32 devices, but there are 8.\n"
+        "  For virtual devices on a CPU, set JAX_PLATFORMS=cpu and call "
+        'jax.config.update("jax_num_cpu_devices", 32) before JAX is first used.'
+    )
+    with pytest.raises(MeshError, match="mesh data=4 needs 4 devices, but there are 2"):
+        assert_equivalent(Model, loss, batch(), "data=4", devices=jax.devices()[6:])
+
+
+def test_what_cannot_be_compared_is_refused():
+    def chaotic(model, batch, rng):
+        return jnp.mean(jnp.sin(1e6 * model(batch["x"])))
+
+    with pytest.raises(ModelError) as error:
+        assert_equivalent(Model, chaotic, batch(), "data=8")
+    assert re.sub(r"\d\.\de[+-]\d\d", "#", str(error.value)) == (
+        "the loss of step 1 cannot be compared: the last places of the parameters change it by # "
+        "on one device already.\n"
+        "  Take fewer steps, a lower learning rate or more examples, and compute in float32."
+    )
+    with pytest.raises(ModelError) as error:
+        assert_equivalent(Model, lambda m, b, r: loss(m, b, r) * np.nan, batch(), "data=8")
+    assert str(error.value) == (
+        "the loss of step 1 is nan on one device, so nothing can be compared.\n"
+        "  Lower the learning rate, or take fewer steps."
+    )
+    short = {name: value[:8] for name, value in batch().items()}
+    with pytest.raises(DataError, match=r"batch 1 is .*, but batch 0 is"):
+        assert_equivalent(Model, loss, [batch(), short], "data=8")
+    with pytest.raises(DataError, match="there is no batch to train on"):
+        assert_equivalent(Model, loss, [], "data=8")
+    with pytest.raises(MeshError, match="there is no mesh to compare"):
+        assert_equivalent(Model, loss, batch(), [])
