@@ -89,7 +89,7 @@ class Embedding(nnx.Module):
         # activations. Said to lie as it is stored before, so that it travels in its own dtype.
         table = constrain(self.embedding[...], self.axis, "embed", kind="params")
         vectors = constrain(table, self.axis, "embed").at[ids].get(mode="clip")
-        if num_shards(self.axis, self.size) > 1:
+        if num_parts(self.axis, self.size) > 1:
             # Each device looks up its own rows of the table for all positions, and the sum over
             # devices gives the vectors; cut along length at once, XLA would gather the table.
             vectors = constrain(vectors, "batch", "length", "embed")
@@ -118,8 +118,8 @@ def whole(x: jax.Array) -> jax.Array:
     return constrain(residual(x), "batch", "length", "embed")
 
 
-def num_shards(logical_axis: str, size: int) -> int:
-    """Returns in how many parts the rules cut a dim of an activation here."""
+def num_parts(logical_axis: str, size: int) -> int:
+    """Returns in how many parts the active rules cut a dim of an activation."""
     scope = active()
     return 1 if scope is None else scope.parts(logical_axis, size)
 

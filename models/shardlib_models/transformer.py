@@ -7,16 +7,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardlib.attention import frequencies, rotations
+from shardlib.attention import Order, frequencies, rotations, zigzag
 from shardlib.constrain import constrain
 from shardlib.errors import ModelError
 from shardlib.losses import Mean, chunked_cross_entropy, cross_entropy
+from shardlib.moe import RouterStats
 from shardlib.registry import DataSpec, ModelFamily
 from shardlib.stack import scan_layers, stack_layers
+from shardlib_models import moe
 from shardlib_models.layers import Embedding, Linear, Norm, dropout, residual, whole
 from shardlib_models.transformer_block import Block, Context, KeyValues
-from shardlib_models.transformer_config import REMAT_TAGS, TransformerConfig, validate
+from shardlib_models.transformer_config import TransformerConfig, validate
 from shardlib_models.transformer_decode import generate
+from shardlib_models.transformer_facts import choices, flops_per_example, plan
 
 
 class Transformer(nnx.Module):
@@ -59,17 +62,25 @@ class Transformer(nnx.Module):
         Raises:
             ModelError: If the row is longer than `max_positions`.
         """
-        return self.logits(self.residual(tokens, positions, segment_ids))
+        return self.logits(self.residual(tokens, positions, segment_ids)[0])
 
     def residual(
-        self, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
-    ) -> jax.Array:
-        """Returns the last residual stream [batch, length, embed]; see `__call__`."""
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        order: Order = "contiguous",
+    ) -> tuple[jax.Array, RouterStats | None]:
+        """Returns the last residual stream [batch, length, embed], and what routers of experts did;
+        see `__call__`.
+
+        With `order="zigzag"` all arrays are reordered by `zigzag` along length, positions too.
+        """
         self.check_length(tokens.shape[1])
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
-        x, _ = self.hidden(tokens, positions, Context(segment_ids=segment_ids))
-        return x
+            positions = _row_positions(tokens)
+        x, stats, _ = self.hidden(tokens, positions, Context(segment_ids=segment_ids, order=order))
+        return x, stats
 
     def hidden(
         self,
@@ -77,24 +88,27 @@ class Transformer(nnx.Module):
         positions: jax.Array,
         context: Context,
         caches: KeyValues | None = None,
-    ) -> tuple[jax.Array, KeyValues | None]:
-        """Returns the last residual stream [batch, length, embed] and the caches of all layers."""
+    ) -> tuple[jax.Array, RouterStats | None, KeyValues | None]:
+        """Returns the last residual stream [batch, length, embed], what routers did, summed over
+        layers, and the caches of all layers."""
+        config = self.config
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
         else:
-            config = self.config
             turns = frequencies(config.head_size, config.rope_theta, config.rope_scaling)
             context = context._replace(rotations=rotations(positions, turns))
-        x = self.embedding_dropout(residual(x))
-        return scan_layers(
-            lambda layer, x, cache: layer(x, context, cache),
-            self.layers,
-            x,
-            caches,
-            remat=self.config.remat,
-            tags=REMAT_TAGS,
-        )
+
+        def call(layer: Block, carry: tuple[Any, Any], cache: Any) -> tuple[Any, Any]:
+            x, stats = carry
+            x, of_layer, cache = layer(x, context, cache)
+            return (x, None if stats is None else stats + of_layer), cache
+
+        none_yet = None if config.moe is None else RouterStats.zeros()
+        carry = self.embedding_dropout(residual(x)), none_yet
+        options = {"remat": config.remat, "tags": config.remat_tags}
+        (x, stats), caches = scan_layers(call, self.layers, carry, caches, **options)
+        return x, stats, caches
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Returns the logits [batch, length, vocab] of a residual stream."""
@@ -170,54 +184,57 @@ def loss(
         z_loss: See `shardlib.losses.cross_entropy`.
 
     Returns:
-        The loss; the metrics `accuracy`, `nll_nats` and, with `num_bytes`, `bits_per_byte`.
+        The loss; the metrics `accuracy`, `nll_nats` and, with `num_bytes`, `bits_per_byte`; of a
+        model with experts also those of `shardlib.moe.router_losses`, whose losses are part of the
+        loss when `train` is set.
+
+    Where devices share rows over the mesh axis `context`, the positions are reordered as
+    `plan_context` says: the loss is a sum over them.
     """
     del rng
     if train:
         model.train()
     else:
         model.eval()
-    segment_ids = batch.get("segment_ids")
-    x = model.residual(batch["tokens"], batch.get("positions"), segment_ids)
+    rows, order = _rows(model.config, batch)
+    segment_ids = rows["segment_ids"]
+    x, stats = model.residual(rows["tokens"], rows["positions"], segment_ids, order)
     mask = None if segment_ids is None else segment_ids > 0
     mean, metrics = model.cross_entropy(
-        x, batch["targets"], mask, label_smoothing=label_smoothing, z_loss=z_loss
+        x, rows["targets"], mask, label_smoothing=label_smoothing, z_loss=z_loss
     )
+    if stats is not None:
+        mean, of_routers = _with_routers(mean, stats, model.config, train)
+        metrics |= of_routers
     if "num_bytes" in batch:
         num_bytes = jnp.sum(batch["num_bytes"].astype(jnp.float32))
         metrics["bits_per_byte"] = Mean(metrics["nll_nats"].total / math.log(2), num_bytes)
     return mean, metrics
 
 
-def flops_per_example(config: TransformerConfig, data: DataSpec) -> float:
-    """Returns the model FLOPs of one sequence, forward and backward, by the causal convention.
+def _rows(config: TransformerConfig, batch: dict[str, Any]) -> tuple[dict[str, Any], Order]:
+    """Returns the rows of a batch, in the order that suits the mesh."""
+    names = ("tokens", "targets", "positions", "segment_ids")
+    rows = {name: batch.get(name) for name in names}
+    order = plan(config, batch["tokens"].shape[1]).order
+    if order == "zigzag":
+        if rows["positions"] is None:
+            rows["positions"] = _row_positions(batch["tokens"])
+        rows = {name: None if row is None else zigzag(row) for name, row in rows.items()}
+    return rows, order
 
-    6 FLOPs for each weight of a matmul (logits included, lookups not) and token, and 12 for each
-    pair of positions that causal attention needs, each head and each of its dims: length**2 / 2
-    pairs, or fewer with a window. What rematerialisation recomputes is not counted, and neither
-    are document borders.
 
-    Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", table 1; Chowdhery et al.
-    2022, "PaLM", appendix B, whose attention term counts all pairs, the double of this one.
+def _row_positions(tokens: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
 
-    Raises:
-        ModelError: If the data do not say how long a sequence is.
-    """
-    length = data.sequence_length
-    if length is None:
-        raise ModelError(
-            "the FLOPs of a sequence depend on its length, which the data do not say.\n"
-            "  Give DataSpec(sequence_length=...)."
-        )
-    heads_size = (config.num_heads + config.kv_heads) * config.head_size
-    attention = 2 * config.embed_dim * heads_size
-    mlp = (3 if config.mlp == "gated" else 2) * config.embed_dim * config.mlp_size
-    weights = config.num_layers * (attention + mlp)
-    weights += config.embed_dim * config.vocabulary(data)
-    window = min(length, config.window or length)
-    pairs = length * window - window**2 / 2
-    attended = 12.0 * pairs * config.num_heads * config.head_size * config.num_layers
-    return 6.0 * weights * length + attended
+
+def _with_routers(
+    mean: Mean, stats: RouterStats, config: TransformerConfig, train: bool
+) -> tuple[Mean, dict[str, Mean]]:
+    """Adds the routers' losses, which only help training, to the loss."""
+    assert config.moe is not None
+    added, metrics = moe.losses(stats, config.moe, config.num_layers)
+    return Mean(mean.total + added * mean.weight, mean.weight) if train else mean, metrics
 
 
 FAMILY = ModelFamily(
@@ -228,4 +245,5 @@ FAMILY = ModelFamily(
     loss=loss,
     flops_per_example=flops_per_example,
     generate=generate,
+    choices=choices,
 )

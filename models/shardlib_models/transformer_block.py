@@ -1,26 +1,27 @@
 """One layer of a transformer: attention and MLP, each added to the residual stream."""
 
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardlib.attention import attend, rotate
+from shardlib.attention import Order, attend, rotate
 from shardlib.attention.rotary import Rotations
 from shardlib.constrain import constrain
+from shardlib.moe import RouterStats
 from shardlib.remat import tag
 from shardlib_models.layers import (
     Linear,
     Norm,
     dropout,
-    num_shards,
     residual,
     residual_stddev,
     whole,
 )
+from shardlib_models.moe import MoE
 from shardlib_models.transformer_config import TransformerConfig
+from shardlib_models.transformer_facts import kv_copies
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -36,6 +37,8 @@ class Context(NamedTuple):
     rotations: Rotations | None = None
     segment_ids: jax.Array | None = None
     """[batch, length] int32."""
+    order: Order = "contiguous"
+    """How the length dim lies over the mesh axis `context`."""
     start: jax.Array | int = 0
     """With a cache: the row at which the new positions begin, scalar int32."""
 
@@ -64,7 +67,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, context: Context, cache: KeyValues | None
     ) -> tuple[jax.Array, KeyValues | None]:
-        copies = self.kv_copies() if cache is None else 1
+        copies = kv_copies(self.config) if cache is None else 1
         query, key, value = self.query(x), self.key(x, copies), self.value(x, copies)
         if context.rotations is not None:
             query, key = rotate(query, context.rotations), rotate(key, context.rotations)
@@ -73,7 +76,8 @@ class Attention(nnx.Module):
         value = tag(constrain(value, "batch", "length", "kv_heads", "head_dim"), "value")
         options = {"window": self.config.window, "backend": self.config.attention}
         if cache is None:
-            y = attend(query, key, value, segment_ids=context.segment_ids, **options)
+            row = {"segment_ids": context.segment_ids, "order": context.order}
+            y = attend(query, key, value, context=self.config.context, **row, **options)
         else:
             at = (0, context.start, 0, 0)
             cache = KeyValues(
@@ -85,18 +89,6 @@ class Attention(nnx.Module):
             y = attend(query, *cache, positions=rows, **options)
         y = constrain(y, "batch", "length", "heads", "head_dim")
         return self.out(y), cache
-
-    def kv_copies(self) -> int:
-        """Returns how often each key-value head is computed, once for each device that reads it.
-
-        Where the query heads are cut in more parts than there are key-value heads, groups of
-        devices share one: each computes what its own query heads read, from weights that all hold,
-        so that of keys and values nothing travels.
-        """
-        heads, kv_heads = self.config.num_heads, self.config.kv_heads
-        parts = num_shards("heads", heads)
-        copies = math.lcm(kv_heads, parts) // kv_heads
-        return copies if num_shards("kv_heads", kv_heads * copies) == parts else 1
 
 
 class MLP(nnx.Module):
@@ -123,24 +115,43 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`, or experts for the MLP."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         norm = {"kind": config.norm, "eps": config.norm_eps}
         self.attention_norm = Norm(config.embed_dim, **norm)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = Norm(config.embed_dim, **norm)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs) if config.moe is None else _experts(config, rngs)
         self.attention_dropout = dropout(config.dropout, rngs)
         self.mlp_dropout = dropout(config.dropout, rngs)
 
     def __call__(
         self, x: jax.Array, context: Context, cache: KeyValues | None = None
-    ) -> tuple[jax.Array, KeyValues | None]:
-        """Returns the residual stream [batch, length, embed] and the cache with the new rows."""
+    ) -> tuple[jax.Array, RouterStats | None, KeyValues | None]:
+        """Returns the residual stream [batch, length, embed], what the router of experts did, and
+        the cache with the new rows."""
         branch = tag(self.attention_norm(x), "attention_in")
         branch, cache = self.attention(whole(branch), context, cache)
         x = x + self.attention_dropout(tag(residual(branch), "attention_out"))
-        branch = self.mlp(whole(tag(self.mlp_norm(x), "mlp_in")))
+        branch, stats = whole(tag(self.mlp_norm(x), "mlp_in")), None
+        if isinstance(self.mlp, MoE):
+            mask = None if context.segment_ids is None else context.segment_ids > 0
+            branch, stats = self.mlp(branch, mask)
+        else:
+            branch = self.mlp(branch)
         x = x + self.mlp_dropout(tag(residual(branch), "mlp_out"))
-        return residual(x), cache
+        return residual(x), stats, cache
+
+
+def _experts(config: TransformerConfig, rngs: nnx.Rngs) -> MoE:
+    assert config.moe is not None
+    return MoE(
+        config.moe,
+        config.embed_dim,
+        config.mlp_size,
+        activation=ACTIVATIONS[config.activation],
+        stddev=config.init_stddev,
+        out_stddev=residual_stddev(config.init_stddev, config.num_layers),
+        rngs=rngs,
+    )

@@ -3,12 +3,13 @@
 from typing import Any, Literal
 
 from shardlib import remat
-from shardlib.attention import Backend, RotaryScaling
+from shardlib.attention import Backend, ContextMethod, RotaryScaling
 from shardlib.config import configclass
 from shardlib.registry import DataSpec
+from shardlib_models import moe
+from shardlib_models.moe import MoEConfig
 
-REMAT_TAGS = ("attention_in", "query", "key", "value", "attention_out", "mlp_in", "mlp_hidden")
-REMAT_TAGS += ("mlp_out",)
+_TAGS = ("attention_in", "query", "key", "value", "attention_out", "mlp_in")
 
 
 @configclass
@@ -48,6 +49,8 @@ class TransformerConfig:
     """Stretched rotary wavelengths, as in Llama 3.1; null for none."""
     mlp: Literal["gated", "plain"] = "gated"
     """`activation(gate(x)) * up(x)` (SwiGLU and the like), or `activation(up(x))`."""
+    moe: MoEConfig | None = None
+    """Routed experts in place of the MLP of every layer; null for none."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     """Nonlinearity of the MLP; `gelu_tanh` is GPT-2's approximation."""
     tied_embeddings: bool = False
@@ -66,6 +69,8 @@ class TransformerConfig:
     """Standard deviation of the initial weights."""
     attention: Backend = "auto"
     """Implementation of attention."""
+    context: ContextMethod = "auto"
+    """How devices along the mesh axis `context` share a row in attention."""
     remat: str = "none"
     """What is kept for the backward pass: none, dots, full, or save:NAME,NAME."""
 
@@ -86,6 +91,11 @@ class TransformerConfig:
     def mlp_size(self) -> int:
         """Hidden width of the MLP."""
         return 4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim
+
+    @property
+    def remat_tags(self) -> tuple[str, ...]:
+        """What `save:` policies can keep of a layer."""
+        return (*_TAGS, "mlp_hidden" if self.moe is None else moe.TAG, "mlp_out")
 
     def vocabulary(self, data: DataSpec) -> int:
         """Rows of the embedding table, from the config or else from the data."""
@@ -139,7 +149,17 @@ def _range_faults(config: TransformerConfig) -> list[str]:
         faults.append(f"init_stddev is {config.init_stddev}; it must be greater than 0.")
     if config.positions == "learned" and config.max_positions is None:
         faults.append("learned positions need max_positions, the rows of their table.")
-    return faults + remat.check(config.remat, REMAT_TAGS)
+    if config.moe is not None:
+        faults += moe.validate(config.moe)
+        faults += [
+            f"{name} has no effect on experts, which are gated and without biases; leave it out."
+            for name, is_set in (
+                ("mlp: plain", config.mlp == "plain"),
+                ("mlp_bias", config.mlp_bias),
+            )
+            if is_set
+        ]
+    return faults + remat.check(config.remat, config.remat_tags)
 
 
 def _data_faults(config: TransformerConfig, data: DataSpec) -> list[str]:

@@ -70,7 +70,7 @@ def _continued(
 
     def step(tokens: jax.Array, start: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1])[None], tokens.shape)
-        x, caches = model.hidden(tokens, positions, Context(start=start), caches)
+        x, _, caches = model.hidden(tokens, positions, Context(start=start), caches)
         logits = model.logits(x[:, -1:])[:, 0]
         key = jax.random.fold_in(rng, start + tokens.shape[1])
         return _sample(logits, temperature, key).astype(tokens.dtype), caches

@@ -5,14 +5,13 @@ import functools
 import jax
 
 from shardlib.attention.backends import Backend, resolve_backend
-from shardlib.attention.blockwise import blockwise
+from shardlib.attention.blockwise import Segments, blockwise
 from shardlib.attention.gather import gathered_attention
 from shardlib.attention.order import Order
 from shardlib.attention.plain import plain
 from shardlib.attention.plan import ContextMethod, ContextPlan, plan_context
 from shardlib.attention.region import in_region
 from shardlib.attention.ring import ring_attention
-from shardlib.attention.shard import Segments
 from shardlib.attention.sight import Sight, places
 from shardlib.attention.splash import splash
 from shardlib.attention.ulysses import ulysses_attention
@@ -134,10 +133,9 @@ def _on_device(
     segments: Segments,
 ) -> jax.Array:
     """Attention by one back end."""
-    if backend == "blockwise":
-        return blockwise(query, key, value, sight=sight, segments=segments)
-    if backend == "splash":
-        return splash(query, key, value, sight=sight, segments=segments)
+    if backend in ("blockwise", "splash"):
+        flash = blockwise if backend == "blockwise" else splash
+        return flash(query, key, value, segments, sight=sight)
     at, kv_at = (
         places(x.shape[1], None, ids) for x, ids in zip((query, key), segments, strict=True)
     )

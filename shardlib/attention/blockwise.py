@@ -35,6 +35,8 @@ from shardlib.remat import tag
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 _FIRST_PEAK = -1e30
 
+Segments = tuple[jax.Array | None, jax.Array | None]
+
 TAG = "attended"
 """What the forward pass leaves for the backward pass, by its name for `remat`."""
 
@@ -247,9 +249,9 @@ def blockwise(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    segments: Segments = (None, None),
     *,
     sight: Sight,
-    segments: tuple[jax.Array | None, jax.Array | None] = (None, None),
 ) -> jax.Array:
     """Returns attention of arrays that lie whole on this device, as `attend` does.
 
@@ -257,8 +259,8 @@ def blockwise(
         query: [batch, length, heads, head_dim].
         key: [batch, kv_length, kv_heads, head_dim].
         value: As `key`.
-        sight: What is hidden besides other documents.
         segments: [batch, length] and [batch, kv_length] int32, or None.
+        sight: What is hidden besides other documents.
     """
     return _attend(sight, query, key, value, segments)
 

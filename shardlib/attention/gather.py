@@ -16,6 +16,7 @@ import numpy as np
 
 from shardlib.attention.blockwise import (
     Keys,
+    Segments,
     cotangents,
     fold,
     gradients,
@@ -24,7 +25,7 @@ from shardlib.attention.blockwise import (
     start,
 )
 from shardlib.attention.order import AXIS, Order
-from shardlib.attention.shard import Cargo, Segments, Shard
+from shardlib.attention.shard import Cargo, Shard
 from shardlib.attention.sight import Places, Sight
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from shardlib.attention.blockwise import Segments
 from shardlib.attention.order import AXIS
-from shardlib.attention.shard import Segments
 from shardlib.attention.ulysses import kv_heads_of
 from shardlib.constrain import active, manual_axes
 from shardlib.manual import manual

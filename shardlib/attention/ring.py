@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from shardlib.attention.blockwise import (
     Running,
+    Segments,
     cotangents,
     fold,
     gradients,
@@ -28,7 +29,7 @@ from shardlib.attention.blockwise import (
     start,
 )
 from shardlib.attention.order import AXIS, Order
-from shardlib.attention.shard import Cargo, Segments, Shard
+from shardlib.attention.shard import Cargo, Shard
 from shardlib.attention.sight import Sight
 
 

@@ -6,11 +6,9 @@ from typing import Any, NamedTuple
 import jax
 
 from shardlib.attention import order as orders
-from shardlib.attention.blockwise import Keys, Queries, cut_keys, cut_queries
+from shardlib.attention.blockwise import Keys, Queries, Segments, cut_keys, cut_queries
 from shardlib.attention.order import AXIS, Order
 from shardlib.attention.sight import Places, Sight, cut, needed_tile
-
-Segments = tuple[jax.Array | None, jax.Array | None]
 
 
 class Cargo(NamedTuple):

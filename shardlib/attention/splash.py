@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib.attention.blockwise import TAG
-from shardlib.attention.shard import Segments
+from shardlib.attention.blockwise import TAG, Segments
 from shardlib.attention.sight import Sight
 
 _MAX_BLOCK = 512
@@ -20,9 +19,9 @@ def splash(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    segments: Segments = (None, None),
     *,
     sight: Sight,
-    segments: Segments = (None, None),
     interpret: bool = False,
 ) -> jax.Array:
     """Returns attention of arrays that lie whole on this device, as `attend` does.
@@ -34,8 +33,8 @@ def splash(
         query: [batch, length, heads, head_dim]; length is a multiple of 128.
         key: [batch, length, kv_heads, head_dim].
         value: As `key`.
-        sight: What is hidden besides other documents.
         segments: [batch, length] int32 of queries and of keys, or None.
+        sight: What is hidden besides other documents.
         interpret: Whether to run the kernel without a TPU, slowly.
     """
     # Heavy, and needed on TPUs only.

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardlib.attention.blockwise import Segments
 from shardlib.attention.order import AXIS, Order, chunk_order, take_chunks
-from shardlib.attention.shard import Segments
 
 Local = Callable[[jax.Array, jax.Array, jax.Array, Segments], jax.Array]
 

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardlib.data.arranged import ArrangedSource as ArrangedSource
     from shardlib.data.config import ImageData as ImageData
     from shardlib.data.config import TextData as TextData
     from shardlib.data.known import known_spec as known_spec
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from shardlib.data.tokenizer import read_tokenizer as read_tokenizer
 
 _MODULES = {
+    "ArrangedSource": "arranged",
     "ImageData": "config",
     "MapSource": "loader",
     "Prefetcher": "prefetch",

@@ -213,6 +213,4 @@ def _reads(traced: ClosedJaxpr, names: list[str]) -> frozenset[str]:
     for equation in reversed(jaxpr.eqns):
         if needed.intersection(equation.outvars):
             needed.update(v for v in equation.invars if not isinstance(v, Literal))
-    return frozenset(
-        name for name, v in zip(names, jaxpr.invars, strict=False) if v in needed
-    )
+    return frozenset(name for name, v in zip(names, jaxpr.invars, strict=False) if v in needed)

@@ -248,9 +248,7 @@ class _Run:
             part = self.part(turn)
             y = self.apply(turn, self.input(turn, x, part), part)
             nothing = jax.tree.map(jnp.zeros_like, sums)
-            return y, self.when(
-                turn.is_last, lambda: cut.post(self.shared, y, part)[1], nothing
-            )
+            return y, self.when(turn.is_last, lambda: cut.post(self.shared, y, part)[1], nothing)
 
         y, found = self.when(turn.runs, run, (x, jax.tree.map(jnp.zeros_like, sums)))
         return (_send(y, 1, self.pipeline.schedule), _sum(sums, found)), None

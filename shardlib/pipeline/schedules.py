@@ -5,11 +5,11 @@ of stage s is number `c * S + s` in the order in which a microbatch passes them.
 runs at most one forward and one backward turn, and then all stages hand on what they made: the
 activation to the next chunk, its gradient to the one before.
 
-| schedule      | chunks | kept inputs per stage | ticks                  | bubble              |
-|---------------|--------|-----------------------|------------------------|---------------------|
-| `gpipe`       | 1      | M                     | 2 (M + S - 1)          | (S - 1)/(M + S - 1) |
-| `1f1b`        | 1      | at most 2 S - 3       | M + 2 (S - 1)          | (S - 1)/(M + S - 1) |
-| `interleaved` | v      | about 2 v S           | v M + (v + 1) S - 2    | (S - 1)/(vM + S - 1)|
+| schedule      | chunks | kept inputs per stage | ticks               | bubble                |
+|---------------|--------|-----------------------|---------------------|-----------------------|
+| `gpipe`       | 1      | M                     | 2 (M + S - 1)       | (S - 1) / (M + S - 1) |
+| `1f1b`        | 1      | at most 2 S - 3       | M + 2 (S - 1)       | (S - 1) / (M + S - 1) |
+| `interleaved` | v      | at most (v + 1) S - 3 | v M + (v + 1) S - 2 | (S - 1) / (v M + S - 1) |
 
 All three are one rule. A stage takes its turns in a fixed order, the same on every stage: groups of
 S microbatches, and within a group chunk by chunk (backward: from the last chunk to the first). Turn

@@ -2,10 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from shardlib.constrain import Scope
 from shardlib.data import TextData, known_spec
 from shardlib.errors import ConfigError, MeshError, RuleError, ShardlibError, did_you_mean, require
+from shardlib.mesh import mesh_sizes
+from shardlib.pipeline.schedules import schedule_faults
 from shardlib.registry import DataSpec, ModelFamily, family
 from shardlib.rules import ANY, Choice, preset
 from shardlib.run.config import RunConfig
@@ -37,7 +40,9 @@ def check_config(config: RunConfig, make_scope: Callable[[], Scope]) -> None:
 
 def _errors(config: RunConfig, make_scope: Callable[[], Scope]) -> Iterator[ShardlibError]:
     def check_scope() -> None:
-        check_batch(config, make_scope())
+        scope = make_scope()
+        check_batch(config, scope)
+        _check_stages(config, scope)
 
     checks = (_check_model, _check_optimizer, _check_extras)
     for check in (check_scope, *(lambda check=check: check(config) for check in checks)):
@@ -92,25 +97,58 @@ def _check_extras(config: RunConfig) -> None:
         require("tensorboardX", "tensorboard", "train.tensorboard=true")
 
 
+def _check_stages(config: RunConfig, scope: Scope) -> None:
+    """Raises `ConfigError` when a pipeline does not fit the layers or the microbatches."""
+    stages, train = mesh_sizes(scope.mesh).get("stage", 1), config.train
+    if stages == 1:
+        return
+    faults = schedule_faults(
+        train.pipeline.schedule,
+        stages=stages,
+        microbatches=stages if train.microbatches == "auto" else train.microbatches,
+        chunks=train.pipeline.chunks,
+        num_layers=getattr(config.model, "num_layers", None),
+    )
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
 def check_batch(config: RunConfig, scope: Scope) -> None:
     """Raises `MeshError` when a batch does not fall evenly on the devices that share it out."""
-    parts = config.train.microbatches
-    checks = [("train.global_batch", config.train.global_batch, parts, "batch")]
+    sizes = mesh_sizes(scope.mesh)
+    checks = [_train_share(config, sizes)]
     if config.eval.global_batch is not None:
-        checks.append(("eval.global_batch", config.eval.global_batch, 1, "batch"))
+        checks.append(("eval.global_batch", config.eval.global_batch, 1, "batch", sizes))
     if isinstance(config.data, TextData):
         length = config.data.sequence_length
-        checks += [("data.sequence_length", length, 1, a) for a in ("length", "residual_length")]
+        names = ("length", "residual_length")
+        checks += [("data.sequence_length", length, 1, name, sizes) for name in names]
     faults: dict[str, None] = {}
-    for key, size, parts, axis in checks:
-        found = scope.rules.resolve((axis,), (size // parts,), scope.mesh, "activations")
+    for key, size, parts, axis, sizes in checks:
+        found = scope.rules.resolve((axis,), (size // parts,), sizes, "activations")
         if found.faults:
             share = f" in {parts} microbatches of {size // parts}" if parts > 1 else ""
-            reason, multiple = _indivisible(found.choices[0], dict(scope.mesh.shape))
+            reason, multiple = _indivisible(found.choices[0], sizes)
             fault = f"{key}={size}{share} cannot be shared out: {reason}.\n"
             faults[f"{fault}  Choose a multiple of {multiple * parts}, or another mesh."] = None
     if faults:
         raise MeshError("\n".join(faults))
+
+
+def _train_share(config: RunConfig, sizes: dict[str, int]) -> tuple[str, int, int, str, Any]:
+    """What must fall evenly on the devices of a training batch: a microbatch, of each group."""
+    train, groups = config.train, sizes.get("data", 1)
+    parts = 1 if train.microbatches == "auto" else train.microbatches
+    if train.reduction.group_seconds is not None:
+        parts, sizes = groups * parts, {**sizes, "data": 1}
+    elif train.reduction.group_microbatches is not None:
+        parts, sizes = sum(train.reduction.group_microbatches), {**sizes, "data": 1}
+    if train.global_batch % parts:
+        raise MeshError(
+            f"train.global_batch={train.global_batch} does not fall into {parts} microbatches over "
+            f"all groups.\n  Choose a multiple of {parts}."
+        )
+    return "train.global_batch", train.global_batch, parts, "batch", sizes
 
 
 def _indivisible(choice: Choice, sizes: dict[str, int]) -> tuple[str, int]:

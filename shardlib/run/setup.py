@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardlib.constrain import Scope, use
-from shardlib.data import MapSource, open_data
+from shardlib.data import ArrangedSource, MapSource, Source, open_data
 from shardlib.hardware import Cluster
 from shardlib.mesh import abstract_mesh, auto_mesh, make_mesh
 from shardlib.precision import precision
@@ -18,7 +18,10 @@ from shardlib.registry import DataSpec, ModelFamily, family
 from shardlib.run.checks import check_fit, check_rules_used
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.train.ema import ema_params
+from shardlib.train.offload import offload_optimizer
 from shardlib.train.optim import Optimizer, build_optimizer
+from shardlib.train.reduce_uneven import arranged_rows
+from shardlib.train.reduction import Reduction, plan_reduction
 from shardlib.train.state import TrainState, abstract_state
 from shardlib.train.step import BatchAxes, batch_shardings
 
@@ -84,7 +87,32 @@ class Setup:
         per_example = self.data.sequence_length if self.family.inputs == "text" else 1
         return self.config.train.global_batch * (per_example or 1)
 
-    def shardings(self, source: MapSource) -> dict[str, NamedSharding]:
+    def rows(self, source: MapSource) -> Source:
+        """Returns training data whose rows lie as the step wants them."""
+        reduction = self.reduction()
+        if reduction is None or reduction.even:
+            return source
+        per_microbatch = source.global_batch // sum(reduction.counts)
+        return ArrangedSource(source, arranged_rows(reduction.counts, per_microbatch))
+
+    def reduction(self) -> Reduction | None:
+        """Returns how gradients are reduced, or None where the compiler decides.
+
+        Raises:
+            ConfigError: If the config does not fit the mesh.
+            RuleError: If parameters are split over `data`.
+            ModelError: If the model updates state of its own.
+        """
+        train = self.config.train
+        return plan_reduction(
+            train.reduction,
+            self.scope.mesh,
+            microbatches=1 if train.microbatches == "auto" else train.microbatches,
+            params=self.abstract.definition.params,
+            model_state=self.abstract.model_state,
+        )
+
+    def shardings(self, source: Source) -> dict[str, NamedSharding]:
         """Returns the sharding of each array of a batch."""
         return batch_shardings(source.element_spec(), self.scope, self.batch_axes)
 
@@ -152,6 +180,8 @@ def setup(config: RunConfig, data: DataSpec, scope: Scope) -> Setup:
         rules=scope.rules,
     )
     check_rules_used(config, abstract.definition)
+    if config.train.offload_optimizer:
+        abstract = offload_optimizer(abstract)
     return Setup(config, chosen, scope, data, optimizer, abstract)
 
 

@@ -86,8 +86,10 @@ def _traced_step(parts: Setup, source: MapSource) -> TrainStep:
         precision=config.precision,
         schedule=parts.optimizer.schedule,
         batch_axes=parts.batch_axes,
+        pipeline=config.train.pipeline,
+        reduction=config.train.reduction,
     )
-    batch = source.element_spec()
+    batch = parts.rows(source).element_spec()
     with recording() as met:
         step.program(parts.abstract, batch).trace(parts.abstract, batch)
     check_activation_rules(config, met)
@@ -174,9 +176,10 @@ class _Run:
         return materialize(self.parts.abstract, seed=self.config.seed)
 
     def _train(self, start: int, stop: distributed.StopRequest) -> TrainState:
-        shardings = self.parts.shardings(self.source)
+        rows = self.parts.rows(self.source)
+        shardings = self.parts.shardings(rows)
         # Opened first: its thread reads while the state is made and the step compiles.
-        with Prefetcher(self.source, shardings, start) as batches:
+        with Prefetcher(rows, shardings, start) as batches:
             state = self._state(start)
             if jax.process_index() == 0:
                 self.directory.write(self.config, self.source.tokenizer)

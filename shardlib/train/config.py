@@ -1,6 +1,10 @@
 """Configs of the training loop and of evaluation."""
 
+from typing import Literal
+
 from shardlib.config import configclass
+from shardlib.pipeline.config import PipelineConfig
+from shardlib.train.reduction import ReductionConfig
 
 
 @configclass
@@ -11,8 +15,15 @@ class TrainConfig:
     """Optimizer steps in all; a resumed run may be given more."""
     global_batch: int = 32
     """Sequences or images of one optimizer step, over all devices."""
-    microbatches: int = 1
-    """Parts in which the batch of a step is computed, one after the other, to save memory."""
+    microbatches: int | Literal["auto"] = 1
+    """Parts in which the batch of a step is computed, one after the other, to save memory; those
+    of a pipeline. `auto`: the fewest whose step fits into the memory of a device."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """The schedule of the stages, where the mesh has the axis `stage`."""
+    reduction: ReductionConfig = ReductionConfig()
+    """How gradients are summed over the mesh axis `data`."""
+    offload_optimizer: bool = False
+    """Whether the optimizer state stays in the memory of the hosts between updates."""
     label_smoothing: float = 0.0
     """Probability mass spread evenly over all classes or tokens (Szegedy et al. 2016)."""
     z_loss: float = 0.0
@@ -40,11 +51,11 @@ class TrainConfig:
         faults = [
             f"{name} must be at least 1, not {getattr(self, name)}"
             for name in ("steps", "global_batch", "microbatches", "log_every")
-            if getattr(self, name) < 1
+            if getattr(self, name) != "auto" and getattr(self, name) < 1
         ]
         if self.sample_every is not None and self.sample_every < 1:
             faults.append(f"sample_every must be at least 1, or null, not {self.sample_every}")
-        if self.global_batch % max(self.microbatches, 1):
+        if self.microbatches != "auto" and self.global_batch % max(self.microbatches, 1):
             faults.append(
                 f"microbatches={self.microbatches} does not divide global_batch={self.global_batch}"
             )

@@ -14,11 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from shardlib.constrain import manual_axes
 from shardlib.errors import ModelError
 from shardlib.losses import Mean
 from shardlib.manual import axis_size, manual
-from shardlib.mesh import mesh_sizes
 from shardlib.microbatch import split
 from shardlib.partition import pin
 from shardlib.paths import named_leaves
@@ -92,9 +90,7 @@ def pipelined_gradients(
 
     over = PartitionSpec(AXIS)
     every = PartitionSpec()
-    layer_grads, shared_grads, sums, turns = job.run(
-        stage, first_index, (over, every, every, over)
-    )
+    layer_grads, shared_grads, sums, turns = job.run(stage, first_index, (over, every, every, over))
     found = {**layer_grads, **shared_grads}
     grads = {
         path: found[path] if path in found else jnp.zeros(leaf.shape, jnp.float32)
@@ -207,14 +203,10 @@ def _job(
         )
     )
     skip_idle = _skip_idle(config, planned, loss)
-    return _Job(
-        loss, params, model_state, batch, key, schedule, layer_paths, planned, skip_idle
-    )
+    return _Job(loss, params, model_state, batch, key, schedule, layer_paths, planned, skip_idle)
 
 
-def _loss(
-    loss: PartLoss, params: Any, model_state: Any, key: jax.Array, first_index: Any
-) -> Loss:
+def _loss(loss: PartLoss, params: Any, model_state: Any, key: jax.Array, first_index: Any) -> Loss:
     """The loss of a microbatch as a function of parameters by path."""
     paths, treedef = list(named_leaves(params)), jax.tree.structure(params)
 

@@ -64,11 +64,19 @@ def arrange_batch(batch: Any, counts: Sequence[int]) -> Any:
     check_rows(batch, sum(counts))
     if len(set(counts)) == 1:
         return batch
-    return jax.tree.map(lambda x: x[_rows(counts, x.shape[0] // sum(counts))], batch)
+    return jax.tree.map(lambda x: x[arranged_rows(counts, x.shape[0] // sum(counts))], batch)
 
 
-def _rows(counts: Sequence[int], per_microbatch: int) -> np.ndarray:
-    """Returns the row of the plain batch at each row of the arranged one."""
+def arranged_rows(counts: Sequence[int], per_microbatch: int) -> np.ndarray:
+    """Returns which row of a plain batch each row of the arranged one holds; see `arrange_batch`.
+
+    Args:
+        counts: Microbatches of each group.
+        per_microbatch: Rows of one microbatch of one group.
+
+    Returns:
+        int32 [groups * max(counts) * per_microbatch].
+    """
     most = max(counts)
     rows = np.zeros((len(counts), per_microbatch, most), np.int32)
     first = 0

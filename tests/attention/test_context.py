@@ -9,8 +9,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
+from shardlib import remat
 from shardlib.attention import attend, sight, unzigzag, zigzag
-from shardlib.errors import ModelError
+from shardlib.attention.blockwise import blockwise
+from shardlib.attention.gather import gathered_attention
+from shardlib.attention.region import in_region
+from shardlib.attention.ring import ring_attention
+from shardlib.attention.sight import Sight
+from shardlib.attention.ulysses import ulysses_attention
 from shardlib.manual import manual
 
 BATCH, LENGTH, HEADS, DIM = 2, 32, 8, 8
@@ -111,3 +117,78 @@ def test_equals_one_device(mesh, method, order, variant, kv_heads):
         run = graded(order, context=method, **VARIANTS[variant])
         found = jax.jit(run)(*inputs(kv_heads))
     assert_same(found, expected(variant, kv_heads))
+
+
+@pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
+def test_inside_of_a_region_over_another_axis(method):
+    """As under a reduction over `data` that is done by hand."""
+    order = "contiguous" if method == "ulysses" else "zigzag"
+
+    def region(*arrays):
+        rows = jnp.asarray(SEGMENTS)[jax.lax.axis_index("data")][None]
+        return graded(order, context=method, segment_ids=rows)(*arrays)
+
+    with sl.use(sl.make_mesh("data=2,context=2,tensor=2"), sl.rules.STANDARD):
+        rows = P("data")
+        found = jax.jit(manual(region, ("data",), (rows,) * 4, (rows,) * 4))(*inputs(4))
+    assert_same(found, expected("packed", 4))
+
+
+@pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
+def test_inside_of_a_pipeline_stage(method):
+    """Stages of a region over `stage` hold different rows, as microbatches in flight do."""
+    shares = {
+        "ring": functools.partial(ring_attention, sight=Sight(), order="contiguous"),
+        "gather": functools.partial(gathered_attention, sight=Sight(), order="contiguous"),
+        "ulysses": functools.partial(
+            ulysses_attention, functools.partial(blockwise, sight=Sight()), order="contiguous"
+        ),
+    }
+
+    def loss(arrays, weights):
+        y = in_region(shares[method], *arrays, (None, None), over_context=True)
+        return jnp.sum(y * weights), y
+
+    def region(query, key, value, weights):
+        grads, y = jax.grad(loss, has_aux=True)((query, key, value), weights)
+        return y, *grads
+
+    with sl.use(sl.make_mesh("stage=2,context=2,tensor=2"), sl.rules.STANDARD):
+        rows = P("stage")
+        found = jax.jit(manual(region, ("stage",), (rows,) * 4, (rows,) * 4))(*inputs(2))
+    assert_same(found, expected("causal", 2))
+
+
+def test_gradients_of_replicated_key_value_heads_under_remat():
+    """Recomputed under `full`; under `save:attended` the forward ring does not run again."""
+
+    def hops(policy):
+        def loss(*arrays):
+            return jnp.sum(remat.apply(policy, functools.partial(attend, context="ring"))(*arrays))
+
+        with sl.use(sl.make_mesh("context=4,tensor=2"), sl.rules.STANDARD):
+            run = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+            return count_hops(jax.make_jaxpr(run)(*inputs(1)[:3]).jaxpr), run(*inputs(1)[:3])
+
+    (none, wanted), (full, again), (saved, kept) = map(hops, ("none", "full", "save:attended"))
+    # Keys and values: 3 hops forward and 3 backward; their gradients 4.
+    assert (none, full, saved) == (2 * 10, 2 * 13, 2 * 10)
+    for x, y, z in zip(wanted, again, kept, strict=True):
+        np.testing.assert_allclose(y, x, atol=ATOL)
+        np.testing.assert_allclose(z, x, atol=ATOL)
+
+
+def count_hops(jaxpr, times=1):
+    """Returns how often a program calls `ppermute`, loops counted as often as they run."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        here = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
+        count += here * (eqn.primitive.name == "ppermute")
+        for inner in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
+                count += count_hops(getattr(inner, "jaxpr", inner), here)
+    return count
+
+
+def is_jaxpr(x):
+    return hasattr(getattr(x, "jaxpr", x), "eqns")

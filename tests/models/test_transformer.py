@@ -13,7 +13,6 @@ from shardlib.functional import functional
 from shardlib.registry import DataSpec
 from shardlib_models.transformer import FAMILY, flops_per_example, loss, make
 from shardlib_models.transformer_config import (
-    REMAT_TAGS,
     TransformerConfig,
     gpt2,
     llama3_8b,
@@ -125,9 +124,9 @@ def test_remat_changes_neither_loss_nor_gradient_under_dropout(policy):
 def test_every_remat_tag_is_used():
     config = TransformerConfig(**SMALL)
     text = str(jax.make_jaxpr(lambda: make(config, DATA, nnx.Rngs(0))(tokens()))())
-    for name in REMAT_TAGS:
+    for name in config.remat_tags:
         assert f"name[name={name}]" in text, name
-    assert remat.check("save:" + ",".join(REMAT_TAGS), REMAT_TAGS) == []
+    assert remat.check("save:" + ",".join(config.remat_tags), config.remat_tags) == []
 
 
 def test_the_program_does_not_grow_with_the_depth():

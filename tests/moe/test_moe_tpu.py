@@ -62,8 +62,9 @@ def test_tokens_travel_there_and_back_each_way_as_ragged_rows(program):
 
 def test_weights_are_gathered_for_each_pass_and_gradients_scattered(program):
     gathered = [c for c in of_kind(program, "all-gather") if c.mesh_axes == ("fsdp",)]
-    assert len(gathered) == 6
+    assert {shape for c in gathered for shape in c.shapes} == {"bf16[2,256,512]", "bf16[2,512,256]"}
+    assert {"rematted" in c.op_name for c in gathered} == {False, True}
     # Of what is gathered over experts, there are counts alone.
     others = [c for c in of_kind(program, "all-gather") if c.mesh_axes != ("fsdp",)]
     assert {c.shapes for c in others} == {(f"s32[4,4,{EXPERTS // 4}]",)}
-    assert len(of_kind(program, "reduce-scatter")) == 3
+    assert {c.mesh_axes for c in of_kind(program, "reduce-scatter")} == {("fsdp",)}

@@ -1,0 +1,99 @@
+"""What follows from the config of a transformer: its FLOPs, and what it chooses on a mesh."""
+
+import math
+
+import jax
+
+from shardlib.attention import ContextPlan, plan_context, resolve_backend
+from shardlib.errors import ModelError
+from shardlib.registry import DataSpec
+from shardlib_models import moe
+from shardlib_models.layers import num_parts
+from shardlib_models.transformer_config import TransformerConfig
+
+
+def flops_per_example(config: TransformerConfig, data: DataSpec) -> float:
+    """Returns the model FLOPs of one sequence, forward and backward, by the causal convention.
+
+    6 FLOPs for each weight of a matmul (logits included, lookups not, and of experts those that a
+    token goes to) and token, and 12 for each
+    pair of positions that causal attention needs, each head and each of its dims: length**2 / 2
+    pairs, or fewer with a window. What rematerialisation recomputes is not counted, and neither
+    are document borders.
+
+    Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", table 1; Chowdhery et al.
+    2022, "PaLM", appendix B, whose attention term counts all pairs, the double of this one.
+
+    Raises:
+        ModelError: If the data do not say how long a sequence is.
+    """
+    length = data.sequence_length
+    if length is None:
+        raise ModelError(
+            "the FLOPs of a sequence depend on its length, which the data do not say.\n"
+            "  Give DataSpec(sequence_length=...)."
+        )
+    heads_size = (config.num_heads + config.kv_heads) * config.head_size
+    attention = 2 * config.embed_dim * heads_size
+    if config.moe is None:
+        mlp = (3 if config.mlp == "gated" else 2) * config.embed_dim * config.mlp_size
+    else:
+        mlp = moe.active_weights(config.moe, config.embed_dim, config.mlp_size)
+    weights = config.num_layers * (attention + mlp)
+    weights += config.embed_dim * config.vocabulary(data)
+    window = min(length, config.window or length)
+    pairs = length * window - window**2 / 2
+    attended = 12.0 * pairs * config.num_heads * config.head_size * config.num_layers
+    return 6.0 * weights * length + attended
+
+
+def plan(config: TransformerConfig, length: int) -> ContextPlan:
+    """Returns how devices along the active mesh's `context` axis share rows of `length` tokens."""
+    return plan_context(
+        length,
+        config.num_heads,
+        config.kv_heads,
+        window=config.window,
+        dropout=config.dropout,
+        context=config.context,
+        backend=config.attention,
+    )
+
+
+def kv_copies(config: TransformerConfig) -> int:
+    """Returns how often each key-value head is computed, once for each device that reads it.
+
+    Where the active rules cut the query heads in more parts than there are key-value heads, groups
+    of devices share one: each computes what its own query heads read, from weights that all hold,
+    so that of keys and values nothing travels.
+    """
+    heads, kv_heads = config.num_heads, config.kv_heads
+    parts = num_parts("heads", heads)
+    copies = math.lcm(kv_heads, parts) // kv_heads
+    return copies if num_parts("kv_heads", kv_heads * copies) == parts else 1
+
+
+def choices(
+    config: TransformerConfig, data: DataSpec, *, dtype: jax.typing.DTypeLike
+) -> dict[str, str]:
+    """Returns what the model chooses by itself on the active mesh, each with the reason."""
+    length = data.sequence_length
+    lengths = () if length is None else (length, length)
+    found = {}
+    if length is not None:
+        shared = plan(config, length)
+        if shared.method != "none":
+            found["context"] = shared.reason
+    if found.get("context") is None or shared.method == "ulysses":
+        resolved = resolve_backend(
+            config.attention, dtype=dtype, head_dim=config.head_size, masked=True, lengths=lengths
+        )
+        found["attention"] = f"{resolved.backend}: {resolved.reason}"
+    copies = kv_copies(config)
+    if copies > 1:
+        parts = num_parts("heads", config.num_heads)
+        found["kv_heads"] = (
+            f"each computed on {copies} devices: {config.kv_heads} key-value heads do not divide "
+            f"into the {parts} parts of the query heads"
+        )
+    return found

@@ -1,0 +1,251 @@
+"""`microbatches: auto`: the smallest number of microbatches with which a step fits into memory.
+
+The question is put to the compiler, before there is any state: a compiled step knows the bytes that
+it will need on each device, and on TPU the compiler itself refuses what does not fit. So a failed
+attempt costs a compilation and loses nothing. Where the devices say how much memory they have, the
+number found is then tried out on a state that is thrown away afterwards, since a compiler cannot
+know of fragmentation or of what libraries allocate. Several processes skip that last attempt: one
+of them alone could run out of memory, while the others wait for it within a collective.
+
+The number decides dropout masks and batch statistics: record it, and resume with the same.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from shardlib.errors import MeshError, RuleError
+from shardlib.microbatch import split
+from shardlib.paths import named_leaves
+from shardlib.train import humanize
+from shardlib.train.state import TrainState, materialize
+from shardlib.train.step import TrainStep, batch_shardings
+
+_SPENT = "RESOURCE_EXHAUSTED"
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """What was found out about one number of microbatches.
+
+    `needed_bytes` are bytes of memory on each device, None where the compiler gave up before it
+    knew; `at_least` says that they are a lower bound, taken from the attempt before. `problem` is
+    why it does not fit, or None.
+    """
+
+    microbatches: int
+    needed_bytes: int | None
+    problem: str | None = None
+    at_least: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """The number of microbatches chosen, the step that has it, and why. `str()` says it in a line.
+
+    `limit_bytes` is the memory of a device, None where it is not known.
+    """
+
+    microbatches: int
+    step: TrainStep
+    limit_bytes: int | None
+    attempts: tuple[Attempt, ...]
+
+    def __str__(self) -> str:
+        chosen = self.attempts[-1]
+        parts = "microbatch" if self.microbatches == 1 else "microbatches"
+        text = f"{self.microbatches} {parts}: "
+        if len(self.attempts) > 1:
+            before = self.attempts[-2]
+            return f"{text}{before.microbatches} {before.problem}"
+        if chosen.needed_bytes is None or self.limit_bytes is None:
+            return f"{text}the devices do not say how much memory they have"
+        need, limit = humanize.size(chosen.needed_bytes), humanize.size(self.limit_bytes)
+        return f"{text}the fewest possible need {need} of {limit}"
+
+
+def fit_microbatches(
+    make_step: Callable[[int], TrainStep],
+    state: TrainState,
+    batch: Any,
+    *,
+    multiple_of: int = 1,
+    limit_bytes: int | None = None,
+    tries_out: bool | None = None,
+) -> Fit:
+    """Returns the smallest number of microbatches with which a step fits into memory.
+
+    Every process of a run has to call it; they agree on each attempt.
+
+    Args:
+        make_step: `make_step(microbatches)` returns the step.
+        state: The abstract state, from `abstract_state`.
+        batch: A batch, as arrays or `ShapeDtypeStruct`s.
+        multiple_of: What the number has to be a multiple of, such as the stages of a pipeline.
+        limit_bytes: Memory of a device in bytes; what the devices say when left out.
+        tries_out: Whether the choice is tried out on the devices; left out, where they say how much
+            memory they have and this process is the only one.
+
+    Raises:
+        MeshError: If no number fits, or none splits the batch evenly on this mesh.
+    """
+    if limit_bytes is None:
+        limit_bytes = _limit_bytes(state.definition.scope.mesh)
+        if tries_out is None:
+            tries_out = limit_bytes is not None and jax.process_count() == 1
+    attempts: list[Attempt] = []
+    needs: _Needs | None = None
+    for number in counts(make_step(multiple_of), state, batch, multiple_of=multiple_of):
+        hopeless = _hopeless(needs, number, limit_bytes)
+        if hopeless is not None:
+            attempts.append(hopeless)
+            continue
+        step = make_step(number)
+        attempt, needs = _attempt(step, state, batch, number, limit_bytes)
+        problem = attempt.problem
+        if problem is None and tries_out:
+            problem = _try_out(step, state, batch)
+        if _smallest_of_all(int(problem is None)):
+            return Fit(number, step, limit_bytes, (*attempts, attempt))
+        problem = problem or "did not fit in another process"
+        attempts.append(dataclasses.replace(attempt, problem=problem))
+    raise MeshError(_nothing_fits(attempts))
+
+
+def counts(step: TrainStep, state: TrainState, batch: Any, *, multiple_of: int = 1) -> list[int]:
+    """Returns the numbers of microbatches that split a batch evenly on a mesh, smallest first.
+
+    Args:
+        step: A step, for the axes of its batches.
+        state: The state, for its mesh and rules.
+        batch: A batch, as arrays or `ShapeDtypeStruct`s.
+        multiple_of: What the number has to be a multiple of.
+
+    Raises:
+        MeshError: If there is none.
+    """
+    rows = {path: leaf.shape[0] for path, leaf in named_leaves(batch).items()}
+    least = min(rows.values())
+    found = [
+        number
+        for number in range(multiple_of, least + 1, multiple_of)
+        if not any(size % number for size in rows.values())
+        and _falls_evenly(step, state, batch, number)
+    ]
+    if not found:
+        multiple = f", a multiple of {multiple_of}," if multiple_of > 1 else ""
+        raise MeshError(
+            f"no number of microbatches{multiple} splits a batch of {least} evenly on this mesh.\n"
+            "  Choose a larger batch, or another mesh."
+        )
+    return found
+
+
+def _falls_evenly(step: TrainStep, state: TrainState, batch: Any, number: int) -> bool:
+    parts = jax.eval_shape(lambda whole: split(whole, number), batch)
+    part = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
+    try:
+        batch_shardings(part, state.definition.scope, step.batch_axes)
+    except RuleError:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Needs:
+    """Bytes that a step needs on each device: for what goes in and out, and meanwhile."""
+
+    microbatches: int
+    held: int
+    meanwhile: int
+
+    @property
+    def total(self) -> int:
+        return self.held + self.meanwhile
+
+    def at_least(self, microbatches: int) -> int:
+        """Returns what more microbatches will need at least: all but the state may shrink."""
+        return self.held + self.meanwhile * self.microbatches // microbatches
+
+
+def _hopeless(needs: _Needs | None, number: int, limit_bytes: int | None) -> Attempt | None:
+    """Returns why a number need not be compiled, from what a smaller one needed."""
+    if needs is None or limit_bytes is None or needs.at_least(number) <= limit_bytes:
+        return None
+    least = needs.at_least(number)
+    problem = f"would need at least {humanize.size(least)} of {humanize.size(limit_bytes)}"
+    return Attempt(number, least, problem, at_least=True)
+
+
+def _attempt(
+    step: TrainStep, state: TrainState, batch: Any, number: int, limit_bytes: int | None
+) -> tuple[Attempt, _Needs | None]:
+    """Compiles a step."""
+    lowered = step.lower(state, batch)
+    try:
+        stats = lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        return Attempt(number, None, _refusal(error)), None
+    if stats is None:
+        return Attempt(number, None), None
+    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    meanwhile = stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
+    needs = _Needs(number, held, meanwhile)
+    problem = None
+    if limit_bytes is not None and needs.total > limit_bytes:
+        problem = f"needed {humanize.size(needs.total)} of {humanize.size(limit_bytes)}"
+    return Attempt(number, needs.total, problem), needs
+
+
+def _refusal(error: jax.errors.JaxRuntimeError) -> str:
+    """Returns what ran out of memory; raises any other error again."""
+    if _SPENT not in str(error):
+        raise error
+    reason = str(error).partition(f"{_SPENT}: ")[2].splitlines()[0].strip()
+    return f"ran out of memory ({reason.rstrip('.')})"
+
+
+def _try_out(step: TrainStep, state: TrainState, batch: Any) -> str | None:
+    """Runs a step on a state and a batch that are thrown away; returns what ran out of memory."""
+    placed = batch_shardings(batch, state.definition.scope, step.batch_axes)
+    try:
+        made = materialize(state)
+        zeros = jax.tree.map(
+            lambda x, placed: jnp.zeros(x.shape, x.dtype, device=placed), batch, placed
+        )
+        jax.block_until_ready(step(made, zeros))
+    except jax.errors.JaxRuntimeError as error:
+        return _refusal(error)
+    return None
+
+
+def _limit_bytes(mesh: Any) -> int | None:
+    """Returns the memory of the smallest device of all processes, None where one does not say."""
+    mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    try:
+        limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in mine]
+    except jax.errors.JaxRuntimeError:  # Devices that are compiled for, and not there.
+        limits = [0]
+    # In MiB: JAX's integers have 32 bits.
+    return _smallest_of_all(min(limits) // 2**20) * 2**20 or None
+
+
+def _smallest_of_all(value: int) -> int:
+    """Returns the smallest of the values that the processes have."""
+    if jax.process_count() == 1:
+        return value
+    return int(np.min(multihost_utils.process_allgather(np.int32(value))))
+
+
+def _nothing_fits(attempts: list[Attempt]) -> str:
+    tried = ", ".join(f"{attempt.microbatches} {attempt.problem}" for attempt in attempts)
+    return (
+        f"the step does not fit into memory with any number of microbatches: {tried}.\n"
+        "  Shard over more devices, let more layers recompute (remat), or keep the optimizer state "
+        "in host memory."
+    )

@@ -1,0 +1,240 @@
+"""Which way attention takes over `context`, why, and what is refused; the zig-zag order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardlib as sl
+from shardlib.attention import attend, plan_context, unzigzag, zigzag
+from shardlib.errors import ModelError, RuleError
+
+STANDARD = sl.rules.STANDARD
+
+
+def plan(mesh, length=32, heads=8, kv_heads=2, rules=STANDARD, **options):
+    with sl.use(sl.make_mesh(mesh), rules):
+        return plan_context(length, heads, kv_heads, **options)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "method", "order", "reason"),
+    [
+        ("data=8", {}, "none", "contiguous", "no axis context of the mesh splits the row"),
+        (
+            "context=8",
+            {"rules": STANDARD.override(activations={"length": None})},
+            "none",
+            "contiguous",
+            "the rules leave 'length' whole",
+        ),
+        (
+            "context=8",
+            {},
+            "ring",
+            "zigzag",
+            "ring: memory of one shard, for any number of heads; "
+            "zigzag order: an early and a late chunk each make causal work even",
+        ),
+        (
+            "context=8",
+            {"window": 5},
+            "ring",
+            "contiguous",
+            "ring: memory of one shard, for any number of heads; "
+            "contiguous order: with a window all chunks are equal work",
+        ),
+        (
+            "context=8",
+            {"causal": False},
+            "ring",
+            "contiguous",
+            "ring: memory of one shard, for any number of heads; "
+            "contiguous order: without a causal mask all chunks are equal work",
+        ),
+        (
+            "context=8",
+            {"dropout": 0.1, "context": "gather"},
+            "gather",
+            "contiguous",
+            "gather: asked for; contiguous order: the masks of dropout=0.1 go by index",
+        ),
+        (
+            "context=8",
+            {"length": 40},
+            "ring",
+            "contiguous",
+            "ring: memory of one shard, for any number of heads; "
+            "contiguous order: 40 positions do not cut into 16 tiled chunks",
+        ),
+        (
+            "stage=2,context=4",
+            {},
+            "gather",
+            "zigzag",
+            "gather: hops of a ring would meet over all pipeline stages, idle ones too; "
+            "zigzag order: an early and a late chunk each make causal work even",
+        ),
+        (
+            "context=4,tensor=2",
+            {"backend": "xla"},
+            "ulysses",
+            "contiguous",
+            "ulysses: the back end xla takes whole rows; "
+            "contiguous order: each device computes whole rows",
+        ),
+        (
+            "context=8",
+            {"order": "contiguous"},
+            "ring",
+            "contiguous",
+            "ring: memory of one shard, for any number of heads; contiguous order: given",
+        ),
+    ],
+)
+def test_a_way_is_chosen_for_a_reason(mesh, options, method, order, reason):
+    found = plan(mesh, **options)
+    assert (found.method, found.order, found.reason) == (method, order, reason)
+
+
+def test_outside_of_a_mesh_there_is_nothing_to_share():
+    assert plan_context(32, 8, 2).method == "none"
+    x = jnp.arange(6)[None]
+    assert zigzag(x) is x
+    assert unzigzag(x) is x
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "message"),
+    [
+        (
+            "context=4,tensor=2",
+            {"context": "ulysses", "heads": 12},
+            "attention by ulysses over context=4 cannot work: 4 devices do not divide the 6 heads "
+            "(of 12, split by the rules already) of each.\n"
+            "  Use context 'ring' or 'gather', or a smaller context axis.",
+        ),
+        (
+            "context=8",
+            {"context": "ulysses", "heads": 12},
+            "attention by ulysses over context=8 cannot work: 8 devices do not divide the 12 heads "
+            "of each.\n"
+            "  Use context 'ring' or 'gather', or a smaller context axis.",
+        ),
+        (
+            "stage=2,context=4",
+            {"context": "ring"},
+            "attention by ring over context=4 cannot work: its hops are collective-permutes, which "
+            "meet over all devices, those of idle pipeline stages too, and the mesh has stage=2.\n"
+            "  Use context 'auto' or 'gather'.",
+        ),
+        (
+            "context=8",
+            {"context": "gather", "backend": "xla", "order": "zigzag", "length": 8, "dropout": 0.5},
+            "attention by gather over context=8 cannot work: zig-zag order would change the masks "
+            "of dropout=0.5; it computes tiles itself, and the back end xla takes whole rows; "
+            "a half of a shard of 1 positions does not divide into tiles of 64 to 512.\n"
+            "  Use backend 'auto', and a length that is a power of two.",
+        ),
+        (
+            "context=8",
+            {"length": 8 * 1031},
+            "attention by ring over context=8 cannot work: "
+            "a shard of 1031 positions does not divide into tiles of 64 to 512.\n"
+            "  Use backend 'auto', and a length that is a power of two.",
+        ),
+        (
+            "context=8",
+            {"length": 24, "order": "zigzag", "context": "ulysses"},
+            "attention by ulysses over context=8 cannot work: "
+            "a shard of 3 positions has no two halves for zig-zag order.\n"
+            "  Use context 'ring' or 'gather', or a smaller context axis.",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_all_reasons(mesh, options, message):
+    with pytest.raises(ModelError) as error:
+        plan(mesh, **options)
+    assert str(error.value) == message
+
+
+def test_a_length_that_the_axis_does_not_divide_is_refused_by_the_rule():
+    with pytest.raises(RuleError, match="context=8 does not divide 100"):
+        plan("context=8", length=100)
+
+
+def test_length_over_another_axis_is_refused():
+    rules = STANDARD.override(activations={"length": "context+tensor"})
+    with pytest.raises(ModelError) as error:
+        plan("context=4,tensor=2", rules=rules)
+    assert str(error.value) == (
+        "the rules split 'length' over ('context', 'tensor'), but attention shares a row over "
+        "context alone.\n  Set the activation rule of 'length' to 'context'."
+    )
+
+
+def test_attend_refuses_before_it_computes():
+    arrays = [jnp.ones((1, 32, 6, 8))] * 3
+    with sl.use(sl.make_mesh("context=4,data=2"), STANDARD):
+        with pytest.raises(RuleError, match="data=2 does not divide 1"):
+            attend(*arrays)
+        arrays = [jnp.ones((2, 32, 6, 8))] * 3
+        with pytest.raises(ModelError, match="4 devices do not divide the 6 heads of each"):
+            attend(*arrays, backend="xla")
+
+
+def test_zigzag_is_for_whole_rows():
+    x = jnp.ones((1, 4, 2, 8))
+    for options in ({"positions": jnp.arange(4)[None]}, {}):
+        key = x if options else x[:, :2]
+        with pytest.raises(ModelError) as error:
+            attend(x, key, key, order="zigzag", **options)
+        assert str(error.value) == (
+            "zig-zag order is for a row that attends to itself, without explicit positions.\n"
+            "  Use order='contiguous'."
+        )
+
+
+def test_explicit_positions_are_left_to_the_compiler():
+    query, key = jnp.ones((2, 3, 4, 8)), jnp.arange(2 * 16 * 4 * 8.0).reshape(2, 16, 4, 8) / 1024
+    rows = jnp.array([[5, 6, 7]] * 2)
+    with sl.use(sl.make_mesh("context=8"), STANDARD):
+        found = jax.jit(attend)(query, key, key, positions=rows)
+    np.testing.assert_allclose(found, attend(query, key, key, positions=rows), atol=1e-6)
+
+
+def test_zigzag_gives_each_shard_an_early_and_a_late_chunk():
+    mesh = sl.make_mesh("data=2,context=4")
+    x = np.stack([np.arange(16), 100 + np.arange(16)]).astype(np.int32)
+    with sl.use(mesh, STANDARD):
+        y = jax.jit(zigzag)(x)
+        back = jax.jit(unzigzag)(y)
+        last = jax.jit(lambda x: zigzag(x, dim=-1))(x[:, None, :])
+    row = [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
+    np.testing.assert_array_equal(y, np.stack([row, 100 + np.array(row)]))
+    assert y.sharding.spec[1] == "context"
+    np.testing.assert_array_equal(back, x)
+    np.testing.assert_array_equal(last[:, 0], y)
+
+
+def test_zigzag_gathers_and_never_permutes():
+    """Idle pipeline stages must not be needed for it."""
+    with sl.use(sl.make_mesh("data=2,context=4"), STANDARD):
+        placed = jax.NamedSharding(sl.make_mesh("data=2,context=4"), P("data", "context"))
+        x = jax.ShapeDtypeStruct((2, 16), jnp.int32, sharding=placed)
+        text = jax.jit(zigzag).lower(x).compile().as_text()
+    assert "all-gather" in text
+    assert "collective-permute" not in text
+
+
+def test_zigzag_refuses_a_length_that_does_not_divide():
+    with (
+        sl.use(sl.make_mesh("context=4,data=2"), STANDARD),
+        pytest.raises(ModelError) as error,
+    ):
+        zigzag(jnp.ones((2, 12)))
+    assert str(error.value) == (
+        "dim 1 of (2, 12) does not divide into the 8 chunks of zig-zag order over context=4.\n"
+        "  Use a length that is a multiple of 8, or order='contiguous'."
+    )

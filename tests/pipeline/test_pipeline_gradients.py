@@ -1,0 +1,171 @@
+"""Every schedule on every mesh gives the gradients of one device, and the bubble of the theory."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from pipelines import Model, make_batch, make_job
+
+import shardlib as sl
+from shardlib.manual import manual
+from shardlib.paths import named_leaves
+from shardlib.pipeline import PipelineConfig, bubble_fraction
+from shardlib.train.pipelined import pipelined_gradients
+
+MICROBATCHES = 8
+# Float32 sums of some hundred terms in another order, through a backward pass of eight layers.
+RELATIVE = 64 * 2.0**-24
+
+CASES = {
+    "1f1b, idle stages skip": ("stage=4,tensor=2", PipelineConfig(skip_idle=True)),
+    "1f1b, idle stages discard": ("stage=4,tensor=2", PipelineConfig(skip_idle=False)),
+    "1f1b, a layer on each stage": ("stage=8", PipelineConfig(skip_idle=True)),
+    "gpipe": ("stage=2,fsdp=2,tensor=2", PipelineConfig(schedule="gpipe", skip_idle=True)),
+    "interleaved": ("stage=4,data=2", PipelineConfig(schedule="interleaved", skip_idle=True)),
+    "interleaved, four chunks": (
+        "stage=2,data=4",
+        PipelineConfig(schedule="interleaved", chunks_per_stage=4),
+    ),
+}
+
+
+@functools.cache
+def expected():
+    job = make_job("data=1", num_devices=1)
+    return jax.device_get(job.gradients(None, MICROBATCHES)(*job.arguments))
+
+
+@functools.cache
+def job_on(mesh):
+    return make_job(mesh)
+
+
+@functools.cache
+def found(case):
+    mesh, config = CASES[case]
+    job = job_on(mesh)
+    result = job.gradients(config, MICROBATCHES)(*job.arguments)
+    placed = {path: x.sharding for path, x in named_leaves(result.grads).items()}
+    return jax.device_get(result), placed
+
+
+def assert_close(tree, wanted):
+    tree, wanted = named_leaves(tree), named_leaves(wanted)
+    assert tree.keys() == wanted.keys()
+    for path, value in wanted.items():
+        scale = np.abs(value).max()
+        np.testing.assert_allclose(tree[path], value, rtol=0, atol=RELATIVE * scale, err_msg=path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_every_leaf(case):
+    result, _ = found(case)
+    assert_close(result.grads, expected().grads)
+    read = {path for path, x in named_leaves(result.grads).items() if np.any(x)}
+    assert read == set(named_leaves(result.grads)) - {"spare"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sums_and_model_state(case):
+    result, _ = found(case)
+    sums = dict(result.sums)
+    sums.pop("pipeline_bubble")
+    assert_close(sums, expected().sums)
+    assert float(sums["depth"].value) == 8
+    jax.tree.map(np.testing.assert_array_equal, result.model_state, expected().model_state)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_counted_bubble_is_the_theory_s(case):
+    mesh, config = CASES[case]
+    bubble = found(case)[0].sums["pipeline_bubble"]
+    stages = job_on(mesh).mesh.shape["stage"]
+    theory = bubble_fraction(stages=stages, microbatches=MICROBATCHES, chunks=config.chunks)
+    assert bubble.total == stages * (stages - 1) * 2
+    assert float(bubble.value) == pytest.approx(theory, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_lie_where_their_parameters_do(case):
+    mesh, _ = CASES[case]
+    job = job_on(mesh)
+    for path, sharding in found(case)[1].items():
+        leaf = named_leaves(job.state.params)[path]
+        assert sharding.is_equivalent_to(leaf.sharding, leaf.ndim), path
+
+
+def test_dropout_is_on():
+    quiet = make_job("data=1", num_devices=1)
+    other = quiet.gradients(None, 4)(*quiet.arguments)
+    apart = abs(float(other.sums["loss"].value) - float(expected().sums["loss"].value))
+    assert apart > 1e-3, "other microbatches draw other masks"
+
+
+@pytest.mark.parametrize(("mesh", "config"), [
+    ("stage=4,tensor=2", None),
+    ("stage=2,data=4", PipelineConfig(schedule="interleaved", skip_idle=True)),
+])  # fmt: skip
+def test_sums_without_gradients(mesh, config):
+    job = job_on(mesh)
+    sums = jax.device_get(job.sums(MICROBATCHES, config)(*job.arguments))
+    assert_close(sums, expected().sums)
+
+
+def test_inside_of_another_region():
+    """A pipeline in each of two data-parallel groups, which another engine handles by hand."""
+    job = make_job("stage=2,data=2,tensor=2", num_layers=2)
+    alone = make_job("data=1", num_layers=2, num_devices=1)
+    half = jax.tree.map(lambda x: x[: len(x) // 2], job.batch)
+    spec = jax.sharding.PartitionSpec
+
+    def group(params, batch, key):
+        found = pipelined_gradients(
+            job.loss, params, job.state.model_state, batch, key, microbatches=2
+        )
+        return jax.lax.psum(found.grads, "data")
+
+    def run(params, batch, key):
+        with sl.use(job.mesh, sl.rules.STANDARD):
+            return manual(group, ("data",), (spec(), spec("data"), spec()), spec())(
+                params, batch, key
+            )
+
+    twice = jax.tree.map(lambda x: np.concatenate([x, x]), half)
+    grads = jax.jit(run)(job.state.params, twice, jax.random.key(1))
+    params, model_state, _, key = alone.arguments
+    once = alone.gradients(None, 2)(params, model_state, half, key)
+    assert_close(jax.device_get(grads), jax.tree.map(lambda g: 2 * np.asarray(g), once.grads))
+
+
+def test_bfloat16_travels_between_stages():
+    job = make_job("stage=2,data=4", num_layers=2, dtypes="bf16")
+    program = job.gradients(PipelineConfig(), 2).lower(*job.arguments)
+    sent = [line for line in program.as_text().splitlines() if "collective_permute" in line]
+    assert sum("bf16>" in line for line in sent) == 2, "activations and their gradients"
+
+
+def test_a_number_of_microbatches_that_does_not_divide():
+    job = make_job("stage=2,data=4", num_layers=2, batch=make_batch(12))
+    with pytest.raises(sl.errors.ModelError, match=r"whose first dim 8 microbatches do not divide"):
+        job.gradients(PipelineConfig(), 8).lower(*job.arguments)
+
+
+def test_layers_without_axes_of_their_own_stay_on_every_stage():
+    """A stack whose variables name no axes is not split over stages, and is as correct."""
+    config = PipelineConfig(skip_idle=True)
+
+    def make(rngs):
+        model = Model(4, rngs)
+        for name in ("up", "down"):
+            getattr(model.layers, name).set_metadata(out_sharding=None)
+        return model
+
+    job, alone = (
+        make_job("stage=2", make=make, num_devices=2),
+        make_job("data=1", make=make, num_devices=1),
+    )
+    assert job.state.params["layers"]["up"].sharding.is_fully_replicated
+    found = job.gradients(config, 2)(*job.arguments)
+    wanted = alone.gradients(None, 2)(*alone.arguments)
+    assert_close(jax.device_get(found.grads), jax.device_get(wanted.grads))

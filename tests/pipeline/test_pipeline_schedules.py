@@ -1,0 +1,170 @@
+"""Schedules, played through turn by turn: what is needed is there, what is kept stays."""
+
+import itertools
+import re
+
+import pytest
+
+from shardlib.errors import ModelError
+from shardlib.pipeline import bubble_fraction, forward_schedule, make_schedule, schedule_faults
+
+SIZES = [
+    (name, stages, chunks, microbatches)
+    for name, stages, chunks, microbatches in itertools.product(
+        ("gpipe", "1f1b", "interleaved"), (2, 3, 4, 8), (1, 2, 3), (3, 4, 8, 12, 24)
+    )
+    if not schedule_faults(name, stages=stages, microbatches=microbatches, chunks=chunks)
+]
+
+
+def play(schedule):
+    """Plays a schedule as stages would; returns the forward and backward turns of each stage.
+
+    A turn finds its input among what the stage before made in the tick before, and keeps it in its
+    slot; the backward turn finds it there again.
+    """
+    stages, chunks = schedule.stages, schedule.chunks
+    slots = [[None] * schedule.num_slots for _ in range(stages)]
+    sent, sent_back = {}, {}
+    done, done_back = [set() for _ in range(stages)], [set() for _ in range(stages)]
+    for tick in range(len(schedule.forward.microbatch)):
+        arrived, arrived_back, sent, sent_back = sent, sent_back, {}, {}
+        for stage in range(stages):
+            forward = [int(x[tick, stage]) for x in schedule.forward]
+            microbatch, chunk, slot = forward
+            if microbatch < 0:
+                assert forward == [-1, -1, -1]
+            else:
+                place = chunk * stages + stage
+                assert place == 0 or arrived.get(place) == microbatch
+                assert (slot < 0) == (place == 0 or schedule.backward is None)
+                if slot >= 0:
+                    slots[stage][slot] = (microbatch, chunk)
+                sent[place + 1] = microbatch
+                assert (microbatch, chunk) not in done[stage]
+                done[stage].add((microbatch, chunk))
+            if schedule.backward is None:
+                continue
+            backward = [int(x[tick, stage]) for x in schedule.backward]
+            microbatch, chunk, slot = backward
+            if microbatch < 0:
+                assert backward == [-1, -1, -1]
+                continue
+            place = chunk * stages + stage
+            assert (microbatch, chunk) in done[stage], "forward comes first"
+            assert place == chunks * stages - 1 or arrived_back.get(place) == microbatch
+            assert (slot < 0) == (place == 0)
+            assert slot < 0 or slots[stage][slot] == (microbatch, chunk)
+            sent_back[place - 1] = microbatch
+            done_back[stage].add((microbatch, chunk))
+    return done, done_back
+
+
+def every_turn(schedule):
+    return set(itertools.product(range(schedule.microbatches), range(schedule.chunks)))
+
+
+@pytest.mark.parametrize(("name", "stages", "chunks", "microbatches"), SIZES)
+def test_every_turn_is_taken_once_with_what_it_needs(name, stages, chunks, microbatches):
+    schedule = make_schedule(name, stages=stages, chunks=chunks, microbatches=microbatches)
+    done, done_back = play(schedule)
+    assert done == done_back == [every_turn(schedule)] * stages
+
+
+@pytest.mark.parametrize(("name", "stages", "chunks", "microbatches"), SIZES)
+def test_idle_turns_are_the_bubble_of_the_literature(name, stages, chunks, microbatches):
+    schedule = make_schedule(name, stages=stages, chunks=chunks, microbatches=microbatches)
+    taken = 2 * chunks * microbatches
+    fraction = (stages - 1) / (chunks * microbatches + stages - 1)
+    assert 1 - taken / schedule.turns == pytest.approx(fraction, rel=1e-12)
+    found = bubble_fraction(stages=stages, microbatches=microbatches, chunks=chunks)
+    assert found == pytest.approx(fraction, rel=1e-12)
+
+
+def test_time_in_ticks():
+    for stages, microbatches in itertools.product((2, 4, 8), (8, 16)):
+        sizes = {"stages": stages, "microbatches": microbatches}
+        assert len(make_schedule("gpipe", **sizes).forward.chunk) == 2 * (microbatches + stages - 1)
+        assert len(make_schedule("1f1b", **sizes).forward.chunk) == microbatches + 2 * (stages - 1)
+        twice = make_schedule("interleaved", chunks=2, **sizes)
+        assert len(twice.forward.chunk) == 2 * microbatches + 3 * stages - 2
+
+
+def test_kept_inputs_are_bounded_by_stages_or_by_microbatches():
+    for stages, microbatches in itertools.product((2, 4, 8), (8, 16, 64)):
+        sizes = {"stages": stages, "microbatches": microbatches}
+        assert make_schedule("1f1b", **sizes).num_slots == min(2 * stages - 3, microbatches)
+        assert make_schedule("gpipe", **sizes).num_slots == microbatches
+    for stages, chunks in itertools.product((2, 4, 8), (2, 3)):
+        found = {
+            make_schedule(
+                "interleaved", stages=stages, chunks=chunks, microbatches=groups * stages
+            ).num_slots
+            for groups in (4, 8, 16)
+        }
+        assert found == {(chunks + 1) * stages - 3}
+
+
+def test_1f1b_alternates_on_every_stage():
+    """Tick k: forward of microbatch k - s on stage s, backward of k - (2 (S - 1) - s)."""
+    schedule = make_schedule("1f1b", stages=4, microbatches=6)
+    for tick, stage in itertools.product(range(12), range(4)):
+        for turns, microbatch in (
+            (schedule.forward, tick - stage),
+            (schedule.backward, tick - (6 - stage)),
+        ):
+            expected = microbatch if 0 <= microbatch < 6 else -1
+            assert turns.microbatch[tick, stage] == expected
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 4, 16])
+def test_forward_alone(microbatches):
+    schedule = forward_schedule(stages=4, microbatches=microbatches)
+    done, _ = play(schedule)
+    assert done == [every_turn(schedule)] * 4
+    assert len(schedule.forward.microbatch) == schedule.turns == microbatches + 3
+
+
+REFUSALS = {
+    "unknown": (
+        {"name": "1fb1", "stages": 2, "microbatches": 4},
+        "no pipeline schedule is called '1fb1'. Did you mean '1f1b'?\n"
+        "  Choose one of: 1f1b, gpipe, interleaved.",
+    ),
+    "few": (
+        {"name": "1f1b", "stages": 4, "microbatches": 3},
+        "3 microbatches do not fill 4 stages: the schedule 1f1b keeps one in each.\n"
+        "  Use at least microbatches=4, fewer stages, or gpipe.",
+    ),
+    "groups": (
+        {"name": "interleaved", "stages": 4, "microbatches": 6, "chunks": 2},
+        "6 microbatches cannot be interleaved over 4 stages, which take them in groups of 4.\n"
+        "  Use a multiple of 4, or the schedule 1f1b.",
+    ),
+    "chunks": (
+        {"name": "gpipe", "stages": 4, "microbatches": 2, "chunks": 2},
+        "the schedule gpipe was asked to run 2 chunks of layers on a stage.\n"
+        "  Only interleaved cuts the layers of a stage into chunks; leave it at 1.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refused(case):
+    sizes, text = REFUSALS[case]
+    with pytest.raises(ModelError, match=f"^{re.escape(text)}$"):
+        make_schedule(**sizes)
+
+
+def test_layers_that_do_not_divide():
+    faults = schedule_faults("interleaved", stages=4, microbatches=8, chunks=2, num_layers=12)
+    assert faults == [
+        "12 layers cannot be cut into 4 stages of 2 chunks.\n"
+        "  Use a number of layers that 8 divides, or other stages or chunks."
+    ]
+    faults = schedule_faults("1f1b", stages=4, microbatches=3, num_layers=6)
+    assert faults == [
+        REFUSALS["few"][1],
+        "6 layers cannot be cut into 4 stages.\n"
+        "  Use a number of layers that 4 divides, or other stages or chunks.",
+    ]
