@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardlib import rules as rules
     from shardlib.constrain import constrain as constrain
     from shardlib.constrain import use as use
+    from shardlib.distributed import local_cpu_devices as local_cpu_devices
     from shardlib.errors import ShardlibError as ShardlibError
     from shardlib.explain import draw as draw
     from shardlib.explain import explain as explain
@@ -47,13 +48,14 @@ _HOME = {
     "draw": "explain",
     "explain": "explain",
     "init_state": "train.state",
+    "local_cpu_devices": "distributed",
     "make_eval_step": "train.step",
     "make_mesh": "mesh",
     "make_train_step": "train.step",
     "shard": "partition",
     "use": "constrain",
 }
-_MODULES = ("rules",)
+_MODULES = ("rules", "testing")
 
 __all__ = [*_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -134,6 +134,16 @@ def exit_process(code: int) -> NoReturn:
     sys.exit(code)
 
 
+def _give_threads(num_devices: int) -> None:
+    """Makes XLA's pool of threads large enough for virtual devices.
+
+    A device may stand in several collectives at once, and in each it blocks a thread. With a
+    thread for each device, which is XLA's choice, some of them wait for ever.
+    """
+    # The variable that XLA takes the size from; read when the CPU is first used.
+    os.environ.setdefault("NPROC", str(8 * num_devices))
+
+
 def local_cpu_devices(num_devices: int, *, processes: int = 1) -> int:
     """Makes the CPU stand for several devices, shared out evenly over the processes.
 
@@ -155,6 +165,7 @@ def local_cpu_devices(num_devices: int, *, processes: int = 1) -> int:
     forced = re.findall(pattern, os.environ.get("XLA_FLAGS", ""))
     chosen = int(forced[-1]) if forced else jax.config.values["jax_num_cpu_devices"]
     if chosen > 0:
+        _give_threads(chosen)
         return chosen
     here, left = divmod(num_devices, processes)
     if left or here < 1:
@@ -162,6 +173,7 @@ def local_cpu_devices(num_devices: int, *, processes: int = 1) -> int:
             f"{num_devices} CPU devices cannot be shared out evenly over {processes} processes.\n"
             f"  Ask for a multiple of {processes} devices."
         )
+    _give_threads(here)
     try:
         jax.config.update("jax_num_cpu_devices", here)
     except RuntimeError:

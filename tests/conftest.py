@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# Threads for devices that stand in several collectives at once: see distributed.local_cpu_devices.
+os.environ.setdefault("NPROC", "64")
 # Compiling is most of what tests do on a CPU; this halves it and changes no collective.
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()

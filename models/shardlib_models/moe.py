@@ -12,9 +12,6 @@ from shardlib.constrain import constrain
 from shardlib.losses import Mean
 from shardlib_models.layers import Linear, parameter
 
-# What `save:` policies can keep of the layer: the hidden units of all experts.
-TAG = "moe_hidden"
-
 
 @configclass
 class MoEConfig:

@@ -95,7 +95,8 @@ class TransformerConfig:
     @property
     def remat_tags(self) -> tuple[str, ...]:
         """What `save:` policies can keep of a layer."""
-        return (*_TAGS, "mlp_hidden" if self.moe is None else moe.TAG, "mlp_out")
+        hidden = ("mlp_hidden",) if self.moe is None else ("moe_rows", "moe_hidden")
+        return (*_TAGS, *hidden, "mlp_out")
 
     def vocabulary(self, data: DataSpec) -> int:
         """Rows of the embedding table, from the config or else from the data."""

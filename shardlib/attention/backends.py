@@ -97,10 +97,8 @@ def resolve_backend(
         return Resolved("splash", "a TPU, and a length in whole blocks")
     reason = "; ".join(obstacles) or f"the platform is {platform}"
     if _is_long(lengths) and not _blockwise(lengths):
-        pairs = " x ".join(map(str, lengths))
-        return Resolved(
-            "blockwise", f"{reason}; the scores of {pairs} positions are not to be kept"
-        )
+        scores = " x ".join(map(str, lengths))
+        return Resolved("blockwise", f"{reason}; {scores} scores a head are too many to keep")
     return Resolved("xla", reason)
 
 

@@ -147,8 +147,10 @@ def _faults(
     if backend in _WHOLE_ROWS:
         faults.append(f"it computes tiles itself, and the back end {backend} takes whole rows")
     if ring_tile(order, here) is None:
-        what = f"shard of {here}" if order == "contiguous" else f"half of a shard of {here}"
-        faults.append(f"a {what} positions does not divide into tiles of 64 to {MAX_TILE}")
+        half = "" if order == "contiguous" else "half of "
+        faults.append(
+            f"{half}a shard of {here} positions does not divide into tiles of 64 to {MAX_TILE}"
+        )
     return faults
 
 

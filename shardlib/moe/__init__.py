@@ -13,5 +13,6 @@ from shardlib.moe.routing import route as route
 from shardlib.moe.statistics import RouterStats as RouterStats
 from shardlib.moe.statistics import router_losses as router_losses
 from shardlib.moe.statistics import router_stats as router_stats
+from shardlib.moe.weights import TAGS as TAGS
 from shardlib.moe.weights import Activation as Activation
 from shardlib.moe.weights import ExpertWeights as ExpertWeights

@@ -113,8 +113,9 @@ def apply_experts(
         return y[None], kept
 
     counted = jnp.ones(x.shape[:2], jnp.bool_) if mask is None else mask
-    # Gathered weights of all layers would fill the memory that sharding them saves.
-    local = jax.checkpoint(local, policy=_all_but_gathered_weights)
+    if layout.embed or layout.gathered_mlp:
+        # Kept for the gradient, gathered weights would fill the memory that sharding them saves.
+        local = jax.checkpoint(local, policy=_all_but_gathered_weights)
     if layout.all:
         tokens = PartitionSpec(_entry(layout.batch), _entry(layout.length))
         local = manual(

@@ -7,6 +7,8 @@ with additions, which is slow where rows may collide, and here they cannot.
 import jax
 import jax.numpy as jnp
 
+from shardlib.remat import tag
+
 
 def _take(rows: jax.Array, at: jax.Array) -> jax.Array:
     """`rows[at]`, with zeros where `at` lies beyond the last row."""
@@ -59,10 +61,11 @@ def _collect_backward(source: jax.Array, gradient: jax.Array) -> tuple[jax.Array
 collect.defvjp(_collect_forward, _collect_backward)
 
 
-def weighted_sum(copies: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns `copies` [t, k, d] summed over k by `weights` [t, k] float32: [t, d].
+def weighted_sum(results: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns results [t, k, d] summed over k by `weights` [t, k] float32: [t, d].
 
-    The sum is in float32, the result in the dtype of the copies.
+    The sum is in float32, what is returned in the dtype of the results.
     """
-    total = jnp.sum(copies.astype(jnp.float32) * weights[..., None], axis=1)
-    return total.astype(copies.dtype)
+    results = tag(results, "moe_results")
+    total = jnp.sum(results.astype(jnp.float32) * weights[..., None], axis=1)
+    return total.astype(results.dtype)

@@ -10,6 +10,10 @@ from shardlib.remat import tag
 
 Activation = Callable[[jax.Array], jax.Array]
 
+TAGS = ("moe_rows", "moe_hidden", "moe_results")
+"""What `save:` policies of `shardlib.remat` can keep: rows as they reach their experts, their
+hidden units, and results as they come back. With the first and the last nothing travels twice."""
+
 
 class ExpertWeights(NamedTuple):
     """Gated MLPs, `down(activation(gate(x)) * up(x))`, one for each expert."""
@@ -34,6 +38,7 @@ def mlp_of_sorted(
         weights: The experts.
         activation: Nonlinearity of the gate.
     """
+    rows = tag(rows, "moe_rows")
     gate = jax.lax.ragged_dot(rows, weights.gate, sizes)
     up = jax.lax.ragged_dot(rows, weights.up, sizes)
     # Rows without an expert may hold anything, and what is not a number would spread in gradients.
@@ -44,6 +49,7 @@ def mlp_of_sorted(
 
 def mlp_of_slots(slots: jax.Array, weights: ExpertWeights, activation: Activation) -> jax.Array:
     """Returns what the experts make of slots [expert, n, embed], as many for each."""
+    slots = tag(slots, "moe_rows")
     gate = jnp.einsum("end,edm->enm", slots, weights.gate)
     up = jnp.einsum("end,edm->enm", slots, weights.up)
     hidden = tag(activation(gate) * up, "moe_hidden")

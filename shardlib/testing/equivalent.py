@@ -196,10 +196,14 @@ class Reference:
     def compare(
         self, mesh: OneMesh, *, rules: AxisRules = STANDARD, steps: int = 3, **step_options: Any
     ) -> Comparison:
-        """Trains on a mesh and compares; never raises for what deviates."""
+        """Trains on a mesh and compares; never raises for what deviates.
+
+        `step_options` may hold other `microbatches` than one device takes, for a model without
+        random masks.
+        """
         (mesh,) = _meshes(mesh, None)
         expected = self._expected(steps)
-        program = Program(self._problem, mesh, rules, **self._options, **step_options)
+        program = Program(self._problem, mesh, rules, **{**self._options, **step_options})
         found = quantities(program.run(steps), self._order)
         unit = reductions(program.jaxpr).unit_roundoff
         allowed = self._allowed(steps, unit)

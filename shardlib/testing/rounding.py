@@ -28,7 +28,6 @@ NUM_PROBES = 3
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
 _SUMS = ("reduce_sum", "cumsum", "cumlogsumexp", "reduce_window_sum", "scatter-add", "scatter_add")
-_EXCHANGED = ("psum", "psum2", "psum_invariant", "reduce_scatter", "all_reduce")
 
 
 class Reductions(NamedTuple):
@@ -37,7 +36,7 @@ class Reductions(NamedTuple):
     terms: int
     """Terms of the largest, what loops around it add up included."""
     unit_roundoff: float
-    """Of the narrowest dtype in which anything is added up."""
+    """Of the narrowest floating-point dtype that anything is computed in or sent in."""
 
     @property
     def relative(self) -> float:
@@ -49,17 +48,16 @@ def reductions(jaxpr: Any) -> Reductions:
     """Returns the sums of a program as JAX traced it."""
     terms, unit = 1, _unit_roundoff(np.float32)
     for equation, trips in equations(jaxpr):
-        name = equation.primitive.name
-        if name not in (*_PRODUCTS, *_SUMS, *_EXCHANGED):
-            continue
-        shaped = [x.aval for x in equation.invars if hasattr(x.aval, "dtype")]
-        floating = [x for x in shaped if jnp.issubdtype(x.dtype, jnp.floating)]
-        if not floating:
-            continue
-        unit = max([unit, *(_unit_roundoff(x.dtype) for x in floating)])
-        if name not in _EXCHANGED:
-            terms = max(terms, trips * _terms(equation, [x.size for x in floating]))
+        unit = max([unit, *(_unit_roundoff(x.dtype) for x in _floating(equation.outvars))])
+        if equation.primitive.name in (*_PRODUCTS, *_SUMS):
+            sizes = [x.size for x in _floating(equation.invars)]
+            terms = max(terms, trips * _terms(equation, sizes)) if sizes else terms
     return Reductions(terms, unit)
+
+
+def _floating(variables: Any) -> list[Any]:
+    shaped = [x.aval for x in variables if hasattr(x.aval, "dtype")]
+    return [x for x in shaped if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
 def _terms(equation: Any, sizes: list[int]) -> int:

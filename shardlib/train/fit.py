@@ -202,7 +202,7 @@ def _attempt(
     return Attempt(number, needs.total, problem), needs
 
 
-def _refusal(error: jax.errors.JaxRuntimeError) -> str:
+def _refusal(error: Exception) -> str:
     """Returns what ran out of memory; raises any other error again."""
     if _SPENT not in str(error):
         raise error

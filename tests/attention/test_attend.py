@@ -3,7 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import shardlib as sl
 from shardlib.attention import attend, resolve_backend
+from shardlib.attention.backends import Resolved
 from shardlib.errors import ModelError
 
 # Means of at most 12 values of size about 1, weighted by a softmax in float32.
@@ -126,13 +128,59 @@ def test_backend_is_chosen_for_a_reason():
     assert resolve_backend("auto", **gpu).backend == "cudnn"
     assert resolve_backend("xla", **gpu).reason == "asked for"
     for change, reason in (
-        ({"platform": "tpu"}, "the platform is tpu"),
+        ({"platform": "cpu"}, "the platform is cpu"),
+        (
+            {"platform": "tpu", "lengths": (200, 200)},
+            "a length of (200, 200) is not a multiple of 128",
+        ),
+        ({"platform": "tpu", "lengths": (128, 256)}, "the lengths (128, 256) differ"),
         ({"dtype": jnp.float32}, "the dtype is float32, not bfloat16 or float16"),
         ({"head_dim": 20}, "head_dim is 20, not a multiple of 8 up to 128"),
         ({"masked": True, "lengths": (7, 7)}, "there is a mask, and a length of (7, 7) is odd"),
     ):
         resolved = resolve_backend("auto", **{**gpu, **change})
         assert (resolved.backend, resolved.reason) == ("xla", reason)
+    tpu = {"platform": "tpu", "dtype": jnp.float32, "head_dim": 20, "lengths": (256, 256)}
+    assert resolve_backend("auto", **tpu) == Resolved(
+        "splash", "a TPU, and a length in whole blocks"
+    )
+
+
+def test_long_rows_without_a_kernel_go_tile_by_tile():
+    cpu = {"platform": "cpu", "dtype": jnp.float32, "head_dim": 64}
+    assert resolve_backend("auto", lengths=(4096, 4095), **cpu).backend == "xla"
+    for lengths in ((4096, 4096), (512, 64 * 512)):
+        resolved = resolve_backend("auto", lengths=lengths, **cpu)
+        assert resolved.backend == "blockwise"
+    assert resolved.reason == (
+        "the platform is cpu; 512 x 32768 scores a head are too many to keep"
+    )
+    # A prime length cannot be cut into tiles.
+    assert resolve_backend("auto", lengths=(4099, 4099), **cpu).backend == "xla"
+
+
+def test_the_platform_is_that_of_the_active_mesh():
+    with sl.use(sl.make_mesh("data=8"), sl.rules.STANDARD):
+        assert resolve_backend("auto", dtype=jnp.float32, head_dim=8) == Resolved(
+            "xla", "the platform is cpu"
+        )
+
+
+def test_back_ends_are_refused_where_they_cannot_run():
+    options = {"platform": "cpu", "dtype": jnp.float32, "head_dim": 64}
+    for backend, lengths, reasons in (
+        (
+            "splash",
+            (200, 200),
+            "the platform is cpu; a length of (200, 200) is not a multiple of 128",
+        ),
+        ("blockwise", (512, 4099), "a length of 4099 does not divide into tiles of 64 to 512"),
+    ):
+        with pytest.raises(ModelError) as error:
+            resolve_backend(backend, lengths=lengths, **options)
+        assert str(error.value) == (
+            f"attention by {backend} cannot run here: {reasons}.\n  Use backend 'auto' or 'xla'."
+        )
 
 
 def test_cudnn_is_refused_where_it_cannot_run():

@@ -42,8 +42,8 @@ def compiled(mesh, length, *, heads=(8, 4, 4), segments=False, grad=True, **opti
     [
         ("ring", "zigzag", {"collective-permute"}),
         ("ring", "contiguous", {"collective-permute"}),
-        # Gradients of gathered keys: a reduce-scatter, which CPUs do by all-reduce.
-        ("gather", "zigzag", {"all-gather", "all-reduce"}),
+        ("gather", "zigzag", {"all-gather", "reduce-scatter"}),
+        # The all-gather is of segment ids.
         ("ulysses", "contiguous", {"all-to-all", "all-gather"}),
     ],
 )
@@ -71,13 +71,7 @@ def test_nothing_is_quadratic_in_the_length(method, monkeypatch):
     if method is None:
         mesh, length, shard = sl.make_mesh("data=2", devices=jax.devices()[:2]), 256, 256
         options = {"backend": "blockwise"}
-        assert wide_buffers(compiled(mesh, length, backend="xla"), length) == {
-            "1,4,2,256,256",
-            "2,4,256,256",
-            "4,256,512",
-            "1,4,256,512",
-            "256,256",
-        } or wide_buffers(compiled(mesh, length, backend="xla"), length)
+        assert wide_buffers(compiled(mesh, length, backend="xla"), shard)
     else:
         mesh, length, shard = sl.make_mesh("context=8"), 1024, 128
         order = "contiguous" if method == "ulysses" else "zigzag"

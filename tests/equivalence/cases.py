@@ -4,6 +4,8 @@ import dataclasses
 from typing import Any
 
 from shardlib.mesh import MeshConfig
+from shardlib.train.reduction import ReductionConfig
+from shardlib_models.moe import MoEConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,11 @@ def _case(model: str, mesh: str, *, changes: Any = None, options: Any = None, **
     return Case(model, mesh, changes=items(changes), options=items(options), **rest)
 
 
+# Too few places for tokens that crowd.
+_CAPACITY = MoEConfig(num_experts=8, mlp_dim=32, dispatch="capacity", capacity_factor=1.0)
+_HOPS = {"reduction": ReductionConfig(dtype="f32", outer=2), "microbatches": 2}
+_UNEVEN = {"reduction": ReductionConfig(group_microbatches=(1, 1, 1, 1))}
+
 _DENSE = [
     # Every axis alone, and one mesh of several, for 30 steps.
     _case("transformer", "data=8", steps=30),
@@ -68,9 +75,27 @@ _DENSE = [
     _case("transformer", "data=2x4"),
     _case("transformer", "data=2x2,tensor=2"),
     _case("transformer", "data=2x1,fsdp=4"),
+    # Stages of a pipeline; the interleaved schedule runs the layers in another order.
+    _case("transformer", "stage=8", microbatches=8),
+    _case("transformer", "stage=2,data=4", microbatches=2),
+    _case("transformer", "stage=4,fsdp=2", microbatches=4, options={"pipeline": "gpipe"}),
+    _case("transformer", "stage=2,tensor=4", microbatches=4, options={"pipeline": "interleaved"}),
+    _case("transformer", "stage=4,context=2", microbatches=4),
+    _case("transformer", "stage=4,expert=2", microbatches=4, options={"pipeline": "interleaved"}),
+    _case("transformer", "stage=2,fsdp=2,tensor=2", microbatches=4, steps=30),
+    _case("transformer", "stage=2,data=2,tensor=2", microbatches=2, options={"pipeline": "gpipe"}),
+    _case("transformer", "stage=2,context=2,tensor=2", microbatches=2),
+    _case("transformer", "stage=2x1,data=2,fsdp=2", microbatches=2),
+    # How devices along `context` share a row: without dropout in zig-zag order.
+    _case("transformer", "context=4,tensor=2", changes={"dropout": 0.0}),
+    _case("transformer", "data=2,context=4", changes={"context": "gather"}),
+    _case("transformer", "context=4,tensor=2", changes={"context": "ulysses"}),
+    # Gradients summed once a step, first within slices and then between them.
+    _case("transformer", "data=2x2,tensor=2", changes={"dropout": 0.0}, options=_HOPS),
+    _case("transformer", "data=4,fsdp=2", changes={"dropout": 0.0}, options=_UNEVEN),
     # Stages of ZeRO, and the residual stream cut along length.
     _case("transformer", "fsdp=8", rules="zero1"),
-    _case("transformer", "data=2,fsdp=4", rules="zero2", microbatches=2),
+    _case("transformer", "data=2,fsdp=2,expert=2", rules="zero2"),
     _case("transformer", "fsdp=2,tensor=4", rules="zero2"),
     _case("transformer", "tensor=8", rules="sequence"),
     _case("transformer", "fsdp=2,tensor=4", rules="sequence"),
@@ -87,4 +112,23 @@ _CONVOLUTIONAL = [
     _case("resnet", "data=2,fsdp=4", rules="zero2"),
 ]
 
-CASES = [*_DENSE, *_CONVOLUTIONAL]
+_EXPERTS = [
+    _case("moe", "data=8"),
+    _case("moe", "fsdp=8"),
+    _case("moe", "tensor=8"),
+    _case("moe", "expert=8", steps=30),
+    _case("moe", "expert=4,fsdp=2"),
+    _case("moe", "data=2,expert=4", microbatches=2),
+    _case("moe", "expert=4,context=2"),
+    _case("moe", "expert=4,tensor=2"),
+    _case("moe", "stage=2,expert=4", microbatches=2),
+    _case("moe", "fsdp=2,expert=2,tensor=2"),
+    _case("moe", "stage=2,expert=2,tensor=2", microbatches=2, options={"pipeline": "interleaved"}),
+    _case("moe", "data=2x2,expert=2"),
+    _case("moe", "expert=4,fsdp=2", rules="zero2"),
+    _case("moe", "expert=2,tensor=4", rules="sequence"),
+    _case("moe", "expert=4,fsdp=2", changes={"moe": _CAPACITY}),
+    _case("moe", "expert=2,tensor=4", changes={"moe": _CAPACITY}),
+]
+
+CASES = [*_DENSE, *_EXPERTS, *_CONVOLUTIONAL]

@@ -9,9 +9,11 @@ import numpy as np
 import optax
 from sklearn.datasets import load_digits
 
+from shardlib.moe import balance_biases
 from shardlib.registry import DataSpec, family
 from shardlib.run.setup import TEXT_AXES
 from shardlib.testing import Reference
+from shardlib_models.moe import MoEConfig
 from shardlib_models.resnet import ResNetConfig
 from shardlib_models.transformer import TransformerConfig
 
@@ -85,7 +87,26 @@ PROBLEMS = {
         _TRANSFORMER,
         DataSpec(VOCAB, LENGTH),
         packed_batches,
-        functools.partial(optax.adamw, 3e-3),
+        functools.partial(optax.adamw, 1e-3),
+        TEXT_AXES,
+    ),
+    # Experts that all tokens share too, and biases that even the load beside a loss that does.
+    "moe": Problem(
+        dataclasses.replace(
+            _TRANSFORMER,
+            num_layers=4,
+            moe=MoEConfig(
+                num_experts=8,
+                mlp_dim=32,
+                num_shared_experts=1,
+                balance="bias",
+                balance_loss=0.01,
+                router_z_loss=0.001,
+            ),
+        ),
+        DataSpec(VOCAB, LENGTH),
+        packed_batches,
+        lambda: balance_biases(optax.adamw(1e-3)),
         TEXT_AXES,
     ),
     # Batch normalisation over few examples magnifies rounding. At ten times this rate the loss

@@ -1,6 +1,7 @@
 """A small model with what pipelines have to get right, and its gradients on any mesh."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 import shardlib as sl
 from shardlib.constrain import constrain
 from shardlib.losses import Mean
+from shardlib.mesh import MeshConfig
 from shardlib.precision import precision
 from shardlib.stack import scan_layers, stack_layers
 from shardlib.train.gradients import PartLoss, accumulate_gradients
@@ -36,7 +38,7 @@ class Layer(nnx.Module):
 
     def __call__(self, x, shift):
         hidden = constrain(jnp.tanh(x @ self.up[...] + shift[:, None]), "batch", "mlp")
-        y = self.dropout(hidden @ self.down[...]) * self.gain[...][None]
+        y = self.dropout(hidden @ self.down[...]) * self.gain[...].astype(x.dtype)[None]
         return x + y + self.plain[...][None]
 
 
@@ -59,7 +61,8 @@ def nll(model, x, batch):
     """The summed loss of the tokens that count, and how many do."""
     logits = constrain(x @ constrain(model.table[...], "vocab", "embed").T, "batch", "vocab")
     is_target = jnp.arange(VOCAB)[None] == batch["targets"][:, None]
-    found = jnp.sum(jnp.where(is_target, jax.nn.log_softmax(logits), 0.0), axis=1)
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
+    found = jnp.sum(jnp.where(is_target, log_p, 0.0), axis=1)
     weight = (batch["tokens"] % 3 != 0).astype(jnp.float32)
     return Mean(-jnp.sum(found * weight), jnp.sum(weight))
 
@@ -67,12 +70,12 @@ def nll(model, x, batch):
 def loss(model, batch, rng):
     """Its carry adds up a penalty and counts layers beside the activations."""
     del rng
-    shift = jnp.sin(model.shift[...] * batch["tokens"].astype(jnp.float32))
+    shift = jnp.where(batch["tokens"] % 2 == 0, model.shift[...], 0)
 
     def call(layer, carry, _):
         x, penalty, depth = carry
         x = layer(x, shift)
-        return (x, penalty + jnp.sum(x**2), depth + 1), None
+        return (x, penalty + jnp.sum(x.astype(jnp.float32) ** 2), depth + 1), None
 
     carry = (model.embed(batch["tokens"]), jnp.float32(0), jnp.int32(0))
     (x, penalty, depth), _ = scan_layers(call, model.layers, carry)
@@ -130,8 +133,9 @@ class Job:
         return self.state.params, self.state.model_state, self.batch, jax.random.key(1)
 
 
-def make_job(mesh, *, num_layers=8, make=None, loss=loss, batch=None, num_devices=8, dtypes="f32"):
-    mesh = sl.make_mesh(mesh, devices=jax.devices()[:num_devices])
+def make_job(mesh, *, num_layers=8, make=None, loss=loss, batch=None, dtypes="f32"):
+    sizes = [axis.size for axis in MeshConfig.parse(mesh).axes]
+    mesh = sl.make_mesh(mesh, devices=jax.devices()[: math.prod(sizes)])
     make = make or (lambda rngs: Model(num_layers, rngs))
     with sl.use(mesh, sl.rules.STANDARD):
         state = sl.init_state(make, optax.sgd(0.1), seed=0, precision=dtypes)

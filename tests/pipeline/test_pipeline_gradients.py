@@ -32,7 +32,7 @@ CASES = {
 
 @functools.cache
 def expected():
-    job = make_job("data=1", num_devices=1)
+    job = make_job("data=1")
     return jax.device_get(job.gradients(None, MICROBATCHES)(*job.arguments))
 
 
@@ -96,7 +96,7 @@ def test_gradients_lie_where_their_parameters_do(case):
 
 
 def test_dropout_is_on():
-    quiet = make_job("data=1", num_devices=1)
+    quiet = make_job("data=1")
     other = quiet.gradients(None, 4)(*quiet.arguments)
     apart = abs(float(other.sums["loss"].value) - float(expected().sums["loss"].value))
     assert apart > 1e-3, "other microbatches draw other masks"
@@ -115,7 +115,7 @@ def test_sums_without_gradients(mesh, config):
 def test_inside_of_another_region():
     """A pipeline in each of two data-parallel groups, which another engine handles by hand."""
     job = make_job("stage=2,data=2,tensor=2", num_layers=2)
-    alone = make_job("data=1", num_layers=2, num_devices=1)
+    alone = make_job("data=1", num_layers=2)
     half = jax.tree.map(lambda x: x[: len(x) // 2], job.batch)
     spec = jax.sharding.PartitionSpec
 
@@ -162,8 +162,8 @@ def test_layers_without_axes_of_their_own_stay_on_every_stage():
         return model
 
     job, alone = (
-        make_job("stage=2", make=make, num_devices=2),
-        make_job("data=1", make=make, num_devices=1),
+        make_job("stage=2", make=make),
+        make_job("data=1", make=make),
     )
     assert job.state.params["layers"]["up"].sharding.is_fully_replicated
     found = job.gradients(config, 2)(*job.arguments)

@@ -201,7 +201,7 @@ def tpu_step(monkeypatch):
     return compiled
 
 
-ROWS, LENGTH, LAYERS, EMBED, MLP = 8, 128, 4, 256, 1024
+ROWS, LENGTH, LAYERS, EMBED, MLP = 32, 512, 16, 256, 1024
 
 
 def test_on_tpu_activations_leave_the_devices(tpu_step):

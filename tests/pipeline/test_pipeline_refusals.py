@@ -1,0 +1,217 @@
+"""What cannot be cut into stages is refused with the reason, while tracing."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from pipelines import WIDTH, Layer, Model, loss, make_job, nll
+
+import shardlib as sl
+from shardlib.errors import ModelError
+from shardlib.pipeline import PipelineConfig
+from shardlib.stack import scan_layers
+
+
+def refusal(job, config=None, microbatches=4):
+    """The error of the gradients, which stops the tracing."""
+    with pytest.raises(ModelError) as raised:
+        job.gradients(config or PipelineConfig(), microbatches).lower(*job.arguments)
+    return str(raised.value)
+
+
+def with_loss(loss, **options):
+    return make_job("stage=2", num_layers=2, loss=loss, **options)
+
+
+def run_layers(model, batch, call, layers=None, per_layer=None):
+    x = model.embed(batch["tokens"])
+    shift = jnp.zeros(len(batch["tokens"]))
+    return scan_layers(
+        lambda layer, x, inputs: call(layer(x, shift), inputs), layers or model.layers, x, per_layer
+    )
+
+
+def test_a_model_without_stacked_layers():
+    def flat(model, batch, rng):
+        return nll(model, model.embed(batch["tokens"]), batch)
+
+    assert refusal(with_loss(flat)) == (
+        "the model has no stacked layers to cut into stages: its loss never calls scan_layers.\n"
+        "  Make its layers with stack_layers and run them with scan_layers, or use a mesh without "
+        "stage."
+    )
+
+
+def test_two_loops_over_layers():
+    def twice(model, batch, rng):
+        x, _ = run_layers(model, batch, lambda x, _: (x, None))
+        shift = jnp.zeros(len(batch["tokens"]))
+        x, _ = scan_layers(lambda layer, x, _: (layer(x, shift), None), model.layers, x)
+        return nll(model, x, batch)
+
+    assert refusal(with_loss(twice)) == (
+        "the loss calls scan_layers more than once, so that no one place is left to cut the model "
+        "into stages.\n  Make one stack of all layers, or use a mesh without stage."
+    )
+
+
+def test_inputs_and_outputs_of_layers_are_named_together():
+    def both(model, batch, rng):
+        scale = jnp.ones((2, WIDTH))
+        x, _ = run_layers(
+            model, batch, lambda x, scale: (x * scale[None], (jnp.sum(x), x)), per_layer=scale
+        )
+        return nll(model, x, batch)
+
+    assert refusal(with_loss(both)) == (
+        "the layers are given inputs of their own (per_layer), which stages do not hand out.\n"
+        "  Keep what differs from layer to layer in their variables.\n"
+        "each layer returns outputs beside the carry (float32[], float32[16, 4]), which stages do "
+        "not collect.\n"
+        "  Let `call` return None beside the carry, and add up what it reports in the carry."
+    )
+
+
+class Normed(Layer):
+    """A layer with running statistics."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.mean = nnx.BatchStat(jnp.zeros(WIDTH))
+
+    def __call__(self, x, shift):
+        self.mean.set_value(0.9 * self.mean[...] + 0.1 * jnp.mean(x, axis=0))
+        return super().__call__(x - self.mean[...][None], shift)
+
+
+def test_layers_with_running_statistics():
+    job = make_job("stage=2", make=lambda rngs: Model(2, rngs, Normed))
+    assert refusal(job) == (
+        "the layers update variables when they are called: mean. A pipeline runs every layer twice "
+        "for each microbatch and keeps no order of updates.\n"
+        "  Use layers without running statistics, or a mesh without stage."
+    )
+
+
+def test_running_statistics_outside_of_the_layers():
+    class Counting(Model):
+        def __init__(self, num_layers, rngs):
+            super().__init__(num_layers, rngs)
+            self.calls = nnx.Variable(jnp.float32(0))
+
+        def embed(self, tokens):
+            self.calls.set_value(self.calls[...] + 1)
+            return super().embed(tokens)
+
+    job = make_job("stage=2", make=lambda rngs: Counting(2, rngs))
+    assert refusal(job) == (
+        "the model updates variables when it is called: calls. The stages of a pipeline run "
+        "microbatches side by side and keep no order of updates.\n"
+        "  Use a model without running statistics, or a mesh without stage."
+    )
+
+
+def test_layers_read_outside_of_their_loop():
+    def decayed(model, batch, rng):
+        mean, _ = loss(model, batch, rng)
+        return mean._replace(total=mean.total + jnp.sum(model.layers.up[...] ** 2))
+
+    assert refusal(with_loss(decayed)) == (
+        "the loss reads variables of the stacked layers outside of scan_layers, where a pipeline "
+        "has no more than one stage's: layers/up.\n"
+        "  Read them inside of the layers only, or use a mesh without stage."
+    )
+
+
+def test_a_random_key_in_the_carry():
+    def keyed(model, batch, rng):
+        shift = jnp.zeros(len(batch["tokens"]))
+        carry = (model.embed(batch["tokens"]), rng)
+        (x, _), _ = scan_layers(
+            lambda layer, c, _: ((layer(c[0], shift), jax.random.fold_in(c[1], 1)), None),
+            model.layers,
+            carry,
+        )
+        return nll(model, x, batch)
+
+    assert refusal(with_loss(keyed)) == (
+        "the carry of the layers holds key<fry>, which stages cannot send.\n"
+        "  Let layers draw from streams of their own (nnx.Rngs)."
+    )
+
+
+def test_a_ring_inside_of_the_layers():
+    """Stages that skip would be missing in it; computed by all, it gives the loss of one device."""
+
+    def ring(x):
+        spec = jax.sharding.PartitionSpec("context")
+
+        def back_and_forth(x):
+            there = jax.lax.ppermute(x, "context", [(0, 1), (1, 0)])
+            return jax.lax.ppermute(there, "context", [(0, 1), (1, 0)])
+
+        return sl.manual.manual(back_and_forth, ("context",), (spec,), spec)(x)
+
+    def ringed(model, batch, rng):
+        is_cut = sl.manual.axis_size("context") > 1
+        x, _ = run_layers(model, batch, lambda x, _: (ring(x) if is_cut else x, None))
+        return nll(model, x, batch)
+
+    job = make_job("stage=2,context=2", num_layers=2, loss=ringed)
+    assert refusal(job, PipelineConfig(skip_idle=True)) == (
+        "idle stages cannot skip the computation: the model sends by collective-permute, as ring "
+        "attention does, in which all stages meet.\n"
+        "  Set skip_idle to null or false, or choose a method without a ring."
+    )
+    alone = make_job("data=1", num_layers=2, loss=ringed)
+    found = job.gradients(PipelineConfig(), 4)(*job.arguments).sums["loss"]
+    wanted = alone.gradients(None, 4)(*alone.arguments).sums["loss"]
+    assert float(found.value) == pytest.approx(float(wanted.value), rel=1e-6)
+
+
+def test_a_mesh_without_stages():
+    job = make_job("data=2", num_layers=2)
+    assert refusal(job) == (
+        "there are no stages: the mesh has no axis `stage` of more than one device here.\n"
+        "  Give the mesh stage=2 or more, or run without a pipeline."
+    )
+
+
+def test_too_few_microbatches_and_layers_for_the_chunks():
+    job = make_job("stage=2", num_layers=2)
+    interleaved = PipelineConfig(schedule="interleaved")
+    assert refusal(job, microbatches=1) == (
+        "1 microbatches do not fill 2 stages: the schedule 1f1b keeps one in each.\n"
+        "  Use at least microbatches=2, fewer stages, or gpipe."
+    )
+    assert refusal(job, interleaved) == (
+        "2 layers cannot be cut into 2 stages of 2 chunks.\n"
+        "  Use a number of layers that 4 divides, or other stages or chunks."
+    )
+
+
+def test_layers_that_stages_do_not_divide_are_refused_by_their_placement():
+    with pytest.raises(sl.errors.RuleError) as raised:
+        make_job("stage=2", num_layers=3)
+    assert str(raised.value) == (
+        "layers/down: logical axis 'layers' (dim 0 of ('layers', 'mlp', 'embed'), shape (3, 8, 4)) "
+        "cannot be sharded: stage=2 does not divide 3.\n"
+        "layers/up: logical axis 'layers' (dim 0 of ('layers', 'embed', 'mlp'), shape (3, 4, 8)) "
+        "cannot be sharded: stage=2 does not divide 3.\n"
+        "  Change the dim or the mesh (stage=2), or allow replication: "
+        "params={'layers': ['stage', None]}."
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "text"),
+    [
+        ("interleaved", 1, "chunks_per_stage is 1, but interleaved needs at least 2 of them."),
+        ("1f1b", 2, "chunks_per_stage is 2, but only interleaved cuts a stage into chunks."),
+    ],
+)
+def test_config_faults(schedule, chunks, text):
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        PipelineConfig(schedule=schedule, chunks_per_stage=chunks)
