@@ -72,7 +72,8 @@ class TransformerConfig:
     context: ContextMethod = "auto"
     """How devices along the mesh axis `context` share a row in attention."""
     remat: str = "none"
-    """What is kept for the backward pass: none, dots, full, or save:NAME,NAME."""
+    """What is kept for the backward pass: none, dots, full, save:NAME,NAME, offload:NAME,NAME (in
+    host memory), or these by ranges of layers, as 0-7:full,8-:dots."""
 
     loss_chunks: int = 1
     """In how many chunks of a row the loss is computed; more hold fewer logits at a time."""
@@ -160,7 +161,7 @@ def _range_faults(config: TransformerConfig) -> list[str]:
             )
             if is_set
         ]
-    return faults + remat.check(config.remat, config.remat_tags)
+    return faults + remat.check(config.remat, config.remat_tags, config.num_layers)
 
 
 def _data_faults(config: TransformerConfig, data: DataSpec) -> list[str]:

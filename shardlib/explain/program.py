@@ -7,22 +7,14 @@ asked for in the sharding rules, and is flagged.
 
 import collections
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
-from shardlib.explain.hlo import (
-    Instruction,
-    Module,
-    array_bytes,
-    arrays,
-    elements,
-    parse,
-)
+from shardlib.explain.flow import Fate, fates
+from shardlib.explain.groups import Groups, groups_of_axes, permuted_axes, read_groups
+from shardlib.explain.hlo import Instruction, Module, array_bytes, arrays, elements, parse
 from shardlib.mesh import mesh_sizes
 
 KINDS = (
@@ -32,8 +24,6 @@ KINDS = (
 # Communication that carries no groups: between slices (TPU) or with the host.
 _UNREAD = ("send", "recv")
 
-Groups = frozenset[frozenset[int]]
-
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
@@ -41,8 +31,8 @@ class Collective:
 
     Attributes:
         kind: One of `KINDS`.
-        mesh_axes: The axes it runs over, in mesh order; empty when each device is alone in its
-            group; None when its groups are no subset of axes.
+        mesh_axes: The axes it runs over, in mesh order, or the one that it runs over a part of;
+            empty when each device is alone in its group; None when its groups are neither.
         bytes: Bytes of the whole buffer on one device in one execution: what an all-gather
             returns, a reduce-scatter takes, all others take and return.
         shapes: Arrays of that buffer as the program has them, such as `f32[4,8]`; of a
@@ -54,6 +44,8 @@ class Collective:
         op_name: The JAX name of what it came from, such as `jit(step)/while/body/dot_general`.
         source: `file:line` of the user's code, or empty.
         name: Name of the instruction in the program.
+        group_size: Devices that take part in it together; 0 when its groups cannot be read.
+        fates: Of an all-reduce, what becomes of each of its arrays; see `flow.Fate`. Else empty.
     """
 
     kind: str
@@ -66,11 +58,39 @@ class Collective:
     op_name: str
     source: str
     name: str
+    group_size: int = 0
+    fates: tuple[Fate, ...] = ()
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all executions."""
         return self.bytes * self.count
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one device sends in all executions, by ring algorithms.
+
+        Over n devices an all-reduce of B bytes sends 2 (n - 1) / n B, an all-gather to B, a
+        reduce-scatter or an all-to-all of B (n - 1) / n B, and a permutation B.
+
+        Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
+        """
+        return self.total_bytes * _sent_share(self.kind, self.group_size)
+
+    @property
+    def folded_bytes(self) -> float:
+        """`sent_bytes` of the program that a compiler for accelerators makes of it: a
+        reduce-scatter where each device uses its part of an all-reduce only, and one all-reduce
+        where several are added up."""
+        if not self.fates:
+            return self.sent_bytes
+        shares = {
+            "whole": _sent_share("all-reduce", self.group_size),
+            "sliced": _sent_share("reduce-scatter", self.group_size),
+            "added": 0.0,
+        }
+        parts = zip(self.shapes, self.fates, strict=True)
+        return self.count * sum(array_bytes(shape) * shares[fate] for shape, fate in parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,8 +181,9 @@ def collectives(compiled_or_text: Any, mesh: Any) -> list[Collective]:
 def read_program(compiled_or_text: Any, mesh: Any) -> ProgramReport:
     """Reads the collectives out of a compiled program.
 
-    On CPU there is no reduce-scatter: XLA writes an all-reduce and a slice, so that bytes of
-    gradients read high there. Programs compiled for a GPU or TPU show what is sent.
+    On CPU the compiler makes no reduce-scatter: it writes an all-reduce and a slice, so that bytes
+    of gradients read high there. `Collective.folded_bytes` counts what they would come to; programs
+    compiled for a GPU or TPU show what is sent.
 
     Args:
         compiled_or_text: `jax.stages.Compiled`, or the text that its `as_text()` returns.
@@ -172,10 +193,15 @@ def read_program(compiled_or_text: Any, mesh: Any) -> ProgramReport:
     is_text = isinstance(compiled_or_text, str)
     module = parse(compiled_or_text if is_text else compiled_or_text.as_text())
     sizes = dict(mesh) if isinstance(mesh, Mapping) else mesh_sizes(mesh)
-    axes_by_groups = _axes_by_groups(sizes)
+    axes_by_groups = groups_of_axes(sizes)
+    instructions = list(_instructions(module))
+    fates_of = _fates(module, instructions, math.prod(sizes.values()))
     found = [
-        _collective(module, computation, instruction, kind, sizes, axes_by_groups)
-        for computation, instruction, kind in _instructions(module)
+        dataclasses.replace(
+            _collective(module, computation, instruction, kind, sizes, axes_by_groups),
+            fates=fates_of.get((computation, instruction.name), ()),
+        )
+        for computation, instruction, kind in instructions
     ]
     unread = collections.Counter(
         instruction.opcode
@@ -215,6 +241,27 @@ def _instructions(module: Module) -> Iterable[tuple[str, Instruction, str]]:
             yield computation, instruction, kind
 
 
+def _fates(
+    module: Module, instructions: list[tuple[str, Instruction, str]], num_devices: int
+) -> dict[tuple[str, str], tuple[Fate, ...]]:
+    """Returns what becomes of the arrays of all-reduces, those of equal groups taken together."""
+    alike = collections.defaultdict(list)
+    for computation, instruction, kind in instructions:
+        if kind == "all-reduce" and instruction.opcode == kind:
+            groups = read_groups(instruction, kind, num_devices)
+            size = len(next(iter(groups))) if groups else 1
+            alike[groups].append((computation, instruction, size))
+    return {key: fate for group in alike.values() for key, fate in fates(module, group).items()}
+
+
+def _sent_share(kind: str, devices: int) -> float:
+    """The bytes that a device sends as a share of the buffer, of unread groups as of large ones."""
+    if kind in ("collective-permute", "collective-broadcast"):
+        return 1.0
+    share = (devices - 1) / devices if devices else 1.0
+    return 2 * share if kind == "all-reduce" else share
+
+
 def _collective(
     module: Module,
     computation: str,
@@ -225,14 +272,15 @@ def _collective(
 ) -> Collective:
     execution = module.execution(computation)
     result = _result_shape(instruction)
-    size = array_bytes(result)
+    size, devices = array_bytes(result), 0
     if kind == "collective-permute":
-        axes = _permuted_axes(instruction, sizes)
+        axes = permuted_axes(instruction, sizes)
     else:
-        groups = _groups(instruction, kind, math.prod(sizes.values()))
+        groups = read_groups(instruction, kind, math.prod(sizes.values()))
         axes = None if groups is None else axes_by_groups.get(groups)
-        if instruction.opcode.startswith("reduce-scatter") and groups:
-            size *= len(next(iter(groups)))
+        devices = len(next(iter(groups))) if groups else 0
+        if instruction.opcode.startswith("reduce-scatter"):
+            size *= max(devices, 1)
     metadata = instruction.attributes.get("metadata", "")
     op_name = re.search(r'op_name="([^"]*)"', metadata)
     return Collective(
@@ -246,6 +294,7 @@ def _collective(
         op_name=op_name[1] if op_name else "",
         source=module.source(instruction),
         name=instruction.name,
+        group_size=devices,
     )
 
 
@@ -257,120 +306,3 @@ def _result_shape(instruction: Instruction) -> str:
     parts = elements(instruction.shape)
     starts = instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start"
     return parts[1] if starts and len(parts) > 1 else instruction.shape
-
-
-def _axes_by_groups(sizes: Mapping[str, int]) -> dict[Groups, tuple[str, ...]]:
-    """Returns, for every subset of axes larger than 1, the groups of devices along it."""
-    ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    names = list(sizes)
-    wide = [name for name in names if sizes[name] > 1]
-    subsets = (s for n in range(len(wide) + 1) for s in itertools.combinations(wide, n))
-    return {_along(ids, [names.index(name) for name in subset]): subset for subset in subsets}
-
-
-def _along(ids: np.ndarray, dims: list[int]) -> Groups:
-    """Returns the groups of ids that differ in `dims` only."""
-    rest = [dim for dim in range(ids.ndim) if dim not in dims]
-    rows = ids.transpose([*rest, *dims]).reshape(-1, math.prod(ids.shape[dim] for dim in dims))
-    return _as_groups(rows.tolist())
-
-
-def _as_groups(rows: Iterable[Iterable[int]]) -> Groups:
-    return frozenset(frozenset(row) for row in rows)
-
-
-def _groups(instruction: Instruction, kind: str, num_devices: int) -> Groups | None:
-    """Returns the groups of partitions of a collective, or None for an unknown spelling."""
-    text = instruction.attributes.get("replica_groups", "{}")
-    everyone = _as_groups([range(num_devices)])
-    # Without global ids, the ids are replicas, of which SPMD has one, and each group holds all
-    # partitions; the exchanges name partitions all the same.
-    per_replica = kind in ("all-reduce", "all-gather", "reduce-scatter")
-    if per_replica and "use_global_device_ids" not in instruction.attributes:
-        if text in ("{}", "{{0}}"):
-            in_one_replica = "channel_id" in instruction.attributes
-            return everyone if in_one_replica else _as_groups([i] for i in range(num_devices))
-    elif text == "{}":
-        return everyone
-    if text.startswith("{{"):
-        rows = re.findall(r"\{([\d,\s]*)\}", text[1:-1])
-        return _as_groups([int(i) for i in row.split(",")] for row in rows if row.strip())
-    if text.startswith("["):
-        return _iota_groups(text)
-    return _mesh_groups(text)
-
-
-def _iota_groups(text: str) -> Groups | None:
-    """Reads `[groups,members]<=[dims]T(permutation)`: an iota, reshaped, transposed, reshaped."""
-    form = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if form is None:
-        return None
-    rows, dims = _ints(form[1]), _ints(form[2])
-    ids = np.arange(math.prod(dims)).reshape(dims)
-    if form[3]:
-        ids = ids.transpose(_ints(form[3]))
-    return _as_groups(ids.reshape(rows[0], -1).tolist()) if ids.size % rows[0] == 0 else None
-
-
-def _mesh_groups(text: str) -> Groups | None:
-    """Reads `mesh['a'=2,'b'=8], device_ids=(...) {'a','b':(2)4}`.
-
-    `'b':(2)4` is the part of size 4 of axis b that two coarser parts stand before. The ids are a
-    list, or a transposed iota `[dims]T(permutation)`; without them, an iota.
-    """
-    form = re.fullmatch(r"@?mesh[\[<](.*?)[\]>](?:,? device_ids=\((.*)\))? \{(.*)\}", text)
-    if form is None:
-        return None
-    axes = re.findall(r"['\"]?([^'\",=]+)['\"]?=(\d+)", form[1])
-    sizes = {name: int(size) for name, size in axes}
-    ids = _device_ids(form[2], math.prod(sizes.values()))
-    if ids is None:
-        return None
-    shape: list[int] = []
-    grouped: list[int] = []
-    named = re.findall(r"['\"]?([^'\",:]+)['\"]?(?::\((\d+)\)(\d+))?(?:,|$)", form[3])
-    parts = {
-        name: (int(before or 1), int(size or sizes.get(name, 1))) for name, before, size in named
-    }
-    if len(parts) < len(named):  # two parts of one axis
-        return None
-    if not set(parts) <= set(sizes):
-        return None
-    for name, size in sizes.items():
-        before, width = parts.get(name, (size, 1))
-        if name in parts:
-            grouped.append(len(shape) + 1)
-        shape += [before, width, size // (before * width)]
-    return _along(ids.reshape(shape), grouped) if math.prod(shape) == ids.size else None
-
-
-def _device_ids(text: str | None, count: int) -> np.ndarray | None:
-    """Reads the order of devices in the mesh spelling."""
-    if not text:
-        return np.arange(count)
-    form = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if form is None:
-        ids = np.array(_ints(text))
-    else:
-        dims = _ints(form[1])
-        ids = np.arange(math.prod(dims)).reshape(dims)
-        ids = ids.transpose(_ints(form[2])) if form[2] else ids
-    return ids.reshape(-1) if ids.size == count else None
-
-
-def _permuted_axes(instruction: Instruction, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns the axes along which senders and receivers differ."""
-    pairs = re.findall(r"\{(\d+),(\d+)\}", instruction.attributes.get("source_target_pairs", ""))
-    if not pairs:
-        return None
-    shape = tuple(sizes.values())
-    ends = np.array([[int(a), int(b)] for a, b in pairs])
-    if ends.max() >= math.prod(shape):
-        return None
-    coordinates = np.stack(np.unravel_index(ends, shape))
-    moved = (coordinates[..., 0] != coordinates[..., 1]).any(axis=1)
-    return tuple(name for name, moves in zip(sizes, moved, strict=True) if moves)
-
-
-def _ints(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]

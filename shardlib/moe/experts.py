@@ -113,7 +113,10 @@ def apply_experts(
         return y[None], kept
 
     counted = jnp.ones(x.shape[:2], jnp.bool_) if mask is None else mask
-    if layout.embed or layout.gathered_mlp:
+    if chunks > 1:
+        # A policy that keeps anything would also keep it of every chunk.
+        local = jax.checkpoint(local)
+    elif layout.embed or layout.gathered_mlp:
         # Kept for the gradient, gathered weights would fill the memory that sharding them saves.
         local = jax.checkpoint(local, policy=_all_but_gathered_weights)
     if layout.all:

@@ -8,9 +8,9 @@ would run it again. That leaves time for the head and the loss, which run there.
 
 An idle stage skips the computation (`lax.cond`), so that a bubble costs no more than the schedule
 says. All-reduces, all-gathers and all-to-alls inside of a turn are fine: their groups lie within
-one stage. A collective-permute is not: all devices of the program meet in it, and stages that have
-no turn would be missing, for ever. With `skip_idle=False` all stages compute in every tick and
-discard what is not theirs.
+one stage. A collective-permute is not: on CPU all devices of the program meet in it, and stages
+that have no turn would be missing for ever. With `skip_idle=False` all stages compute in every tick
+and discard what is not theirs: a tick lasts as long, but an idle one no longer costs nothing.
 
 Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model
 Training on GPU Clusters Using Megatron-LM"; Chen et al. 2016, "Training Deep Nets with Sublinear

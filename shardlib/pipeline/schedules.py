@@ -23,13 +23,16 @@ Training on GPU Clusters Using Megatron-LM", sec. 2.2, for 1F1B, interleaving an
 
 import dataclasses
 import heapq
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from shardlib.errors import ModelError, did_you_mean
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
+
+Placed: TypeAlias = "tuple[np.ndarray, np.ndarray]"
+"""Microbatch and chunk of each turn, [ticks, stages]; -1 for none."""
 
 
 class Turns(NamedTuple):
@@ -145,13 +148,20 @@ def schedule_faults(
             f"{microbatches} microbatches cannot be interleaved over {stages} stages, which take "
             f"them in groups of {stages}.\n  Use a multiple of {stages}, or the schedule 1f1b."
         )
-    if num_layers is not None and num_layers % (stages * max(chunks, 1)):
-        parts = f"{stages} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
-        faults.append(
-            f"{num_layers} layers cannot be cut into {parts}.\n"
-            f"  Use a number of layers that {stages * chunks} divides, or other stages or chunks."
-        )
+    if num_layers is not None:
+        faults += layer_faults(num_layers, stages=stages, chunks=max(chunks, 1))
     return faults
+
+
+def layer_faults(num_layers: int, *, stages: int, chunks: int = 1) -> list[str]:
+    """Returns why layers cannot be shared out evenly, as `schedule_faults` does."""
+    if num_layers % (stages * chunks) == 0:
+        return []
+    parts = f"{stages} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
+    return [
+        f"{num_layers} layers cannot be cut into {parts}.\n"
+        f"  Use a number of layers that {stages * chunks} divides, or other stages or chunks."
+    ]
 
 
 def bubble_fraction(*, stages: int, microbatches: int, chunks: int = 1) -> float:
@@ -170,15 +180,15 @@ def _order(stages: int, microbatches: int, chunks: int) -> np.ndarray:
     return np.array(turns, np.int32).reshape(-1, 2)
 
 
-def _laid_out(order: np.ndarray, first_ticks: np.ndarray, ticks: int) -> list[np.ndarray]:
+def _laid_out(order: np.ndarray, first_ticks: np.ndarray, ticks: int) -> Placed:
     """The turns in `order` of each stage, from its first tick on: microbatches and chunks."""
     found = np.full((2, ticks, len(first_ticks)), -1, np.int32)
     for stage, first in enumerate(first_ticks):
         found[:, first : first + len(order), stage] = order.T
-    return list(found)
+    return found[0], found[1]
 
 
-def _slots(forward: list[np.ndarray], backward: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _slots(forward: Placed, backward: Placed) -> tuple[np.ndarray, np.ndarray]:
     """Slots for the inputs of all turns but the first chunk's, each the lowest that is free."""
     written, read = np.full_like(forward[0], -1), np.full_like(forward[0], -1)
     ticks, stages = written.shape

@@ -13,6 +13,7 @@ from shardlib.registry import families
 from shardlib.rules import AxisRules, preset
 from shardlib.train.config import EvalConfig, TrainConfig
 from shardlib.train.optim import OptimizerConfig
+from shardlib.train.reduction import ReductionConfig
 
 AUTO = "auto"
 
@@ -104,6 +105,14 @@ class RunConfig:
                 faults.append(f"rules: {error}")
         if faults:
             raise ValueError("\n".join(faults))
+
+    def reduction(self) -> ReductionConfig:
+        """Returns how gradients are reduced, with the outer degree of `data` as the mesh has it."""
+        reduction = self.train.reduction
+        if reduction == ReductionConfig() or reduction.outer is not None or self.mesh == AUTO:
+            return reduction
+        outer = [axis.outer for axis in MeshConfig.parse(self.mesh).axes if axis.name == "data"]
+        return dataclasses.replace(reduction, outer=outer[0] if outer and outer[0] > 1 else None)
 
     def axis_rules(self) -> AxisRules:
         """Returns the rules that `rules` describes."""

@@ -18,6 +18,7 @@ from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
 from shardlib.run.setup import Setup, make_scope, setup
+from shardlib.train.local_sgd import merged
 from shardlib.train.state import TrainState
 
 
@@ -117,7 +118,7 @@ def generate(
         )
         parts = setup(config, spec, _scope(config, mesh))
         sampler = Sampler(parts, tokenizer)
-        state = checkpoints.restore(step, parts.abstract)
+        state = merged(parts.train_step(), checkpoints.restore(step, parts.saved_state()))
     return sampler(state, prompt, length=length, temperature=temperature, seed=seed)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,18 +12,20 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from shardlib.constrain import Scope, use
 from shardlib.data import ArrangedSource, MapSource, Source, open_data
 from shardlib.hardware import Cluster
-from shardlib.mesh import abstract_mesh, auto_mesh, make_mesh
+from shardlib.mesh import abstract_mesh, auto_mesh, make_mesh, mesh_sizes
+from shardlib.pipeline.schedules import bubble_fraction
 from shardlib.precision import precision
 from shardlib.registry import DataSpec, ModelFamily, family
 from shardlib.run.checks import check_fit, check_rules_used
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.train.ema import ema_params
+from shardlib.train.local_sgd import LocalSGD, make_local_sgd
 from shardlib.train.offload import offload_optimizer
 from shardlib.train.optim import Optimizer, build_optimizer
 from shardlib.train.reduce_uneven import arranged_rows
 from shardlib.train.reduction import Reduction, plan_reduction
 from shardlib.train.state import TrainState, abstract_state
-from shardlib.train.step import BatchAxes, batch_shardings
+from shardlib.train.step import BatchAxes, TrainStep, batch_shardings, make_train_step
 
 Devices = Sequence[Any] | Cluster
 """Devices at hand, or a cluster that need not be there, for what is only to be looked at."""
@@ -43,6 +45,8 @@ class Setup:
     data: DataSpec
     optimizer: Optimizer
     abstract: TrainState
+    decided: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What the config left to the run, by name, with the reason."""
 
     @property
     def batch_axes(self) -> BatchAxes:
@@ -63,10 +67,20 @@ class Setup:
     def choices(self) -> dict[str, str]:
         """Returns what was chosen for the run rather than asked for, by name, with the reason."""
         if self.family.choices is None:
-            return {}
+            return dict(self.decided)
         dtype = precision(self.config.precision).compute
         with use(self.scope.mesh, self.scope.rules):
-            return self.family.choices(self.config.model, self.data, dtype=dtype)
+            chosen = self.family.choices(self.config.model, self.data, dtype=dtype)
+        return {**chosen, **self._pipeline(), **self.decided}
+
+    def _pipeline(self) -> dict[str, str]:
+        train, stages = self.config.train, mesh_sizes(self.scope.mesh).get("stage", 1)
+        if stages == 1 or train.microbatches == AUTO:
+            return {}
+        pipeline, count = train.pipeline, train.microbatches
+        idle = bubble_fraction(stages=stages, microbatches=count, chunks=pipeline.chunks)
+        text = f"{pipeline.schedule}, {count} microbatches over {stages} stages: {idle:.0%} idle"
+        return {"pipeline": text}
 
     def flops_per_step(self) -> float:
         """Returns the model FLOPs of one optimizer step, by the convention of the family."""
@@ -87,6 +101,29 @@ class Setup:
         per_example = self.data.sequence_length if self.family.inputs == "text" else 1
         return self.config.train.global_batch * (per_example or 1)
 
+    def train_step(self, microbatches: int | None = None) -> TrainStep | LocalSGD:
+        """Returns the training step, with another number of microbatches if one is given."""
+        train = self.config.train
+        if microbatches is None:
+            microbatches = 1 if train.microbatches == "auto" else train.microbatches
+        step = make_train_step(
+            self.loss(train=True),
+            microbatches=microbatches,
+            precision=self.config.precision,
+            schedule=self.optimizer.schedule,
+            batch_axes=self.batch_axes,
+            pipeline=train.pipeline,
+            reduction=self.config.reduction(),
+            arranged=True,
+        )
+        return step if train.local_sgd is None else make_local_sgd(step, train.local_sgd)
+
+    def saved_state(self) -> Any:
+        """Returns what is trained and saved, as shapes with shardings: the state of a model, or of
+        groups that train apart."""
+        step = self.train_step()
+        return step.init(self.abstract) if isinstance(step, LocalSGD) else self.abstract
+
     def rows(self, source: MapSource) -> Source:
         """Returns training data whose rows lie as the step wants them."""
         reduction = self.reduction()
@@ -105,7 +142,7 @@ class Setup:
         """
         train = self.config.train
         return plan_reduction(
-            train.reduction,
+            self.config.reduction(),
             self.scope.mesh,
             microbatches=1 if train.microbatches == "auto" else train.microbatches,
             params=self.abstract.definition.params,

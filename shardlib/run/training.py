@@ -14,15 +14,17 @@ from shardlib.errors import DataError
 from shardlib.mesh import describe
 from shardlib.run.checks import check_activation_rules, check_config
 from shardlib.run.config import RunConfig, check_resumable
+from shardlib.run.decide import decide
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
 from shardlib.run.log import RunLog
 from shardlib.run.sampling import Sampler
 from shardlib.run.setup import Setup, make_scope, open_source, setup
 from shardlib.train.evaluate import evaluate
+from shardlib.train.local_sgd import LocalSGD, group_means, merged
 from shardlib.train.loop import Loop
 from shardlib.train.state import TrainState, materialize
-from shardlib.train.step import TrainStep, make_eval_step, make_train_step
+from shardlib.train.step import TrainStep, make_eval_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,8 @@ def train(config: RunConfig) -> TrainResult:
     check_config(config, lambda: make_scope(config, jax.devices()))
     source = open_source(config, "train")
     held_out = None if config.eval.every_steps == 0 else open_source(config, "eval")
-    parts = setup(config, source.spec, make_scope(config, jax.devices()))
+    parts = decide(setup(config, source.spec, make_scope(config, jax.devices())), source, saved)
+    config = parts.config
     step = _traced_step(parts, source)
     with RunCheckpoints(directory.checkpoints, config.checkpoint) as checkpoints:
         start = checkpoints.latest() or 0
@@ -72,7 +75,7 @@ def train(config: RunConfig) -> TrainResult:
     return result
 
 
-def _traced_step(parts: Setup, source: MapSource) -> TrainStep:
+def _traced_step(parts: Setup, source: MapSource) -> TrainStep | LocalSGD:
     """Returns the training step, traced: the rules of activations have all been met once.
 
     Raises:
@@ -80,18 +83,10 @@ def _traced_step(parts: Setup, source: MapSource) -> TrainStep:
             model does not have.
     """
     config = parts.config
-    step = make_train_step(
-        parts.loss(train=True),
-        microbatches=config.train.microbatches,
-        precision=config.precision,
-        schedule=parts.optimizer.schedule,
-        batch_axes=parts.batch_axes,
-        pipeline=config.train.pipeline,
-        reduction=config.train.reduction,
-    )
+    step, state = parts.train_step(), parts.saved_state()
     batch = parts.rows(source).element_spec()
     with recording() as met:
-        step.program(parts.abstract, batch).trace(parts.abstract, batch)
+        step.program(state, batch).trace(state, batch)
     check_activation_rules(config, met)
     return step
 
@@ -103,7 +98,7 @@ def _check_checkpoint(
     metadata = checkpoints.metadata(step)
     place = f"{checkpoints.directory}, step {step}"
     check_resumable(from_dict(RunConfig, metadata["config"], place), parts.config)
-    checkpoints.check(step, parts.abstract)
+    checkpoints.check(step, parts.saved_state())
     if metadata["data"]["fingerprint"] != source.fingerprint:
         raise DataError(
             f"the data of {parts.config.run_dir} has changed since its last checkpoint.\n"
@@ -117,7 +112,7 @@ class _Run:
     def __init__(
         self,
         parts: Setup,
-        step: TrainStep,
+        step: TrainStep | LocalSGD,
         source: MapSource,
         held_out: MapSource | None,
         checkpoints: RunCheckpoints,
@@ -167,15 +162,16 @@ class _Run:
             step=step,
             can_sample=self._sampler is not None,
         )
-        return TrainResult(state, step, self.evaluation)
+        return TrainResult(merged(self._step, state), step, self.evaluation)
 
-    def _state(self, start: int) -> TrainState:
+    def _state(self, start: int) -> Any:
         if start:
             self.log.waiting(f"restoring step {start}")
-            return self.checkpoints.restore(start, self.parts.abstract)
-        return materialize(self.parts.abstract, seed=self.config.seed)
+            return self.checkpoints.restore(start, self.parts.saved_state())
+        state = materialize(self.parts.abstract, seed=self.config.seed)
+        return self._step.init(state) if isinstance(self._step, LocalSGD) else state
 
-    def _train(self, start: int, stop: distributed.StopRequest) -> TrainState:
+    def _train(self, start: int, stop: distributed.StopRequest) -> Any:
         rows = self.parts.rows(self.source)
         shardings = self.parts.shardings(rows)
         # Opened first: its thread reads while the state is made and the step compiles.
@@ -191,6 +187,7 @@ class _Run:
                 on_step=self.log.step,
                 is_due=lambda step: self._is_due(step, stop),
                 after_step=self._after_step,
+                read=group_means if isinstance(self._step, LocalSGD) else None,
             )
             state = loop.run(state, self.config.train.steps)
         self._save(int(state.step), state)
@@ -209,7 +206,7 @@ class _Run:
             )
         )
 
-    def _after_step(self, step: int, state: TrainState) -> bool:
+    def _after_step(self, step: int, state: Any) -> bool:
         is_last = step == self.config.train.steps
         if step == self._stop_step and not is_last:
             return False
@@ -220,7 +217,7 @@ class _Run:
         if self._sampler and (is_last or _every(step, self.config.train.sample_every)):
             options = self.config.train
             text = self._sampler(
-                state,
+                merged(self._step, state),
                 options.sample_prompt,
                 length=options.sample_length,
                 temperature=options.sample_temperature,
@@ -231,12 +228,12 @@ class _Run:
         self.log.flush()
         return True
 
-    def _evaluate(self, step: int, state: TrainState, source: MapSource) -> None:
+    def _evaluate(self, step: int, state: Any, source: MapSource) -> None:
         with Prefetcher(source, self.parts.shardings(source)) as batches:
-            self.evaluation = evaluate(self._eval_step, state, batches)
+            self.evaluation = evaluate(self._eval_step, merged(self._step, state), batches)
         self.log.evaluation(step, self.evaluation)
 
-    def _save(self, step: int, state: TrainState) -> None:
+    def _save(self, step: int, state: Any) -> None:
         if not self.config.checkpoint.enabled or step == self._saved_step:
             return
         rules = self.parts.scope.rules

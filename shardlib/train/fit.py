@@ -101,19 +101,15 @@ def fit_microbatches(
     attempts: list[Attempt] = []
     needs: _Needs | None = None
     for number in counts(make_step(multiple_of), state, batch, multiple_of=multiple_of):
-        hopeless = _hopeless(needs, number, limit_bytes)
-        if hopeless is not None:
-            attempts.append(hopeless)
-            continue
-        step = make_step(number)
-        attempt, needs = _attempt(step, state, batch, number, limit_bytes)
-        problem = attempt.problem
-        if problem is None and tries_out:
-            problem = _try_out(step, state, batch)
-        if _smallest_of_all(int(problem is None)):
-            return Fit(number, step, limit_bytes, (*attempts, attempt))
-        problem = problem or "did not fit in another process"
-        attempts.append(dataclasses.replace(attempt, problem=problem))
+        attempt = _hopeless(needs, number, limit_bytes)
+        if _all_agree(attempt is None):
+            step = make_step(number)
+            attempt, needs = _attempt(step, state, batch, number, limit_bytes, tries_out)
+            if _all_agree(attempt.problem is None):
+                return Fit(number, step, limit_bytes, (*attempts, attempt))
+        if attempt is None or attempt.problem is None:
+            attempt = Attempt(number, None, "did not fit in another process")
+        attempts.append(attempt)
     raise MeshError(_nothing_fits(attempts))
 
 
@@ -183,22 +179,27 @@ def _hopeless(needs: _Needs | None, number: int, limit_bytes: int | None) -> Att
 
 
 def _attempt(
-    step: TrainStep, state: TrainState, batch: Any, number: int, limit_bytes: int | None
+    step: TrainStep,
+    state: TrainState,
+    batch: Any,
+    number: int,
+    limit_bytes: int | None,
+    tries_out: bool | None,
 ) -> tuple[Attempt, _Needs | None]:
-    """Compiles a step."""
+    """Compiles a step, and tries it out if that is wanted and it may fit."""
     lowered = step.lower(state, batch)
     try:
-        stats = lowered.compile().memory_analysis()
+        stats: Any = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         return Attempt(number, None, _refusal(error)), None
-    if stats is None:
-        return Attempt(number, None), None
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     meanwhile = stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
     needs = _Needs(number, held, meanwhile)
     problem = None
     if limit_bytes is not None and needs.total > limit_bytes:
         problem = f"needed {humanize.size(needs.total)} of {humanize.size(limit_bytes)}"
+    elif tries_out:
+        problem = _try_out(step, state, batch)
     return Attempt(number, needs.total, problem), needs
 
 
@@ -225,21 +226,19 @@ def _try_out(step: TrainStep, state: TrainState, batch: Any) -> str | None:
 
 
 def _limit_bytes(mesh: Any) -> int | None:
-    """Returns the memory of the smallest device of all processes, None where one does not say."""
+    """Returns the memory of the smallest device of this process, None where one does not say."""
     mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     try:
-        limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in mine]
+        return min((device.memory_stats() or {}).get("bytes_limit", 0) for device in mine) or None
     except jax.errors.JaxRuntimeError:  # Devices that are compiled for, and not there.
-        limits = [0]
-    # In MiB: JAX's integers have 32 bits.
-    return _smallest_of_all(min(limits) // 2**20) * 2**20 or None
+        return None
 
 
-def _smallest_of_all(value: int) -> int:
-    """Returns the smallest of the values that the processes have."""
+def _all_agree(here: bool) -> bool:
+    """Whether something holds in every process."""
     if jax.process_count() == 1:
-        return value
-    return int(np.min(multihost_utils.process_allgather(np.int32(value))))
+        return here
+    return bool(np.all(multihost_utils.process_allgather(np.int32(here))))
 
 
 def _nothing_fits(attempts: list[Attempt]) -> str:

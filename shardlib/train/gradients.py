@@ -33,10 +33,20 @@ class Gradients(NamedTuple):
 
 
 class Engine(Protocol):
-    """Computes the gradients of a batch, whole or in parts, here or over several stages."""
+    """Computes the gradients of a batch, whole or in parts, here or over several stages.
+
+    `first_index` is the index of its first part among all parts of the step.
+    """
 
     def __call__(
-        self, loss: "PartLoss", params: Any, model_state: Any, batch: Any, key: jax.Array
+        self,
+        loss: "PartLoss",
+        params: Any,
+        model_state: Any,
+        batch: Any,
+        key: jax.Array,
+        *,
+        first_index: jax.Array | int = 0,
     ) -> Gradients: ...
 
 

@@ -44,6 +44,9 @@ from shardlib.train.step import TrainStep, batch_shardings
 class LocalSGDConfig:
     """Groups along `data` that train apart and agree now and then (DiLoCo)."""
 
+    groups: int | None = None
+    """Number of groups, a multiple of the devices along `data`, which then hold several and train
+    them one after the other. Unset: one for each."""
     inner_steps: int = 500
     """Optimizer steps of each group between two agreements."""
     outer_learning_rate: float = 0.7
@@ -59,6 +62,8 @@ class LocalSGDConfig:
         faults = []
         if self.inner_steps < 1:
             faults.append(f"inner_steps must be at least 1, not {self.inner_steps}")
+        if self.groups is not None and self.groups < 1:
+            faults.append(f"groups must be at least 1, or null, not {self.groups}")
         if self.outer_learning_rate <= 0:
             faults.append(f"outer_learning_rate must be positive, not {self.outer_learning_rate}")
         if not 0 <= self.outer_momentum < 1:
@@ -91,19 +96,15 @@ class LocalSGDState:
         return self.groups.definition
 
 
-def make_local_sgd(
-    step: TrainStep, config: LocalSGDConfig, *, groups: int | None = None
-) -> "LocalSGD":
+def make_local_sgd(step: TrainStep, config: LocalSGDConfig) -> "LocalSGD":
     """Returns the step of groups that train apart.
 
     Args:
         step: What one group does with its rows, from `make_train_step`. Its microbatches, its
             gradient clipping and its schedule are those of a group.
-        config: When and how groups agree.
-        groups: Their number, a multiple of the devices along `data`, which then hold several groups
-            and train them one after the other. As many as devices along `data` when left out.
+        config: How many groups there are, when and how they agree.
     """
-    return LocalSGD(step, config, groups)
+    return LocalSGD(step, config)
 
 
 @dataclasses.dataclass(eq=False)
@@ -112,7 +113,6 @@ class LocalSGD:
 
     inner: TrainStep
     config: LocalSGDConfig
-    groups: int | None = None
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def init(self, state: TrainState) -> LocalSGDState:
@@ -120,7 +120,8 @@ class LocalSGD:
 
         Raises:
             MeshError: If the devices along `data` do not share out the groups.
-            RuleError: If the rules split parameters or optimizer state over `data`.
+            RuleError: If the rules split parameters or optimizer state over `data`, or the
+                optimizer state is in the hosts' memory.
         """
         count = self._count(state.definition)
         _check_whole(state.definition)
@@ -187,8 +188,11 @@ class LocalSGD:
             params = jax.tree.map(lambda x, g: x.astype(g.dtype), state.params, groups.params)
             return dataclasses.replace(_replace(groups, mean), params=params)
 
-        placed = state_shardings(jax.eval_shape(merged, state))
-        return jax.jit(merged, out_shardings=placed)(state)
+        key = state.definition
+        if key not in self._programs:
+            placed = state_shardings(jax.eval_shape(merged, state))
+            self._programs[key] = jax.jit(merged, out_shardings=placed)
+        return self._programs[key](state)
 
     def _jit(self, state: LocalSGDState, batch: Any) -> Any:
         scope = state.definition.scope
@@ -226,7 +230,7 @@ class LocalSGD:
                 params, model_state, opt_state, index, rows = group
                 key = jax.random.fold_in(rng, index)
                 state = TrainState(step, params, model_state, opt_state, key, definition)
-                new, metrics = self.inner._step(state, rows)
+                new, metrics = self.inner.apply(state, rows)
                 return new.params, new.model_state, new.opt_state, metrics
 
             here = own[-1].shape[0]
@@ -300,13 +304,18 @@ class LocalSGD:
 
     def _count(self, definition: Definition) -> int:
         devices = mesh_sizes(definition.scope.mesh).get(AXIS, 1)
-        count = devices if self.groups is None else self.groups
+        count = self.config.groups or devices
         if count < 1 or count % devices:
             raise MeshError(
                 f"{count} groups cannot lie on the {devices} devices along {AXIS}.\n"
                 f"  Use a multiple of {devices}, or leave groups out."
             )
         return count
+
+
+def merged(step: TrainStep | LocalSGD, state: Any) -> TrainState:
+    """Returns the state of a model from what a step trains; see `LocalSGD.merge`."""
+    return step.merge(state) if isinstance(step, LocalSGD) else state
 
 
 def group_means(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
@@ -338,6 +347,12 @@ def _check_whole(definition: Definition) -> None:
                 f"{section}: {', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''} split over "
                 f"{AXIS}, but groups that train apart hold all of them.\n"
                 "  Use rules that split them over fsdp."
+            )
+        kinds = {p.memory_kind for p in places.values()} - {None}
+        if kinds:
+            raise RuleError(
+                f"{section} is in {', '.join(map(str, kinds))} memory, from where groups that "
+                "train apart cannot take it.\n  Leave train.offload_optimizer out."
             )
 
 

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import jax
 
 from shardlib.train.metrics import StepTimer
-from shardlib.train.state import TrainState
 
 
 def must_block() -> bool:
@@ -16,6 +15,11 @@ def must_block() -> bool:
     Fake devices of several CPU processes deadlock when many collective steps are in flight.
     """
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
+
+
+def read_scalars(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+    """Returns scalars on the host; waits until they are there."""
+    return {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
 
 
 class Batches(Protocol):
@@ -55,25 +59,28 @@ class Loop:
             step.
         after_step: Does what is due, with the state; every record up to the step has been given.
             Returns whether to go on.
+        read: Brings metrics to the host; scalars, when left out.
     """
 
     def __init__(
         self,
-        step: Callable[[TrainState, Any], tuple[TrainState, Mapping[str, jax.Array]]],
+        step: Callable[[Any, Any], tuple[Any, Mapping[str, jax.Array]]],
         batches: Batches,
         *,
         on_step: Callable[[StepRecord], None],
         is_due: Callable[[int], bool],
-        after_step: Callable[[int, TrainState], bool],
+        after_step: Callable[[int, Any], bool],
+        read: Callable[[Mapping[str, jax.Array]], dict[str, float]] | None = None,
     ):
         self._step = step
         self._batches = batches
         self._on_step = on_step
         self._is_due = is_due
         self._after_step = after_step
+        self._read = read or read_scalars
         self._pending: tuple[int, Mapping[str, jax.Array], float] | None = None
 
-    def run(self, state: TrainState, steps: int) -> TrainState:
+    def run(self, state: Any, steps: int) -> Any:
         """Returns the state after `steps` optimizer steps in all, or earlier when told to stop."""
         start = int(state.step)
         blocks = must_block()
@@ -97,6 +104,6 @@ class Loop:
             return
         number, metrics, wait = self._pending
         self._pending = None
-        values = {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
+        values = self._read(metrics)
         seconds = self._timer.tick()
         self._on_step(StepRecord(number, values, seconds, self._timer.mean_step_seconds, wait))

@@ -6,6 +6,7 @@ from typing import Any
 import optax
 
 from shardlib.errors import ConfigError, did_you_mean
+from shardlib.moe import balance_biases
 from shardlib.paths import matches, named_leaves
 from shardlib.train import schedules, transforms
 from shardlib.train.ema import average_params
@@ -29,8 +30,9 @@ def build_optimizer(config: OptimizerConfig, *, steps: int, global_batch: int) -
 
     Its chain: clip gradients by their global norm, the update rule, weight decay, learning rate,
     average of the parameters. All of it computes in float32 and returns updates of the
-    parameters' dtype. Each array of the state that belongs to a parameter lies at a tree path
-    which ends with the parameter's path.
+    parameters' dtype. The biases that balance the load of experts take signed steps instead, and no
+    part in the rest but the average. Each array of the state that belongs to a parameter lies at a
+    tree path which ends with the parameter's path.
 
     Args:
         config: Rule, schedule and sizes.
@@ -50,6 +52,7 @@ def build_optimizer(config: OptimizerConfig, *, steps: int, global_batch: int) -
     clip = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
     average = [] if config.ema_decay is None else [average_params(config.ema_decay)]
     update = transforms.compute_in_float32(optax.chain(*clip, *rule))
+    update = balance_biases(update, config.router_bias_rate)
     checked = _check_patterns(config, optax.chain(update, *average))
     return Optimizer(checked, schedule)
 

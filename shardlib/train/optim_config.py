@@ -101,6 +101,8 @@ class OptimizerConfig:
     one_output: tuple[str, ...] = ("**/out/kernel", "**/output/kernel")
     """Patterns of kernels of more than two dims which muon reads as a matrix of all other dims by
     their last."""
+    router_bias_rate: float = 1e-3
+    """Step of the biases that balance the load of experts (`model.moe.balance: bias`)."""
     clip_norm: float | None = None
     """Largest global norm of the gradients; larger ones are scaled down. Null: no clipping."""
     ema_decay: float | None = None

@@ -27,8 +27,8 @@ from shardlib.pipeline.execute import AXIS, Part, Pipeline
 from shardlib.pipeline.schedules import (
     Schedule,
     forward_schedule,
+    layer_faults,
     make_schedule,
-    schedule_faults,
 )
 from shardlib.pipeline.turns import ticks
 from shardlib.train.gradients import Gradients, PartLoss, Sums, part_key
@@ -68,11 +68,6 @@ def pipelined_gradients(
     """
     config = config or PipelineConfig()
     stages = _stages()
-    _raise(
-        schedule_faults(
-            config.schedule, stages=stages, microbatches=microbatches, chunks=config.chunks
-        )
-    )
     schedule = make_schedule(
         config.schedule, stages=stages, microbatches=microbatches, chunks=config.chunks
     )
@@ -193,15 +188,9 @@ def _job(
     planned = plan(
         _loss(loss, params, model_state, key, 0), named_leaves(params), layer_paths, part
     )
-    _raise(
-        schedule_faults(
-            config.schedule if schedule.backward is not None else "gpipe",
-            stages=schedule.stages,
-            microbatches=schedule.microbatches,
-            chunks=schedule.chunks,
-            num_layers=planned.num_layers,
-        )
-    )
+    faults = layer_faults(planned.num_layers, stages=schedule.stages, chunks=schedule.chunks)
+    if faults:
+        raise ModelError("\n".join(faults))
     skip_idle = _skip_idle(config, planned, loss)
     return _Job(loss, params, model_state, batch, key, schedule, layer_paths, planned, skip_idle)
 
@@ -256,8 +245,3 @@ def _stages() -> int:
 
 def _names(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-def _raise(faults: list[str]) -> None:
-    if faults:
-        raise ModelError("\n".join(faults))

@@ -20,7 +20,7 @@ from shardlib.mesh import mesh_sizes
 from shardlib.microbatch import split
 from shardlib.partition import Placement, pin
 from shardlib.paths import named_leaves
-from shardlib.train.gradients import Gradients, PartLoss
+from shardlib.train.gradients import Engine, Gradients, PartLoss
 from shardlib.train.reduce_groups import kept_dim, sum_groups
 from shardlib.train.reduce_hops import Hops, outer_degree
 from shardlib.train.reduce_uneven import arrange_batch, balance
@@ -206,7 +206,7 @@ def _check_independent(params: Mapping[str, Placement], model_state: Any) -> Non
 
 
 def reduced_gradients(
-    inner: Any,
+    inner: Engine,
     loss: PartLoss,
     params: Any,
     model_state: Any,

@@ -50,6 +50,7 @@ def make_train_step(
     batch_axes: BatchAxes | None = None,
     pipeline: PipelineConfig | str = "1f1b",
     reduction: ReductionConfig | None = None,
+    arranged: bool = False,
 ) -> "TrainStep":
     """Returns `step(state, batch) -> (state, metrics)`, compiled at its first call.
 
@@ -67,6 +68,8 @@ def make_train_step(
             `("batch", None, ...)`.
         pipeline: The schedule of the stages, or its name; read where the mesh has `stage`.
         reduction: How gradients are summed over `data`; the compiler decides when left out.
+        arranged: Whether batches come as `arrange_batch` lays them out, where the groups of
+            `reduction` take unequal shares; else the step does it, at the cost of a copy.
 
     Returns:
         A callable with `lower(state, batch)` for inspection. `metrics` holds float32 scalars on the
@@ -86,6 +89,7 @@ def make_train_step(
         dict(batch_axes or {}),
         pipeline,
         reduction or ReductionConfig(),
+        arranged,
     )
 
 
@@ -100,17 +104,32 @@ class TrainStep:
     batch_axes: BatchAxes
     pipeline: PipelineConfig
     reduction: ReductionConfig
+    arranged: bool = False
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        batch = self._arrange(state, batch)
         return self.program(state, batch)(state, batch)
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lowers the step for arguments that may be abstract."""
+        batch = self._arrange(state, batch)
         return self.program(state, batch).lower(state, batch)
 
+    def _arrange(self, state: TrainState, batch: Any) -> Any:
+        """Returns a batch whose rows lie as groups of unequal speed need them."""
+        config = self.reduction
+        if self.arranged or not (config.group_microbatches or config.group_seconds):
+            return batch
+        reduction = self._reduction(state)
+        if reduction is None or reduction.even:
+            return batch
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
+            return jax.eval_shape(reduction.arrange, batch)
+        return reduction.arrange(batch)
+
     def program(self, state: TrainState, batch: Any) -> Any:
-        """Returns the jitted step for states and batches of this structure.
+        """Returns the jitted step for states and batches of this structure, rows as they lie.
 
         Raises:
             RuleError: If the mesh cannot share out the batch, or a microbatch of it.
@@ -134,13 +153,14 @@ class TrainStep:
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
         batch_shardings(one, scope, self.batch_axes)
         return jax.jit(
-            self._step,
+            self.apply,
             donate_argnums=0,
             in_shardings=(placed, batch_placed),
             out_shardings=(placed, replicated),
         )
 
-    def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def apply(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """What the compiled program computes, as a function to be traced."""
         definition = state.definition
         with use(definition.scope.mesh, definition.scope.rules):
             grads, sums, model_state = self._gradients(state, batch)

@@ -69,9 +69,9 @@ def _packed_batch(rng):
 
 @functools.cache
 def digit_batches():
-    digits = load_digits()
-    images = (digits.images / 8 - 1).astype(np.float32)[..., None]
-    labels = digits.target.astype(np.int32)
+    pixels, labels = load_digits(return_X_y=True)
+    images = (pixels.reshape(-1, 8, 8, 1) / 8 - 1).astype(np.float32)
+    labels = labels.astype(np.int32)
     # The last stage normalises one pixel an example: few examples would be ill-conditioned.
     rows = [np.arange(128 * i, 128 * i + 128) % len(labels) for i in range(NUM_BATCHES)]
     return [{"images": images[r], "labels": labels[r]} for r in rows]

@@ -8,22 +8,75 @@ import re
 
 import jax
 import pytest
+from cases import CASES
 
-from shardlib.explain.program import collectives
+from shardlib.explain.program import read_program
+from shardlib.testing import assert_collectives
 
 # Numbers (losses, norms, counts) travel alone or combined; what is told apart is arrays.
 _ARRAY = re.compile(r"\w+\[(\d[\d,]*)\]")
-LAYERS = 2
+
+EXPECTED = {
+    # Each gradient is summed once.
+    "transformer data=8": {("all-reduce", "data")},
+    # Parameters are gathered for use, gradients cut as they are summed; norms are held whole.
+    "transformer fsdp=8": {
+        ("all-gather", "fsdp"),
+        ("reduce-scatter", "fsdp"),
+        ("all-reduce", "fsdp"),
+    },
+    # The end of each branch is summed, forward and backward.
+    "transformer tensor=8": {("all-reduce", "tensor")},
+    # Keys and values go around a ring; gradients are summed.
+    "transformer context=8": {("collective-permute", "context"), ("all-reduce", "context")},
+    # To a dense model the axis is one of data.
+    "transformer expert=8": {("all-reduce", "expert")},
+    "transformer stage=8 8 microbatches": {
+        ("collective-permute", "stage"),
+        ("all-reduce", "stage"),
+    },
+    # Gathers before attention and MLP, reduce-scatters behind them.
+    "transformer tensor=8 sequence": {
+        ("all-gather", "tensor"),
+        ("reduce-scatter", "tensor"),
+        ("all-reduce", "tensor"),
+    },
+    # Gradients are summed, and each device's share of the update is gathered.
+    "transformer fsdp=8 zero1": {("all-reduce", "fsdp"), ("all-gather", "fsdp")},
+    "transformer context=4,tensor=2 context=ulysses": {
+        ("all-to-all", "context"),
+        ("all-gather", "context"),
+        ("all-reduce", "context"),
+        ("all-reduce", "tensor"),
+    },
+    "moe expert=8": {("all-to-all", "expert"), ("all-reduce", "expert")},
+    "resnet data=8": {("all-reduce", "data")},
+    "resnet fsdp=8": {
+        ("all-gather", "fsdp"),
+        ("reduce-scatter", "fsdp"),
+        ("all-reduce", "fsdp"),
+    },
+}
 
 
 @pytest.fixture
-def program(run):
-    """Returns what the step of a task sends on a mesh, and its parameters."""
+def comparison(compare):
+    """Returns the comparison of the case of that name."""
+    cases = {str(case): case for case in CASES}
+    return lambda name: compare(cases[name])
 
-    def read(mesh, name="transformer"):
-        result = run(name, mesh, 1)
-        sent = collectives(result.program, result.mesh)
-        return [c for c in sent if arrays(c)], result.first.params
+
+@pytest.fixture
+def program(comparison):
+    """Returns what the step of a case sends: collectives of arrays, its shapes of parameters."""
+
+    def read(name):
+        found = comparison(name)
+        sent = read_program(found.compiled, found.mesh).collectives
+        state = found.compiled.in_avals[0][0]
+        return [c for c in sent if arrays(c)], [
+            tuple(x.shape) for x in jax.tree.leaves(state.params)
+        ]
 
     return read
 
@@ -34,16 +87,8 @@ def arrays(collective):
     return [tuple(map(int, match[1].split(","))) for match in found if match]
 
 
-def kinds(sent):
-    return {(c.kind, c.mesh_axes) for c in sent}
-
-
 def elements(sent):
     return sum(c.count * sum(math.prod(shape) for shape in arrays(c)) for c in sent)
-
-
-def num_params(params):
-    return sum(x.size for x in jax.tree.leaves(params))
 
 
 def per_layer(sent, *, backward):
@@ -52,59 +97,46 @@ def per_layer(sent, *, backward):
     return [c for c in inside if ("transpose" in c.op_name) is backward]
 
 
+@pytest.mark.parametrize("case", EXPECTED)
+def test_a_step_sends_what_its_strategy_implies(comparison, case):
+    found = comparison(case)
+    assert_collectives(found.compiled, EXPECTED[case], mesh=found.mesh)
+
+
 def test_data_reduces_every_gradient_once(program):
-    sent, params = program("data=8")
-    assert kinds(sent) == {("all-reduce", ("data",))}
-    assert elements(sent) == num_params(params)
+    sent, shapes = program("transformer data=8")
+    assert elements(sent) == sum(map(math.prod, shapes))
 
 
 def test_fsdp_gathers_parameters_and_reduces_gradients(program):
-    sent, params = program("fsdp=8")
-    assert kinds(sent) == {("all-gather", ("fsdp",)), ("all-reduce", ("fsdp",))}
+    sent, shapes = program("transformer fsdp=8")
     gathered = [c for c in sent if c.kind == "all-gather"]
-    whole = {tuple(x.shape) for x in jax.tree.leaves(params)}
-    of_a_layer = {shape[1:] for shape in whole if shape[0] == LAYERS}
+    layers = max(shape[0] for shape in shapes if len(shape) == 3)
     # Parameters alone: neither a batch nor logits, and of the stacked layers one at a time.
-    assert {shape for c in gathered for shape in arrays(c)} <= whole | of_a_layer
-    assert all(c.count == LAYERS for c in gathered if c.in_loop)
+    of_a_layer = {shape[1:] for shape in shapes if shape[0] == layers}
+    assert {shape for c in gathered for shape in arrays(c)} <= {*shapes} | of_a_layer
+    assert all(c.count == layers for c in gathered if c.in_loop)
     # Each at most once forward and once backward, and each gradient reduced once.
-    assert elements(gathered) <= 2 * num_params(params)
-    assert elements([c for c in sent if c.kind == "all-reduce"]) == num_params(params)
+    size = sum(map(math.prod, shapes))
+    assert elements(gathered) <= 2 * size
+    assert elements([c for c in sent if c.kind == "all-reduce"]) == size
 
 
 def test_tensor_reduces_twice_a_layer_each_way(program):
-    sent, _ = program("tensor=8")
-    assert kinds(sent) == {("all-reduce", ("tensor",))}
+    sent, _ = program("transformer tensor=8")
     for backward in (False, True):
-        inside = per_layer(sent, backward=backward)
+        inside = [c for c in per_layer(sent, backward=backward) if len(arrays(c)[0]) == 3]
         assert len(inside) == 2
-        assert {c.count for c in inside} == {LAYERS}
-
-
-def test_combined_axes_send_what_each_implies(program, transformer):
-    sent, params = program("data=2,fsdp=2,tensor=2")
-    gathered = [c for c in sent if c.kind == "all-gather"]
-    assert {c.mesh_axes for c in gathered} == {("fsdp",)}
-    reduced = {c.mesh_axes for c in sent if c.kind == "all-reduce"}
-    assert reduced == {("data",), ("fsdp",), ("data", "fsdp"), ("tensor",)}
-    assert {c.kind for c in sent} == {"all-gather", "all-reduce"}
-    batch, length = transformer.batches[0]["tokens"].shape
-    shapes = {shape for c in gathered for shape in arrays(c)}
-    assert not {shape for shape in shapes if shape[:2] in {(batch, length), (batch // 2, length)}}
-    tensor = [c for c in sent if c.mesh_axes == ("tensor",)]
-    assert [len(per_layer(tensor, backward=b)) for b in (False, True)] == [2, 2]
-    assert elements(gathered) <= 2 * num_params(params) / 2
+        assert {c.count for c in inside} == {8}
 
 
 def test_resnet_reduces_gradients_and_batch_statistics(program):
-    sent, params = program("data=8", "resnet")
-    assert kinds(sent) == {("all-reduce", ("data",))}
-    kernels = [x.size for x in jax.tree.leaves(params) if x.ndim > 1]
+    sent, shapes = program("resnet data=8")
+    kernels = [math.prod(shape) for shape in shapes if len(shape) > 1]
     assert elements([c for c in sent if max(map(len, arrays(c))) > 1]) >= sum(kernels)
 
 
 def test_resnet_under_fsdp_gathers_kernels_alone(program):
-    sent, params = program("fsdp=8", "resnet")
-    assert kinds(sent) == {("all-gather", ("fsdp",)), ("all-reduce", ("fsdp",))}
+    sent, shapes = program("resnet fsdp=8")
     gathered = {shape for c in sent if c.kind == "all-gather" for shape in arrays(c)}
-    assert gathered <= {tuple(x.shape) for x in jax.tree.leaves(params)}
+    assert gathered <= {*shapes}

@@ -1,11 +1,14 @@
 """Dispatch against every expert on every token, on one device and on meshes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from dense_experts import (
     EXPERTS,
+    MLP,
     dense,
     expert_weights,
     kept_by_loop,
@@ -102,7 +105,8 @@ def test_places():
     assert capacity(16, 4, 4, 2.0) == 16
 
 
-def on_mesh(mesh, arguments, **options):
+def lowered(mesh, arguments, **options):
+    """The gradients of `value` on a mesh, and the arguments placed there."""
     mesh = sl.make_mesh(mesh)
     x, logits, weights, mask, target = arguments
     with sl.use(mesh, sl.rules.STANDARD) as scope:
@@ -118,8 +122,13 @@ def on_mesh(mesh, arguments, **options):
         )
         rows = [place(a, "batch", "length", None) for a in (x, logits, target)]
         mask = place(mask, "batch", "length")
-        step = gradients(lambda *a: value(*a, **options))
-        return step(rows[0], rows[1], weights, mask, rows[2])
+        placed = (rows[0], rows[1], weights, mask, rows[2])
+        return gradients(lambda *a: value(*a, **options)).lower(*placed), placed
+
+
+def on_mesh(mesh, arguments, **options):
+    program, placed = lowered(mesh, arguments, **options)
+    return program.compile()(*placed)
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +151,18 @@ def test_a_mesh_changes_nothing(mesh, dispatch, arguments, on_one_device):
 
 
 def test_chunks_on_a_mesh(arguments, on_one_device):
-    (_, (y, _)), found = on_mesh("expert=4,fsdp=2", arguments, chunks=4)
+    chunks, mesh = 4, "expert=4,fsdp=2"
+    program, placed = lowered(mesh, arguments, chunks=chunks)
+    program = program.compile()
+    (_, (y, _)), found = program(*placed)
     (_, (wanted, _)), expected = on_one_device["dropless"]
     assert_close((y, found), (wanted, expected))
+    # Hidden units of one chunk, for all that four devices may send, and never of all chunks.
+    rows = 4 * (BATCH * LENGTH // 8 // chunks) * K
+    dims = re.findall(r"f32\[([\d,]+)\]", program.as_text())
+    shapes = {tuple(sorted(map(int, d.split(",")))) for d in dims}
+    assert tuple(sorted((rows, MLP))) in shapes
+    assert tuple(sorted((chunks, rows, MLP))) not in shapes
 
 
 def test_one_busy_expert_loses_nothing(arguments):

@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from pipelines import Model, make_batch, make_job
+from pipelines import Model, loss, make_batch, make_job
 
 import shardlib as sl
 from shardlib.manual import manual
@@ -169,3 +169,23 @@ def test_layers_without_axes_of_their_own_stay_on_every_stage():
     found = job.gradients(config, 2)(*job.arguments)
     wanted = alone.gradients(None, 2)(*alone.arguments)
     assert_close(jax.device_get(found.grads), jax.device_get(wanted.grads))
+
+
+def evaluated(model, batch, rng):
+    """The loss of a batch without dropout, which no number of microbatches changes."""
+    model.eval()
+    return loss(model, batch, rng)[0]
+
+
+def test_steps_of_training_and_evaluation():
+    """The step takes the pipeline where the mesh has stages, and reports the bubble."""
+    found = {}
+    for mesh in ("data=1", "stage=2,fsdp=2"):
+        job = make_job(mesh, num_layers=2)
+        step = sl.make_train_step(loss, microbatches=4, pipeline="gpipe")
+        state, metrics = step(job.state, job.batch)
+        sums = sl.make_eval_step(evaluated)(state, job.batch)
+        found[mesh] = jax.device_get((state.params, metrics, sums))
+    bubble = found["stage=2,fsdp=2"][1].pop("pipeline_bubble")
+    assert float(bubble) == pytest.approx(1 / 5, rel=1e-6)
+    assert_close(found["stage=2,fsdp=2"], found["data=1"])

@@ -1,5 +1,6 @@
 """Groups that train apart: one device's arithmetic on every mesh, and silence between groups."""
 
+import dataclasses
 import re
 
 import jax
@@ -10,9 +11,10 @@ import pytest
 from flax import nnx
 
 import shardlib as sl
-from shardlib.errors import MeshError, ModelError, RuleError
+from shardlib.errors import ConfigError, MeshError, ModelError, RuleError
 from shardlib.losses import Mean
 from shardlib.train.local_sgd import LocalSGDConfig, group_means, make_local_sgd
+from shardlib.train.reduction import ReductionConfig
 
 _RANDOM = np.random.default_rng(0)
 BATCHES = [
@@ -74,7 +76,7 @@ def train(local, state, batches):
 
 def run(mesh, num_devices, config, groups=None):
     step = sl.make_train_step(loss_fn, microbatches=2)
-    local = make_local_sgd(step, config, groups=groups)
+    local = make_local_sgd(step, dataclasses.replace(config, groups=groups))
     groups, losses = train(local, start(mesh, num_devices), BATCHES)
     return local, groups, losses
 
@@ -154,12 +156,13 @@ def test_the_outer_step_is_nesterov_momentum_on_the_mean_progress():
 
 
 def test_groups_drift_apart_and_agree_again():
-    config = LocalSGDConfig(inner_steps=2)
-    _, groups, _ = run("data=2,fsdp=2", 4, config)
+    # Both groups read the same rows: what differs is their dropout.
+    batches = [{name: np.tile(x[:8], (2, 1)) for name, x in batch.items()} for batch in BATCHES]
+    local = make_local_sgd(sl.make_train_step(loss_fn), LocalSGDConfig(inner_steps=2))
+    groups, _ = train(local, start("data=2,fsdp=2", 4), batches[:1])
     kernel = jax.device_get(groups.groups.params["up"]["kernel"])
     assert np.max(np.abs(kernel[0] - kernel[1])) > 1e-3
-    local = make_local_sgd(sl.make_train_step(loss_fn), config)
-    groups, _ = train(local, start("data=2,fsdp=2", 4), BATCHES[:4])
+    groups, _ = local(groups, batches[1])
     kernel = jax.device_get(groups.groups.params["up"]["kernel"])
     np.testing.assert_array_equal(kernel[0], kernel[1])
     np.testing.assert_array_equal(kernel[0], groups.params["up"]["kernel"])
@@ -229,7 +232,7 @@ def test_what_cannot_be_shared_out_is_refused():
     step = sl.make_train_step(loss_fn, microbatches=3)
     state = start("data=2,tensor=4")
     with pytest.raises(MeshError) as error:
-        make_local_sgd(step, LocalSGDConfig(), groups=3).init(state)
+        make_local_sgd(step, LocalSGDConfig(groups=3)).init(state)
     assert str(error.value) == (
         "3 groups cannot lie on the 2 devices along data.\n"
         "  Use a multiple of 2, or leave groups out."
@@ -250,6 +253,33 @@ def test_states_split_over_data_are_refused():
     assert str(error.value) == (
         "params: down/kernel, up/kernel split over data, but groups that train apart hold all of "
         "them.\n  Use rules that split them over fsdp."
+    )
+
+
+def test_a_step_that_reduces_over_data_is_refused():
+    step = sl.make_train_step(loss_fn, reduction=ReductionConfig(dtype="bf16"))
+    with pytest.raises(ConfigError) as error:
+        make_local_sgd(step, LocalSGDConfig())
+    assert str(error.value) == (
+        "local SGD sums no gradients over data, but the step has a reduction for them.\n"
+        "  Leave reduction out; local_sgd.dtype says in what the groups' progress is sent."
+    )
+
+
+def test_an_optimizer_state_on_the_host_is_refused():
+    state = start("data=8")
+    places = {
+        path: dataclasses.replace(p, memory_kind="pinned_host")
+        for path, p in state.definition.opt_state.items()
+    }
+    definition = dataclasses.replace(state.definition, opt_state=places)
+    with pytest.raises(RuleError) as error:
+        make_local_sgd(sl.make_train_step(loss_fn), LocalSGDConfig()).init(
+            dataclasses.replace(state, definition=definition)
+        )
+    assert str(error.value) == (
+        "opt_state is in pinned_host memory, from where groups that train apart cannot take it.\n"
+        "  Leave train.offload_optimizer out."
     )
 
 

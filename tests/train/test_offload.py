@@ -209,7 +209,9 @@ def test_on_tpu_activations_leave_the_devices(tpu_step):
     _, offloaded = tpu_step("offload:mlp_hidden")
     hidden = LAYERS * (ROWS // 4) * LENGTH * MLP * 2  # bf16, the rows of one device
     assert offloaded.host_temp_size_in_bytes == hidden
-    assert saved.temp_size_in_bytes - offloaded.temp_size_in_bytes >= 0.9 * hidden
+    # Those of a few layers are on their way, so that the copies run beside the computation.
+    less = saved.temp_size_in_bytes - offloaded.temp_size_in_bytes
+    assert less >= hidden * (1 - 4 / LAYERS)
 
 
 def test_on_tpu_an_optimizer_state_is_never_whole_on_a_device(tpu_step):
@@ -225,4 +227,5 @@ def test_on_tpu_an_optimizer_state_is_never_whole_on_a_device(tpu_step):
     less = on_devices.argument_size_in_bytes - offloaded.argument_size_in_bytes
     assert less >= 0.99 * moments
     more = offloaded.temp_size_in_bytes - on_devices.temp_size_in_bytes
-    assert more <= 0.5 * moments
+    # The largest piece: an MLP's matrix is an eighth of the parameters.
+    assert more <= moments / 4

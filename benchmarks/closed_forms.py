@@ -1,0 +1,182 @@
+"""What a training step of a transformer must send, by the literature: bytes per device and step.
+
+With ring algorithms over n devices a device sends 2 (n - 1) / n of a buffer to all-reduce it, and
+(n - 1) / n to gather it, to reduce and scatter it, or to exchange all of it (Thakur et al. 2005).
+Matrices count; the scales of norms, numbers and statistics of single positions do not.
+
+Sources, by mesh axis:
+
+data     One all-reduce of the gradients: Austin et al. 2025, "How to Scale Your Model", "Training".
+fsdp     ZeRO: Rajbhandari et al. 2020, section 7. Stages 1 and 2 reduce-scatter gradients and
+         gather new parameters; stage 3 gathers parameters forward and backward, and reduce-scatters
+         gradients. Embedding and head are read once or stay between, so they are gathered once.
+tensor   Megatron-LM: Shoeybi et al. 2019, section 3: two all-reduces of the residual stream a layer
+         forward and two backward; one of what the embedding returns, and one of the gradient of
+         what the head reads. With sequence parallelism each is a reduce-scatter and an all-gather:
+         the same bytes (Korthikanti et al. 2022, section 4.2.2).
+context  Ring attention: Liu et al. 2023, section 3: keys and values make n - 1 hops forward, and
+         n - 1 backward with their gradients. Gathered keys: Grattafiori et al. 2024, section 3.3.2:
+         an all-gather forward, another backward, a reduce-scatter of the gradients. Gradients of
+         keys and values are sums over devices, and travel in float32. Ulysses: Jacobs et al. 2023,
+         section 3.2: an all-to-all of query, key, value and output, forward and backward.
+expert   Lepikhin et al. 2020, "GShard", section 3.2: tokens to their experts and back, forward and
+         backward: 4 all-to-alls of k copies of each token.
+stage    Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2: the
+         residual stream of each microbatch to the next stage, and its gradient back.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+FLOAT32 = 4
+Zero = Literal[1, 2, 3]
+Shared = Literal["ring", "gather", "ulysses"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A Llama-like transformer, its batch, and the bytes of a number."""
+
+    layers: int = 4
+    embed: int = 2048
+    heads: int = 16
+    kv_heads: int = 8
+    head_dim: int = 128
+    mlp: int = 8192
+    vocab: int = 32768
+    batch: int = 32
+    length: int = 1024
+    experts: int = 0
+    """Experts of a layer, each as wide as the MLP; 0 for an MLP."""
+    experts_per_token: int = 2
+    compute_bytes: int = FLOAT32
+    """Of an activation, a gathered parameter or a gradient on its way."""
+    stored_bytes: int = FLOAT32
+    """Of a parameter in the state."""
+
+    @property
+    def attention_weights(self) -> int:
+        return 2 * self.embed * self.head_dim * (self.heads + self.kv_heads)
+
+    @property
+    def mlp_weights(self) -> int:
+        return 3 * self.embed * self.mlp
+
+    @property
+    def vocab_weights(self) -> int:
+        """Of the embedding or of the head."""
+        return self.vocab * self.embed
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """How a step is split."""
+
+    mesh: Mapping[str, int]
+    zero: Zero = 3
+    shared: Shared = "ring"
+    microbatches: int = 1
+
+    def size(self, *axes: str) -> int:
+        """Devices along all of some axes."""
+        return math.prod(self.mesh.get(axis, 1) for axis in axes)
+
+
+def sent_bytes(sizes: Sizes, how: Strategy) -> dict[str, float]:
+    """Returns the bytes that a device sends in a step, by the mesh axes that ask for them."""
+    replicas = "+".join(axis for axis in ("data", "expert", "context") if how.size(axis) > 1)
+    terms = [
+        (replicas or "stage", _replicas(sizes, how)),
+        ("fsdp", _fsdp(sizes, how)),
+        ("tensor", _tensor(sizes, how)),
+        ("context", _context(sizes, how)),
+        ("expert", _expert(sizes, how)),
+        ("stage", _stage(sizes, how)),
+    ]
+    found: dict[str, float] = {}
+    for axes, sent in terms:
+        if sent:
+            found[axes] = found.get(axes, 0.0) + sent
+    return found
+
+
+def _part(devices: int) -> float:
+    return (devices - 1) / devices
+
+
+def _tokens(sizes: Sizes, how: Strategy) -> float:
+    """Tokens that a device sees of a batch."""
+    return sizes.batch * sizes.length / how.size("data", "fsdp", "expert", "context")
+
+
+def _layers(sizes: Sizes, how: Strategy) -> float:
+    return sizes.layers / how.size("stage")
+
+
+def _dense(sizes: Sizes, how: Strategy) -> tuple[float, float]:
+    """Weights of layers and of embedding and head on a device before `fsdp` cuts them, without
+    routed experts."""
+    of_a_layer = sizes.attention_weights + (0 if sizes.experts else sizes.mlp_weights)
+    tensor = how.size("tensor")
+    return _layers(sizes, how) * of_a_layer / tensor, 2 * sizes.vocab_weights / tensor
+
+
+def _routed(sizes: Sizes, how: Strategy) -> float:
+    """Weights of routed experts on a device before `fsdp` cuts them."""
+    weights = _layers(sizes, how) * sizes.experts * sizes.mlp_weights
+    return weights / how.size("tensor", "expert")
+
+
+def _replicas(sizes: Sizes, how: Strategy) -> float:
+    """All-reduces of gradients over devices that hold the same parameters; what `fsdp` has cut is
+    reduced by parts, and embedding and head over all stages, which each hold them."""
+    layers, vocab = _dense(sizes, how)
+    cut = how.size("fsdp")
+    replicas, stages = how.size("data", "context", "expert"), how.size("stage")
+    sent = 2 * _part(replicas) * layers + 2 * _part(replicas * stages) * vocab
+    sent += 2 * _part(how.size("data", "context")) * _routed(sizes, how)
+    return sent / cut * sizes.compute_bytes
+
+
+def _fsdp(sizes: Sizes, how: Strategy) -> float:
+    part, (layers, vocab) = _part(how.size("fsdp")), _dense(sizes, how)
+    layers += _routed(sizes, how)
+    reduced = (layers + vocab) * sizes.compute_bytes
+    if how.zero < 3:
+        return part * (reduced + (layers + vocab) * sizes.stored_bytes)
+    return part * (reduced + (2 * layers + vocab) * sizes.compute_bytes)
+
+
+def _tensor(sizes: Sizes, how: Strategy) -> float:
+    residual = _tokens(sizes, how) * sizes.embed * sizes.compute_bytes
+    branches = 4 * _layers(sizes, how) + 2
+    return branches * 2 * _part(how.size("tensor")) * residual
+
+
+def _context(sizes: Sizes, how: Strategy) -> float:
+    devices, tokens = how.size("context"), _tokens(sizes, how)
+    heads, kv_heads = (n / how.size("tensor") for n in (sizes.heads, sizes.kv_heads))
+    if how.shared == "ulysses":
+        sent = 2 * _part(devices) * tokens * sizes.head_dim * 2 * (heads + kv_heads)
+        return _layers(sizes, how) * sent * sizes.compute_bytes
+    # Of a shard; a ring sends it on n - 1 times, and a gather sends (n - 1) / n of n of them.
+    keys_and_values = 2 * tokens * kv_heads * sizes.head_dim
+    widths = 2 * sizes.compute_bytes + FLOAT32
+    return _layers(sizes, how) * (devices - 1) * keys_and_values * widths
+
+
+def _expert(sizes: Sizes, how: Strategy) -> float:
+    if not sizes.experts:
+        return 0.0
+    copies = _tokens(sizes, how) * sizes.experts_per_token
+    sent = 4 * _part(how.size("expert")) * copies * sizes.embed * sizes.compute_bytes
+    return _layers(sizes, how) * sent
+
+
+def _stage(sizes: Sizes, how: Strategy) -> float:
+    """Forward and backward, by a device between two others."""
+    if how.size("stage") == 1:
+        return 0.0
+    return 2 * _tokens(sizes, how) * sizes.embed * sizes.compute_bytes

@@ -1,0 +1,286 @@
+"""Bytes that each device sends in a training step, from the compiled program and by the literature.
+
+For every strategy the step of a small Llama is compiled, never run: for eight CPU devices in
+float32, and ahead of time for eight TPU chips in bfloat16, where libtpu is installed. The
+collectives of each program are turned into bytes sent by ring algorithms and stand beside the
+closed forms of `closed_forms.py`.
+
+    python benchmarks/collectives.py
+    python benchmarks/collectives.py --rows fsdp,tensor --platforms cpu
+
+`MB sent` is what the program's own collectives send. `folded` counts an all-reduce of which each
+device reads its part as the reduce-scatter that it would be, and a sum of all-reduces as one: XLA
+for CPU does neither, XLA for accelerators both, so that for a TPU the columns agree. `ratio` is
+`folded` over `closed form`, and where it is not 1, the last columns tell which axes differ and why.
+`small` are collectives of single numbers and of statistics of positions, which no form counts.
+
+The last line is JSON: the rows, and their largest ratio by platform.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+from typing import Any
+
+from closed_forms import Shared, Sizes, Strategy, Zero, sent_bytes
+
+SMALL_BYTES = 2**18
+"""A statistic of the positions on a device, such as the sum of a softmax, is no larger."""
+
+TPU_OPTIONS = {
+    # Without the loops of overlapped matmuls, which send the same bytes in many small hops.
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": 100000,
+    "xla_tpu_no_crash_on_oom": True,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A strategy, and why it sends what no closed form counts, by platform."""
+
+    mesh: str
+    rules: str = "standard"
+    zero: Zero = 3
+    shared: Shared = "ring"
+    microbatches: int = 1
+    reduction: str | None = None
+    """Dtype of gradients summed over `data` once a step; None leaves it to the compiler."""
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the sizes."""
+    experts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the config of experts."""
+    why: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+EXPERTS = {"experts": 8, "mlp": 1024}
+# Where a gradient is summed over several axes, XLA cuts that of a matmul before it goes on to the
+# next axis, and that of a lookup, a scatter, behind all of them.
+LOOKUP = {"all": "the embedding's gradient is summed whole over all axes before fsdp cuts it"}
+PADDED = {"cpu": "exchanges are padded to the most that two devices can send each other"}
+
+ROWS = {
+    "data": Row("data=8"),
+    "zero1": Row("fsdp=8", "zero1", zero=1),
+    "zero2": Row("fsdp=8", "zero2", zero=2),
+    "fsdp": Row("fsdp=8"),
+    "hybrid": Row("data=2,fsdp=4", why=LOOKUP),
+    "tensor": Row("tensor=8"),
+    "tensor_sequence": Row("tensor=8", "sequence"),
+    "shared_heads": Row("tensor=8", "sequence", changes={"kv_heads": 2}),
+    "context_ring": Row("context=8"),
+    "context_gather": Row("context=8", shared="gather"),
+    "context_ulysses": Row("context=8", shared="ulysses"),
+    "expert": Row("expert=8", changes=EXPERTS, experts={"dispatch": "capacity"}),
+    "expert_dropless": Row("expert=8", changes=EXPERTS, why=PADDED),
+    "stage": Row("stage=8", microbatches=16, changes={"layers": 8}),
+    "stage_data": Row("stage=4,data=2", microbatches=16, reduction="f32"),
+    "fsdp_tensor": Row("fsdp=2,tensor=4", "sequence"),
+    "data_fsdp_tensor": Row("data=2,fsdp=2,tensor=2", "sequence", why=LOOKUP),
+    "fsdp_context": Row("fsdp=4,context=2", why=LOOKUP),
+    "fsdp_expert": Row(
+        "expert=4,fsdp=2", changes=EXPERTS, experts={"dispatch": "capacity"}, why=LOOKUP
+    ),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default=",".join(ROWS), help="names, by commas")
+    parser.add_argument("--platforms", default="cpu,tpu")
+    parser.add_argument("--topology", default="v5e:2x4", help="of the TPU: 8 chips")
+    parser.add_argument("--size", action="append", default=[], help="name=number, of Sizes")
+    flags = parser.parse_args(arguments)
+    start_platforms()
+    sizes = Sizes(
+        **{name: int(number) for name, _, number in (s.partition("=") for s in flags.size)}
+    )
+    found = []
+    for platform in flags.platforms.split(","):
+        devices = devices_of(platform, flags.topology)
+        if isinstance(devices, str):
+            print(devices)
+            continue
+        print(HEAD)
+        for name in flags.rows.split(","):
+            found.append(measure(name, ROWS[name], sizes, platform, devices))
+            print(line(found[-1]), flush=True)
+    worst = {
+        f"largest_ratio_{platform}": max(ratios)
+        for platform in flags.platforms.split(",")
+        if (ratios := [row["ratio"] for row in found if row["platform"] == platform])
+    }
+    print(json.dumps({"rows": found, **worst}))
+
+
+def start_platforms() -> None:
+    """Sets what has to be set before JAX starts: eight CPU devices, and a TPU without chips."""
+    os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    # Programs are read, not run, and the collectives are those of any level.
+    os.environ.setdefault("JAX_OPTIMIZATION_LEVEL", "O0")
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+
+
+def devices_of(platform: str, topology: str) -> Any:
+    """Returns eight devices, or why there are none."""
+    import jax
+
+    if platform == "cpu":
+        return jax.devices("cpu")
+    if importlib.util.find_spec("libtpu") is None:
+        return "tpu: no libtpu, so nothing can be compiled for it; pip install 'jax[tpu]'"
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+def measure(name: str, row: Row, base: Sizes, platform: str, devices: Any) -> dict[str, Any]:
+    """Compiles one step and returns what it sends, in bytes for each device."""
+    width = 2 if platform == "tpu" else 4
+    sizes = dataclasses.replace(base, compute_bytes=width, **row.changes)
+    from shardlib.explain.program import axes_text, read_program
+
+    compiled, mesh = compile_step(row, sizes, platform, devices)
+    report = read_program(compiled, mesh)
+    large = [c for c in report.collectives if c.bytes > SMALL_BYTES]
+    small = [c for c in report.collectives if c.bytes <= SMALL_BYTES]
+    form = sent_bytes(sizes, strategy(row, dict(mesh.shape)))
+    by_axis: dict[str, float] = {}
+    for c in large:
+        axes = axes_text(c.mesh_axes)
+        by_axis[axes] = by_axis.get(axes, 0.0) + c.folded_bytes
+    folded = sum(by_axis.values())
+    return {
+        "row": name,
+        "mesh": row.mesh,
+        "rules": row.rules,
+        "platform": platform,
+        "sent": sum(c.sent_bytes for c in large),
+        "folded": folded,
+        "closed_form": sum(form.values()),
+        "ratio": round(folded / sum(form.values()), 4),
+        "by_axis": by_axis,
+        "closed_form_by_axis": form,
+        "small_count": sum(c.count for c in small),
+        "small": sum(c.sent_bytes for c in small),
+        "why": excess(row, platform, large),
+        "trips_known": all(c.trips_known for c in report.collectives),
+    }
+
+
+def strategy(row: Row, mesh: dict[str, int]) -> Strategy:
+    return Strategy(mesh, row.zero, row.shared, row.microbatches)
+
+
+def compile_step(row: Row, sizes: Sizes, platform: str, devices: Any) -> tuple[Any, Any]:
+    """Returns the compiled step of a row, and its mesh."""
+    import jax
+    import optax
+
+    import shardlib as sl
+    from shardlib.registry import DataSpec
+    from shardlib.train.reduction import ReductionConfig
+    from shardlib_models.transformer import loss, make
+
+    mesh = sl.make_mesh(row.mesh, devices=devices)
+    policy = "bf16" if sizes.compute_bytes == 2 else "f32"
+    config, data = model_config(row, sizes), DataSpec(sizes.vocab, sizes.length)
+    with sl.use(mesh, sl.rules.preset(row.rules)):
+        optimizer = optax.sgd(1e-3, momentum=0.9)
+        state = sl.abstract_state(
+            lambda rngs: make(config, data, rngs), optimizer, precision=policy
+        )
+    step = sl.make_train_step(
+        lambda model, batch, rng: loss(model, batch, rng, train=True),
+        microbatches=row.microbatches,
+        reduction=ReductionConfig(dtype=row.reduction) if row.reduction else None,  # type: ignore[arg-type]
+        precision=policy,
+        batch_axes=dict.fromkeys(("tokens", "targets"), ("batch", "length")),
+    )
+    tokens = jax.ShapeDtypeStruct((sizes.batch, sizes.length), "int32")
+    lowered = step.lower(state, {"tokens": tokens, "targets": tokens})
+    return lowered.compile(compiler_options=TPU_OPTIONS if platform == "tpu" else None), mesh
+
+
+def model_config(row: Row, sizes: Sizes) -> Any:
+    from shardlib_models.moe import MoEConfig
+    from shardlib_models.transformer_config import TransformerConfig
+
+    experts = None
+    if sizes.experts:
+        experts = MoEConfig(
+            num_experts=sizes.experts,
+            experts_per_token=sizes.experts_per_token,
+            mlp_dim=sizes.mlp,
+            capacity_factor=1.0,
+            **row.experts,
+        )
+    return TransformerConfig(
+        num_layers=sizes.layers,
+        embed_dim=sizes.embed,
+        num_heads=sizes.heads,
+        num_kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        mlp_dim=sizes.mlp,
+        moe=experts,
+        # The back end decides nothing that travels, except that a ring and a gather have their own.
+        attention="auto" if "context" in row.mesh and row.shared != "ulysses" else "xla",
+        context=row.shared,
+    )
+
+
+def excess(row: Row, platform: str, collectives: list[Any]) -> str:
+    """Returns why a program sends more than the closed form."""
+    said = [row.why.get(platform, ""), row.why.get("all", "")]
+    saved = {"sliced": 0.0, "added": 0.0}
+    for c in collectives:
+        for shape, fate in zip(c.shapes, c.fates, strict=False):
+            if fate in saved:
+                share = c.count * bytes_of(shape) * (c.group_size - 1) / c.group_size
+                saved[fate] += share * (1 if fate == "sliced" else 2)
+    if saved["sliced"]:
+        said.append(f"{saved['sliced'] / 1e6:.0f} MB sent are all-reduces of which a part is read")
+    if saved["added"]:
+        said.append(f"{saved['added'] / 1e6:.0f} MB are all-reduces that are only added up")
+    return "; ".join(filter(None, said))
+
+
+def bytes_of(shape: str) -> int:
+    from shardlib.explain.hlo import array_bytes
+
+    return array_bytes(shape)
+
+
+COLUMNS = "{:17} {:24} {:9} {:4} {:>9} {:>9} {:>11} {:>6}  {:>12}  {}"
+HEAD = COLUMNS.format(
+    *("row", "mesh", "rules", "on", "MB sent", "folded", "closed form", "ratio", "small", "why")
+)
+
+
+def line(row: dict[str, Any]) -> str:
+    """Returns a row as text, in megabytes."""
+    sent, folded, form = (row[key] / 1e6 for key in ("sent", "folded", "closed_form"))
+    by_axis = ", ".join(
+        f"{axis} {row['by_axis'].get(axis, 0.0) / 1e6:.1f}"
+        f" for {row['closed_form_by_axis'].get(axis, 0.0) / 1e6:.1f}"
+        for axis in dict.fromkeys([*row["by_axis"], *row["closed_form_by_axis"]])
+    )
+    why = by_axis if row["ratio"] != 1.0 else ""
+    why = "; ".join(filter(None, [why, row["why"]]))
+    if not row["trips_known"]:
+        why += "; some loops count once"
+    small = f"{row['small_count']}: {row['small'] / 1e6:.2f}"
+    return COLUMNS.format(
+        *(row["row"], row["mesh"], row["rules"], row["platform"], f"{sent:.1f}", f"{folded:.1f}"),
+        *(f"{form:.1f}", f"{row['ratio']:.3f}", small, why),
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,144 @@
+"""What becomes of the results of all-reduces: which are only cut, and which are only added up.
+
+XLA for accelerators turns an all-reduce of which each device keeps a part into a reduce-scatter,
+and a sum of all-reduces into an all-reduce of sums. XLA for CPU does neither. To compare what its
+programs send, this module finds both patterns in their text.
+
+Source: XLA's passes `ReduceScatterCreator` and `AllReduceReassociate`.
+"""
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from shardlib.explain.hlo import Instruction, Module, array_bytes, elements, split
+
+Fate = Literal["whole", "sliced", "added"]
+"""Of one array that an all-reduce returns: it is used as it is; each device uses its part only; or
+it goes into a sum of all-reduces, another array of which stands for all."""
+
+# What changes neither the values nor how many there are.
+_CARRIED = ("bitcast", "copy", "convert", "reshape", "transpose")
+
+Value = tuple[str, str]  # computation, instruction
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """The uses of values, through fusions."""
+
+    module: Module
+
+    @functools.cached_property
+    def _users(self) -> dict[Value, list[tuple[Instruction, int]]]:
+        users = collections.defaultdict(list)
+        for computation, instructions in self.module.computations.items():
+            for instruction in instructions:
+                for position, operand in enumerate(split(instruction.operands)):
+                    name = re.search(r"%?([\w.\-]+)$", operand)
+                    if name:
+                        users[computation, name[1]].append((instruction, position))
+        return dict(users)
+
+    def uses(self, value: Value) -> Iterator[tuple[str, Instruction]]:
+        """Yields the instructions that read a value, with their computations; what only carries it
+        on is passed through, and so are the borders of fusions."""
+        computation, _ = value
+        for instruction, position in self._users.get(value, []):
+            if instruction.opcode in _CARRIED:
+                yield from self.uses((computation, instruction.name))
+            elif instruction.opcode == "fusion":
+                called = instruction.attributes["calls"].lstrip("%")
+                yield from self.uses((called, self._parameter(called, position)))
+            else:
+                yield computation, instruction
+        body = self.module.computations[computation]
+        if body and body[-1].name == value[1]:
+            for where, caller in self.module.callers.get(computation, []):
+                if caller.opcode == "fusion":
+                    yield from self.uses((where, caller.name))
+                else:
+                    yield where, caller
+
+    def _parameter(self, computation: str, position: int) -> str:
+        return next(
+            i.name
+            for i in self.module.computations[computation]
+            if i.opcode == "parameter" and i.operands == str(position)
+        )
+
+    def results(self, computation: str, instruction: Instruction) -> list[list[Value]]:
+        """Returns, for each array that an instruction returns, the values that are it."""
+        shapes = elements(instruction.shape)
+        if len(shapes) == 1 and not instruction.shape.startswith("("):
+            return [[(computation, instruction.name)]]
+        values: list[list[Value]] = [[] for _ in shapes]
+        for user, _ in self._users.get((computation, instruction.name), []):
+            if user.opcode == "get-tuple-element":
+                values[int(user.attributes["index"])].append((computation, user.name))
+        return values
+
+
+def fates(
+    module: Module, all_reduces: list[tuple[str, Instruction, int]]
+) -> dict[tuple[str, str], tuple[Fate, ...]]:
+    """Returns what becomes of each array that all-reduces return, by computation and name.
+
+    Args:
+        module: The program.
+        all_reduces: Computation, instruction and devices in a group of each; those with the same
+            groups, since only such can be added up before they are reduced.
+    """
+    flow = Flow(module)
+    found: dict[tuple[str, str], list[Fate]] = {}
+    pending: list[_Sum] = []
+    for computation, instruction, devices in all_reduces:
+        results = flow.results(computation, instruction)
+        found[computation, instruction.name] = ["whole"] * len(results)
+        for index, values in enumerate(results):
+            shape = elements(instruction.shape)[index]
+            uses = [use for value in values for use in flow.uses(value)]
+            where = (computation, instruction.name, index)
+            pending.append(_Sum([where], array_bytes(shape) // max(devices, 1), uses))
+    for total in _added_up(flow, pending):
+        computation, name, index = total.members[0]
+        if total.uses and all(_is_part(use, total.part_bytes) for _, use in total.uses):
+            found[computation, name][index] = "sliced"
+        for computation, name, index in total.members[1:]:
+            found[computation, name][index] = "added"
+    return {key: tuple(value) for key, value in found.items()}
+
+
+@dataclasses.dataclass
+class _Sum:
+    """Arrays of all-reduces that are added up, the bytes of a device's part, and the uses."""
+
+    members: list[tuple[str, str, int]]
+    part_bytes: int
+    uses: list[tuple[str, Instruction]]
+
+
+def _added_up(flow: Flow, sums: list[_Sum]) -> list[_Sum]:
+    """Joins pairs that are used by one addition and nothing else, until there are none."""
+    while True:
+        by_addition: dict[Value, list[_Sum]] = collections.defaultdict(list)
+        for total in sums:
+            if len(total.uses) == 1 and total.uses[0][1].opcode == "add":
+                where, addition = total.uses[0]
+                by_addition[where, addition.name].append(total)
+        pairs = [(at, pair) for at, pair in by_addition.items() if len(pair) == 2]
+        if not pairs:
+            return sums
+        for at, (left, right) in pairs:
+            sums = [total for total in sums if total is not left and total is not right]
+            members = left.members + right.members
+            sums.append(_Sum(members, left.part_bytes, list(flow.uses(at))))
+
+
+def _is_part(use: Instruction, part_bytes: int) -> bool:
+    # In another dtype the part has other bytes, but no more than twice the width.
+    size = array_bytes(use.shape)
+    return use.opcode == "dynamic-slice" and size in (part_bytes // 2, part_bytes, part_bytes * 2)
