@@ -8,13 +8,14 @@ closed forms of `closed_forms.py`.
     python benchmarks/collectives.py
     python benchmarks/collectives.py --rows fsdp,tensor --platforms cpu
 
-`MB sent` is what the program's own collectives send. `folded` counts an all-reduce of which each
-device reads its part as the reduce-scatter that it would be, and a sum of all-reduces as one: XLA
-for CPU does neither, XLA for accelerators both, so that for a TPU the columns agree. `ratio` is
-`folded` over `closed form`, and where it is not 1, the last columns tell which axes differ and why.
-`small` are collectives of single numbers and of statistics of positions, which no form counts.
+`sent` is what the program's own collectives send, in MB, with its ratio to the closed form.
+`folded` counts an all-reduce of which each device reads its part as the reduce-scatter that it
+would be, and a sum of all-reduces as one: XLA for CPU makes neither of the two, so there `folded`
+is what tells whether the strategy is right. Where a ratio is not 1, the last columns tell which
+axes differ and why. `small` are collectives of single numbers and of statistics of positions, which
+no form counts: how many, and MB.
 
-The last line is JSON: the rows, and their largest ratio by platform.
+The last line is JSON: the rows, and by platform the largest ratio of what counts there.
 """
 
 import argparse
@@ -26,6 +27,8 @@ import sys
 from typing import Any
 
 from closed_forms import Shared, Sizes, Strategy, Zero, sent_bytes
+
+COUNTS = {"cpu": "folded_ratio", "tpu": "ratio"}
 
 SMALL_BYTES = 2**18
 """A statistic of the positions on a device, such as the sum of a softmax, is no larger."""
@@ -59,24 +62,32 @@ EXPERTS = {"experts": 8, "mlp": 1024}
 # Where a gradient is summed over several axes, XLA cuts that of a matmul before it goes on to the
 # next axis, and that of a lookup, a scatter, behind all of them.
 LOOKUP = {"all": "the embedding's gradient is summed whole over all axes before fsdp cuts it"}
-PADDED = {"cpu": "exchanges are padded to the most that two devices can send each other"}
+PADDED = {"all": "exchanges have room for the most that devices can send each other"}
+IDLE = {"all": "stages send in every turn, also in the 2 (stages - 1) that fill and drain them"}
+WHOLE = {"all": "stage 1 keeps whole gradients, so they are all-reduced, and only then cut"}
 
 ROWS = {
     "data": Row("data=8"),
-    "zero1": Row("fsdp=8", "zero1", zero=1),
+    "zero1": Row("fsdp=8", "zero1", zero=1, why=WHOLE),
     "zero2": Row("fsdp=8", "zero2", zero=2),
     "fsdp": Row("fsdp=8"),
     "hybrid": Row("data=2,fsdp=4", why=LOOKUP),
     "tensor": Row("tensor=8"),
     "tensor_sequence": Row("tensor=8", "sequence"),
     "shared_heads": Row("tensor=8", "sequence", changes={"kv_heads": 2}),
-    "context_ring": Row("context=8"),
+    "context_ring": Row("context=8", why={"all": "gradients of keys and values make n hops"}),
     "context_gather": Row("context=8", shared="gather"),
     "context_ulysses": Row("context=8", shared="ulysses"),
     "expert": Row("expert=8", changes=EXPERTS, experts={"dispatch": "capacity"}),
     "expert_dropless": Row("expert=8", changes=EXPERTS, why=PADDED),
-    "stage": Row("stage=8", microbatches=16, changes={"layers": 8}),
-    "stage_data": Row("stage=4,data=2", microbatches=16, reduction="f32"),
+    "stage": Row("stage=8", microbatches=128, changes={"layers": 8, "batch": 128}, why=IDLE),
+    "stage_data": Row(
+        "stage=4,data=2",
+        microbatches=32,
+        reduction="f32",
+        changes={"batch": 64},
+        why={"all": f"{IDLE['all']}; embedding and head are summed over stages, then over data"},
+    ),
     "fsdp_tensor": Row("fsdp=2,tensor=4", "sequence"),
     "data_fsdp_tensor": Row("data=2,fsdp=2,tensor=2", "sequence", why=LOOKUP),
     "fsdp_context": Row("fsdp=4,context=2", why=LOOKUP),
@@ -110,7 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     worst = {
         f"largest_ratio_{platform}": max(ratios)
         for platform in flags.platforms.split(",")
-        if (ratios := [row["ratio"] for row in found if row["platform"] == platform])
+        if (ratios := [row[COUNTS[platform]] for row in found if row["platform"] == platform])
     }
     print(json.dumps({"rows": found, **worst}))
 
@@ -151,21 +162,22 @@ def measure(name: str, row: Row, base: Sizes, platform: str, devices: Any) -> di
     large = [c for c in report.collectives if c.bytes > SMALL_BYTES]
     small = [c for c in report.collectives if c.bytes <= SMALL_BYTES]
     form = sent_bytes(sizes, strategy(row, dict(mesh.shape)))
-    by_axis: dict[str, float] = {}
+    found: dict[str, float] = {}
     for c in large:
         axes = axes_text(c.mesh_axes)
-        by_axis[axes] = by_axis.get(axes, 0.0) + c.folded_bytes
-    folded = sum(by_axis.values())
+        found[axes] = found.get(axes, 0.0) + c.folded_bytes
+    sent, folded = sum(c.sent_bytes for c in large), sum(found.values())
     return {
         "row": name,
         "mesh": row.mesh,
         "rules": row.rules,
         "platform": platform,
-        "sent": sum(c.sent_bytes for c in large),
+        "sent": sent,
         "folded": folded,
         "closed_form": sum(form.values()),
-        "ratio": round(folded / sum(form.values()), 4),
-        "by_axis": by_axis,
+        "ratio": round(sent / sum(form.values()), 4),
+        "folded_ratio": round(folded / sum(form.values()), 4),
+        "by_axis": found,
         "closed_form_by_axis": form,
         "small_count": sum(c.count for c in small),
         "small": sum(c.sent_bytes for c in small),
@@ -257,28 +269,31 @@ def bytes_of(shape: str) -> int:
     return array_bytes(shape)
 
 
-COLUMNS = "{:17} {:24} {:9} {:4} {:>9} {:>9} {:>11} {:>6}  {:>12}  {}"
+COLUMNS = "{:17} {:24} {:9} {:4} {:>11} {:>9} {:>6} {:>9} {:>6} {:>10}  {}"
 HEAD = COLUMNS.format(
-    *("row", "mesh", "rules", "on", "MB sent", "folded", "closed form", "ratio", "small", "why")
+    *("row", "mesh", "rules", "on", "closed form", "sent", "ratio", "folded", "ratio", "small"),
+    "by axis, and why",
 )
 
 
 def line(row: dict[str, Any]) -> str:
     """Returns a row as text, in megabytes."""
-    sent, folded, form = (row[key] / 1e6 for key in ("sent", "folded", "closed_form"))
-    by_axis = ", ".join(
-        f"{axis} {row['by_axis'].get(axis, 0.0) / 1e6:.1f}"
-        f" for {row['closed_form_by_axis'].get(axis, 0.0) / 1e6:.1f}"
-        for axis in dict.fromkeys([*row["by_axis"], *row["closed_form_by_axis"]])
-    )
-    why = by_axis if row["ratio"] != 1.0 else ""
-    why = "; ".join(filter(None, [why, row["why"]]))
-    if not row["trips_known"]:
-        why += "; some loops count once"
+    form, sent, folded = (f"{row[key] / 1e6:.1f}" for key in ("closed_form", "sent", "folded"))
+    ratio, folded_ratio = (f"{row[key]:.3f}" for key in ("ratio", "folded_ratio"))
     small = f"{row['small_count']}: {row['small'] / 1e6:.2f}"
-    return COLUMNS.format(
-        *(row["row"], row["mesh"], row["rules"], row["platform"], f"{sent:.1f}", f"{folded:.1f}"),
-        *(f"{form:.1f}", f"{row['ratio']:.3f}", small, why),
+    strategy = (row["row"], row["mesh"], row["rules"], row["platform"])
+    notes = [] if row["folded_ratio"] == 1.0 else [by_axis(row)]
+    notes += [row["why"], "" if row["trips_known"] else "some loops count once"]
+    figures = (form, sent, ratio, folded, folded_ratio, small)
+    return COLUMNS.format(*strategy, *figures, "; ".join(filter(None, notes)))
+
+
+def by_axis(row: dict[str, Any]) -> str:
+    """Returns what is folded over each axis beside what the form says."""
+    found, form = row["by_axis"], row["closed_form_by_axis"]
+    return ", ".join(
+        f"{axis} {found.get(axis, 0.0) / 1e6:.1f} for {form.get(axis, 0.0) / 1e6:.1f}"
+        for axis in dict.fromkeys([*found, *form])
     )
 
 

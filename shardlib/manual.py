@@ -15,6 +15,9 @@ from shardlib.errors import MeshError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# A failed check in XLA's sharding export, seen with jaxlib 0.12 and not with 0.10.
+NESTS_IN_MESH_ORDER_ONLY = jax.__version_info__ >= (0, 11)
+
 
 def axis_size(name: str) -> int:
     """Returns the devices along a mesh axis that is left to the compiler here.
@@ -37,7 +40,8 @@ def manual(fn: F, axes: tuple[str, ...], in_specs: Any, out_specs: Any) -> F:
         out_specs: The same for the results. A result said to be replicated must be so.
 
     Raises:
-        MeshError: Outside of `sl.use`, or if an axis is not there or is manual already.
+        MeshError: Outside of `sl.use`, if an axis is not there or is manual already, or if a region
+            around handles a later axis of the mesh and this jax cannot compile that.
     """
     scope = active()
     if scope is None:
@@ -52,6 +56,7 @@ def manual(fn: F, axes: tuple[str, ...], in_specs: Any, out_specs: Any) -> F:
             f"mesh axes {', '.join(absent)} cannot be handled by hand: they are not in the mesh, "
             f"or are already.\n  Choose among {', '.join(free) or 'none'}."
         )
+    _check_order(list(scope.sizes), axes)
     return jax.shard_map(  # type: ignore[return-value]
         fn,
         mesh=scope.mesh_here,
@@ -60,3 +65,17 @@ def manual(fn: F, axes: tuple[str, ...], in_specs: Any, out_specs: Any) -> F:
         axis_names=set(axes),
         check_vma=False,
     )
+
+
+def _check_order(names: list[str], axes: tuple[str, ...]) -> None:
+    """Refuses what would end the process: XLA wants nested manual axes in the order of the mesh."""
+    first = min(map(names.index, axes))
+    later = [name for name in manual_axes() if names.index(name) > first]
+    if later and NESTS_IN_MESH_ORDER_ONLY:
+        raise MeshError(
+            f"a region over {', '.join(axes)} stands inside of one over {', '.join(later)}, which "
+            f"comes later in the mesh; the compiler of jax {jax.__version__} ends the process "
+            "there.\n"
+            "  Leave the outer region out (reduction or local SGD by hand over "
+            f"{', '.join(later)}), or use jax 0.10."
+        )

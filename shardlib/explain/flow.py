@@ -10,11 +10,12 @@ Source: XLA's passes `ReduceScatterCreator` and `AllReduceReassociate`.
 import collections
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterator
 from typing import Literal
 
-from shardlib.explain.hlo import Instruction, Module, array_bytes, elements, split
+from shardlib.explain.hlo import Instruction, Module, arrays, elements, split
 
 Fate = Literal["whole", "sliced", "added"]
 """Of one array that an all-reduce returns: it is used as it is; each device uses its part only; or
@@ -102,10 +103,10 @@ def fates(
             shape = elements(instruction.shape)[index]
             uses = [use for value in values for use in flow.uses(value)]
             where = (computation, instruction.name, index)
-            pending.append(_Sum([where], array_bytes(shape) // max(devices, 1), uses))
+            pending.append(_Sum([where], _count(shape) // max(devices, 1), uses))
     for total in _added_up(flow, pending):
         computation, name, index = total.members[0]
-        if total.uses and all(_is_part(use, total.part_bytes) for _, use in total.uses):
+        if total.uses and all(_is_part(use, total.part) for _, use in total.uses):
             found[computation, name][index] = "sliced"
         for computation, name, index in total.members[1:]:
             found[computation, name][index] = "added"
@@ -114,31 +115,39 @@ def fates(
 
 @dataclasses.dataclass
 class _Sum:
-    """Arrays of all-reduces that are added up, the bytes of a device's part, and the uses."""
+    """Arrays of all-reduces that are added up, the elements of a device's part, and the uses."""
 
     members: list[tuple[str, str, int]]
-    part_bytes: int
+    part: int
     uses: list[tuple[str, Instruction]]
 
 
 def _added_up(flow: Flow, sums: list[_Sum]) -> list[_Sum]:
-    """Joins pairs that are used by one addition and nothing else, until there are none."""
+    """Joins pairs that are used in the same additions and nowhere else, until there are none.
+
+    There may be several: fusions repeat an addition where that is cheaper than to keep its result.
+    """
     while True:
-        by_addition: dict[Value, list[_Sum]] = collections.defaultdict(list)
+        by_additions: dict[frozenset[Value], list[_Sum]] = collections.defaultdict(list)
         for total in sums:
-            if len(total.uses) == 1 and total.uses[0][1].opcode == "add":
-                where, addition = total.uses[0]
-                by_addition[where, addition.name].append(total)
-        pairs = [(at, pair) for at, pair in by_addition.items() if len(pair) == 2]
+            if total.uses and all(use.opcode == "add" for _, use in total.uses):
+                additions = frozenset((where, use.name) for where, use in total.uses)
+                by_additions[additions].append(total)
+        pairs = [(at, pair) for at, pair in by_additions.items() if len(pair) == 2]
         if not pairs:
             return sums
-        for at, (left, right) in pairs:
+        for additions, (left, right) in pairs:
             sums = [total for total in sums if total is not left and total is not right]
-            members = left.members + right.members
-            sums.append(_Sum(members, left.part_bytes, list(flow.uses(at))))
+            uses = [use for addition in additions for use in flow.uses(addition)]
+            sums.append(_Sum(left.members + right.members, left.part, uses))
 
 
-def _is_part(use: Instruction, part_bytes: int) -> bool:
-    # In another dtype the part has other bytes, but no more than twice the width.
-    size = array_bytes(use.shape)
-    return use.opcode == "dynamic-slice" and size in (part_bytes // 2, part_bytes, part_bytes * 2)
+def _is_part(use: Instruction, part: int) -> bool:
+    return use.opcode == "dynamic-slice" and _count(use.shape) == part
+
+
+def _count(shape: str) -> int:
+    """The elements of an array."""
+    (array,) = arrays(shape)
+    dims = array[array.index("[") + 1 : -1]
+    return math.prod(int(dim) for dim in dims.split(",") if dim)

@@ -230,7 +230,7 @@ def _attributes(text: str) -> Iterator[tuple[str, str]]:
     """Yields attributes by name; a part without a name belongs to the one before it."""
     key, value = "", ""
     for part in split(text):
-        named = re.match(r"([a-z_]+)=", part)
+        named = re.match(r"([a-z_-]+)=", part)
         # `replica_groups=mesh['x'=2], device_ids=(0,1) {'x'}` is one attribute.
         if named and named[1] != "device_ids":
             if key:

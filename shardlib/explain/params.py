@@ -21,7 +21,8 @@ class Row:
     of size 1, which shard nothing. `copies` is the number of devices that hold each byte;
     `replicated_bytes` counts, over all devices, what is held beyond a first copy. `asked_for` says
     whether the rules want the leaf to be as replicated as it is; `fell_back`, whether a dim that
-    does not divide is what kept it from being sharded further.
+    does not divide is what kept it from being sharded further. `memory_kind` is None for the
+    devices' own memory; in host memory `bytes_per_device` are each device's share of it.
     """
 
     section: str
@@ -39,6 +40,7 @@ class Row:
     copies: int
     asked_for: bool
     fell_back: bool
+    memory_kind: str | None = None
 
     @property
     def replicated_bytes(self) -> int:
@@ -71,8 +73,19 @@ class ParamsReport:
         return sum(r.bytes_total for r in self.rows if section in (None, r.section))
 
     def bytes_per_device(self, section: str | None = None) -> int:
-        """Returns the bytes that each device holds."""
-        return sum(r.bytes_per_device for r in self.rows if section in (None, r.section))
+        """Returns the bytes that each device holds in its own memory."""
+        return self._share(section, in_host=False)
+
+    def host_bytes_per_device(self, section: str | None = None) -> int:
+        """Returns the bytes that each device has in the memory of its host."""
+        return self._share(section, in_host=True)
+
+    def _share(self, section: str | None, *, in_host: bool) -> int:
+        return sum(
+            row.bytes_per_device
+            for row in self.rows
+            if section in (None, row.section) and (row.memory_kind is not None) == in_host
+        )
 
     def num_params(self) -> int:
         """Returns the number of trained scalars."""
@@ -136,7 +149,9 @@ class ParamsReport:
             total, each = self.total_bytes(section), self.bytes_per_device(section)
             if total:
                 name = section.replace("_", " ")
-                yield f"{name}: {bytes_text(total)} in all, {bytes_text(each)} on each device"
+                host = self.host_bytes_per_device(section)
+                rest = f", {bytes_text(host)} for each in host memory" if host else ""
+                yield f"{name}: {bytes_text(total)} in all, {bytes_text(each)} on each device{rest}"
         yield f"state: {bytes_text(self.bytes_per_device())} on each device"
         if self.unused_paths:
             yield f"path rules that no parameter matched: {', '.join(self.unused_paths)}"
@@ -192,6 +207,7 @@ def _row(section: str, placement: Placement, sizes: Mapping[str, int], num_devic
         num_devices // shards,
         asked_for=placement.asked_for,
         fell_back=any(choice.fell_back for choice in choices),
+        memory_kind=placement.memory_kind,
     )
 
 
@@ -229,7 +245,7 @@ def _cells(row: Row) -> list[str]:
         ", ".join(name or "-" for name in row.logical_axes or ()) or "-",
         spec_text(row.spec),
         "\n".join(why),
-        bytes_text(row.bytes_per_device),
+        bytes_text(row.bytes_per_device) + (" (host)" if row.memory_kind else ""),
         bytes_text(row.replicated_bytes) if row.copies > 1 else "-",
     ]
 

@@ -1,10 +1,6 @@
 """Pipeline parallelism: schedules as data, and one program that runs any of them."""
 
 from shardlib.pipeline.config import PipelineConfig as PipelineConfig
-from shardlib.pipeline.execute import Cut as Cut
-from shardlib.pipeline.execute import Part as Part
-from shardlib.pipeline.schedules import SCHEDULES as SCHEDULES
-from shardlib.pipeline.schedules import Schedule as Schedule
 from shardlib.pipeline.schedules import bubble_fraction as bubble_fraction
 from shardlib.pipeline.schedules import forward_schedule as forward_schedule
 from shardlib.pipeline.schedules import make_schedule as make_schedule

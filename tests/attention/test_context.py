@@ -11,12 +11,9 @@ from jax.sharding import PartitionSpec as P
 import shardlib as sl
 from shardlib import remat
 from shardlib.attention import attend, sight, unzigzag, zigzag
-from shardlib.attention.blockwise import blockwise
-from shardlib.attention.gather import gathered_attention
 from shardlib.attention.region import in_region
 from shardlib.attention.ring import ring_attention
 from shardlib.attention.sight import Sight
-from shardlib.attention.ulysses import ulysses_attention
 from shardlib.manual import manual
 
 BATCH, LENGTH, HEADS, DIM = 2, 32, 8, 8
@@ -134,19 +131,12 @@ def test_inside_of_a_region_over_another_axis(method):
     assert_same(found, expected("packed", 4))
 
 
-@pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
-def test_inside_of_a_pipeline_stage(method):
-    """Stages of a region over `stage` hold different rows, as microbatches in flight do."""
-    shares = {
-        "ring": functools.partial(ring_attention, sight=Sight(), order="contiguous"),
-        "gather": functools.partial(gathered_attention, sight=Sight(), order="contiguous"),
-        "ulysses": functools.partial(
-            ulysses_attention, functools.partial(blockwise, sight=Sight()), order="contiguous"
-        ),
-    }
+def test_a_ring_inside_of_a_region_over_stages():
+    """Each stage runs a ring of its own, on rows of its own."""
+    ring = functools.partial(ring_attention, sight=Sight(), order="contiguous")
 
     def loss(arrays, weights):
-        y = in_region(shares[method], *arrays, (None, None), over_context=True)
+        y = in_region(ring, *arrays, (None, None), over_context=True)
         return jnp.sum(y * weights), y
 
     def region(query, key, value, weights):
@@ -157,6 +147,24 @@ def test_inside_of_a_pipeline_stage(method):
         rows = P("stage")
         found = jax.jit(manual(region, ("stage",), (rows,) * 4, (rows,) * 4))(*inputs(2))
     assert_same(found, expected("causal", 2))
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_one_pipeline_stage_computes_while_another_idles(method):
+    order = "zigzag" if method == "gather" else "contiguous"
+
+    def idle(*arrays):
+        return tuple(map(jnp.zeros_like, (arrays[0], *arrays[:3])))
+
+    def region(*arrays):
+        works = jax.lax.axis_index("stage") == 0
+        return jax.lax.cond(works, graded(order, context=method), idle, *arrays)
+
+    with sl.use(sl.make_mesh("stage=2,context=2,tensor=2"), sl.rules.STANDARD):
+        rows = P("stage")
+        found = jax.jit(manual(region, ("stage",), (rows,) * 4, (rows,) * 4))(*inputs(2))
+    assert_same([x[:1] for x in found], [x[:1] for x in expected("causal", 2)])
+    assert not any(np.any(x[1:]) for x in found)
 
 
 def test_gradients_of_replicated_key_value_heads_under_remat():

@@ -43,7 +43,7 @@ EXPECTED = {
     },
     # Gradients are summed, and each device's share of the update is gathered.
     "transformer fsdp=8 zero1": {("all-reduce", "fsdp"), ("all-gather", "fsdp")},
-    "transformer context=4,tensor=2 context=ulysses": {
+    "transformer context=4,tensor=2 ulysses": {
         ("all-to-all", "context"),
         ("all-gather", "context"),
         ("all-reduce", "context"),

@@ -365,3 +365,83 @@ def test_text_that_is_no_program():
     module = parse("nonsense\n  %x = \n  %y = f32[2] add(%a\nENTRY %e () -> f32[] {\n  %z = ]\n}")
     assert module.entry == "e"
     assert module.computations == {"e": ()}
+
+
+FOLDED = """HloModule jit_step, num_partitions=8
+
+%cut (p.1: f32[64,8], i.1: s32[]) -> f32[8,8] {
+  %p.1 = f32[64,8]{1,0} parameter(0)
+  %i.1 = s32[] parameter(1)
+  %part = f32[8,8]{1,0} dynamic-slice(%p.1, %i.1, %i.1), dynamic_slice_sizes={8,8}
+  ROOT %twice = f32[8,8]{1,0} add(%part, %part)
+}
+
+%sum_and_cut (a.1: f32[64,8], b.1: f32[64,8], i.2: s32[]) -> bf16[8,8] {
+  %a.1 = f32[64,8]{1,0} parameter(0)
+  %b.1 = f32[64,8]{1,0} parameter(1)
+  %i.2 = s32[] parameter(2)
+  %sum.1 = f32[64,8]{1,0} add(%a.1, %b.1)
+  %narrow = bf16[64,8]{1,0} convert(%sum.1)
+  ROOT %part.2 = bf16[8,8]{1,0} dynamic-slice(%narrow, %i.2, %i.2), dynamic_slice_sizes={8,8}
+}
+
+ENTRY %main (p0: f32[64,8]) -> f32[8,8] {
+  %cut.me = f32[64,8]{1,0} all-reduce(%p0), channel_id=1, replica_groups=[1,8]<=[8], \
+use_global_device_ids=true, to_apply=%add
+  %one = f32[8,8]{1,0} fusion(%cut.me, %i), kind=kLoop, calls=%cut, control-predecessors={%p0}
+  %pair = (f32[64,8]{1,0}, f32[64,8]{1,0}) all-reduce(%p0, %p0), channel_id=2, \
+replica_groups=[1,8]<=[8], use_global_device_ids=true, to_apply=%add
+  %a = f32[64,8]{1,0} get-tuple-element(%pair), index=0
+  %b = f32[64,8]{1,0} get-tuple-element(%pair), index=1
+  %two = bf16[8,8]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%sum_and_cut
+  %kept = f32[64,8]{1,0} all-reduce(%p0), channel_id=3, replica_groups=[1,8]<=[8], \
+use_global_device_ids=true, to_apply=%add
+  %three = f32[8,8]{1,0} fusion(%kept, %i), kind=kLoop, calls=%cut
+  %norm = f32[] reduce(%kept, %zero), dimensions={0,1}, to_apply=%add
+  %half = f32[64,8]{1,0} all-reduce(%p0), channel_id=4, replica_groups=[2,4]<=[8], \
+use_global_device_ids=true, to_apply=%add
+  ROOT %out = f32[8,8]{1,0} fusion(%half, %i), kind=kLoop, calls=%cut
+}
+"""
+
+
+def test_all_reduces_that_are_cut_or_added_up():
+    report = read_program(FOLDED, {"data": 2, "tensor": 4})
+    found = {c.name: (c.mesh_axes, c.group_size, c.fates) for c in report.collectives}
+    assert found == {
+        "cut.me": (("data", "tensor"), 8, ("sliced",)),
+        "pair": (("data", "tensor"), 8, ("sliced", "added")),
+        # Read as a whole too, or cut in more parts than devices that reduce it.
+        "kept": (("data", "tensor"), 8, ("whole",)),
+        "half": (("tensor",), 4, ("whole",)),
+    }
+    bytes_of_one = 64 * 8 * 4
+    sent = {
+        c.name: (c.sent_bytes / bytes_of_one, c.folded_bytes / bytes_of_one)
+        for c in report.collectives
+    }
+    assert sent == {
+        "cut.me": (2 * 7 / 8, 7 / 8),
+        "pair": (2 * 2 * 7 / 8, 7 / 8),
+        "kept": (2 * 7 / 8, 2 * 7 / 8),
+        "half": (2 * 3 / 4, 2 * 3 / 4),
+    }
+
+
+def test_a_program_for_the_cpu_is_folded():
+    mesh = make_mesh(fsdp=8)
+    report = read_program(compile_step(mesh), mesh)
+    folded = sum(c.folded_bytes for c in report.collectives if c.bytes > 4)
+    # Gathered twice, and reduced and scattered once.
+    assert folded == 3 * 2 * LAYERS * MATRIX * 7 / 8
+    assert sum(c.sent_bytes for c in report.collectives if c.bytes > 4) == folded * 4 / 3
+
+
+def test_groups_along_a_part_of_an_axis_are_that_axis():
+    text = "replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true"
+    program = (
+        "ENTRY %main (p: f32[2]) -> f32[2] {\n"
+        f"  ROOT %r = f32[2]{{0}} all-reduce(%p), channel_id=1, {text}, to_apply=%add\n}}\n"
+    )
+    (found,) = collectives(program, {"tensor": 8})
+    assert (found.mesh_axes, found.group_size) == (("tensor",), 4)

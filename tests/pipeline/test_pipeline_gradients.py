@@ -8,7 +8,7 @@ import pytest
 from pipelines import Model, loss, make_batch, make_job
 
 import shardlib as sl
-from shardlib.manual import manual
+from shardlib.manual import NESTS_IN_MESH_ORDER_ONLY, manual
 from shardlib.paths import named_leaves
 from shardlib.pipeline import PipelineConfig, bubble_fraction
 from shardlib.train.pipelined import pipelined_gradients
@@ -112,6 +112,7 @@ def test_sums_without_gradients(mesh, config):
     assert_close(sums, expected().sums)
 
 
+@pytest.mark.skipif(NESTS_IN_MESH_ORDER_ONLY, reason="XLA of this jax cannot nest stage in data")
 def test_inside_of_another_region():
     """A pipeline in each of two data-parallel groups, which another engine handles by hand."""
     job = make_job("stage=2,data=2,tensor=2", num_layers=2)

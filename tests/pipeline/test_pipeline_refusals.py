@@ -9,7 +9,7 @@ from flax import nnx
 from pipelines import WIDTH, Layer, Model, loss, make_job, nll
 
 import shardlib as sl
-from shardlib.errors import ModelError
+from shardlib.errors import MeshError, ModelError
 from shardlib.pipeline import PipelineConfig
 from shardlib.stack import scan_layers
 
@@ -176,6 +176,25 @@ def test_a_mesh_without_stages():
     assert refusal(job) == (
         "there are no stages: the mesh has no axis `stage` of more than one device here.\n"
         "  Give the mesh stage=2 or more, or run without a pipeline."
+    )
+
+
+def test_stages_inside_of_a_region_over_a_later_axis(monkeypatch):
+    """Where the compiler cannot nest them; elsewhere it is right, as the gradients' test shows."""
+    monkeypatch.setattr("shardlib.manual.NESTS_IN_MESH_ORDER_ONLY", True)
+    job = make_job("stage=2,data=2", num_layers=2)
+    spec = jax.sharding.PartitionSpec
+
+    def group(batch):
+        params, model_state, _, key = job.arguments
+        return job.gradients(PipelineConfig(), 2)(params, model_state, batch, key).grads
+
+    with pytest.raises(MeshError) as raised, sl.use(job.mesh, sl.rules.STANDARD):
+        jax.jit(sl.manual.manual(group, ("data",), (spec("data"),), spec())).lower(job.batch)
+    assert str(raised.value) == (
+        "a region over stage stands inside of one over data, which comes later in the mesh; the "
+        f"compiler of jax {jax.__version__} ends the process there.\n"
+        "  Leave the outer region out (reduction or local SGD by hand over data), or use jax 0.10."
     )
 
 

@@ -157,6 +157,19 @@ def test_a_plan_without_devices():
     assert set(jax.tree.leaves(kinds(mu))) == {"pinned_host"}
 
 
+def test_explain_tells_host_memory_from_the_devices():
+    report = sl.explain(abstract(optax.adam(1e-2), offloads=True))
+    plain = sl.explain(abstract(optax.adam(1e-2), offloads=False))
+    count = 4
+    assert report.bytes_per_device("opt_state") == count
+    assert report.host_bytes_per_device("opt_state") == plain.bytes_per_device("opt_state") - count
+    assert plain.host_bytes_per_device() == 0
+    assert report.bytes_per_device("params") == plain.bytes_per_device("params")
+    assert "4 B on each device, 960 B for each in host memory" in str(report)
+    assert "(host)" in str(report)
+    assert "host" not in str(plain)
+
+
 def test_a_platform_without_host_memory_is_named():
     check_host_memory(sl.make_mesh("data=8"), "this")
     assert missing_host_memory("cpu", ["device", "pinned_host"], "this") is None
