@@ -131,13 +131,15 @@ def _routed(sizes: Sizes, how: Strategy) -> float:
 
 def _replicas(sizes: Sizes, how: Strategy) -> float:
     """All-reduces of gradients over devices that hold the same parameters; what `fsdp` has cut is
-    reduced by parts, and embedding and head over all stages, which each hold them."""
+    reduced by parts, and embedding and head over all stages, which each hold them. Those of several
+    microbatches were added up in float32, and travel so."""
+    width = sizes.compute_bytes if how.microbatches == 1 else FLOAT32
     layers, vocab = _dense(sizes, how)
     cut = how.size("fsdp")
     replicas, stages = how.size("data", "context", "expert"), how.size("stage")
     sent = 2 * _part(replicas) * layers + 2 * _part(replicas * stages) * vocab
     sent += 2 * _part(how.size("data", "context")) * _routed(sizes, how)
-    return sent / cut * sizes.compute_bytes
+    return sent / cut * width
 
 
 def _fsdp(sizes: Sizes, how: Strategy) -> float:

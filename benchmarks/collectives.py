@@ -62,9 +62,10 @@ EXPERTS = {"experts": 8, "mlp": 1024}
 # Where a gradient is summed over several axes, XLA cuts that of a matmul before it goes on to the
 # next axis, and that of a lookup, a scatter, behind all of them.
 LOOKUP = {"all": "the embedding's gradient is summed whole over all axes before fsdp cuts it"}
-PADDED = {"all": "exchanges have room for the most that devices can send each other"}
+PADDED = {"cpu": "exchanges are padded to the most that two devices can send each other"}
 IDLE = {"all": "stages send in every turn, also in the 2 (stages - 1) that fill and drain them"}
 WHOLE = {"all": "stage 1 keeps whole gradients, so they are all-reduced, and only then cut"}
+SCATTER = {"tpu": "of two reduce-scatters XLA makes one an all-reduce and a slice"}
 
 ROWS = {
     "data": Row("data=8"),
@@ -76,7 +77,7 @@ ROWS = {
     "tensor_sequence": Row("tensor=8", "sequence"),
     "shared_heads": Row("tensor=8", "sequence", changes={"kv_heads": 2}),
     "context_ring": Row("context=8", why={"all": "gradients of keys and values make n hops"}),
-    "context_gather": Row("context=8", shared="gather"),
+    "context_gather": Row("context=8", shared="gather", why=SCATTER),
     "context_ulysses": Row("context=8", shared="ulysses"),
     "expert": Row("expert=8", changes=EXPERTS, experts={"dispatch": "capacity"}),
     "expert_dropless": Row("expert=8", changes=EXPERTS, why=PADDED),

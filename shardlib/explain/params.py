@@ -245,7 +245,7 @@ def _cells(row: Row) -> list[str]:
         ", ".join(name or "-" for name in row.logical_axes or ()) or "-",
         spec_text(row.spec),
         "\n".join(why),
-        bytes_text(row.bytes_per_device) + (" (host)" if row.memory_kind else ""),
+        bytes_text(row.bytes_per_device),
         bytes_text(row.replicated_bytes) if row.copies > 1 else "-",
     ]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardlib.explain.flow import Fate, fates
 from shardlib.explain.groups import Groups, groups_of_axes, permuted_axes, read_groups
-from shardlib.explain.hlo import Instruction, Module, array_bytes, arrays, elements, parse
+from shardlib.explain.hlo import Instruction, Module, array_bytes, arrays, elements, parse, split
 from shardlib.mesh import mesh_sizes
 
 KINDS = (
@@ -34,7 +34,9 @@ class Collective:
         mesh_axes: The axes it runs over, in mesh order, or the one that it runs over a part of;
             empty when each device is alone in its group; None when its groups are neither.
         bytes: Bytes of the whole buffer on one device in one execution: what an all-gather
-            returns, a reduce-scatter takes, all others take and return.
+            returns, a reduce-scatter takes, all others take and return. Of a ragged exchange the
+            smaller of what is offered and the room for what arrives: it sends no more, in the mean
+            over devices.
         shapes: Arrays of that buffer as the program has them, such as `f32[4,8]`; of a
             reduce-scatter, of its result. Several when the compiler combined collectives.
         count: Executions in one run of the program, loop trips included.
@@ -279,6 +281,8 @@ def _collective(
         groups = read_groups(instruction, kind, math.prod(sizes.values()))
         axes = None if groups is None else axes_by_groups.get(groups)
         devices = len(next(iter(groups))) if groups else 0
+        if kind == "ragged-all-to-all":
+            size = min(size, _offered_bytes(module, computation, instruction) or size)
         if instruction.opcode.startswith("reduce-scatter"):
             size *= max(devices, 1)
     metadata = instruction.attributes.get("metadata", "")
@@ -296,6 +300,13 @@ def _collective(
         name=instruction.name,
         group_size=devices,
     )
+
+
+def _offered_bytes(module: Module, computation: str, instruction: Instruction) -> int:
+    """Returns the bytes of the first operand; 0 when its shape is not at hand."""
+    name = split(instruction.operands)[0].rpartition("%")[2]
+    shapes = {i.name: i.shape for i in module.computations[computation]}
+    return array_bytes(shapes.get(name, ""))
 
 
 def _result_shape(instruction: Instruction) -> str:

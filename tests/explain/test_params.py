@@ -196,6 +196,7 @@ def test_json():
         "copies": 1,
         "asked_for": False,
         "fell_back": False,
+        "memory_kind": None,
         "replicated_bytes": 0,
     }
 

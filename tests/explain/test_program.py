@@ -445,3 +445,16 @@ def test_groups_along_a_part_of_an_axis_are_that_axis():
     )
     (found,) = collectives(program, {"tensor": 8})
     assert (found.mesh_axes, found.group_size) == (("tensor",), 4)
+
+
+def test_a_ragged_exchange_sends_no_more_than_is_offered():
+    program = (
+        "ENTRY %main (p: f32[2]) -> f32[2] {\n"
+        "  %rows = f32[16,4]{1,0} parameter(0)\n"
+        "  %room = f32[64,4]{1,0} broadcast(%zero), dimensions={}\n"
+        "  ROOT %r = f32[64,4]{1,0} ragged-all-to-all(%rows, %room, %a, %b, %c, %d), channel_id=1, "
+        "replica_groups={{0,1,2,3}}\n}\n"
+    )
+    (found,) = collectives(program, {"expert": 4})
+    assert (found.bytes, found.shapes) == (16 * 4 * 4, ("f32[64,4]",))
+    assert found.sent_bytes == 3 / 4 * 16 * 4 * 4

@@ -166,7 +166,6 @@ def test_explain_tells_host_memory_from_the_devices():
     assert plain.host_bytes_per_device() == 0
     assert report.bytes_per_device("params") == plain.bytes_per_device("params")
     assert "4 B on each device, 960 B for each in host memory" in str(report)
-    assert "(host)" in str(report)
     assert "host" not in str(plain)
 
 
