@@ -139,7 +139,9 @@ def _train_share(config: RunConfig, sizes: dict[str, int]) -> tuple[str, int, in
     """What must fall evenly on the devices of a training batch: a microbatch, of each group."""
     train, groups = config.train, sizes.get("data", 1)
     parts = 1 if train.microbatches == "auto" else train.microbatches
-    if train.reduction.group_seconds is not None:
+    if train.local_sgd is not None:
+        parts, sizes = (train.local_sgd.groups or groups) * parts, {**sizes, "data": 1}
+    elif train.reduction.group_seconds is not None:
         parts, sizes = groups * parts, {**sizes, "data": 1}
     elif train.reduction.group_microbatches is not None:
         parts, sizes = sum(train.reduction.group_microbatches), {**sizes, "data": 1}

@@ -11,38 +11,46 @@ from shardlib.train.fit import fit_microbatches
 from shardlib.train.step import TrainStep
 
 
-def decide(parts: Setup, source: MapSource, saved: RunConfig | None) -> Setup:
+def as_recorded(config: RunConfig, saved: RunConfig | None) -> RunConfig:
+    """Returns a config in which what it leaves open is as the run that it continues has it."""
+    if saved is None:
+        return config
+    train, began = config.train, saved.train
+    if train.microbatches == AUTO:
+        train = dataclasses.replace(train, microbatches=began.microbatches)
+    if train.local_sgd and began.local_sgd and train.local_sgd.groups is None:
+        local = dataclasses.replace(train.local_sgd, groups=began.local_sgd.groups)
+        train = dataclasses.replace(train, local_sgd=local)
+    return dataclasses.replace(config, train=train)
+
+
+def decide(parts: Setup, source: MapSource, asked: RunConfig) -> Setup:
     """Returns the parts of a run whose config leaves nothing open; compiles steps to find out.
 
     Args:
         parts: The parts, of a config that may say `train.microbatches: auto`, or leave out
             `train.local_sgd.groups`.
         source: The training data.
-        saved: The config that the run was started with; None for a new run.
+        asked: The config before `as_recorded`.
 
     Raises:
         ConfigError: If microbatches are to be found for steps that take them otherwise.
         MeshError: If the step does not fit with any number of microbatches.
     """
-    return _microbatches(_groups(parts, saved), source, saved)
-
-
-def _groups(parts: Setup, saved: RunConfig | None) -> Setup:
     local = parts.config.train.local_sgd
-    if local is None or local.groups is not None:
-        return parts
-    started = saved.train.local_sgd.groups if saved and saved.train.local_sgd else None
-    groups = started or mesh_sizes(parts.scope.mesh).get("data", 1)
-    return _with(parts, local_sgd=dataclasses.replace(local, groups=groups))
+    if local is not None and local.groups is None:
+        groups = mesh_sizes(parts.scope.mesh).get("data", 1)
+        parts = _with(parts, local_sgd=dataclasses.replace(local, groups=groups))
+    if parts.config.train.microbatches == AUTO:
+        return _fitted(parts, source)
+    if asked.train.microbatches == AUTO:
+        reason = f"{parts.config.train.microbatches}: as the run began"
+        return _because(parts, "microbatches", reason)
+    return parts
 
 
-def _microbatches(parts: Setup, source: MapSource, saved: RunConfig | None) -> Setup:
+def _fitted(parts: Setup, source: MapSource) -> Setup:
     train = parts.config.train
-    if train.microbatches != AUTO:
-        return parts
-    if saved is not None and saved.train.microbatches != AUTO:
-        parts = _with(parts, microbatches=saved.train.microbatches)
-        return _because(parts, "microbatches", f"{saved.train.microbatches}: as the run began")
     if train.local_sgd or train.reduction.group_microbatches or train.reduction.group_seconds:
         raise ConfigError(
             "train.microbatches=auto cannot be found for groups that train apart or take unequal "

@@ -14,7 +14,7 @@ from shardlib.errors import DataError
 from shardlib.mesh import describe
 from shardlib.run.checks import check_activation_rules, check_config
 from shardlib.run.config import RunConfig, check_resumable
-from shardlib.run.decide import decide
+from shardlib.run.decide import as_recorded, decide
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
 from shardlib.run.log import RunLog
@@ -53,13 +53,14 @@ def train(config: RunConfig) -> TrainResult:
     directory = RunDirectory(config.run_dir)
     directory.check_writable()
     saved = directory.read_config()
+    asked, config = config, as_recorded(config, saved)
     if saved is not None:
         check_resumable(saved, config)
     group = start_devices(config)
     check_config(config, lambda: make_scope(config, jax.devices()))
     source = open_source(config, "train")
     held_out = None if config.eval.every_steps == 0 else open_source(config, "eval")
-    parts = decide(setup(config, source.spec, make_scope(config, jax.devices())), source, saved)
+    parts = decide(setup(config, source.spec, make_scope(config, jax.devices())), source, asked)
     config = parts.config
     step = _traced_step(parts, source)
     with RunCheckpoints(directory.checkpoints, config.checkpoint) as checkpoints:

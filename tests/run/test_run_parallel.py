@@ -1,0 +1,109 @@
+"""Runs over stages, unequal groups and groups that train apart, from a config alone."""
+
+import numpy as np
+import pytest
+
+from shardlib import run
+from shardlib.config import to_dict
+from shardlib.errors import ConfigError, MeshError, ModelError
+
+SHORT = ("train.steps=4", "optimizer.warmup_steps=1", "train.sample_length=0", "model.dropout=0")
+NO_EVAL = ("eval.every_steps=0",)
+# Sums in another order differ by float32 rounding, which four steps of training carry on.
+RELATIVE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def plain(lab, tmp_path_factory, losses_of):
+    """The losses and the evaluation of the run on one kind of mesh, in two microbatches."""
+    run_dir = tmp_path_factory.mktemp("plain") / "run"
+    result = run.train(lab.config(run_dir, *SHORT, "checkpoint.enabled=false"))
+    return losses_of(run_dir), result.evaluation
+
+
+@pytest.fixture(scope="module")
+def losses_of():
+    import json
+
+    def read(run_dir):
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    return read
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("mesh=stage=2,fsdp=2,tensor=2", "train.microbatches=2"),
+        ("mesh=data=2,fsdp=4", "train.reduction.dtype=f32"),
+        ("mesh=data=2,tensor=4", "train.reduction.group_microbatches=[3,1]"),
+        ("mesh=context=2,fsdp=4", "model.context=ring"),
+        ("mesh=fsdp=4,tensor=2", "rules=sequence", "train.offload_optimizer=true"),
+    ],
+    ids=lambda overrides: ",".join(overrides[1:]),
+)
+def test_every_way_to_run_has_the_same_losses(overrides, lab, tmp_path, plain, losses_of):
+    run_dir = tmp_path / "run"
+    result = run.train(lab.config(run_dir, *SHORT, "checkpoint.enabled=false", *overrides))
+    np.testing.assert_allclose(losses_of(run_dir), plain[0], rtol=RELATIVE)
+    assert result.evaluation["loss"] == pytest.approx(plain[1]["loss"], rel=RELATIVE)
+
+
+def test_a_pipeline_reports_its_bubble(lab, tmp_path, rows, capsys):
+    options = ("mesh=stage=2,data=4", "train.microbatches=2", *NO_EVAL)
+    run.train(lab.config(tmp_path / "run", *SHORT, "checkpoint.enabled=false", *options))
+    assert [row["pipeline_bubble"] for row in rows(tmp_path / "run")] == [pytest.approx(1 / 3)] * 4
+    assert "1f1b, 2 microbatches over 2 stages: 33% idle" in capsys.readouterr().out
+
+
+def test_groups_that_train_apart_resume_where_they_were(lab, tmp_path, losses_of):
+    options = ("mesh=data=2,fsdp=4", "train.local_sgd.inner_steps=3", *SHORT, *NO_EVAL)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run.train(lab.config(whole, *options, "train.steps=8"))
+    run.train(lab.config(parts, *options))
+    # The number of groups is recorded: it does not follow the mesh.
+    result = run.train(lab.config(parts, *options, "train.steps=8", "mesh=data=1,fsdp=4,tensor=2"))
+    assert result.step == 8
+    np.testing.assert_allclose(losses_of(parts), losses_of(whole), rtol=RELATIVE)
+    saved = lab.load(parts / "config.yaml")
+    assert saved.train.local_sgd.groups == 2
+
+
+def test_microbatches_auto_are_decided_once(lab, tmp_path, capsys):
+    options = ("mesh=stage=2,data=4", "train.microbatches=auto", *SHORT, *NO_EVAL)
+    run.train(lab.config(tmp_path / "run", *options))
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "2 microbatches: the devices do not say how much memory they have" in said
+    assert to_dict(lab.load(tmp_path / "run" / "config.yaml"))["train"]["microbatches"] == 2
+    run.train(lab.config(tmp_path / "run", *options, "train.steps=6"))
+    assert "2: as the run began" in capsys.readouterr().out
+
+
+def test_what_cannot_be_is_refused_before_data_is_read(lab, tmp_path):
+    def refusal(error, *overrides):
+        with pytest.raises(error) as caught:
+            run.train(lab.config(tmp_path / "run", *SHORT, *overrides))
+        assert not (tmp_path / "run").exists()
+        return str(caught.value)
+
+    assert refusal(ConfigError, "mesh=stage=4,data=2", "train.microbatches=2") == (
+        "2 microbatches do not fill 4 stages: the schedule 1f1b keeps one in each.\n"
+        "  Use at least microbatches=4, fewer stages, or gpipe.\n"
+        "2 layers cannot be cut into 4 stages.\n"
+        "  Use a number of layers that 4 divides, or other stages or chunks."
+    )
+    uneven = ("train.reduction.group_microbatches=[3,2]",)
+    assert refusal(MeshError, "mesh=data=2,fsdp=4", *uneven, "train.global_batch=16") == (
+        "train.global_batch=16 does not fall into 5 microbatches over all groups.\n"
+        "  Choose a multiple of 5."
+    )
+    apart = ("train.local_sgd.groups=4",)
+    assert refusal(MeshError, "mesh=data=2,fsdp=4", *apart) == (
+        "train.global_batch=8 in 4 microbatches of 2 cannot be shared out: data+fsdp+expert=4 does "
+        "not divide 2.\n  Choose a multiple of 16, or another mesh."
+    )
+    assert refusal(ModelError, "mesh=context=8", "model.context=ulysses") == (
+        "attention by ulysses over context=8 cannot work: 8 devices do not divide the 4 heads of "
+        "each.\n  Use context 'ring' or 'gather', or a smaller context axis."
+    )
