@@ -27,10 +27,18 @@ if TYPE_CHECKING:
     from shardlib.mesh import MeshConfig as MeshConfig
     from shardlib.mesh import make_mesh as make_mesh
     from shardlib.partition import shard as shard
+    from shardlib.pipeline.config import PipelineConfig as PipelineConfig
     from shardlib.rules import AxisRules as AxisRules
+    from shardlib.stack import scan_layers as scan_layers
+    from shardlib.stack import stack_layers as stack_layers
+    from shardlib.train.local_sgd import LocalSGDConfig as LocalSGDConfig
+    from shardlib.train.local_sgd import make_local_sgd as make_local_sgd
+    from shardlib.train.offload import offload_optimizer as offload_optimizer
+    from shardlib.train.reduction import ReductionConfig as ReductionConfig
     from shardlib.train.state import TrainState as TrainState
     from shardlib.train.state import abstract_state as abstract_state
     from shardlib.train.state import init_state as init_state
+    from shardlib.train.state import materialize as materialize
     from shardlib.train.step import make_eval_step as make_eval_step
     from shardlib.train.step import make_train_step as make_train_step
 
@@ -39,8 +47,11 @@ __version__ = "0.1.0"
 # Imported at first use, so that `import shardlib` costs no more than its name.
 _HOME = {
     "AxisRules": "rules",
+    "LocalSGDConfig": "train.local_sgd",
     "Mean": "losses",
     "MeshConfig": "mesh",
+    "PipelineConfig": "pipeline.config",
+    "ReductionConfig": "train.reduction",
     "ShardlibError": "errors",
     "TrainState": "train.state",
     "abstract_state": "train.state",
@@ -50,12 +61,17 @@ _HOME = {
     "init_state": "train.state",
     "local_cpu_devices": "distributed",
     "make_eval_step": "train.step",
+    "make_local_sgd": "train.local_sgd",
     "make_mesh": "mesh",
     "make_train_step": "train.step",
+    "materialize": "train.state",
+    "offload_optimizer": "train.offload",
+    "scan_layers": "stack",
     "shard": "partition",
+    "stack_layers": "stack",
     "use": "constrain",
 }
-_MODULES = ("rules", "testing")
+_MODULES = ("attention", "moe", "rules", "testing")
 
 __all__ = [*_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -5,11 +5,12 @@ from typing import Any, Literal
 from shardlib import remat
 from shardlib.attention import Backend, ContextMethod, RotaryScaling
 from shardlib.config import configclass
+from shardlib.moe import TAGS
 from shardlib.registry import DataSpec
 from shardlib_models import moe
 from shardlib_models.moe import MoEConfig
 
-_TAGS = ("attention_in", "query", "key", "value", "attention_out", "mlp_in")
+_TAGS = ("attention_in", "query", "key", "value", "attended", "attention_out", "mlp_in")
 
 
 @configclass
@@ -96,7 +97,7 @@ class TransformerConfig:
     @property
     def remat_tags(self) -> tuple[str, ...]:
         """What `save:` policies can keep of a layer."""
-        hidden = ("mlp_hidden",) if self.moe is None else ("moe_rows", "moe_hidden")
+        hidden = ("mlp_hidden",) if self.moe is None else TAGS
         return (*_TAGS, *hidden, "mlp_out")
 
     def vocabulary(self, data: DataSpec) -> int:

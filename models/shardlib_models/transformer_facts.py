@@ -49,6 +49,8 @@ def flops_per_example(config: TransformerConfig, data: DataSpec) -> float:
 
 def plan(config: TransformerConfig, length: int) -> ContextPlan:
     """Returns how devices along the active mesh's `context` axis share rows of `length` tokens."""
+    # Experts with a capacity take tokens in the order of the row, which must stay what it is.
+    in_order = config.moe is not None and config.moe.dispatch == "capacity"
     return plan_context(
         length,
         config.num_heads,
@@ -57,6 +59,7 @@ def plan(config: TransformerConfig, length: int) -> ContextPlan:
         dropout=config.dropout,
         context=config.context,
         backend=config.attention,
+        order="contiguous" if in_order else None,
     )
 
 

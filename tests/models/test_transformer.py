@@ -11,6 +11,7 @@ from shardlib import remat
 from shardlib.errors import ModelError
 from shardlib.functional import functional
 from shardlib.registry import DataSpec
+from shardlib_models.moe import MoEConfig
 from shardlib_models.transformer import FAMILY, flops_per_example, loss, make
 from shardlib_models.transformer_config import (
     TransformerConfig,
@@ -121,9 +122,12 @@ def test_remat_changes_neither_loss_nor_gradient_under_dropout(policy):
     assert_close(step(plain)(batch_of()), step(other)(batch_of()), rtol=1e-4, atol=1e-6)
 
 
-def test_every_remat_tag_is_used():
-    config = TransformerConfig(**SMALL)
-    text = str(jax.make_jaxpr(lambda: make(config, DATA, nnx.Rngs(0))(tokens()))())
+@pytest.mark.parametrize("experts", [None, MoEConfig(num_experts=4, mlp_dim=16)])
+def test_every_remat_tag_is_used(experts):
+    # Tiles of attention are of 64 positions and more.
+    config = TransformerConfig(**SMALL, attention="blockwise", moe=experts)
+    rows = jnp.zeros((2, 64), jnp.int32)
+    text = str(jax.make_jaxpr(lambda: make(config, DATA, nnx.Rngs(0))(rows))())
     for name in config.remat_tags:
         assert f"name[name={name}]" in text, name
     assert remat.check("save:" + ",".join(config.remat_tags), config.remat_tags) == []
@@ -239,8 +243,8 @@ def test_all_faults_at_once():
         "query heads.",
         "dropout is 1.0; it must be in [0, 1).",
         "remat policy 'dot' is unknown. Did you mean 'dots'?\n"
-        "  Choose none, dots, full, or save: or offload: with the names to keep (attention_in, "
-        "attention_out, key, mlp_hidden, mlp_in, mlp_out, query, value).",
+        "  Choose none, dots, full, or save: or offload: with the names to keep (attended, "
+        "attention_in, attention_out, key, mlp_hidden, mlp_in, mlp_out, query, value).",
         "no vocab_size: neither the model nor its data say how many tokens there are.",
         "sequences of 12 tokens are longer than max_positions=8; shorten data.sequence_length or "
         "raise model.max_positions.",
@@ -281,3 +285,42 @@ def test_a_row_longer_than_the_positions_is_refused():
 def test_family_is_what_the_trainer_expects():
     assert FAMILY.config is TransformerConfig
     assert FAMILY.validate(TransformerConfig(), DATA) == []
+
+
+EXPERTS = MoEConfig(num_experts=4, mlp_dim=16, num_shared_experts=1)
+
+
+def test_faults_of_chunks_and_experts():
+    config = TransformerConfig(**SMALL, loss_chunks=5)
+    assert validate(config, DATA) == [
+        f"loss_chunks=5 does not divide sequences of {LENGTH} tokens; choose a divisor, or 1."
+    ]
+    experts = dataclasses.replace(EXPERTS, experts_per_token=9)
+    config = TransformerConfig(**(SMALL | {"mlp": "plain", "mlp_bias": True}), moe=experts)
+    assert validate(config, DATA) == [
+        "moe.experts_per_token=9 is more than moe.num_experts=4; a token goes to different "
+        "experts.",
+        "mlp: plain has no effect on experts, which are gated and without biases; leave it out.",
+        "mlp_bias has no effect on experts, which are gated and without biases; leave it out.",
+    ]
+
+
+def test_routers_of_experts_are_in_the_metrics_and_in_the_training_loss():
+    model = make(TransformerConfig(**SMALL, moe=EXPERTS), DATA, nnx.Rngs(0))
+    trained, metrics = loss(model, batch_of(), jax.random.key(0), train=True)
+    evaluated, _ = loss(model, batch_of(), jax.random.key(0), train=False)
+    assert metrics["router_dropped"].value == 0
+    assert metrics["router_max_load"].value >= 1
+    # Each layer's balance is 1 when the load is even, more when it is not.
+    added = float(trained.value - evaluated.value)
+    balance = 0.01 * SMALL["num_layers"] * float(metrics["router_balance"].value)
+    assert added == pytest.approx(balance, rel=1e-3)
+
+
+def test_flops_count_the_experts_of_a_token():
+    dense = TransformerConfig(**SMALL)
+    experts = dataclasses.replace(dense, moe=EXPERTS)
+    # Two routed and one shared of width 16, and the router.
+    mlp = dense.embed_dim * (3 * 3 * 16 + 4) - 3 * dense.embed_dim * dense.mlp_size
+    difference = flops_per_example(experts, DATA) - flops_per_example(dense, DATA)
+    assert difference == 6.0 * dense.num_layers * mlp * LENGTH
