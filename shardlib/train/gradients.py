@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from shardlib.errors import ModelError
 from shardlib.losses import Mean
 from shardlib.microbatch import accumulate
-from shardlib.partition import pin
+from shardlib.partition import Placement, pin
 from shardlib.precision import Precision
 from shardlib.train.state import Definition
 
@@ -57,6 +57,8 @@ class PartLoss:
     definition: Definition
     loss_fn: LossFn
     precision: Precision
+    gradients_at: Mapping[str, Placement] | None = None
+    """Where gradients are summed up; `Definition.gradients` when left out."""
 
     def __call__(
         self, params: Any, model_state: Any, part: Any, key: jax.Array
@@ -94,7 +96,8 @@ class PartLoss:
         layers.
         """
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        return pin(grads, self.definition.gradients, self.definition.scope)
+        places = self.gradients_at or self.definition.gradients
+        return pin(grads, places, self.definition.scope)
 
 
 def part_key(key: jax.Array, index: jax.Array | int) -> jax.Array:

@@ -188,10 +188,14 @@ class TrainStep:
         )
 
     def _gradients(self, state: TrainState, batch: Any) -> Gradients:
-        loss = PartLoss(state.definition, self.loss_fn, self.precision)
+        definition = state.definition
         key = jax.random.fold_in(state.rng, state.step)
         reduction = self._reduction(state)
         microbatches = reduction.inner_microbatches if reduction else self.microbatches
+        # What is summed once goes straight to where it is used.
+        is_one = reduction is None and microbatches == 1
+        sums_at = definition.updates if is_one else definition.gradients
+        loss = PartLoss(definition, self.loss_fn, self.precision, sums_at)
         engine: Any = functools.partial(accumulate_gradients, microbatches=microbatches)
         if axis_size("stage") > 1:
             engine = functools.partial(
