@@ -64,12 +64,11 @@ EXPERTS = {"experts": 8, "mlp": 1024}
 LOOKUP = {"all": "the embedding's gradient is summed whole over all axes before fsdp cuts it"}
 PADDED = {"cpu": "exchanges are padded to the most that two devices can send each other"}
 IDLE = {"all": "stages send in every turn, also in the 2 (stages - 1) that fill and drain them"}
-WHOLE = {"all": "stage 1 keeps whole gradients, so they are all-reduced, and only then cut"}
 SCATTER = {"tpu": "of two reduce-scatters XLA makes one an all-reduce and a slice"}
 
 ROWS = {
     "data": Row("data=8"),
-    "zero1": Row("fsdp=8", "zero1", zero=1, why=WHOLE),
+    "zero1": Row("fsdp=8", "zero1", zero=1),
     "zero2": Row("fsdp=8", "zero2", zero=2),
     "fsdp": Row("fsdp=8"),
     "hybrid": Row("data=2,fsdp=4", why=LOOKUP),

@@ -1,10 +1,12 @@
 """A compiled step sends what its strategy implies, and nothing else."""
 
+import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from shardlib.errors import ModelError
+from shardlib.explain.hlo import array_bytes
 from shardlib.explain.program import KINDS, Collective, ProgramReport, axes_text, read_program
 
 _SINGLE_NUMBER = re.compile(r"\w+\[\]")
@@ -34,9 +36,9 @@ def assert_collectives(
     Single numbers (losses, norms, counts) are left out.
 
     A gradient that is reduced and cut is a reduce-scatter on GPU and TPU. XLA for CPU has none and
-    writes an all-reduce of the same buffer whose result is cut. So on a CPU mesh an expected
-    reduce-scatter stands for an all-reduce over the same axes, and one expectation serves all
-    platforms: `{("reduce-scatter", "fsdp"), ("all-gather", "fsdp")}`.
+    writes an all-reduce of which each device uses its part only. On a CPU mesh such an all-reduce
+    is taken for a reduce-scatter of the same buffer where one is expected, so that one expectation
+    serves all platforms: `{("reduce-scatter", "fsdp"), ("all-gather", "fsdp")}`.
 
     Args:
         step_or_compiled: A train step with `state` and `batch` (which may be abstract), or a
@@ -59,14 +61,14 @@ def assert_collectives(
     """
     report = _report(step_or_compiled, state, batch, mesh)
     wanted = _wanted(expected, report.mesh)
-    reduces = _is_cpu(mesh if state is None else state.definition.scope.mesh)
+    sent = [_without_numbers(c) for c in report.collectives if c.mesh_axes != ()]
+    sent = [c for c in sent if c.shapes and c.bytes >= at_least_bytes]
+    if _is_cpu(mesh if state is None else state.definition.scope.mesh):
+        scattered = {axes for kind, axes in wanted if kind == "reduce-scatter"}
+        sent = [part for collective in sent for part in _as_elsewhere(collective, scattered)]
     found: dict[Kind, list[Collective]] = {}
-    for collective in report.collectives:
-        if _counts(collective, at_least_bytes):
-            key = (collective.kind, axes_text(collective.mesh_axes))
-            found.setdefault(key, []).append(collective)
-    if reduces:
-        wanted = _without_reduce_scatter(wanted)
+    for collective in sent:
+        found.setdefault((collective.kind, axes_text(collective.mesh_axes)), []).append(collective)
     faults = [f"missing: {kind} over {axes}" for kind, axes in wanted if (kind, axes) not in found]
     for key, members in found.items():
         if key not in wanted:
@@ -112,23 +114,33 @@ def _wanted(expected: Any, sizes: Mapping[str, int]) -> dict[Kind, Sent]:
     return wanted
 
 
-def _without_reduce_scatter(wanted: Mapping[Kind, Sent]) -> dict[Kind, Sent]:
-    """Returns what a CPU program holds in place of reduce-scatters."""
-    merged: dict[Kind, Sent] = {}
-    for (kind, axes), amount in wanted.items():
-        key = ("all-reduce" if kind == "reduce-scatter" else kind, axes)
-        merged[key] = _sum(merged[key], amount) if key in merged else amount
-    return merged
+def _as_elsewhere(collective: Collective, scattered: set[str]) -> Iterator[Collective]:
+    """Yields an all-reduce of a CPU program as what it is on other platforms: the arrays of which
+    each device uses its part as a reduce-scatter, if one is expected over these axes."""
+    if not collective.fates or axes_text(collective.mesh_axes) not in scattered:
+        yield collective
+        return
+    arrays = list(zip(collective.shapes, collective.fates, strict=True))
+    for kind, is_cut in (("all-reduce", False), ("reduce-scatter", True)):
+        part = [(shape, fate) for shape, fate in arrays if (fate == "sliced") is is_cut]
+        if part:
+            shapes, fates = zip(*part, strict=True)
+            size = sum(map(array_bytes, shapes))
+            yield dataclasses.replace(collective, kind=kind, shapes=shapes, fates=fates, bytes=size)
 
 
-def _sum(a: Sent, b: Sent) -> Sent:
-    return Sent(*(None if None in pair else sum(pair) for pair in zip(a, b, strict=True)))  # type: ignore[arg-type]
-
-
-def _counts(collective: Collective, at_least_bytes: int) -> bool:
-    if collective.mesh_axes == () or collective.bytes < at_least_bytes:
-        return False
-    return not all(_SINGLE_NUMBER.fullmatch(shape) for shape in collective.shapes)
+def _without_numbers(collective: Collective) -> Collective:
+    """The collective without the single numbers that the compiler combined with its arrays."""
+    fates = collective.fates or (None,) * len(collective.shapes)
+    pairs = list(zip(collective.shapes, fates, strict=True))
+    kept = [(shape, fate) for shape, fate in pairs if not _SINGLE_NUMBER.fullmatch(shape)]
+    size = sum(array_bytes(shape) for shape, _ in pairs if _SINGLE_NUMBER.fullmatch(shape))
+    return dataclasses.replace(
+        collective,
+        shapes=tuple(shape for shape, _ in kept),
+        fates=tuple(fate for _, fate in kept if fate is not None),
+        bytes=collective.bytes - size,
+    )
 
 
 def _amount_faults(key: Kind, members: list[Collective], wanted: Sent) -> list[str]:

@@ -194,16 +194,31 @@ class Reference:
         self._bounds: dict[Any, dict[Quantity, float]] = {}
 
     def compare(
-        self, mesh: OneMesh, *, rules: AxisRules = STANDARD, steps: int = 3, **step_options: Any
+        self,
+        mesh: OneMesh,
+        *,
+        rules: AxisRules = STANDARD,
+        steps: int = 3,
+        make_model: Any = None,
+        **step_options: Any,
     ) -> Comparison:
         """Trains on a mesh and compares; never raises for what deviates.
 
-        `step_options` may hold other `microbatches` than one device takes, for a model without
-        random masks.
+        Args:
+            mesh: The mesh.
+            rules: The sharding rules.
+            steps: How many steps to train.
+            make_model: Another way to compute the same model, with the same parameters, that is
+                used on the mesh alone.
+            step_options: More arguments of `make_train_step`. They may hold other `microbatches`
+                than one device takes, for a model without random masks.
         """
         (mesh,) = _meshes(mesh, None)
         expected = self._expected(steps)
-        program = Program(self._problem, mesh, rules, **{**self._options, **step_options})
+        problem = self._problem
+        if make_model is not None:
+            problem = dataclasses.replace(problem, make_model=make_model)
+        program = Program(problem, mesh, rules, **{**self._options, **step_options})
         found = quantities(program.run(steps), self._order)
         unit = reductions(program.jaxpr).unit_roundoff
         allowed = self._allowed(steps, unit)

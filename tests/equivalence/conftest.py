@@ -12,12 +12,18 @@ def compare():
 
     @functools.cache
     def reference(model, microbatches, changes):
-        return PROBLEMS[model].reference(microbatches, **dict(changes))
+        return PROBLEMS[model].reference(microbatches, changes)
 
     @functools.cache
     def run(case):
         one = reference(case.model, case.microbatches, case.changes)
-        options = dict(case.options)
-        return one.compare(case.mesh, rules=preset(case.rules), steps=case.steps, **options)
+        make = PROBLEMS[case.model].make((*case.changes, *case.how)) if case.how else None
+        return one.compare(
+            case.mesh,
+            rules=preset(case.rules),
+            steps=case.steps,
+            make_model=make,
+            **dict(case.options),
+        )
 
     return run

@@ -31,14 +31,22 @@ class Problem:
     optimizer: Callable[[], optax.GradientTransformation]
     batch_axes: Any = dataclasses.field(default_factory=dict)
 
-    def reference(self, microbatches: int, **changes: Any) -> Reference:
-        """Returns the training on one device, of the config with changes."""
-        config = dataclasses.replace(self.config, **changes)
+    def make(self, changes: Any) -> Callable[..., Any]:
+        """Returns what makes the model, of the config with changes."""
+        config = dataclasses.replace(self.config, **dict(changes))
         chosen = family(config.name)
         assert chosen.validate(config, self.data) == []
+        return lambda rngs: chosen.make(config, self.data, rngs)
+
+    def loss(self, model: Any, batch: Any, rng: Any) -> Any:
+        """The loss in training."""
+        return family(self.config.name).loss(model, batch, rng, train=True)
+
+    def reference(self, microbatches: int, changes: Any) -> Reference:
+        """Returns the training on one device, of the config with changes."""
         return Reference(
-            lambda rngs: chosen.make(config, self.data, rngs),
-            lambda model, batch, rng: chosen.loss(model, batch, rng, train=True),
+            self.make(changes),
+            self.loss,
             self.batches(),
             optimizer=self.optimizer(),
             microbatches=microbatches,

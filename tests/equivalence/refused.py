@@ -44,7 +44,7 @@ class Asked:
 
     def _batch(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         def resized(x: np.ndarray) -> np.ndarray:
-            sizes = (self.rows, self.length)[: min(x.ndim, 2)] if x.ndim <= 2 else (self.rows,)
+            sizes = (self.rows, self.length)[: x.ndim] if x.ndim <= 2 else (self.rows,)
             return np.resize(x, (*sizes, *x.shape[len(sizes) :]))
 
         return {name: resized(x) for name, x in batch.items()}

@@ -9,12 +9,15 @@ import re
 import jax
 import pytest
 from cases import CASES
+from problems import BATCH, LENGTH, PROBLEMS
 
 from shardlib.explain.program import read_program
 from shardlib.testing import assert_collectives
 
 # Numbers (losses, norms, counts) travel alone or combined; what is told apart is arrays.
 _ARRAY = re.compile(r"\w+\[(\d[\d,]*)\]")
+
+LAYERS, EMBED = (getattr(PROBLEMS["transformer"].config, n) for n in ("num_layers", "embed_dim"))
 
 EXPECTED = {
     # Each gradient is summed once.
@@ -25,13 +28,14 @@ EXPECTED = {
         ("reduce-scatter", "fsdp"),
         ("all-reduce", "fsdp"),
     },
-    # The end of each branch is summed, forward and backward.
-    "transformer tensor=8": {("all-reduce", "tensor")},
+    # The end of each branch is summed, forward and backward. Devices that share a key-value head
+    # add up its gradients, which come together once a step.
+    "transformer tensor=8": {("all-reduce", "tensor"), ("all-gather", "tensor")},
     # Keys and values go around a ring; gradients are summed.
     "transformer context=8": {("collective-permute", "context"), ("all-reduce", "context")},
     # To a dense model the axis is one of data.
     "transformer expert=8": {("all-reduce", "expert")},
-    "transformer stage=8 8 microbatches": {
+    "transformer stage=8 4 microbatches gpipe": {
         ("collective-permute", "stage"),
         ("all-reduce", "stage"),
     },
@@ -49,7 +53,8 @@ EXPECTED = {
         ("all-reduce", "context"),
         ("all-reduce", "tensor"),
     },
-    "moe expert=8": {("all-to-all", "expert"), ("all-reduce", "expert")},
+    # Routers are gathered, and the counts of the tokens that travel.
+    "moe expert=8": {("all-to-all", "expert"), ("all-reduce", "expert"), ("all-gather", "expert")},
     "resnet data=8": {("all-reduce", "data")},
     "resnet fsdp=8": {
         ("all-gather", "fsdp"),
@@ -111,11 +116,10 @@ def test_data_reduces_every_gradient_once(program):
 def test_fsdp_gathers_parameters_and_reduces_gradients(program):
     sent, shapes = program("transformer fsdp=8")
     gathered = [c for c in sent if c.kind == "all-gather"]
-    layers = max(shape[0] for shape in shapes if len(shape) == 3)
     # Parameters alone: neither a batch nor logits, and of the stacked layers one at a time.
-    of_a_layer = {shape[1:] for shape in shapes if shape[0] == layers}
+    of_a_layer = {shape[1:] for shape in shapes if shape[0] == LAYERS}
     assert {shape for c in gathered for shape in arrays(c)} <= {*shapes} | of_a_layer
-    assert all(c.count == layers for c in gathered if c.in_loop)
+    assert all(c.count == LAYERS for c in gathered if c.in_loop)
     # Each at most once forward and once backward, and each gradient reduced once.
     size = sum(map(math.prod, shapes))
     assert elements(gathered) <= 2 * size
@@ -125,9 +129,10 @@ def test_fsdp_gathers_parameters_and_reduces_gradients(program):
 def test_tensor_reduces_twice_a_layer_each_way(program):
     sent, _ = program("transformer tensor=8")
     for backward in (False, True):
-        inside = [c for c in per_layer(sent, backward=backward) if len(arrays(c)[0]) == 3]
-        assert len(inside) == 2
-        assert {c.count for c in inside} == {8}
+        inside = per_layer(sent, backward=backward)
+        residual = [c for c in inside if arrays(c)[0] == (BATCH, LENGTH, EMBED)]
+        assert len(residual) == 2
+        assert {c.count for c in residual} == {LAYERS}
 
 
 def test_resnet_reduces_gradients_and_batch_statistics(program):

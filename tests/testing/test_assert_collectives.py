@@ -74,10 +74,27 @@ def test_reduce_scatter_is_an_all_reduce_on_a_cpu(compiled):
     step, mesh = compiled
     assert_collectives(step, {("all-gather", "fsdp"), ("reduce-scatter", "fsdp")}, mesh=mesh)
     assert_collectives(step, {("all-gather", "fsdp"), ("all-reduce", "fsdp")}, mesh=mesh)
+    # All of them are cut, so none is left for what is held whole.
+    text = failure(
+        step,
+        {("all-gather", "fsdp"), ("reduce-scatter", "fsdp"), ("all-reduce", "fsdp")},
+        mesh=mesh,
+    )
+    assert text.splitlines()[1:] == ["  missing: all-reduce over fsdp"]
     # A mesh without devices says of no platform that it lacks one.
     text = failure(step, {("all-gather", "fsdp"), ("reduce-scatter", "fsdp")}, mesh={"fsdp": 8})
     assert "missing: reduce-scatter over fsdp" in text
     assert "unexpected: all-reduce over fsdp" in text
+
+
+def test_an_all_reduce_is_no_reduce_scatter():
+    step = sl.make_train_step(loss)
+    text = failure(step, {("reduce-scatter", "data")}, **start("data=8"))
+    assert text.splitlines()[:3] == [
+        "the step on mesh data=8 does not send what was expected:",
+        "  missing: reduce-scatter over data",
+        "  unexpected: all-reduce over data, 2048 bytes",
+    ]
 
 
 def test_what_is_missing_and_what_nobody_expected(compiled):
@@ -104,12 +121,6 @@ def test_counts_and_bytes(compiled):
     )
     assert text.splitlines()[1] == "  2 times instead of 3: all-gather over fsdp, 2048 bytes"
     assert "2048 bytes instead of 1: all-reduce over fsdp, 2048 bytes" in text
-    # Both stand for all-reduces there, whose sum is compared.
-    both = {
-        ("all-reduce", "fsdp"): Sent(bytes=kernel),
-        ("reduce-scatter", "fsdp"): Sent(bytes=kernel),
-    }
-    assert_collectives(step, {("all-gather", "fsdp"): Sent(), **both}, mesh=mesh)
 
 
 def test_small_collectives_can_be_left_out(compiled):
