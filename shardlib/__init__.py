@@ -16,7 +16,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardlib import attention as attention
+    from shardlib import losses as losses
+    from shardlib import moe as moe
+    from shardlib import remat as remat
     from shardlib import rules as rules
+    from shardlib import testing as testing
     from shardlib.constrain import constrain as constrain
     from shardlib.constrain import use as use
     from shardlib.distributed import local_cpu_devices as local_cpu_devices
@@ -28,18 +33,21 @@ if TYPE_CHECKING:
     from shardlib.mesh import make_mesh as make_mesh
     from shardlib.partition import shard as shard
     from shardlib.pipeline.config import PipelineConfig as PipelineConfig
+    from shardlib.precision import Precision as Precision
     from shardlib.rules import AxisRules as AxisRules
     from shardlib.stack import scan_layers as scan_layers
     from shardlib.stack import stack_layers as stack_layers
+    from shardlib.train.evaluate import make_eval_step as make_eval_step
+    from shardlib.train.fit import fit_microbatches as fit_microbatches
     from shardlib.train.local_sgd import LocalSGDConfig as LocalSGDConfig
     from shardlib.train.local_sgd import make_local_sgd as make_local_sgd
     from shardlib.train.offload import offload_optimizer as offload_optimizer
+    from shardlib.train.reduce_measure import measure_groups as measure_groups
     from shardlib.train.reduction import ReductionConfig as ReductionConfig
     from shardlib.train.state import TrainState as TrainState
     from shardlib.train.state import abstract_state as abstract_state
     from shardlib.train.state import init_state as init_state
     from shardlib.train.state import materialize as materialize
-    from shardlib.train.step import make_eval_step as make_eval_step
     from shardlib.train.step import make_train_step as make_train_step
 
 __version__ = "0.1.0"
@@ -51,6 +59,7 @@ _HOME = {
     "Mean": "losses",
     "MeshConfig": "mesh",
     "PipelineConfig": "pipeline.config",
+    "Precision": "precision",
     "ReductionConfig": "train.reduction",
     "ShardlibError": "errors",
     "TrainState": "train.state",
@@ -58,20 +67,22 @@ _HOME = {
     "constrain": "constrain",
     "draw": "explain",
     "explain": "explain",
+    "fit_microbatches": "train.fit",
     "init_state": "train.state",
     "local_cpu_devices": "distributed",
-    "make_eval_step": "train.step",
+    "make_eval_step": "train.evaluate",
     "make_local_sgd": "train.local_sgd",
     "make_mesh": "mesh",
     "make_train_step": "train.step",
     "materialize": "train.state",
+    "measure_groups": "train.reduce_measure",
     "offload_optimizer": "train.offload",
     "scan_layers": "stack",
     "shard": "partition",
     "stack_layers": "stack",
     "use": "constrain",
 }
-_MODULES = ("attention", "moe", "rules", "testing")
+_MODULES = ("attention", "losses", "moe", "remat", "rules", "testing")
 
 __all__ = [*_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 

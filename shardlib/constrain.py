@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardlib.errors import RuleError
-from shardlib.mesh import mesh_sizes
+from shardlib.mesh import entry_axes, mesh_sizes
 from shardlib.rules import AxisRules
 from shardlib.rules.resolve import Kind
 
@@ -50,12 +50,10 @@ class Scope:
         spec = self.rules.spec(logical_axes, shape, self.sizes, kind)
         return NamedSharding(self.mesh_here, spec)  # type: ignore[arg-type]
 
-
     def parts(self, logical_axis: str, size: int) -> int:
         """Returns in how many parts the rules cut a dim of an activation here."""
-        names = self.sharding((logical_axis,), (size,), "activations").spec[0]
-        names = (names,) if isinstance(names, str) else names or ()
-        return math.prod(self.sizes[name] for name in names)
+        entry = self.sharding((logical_axis,), (size,), "activations").spec[0]
+        return math.prod(self.sizes[name] for name in entry_axes(entry))
 
 
 _active: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("shardlib", default=None)
@@ -70,6 +68,15 @@ def manual_axes() -> tuple[str, ...]:
 def active() -> Scope | None:
     """Returns the mesh and rules of the innermost `use`, or `None` outside of any."""
     return _active.get()
+
+
+def platform() -> str:
+    """Returns the platform of the active mesh's devices, as in `"tpu"`; where none is active, or it
+    has no devices, the one that JAX would use."""
+    scope = active()
+    if scope is None or isinstance(scope.mesh, AbstractMesh):
+        return jax.default_backend()
+    return scope.mesh.devices.flat[0].platform
 
 
 def active_or(mesh: Mesh | None, rules: AxisRules | None) -> Scope:

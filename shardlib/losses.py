@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from shardlib.constrain import active
 from shardlib.errors import ModelError
 from shardlib.manual import axis_size, manual
+from shardlib.mesh import entry_axes
+from shardlib.microbatch import widened
 
 
 class Mean(NamedTuple):
@@ -128,7 +130,7 @@ def chunked_cross_entropy(
 
     def on_rows(copies: Any, x: jax.Array, labels: jax.Array, mask: jax.Array) -> Any:
         weights = jax.tree.map(lambda w: w[0], copies)
-        wide = jax.tree.map(_wide, weights)
+        wide = jax.tree.map(widened, weights)
 
         @jax.checkpoint
         def of_chunk(wide: Any, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
@@ -149,7 +151,7 @@ def chunked_cross_entropy(
         sums, _ = jax.lax.scan(add, zeros, chunks)
         return jax.tree.map(lambda s: s[None], sums)
 
-    axes = (*_names(rows[0]), *_names(rows[1]))
+    axes = (*entry_axes(rows[0]), *entry_axes(rows[1]))
     devices = _product(axes)
     # A copy for each device along the axes: the sum over them in the backward pass is then the
     # compiler's to place, which a sum inside of the region is not.
@@ -170,17 +172,12 @@ def _cut(shape: tuple[int, ...]) -> tuple[Any, Any]:
     return spec[0], spec[1]
 
 
-def _names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec."""
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
 def _product(mesh_axes: tuple[str, ...]) -> int:
     return math.prod(axis_size(name) for name in mesh_axes)
 
 
 def _check_chunks(num_chunks: int, length: int, rows: tuple[Any, Any]) -> None:
-    parts = _product(_names(rows[1]))
+    parts = _product(entry_axes(rows[1]))
     if num_chunks < 1 or (length // parts) % num_chunks:
         held = f"{length} positions" + (f" in {parts} parts" if parts > 1 else "")
         raise ModelError(
@@ -192,10 +189,6 @@ def _check_chunks(num_chunks: int, length: int, rows: tuple[Any, Any]) -> None:
 def _strided(x: jax.Array, n: int) -> jax.Array:
     """[batch, length, ...] as [n, batch, length / n, ...], every n-th position together."""
     return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // n, n, *x.shape[2:]), 2, 0)
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def masked_mean(values: jax.Array, mask: jax.Array | None = None) -> Mean:

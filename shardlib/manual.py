@@ -76,6 +76,6 @@ def _check_order(names: list[str], axes: tuple[str, ...]) -> None:
             f"a region over {', '.join(axes)} stands inside of one over {', '.join(later)}, which "
             f"comes later in the mesh; the compiler of jax {jax.__version__} ends the process "
             "there.\n"
-            "  Leave the outer region out (reduction or local SGD by hand over "
-            f"{', '.join(later)}), or use jax 0.10."
+            "  Handle all of them in one region, leave the outer one out (local SGD is one over "
+            "data), or use jax 0.10."
         )

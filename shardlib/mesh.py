@@ -213,6 +213,11 @@ def mesh_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     return dict(mesh.shape)
 
 
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes in one entry of a `PartitionSpec`: a name, several, or `None`."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def describe(mesh: Mesh | AbstractMesh) -> str:
     """Returns a mesh as text, as in `data=2,fsdp=4`."""
     return ",".join(f"{name}={size}" for name, size in mesh_sizes(mesh).items())

@@ -58,16 +58,16 @@ def accumulate(
     if n == 1:
         _check(batch, n)
         carry, sums = fn(carry, batch, jnp.int32(0))
-        return carry, jax.tree.map(_wide, sums)
+        return carry, jax.tree.map(widened, sums)
     parts = split(batch, n)
 
     def body(carry_and_sums: tuple[C, T], part_and_index: Any) -> tuple[tuple[C, T], None]:
         carry, sums = carry_and_sums
         carry, new = fn(carry, *part_and_index)
-        return (carry, jax.tree.map(lambda s, x: s + _wide(x), sums, new)), None
+        return (carry, jax.tree.map(lambda s, x: s + widened(x), sums, new)), None
 
     _, first = jax.eval_shape(fn, carry, _first(parts), jnp.int32(0))
-    zeros = jax.tree.map(lambda x: _wide(jnp.zeros(x.shape, x.dtype)), first)
+    zeros = jax.tree.map(lambda x: widened(jnp.zeros(x.shape, x.dtype)), first)
     return jax.lax.scan(body, (carry, zeros), (parts, jnp.arange(n, dtype=jnp.int32)))[0]
 
 
@@ -75,7 +75,8 @@ def _first(parts: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def widened(x: jax.Array) -> jax.Array:
+    """Returns floating-point values in float32, in which they are summed; others as they are."""
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.constrain import Scope, active_or, manual_axes
 from shardlib.errors import RuleError
 from shardlib.functional import AxesByPath
-from shardlib.mesh import mesh_sizes
+from shardlib.mesh import entry_axes, mesh_sizes
 from shardlib.paths import key_string, matches, named_leaves, path_string
 from shardlib.rules import AxisRules, Resolution
 
@@ -240,8 +240,7 @@ def pin(tree: Any, placements: Mapping[str, Placement], scope: Scope) -> Any:
 
 
 def _without(spec: PartitionSpec, gone: Sequence[str]) -> PartitionSpec:
-    entries = [(names,) if isinstance(names, str) else names or () for names in spec]
-    kept = [tuple(name for name in names if name not in gone) for names in entries]
+    kept = [tuple(name for name in entry_axes(entry) if name not in gone) for entry in spec]
     return PartitionSpec(*[names or None for names in kept])
 
 

@@ -1,6 +1,8 @@
 """Eight fake CPU devices, warnings as errors, strict dtype and rank promotion."""
 
 import os
+import time
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -19,6 +21,24 @@ ON_GPU = "cuda" in os.environ["JAX_PLATFORMS"]
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+# Linux gives a process no more mappings than twice these (vm.max_map_count), and XLA crashes where
+# it gets none; each compiled program has ten and more.
+_MAX_MEMORY_MAPS = 65_530 // 2
+_SECONDS_BETWEEN_COUNTS = 10
+_counted_at = time.monotonic()
+
+
+def pytest_runtest_teardown():
+    """Drops compiled programs before there are too many of them for one process."""
+    global _counted_at
+    maps = Path("/proc/self/maps")
+    if time.monotonic() - _counted_at < _SECONDS_BETWEEN_COUNTS or not maps.exists():
+        return
+    _counted_at = time.monotonic()
+    if maps.read_bytes().count(b"\n") > _MAX_MEMORY_MAPS:
+        jax.clear_caches()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -17,8 +17,8 @@ FLOORS = (
     ("errors", "paths", "chips", "hardware", "placement", "mesh", "rules", "config", "__init__"),
     # 1: placing and transforming
     (
-        "functional", "partition", "constrain", "manual", "precision", "remat", "microbatch", "stack",
-        "host_memory", "losses", "registry", "attention", "pipeline", "moe",
+        "functional", "partition", "constrain", "manual", "precision", "remat", "microbatch",
+        "stack", "host_memory", "losses", "registry", "attention", "pipeline", "moe",
     ),
     # 2: knowing
     ("explain", "plan"),

@@ -38,6 +38,25 @@ def test_only_floating_leaves_are_cast(name, stored, computed):
         assert dtypes(cast(PARAMS)) == {"kernel": computed, "half": computed} | unchanged
 
 
+@pytest.mark.parametrize("name", ["bf16", "bf16_params"])
+def test_routers_stay_in_float32(name):
+    policy = precision(name)
+    kernel, bias = jnp.ones((2, 3)), jnp.full(3, 1.001)
+    params = {"moe": {"router": {"kernel": kernel, "bias": bias}, "router_bias": bias}}
+    for cast in (policy.store, policy.cast_params):
+        moe = cast({"layers": params})["layers"]["moe"]
+        assert moe["router"]["kernel"].dtype == jnp.float32
+        np.testing.assert_array_equal(moe["router_bias"], bias)
+    assert policy.cast_params(params)["moe"]["router"]["bias"].dtype == jnp.bfloat16
+    assert policy.cast_batch(params)["moe"]["router_bias"].dtype == jnp.bfloat16
+
+
+def test_which_parameters_stay_in_float32_can_be_said():
+    policy = Precision(jnp.bfloat16, jnp.bfloat16, float32=("**/head",))
+    params = {"head": jnp.ones(1, jnp.bfloat16), "router_bias": jnp.ones(1)}
+    assert dtypes(policy.store(params)) == {"head": "float32", "router_bias": "bfloat16"}
+
+
 def test_a_batch_of_numpy_arrays_keeps_its_integers():
     batch = {"images": np.ones((2, 4, 4, 1), np.float32), "labels": np.arange(2, dtype=np.int32)}
     cast = precision("bf16").cast_batch(batch)

@@ -37,18 +37,22 @@ class MoEConfig:
     """Places as a multiple of those that even load needs; with dispatch: capacity."""
     balance: Literal["none", "loss", "bias"] = "loss"
     """What evens the load: nothing, a loss, or biases that the optimizer moves (and the loss, if
-    balance_loss is not 0)."""
+    balance_loss is not 0). An optimizer of your own must be wrapped in
+    `shardlib.moe.balance_biases` for it."""
     balance_loss: float | None = None
     """Coefficient of the load-balancing loss; null for 0.01 with balance: loss, 0 with bias."""
     balance_over: Literal["batch", "sequence"] = "batch"
-    """What the load-balancing loss averages over: a microbatch, or each row."""
+    """What the load-balancing loss averages over: a microbatch, or each row. Where groups along
+    `data` compute by themselves (train.reduction, train.local_sgd) a microbatch is that of a group,
+    so that the loss depends on their number; that of each row does not."""
     router_z_loss: float = 0.0
     """Coefficient of the squared log-normaliser of the router; 0.001 in ST-MoE."""
     exchange: moe.Method = "auto"
     """How tokens travel between devices; with dispatch: dropless."""
     exchange_chunks: int = 1
     """In how many parts the tokens of a device are computed, to save memory; with dispatch:
-    dropless."""
+    dropless. Where it does not divide them the last part is filled up, and with fewer tokens, as in
+    decoding, there are as many parts as tokens."""
 
     @property
     def balance_coefficient(self) -> float:
@@ -219,9 +223,10 @@ class MoE(nnx.Module):
     # The router is small, and gathered whole: sharded, it would draw the tokens to its shards.
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        """In float32: rounding in 16 bits would decide between experts."""
+        """In float32, on accelerators too: rounding in 16 bits would decide between experts."""
         kernel = constrain(self.router.kernel[...].astype(jnp.float32), None, None)
-        logits = jnp.einsum("bld,de->ble", x.astype(jnp.float32), kernel)
+        highest = jax.lax.Precision.HIGHEST
+        logits = jnp.einsum("bld,de->ble", x.astype(jnp.float32), kernel, precision=highest)
         return constrain(logits, "batch", "length", None)
 
     def _bias(self) -> jax.Array | None:

@@ -78,7 +78,8 @@ class Transformer(nnx.Module):
         """
         self.check_length(tokens.shape[1])
         if positions is None:
-            positions = _row_positions(tokens)
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+            positions = zigzag(positions) if order == "zigzag" else positions
         x, stats, _ = self.hidden(tokens, positions, Context(segment_ids=segment_ids, order=order))
         return x, stats
 
@@ -218,14 +219,8 @@ def _rows(config: TransformerConfig, batch: dict[str, Any]) -> tuple[dict[str, A
     rows = {name: batch.get(name) for name in names}
     order = plan(config, batch["tokens"].shape[1]).order
     if order == "zigzag":
-        if rows["positions"] is None:
-            rows["positions"] = _row_positions(batch["tokens"])
         rows = {name: None if row is None else zigzag(row) for name, row in rows.items()}
     return rows, order
-
-
-def _row_positions(tokens: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
 
 
 def _with_routers(

@@ -74,10 +74,18 @@ class Attention(nnx.Module):
         query = tag(constrain(query, "batch", "length", "heads", "head_dim"), "query")
         key = tag(constrain(key, "batch", "length", "kv_heads", "head_dim"), "key")
         value = tag(constrain(value, "batch", "length", "kv_heads", "head_dim"), "value")
-        options = {"window": self.config.window, "backend": self.config.attention}
+        window = self.config.window
         if cache is None:
-            row = {"segment_ids": context.segment_ids, "order": context.order}
-            y = attend(query, key, value, context=self.config.context, **row, **options)
+            y = attend(
+                query,
+                key,
+                value,
+                segment_ids=context.segment_ids,
+                window=window,
+                backend=self.config.attention,
+                context=self.config.context,
+                order=context.order,
+            )
         else:
             at = (0, context.start, 0, 0)
             cache = KeyValues(
@@ -86,7 +94,7 @@ class Attention(nnx.Module):
             )
             # Rows beyond the newest position are empty yet: they come later, so no query sees them.
             rows = context.start + jnp.arange(x.shape[1])[None]
-            y = attend(query, *cache, positions=rows, **options)
+            y = attend(query, *cache, positions=rows, window=window)
         y = constrain(y, "batch", "length", "heads", "head_dim")
         return self.out(y), cache
 

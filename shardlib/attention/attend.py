@@ -7,12 +7,12 @@ import jax
 from shardlib.attention.backends import Backend, resolve_backend
 from shardlib.attention.blockwise import Segments, blockwise
 from shardlib.attention.gather import gathered_attention
+from shardlib.attention.mask import Mask, places
 from shardlib.attention.order import Order
 from shardlib.attention.plain import plain
 from shardlib.attention.plan import ContextMethod, ContextPlan, plan_context
 from shardlib.attention.region import in_region
 from shardlib.attention.ring import ring_attention
-from shardlib.attention.sight import Sight, places
 from shardlib.attention.splash import splash
 from shardlib.attention.ulysses import ulysses_attention
 from shardlib.errors import ModelError
@@ -41,7 +41,7 @@ def attend(
 
     Where the active rules split `length` over the mesh axis `context`, its devices share the row as
     `plan_context` says. With explicit positions, or keys of another length, they do not: that is
-    left to the compiler.
+    left to the compiler, and with positions the back end is `xla`.
 
     Args:
         query: [batch, length, heads, head_dim].
@@ -49,7 +49,7 @@ def attend(
             heads / kv_heads neighbouring query heads share a key-value head.
         value: As `key`.
         segment_ids: [batch, length] int32, the document of each query.
-        kv_segment_ids: [batch, kv_length] int32; None for `segment_ids`.
+        kv_segment_ids: [batch, kv_length] int32; None for `segment_ids`, if as many.
         positions: [batch, length] int32, where the queries stand; None for 0, 1, 2, ...
         kv_positions: [batch, kv_length] int32; None for 0, 1, 2, ...
         causal: Whether keys at later positions are hidden.
@@ -62,41 +62,75 @@ def attend(
         [batch, length, heads, head_dim], in the dtype of `value`.
 
     Raises:
-        ModelError: If the heads do not divide, a window is not causal, or `backend` or `context`
-            cannot work.
+        ModelError: If the heads do not divide, a window is not causal, segment ids are of queries
+            or keys alone, or `backend`, `context` or `order` cannot work.
     """
+    mask = Mask(causal, window)
+    _check_inputs(query, key, segment_ids, kv_segment_ids)
+    segments = (segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
+    placed = positions is not None or kv_positions is not None
+    alone = placed or query.shape[1] != key.shape[1]
+    if alone:
+        _check_alone(context, order)
+    if placed and backend not in ("auto", "xla"):
+        raise ModelError(
+            f"attention by {backend} does not take explicit positions.\n"
+            "  Use backend 'auto' or 'xla'."
+        )
+    if placed:
+        at = places(query.shape[1], positions, segments[0])
+        kv_at = places(key.shape[1], kv_positions, segments[1])
+        return plain(query, key, value, mask.pairs(at, kv_at))
+    if alone:
+        plan = ContextPlan("none", order, "keys of another length")
+    else:
+        sizes = query.shape[1], query.shape[2], key.shape[2]
+        options = {"causal": causal, "window": window, "backend": backend}
+        plan = plan_context(*sizes, context=context, order=order, **options)
+    return _by_plan(plan, backend, mask, query, key, value, segments)
+
+
+def _check_inputs(
+    query: jax.Array,
+    key: jax.Array,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+) -> None:
+    length, kv_length = query.shape[1], key.shape[1]
     heads, kv_heads = query.shape[2], key.shape[2]
     if heads % kv_heads:
         raise ModelError(
             f"{heads} query heads cannot share {kv_heads} key-value heads.\n"
             "  Make the number of query heads a multiple of it."
         )
-    sight = Sight(causal, window)
-    segments = (segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
-    placed = positions is not None or kv_positions is not None
-    alone = placed or query.shape[1] != key.shape[1]
-    if alone and order == "zigzag":
+    if segment_ids is None and kv_segment_ids is not None:
         raise ModelError(
-            "zig-zag order is for a row that attends to itself, without explicit positions.\n"
-            "  Use order='contiguous'."
+            "kv_segment_ids say of which document each key is, but of the queries nothing does.\n"
+            "  Give segment_ids as well."
         )
-    if placed:
-        at = places(query.shape[1], positions, segments[0])
-        kv_at = places(key.shape[1], kv_positions, segments[1])
-        return plain(query, key, value, sight.mask(at, kv_at))
-    options = {"causal": causal, "window": window, "backend": backend}
-    if alone:
-        plan = ContextPlan("none", order, "keys of another length")
-    else:
-        sizes = query.shape[1], heads, kv_heads
-        plan = plan_context(*sizes, context=context, order=order, **options)
-    return _by_plan(plan, backend, sight, query, key, value, segments)
+    if segment_ids is not None and kv_segment_ids is None and length != kv_length:
+        raise ModelError(
+            f"the segment_ids of {length} queries cannot be those of {kv_length} keys.\n"
+            "  Give kv_segment_ids as well."
+        )
+
+
+def _check_alone(context: ContextMethod, order: Order) -> None:
+    """Refuses what is asked of the `context` axis where attention does not use it."""
+    asked = [] if context == "auto" else [f"context={context!r}"]
+    asked += [] if order == "contiguous" else [f"order={order!r}"]
+    if asked:
+        said = " and ".join(asked)
+        raise ModelError(
+            f"attention with {said} is for rows that attend to themselves, without explicit "
+            f"positions.\n  Leave out {said}."
+        )
 
 
 def _by_plan(
     plan: ContextPlan,
     backend: Backend,
-    sight: Sight,
+    mask: Mask,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -105,7 +139,7 @@ def _by_plan(
     arrays = (query, key, value, segments)
     if plan.method in ("ring", "gather"):
         shared = ring_attention if plan.method == "ring" else gathered_attention
-        share = functools.partial(shared, sight=sight, order=plan.order)
+        share = functools.partial(shared, mask=mask, order=plan.order)
         return in_region(share, *arrays, over_context=True)
     resolved = resolve_backend(
         backend,
@@ -114,7 +148,7 @@ def _by_plan(
         masked=segments[0] is not None,
         lengths=(query.shape[1], key.shape[1]),
     )
-    local = functools.partial(_on_device, resolved.backend, sight)
+    local = functools.partial(_on_device, resolved.backend, mask)
     kernel = resolved.backend == "splash"
     if plan.method == "ulysses":
         share = functools.partial(ulysses_attention, local, order=plan.order)
@@ -126,7 +160,7 @@ def _by_plan(
 
 def _on_device(
     backend: str,
-    sight: Sight,
+    mask: Mask,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -135,21 +169,21 @@ def _on_device(
     """Attention by one back end."""
     if backend in ("blockwise", "splash"):
         flash = blockwise if backend == "blockwise" else splash
-        return flash(query, key, value, segments, sight=sight)
+        return flash(query, key, value, segments, mask=mask)
     at, kv_at = (
         places(x.shape[1], None, ids) for x, ids in zip((query, key), segments, strict=True)
     )
     if backend == "xla":
-        return plain(query, key, value, sight.mask(at, kv_at))
+        return plain(query, key, value, mask.pairs(at, kv_at))
     # Said in words rather than by the mask, so that hidden pairs are not computed at all.
-    mask = Sight(causal=False).mask(at, kv_at)
+    visible = Mask(causal=False).pairs(at, kv_at)
     with jax.numpy_dtype_promotion("standard"):
         return jax.nn.dot_product_attention(
             query,
             key,
             value,
-            mask=None if mask is None else mask[:, None],
-            is_causal=sight.causal,
-            local_window_size=None if sight.window is None else (sight.window - 1, 0),
+            mask=None if visible is None else visible[:, None],
+            is_causal=mask.causal,
+            local_window_size=None if mask.window is None else (mask.window - 1, 0),
             implementation="cudnn",
         )

@@ -14,8 +14,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from shardlib.attention.sight import MAX_TILE, tile_size
-from shardlib.constrain import active
+from shardlib.attention.tiles import MAX_TILE, tile_size
+from shardlib.constrain import platform as active_platform
 from shardlib.errors import ModelError
 
 Backend = Literal["auto", "xla", "blockwise", "cudnn", "splash"]
@@ -44,12 +44,6 @@ class Resolved:
     reason: str
 
 
-def here() -> str:
-    """Returns the platform that the program is for: the active mesh's, or this process's."""
-    scope = active()
-    return jax.default_backend() if scope is None else scope.mesh.devices.flat[0].platform
-
-
 def resolve_backend(
     backend: Backend,
     *,
@@ -74,7 +68,7 @@ def resolve_backend(
     Raises:
         ModelError: If what is asked for cannot run.
     """
-    platform = platform or here()
+    platform = platform or active_platform()
     kernel = _KERNELS.get(platform)
     wanted = backend if backend != "auto" else kernel
     obstacles = []

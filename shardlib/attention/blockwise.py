@@ -19,15 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.attention.sight import (
-    Array,
-    Places,
-    Sight,
-    cut_places,
-    needed_tile,
-    places,
-    tile_size,
-)
+from shardlib.attention.mask import Mask, Places, cut_places, places
+from shardlib.attention.tiles import Array, needed_tile, tile_size
 from shardlib.remat import tag
 
 # Below the first peak by far, so that a hidden score weighs exactly nothing even in a row that has
@@ -116,13 +109,13 @@ def start(queries: Queries) -> Running:
     )
 
 
-def fold(running: Running, queries: Queries, keys: Keys, sight: Sight) -> Running:
+def fold(running: Running, queries: Queries, keys: Keys, mask: Mask) -> Running:
     """Returns the softmax after meeting `keys` too."""
-    rows, columns, count = _visits(sight.tiles(queries.at, keys.at))
+    rows, columns, count = _visits(mask.tiles(queries.at, keys.at))
 
     def visit(n: Any, running: Running) -> Running:
         row, column = rows[n], columns[n]
-        scores, _, _, value = _scores(queries, keys, sight, row, column)
+        scores, _, _, value = _scores(queries, keys, mask, row, column)
         total, mass, peak = _pick(running, row)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
         weights = jnp.exp(scores - new_peak[..., None])
@@ -150,16 +143,16 @@ def pull_back(
     queries: Queries,
     keys: Keys,
     cotangents: Cotangents,
-    sight: Sight,
+    mask: Mask,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns `grad_query` with the share of these keys added, and the gradients of the keys and
     values from these queries; all in tiles and float32."""
-    rows, columns, count = _visits(sight.tiles(queries.at, keys.at))
+    rows, columns, count = _visits(mask.tiles(queries.at, keys.at))
     scale = 1.0 / math.sqrt(queries.query.shape[-1])
 
     def visit(n: Any, grads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         row, column = rows[n], columns[n]
-        scores, query, key, value = _scores(queries, keys, sight, row, column)
+        scores, query, key, value = _scores(queries, keys, mask, row, column)
         output, delta, log_mass = _pick(cotangents, row)
         weights = jnp.exp(scores - log_mass[..., None])
         of_weights = _einsum("bkgtd,bksd->bkgts", output, value)
@@ -191,15 +184,15 @@ def _visits(seen: Array) -> tuple[jax.Array, jax.Array, Any]:
 
 
 def _scores(
-    queries: Queries, keys: Keys, sight: Sight, row: jax.Array, column: jax.Array
+    queries: Queries, keys: Keys, mask: Mask, row: jax.Array, column: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns the scores of one tile, float32, and its queries, keys and values."""
     query, at = jax.tree.map(lambda x: _take(x, row), queries)
     key, value, kv_at = jax.tree.map(lambda x: _take(x, column), keys)
     scores = _einsum("bkgtd,bksd->bkgts", query, key) / math.sqrt(query.shape[-1])
-    mask = sight.mask(at, kv_at)
-    if mask is not None:
-        scores = jnp.where(mask[:, None, None], scores, _HIDDEN)
+    visible = mask.pairs(at, kv_at)
+    if visible is not None:
+        scores = jnp.where(visible[:, None, None], scores, _HIDDEN)
     return scores, query, key, value
 
 
@@ -251,7 +244,7 @@ def blockwise(
     value: jax.Array,
     segments: Segments = (None, None),
     *,
-    sight: Sight,
+    mask: Mask,
 ) -> jax.Array:
     """Returns attention of arrays that lie whole on this device, as `attend` does.
 
@@ -260,14 +253,14 @@ def blockwise(
         key: [batch, kv_length, kv_heads, head_dim].
         value: As `key`.
         segments: [batch, length] and [batch, kv_length] int32, or None.
-        sight: What is hidden besides other documents.
+        mask: What is hidden besides other documents.
     """
-    return _attend(sight, query, key, value, segments)
+    return _attend(mask, query, key, value, segments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(sight, query, key, value, segments):
-    return _forward(sight, query, key, value, segments)[0]
+def _attend(mask, query, key, value, segments):
+    return _forward(mask, query, key, value, segments)[0]
 
 
 def _tiled(query, key, value, segments) -> tuple[Queries, Keys]:
@@ -280,18 +273,18 @@ def _tiled(query, key, value, segments) -> tuple[Queries, Keys]:
     return queries, Keys(cut_keys(key, sizes[1]), cut_keys(value, sizes[1]), kv_at)
 
 
-def _forward(sight, query, key, value, segments):
+def _forward(mask, query, key, value, segments):
     queries, keys = _tiled(query, key, value, segments)
-    output, log_mass = outputs(fold(start(queries), queries, keys, sight), value.dtype)
+    output, log_mass = outputs(fold(start(queries), queries, keys, mask), value.dtype)
     return output, (query, key, value, segments, output, log_mass)
 
 
-def _backward(sight, saved, grad):
+def _backward(mask, saved, grad):
     query, key, value, segments, output, log_mass = saved
     queries, keys = _tiled(query, key, value, segments)
     known = cotangents(grad, output, log_mass, key.shape[2], queries.query.shape[-2])
     zeros = jnp.zeros(queries.query.shape, jnp.float32)
-    of_query, of_keys = pull_back(zeros, queries, keys, known, sight)
+    of_query, of_keys = pull_back(zeros, queries, keys, known, mask)
     return *gradients(of_query, of_keys, (query, key, value)), (None, None)
 
 

@@ -24,9 +24,9 @@ from shardlib.attention.blockwise import (
     pull_back,
     start,
 )
+from shardlib.attention.mask import Mask, Places
 from shardlib.attention.order import AXIS, Order
 from shardlib.attention.shard import Cargo, Shard
-from shardlib.attention.sight import Places, Sight
 
 
 def gathered_attention(
@@ -35,11 +35,11 @@ def gathered_attention(
     value: jax.Array,
     segments: Segments = (None, None),
     *,
-    sight: Sight,
+    mask: Mask,
     order: Order,
 ) -> jax.Array:
     """Returns attention over the whole row; arguments as in `ring_attention`."""
-    shard = Shard(sight, order, jax.lax.axis_size(AXIS), query.shape[1])
+    shard = Shard(mask, order, jax.lax.axis_size(AXIS), query.shape[1])
     return _attend(shard, query, key, value, segments)
 
 
@@ -56,7 +56,7 @@ def _all_keys(shard: Shard, cargo: Cargo) -> Keys:
 
 def _forward(shard, query, key, value, segments):
     queries, cargo = shard.cut(query, key, value, segments)
-    running = fold(start(queries), queries, _all_keys(shard, cargo), shard.sight)
+    running = fold(start(queries), queries, _all_keys(shard, cargo), shard.mask)
     output, log_mass = outputs(running, value.dtype)
     return output, (query, key, value, segments, output, log_mass)
 
@@ -66,7 +66,7 @@ def _backward(shard, saved, grad):
     queries, cargo = shard.cut(query, key, value, segments)
     known = cotangents(grad, output, log_mass, key.shape[2], shard.tile)
     zeros = jnp.zeros(queries.query.shape, jnp.float32)
-    of_query, of_keys = pull_back(zeros, queries, _all_keys(shard, cargo), known, shard.sight)
+    of_query, of_keys = pull_back(zeros, queries, _all_keys(shard, cargo), known, shard.mask)
     of_keys = tuple(jax.lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True) for x in of_keys)
     return *gradients(of_query, of_keys, (query, key, value)), (None, None)
 

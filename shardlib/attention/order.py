@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.attention.sight import Sight, cut_places, places, tile_size
+from shardlib.attention.mask import Mask, cut_places, places
+from shardlib.attention.tiles import tile_size
 from shardlib.constrain import active
 from shardlib.errors import ModelError
 from shardlib.manual import axis_size
@@ -90,12 +91,12 @@ def row_positions(order: Order, shard: Any, shards: int, length: int) -> Any:
     return ramp % half + half * ((1 - late) * shard + late * (2 * shards - 1 - shard))
 
 
-def hops(order: Order, sight: Sight, shards: int, length: int) -> int:
+def hops(order: Order, mask: Mask, shards: int, length: int) -> int:
     """Returns how often a ring sends keys on: to every other device, or, in contiguous order, as
     far as the window sees. `length` is that of one shard."""
-    if sight.window is None or order == "zigzag":
+    if mask.window is None or order == "zigzag":
         return shards - 1
-    return min(shards - 1, -(-(sight.window - 1) // length))
+    return min(shards - 1, -(-(mask.window - 1) // length))
 
 
 def scores_per_device(
@@ -109,7 +110,7 @@ def scores_per_device(
     """Returns how many scores each device computes at each step of the ring, for one head.
 
     The count is of whole tiles: what is hidden inside of a visited tile is computed too. It
-    follows from `row_positions` and `Sight.tiles`, by which the ring itself decides.
+    follows from `row_positions` and `Mask.tiles`, by which the ring itself decides.
 
     Args:
         length: Positions of the whole row.
@@ -121,7 +122,7 @@ def scores_per_device(
     Returns:
         For each device, the number of scores at its own keys, then after each hop.
     """
-    sight = Sight(causal, window)
+    mask = Mask(causal, window)
     here = length // shards
     tile = ring_tile(order, here)
     if length % shards or tile is None:
@@ -133,9 +134,9 @@ def scores_per_device(
         cut_places(places(here, row_positions(order, i, shards, here), None), tile)
         for i in range(shards)
     ]
-    steps = range(hops(order, sight, shards, here) + 1)
+    steps = range(hops(order, mask, shards, here) + 1)
     return [
-        [int(sight.tiles(shard[i], shard[(i - step) % shards]).sum()) * tile**2 for step in steps]
+        [int(mask.tiles(shard[i], shard[(i - step) % shards]).sum()) * tile**2 for step in steps]
         for i in range(shards)
     ]
 

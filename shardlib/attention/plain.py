@@ -9,8 +9,11 @@ import jax.numpy as jnp
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
-def plain(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Returns attention with `mask` [batch or 1, length, kv_length]; the rest as in `attend`.
+def plain(
+    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array | None
+) -> jax.Array:
+    """Returns attention to the keys that are `visible`, [batch or 1, length, kv_length] bool; the
+    rest as in `attend`.
 
     The scores are float32 from the start: operands of 16 bits are widened rather than the result,
     whose gradient would mix dtypes and fail strict promotion.
@@ -21,9 +24,9 @@ def plain(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | 
     # In this order the matmuls read and write the scores as they lie; any other transposes them.
     query = jnp.transpose(query, (0, 2, 3, 1, 4)).astype(jnp.float32) / math.sqrt(head_dim)
     scores = jnp.einsum("bkgtd,bskd->bkgts", query, key.astype(jnp.float32))
-    if mask is not None:
+    if visible is not None:
         # Added rather than selected by: the backward pass then need not look at the mask.
-        scores = scores + jnp.where(mask, 0.0, _HIDDEN)[:, None, None]
+        scores = scores + jnp.where(visible, 0.0, _HIDDEN)[:, None, None]
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     y = jnp.einsum("bkgts,bskd->bkgtd", weights, value)
     return jnp.transpose(y, (0, 3, 1, 2, 4)).reshape(batch, length, heads, head_dim)

@@ -12,11 +12,11 @@ from typing import Literal
 
 from shardlib.attention.backends import Backend
 from shardlib.attention.order import AXIS, Order, ring_tile
-from shardlib.attention.sight import MAX_TILE
+from shardlib.attention.tiles import MAX_TILE
 from shardlib.constrain import Scope, active
 from shardlib.errors import ModelError
 from shardlib.manual import axis_size
-from shardlib.mesh import mesh_sizes
+from shardlib.mesh import entry_axes, mesh_sizes
 
 ContextMethod = Literal["auto", "ring", "gather", "ulysses"]
 
@@ -61,19 +61,23 @@ def plan_context(
         order: The order that the row has; None to choose.
 
     Raises:
-        ModelError: If what is asked for cannot work; the message says all reasons.
+        ModelError: If what is asked for cannot work; the message says all reasons. Also if the row
+            is in zig-zag order and the mesh would, but the rules or a region around do not, split
+            it over `context`.
         RuleError: If the mesh does not divide the length or the heads.
     """
     scope, shards = active(), axis_size(AXIS)
-    if scope is None or shards == 1:
+    if scope is None or mesh_sizes(scope.mesh).get(AXIS, 1) == 1:
         return ContextPlan("none", "contiguous", f"no axis {AXIS} of the mesh splits the row")
-    entry = scope.sharding(("length",), (length,), "activations").spec[0]
-    if entry is None:
-        return ContextPlan("none", "contiguous", "the rules leave 'length' whole")
-    if entry != AXIS:
+    if shards == 1:
+        return _whole(scope, order, f"a region around handles {AXIS} by hand")
+    over = entry_axes(scope.sharding(("length",), (length,), "activations").spec[0])
+    if not over:
+        return _whole(scope, order, "the rules leave 'length' whole")
+    if over != (AXIS,):
         raise ModelError(
-            f"the rules split 'length' over {entry}, but attention shares a row over {AXIS} "
-            f"alone.\n  Set the activation rule of 'length' to {AXIS!r}."
+            f"the rules split 'length' over {'+'.join(over)}, but attention shares a row over "
+            f"{AXIS} alone.\n  Set the activation rule of 'length' to {AXIS!r}."
         )
     method, why = _method(scope, context, backend)
     here = length // shards
@@ -87,6 +91,17 @@ def plan_context(
         )
     why_order = why_order if order == best else "given"
     return ContextPlan(method, order, f"{method}: {why}; {order} order: {why_order}")
+
+
+def _whole(scope: Scope, order: Order | None, reason: str) -> ContextPlan:
+    """Returns the plan of a row that is not split although the mesh has devices along `context`."""
+    if order == "zigzag":
+        raise ModelError(
+            f"a row in zig-zag order lies over {AXIS}={mesh_sizes(scope.mesh)[AXIS]}, but "
+            f"{reason}: attention would take its tokens to be in their own order.\n"
+            "  Leave out both `zigzag` and order='zigzag'."
+        )
+    return ContextPlan("none", "contiguous", reason)
 
 
 def _method(

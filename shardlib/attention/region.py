@@ -13,6 +13,7 @@ from shardlib.attention.order import AXIS
 from shardlib.attention.ulysses import kv_heads_of
 from shardlib.constrain import active, manual_axes
 from shardlib.manual import manual
+from shardlib.mesh import entry_axes
 
 Local = Callable[[jax.Array, jax.Array, jax.Array, Segments], jax.Array]
 
@@ -48,18 +49,18 @@ def in_region(
     names = ("batch", None, "kv_heads", "head_dim")
     kv_heads = scope.sharding(names, key.shape, "activations").spec[2]
     length = AXIS if over_context else None
-    axes = _axes(batch) + _axes(length) + _axes(heads)
+    axes = entry_axes(batch) + entry_axes(length) + entry_axes(heads)
     if whole_mesh:
         axes = tuple(name for name in scope.sizes if name not in manual_axes())
     if all(scope.sizes[name] == 1 for name in axes):
         return local(query, key, value, segments)
 
-    devices = math.prod(scope.sizes[name] for name in _axes(heads))
+    devices = math.prod(scope.sizes[name] for name in entry_axes(heads))
     needed = kv_heads_of(query.shape[2], key.shape[2], devices)
 
     def on_device(query: jax.Array, key: jax.Array, value: jax.Array, ids: Any) -> jax.Array:
         if heads is not None and kv_heads != heads:
-            mine = jnp.asarray(needed)[jax.lax.axis_index(_axes(heads))]
+            mine = jnp.asarray(needed)[jax.lax.axis_index(entry_axes(heads))]
             key, value = (jnp.take(x, mine, axis=2, mode="clip") for x in (key, value))
         return local(query, key, value, ids)
 
@@ -68,9 +69,3 @@ def in_region(
     rows = tuple(None if ids is None else P(batch, length) for ids in segments)
     region = manual(on_device, axes, (split, kv_split, kv_split, rows), split)
     return region(query, key, value, segments)
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -3,7 +3,7 @@
 At every step a device folds the keys that it holds into a running softmax while they are already on
 their way to the next device. In the backward pass keys and values travel again, and their gradients
 with them; weights are recomputed, so nothing quadratic is kept. What a device may skip, it skips by
-whole tiles (`Sight.tiles`): no collective stands inside of anything conditional.
+whole tiles (`Mask.tiles`): no collective stands inside of anything conditional.
 
 Over C devices keys and values make C - 1 hops forward and C - 1 backward, and their float32
 gradients C hops, the last of which takes them home; fewer with a window in contiguous order.
@@ -28,9 +28,9 @@ from shardlib.attention.blockwise import (
     pull_back,
     start,
 )
+from shardlib.attention.mask import Mask
 from shardlib.attention.order import AXIS, Order
 from shardlib.attention.shard import Cargo, Shard
-from shardlib.attention.sight import Sight
 
 
 def ring_attention(
@@ -39,7 +39,7 @@ def ring_attention(
     value: jax.Array,
     segments: Segments = (None, None),
     *,
-    sight: Sight,
+    mask: Mask,
     order: Order,
 ) -> jax.Array:
     """Returns attention over the whole row; call it in a region that is manual over `context`.
@@ -49,10 +49,10 @@ def ring_attention(
         key: [batch, length, kv_heads, head_dim], the same shard.
         value: As `key`.
         segments: [batch, length] int32 of queries and of keys, or None.
-        sight: What is hidden besides other documents.
+        mask: What is hidden besides other documents.
         order: How the row lies over the axis.
     """
-    shard = Shard(sight, order, jax.lax.axis_size(AXIS), query.shape[1])
+    shard = Shard(mask, order, jax.lax.axis_size(AXIS), query.shape[1])
     return _attend(shard, query, key, value, segments)
 
 
@@ -76,7 +76,7 @@ def _forward(shard, query, key, value, segments):
     queries, cargo = shard.cut(query, key, value, segments)
 
     def meet(running: Running, cargo: Cargo, step: Any) -> Running:
-        return fold(running, queries, shard.keys(cargo, _source(shard, step)), shard.sight)
+        return fold(running, queries, shard.keys(cargo, _source(shard, step)), shard.mask)
 
     def one_hop(carry: Any, step: jax.Array) -> tuple[Any, None]:
         running, cargo = carry
@@ -96,7 +96,7 @@ def _backward(shard, saved, grad):
 
     def meet(of_query: jax.Array, cargo: Cargo, step: Any) -> Any:
         keys = shard.keys(cargo, _source(shard, step))
-        return pull_back(of_query, queries, keys, known, shard.sight)
+        return pull_back(of_query, queries, keys, known, shard.mask)
 
     def one_hop(carry: Any, step: Any) -> tuple[Any, None]:
         # Neither transfer waits for the tiles of this step.

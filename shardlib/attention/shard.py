@@ -7,8 +7,9 @@ import jax
 
 from shardlib.attention import order as orders
 from shardlib.attention.blockwise import Keys, Queries, Segments, cut_keys, cut_queries
+from shardlib.attention.mask import Mask, Places
 from shardlib.attention.order import AXIS, Order
-from shardlib.attention.sight import Places, Sight, cut, needed_tile
+from shardlib.attention.tiles import cut, needed_tile
 
 
 class Cargo(NamedTuple):
@@ -23,7 +24,7 @@ class Cargo(NamedTuple):
 class Shard:
     """What is known of a shard while tracing."""
 
-    sight: Sight
+    mask: Mask
     order: Order
     shards: int
     length: int
@@ -36,7 +37,7 @@ class Shard:
     @property
     def hops(self) -> int:
         """How often a ring sends keys on."""
-        return orders.hops(self.order, self.sight, self.shards, self.length)
+        return orders.hops(self.order, self.mask, self.shards, self.length)
 
     def cut(
         self, query: jax.Array, key: jax.Array, value: jax.Array, segments: Segments

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.attention.blockwise import TAG, Segments
-from shardlib.attention.sight import Sight
+from shardlib.attention.mask import Mask
 
 _MAX_BLOCK = 512
 
@@ -21,7 +21,7 @@ def splash(
     value: jax.Array,
     segments: Segments = (None, None),
     *,
-    sight: Sight,
+    mask: Mask,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns attention of arrays that lie whole on this device, as `attend` does.
@@ -34,7 +34,7 @@ def splash(
         key: [batch, length, kv_heads, head_dim].
         value: As `key`.
         segments: [batch, length] int32 of queries and of keys, or None.
-        sight: What is hidden besides other documents.
+        mask: What is hidden besides other documents.
         interpret: Whether to run the kernel without a TPU, slowly.
     """
     # Heavy, and needed on TPUs only.
@@ -43,16 +43,16 @@ def splash(
 
     length, heads = query.shape[1], query.shape[2]
     shape = (length, key.shape[1])
-    if not sight.causal:
-        mask = masks.FullMask(shape)
-    elif sight.window is None:
-        mask = masks.CausalMask(shape)
+    if not mask.causal:
+        head_mask = masks.FullMask(shape)
+    elif mask.window is None:
+        head_mask = masks.CausalMask(shape)
     else:
-        mask = masks.LocalMask(shape, (sight.window - 1, 0), 0)
+        head_mask = masks.LocalMask(shape, (mask.window - 1, 0), 0)
     block = next(size for size in (_MAX_BLOCK, 256, 128) if length % size == 0)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     kernel = kernels.make_splash_mha(
-        mask=masks.MultiHeadMask([mask] * heads),
+        mask=masks.MultiHeadMask([head_mask] * heads),
         block_sizes=kernels.BlockSizes(**{f"block_{name}": block for name in names}),  # type: ignore
         head_shards=1,
         q_seq_shards=1,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardlib.mesh import mesh_sizes
+from shardlib.mesh import entry_axes, mesh_sizes
 from shardlib.partition import Placement
 from shardlib.rules import AxisRules, Choice
 
@@ -252,10 +252,7 @@ def _cells(row: Row) -> list[str]:
 
 def spec_text(spec: Iterable[Any]) -> str:
     """Returns a spec as `fsdp, -, data+tensor`."""
-    return ", ".join(
-        "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
-        for entry in spec
-    )
+    return ", ".join("+".join(entry_axes(entry)) or "-" for entry in spec)
 
 
 def bytes_text(num_bytes: float) -> str:

@@ -44,7 +44,7 @@ def with_capacity(
 
     Args:
         tokens: [batch, length, embed], those of this device.
-        experts: [batch, length, k] int32.
+        experts: [batch, length, k] int32, from 0 to E - 1; a copy for E takes no place.
         weights: [batch, length, k] float32.
         counted: [batch, length] bool; other tokens take no place and give 0.
         mlp: The experts of this device: all of them, or a share of `axes`.

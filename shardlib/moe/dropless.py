@@ -10,9 +10,9 @@ one. With t tokens on a device, k experts a token and E experts over D devices, 
 
     D * t * min(k, E / D) rows
 
-of embed and of mlp, D (at most) times what even load needs. `chunks` divides t: with as many chunks
-as devices the buffers are as large as even load needs without chunks. Each chunk is recomputed in
-the backward pass, its exchange included.
+of embed and of mlp, D (at most) times what even load needs. `chunks` cuts t into parts, the last of
+them filled up: with as many chunks as devices the buffers are as large as even load needs without
+chunks. Each chunk is recomputed in the backward pass, its exchange included.
 
 Source: Gale et al. 2022, "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts".
 """
@@ -20,7 +20,6 @@ Source: Gale et al. 2022, "MegaBlocks: Efficient Sparse Training with Mixture-of
 import jax
 import jax.numpy as jnp
 
-from shardlib.errors import ModelError
 from shardlib.moe.exchange import Link, Method, exchange, plan_exchange, resolve_method
 from shardlib.moe.rows import collect, spread, weighted_sum
 from shardlib.moe.weights import Activation, ExpertWeights, mlp_of_sorted
@@ -42,34 +41,34 @@ def dropless(
 
     Args:
         tokens: [t, embed], those of this device.
-        experts: [t, k] int32.
+        experts: [t, k] int32, from 0 to E - 1; a copy for E goes nowhere and gives 0.
         weights: [t, k] float32.
         counted: [t] bool; other tokens go nowhere and give 0.
         mlp: The experts of this device: all of them, or a share of `axes`.
         activation: Nonlinearity of the experts.
         axes: Mesh axes, manual here, over which experts are shared out; () for none.
         method: See `shardlib.moe.exchange`.
-        chunks: In how many parts the tokens are computed, one after the other.
-
-    Raises:
-        ModelError: If the chunks do not divide the tokens of a device.
+        chunks: In how many parts the tokens are computed, one after the other: t of them if there
+            are fewer tokens.
     """
 
     def part(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
         return _dropless(*args, mlp, activation, axes, method)
 
     args = (tokens, experts, weights, counted)
+    num = tokens.shape[0]
+    chunks = min(chunks, num)
     if chunks == 1:
         return part(args)
-    num = tokens.shape[0]
-    if num % chunks:
-        raise ModelError(
-            f"the {num} tokens of a device cannot be computed in {chunks} chunks of equal size.\n"
-            f"  Choose exchange_chunks so that it divides {num}."
-        )
-    parts = jax.tree.map(lambda x: x.reshape(chunks, num // chunks, *x.shape[1:]), args)
-    done = jax.lax.map(jax.checkpoint(part, prevent_cse=False), parts)
-    return done.reshape(tokens.shape)
+    missing = -num % chunks
+
+    def cut(x: jax.Array) -> jax.Array:
+        # What fills up the last chunk is no token: it is not counted.
+        filled = jnp.pad(x, ((0, missing), *[(0, 0)] * (x.ndim - 1)))
+        return filled.reshape(chunks, -1, *x.shape[1:])
+
+    done = jax.lax.map(jax.checkpoint(part, prevent_cse=False), jax.tree.map(cut, args))
+    return done.reshape(num + missing, -1)[:num]
 
 
 def _dropless(
@@ -85,13 +84,17 @@ def _dropless(
     num, k = experts.shape
     here = mlp.gate.shape[0]
     devices = jax.lax.axis_size(axes) if axes else 1
+    nowhere = here * devices
     # Copies that go nowhere are sorted behind the last expert.
-    key = jnp.where(counted[:, None], experts, here * devices).reshape(-1)
+    experts = jnp.where(counted[:, None], experts, nowhere)
+    key, goes = experts.reshape(-1), experts < nowhere
     source = jnp.argsort(key, stable=True).astype(jnp.int32)
     place = jnp.argsort(source).astype(jnp.int32).reshape(num, k)
-    place = jnp.where(counted[:, None], place, num * k)
-    weights = jnp.where(counted[:, None], weights, 0.0)
-    sizes = jnp.zeros(here * devices, jnp.int32).at[key].add(1, mode="drop")
+    place = jnp.where(goes, place, num * k)
+    weights = jnp.where(goes, weights, 0.0)
+    sizes = jnp.zeros(nowhere, jnp.int32).at[key].add(1, mode="drop")
+    # A token goes to an expert once: with fewer experts than k there are fewer rows.
+    source = source[: num * min(k, nowhere)]
 
     rows = spread(tokens, source, place)
     if axes:

@@ -21,7 +21,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from shardlib.constrain import active
+from shardlib.constrain import platform
 
 Method = Literal["auto", "ragged", "padded"]
 
@@ -74,9 +74,7 @@ def resolve_method(method: Method) -> Literal["ragged", "padded"]:
     """Returns the implementation that `auto` stands for on the devices of the active mesh."""
     if method != "auto":
         return method
-    scope = active()
-    platform = scope.mesh.devices.flat[0].platform if scope else jax.default_backend()
-    return "ragged" if platform in _RAGGED_PLATFORMS else "padded"
+    return "ragged" if platform() in _RAGGED_PLATFORMS else "padded"
 
 
 def plan_exchange(counts: jax.Array, axes: tuple[str, ...]) -> Plan:

@@ -3,6 +3,8 @@
 | dim of the weights | mesh axes (by the rules)  | what happens                                  |
 |--------------------|---------------------------|-----------------------------------------------|
 | expert             | also shard tokens         | tokens travel to their experts and back       |
+| expert             | shard no tokens           | each device computes what its experts make of |
+|                    |                           | all the tokens; what they give is added up    |
 | embed, mlp         | also shard tokens (fsdp)  | gathered for the layer and again for its      |
 |                    |                           | gradient, which is reduce-scattered           |
 | mlp                | shard no tokens (tensor)  | each device computes some hidden units; what  |
@@ -19,6 +21,7 @@ from jax.sharding import PartitionSpec
 from shardlib.constrain import active
 from shardlib.errors import RuleError
 from shardlib.manual import manual
+from shardlib.mesh import entry_axes
 from shardlib.moe.capacity import capacity, with_capacity
 from shardlib.moe.dropless import dropless
 from shardlib.moe.exchange import Method
@@ -44,9 +47,20 @@ class _Layout:
         return self.batch + self.length
 
     @property
+    def sent(self) -> Axes:
+        """Axes along which tokens travel to their experts."""
+        return tuple(name for name in self.expert if name in self.tokens)
+
+    @property
+    def apart(self) -> Axes:
+        """Axes along which devices have the same tokens and other experts."""
+        return tuple(name for name in self.expert if name not in self.tokens)
+
+    @property
     def parts(self) -> Axes:
-        """Axes along which devices share hidden units: their results are parts of a sum."""
-        return tuple(name for name in self.mlp if name not in self.tokens)
+        """Axes along which devices share experts or hidden units for the same tokens: their results
+        are parts of a sum."""
+        return self.apart + tuple(name for name in self.mlp if name not in self.tokens)
 
     @property
     def gathered_mlp(self) -> Axes:
@@ -87,8 +101,7 @@ def apply_experts(
         [batch, length, embed] in the dtype of `x`, and [batch, length, k] bool.
 
     Raises:
-        RuleError: If experts are sharded over a mesh axis that does not shard tokens.
-        ModelError: If the chunks do not divide the tokens of a device.
+        RuleError: If of the mesh axes that shard experts some shard tokens and others do not.
     """
     layout = _layout(x, weights.gate)
     k, num_experts, length = routing.experts.shape[2], weights.gate.shape[0], x.shape[1]
@@ -98,16 +111,20 @@ def apply_experts(
         x: jax.Array, experts: jax.Array, by: jax.Array, counted: jax.Array, mlp: ExpertWeights
     ) -> tuple[jax.Array, jax.Array]:
         mlp = _gathered(mlp, layout)
+        if layout.apart:
+            experts = _own(experts, layout.apart, mlp.gate.shape[0])
         if dispatch == "capacity":
             y, kept = with_capacity(
                 x, experts, by, counted, mlp, activation,
-                places=places, axes=layout.expert, length_axes=layout.length,
+                places=places, axes=layout.sent, length_axes=layout.length,
             )  # fmt: skip
+            if layout.apart:
+                kept = jax.lax.psum(kept.astype(jnp.int32), layout.apart) > 0
         else:
             y = dropless(
                 x.reshape(-1, x.shape[-1]), experts.reshape(-1, k), by.reshape(-1, k),
                 counted.reshape(-1), mlp, activation,
-                axes=layout.expert, method=exchange, chunks=chunks,
+                axes=layout.sent, method=exchange, chunks=chunks,
             ).reshape(x.shape)  # fmt: skip
             kept = jnp.broadcast_to(counted[..., None], experts.shape)
         return y[None], kept
@@ -138,20 +155,22 @@ def _layout(x: jax.Array, gate: jax.Array) -> _Layout:
         return _Layout()
     tokens = scope.sharding(("batch", "length", "embed"), x.shape, "activations").spec
     params = scope.sharding(("expert", "embed", "mlp"), gate.shape, "params").spec
-    layout = _Layout(*map(_names, (*tokens[:2], *params)))
-    apart = [name for name in layout.expert if name not in layout.tokens]
-    if apart:
+    layout = _Layout(*map(entry_axes, (*tokens[:2], *params)))
+    if layout.sent and layout.apart:
+        sent, apart = "+".join(layout.sent), "+".join(layout.apart)
         raise RuleError(
-            f"experts are sharded over {'+'.join(apart)}, which shards no tokens: the devices along"
-            " it would all send the same ones.\n"
-            f"  Let the rule for the activation axis 'batch' include {'+'.join(apart)}, or give "
-            "'expert' another mesh axis."
+            f"experts are sharded over {sent}, which shards tokens too, and over {apart}, which "
+            "shards none.\n"
+            f"  Let the rule for the activation axis 'batch' include {apart}, or shard 'expert' "
+            f"over {sent} alone."
         )
     return layout
 
 
-def _names(entry: Any) -> Axes:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+def _own(experts: jax.Array, apart: Axes, here: int) -> jax.Array:
+    """Returns the choices as indices of the experts of this device, `here` for those of others."""
+    index = experts - jax.lax.axis_index(apart).astype(jnp.int32) * here
+    return jnp.where((index >= 0) & (index < here), index, here)
 
 
 def _entry(axes: Axes) -> Axes | None:

@@ -3,6 +3,8 @@
 from typing import Literal
 
 from shardlib.config import configclass
+from shardlib.errors import did_you_mean
+from shardlib.pipeline.schedules import SCHEDULES
 
 
 @configclass
@@ -18,10 +20,16 @@ class PipelineConfig:
     skip_idle: bool | None = None
     """Whether idle stages skip the computation (true) or compute and discard (false). Null: skip,
     unless the stages send among themselves by collective-permute, which then would hang: with a
-    context axis, a ring in the model, or on CPU devices."""
+    context axis, a ring in the model, or on CPU devices. Permutes that the compiler may insert for
+    other axes are not foreseen: say false if a pipeline hangs."""
 
     def __post_init__(self):
         chunks = self.chunks_per_stage
+        if self.schedule not in SCHEDULES:
+            raise ValueError(
+                f"no pipeline schedule is called {self.schedule!r}."
+                f"{did_you_mean(self.schedule, SCHEDULES)} Choose one of: {', '.join(SCHEDULES)}."
+            )
         if self.schedule == "interleaved" and chunks is not None and chunks < 2:
             raise ValueError(
                 f"chunks_per_stage is {chunks}, but interleaved needs at least 2 of them."

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardlib.errors import ModelError
 from shardlib.pipeline.execute import Cut, Leaves, Part, Reads
@@ -89,7 +89,7 @@ def plan(loss: Loss, params: Leaves, layers: frozenset[str], part: Part) -> Plan
             "  Read them inside of the layers only, or use a mesh without stage."
         )
     reads = reads._replace(chunk=reads.chunk - layers)
-    sends = any("ppermute" in str(traced) for traced in (first, middle, last))
+    sends = any(_sends(traced.jaxpr) for traced in (first, middle, last))
     return Plan(_num_layers(made[0]), reads, made[1], sends)
 
 
@@ -204,6 +204,17 @@ def _is_extended(x: jax.Array) -> bool:
 
 def _num_layers(stack: LayerStack) -> int:
     return jax.tree.leaves(stack.state)[0].shape[0]
+
+
+def _sends(jaxpr: Jaxpr) -> bool:
+    """Whether a program sends by collective-permute, in itself or in what it calls."""
+    for equation in jaxpr.eqns:
+        inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(equation.params.values()))]
+        if equation.primitive.name == "ppermute" or any(
+            _sends(x) for x in inner if isinstance(x, Jaxpr)
+        ):
+            return True
+    return False
 
 
 def _reads(traced: ClosedJaxpr, names: list[str]) -> frozenset[str]:

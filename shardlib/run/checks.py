@@ -102,10 +102,13 @@ def _check_stages(config: RunConfig, scope: Scope) -> None:
     stages, train = mesh_sizes(scope.mesh).get("stage", 1), config.train
     if stages == 1:
         return
+    reduction = train.reduction
+    # Unequal groups are refused with stages, by the plan of the reduction.
+    counts = reduction.group_microbatches or (train.microbatches,)
     faults = schedule_faults(
         train.pipeline.schedule,
         stages=stages,
-        microbatches=stages if train.microbatches == "auto" else train.microbatches,
+        microbatches=stages if counts[0] == "auto" else counts[0],
         chunks=train.pipeline.chunks,
         num_layers=getattr(config.model, "num_layers", None),
     )
@@ -116,9 +119,14 @@ def _check_stages(config: RunConfig, scope: Scope) -> None:
 def check_batch(config: RunConfig, scope: Scope) -> None:
     """Raises `MeshError` when a batch does not fall evenly on the devices that share it out."""
     sizes = mesh_sizes(scope.mesh)
-    checks = [_train_share(config, sizes)]
+    share = _train_share(config, sizes)
+    checks = [share]
     if config.eval.global_batch is not None:
         checks.append(("eval.global_batch", config.eval.global_batch, 1, "batch", sizes))
+    elif config.eval.every_steps != 0 and share[-1] != sizes:
+        # Groups take their own rows of a training batch; of an evaluation batch all take all.
+        key = "eval.global_batch=null, train.global_batch"
+        checks.append((key, config.train.global_batch, 1, "batch", sizes))
     if isinstance(config.data, TextData):
         length = config.data.sequence_length
         names = ("length", "residual_length")

@@ -85,7 +85,8 @@ class RunConfig:
     """Which logical axis goes to which mesh axis: a preset (data, fsdp, standard) or changes to
     one."""
     precision: Literal["f32", "bf16", "bf16_params"] = "f32"
-    """f32; bf16: computes in bfloat16 with parameters in float32; bf16_params: all in bfloat16."""
+    """f32; bf16: computes in bfloat16 with parameters in float32; bf16_params: all in bfloat16 but
+    what routes tokens to experts."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
     eval: EvalConfig = EvalConfig()
@@ -128,6 +129,8 @@ _MAY_CHANGE = (
     "model.attention",
     "model.context",
     "model.loss_chunks",
+    "model.moe.exchange",
+    "model.moe.exchange_chunks",
     "train.steps",
     "train.microbatches",
     "train.pipeline",

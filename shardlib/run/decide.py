@@ -3,7 +3,6 @@
 import dataclasses
 
 from shardlib.data import MapSource
-from shardlib.errors import ConfigError
 from shardlib.mesh import mesh_sizes
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.setup import Setup
@@ -34,7 +33,6 @@ def decide(parts: Setup, source: MapSource, asked: RunConfig) -> Setup:
         asked: The config before `as_recorded`.
 
     Raises:
-        ConfigError: If microbatches are to be found for steps that take them otherwise.
         MeshError: If the step does not fit with any number of microbatches.
     """
     local = parts.config.train.local_sgd
@@ -50,13 +48,6 @@ def decide(parts: Setup, source: MapSource, asked: RunConfig) -> Setup:
 
 
 def _fitted(parts: Setup, source: MapSource) -> Setup:
-    train = parts.config.train
-    if train.local_sgd or train.reduction.group_microbatches or train.reduction.group_seconds:
-        raise ConfigError(
-            "train.microbatches=auto cannot be found for groups that train apart or take unequal "
-            "shares.\n  Set train.microbatches to a number."
-        )
-
     def make_step(microbatches: int) -> TrainStep:
         step = parts.train_step(microbatches)
         assert isinstance(step, TrainStep)

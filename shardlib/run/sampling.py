@@ -19,6 +19,7 @@ from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
 from shardlib.run.setup import Setup, make_scope, setup
 from shardlib.train.local_sgd import merged
+from shardlib.train.offload import fetch
 from shardlib.train.state import TrainState
 
 
@@ -42,12 +43,12 @@ class Sampler:
             )
         self._tokenizer = tokenizer
         # A prompt is one row, which no mesh axis divides.
-        rules = parts.scope.rules.override(activations={"batch": None, "length": None})
+        rules = parts.scope.rules.override(activations={"batch": None})
         policy = precision(parts.config.precision)
 
         def sample(state: TrainState, tokens: jax.Array, length: int, t: Any, key: Any) -> Any:
             with use(parts.scope.mesh, rules):
-                params = policy.cast_params(parts.best_params(state))
+                params = policy.cast_params(fetch(parts.best_params(state)))
                 model = state.definition.module.merge(params, state.model_state, key)
                 return generate(model, tokens, length=length, temperature=t, rng=key)
 
@@ -58,14 +59,27 @@ class Sampler:
         self, state: TrainState, prompt: str, *, length: int, temperature: float, seed: int
     ) -> str:
         """Returns the text that continues a prompt, of at most `length` tokens."""
-        end = self._tokenizer.eot
-        tokens = np.asarray([[end, *self._tokenizer.encode(prompt)]], np.int32)
+        end, tokens = self._tokenizer.eot, self._prompt(prompt)
         key = jax.random.key(seed)
         drawn = jax.device_get(self._sample(state, tokens, length, np.float32(temperature), key))
         new = [int(token) for token in drawn[0, tokens.shape[1] :]]
         new = new[: new.index(end)] if end in new else new
         # A model may have more rows than there are tokens, so that a mesh divides them.
         return self._tokenizer.decode(t for t in new if t < self._tokenizer.vocab_size)
+
+    def trace(self, state: TrainState, prompt: str, *, length: int) -> None:
+        """Traces what a call with these arguments runs, for a state that may be abstract.
+
+        Raises:
+            ModelError: If prompt and length exceed the positions of the model.
+            RuleError: If an activation cannot be placed.
+        """
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        self._sample.trace(state, self._prompt(prompt), length, np.float32(0), key)
+
+    def _prompt(self, prompt: str) -> np.ndarray:
+        """The tokens of one row, after the end of a document: int32 [1, n]."""
+        return np.asarray([[self._tokenizer.eot, *self._tokenizer.encode(prompt)]], np.int32)
 
 
 def generate(

@@ -1,7 +1,7 @@
 """The main job: a config in, a trained run directory out; the same again resumes."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -20,11 +20,11 @@ from shardlib.run.directory import RunDirectory
 from shardlib.run.log import RunLog
 from shardlib.run.sampling import Sampler
 from shardlib.run.setup import Setup, make_scope, open_source, setup
-from shardlib.train.evaluate import evaluate
+from shardlib.train.evaluate import EvalStep, evaluate, make_eval_step
 from shardlib.train.local_sgd import LocalSGD, group_means, merged
 from shardlib.train.loop import Loop
 from shardlib.train.state import TrainState, materialize
-from shardlib.train.step import TrainStep, make_eval_step
+from shardlib.train.step import TrainStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def train(config: RunConfig) -> TrainResult:
     held_out = None if config.eval.every_steps == 0 else open_source(config, "eval")
     parts = decide(setup(config, source.spec, make_scope(config, jax.devices())), source, asked)
     config = parts.config
-    step = _traced_step(parts, source)
+    programs = _traced(parts, source, held_out)
     with RunCheckpoints(directory.checkpoints, config.checkpoint) as checkpoints:
         start = checkpoints.latest() or 0
         if start:
@@ -70,26 +70,50 @@ def train(config: RunConfig) -> TrainResult:
         if config.checkpoint.enabled and start < config.train.steps:
             checkpoints.check_writable()
         with RunLog(parts, directory, group) as log:
-            run = _Run(parts, step, source, held_out, checkpoints, directory, log)
+            run = _Run(parts, programs, source, held_out, checkpoints, directory, log)
             result = run.go(start, is_new=saved is None)
     distributed.barrier("shardlib/run/end")
     return result
 
 
-def _traced_step(parts: Setup, source: MapSource) -> TrainStep | LocalSGD:
-    """Returns the training step, traced: the rules of activations have all been met once.
+class _Programs(NamedTuple):
+    """What a run computes."""
+
+    train: TrainStep | LocalSGD
+    evaluate: EvalStep
+    sample: Sampler | None
+
+
+def _traced(parts: Setup, source: MapSource, held_out: MapSource | None) -> _Programs:
+    """Returns the programs of a run, each traced once: what cannot be computed or placed is found
+    before anything is made, and not when the last step is done.
 
     Raises:
         RuleError: If an activation cannot be placed, or a rule of the config names one that the
             model does not have.
+        ModelError: If the model cannot be cut into stages, or its text cannot be sampled.
     """
-    config = parts.config
-    step, state = parts.train_step(), parts.saved_state()
+    config, options = parts.config, parts.config.train
+    step, saved = parts.train_step(), parts.saved_state()
     batch = parts.rows(source).element_spec()
     with recording() as met:
-        step.program(state, batch).trace(state, batch)
+        step.program(saved, batch).trace(saved, batch)
     check_activation_rules(config, met)
-    return step
+    evaluate = make_eval_step(
+        parts.loss(train=False),
+        precision=config.precision,
+        batch_axes=parts.batch_axes,
+        params_of=parts.best_params,
+        pipeline=options.pipeline,
+    )
+    if held_out is not None:
+        batch = held_out.element_spec()
+        evaluate.program(parts.abstract, batch).trace(parts.abstract, batch)
+    if parts.family.generate is None or not options.sample_length or source.tokenizer is None:
+        return _Programs(step, evaluate, None)
+    sampler = Sampler(parts, source.tokenizer)
+    sampler.trace(parts.abstract, options.sample_prompt, length=options.sample_length)
+    return _Programs(step, evaluate, sampler)
 
 
 def _check_checkpoint(
@@ -113,7 +137,7 @@ class _Run:
     def __init__(
         self,
         parts: Setup,
-        step: TrainStep | LocalSGD,
+        programs: _Programs,
         source: MapSource,
         held_out: MapSource | None,
         checkpoints: RunCheckpoints,
@@ -127,17 +151,7 @@ class _Run:
         self.evaluation: dict[str, float] = {}
         self._saved_step = -1
         self._stop_step = -1
-        self._step = step
-        self._eval_step = make_eval_step(
-            parts.loss(train=False),
-            precision=config.precision,
-            batch_axes=parts.batch_axes,
-            params_of=parts.best_params,
-        )
-        samples = parts.family.generate is not None and config.train.sample_length > 0
-        self._sampler = (
-            Sampler(parts, source.tokenizer) if samples and source.tokenizer is not None else None
-        )
+        self._step, self._eval_step, self._sampler = programs
 
     def go(self, start: int, *, is_new: bool) -> TrainResult:
         """Runs from step `start` to the end, or to a signal."""

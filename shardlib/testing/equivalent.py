@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from shardlib.errors import DataError, MeshError, ModelError
 from shardlib.mesh import MeshConfig, MeshSpec, describe, make_mesh
 from shardlib.rules import ANY, STANDARD, Auto, AxisRules
+from shardlib.testing.comparable import refuse_chaos, refuse_narrower, refuse_other_forms
 from shardlib.testing.deviations import (
-    SAFETY,
     Deviation,
     Order,
     Quantity,
@@ -138,7 +138,8 @@ def assert_equivalent(
             its difference and its bound, and counts the others. All meshes are compared first.
         MeshError: If a mesh needs more devices than there are.
         ModelError: If the loss on one device is not finite, or rounding alone changes this
-            training so much that nothing can be told.
+            training so much that nothing can be told; if a model has other variables on a mesh, or
+            computes there in a narrower dtype than on one device.
         DataError: If the batches differ in structure or shapes.
     """
     given = list(jax.devices() if devices is None else devices)
@@ -191,7 +192,7 @@ class Reference:
         self._problem = Problem(make_model, loss_fn, batches, optimizer, inputs, seed)
         self._options = {"microbatches": microbatches, "batch_axes": batch_axes}
         self._device = jax.devices()[0] if device is None else device
-        self._bounds: dict[Any, dict[Quantity, float]] = {}
+        self._bounds: dict[int, dict[Quantity, float]] = {}
 
     def compare(
         self,
@@ -202,7 +203,7 @@ class Reference:
         make_model: Any = None,
         **step_options: Any,
     ) -> Comparison:
-        """Trains on a mesh and compares; never raises for what deviates.
+        """Trains on a mesh and compares; raises nothing for what deviates.
 
         Args:
             mesh: The mesh.
@@ -212,6 +213,9 @@ class Reference:
                 used on the mesh alone.
             step_options: More arguments of `make_train_step`. They may hold other `microbatches`
                 than one device takes, for a model without random masks.
+
+        Raises:
+            ModelError: If nothing can be compared; see `assert_equivalent`.
         """
         (mesh,) = _meshes(mesh, None)
         expected = self._expected(steps)
@@ -219,9 +223,10 @@ class Reference:
         if make_model is not None:
             problem = dataclasses.replace(problem, make_model=make_model)
         program = Program(problem, mesh, rules, **{**self._options, **step_options})
+        refuse_other_forms(self._program, program)
+        refuse_narrower(self._program, program)
         found = quantities(program.run(steps), self._order)
-        unit = reductions(program.jaxpr).unit_roundoff
-        allowed = self._allowed(steps, unit)
+        allowed = self._allowed(steps)
         far = tuple(deviations(found, expected, allowed))
         return Comparison(
             mesh,
@@ -249,7 +254,9 @@ class Reference:
 
     @functools.cached_property
     def _order(self) -> Order:
-        return Order(first_uses(self._program.jaxpr), self._program.param_positions)
+        arguments = enumerate(self._program.arguments)
+        params = {at: path for at, (kind, path) in arguments if kind == "parameter"}
+        return Order(first_uses(self._program.jaxpr), params)
 
     @functools.cached_property
     def _trainings(self) -> dict[int, dict[Quantity, np.ndarray]]:
@@ -267,36 +274,16 @@ class Reference:
             self._trainings[steps] = quantities(training, self._order)
         return self._trainings[steps]
 
-    def _allowed(self, steps: int, unit_roundoff: float) -> dict[Quantity, float]:
-        """The bounds when the narrowest sum of a program has this unit roundoff."""
-        sums = reductions(self._program.jaxpr)
-        sums = sums._replace(unit_roundoff=max(sums.unit_roundoff, unit_roundoff))
-        key = (steps, sums)
-        if key not in self._bounds:
+    def _allowed(self, steps: int) -> dict[Quantity, float]:
+        if steps not in self._bounds:
+            relative = reductions(self._program.jaxpr).relative
             expected = self._expected(steps)
-            probes = (self._program.run(steps, change) for change in perturbations(sums.relative))
+            probes = (self._program.run(steps, change) for change in perturbations(relative))
             found = [quantities(probe, self._order) for probe in probes]
-            allowed = bounds(expected, found, sums.relative)
-            _refuse_chaos(expected, allowed)
-            self._bounds[key] = allowed
-        return self._bounds[key]
-
-
-def _refuse_chaos(
-    expected: Mapping[Quantity, np.ndarray], allowed: Mapping[Quantity, float]
-) -> None:
-    """Refuses a loss that is blurred, and gradients when half of them are."""
-    unclear = [q for q in blurred(expected, allowed) if q.kind in ("loss", "gradient")]
-    num_gradients = sum(q.kind == "gradient" and value.any() for q, value in expected.items())
-    losses = [q for q in unclear if q.kind == "loss"]
-    if losses or 2 * len(unclear) > num_gradients:
-        first = (losses or unclear)[0]
-        change = allowed[first] / SAFETY
-        raise ModelError(
-            f"{first} cannot be compared: the last places of the parameters change it by "
-            f"{change:.1e} on one device already.\n"
-            "  Take fewer steps, a lower learning rate or more examples, and compute in float32."
-        )
+            allowed = bounds(expected, found, relative)
+            refuse_chaos(expected, allowed)
+            self._bounds[steps] = allowed
+        return self._bounds[steps]
 
 
 def _batches(batch: Any) -> list[Any]:

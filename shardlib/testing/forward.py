@@ -43,7 +43,7 @@ def where_forward_differs(reference: Program, program: Program, relative: float)
             "batch."
         )
     if len(expected) == 1:  # The loss: no layers were seen.
-        return ""
+        return "To have the layer named, run the layers by shardlib.scan_layers."
     first = far[0]
     if first.kind == _INPUT:
         return "What goes into the layers differs already."

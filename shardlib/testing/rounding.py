@@ -46,9 +46,9 @@ class Reductions(NamedTuple):
 
 def reductions(jaxpr: Any) -> Reductions:
     """Returns the sums of a program as JAX traced it."""
-    terms, unit = 1, _unit_roundoff(np.float32)
+    terms, unit = 1, unit_roundoff(np.float32)
     for equation, trips in equations(jaxpr):
-        unit = max([unit, *(_unit_roundoff(x.dtype) for x in _floating(equation.outvars))])
+        unit = max([unit, *(unit_roundoff(x.dtype) for x in _floating(equation.outvars))])
         if equation.primitive.name in (*_PRODUCTS, *_SUMS):
             sizes = [x.size for x in _floating(equation.invars)]
             terms = max(terms, trips * _terms(equation, sizes)) if sizes else terms
@@ -75,7 +75,8 @@ def _terms(equation: Any, sizes: list[int]) -> int:
     return max(shape, default=1)
 
 
-def _unit_roundoff(dtype: Any) -> float:
+def unit_roundoff(dtype: Any) -> float:
+    """Returns by how much rounding to a dtype changes a number at most, relatively."""
     return float(jnp.finfo(dtype).eps) / 2
 
 

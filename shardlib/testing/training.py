@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shardlib.paths import named_leaves
+from shardlib.paths import key_string, named_leaves, path_string
 from shardlib.train.state import TrainState, init_state, state_shardings
 from shardlib.train.step import make_train_step
 
@@ -52,6 +52,16 @@ class Problem:
     seed: int
 
 
+class Argument(NamedTuple):
+    """A leaf of what the step is given: `parameter layers/up`, `batch tokens`."""
+
+    kind: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.path}".strip()
+
+
 class Program:
     """The compiled step of a problem on a mesh, to be run any number of times from its start.
 
@@ -60,7 +70,7 @@ class Program:
     """
 
     def __init__(self, problem: Problem, mesh: Any, rules: Any, **step_options: Any):
-        self.problem, self._batches = problem, problem.batches
+        self.problem, self.mesh = problem, mesh
         optimizer = optax.chain(record_gradients(), problem.optimizer)
         state = init_state(
             problem.make_model,
@@ -71,13 +81,16 @@ class Program:
             rules=rules,
         )
         step = make_train_step(problem.loss_fn, **step_options)
+        # As calling the step does it: groups of unequal speed find their rows elsewhere.
+        self._batches = [step._arrange(state, batch) for batch in problem.batches]
         with jax.default_matmul_precision("highest"):
             traced = step.program(state, self._batches[0]).trace(state, self._batches[0])
             self.compiled = traced.lower().compile()
         self.jaxpr = traced.jaxpr
         self.definition = state.definition
         self.batch_axes = step.batch_axes
-        self.param_positions = _param_positions(state)
+        self.arguments = _arguments(state, self._batches[0])
+        self.forms = _forms(state)
         self._shardings = state_shardings(state)
         self._start = jax.tree.map(_to_host, state)
         self._dtypes = jax.tree.map(lambda x: x.dtype, state)
@@ -116,12 +129,29 @@ def record_gradients() -> optax.GradientTransformation:
     )
 
 
-def _param_positions(state: TrainState) -> dict[int, str]:
-    """For each parameter, which of the step's flattened arguments it is."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    names = list(named_leaves(state.params))
-    at = [i for i, (path, _) in enumerate(leaves) if path[0].name == "params"]  # type: ignore[attr-defined]
-    return dict(zip(at, names, strict=True))
+_KINDS = {"params": "parameter", "model_state": "model state", "opt_state": "optimizer state"}
+
+
+def _arguments(state: TrainState, batch: Any) -> list[Argument]:
+    """What the flattened arguments of the step are."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
+    fields = [key_string(path[0]) for path in paths]
+    return [
+        *(
+            Argument(_KINDS.get(field, field), path_string(path[1:]))
+            for field, path in zip(fields, paths, strict=True)
+        ),
+        *(Argument("batch", path) for path in named_leaves(batch)),
+    ]
+
+
+def _forms(state: TrainState) -> dict[Argument, str]:
+    """Shapes and dtypes of the model's variables."""
+    return {
+        Argument(_KINDS[part], path): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        for part in ("params", "model_state")
+        for path, leaf in named_leaves(getattr(state, part)).items()
+    }
 
 
 def _snapshot(state: TrainState) -> Snapshot:

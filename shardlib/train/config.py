@@ -62,6 +62,18 @@ class TrainConfig:
             faults.append(
                 f"microbatches={self.microbatches} does not divide global_batch={self.global_batch}"
             )
+        reduction = self.reduction
+        if self.local_sgd is not None and reduction != ReductionConfig():
+            faults.append(
+                "local_sgd sums no gradients over data, but there is a reduction for them: leave "
+                "one of them out; local_sgd.dtype says in what the groups' progress is sent"
+            )
+        shares = reduction.group_microbatches or reduction.group_seconds
+        if self.microbatches == "auto" and (self.local_sgd is not None or shares is not None):
+            faults.append(
+                "microbatches=auto cannot be found for groups that train apart or take unequal "
+                "shares: give a number"
+            )
         if not 0 <= self.label_smoothing < 1:
             faults.append(f"label_smoothing must lie in [0, 1), not {self.label_smoothing}")
         faults += [

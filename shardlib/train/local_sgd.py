@@ -18,7 +18,7 @@ arXiv:1805.09767.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -28,14 +28,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.config import configclass
 from shardlib.constrain import use
-from shardlib.errors import MeshError, RuleError
+from shardlib.errors import ConfigError, MeshError
+from shardlib.losses import Mean
 from shardlib.manual import manual
 from shardlib.mesh import mesh_sizes
 from shardlib.partition import Placement
-from shardlib.train.reduce_groups import kept_dim, sum_groups
+from shardlib.train.local_state import (
+    LocalSGDState,
+    check_whole,
+    local_shardings,
+    over_groups,
+    repeat,
+    replace_own,
+)
+from shardlib.train.reduce_groups import sum_groups
 from shardlib.train.reduce_hops import Hops, outer_degree
 from shardlib.train.reduce_uneven import check_rows
-from shardlib.train.reduction import AXIS
+from shardlib.train.reduction import AXIS, ReductionConfig
 from shardlib.train.state import Definition, TrainState, state_shardings
 from shardlib.train.step import TrainStep, batch_shardings
 
@@ -72,30 +81,6 @@ class LocalSGDConfig:
             raise ValueError("; ".join(faults))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LocalSGDState:
-    """What all groups last agreed on, and where each of them is now."""
-
-    params: Any
-    """The agreed parameters, float32, placed as parameters are."""
-    momentum: Any
-    """The momentum of the outer optimizer, float32, alike."""
-    groups: TrainState
-    """`params`, `model_state` and `opt_state` hold an array [groups, ...] for each of their leaves,
-    split over `data`; `step` and `rng` are common to all."""
-
-    @property
-    def step(self) -> jax.Array:
-        """Steps that each group has taken."""
-        return self.groups.step
-
-    @property
-    def definition(self) -> Definition:
-        """What the states of the groups are states of."""
-        return self.groups.definition
-
-
 def make_local_sgd(step: TrainStep, config: LocalSGDConfig) -> "LocalSGD":
     """Returns the step of groups that train apart.
 
@@ -103,7 +88,15 @@ def make_local_sgd(step: TrainStep, config: LocalSGDConfig) -> "LocalSGD":
         step: What one group does with its rows, from `make_train_step`. Its microbatches, its
             gradient clipping and its schedule are those of a group.
         config: How many groups there are, when and how they agree.
+
+    Raises:
+        ConfigError: If the step has a reduction over `data`.
     """
+    if step.reduction != ReductionConfig():
+        raise ConfigError(
+            "local SGD sums no gradients over data, but the step has a reduction for them.\n"
+            "  Leave reduction out; local_sgd.dtype says in what the groups' progress is sent."
+        )
     return LocalSGD(step, config)
 
 
@@ -124,12 +117,12 @@ class LocalSGD:
                 optimizer state is in the hosts' memory.
         """
         count = self._count(state.definition)
-        _check_whole(state.definition)
+        check_whole(state.definition)
 
         def start(state: TrainState) -> LocalSGDState:
             agreed = jax.tree.map(lambda x: x.astype(jnp.float32), state.params)
             momentum = jax.tree.map(jnp.zeros_like, agreed)
-            return LocalSGDState(agreed, momentum, _replace(state, lambda x: _repeat(x, count)))
+            return LocalSGDState(agreed, momentum, replace_own(state, lambda x: repeat(x, count)))
 
         abstract = jax.eval_shape(start, state)
         placed = local_shardings(abstract)
@@ -139,9 +132,7 @@ class LocalSGD:
             )
         return jax.jit(start, out_shardings=placed)(state)
 
-    def __call__(
-        self, state: LocalSGDState, batch: Any
-    ) -> tuple[LocalSGDState, dict[str, jax.Array]]:
+    def __call__(self, state: LocalSGDState, batch: Any) -> tuple[LocalSGDState, dict[str, Mean]]:
         """Returns every group after a step, all agreed if it was the last of `inner_steps`.
 
         Args:
@@ -149,8 +140,8 @@ class LocalSGD:
             batch: Pytree of arrays [b, ...]; group g takes the g-th of `groups` equal runs of rows.
 
         Returns:
-            The groups, and the metrics of the step as arrays [groups], split over `data`: no device
-            waits for another group to report its own. `group_means` reads them.
+            The groups, and the metrics of the step as `Mean`s of arrays [groups], split over
+            `data`: no device waits for another group to report its own. `group_means` reads them.
         """
         return self.program(state, batch)(state, batch)
 
@@ -186,7 +177,7 @@ class LocalSGD:
 
             groups = state.groups
             params = jax.tree.map(lambda x, g: x.astype(g.dtype), state.params, groups.params)
-            return dataclasses.replace(_replace(groups, mean), params=params)
+            return dataclasses.replace(replace_own(groups, mean), params=params)
 
         key = state.definition
         if key not in self._programs:
@@ -203,7 +194,7 @@ class LocalSGD:
         )
         batch_shardings(one, scope, self.inner.batch_axes)
         placed = local_shardings(state)
-        by_group = NamedSharding(scope.mesh, PartitionSpec(*_over(scope.mesh)))
+        by_group = NamedSharding(scope.mesh, PartitionSpec(*over_groups(scope.mesh)))
         return jax.jit(
             self._step,
             donate_argnums=0,
@@ -265,7 +256,7 @@ class LocalSGD:
             lambda x, d: x - config.outer_learning_rate * d, state.params, direction
         )
         restarted = jax.tree.map(
-            lambda x, g: _repeat(x.astype(g.dtype), count), params, groups.params
+            lambda x, g: repeat(x.astype(g.dtype), count), params, groups.params
         )
         statistics = self._mean_state(groups.model_state, definition, count)
         groups = dataclasses.replace(groups, params=restarted, model_state=statistics)
@@ -279,7 +270,7 @@ class LocalSGD:
         means = self._mean(wide, definition.model_state, definition, bf16=False)
         return jax.tree.map(
             lambda mean, x: (
-                _repeat(mean.astype(x.dtype), count) if jnp.issubdtype(x.dtype, jnp.floating) else x
+                repeat(mean.astype(x.dtype), count) if jnp.issubdtype(x.dtype, jnp.floating) else x
             ),
             means,
             model_state,
@@ -318,55 +309,12 @@ def merged(step: TrainStep | LocalSGD, state: Any) -> TrainState:
     return step.merge(state) if isinstance(step, LocalSGD) else state
 
 
-def group_means(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
-    """Returns the mean of each metric over the groups whose devices this process holds."""
-    return {
-        name: float(np.mean([np.asarray(shard.data) for shard in value.addressable_shards]))
-        for name, value in metrics.items()
-    }
+def group_means(metrics: Mapping[str, Mean]) -> dict[str, float]:
+    """Returns each metric over all that went into it in the groups whose devices this process
+    holds: groups with more tokens count for more."""
 
+    def added(groups: jax.Array) -> float:
+        here = {shard.index[0].start: np.asarray(shard.data) for shard in groups.addressable_shards}
+        return sum(float(np.sum(values)) for values in here.values())
 
-def local_shardings(state: LocalSGDState) -> LocalSGDState:
-    """Returns the sharding of every leaf of the groups, as a tree of their structure."""
-    definition = state.definition
-    mesh = definition.scope.mesh
-    one = state_shardings(_replace(state.groups, lambda x: x))
-
-    def split(sharding: NamedSharding) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(_over(mesh) or (None,)), *sharding.spec))
-
-    return LocalSGDState(one.params, one.params, _replace(one, split))
-
-
-def _check_whole(definition: Definition) -> None:
-    for section in ("params", "opt_state"):
-        places: Mapping[str, Placement] = getattr(definition, section)
-        paths = [path for path, p in places.items() if kept_dim(p.spec, AXIS) is not None]
-        if paths:
-            raise RuleError(
-                f"{section}: {', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''} split over "
-                f"{AXIS}, but groups that train apart hold all of them.\n"
-                "  Use rules that split them over fsdp."
-            )
-        kinds = {p.memory_kind for p in places.values()} - {None}
-        if kinds:
-            raise RuleError(
-                f"{section} is in {', '.join(map(str, kinds))} memory, from where groups that "
-                "train apart cannot take it.\n  Leave train.offload_optimizer out."
-            )
-
-
-def _over(mesh: Any) -> tuple[str, ...]:
-    return (AXIS,) if AXIS in mesh.axis_names else ()
-
-
-def _repeat(x: jax.Array, count: int) -> jax.Array:
-    return jnp.broadcast_to(x[None], (count, *x.shape))
-
-
-def _replace(state: TrainState, fn: Callable[[Any], Any]) -> TrainState:
-    """Applies a function to what each group has of its own."""
-    params, model_state, opt_state = jax.tree.map(
-        fn, (state.params, state.model_state, state.opt_state)
-    )
-    return dataclasses.replace(state, params=params, model_state=model_state, opt_state=opt_state)
+    return {name: added(mean.total) / (added(mean.weight) or 1.0) for name, mean in metrics.items()}

@@ -17,7 +17,7 @@ def must_block() -> bool:
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
-def read_scalars(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+def read_scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Returns scalars on the host; waits until they are there."""
     return {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
 
@@ -64,13 +64,13 @@ class Loop:
 
     def __init__(
         self,
-        step: Callable[[Any, Any], tuple[Any, Mapping[str, jax.Array]]],
+        step: Callable[[Any, Any], tuple[Any, Mapping[str, Any]]],
         batches: Batches,
         *,
         on_step: Callable[[StepRecord], None],
         is_due: Callable[[int], bool],
         after_step: Callable[[int, Any], bool],
-        read: Callable[[Mapping[str, jax.Array]], dict[str, float]] | None = None,
+        read: Callable[[Mapping[str, Any]], dict[str, float]] | None = None,
     ):
         self._step = step
         self._batches = batches
@@ -78,7 +78,7 @@ class Loop:
         self._is_due = is_due
         self._after_step = after_step
         self._read = read or read_scalars
-        self._pending: tuple[int, Mapping[str, jax.Array], float] | None = None
+        self._pending: tuple[int, Mapping[str, Any], float] | None = None
 
     def run(self, state: Any, steps: int) -> Any:
         """Returns the state after `steps` optimizer steps in all, or earlier when told to stop."""

@@ -105,7 +105,7 @@ def _check_patterns(
     config: OptimizerConfig, inner: optax.GradientTransformation
 ) -> optax.GradientTransformation:
     """Refuses, when the state is made, patterns that were given and that name no parameter."""
-    keys = ("no_decay", "stacked", "not_matrices", "one_input", "one_output")
+    keys = ("no_decay", "stacked", "not_matrices", "one_input", "one_output", "many_matrices")
     defaults = {field.name: field.default for field in dataclasses.fields(OptimizerConfig)}
 
     def init(params: Any) -> Any:

@@ -27,6 +27,7 @@ _OPTIMIZERS_OF = {
     "not_matrices": ("muon",),
     "one_input": ("muon",),
     "one_output": ("muon",),
+    "many_matrices": ("muon",),
 }
 _SCHEDULES_OF = {
     "min_fraction": ("cosine", "linear", "wsd"),
@@ -101,6 +102,9 @@ class OptimizerConfig:
     one_output: tuple[str, ...] = ("**/out/kernel", "**/output/kernel")
     """Patterns of kernels of more than two dims which muon reads as a matrix of all other dims by
     their last."""
+    many_matrices: tuple[str, ...] = ("**/experts/*",)
+    """Patterns of kernels of three dims which muon reads as many matrices, one for each entry of
+    the first dim: experts. Stacked layers are a dim before that."""
     router_bias_rate: float = 1e-3
     """Step of the biases that balance the load of experts (`model.moe.balance: bias`)."""
     clip_norm: float | None = None

@@ -7,16 +7,18 @@ parameters' gradients add up to is summed over the stages once a step. Microbatc
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from shardlib.constrain import platform
 from shardlib.errors import ModelError
 from shardlib.losses import Mean
 from shardlib.manual import axis_size, manual
+from shardlib.mesh import entry_axes
 from shardlib.microbatch import split
 from shardlib.partition import pin
 from shardlib.paths import named_leaves
@@ -66,35 +68,29 @@ def pipelined_gradients(
         ModelError: If the model cannot be cut into stages, or the schedule does not fit layers,
             stages and microbatches; while tracing, before anything is compiled.
     """
-    config = config or PipelineConfig()
-    stages = _stages()
-    schedule = make_schedule(
-        config.schedule, stages=stages, microbatches=microbatches, chunks=config.chunks
-    )
-    job = _job(loss, params, model_state, batch, key, schedule, config)
-    v = schedule.chunks
+    arguments = loss, params, model_state, batch, key
+    grads, sums = _gradients(arguments, first_index, microbatches, config, None)
+    return Gradients(loss.pin(grads), sums, model_state)
 
-    def stage(tick: Any, layers: Any, *rest: Any) -> tuple[Any, ...]:
-        tick = jax.tree.map(lambda column: column[:, 0], tick)
-        if v > 1:
-            layers = exchange.to_run(layers, AXIS, stages, v)
-        pipeline, shared, batch = job.on_stage(layers, *rest)
-        found = pipeline.gradients(tick, layers, shared, batch)
-        grads = exchange.to_store(found.layers, AXIS, stages, v) if v > 1 else found.layers
-        return job.pin(grads), found.shared, found.sums, found.turns
 
-    over = PartitionSpec(AXIS)
-    every = PartitionSpec()
-    layer_grads, shared_grads, sums, turns = job.run(stage, first_index, (over, every, every, over))
-    found = {**layer_grads, **shared_grads}
-    grads = {
-        path: found[path] if path in found else jnp.zeros(leaf.shape, jnp.float32)
-        for path, leaf in named_leaves(params).items()
-    }
-    grads = jax.tree.unflatten(jax.tree.structure(params), grads.values())
-    total = jnp.float32(stages * schedule.turns)
-    idle = total - jnp.sum(turns).astype(jnp.float32)
-    return Gradients(loss.pin(grads), {**sums, BUBBLE_METRIC: Mean(idle, total)}, model_state)
+def pipelined_groups(
+    loss: PartLoss,
+    params: Any,
+    model_state: Any,
+    batch: Any,
+    key: jax.Array,
+    *,
+    microbatches: int,
+    axis: str,
+    config: PipelineConfig | None = None,
+) -> tuple[Any, Sums]:
+    """Returns the gradients and sums of the groups along a mesh axis, each a pipeline of its own.
+
+    The arguments are those of `pipelined_gradients`. Group g takes the g-th of equal runs of rows,
+    in microbatches that follow those of the groups before. The results are arrays [groups, ...],
+    split over `axis`. Both axes are handled in one region, as regions nest in mesh order only.
+    """
+    return _gradients((loss, params, model_state, batch, key), 0, microbatches, config, axis)
 
 
 def pipelined_sums(
@@ -117,51 +113,130 @@ def pipelined_sums(
         ModelError: If the model cannot be cut into stages.
     """
     schedule = forward_schedule(stages=_stages(), microbatches=microbatches)
-    job = _job(loss, params, model_state, batch, key, schedule, config or PipelineConfig())
+    job = _job(loss, params, schedule, config)
 
-    def stage(tick: Any, layers: Any, *rest: Any) -> Any:
-        tick = jax.tree.map(lambda column: column[:, 0], tick)
-        pipeline, shared, batch = job.on_stage(layers, *rest)
-        return pipeline.sums(tick, layers, shared, batch)
+    def stage(pipeline: Pipeline, *arguments: Any) -> Any:
+        return pipeline.sums(*arguments)
 
-    return job.run(stage, first_index, PartitionSpec())
+    return job.run(stage, params, model_state, batch, key, first_index, PartitionSpec())
+
+
+def _gradients(
+    arguments: tuple[PartLoss, Any, Any, Any, jax.Array],
+    first_index: jax.Array | int,
+    microbatches: int,
+    config: PipelineConfig | None,
+    axis: str | None,
+) -> tuple[Any, Sums]:
+    """The gradients and sums of a batch, or of each group along `axis`, side by side."""
+    loss, params, model_state, batch, key = arguments
+    config, stages = config or PipelineConfig(), _stages()
+    schedule = make_schedule(
+        config.schedule, stages=stages, microbatches=microbatches, chunks=config.chunks
+    )
+    job, v = _job(loss, params, schedule, config, axis), config.chunks
+
+    def stage(pipeline: Pipeline, tick: Any, layers: Any, shared: Any, batch: Any) -> Any:
+        if v > 1:
+            layers = exchange.to_run(layers, AXIS, stages, v)
+        found = pipeline.gradients(tick, layers, shared, batch)
+        grads = exchange.to_store(found.layers, AXIS, stages, v) if v > 1 else found.layers
+        results = job.pin(grads), found.shared, found.sums, found.turns
+        return results if axis is None else jax.tree.map(lambda x: x[None], results)
+
+    outer = () if axis is None else (axis,)
+    over, every = PartitionSpec(*outer, AXIS), PartitionSpec(*outer)
+    specs = (over, every, every, over)
+    layer_grads, shared_grads, sums, turns = job.run(
+        stage, params, model_state, batch, key, first_index, specs
+    )
+    found = {**layer_grads, **shared_grads}
+    groups = turns.shape[: len(outer)]
+    grads = {
+        path: found[path] if path in found else jnp.zeros((*groups, *leaf.shape), jnp.float32)
+        for path, leaf in named_leaves(params).items()
+    }
+    total = jnp.full(groups, stages * schedule.turns, jnp.float32)
+    idle = total - jnp.sum(turns, axis=(-2, -1)).astype(jnp.float32)
+    grads = jax.tree.unflatten(jax.tree.structure(params), grads.values())
+    return grads, {**sums, BUBBLE_METRIC: Mean(idle, total)}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A batch to run over the stages."""
+    """What the stages run, and over which mesh axes."""
 
     loss: PartLoss
-    params: Any
-    model_state: Any
-    batch: Any
-    key: jax.Array
+    shapes: Mapping[str, jax.ShapeDtypeStruct]
+    """Of all parameters, by path."""
+    treedef: Any
     schedule: Schedule
+    config: PipelineConfig
     layer_paths: frozenset[str]
-    plan: Plan
-    skip_idle: bool
+    axis: str | None
+    """The mesh axis of groups that each have stages of their own."""
 
-    def run(self, stage: Callable[..., Any], first_index: Any, out_specs: Any) -> Any:
-        """Calls `stage(ticks, layers, shared, model_state, batch, key, first_index)` on all."""
-        leaves = named_leaves(self.params)
+    def run(
+        self,
+        stage: Callable[..., Any],
+        params: Any,
+        model_state: Any,
+        batch: Any,
+        key: jax.Array,
+        first_index: Any,
+        out_specs: Any,
+    ) -> Any:
+        """Calls `stage(pipeline, tick, layers, shared, batch)` on all stages."""
+        leaves = named_leaves(params)
         layers = {path: x for path, x in leaves.items() if path in self.layer_paths}
         shared = {path: x for path, x in leaves.items() if path not in self.layer_paths}
-        every = PartitionSpec()
-        specs = (PartitionSpec(None, AXIS), PartitionSpec(AXIS), *[every] * 5)
-        first = jnp.asarray(first_index, jnp.int32)
-        args = (ticks(self.schedule), layers, shared, self.model_state, self.batch, self.key, first)
-        return manual(stage, (AXIS,), specs, out_specs)(*args)
 
-    def on_stage(
-        self, layers: Any, shared: Any, model_state: Any, batch: Any, key: Any, first_index: Any
-    ) -> tuple[Pipeline, Any, Any]:
+        def region(
+            tick: Any, layers: Any, shared: Any, batch: Any, state: Any, key: Any, first: Any
+        ) -> Any:
+            if self.axis is not None:
+                first = first + jax.lax.axis_index(self.axis) * self.schedule.microbatches
+            tick = jax.tree.map(lambda column: column[:, 0], tick)
+            pipeline = self.pipeline(layers, batch, state, key, first)
+            return stage(pipeline, tick, layers, shared, batch)
+
+        every, axes = PartitionSpec(), (AXIS,) if self.axis is None else (AXIS, self.axis)
+        rows = PartitionSpec(*axes[1:])
+        specs = (PartitionSpec(None, AXIS), PartitionSpec(AXIS), every, rows, every, every, every)
+        first = jnp.asarray(first_index, jnp.int32)
+        return manual(region, axes, specs, out_specs)(
+            ticks(self.schedule), layers, shared, batch, model_state, key, first
+        )
+
+    def pipeline(
+        self, layers: Any, batch: Any, model_state: Any, key: Any, first_index: Any
+    ) -> Pipeline:
         """Returns the pipeline of one stage, from arrays that it sees."""
         schedule = self.schedule
-        per_chunk = self.plan.num_layers // (schedule.stages * schedule.chunks)
-        loss = _loss(self.loss, self.params, model_state, key, first_index)
-        parts = cut(loss, self.plan, layers, per_chunk)
-        pipeline = Pipeline(parts, schedule, self.plan.num_layers, self.skip_idle, self.pin)
-        return pipeline, shared, batch
+        parts = jax.eval_shape(lambda batch: split(batch, schedule.microbatches), batch)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
+        part = Part(one, jax.ShapeDtypeStruct((), jnp.int32))  # type: ignore[arg-type]
+        loss = self.loss_by_path(model_state, key, first_index)
+        planned = plan(loss, self.shapes, self.layer_paths, part)  # type: ignore[arg-type]
+        faults = layer_faults(planned.num_layers, stages=schedule.stages, chunks=schedule.chunks)
+        if faults:
+            raise ModelError("\n".join(faults))
+        per_chunk = planned.num_layers // (schedule.stages * schedule.chunks)
+        parts = cut(loss, planned, layers, per_chunk)
+        skip_idle = _skip_idle(self.config, planned)
+        return Pipeline(parts, schedule, planned.num_layers, skip_idle, self.pin)
+
+    def loss_by_path(self, model_state: Any, key: Any, first_index: Any) -> Loss:
+        """The loss of a microbatch as a function of parameters by path."""
+
+        def run(leaves: Any, part: Part) -> tuple[jax.Array, Sums]:
+            tree = jax.tree.unflatten(self.treedef, [leaves[path] for path in self.shapes])
+            part_at = part_key(key, first_index + part.index)
+            sums, new = self.loss(tree, model_state, part.batch, part_at)
+            _refuse_updates(model_state, new)
+            return sums["loss"].total, sums
+
+        return run
 
     def pin(self, grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
         definition = self.loss.definition
@@ -171,41 +246,20 @@ class _Job:
 def _job(
     loss: PartLoss,
     params: Any,
-    model_state: Any,
-    batch: Any,
-    key: jax.Array,
     schedule: Schedule,
-    config: PipelineConfig,
+    config: PipelineConfig | None,
+    axis: str | None = None,
 ) -> _Job:
-    parts = jax.eval_shape(lambda batch: split(batch, schedule.microbatches), batch)
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
-    part = Part(one, jax.ShapeDtypeStruct((), jnp.int32))  # type: ignore[arg-type]
+    shapes = {
+        path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in named_leaves(params).items()
+    }
     layer_paths = frozenset(
         path
         for path, placement in loss.definition.params.items()
-        if placement.spec and AXIS in _names(placement.spec[0])
+        if placement.spec and AXIS in entry_axes(placement.spec[0])
     )
-    planned = plan(
-        _loss(loss, params, model_state, key, 0), named_leaves(params), layer_paths, part
-    )
-    faults = layer_faults(planned.num_layers, stages=schedule.stages, chunks=schedule.chunks)
-    if faults:
-        raise ModelError("\n".join(faults))
-    skip_idle = _skip_idle(config, planned, loss)
-    return _Job(loss, params, model_state, batch, key, schedule, layer_paths, planned, skip_idle)
-
-
-def _loss(loss: PartLoss, params: Any, model_state: Any, key: jax.Array, first_index: Any) -> Loss:
-    """The loss of a microbatch as a function of parameters by path."""
-    paths, treedef = list(named_leaves(params)), jax.tree.structure(params)
-
-    def run(leaves: Any, part: Part) -> tuple[jax.Array, Sums]:
-        tree = jax.tree.unflatten(treedef, [leaves[path] for path in paths])
-        sums, new = loss(tree, model_state, part.batch, part_key(key, first_index + part.index))
-        _refuse_updates(model_state, new)
-        return sums["loss"].total, sums
-
-    return run
+    treedef = jax.tree.structure(params)
+    return _Job(loss, shapes, treedef, schedule, config or PipelineConfig(), layer_paths, axis)
 
 
 def _refuse_updates(old: Any, new: Any) -> None:
@@ -219,12 +273,10 @@ def _refuse_updates(old: Any, new: Any) -> None:
         )
 
 
-def _skip_idle(config: PipelineConfig, planned: Plan, loss: PartLoss) -> bool:
+def _skip_idle(config: PipelineConfig, planned: Plan) -> bool:
     """Whether idle stages may skip what they would compute: see `pipeline.execute`."""
-    mesh = loss.definition.scope.mesh
     if config.skip_idle is None:
-        on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
-        return not (planned.sends or on_cpu or axis_size("context") > 1)
+        return not (planned.sends or platform() == "cpu" or axis_size("context") > 1)
     if config.skip_idle and planned.sends:
         raise ModelError(
             "idle stages cannot skip the computation: the model sends by collective-permute, as "
@@ -241,7 +293,3 @@ def _stages() -> int:
             "  Give the mesh stage=2 or more, or run without a pipeline."
         )
     return axis_size(AXIS)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())

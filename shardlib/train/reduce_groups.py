@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib.constrain import active
 from shardlib.manual import manual
+from shardlib.mesh import entry_axes
 from shardlib.partition import Placement
 from shardlib.paths import path_string
 from shardlib.train.reduce_hops import Hops, sum_leaves
@@ -49,7 +50,7 @@ def sum_groups(tree: Any, scalars: Any, places: Mapping[str, Placement], hops: H
 
 def kept_dim(spec: PartitionSpec, axis: str) -> int | None:
     """Returns the dim that a placement splits over a mesh axis, or None."""
-    return next((dim for dim, names in enumerate(spec) if axis in _names(names)), None)
+    return next((dim for dim, names in enumerate(spec) if axis in entry_axes(names)), None)
 
 
 def _moved(spec: PartitionSpec, axis: str, *, keep: bool) -> list[tuple[str, ...] | None]:
@@ -59,12 +60,8 @@ def _moved(spec: PartitionSpec, axis: str, *, keep: bool) -> list[tuple[str, ...
     compiler, which then moves one part for each device.
     """
     entries = []
-    for names in map(_names, spec):
+    for names in map(entry_axes, spec):
         others = tuple(name for name in names if name != axis)
         last = (axis,) if keep and axis in names else ()
         entries.append((*others, *last) or None)
     return entries
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())

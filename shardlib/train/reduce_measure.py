@@ -38,11 +38,18 @@ def measure_groups(
             machine disturbs least.
 
     Raises:
-        ModelError: If groups do not divide the rows, or `repeats` is not positive.
+        ModelError: If groups do not divide the rows, the mesh has `stage`, or `repeats` is not
+            positive.
     """
     if repeats < 1:
         raise ModelError(f"repeats={repeats} is not positive.\n  Use 3, or more on a busy machine.")
-    groups = mesh_sizes(state.definition.scope.mesh).get(AXIS, 1)
+    sizes = mesh_sizes(state.definition.scope.mesh)
+    if sizes.get("stage", 1) > 1:
+        raise ModelError(
+            "groups that split stage cannot take unequal shares, so there is nothing to measure.\n"
+            "  Use a mesh without stage."
+        )
+    groups = sizes.get(AXIS, 1)
     check_rows(batch, groups)
     program = _program(step, state, batch)
     jax.block_until_ready(program(state, batch))

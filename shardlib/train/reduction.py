@@ -6,7 +6,7 @@ all its microbatches without a word to the others, and then everything is summed
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -20,7 +20,7 @@ from shardlib.mesh import mesh_sizes
 from shardlib.microbatch import split
 from shardlib.partition import Placement, pin
 from shardlib.paths import named_leaves
-from shardlib.train.gradients import Engine, Gradients, PartLoss
+from shardlib.train.gradients import Engine, Gradients, PartLoss, Sums
 from shardlib.train.reduce_groups import kept_dim, sum_groups
 from shardlib.train.reduce_hops import Hops, outer_degree
 from shardlib.train.reduce_uneven import arrange_batch, balance
@@ -206,7 +206,7 @@ def _check_independent(params: Mapping[str, Placement], model_state: Any) -> Non
 
 
 def reduced_gradients(
-    inner: Engine,
+    groups: Callable[..., tuple[Any, Sums]],
     loss: PartLoss,
     params: Any,
     model_state: Any,
@@ -221,16 +221,41 @@ def reduced_gradients(
     of the whole batch whatever each group holds of it.
 
     Args:
-        inner: The engine that computes a group's rows: `inner(loss, params, model_state, rows, key,
-            first_index=i)`, where i is the index of its first microbatch among those of all groups
-            in order. Where groups take unequal numbers of microbatches it is called with one
-            microbatch at a time, and must not split it further.
+        groups: `groups(loss, params, model_state, batch, key)` returns the gradients and sums of
+            all groups side by side, arrays [groups, ...] split over `data`: `groups_apart` of any
+            engine, or `pipelined_groups`.
         loss: The loss.
         params: The parameters.
         model_state: What `plan_reduction` found to be empty.
         batch: Pytree of arrays [b, ...]: plain where groups are equal, else from `arrange_batch`.
         key: The key of the step.
         reduction: From `plan_reduction`.
+    """
+    grads, sums = groups(loss, params, model_state, batch, key)
+    grads, sums = sum_groups(grads, sums, loss.definition.gradients, reduction.hops)
+    return Gradients(
+        pin(grads, loss.definition.gradients, loss.definition.scope), sums, model_state
+    )
+
+
+def groups_apart(
+    inner: Engine,
+    loss: PartLoss,
+    params: Any,
+    model_state: Any,
+    batch: Any,
+    key: jax.Array,
+    *,
+    reduction: Reduction,
+) -> tuple[Any, Sums]:
+    """Returns the gradients and sums of each group, arrays [groups, ...] split over `data`.
+
+    Args:
+        inner: The engine that computes a group's rows: `inner(loss, params, model_state, rows, key,
+            first_index=i)`, where i is the index of its first microbatch among those of all groups
+            in order. Where groups take unequal numbers of microbatches it is called with one
+            microbatch at a time, and must not split it further.
+        loss, params, model_state, batch, key, reduction: As in `reduced_gradients`.
     """
     counts = jnp.asarray(reduction.counts, jnp.int32)
     firsts = jnp.cumsum(counts) - counts
@@ -249,13 +274,8 @@ def reduced_gradients(
             added = _add_up(run, parts, firsts[index], counts[index])
         return jax.tree.map(lambda x: x[None], added)
 
-    # The gradients of all groups lie side by side before they are summed.
     shared, own = PartitionSpec(), PartitionSpec(AXIS)
-    grads, sums = manual(group, (AXIS,), (shared, own, shared), own)(params, batch, key)
-    grads, sums = sum_groups(grads, sums, loss.definition.gradients, reduction.hops)
-    return Gradients(
-        pin(grads, loss.definition.gradients, loss.definition.scope), sums, model_state
-    )
+    return manual(group, (AXIS,), (shared, own, shared), own)(params, batch, key)
 
 
 def _add_up(run: Any, parts: Any, first: jax.Array, count: jax.Array) -> Any:

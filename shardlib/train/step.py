@@ -1,6 +1,5 @@
 """One training step as one compiled program: loss, gradients, optimizer, metrics."""
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -26,13 +25,13 @@ from shardlib.train.gradients import (
     LossFn,
     PartLoss,
     accumulate_gradients,
-    loss_sums,
 )
-from shardlib.train.offload import fetch, update_offloaded
-from shardlib.train.pipelined import pipelined_gradients, pipelined_sums
+from shardlib.train.offload import update_offloaded
+from shardlib.train.pipelined import pipelined_gradients, pipelined_groups
 from shardlib.train.reduction import (
     Reduction,
     ReductionConfig,
+    groups_apart,
     plan_reduction,
     reduced_gradients,
 )
@@ -135,7 +134,7 @@ class TrainStep:
             RuleError: If the mesh cannot share out the batch, or a microbatch of it.
             ModelError: If the state was made under another precision.
         """
-        key = _structure(state, batch)
+        key = structure(state, batch)
         if key not in self._programs:
             self._programs[key] = self._jit(state, batch)
         return self._programs[key]
@@ -152,15 +151,21 @@ class TrainStep:
         parts = jax.eval_shape(lambda whole: split(whole, microbatches), batch)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
         batch_shardings(one, scope, self.batch_axes)
+
+        def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+            new_state, means = self.apply(state, batch)
+            return new_state, {name: mean.value for name, mean in means.items()}
+
         return jax.jit(
-            self.apply,
+            train_step,
             donate_argnums=0,
             in_shardings=(placed, batch_placed),
             out_shardings=(placed, replicated),
         )
 
-    def apply(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        """What the compiled program computes, as a function to be traced."""
+    def apply(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Mean]]:
+        """What the compiled program computes, as a function to be traced; its metrics are not
+        divided yet."""
         definition = state.definition
         with use(definition.scope.mesh, definition.scope.rules):
             grads, sums, model_state = self._gradients(state, batch)
@@ -168,10 +173,11 @@ class TrainStep:
             grads = jax.tree.map(lambda g: g / jnp.where(weight == 0, 1.0, weight), grads)
             loss = sums["loss"].value
             params, opt_state = update_offloaded(lambda old: _update(old, grads, loss), state)
-        metrics = {name: mean.value for name, mean in sums.items()}
-        metrics["grad_norm"] = optax.tree.norm(grads)
+        one = jnp.float32(1.0)
+        metrics = {**sums, "grad_norm": Mean(optax.tree.norm(grads), one)}
         if self.schedule is not None:
-            metrics["learning_rate"] = jnp.asarray(self.schedule(state.step), jnp.float32)
+            rate = jnp.asarray(self.schedule(state.step), jnp.float32)
+            metrics["learning_rate"] = Mean(rate, one)
         new_state = TrainState(
             state.step + 1, params, model_state, opt_state, state.rng, definition
         )
@@ -196,28 +202,31 @@ class TrainStep:
         is_one = reduction is None and microbatches == 1
         sums_at = definition.updates if is_one else definition.gradients
         loss = PartLoss(definition, self.loss_fn, self.precision, sums_at)
-        engine: Any = functools.partial(accumulate_gradients, microbatches=microbatches)
+        arguments = (loss, state.params, state.model_state, batch, key)
         if axis_size("stage") > 1:
-            engine = functools.partial(
-                pipelined_gradients, microbatches=microbatches, config=self.pipeline
-            )
-        if reduction is not None:
-            engine = functools.partial(reduced_gradients, engine, reduction=reduction)
-        return engine(loss, state.params, state.model_state, batch, key)
+            pipelined: Any = {"microbatches": microbatches, "config": self.pipeline}
+            if reduction is None:
+                return pipelined_gradients(*arguments, **pipelined)
+            groups = functools.partial(pipelined_groups, **pipelined, axis=reduction.hops.axis)
+        else:
+            engine = functools.partial(accumulate_gradients, microbatches=microbatches)
+            if reduction is None:
+                return engine(*arguments)
+            groups = functools.partial(groups_apart, engine, reduction=reduction)
+        return reduced_gradients(groups, *arguments, reduction=reduction)
 
 
-def _structure(state: TrainState, batch: Any) -> Any:
-    """What a program is made for: whose state, and the shapes of a batch."""
+def structure(state: TrainState, batch: Any) -> Any:
+    """Returns what a program is made for: whose state, and the shapes of a batch."""
     leaves, treedef = jax.tree.flatten(batch)
     return state.definition, treedef, tuple(leaf.shape for leaf in leaves)
 
 
 def _check_precision(policy: Precision, state: TrainState) -> None:
-    dtypes = {
-        x.dtype for x in jax.tree.leaves(state.params) if jnp.issubdtype(x.dtype, jnp.floating)
-    }
-    if dtypes - {jnp.dtype(policy.params)}:
-        found = ", ".join(sorted(map(str, dtypes)))
+    stored = jax.tree.leaves(jax.eval_shape(policy.store, state.params))
+    dtypes = [x.dtype for x in jax.tree.leaves(state.params)]
+    if dtypes != [x.dtype for x in stored]:
+        found = ", ".join(sorted(set(map(str, dtypes))))
         raise ModelError(
             f"the step's precision stores parameters in {jnp.dtype(policy.params)}, but those of "
             f"the state are in {found}.\n  Give init_state and make_train_step the same precision."
@@ -265,58 +274,3 @@ def batch_shardings(batch: Any, scope: Scope, batch_axes: BatchAxes) -> Any:
         return scope.sharding(axes, tuple(leaf.shape), "activations")
 
     return jax.tree_util.tree_map_with_path(sharding, batch)
-
-
-def make_eval_step(
-    loss_fn: LossFn,
-    *,
-    precision: str | Precision = "f32",
-    batch_axes: BatchAxes | None = None,
-    params_of: Callable[[TrainState], Any] = lambda state: state.params,
-) -> Callable[[TrainState, Any], dict[str, Mean]]:
-    """Returns `step(state, batch) -> sums`, which changes nothing.
-
-    `sums` holds a `Mean` for the loss and for every metric, to be added over batches. `params_of`
-    picks other parameters than the trained ones, such as their moving average. On a mesh with
-    `stage` a batch goes through the stages in microbatches, as many as keep them busy.
-    """
-    dtypes, axes = precision_named(precision), dict(batch_axes or {})
-    programs: dict[Any, Any] = {}
-
-    def evaluate(state: TrainState, batch: Any) -> dict[str, Mean]:
-        definition = state.definition
-        with use(definition.scope.mesh, definition.scope.rules):
-            params = fetch(params_of(state))
-            if axis_size("stage") > 1:
-                loss = PartLoss(definition, loss_fn, dtypes)
-                start = (params, state.model_state, batch, state.rng)
-                parts = _eval_microbatches(batch, definition.scope, axes)
-                return pipelined_sums(loss, *start, microbatches=parts)
-            params = dtypes.cast_params(params)
-            model = definition.module.merge(params, state.model_state, state.rng)
-            return loss_sums(loss_fn(model, dtypes.cast_batch(batch), state.rng))
-
-    def step(state: TrainState, batch: Any) -> dict[str, Mean]:
-        key = _structure(state, batch)
-        if key not in programs:
-            scope = state.definition.scope
-            placed = (state_shardings(state), batch_shardings(batch, scope, axes))
-            replicated = NamedSharding(scope.mesh, PartitionSpec())
-            programs[key] = jax.jit(evaluate, in_shardings=placed, out_shardings=replicated)
-        return programs[key](state, batch)
-
-    return step
-
-
-def _eval_microbatches(batch: Any, scope: Scope, batch_axes: BatchAxes) -> int:
-    """The most microbatches, up to four for each stage, into which mesh and batch divide."""
-    for parts in range(4 * axis_size("stage"), 1, -1):
-        one = jax.tree.map(
-            lambda x, n=parts: jax.ShapeDtypeStruct((x.shape[0] // n, *x.shape[1:]), x.dtype), batch
-        )
-        if any(x.shape[0] % parts for x in jax.tree.leaves(batch)):
-            continue
-        with contextlib.suppress(RuleError):
-            batch_shardings(one, scope, batch_axes)
-            return parts
-    return 1

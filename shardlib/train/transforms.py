@@ -146,13 +146,14 @@ class HiddenMatrices:
     """Which parameters are matrices of hidden layers, and which of their dims are inputs.
 
     Without the dim that stacks layers, a parameter of two dims is a matrix [inputs, outputs]. One
-    of more dims is a matrix only where a pattern says how to read it.
+    of more dims is a matrix, or many, only where a pattern says how to read it.
 
     Args:
         excluded: Paths that are not hidden matrices, such as embeddings and output heads.
         stacked: Paths whose first dim stacks layers.
         one_input: Paths whose first dim is the inputs and all others the outputs.
         one_output: Paths whose last dim is the outputs and all others the inputs.
+        many: Paths of three dims, [matrices, inputs, outputs].
     """
 
     def __init__(
@@ -162,17 +163,21 @@ class HiddenMatrices:
         stacked: PathPredicate,
         one_input: PathPredicate,
         one_output: PathPredicate,
+        many: PathPredicate,
     ):
         self._excluded = excluded
         self._stacked = stacked
         self._one_input = one_input
         self._one_output = one_output
+        self._many = many
 
     def dims(self, path: str, ndim: int) -> MuonDimensionNumbers | None:
         """Returns the dims of one parameter as a matrix (the rest are batch dims), or None."""
         first = 1 if self._stacked(path) else 0
         if self._excluded(path) or ndim - first < 2:
             return None
+        if ndim - first == 3 and self._many(path):
+            first += 1
         if ndim - first == 2 or self._one_input(path):
             middle = first + 1
         elif self._one_output(path):

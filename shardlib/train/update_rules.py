@@ -99,6 +99,7 @@ def hidden_matrices(config: OptimizerConfig) -> transforms.HiddenMatrices:
         stacked=transforms.is_stacked(config.stacked),
         one_input=transforms.matches_any(config.one_input),
         one_output=transforms.matches_any(config.one_output),
+        many=transforms.matches_any(config.many_matrices),
     )
 
 

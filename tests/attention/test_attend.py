@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import shardlib as sl
 from shardlib.attention import attend, resolve_backend
 from shardlib.attention.backends import Resolved
 from shardlib.errors import ModelError
+from shardlib.mesh import abstract_mesh
 
 # Means of at most 12 values of size about 1, weighted by a softmax in float32.
 ATOL = 2e-6
@@ -66,8 +69,8 @@ def test_positions_hide_the_empty_rows_of_a_cache():
     query, key, value = example()
     rows = jnp.array([[5, 6, 7], [5, 6, 7]])
     garbage = jnp.where(jnp.arange(12)[None, :, None, None] > 7, 1e9, 0.0)
-    actual = attend(query[:, 5:8], key + garbage, value + garbage, positions=rows)
-    np.testing.assert_allclose(actual, attend(query, key, value)[:, 5:8], atol=ATOL)
+    actual = jitted(query[:, 5:8], key + garbage, value + garbage, positions=rows)
+    np.testing.assert_allclose(actual, jitted(query, key, value)[:, 5:8], atol=ATOL)
 
 
 def test_padding_is_finite_and_nothing_else_sees_it():
@@ -79,7 +82,7 @@ def test_padding_is_finite_and_nothing_else_sees_it():
         out = attend(*arrays, segment_ids=segments)
         return jnp.sum(jnp.where(real, out, 0.0) ** 2), out
 
-    (_, out), gradients = jax.value_and_grad(total, has_aux=True)((query, key, value))
+    gradients, out = jax.jit(jax.grad(total, has_aux=True))((query, key, value))
     assert jnp.all(jnp.isfinite(out))
     for gradient in gradients:
         assert jnp.all(jnp.isfinite(gradient))
@@ -93,19 +96,20 @@ def test_a_row_that_sees_nothing_is_finite():
     def total(query):
         return attend(query, key, value, segment_ids=ones, kv_segment_ids=2 * ones).sum()
 
-    assert jnp.isfinite(total(query))
-    assert jnp.all(jnp.isfinite(jax.grad(total)(query)))
+    found, gradient = jax.jit(jax.value_and_grad(total))(query)
+    assert jnp.isfinite(found)
+    assert jnp.all(jnp.isfinite(gradient))
 
 
 def test_bfloat16_in_and_out_with_a_float32_softmax():
     arrays = example(dtype=jnp.bfloat16)
-    out = attend(*arrays)
+    out = jitted(*arrays)
     assert out.dtype == jnp.bfloat16
-    exact = attend(*(x.astype(jnp.float32) for x in arrays))
+    exact = jitted(*(x.astype(jnp.float32) for x in arrays))
     # Weights and result are each rounded to 8 bits of mantissa.
     np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=2 * 2**-8 * float(exact.max()))
-    gradient = jax.grad(lambda q: attend(q, *arrays[1:]).astype(jnp.float32).sum())(arrays[0])
-    assert gradient.dtype == jnp.bfloat16
+    total = jax.grad(lambda q: attend(q, *arrays[1:]).astype(jnp.float32).sum())
+    assert jax.eval_shape(total, arrays[0]).dtype == jnp.bfloat16
 
 
 def test_heads_sharded_over_more_devices_than_key_value_heads():
@@ -159,11 +163,13 @@ def test_long_rows_without_a_kernel_go_tile_by_tile():
     assert resolve_backend("auto", lengths=(4099, 4099), **cpu).backend == "xla"
 
 
-def test_the_platform_is_that_of_the_active_mesh():
-    with sl.use(sl.make_mesh("data=8"), sl.rules.STANDARD):
-        assert resolve_backend("auto", dtype=jnp.float32, head_dim=8) == Resolved(
-            "xla", "the platform is cpu"
-        )
+def test_a_mesh_without_devices_is_enough_to_trace():
+    arrays = example(batch=8, length=32)
+    for axes in ("data=8", "context=8"):
+        with sl.use(abstract_mesh(axes, 8), sl.rules.STANDARD):
+            # A function of its own for each mesh: JAX keeps what it has traced.
+            text = str(jax.make_jaxpr(functools.partial(attend))(*arrays))
+        assert ("ppermute" in text) == (axes == "context=8")
 
 
 def test_back_ends_are_refused_where_they_cannot_run():
@@ -201,8 +207,77 @@ def test_faults_in_shape_and_window():
         "  Make the number of query heads a multiple of it."
     )
     for options in ({"window": 0}, {"window": 3, "causal": False}):
-        with pytest.raises(ModelError, match="needs causal=True and at least 1 position"):
+        with pytest.raises(ModelError) as error:
             attend(*example(), **options)
+        assert str(error.value) == (
+            f"an attention window of {options['window']} positions needs causal=True and at least "
+            "1 position.\n  Set window=None, or causal=True and window=1 or more."
+        )
+
+
+def refusal(arrays, **options):
+    with pytest.raises(ModelError) as error:
+        attend(*arrays, **options)
+    return str(error.value)
+
+
+def test_documents_of_keys_alone_are_refused():
+    query, key, value = example()
+    ids = jnp.ones((2, 12), jnp.int32)
+    assert refusal((query, key, value), kv_segment_ids=ids) == (
+        "kv_segment_ids say of which document each key is, but of the queries nothing does.\n"
+        "  Give segment_ids as well."
+    )
+
+
+def test_documents_of_fewer_queries_than_keys_are_not_those_of_the_keys():
+    """With one query they would stand for all keys."""
+    query, key, value = example()
+    ids, rows = jnp.ones((2, 1), jnp.int32), jnp.full((2, 1), 11)
+    for options in ({}, {"positions": rows}):
+        assert refusal((query[:, -1:], key, value), segment_ids=ids, **options) == (
+            "the segment_ids of 1 queries cannot be those of 12 keys.\n"
+            "  Give kv_segment_ids as well."
+        )
+    kv_ids = jnp.asarray(SEGMENTS, jnp.int32)
+    ids = {"segment_ids": 2 * ids, "kv_segment_ids": kv_ids}
+    found = jitted(query[:, 6:7], key, value, positions=rows - 5, **ids)
+    wanted = jitted(query, key, value, segment_ids=kv_ids)[:, 6:7]
+    np.testing.assert_allclose(found[0], wanted[0], atol=ATOL)
+
+
+@pytest.mark.parametrize("name", ["positions", "kv_positions"])
+def test_explicit_positions_have_one_implementation(name):
+    arrays, rows = example(), {name: jnp.broadcast_to(jnp.arange(12)[None], (2, 12))}
+    for backend in ("blockwise", "cudnn", "splash"):
+        assert refusal(arrays, backend=backend, **rows) == (
+            f"attention by {backend} does not take explicit positions.\n"
+            "  Use backend 'auto' or 'xla'."
+        )
+    found, wanted = jitted(*arrays, backend="xla", **rows), jitted(*arrays, **rows)
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"context": "ring"}, "context='ring'"),
+        ({"order": "zigzag"}, "order='zigzag'"),
+        ({"context": "gather", "order": "zigzag"}, "context='gather' and order='zigzag'"),
+    ],
+)
+def test_devices_share_rows_that_attend_to_themselves(asked, said):
+    query, key, value = example()
+    cache = {"positions": jnp.array([[11], [11]])}
+    for arrays, options in (
+        ((query[:, -1:], key, value), cache),
+        ((query, key, value), {"positions": jnp.arange(12)[None]}),
+        ((query[:, -1:], key, value), {"causal": False}),
+    ):
+        assert refusal(arrays, **asked, **options) == (
+            f"attention with {said} is for rows that attend to themselves, without explicit "
+            f"positions.\n  Leave out {said}."
+        )
 
 
 @pytest.mark.gpu

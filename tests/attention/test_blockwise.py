@@ -1,6 +1,7 @@
 """Attention by tiles against the plain one, on one device."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 import shardlib as sl
-from shardlib.attention import attend, sight
-from shardlib.attention.sight import Sight, cut_places, places, tile_size
+from shardlib.attention import attend, tiles
+from shardlib.attention.mask import Mask, cut_places, places
+from shardlib.attention.order import row_positions
+from shardlib.attention.tiles import tile_size
 
 BATCH, LENGTH, HEADS, DIM = 2, 24, 4, 8
 
@@ -22,8 +25,8 @@ SEGMENTS = np.stack([np.repeat([1, 2, 0], [9, 11, 4]), np.repeat([1, 2], 12)]).a
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(sight, "MAX_TILE", 4)
-    monkeypatch.setattr(sight, "_MIN_TILE", 2)
+    monkeypatch.setattr(tiles, "MAX_TILE", 4)
+    monkeypatch.setattr(tiles, "_MIN_TILE", 2)
 
 
 def example(kv_heads=2, kv_length=LENGTH, dtype=jnp.float32):
@@ -102,8 +105,11 @@ def test_a_query_that_sees_nothing_gives_zero():
 
 def test_a_large_score_does_not_overflow():
     query, key, value, _ = example()
-    found = attend(100 * query, 100 * key, value, backend="blockwise")
-    np.testing.assert_allclose(found, attend(100 * query, 100 * key, value), atol=ATOL)
+    arrays = 100 * query, 100 * key, value
+    found, wanted = (
+        jax.jit(functools.partial(attend, backend=name))(*arrays) for name in ("blockwise", "xla")
+    )
+    np.testing.assert_allclose(found, wanted, atol=ATOL)
 
 
 def test_on_a_mesh_each_device_has_its_own_rows_and_heads():
@@ -117,38 +123,44 @@ def test_on_a_mesh_each_device_has_its_own_rows_and_heads():
 
 
 @pytest.mark.parametrize(
-    ("view", "ids", "count"),
+    ("mask", "ids", "count"),
     [
         # Of 6 x 6 tiles: the triangle with its diagonal; a band; two documents of three tiles.
-        (Sight(), None, 21),
-        (Sight(window=4), None, 11),
-        (Sight(window=5), None, 11),
-        (Sight(window=6), None, 15),
-        (Sight(causal=False), np.repeat([[1, 2]], 12, axis=1), 18),
-        (Sight(), np.repeat([[1, 2]], 12, axis=1), 12),
-        (Sight(causal=False), None, 36),
+        (Mask(), None, 21),
+        (Mask(window=4), None, 11),
+        (Mask(window=5), None, 11),
+        (Mask(window=6), None, 15),
+        (Mask(causal=False), np.repeat([[1, 2]], 12, axis=1), 18),
+        (Mask(), np.repeat([[1, 2]], 12, axis=1), 12),
+        (Mask(causal=False), None, 36),
     ],
 )
-def test_hidden_tiles_are_not_visited(view, ids, count):
+def test_hidden_tiles_are_not_visited(mask, ids, count):
     at = cut_places(places(24, None, ids), 4)
-    tiles = view.tiles(at, at)
-    assert isinstance(tiles, np.ndarray)
-    assert tiles.sum() == count
+    visited = mask.tiles(at, at)
+    assert isinstance(visited, np.ndarray)
+    assert visited.sum() == count
 
 
 def test_no_visible_pair_is_in_a_hidden_tile():
     rng = np.random.default_rng(0)
-    for window in (None, 3):
-        positions = rng.permutation(24).astype(np.int32)[None]
-        ids = rng.integers(0, 3, (2, 24)).astype(np.int32)
-        where = places(24, positions, ids)
-        mask = np.asarray(Sight(window=window).mask(where, where))
-        seen = mask.any(axis=0).reshape(6, 4, 6, 4).any(axis=(1, 3))
+    in_order, shuffled = np.arange(24), rng.permutation(24)
+    chunks = np.concatenate([row_positions("zigzag", i, 3, 8)[0] for i in range(3)])
+    packed, scattered = SEGMENTS, rng.integers(0, 3, (2, 24)).astype(np.int32)
+    hidden = 0
+    for row, ids in itertools.product((in_order, chunks, shuffled), (None, packed, scattered)):
+        where = places(24, row.astype(np.int32)[None], ids)
         at = cut_places(where, 4)
-        tiles = Sight(window=window).tiles(at, at)
-        assert np.all(tiles | ~seen)
-        traced = jax.jit(functools.partial(Sight(window=window).tiles))(at, at)
-        np.testing.assert_array_equal(traced, tiles)
+        for mask in (Mask(), Mask(window=3), Mask(causal=False)):
+            visited = mask.tiles(at, at)
+            visible = mask.pairs(where, where)
+            if visible is not None:
+                seen = np.asarray(visible).any(axis=0).reshape(6, 4, 6, 4).any(axis=(1, 3))
+                assert np.all(visited | ~seen)
+            if row is chunks and mask.window:
+                np.testing.assert_array_equal(jax.jit(mask.tiles)(at, at), visited)
+            hidden += np.sum(~visited)
+    assert hidden > 100
 
 
 def test_a_tile_is_the_largest_divisor_of_a_sensible_size(monkeypatch):

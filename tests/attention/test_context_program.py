@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
-from shardlib.attention import attend, scores_per_device, sight
+from shardlib.attention import attend, scores_per_device, tiles
+from shardlib.attention.mask import Mask
 from shardlib.errors import ModelError
 
 COLLECTIVE = re.compile(
@@ -66,8 +67,8 @@ def wide_buffers(text, size):
 
 @pytest.mark.parametrize("method", ["ring", "gather", "ulysses", None])
 def test_nothing_is_quadratic_in_the_length(method, monkeypatch):
-    monkeypatch.setattr(sight, "MAX_TILE", 16)
-    monkeypatch.setattr(sight, "_MIN_TILE", 16)
+    monkeypatch.setattr(tiles, "MAX_TILE", 16)
+    monkeypatch.setattr(tiles, "_MIN_TILE", 16)
     if method is None:
         mesh, length, shard = sl.make_mesh("data=2", devices=jax.devices()[:2]), 256, 256
         options = {"backend": "blockwise"}
@@ -91,8 +92,8 @@ def test_zigzag_makes_every_step_of_a_ring_even(shards):
 
 def test_zigzag_work_is_what_causality_asks_for(monkeypatch):
     """Down to tiles of one position, the scores computed are the visible pairs."""
-    monkeypatch.setattr(sight, "MAX_TILE", 1)
-    monkeypatch.setattr(sight, "_MIN_TILE", 1)
+    monkeypatch.setattr(tiles, "MAX_TILE", 1)
+    monkeypatch.setattr(tiles, "_MIN_TILE", 1)
     for order, even in (("zigzag", True), ("contiguous", False)):
         totals = np.sum(scores_per_device(32, 4, order), axis=1)
         assert totals.sum() == 32 * 33 // 2
@@ -105,18 +106,18 @@ def test_zigzag_work_is_what_causality_asks_for(monkeypatch):
 
 def test_the_compiled_loop_visits_what_is_counted(monkeypatch):
     """The tiles that a shard's own attention visits, at run time, are those of the count."""
-    monkeypatch.setattr(sight, "MAX_TILE", 4)
-    monkeypatch.setattr(sight, "_MIN_TILE", 4)
+    monkeypatch.setattr(tiles, "MAX_TILE", 4)
+    monkeypatch.setattr(tiles, "_MIN_TILE", 4)
     visited = []
-    seen = sight.Sight.tiles
+    seen = Mask.tiles
 
     def record(self, queries, keys):
-        tiles = jnp.asarray(seen(self, queries, keys))
+        found = jnp.asarray(seen(self, queries, keys))
         shard = jax.lax.axis_index("context")
-        jax.debug.callback(lambda i, n: visited.append((int(i), int(n))), shard, tiles.sum())
-        return tiles
+        jax.debug.callback(lambda i, n: visited.append((int(i), int(n))), shard, found.sum())
+        return found
 
-    monkeypatch.setattr(sight.Sight, "tiles", record)
+    monkeypatch.setattr(Mask, "tiles", record)
     mesh = sl.make_mesh("context=4", devices=jax.devices()[:4])
     arrays = [jnp.ones((1, 64, 4, 8))] * 3
     with sl.use(mesh, sl.rules.STANDARD):
@@ -124,8 +125,8 @@ def test_the_compiled_loop_visits_what_is_counted(monkeypatch):
         jax.block_until_ready(jax.jit(run)(*arrays))
     jax.effects_barrier()
     monkeypatch.undo()
-    monkeypatch.setattr(sight, "MAX_TILE", 4)
-    monkeypatch.setattr(sight, "_MIN_TILE", 4)
+    monkeypatch.setattr(tiles, "MAX_TILE", 4)
+    monkeypatch.setattr(tiles, "_MIN_TILE", 4)
     counted = scores_per_device(64, 4, "zigzag")
     for device, steps in enumerate(counted):
         mine = sorted(n * 16 for i, n in visited if i == device)

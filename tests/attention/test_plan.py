@@ -1,5 +1,8 @@
 """Which way attention takes over `context`, why, and what is refused; the zig-zag order."""
 
+import contextlib
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 import shardlib as sl
 from shardlib.attention import attend, plan_context, unzigzag, zigzag
 from shardlib.errors import ModelError, RuleError
+from shardlib.manual import manual
 
 STANDARD = sl.rules.STANDARD
+WHOLE = STANDARD.override(activations={"length": None})
 
 
 def plan(mesh, length=32, heads=8, kv_heads=2, rules=STANDARD, **options):
@@ -24,7 +29,7 @@ def plan(mesh, length=32, heads=8, kv_heads=2, rules=STANDARD, **options):
         ("data=8", {}, "none", "contiguous", "no axis context of the mesh splits the row"),
         (
             "context=8",
-            {"rules": STANDARD.override(activations={"length": None})},
+            {"rules": WHOLE},
             "none",
             "contiguous",
             "the rules leave 'length' whole",
@@ -169,7 +174,7 @@ def test_length_over_another_axis_is_refused():
     with pytest.raises(ModelError) as error:
         plan("context=4,tensor=2", rules=rules)
     assert str(error.value) == (
-        "the rules split 'length' over ('context', 'tensor'), but attention shares a row over "
+        "the rules split 'length' over context+tensor, but attention shares a row over "
         "context alone.\n  Set the activation rule of 'length' to 'context'."
     )
 
@@ -184,24 +189,71 @@ def test_attend_refuses_before_it_computes():
             attend(*arrays, backend="xla")
 
 
-def test_zigzag_is_for_whole_rows():
-    x = jnp.ones((1, 4, 2, 8))
-    for options in ({"positions": jnp.arange(4)[None]}, {}):
-        key = x if options else x[:, :2]
+@pytest.mark.parametrize("method", ["auto", "ring", "gather", "ulysses"])
+def test_zigzag_over_devices_that_do_not_split_the_row_is_refused(method):
+    """`zigzag` permutes for every mesh with the axis: taken as contiguous, the row were another."""
+    arrays = [jnp.ones((2, 32, 8, 8))] * 3
+    with (
+        sl.use(sl.make_mesh("context=4,data=2"), WHOLE),
+        pytest.raises(ModelError) as error,
+    ):
+        jax.jit(lambda *arrays: attend(*arrays, order="zigzag", context=method))(*arrays)
+    assert str(error.value) == (
+        "a row in zig-zag order lies over context=4, but the rules leave 'length' whole: attention "
+        "would take its tokens to be in their own order.\n"
+        "  Leave out both `zigzag` and order='zigzag'."
+    )
+
+
+def test_inside_of_a_region_over_context_a_shard_is_a_row():
+    x = jax.random.normal(jax.random.key(0), (2, 32, 8, 8))
+
+    def run(order):
+        rows = P(None, "context")
+        region = manual(lambda x: attend(x, x, x, order=order), ("context",), (rows,), rows)
+        return jax.jit(region)(x)
+
+    with sl.use(sl.make_mesh("context=4,data=2"), STANDARD):
+        found = run("contiguous")
         with pytest.raises(ModelError) as error:
-            attend(x, key, key, order="zigzag", **options)
-        assert str(error.value) == (
-            "zig-zag order is for a row that attends to itself, without explicit positions.\n"
-            "  Use order='contiguous'."
-        )
+            run("zigzag")
+    shards = jnp.split(x, 4, axis=1)
+    wanted = jnp.concatenate([jax.jit(attend)(x, x, x) for x in shards], axis=1)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    assert str(error.value) == (
+        "a row in zig-zag order lies over context=4, but a region around handles context by hand: "
+        "attention would take its tokens to be in their own order.\n"
+        "  Leave out both `zigzag` and order='zigzag'."
+    )
+
+
+@pytest.mark.parametrize("mesh", ["data=2,context=1", "data=2", None])
+def test_on_one_device_along_context_zigzag_is_the_own_order(mesh):
+    x = jax.random.normal(jax.random.key(0), (2, 8, 2, 8))
+    wanted = jax.jit(attend)(x, x, x)
+    scope = sl.use(sl.make_mesh(mesh, devices=jax.devices()[:2]), STANDARD) if mesh else None
+    with scope or contextlib.nullcontext():
+        y = zigzag(x)
+        np.testing.assert_array_equal(y, x)
+        for method in ("auto", "ring", "gather", "ulysses"):
+            run = functools.partial(attend, order="zigzag", context=method)
+            found = jax.jit(run)(y, y, y)
+            np.testing.assert_array_equal(found, wanted)
 
 
 def test_explicit_positions_are_left_to_the_compiler():
     query, key = jnp.ones((2, 3, 4, 8)), jnp.arange(2 * 16 * 4 * 8.0).reshape(2, 16, 4, 8) / 1024
     rows = jnp.array([[5, 6, 7]] * 2)
-    with sl.use(sl.make_mesh("context=8"), STANDARD):
-        found = jax.jit(attend)(query, key, key, positions=rows)
-    np.testing.assert_allclose(found, attend(query, key, key, positions=rows), atol=1e-6)
+    wanted = jax.jit(attend)(query, key, key, positions=rows)
+    with sl.use(sl.make_mesh("context=8"), STANDARD) as scope:
+        placed = jax.device_put(key, jax.NamedSharding(scope.mesh, P(None, "context")))
+        run = (
+            jax.jit(functools.partial(attend))
+            .lower(query, placed, placed, positions=rows)
+            .compile()
+        )
+    assert "all-reduce" in run.as_text()
+    np.testing.assert_allclose(run(query, placed, placed, positions=rows), wanted, atol=1e-6)
 
 
 def test_zigzag_gives_each_shard_an_early_and_a_late_chunk():

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardlib.attention.mask import Mask, places
 from shardlib.attention.plain import plain
-from shardlib.attention.sight import Sight, places
 from shardlib.attention.splash import splash
 
 LENGTH = 256
@@ -23,21 +23,21 @@ ATOL = 5e-5
 
 
 @pytest.mark.parametrize(
-    ("view", "packed"), [(Sight(), False), (Sight(window=70), True), (Sight(causal=False), True)]
+    ("mask", "packed"), [(Mask(), False), (Mask(window=70), True), (Mask(causal=False), True)]
 )
-def test_equals_the_plain_way(view, packed):
+def test_equals_the_plain_way(mask, packed):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(1, LENGTH, n, 64) for n in (2, 1, 1, 2)]
     *arrays, weights = (jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
     ids = jnp.asarray(np.repeat([1, 2, 0], [100, 120, 36])[None], jnp.int32) if packed else None
 
     def fast(arrays):
-        y = splash(*arrays, (ids, ids), sight=view, interpret=True)
+        y = splash(*arrays, (ids, ids), mask=mask, interpret=True)
         return jnp.sum(y * weights), y
 
     def slow(arrays):
         at = places(LENGTH, None, ids)
-        y = plain(*arrays, view.mask(at, at))
+        y = plain(*arrays, mask.pairs(at, at))
         return jnp.sum(y * weights), y
 
     found, wanted = (jax.jit(jax.grad(f, has_aux=True))(arrays) for f in (fast, slow))

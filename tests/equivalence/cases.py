@@ -7,139 +7,160 @@ from shardlib.mesh import MeshConfig
 from shardlib.train.reduction import ReductionConfig
 from shardlib_models.moe import MoEConfig
 
+# Too few places for tokens that crowd.
+_CAPACITY = MoEConfig(num_experts=8, mlp_dim=32, dispatch="capacity", capacity_factor=1.0)
+
+# What the words of the tables below mean: `changes` are made to the config of the model, those of
+# `how` on the mesh alone, and `options` are those of `make_train_step`.
+WAYS: dict[str, dict[str, Any]] = {
+    "30 steps": {"steps": 30},
+    # The stages of ZeRO, and the residual stream cut along length over `tensor` too.
+    "zero1": {"rules": "zero1"},
+    "zero2": {"rules": "zero2"},
+    "sequence": {"rules": "sequence"},
+    # Schedules; without a word it is 1F1B. Interleaved runs the layers in another order.
+    "gpipe": {"options": {"pipeline": "gpipe"}},
+    "interleaved": {"options": {"pipeline": "interleaved"}},
+    # How devices along `context` share a row: by a ring, or gathered where there are stages. The
+    # row lies in zig-zag order where neither masks nor places of experts go by index.
+    "no dropout": {"changes": {"dropout": 0.0}},
+    "gathered": {"how": {"context": "gather"}},
+    "ulysses": {"how": {"context": "ulysses"}},
+    # Gradients that are summed once a step, within slices and then between them; and by groups of
+    # unequal speed.
+    "hops": {"options": {"reduction": ReductionConfig(dtype="f32", outer=2)}},
+    "uneven": {"options": {"reduction": ReductionConfig(group_microbatches=(3, 1))}},
+    "capacity": {"changes": {"moe": _CAPACITY}},
+}
+
+# Mesh, microbatches, words. Every axis alone, pairs, three and more, and slices ("2x4").
+_TRANSFORMER = [
+    ("data=8", 1, "30 steps"),
+    ("fsdp=8", 1, ""),
+    ("tensor=8", 1, ""),
+    ("context=8", 1, ""),
+    ("expert=8", 1, ""),
+    ("stage=8", 4, "gpipe"),
+    ("fsdp=8", 1, "zero1"),
+    ("fsdp=8", 1, "zero2"),
+    ("tensor=8", 1, "sequence"),
+    # Pairs; those with experts are below.
+    ("data=2,fsdp=4", 1, ""),
+    ("data=4,tensor=2", 1, ""),
+    ("data=4,context=2", 1, ""),
+    ("data=2,context=4", 1, "gathered"),
+    ("fsdp=4,tensor=2", 2, ""),
+    ("fsdp=2,context=4", 1, ""),
+    ("fsdp=2,tensor=4", 1, "sequence"),
+    ("context=4,tensor=2", 1, ""),
+    ("context=4,tensor=2", 1, "no dropout"),
+    ("context=4,tensor=2", 1, "ulysses"),
+    ("stage=2,data=4", 2, ""),
+    ("stage=4,fsdp=2", 4, ""),
+    ("stage=2,tensor=4", 4, "interleaved"),
+    ("stage=4,context=2", 4, ""),
+    ("stage=2,context=4", 2, "no dropout"),
+    ("stage=4,expert=2", 4, "interleaved"),
+    # Three and more.
+    ("data=2,fsdp=2,tensor=2", 1, "30 steps"),
+    ("data=2,fsdp=2,tensor=2", 1, "no dropout, uneven"),
+    ("data=2,fsdp=2,expert=2", 1, "zero2"),
+    ("data=2,context=2,tensor=2", 1, ""),
+    ("data=2,context=2,tensor=2", 1, "sequence"),
+    ("stage=2,fsdp=2,tensor=2", 4, "30 steps"),
+    ("stage=2,data=2,tensor=2", 2, "gpipe"),
+    ("stage=2,context=2,tensor=2", 2, ""),
+    # Slices.
+    ("data=2x4", 1, ""),
+    ("data=2x2,tensor=2", 1, ""),
+    ("data=2x2,fsdp=2", 2, "no dropout, hops"),
+    ("data=2x1,fsdp=4", 1, ""),
+    ("stage=2x1,data=2,fsdp=2", 2, ""),
+]
+
+_MOE = [
+    ("expert=8", 1, ""),
+    ("expert=4,fsdp=2", 1, ""),
+    ("expert=4,fsdp=2", 1, "no dropout, capacity"),
+    ("data=2,expert=4", 1, ""),
+    ("expert=4,context=2", 1, "no dropout"),
+    ("expert=4,context=2", 1, "no dropout, capacity"),
+    ("expert=4,tensor=2", 1, ""),
+    ("expert=2,tensor=4", 1, "sequence"),
+    ("stage=2,expert=4", 2, ""),
+    ("fsdp=2,expert=2,tensor=2", 1, ""),
+    ("stage=2,expert=2,tensor=2", 2, "interleaved"),
+    ("data=2x2,expert=2", 1, ""),
+]
+
+_RESNET = [
+    ("data=8", 1, ""),
+    ("fsdp=8", 1, ""),
+    ("data=2,fsdp=4", 1, "zero2"),
+    ("data=2x2,fsdp=2", 1, ""),
+]
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model on a mesh.
-
-    `changes` are made to the config of the model. On the mesh alone those of `how` are made too,
-    and `options` are those of `make_train_step`.
-    """
+    """A row of a table: a model on a mesh, and how."""
 
     model: str
     mesh: str
-    steps: int = 4
-    microbatches: int = 1
-    rules: str = "standard"
-    changes: tuple[tuple[str, Any], ...] = ()
-    how: tuple[tuple[str, Any], ...] = ()
-    options: tuple[tuple[str, Any], ...] = ()
-    note: str = ""
-    """What these come to, for the name of the case."""
+    microbatches: int
+    words: str
 
     def __str__(self) -> str:
-        parts = [self.model, self.mesh]
-        parts += [f"{self.microbatches} microbatches"] if self.microbatches > 1 else []
-        parts += [self.rules] if self.rules != "standard" else []
-        parts += [self.note] if self.note else []
-        return " ".join(parts)
+        parts = f"{self.microbatches} microbatches" if self.microbatches > 1 else ""
+        return " ".join(filter(None, (self.model, self.mesh, parts, self.words)))
 
     @property
     def axes(self) -> dict[str, int]:
         """The sizes of the mesh axes."""
         return MeshConfig.parse(self.mesh).sizes
 
+    @property
+    def steps(self) -> int:
+        return self._the("steps", 4)
 
-def _case(model: str, mesh: str, *, rules: str = "standard", **given: Any) -> Case:
-    for key in ("changes", "how", "options"):
-        given[key] = tuple(given.get(key, {}).items())
-    return Case(model, mesh, rules=rules, **given)
+    @property
+    def rules(self) -> str:
+        return self._the("rules", "standard")
+
+    @property
+    def changes(self) -> tuple[tuple[str, Any], ...]:
+        """To the config of the model, on one device too."""
+        return tuple(self._all("changes").items())
+
+    @property
+    def how(self) -> tuple[tuple[str, Any], ...]:
+        """Changes to the config of the model on the mesh."""
+        return tuple(self._all("how").items())
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the step on the mesh."""
+        return {"microbatches": self.microbatches, **self._all("options")}
+
+    @property
+    def reference_microbatches(self) -> int:
+        """Into how many parts one device splits a batch: into none when masks do not ask for it."""
+        is_exact = self.model == "transformer" and ("dropout", 0.0) in self.changes
+        return 1 if is_exact else self.microbatches
+
+    def _the(self, key: str, default: Any) -> Any:
+        return next((way[key] for way in self._ways if key in way), default)
+
+    def _all(self, key: str) -> dict[str, Any]:
+        return {name: value for way in self._ways for name, value in way.get(key, {}).items()}
+
+    @property
+    def _ways(self) -> list[dict[str, Any]]:
+        return [WAYS[word] for word in self.words.split(", ")] if self.words else []
 
 
-# Too few places for tokens that crowd.
-_CAPACITY = MoEConfig(num_experts=8, mlp_dim=32, dispatch="capacity", capacity_factor=1.0)
-_HOPS = {"reduction": ReductionConfig(dtype="f32", outer=2), "microbatches": 2}
-_GROUPS = {"reduction": ReductionConfig(group_microbatches=(1, 1, 1, 1))}
-
-_DENSE = [
-    # Every axis alone. Some train for 30 steps: one of each kind.
-    _case("transformer", "data=8", steps=30),
-    _case("transformer", "fsdp=8"),
-    _case("transformer", "tensor=8"),
-    _case("transformer", "context=8"),
-    _case("transformer", "expert=8"),
-    _case("transformer", "data=2,fsdp=2,tensor=2", steps=30),
-    # Pairs; those with experts are below.
-    _case("transformer", "data=2,fsdp=4"),
-    _case("transformer", "data=4,tensor=2"),
-    _case("transformer", "data=4,context=2"),
-    _case("transformer", "fsdp=4,tensor=2", microbatches=2),
-    _case("transformer", "fsdp=2,context=4"),
-    _case("transformer", "context=4,tensor=2"),
-    # Three and more, and several slices.
-    _case("transformer", "data=2,context=2,tensor=2"),
-    _case("transformer", "data=2x4"),
-    _case("transformer", "data=2x2,tensor=2"),
-    _case("transformer", "data=2x1,fsdp=4"),
-    # Stages of a pipeline; the interleaved schedule runs the layers in another order.
-    _case("transformer", "stage=8", microbatches=4, options={"pipeline": "gpipe"}, note="gpipe"),
-    _case("transformer", "stage=2,data=4", microbatches=2),
-    _case("transformer", "stage=4,fsdp=2", microbatches=4),
-    _case(
-        "transformer",
-        "stage=2,tensor=4",
-        microbatches=4,
-        options={"pipeline": "interleaved"},
-        note="interleaved",
-    ),
-    _case("transformer", "stage=4,context=2", microbatches=4),
-    _case(
-        "transformer",
-        "stage=4,expert=2",
-        microbatches=4,
-        options={"pipeline": "interleaved"},
-        note="interleaved",
-    ),
-    _case("transformer", "stage=2,fsdp=2,tensor=2", microbatches=4, steps=30),
-    _case(
-        "transformer",
-        "stage=2,data=2,tensor=2",
-        microbatches=2,
-        options={"pipeline": "gpipe"},
-        note="gpipe",
-    ),
-    _case("transformer", "stage=2,context=2,tensor=2", microbatches=2),
-    _case("transformer", "stage=2x1,data=2,fsdp=2", microbatches=2),
-    # How devices along `context` share a row: without dropout in zig-zag order.
-    _case("transformer", "context=4,tensor=2", changes={"dropout": 0.0}, note="zig-zag"),
-    _case("transformer", "data=2,context=4", how={"context": "gather"}, note="gathered"),
-    _case("transformer", "context=4,tensor=2", how={"context": "ulysses"}, note="ulysses"),
-    # Gradients summed once a step, first within slices and then between them.
-    _case("transformer", "data=2x2,tensor=2", changes={"dropout": 0.0}, options=_HOPS, note="hops"),
-    _case("transformer", "data=4,fsdp=2", changes={"dropout": 0.0}, options=_GROUPS, note="groups"),
-    # Stages of ZeRO, and the residual stream cut along length.
-    _case("transformer", "fsdp=8", rules="zero1"),
-    _case("transformer", "data=2,fsdp=2,expert=2", rules="zero2"),
-    _case("transformer", "tensor=8", rules="sequence"),
-    _case("transformer", "fsdp=2,tensor=4", rules="sequence"),
-    _case("transformer", "data=2,context=2,tensor=2", rules="sequence"),
+CASES = [
+    Case(model, *row)
+    for model, rows in {"transformer": _TRANSFORMER, "moe": _MOE, "resnet": _RESNET}.items()
+    for row in rows
 ]
-
-_CONVOLUTIONAL = [
-    _case("resnet", "data=8"),
-    _case("resnet", "fsdp=8"),
-    _case("resnet", "data=2x2,fsdp=2"),
-    _case("resnet", "data=2,fsdp=4", rules="zero2"),
-]
-
-_EXPERTS = [
-    _case("moe", "expert=8"),
-    _case("moe", "expert=4,fsdp=2"),
-    _case("moe", "data=2,expert=4"),
-    _case("moe", "expert=4,context=2"),
-    _case("moe", "expert=4,tensor=2"),
-    _case("moe", "stage=2,expert=4", microbatches=2),
-    _case("moe", "fsdp=2,expert=2,tensor=2"),
-    _case(
-        "moe",
-        "stage=2,expert=2,tensor=2",
-        microbatches=2,
-        options={"pipeline": "interleaved"},
-        note="interleaved",
-    ),
-    _case("moe", "data=2x2,expert=2"),
-    _case("moe", "expert=2,tensor=4", rules="sequence"),
-    _case("moe", "expert=4,fsdp=2", changes={"moe": _CAPACITY}, note="capacity"),
-]
-
-CASES = [*_DENSE, *_EXPERTS, *_CONVOLUTIONAL]

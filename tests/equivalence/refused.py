@@ -9,7 +9,7 @@ from problems import PROBLEMS
 
 import shardlib as sl
 from shardlib.registry import DataSpec, family
-from shardlib.rules import preset
+from shardlib.rules import AxisRules, preset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Asked:
     model: str = "transformer"
     rows: int = 8
     length: int = 16
-    rules: str = "standard"
+    rules: str | AxisRules = "standard"
     changes: Any = dataclasses.field(default_factory=dict)
     options: Any = dataclasses.field(default_factory=dict)
 
@@ -33,7 +33,8 @@ class Asked:
         config = dataclasses.replace(problem.config, **self.changes)
         chosen = family(config.name)
         assert chosen.validate(config, data) == []
-        with sl.use(sl.make_mesh(self.mesh), preset(self.rules)):
+        rules = preset(self.rules) if isinstance(self.rules, str) else self.rules
+        with sl.use(sl.make_mesh(self.mesh), rules):
             state = sl.abstract_state(lambda rngs: chosen.make(config, data, rngs), optax.sgd(0.1))
         step = sl.make_train_step(
             lambda model, batch, rng: chosen.loss(model, batch, rng, train=True),

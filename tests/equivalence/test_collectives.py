@@ -21,7 +21,7 @@ LAYERS, EMBED = (getattr(PROBLEMS["transformer"].config, n) for n in ("num_layer
 
 EXPECTED = {
     # Each gradient is summed once.
-    "transformer data=8": {("all-reduce", "data")},
+    "transformer data=8 30 steps": {("all-reduce", "data")},
     # Parameters are gathered for use, gradients cut as they are summed; norms are held whole.
     "transformer fsdp=8": {
         ("all-gather", "fsdp"),
@@ -68,7 +68,7 @@ EXPECTED = {
 def comparison(compare):
     """Returns the comparison of the case of that name."""
     cases = {str(case): case for case in CASES}
-    return lambda name: compare(cases[name])
+    return lambda name: compare(cases[name], keep=True)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_step_sends_what_its_strategy_implies(comparison, case):
 
 
 def test_data_reduces_every_gradient_once(program):
-    sent, shapes = program("transformer data=8")
+    sent, shapes = program("transformer data=8 30 steps")
     assert elements(sent) == sum(map(math.prod, shapes))
 
 

@@ -1,10 +1,13 @@
 """The mixture of experts as a layer: placement, training on meshes, faults."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import shardlib as sl
 from shardlib.errors import RuleError
@@ -12,6 +15,7 @@ from shardlib.explain.program import collectives
 from shardlib.losses import Mean
 from shardlib.moe import balance_biases
 from shardlib.paths import named_leaves
+from shardlib.precision import precision
 from shardlib_models.moe import MoE, MoEConfig, active_weights, losses, validate
 
 EXPERTS, K, BATCH, LENGTH, EMBED, MLP = 8, 2, 8, 8, 16, 24
@@ -160,6 +164,48 @@ def test_biases_are_balanced_in_a_training(batch):
     bias = state.params["router_bias"]
     np.testing.assert_allclose(np.round(bias / 0.02), bias / 0.02, atol=1e-4)
     assert np.abs(bias).max() > 0.02
+
+
+@pytest.mark.parametrize("policy", ["bf16", "bf16_params"])
+def test_router_biases_keep_small_steps(policy, batch):
+    """Next to 1, bfloat16 has no number nearer than 0.004."""
+    rate, config = 1e-3, MoEConfig(balance="bias")
+    preferred = np.arange(EXPERTS) // 2 == 3
+    # All scores are 1/8: the bias alone decides, and it prefers the last two experts by one step.
+    bias = np.where(preferred, 1 + rate, 1.0).astype(np.float32)
+
+    def loss(model, batch, rng):
+        y, stats = model(batch["x"])
+        assert y.dtype == jnp.bfloat16
+        extra, _ = losses(stats, config, 1)
+        return jnp.sum(jnp.square(y.astype(jnp.float32))) + extra
+
+    with sl.use(sl.make_mesh("expert=4,data=2"), sl.rules.STANDARD):
+        optimizer = balance_biases(optax.sgd(0.0), rate)
+        state = sl.init_state(make(config), optimizer, precision=policy)
+    kernel = state.params["router"]["kernel"]
+    router = {"kernel": jax.device_put(np.zeros(kernel.shape, np.float32), kernel.sharding)}
+    biases = jax.device_put(bias, state.params["router_bias"].sharding)
+    params = state.params | {"router": router, "router_bias": biases}
+    state = dataclasses.replace(state, params=params)
+    step = sl.make_train_step(loss, precision=policy, batch_axes={"x": BATCH_AXES["x"]})
+    state, _ = step(state, {"x": batch["x"]})
+    moved = np.where(preferred, bias - np.float32(rate), bias + np.float32(rate))
+    np.testing.assert_array_equal(state.params["router_bias"], moved)
+
+
+def test_logits_are_computed_in_float32(batch):
+    model = make(MoEConfig())(nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    pure = precision("bf16").cast_params(nnx.to_pure_dict(params))
+    nnx.replace_by_pure_dict(params, pure)
+    x = jnp.asarray(batch["x"], jnp.bfloat16)
+    _, stats = nnx.merge(graphdef, params, rest)(x)
+    kernel = np.asarray(model.router.kernel[...], np.float64)
+    logits = np.asarray(x, np.float64) @ kernel
+    expected = np.square(np.log(np.exp(logits).sum(-1))).sum()
+    # Sums of float32; a kernel in bfloat16 is off by some 1e-4.
+    assert float(stats.z) == pytest.approx(expected, rel=2e-6)
 
 
 def test_parameters_lie_by_their_logical_axes():

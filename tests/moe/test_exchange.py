@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from shardlib.manual import manual
+from shardlib.mesh import abstract_mesh
 from shardlib.moe.exchange import Link, exchange, plan_exchange, resolve_method
 
 DEVICES, GROUPS, ROWS, WIDTH = 4, 2, 12, 3
@@ -121,5 +122,6 @@ def test_rows_keep_their_dtype():
 def test_the_method_follows_the_devices_of_the_mesh():
     assert resolve_method("ragged") == "ragged"
     assert resolve_method("auto") == "padded"
-    with sl.use(sl.make_mesh("expert=8"), sl.rules.STANDARD):
-        assert resolve_method("auto") == "padded"
+    for mesh in (sl.make_mesh("expert=8"), abstract_mesh("expert=8", 8)):
+        with sl.use(mesh, sl.rules.STANDARD):
+            assert resolve_method("auto") == "padded"

@@ -17,7 +17,7 @@ from dense_experts import (
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
-from shardlib.errors import ModelError, RuleError
+from shardlib.errors import RuleError
 from shardlib.manual import manual
 from shardlib.moe import ExpertWeights, apply_experts, capacity, route
 
@@ -64,7 +64,8 @@ def assert_close(found, expected):
     jax.tree.map(close, found, expected)
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
+# The last of 3 chunks of 64 tokens is filled up, and there are no more chunks than tokens.
+@pytest.mark.parametrize("chunks", [1, 4, 3, 100])
 def test_dropless_is_every_expert_on_every_token(arguments, chunks):
     (_, (y, kept)), found = gradients(lambda *a: value(*a, chunks=chunks))(*arguments)
     (_, wanted), expected = gradients(dense_value)(*arguments)
@@ -105,11 +106,11 @@ def test_places():
     assert capacity(16, 4, 4, 2.0) == 16
 
 
-def lowered(mesh, arguments, **options):
+def lowered(mesh, arguments, rules=sl.rules.STANDARD, **options):
     """The gradients of `value` on a mesh, and the arguments placed there."""
     mesh = sl.make_mesh(mesh)
     x, logits, weights, mask, target = arguments
-    with sl.use(mesh, sl.rules.STANDARD) as scope:
+    with sl.use(mesh, rules) as scope:
 
         def place(value, *axes, kind="activations"):
             return jax.device_put(value, scope.sharding(axes, value.shape, kind))
@@ -163,6 +164,12 @@ def test_chunks_on_a_mesh(arguments, on_one_device):
     shapes = {tuple(sorted(map(int, d.split(",")))) for d in dims}
     assert tuple(sorted((rows, MLP))) in shapes
     assert tuple(sorted((chunks, rows, MLP))) not in shapes
+
+
+def test_chunks_that_do_not_divide_on_a_mesh(arguments, on_one_device):
+    (_, (y, _)), found = on_mesh("expert=4,fsdp=2", arguments, chunks=3)
+    (_, (wanted, _)), expected = on_one_device["dropless"]
+    assert_close((y, found), (wanted, expected))
 
 
 def test_one_busy_expert_loses_nothing(arguments):
@@ -237,16 +244,33 @@ def test_bfloat16_on_a_mesh(arguments):
         assert error <= 8 * 2.0**-8 * jnp.abs(wide).max()
 
 
-def test_experts_over_an_axis_without_tokens_are_refused(arguments):
-    x, logits, weights, mask, _ = arguments
+@pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
+@pytest.mark.parametrize("mesh", ["expert=8", "data=2,expert=2,tensor=2", "context=2,expert=4"])
+def test_experts_over_an_axis_without_tokens(mesh, dispatch, arguments, on_one_device):
+    """Each device has the same tokens, and what its own experts make of them is added up."""
     rules = sl.rules.STANDARD.override(activations={"batch": "data"})
-    with sl.use(sl.make_mesh("expert=8"), rules), pytest.raises(RuleError) as caught:
+    options = {"dispatch": dispatch, "capacity_factor": 0.5}
+    program, placed = lowered(mesh, arguments, rules=rules, **options)
+    program = program.compile()
+    (_, (y, kept)), found = program(*placed)
+    (_, (wanted, wanted_kept)), expected = on_one_device[dispatch]
+    np.testing.assert_array_equal(kept, wanted_kept)
+    assert_close((y, found), (wanted, expected))
+    # No token travels, and no weight is gathered.
+    assert "all-to-all" not in program.as_text()
+    assert not re.search(rf"f32\[{EXPERTS},\d+,\d+\]\S* all-gather", program.as_text())
+
+
+def test_experts_over_axes_with_and_without_tokens_are_refused(arguments):
+    x, logits, weights, mask, _ = arguments
+    rules = sl.rules.STANDARD.override(params={"expert": "data+expert"})
+    rules = rules.override(activations={"batch": "data"})
+    with sl.use(sl.make_mesh("data=2,expert=4"), rules), pytest.raises(RuleError) as caught:
         jax.eval_shape(lambda: apply_experts(x, route(logits, K), weights, jax.nn.silu, mask=mask))
     assert str(caught.value) == (
-        "experts are sharded over expert, which shards no tokens: the devices along it would all "
-        "send the same ones.\n"
-        "  Let the rule for the activation axis 'batch' include expert, or give 'expert' another "
-        "mesh axis."
+        "experts are sharded over data, which shards tokens too, and over expert, which shards "
+        "none.\n  Let the rule for the activation axis 'batch' include expert, or shard 'expert' "
+        "over data alone."
     )
 
 
@@ -258,12 +282,3 @@ def test_experts_that_the_mesh_does_not_divide_are_refused():
         pytest.raises(RuleError, match="expert=4 does not divide 6"),
     ):
         jax.eval_shape(lambda: apply_experts(x, route(logits[..., :6], K), weights, jax.nn.silu))
-
-
-def test_chunks_that_do_not_divide_are_refused(arguments):
-    with pytest.raises(ModelError) as caught:
-        jax.eval_shape(lambda *a: value(*a, chunks=3), *arguments)
-    assert str(caught.value) == (
-        "the 64 tokens of a device cannot be computed in 3 chunks of equal size.\n"
-        "  Choose exchange_chunks so that it divides 64."
-    )

@@ -11,7 +11,9 @@ import shardlib as sl
 from shardlib.manual import NESTS_IN_MESH_ORDER_ONLY, manual
 from shardlib.paths import named_leaves
 from shardlib.pipeline import PipelineConfig, bubble_fraction
-from shardlib.train.pipelined import pipelined_gradients
+from shardlib.train.gradients import accumulate_gradients
+from shardlib.train.pipelined import pipelined_gradients, pipelined_groups
+from shardlib.train.reduction import ReductionConfig, plan_reduction, reduced_gradients
 
 MICROBATCHES = 8
 # Float32 sums of some hundred terms in another order, through a backward pass of eight layers.
@@ -110,6 +112,47 @@ def test_sums_without_gradients(mesh, config):
     job = job_on(mesh)
     sums = jax.device_get(job.sums(MICROBATCHES, config)(*job.arguments))
     assert_close(sums, expected().sums)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_groups_with_stages_of_their_own(schedule):
+    """Two data-parallel groups reduce once: their microbatches and random keys follow each other,
+    and the bubble is that of both."""
+    job = make_job("stage=2,data=2,tensor=2", num_layers=4)
+    scope = job.state.definition.scope
+    config = ReductionConfig(dtype="f32")
+    reduction = plan_reduction(
+        config, scope.mesh, microbatches=4, params=job.state.definition.params
+    )
+    groups = functools.partial(
+        pipelined_groups, microbatches=4, axis="data", config=PipelineConfig(schedule=schedule)
+    )
+
+    def run(params, model_state, batch, key):
+        with sl.use(scope.mesh, scope.rules):
+            arguments = job.loss, params, model_state, batch, key
+            return reduced_gradients(groups, *arguments, reduction=reduction)
+
+    result = jax.device_get(jax.jit(run)(*job.arguments))
+    alone = make_job("data=1", num_layers=4)
+    params, model_state, batch, key = alone.arguments
+    wanted = []
+    for first, rows in ((0, slice(0, 32)), (4, slice(32, 64))):
+        part = {name: x[rows] for name, x in batch.items()}
+        with sl.use(alone.mesh, sl.rules.STANDARD):
+            wanted.append(
+                accumulate_gradients(
+                    alone.loss, params, model_state, part, key, microbatches=4, first_index=first
+                )
+            )
+    sums = dict(result.sums)
+    bubble = sums.pop("pipeline_bubble")
+    assert_close(result.grads, jax.tree.map(np.add, *(jax.device_get(x.grads) for x in wanted)))
+    assert_close(sums, jax.tree.map(np.add, *(jax.device_get(x.sums) for x in wanted)))
+    theory = bubble_fraction(
+        stages=2, microbatches=4, chunks=PipelineConfig(schedule=schedule).chunks
+    )
+    assert float(bubble.value) == pytest.approx(theory, rel=1e-6)
 
 
 @pytest.mark.skipif(NESTS_IN_MESH_ORDER_ONLY, reason="XLA of this jax cannot nest stage in data")

@@ -194,7 +194,8 @@ def test_stages_inside_of_a_region_over_a_later_axis(monkeypatch):
     assert str(raised.value) == (
         "a region over stage stands inside of one over data, which comes later in the mesh; the "
         f"compiler of jax {jax.__version__} ends the process there.\n"
-        "  Leave the outer region out (reduction or local SGD by hand over data), or use jax 0.10."
+        "  Handle all of them in one region, leave the outer one out (local SGD is one over data), "
+        "or use jax 0.10."
     )
 
 

@@ -1,5 +1,8 @@
 """Runs over stages, unequal groups and groups that train apart, from a config alone."""
 
+import contextlib
+import io
+
 import numpy as np
 import pytest
 
@@ -9,16 +12,26 @@ from shardlib.errors import ConfigError, MeshError, ModelError
 
 SHORT = ("train.steps=4", "optimizer.warmup_steps=1", "train.sample_length=0", "model.dropout=0")
 NO_EVAL = ("eval.every_steps=0",)
+SAMPLES = ("train.sample_length=6", "train.sample_temperature=0")
 # Sums in another order differ by float32 rounding, which four steps of training carry on.
 RELATIVE = 1e-5
 
 
 @pytest.fixture(scope="module")
 def plain(lab, tmp_path_factory, losses_of):
-    """The losses and the evaluation of the run on one kind of mesh, in two microbatches."""
+    """The losses, the evaluation and the sample of the run on one kind of mesh."""
     run_dir = tmp_path_factory.mktemp("plain") / "run"
-    result = run.train(lab.config(run_dir, *SHORT, "checkpoint.enabled=false"))
-    return losses_of(run_dir), result.evaluation
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        result = run.train(lab.config(run_dir, *SHORT, *SAMPLES, "checkpoint.enabled=false"))
+    return losses_of(run_dir), result.evaluation, sample_in(out.getvalue())
+
+
+def sample_in(out):
+    """What stands in the box of the last sample, line by line."""
+    box = out.rpartition("─ sample at step")[2].partition("╰")[0]
+    lines = [line.strip("│ ") for line in box.splitlines()[1:]]
+    assert lines[0].startswith("the ")
+    return lines
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +56,31 @@ def losses_of():
     ],
     ids=lambda overrides: ",".join(overrides[1:]),
 )
-def test_every_way_to_run_has_the_same_losses(overrides, lab, tmp_path, plain, losses_of):
+def test_every_way_to_run_is_the_same(overrides, lab, tmp_path, plain, losses_of, capsys):
     run_dir = tmp_path / "run"
-    result = run.train(lab.config(run_dir, *SHORT, "checkpoint.enabled=false", *overrides))
+    overrides = (*SHORT, *SAMPLES, "checkpoint.enabled=false", *overrides)
+    result = run.train(lab.config(run_dir, *overrides))
     np.testing.assert_allclose(losses_of(run_dir), plain[0], rtol=RELATIVE)
     assert result.evaluation["loss"] == pytest.approx(plain[1]["loss"], rel=RELATIVE)
+    assert sample_in(capsys.readouterr().out) == plain[2]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("mesh=expert=4,fsdp=2", "train.offload_optimizer=true"),
+        ("mesh=expert=2,context=2,tensor=2", "model.moe.exchange_chunks=3"),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_a_run_with_experts_samples(overrides, lab, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    options = (*SHORT, *SAMPLES, *NO_EVAL, "train.steps=2", "optimizer.ema_decay=0.5")
+    run.train(lab.config(run_dir, *options, "model.moe.num_experts=4", *overrides))
+    found = sample_in(capsys.readouterr().out)
+    text = run.generate(str(run_dir), prompt="the ", length=6, temperature=0, mesh="data=8")
+    assert text.strip()
+    assert found == [line.rstrip() for line in f"the {text}".rstrip().splitlines()]
 
 
 def test_a_pipeline_reports_its_bubble(lab, tmp_path, rows, capsys):
@@ -103,7 +136,35 @@ def test_what_cannot_be_is_refused_before_data_is_read(lab, tmp_path):
         "train.global_batch=8 in 4 microbatches of 2 cannot be shared out: data+fsdp+expert=4 does "
         "not divide 2.\n  Choose a multiple of 16, or another mesh."
     )
+    uneven = ("train.reduction.group_microbatches=[2,1]", "train.global_batch=3")
+    assert refusal(MeshError, "mesh=data=2,tensor=4", *uneven) == (
+        "eval.global_batch=null, train.global_batch=3 cannot be shared out: data+fsdp+expert=2 "
+        "does not divide 3.\n  Choose a multiple of 2, or another mesh."
+    )
     assert refusal(ModelError, "mesh=context=8", "model.context=ulysses") == (
         "attention by ulysses over context=8 cannot work: 8 devices do not divide the 4 heads of "
         "each.\n  Use context 'ring' or 'gather', or a smaller context axis."
     )
+
+
+def test_options_that_exclude_each_other(lab, tmp_path):
+    def refusal(*overrides):
+        with pytest.raises(ConfigError) as caught:
+            lab.config(tmp_path / "run", *overrides)
+        return str(caught.value)
+
+    apart, reduced = "train.local_sgd.inner_steps=2", "train.reduction.dtype=bf16"
+    assert (
+        "local_sgd sums no gradients over data, but there is a reduction for them: leave one of "
+        "them out; local_sgd.dtype says in what the groups' progress is sent"
+    ) in refusal(apart, reduced)
+    for option in (apart, "train.reduction.group_seconds=[1,2]"):
+        assert (
+            "microbatches=auto cannot be found for groups that train apart or take unequal "
+            "shares: give a number"
+        ) in refusal("train.microbatches=auto", option)
+
+
+def test_equal_groups_may_have_stages(lab, tmp_path):
+    options = ("mesh=stage=2,data=2,tensor=2", "train.reduction.group_microbatches=[2,2]", *SHORT)
+    run.train(lab.config(tmp_path / "run", *options, *NO_EVAL))

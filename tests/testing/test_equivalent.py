@@ -211,6 +211,47 @@ def test_what_goes_into_the_layers_and_what_comes_behind():
         assert str(error.value).splitlines()[2] == f"    {hint}"
 
 
+class UsersModel(nnx.Module):
+    """As written for one device: no names, no stack."""
+
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.up(x)))
+
+
+class Centred(UsersModel):
+    """Subtracts the mean of the batch, of which each device takes that of its own rows."""
+
+    def __call__(self, x):
+        y = super().__call__(x)
+        if axis_size("data") == 1:
+            return y - y.mean(0, keepdims=True)
+        local = lambda y: y - y.mean(0, keepdims=True)  # noqa: E731
+        return manual(local, ("data",), P("data"), P("data"))(y)
+
+
+def test_a_model_as_written_for_one_device():
+    report = assert_equivalent(UsersModel, loss, batch(), ["data=8", "data=2,fsdp=4"])
+    # Kernels and biases of two layers: gradients, and parameters and two moments at both ends.
+    assert {c.num_compared for c in report.comparisons} == {4 * (1 + 2 * 3) + 2 + 3}
+
+
+def test_a_mean_of_the_rows_of_one_device():
+    def failure(model, **options):
+        with pytest.raises(AssertionError) as error:
+            assert_equivalent(model, loss, batch(), ["fsdp=8", "data=2,fsdp=4"], **options)
+        return re.sub(r"\d\.\de[+-]\d\d", "#", str(error.value))
+
+    assert failure(Centred, steps=1, optimizer=optax.sgd(0.1)) == (
+        "1 of 2 meshes differs from one device:\n"
+        "  mesh data=2,fsdp=4: the loss of step 1 is off by # (of #); rounding explains #.\n"
+        "    To have the layer named, run the layers by shardlib.scan_layers.\n"
+        "    Of 12 others 6 deviate: 3 gradients, 3 parameters."
+    )
+
+
 def test_initial_values_that_are_not_of_the_seed():
     draws = np.random.default_rng(0)
 

@@ -294,3 +294,17 @@ def test_an_optimizer_state_on_the_host_is_refused():
 def test_configs_that_mean_nothing(values, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         LocalSGDConfig(**values)
+
+
+def test_groups_with_more_to_count_weigh_more():
+    def weighted(model, batch, rng):
+        error = jnp.square(model(batch["x"]) - batch["y"]) * batch["w"][:, None]
+        return Mean(jnp.sum(error), jnp.sum(batch["w"]))
+
+    weights = np.repeat(np.float32([1, 3]), 8)
+    state = start("data=2,tensor=4", optimizer=optax.sgd(0.0))
+    local = make_local_sgd(sl.make_train_step(weighted), LocalSGDConfig())
+    _, metrics = local(local.init(state), {**BATCHES[0], "w": weights})
+    assert metrics["loss"].weight.tolist() == [8.0, 24.0]
+    first, second = map(float, metrics["loss"].value)
+    assert group_means(metrics)["loss"] == pytest.approx((first + 3 * second) / 4, rel=1e-6)

@@ -264,6 +264,29 @@ def test_a_stack_of_layers_trains_as_a_list_of_layers():
             )
 
 
+def test_muon_takes_each_expert_as_a_matrix():
+    rng = np.random.default_rng(0)
+    experts, grad = rng.normal(size=(2, 2, 3, 8, 12))
+    # Gradients of very different sizes show any mixing.
+    grad = grad * (100.0 ** np.arange(3))[None, :, None, None]
+    config = OptimizerConfig(name="muon", schedule="constant", learning_rate=0.1)
+    together, _ = run(config, {"layers/experts/up": experts}, [{"layers/experts/up": grad}])
+    pairs = [(layer, expert) for layer in range(2) for expert in range(3)]
+    alone, _ = run(
+        config,
+        {f"{layer}/{expert}/up": experts[layer, expert] for layer, expert in pairs},
+        [{f"{layer}/{expert}/up": grad[layer, expert] for layer, expert in pairs}],
+    )
+    for layer, expert in pairs:
+        # Muon's iteration multiplies rounding (6e-8) by up to 485, and steps are 0.07 at most.
+        np.testing.assert_allclose(
+            together["layers"]["experts"]["up"][layer, expert],
+            alone[str(layer)][str(expert)]["up"],
+            atol=2e-6,
+            rtol=1e-6,
+        )
+
+
 def test_muon_takes_hidden_matrices_alone():
     matrices = hidden_matrices(OptimizerConfig(name="muon"))
     taken = {path: matrices.dims(path, len(shape)) for path, shape in SHAPES.items()}
@@ -274,6 +297,8 @@ def test_muon_takes_hidden_matrices_alone():
         "final/kernel": ((0,), (1,)),
     }
     assert matrices.dims("layers/conv/kernel", 5) is None
+    assert matrices.dims("layers/mlp/experts/up", 4) == ((2,), (3,))
+    assert matrices.dims("mlp/experts/up", 3) == ((1,), (2,))
     assert matrices.dims("layers/3/mlp/up/kernel", 2) == ((0,), (1,))
 
 

@@ -17,7 +17,12 @@ from shardlib.explain.program import collectives
 from shardlib.losses import Mean
 from shardlib.precision import precision
 from shardlib.train.gradients import PartLoss, accumulate_gradients, part_key
-from shardlib.train.reduction import ReductionConfig, plan_reduction, reduced_gradients
+from shardlib.train.reduction import (
+    ReductionConfig,
+    groups_apart,
+    plan_reduction,
+    reduced_gradients,
+)
 
 ROWS = 48
 _RANDOM = np.random.default_rng(0)
@@ -76,7 +81,8 @@ def reduced(mesh, config, microbatches=1, rules=sl.rules.STANDARD):
 
     def compute(params, batch, key):
         with sl.use(scope.mesh, scope.rules):
-            return reduced_gradients(inner, loss, params, {}, batch, key, reduction=reduction)
+            groups = functools.partial(groups_apart, inner, reduction=reduction)
+            return reduced_gradients(groups, loss, params, {}, batch, key, reduction=reduction)
 
     arguments = state.params, reduction.arrange(BATCH), jax.random.key(3)
     compiled = jax.jit(compute).lower(*arguments).compile()

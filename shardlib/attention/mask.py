@@ -1,19 +1,16 @@
 """Which query sees which key: for single pairs, and for whole tiles of pairs."""
 
 import dataclasses
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardlib.attention.tiles import Array, cut
 from shardlib.errors import ModelError
-
-Array = jax.Array | np.ndarray
-
-MAX_TILE = 512
-"""Positions of a tile at most: a square of scores of one head takes 1 MiB."""
-_MIN_TILE = 64
 
 
 class Places(NamedTuple):
@@ -32,7 +29,7 @@ def places(length: int, positions: Array | None, segments: Array | None) -> Plac
 
 
 @dataclasses.dataclass(frozen=True)
-class Sight:
+class Mask:
     """What hides a key from a query besides being of another document.
 
     Raises:
@@ -51,7 +48,7 @@ class Sight:
                 "position.\n  Set window=None, or causal=True and window=1 or more."
             )
 
-    def mask(self, queries: Places, keys: Places) -> jax.Array | None:
+    def pairs(self, queries: Places, keys: Places) -> jax.Array | None:
         """Returns which query sees which key: [batch or 1, length, kv_length]; None if all do."""
         parts = []
         if queries.segments is not None and keys.segments is not None:
@@ -63,10 +60,7 @@ class Sight:
                 parts.append(distance < self.window)
         if not parts:
             return None
-        mask = parts[0]
-        for part in parts[1:]:
-            mask = mask & part
-        return jnp.asarray(mask)
+        return jnp.asarray(functools.reduce(operator.and_, parts))
 
     def tiles(self, queries: Places, keys: Places) -> Array:
         """Returns in which tiles a query may see a key: [query tiles, key tiles] bool.
@@ -89,33 +83,11 @@ class Sight:
             low, high = _range(queries.segments)
             kv_low, kv_high = _range(keys.segments)
             parts.append((low[:, None] <= kv_high[None]) & (kv_low[None] <= high[:, None]))
-        seen = parts[0]
-        for part in parts[1:]:
-            seen = seen & part
-        return seen.any(axis=-1)  # type: ignore[return-value]
+        return functools.reduce(operator.and_, parts).any(axis=-1)  # type: ignore[return-value]
 
 
 def _range(x: Array) -> tuple[Array, Array]:
     return x.min(axis=-1), x.max(axis=-1)
-
-
-def tile_size(length: int) -> int | None:
-    """Returns the largest tile that divides `length`; None if there is none of a sensible size."""
-    if length <= MAX_TILE:
-        return length
-    sizes = range(MAX_TILE, _MIN_TILE - 1, -1)
-    return next((size for size in sizes if length % size == 0), None)
-
-
-def needed_tile(size: int | None) -> int:
-    """Returns `size`. Lengths that cannot be cut are refused where a method is chosen."""
-    assert size is not None
-    return size
-
-
-def cut(x: Array, tile: int) -> Array:
-    """Cuts [batch, length] into [length / tile, batch, tile]."""
-    return x.reshape(x.shape[0], -1, tile).swapaxes(0, 1)
 
 
 def cut_places(at: Places, tile: int) -> Places:

@@ -1,0 +1,113 @@
+"""What makes a comparison worthless, refused with its reason before any number is blamed."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.source_info_util import summarize
+
+from shardlib.errors import ModelError
+from shardlib.mesh import describe
+from shardlib.testing.deviations import SAFETY, Quantity, blurred
+from shardlib.testing.order import subprograms
+from shardlib.testing.rounding import unit_roundoff
+from shardlib.testing.training import Program
+
+
+def refuse_other_forms(reference: Program, program: Program) -> None:
+    """Refuses a model that has other variables on a mesh than on one device.
+
+    Raises:
+        ModelError: If a leaf has another shape or dtype, or is on one side alone; names all.
+    """
+    one, here = reference.forms, program.forms
+    faults = [
+        f"the {name} is {here.get(name, 'absent')}, on one device {one.get(name, 'absent')}."
+        for name in dict.fromkeys((*one, *here))
+        if one.get(name) != here.get(name)
+    ]
+    if faults:
+        raise ModelError(
+            f"mesh {describe(program.mesh)} has another model than one device:\n  "
+            + "\n  ".join(faults)
+            + "\n  Make the same variables on every mesh."
+        )
+
+
+def refuse_narrower(reference: Program, program: Program) -> None:
+    """Refuses a program that computes in a dtype narrower than any on one device.
+
+    Raises:
+        ModelError: If there is one; names what is rounded first, and where.
+    """
+    widest = max((unit_roundoff(r.dtype) for r in roundings(reference.jaxpr)), default=0.0)
+    narrower = (r for r in roundings(program.jaxpr) if unit_roundoff(r.dtype) > widest)
+    first = next(narrower, None)
+    if first is None:
+        return
+    what = "a result" if first.argument is None else f"the {program.arguments[first.argument]}"
+    raise ModelError(
+        f"mesh {describe(program.mesh)} cannot be compared: its step rounds {what} to "
+        f"{first.dtype} (at {first.source}), which one device does not.\n"
+        f"  Leave out what asks for {first.dtype} there (precision, reduction, or the model's own "
+        "code), or compute so on one device too."
+    )
+
+
+class Rounding(NamedTuple):
+    """An equation whose result is narrower than float32."""
+
+    dtype: Any
+    argument: int | None
+    """The argument of the program that it is made of, if of one alone."""
+    source: str
+
+
+def roundings(jaxpr: Any) -> Iterator[Rounding]:
+    """Yields the roundings of a program to less than float32, in its order."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    yield from _roundings(jaxpr, dict(zip(jaxpr.invars, range(len(jaxpr.invars)), strict=True)))
+
+
+def _roundings(jaxpr: Any, made_of: dict[Any, int | None]) -> Iterator[Rounding]:
+    for equation in jaxpr.eqns:
+        variables = [v for v in equation.invars if not hasattr(v, "val")]
+        origin = made_of.get(variables[0]) if len(variables) == 1 else None
+        inner = list(subprograms(equation))
+        for program in inner:
+            # Leading arguments that the inner program does not get are constants of the equation.
+            outer = equation.invars[len(equation.invars) - len(program.invars) :]
+            given = zip(program.invars[-len(outer) :] if outer else [], outer, strict=True)
+            known = {v: made_of.get(o) for v, o in given if not hasattr(o, "val")}
+            yield from _roundings(program, known)
+        for variable in equation.outvars:
+            made_of[variable] = None if inner else origin
+            dtype = getattr(variable.aval, "dtype", np.dtype(bool))
+            if not inner and jnp.issubdtype(dtype, jnp.floating) and _is_narrow(dtype):
+                yield Rounding(dtype, origin, summarize(equation.source_info))
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return unit_roundoff(dtype) > unit_roundoff(np.float32)
+
+
+def refuse_chaos(
+    expected: Mapping[Quantity, np.ndarray], allowed: Mapping[Quantity, float]
+) -> None:
+    """Refuses a training on one device whose loss is blurred, or half of its gradients.
+
+    Raises:
+        ModelError: If it is so.
+    """
+    unclear = [q for q in blurred(expected, allowed) if q.kind in ("loss", "gradient")]
+    num_gradients = sum(q.kind == "gradient" and value.any() for q, value in expected.items())
+    losses = [q for q in unclear if q.kind == "loss"]
+    if losses or 2 * len(unclear) > num_gradients:
+        first = (losses or unclear)[0]
+        change = allowed[first] / SAFETY
+        raise ModelError(
+            f"{first} cannot be compared: the last places of the parameters change it by "
+            f"{change:.1e} on one device already.\n"
+            "  Take fewer steps, a lower learning rate or more examples, and compute in float32."
+        )

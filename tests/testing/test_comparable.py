@@ -1,0 +1,113 @@
+"""What cannot be compared is refused, and the refusal names the side that is to blame."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from shardlib.errors import ModelError
+from shardlib.manual import axis_size
+from shardlib.testing import Reference, assert_equivalent
+from shardlib.testing.comparable import roundings
+from shardlib.train.reduction import ReductionConfig
+
+BATCH = {"x": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)}
+
+
+class Model(nnx.Module):
+    """`head` is `width` wide, and if `narrow` rounded to bfloat16 where `data` is split."""
+
+    def __init__(self, rngs, width=8, narrow=False):
+        self.body = nnx.Linear(8, 8, rngs=rngs)
+        self.head = nnx.Linear(8, width, use_bias=False, rngs=rngs)
+        self.narrow = narrow
+
+    def __call__(self, x):
+        kernel = self.head.kernel[...]
+        if self.narrow and axis_size("data") > 1:
+            kernel = kernel.astype(jnp.bfloat16)
+        return jnp.tanh(self.body(x)).astype(jnp.float32) @ kernel.astype(jnp.float32)
+
+
+def loss(model, batch, rng):
+    return jnp.mean(jnp.square(model(batch["x"])))
+
+
+def refusal(mesh="data=8", make=Model, **options):
+    """The text of the refusal, without places in files."""
+    reference = Reference(Model, loss, BATCH, optimizer=optax.sgd(0.1))
+    with pytest.raises(ModelError) as error:
+        reference.compare(mesh, make_model=make, steps=1, **options)
+    return re.sub(r"\(at /\S+:\d+:\d+ \(\S+\)\)", "(at FILE)", str(error.value))
+
+
+def test_a_model_that_is_narrower_on_a_mesh():
+    text = refusal(make=lambda rngs: Model(rngs, narrow=True))
+    assert text == (
+        "mesh data=8 cannot be compared: its step rounds the parameter head/kernel to bfloat16 "
+        "(at FILE), which one device does not.\n"
+        "  Leave out what asks for bfloat16 there (precision, reduction, or the model's own code), "
+        "or compute so on one device too."
+    )
+    # Only where `data` is split.
+    narrow = lambda rngs: Model(rngs, narrow=True)  # noqa: E731
+    assert_equivalent(narrow, loss, BATCH, "fsdp=8", steps=1)
+
+
+def test_a_step_that_is_narrower_on_a_mesh():
+    assert refusal("fsdp=8", precision="bf16").startswith(
+        "mesh fsdp=8 cannot be compared: its step rounds the parameter body/bias to bfloat16 (at "
+    )
+    # What is rounded here is made of many things.
+    assert refusal(reduction=ReductionConfig(dtype="bf16")).startswith(
+        "mesh data=8 cannot be compared: its step rounds a result to bfloat16 (at FILE), which "
+    )
+
+
+def test_a_model_that_is_narrower_everywhere_is_not_the_fault_of_a_mesh():
+    def rounded(model, batch, rng):
+        return jnp.mean(jnp.square(model(batch["x"]).astype(jnp.bfloat16).astype(jnp.float32)))
+
+    with pytest.raises(ModelError) as error:
+        assert_equivalent(Model, rounded, BATCH, "data=8", steps=1)
+    assert re.sub(r"\d\.\de[+-]\d\d", "#", str(error.value)) == (
+        "the loss of step 1 cannot be compared: the last places of the parameters change it by # "
+        "on one device already.\n"
+        "  Take fewer steps, a lower learning rate or more examples, and compute in float32."
+    )
+
+
+def test_a_model_with_other_variables_on_a_mesh():
+    def other(rngs):
+        model = Model(rngs, width=4)
+        model.extra, model.body = (
+            nnx.Param(jnp.zeros(3)),
+            nnx.Linear(8, 8, use_bias=False, rngs=rngs),
+        )
+        return model
+
+    assert refusal(make=other) == (
+        "mesh data=8 has another model than one device:\n"
+        "  the parameter body/bias is absent, on one device float32[8].\n"
+        "  the parameter head/kernel is float32[8,4], on one device float32[8,8].\n"
+        "  the parameter extra is float32[3], on one device absent.\n"
+        "  Make the same variables on every mesh."
+    )
+
+
+def test_roundings_are_found_in_loops_and_traced_to_their_argument():
+    def program(x, layers):
+        def body(carry, layer):
+            return carry @ layer.T.astype(jnp.bfloat16).astype(jnp.float32), None
+
+        x, _ = jax.lax.scan(jax.checkpoint(body), x, layers)
+        return x.astype(jnp.float16)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 4), (2, 4, 4))]
+    found = list(roundings(jax.jit(program).trace(*shapes).jaxpr))
+    assert [(str(r.dtype), r.argument) for r in found] == [("bfloat16", 1), ("float16", None)]
+    assert all(__file__ in r.source for r in found)
