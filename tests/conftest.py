@@ -13,8 +13,17 @@ os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
 )
 
+# Compiling for TPUs, none of which is there: optimizing would take five times as long, and libtpu
+# wants to know of a machine, whichever it is.
+os.environ.setdefault("JAX_OPTIMIZATION_LEVEL", "O0")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
 import jax
 import pytest
+from jax.experimental import topologies
 
 ON_GPU = "cuda" in os.environ["JAX_PLATFORMS"]
 
@@ -49,3 +58,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs JAX_PLATFORMS=cuda and an NVIDIA GPU"))
         if "soak" in item.keywords and "soak" not in asked:
             item.add_marker(pytest.mark.skip(reason="runs with -m soak"))
+
+
+@pytest.fixture(scope="session")
+def tpu_devices():
+    """`tpu_devices("v5e:2x2")` returns devices to compile for ahead of time."""
+    pytest.importorskip("libtpu", reason="needs the extra tpu")
+
+    def devices(topology):
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+    return devices

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from shardlib.mesh import MeshConfig
+from shardlib.rules import SEQUENCE, STANDARD, ZERO1, ZERO2, AxisRules
 from shardlib.train.reduction import ReductionConfig
 from shardlib_models.moe import MoEConfig
 
@@ -15,9 +16,9 @@ _CAPACITY = MoEConfig(num_experts=8, mlp_dim=32, dispatch="capacity", capacity_f
 WAYS: dict[str, dict[str, Any]] = {
     "30 steps": {"steps": 30},
     # The stages of ZeRO, and the residual stream cut along length over `tensor` too.
-    "zero1": {"rules": "zero1"},
-    "zero2": {"rules": "zero2"},
-    "sequence": {"rules": "sequence"},
+    "zero1": {"rules": ZERO1},
+    "zero2": {"rules": ZERO2},
+    "sequence": {"rules": SEQUENCE},
     # Schedules; without a word it is 1F1B. Interleaved runs the layers in another order.
     "gpipe": {"options": {"pipeline": "gpipe"}},
     "interleaved": {"options": {"pipeline": "interleaved"}},
@@ -31,6 +32,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "hops": {"options": {"reduction": ReductionConfig(dtype="f32", outer=2)}},
     "uneven": {"options": {"reduction": ReductionConfig(group_microbatches=(3, 1))}},
     "capacity": {"changes": {"moe": _CAPACITY}},
+    # Devices with the same tokens and other experts.
+    "apart": {"rules": STANDARD.override(expert="tensor", mlp=None)},
 }
 
 # Mesh, microbatches, words. Every axis alone, pairs, three and more, and slices ("2x4").
@@ -73,7 +76,9 @@ _TRANSFORMER = [
     # Slices.
     ("data=2x4", 1, ""),
     ("data=2x2,tensor=2", 1, ""),
-    ("data=2x2,fsdp=2", 2, "no dropout, hops"),
+    ("data=2x2,tensor=2", 2, "no dropout, hops"),
+    ("data=2x2,fsdp=2", 1, "no dropout, hops"),
+    ("stage=2,data=2x2", 2, "no dropout, hops"),
     ("data=2x1,fsdp=4", 1, ""),
     ("stage=2x1,data=2,fsdp=2", 2, ""),
 ]
@@ -87,6 +92,7 @@ _MOE = [
     ("expert=4,context=2", 1, "no dropout, capacity"),
     ("expert=4,tensor=2", 1, ""),
     ("expert=2,tensor=4", 1, "sequence"),
+    ("data=2,tensor=4", 1, "apart"),
     ("stage=2,expert=4", 2, ""),
     ("fsdp=2,expert=2,tensor=2", 1, ""),
     ("stage=2,expert=2,tensor=2", 2, "interleaved"),
@@ -124,8 +130,8 @@ class Case:
         return self._the("steps", 4)
 
     @property
-    def rules(self) -> str:
-        return self._the("rules", "standard")
+    def rules(self) -> AxisRules:
+        return self._the("rules", STANDARD)
 
     @property
     def changes(self) -> tuple[tuple[str, Any], ...]:

@@ -3,8 +3,6 @@ import functools
 import pytest
 from problems import PROBLEMS
 
-from shardlib.rules import preset
-
 
 @pytest.fixture(scope="package")
 def compare():
@@ -23,7 +21,7 @@ def compare():
         make = PROBLEMS[case.model].make((*case.changes, *case.how)) if case.how else None
         return one.compare(
             case.mesh,
-            rules=preset(case.rules),
+            rules=case.rules,
             steps=case.steps,
             make_model=make,
             **case.options,

@@ -128,17 +128,19 @@ CASES = {
             "{'expert': ['expert', None]}",
         ),
     ),
-    "experts where no tokens are shared out": (
+    "experts over devices with the same tokens and with others": (
         Asked(
-            "tensor=8",
+            "expert=2,tensor=4",
             model="moe",
-            rules=STANDARD.override(expert="tensor", mlp=None, activations={"expert": "tensor"}),
+            rules=STANDARD.override(
+                expert="expert+tensor", mlp=None, activations={"expert": "expert+tensor"}
+            ),
         ),
         RuleError,
-        "experts are sharded over tensor, which shards no tokens: the devices along it would all "
-        "send the same ones.\n"
-        "  Let the rule for the activation axis 'batch' include tensor, or give 'expert' another "
-        "mesh axis.",
+        "experts are sharded over expert, which shards tokens too, and over tensor, which shards "
+        "none.\n"
+        "  Let the rule for the activation axis 'batch' include tensor, or shard 'expert' over "
+        "expert alone.",
     ),
     "layers": (
         Asked("stage=4,data=2", changes={"num_layers": 6}, options={"microbatches": 4}),
@@ -186,6 +188,15 @@ CASES = {
         "context=4 does not divide 18.\n"
         "  Change the dim or the mesh (data=2,context=4), or allow replication: "
         "activations={'length': ['context', None]}.",
+    ),
+    "length over axes that share no attention": (
+        Asked(
+            "context=4,tensor=2", rules=STANDARD.override(activations={"length": "context+tensor"})
+        ),
+        ModelError,
+        "the rules split 'length' over context+tensor, but attention shares a row over context "
+        "alone.\n"
+        "  Set the activation rule of 'length' to 'context'.",
     ),
     "length of the residual stream": (
         Asked("tensor=8", rules="sequence", length=20),
@@ -282,18 +293,8 @@ CASES = {
     ),
     "an unknown schedule": (
         Asked("stage=2,data=4", options={"microbatches": 2, "pipeline": "zero"}),
-        ModelError,
-        "no pipeline schedule is called 'zero'.\n  Choose one of: 1f1b, gpipe, interleaved.",
-    ),
-    "tokens in chunks": (
-        Asked(
-            "expert=8",
-            model="moe",
-            changes={"moe": MoEConfig(num_experts=8, exchange_chunks=3)},
-        ),
-        ModelError,
-        "the 16 tokens of a device cannot be computed in 3 chunks of equal size.\n"
-        "  Choose exchange_chunks so that it divides 16.",
+        ValueError,
+        "no pipeline schedule is called 'zero'. Choose one of: 1f1b, gpipe, interleaved.",
     ),
     "stages without stacked layers": (
         Asked("stage=2,data=4", model="resnet", rows=128, options={"microbatches": 2}),
@@ -397,11 +398,11 @@ def test_refused_before_compilation(name, compilations):
     with pytest.raises(kind) as error:
         asked.lower()
     assert str(error.value) == text
-    assert not [m for m in compilations() if "_step" in m or "init" in m]
+    assert not [m for m in compilations() if "train_step" in m or "init" in m]
 
 
 def test_what_is_refused_works_when_it_divides(compilations):
     """The question is well put: it is the numbers that are refused."""
     Asked("stage=2,fsdp=2,tensor=2", options={"microbatches": 2}).lower()
     Asked("fsdp=2,expert=4", model="moe").lower()
-    assert not [m for m in compilations() if "_step" in m or "init" in m]
+    assert not [m for m in compilations() if "train_step" in m or "init" in m]

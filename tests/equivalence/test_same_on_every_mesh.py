@@ -1,12 +1,18 @@
 """Losses, gradients, parameters, optimizer and model state on every mesh are one device's."""
 
+import dataclasses
 import itertools
 import math
+import re
 
+import jax.numpy as jnp
 import pytest
-from cases import CASES
+from cases import CASES, WAYS
+from problems import PROBLEMS
 
+import shardlib as sl
 from shardlib.mesh import STANDARD_AXES
+from shardlib.registry import family
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -34,3 +40,30 @@ def test_the_cases_cover_every_axis_and_every_pair():
         assert frozenset(mesh.items()) in _meshes(model)
     for model in ("transformer", "moe", "resnet"):
         assert any("x" in case.mesh for case in CASES if case.model == model)
+    assert any((case.model, case.mesh) == ("transformer", "data=2x4") for case in CASES)
+
+
+def test_the_cases_cover_every_word():
+    assert {word for case in CASES for word in case.words.split(", ") if word} == {*WAYS}
+    assert len({*map(str, CASES)}) == len(CASES)
+
+
+def test_the_cases_cover_every_way_to_share_a_row():
+    def shared(case):
+        problem = PROBLEMS[case.model]
+        config = dataclasses.replace(problem.config, **dict((*case.changes, *case.how)))
+        with sl.use(sl.make_mesh(case.mesh), case.rules):
+            text = family(config.name).choices(config, problem.data, dtype=jnp.float32)["context"]
+        return case.model, *re.fullmatch(r"(\w+): .*; (zigzag|contiguous) order: .*", text).groups()
+
+    ways = {shared(case) for case in CASES if case.axes.get("context", 1) > 1}
+    assert ways == {
+        ("transformer", "ring", "contiguous"),
+        ("transformer", "ring", "zigzag"),
+        ("transformer", "gather", "contiguous"),
+        ("transformer", "gather", "zigzag"),
+        ("transformer", "ulysses", "contiguous"),
+        ("moe", "ring", "zigzag"),
+        # The places of experts go by the order of the row.
+        ("moe", "ring", "contiguous"),
+    }

@@ -10,23 +10,13 @@ import shardlib as sl
 from shardlib.explain.program import collectives
 from shardlib.moe import ExpertWeights, apply_experts, route
 
-pytest.importorskip("libtpu")
-from jax.experimental import topologies
-
 ROWS, LENGTH, EMBED, MLP, EXPERTS, K = 8, 256, 256, 512, 8, 2
 
 
 @pytest.fixture(scope="module")
-def program():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
-        patch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-        patch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
-        patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x2").devices
-    mesh = Mesh(
-        np.array(devices).reshape(2, 4), ("fsdp", "expert"), axis_types=(AxisType.Auto,) * 2
-    )
+def program(tpu_devices):
+    devices = np.array(tpu_devices("v5e:4x2")).reshape(2, 4)
+    mesh = Mesh(devices, ("fsdp", "expert"), axis_types=(AxisType.Auto,) * 2)
     shapes = [(ROWS, LENGTH, EMBED), (ROWS, LENGTH, EXPERTS)]
     up, down = (EXPERTS, EMBED, MLP), (EXPERTS, MLP, EMBED)
 

@@ -1,7 +1,6 @@
 """The optimizer state in host memory: the same updates, and where every leaf is between them."""
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.experimental import topologies
 
 import shardlib as sl
 from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
@@ -179,19 +177,9 @@ def test_a_platform_without_host_memory_is_named():
 
 
 @pytest.fixture
-def tpu_step(monkeypatch):
+def tpu_step(tpu_devices):
     """Compiles the step of a small transformer for four TPU v5e, none of which is there."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("needs libtpu, to compile for TPU ahead of time")
-    for name, value in {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
-    mesh = sl.make_mesh("fsdp=4", devices=devices)
+    mesh = sl.make_mesh("fsdp=4", devices=tpu_devices("v5e:2x2"))
     data = DataSpec(vocab_size=256, sequence_length=LENGTH)
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
 
