@@ -2,6 +2,7 @@
 
 import os
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -9,9 +10,10 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # Threads for devices that stand in several collectives at once: see distributed.local_cpu_devices.
 os.environ.setdefault("NPROC", "64")
 # Compiling is most of what tests do on a CPU; this halves it and changes no collective.
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
-)
+_FLAGS = ["--xla_backend_optimization_level=0"]
+if version("jax") < "0.11":  # Later XLA does not know the flag.
+    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
 
 # Compiling for TPUs, none of which is there: optimizing would take five times as long, and libtpu
 # wants to know of a machine, whichever it is.

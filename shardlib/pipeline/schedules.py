@@ -140,7 +140,7 @@ def schedule_faults(
         )
     if name != "gpipe" and microbatches < stages:
         faults.append(
-            f"{microbatches} microbatches do not fill {stages} stages: the schedule {name} keeps "
+            f"{_count(microbatches)} not fill {stages} stages: the schedule {name} keeps "
             f"one in each.\n  Use at least microbatches={stages}, fewer stages, or gpipe."
         )
     if name == "interleaved" and microbatches % stages:
@@ -151,6 +151,10 @@ def schedule_faults(
     if num_layers is not None:
         faults += layer_faults(num_layers, stages=stages, chunks=max(chunks, 1))
     return faults
+
+
+def _count(microbatches: int) -> str:
+    return "1 microbatch does" if microbatches == 1 else f"{microbatches} microbatches do"
 
 
 def layer_faults(num_layers: int, *, stages: int, chunks: int = 1) -> list[str]:

@@ -82,7 +82,7 @@ class Program:
         )
         step = make_train_step(problem.loss_fn, **step_options)
         # As calling the step does it: groups of unequal speed find their rows elsewhere.
-        self._batches = [step._arrange(state, batch) for batch in problem.batches]
+        self._batches = [step.arrange(state, batch) for batch in problem.batches]
         with jax.default_matmul_precision("highest"):
             traced = step.program(state, self._batches[0]).trace(state, self._batches[0])
             self.compiled = traced.lower().compile()

@@ -18,6 +18,7 @@ from shardlib.microbatch import split
 from shardlib.partition import pin
 from shardlib.paths import named_leaves, path_string
 from shardlib.pipeline.config import PipelineConfig
+from shardlib.pipeline.schedules import SCHEDULES, schedule_faults
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
 from shardlib.train.gradients import (
@@ -79,6 +80,8 @@ def make_train_step(
     if microbatches < 1:
         raise ModelError(f"microbatches={microbatches} is not positive.\n  Use 1 for no splitting.")
     if isinstance(pipeline, str):
+        if pipeline not in SCHEDULES:
+            raise ModelError(schedule_faults(pipeline, stages=1, microbatches=1)[0])
         pipeline = PipelineConfig(schedule=pipeline)  # type: ignore[arg-type]
     return TrainStep(
         loss_fn,
@@ -107,15 +110,15 @@ class TrainStep:
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        batch = self._arrange(state, batch)
+        batch = self.arrange(state, batch)
         return self.program(state, batch)(state, batch)
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lowers the step for arguments that may be abstract."""
-        batch = self._arrange(state, batch)
+        batch = self.arrange(state, batch)
         return self.program(state, batch).lower(state, batch)
 
-    def _arrange(self, state: TrainState, batch: Any) -> Any:
+    def arrange(self, state: TrainState, batch: Any) -> Any:
         """Returns a batch whose rows lie as groups of unequal speed need them."""
         config = self.reduction
         if self.arranged or not (config.group_microbatches or config.group_seconds):

@@ -293,14 +293,14 @@ CASES = {
     ),
     "an unknown schedule": (
         Asked("stage=2,data=4", options={"microbatches": 2, "pipeline": "zero"}),
-        ValueError,
-        "no pipeline schedule is called 'zero'. Choose one of: 1f1b, gpipe, interleaved.",
+        ModelError,
+        "no pipeline schedule is called 'zero'.\n  Choose one of: 1f1b, gpipe, interleaved.",
     ),
     "stages without stacked layers": (
         Asked("stage=2,data=4", model="resnet", rows=128, options={"microbatches": 2}),
         ModelError,
-        f"the model updates variables when it is called: {', '.join(STATISTICS)}. The stages of a "
-        "pipeline run microbatches side by side and keep no order of updates.\n"
+        f"the model updates variables when it is called: {', '.join(STATISTICS[:4])}, .... The "
+        "stages of a pipeline run microbatches side by side and keep no order of updates.\n"
         "  Use a model without running statistics, or a mesh without stage.",
     ),
     "groups with statistics of their own": (

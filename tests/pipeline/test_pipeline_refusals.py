@@ -203,7 +203,7 @@ def test_too_few_microbatches_and_layers_for_the_chunks():
     job = make_job("stage=2", num_layers=2)
     interleaved = PipelineConfig(schedule="interleaved")
     assert refusal(job, microbatches=1) == (
-        "1 microbatches do not fill 2 stages: the schedule 1f1b keeps one in each.\n"
+        "1 microbatch does not fill 2 stages: the schedule 1f1b keeps one in each.\n"
         "  Use at least microbatches=2, fewer stages, or gpipe."
     )
     assert refusal(job, interleaved) == (
