@@ -268,8 +268,8 @@ def _refuse_updates(old: Any, new: Any) -> None:
     if updated:
         raise ModelError(
             f"the model updates variables when it is called: {', '.join(updated[:4])}"
-            f"{', ...' if len(updated) > 4 else ''}. The stages of a pipeline run microbatches side by "
-            "side and keep no order of updates.\n"
+            f"{', ...' if len(updated) > 4 else ''}. The stages of a pipeline run microbatches "
+            "side by side and keep no order of updates.\n"
             "  Use a model without running statistics, or a mesh without stage."
         )
 
