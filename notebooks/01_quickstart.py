@@ -55,7 +55,7 @@ from shardlib import run
 from shardlib.config import from_dict
 from shardlib.hardware import chip_for
 
-jax.config.update("jax_num_cpu_devices", 8)
+sl.local_cpu_devices(8)
 
 print(f"jax {jax.__version__}: {jax.device_count()} x {jax.devices()[0].device_kind}")
 if chip := chip_for(jax.devices()[0]):

@@ -1,7 +1,7 @@
 """The command line: `shardlib train | explain | generate | devices | launch | schema`.
 
-Exit codes: 0 when all is well; 2 when what was asked for is wrong (usage, config, mesh, rules);
-1 for every other failure and for what `explain --strict` finds.
+Exit codes: 0 when all is well; 2 when what was asked for is wrong (usage, config, mesh, rules,
+model); 1 for every other failure and for what `explain --strict` finds.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from shardlib.errors import ConfigError, MeshError, RuleError, ShardlibError
+from shardlib.errors import ConfigError, MeshError, ModelError, RuleError, ShardlibError
 
 # What each command needs is imported inside it, so that `shardlib --help` does not wait for JAX.
 
@@ -30,6 +30,9 @@ Overrides = Annotated[
         help="Keys to change, such as train.steps=100 or mesh=fsdp=4,tensor=2.",
     ),
 ]
+# What another config or another command would mend; data, files and processes are as they are.
+_ASKED_WRONG = (ConfigError, MeshError, ModelError, RuleError)
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 app = typer.Typer(
@@ -59,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        _exit(2 if isinstance(error, ConfigError | MeshError | RuleError) else 1)
+        _exit(2 if isinstance(error, _ASKED_WRONG) else 1)
 
 
 def _exit(code: Any) -> None:
@@ -146,7 +149,8 @@ def explain(
         ),
     ] = False,
 ) -> None:
-    """Show how every parameter is sharded, why, and what it costs. Allocates nothing."""
+    """Show how every parameter is sharded, why, and what it costs. Refuses what train would, but
+    for faults of the data. Allocates nothing."""
     loaded = _load(config, overrides)
     from shardlib.run.inspecting import explain as run_explain
 

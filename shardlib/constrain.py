@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from shardlib.errors import RuleError
+from shardlib.errors import MeshError, RuleError
 from shardlib.mesh import entry_axes, mesh_sizes
 from shardlib.rules import AxisRules
 from shardlib.rules.resolve import Kind
@@ -94,8 +94,22 @@ def active_or(mesh: Mesh | None, rules: AxisRules | None) -> Scope:
             f"no {missing}: nothing says where tensors go.\n"
             "  Call this inside `with sl.use(mesh, rules):`, or pass mesh= and rules=."
         )
+    _check_kinds(mesh, rules)
     rules.check(mesh)
     return Scope(mesh, rules)
+
+
+def _check_kinds(mesh: Any, rules: Any) -> None:
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise MeshError(
+            f"the mesh is {mesh!r}, which is no mesh yet.\n"
+            "  Make one of it: sl.make_mesh('data=2,fsdp=-1')."
+        )
+    if not isinstance(rules, AxisRules):
+        raise RuleError(
+            f"the rules are {rules!r}, which are no AxisRules.\n"
+            "  Give a preset, such as sl.rules.STANDARD, or sl.rules.preset(name)."
+        )
 
 
 @contextlib.contextmanager
@@ -108,6 +122,7 @@ def use(mesh: Mesh, rules: AxisRules) -> Iterator[Scope]:
     Raises:
         RuleError: If a rule names a mesh axis that does not exist.
     """
+    _check_kinds(mesh, rules)
     rules.check(mesh)
     token = _active.set(Scope(mesh, rules))
     try:

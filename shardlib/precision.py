@@ -72,9 +72,9 @@ def precision(policy: str | Precision) -> Precision:
     """
     if isinstance(policy, Precision):
         return policy
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise ConfigError(
-            f"no precision is called {policy!r}.{did_you_mean(policy, POLICIES)}\n"
+            f"no precision is called {policy!r}.{did_you_mean(str(policy), POLICIES)}\n"
             f"  Choose one of: {', '.join(POLICIES)}."
         )
     return POLICIES[policy]

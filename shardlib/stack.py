@@ -129,7 +129,7 @@ class LayerStack:
             layer_state, inputs = step
             layer = nnx.merge(self.graphdef, _map_axes(layer_state, lambda names: names[1:]))
             before = _values(nnx.state(layer))
-            carry, outputs = self.call(layer, carry, inputs)
+            carry, outputs = _pair(self.call(layer, carry, inputs))
             after = _values(nnx.state(layer))
             return carry, (outputs, _changed(before, after, type(layer).__name__))
 
@@ -158,6 +158,15 @@ def intercept(run: _Run) -> Iterator[None]:
         yield
     finally:
         _interceptor.reset(token)
+
+
+def _pair(result: Any) -> tuple[Any, Any]:
+    if isinstance(result, tuple) and len(result) == 2:
+        return result
+    raise ModelError(
+        f"scan_layers wants (carry, outputs) of a layer, but `call` returned "
+        f"{type(result).__name__}.\n  Return (carry, None) where there are no outputs."
+    )
 
 
 def _length(layers: Any) -> int:

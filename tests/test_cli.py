@@ -88,6 +88,19 @@ def test_debug_shows_the_traceback():
         cli.main(["train", "no.yaml", "--debug"])
 
 
+def test_train_and_explain_refuse_alike_and_exit_2(capfd, tiny, tmp_path):
+    for command in (["train"], ["explain"], ["explain", "--on", "cpu:8"]):
+        words = [*command, tiny, "mesh=context=8", "model.context=ulysses"]
+        assert shardlib(capfd, *words) == (
+            2,
+            "",
+            "ModelError: attention by ulysses over context=8 cannot work: "
+            "8 devices do not divide the 2 heads of each.\n"
+            "  Use context 'ring' or 'gather', or a smaller context axis.\n",
+        )
+    assert not (tmp_path / "run").exists()
+
+
 def test_other_failures_exit_1(capfd, tmp_path):
     code, out, err = shardlib(capfd, "generate", str(tmp_path))
     assert (code, out) == (1, "")
@@ -176,6 +189,7 @@ model: {{name: transformer, num_layers: 1, embed_dim: 16, num_heads: 2}}
 data: {{path: {text}, tokenizer: bytes, sequence_length: 16, eval_fraction: 0}}
 train: {{steps: 1, global_batch: 8}}
 mesh: fsdp=8
+eval: {{every_steps: 0}}
 """
 
 
@@ -192,9 +206,12 @@ def test_explain_prints_a_table_or_json_and_writes_nothing(capfd, tiny, tmp_path
     code, out, err = shardlib(capfd, "explain", tiny)
     assert (code, err) == (0, "")
     assert "parameters on mesh fsdp=8" in out
+    assert "\nattention: xla: the platform is cpu\n" in out
     code, out, err = shardlib(capfd, "explain", tiny, "--json", "--on", "cpu:4", "mesh=data=4")
     assert (code, err) == (0, "")
-    assert json.loads(out)["mesh"] == {"data": 4}
+    facts = json.loads(out)
+    assert facts["mesh"] == {"data": 4}
+    assert facts["choices"] == {"attention": "xla: the platform is cpu"}
     assert not (tmp_path / "run").exists()
 
 

@@ -528,3 +528,20 @@ def test_yaml_is_easy_to_read():
         mesh: auto
         sources: []
     """)
+
+
+def test_in_python_too_a_literal_takes_its_values_only():
+    @configclass
+    class Chosen:
+        kind: Literal["ring", "gather"] = "ring"
+        count: int | Literal["auto"] = 1
+        own: Literal["a"] | None = None
+
+    assert Chosen(kind="gather", count="auto", own=None).count == "auto"
+    with pytest.raises(ValueError, match="must be one of") as error:
+        Chosen(kind="gahter", count="atuo", own="b")
+    assert str(error.value) == (
+        "kind is 'gahter', but must be one of 'ring', 'gather'. Did you mean 'gather'?\n"
+        "count is 'atuo', but must be one of 'auto', int. Did you mean 'auto'?\n"
+        "own is 'b', but must be one of 'a'."
+    )

@@ -147,3 +147,26 @@ def test_public_functions_are_not_shadowed_by_their_modules():
 
     assert sl.constrain is constrain
     assert callable(sl.explain)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "text"),
+    [
+        (
+            "data=8",
+            sl.rules.STANDARD,
+            "the mesh is 'data=8', which is no mesh yet.\n"
+            "  Make one of it: sl.make_mesh('data=2,fsdp=-1').",
+        ),
+        (
+            None,
+            "zero1",
+            "the rules are 'zero1', which are no AxisRules.\n"
+            "  Give a preset, such as sl.rules.STANDARD, or sl.rules.preset(name).",
+        ),
+    ],
+)
+def test_names_in_place_of_a_mesh_and_rules(mesh, rules, text):
+    with pytest.raises(sl.ShardlibError) as error, sl.use(mesh or sl.make_mesh("data=8"), rules):
+        pass
+    assert str(error.value) == text

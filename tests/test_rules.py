@@ -11,6 +11,7 @@ import shardlib as sl
 from shardlib import rules as presets
 from shardlib.errors import RuleError
 from shardlib.functional import functional
+from shardlib.mesh import abstract_mesh
 from shardlib.partition import place
 from shardlib.rules import FSDP, STANDARD, AxisRules
 
@@ -228,3 +229,17 @@ def test_nnx_linen_and_plain_trees_resolve_equally(data, table, mesh):
         for names in (linen_axes, functional(Nnx).axes["w"], axes)
     }
     assert found == {table.spec(axes, shape, mesh)}
+
+
+def test_a_mesh_axis_that_is_nearly_a_standard_one():
+    mesh = {"data": 2, "tnesor": 4, "own": 1}
+    assert sl.rules.STANDARD.idle(abstract_mesh("data=2,tnesor=4", 8)) == {"tnesor": 4}
+    with pytest.raises(RuleError) as error:
+        sl.rules.STANDARD.check(jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh)))
+    assert str(error.value) == (
+        "no rule names the mesh axis 'tnesor'. Did you mean 'tensor'?\n"
+        "  Correct its name, or name it in a rule."
+    )
+    sl.rules.STANDARD.check(abstract_mesh("data=2,model=4", 8))
+    assert sl.rules.DATA.idle(abstract_mesh("data=2,fsdp=4", 8)) == {"fsdp": 4}
+    assert sl.rules.ZERO1.idle(abstract_mesh("data=2,fsdp=4", 8)) == {}

@@ -237,3 +237,11 @@ def test_faults():
     assert str(error.value) == "a stack of 0 layers holds nothing.\n  Ask for 1 or more."
     with pytest.raises(ConfigError, match=r"remat policy 'ful' is unknown\. Did you mean 'full'\?"):
         run(make(), inputs(), remat="ful")
+
+
+def test_a_call_that_returns_the_carry_alone():
+    layers = stack_layers(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 2, nnx.Rngs(0))
+    with pytest.raises(ModelError) as error:
+        scan_layers(lambda layer, x, _: layer(x), layers, jnp.ones((1, 4)))
+    assert "wants (carry, outputs) of a layer, but `call` returned" in str(error.value)
+    assert str(error.value).endswith("Return (carry, None) where there are no outputs.")

@@ -1,5 +1,6 @@
 """A mixture of gated experts in place of a transformer's MLP."""
 
+import math
 from typing import Literal
 
 import jax
@@ -84,9 +85,9 @@ def validate(config: MoEConfig) -> list[str]:
     ]
     values = {name: getattr(config, name) for name in ("capacity_factor", "weights_scale")}
     faults += [
-        f"moe.{name} is {value}; it must be greater than 0."
+        f"moe.{name} is {value}; it must be greater than 0, and finite."
         for name, value in values.items()
-        if value <= 0
+        if not 0 < value < math.inf
     ]
     if config.experts_per_token > config.num_experts:
         faults.append(

@@ -13,6 +13,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from shardlib.errors import did_you_mean
+
 T = TypeVar("T")
 
 
@@ -20,12 +22,21 @@ T = TypeVar("T")
 def configclass(cls: type[T]) -> type[T]:
     """Makes `cls` a frozen, keyword-only dataclass that YAML and the command line can fill.
 
-    In Python it is an ordinary dataclass. Reading text (`shardlib.config.load`) is strict: unknown
-    keys are faults, and the type of each field decides what a scalar means. The string below a
-    field is its description in `--help` and in the JSON schema. `__post_init__` raises
+    In Python it is an ordinary dataclass, but that it takes no other values than those of its
+    `Literal`s. Reading text (`shardlib.config.load`) is strict: unknown keys are faults, and the
+    type of each field decides what a scalar means. The string below a field is its description in
+    `--help` and in the JSON schema. `__post_init__` raises
     `ValueError` for faults between fields: a line each, further lines of a fault indented; one that
     begins with the name of a key is reported at the line of that key.
     """
+    own = getattr(cls, "__post_init__", None)
+
+    def __post_init__(self: Any) -> None:
+        _check_choices(self)
+        if own is not None:
+            own(self)
+
+    cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
     made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     # For code that already validates with pydantic (a web service, say): the same strictness there.
     made.__pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}  # type: ignore[attr-defined]
@@ -98,6 +109,28 @@ def fields_of(cls: type) -> Mapping[str, ConfigField]:
         for field in dataclasses.fields(cls)
         if field.init
     }
+
+
+@functools.cache
+def _choice_fields(cls: type) -> Mapping[str, list[Any]]:
+    """The fields that have a `Literal` among the options of their type, with these options."""
+    hints = {name: options(hint) for name, hint in typing.get_type_hints(cls).items()}
+    return {name: found for name, found in hints.items() if any(map(choices, found))}
+
+
+def _check_choices(config: Any) -> None:
+    faults = []
+    for name, found in _choice_fields(type(config)).items():
+        value, known = getattr(config, name), [x for option in found for x in choices(option)]
+        others = [option for option in found if not choices(option)]
+        if value in known or any(not isinstance(o, type) or isinstance(value, o) for o in others):
+            continue
+        near = did_you_mean(value, map(str, known)) if isinstance(value, str) else ""
+        kinds = [o.__name__ for o in others if o is not type(None)]
+        expected = ", ".join([*map(repr, known), *kinds])
+        faults.append(f"{name} is {value!r}, but must be one of {expected}.{near}")
+    if faults:
+        raise ValueError("\n".join(faults))
 
 
 def _factory(field: dataclasses.Field[Any]) -> Callable[[], Any] | None:

@@ -10,12 +10,15 @@ if TYPE_CHECKING:
     from shardlib.data.arranged import ArrangedSource as ArrangedSource
     from shardlib.data.config import ImageData as ImageData
     from shardlib.data.config import TextData as TextData
+    from shardlib.data.known import batch_spec as batch_spec
+    from shardlib.data.known import check_held_out as check_held_out
     from shardlib.data.known import known_spec as known_spec
     from shardlib.data.loader import MapSource as MapSource
     from shardlib.data.loader import Source as Source
     from shardlib.data.loader import open_data as open_data
     from shardlib.data.prefetch import Prefetcher as Prefetcher
     from shardlib.data.text import load_tokenizer as load_tokenizer
+    from shardlib.data.text import tokenizer_at_hand as tokenizer_at_hand
     from shardlib.data.tokenizer import Tokenizer as Tokenizer
     from shardlib.data.tokenizer import read_tokenizer as read_tokenizer
 
@@ -27,10 +30,13 @@ _MODULES = {
     "Source": "loader",
     "TextData": "config",
     "Tokenizer": "tokenizer",
+    "batch_spec": "known",
+    "check_held_out": "known",
     "known_spec": "known",
     "load_tokenizer": "text",
     "open_data": "loader",
     "read_tokenizer": "tokenizer",
+    "tokenizer_at_hand": "text",
 }
 
 

@@ -12,6 +12,7 @@ from shardlib.data.cache import cached
 from shardlib.data.config import ImageData
 from shardlib.data.corpus import BUILTIN
 from shardlib.data.hashing import content_hash, derive_seed, digest, shuffled
+from shardlib.data.known import check_held_out
 from shardlib.data.loader import MapSource
 from shardlib.data.sources import missing
 from shardlib.data.split import held_out, is_in
@@ -94,11 +95,8 @@ def open_images(
     transform = Transform(config, size, channels)
     train, evaluation = _sets(config)
     images = train if split == "train" else evaluation
-    if split == "eval" and not len(images.labels):
-        raise DataError(
-            "there are no held-out images: data.eval_fraction is 0 and data.eval_path is not set.\n"
-            "  Set one of them, or do not evaluate."
-        )
+    if split == "eval":
+        check_held_out(config)
 
     def make_examples() -> Any:
         if split == "train":
@@ -109,10 +107,7 @@ def open_images(
         make_examples,
         spec=DataSpec(num_classes=len(train.classes), image_shape=shape),
         global_batch=global_batch,
-        padding={
-            "images": np.zeros(shape, np.float32),
-            "labels": np.array(-1, np.int32),
-        },
+        padding=no_image(shape),
         num_examples=None if split == "train" else len(images.labels),
         max_steps=config.eval_steps if split == "eval" else None,
         fingerprint=digest(
@@ -121,6 +116,11 @@ def open_images(
         ),
         threads=config.threads,
     )
+
+
+def no_image(shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
+    """Returns an example that stands for no image, of the shape of one."""
+    return {"images": np.zeros(shape, np.float32), "labels": np.array(-1, np.int32)}
 
 
 def image_shape(config: ImageData) -> tuple[int, int, int]:

@@ -50,6 +50,16 @@ class Source(Protocol):
         ...
 
 
+def batch_of(
+    example: Mapping[str, np.ndarray], global_batch: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shape and dtype of each array of a batch of such examples."""
+    return {
+        name: jax.ShapeDtypeStruct((global_batch, *value.shape), value.dtype)
+        for name, value in example.items()
+    }
+
+
 class MapSource:
     """A `Source` over examples by index: row r of step k is example `k * global_batch + r`.
 
@@ -110,10 +120,7 @@ class MapSource:
 
     def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shape and dtype of each array of a global batch."""
-        return {
-            name: jax.ShapeDtypeStruct((self.global_batch, *value.shape), value.dtype)
-            for name, value in self._padding.items()
-        }
+        return batch_of(self._padding, self.global_batch)
 
     def read(self, step: int, start: int, stop: int) -> dict[str, np.ndarray]:
         """Returns rows [start, stop) of the global batch of a step, as arrays of their own.

@@ -6,6 +6,17 @@ from shardlib.data.tokenizer import Tokenizer
 from shardlib.data.tokens import TokenArray
 
 
+def empty_row(sequence_length: int, eot: int) -> dict[str, np.ndarray]:
+    """Returns a row that stands for no text, laid out as those of `PackedRows`."""
+    return {
+        "tokens": np.full(sequence_length, eot, np.int32),
+        "targets": np.full(sequence_length, eot, np.int32),
+        "segment_ids": np.zeros(sequence_length, np.int32),
+        "positions": np.zeros(sequence_length, np.int32),
+        "num_bytes": np.zeros((), np.int32),
+    }
+
+
 class PackedRows:
     """Rows over the stream `EOT document EOT document EOT ... document EOT`.
 
@@ -57,9 +68,7 @@ class PackedRows:
 
     def padding(self) -> dict[str, np.ndarray]:
         """Returns a row that stands for no text."""
-        row = self._empty()
-        row["num_bytes"] = np.zeros((), np.int32)
-        return row
+        return empty_row(self._length, self._eot)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         if not 0 <= index < len(self):
@@ -73,7 +82,7 @@ class PackedRows:
         places = (stream + self._shifts[document])[is_text]
         tokens = np.full(len(stream), self._eot, np.int32)
         tokens[is_text] = self._array.tokens[places]
-        row = self._empty()
+        row = self.padding()
         count = last - first
         row["tokens"][:count] = tokens[:-1]
         row["targets"][:count] = tokens[1:]
@@ -89,14 +98,6 @@ class PackedRows:
             return int(self._table[targets].sum())
         assert self._array.num_bytes is not None
         return int(self._array.num_bytes[places].sum())
-
-    def _empty(self) -> dict[str, np.ndarray]:
-        return {
-            "tokens": np.full(self._length, self._eot, np.int32),
-            "targets": np.full(self._length, self._eot, np.int32),
-            "segment_ids": np.zeros(self._length, np.int32),
-            "positions": np.zeros(self._length, np.int32),
-        }
 
 
 class Concatenation:

@@ -9,6 +9,7 @@ import numpy as np
 from shardlib.data.cache import cached
 from shardlib.data.config import TextData, as_paths
 from shardlib.data.hashing import content_hash, derive_seed, digest, mix, shuffled
+from shardlib.data.known import check_held_out
 from shardlib.data.loader import MapSource
 from shardlib.data.packing import Concatenation, PackedRows
 from shardlib.data.sources import TextSource, missing, open_sources
@@ -36,6 +37,17 @@ def load_tokenizer(config: TextData) -> Tokenizer:
     """
     if config.tokenizer in ("bpe", "bytes"):
         return _tokenizer(config, *_sources(config))
+    return _tokenizer(config, [], [])
+
+
+def tokenizer_at_hand(config: TextData) -> Tokenizer | None:
+    """Returns the tokenizer of a config if it can be had without reading any text, else None.
+
+    Raises:
+        DataError: If the file of the tokenizer is malformed.
+    """
+    if config.tokenizer != "bytes" and not Path(config.tokenizer).is_file():
+        return None
     return _tokenizer(config, [], [])
 
 
@@ -112,11 +124,7 @@ def _open_eval(
     tokenizer: Tokenizer,
     seed: int,
 ) -> tuple[list[PackedRows], Any, int]:
-    if config.eval_path is None and config.eval_fraction == 0:
-        raise DataError(
-            "there is no held-out text: data.eval_fraction is 0 and data.eval_path is not set.\n"
-            "  Set one of them, or do not evaluate."
-        )
+    check_held_out(config)
     parts = []
     for array in eval_arrays or arrays:
         documents = np.flatnonzero(is_in(array.hashes, held))

@@ -61,12 +61,17 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class ParamsReport:
-    """A table of every leaf, totals, and what is replicated by accident. `str()` draws it."""
+    """A table of every leaf, totals, and what is replicated by accident. `str()` draws it.
+
+    `choices` holds, by name and with the reason, what else was chosen for the run that the state
+    belongs to, where that is known.
+    """
 
     mesh: Mapping[str, int]
     rows: tuple[Row, ...]
     unused_rules: tuple[str, ...]
     unused_paths: tuple[str, ...]
+    choices: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def total_bytes(self, section: str | None = None) -> int:
         """Returns the bytes of all leaves of a section, each counted once."""
@@ -117,6 +122,7 @@ class ParamsReport:
             "bytes_per_device": {s: self.bytes_per_device(s) for s in _SECTIONS},
             "unused_rules": list(self.unused_rules),
             "unused_paths": list(self.unused_paths),
+            "choices": dict(self.choices),
             "rows": [
                 {**dataclasses.asdict(r), "replicated_bytes": r.replicated_bytes} for r in self.rows
             ],
@@ -153,6 +159,7 @@ class ParamsReport:
                 rest = f", {bytes_text(host)} for each in host memory" if host else ""
                 yield f"{name}: {bytes_text(total)} in all, {bytes_text(each)} on each device{rest}"
         yield f"state: {bytes_text(self.bytes_per_device())} on each device"
+        yield from (f"{name}: {text}" for name, text in self.choices.items())
         if self.unused_paths:
             yield f"path rules that no parameter matched: {', '.join(self.unused_paths)}"
         if self.unused_rules:

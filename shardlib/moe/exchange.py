@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.constrain import platform
+from shardlib.errors import ModelError
 
 Method = Literal["auto", "ragged", "padded"]
 
@@ -72,6 +73,11 @@ class Link:
 
 def resolve_method(method: Method) -> Literal["ragged", "padded"]:
     """Returns the implementation that `auto` stands for on the devices of the active mesh."""
+    if method == "ragged" and platform() not in _RAGGED_PLATFORMS:
+        raise ModelError(
+            f"tokens cannot travel by exchange='ragged' on {platform()}, which has no "
+            "ragged-all-to-all.\n  Use exchange='auto', or 'padded'."
+        )
     if method != "auto":
         return method
     return "ragged" if platform() in _RAGGED_PLATFORMS else "padded"

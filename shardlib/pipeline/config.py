@@ -3,8 +3,6 @@
 from typing import Literal
 
 from shardlib.config import configclass
-from shardlib.errors import did_you_mean
-from shardlib.pipeline.schedules import SCHEDULES
 
 
 @configclass
@@ -25,11 +23,6 @@ class PipelineConfig:
 
     def __post_init__(self):
         chunks = self.chunks_per_stage
-        if self.schedule not in SCHEDULES:
-            raise ValueError(
-                f"no pipeline schedule is called {self.schedule!r}."
-                f"{did_you_mean(self.schedule, SCHEDULES)} Choose one of: {', '.join(SCHEDULES)}."
-            )
         if self.schedule == "interleaved" and chunks is not None and chunks < 2:
             raise ValueError(
                 f"chunks_per_stage is {chunks}, but interleaved needs at least 2 of them."

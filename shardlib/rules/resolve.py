@@ -58,6 +58,14 @@ class Resolution(NamedTuple):
     faults: tuple[str, ...] = ()
 
 
+def mesh_axes_of(rules: "AxisRules") -> set[str]:
+    """Returns every mesh axis that a rule names, whether a mesh has it or not."""
+    kinds: tuple[Kind, ...] = ("params", "activations")
+    tables = [alternatives for kind in kinds for _, alternatives in rules.table(kind)]
+    names = {name for alternatives in tables for one in alternatives for name in one}
+    return names | ({rules.auto.mesh_axis} if rules.auto and rules.auto.mesh_axis else set())
+
+
 @functools.lru_cache(maxsize=1024)
 def unknown_mesh_axes(rules: "AxisRules", mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
     known = {*mesh_axes, *STANDARD_AXES}

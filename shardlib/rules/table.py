@@ -6,14 +6,15 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from shardlib.errors import RuleError
-from shardlib.mesh import mesh_sizes
+from shardlib.errors import RuleError, did_you_mean
+from shardlib.mesh import STANDARD_AXES, mesh_sizes
 from shardlib.rules.resolve import (
     Alternative,
     Kind,
     Resolution,
     Section,
     Table,
+    mesh_axes_of,
     resolve,
     unknown_mesh_axes,
 )
@@ -149,13 +150,31 @@ class AxisRules:
 
     def check(self, mesh: Any) -> None:
         """Raises `RuleError` when a rule names a mesh axis that neither the mesh nor the standard
-        has; lists all such names."""
-        sections: tuple[Section, ...] = ("params", "gradients", "opt_state")
-        every = dict.fromkeys(self.of(section) for section in sections)
+        has, or the mesh has one that no rule names and that is nearly a standard one; lists all
+        such names."""
         names = tuple(mesh_sizes(mesh))
-        faults = dict.fromkeys(f for rules in every for f in unknown_mesh_axes(rules, names))
+        faults = [*dict.fromkeys(f for r in self._sections for f in unknown_mesh_axes(r, names))]
+        faults += [
+            f"no rule names the mesh axis {name!r}.{meant}\n"
+            "  Correct its name, or name it in a rule."
+            for name in self.idle(mesh)
+            if name not in STANDARD_AXES and (meant := did_you_mean(name, STANDARD_AXES))
+        ]
         if faults:
             raise RuleError("\n".join(faults))
+
+    def idle(self, mesh: Any) -> dict[str, int]:
+        """Returns the mesh axes of more than one device that no rule names, with their sizes.
+
+        Devices along them hold and compute the same, unless some code splits it by hand.
+        """
+        named = set[str]().union(*(mesh_axes_of(rules) for rules in self._sections))
+        return {n: size for n, size in mesh_sizes(mesh).items() if size > 1 and n not in named}
+
+    @property
+    def _sections(self) -> list["AxisRules"]:
+        sections: tuple[Section, ...] = ("params", "gradients", "opt_state")
+        return [*dict.fromkeys(self.of(section) for section in sections)]
 
     def resolve(
         self,

@@ -13,6 +13,7 @@ from shardlib.registry import DataSpec, ModelFamily, family
 from shardlib.rules import ANY, Choice, preset
 from shardlib.run.config import RunConfig
 from shardlib.train.optim import build_schedule
+from shardlib.train.reduction import plan_reduction
 from shardlib.train.state import Definition
 
 
@@ -41,6 +42,8 @@ def check_config(config: RunConfig, make_scope: Callable[[], Scope]) -> None:
 def _errors(config: RunConfig, make_scope: Callable[[], Scope]) -> Iterator[ShardlibError]:
     def check_scope() -> None:
         scope = make_scope()
+        _check_idle(scope)
+        _check_groups(config, scope)
         check_batch(config, scope)
         _check_stages(config, scope)
 
@@ -95,6 +98,28 @@ def _check_optimizer(config: RunConfig) -> None:
 def _check_extras(config: RunConfig) -> None:
     if config.train.tensorboard:
         require("tensorboardX", "tensorboard", "train.tensorboard=true")
+
+
+def _check_idle(scope: Scope) -> None:
+    """Raises `RuleError` when a mesh axis would only repeat what the others do."""
+    # Pipelines split layers over `stage` whatever the rules say.
+    faults = [
+        f"no rule names the mesh axis {name!r}: its {size} devices would all hold and compute the "
+        "same.\n  Set rules to a preset that uses it, such as standard, or leave it out of mesh."
+        for name, size in scope.rules.idle(scope.mesh).items()
+        if name != "stage"
+    ]
+    if faults:
+        raise RuleError("\n".join(faults))
+
+
+def _check_groups(config: RunConfig, scope: Scope) -> None:
+    """Raises `ConfigError` or `MeshError` when the groups along `data` are not those asked for."""
+    train = config.train
+    microbatches = 1 if train.microbatches == "auto" else train.microbatches
+    plan_reduction(config.reduction(), scope.mesh, microbatches=microbatches)
+    if train.local_sgd is not None:
+        train.local_sgd.count(mesh_sizes(scope.mesh).get("data", 1))
 
 
 def _check_stages(config: RunConfig, scope: Scope) -> None:

@@ -1,24 +1,38 @@
 """What a config would place where, on devices that need not be there."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
-from shardlib.data import TextData, load_tokenizer
+from shardlib.data import (
+    TextData,
+    Tokenizer,
+    batch_spec,
+    check_held_out,
+    load_tokenizer,
+    tokenizer_at_hand,
+)
 from shardlib.explain import ParamsReport
 from shardlib.explain import explain as explain_state
 from shardlib.hardware import parse_cluster
+from shardlib.mesh import mesh_sizes
 from shardlib.registry import DataSpec, family
 from shardlib.run.checks import check_config, expected_spec
-from shardlib.run.config import RunConfig
+from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.devices import start_devices
-from shardlib.run.setup import Devices, make_scope, open_source, setup
+from shardlib.run.programs import traced
+from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup
+from shardlib.train.fit import counts
+from shardlib.train.step import TrainStep
 
 
 def explain(config: RunConfig, on: str | None = None) -> ParamsReport:
-    """Returns the report on the state of a run; allocates nothing.
+    """Returns the report on the state of a run; allocates nothing, and compiles nothing.
 
-    The data is read only as far as the config leaves the number of tokens or classes to it.
+    The programs of the run are traced, so that what `train` would refuse is refused here too, but
+    for what only the data can tell. The data is read only as far as the config leaves the number of
+    tokens or classes to it, and sampling is traced where that, or the config, gives a tokenizer.
 
     Args:
         config: The config.
@@ -26,9 +40,11 @@ def explain(config: RunConfig, on: str | None = None) -> ParamsReport:
 
     Raises:
         ConfigError: If model and data do not fit each other.
-        DataError: If data that has to be read is missing or malformed.
+        DataError: If data that has to be read is missing or malformed, or the config holds nothing
+            out for the evaluation.
         MeshError: If the cluster is unknown, or mesh, devices and batch do not fit each other.
         RuleError: If tensors cannot be placed.
+        ModelError: If the model cannot be computed, evaluated or sampled as asked.
     """
     devices: Devices
     if on is None:
@@ -37,13 +53,45 @@ def explain(config: RunConfig, on: str | None = None) -> ParamsReport:
     else:
         devices = parse_cluster(on)
     check_config(config, lambda: make_scope(config, devices))
-    return explain_state(setup(config, _data_spec(config), make_scope(config, devices)).abstract)
+    spec, tokenizer = _data(config)
+    batch = batch_spec(config.data, config.train.global_batch)
+    parts = _with_microbatches(setup(config, spec, make_scope(config, devices)), batch)
+    held_out = None
+    if config.eval.every_steps != 0:
+        check_held_out(config.data)
+        rows = config.eval.global_batch or config.train.global_batch
+        held_out = batch_spec(config.data, rows)
+    traced(parts, batch, held_out, tokenizer)
+    return dataclasses.replace(explain_state(parts.abstract), choices=parts.choices())
 
 
-def _data_spec(config: RunConfig) -> DataSpec:
-    spec = expected_spec(config)
-    if not family(config.model.name).validate(config.model, spec):
-        return spec
-    if isinstance(config.data, TextData):
-        return dataclasses.replace(spec, vocab_size=load_tokenizer(config.data).vocab_size)
-    return open_source(config, "train").spec
+def _data(config: RunConfig) -> tuple[DataSpec, Tokenizer | None]:
+    """Returns what the model must know of the data, and the tokenizer where it is at hand."""
+    spec, data = expected_spec(config), config.data
+    faults = family(config.model.name).validate(config.model, spec)
+    if not isinstance(data, TextData):
+        return open_source(config, "train").spec if faults else spec, None
+    tokenizer = tokenizer_at_hand(data)
+    if tokenizer is None and faults:
+        tokenizer = load_tokenizer(data)
+    if tokenizer is not None:
+        spec = dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)
+    return spec, tokenizer
+
+
+def _with_microbatches(parts: Setup, batch: Any) -> Setup:
+    """Returns parts that have a number of microbatches, the first that a run would try."""
+    config = parts.config
+    if config.train.microbatches != AUTO:
+        return parts
+    stages = mesh_sizes(parts.scope.mesh).get("stage", 1)
+    step = parts.train_step(stages)
+    assert isinstance(step, TrainStep)
+    number = counts(step, parts.abstract, batch, multiple_of=stages)[0]
+    train = dataclasses.replace(config.train, microbatches=number)
+    reason = f"{number} or more: a run takes the fewest whose step fits into memory"
+    return dataclasses.replace(
+        parts,
+        config=dataclasses.replace(config, train=train),
+        decided={**parts.decided, "microbatches": reason},
+    )

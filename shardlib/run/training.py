@@ -1,30 +1,28 @@
 """The main job: a config in, a trained run directory out; the same again resumes."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from shardlib import __version__, distributed
 from shardlib.checkpoint import RunCheckpoints
 from shardlib.config import from_dict, to_dict
-from shardlib.constrain import recording
 from shardlib.data import MapSource, Prefetcher
 from shardlib.errors import DataError
 from shardlib.mesh import describe
-from shardlib.run.checks import check_activation_rules, check_config
+from shardlib.run.checks import check_config
 from shardlib.run.config import RunConfig, check_resumable
 from shardlib.run.decide import as_recorded, decide
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
 from shardlib.run.log import RunLog
-from shardlib.run.sampling import Sampler
+from shardlib.run.programs import Programs, traced
 from shardlib.run.setup import Setup, make_scope, open_source, setup
-from shardlib.train.evaluate import EvalStep, evaluate, make_eval_step
+from shardlib.train.evaluate import evaluate
 from shardlib.train.local_sgd import LocalSGD, group_means, merged
 from shardlib.train.loop import Loop
 from shardlib.train.state import TrainState, materialize
-from shardlib.train.step import TrainStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +60,8 @@ def train(config: RunConfig) -> TrainResult:
     held_out = None if config.eval.every_steps == 0 else open_source(config, "eval")
     parts = decide(setup(config, source.spec, make_scope(config, jax.devices())), source, asked)
     config = parts.config
-    programs = _traced(parts, source, held_out)
+    evaluated = None if held_out is None else held_out.element_spec()
+    programs = traced(parts, source.element_spec(), evaluated, source.tokenizer)
     with RunCheckpoints(directory.checkpoints, config.checkpoint) as checkpoints:
         start = checkpoints.latest() or 0
         if start:
@@ -74,46 +73,6 @@ def train(config: RunConfig) -> TrainResult:
             result = run.go(start, is_new=saved is None)
     distributed.barrier("shardlib/run/end")
     return result
-
-
-class _Programs(NamedTuple):
-    """What a run computes."""
-
-    train: TrainStep | LocalSGD
-    evaluate: EvalStep
-    sample: Sampler | None
-
-
-def _traced(parts: Setup, source: MapSource, held_out: MapSource | None) -> _Programs:
-    """Returns the programs of a run, each traced once: what cannot be computed or placed is found
-    before anything is made, and not when the last step is done.
-
-    Raises:
-        RuleError: If an activation cannot be placed, or a rule of the config names one that the
-            model does not have.
-        ModelError: If the model cannot be cut into stages, or its text cannot be sampled.
-    """
-    config, options = parts.config, parts.config.train
-    step, saved = parts.train_step(), parts.saved_state()
-    batch = parts.rows(source).element_spec()
-    with recording() as met:
-        step.program(saved, batch).trace(saved, batch)
-    check_activation_rules(config, met)
-    evaluate = make_eval_step(
-        parts.loss(train=False),
-        precision=config.precision,
-        batch_axes=parts.batch_axes,
-        params_of=parts.best_params,
-        pipeline=options.pipeline,
-    )
-    if held_out is not None:
-        batch = held_out.element_spec()
-        evaluate.program(parts.abstract, batch).trace(parts.abstract, batch)
-    if parts.family.generate is None or not options.sample_length or source.tokenizer is None:
-        return _Programs(step, evaluate, None)
-    sampler = Sampler(parts, source.tokenizer)
-    sampler.trace(parts.abstract, options.sample_prompt, length=options.sample_length)
-    return _Programs(step, evaluate, sampler)
 
 
 def _check_checkpoint(
@@ -137,7 +96,7 @@ class _Run:
     def __init__(
         self,
         parts: Setup,
-        programs: _Programs,
+        programs: Programs,
         source: MapSource,
         held_out: MapSource | None,
         checkpoints: RunCheckpoints,

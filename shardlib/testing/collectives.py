@@ -99,6 +99,11 @@ def _report(step_or_compiled: Any, state: Any, batch: Any, mesh: Any) -> Program
 
 def _wanted(expected: Any, sizes: Mapping[str, int]) -> dict[Kind, Sent]:
     amounts = expected if isinstance(expected, Mapping) else dict.fromkeys(expected, Sent())
+    if not all(isinstance(key, tuple) and len(key) == 2 for key in amounts):
+        raise ModelError(
+            f"what is expected, {list(amounts)}, is not pairs of a kind and its mesh axes.\n"
+            '  Write it as {("all-gather", "fsdp"), ("all-reduce", "data+fsdp")}.'
+        )
     wanted, faults = {}, []
     for (kind, axes), amount in amounts.items():
         names = axes.split("+")

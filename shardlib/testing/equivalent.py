@@ -109,8 +109,8 @@ def assert_equivalent(
     program allows in another order, carried through the model as the model itself carries it. See
     `shardlib.testing.rounding` for the derivation. There is no tolerance to choose.
 
-    A model on a CPU runs on virtual devices: set `jax.config.update("jax_num_cpu_devices", 8)`
-    before JAX is first used.
+    A model on a CPU runs on virtual devices: call `sl.local_cpu_devices(8)` before JAX is first
+    used.
 
     Args:
         make_model: `make(rngs) -> module` for an NNX or linen module, or a linen module itself.
@@ -323,7 +323,7 @@ def _meshes(meshes: Meshes, devices: Sequence[Any] | None) -> list[Mesh]:
     if faults:
         raise MeshError(
             "\n".join(faults) + "\n  For virtual devices on a CPU, set JAX_PLATFORMS=cpu and call "
-            f'jax.config.update("jax_num_cpu_devices", {needed}) before JAX is first used.'
+            f"sl.local_cpu_devices({needed}) before JAX is first used."
         )
     if not made:
         raise MeshError("there is no mesh to compare.\n  Pass one, or a list of them.")

@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.config import configclass
 from shardlib.constrain import use
-from shardlib.errors import ConfigError, MeshError
+from shardlib.errors import ConfigError, MeshError, ModelError
 from shardlib.losses import Mean
 from shardlib.manual import manual
 from shardlib.mesh import mesh_sizes
@@ -46,7 +46,7 @@ from shardlib.train.reduce_hops import Hops, outer_degree
 from shardlib.train.reduce_uneven import check_rows
 from shardlib.train.reduction import AXIS, ReductionConfig
 from shardlib.train.state import Definition, TrainState, state_shardings
-from shardlib.train.step import TrainStep, batch_shardings
+from shardlib.train.step import TrainStep, batch_shardings, refuse_donated
 
 
 @configclass
@@ -79,6 +79,20 @@ class LocalSGDConfig:
             faults.append(f"outer_momentum must lie in [0, 1), not {self.outer_momentum}")
         if faults:
             raise ValueError("; ".join(faults))
+
+    def count(self, devices: int) -> int:
+        """Returns how many groups there are, for a number of devices along `data`.
+
+        Raises:
+            MeshError: If the devices do not share out the groups.
+        """
+        groups = self.groups or devices
+        if groups % devices:
+            raise MeshError(
+                f"{groups} groups cannot lie on the {devices} devices along {AXIS}.\n"
+                f"  Use a multiple of {devices}, or leave groups out."
+            )
+        return groups
 
 
 def make_local_sgd(step: TrainStep, config: LocalSGDConfig) -> "LocalSGD":
@@ -143,6 +157,12 @@ class LocalSGD:
             The groups, and the metrics of the step as `Mean`s of arrays [groups], split over
             `data`: no device waits for another group to report its own. `group_means` reads them.
         """
+        if not isinstance(state, LocalSGDState):
+            raise ModelError(
+                f"groups that train apart were given a {type(state).__name__}.\n"
+                "  Make groups of it once: groups = local.init(state)."
+            )
+        refuse_donated(state)
         return self.program(state, batch)(state, batch)
 
     def lower(self, state: LocalSGDState, batch: Any) -> jax.stages.Lowered:
@@ -294,14 +314,7 @@ class LocalSGD:
         return jax.tree.map(lambda x: x / count, total)
 
     def _count(self, definition: Definition) -> int:
-        devices = mesh_sizes(definition.scope.mesh).get(AXIS, 1)
-        count = self.config.groups or devices
-        if count < 1 or count % devices:
-            raise MeshError(
-                f"{count} groups cannot lie on the {devices} devices along {AXIS}.\n"
-                f"  Use a multiple of {devices}, or leave groups out."
-            )
-        return count
+        return self.config.count(mesh_sizes(definition.scope.mesh).get(AXIS, 1))
 
 
 def merged(step: TrainStep | LocalSGD, state: Any) -> TrainState:

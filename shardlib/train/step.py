@@ -77,8 +77,16 @@ def make_train_step(
         whatever is in `aux`.
         Read one of them now and then: XLA gives up on CPU devices with hundreds of steps in flight.
     """
-    if microbatches < 1:
-        raise ModelError(f"microbatches={microbatches} is not positive.\n  Use 1 for no splitting.")
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ModelError(
+            f"microbatches={microbatches!r} is not a positive whole number.\n"
+            "  Use 1 for no splitting; fit_microbatches finds the fewest that fit into memory."
+        )
+    if not isinstance(reduction, ReductionConfig | None):
+        raise ModelError(
+            f"reduction is {reduction!r}, not a ReductionConfig.\n"
+            "  Write it as ReductionConfig(dtype='bf16')."
+        )
     if isinstance(pipeline, str):
         if pipeline not in SCHEDULES:
             raise ModelError(schedule_faults(pipeline, stages=1, microbatches=1)[0])
@@ -110,6 +118,7 @@ class TrainStep:
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        refuse_donated(state)
         batch = self.arrange(state, batch)
         return self.program(state, batch)(state, batch)
 
@@ -217,6 +226,15 @@ class TrainStep:
                 return engine(*arguments)
             groups = functools.partial(groups_apart, engine, reduction=reduction)
         return reduced_gradients(groups, *arguments, reduction=reduction)
+
+
+def refuse_donated(state: Any) -> None:
+    """Raises `ModelError` for a state that a step has taken already, on which XLA would crash."""
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise ModelError(
+            "this state was given to a step before, which took its memory for the new one.\n"
+            "  Go on with the state that the step returned: state, metrics = step(state, batch)."
+        )
 
 
 def structure(state: TrainState, batch: Any) -> Any:

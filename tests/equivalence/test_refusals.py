@@ -277,7 +277,8 @@ CASES = {
     "no microbatches": (
         Asked("data=8", options={"microbatches": 0}),
         ModelError,
-        "microbatches=0 is not positive.\n  Use 1 for no splitting.",
+        "microbatches=0 is not a positive whole number.\n"
+        "  Use 1 for no splitting; fit_microbatches finds the fewest that fit into memory.",
     ),
     "microbatches for 1f1b": (
         Asked("stage=4,data=2", options={"microbatches": 2}),

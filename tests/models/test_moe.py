@@ -252,7 +252,7 @@ def test_faults_of_a_config():
     assert validate(config) == [
         "moe.mlp_dim is 0; it must be at least 1.",
         "moe.router_z_loss is -1.0; it must not be negative.",
-        "moe.capacity_factor is 0.0; it must be greater than 0.",
+        "moe.capacity_factor is 0.0; it must be greater than 0, and finite.",
         "moe.experts_per_token=3 is more than moe.num_experts=2; a token goes to different "
         "experts.",
         "moe.balance_loss=0.1 has no effect with moe.balance=none; set moe.balance to loss or "

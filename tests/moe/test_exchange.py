@@ -5,11 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
+from shardlib.errors import ModelError
 from shardlib.manual import manual
 from shardlib.mesh import abstract_mesh
 from shardlib.moe.exchange import Link, exchange, plan_exchange, resolve_method
@@ -120,7 +122,12 @@ def test_rows_keep_their_dtype():
 
 
 def test_the_method_follows_the_devices_of_the_mesh():
-    assert resolve_method("ragged") == "ragged"
+    with pytest.raises(ModelError) as error:
+        resolve_method("ragged")
+    assert str(error.value) == (
+        "tokens cannot travel by exchange='ragged' on cpu, which has no ragged-all-to-all.\n"
+        "  Use exchange='auto', or 'padded'."
+    )
     assert resolve_method("auto") == "padded"
     for mesh in (sl.make_mesh("expert=8"), abstract_mesh("expert=8", 8)):
         with sl.use(mesh, sl.rules.STANDARD):

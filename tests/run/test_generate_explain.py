@@ -7,7 +7,16 @@ import os
 import pytest
 
 from shardlib import run
-from shardlib.errors import CheckpointError, MeshError, ModelError
+from shardlib.mesh import make_mesh
+from shardlib.train.reduction import ReductionConfig
+from shardlib.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    MeshError,
+    ModelError,
+    RuleError,
+)
 
 
 def test_text_comes_from_the_newest_checkpoint(finished, tmp_path):
@@ -87,7 +96,174 @@ def test_explain_reads_no_data_where_the_config_says_enough(lab, tmp_path):
     assert report.mesh == {"fsdp": 16}
 
 
-def test_explain_refuses_what_train_would(lab):
+REFUSED = {
+    "heads that ulysses cannot share out": (
+        ModelError,
+        ("mesh=context=8", "model.context=ulysses"),
+        "attention by ulysses over context=8 cannot work: 8 devices do not divide the 4 heads of "
+        "each.\n"
+        "  Use context 'ring' or 'gather', or a smaller context axis.",
+    ),
+    "a ring within stages": (
+        ModelError,
+        ("mesh=stage=2,context=2,data=2", "model.context=ring", "train.microbatches=4"),
+        "attention by ring over context=2 cannot work: its hops are collective-permutes, which "
+        "meet over all devices, those of idle pipeline stages too, and the mesh has stage=2.\n"
+        "  Use context 'auto' or 'gather'.",
+    ),
+    "a ring of a kernel for whole rows": (
+        ModelError,
+        ("mesh=context=4,data=2", "model.context=ring", "model.attention=splash"),
+        "attention by ring over context=4 cannot work: it computes tiles itself, and the back end "
+        "splash takes whole rows.\n"
+        "  Use backend 'auto', and a length that is a power of two.",
+    ),
+    "chunks of the loss": (
+        ModelError,
+        ("mesh=context=8", "model.loss_chunks=8"),
+        "8 chunks of the loss do not divide rows of 16 positions in 8 parts.\n"
+        "  Choose a number of chunks that divides 2; 1 takes rows whole.",
+    ),
+    "layers that differ between stages": (
+        ConfigError,
+        ("mesh=stage=2,data=4", "train.microbatches=2", "model.num_layers=4")
+        + ("model.remat=0-0:full,1-:dots",),
+        "remat policy '0-0:full,1-:dots' gives layer 0 'full' and layer 2 'dots', but the layers "
+        "run in slices of 2 (stages of a pipeline), which are one program.\n"
+        "  Repeat the ranges every 2 layers, or choose one policy for all layers.",
+    ),
+    "groups apart with state in host memory": (
+        RuleError,
+        ("mesh=data=2,fsdp=4", "train.local_sgd.inner_steps=2", "train.offload_optimizer=true"),
+        "opt_state is in pinned_host memory, from where groups that train apart cannot take it.\n"
+        "  Leave train.offload_optimizer out.",
+    ),
+    "microbatches said twice": (
+        ConfigError,
+        ("mesh=data=2,fsdp=4", "train.reduction.group_microbatches=[3,1]", "train.microbatches=2")
+        + ("train.global_batch=16",),
+        "microbatches=2 is given beside reduction.group_microbatches, which says it for each "
+        "group.\n"
+        "  Leave microbatches at 1.",
+    ),
+    "stages that no microbatches fill": (
+        MeshError,
+        ("mesh=stage=2,data=4", "train.microbatches=auto", "train.global_batch=4"),
+        "no number of microbatches, a multiple of 2, splits a batch of 4 evenly on this mesh.\n"
+        "  Choose a larger batch, or another mesh.",
+    ),
+    "a rule that no activation meets": (
+        RuleError,
+        ("rules.activations.hats=fsdp",),
+        "rules.activations.hats: no activation has the logical axis 'hats'. "
+        "Did you mean 'heads'?\n"
+        "  Those of this model: batch, embed, head_dim, heads, kv_heads, length, mlp, "
+        "residual_length, vocab.",
+    ),
+    "an evaluation of nothing": (
+        DataError,
+        ("data.eval_fraction=0",),
+        "there is no held-out text: data.eval_fraction is 0 and data.eval_path is not set.\n"
+        "  Set one of them, or do not evaluate.",
+    ),
+    "a sample longer than the positions": (
+        ModelError,
+        ("model.max_positions=16", "train.sample_length=20"),
+        # 4 of the prompt and one before it.
+        "a sequence of 25 tokens is longer than max_positions=16.\n"
+        "  Shorten it, or make the model with more positions.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_explain_refuses_as_train_does(lab, tmp_path, case):
+    kind, overrides, text = REFUSED[case]
+    config = lab.config(tmp_path / "run", *overrides)
+    for job in (run.train, run.explain, lambda config: run.explain(config, "cpu:8")):
+        with pytest.raises(kind) as refused:
+            job(config)
+        assert str(refused.value) == text
+    assert not (tmp_path / "run").exists()
+
+
+def test_explain_refuses_models_with_statistics_as_train_does(lab, tmp_path):
+    images = tmp_path / "digits.yaml"
+    images.write_text(
+        f"run_dir: {tmp_path}/run\n"
+        "model: {name: resnet, depth: 18, stem: small, width: 8}\n"
+        "data: {kind: images}\n"
+        "train: {global_batch: 16}\n"
+    )
+    config = lab.load(images)
+    stages = {"mesh": "stage=2,data=4", "train": {"microbatches": 2}}
+    bf16 = {"mesh": "data=8", "train": {"reduction": ReductionConfig(dtype="bf16")}}
+    places = "blocks/0/branch/0/norm/mean, blocks/0/branch/0/norm/var, blocks/0/branch/1/norm/mean,"
+    texts = (
+        f"the model updates variables when it is called: {places} blocks/0/branch/1/norm/var, .... "
+        "The stages of a pipeline run microbatches side by side and keep no order of updates.\n"
+        "  Use a model without running statistics, or a mesh without stage.",
+        f"the model updates {places} blocks/0/branch/1/norm/var, ... as it runs, which would be "
+        "different in every group.\n"
+        "  Leave train.reduction out: then such statistics are those of the whole batch.",
+    )
+    for changes, text in zip((stages, bf16), texts, strict=True):
+        train = dataclasses.replace(config.train, **changes["train"])
+        changed = dataclasses.replace(config, mesh=changes["mesh"], train=train)
+        for job in (run.train, run.explain, lambda config: run.explain(config, "cpu:8")):
+            with pytest.raises(ModelError) as refused:
+                job(changed)
+            assert str(refused.value) == text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("mesh=data=8",),
+        ("mesh=fsdp=4,tensor=2", "train.offload_optimizer=true"),
+        ("mesh=context=4,data=2", "model.dropout=0"),
+        ("mesh=expert=4,data=2", "model.moe.num_experts=4"),
+        ("mesh=stage=2,fsdp=4", "train.microbatches=auto"),
+        ("mesh=data=8", "train.local_sgd.inner_steps=2"),
+        ("mesh=data=2,fsdp=4", "train.reduction.group_microbatches=[3,1]", "train.global_batch=16"),
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_explain_passes_what_can_run_on_every_axis(lab, overrides):
+    config = lab.config("unused", *overrides)
+    here = run.explain(config)
+    assert dict(here.mesh) == dict(make_mesh(config.mesh).shape)
+    assert run.explain(config, "cpu:8") == here
+    assert not (lab.root / "unused").exists()
+
+
+def test_explain_says_what_a_run_chooses(lab):
+    config = lab.config("unused", "mesh=stage=2,fsdp=4", "train.microbatches=auto")
+    chosen = {
+        "attention": "xla: the platform is cpu",
+        "pipeline": "1f1b, 2 microbatches over 2 stages: 33% idle",
+        "microbatches": "2 or more: a run takes the fewest whose step fits into memory",
+    }
+    report = run.explain(config)
+    assert report.choices == report.to_dict()["choices"] == chosen
+    text = "".join(f"\n{name}: {reason}" for name, reason in chosen.items())
+    assert f" on each device{text}\nrules that no parameter used: " in str(report)
+
+
+def test_compression_between_slices_is_refused_where_it_is_known_that_there_is_one(lab, tmp_path):
+    config = lab.config(tmp_path / "run", "mesh=data=8", "train.reduction.compress_dcn=true")
+    for job in (run.train, run.explain):
+        with pytest.raises(ConfigError) as refused:
+            job(config)
+        assert str(refused.value) == (
+            "reduction.compress_dcn is set, but data=8 crosses no slices or hosts.\n"
+            "  Set reduction.outer to how many it crosses, or reduction.dtype to bf16."
+        )
+    assert run.explain(config, "cpu:8").mesh == {"data": 8}
+
+
+def test_explain_refuses_a_batch_for_other_devices(lab):
     with pytest.raises(MeshError) as refused:
         run.explain(lab.config("unused", "mesh=auto"), "v5e-16")
     assert str(refused.value) == (

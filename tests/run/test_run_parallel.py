@@ -8,7 +8,7 @@ import pytest
 
 from shardlib import run
 from shardlib.config import to_dict
-from shardlib.errors import ConfigError, MeshError, ModelError
+from shardlib.errors import ConfigError, MeshError, ModelError, RuleError
 
 SHORT = ("train.steps=4", "optimizer.warmup_steps=1", "train.sample_length=0", "model.dropout=0")
 NO_EVAL = ("eval.every_steps=0",)
@@ -125,6 +125,18 @@ def test_what_cannot_be_is_refused_before_data_is_read(lab, tmp_path):
         "  Use at least microbatches=4, fewer stages, or gpipe.\n"
         "2 layers cannot be cut into 4 stages.\n"
         "  Use a number of layers that 4 divides, or other stages or chunks."
+    )
+    assert refusal(RuleError, "mesh=fsdp=4,tensor=2", "rules=fsdp") == (
+        "no rule names the mesh axis 'tensor': its 2 devices would all hold and compute the same.\n"
+        "  Set rules to a preset that uses it, such as standard, or leave it out of mesh."
+    )
+    assert refusal(ConfigError, "mesh=data=8", "train.reduction.group_microbatches=[1,2]") == (
+        "reduction.group_microbatches names 2 groups, but the mesh has data=8.\n"
+        "  Give 8, one for each group in order."
+    )
+    assert refusal(MeshError, "mesh=data=2,fsdp=4", "train.local_sgd.groups=3") == (
+        "3 groups cannot lie on the 2 devices along data.\n"
+        "  Use a multiple of 2, or leave groups out."
     )
     uneven = ("train.reduction.group_microbatches=[3,2]",)
     assert refusal(MeshError, "mesh=data=2,fsdp=4", *uneven, "train.global_batch=16") == (

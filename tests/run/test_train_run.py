@@ -174,7 +174,8 @@ def test_a_failure_ends_the_run_and_its_threads(lab, finished, tmp_path):
     )
     assert done.returncode == 1
     said = done.stderr.splitlines()
-    at = next(i for i, line in enumerate(said) if line.startswith("CheckpointError: "))
+    at = next((i for i, x in enumerate(said) if x.startswith("CheckpointError: ")), None)
+    assert at is not None, done.stderr
     place = f"{tmp_path}/run/checkpoints"
     assert said[at].startswith(
         f"CheckpointError: the checkpoint of step 10 could not be written to {place}: "

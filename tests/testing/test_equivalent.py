@@ -316,7 +316,7 @@ def test_too_few_devices():
         "mesh data=2,tensor=8 needs 16 devices, but there are 8.\n"
         "mesh fsdp=32 needs 32 devices, but there are 8.\n"
         "  For virtual devices on a CPU, set JAX_PLATFORMS=cpu and call "
-        'jax.config.update("jax_num_cpu_devices", 32) before JAX is first used.'
+        "sl.local_cpu_devices(32) before JAX is first used."
     )
     with pytest.raises(MeshError, match="mesh data=4 needs 4 devices, but there are 2"):
         assert_equivalent(Model, loss, batch(), "data=4", devices=jax.devices()[6:])

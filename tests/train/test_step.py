@@ -196,7 +196,7 @@ def test_what_a_loss_may_not_return(start):
 
 
 def test_bad_requests_are_refused_before_anything_is_compiled(start):
-    with pytest.raises(ModelError, match=r"^microbatches=0 is not positive"):
+    with pytest.raises(ModelError, match=r"^microbatches=0 is not a positive whole number"):
         sl.make_train_step(mean_loss, microbatches=0)
     with pytest.raises(ConfigError, match=r"no precision is called 'fp16'"):
         sl.make_train_step(mean_loss, precision="fp16")
@@ -320,3 +320,44 @@ def test_explain_tells_what_a_step_sends(start):
     assert {(c.kind, c.mesh_axes) for c in report.collectives} == {("all-reduce", ("data",))}
     with pytest.raises(TypeError, match="explain takes a training state, or a step with"):
         sl.explain(mean_loss)
+
+
+def test_a_state_that_was_given_away(start):
+    state, step = start(), sl.make_train_step(mean_loss)
+    new, _ = step(state, BATCH)
+    with pytest.raises(ModelError) as error:
+        step(state, BATCH)
+    assert str(error.value) == (
+        "this state was given to a step before, which took its memory for the new one.\n"
+        "  Go on with the state that the step returned: state, metrics = step(state, batch)."
+    )
+    step(new, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        (
+            {"microbatches": "auto"},
+            ModelError,
+            "microbatches='auto' is not a positive whole number.\n"
+            "  Use 1 for no splitting; fit_microbatches finds the fewest that fit into memory.",
+        ),
+        (
+            {"reduction": "bf16"},
+            ModelError,
+            "reduction is 'bf16', not a ReductionConfig.\n"
+            "  Write it as ReductionConfig(dtype='bf16').",
+        ),
+        (
+            {"precision": 16},
+            ConfigError,
+            "no precision is called 16. Did you mean 'bf16'?\n"
+            "  Choose one of: f32, bf16, bf16_params.",
+        ),
+    ],
+)
+def test_options_of_a_wrong_kind(options, kind, text):
+    with pytest.raises(kind) as error:
+        sl.make_train_step(mean_loss, **options)
+    assert str(error.value) == text
