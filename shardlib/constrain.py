@@ -71,10 +71,13 @@ def active() -> Scope | None:
 
 
 def platform() -> str:
-    """Returns the platform of the active mesh's devices, as in `"tpu"`; where none is active, or it
-    has no devices, the one that JAX would use."""
+    """Returns the platform of the active mesh's devices, as in `"tpu"`, which an abstract mesh may
+    name; where none is active or named, the one that JAX would use."""
     scope = active()
-    if scope is None or isinstance(scope.mesh, AbstractMesh):
+    if scope is not None and isinstance(scope.mesh, AbstractMesh):
+        device = scope.mesh.abstract_device
+        return device.platform if device is not None else jax.default_backend()
+    if scope is None:
         return jax.default_backend()
     return scope.mesh.devices.flat[0].platform
 

@@ -36,6 +36,11 @@ class Cluster:
     """TPU slices, each with its own torus; GPU nodes are hosts of one slice."""
 
     @property
+    def platform(self) -> str:
+        """What JAX calls the platform of the devices: `cpu`, `gpu` or `tpu`."""
+        return "cpu" if self.chip is None else self.chip.kind
+
+    @property
     def num_devices(self) -> int:
         """JAX devices in all."""
         return self.num_hosts * self.devices_per_host

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+from jax.sharding import AbstractMesh
 
 from shardlib.attention.backends import Backend, resolve_backend
 from shardlib.attention.blockwise import Segments, blockwise
@@ -15,6 +16,7 @@ from shardlib.attention.region import in_region
 from shardlib.attention.ring import ring_attention
 from shardlib.attention.splash import splash
 from shardlib.attention.ulysses import ulysses_attention
+from shardlib.constrain import active
 from shardlib.errors import ModelError
 
 
@@ -173,7 +175,9 @@ def _on_device(
     at, kv_at = (
         places(x.shape[1], None, ids) for x, ids in zip((query, key), segments, strict=True)
     )
-    if backend == "xla":
+    scope = active()
+    # JAX looks for cuDNN while it traces. Of a mesh without devices nothing but shapes is wanted.
+    if backend == "xla" or (scope is not None and isinstance(scope.mesh, AbstractMesh)):
         return plain(query, key, value, mask.pairs(at, kv_at))
     # Said in words rather than by the mask, so that hidden pairs are not computed at all.
     visible = Mask(causal=False).pairs(at, kv_at)

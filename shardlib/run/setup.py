@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 
 from shardlib.constrain import Scope, use
 from shardlib.data import ArrangedSource, MapSource, Source, open_data
@@ -184,11 +184,13 @@ def _mesh(config: RunConfig, devices: Sequence[Any]) -> Mesh:
 
 
 def _abstract(config: RunConfig, cluster: Cluster) -> AbstractMesh:
-    if config.mesh != AUTO:
-        return abstract_mesh(config.mesh, cluster.num_devices)  # type: ignore[arg-type]
-    is_gpu = cluster.chip is not None and cluster.chip.kind == "gpu"
-    groups = cluster.num_hosts if is_gpu else cluster.num_slices
-    return abstract_mesh(auto_mesh(cluster.num_devices, num_groups=groups), cluster.num_devices)
+    spec: Any = config.mesh
+    if spec == AUTO:
+        groups = cluster.num_hosts if cluster.platform == "gpu" else cluster.num_slices
+        spec = auto_mesh(cluster.num_devices, num_groups=groups)
+    kind = cluster.chip.device_kinds[0] if cluster.chip else cluster.platform
+    device = AbstractDevice(kind, num_cores=None, platform=cluster.platform)
+    return abstract_mesh(spec, cluster.num_devices).update(abstract_device=device)
 
 
 def setup(config: RunConfig, data: DataSpec, scope: Scope) -> Setup:

@@ -7,8 +7,7 @@ import os
 import pytest
 
 from shardlib import run
-from shardlib.mesh import make_mesh
-from shardlib.train.reduction import ReductionConfig
+from shardlib.data import ImageData, batch_spec, open_data
 from shardlib.errors import (
     CheckpointError,
     ConfigError,
@@ -17,6 +16,8 @@ from shardlib.errors import (
     ModelError,
     RuleError,
 )
+from shardlib.mesh import make_mesh
+from shardlib.train.reduction import ReductionConfig
 
 
 def test_text_comes_from_the_newest_checkpoint(finished, tmp_path):
@@ -126,8 +127,12 @@ REFUSED = {
     ),
     "layers that differ between stages": (
         ConfigError,
-        ("mesh=stage=2,data=4", "train.microbatches=2", "model.num_layers=4")
-        + ("model.remat=0-0:full,1-:dots",),
+        (
+            "mesh=stage=2,data=4",
+            "train.microbatches=2",
+            "model.num_layers=4",
+            "model.remat=0-0:full,1-:dots",
+        ),
         "remat policy '0-0:full,1-:dots' gives layer 0 'full' and layer 2 'dots', but the layers "
         "run in slices of 2 (stages of a pipeline), which are one program.\n"
         "  Repeat the ranges every 2 layers, or choose one policy for all layers.",
@@ -140,8 +145,12 @@ REFUSED = {
     ),
     "microbatches said twice": (
         ConfigError,
-        ("mesh=data=2,fsdp=4", "train.reduction.group_microbatches=[3,1]", "train.microbatches=2")
-        + ("train.global_batch=16",),
+        (
+            "mesh=data=2,fsdp=4",
+            "train.global_batch=16",
+            "train.microbatches=2",
+            "train.reduction.group_microbatches=[3,1]",
+        ),
         "microbatches=2 is given beside reduction.group_microbatches, which says it for each "
         "group.\n"
         "  Leave microbatches at 1.",
@@ -236,6 +245,39 @@ def test_explain_passes_what_can_run_on_every_axis(lab, overrides):
     assert dict(here.mesh) == dict(make_mesh(config.mesh).shape)
     assert run.explain(config, "cpu:8") == here
     assert not (lab.root / "unused").exists()
+
+
+def test_the_shapes_of_a_batch_are_known_before_the_data_is_read(lab):
+    for data in (lab.config("unused").data, ImageData()):
+        source = open_data(data, global_batch=6, seed=0, split="train")
+        assert batch_spec(data, 6) == source.element_spec()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "attention"),
+    [
+        ("8xh100", "cudnn: an NVIDIA GPU in 16 bits"),
+        ("v5p-16", "splash: a TPU, and a length in whole blocks"),
+        ("cpu:8", "xla: the platform is cpu"),
+    ],
+)
+def test_explain_chooses_for_the_platform_of_the_cluster(lab, cluster, attention):
+    words = ("precision=bf16", "data.sequence_length=128", "train.sample_length=0")
+    config = lab.config("unused", *words)
+    assert run.explain(config, cluster).choices == {"attention": attention}
+    kernel = attention.partition(":")[0]
+    asked = lab.config("unused", *words, f"model.attention={kernel}")
+    assert run.explain(asked, cluster).choices == {"attention": f"{kernel}: asked for"}
+
+
+def test_a_kernel_for_other_devices_is_refused(lab):
+    with pytest.raises(ModelError) as refused:
+        run.explain(lab.config("unused", "model.attention=splash"), "8xh100")
+    assert str(refused.value) == (
+        "attention by splash cannot run here: the platform is gpu; a length of (16, 16) is not a "
+        "multiple of 128.\n"
+        "  Use backend 'auto' or 'xla'."
+    )
 
 
 def test_explain_says_what_a_run_chooses(lab):
