@@ -86,7 +86,9 @@ def active_or(mesh: Mesh | None, rules: AxisRules | None) -> Scope:
     """Returns the given mesh and rules, each completed from the active scope.
 
     Raises:
-        RuleError: If one of them is neither given nor active, or the rules do not fit the mesh.
+        MeshError: If the mesh is none.
+        RuleError: If one of them is neither given nor active, the rules do not fit the mesh, or are
+            none.
     """
     scope = active()
     mesh = mesh or (scope.mesh if scope else None)
@@ -123,7 +125,8 @@ def use(mesh: Mesh, rules: AxisRules) -> Iterator[Scope]:
     the function. The steps of shardlib do.
 
     Raises:
-        RuleError: If a rule names a mesh axis that does not exist.
+        MeshError: If `mesh` is no mesh, but a text that would make one.
+        RuleError: If a rule names a mesh axis that does not exist, or `rules` are no `AxisRules`.
     """
     _check_kinds(mesh, rules)
     rules.check(mesh)

@@ -26,9 +26,11 @@ Inputs = tuple[Any, ...] | Mapping[str, Any]
 
 class FunctionalModule(Protocol):
     """A module apart from its arrays. `axes` holds the logical axes of each leaf of `params` and
-    `model_state` by path; `None` for a leaf that names none."""
+    `model_state` by path; `None` for a leaf that names none. `float32` holds the paths of the
+    parameters that are not to be rounded: NNX variables with the metadata `float32=True`."""
 
     axes: AxesByPath
+    float32: frozenset[str]
 
     def init(self, key: jax.Array) -> tuple[Tree, Tree]:
         """Returns fresh `(params, model_state)`; meant to be traced."""
@@ -142,6 +144,9 @@ class NnxFunctional:
         self._params, self._rest = _Layout.of(params), _Layout.of(rest)
         self._rngs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rngs)
         self.axes: AxesByPath = {**_nnx_axes(params), **_nnx_axes(rest)}
+        self.float32 = frozenset(
+            p for p, is_kept in _metadata(params, "float32").items() if is_kept
+        )
 
     def init(self, key: jax.Array) -> tuple[Tree, Tree]:
         _, params, _, rest = nnx.split(_make(self._make, key), nnx.Param, nnx.RngState, ...)
@@ -194,13 +199,19 @@ def _refuse_loose_arrays(module: nnx.Module) -> None:
 
 
 def _nnx_axes(state: Any) -> AxesByPath:
-    axes: AxesByPath = {}
+    names = _metadata(state, "out_sharding")
+    return {path: None if axes is None else tuple(axes) for path, axes in names.items()}
+
+
+def _metadata(state: Any, key: str) -> dict[str, Any]:
+    """What the variables of an `nnx.State` say under a key, by the path of each of their leaves."""
+    found = {}
     variables, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable)
     for path, variable in variables:
-        names = variable.get_metadata().get("out_sharding")
+        said = variable.get_metadata().get(key)
         for inner, _ in jax.tree_util.tree_flatten_with_path(variable.get_value())[0]:
-            axes[path_string((*path, *inner))] = None if names is None else tuple(names)
-    return axes
+            found[path_string((*path, *inner))] = said
+    return found
 
 
 class LinenFunctional:
@@ -216,6 +227,7 @@ class LinenFunctional:
         self._module = module
         self._inputs = inputs
         boxed = jax.eval_shape(self._boxed, jax.random.key(0))
+        self.float32 = frozenset[str]()
         self._state_names = [name for name in boxed if name != "params"]
         self.axes: AxesByPath = {}
         for collection, tree in boxed.items():

@@ -1,21 +1,14 @@
 """In which dtype parameters are stored and in which a step computes."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardlib.errors import ConfigError, did_you_mean
-from shardlib.paths import matches, path_string
-
-ROUTERS = ("**/router/kernel", "**/router_bias")
-"""Parameters that choose between experts: in 16 bits rounding would choose, and the small steps
-that balance the load would be lost.
-
-Source: Fedus et al. 2021, "Switch Transformers", sec. 2.4; DeepSeek-AI 2024, "DeepSeek-V3", sec.
-3.3.1.
-"""
+from shardlib.paths import path_string
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,31 +22,23 @@ class Precision:
     """Dtype in which parameters, and so the optimizer state, are stored."""
     compute: Any
     """Dtype of parameters and floating batch leaves inside of the loss function."""
-    float32: tuple[str, ...] = ROUTERS
-    """Patterns of parameters that are stored and computed with in float32 where the dtypes above
-    are smaller."""
 
-    def store(self, params: Any) -> Any:
-        """Returns parameters in the dtype in which they are stored; integers stay as they are."""
-        return self._cast_params(params, self.params)
+    def store(self, params: Any, float32: Collection[str] = ()) -> Any:
+        """Returns parameters in the dtype in which they are stored; integers stay as they are.
 
-    def cast_params(self, params: Any) -> Any:
-        """Returns parameters in the dtype of the computation."""
-        return self._cast_params(params, self.compute)
+        Args:
+            params: The parameters.
+            float32: Paths of those that no policy rounds: `FunctionalModule.float32`.
+        """
+        return _cast_params(params, self.params, float32)
+
+    def cast_params(self, params: Any, float32: Collection[str] = ()) -> Any:
+        """Returns parameters in the dtype of the computation; with the arguments of `store`."""
+        return _cast_params(params, self.compute, float32)
 
     def cast_batch(self, batch: Any) -> Any:
         """Returns a batch with its floating leaves in the dtype of the computation."""
         return jax.tree.map(lambda x: _cast(x, self.compute), batch)
-
-    def _cast_params(self, params: Any, dtype: Any) -> Any:
-        wide = jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
-
-        def cast(path: Any, x: Any) -> Any:
-            name = path_string(path)
-            is_kept = any(matches(pattern, name) for pattern in self.float32)
-            return _cast(x, wide if is_kept else dtype)
-
-        return jax.tree_util.tree_map_with_path(cast, params)
 
 
 POLICIES = {
@@ -82,3 +67,12 @@ def precision(policy: str | Precision) -> Precision:
 
 def _cast(x: Any, dtype: Any) -> Any:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _cast_params(params: Any, dtype: Any, float32: Collection[str]) -> Any:
+    wide = jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+
+    def cast(path: Any, x: Any) -> Any:
+        return _cast(x, wide if path_string(path) in float32 else dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, params)

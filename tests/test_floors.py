@@ -18,7 +18,7 @@ FLOORS = (
     # 1: placing and transforming
     (
         "functional", "partition", "constrain", "manual", "precision", "remat", "microbatch",
-        "stack", "host_memory", "losses", "registry", "attention", "pipeline", "moe",
+        "stack", "host_memory", "jaxprs", "losses", "registry", "attention", "pipeline", "moe",
     ),
     # 2: knowing
     ("explain", "plan"),

@@ -5,9 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+import shardlib as sl
 from shardlib.errors import ConfigError
+from shardlib.functional import functional
 from shardlib.precision import Precision, precision
+from shardlib.stack import stack_layers
 
 PARAMS = {
     "kernel": jnp.ones((2, 3)),
@@ -39,22 +43,32 @@ def test_only_floating_leaves_are_cast(name, stored, computed):
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16_params"])
-def test_routers_stay_in_float32(name):
+def test_some_parameters_stay_in_float32(name):
     policy = precision(name)
-    kernel, bias = jnp.ones((2, 3)), jnp.full(3, 1.001)
-    params = {"moe": {"router": {"kernel": kernel, "bias": bias}, "router_bias": bias}}
+    bias = jnp.full(3, 1.001)
+    params = {"layers": {"router": {"kernel": bias, "bias": bias}}}
     for cast in (policy.store, policy.cast_params):
-        moe = cast({"layers": params})["layers"]["moe"]
-        assert moe["router"]["kernel"].dtype == jnp.float32
-        np.testing.assert_array_equal(moe["router_bias"], bias)
-    assert policy.cast_params(params)["moe"]["router"]["bias"].dtype == jnp.bfloat16
-    assert policy.cast_batch(params)["moe"]["router_bias"].dtype == jnp.bfloat16
+        router = cast(params, {"layers/router/kernel"})["layers"]["router"]
+        np.testing.assert_array_equal(router["kernel"], bias)
+    assert router["bias"].dtype == jnp.bfloat16
+    wider = Precision(jnp.bfloat16, jnp.float32).cast_params(
+        {"w": bias.astype(jnp.bfloat16)}, {"w"}
+    )
+    assert wider["w"].dtype == jnp.float32
 
 
-def test_which_parameters_stay_in_float32_can_be_said():
-    policy = Precision(jnp.bfloat16, jnp.bfloat16, float32=("**/head",))
-    params = {"head": jnp.ones(1, jnp.bfloat16), "router_bias": jnp.ones(1)}
-    assert dtypes(policy.store(params)) == {"head": "float32", "router_bias": "bfloat16"}
+def test_which_parameters_stay_in_float32_the_model_says():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.kept = nnx.Param(jnp.ones(2), float32=True)
+            self.other = nnx.Param(jnp.ones(2))
+
+    assert functional(Model).float32 == {"kept"}
+    layers = functional(lambda rngs: stack_layers(Model, 2, rngs))
+    assert layers.float32 == {"kept"}
+    with sl.use(sl.make_mesh("data=8"), sl.rules.STANDARD):
+        state = sl.init_state(Model, optax.sgd(1.0), precision="bf16_params")
+    assert dtypes(state.params) == {"kept": "float32", "other": "bfloat16"}
 
 
 def test_a_batch_of_numpy_arrays_keeps_its_integers():

@@ -231,15 +231,11 @@ def test_nnx_linen_and_plain_trees_resolve_equally(data, table, mesh):
     assert found == {table.spec(axes, shape, mesh)}
 
 
-def test_a_mesh_axis_that_is_nearly_a_standard_one():
-    mesh = {"data": 2, "tnesor": 4, "own": 1}
-    assert sl.rules.STANDARD.idle(abstract_mesh("data=2,tnesor=4", 8)) == {"tnesor": 4}
-    with pytest.raises(RuleError) as error:
-        sl.rules.STANDARD.check(jax.sharding.AbstractMesh(tuple(mesh.values()), tuple(mesh)))
-    assert str(error.value) == (
-        "no rule names the mesh axis 'tnesor'. Did you mean 'tensor'?\n"
-        "  Correct its name, or name it in a rule."
-    )
-    sl.rules.STANDARD.check(abstract_mesh("data=2,model=4", 8))
+def test_mesh_axes_that_no_rule_names():
+    mesh = abstract_mesh("data=2,tnesor=4", 8)
+    assert sl.rules.STANDARD.idle(mesh) == {"tnesor": 4}
+    assert sl.rules.STANDARD.idle(abstract_mesh("data=8,own=1", 8)) == {}
     assert sl.rules.DATA.idle(abstract_mesh("data=2,fsdp=4", 8)) == {"fsdp": 4}
     assert sl.rules.ZERO1.idle(abstract_mesh("data=2,fsdp=4", 8)) == {}
+    # Code of the user's own may split it by hand.
+    sl.rules.STANDARD.check(mesh)

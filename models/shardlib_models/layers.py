@@ -9,12 +9,14 @@ from flax import nnx
 from shardlib.constrain import active, constrain
 
 
-def parameter(value: jax.Array, *logical_axes: str) -> nnx.Param:
-    """Returns a parameter with one logical axis for each dim.
+def parameter(value: jax.Array, *logical_axes: str, float32: bool = False) -> nnx.Param:
+    """Returns a parameter with one logical axis for each dim; with `float32`, one that no precision
+    policy rounds.
 
     Logical names are no mesh axes, so Flax must not place the value by them when it is made.
     """
-    return nnx.Param(value, out_sharding=logical_axes, eager_sharding=False)
+    kept = {"float32": True} if float32 else {}
+    return nnx.Param(value, out_sharding=logical_axes, eager_sharding=False, **kept)
 
 
 class Linear(nnx.Module):
@@ -27,14 +29,16 @@ class Linear(nnx.Module):
         *,
         stddev: float,
         bias: bool = False,
+        float32: bool = False,
         rngs: nnx.Rngs,
     ):
-        """Args: the sizes of the dims by logical axis, and the deviation of the kernel."""
+        """Args: the sizes of the dims by logical axis, the deviation of the kernel, and whether no
+        precision policy rounds it."""
         self.num_inputs = len(inputs)
         self.outputs = tuple(outputs)
         shape = (*inputs.values(), *outputs.values())
         kernel = stddev * jax.random.normal(rngs.params(), shape)
-        self.kernel = parameter(kernel, *inputs, *outputs)
+        self.kernel = parameter(kernel, *inputs, *outputs, float32=float32)
         self.bias = parameter(jnp.zeros(tuple(outputs.values())), *outputs) if bias else None
 
     def __call__(self, x: jax.Array, copies: int = 1) -> jax.Array:

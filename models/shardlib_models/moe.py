@@ -177,13 +177,16 @@ class MoE(nnx.Module):
         self.activation = activation
         size = config.expert_size(mlp_dim)
         options = {"stddev": stddev, "out_stddev": out_stddev or stddev, "rngs": rngs}
+        # In 16 bits rounding would choose between experts, and the small steps that balance the
+        # load would be lost. Source: Fedus et al. 2021, "Switch Transformers", section 2.4.
         router = {"embed": embed_dim}, {"expert": config.num_experts}
-        self.router = Linear(*router, stddev=stddev, rngs=rngs)
+        self.router = Linear(*router, stddev=stddev, float32=True, rngs=rngs)
         self.experts = Experts(config.num_experts, embed_dim, size, **options)
         shared = config.num_shared_experts * size
         self.shared = SharedExperts(embed_dim, shared, activation, **options) if shared else None
         has_bias = config.balance == "bias"
-        self.router_bias = parameter(jnp.zeros(config.num_experts), "expert") if has_bias else None
+        biases = jnp.zeros(config.num_experts)
+        self.router_bias = parameter(biases, "expert", float32=True) if has_bias else None
 
     def __call__(
         self, x: jax.Array, mask: jax.Array | None = None

@@ -9,7 +9,7 @@ from shardlib.attention.backends import Backend, resolve_backend
 from shardlib.attention.blockwise import Segments, blockwise
 from shardlib.attention.gather import gathered_attention
 from shardlib.attention.mask import Mask, places
-from shardlib.attention.order import Order
+from shardlib.attention.order import AXIS, Order
 from shardlib.attention.plain import plain
 from shardlib.attention.plan import ContextMethod, ContextPlan, plan_context
 from shardlib.attention.region import in_region
@@ -18,6 +18,7 @@ from shardlib.attention.splash import splash
 from shardlib.attention.ulysses import ulysses_attention
 from shardlib.constrain import active
 from shardlib.errors import ModelError
+from shardlib.manual import axis_size
 
 
 def attend(
@@ -119,7 +120,8 @@ def _check_inputs(
 
 def _check_alone(context: ContextMethod, order: Order) -> None:
     """Refuses what is asked of the `context` axis where attention does not use it."""
-    asked = [] if context == "auto" else [f"context={context!r}"]
+    uses_it = context != "auto" and axis_size(AXIS) > 1
+    asked = [f"context={context!r}"] if uses_it else []
     asked += [] if order == "contiguous" else [f"order={order!r}"]
     if asked:
         said = " and ".join(asked)
@@ -177,7 +179,7 @@ def _on_device(
     )
     scope = active()
     # JAX looks for cuDNN while it traces. Of a mesh without devices nothing but shapes is wanted.
-    if backend == "xla" or (scope is not None and isinstance(scope.mesh, AbstractMesh)):
+    if backend == "xla" or (scope and isinstance(scope.mesh, AbstractMesh)):
         return plain(query, key, value, mask.pairs(at, kv_at))
     # Said in words rather than by the mask, so that hidden pairs are not computed at all.
     visible = Mask(causal=False).pairs(at, kv_at)

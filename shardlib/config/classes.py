@@ -31,10 +31,10 @@ def configclass(cls: type[T]) -> type[T]:
     """
     own = getattr(cls, "__post_init__", None)
 
-    def __post_init__(self: Any) -> None:
+    def __post_init__(self: Any, *init_only: Any) -> None:
         _check_choices(self)
         if own is not None:
-            own(self)
+            own(self, *init_only)
 
     cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
     made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
@@ -114,7 +114,10 @@ def fields_of(cls: type) -> Mapping[str, ConfigField]:
 @functools.cache
 def _choice_fields(cls: type) -> Mapping[str, list[Any]]:
     """The fields that have a `Literal` among the options of their type, with these options."""
-    hints = {name: options(hint) for name, hint in typing.get_type_hints(cls).items()}
+    try:
+        hints = {name: options(hint) for name, hint in typing.get_type_hints(cls).items()}
+    except NameError:  # A class made inside of a function may name others that only it sees.
+        return {}
     return {name: found for name, found in hints.items() if any(map(choices, found))}
 
 
@@ -123,7 +126,11 @@ def _check_choices(config: Any) -> None:
     for name, found in _choice_fields(type(config)).items():
         value, known = getattr(config, name), [x for option in found for x in choices(option)]
         others = [option for option in found if not choices(option)]
-        if value in known or any(not isinstance(o, type) or isinstance(value, o) for o in others):
+        if any(type(value) is type(x) and value == x for x in known):
+            continue
+        if any(not isinstance(o, type) or isinstance(value, o) for o in others):
+            continue
+        if float in others and type(value) is int:
             continue
         near = did_you_mean(value, map(str, known)) if isinstance(value, str) else ""
         kinds = [o.__name__ for o in others if o is not type(None)]

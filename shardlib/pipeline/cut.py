@@ -17,6 +17,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from shardlib.errors import ModelError
+from shardlib.jaxprs import subprograms
 from shardlib.pipeline.execute import Cut, Leaves, Part, Reads
 from shardlib.stack import LayerStack, intercept
 
@@ -208,13 +209,10 @@ def _num_layers(stack: LayerStack) -> int:
 
 def _sends(jaxpr: Jaxpr) -> bool:
     """Whether a program sends by collective-permute, in itself or in what it calls."""
-    for equation in jaxpr.eqns:
-        inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(equation.params.values()))]
-        if equation.primitive.name == "ppermute" or any(
-            _sends(x) for x in inner if isinstance(x, Jaxpr)
-        ):
-            return True
-    return False
+    return any(
+        equation.primitive.name == "ppermute" or any(map(_sends, subprograms(equation)))
+        for equation in jaxpr.eqns
+    )
 
 
 def _reads(traced: ClosedJaxpr, names: list[str]) -> frozenset[str]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from shardlib.errors import RuleError, did_you_mean
-from shardlib.mesh import STANDARD_AXES, mesh_sizes
+from shardlib.errors import RuleError
+from shardlib.mesh import mesh_sizes
 from shardlib.rules.resolve import (
     Alternative,
     Kind,
@@ -150,16 +150,9 @@ class AxisRules:
 
     def check(self, mesh: Any) -> None:
         """Raises `RuleError` when a rule names a mesh axis that neither the mesh nor the standard
-        has, or the mesh has one that no rule names and that is nearly a standard one; lists all
-        such names."""
+        has; lists all such names."""
         names = tuple(mesh_sizes(mesh))
-        faults = [*dict.fromkeys(f for r in self._sections for f in unknown_mesh_axes(r, names))]
-        faults += [
-            f"no rule names the mesh axis {name!r}.{meant}\n"
-            "  Correct its name, or name it in a rule."
-            for name in self.idle(mesh)
-            if name not in STANDARD_AXES and (meant := did_you_mean(name, STANDARD_AXES))
-        ]
+        faults = dict.fromkeys(f for r in self._sections for f in unknown_mesh_axes(r, names))
         if faults:
             raise RuleError("\n".join(faults))
 

@@ -4,16 +4,19 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from shardlib.constrain import Scope
 from shardlib.data import TextData, known_spec
 from shardlib.errors import ConfigError, MeshError, RuleError, ShardlibError, did_you_mean, require
+from shardlib.manual import NESTS_IN_MESH_ORDER_ONLY
 from shardlib.mesh import mesh_sizes
 from shardlib.pipeline.schedules import schedule_faults
 from shardlib.registry import DataSpec, ModelFamily, family
-from shardlib.rules import ANY, Choice, preset
-from shardlib.run.config import RunConfig
+from shardlib.rules import ANY, STANDARD_AXES, Choice, preset
+from shardlib.run.config import AUTO, RunConfig
 from shardlib.train.optim import build_schedule
-from shardlib.train.reduction import plan_reduction
+from shardlib.train.reduction import ReductionConfig, plan_reduction
 from shardlib.train.state import Definition
 
 
@@ -42,7 +45,7 @@ def check_config(config: RunConfig, make_scope: Callable[[], Scope]) -> None:
 def _errors(config: RunConfig, make_scope: Callable[[], Scope]) -> Iterator[ShardlibError]:
     def check_scope() -> None:
         scope = make_scope()
-        _check_idle(scope)
+        _check_idle(config, scope)
         _check_groups(config, scope)
         check_batch(config, scope)
         _check_stages(config, scope)
@@ -100,14 +103,21 @@ def _check_extras(config: RunConfig) -> None:
         require("tensorboardX", "tensorboard", "train.tensorboard=true")
 
 
-def _check_idle(scope: Scope) -> None:
+def _check_idle(config: RunConfig, scope: Scope) -> None:
     """Raises `RuleError` when a mesh axis would only repeat what the others do."""
-    # Pipelines split layers over `stage` whatever the rules say.
+    train = config.train
+    # What splits layers or rows by itself, whatever the rules say.
+    by_hand = {"stage"}
+    if train.local_sgd is not None or train.reduction != ReductionConfig():
+        by_hand.add("data")
+    fix = "Set rules to a preset that uses it, such as standard, or leave it out of mesh."
+    if config.mesh == AUTO:
+        fix = "Set mesh to axes that the rules name, as in mesh=data=-1, or take other rules."
     faults = [
         f"no rule names the mesh axis {name!r}: its {size} devices would all hold and compute the "
-        "same.\n  Set rules to a preset that uses it, such as standard, or leave it out of mesh."
+        f"same.{'' if name in STANDARD_AXES else did_you_mean(name, STANDARD_AXES)}\n  {fix}"
         for name, size in scope.rules.idle(scope.mesh).items()
-        if name != "stage"
+        if name not in by_hand
     ]
     if faults:
         raise RuleError("\n".join(faults))
@@ -119,7 +129,14 @@ def _check_groups(config: RunConfig, scope: Scope) -> None:
     microbatches = 1 if train.microbatches == "auto" else train.microbatches
     plan_reduction(config.reduction(), scope.mesh, microbatches=microbatches)
     if train.local_sgd is not None:
-        train.local_sgd.count(mesh_sizes(scope.mesh).get("data", 1))
+        sizes = mesh_sizes(scope.mesh)
+        train.local_sgd.count(sizes.get("data", 1))
+        if min(sizes.get("data", 1), sizes.get("stage", 1)) > 1 and NESTS_IN_MESH_ORDER_ONLY:
+            raise ConfigError(
+                "train.local_sgd cannot have groups that split layers over stage: the compiler of "
+                f"jax {jax.__version__} does not nest the regions.\n"
+                "  Use a mesh without stage, or train.reduction in place of local_sgd."
+            )
 
 
 def _check_stages(config: RunConfig, scope: Scope) -> None:

@@ -48,8 +48,9 @@ class Sampler:
 
         def sample(state: TrainState, tokens: jax.Array, length: int, t: Any, key: Any) -> Any:
             with use(parts.scope.mesh, rules):
-                params = policy.cast_params(fetch(parts.best_params(state)))
-                model = state.definition.module.merge(params, state.model_state, key)
+                module = state.definition.module
+                params = policy.cast_params(fetch(parts.best_params(state)), module.float32)
+                model = module.merge(params, state.model_state, key)
                 return generate(model, tokens, length=length, temperature=t, rng=key)
 
         replicated = NamedSharding(parts.scope.mesh, PartitionSpec())

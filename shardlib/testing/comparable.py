@@ -8,9 +8,9 @@ import numpy as np
 from jax.extend.source_info_util import summarize
 
 from shardlib.errors import ModelError
+from shardlib.jaxprs import subprograms
 from shardlib.mesh import describe
 from shardlib.testing.deviations import SAFETY, Quantity, blurred
-from shardlib.testing.order import subprograms
 from shardlib.testing.rounding import unit_roundoff
 from shardlib.testing.training import Program
 
@@ -76,8 +76,7 @@ def _roundings(jaxpr: Any, made_of: dict[Any, int | None]) -> Iterator[Rounding]
         origin = made_of.get(variables[0]) if len(variables) == 1 else None
         inner = list(subprograms(equation))
         for program in inner:
-            # Leading arguments that the inner program does not get are constants of the equation.
-            outer = equation.invars[len(equation.invars) - len(program.invars) :]
+            outer = _given(equation, program)
             given = zip(program.invars[-len(outer) :] if outer else [], outer, strict=True)
             known = {v: made_of.get(o) for v, o in given if not hasattr(o, "val")}
             yield from _roundings(program, known)
@@ -86,6 +85,21 @@ def _roundings(jaxpr: Any, made_of: dict[Any, int | None]) -> Iterator[Rounding]
             dtype = getattr(variable.aval, "dtype", np.dtype(bool))
             if not inner and jnp.issubdtype(dtype, jnp.floating) and _is_narrow(dtype):
                 yield Rounding(dtype, origin, summarize(equation.source_info))
+
+
+def _given(equation: Any, program: Any) -> list[Any]:
+    """The arguments of an equation that one of its inner programs gets.
+
+    Leading arguments that it does not get are constants of the equation. The condition of a loop
+    gets its own constants, which come first, and not those of the body.
+    """
+    arguments = list(equation.invars)
+    if equation.primitive.name == "while":
+        own, bodys = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+        is_condition = program is equation.params["cond_jaxpr"].jaxpr
+        carry = arguments[own + bodys :]
+        return (arguments[:own] if is_condition else arguments[own : own + bodys]) + carry
+    return arguments[len(arguments) - len(program.invars) :]
 
 
 def _is_narrow(dtype: Any) -> bool:

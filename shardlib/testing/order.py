@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from shardlib.jaxprs import subprograms
+
 Key = tuple[float, ...]
 
 
@@ -63,15 +65,6 @@ def _uses_in(equation: Any, position: int) -> Iterator[tuple[Any, Use]]:
             elif _is_sliced(equation, outer):
                 depth, layers = 1, equation.params["length"]
             yield equation.invars[outer], Use((position, *use.position), depth, layers)
-
-
-def subprograms(equation: Any) -> Iterator[Any]:
-    """Yields the programs that an equation runs: loop bodies, branches, called functions."""
-    for value in equation.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(one, "jaxpr", one)
-            if hasattr(jaxpr, "eqns"):
-                yield jaxpr
 
 
 def _is_sliced(equation: Any, argument: int) -> bool:

@@ -85,7 +85,7 @@ class EvalStep:
                     microbatches=_eval_microbatches(batch, definition.scope, self.batch_axes),
                     config=self.pipeline,
                 )
-            params = dtypes.cast_params(params)
+            params = dtypes.cast_params(params, definition.module.float32)
             model = definition.module.merge(params, state.model_state, state.rng)
             return loss_sums(self.loss_fn(model, dtypes.cast_batch(batch), state.rng))
 

@@ -73,7 +73,9 @@ class PartLoss:
         """
         model_key, loss_key = jax.random.split(key)
         module = self.definition.module
-        model = module.merge(self.precision.cast_params(params), model_state, model_key)
+        model = module.merge(
+            self.precision.cast_params(params, module.float32), model_state, model_key
+        )
         sums = loss_sums(self.loss_fn(model, self.precision.cast_batch(part), loss_key))
         # A dtype that drifted would compile the next step anew.
         new = jax.tree.map(lambda x, old: x.astype(old.dtype), module.collect(model), model_state)

@@ -92,7 +92,7 @@ def abstract_state(
     dtypes = precision_named(precision)
 
     def init(key: jax.Array) -> tuple[Any, ...]:
-        return _init(module, optimizer, dtypes.store, key)
+        return _init(module, optimizer, lambda params: dtypes.store(params, module.float32), key)
 
     step, params, model_state, opt_state, rng = jax.eval_shape(init, jax.random.key(0))
     places = {

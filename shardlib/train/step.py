@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -77,7 +78,7 @@ def make_train_step(
         whatever is in `aux`.
         Read one of them now and then: XLA gives up on CPU devices with hundreds of steps in flight.
     """
-    if not isinstance(microbatches, int) or microbatches < 1:
+    if not isinstance(microbatches, Integral) or microbatches < 1:
         raise ModelError(
             f"microbatches={microbatches!r} is not a positive whole number.\n"
             "  Use 1 for no splitting; fit_microbatches finds the fewest that fit into memory."
@@ -93,7 +94,7 @@ def make_train_step(
         pipeline = PipelineConfig(schedule=pipeline)  # type: ignore[arg-type]
     return TrainStep(
         loss_fn,
-        microbatches,
+        int(microbatches),
         precision_named(precision),
         schedule,
         dict(batch_axes or {}),
@@ -244,9 +245,10 @@ def structure(state: TrainState, batch: Any) -> Any:
 
 
 def _check_precision(policy: Precision, state: TrainState) -> None:
-    stored = jax.tree.leaves(jax.eval_shape(policy.store, state.params))
+    kept = state.definition.module.float32
+    stored = jax.eval_shape(lambda params: policy.store(params, kept), state.params)
     dtypes = [x.dtype for x in jax.tree.leaves(state.params)]
-    if dtypes != [x.dtype for x in stored]:
+    if dtypes != [x.dtype for x in jax.tree.leaves(stored)]:
         found = ", ".join(sorted(set(map(str, dtypes))))
         raise ModelError(
             f"the step's precision stores parameters in {jnp.dtype(policy.params)}, but those of "

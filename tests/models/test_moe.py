@@ -12,6 +12,7 @@ from flax import nnx
 import shardlib as sl
 from shardlib.errors import RuleError
 from shardlib.explain.program import collectives
+from shardlib.functional import functional
 from shardlib.losses import Mean
 from shardlib.moe import balance_biases
 from shardlib.paths import named_leaves
@@ -197,7 +198,9 @@ def test_router_biases_keep_small_steps(policy, batch):
 def test_logits_are_computed_in_float32(batch):
     model = make(MoEConfig())(nnx.Rngs(0))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    pure = precision("bf16").cast_params(nnx.to_pure_dict(params))
+    kept = functional(make(MoEConfig())).float32
+    assert kept == {"router/kernel"}
+    pure = precision("bf16").cast_params(nnx.to_pure_dict(params), kept)
     nnx.replace_by_pure_dict(params, pure)
     x = jnp.asarray(batch["x"], jnp.bfloat16)
     _, stats = nnx.merge(graphdef, params, rest)(x)

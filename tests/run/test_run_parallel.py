@@ -3,6 +3,7 @@
 import contextlib
 import io
 
+import jax
 import numpy as np
 import pytest
 
@@ -130,6 +131,14 @@ def test_what_cannot_be_is_refused_before_data_is_read(lab, tmp_path):
         "no rule names the mesh axis 'tensor': its 2 devices would all hold and compute the same.\n"
         "  Set rules to a preset that uses it, such as standard, or leave it out of mesh."
     )
+    assert refusal(RuleError, "mesh=auto", "rules=data") == (
+        "no rule names the mesh axis 'fsdp': its 8 devices would all hold and compute the same.\n"
+        "  Set mesh to axes that the rules name, as in mesh=data=-1, or take other rules."
+    )
+    assert refusal(RuleError, "mesh=data=2,tnesor=4").startswith(
+        "no rule names the mesh axis 'tnesor': its 4 devices would all hold and compute the same. "
+        "Did you mean 'tensor'?\n"
+    )
     assert refusal(ConfigError, "mesh=data=8", "train.reduction.group_microbatches=[1,2]") == (
         "reduction.group_microbatches names 2 groups, but the mesh has data=8.\n"
         "  Give 8, one for each group in order."
@@ -180,3 +189,20 @@ def test_options_that_exclude_each_other(lab, tmp_path):
 def test_equal_groups_may_have_stages(lab, tmp_path):
     options = ("mesh=stage=2,data=2,tensor=2", "train.reduction.group_microbatches=[2,2]", *SHORT)
     run.train(lab.config(tmp_path / "run", *options, *NO_EVAL))
+
+
+def test_groups_apart_over_stages_where_the_compiler_cannot_nest_them(lab, tmp_path, monkeypatch):
+    monkeypatch.setattr("shardlib.run.checks.NESTS_IN_MESH_ORDER_ONLY", True)
+    options = ("mesh=stage=2,data=4", "train.microbatches=2", "train.local_sgd.inner_steps=2")
+    with pytest.raises(ConfigError) as caught:
+        run.train(lab.config(tmp_path / "run", *options, *SHORT))
+    assert str(caught.value) == (
+        "train.local_sgd cannot have groups that split layers over stage: the compiler of jax "
+        f"{jax.__version__} does not nest the regions.\n"
+        "  Use a mesh without stage, or train.reduction in place of local_sgd."
+    )
+
+
+def test_groups_apart_split_rows_that_no_rule_does(lab, tmp_path):
+    options = ("mesh=data=2,fsdp=4", "rules.activations.batch=fsdp", *SHORT, *NO_EVAL)
+    run.train(lab.config(tmp_path / "run", *options, "train.local_sgd.inner_steps=2"))

@@ -111,3 +111,14 @@ def test_roundings_are_found_in_loops_and_traced_to_their_argument():
     found = list(roundings(jax.jit(program).trace(*shapes).jaxpr))
     assert [(str(r.dtype), r.argument) for r in found] == [("bfloat16", 1), ("float16", None)]
     assert all(__file__ in r.source for r in found)
+
+
+def test_a_rounding_in_the_condition_of_a_loop():
+    def run(limit, step, x):
+        def go_on(x):
+            return jnp.sum(x) < jnp.sum(limit.astype(jnp.bfloat16)).astype(jnp.float32)
+
+        return jax.lax.while_loop(go_on, lambda x: x + step, x)
+
+    found = list(roundings(jax.make_jaxpr(run)(jnp.ones(3), jnp.ones(3), jnp.zeros(3))))
+    assert {rounding.argument for rounding in found} == {0}
