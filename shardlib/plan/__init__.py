@@ -1,0 +1,14 @@
+"""The planner: what a training step costs on devices that nobody has to rent first."""
+
+from shardlib.plan.cost import StepTime as StepTime
+from shardlib.plan.cost import step_time as step_time
+from shardlib.plan.layout import SHARDLIB as SHARDLIB
+from shardlib.plan.layout import Layout as Layout
+from shardlib.plan.layout import Software as Software
+from shardlib.plan.memory import Memory as Memory
+from shardlib.plan.memory import peak_memory as peak_memory
+from shardlib.plan.workload import Experts as Experts
+from shardlib.plan.workload import Job as Job
+from shardlib.plan.workload import Latent as Latent
+from shardlib.plan.workload import Remat as Remat
+from shardlib.plan.workload import Transformer as Transformer

@@ -1,0 +1,235 @@
+"""Seconds that one device computes for a microbatch: layers, head, optimizer.
+
+Passes over memory are counted by what each operation reads and writes, in units of the residual
+stream (`embed`), of the hidden width of the MLP and of query, key and value together:
+
+                 forward                             backward
+compiled         2 x (read x and branch, write x     2 x (read three, write one)  8 embed
+                 and its norm)             8 embed   GLU: read three, write two   5 hidden
+                 GLU: read two, write one 3 hidden   plain: read two, write one   3 hidden
+                 plain: read, write       2 hidden
+kernels          norm; bias, dropout, add 11 embed   likewise, sums of branches  17 embed
+                 GLU: 3 hidden, plain: 2             GLU: 5 hidden, plain: 3
+                 copies into heads         1 qkv     and out of them               2 qkv
+eager            norm, add: each alone    14 embed   norm, add, sums of branches  22 embed
+                 GLU: 5 hidden, plain: 2             GLU: 9 hidden, plain: 3
+                 copies into heads         2 qkv     and out of them               4 qkv
+
+The head's loss takes its softmax in float32: compiled it reads and writes each logit in 14 bytes
+(two reductions and a gradient), with kernels in 28 (a cast, an exponential that is kept, a gradient
+and its cast), in eager mode in 32 (a cast, a softmax and the gradients of both).
+Source: counted from the operations; Korthikanti et al. 2022, section 4, counts what of it is kept.
+"""
+
+import dataclasses
+
+from shardlib.plan import kernels
+from shardlib.plan.flops import attention_flops
+from shardlib.plan.layout import Layout, Software
+from shardlib.plan.rates import Rates
+from shardlib.plan.workload import Job, Matmul
+
+_EMBED_PASSES = {"compiled": (8, 8), "kernels": (11, 17), "eager": (14, 22)}
+_QKV_PASSES = {"compiled": (0, 0), "kernels": (1, 2), "eager": (2, 4)}
+_GATED_PASSES = {"compiled": (3, 5), "kernels": (3, 5), "eager": (5, 9)}
+_PLAIN_PASSES = {"compiled": (2, 3), "kernels": (2, 3), "eager": (2, 3)}
+_LOGIT_BYTES = {"compiled": 14, "kernels": 28, "eager": 32}
+_FIRST_FLASH = 1.7
+"""Time of `flash1` kernels over that of `flash`."""
+_LAUNCHES = {"compiled": 0, "kernels": 8, "eager": 20}
+"""Small kernels of a layer forward; twice as many backward."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """Seconds of a forward, a backward or a repeated forward pass."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds in all."""
+        return self.matmul + self.attention + self.elementwise
+
+    def __add__(self, other: "Pass") -> "Pass":
+        return Pass(
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.elementwise + other.elementwise,
+        )
+
+    def __mul__(self, count: float) -> "Pass":
+        return Pass(self.matmul * count, self.attention * count, self.elementwise * count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """Forward and backward of one microbatch, and what backward computes again."""
+
+    forward: Pass = Pass()
+    backward: Pass = Pass()
+    again: Pass = Pass()
+
+    @property
+    def total(self) -> float:
+        """Seconds in all."""
+        return self.forward.total + self.backward.total + self.again.total
+
+    def __add__(self, other: "Passes") -> "Passes":
+        return Passes(
+            self.forward + other.forward, self.backward + other.backward, self.again + other.again
+        )
+
+    def __mul__(self, count: float) -> "Passes":
+        return Passes(self.forward * count, self.backward * count, self.again * count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A job as one device sees it."""
+
+    job: Job
+    layout: Layout
+    software: Software
+    achieved: Rates | None = None
+
+    @property
+    def rates(self) -> Rates:
+        """What it achieves; not needed to count bytes."""
+        assert self.achieved is not None, "a device without rates counts bytes only"
+        return self.achieved
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of one microbatch in the residual stream of one tensor-parallel group."""
+        layout = self.layout
+        return self.job.tokens / (layout.batch_shards * layout.context * layout.microbatches)
+
+    @property
+    def sequences(self) -> float:
+        """Sequences of one microbatch; a fraction where `context` cuts them."""
+        return self.tokens / self.job.length
+
+
+def layer(device: Device, *, routed: bool) -> Passes:
+    """Returns the seconds of one layer for one microbatch."""
+    job = device.job
+    forward = again = backward = 0.0
+    for product in job.model.matmuls(routed=routed):
+        seconds, back = _matmul(device, product)
+        forward += seconds
+        backward += back
+        again += seconds * job.again(product.name)
+    attended, attended_back = _attention(device)
+    passed, passed_back = _elementwise(device, routed=routed)
+    attended_again = attended * job.again("attention")
+    return Passes(
+        Pass(forward, attended, passed),
+        Pass(backward, attended_back, passed_back),
+        Pass(again, attended_again, passed * job.again("elementwise")),
+    )
+
+
+def head(device: Device) -> Passes:
+    """Returns the seconds of logits and loss for one microbatch."""
+    model, tensor = device.job.model, device.layout.tensor
+    vocab = model.vocab / tensor
+    width = device.job.compute_bytes
+    rates, tokens = device.rates, device.tokens
+    product, back = _both_ways(rates, tokens, model.embed, vocab, width=width)
+    moved = tokens * vocab * _LOGIT_BYTES[device.software.fusion] / rates.memory
+    again = product if device.job.loss_chunks > 1 else 0.0
+    return Passes(Pass(product, 0.0, moved / 2), Pass(back, 0.0, moved / 2), Pass(again))
+
+
+def optimizer(device: Device, params: float) -> float:
+    """Returns the seconds of the update of `params` parameters that the device holds.
+
+    The state and the gradient are read, the state is written, and with it what the next step
+    multiplies. Source: Kingma and Ba 2015, "Adam", algorithm 1, for what it reads and writes.
+    """
+    job = device.job
+    state = 2 * (job.param_bytes + job.moment_bytes)
+    copy = job.compute_bytes if job.param_bytes != job.compute_bytes else 0
+    return params * (state + job.gradient_bytes + copy) / device.rates.memory
+
+
+def _matmul(device: Device, product: Matmul) -> tuple[float, float]:
+    """Seconds of one matmul, forward and backward."""
+    layout, model, rates = device.layout, device.job.model, device.rates
+    fan_in, fan_out = product.fan_in, product.fan_out
+    if product.cut == "in":
+        fan_in = fan_in / layout.tensor
+    elif product.cut == "out":
+        fan_out = fan_out / layout.tensor
+    width = device.job.compute_bytes
+    if not product.routed:
+        return _both_ways(rates, device.tokens, fan_in, fan_out, width=width)
+    experts = model.experts
+    assert experts is not None
+    local = max(experts.number / layout.expert, 1.0)
+    # Blocks of rows that an expert fills in part are computed whole (Gale et al. 2022,
+    # "MegaBlocks", section 5).
+    rows = device.tokens * experts.per_token / local + rates.block / 2
+    forward, backward = _both_ways(rates, rows, fan_in, fan_out, width=width, groups=local)
+    return forward / rates.grouped, backward / rates.grouped
+
+
+def _both_ways(
+    rates: Rates, rows: float, fan_in: float, fan_out: float, *, width: int, groups: float = 1
+) -> tuple[float, float]:
+    """Seconds of a matmul forward, and of those for the gradients of its two operands."""
+    forward = kernels.matmul(rates, rows, fan_in, fan_out, width=width, groups=groups)
+    inputs = kernels.matmul(rates, rows, fan_out, fan_in, width=width, groups=groups)
+    weights = kernels.matmul(rates, fan_in, rows, fan_out, width=width, groups=groups)
+    return forward, inputs + weights
+
+
+def _attention(device: Device) -> tuple[float, float]:
+    """Seconds of attention of one layer, forward and backward."""
+    job, layout, rates = device.job, device.layout, device.rates
+    model = job.model
+    heads = max(model.heads / layout.tensor, 1.0)
+    share = heads / (model.heads * model.layers)
+    if device.software.attention == "unfused":
+        return tuple(  # type: ignore[return-value]
+            kernels.unfused_attention(
+                rates, device.sequences, job.length, heads, model.head_dim, backward=backward
+            )
+            for backward in (False, True)
+        )
+    flops = attention_flops(model, job.length, causal=job.causal)
+    # Blocks on the diagonal are computed whole.
+    flops *= 1 + (rates.block / job.length if job.causal else 0)
+    flops *= (
+        device.sequences * share * (_FIRST_FLASH if device.software.attention == "flash1" else 1)
+    )
+    return (
+        kernels.flash_attention(rates, flops, model.score_dim, backward=False),
+        kernels.flash_attention(rates, flops, model.score_dim, backward=True),
+    )
+
+
+def _elementwise(device: Device, *, routed: bool) -> tuple[float, float]:
+    """Seconds of passes over memory of one layer, forward and backward."""
+    model, layout, fusion = device.job.model, device.layout, device.software.fusion
+    shared = layout.tensor if layout.sequence_parallel else 1
+    qkv = model.heads * model.score_dim + model.kv_width
+    hidden = float(model.mlp)
+    if routed and model.experts:
+        hidden = float(model.experts.shared_mlp + model.experts.per_token * model.experts.mlp)
+    passes = _GATED_PASSES if model.gated else _PLAIN_PASSES
+    found, copies = [], 0.0
+    for way in (0, 1):
+        width = _EMBED_PASSES[fusion][way] * model.embed / shared
+        width += _QKV_PASSES[fusion][way] * qkv / layout.tensor
+        width += passes[fusion][way] * hidden / layout.tensor
+        if routed and model.experts:
+            # Copies to the experts are read and written, their results read and summed.
+            copies = (3 * model.experts.per_token + 1) * model.embed / shared
+        moved = device.tokens * device.job.compute_bytes
+        seconds = moved * (width / device.rates.memory + copies / device.rates.dispatch)
+        found.append(seconds + _LAUNCHES[fusion] * (1 + way) * device.rates.kernel_seconds)
+    return found[0], found[1]

@@ -1,0 +1,111 @@
+"""The constants of the cost model: what is expected of each, and what calibration found."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from shardlib.chips import Chip
+
+FAMILIES = {
+    "a100-40": "ampere",
+    "a100-80": "ampere",
+    "h100": "hopper",
+    "h200": "hopper",
+    "b200": "blackwell",
+}
+"""Chips that share constants; a chip not listed is a family of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prior:
+    """What a constant is expected to be before any run is seen."""
+
+    value: float
+    spread: float
+    """Standard deviation of the natural logarithm."""
+    source: str
+
+
+_MAMF = "largest measured matmul (stas00/ml-engineering, compute/accelerator)"
+_RECIPES = "AI-Hypercomputer/tpu-recipes, microbenchmarks"
+_BOOK = "How to Scale Your Model, ch. 3"
+_JUDGED = "order of magnitude"
+
+PRIORS: dict[str, Prior] = {
+    # Fraction of peak that a large matmul reaches inside of a step.
+    "matmul.gpu": Prior(0.75, 0.10, _MAMF),
+    "matmul.tpu": Prior(0.85, 0.10, _RECIPES),
+    "matmul.ampere": Prior(0.80, 0.07, _MAMF),
+    "matmul.hopper": Prior(0.68, 0.10, _MAMF + "; less under sustained power"),
+    "matmul.blackwell": Prior(0.68, 0.10, _MAMF + "; less under sustained power"),
+    "matmul.v5e": Prior(0.90, 0.07, _RECIPES),
+    "matmul.v5p": Prior(0.90, 0.07, _RECIPES),
+    "matmul.v6e": Prior(0.80, 0.10, _RECIPES),
+    "matmul.tpu7x": Prior(0.80, 0.07, _RECIPES),
+    # Fraction of peak of fused attention on the pairs it computes, heads of 128, with backward.
+    "flash.gpu": Prior(0.45, 0.20, "Dao 2023, FlashAttention-2, figures 4-6"),
+    "flash.ampere": Prior(0.57, 0.15, "Dao 2023, FlashAttention-2, figure 4: 180 of 312 TFLOP/s"),
+    "flash.hopper": Prior(0.38, 0.20, "Shah et al. 2024, FlashAttention-3, figures 5 and 6"),
+    "flash.tpu": Prior(0.40, 0.30, _JUDGED),
+    # Fraction of memory bandwidth of a pass over an array.
+    "memory.gpu": Prior(0.80, 0.10, _JUDGED),
+    "memory.tpu": Prior(0.83, 0.10, _RECIPES + ": 1360 of 1600 GB/s copied"),
+    # Fraction of link bandwidth in large collectives.
+    "nvlink": Prior(0.75, 0.15, "NVIDIA nccl-tests, bus bandwidth of 8 GPUs"),
+    "nic": Prior(0.70, 0.25, _JUDGED),
+    "ici": Prior(0.85, 0.10, _BOOK + ", quiz 2: 560 of 680 us"),
+    "dcn": Prior(0.60, 0.30, _JUDGED),
+    # Fraction of a collective that computation can hide.
+    "hide_gather.gpu": Prior(0.70, 0.30, _JUDGED),
+    "hide_gather.tpu": Prior(0.85, 0.10, _JUDGED),
+    "hide_tensor.gpu": Prior(0.50, 0.30, _JUDGED),
+    "hide_tensor.tpu": Prior(0.60, 0.30, _JUDGED),
+    "hide_data": Prior(0.70, 0.25, _JUDGED),
+    # Share of a step lost to waiting for the slowest host, for each unit of sqrt(2 ln hosts).
+    "jitter": Prior(0.010, 0.60, _JUDGED),
+    # Share of a step lost to slices out of step, for each doubling of their number.
+    "skew": Prior(0.015, 0.60, _JUDGED),
+    # Fraction of its rate that a matmul keeps when experts share it, unevenly.
+    "grouped": Prior(0.75, 0.20, _JUDGED),
+    # Fraction of memory bandwidth when rows are gathered to experts and back.
+    "dispatch": Prior(0.30, 0.50, _JUDGED),
+    # Steps of a sum that starting and storing a tile of a matmul costs.
+    "fill.gpu": Prior(128, 0.50, "one tile of 128 x 256 x 64 in flight, and its epilogue"),
+    "fill.tpu": Prior(64, 0.50, "half the depth of a systolic array"),
+    # Seconds.
+    "kernel_seconds.gpu": Prior(5e-6, 0.4, "launch of a CUDA kernel"),
+    "kernel_seconds.tpu": Prior(1.6e-6, 0.3, _RECIPES + ": matmul of 128^3"),
+    "hop_seconds": Prior(2e-6, 0.5, _BOOK + ", quiz 2: 8 us over 4 chips"),
+}
+
+
+def family_of(chip: Chip) -> str:
+    """Returns the name under which the constants of a chip are fitted."""
+    return FAMILIES.get(chip.name, chip.name)
+
+
+def constant(constants: Mapping[str, float], name: str, chip: Chip) -> float:
+    """Returns a constant of the chip's family, else of its kind, else of all chips."""
+    for key in (f"{name}.{family_of(chip)}", f"{name}.{chip.kind}", name):
+        if key in constants:
+            return constants[key]
+    raise KeyError(name)
+
+
+@functools.cache
+def committed() -> dict[str, float]:
+    """Returns the constants that calibration on published runs found, by name."""
+    return {name: entry["value"] for name, entry in _record()["constants"].items()}
+
+
+def fit_errors() -> dict[str, float]:
+    """Returns how far predictions with the committed constants were from published runs: median
+    and 90th percentile of the relative error, also of families left out (`cv_`)."""
+    return dict(_record()["fit"])
+
+
+def _record() -> dict[str, Any]:
+    return json.loads(resources.files("shardlib.plan").joinpath("constants.json").read_text())

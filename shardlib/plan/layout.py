@@ -1,0 +1,82 @@
+"""How a step is split over devices, and by what software it runs."""
+
+import dataclasses
+import math
+from typing import Literal
+
+AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+"""Mesh axes from the slowest interconnect to the fastest."""
+BATCH_AXES = ("data", "fsdp", "expert")
+"""Axes that split the sequences of a batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Degrees of the mesh axes and how they are used."""
+
+    stage: int = 1
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+    slices: int = 1
+    """How many slices `data` crosses first, and `fsdp` where `data` is too small."""
+    microbatches: int = 1
+    chunks: int = 1
+    """Chunks of layers on a stage (interleaved schedule)."""
+    sequence_parallel: bool = True
+    """Whether `tensor` also cuts the residual stream. Source: Korthikanti et al. 2022, sec. 4.2."""
+    zero: Literal[1, 2, 3] = 3
+    """What `fsdp` cuts besides the optimizer state. Source: Rajbhandari et al. 2020, "ZeRO"."""
+    shard_optimizer: bool = False
+    """Whether `data` cuts the optimizer state (ZeRO 1) although parameters are whole."""
+
+    @property
+    def num_devices(self) -> int:
+        """Product of all degrees."""
+        return math.prod(self.size(axis) for axis in AXES)
+
+    @property
+    def batch_shards(self) -> int:
+        """Devices among which the sequences of a batch are split."""
+        return math.prod(self.size(axis) for axis in BATCH_AXES)
+
+    def size(self, axis: str) -> int:
+        """Devices along an axis."""
+        return getattr(self, axis)
+
+    def __str__(self) -> str:
+        sizes = [f"{axis}={self.size(axis)}" for axis in AXES if self.size(axis) > 1]
+        return ",".join(sizes) or "data=1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Software:
+    """Properties of the program that runs the step. The defaults are those of shardlib."""
+
+    attention: Literal["flash", "flash1", "unfused"] = "flash"
+    """Fused attention never writes the scores to memory; before it, scores of all pairs were
+    written and read. `flash1` are kernels as of Dao et al. 2022, "FlashAttention"; `flash` those
+    after Dao 2023, "FlashAttention-2", which reach 1.7 times their rate (its section 4.1)."""
+    fusion: Literal["compiled", "kernels", "eager"] = "compiled"
+    """Whether elementwise operations are fused by a compiler, in part by kernels written for it, or
+    each pass through memory."""
+    overlap_tensor: bool = True
+    """Whether matmuls are cut to hide collectives of `tensor` (Wang et al. 2023, "Overlap
+    Communication with Dependent Computation via Decomposition")."""
+    overlap_expert: bool = True
+    """Whether tokens travel to experts beside other computation (DeepSeek-AI 2024, "DeepSeek-V3
+    Technical Report", section 3.2.1)."""
+    overlap_data: bool = True
+    """Whether gradients are reduced during the backward pass."""
+    overlap_gather: bool = True
+    """Whether parameters of the next layer are gathered while one computes."""
+    balance_head: bool = False
+    """Whether the last pipeline stage holds fewer layers, for the head's sake."""
+    single_rail: bool = False
+    """Whether a collective over hosts uses one NIC of each and not all: parameters gathered one
+    by one, as in ZeRO-3 of 2021 (Narayanan et al. 2021, section 5.2)."""
+
+
+SHARDLIB = Software()

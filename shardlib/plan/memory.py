@@ -1,0 +1,187 @@
+"""Bytes that one device holds at the peak of a training step, by category.
+
+Activations of a layer follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+Transformer Models", sections 4.1 and 4.2, there for a plain MLP of 4 h and half precision:
+s b h (10 + 24 / t + 5 a s / (h t)) bytes, of which 10 are split by sequence parallelism too. Here
+each part counts by its own width, so that gated MLPs, grouped queries and what a policy keeps or
+leaves follow from the same table. State is cut as in ZeRO (Rajbhandari et al. 2020, section 5).
+"""
+
+import dataclasses
+
+from shardlib.hardware import Cluster
+from shardlib.plan import compute, traffic
+from shardlib.plan.layout import SHARDLIB, Layout, Software
+from shardlib.plan.workload import NONE, Job
+
+_LOGIT_BYTES = 4
+"""Logits and their gradient in half precision; the softmax between is taken in passing."""
+_RUNTIME_BYTES = {"tpu": 0.5e9, "gpu": 2.0e9}
+"""Program, library contexts and buffers of collectives."""
+_FRAGMENTATION = 0.04
+"""Share of the memory that allocators cannot use."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on the device that holds most, at the moment of the peak; they add up to `total`.
+
+    The peak is either in the head, where all activations wait and logits are there, or in the
+    backward pass, where gradients are there and a layer is computed again and gathered.
+    """
+
+    params: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    """Kept from the forward for the backward pass."""
+    recomputed: float = 0.0
+    """What one layer computes again before its backward pass."""
+    gathered: float = 0.0
+    """Whole parameters of the layers in use, and their gradients before they are scattered."""
+    logits: float = 0.0
+    runtime: float = 0.0
+    host: float = 0.0
+    """Offloaded activations, in the memory of the host: no part of `total`."""
+
+    @property
+    def total(self) -> float:
+        """Bytes on the device."""
+        return sum(value for name, value in vars(self).items() if name != "host")
+
+    def fits(self, capacity_bytes: float) -> bool:
+        """Whether it fits a device, with what allocators cannot use."""
+        return self.total <= capacity_bytes * (1 - _FRAGMENTATION)
+
+
+def peak_memory(
+    job: Job,
+    layout: Layout,
+    cluster: Cluster,
+    software: Software = SHARDLIB,
+    *,
+    dropout: bool = False,
+) -> Memory:
+    """Returns the memory of one device at the peak of a step.
+
+    Args:
+        job: Model, batch, widths of the state and rematerialisation.
+        layout: Degrees of the mesh.
+        cluster: For what the runtime of its chips takes.
+        software: Whether attention is fused, and what is gathered at a time.
+        dropout: Whether the residual branches keep masks of dropout.
+    """
+    device = compute.Device(job, layout, software)
+    held = traffic.local_weights(device).total
+    sharded = held / layout.fsdp
+    optimizer = sharded / (layout.data * layout.expert if layout.shard_optimizer else 1)
+    kept, everything, host = _activations(job, layout, software, dropout=dropout)
+    waiting = device.tokens * _layers_in_flight(job, layout)
+    base = Memory(
+        params=_param_bytes(job, layout, held, sharded, optimizer),
+        optimizer=optimizer * job.moment_bytes,
+        activations=waiting * kept,
+        runtime=_RUNTIME_BYTES[cluster.chip.kind] if cluster.chip else 0.0,
+        host=waiting * host,
+    )
+    whole = layout.fsdp == 1 or layout.zero == 1
+    gradients = (held if whole else sharded) * job.gradient_bytes
+    in_head = dataclasses.replace(
+        base,
+        logits=device.tokens * job.model.vocab / layout.tensor * _LOGIT_BYTES / job.loss_chunks,
+        gradients=gradients if layout.microbatches > 1 else 0.0,
+    )
+    in_backward = dataclasses.replace(
+        base,
+        gradients=gradients,
+        recomputed=device.tokens * everything if host or kept < everything else 0.0,
+        gathered=_gathered(device),
+    )
+    return max(in_head, in_backward, key=lambda phase: phase.total)
+
+
+def _activations(
+    job: Job, layout: Layout, software: Software, *, dropout: bool
+) -> tuple[float, float, float]:
+    """Bytes per token and layer, on average over layers: kept on the device, what there is to
+    keep, and kept on the host."""
+    keeps_all = dataclasses.replace(job, remat=NONE)
+    everything, _ = layer_activations(keeps_all, layout, software, dropout=dropout)
+    kept, host = layer_activations(job, layout, software, dropout=dropout)
+    share = job.remat_share
+    return share * kept + (1 - share) * everything, everything, share * host
+
+
+def _gathered(device: compute.Device) -> float:
+    """Bytes of parameters gathered at a time, one unit ahead of the one in use, and of the unit's
+    gradients: a compiled step gathers single matrices, an eager one whole layers."""
+    job, layout = device.job, device.layout
+    if layout.fsdp == 1:
+        return 0.0
+    model = job.model
+    if device.software.fusion == "eager":
+        unit = max(model.layer_weights) / layout.tensor
+        unit += model.expert_weights / (layout.tensor * layout.expert)
+    else:
+        matrices = [m for routed in (False, True) for m in model.matmuls(routed=routed)]
+        copies = model.experts.number / layout.expert if model.experts else 1.0
+        unit = max(m.fan_in * m.fan_out * (copies if m.routed else 1) for m in matrices)
+        unit /= layout.tensor
+    return unit * 3 * job.compute_bytes
+
+
+def _param_bytes(job: Job, layout: Layout, held: float, sharded: float, optimizer: float) -> float:
+    """Bytes of parameters: where `data` cuts the state, whole copies in the compute width too."""
+    if layout.shard_optimizer:
+        return held * job.compute_bytes + optimizer * job.param_bytes
+    return (sharded if layout.zero == 3 else held) * job.param_bytes
+
+
+def layer_activations(
+    job: Job, layout: Layout, software: Software = SHARDLIB, *, dropout: bool = False
+) -> tuple[float, float]:
+    """Returns bytes per token that a layer under `job.remat` keeps for its backward pass: on the
+    device, and on the host."""
+    model, width, keeps = job.model, job.compute_bytes, job.remat.kept
+    residual = layout.tensor if layout.sequence_parallel else 1
+    hidden = float(model.mlp)
+    if model.experts and model.routed_layers:
+        experts = model.experts
+        hidden = float(experts.per_token * experts.mlp + experts.shared_mlp)
+    heads = model.heads * model.value_dim
+    scores = 0.0
+    if software.attention == "unfused":
+        scores = model.heads * job.length * (2 * width + 1)
+    parts = {
+        "qkv": (model.heads * model.score_dim + model.kv_width) * width / layout.tensor,
+        "attention": (heads * width + scores) / layout.tensor,
+        "out": model.embed * width / residual,
+        "up": (2 if model.gated else 1) * hidden * width / layout.tensor,
+        "elementwise": 2 * model.embed * (width + (1 if dropout else 0)) / residual
+        + hidden * width / layout.tensor,
+    }
+    if software.attention == "unfused" and "attention" not in keeps:
+        # Only the core is computed again; what it gives to the projection stays.
+        parts["core"] = heads * width / layout.tensor if "qkv" in keeps else 0.0
+    kept = model.embed * width / residual
+    kept += sum(size for name, size in parts.items() if name in keeps or name == "core")
+    kept += sum(parts[name] / 2 for name in job.remat.half)
+    host = sum(size for name, size in parts.items() if name in job.remat.offloaded)
+    if "input" in job.remat.offloaded:
+        host += model.embed * width / residual
+    return kept - host, host
+
+
+def _layers_in_flight(job: Job, layout: Layout) -> float:
+    """Layers of one microbatch whose activations a device holds at a time.
+
+    The first of p stages holds p microbatches of its L / p layers; interleaving adds
+    (p - 1) / (p v) to it. Source: Korthikanti et al. 2022, section 4.2.3.
+    """
+    layers, stages = job.model.layers, layout.stage
+    if stages == 1:
+        return float(layers)
+    flying = min(layout.microbatches, stages) / stages
+    if layout.chunks > 1:
+        flying *= 1 + (stages - 1) / (stages * layout.chunks)
+    return layers * flying

@@ -1,0 +1,182 @@
+"""Seconds of collectives of one device in a step, and how much of them computation hides.
+
+Bytes follow `ZeRO` (Rajbhandari et al. 2020, section 7), Megatron-LM (Shoeybi et al. 2019, section
+3; Korthikanti et al. 2022, section 4.2.2), Ring Attention (Liu et al. 2023, section 3), GShard
+(Lepikhin et al. 2020, section 3.2) and pipelining (Narayanan et al. 2021, section 2.2).
+
+A collective of t seconds beside a window of w seconds of computation costs t - min(f t, w): of a
+fraction f, the constant of its kind, it can be hidden if there is enough to hide it behind.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from shardlib.plan.compute import Device, Passes
+from shardlib.plan.fabric import Link
+
+FLOAT32 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalWeights:
+    """Weights on a device before `fsdp` cuts them: of all its layers, and of the vocabulary."""
+
+    dense: float
+    routed: float
+    vocab: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.dense + self.routed + self.vocab
+
+
+def local_weights(device: Device) -> LocalWeights:
+    """Returns the weights that tensor, expert and stage parallelism leave on the largest device."""
+    model, layout = device.job.model, device.layout
+    dense, routed = model.layer_weights
+    shared = model.dense_layers * dense + model.routed_layers * routed
+    experts = model.routed_layers * model.expert_weights
+    tables = 1 if model.tied or layout.stage > 1 else 2
+    cut = layout.tensor * layout.stage
+    return LocalWeights(
+        shared / cut,
+        experts / (cut * layout.expert),
+        tables * model.vocab_weights / layout.tensor,
+    )
+
+
+def hidden(seconds: float, window: float, fraction: float) -> float:
+    """Returns what is left of a collective beside `window` seconds of computation."""
+    return seconds - min(fraction * seconds, max(window, 0.0))
+
+
+def tensor_seconds(device: Device, link: Link, layers: float, busy: float) -> float:
+    """Returns exposed seconds of `tensor` for one microbatch of `layers` layers.
+
+    Two all-reduces of the residual stream a layer forward, two backward, and of what is computed
+    again those that something reads; with sequence parallelism the same bytes.
+    """
+    if link.size == 1:
+        return 0.0
+    job = device.job
+    again = (2 if job.remat.whole else 1) if job.remat.any else 0
+    count = 4.0 + again * job.remat_share
+    residual = device.tokens * job.model.embed * job.compute_bytes
+    seconds = (count * layers + 2) * link.all_reduce(residual)
+    if not device.software.overlap_tensor:
+        return seconds
+    return hidden(seconds, busy, device.rates.hide_tensor)
+
+
+def expert_seconds(device: Device, link: Link, routed_layers: float, busy: float) -> float:
+    """Returns exposed seconds of `expert` for one microbatch: tokens to experts and back."""
+    experts = device.job.model.experts
+    if link.size == 1 or experts is None:
+        return 0.0
+    copies = device.tokens * experts.per_token * device.job.model.embed
+    times = 4 + (2 * device.job.remat_share if device.job.remat.any else 0)
+    seconds = routed_layers * times * link.all_to_all(copies * device.job.compute_bytes)
+    if not device.software.overlap_expert:
+        return seconds
+    return hidden(seconds, busy, device.rates.hide_tensor)
+
+
+def context_seconds(device: Device, link: Link, layers: float, attention: float) -> float:
+    """Returns exposed seconds of `context` for one microbatch: keys and values around the ring."""
+    if link.size == 1:
+        return 0.0
+    job = device.job
+    held = device.tokens * job.model.kv_width / device.layout.tensor
+    widths = 2 * job.compute_bytes + FLOAT32
+    seconds = layers * (link.size - 1) * link.shift(held * widths)
+    return hidden(seconds, attention, device.rates.hide_gather)
+
+
+def gather_seconds(device: Device, link: Link, weights: LocalWeights, work: Passes) -> float:
+    """Returns exposed seconds of `fsdp` for one microbatch.
+
+    Parameters are gathered forward and, unless kept (`zero` < 3), backward; embedding and head
+    once. Gradients are reduced and scattered.
+    """
+    if link.size == 1:
+        return 0.0
+    job = device.job
+    once = link.gather(weights.total * job.compute_bytes)
+    reduce = link.gather(weights.total * job.gradient_bytes)
+    again = link.gather((weights.total - weights.vocab) * job.compute_bytes)
+    forward, backward = once, reduce + (again if device.layout.zero == 3 else 0.0)
+    if not device.software.overlap_gather:
+        return forward + backward
+    fraction = device.rates.hide_gather
+    left = hidden(forward, work.forward.total, fraction)
+    return left + hidden(backward, work.backward.total + work.again.total, fraction)
+
+
+def reduce_seconds(
+    device: Device, links: Mapping[str, Link], weights: LocalWeights, work: Passes
+) -> float:
+    """Returns exposed seconds of summing gradients over replicas, once a step.
+
+    Over several axes the sum is hierarchical: each axis carries what the faster ones leave. Half
+    of an all-reduce scatters sums, and hides behind a backward pass; half gathers them. Where the
+    optimizer state is cut (ZeRO 1) new parameters are gathered in their place, and hide behind
+    the next forward pass.
+    """
+    layout, width = device.layout, device.job.gradient_bytes
+    dense = (weights.dense + weights.vocab) / layout.fsdp * width
+    routed = weights.routed / layout.fsdp * width
+    scatter = 0.0
+    for axis in ("context", "expert", "data", "slices"):
+        link = links.get(axis)
+        if link is None or link.size == 1:
+            continue
+        scatter += link.gather(dense + (0.0 if axis == "expert" else routed))
+        dense /= link.size
+        routed /= 1 if axis == "expert" else link.size
+    back = work.backward.total + work.again.total
+    gather = scatter
+    if layout.shard_optimizer:
+        gather *= device.job.compute_bytes / width
+    if not device.software.overlap_data:
+        return scatter + gather
+    fraction = device.rates.hide_data
+    if layout.shard_optimizer:
+        return hidden(scatter, back, fraction) + hidden(gather, work.forward.total, fraction)
+    return hidden(scatter + gather, back, fraction)
+
+
+def offload_seconds(device: Device, host_bytes: float, pcie: float, work: Passes) -> float:
+    """Returns exposed seconds in which `host_bytes` of activations go to the host and come back.
+
+    Each way runs beside the computation of its pass (Rajbhandari et al. 2021, "ZeRO-Infinity",
+    section 6.2).
+
+    Args:
+        device: For what it hides.
+        host_bytes: Of one microbatch.
+        pcie: Bytes/s between device and host, one direction.
+        work: Of one microbatch.
+    """
+    if not host_bytes:
+        return 0.0
+    seconds = host_bytes / pcie
+    fraction = device.rates.hide_gather
+    back = work.backward.total + work.again.total
+    return hidden(seconds, work.forward.total, fraction) + hidden(seconds, back, fraction)
+
+
+def stage_seconds(device: Device, link: Link) -> float:
+    """Returns exposed seconds of `stage` in a step: the residual stream handed on and back.
+
+    Devices of a tensor-parallel group send a part each and gather it on the fast links (Narayanan
+    et al. 2021, section 4.1).
+    """
+    if link.size == 1:
+        return 0.0
+    layout, job = device.layout, device.job
+    residual = device.tokens * job.model.embed * job.compute_bytes / layout.tensor
+    turns = layout.chunks * layout.microbatches + layout.stage - 1
+    seconds = 2 * turns * link.shift(residual)
+    left = 1 - device.rates.hide_data if device.software.overlap_data else 1.0
+    return left * seconds

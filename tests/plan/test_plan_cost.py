@@ -1,0 +1,177 @@
+"""Step times: what must hold for any job, and how near they come to published runs."""
+
+import dataclasses
+import itertools
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from shardlib.errors import MeshError
+from shardlib.hardware import parse_cluster
+from shardlib.plan import calibrate
+from shardlib.plan.constants import PRIORS, committed
+from shardlib.plan.cost import step_time
+from shardlib.plan.layout import Layout, Software
+from shardlib.plan.published import read_file
+from shardlib.plan.workload import FULL, FULL_EAGER, NONE, Experts, Job, Remat, Transformer
+
+DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.json"
+LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
+JOB = Job(LLAMA, 8192, 512)
+CLUSTER = parse_cluster("64xh100")
+
+
+def seconds(job=JOB, cluster="64xh100", software=None, **degrees):
+    software = Software() if software is None else software
+    return step_time(job, Layout(**degrees), parse_cluster(cluster), software).total
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return [case for case in read_file(DATA)[0] if not case.eight_bit]
+
+
+def test_parts_add_up_and_name_the_bottleneck():
+    found = step_time(
+        JOB, Layout(stage=2, fsdp=16, tensor=2, microbatches=8), parse_cluster("64xh100")
+    )
+    assert found.total == pytest.approx(sum(found.parts.values()))
+    assert all(part >= 0 for part in found.parts.values())
+    assert found.bottleneck == "matmul"
+    assert found.bubble > 0
+
+
+def test_recomputation_costs_a_third_of_the_layers_work():
+    kept, again = (
+        step_time(dataclasses.replace(JOB, remat=remat), Layout(fsdp=64), CLUSTER)
+        for remat in (NONE, FULL_EAGER)
+    )
+    work = kept.matmul + kept.attention + kept.elementwise
+    assert kept.recompute == 0
+    assert again.recompute == pytest.approx(work / 3, rel=0.15)
+    assert seconds(dataclasses.replace(JOB, remat=FULL), fsdp=64) < again.total
+
+
+def test_slower_links_smaller_batches_and_older_software_cost_more():
+    assert seconds(fsdp=64) < seconds(fsdp=64, software=Software(attention="unfused"))
+    assert seconds(fsdp=64) < seconds(fsdp=64, software=Software(attention="flash1"))
+    assert seconds(fsdp=64) < seconds(fsdp=64, software=Software(fusion="eager"))
+    tensor = {"fsdp": 8, "tensor": 8}
+    assert seconds(**tensor) < seconds(**tensor, software=Software(overlap_tensor=False))
+    # A tensor axis that leaves the host.
+    across = {"fsdp": 4, "tensor": 16}
+    assert seconds(**across) > 1.2 * seconds(**tensor)
+    small = dataclasses.replace(JOB, batch=64)
+    assert seconds(small, fsdp=64) / 64 > seconds(fsdp=64) / 512
+
+
+def test_throughput_of_a_chip_falls_as_devices_are_added():
+    rates = [
+        512 / seconds(cluster=f"{hosts}x8xh100", fsdp=8 * hosts) / (8 * hosts)
+        for hosts in (1, 2, 8, 64)
+    ]
+    assert all(few > many for few, many in itertools.pairwise(rates)), rates
+
+
+def test_bubbles_shrink_with_microbatches_and_chunks():
+    def bubble(**changes):
+        layout = Layout(stage=4, fsdp=16, **changes)
+        return step_time(JOB, layout, CLUSTER).bubble
+
+    assert bubble(microbatches=8) / bubble(microbatches=16) == pytest.approx(2, rel=0.05)
+    assert bubble(microbatches=8) / bubble(microbatches=8, chunks=2) == pytest.approx(2, rel=1e-9)
+
+
+def test_experts_cost_what_a_token_passes_and_their_traffic():
+    sparse = dataclasses.replace(LLAMA, experts=Experts(8, 2, 14336))
+    job = dataclasses.replace(JOB, model=sparse)
+    layout = Layout(fsdp=8, expert=8)
+    dense, routed = (step_time(j, layout, CLUSTER) for j in (JOB, job))
+    # Two experts a token: about twice the MLP, which is three quarters of the matmuls.
+    assert 1.6 < routed.matmul / dense.matmul < 2.6
+    assert dense.expert == 0 < routed.expert
+
+
+def test_a_layout_that_does_not_fill_the_cluster():
+    with pytest.raises(MeshError) as caught:
+        step_time(JOB, Layout(fsdp=4), parse_cluster("8xh100"))
+    assert str(caught.value) == (
+        "the layout fsdp=4 is for 4 devices, but 8xh100 has 8.\n"
+        "  Choose degrees whose product is 8, on a TPU or GPU cluster."
+    )
+
+
+@pytest.mark.parametrize("cluster", ["v5p-128", "v6e-16", "2xv5e-256", "tpu7x:4x4x4", "8xb200"])
+def test_every_kind_of_cluster(cluster):
+    parsed = parse_cluster(cluster)
+    layout = Layout(data=parsed.num_slices, fsdp=parsed.num_devices // parsed.num_slices)
+    layout = dataclasses.replace(layout, slices=parsed.num_slices)
+    found = step_time(JOB, layout, parsed)
+    peak = parsed.num_devices * parsed.chip.flops_per_device()
+    mfu = 6 * LLAMA.active_weights * JOB.tokens / found.total / peak
+    assert 0.2 < mfu < 0.85
+
+
+def test_published_runs(cases):
+    errors = [calibrate.error(case, committed()) for case in cases]
+    sizes = sorted(map(abs, errors))
+    assert len(cases) >= 200
+    assert statistics.median(sizes) < 0.03
+    assert calibrate.percentile(sizes, 0.9) < 0.09
+    # Also where nothing was fitted: from datasheets alone.
+    expected = {name: prior.value for name, prior in PRIORS.items()}
+    sizes = sorted(abs(calibrate.error(case, expected)) for case in cases)
+    assert statistics.median(sizes) < 0.08
+    assert calibrate.percentile(sizes, 0.9) < 0.18
+
+
+def test_constants_are_what_calibration_gives(cases):
+    start = committed()
+    assert set(start) == set(PRIORS)
+    moved = calibrate.calibrate(cases, start, rounds=2).constants
+    for name, value in start.items():
+        # It stops where further rounds move by less than a hundredth of the standard error.
+        assert moved[name] == pytest.approx(value, rel=5e-3), name
+
+
+def test_families_left_out_are_predicted(cases):
+    """One family of each kind; the benchmark does all."""
+    asked = [c for c in cases if c.family in ("tpu_recipes_ironwood", "megatron_seqsel_a100")]
+    errors = calibrate.cross_validate(asked, cases, committed())
+    assert len(errors) == len(asked) >= 10
+    assert statistics.median(map(abs, errors.values())) < 0.12
+
+
+def test_saved_constants_read_back(tmp_path, cases):
+    fit = calibrate.calibrate(cases[:5], committed(), rounds=1)
+    calibrate.save(fit, tmp_path / "constants.json")
+    record = json.loads((tmp_path / "constants.json").read_text())
+    assert {n: entry["value"] for n, entry in record["constants"].items()} == fit.constants
+    assert record["fit"]["cases"] == 5
+
+
+def test_some_layers_recompute():
+    job = dataclasses.replace(JOB, remat=FULL)
+    none, some, every = (
+        step_time(dataclasses.replace(job, remat_layers=n), Layout(fsdp=64), CLUSTER)
+        for n in (0, 8, 32)
+    )
+    assert none.recompute == 0
+    assert some.recompute == pytest.approx(every.recompute / 4)
+    assert some.matmul == every.matmul
+    assert every == step_time(job, Layout(fsdp=64), CLUSTER)
+
+
+def test_offloading_costs_what_the_host_link_cannot_hide():
+    kept = Remat(frozenset({"qkv"}))
+    away = dataclasses.replace(kept, offloaded=frozenset({"qkv", "input"}))
+    on, off = (
+        step_time(dataclasses.replace(JOB, remat=remat), Layout(fsdp=64), CLUSTER)
+        for remat in (kept, away)
+    )
+    assert on.offload == 0
+    # 8 sequences of 8192 tokens, 32 layers, (6144 + 4096) x 2 bytes, there and back at 63 GB/s.
+    seconds = 2 * 8 * 8192 * 32 * (6144 + 4096) * 2 / 63e9
+    assert (1 - committed()["hide_gather.gpu"]) * seconds == pytest.approx(off.offload)

@@ -1,0 +1,126 @@
+"""Memory by category against closed forms, and what must hold for any job."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from shardlib.hardware import parse_cluster
+from shardlib.plan.layout import Layout, Software
+from shardlib.plan.memory import layer_activations, peak_memory
+from shardlib.plan.published import read_file
+from shardlib.plan.workload import DOTS, FULL, NONE, SELECTIVE, Job, Remat, Transformer
+
+DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.json"
+CELLS = json.loads(DATA.read_text())["formula_checks"][0]["cells_gib"]
+A100 = parse_cluster("8xa100-80")
+
+# Layers, width, heads, batch of a microbatch, stages, chunks: Korthikanti et al. 2022, table 3.
+MODELS = {
+    "22B": (48, 6144, 64, 4, 1, 1),
+    "175B": (96, 12288, 96, 1, 8, 3),
+    "530B": (105, 20480, 128, 1, 35, 3),
+    "1T": (128, 25600, 160, 1, 64, 1),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_closed_forms_of_korthikanti(name):
+    """Their figure 1: 18 bytes of state for each weight of the layers, activations with tensor
+    parallelism alone, and with sequence parallelism and selective recomputation."""
+    layers, embed, heads, batch, stages, chunks = MODELS[name]
+    # Without a vocabulary: they count layers only. A parameter has a copy in half precision.
+    model = Transformer(
+        layers, embed, heads, heads, embed // heads, 4 * embed, vocab=0, gated=False, tied=True
+    )
+    job = Job(model, 2048, batch * 64, param_bytes=6)
+    layout = Layout(stage=stages, tensor=8, chunks=chunks, microbatches=64, sequence_parallel=False)
+    software = Software(attention="unfused")
+    held = peak_memory(job, layout, A100, software, dropout=True)
+    parallel = peak_memory(
+        dataclasses.replace(job, remat=SELECTIVE),
+        dataclasses.replace(layout, sequence_parallel=True),
+        A100,
+        software,
+        dropout=True,
+    )
+    found = [held.params + held.gradients + held.optimizer, held.activations, parallel.activations]
+    assert [size / 2**30 for size in found] == pytest.approx(CELLS[name], rel=1e-9)
+
+
+LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
+JOB = Job(LLAMA, 8192, 64)
+
+
+def total(job=JOB, **degrees):
+    return peak_memory(job, Layout(**degrees), parse_cluster("8xh100")).total
+
+
+def test_more_recomputation_holds_less():
+    sizes = [
+        total(dataclasses.replace(JOB, remat=remat), fsdp=64)
+        for remat in (NONE, DOTS, Remat(frozenset({"qkv", "attention"})), FULL)
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == len(sizes)
+
+
+def test_some_layers_recompute_and_others_keep():
+    job = dataclasses.replace(JOB, remat=FULL)
+    kept = [
+        peak_memory(
+            dataclasses.replace(job, remat_layers=n), Layout(fsdp=64), parse_cluster("8xh100")
+        ).activations
+        for n in (0, 8, 16, 32)
+    ]
+    assert kept[0] - kept[1] == pytest.approx(kept[1] - kept[2])
+    assert kept[3] == 8192 * 32 * 4096 * 2
+
+
+def test_what_is_offloaded_leaves_the_device():
+    kept = Remat(frozenset({"qkv"}))
+    away = dataclasses.replace(kept, offloaded=frozenset({"qkv", "input"}))
+    on, off = (
+        peak_memory(dataclasses.replace(JOB, remat=remat), Layout(fsdp=64), parse_cluster("8xh100"))
+        for remat in (kept, away)
+    )
+    assert on.host == 0
+    assert off.activations == 0
+    assert off.host == on.activations
+
+
+@pytest.mark.parametrize("axis", ["fsdp", "tensor", "stage", "context", "data"])
+def test_more_devices_hold_less_each(axis):
+    sizes = [total(**{axis: degree, "microbatches": 8}) for degree in (1, 2, 4, 8)]
+    assert all(more > less for more, less in itertools.pairwise(sizes)), sizes
+
+
+def test_zero_1_keeps_whole_parameters_and_cuts_the_state():
+    whole, cut = (
+        peak_memory(JOB, Layout(data=8, shard_optimizer=cut), parse_cluster("8xh100"))
+        for cut in (False, True)
+    )
+    assert cut.optimizer == whole.optimizer / 8
+    assert cut.params == LLAMA.num_params * (2 + 4 / 8)
+
+
+def test_gated_layers_and_grouped_queries_count_by_their_widths():
+    on_device, on_host = layer_activations(JOB, Layout())
+    # Residual twice, norms twice; query, key and value; what attention gives; gate, up, product.
+    assert on_device == 2 * (4 * 4096 + (32 + 2 * 8) * 128 + 4096 + 3 * 14336)
+    assert on_host == 0
+
+
+def test_published_runs_are_predicted_to_fit():
+    """They ran, many of them with the largest batch that fitted."""
+    cases, _ = read_file(DATA)
+    capacity = [case.cluster.chip.memory_bytes_per_device for case in cases]
+    needed = [peak_memory(c.job, c.layout, c.cluster, c.software).total for c in cases]
+    over = [
+        case.id
+        for case, size, most in zip(cases, needed, capacity, strict=True)
+        if size > most and not case.eight_bit
+    ]
+    assert over == []

@@ -1,0 +1,161 @@
+"""Collectives: measured ones, and bytes against the closed forms of the literature."""
+
+import dataclasses
+import importlib
+from pathlib import Path
+
+import pytest
+
+from shardlib.chips import CHIPS
+from shardlib.hardware import parse_cluster
+from shardlib.plan import fabric, traffic
+from shardlib.plan.compute import Device, Pass, Passes
+from shardlib.plan.constants import committed
+from shardlib.plan.fabric import Link
+from shardlib.plan.layout import Layout, Software
+from shardlib.plan.rates import rates
+from shardlib.plan.workload import Experts, Job, Transformer
+
+IDEAL = committed() | {"ici": 1.0, "nvlink": 1.0, "nic": 1.0, "dcn": 1.0, "hop_seconds": 0.0}
+NO_OVERLAP = Software(
+    overlap_tensor=False, overlap_expert=False, overlap_data=False, overlap_gather=False
+)
+
+
+def links(cluster, constants=IDEAL, **degrees):
+    return fabric.links(parse_cluster(cluster), Layout(**degrees), constants)
+
+
+def test_gathers_on_a_line_of_four_v5e():
+    """Source: How to Scale Your Model, sharding, quiz 2: bf16[2048, 8192] and bf16[256, 256] over 4
+    chips without wrap-around: by formula 560 us, measured 680 and 8 us."""
+    large, small = 2048 * 8192 * 2, 256 * 256 * 2
+    assert links("v5e:4x8", fsdp=8, tensor=4)["tensor"].gather(large) == pytest.approx(
+        560e-6, rel=0.01
+    )
+    real = links("v5e:4x8", committed(), fsdp=8, tensor=4)["tensor"]
+    assert real.gather(large) == pytest.approx(680e-6, rel=0.05)
+    assert real.gather(small) == pytest.approx(8e-6, rel=0.15)
+
+
+def test_a_closed_ring_carries_twice_and_more_dims_carry_more():
+    v5e = 45e9
+    assert links("v5e-256", fsdp=16, tensor=16)["tensor"].bytes_per_second == 2 * v5e
+    assert links("v5e-256", fsdp=256)["fsdp"].bytes_per_second == 4 * v5e
+    assert links("v5e-64", fsdp=8, tensor=8)["tensor"].bytes_per_second == v5e
+    assert links("v5p:8x8x8", fsdp=512)["fsdp"].bytes_per_second == 6 * 90e9
+
+
+def test_hosts_of_eight():
+    nvlink, nic = 450e9, 50e9
+    inside = links("64x8xh100", fsdp=64, tensor=8)
+    assert inside["tensor"].bytes_per_second == nvlink
+    # One member in each host: one NIC. All eight: as much as NVLink carries, at most.
+    assert inside["fsdp"].bytes_per_second == nic
+    assert links("64x8xh100", fsdp=512)["fsdp"].bytes_per_second == 8 * nic
+    assert links("64x8xh100", stage=8, data=64)["data"].bytes_per_second == 8 * nic
+    single = fabric.links(parse_cluster("64x8xh100"), Layout(fsdp=512), IDEAL, single_rail=True)
+    assert single["fsdp"].bytes_per_second == nic
+
+
+@pytest.mark.parametrize(("cluster", "measured"), [("8xh100", 320e9), ("8xb200", 640e9)])
+def test_effective_bandwidth_within_a_host(cluster, measured):
+    """Source: meta-pytorch/autoparallel, cost_models/nccl_cost_model.py."""
+    link = links(cluster, committed(), fsdp=8)["fsdp"]
+    assert link.bytes_per_second == pytest.approx(measured, rel=0.1)
+
+
+def test_slices_exchange_over_the_data_centre():
+    found = links("4xv5e-256", data=4, fsdp=256, slices=4)
+    assert found["slices"].size == 4
+    assert found["slices"].bytes_per_second == 25e9 / 8
+    assert found["data"].size == 1
+    assert found["fsdp"].size == 256
+
+
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [("v5e-256", (16, 16)), ("v5p:4x4x8", (4, 4, 8)), ("v5p-128", (4, 4, 4)), ("v6e-32", (4, 8))],
+)
+def test_sides_of_a_slice(name, sides):
+    assert fabric.slice_shape(parse_cluster(name)) == sides
+
+
+# The links of this table carry a byte a second, so that seconds are bytes.
+PLAIN = Transformer(4, 2048, 16, 8, 128, 8192, 32768)
+SPARSE = dataclasses.replace(PLAIN, experts=Experts(number=8, per_token=2, mlp=8192))
+NOTHING = Passes(Pass(), Pass(), Pass())
+
+
+def device(model=PLAIN, **degrees):
+    job = Job(model, 1024, 32, compute_bytes=4, gradient_bytes=4)
+    return Device(job, Layout(**degrees), NO_OVERLAP, rates(CHIPS["h100"], "bf16", committed()))
+
+
+def slow(size):
+    return Link(size, 1.0, 0.0, 1.0)
+
+
+@pytest.fixture
+def forms(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("closed_forms")
+
+
+def closed(forms, mesh, model=PLAIN, zero=3):
+    sizes = forms.Sizes(experts=model.experts.number if model.experts else 0)
+    return forms.sent_bytes(sizes, forms.Strategy(mesh, zero=zero))
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_bytes_of_sharded_parameters(forms, zero):
+    seen = device(fsdp=8, zero=zero)
+    weights = traffic.local_weights(seen)
+    seconds = traffic.gather_seconds(seen, slow(8), weights, NOTHING)
+    assert seconds == pytest.approx(closed(forms, {"fsdp": 8}, zero=zero)["fsdp"], rel=1e-12)
+
+
+def test_bytes_of_replicas(forms):
+    seen = device(data=4, fsdp=2)
+    table = {"data": slow(4)}
+    seconds = traffic.reduce_seconds(seen, table, traffic.local_weights(seen), NOTHING)
+    assert seconds == pytest.approx(closed(forms, {"data": 4, "fsdp": 2})["data"], rel=1e-12)
+
+
+def test_bytes_of_tensor_parallelism(forms):
+    seen = device(data=2, tensor=4)
+    seconds = traffic.tensor_seconds(seen, slow(4), PLAIN.layers, 0.0)
+    assert seconds == pytest.approx(closed(forms, {"data": 2, "tensor": 4})["tensor"], rel=1e-12)
+
+
+def test_bytes_of_a_ring_of_keys_and_values(forms):
+    seen = device(context=4)
+    seconds = traffic.context_seconds(seen, slow(4), PLAIN.layers, 0.0)
+    # The same axis sums gradients.
+    weights = traffic.local_weights(seen)
+    seconds += traffic.reduce_seconds(seen, {"context": slow(4)}, weights, NOTHING)
+    assert seconds == pytest.approx(closed(forms, {"context": 4})["context"], rel=1e-12)
+
+
+def test_bytes_of_experts(forms):
+    seen = device(SPARSE, expert=4)
+    seconds = traffic.expert_seconds(seen, slow(4), SPARSE.layers, 0.0)
+    # The same axis sums the gradients of what is not routed.
+    weights = traffic.local_weights(seen)
+    seconds += traffic.reduce_seconds(seen, {"expert": slow(4)}, weights, NOTHING)
+    expected = closed(forms, {"expert": 4}, SPARSE)["expert"]
+    router = SPARSE.layers * 2048 * 8
+    assert seconds - 2 * 3 / 4 * router * 4 == pytest.approx(expected, rel=1e-12)
+
+
+def test_bytes_of_stages():
+    seen = device(stage=4, tensor=2, microbatches=8)
+    residual = 32 * 1024 / 8 * 2048 * 4 / 2
+    assert traffic.stage_seconds(seen, slow(4)) == 2 * (8 + 3) * residual
+
+
+def test_a_collective_hides_as_far_as_there_is_work():
+    assert traffic.hidden(10.0, 100.0, 0.8) == pytest.approx(2.0)
+    assert traffic.hidden(10.0, 3.0, 0.8) == 7.0
+    assert traffic.hidden(10.0, -1.0, 0.8) == 10.0
+    assert Link(1).gather(1e9) == 0.0
