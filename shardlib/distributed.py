@@ -134,18 +134,14 @@ def exit_process(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _keep_devices_together(num_devices: int) -> None:
-    """Sets what XLA needs so that virtual devices meet in their collectives; read at first use.
+def _give_threads(num_devices: int) -> None:
+    """Makes XLA's pool of threads large enough for virtual devices.
 
-    A device may stand in several collectives at once, and in each it blocks a thread: with a thread
-    for each device, which is XLA's choice, some of them wait for ever. And collectives that a
-    `shard_map` sends all have one channel, so that two of a kind at a time would take each other's
-    parts: they must come in the same order on all devices.
+    A device may stand in several collectives at once, and in each it blocks a thread. With a
+    thread for each device, which is XLA's choice, some of them wait for ever.
     """
+    # The variable that XLA takes the size from; read when the CPU is first used.
     os.environ.setdefault("NPROC", str(8 * num_devices))
-    flags, in_any_order = os.environ.get("XLA_FLAGS", ""), "xla_cpu_enable_concurrency_optimized"
-    if in_any_order not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --{in_any_order}_scheduler=false".strip()
 
 
 def local_cpu_devices(num_devices: int, *, processes: int = 1) -> int:
@@ -169,7 +165,7 @@ def local_cpu_devices(num_devices: int, *, processes: int = 1) -> int:
     forced = re.findall(pattern, os.environ.get("XLA_FLAGS", ""))
     chosen = int(forced[-1]) if forced else jax.config.values["jax_num_cpu_devices"]
     if chosen > 0:
-        _keep_devices_together(chosen)
+        _give_threads(chosen)
         return chosen
     here, left = divmod(num_devices, processes)
     if left or here < 1:
@@ -177,7 +173,7 @@ def local_cpu_devices(num_devices: int, *, processes: int = 1) -> int:
             f"{num_devices} CPU devices cannot be shared out evenly over {processes} processes.\n"
             f"  Ask for a multiple of {processes} devices."
         )
-    _keep_devices_together(here)
+    _give_threads(here)
     try:
         jax.config.update("jax_num_cpu_devices", here)
     except RuntimeError:

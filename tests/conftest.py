@@ -7,13 +7,12 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-# For devices that meet in collectives, as distributed.local_cpu_devices does it.
+# Threads for devices that stand in several collectives at once: see distributed.local_cpu_devices.
 os.environ.setdefault("NPROC", "64")
 # Compiling is most of what tests do on a CPU; this halves it and changes no collective.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
-        "--xla_cpu_enable_concurrency_optimized_scheduler=false",
         "--xla_backend_optimization_level=0",
         # Later XLA does not know this one.
         "--xla_cpu_use_fusion_emitters=false" if version("jax").startswith("0.10.") else "",

@@ -346,18 +346,13 @@ def test_tpu_pods(monkeypatch):
     assert not in_tpu_pod({"TPU_SKIP_MDS_QUERY": "1"})
 
 
-def test_virtual_devices_meet_in_their_collectives(monkeypatch):
-    in_order = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+def test_virtual_devices_get_threads(monkeypatch):
     monkeypatch.delenv("NPROC", raising=False)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_hlo_as_text=false")
     assert local_cpu_devices(8) == 8
-    assert os.environ["XLA_FLAGS"] == f"--xla_dump_hlo_as_text=false {in_order}"
     assert os.environ["NPROC"] == "64"
-    chosen = in_order.replace("false", "true")
-    monkeypatch.setenv("XLA_FLAGS", chosen)
     monkeypatch.setenv("NPROC", "9")
     local_cpu_devices(8)
-    assert (os.environ["XLA_FLAGS"], os.environ["NPROC"]) == (chosen, "9")
+    assert os.environ["NPROC"] == "9"
 
 
 # Stopping a single process
