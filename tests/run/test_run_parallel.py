@@ -188,7 +188,8 @@ def test_options_that_exclude_each_other(lab, tmp_path):
 
 def test_equal_groups_may_have_stages(lab, tmp_path):
     options = ("mesh=stage=2,data=2,tensor=2", "train.reduction.group_microbatches=[2,2]", *SHORT)
-    run.train(lab.config(tmp_path / "run", *options, *NO_EVAL))
+    result = run.train(lab.config(tmp_path / "run", *options, *NO_EVAL))
+    assert result.step == int(result.state.step) == 4
 
 
 def test_groups_apart_over_stages_where_the_compiler_cannot_nest_them(lab, tmp_path, monkeypatch):
@@ -205,4 +206,5 @@ def test_groups_apart_over_stages_where_the_compiler_cannot_nest_them(lab, tmp_p
 
 def test_groups_apart_split_rows_that_no_rule_does(lab, tmp_path):
     options = ("mesh=data=2,fsdp=4", "rules.activations.batch=fsdp", *SHORT, *NO_EVAL)
-    run.train(lab.config(tmp_path / "run", *options, "train.local_sgd.inner_steps=2"))
+    result = run.train(lab.config(tmp_path / "run", *options, "train.local_sgd.inner_steps=2"))
+    assert result.step == int(result.state.step) == 4
