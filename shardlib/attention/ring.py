@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.attention.blockwise import (
+    Queries,
     Running,
     Segments,
     cotangents,
@@ -61,6 +62,15 @@ def _attend(shard, query, key, value, segments):
     return _forward(shard, query, key, value, segments)[0]
 
 
+def _cut(shard: Shard, query: Any, key: Any, value: Any, segments: Any) -> tuple[Queries, Cargo]:
+    """Returns this device's queries, and what it sends, as one.
+
+    Segments are the same in every layer, so XLA would take their ring out of the loop over layers;
+    for CPU it runs both rings at once, and the sends of one meet those of the other.
+    """
+    return jax.lax.optimization_barrier(shard.cut(query, key, value, segments))
+
+
 def _send(shard: Shard, x: Any, distance: int = 1) -> Any:
     """Sends a pytree `distance` devices on."""
     pairs = [(i, (i + distance) % shard.shards) for i in range(shard.shards)]
@@ -73,7 +83,7 @@ def _source(shard: Shard, step: Any) -> jax.Array:
 
 
 def _forward(shard, query, key, value, segments):
-    queries, cargo = shard.cut(query, key, value, segments)
+    queries, cargo = _cut(shard, query, key, value, segments)
 
     def meet(running: Running, cargo: Cargo, step: Any) -> Running:
         return fold(running, queries, shard.keys(cargo, _source(shard, step)), shard.mask)
@@ -91,7 +101,7 @@ def _forward(shard, query, key, value, segments):
 
 def _backward(shard, saved, grad):
     query, key, value, segments, output, log_mass = saved
-    queries, cargo = shard.cut(query, key, value, segments)
+    queries, cargo = _cut(shard, query, key, value, segments)
     known = cotangents(grad, output, log_mass, key.shape[2], shard.tile)
 
     def meet(of_query: jax.Array, cargo: Cargo, step: Any) -> Any:

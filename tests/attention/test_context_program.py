@@ -54,6 +54,30 @@ def test_a_method_sends_by_its_own_collectives_only(method, order, kinds):
     assert set(COLLECTIVE.findall(text)) == kinds
 
 
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_segments_travel_with_the_keys_of_each_layer(order):
+    """A ring of segments outside of the layers would run beside those of keys, which XLA for CPU
+    does not keep apart."""
+    mesh = sl.make_mesh("context=8")
+
+    def layer(x, _, ids):
+        return attend(x, x, x, segment_ids=ids, context="ring", order=order), None
+
+    def loss(x, ids):
+        with sl.use(mesh, sl.rules.STANDARD):
+            x, _ = jax.lax.scan(jax.checkpoint(functools.partial(layer, ids=ids)), x, length=3)
+        return jnp.sum(x)
+
+    rows = NamedSharding(mesh, P(None, "context"))
+    x = jax.ShapeDtypeStruct((1, 32, 1, 8), jnp.float32, sharding=rows)
+    ids = jax.ShapeDtypeStruct((1, 32), jnp.int32, sharding=rows)
+    text = jax.jit(jax.grad(loss), out_shardings=rows).lower(x, ids).compile().as_text()
+    bodies = [body for body in text.split("\n}\n") if "collective-permute" in body]
+    dtypes = [set(re.findall(r"= (\w+)\[[^=]*? collective-permute", body)) for body in bodies]
+    assert {"f32", "s32"} in dtypes
+    assert {"s32"} not in dtypes
+
+
 def test_blockwise_on_a_mesh_sends_nothing():
     mesh = sl.make_mesh("data=2,tensor=4")
     assert not COLLECTIVE.findall(compiled(mesh, 32, segments=True, backend="blockwise"))
