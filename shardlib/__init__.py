@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardlib.mesh import make_mesh as make_mesh
     from shardlib.partition import shard as shard
     from shardlib.pipeline.config import PipelineConfig as PipelineConfig
+    from shardlib.plan import plan as plan
     from shardlib.precision import Precision as Precision
     from shardlib.rules import AxisRules as AxisRules
     from shardlib.stack import scan_layers as scan_layers
@@ -77,6 +78,7 @@ _HOME = {
     "materialize": "train.state",
     "measure_groups": "train.reduce_measure",
     "offload_optimizer": "train.offload",
+    "plan": "plan",
     "scan_layers": "stack",
     "shard": "partition",
     "stack_layers": "stack",
@@ -88,7 +90,7 @@ __all__ = [*_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 class _Package(ModuleType):
-    """Keeps `shardlib.constrain` and `shardlib.explain` the functions.
+    """Keeps `shardlib.constrain`, `shardlib.explain` and `shardlib.plan` the functions.
 
     Importing a submodule binds it to its name in the package; where a public function has that
     name, the function is bound instead.

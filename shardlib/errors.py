@@ -38,6 +38,17 @@ class DistributedError(ShardlibError):
     """A group of processes could not start, agree or finish."""
 
 
+class DoesNotFitError(ShardlibError):
+    """A step needs more memory than its devices have, so much more that it cannot be compiled.
+
+    `needed_bytes` is what it needs on one device, by the message of the compiler.
+    """
+
+    def __init__(self, message: str, needed_bytes: int):
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
 class MissingExtraError(ShardlibError, ImportError):
     """An optional dependency is absent; the message names the extra that brings it."""
 

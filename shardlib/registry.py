@@ -6,7 +6,7 @@ A package offers its models in `pyproject.toml`, and they plug in beside the bui
     mymodel = "mypackage.mymodel:FAMILY"
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal
@@ -57,6 +57,10 @@ class ModelFamily:
     choices: Callable[..., dict[str, str]] | None = None
     """`choices(config, data_spec, *, dtype)`: what a model will choose by itself on the active mesh
     (an implementation of attention, say), by name, each with the reason. For people to read."""
+    dims: Callable[..., Mapping[str, Any]] | None = None
+    """`dims(config, data_spec)`: what the planner must know of a decoder-only transformer, by the
+    names of the fields of `shardlib.plan.Transformer`, `experts` as a mapping of those of
+    `shardlib.plan.Experts`. None for models of other kinds, whose steps are traced instead."""
 
 
 def families() -> dict[str, ModelFamily]:

@@ -207,7 +207,8 @@ def test_explain_prints_a_table_or_json_and_writes_nothing(capfd, tiny, tmp_path
     assert (code, err) == (0, "")
     assert "parameters on mesh fsdp=8" in out
     assert "\nattention: xla: the platform is cpu\n" in out
-    code, out, err = shardlib(capfd, "explain", tiny, "--json", "--on", "cpu:4", "mesh=data=4")
+    words = ["--json", "--abstract", "--on", "cpu:4", "mesh=data=4"]
+    code, out, err = shardlib(capfd, "explain", tiny, *words)
     assert (code, err) == (0, "")
     facts = json.loads(out)
     assert facts["mesh"] == {"data": 4}
@@ -225,6 +226,70 @@ def test_explain_strict_exits_1_for_what_is_replicated_by_accident(capfd, tiny):
     assert "parameters on mesh fsdp=8" in out
     reason = "(1.4 MiB) is replicated: embed: not fsdp: fsdp=8 does not divide 12"
     assert err == f"head/kernel {reason}\ntoken_embedding/embedding {reason}\n"
+
+
+def test_explain_on_a_cluster_compiles_the_step(capfd, tiny, tmp_path):
+    page = tmp_path / "page.html"
+    code, out, err = shardlib(capfd, "explain", tiny, "--on", "cpu:8", "--html", str(page))
+    assert (code, err) == (0, "")
+    assert out.startswith("step on mesh fsdp=8 of cpu:8\nneeds ")
+    assert "\nattention: xla: the platform is cpu\n" in out
+    assert out.endswith("no faults found\n")
+    assert page.read_text().startswith("<!doctype html>")
+    code, out, _ = shardlib(capfd, "explain", tiny, "--on", "cpu:8", "--json", "--strict")
+    facts = json.loads(out)
+    assert (code, facts["mesh"], facts["findings"]) == (0, {"fsdp": 8}, [])
+    assert {c["kind"] for c in facts["collectives"]} == {"all-gather", "all-reduce"}
+    assert not (tmp_path / "run").exists()
+
+
+def test_explain_compares_two_steps(capfd, tiny):
+    code, out, err = shardlib(capfd, "explain", "--diff", tiny, "mesh=data=8", "--on", "cpu:8")
+    assert (code, err) == (0, "")
+    assert out.startswith(
+        "before: step on mesh fsdp=8 of cpu:8\nafter:  step on mesh data=8 of cpu:8\n"
+    )
+    assert "sent: all-gather over fsdp" in out
+    words = ["--diff", tiny, tiny, "mesh=data=8", "--on", "cpu:8"]
+    assert shardlib(capfd, "explain", *words)[1].endswith("the steps do the same\n")
+
+
+def test_explain_strict_fails_for_faults_that_no_baseline_accepts(capfd, tiny, tmp_path):
+    wide = ["model.embed_dim=12", "model.vocab_size=30000"]
+    wide += ["rules.params.embed=[fsdp, null]", "rules.params.vocab=null"]
+    words = ["explain", tiny, *wide, "--on", "cpu:8", "--strict"]
+    code, out, _ = shardlib(capfd, *words)
+    assert code == 1
+    assert "SL101 head/kernel" in out
+    accepted = str(tmp_path / "faults.yaml")
+    code, out, err = shardlib(capfd, *words, "--baseline", accepted, "--accept")
+    assert (code, err) == (0, "")
+    assert shardlib(capfd, *words, "--baseline", accepted)[0] == 0
+    # What was mended is said, and no fault.
+    code, _, err = shardlib(capfd, "explain", tiny, "--on", "cpu:8", "--baseline", accepted)
+    assert code == 0
+    assert "SL101" in err
+    assert err.endswith("is accepted and was not found\n")
+
+
+def test_explain_options_that_need_each_other(capfd, tiny):
+    assert shardlib(capfd, "explain", tiny, "--html", "page.html", "--optimize") == (
+        2,
+        "",
+        "ConfigError: --html, --optimize looks at a compiled step, and nothing says for what to "
+        "compile.\n  Name a cluster, as in --on v5e-16, without --abstract.\n",
+    )
+    assert shardlib(capfd, "explain", tiny, "--on", "cpu:8", "--accept") == (
+        2,
+        "",
+        "ConfigError: --accept writes to a baseline.\n  Name it: --baseline faults.json.\n",
+    )
+    assert shardlib(capfd, "explain", "--diff", tiny, "--on", "cpu:8") == (
+        2,
+        "",
+        "ConfigError: --diff compares two steps, and one is given.\n  Add a config or a key to "
+        f"change: shardlib explain --diff {tiny} mesh=fsdp=-1 --on cpu:8.\n",
+    )
 
 
 def test_launch_runs_the_command_in_every_process():

@@ -14,7 +14,10 @@ MODELS = PACKAGE.parent / "models" / "shardlib_models"
 
 FLOORS = (
     # 0: facts and names
-    ("errors", "paths", "chips", "hardware", "placement", "mesh", "rules", "config", "__init__"),
+    (
+        "errors", "paths", "chips", "hardware", "placement", "mesh", "rules", "config",
+        "cache_root", "__init__",
+    ),
     # 1: placing and transforming
     (
         "functional", "partition", "constrain", "manual", "precision", "remat", "microbatch",

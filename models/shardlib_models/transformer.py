@@ -19,7 +19,7 @@ from shardlib_models.layers import Embedding, Linear, Norm, dropout, residual, w
 from shardlib_models.transformer_block import Block, Context, KeyValues
 from shardlib_models.transformer_config import TransformerConfig, validate
 from shardlib_models.transformer_decode import generate
-from shardlib_models.transformer_facts import choices, flops_per_example, plan
+from shardlib_models.transformer_facts import choices, dims, flops_per_example, plan
 
 
 class Transformer(nnx.Module):
@@ -241,4 +241,5 @@ FAMILY = ModelFamily(
     flops_per_example=flops_per_example,
     generate=generate,
     choices=choices,
+    dims=dims,
 )

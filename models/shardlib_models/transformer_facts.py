@@ -1,6 +1,7 @@
 """What follows from the config of a transformer: its FLOPs, and what it chooses on a mesh."""
 
 import math
+from typing import Any
 
 import jax
 
@@ -45,6 +46,35 @@ def flops_per_example(config: TransformerConfig, data: DataSpec) -> float:
     pairs = length * window - window**2 / 2
     attended = 12.0 * pairs * config.num_heads * config.head_size * config.num_layers
     return 6.0 * weights * length + attended
+
+
+def dims(config: TransformerConfig, data: DataSpec) -> dict[str, Any]:
+    """Returns the dims of a transformer by the names of `shardlib.plan.Transformer`."""
+    found: dict[str, Any] = {
+        "layers": config.num_layers,
+        "embed": config.embed_dim,
+        "heads": config.num_heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "mlp": config.mlp_size,
+        "vocab": config.vocabulary(data),
+        "gated": config.mlp == "gated" or config.moe is not None,
+        "tied": config.tied_embeddings,
+        "learned_positions": 0,
+    }
+    if config.positions == "learned":
+        found["learned_positions"] = config.max_positions
+    if config.window is not None:
+        found |= {"window": config.window, "windowed_layers": config.num_layers}
+    if config.moe is not None:
+        width = config.moe.expert_size(config.mlp_size)
+        found["experts"] = {
+            "number": config.moe.num_experts,
+            "per_token": config.moe.experts_per_token,
+            "mlp": width,
+            "shared_mlp": config.moe.num_shared_experts * width,
+        }
+    return found
 
 
 def plan(config: TransformerConfig, length: int) -> ContextPlan:

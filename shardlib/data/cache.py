@@ -1,22 +1,13 @@
 """A directory of things computed once, safe for several processes that start together."""
 
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from shardlib.cache_root import cache_root
 from shardlib.errors import DataError
-
-
-def cache_root() -> Path:
-    """Returns the cache directory: `SHARDLIB_CACHE`, or `~/.cache/shardlib` where it is unset."""
-    chosen = os.environ.get("SHARDLIB_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "shardlib"
 
 
 def cached(kind: str, key: str, build: Callable[[Path], None]) -> Path:

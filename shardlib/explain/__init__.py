@@ -6,32 +6,49 @@ from shardlib.explain.params import ParamsReport as ParamsReport
 from shardlib.explain.params import explain_params
 from shardlib.explain.placement import draw as draw
 from shardlib.explain.program import ProgramReport as ProgramReport
-from shardlib.explain.program import read_program
+from shardlib.explain.program import read_program as read_program
+from shardlib.explain.report import StepReport as StepReport
+from shardlib.explain.report import explain_step
+from shardlib.hardware import Cluster
 
 
 @overload
 def explain(subject: Any) -> ParamsReport: ...
 @overload
-def explain(subject: Any, state: Any, batch: Any, /) -> ProgramReport: ...
-def explain(subject: Any, *arguments: Any) -> ParamsReport | ProgramReport:
-    """Returns a report that prints as a table.
+def explain(
+    subject: Any, *arguments: Any, on: str | Cluster | None = None, optimize: bool = False
+) -> StepReport: ...
+def explain(
+    subject: Any, *arguments: Any, on: str | Cluster | None = None, optimize: bool = False
+) -> ParamsReport | StepReport:
+    """Returns a report that prints as tables.
 
     `explain(state)` tells of every leaf of a training state, concrete or abstract, its shape,
     dtype, logical axes, the rule that placed it, the alternatives refused and why, its spec and its
     bytes on each device.
 
-    `explain(step, state, batch)` compiles a step and tells which collectives it runs over which
-    mesh axes, how often, and how many bytes they carry. State and batch may be abstract.
+    `explain(step, state, batch)` compiles any jitted function and tells which collectives it runs
+    over which mesh axes and how long they take, what fills the memory, what bounds it, and what is
+    wrong with it. Arguments may be abstract: arrays or `ShapeDtypeStruct`s with `NamedSharding`s.
+
+    Args:
+        subject: A training state; or a training step, or any other function.
+        arguments: What the function is called with.
+        on: A cluster that need not be there, such as `"v5e-16"` or `"8xh100"`, with as many devices
+            as the mesh; the devices of the arguments when left out.
+        optimize: Whether a program for TPUs is optimized as one that is run, which takes five times
+            as long; without, its collectives are the same and its peak is a few percent off.
 
     Raises:
         TypeError: If there is no report on such a subject.
+        MeshError: If mesh and cluster do not have the same number of devices, or there is no mesh.
+        MissingExtraError: If the compiler of the cluster's platform is not installed.
     """
     if hasattr(subject, "definition") and not arguments:
         return explain_params(subject)
-    if hasattr(subject, "lower") and arguments and hasattr(arguments[0], "definition"):
-        mesh = arguments[0].definition.scope.mesh
-        return read_program(subject.lower(*arguments).compile(), mesh)
+    if callable(subject) and arguments:
+        return explain_step(subject, arguments, on=on, optimize=optimize)
     raise TypeError(
-        f"explain takes a training state, or a step with a state and a batch, not "
+        f"explain takes a training state, or a function with its arguments, not "
         f"{type(subject).__name__} and {len(arguments)} more"
     )

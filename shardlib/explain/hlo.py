@@ -13,11 +13,14 @@ import functools
 import re
 from collections.abc import Iterator, Mapping
 
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = ")
+_INSTRUCTION = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{\s*$")
 _ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\]")
 _TABLE_ROW = re.compile(r"(\d+) (?:\"(?P<text>.*)\"|\{(?P<fields>.*)\})\s*$")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_OPERAND = re.compile(r"%?([\w.\-]+)$")
+_DONATED = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _OPENING, _CLOSING = "([{", ")]}"
 # Attributes that name the computations an instruction runs.
 _CALLS = (
@@ -35,6 +38,20 @@ class Instruction:
     opcode: str
     operands: str
     attributes: Mapping[str, str]
+    root: bool = False
+    """Whether it is marked as what its computation returns; it need not be the last."""
+
+    @functools.cached_property
+    def op_name(self) -> str:
+        """The JAX name of what it came from, such as `jit(step)/while/body/dot_general`, or ""."""
+        found = _OP_NAME.search(self.attributes.get("metadata", ""))
+        return found[1].replace("\\'", "'") if found else ""
+
+    @functools.cached_property
+    def operand_names(self) -> tuple[str, ...]:
+        """The names of its operands, in order; `""` for one that is not a name."""
+        ends = (_OPERAND.search(operand) for operand in split(self.operands))
+        return tuple(end[1] if end else "" for end in ends)
 
     def called(self) -> list[str]:
         """Returns the names of the computations that it runs."""
@@ -58,6 +75,22 @@ class Module:
     computations: Mapping[str, tuple[Instruction, ...]]
     entry: str
     tables: Mapping[str, Mapping[int, str]]
+    header: str = ""
+    """The first line: `HloModule name, attributes`."""
+
+    @functools.cached_property
+    def is_tiled(self) -> bool:
+        """Whether it has the tiled layouts of TPUs."""
+        return ":T(" in self.header
+
+    def donations(self) -> list[tuple[tuple[int, ...], int, tuple[int, ...]]]:
+        """Returns which result takes the memory of which argument: index of the result, number of
+        the argument, index in it."""
+        text = self.header.partition("input_output_alias=")[2].partition("entry_computation")[0]
+        return [
+            (_index(output), int(number), _index(inner))
+            for output, number, inner in _DONATED.findall(text)
+        ]
 
     @functools.cached_property
     def callers(self) -> dict[str, list[tuple[str, Instruction]]]:
@@ -115,9 +148,33 @@ class Module:
             int(instruction.operands)
             for name in names
             for instruction in self.computations.get(name, ())
-            if instruction.opcode == "constant" and instruction.operands.isdigit()
+            if instruction.opcode == "constant"
+            and instruction.operands.isdigit()
+            and instruction.shape.startswith(("s", "u"))
         }
         return bounds.pop() if len(bounds) == 1 else None
+
+    def origin(self, computation: str, instruction: Instruction) -> Instruction:
+        """Returns the instruction itself where it has a JAX name, or else the nearest one that has,
+        of what it was computed from: what the compiler adds has none."""
+        by_name = self._named[computation]
+        seen, waiting = {instruction.name}, [instruction]
+        while waiting:
+            found = waiting.pop(0)
+            if found.op_name:
+                return found
+            for name in found.operand_names:
+                if name in by_name and name not in seen:
+                    seen.add(name)
+                    waiting.append(by_name[name])
+        return instruction
+
+    @functools.cached_property
+    def _named(self) -> dict[str, dict[str, Instruction]]:
+        return {
+            computation: {instruction.name: instruction for instruction in instructions}
+            for computation, instructions in self.computations.items()
+        }
 
     def source(self, instruction: Instruction) -> str:
         """Returns `file:line` of the user's code, or an empty string."""
@@ -155,7 +212,8 @@ def parse(text: str) -> Module:
         elif instruction := _instruction(line):
             current.append(instruction)
     frozen = {name: tuple(instructions) for name, instructions in computations.items()}
-    return Module(frozen, entry, tables)
+    header = text.partition("\n")[0]
+    return Module(frozen, entry, tables, header if header.startswith("HloModule") else "")
 
 
 def arrays(shape: str) -> list[str]:
@@ -211,9 +269,9 @@ def _instruction(line: str) -> Instruction | None:
         return None
     attributes = dict(_attributes(rest[closing:]))
     opcode = rest[end:opening].strip()
-    return Instruction(
-        head["name"], rest[:end], opcode, rest[opening + 1 : closing - 1], attributes
-    )
+    operands = rest[opening + 1 : closing - 1]
+    is_root = head["root"] is not None
+    return Instruction(head["name"], rest[:end], opcode, operands, attributes, is_root)
 
 
 def _closed(text: str, start: int) -> int:
@@ -240,6 +298,10 @@ def _attributes(text: str) -> Iterator[tuple[str, str]]:
             value += f", {part}"
     if key:
         yield key, value
+
+
+def _index(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
 
 
 def _field(text: str, name: str) -> int | None:

@@ -46,6 +46,11 @@ class Row:
     def replicated_bytes(self) -> int:
         return self.bytes_total * (self.copies - 1)
 
+    def cuts(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
+        """Returns into how many pieces each dim is cut."""
+        entries = [*self.spec, *[None] * (len(self.shape) - len(self.spec))]
+        return tuple(math.prod(mesh[axis] for axis in entry_axes(entry)) for entry in entries)
+
 
 @dataclasses.dataclass(frozen=True)
 class Fault:

@@ -8,13 +8,20 @@ asked for in the sharding rules, and is flagged.
 import collections
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardlib.explain.flow import Fate, fates
 from shardlib.explain.groups import Groups, groups_of_axes, permuted_axes, read_groups
 from shardlib.explain.hlo import Instruction, Module, array_bytes, arrays, elements, parse, split
+from shardlib.explain.places import user_source
+from shardlib.explain.slices import (
+    Slices,
+    between_slices,
+    permutation_of,
+    slices_of,
+    transfer_kind,
+)
 from shardlib.mesh import mesh_sizes
 
 KINDS = (
@@ -48,6 +55,7 @@ class Collective:
         name: Name of the instruction in the program.
         group_size: Devices that take part in it together; 0 when its groups cannot be read.
         fates: Of an all-reduce, what becomes of each of its arrays; see `flow.Fate`. Else empty.
+        between_slices: Whether it goes over the data-centre network, from TPU slice to TPU slice.
     """
 
     kind: str
@@ -62,6 +70,7 @@ class Collective:
     name: str
     group_size: int = 0
     fates: tuple[Fate, ...] = ()
+    between_slices: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -110,12 +119,14 @@ class Total:
 class ProgramReport:
     """The collectives of a program. `str()` draws a table of totals by kind and axes.
 
-    `unread` counts, by opcode, communication that has no groups to attribute: `send` and `recv`.
+    `unread` counts, by opcode, communication that has no groups to attribute: `send` and `recv`;
+    `unread_bytes` is what it sends from one device, loop trips included.
     """
 
     mesh: Mapping[str, int]
     collectives: tuple[Collective, ...]
     unread: Mapping[str, int]
+    unread_bytes: int = 0
 
     def totals(self, at_least_bytes: int = 0) -> list[Total]:
         """Returns totals by kind and axes, largest first.
@@ -143,6 +154,13 @@ class ProgramReport:
     def unattributed(self) -> list[Collective]:
         """Returns the collectives whose groups are no subset of the mesh axes."""
         return [collective for collective in self.collectives if collective.mesh_axes is None]
+
+    @property
+    def unattributed_share(self) -> float:
+        """Share of what a device sends that no mesh axes account for."""
+        sent = sum(collective.sent_bytes for collective in self.collectives) + self.unread_bytes
+        lost = sum(collective.sent_bytes for collective in self.unattributed())
+        return (lost + self.unread_bytes) / sent if sent else 0.0
 
     def __str__(self) -> str:
         header = ("collective", "mesh axes", "instructions", "executions", "MB on a device")
@@ -172,6 +190,8 @@ class ProgramReport:
         if not all(collective.trips_known for collective in self.collectives):
             lines.append("some loops have unknown trip counts and count once")
         lines += [f"not attributed: {count} {opcode}" for opcode, count in self.unread.items()]
+        if self.unread_bytes:
+            lines[-1] += f", {self.unread_bytes / 1e6:.3f} MB"
         return "\n".join(lines)
 
 
@@ -195,23 +215,73 @@ def read_program(compiled_or_text: Any, mesh: Any) -> ProgramReport:
     is_text = isinstance(compiled_or_text, str)
     module = parse(compiled_or_text if is_text else compiled_or_text.as_text())
     sizes = dict(mesh) if isinstance(mesh, Mapping) else mesh_sizes(mesh)
-    axes_by_groups = groups_of_axes(sizes)
+    slices = slices_of(mesh, sizes, module)
+    axes_by_groups = groups_of_axes(slices.inner)
     instructions = list(_instructions(module))
-    fates_of = _fates(module, instructions, math.prod(sizes.values()))
+    fates_of = _fates(module, instructions, math.prod(slices.inner.values()))
     found = [
         dataclasses.replace(
-            _collective(module, computation, instruction, kind, sizes, axes_by_groups),
+            _collective(module, computation, instruction, kind, slices.inner, axes_by_groups),
             fates=fates_of.get((computation, instruction.name), ()),
         )
         for computation, instruction, kind in instructions
     ]
-    unread = collections.Counter(
-        instruction.opcode
-        for instructions in module.computations.values()
-        for instruction in instructions
-        if instruction.opcode in _UNREAD
-    )
-    return ProgramReport(sizes, tuple(c for c in found if c.count), dict(unread))
+    found += [*_sent_between_slices(module, slices), *_sent_to_one(module, slices.inner)]
+    unread, unread_bytes = _unread(module)
+    return ProgramReport(sizes, tuple(c for c in found if c.count), unread, unread_bytes)
+
+
+def _sent_between_slices(module: Module, slices: Slices) -> Iterable[Collective]:
+    for computation, instruction, kind, shape in between_slices(module):
+        execution = module.execution(computation)
+        origin = module.origin(computation, instruction)
+        yield Collective(
+            kind=kind,
+            mesh_axes=slices.axes or None,
+            bytes=array_bytes(shape),
+            shapes=tuple(arrays(shape)),
+            count=execution.count,
+            in_loop=execution.in_loop,
+            trips_known=execution.trips_known,
+            op_name=origin.op_name,
+            source=user_source(module, origin),
+            name=instruction.name,
+            group_size=slices.count,
+            between_slices=True,
+        )
+
+
+def _sent_to_one(module: Module, sizes: Mapping[str, int]) -> Iterable[Collective]:
+    """Permutations that a compiler for GPUs has written as sends and receives."""
+    for computation, instructions in module.computations.items():
+        for instruction in instructions:
+            pairs = permutation_of(instruction)
+            if instruction.opcode != "send" or pairs is None:
+                continue
+            attributes = {**instruction.attributes, "source_target_pairs": pairs}
+            permutation = dataclasses.replace(
+                instruction,
+                attributes=attributes,
+                shape=elements(instruction.shape)[0],
+                opcode="collective-permute",
+            )
+            yield _collective(module, computation, permutation, "collective-permute", sizes, {})
+
+
+def _unread(module: Module) -> tuple[dict[str, int], int]:
+    """Returns the transfers that nothing is known of, by opcode, and the bytes that they send."""
+    counts: collections.Counter[str] = collections.Counter()
+    sent = 0
+    for computation, instructions in module.computations.items():
+        for instruction in instructions:
+            if instruction.opcode not in _UNREAD or permutation_of(instruction) is not None:
+                continue
+            if transfer_kind(instruction) is None:
+                counts[instruction.opcode] += 1
+                if instruction.opcode == "send":
+                    payload = array_bytes(elements(instruction.shape)[0])
+                    sent += payload * module.execution(computation).count
+    return dict(counts), sent
 
 
 def axes_text(axes: tuple[str, ...] | None) -> str:
@@ -285,8 +355,7 @@ def _collective(
             size = min(size, _offered_bytes(module, computation, instruction) or size)
         if instruction.opcode.startswith("reduce-scatter"):
             size *= max(devices, 1)
-    metadata = instruction.attributes.get("metadata", "")
-    op_name = re.search(r'op_name="([^"]*)"', metadata)
+    origin = module.origin(computation, instruction)
     return Collective(
         kind=kind,
         mesh_axes=axes,
@@ -295,8 +364,8 @@ def _collective(
         count=execution.count,
         in_loop=execution.in_loop,
         trips_known=execution.trips_known,
-        op_name=op_name[1] if op_name else "",
-        source=module.source(instruction),
+        op_name=origin.op_name,
+        source=user_source(module, origin),
         name=instruction.name,
         group_size=devices,
     )

@@ -1,12 +1,19 @@
 """The planner: what a training step costs on devices that nobody has to rent first."""
 
+from shardlib.plan.answer import Plans as Plans
+from shardlib.plan.ask import plan as plan
 from shardlib.plan.cost import StepTime as StepTime
 from shardlib.plan.cost import step_time as step_time
+from shardlib.plan.fixes import Fix as Fix
+from shardlib.plan.fixes import cheapest_fixes as cheapest_fixes
 from shardlib.plan.layout import SHARDLIB as SHARDLIB
 from shardlib.plan.layout import Layout as Layout
 from shardlib.plan.layout import Software as Software
 from shardlib.plan.memory import Memory as Memory
 from shardlib.plan.memory import peak_memory as peak_memory
+from shardlib.plan.problem import Choice as Choice
+from shardlib.plan.problem import Plan as Plan
+from shardlib.plan.problem import Workload as Workload
 from shardlib.plan.workload import Experts as Experts
 from shardlib.plan.workload import Job as Job
 from shardlib.plan.workload import Latent as Latent

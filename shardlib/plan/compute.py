@@ -27,7 +27,7 @@ from shardlib.plan import kernels
 from shardlib.plan.flops import attention_flops
 from shardlib.plan.layout import Layout, Software
 from shardlib.plan.rates import Rates
-from shardlib.plan.workload import Job, Matmul
+from shardlib.plan.workload import Job, Matmul, Transformer
 
 _EMBED_PASSES = {"compiled": (8, 8), "kernels": (11, 17), "eager": (14, 22)}
 _QKV_PASSES = {"compiled": (0, 0), "kernels": (1, 2), "eager": (2, 4)}
@@ -102,6 +102,11 @@ class Device:
         return self.achieved
 
     @property
+    def reruns(self) -> bool:
+        """Whether the layers run a second time because a pipeline keeps their inputs alone."""
+        return self.software.rerun_chunks and self.layout.stage > 1
+
+    @property
     def tokens(self) -> float:
         """Tokens of one microbatch in the residual stream of one tensor-parallel group."""
         layout = self.layout
@@ -140,8 +145,10 @@ def head(device: Device) -> Passes:
     rates, tokens = device.rates, device.tokens
     product, back = _both_ways(rates, tokens, model.embed, vocab, width=width)
     moved = tokens * vocab * _LOGIT_BYTES[device.software.fusion] / rates.memory
+    exps = tokens * vocab * rates.exp_seconds
     again = product if device.job.loss_chunks > 1 else 0.0
-    return Passes(Pass(product, 0.0, moved / 2), Pass(back, 0.0, moved / 2), Pass(again))
+    passed = moved / 2 + exps
+    return Passes(Pass(product, 0.0, passed), Pass(back, 0.0, passed), Pass(again))
 
 
 def optimizer(device: Device, params: float) -> float:
@@ -153,7 +160,37 @@ def optimizer(device: Device, params: float) -> float:
     job = device.job
     state = 2 * (job.param_bytes + job.moment_bytes)
     copy = job.compute_bytes if job.param_bytes != job.compute_bytes else 0
-    return params * (state + job.gradient_bytes + copy) / device.rates.memory
+    moved = params * (state + job.gradient_bytes + copy) / device.rates.memory
+    return moved + (orthogonalize(device) if job.newton_schulz_steps else 0.0)
+
+
+def orthogonalize(device: Device) -> float:
+    """Returns seconds of Newton-Schulz iterations on the matrices of the layers that a device holds.
+
+    Of X of m rows and n >= m columns each iteration takes A = X X', A A and (bA + cAA) X. Rows are
+    cut as parameters are; what `tensor` cuts along the columns leaves A A whole. Source: Jordan et
+    al. 2024, "Muon: An optimizer for hidden layers in neural networks".
+    """
+    layout, rates = device.layout, device.rates
+    seconds = 0.0
+    for fan_in, fan_out, tensor, copies in matrices(device.job.model, layout.tensor):
+        small, large = sorted((fan_in, fan_out))
+        rows = small / layout.fsdp
+        outer = kernels.matmul(rates, rows, large / tensor, small, width=4)
+        seconds += copies * (2 * outer + kernels.matmul(rates, rows, small, small, width=4))
+    return device.job.newton_schulz_steps * seconds * device.job.model.layers / layout.stage
+
+
+def matrices(model: Transformer, tensor: int) -> list[tuple[float, float, int, float]]:
+    """Returns fan-in, fan-out, tensor degree and number of the matrices of a layer."""
+    parts = {"qkv": 1 if model.latent else 3, "up": 2 if model.gated else 1}
+    found = []
+    for product in model.matmuls(routed=model.experts is not None):
+        number = parts.get(product.name, 1)
+        copies = model.experts.number if product.routed and model.experts else 1
+        cut = 1 if product.cut == "none" else tensor
+        found.append((product.fan_in, product.fan_out / number, cut, float(number * copies)))
+    return found
 
 
 def _matmul(device: Device, product: Matmul) -> tuple[float, float]:
@@ -196,7 +233,13 @@ def _attention(device: Device) -> tuple[float, float]:
     if device.software.attention == "unfused":
         return tuple(  # type: ignore[return-value]
             kernels.unfused_attention(
-                rates, device.sequences, job.length, heads, model.head_dim, backward=backward
+                rates,
+                device.sequences,
+                job.length,
+                heads,
+                model.head_dim,
+                backward=backward,
+                width=job.compute_bytes,
             )
             for backward in (False, True)
         )
@@ -206,9 +249,10 @@ def _attention(device: Device) -> tuple[float, float]:
     flops *= (
         device.sequences * share * (_FIRST_FLASH if device.software.attention == "flash1" else 1)
     )
+    exps = flops / (2 * (model.score_dim + model.value_dim)) * rates.exp_seconds
     return (
-        kernels.flash_attention(rates, flops, model.score_dim, backward=False),
-        kernels.flash_attention(rates, flops, model.score_dim, backward=True),
+        kernels.flash_attention(rates, flops, model.score_dim, backward=False) + exps,
+        kernels.flash_attention(rates, flops, model.score_dim, backward=True) + exps,
     )
 
 
@@ -231,5 +275,6 @@ def _elementwise(device: Device, *, routed: bool) -> tuple[float, float]:
             copies = (3 * model.experts.per_token + 1) * model.embed / shared
         moved = device.tokens * device.job.compute_bytes
         seconds = moved * (width / device.rates.memory + copies / device.rates.dispatch)
+        seconds += device.tokens * hidden / layout.tensor * device.rates.exp_seconds
         found.append(seconds + _LAUNCHES[fusion] * (1 + way) * device.rates.kernel_seconds)
     return found[0], found[1]

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 
 from shardlib.errors import MeshError
 from shardlib.hardware import Cluster
-from shardlib.plan import compute, fabric, memory, traffic
+from shardlib.plan import compute, fabric, memory, replicas, traffic
 from shardlib.plan.compute import Passes
 from shardlib.plan.constants import committed
 from shardlib.plan.layout import SHARDLIB, Layout, Software
-from shardlib.plan.rates import rates
+from shardlib.plan.measured import MeasuredCluster, software_on
+from shardlib.plan.rates import rates_on
 from shardlib.plan.workload import Job
 
+_ENDLESS = Passes(*(compute.Pass(math.inf) for _ in range(3)))
 _PCIE = 31e9
 """Bytes/s to the host where the chip's is not known: PCIe 4.0 x16."""
 
@@ -83,55 +85,114 @@ def step_time(
         MeshError: If the layout does not fill the cluster.
         ConfigError: If the chip cannot multiply in the job's precision.
     """
-    if layout.num_devices != cluster.num_devices or cluster.chip is None:
+    known = cluster.chip is not None or isinstance(cluster, MeasuredCluster)
+    if layout.num_devices != cluster.num_devices or not known:
         raise MeshError(
             f"the layout {layout} is for {layout.num_devices} devices, but {cluster.name} has "
             f"{cluster.num_devices}.\n  Choose degrees whose product is {cluster.num_devices}, on "
             "a TPU or GPU cluster."
         )
     constants = committed() if constants is None else constants
-    device = compute.Device(job, layout, software, rates(cluster.chip, job.precision, constants))
+    software = software_on(cluster, software, context=layout.context)
+    achieved = rates_on(cluster, job.precision, constants)
+    device = compute.Device(job, layout, software, achieved)
     links = fabric.links(cluster, layout, constants, single_rail=software.single_rail)
-    return _assembled(device, links, cluster)
+    return assembled(device, links, cluster)
 
 
-def _assembled(
-    device: compute.Device, links: Mapping[str, fabric.Link], cluster: Cluster
+def least_time(
+    device: compute.Device,
+    links: Mapping[str, fabric.Link],
+    cluster: Cluster,
+    most_microbatches: int,
+) -> float:
+    """Returns seconds below which the step does not get with any rematerialisation, and with any
+    number of microbatches from the layout's to `most_microbatches`.
+
+    Collectives hide as much as they ever can; cutting a batch further makes no kernel and no
+    collective faster, and only the bubble shorter.
+    """
+    layout = device.layout
+    found = assembled(device, links, cluster, patient=True)
+    filled = 1 + found.waiting / max(found.total - found.waiting, 1e-30)
+    idle = (1 - layout.microbatches / most_microbatches) * (found.bubble + found.stage)
+    return found.total - filled * (idle + found.imbalance)
+
+
+def assembled(
+    device: compute.Device,
+    links: Mapping[str, fabric.Link],
+    cluster: Cluster,
+    *,
+    patient: bool = False,
 ) -> StepTime:
+    """Returns the time of a step of a device, from what it computes and sends.
+
+    Args:
+        device: With its rates.
+        links: Of each mesh axis.
+        cluster: For its hosts and what links them to devices.
+        patient: Whether there is always enough computation to hide a collective behind.
+    """
     layout, micro = device.layout, device.layout.microbatches
     layers = device.job.model.layers / layout.stage
     routed = device.job.model.routed_layers / layout.stage
     body = compute.layer(device, routed=False) * (layers - routed)
     if routed:
         body += compute.layer(device, routed=True) * routed
+    if device.reruns:
+        body = dataclasses.replace(body, again=body.again + body.forward)
     head = compute.head(device)
     weights = traffic.local_weights(device)
     ending = Passes() if layout.stage > 1 else head
     attention = body.forward.attention + body.backward.attention
+    beside = body if not patient else _ENDLESS
     moved = {
-        "tensor": traffic.tensor_seconds(device, links["tensor"], layers, body.total),
-        "context": traffic.context_seconds(device, links["context"], layers, attention),
-        "expert": traffic.expert_seconds(device, links["expert"], routed, body.total),
-        "fsdp": traffic.gather_seconds(device, links["fsdp"], weights, body + ending),
-        "offload": _offload(device, cluster, layers, body),
+        "tensor": traffic.tensor_seconds(device, links["tensor"], layers, beside.total),
+        "context": traffic.context_seconds(
+            device, links["context"], layers, math.inf if patient else attention
+        ),
+        "expert": traffic.expert_seconds(device, links["expert"], routed, beside.total),
+        "fsdp": traffic.gather_seconds(device, links["fsdp"], weights, beside + ending),
+        "offload": _offload(device, cluster, layers, beside),
     }
     turn = body.total + sum(moved.values())
+    reduced = replicas.reduce_seconds if device.software.sums_each else traffic.reduce_seconds
     share = layout.fsdp * (layout.data * layout.expert if layout.shard_optimizer else 1)
     parts = {name: micro * seconds for name, seconds in moved.items()} | {
         "matmul": micro * (body.forward.matmul + body.backward.matmul),
         "attention": micro * attention,
-        "elementwise": micro * (body.forward.elementwise + body.backward.elementwise),
-        "head": micro * head.total / layout.stage,
+        "elementwise": micro * (body.forward.elementwise + body.backward.elementwise)
+        + _fresh_memory(device, cluster),
+        "head": micro * head.total / (layout.stage if device.software.skip_idle else 1),
         "recompute": micro * body.again.total,
-        "optimizer": compute.optimizer(device, weights.total / share),
-        "data": traffic.reduce_seconds(device, links, weights, body),
+        "optimizer": compute.optimizer(device, weights.total / share)
+        + traffic.orthogonalize_seconds(device, links),
+        "data": reduced(device, links, weights, beside),
         "stage": traffic.stage_seconds(device, links["stage"]),
-        "bubble": (layout.stage - 1) / layout.chunks * turn,
-        "imbalance": micro * _imbalance(device, turn, head.total),
+        "bubble": _bubble(device, turn, head.total),
+        "imbalance": micro * _imbalance(device, turn, body, head.total),
     }
     slowest = device.rates.jitter * math.sqrt(2 * math.log(cluster.num_hosts))
     slowest += device.rates.skew * math.log2(layout.slices)
     return StepTime(**parts, waiting=slowest * sum(parts.values()))
+
+
+def _fresh_memory(device: compute.Device, cluster: Cluster) -> float:
+    """Seconds in which the system hands out the memory of a step, where it does so each time."""
+    if not device.rates.fresh_seconds:
+        return 0.0
+    held = memory.peak_memory(device.job, device.layout, cluster, device.software)
+    return device.rates.fresh_seconds * (held.total - held.params - held.optimizer - held.runtime)
+
+
+def _bubble(device: compute.Device, turn: float, head: float) -> float:
+    """Seconds of turns that a stage does not have. Where stages compute all turns, those before the
+    first microbatch and after the last cost as much as any, the head included."""
+    layout = device.layout
+    if device.software.skip_idle:
+        return (layout.stage - 1) / layout.chunks * turn
+    return 2 * (layout.stage - 1) / layout.chunks * (turn + head)
 
 
 def _offload(
@@ -147,13 +208,15 @@ def _offload(
     return traffic.offload_seconds(device, held, pcie, body)
 
 
-def _imbalance(device: compute.Device, turn: float, head: float) -> float:
+def _imbalance(device: compute.Device, turn: float, body: Passes, head: float) -> float:
     """Seconds by which the slowest stage exceeds the mean, for one microbatch."""
     layout = device.layout
-    if layout.stage == 1:
+    if layout.stage == 1 or not device.software.skip_idle:
         return 0.0
     parts = layout.stage * layout.chunks
     layers = device.job.model.layers
     uneven = turn * (math.ceil(layers / parts) * parts / layers - 1)
     ahead = 0.0 if device.software.balance_head else head * (1 - 1 / layout.stage)
+    if device.reruns:  # But for the last chunk, which runs once.
+        ahead -= body.forward.total / layout.chunks
     return max(uneven, ahead)

@@ -20,9 +20,12 @@ from collections.abc import Mapping
 
 from shardlib.hardware import Cluster
 from shardlib.plan.layout import AXES, Layout
+from shardlib.plan.measured import Calibration, Line, MeasuredCluster
 
 _RING_OF = {"v5e": 16, "v6e": 16}
 """Sides of a 2D torus wrap around when they are as long as the pod."""
+_START_SECONDS = 50e-6
+"""To start a collective between slices, for each doubling of their number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +38,24 @@ class Link:
     exchange_bytes_per_second: float = math.inf
     """Bytes/s that leave a device in an all-to-all."""
 
-    def gather(self, total: float) -> float:
-        """Returns seconds to gather arrays of `total` bytes, or to reduce and scatter them."""
+    def gather(self, total: float, pieces: float = 1.0) -> float:
+        """Returns seconds to gather arrays of `total` bytes together.
+
+        `pieces` of them travel one after the other. They matter where starting a collective was
+        measured; elsewhere starts are taken to lie behind the transfer before, but for one.
+        """
         if self.size == 1 or total == 0:
             return 0.0
         part = (self.size - 1) / self.size
         return part * total / self.bytes_per_second + self.seconds_per_collective
 
-    def all_reduce(self, total: float) -> float:
-        """Returns seconds to sum an array of `total` bytes over all devices."""
-        return 2 * self.gather(total)
+    def reduce_scatter(self, total: float, pieces: float = 1.0) -> float:
+        """Returns seconds to sum arrays of `total` bytes, each device keeping its part."""
+        return self.gather(total, pieces)
+
+    def all_reduce(self, total: float, pieces: float = 1.0) -> float:
+        """Returns seconds to sum arrays of `total` bytes over all devices."""
+        return self.reduce_scatter(total, pieces) + self.gather(total, pieces)
 
     def all_to_all(self, held: float) -> float:
         """Returns seconds in which each device sends `held` bytes, an equal part to each."""
@@ -60,12 +71,39 @@ class Link:
         return held / self.bytes_per_second + self.seconds_per_collective / self.size
 
 
+@dataclasses.dataclass(frozen=True)
+class MeasuredLink(Link):
+    """A link by what its collectives took."""
+
+    lines: Mapping[str, Line] = dataclasses.field(default_factory=dict)
+
+    def gather(self, total: float, pieces: float = 1.0) -> float:
+        return self._seconds("all_gather", total, pieces)
+
+    def reduce_scatter(self, total: float, pieces: float = 1.0) -> float:
+        return self._seconds("reduce_scatter", total, pieces)
+
+    def all_reduce(self, total: float, pieces: float = 1.0) -> float:
+        return self._seconds("all_reduce", total, pieces)
+
+    def all_to_all(self, held: float) -> float:
+        return self._seconds("all_to_all", held, 1.0)
+
+    def shift(self, held: float) -> float:
+        return self._seconds("shift", held, 1.0)
+
+    def _seconds(self, kind: str, num_bytes: float, pieces: float) -> float:
+        return self.lines[kind](num_bytes, pieces) if self.size > 1 and num_bytes else 0.0
+
+
 def links(
     cluster: Cluster, layout: Layout, constants: Mapping[str, float], *, single_rail: bool = False
 ) -> dict[str, Link]:
     """Returns the link of each mesh axis, and of `slices` where several slices are joined."""
+    if isinstance(cluster, MeasuredCluster):
+        return _measured_links(cluster.measured, layout)
     chip = cluster.chip
-    assert chip is not None, "CPU devices have no links to plan with"
+    assert chip is not None, "CPU devices have no links to plan with, unless they were measured"
     if chip.kind == "tpu":
         return _torus_links(cluster, layout, constants)
     return _gpu_links(cluster, layout, constants, single_rail)
@@ -111,15 +149,29 @@ def _torus_links(
     if chip.devices_per_chip > 1:
         free.append([chip.devices_per_chip, chip.devices_per_chip])
     found = {}
-    across = layout.slices
     for axis in reversed(AXES):
         size = layout.size(axis)
         outer = outer_degree(layout, axis)
         taken = _take(free, size // outer)
         found[axis] = _torus_link(size // outer, taken, chip.name, per_link, constants)
     network = (cluster.network_bytes_per_second_per_device or per_link) * constants["dcn"]
-    found["slices"] = Link(across, network, 50e-6 * math.log2(max(across, 1)), network)
+    across = outer_degree(layout, "fsdp")
+    if across > 1:
+        found["fsdp"] = _across(found["fsdp"], across, network)
+    replicas = max(layout.slices // across, 1)
+    found["slices"] = Link(replicas, network, _START_SECONDS * math.log2(replicas), network)
     return found
+
+
+def _across(inner: Link, outer: int, network: float) -> Link:
+    """Link of an axis that crosses slices: of what it gathers each device fetches its part from the
+    other slices, and then the slice shares the parts."""
+    size = inner.size * outer
+    seconds = (inner.size - 1) / (inner.size * inner.bytes_per_second)
+    seconds += (outer - 1) / (size * network)
+    starts = inner.seconds_per_collective + _START_SECONDS * math.log2(outer)
+    exchange = min(inner.exchange_bytes_per_second, network)
+    return Link(size, (size - 1) / (size * seconds), starts, exchange)
 
 
 def outer_degree(layout: Layout, axis: str) -> int:
@@ -171,7 +223,7 @@ def _take(free: list[list[int]], size: int) -> list[tuple[int, int]]:
 def slice_shape(cluster: Cluster) -> tuple[int, ...]:
     """Returns the sides of one slice of a TPU cluster, in chips.
 
-    Taken from the name (`v5p:4x4x8`), else as near to a square or a cube as powers of two allow.
+    Taken from the name (`v5p:4x4x8`), else as near to a square or a cube as its factors allow.
     """
     chip = cluster.chip
     assert chip is not None
@@ -179,8 +231,41 @@ def slice_shape(cluster: Cluster) -> tuple[int, ...]:
         return tuple(int(side) for side in match[1].split("x"))
     left = cluster.num_chips // cluster.num_slices
     sides = [1] * max(chip.torus_dims, 1)
-    while left > 1:
-        factor = next(f for f in (2, *range(3, left + 1, 2)) if left % f == 0)
+    for factor in reversed(_factors(left)):
         sides[sides.index(min(sides))] *= factor
-        left //= factor
     return tuple(sorted(sides))
+
+
+def _factors(number: int) -> list[int]:
+    """Prime factors in ascending order."""
+    found, factor = [], 2
+    while number > 1:
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1 if factor == 2 else 2
+    return found
+
+
+def _measured_links(calibration: Calibration, layout: Layout) -> dict[str, Link]:
+    """Returns the link of each mesh axis.
+
+    XLA on CPU knows no sum that is scattered: it sums, and each device cuts out its part.
+    """
+    found: dict[str, Link] = {}
+    for axis in AXES:
+        size = layout.size(axis)
+        if size == 1:
+            found[axis] = Link(1)
+            continue
+        lines = {kind: _of_size(by_size, size) for kind, by_size in calibration.collectives.items()}
+        if calibration.platform == "cpu":
+            lines["reduce_scatter"] = lines["all_reduce"]
+        found[axis] = MeasuredLink(size, lines=lines)
+    return found
+
+
+def _of_size(by_size: Mapping[int, Line], size: int) -> Line:
+    """The line of a group of `size` devices, or of the next larger one that was measured."""
+    larger = [known for known in by_size if known >= size]
+    return by_size[min(larger) if larger else max(by_size)]

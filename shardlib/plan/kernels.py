@@ -33,7 +33,7 @@ def matmul(
     Dims are padded to the tile of the matrix unit, rows not: they are many. A tile of the result
     costs as much again as `fill` steps of its sum, to load the first operands and to store.
     """
-    k, n = _padded(fan_in, rates.tile), _padded(fan_out, rates.tile)
+    k, n = padded(fan_in, rates.tile), padded(fan_out, rates.tile)
     compute = 2 * rows * (k + rates.fill) * n / rates.flops
     moved = (rows * fan_in + fan_in * fan_out + rows * fan_out) * width / rates.memory
     return groups * roofline(compute, moved) + rates.kernel_seconds
@@ -52,22 +52,31 @@ def flash_attention(rates: Rates, flops: float, head_dim: float, *, backward: bo
         head_dim: Size of a head.
         backward: Whether the backward pass is meant, or the forward.
     """
-    padding = _padded(head_dim, rates.lanes) / head_dim
+    padding = padded(head_dim, rates.lanes) / head_dim
     return (_FLASH_BACKWARD if backward else _FLASH_FORWARD) * flops * padding / rates.flash_flops
 
 
 def unfused_attention(
-    rates: Rates, sequences: float, length: float, heads: float, head_dim: float, *, backward: bool
+    rates: Rates,
+    sequences: float,
+    length: float,
+    heads: float,
+    head_dim: float,
+    *,
+    backward: bool,
+    width: int = 2,
 ) -> float:
     """Returns seconds of attention that writes the scores of all pairs to memory.
 
     Source: Korthikanti et al. 2022, section 4.1, for what is stored (5 a s^2 b bytes).
     """
-    product = matmul(rates, length, head_dim, length) - rates.kernel_seconds
+    product = matmul(rates, length, head_dim, length, width=width) - rates.kernel_seconds
     products = sequences * heads * (4 if backward else 2) * product
-    moved = sequences * heads * length**2 * (_SCORES_BACKWARD if backward else _SCORES_FORWARD)
-    return products + moved / rates.memory
+    scores = sequences * heads * length**2
+    moved = scores * (_SCORES_BACKWARD if backward else _SCORES_FORWARD) * width / 2
+    softmax = 0.0 if backward else scores * rates.exp_seconds
+    return products + moved / rates.memory + softmax
 
 
-def _padded(size: float, tile: int) -> float:
+def padded(size: float, tile: int) -> float:
     return max(-(-size // tile) * tile, tile)

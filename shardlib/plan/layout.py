@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes from the slowest interconnect to the fastest."""
+_MANY_MICROBATCHES = 4
 BATCH_AXES = ("data", "fsdp", "expert")
 """Axes that split the sequences of a batch."""
 
@@ -32,6 +34,12 @@ class Layout:
     shard_optimizer: bool = False
     """Whether `data` cuts the optimizer state (ZeRO 1) although parameters are whole."""
 
+    @classmethod
+    def of(cls, sizes: Mapping[str, int], slices: int = 1) -> "Layout":
+        """Returns a layout of a mesh by the names of its axes."""
+        degrees: dict[str, Any] = dict(sizes)
+        return cls(**degrees, slices=slices)
+
     @property
     def num_devices(self) -> int:
         """Product of all degrees."""
@@ -41,6 +49,12 @@ class Layout:
     def batch_shards(self) -> int:
         """Devices among which the sequences of a batch are split."""
         return math.prod(self.size(axis) for axis in BATCH_AXES)
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether replicas along `data` sum gradients once a step and not in each microbatch: where
+        there are so many that it pays (see `plan.replicas`)."""
+        return self.data > 1 and self.microbatches >= _MANY_MICROBATCHES
 
     def size(self, axis: str) -> int:
         """Devices along an axis."""
@@ -53,7 +67,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Software:
-    """Properties of the program that runs the step. The defaults are those of shardlib."""
+    """Properties of the program that runs the step."""
 
     attention: Literal["flash", "flash1", "unfused"] = "flash"
     """Fused attention never writes the scores to memory; before it, scores of all pairs were
@@ -77,6 +91,17 @@ class Software:
     single_rail: bool = False
     """Whether a collective over hosts uses one NIC of each and not all: parameters gathered one
     by one, as in ZeRO-3 of 2021 (Narayanan et al. 2021, section 5.2)."""
+    skip_idle: bool = True
+    """Whether a stage without a turn waits; else it computes what is then discarded."""
+    keeps_traced: bool = False
+    """Whether what the backward pass reads is what JAX traces: without rematerialisation every
+    intermediate of norms (in float32) and of activations; and whether parameters have a copy in
+    the width of the computation."""
+    sums_each: bool = False
+    """Whether sums over replicas are part of each microbatch; see `plan.replicas`."""
+    rerun_chunks: bool = False
+    """Whether a pipeline keeps nothing but the inputs of chunks of layers and runs the chunks again
+    before their backward pass, and holds embedding and head on every stage."""
 
 
-SHARDLIB = Software()
+SHARDLIB = Software(keeps_traced=True, sums_each=True, rerun_chunks=True)

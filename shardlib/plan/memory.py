@@ -14,6 +14,9 @@ from shardlib.plan import compute, traffic
 from shardlib.plan.layout import SHARDLIB, Layout, Software
 from shardlib.plan.workload import NONE, Job
 
+_FLOAT32 = 4
+_MLP_COPIES = 6
+"""Hidden vectors that a gated MLP, or one with GELU, keeps of each token."""
 _LOGIT_BYTES = 4
 """Logits and their gradient in half precision; the softmax between is taken in passing."""
 _RUNTIME_BYTES = {"tpu": 0.5e9, "gpu": 2.0e9}
@@ -76,11 +79,15 @@ def peak_memory(
     sharded = held / layout.fsdp
     optimizer = sharded / (layout.data * layout.expert if layout.shard_optimizer else 1)
     kept, everything, host = _activations(job, layout, software, dropout=dropout)
-    waiting = device.tokens * _layers_in_flight(job, layout)
+    waiting = device.tokens * _layers_in_flight(job, layout, reruns=device.reruns)
+    inputs = 0.0
+    if device.reruns:
+        cut = layout.tensor if layout.sequence_parallel else 1
+        inputs = _inputs_kept(layout) * device.tokens * job.model.embed * job.compute_bytes / cut
     base = Memory(
-        params=_param_bytes(job, layout, held, sharded, optimizer),
+        params=_param_bytes(job, layout, software, held, sharded, optimizer),
         optimizer=optimizer * job.moment_bytes,
-        activations=waiting * kept,
+        activations=waiting * kept + inputs,
         runtime=_RUNTIME_BYTES[cluster.chip.kind] if cluster.chip else 0.0,
         host=waiting * host,
     )
@@ -94,10 +101,15 @@ def peak_memory(
     in_backward = dataclasses.replace(
         base,
         gradients=gradients,
-        recomputed=device.tokens * everything if host or kept < everything else 0.0,
+        recomputed=device.tokens * everything if _recomputes(job, host, kept < everything) else 0.0,
         gathered=_gathered(device),
     )
     return max(in_head, in_backward, key=lambda phase: phase.total)
+
+
+def _recomputes(job: Job, host: float, keeps_less: bool) -> bool:
+    """Whether some layer is computed again, or comes back from the host, as a whole."""
+    return bool(host) or keeps_less or (job.remat != NONE and 0 < job.remat_share < 1)
 
 
 def _activations(
@@ -108,8 +120,12 @@ def _activations(
     keeps_all = dataclasses.replace(job, remat=NONE)
     everything, _ = layer_activations(keeps_all, layout, software, dropout=dropout)
     kept, host = layer_activations(job, layout, software, dropout=dropout)
+    others = everything
+    if software.keeps_traced:
+        others = _traced(job, layout, software, dropout=dropout)
+        kept = others if job.remat == NONE else kept
     share = job.remat_share
-    return share * kept + (1 - share) * everything, everything, share * host
+    return share * kept + (1 - share) * others, everything, share * host
 
 
 def _gathered(device: compute.Device) -> float:
@@ -130,11 +146,16 @@ def _gathered(device: compute.Device) -> float:
     return unit * 3 * job.compute_bytes
 
 
-def _param_bytes(job: Job, layout: Layout, held: float, sharded: float, optimizer: float) -> float:
+def _param_bytes(
+    job: Job, layout: Layout, software: Software, held: float, sharded: float, optimizer: float
+) -> float:
     """Bytes of parameters: where `data` cuts the state, whole copies in the compute width too."""
     if layout.shard_optimizer:
         return held * job.compute_bytes + optimizer * job.param_bytes
-    return (sharded if layout.zero == 3 else held) * job.param_bytes
+    width = job.param_bytes
+    if software.keeps_traced and width != job.compute_bytes:
+        width += job.compute_bytes
+    return (sharded if layout.zero == 3 else held) * width
 
 
 def layer_activations(
@@ -172,15 +193,55 @@ def layer_activations(
     return kept - host, host
 
 
-def _layers_in_flight(job: Job, layout: Layout) -> float:
+def _traced(job: Job, layout: Layout, software: Software, *, dropout: bool) -> float:
+    """Bytes per token of a layer of shardlib's transformer that keeps everything, as counted in its
+    traced backward pass.
+
+    A norm keeps its input, its normalised input and the product with its scale in float32, and what
+    it gives to the matmuls, whole along the length. A gated MLP keeps gate and up, and what silu
+    makes of the gate on the way; so does a plain one with GELU. Dropless experts keep the rows they
+    were sent, the same of each row, and their results in float32.
+    """
+    model, width = job.model, job.compute_bytes
+    residual = layout.tensor if layout.sequence_parallel else 1
+    norms = 2 * model.embed * (3 * _FLOAT32 / residual + width)
+    masks = 2 * model.embed / residual if dropout else 0
+    heads = model.heads * (model.score_dim + model.value_dim) + model.kv_width
+    attention = heads * width + model.heads * _FLOAT32
+    if software.attention == "unfused":
+        attention += model.heads * job.length * (2 * width + 1)
+    hidden = _MLP_COPIES * width * model.mlp
+    routed = 0.0
+    if model.experts and model.routed_layers:
+        experts = model.experts
+        hidden = (_MLP_COPIES + 0.5) * width * experts.per_token * experts.mlp
+        hidden += _MLP_COPIES * width * experts.shared_mlp
+        routed = experts.per_token * model.embed * (width + _FLOAT32)
+        routed += model.embed * _FLOAT32 / residual
+    return norms + masks + (attention + hidden) / layout.tensor + routed
+
+
+def _inputs_kept(layout: Layout) -> int:
+    """Inputs of chunks that a stage keeps; see `shardlib.pipeline.schedules`."""
+    stages, chunks = layout.stage, layout.chunks
+    if layout.microbatches < stages:
+        return layout.microbatches
+    most = 2 * stages - 3 if chunks == 1 else (chunks + 1) * stages - 3
+    return min(chunks * layout.microbatches, max(most, 1))
+
+
+def _layers_in_flight(job: Job, layout: Layout, *, reruns: bool) -> float:
     """Layers of one microbatch whose activations a device holds at a time.
 
     The first of p stages holds p microbatches of its L / p layers; interleaving adds
-    (p - 1) / (p v) to it. Source: Korthikanti et al. 2022, section 4.2.3.
+    (p - 1) / (p v) to it. Source: Korthikanti et al. 2022, section 4.2.3. Where chunks run again
+    before their backward pass it is one chunk.
     """
     layers, stages = job.model.layers, layout.stage
     if stages == 1:
         return float(layers)
+    if reruns:
+        return layers / (stages * layout.chunks)
     flying = min(layout.microbatches, stages) / stages
     if layout.chunks > 1:
         flying *= 1 + (stages - 1) / (stages * layout.chunks)

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 
 from shardlib.chips import Chip
 from shardlib.errors import ConfigError
+from shardlib.hardware import Cluster
 from shardlib.plan.constants import constant
+from shardlib.plan.measured import Calibration, MeasuredCluster
 from shardlib.plan.workload import Precision
 
 
@@ -35,6 +37,22 @@ class Rates:
     hide_data: float
     jitter: float
     skew: float
+    exp_seconds: float = 0.0
+    """Seconds of one exponential; 0 where it hides behind the pass over memory."""
+    fresh_seconds: float = 0.0
+    """Seconds of each byte that a step asks the system for; 0 where it keeps its memory."""
+
+
+def rates_on(cluster: Cluster, precision: Precision, constants: Mapping[str, float]) -> Rates:
+    """Returns the rates of one device of a cluster: measured ones where it was measured.
+
+    Raises:
+        ConfigError: If the devices cannot multiply in this precision, or were not measured in it.
+    """
+    if isinstance(cluster, MeasuredCluster):
+        return _measured(cluster.measured, precision)
+    assert cluster.chip is not None, "CPU devices have no rates, unless they were measured"
+    return rates(cluster.chip, precision, constants)
 
 
 def rates(chip: Chip, precision: Precision, constants: Mapping[str, float]) -> Rates:
@@ -43,7 +61,7 @@ def rates(chip: Chip, precision: Precision, constants: Mapping[str, float]) -> R
     Raises:
         ConfigError: If the chip cannot multiply in this precision.
     """
-    peak = chip.flops_per_device(precision)
+    peak = _peak(chip, precision)
     if peak is None:
         raise ConfigError(
             f"the {chip.full_name} has no matmul in {precision}.\n"
@@ -71,4 +89,52 @@ def rates(chip: Chip, precision: Precision, constants: Mapping[str, float]) -> R
         hide_data=min(get("hide_data"), 1.0),
         jitter=get("jitter"),
         skew=get("skew"),
+    )
+
+
+def _peak(chip: Chip, precision: Precision) -> float | None:
+    """Peak FLOP/s of one device. By default JAX multiplies float32 on TPUs in one pass of bfloat16,
+    and on GPUs since Ampere in TF32, at half the rate."""
+    if precision != "f32":
+        return chip.flops_per_device(precision)
+    half = chip.flops_per_device("bf16")
+    return half if half is None or chip.kind == "tpu" else half / 2
+
+
+def _measured(calibration: Calibration, precision: Precision) -> Rates:
+    """Returns what one device achieves while all are at work.
+
+    Nothing is hidden on CPU devices: what copies is what computes. Elsewhere the overlap of
+    collectives is not among what is measured, and half of them is taken to be hidden.
+
+    Raises:
+        ConfigError: If the precision was not measured.
+    """
+    fit = calibration.matmul.get(precision)
+    if fit is None:
+        raise ConfigError(
+            f"matmuls in {precision} were not measured on this machine, only in "
+            f"{', '.join(calibration.matmul)}.\n"
+            "  Choose one of these, or measure again with `shardlib calibrate`."
+        )
+    shared = calibration.platform == "cpu"
+    hidden = 0.0 if shared else 0.5
+    return Rates(
+        flops=fit.flops,
+        flash_flops=0.6 * fit.flops,
+        memory=calibration.memory.bytes_per_second,
+        kernel_seconds=fit.seconds,
+        tile=1,
+        lanes=1,
+        block=128,
+        fill=fit.fill,
+        grouped=0.75,
+        dispatch=0.5 * calibration.memory.bytes_per_second,
+        hide_gather=hidden,
+        hide_tensor=hidden,
+        hide_data=hidden,
+        jitter=0.0,
+        skew=0.0,
+        exp_seconds=calibration.exp_seconds if shared else 0.0,
+        fresh_seconds=calibration.fresh_seconds if shared else 0.0,
     )

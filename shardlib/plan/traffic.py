@@ -11,7 +11,7 @@ fraction f, the constant of its kind, it can be hidden if there is enough to hid
 import dataclasses
 from collections.abc import Mapping
 
-from shardlib.plan.compute import Device, Passes
+from shardlib.plan.compute import Device, Passes, matrices
 from shardlib.plan.fabric import Link
 
 FLOAT32 = 4
@@ -37,7 +37,7 @@ def local_weights(device: Device) -> LocalWeights:
     dense, routed = model.layer_weights
     shared = model.dense_layers * dense + model.routed_layers * routed
     experts = model.routed_layers * model.expert_weights
-    tables = 1 if model.tied or layout.stage > 1 else 2
+    tables = 1 if model.tied or (layout.stage > 1 and not device.reruns) else 2
     cut = layout.tensor * layout.stage
     return LocalWeights(
         shared / cut,
@@ -61,7 +61,7 @@ def tensor_seconds(device: Device, link: Link, layers: float, busy: float) -> fl
         return 0.0
     job = device.job
     again = (2 if job.remat.whole else 1) if job.remat.any else 0
-    count = 4.0 + again * job.remat_share
+    count = 4.0 + again * job.remat_share + (2 if device.reruns else 0)
     residual = device.tokens * job.model.embed * job.compute_bytes
     seconds = (count * layers + 2) * link.all_reduce(residual)
     if not device.software.overlap_tensor:
@@ -76,6 +76,7 @@ def expert_seconds(device: Device, link: Link, routed_layers: float, busy: float
         return 0.0
     copies = device.tokens * experts.per_token * device.job.model.embed
     times = 4 + (2 * device.job.remat_share if device.job.remat.any else 0)
+    times += 2 if device.reruns else 0
     seconds = routed_layers * times * link.all_to_all(copies * device.job.compute_bytes)
     if not device.software.overlap_expert:
         return seconds
@@ -97,15 +98,27 @@ def gather_seconds(device: Device, link: Link, weights: LocalWeights, work: Pass
     """Returns exposed seconds of `fsdp` for one microbatch.
 
     Parameters are gathered forward and, unless kept (`zero` < 3), backward; embedding and head
-    once. Gradients are reduced and scattered.
+    once. Gradients are reduced and scattered. Where parameters are whole (`zero` = 1) new ones are
+    gathered as they are stored, once a step, of which this is a share; gradients are scattered too
+    if there is one microbatch, and else summed whole in each.
     """
     if link.size == 1:
         return 0.0
-    job = device.job
-    once = link.gather(weights.total * job.compute_bytes)
-    reduce = link.gather(weights.total * job.gradient_bytes)
-    again = link.gather((weights.total - weights.vocab) * job.compute_bytes)
-    forward, backward = once, reduce + (again if device.layout.zero == 3 else 0.0)
+    job, layout = device.job, device.layout
+    if layout.zero == 1:
+        gather = link.gather(weights.total * job.param_bytes / layout.microbatches)
+        reduce = link.reduce_scatter(weights.total * job.gradient_bytes)
+        if layout.microbatches > 1:
+            reduce = link.all_reduce(weights.total * job.compute_bytes)
+        left = hidden(reduce, work.backward.total + work.again.total, device.rates.hide_data)
+        return left + hidden(gather, work.forward.total, device.rates.hide_gather)
+    layers = job.model.layers / layout.stage
+    arrays = layers * job.model.layer_arrays
+    once = link.gather(weights.total * job.compute_bytes, arrays + 2)
+    reduce = link.reduce_scatter(weights.total * job.gradient_bytes, layers + 1)
+    again = link.gather((weights.total - weights.vocab) * job.compute_bytes, arrays)
+    times = (2 if device.reruns else 1) if layout.zero == 3 else 0
+    forward, backward = once, reduce + times * again
     if not device.software.overlap_gather:
         return forward + backward
     fraction = device.rates.hide_gather
@@ -131,7 +144,8 @@ def reduce_seconds(
         link = links.get(axis)
         if link is None or link.size == 1:
             continue
-        scatter += link.gather(dense + (0.0 if axis == "expert" else routed))
+        summed = dense + (0.0 if axis == "expert" else routed)
+        scatter += link.all_reduce(summed, device.job.model.layers / layout.stage + 1) / 2
         dense /= link.size
         routed /= 1 if axis == "expert" else link.size
     back = work.backward.total + work.again.total
@@ -144,6 +158,27 @@ def reduce_seconds(
     if layout.shard_optimizer:
         return hidden(scatter, back, fraction) + hidden(gather, work.forward.total, fraction)
     return hidden(scatter + gather, back, fraction)
+
+
+def orthogonalize_seconds(device: Device, links: Mapping[str, Link]) -> float:
+    """Returns seconds of collectives in the Newton-Schulz iterations of `compute.orthogonalize`.
+
+    Where `fsdp` cuts the rows, A and twice X are gathered in each iteration; where `tensor` cuts
+    the columns, A is summed. The matrices of all layers travel together.
+    """
+    steps, model = device.job.newton_schulz_steps, device.job.model
+    if not steps:
+        return 0.0
+    layers, seconds = model.layers / device.layout.stage, 0.0
+    for fan_in, fan_out, tensor, copies in matrices(model, device.layout.tensor):
+        small, large = sorted((fan_in, fan_out))
+        outer = FLOAT32 * layers * small * small
+        seconds += copies * links["fsdp"].gather(
+            outer + 2 * FLOAT32 * layers * small * large / tensor, 3.0
+        )
+        if tensor > 1:
+            seconds += copies * links["tensor"].all_reduce(outer / device.layout.fsdp)
+    return steps * seconds
 
 
 def offload_seconds(device: Device, host_bytes: float, pcie: float, work: Passes) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 Cut = Literal["in", "out", "none"]
-Precision = Literal["bf16", "fp16", "fp8"]
+Precision = Literal["bf16", "fp16", "fp8", "f32"]
 
 
 class Matmul(NamedTuple):
@@ -100,6 +100,13 @@ class Transformer:
         """Weights of a dense layer and of a routed layer without its routed experts."""
         routed = self.matmuls(routed=True) if self.experts else ()
         return _weights(self.matmuls(routed=False)), _weights(m for m in routed if not m.routed)
+
+    @property
+    def layer_arrays(self) -> int:
+        """Arrays of weights in one layer: query, key and value apart, and gate and up."""
+        parts = {"qkv": 1 if self.latent else 3, "up": 2 if self.gated else 1}
+        products = self.matmuls(routed=self.experts is not None)
+        return sum(parts.get(product.name.removeprefix("shared_"), 1) for product in products)
 
     @property
     def expert_weights(self) -> float:
@@ -242,6 +249,9 @@ class Job:
     moment_bytes: int = 8
     """Of the optimizer's moments of one parameter, together."""
     loss_chunks: int = 1
+    newton_schulz_steps: int = 0
+    """Of an optimizer that orthogonalises the update of each matrix of the layers; 0 for others.
+    Source: Jordan et al. 2024, "Muon": five."""
 
     @property
     def tokens(self) -> int:

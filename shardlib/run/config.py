@@ -115,6 +115,12 @@ class RunConfig:
         outer = [axis.outer for axis in MeshConfig.parse(self.mesh).axes if axis.name == "data"]
         return dataclasses.replace(reduction, outer=outer[0] if outer and outer[0] > 1 else None)
 
+    def planned(self, question: Any) -> Any:
+        """Returns the best plans of the run; see `shardlib.run.planning.plan_run`."""
+        from shardlib.run.planning import plan_run
+
+        return plan_run(self, question)
+
     def axis_rules(self) -> AxisRules:
         """Returns the rules that `rules` describes."""
         return preset(self.rules) if isinstance(self.rules, str) else self.rules.build()

@@ -5,7 +5,7 @@ import pathlib
 import jax
 
 from shardlib import distributed
-from shardlib.data.cache import cache_root
+from shardlib.cache_root import cache_root
 from shardlib.errors import ConfigError
 from shardlib.run.config import AUTO, RunConfig
 

@@ -13,14 +13,20 @@ from shardlib.data import (
     load_tokenizer,
     tokenizer_at_hand,
 )
-from shardlib.explain import ParamsReport
+from shardlib.errors import DoesNotFitError, ShardlibError
+from shardlib.explain import ParamsReport, StepReport
 from shardlib.explain import explain as explain_state
-from shardlib.hardware import parse_cluster
-from shardlib.mesh import mesh_sizes
+from shardlib.explain.ahead import compile_step
+from shardlib.explain.lint import Limits
+from shardlib.explain.report import report_on
+from shardlib.explain.topology import devices_of
+from shardlib.hardware import Cluster, parse_cluster
+from shardlib.mesh import describe, mesh_sizes
 from shardlib.registry import DataSpec, family
 from shardlib.run.checks import check_config, expected_spec
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.devices import start_devices
+from shardlib.run.fixing import fixes_of
 from shardlib.run.programs import traced
 from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup
 from shardlib.train.fit import counts
@@ -52,6 +58,64 @@ def explain(config: RunConfig, on: str | None = None) -> ParamsReport:
         devices = jax.devices()
     else:
         devices = parse_cluster(on)
+    parts = _traced(config, devices)
+    return dataclasses.replace(explain_state(parts.abstract), choices=parts.choices())
+
+
+def explain_compiled(
+    config: RunConfig, on: str, *, optimize: bool = False, limits: Limits | None = None
+) -> StepReport:
+    """Returns the report on the training step of a run, compiled for a cluster that need not be
+    there. What `explain` refuses is refused here, before anything is compiled.
+
+    Args:
+        config: The config.
+        on: The cluster, such as `v5p-128` or `8xh100`.
+        optimize: Whether a program for TPUs is optimized as one that is run.
+        limits: From what size on a fault is worth telling.
+
+    Raises:
+        MissingExtraError: If the compiler of the cluster's platform is not installed.
+        DoesNotFitError: If the step exceeds a TPU so far that it cannot be compiled.
+    """
+    cluster = parse_cluster(on)
+    abstract = _traced(config, cluster)
+    devices = devices_of(cluster)
+    config = abstract.config
+    if config.mesh == AUTO:
+        config = dataclasses.replace(config, mesh=describe(abstract.scope.mesh))
+    parts = setup(config, abstract.data, make_scope(config, devices))
+    reduction = parts.reduction()
+    batch = batch_spec(config.data, config.train.global_batch)
+    if reduction is not None and not reduction.even:
+        batch = jax.eval_shape(reduction.arrange, batch)
+    step, state = parts.train_step(), parts.saved_state()
+    try:
+        compiled = compile_step(step, (state, batch), on=cluster, optimize=optimize)
+    except DoesNotFitError as error:
+        fixes = _fixes(config, cluster, error.needed_bytes)
+        lines = "\n  ".join([str(error).splitlines()[0], *fixes])
+        raise DoesNotFitError(lines, error.needed_bytes) from None
+    params = dataclasses.replace(explain_state(parts.abstract), choices=abstract.choices())
+    report = report_on(compiled, params, limits)
+    if report.fits:
+        return report
+    return dataclasses.replace(report, fixes=_fixes(config, cluster, report.memory.peak_bytes))
+
+
+def _fixes(config: RunConfig, cluster: Cluster, peak_bytes: int) -> tuple[str, ...]:
+    """What would make the step fit, cheapest first."""
+    try:
+        found = fixes_of(config, cluster, peak_bytes)
+    except ShardlibError as error:
+        return (f"what would make it fit is not known: {str(error).splitlines()[0]}",)
+    return tuple(f"fits with {fix}" for fix in found) or (
+        "no change of the config makes it fit: take more devices, or larger ones",
+    )
+
+
+def _traced(config: RunConfig, devices: Devices) -> Setup:
+    """Returns the parts of a run, after its programs are traced."""
     check_config(config, lambda: make_scope(config, devices))
     spec, tokenizer = _data(config)
     batch = batch_spec(config.data, config.train.global_batch)
@@ -62,7 +126,7 @@ def explain(config: RunConfig, on: str | None = None) -> ParamsReport:
         rows = config.eval.global_batch or config.train.global_batch
         held_out = batch_spec(config.data, rows)
     traced(parts, batch, held_out, tokenizer)
-    return dataclasses.replace(explain_state(parts.abstract), choices=parts.choices())
+    return parts
 
 
 def _data(config: RunConfig) -> tuple[DataSpec, Tokenizer | None]:

@@ -12,12 +12,13 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 from shardlib.constrain import Scope, use
 from shardlib.data import ArrangedSource, MapSource, Source, open_data
 from shardlib.hardware import Cluster
-from shardlib.mesh import abstract_mesh, auto_mesh, make_mesh, mesh_sizes
+from shardlib.mesh import abstract_mesh, make_mesh, mesh_sizes
 from shardlib.pipeline.schedules import bubble_fraction
 from shardlib.precision import precision
 from shardlib.registry import DataSpec, ModelFamily, family
 from shardlib.run.checks import check_fit, check_rules_used
 from shardlib.run.config import AUTO, RunConfig
+from shardlib.run.planning import cluster_of, planned_mesh
 from shardlib.train.ema import ema_params
 from shardlib.train.local_sgd import LocalSGD, make_local_sgd
 from shardlib.train.offload import offload_optimizer
@@ -180,14 +181,15 @@ def make_scope(config: RunConfig, devices: Devices) -> Scope:
 
 
 def _mesh(config: RunConfig, devices: Sequence[Any]) -> Mesh:
-    return make_mesh(config.mesh, devices=devices)  # type: ignore[arg-type]
+    cluster = cluster_of(devices) if config.mesh == AUTO else None
+    spec = config.mesh if cluster is None else planned_mesh(config, cluster)[0]
+    return make_mesh(spec, devices=devices)  # type: ignore[arg-type]
 
 
 def _abstract(config: RunConfig, cluster: Cluster) -> AbstractMesh:
     spec: Any = config.mesh
     if spec == AUTO:
-        groups = cluster.num_hosts if cluster.platform == "gpu" else cluster.num_slices
-        spec = auto_mesh(cluster.num_devices, num_groups=groups)
+        spec = planned_mesh(config, cluster)[0]
     kind = cluster.chip.device_kinds[0] if cluster.chip else cluster.platform
     device = AbstractDevice(kind, num_cores=None, platform=cluster.platform)
     return abstract_mesh(spec, cluster.num_devices).update(abstract_device=device)

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from shardlib.cache_root import cache_root
 from shardlib.data import TextData, open_data
-from shardlib.data.cache import cache_root, cached
+from shardlib.data.cache import cached
 from shardlib.errors import DataError
 
 PROGRAM = """

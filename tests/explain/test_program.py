@@ -224,7 +224,7 @@ def test_the_gpu_dialect():
         "collective-permute  fsdp                    1           5           0.000",
         "no subset of axes: all-reduce f32[4] x 5",
         "no subset of axes: all-reduce f32[4] x 5",
-        "not attributed: 1 send",
+        "not attributed: 1 send, 0.000 MB",
     ]
 
 

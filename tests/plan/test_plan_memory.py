@@ -10,7 +10,10 @@ import pytest
 from shardlib.hardware import parse_cluster
 from shardlib.plan.layout import Layout, Software
 from shardlib.plan.memory import layer_activations, peak_memory
+from shardlib.plan.named_models import named_model
+from shardlib.plan.problem import Choice
 from shardlib.plan.published import read_file
+from shardlib.plan.transformers import TransformerWorkload
 from shardlib.plan.workload import DOTS, FULL, NONE, SELECTIVE, Job, Remat, Transformer
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.json"
@@ -124,3 +127,28 @@ def test_published_runs_are_predicted_to_fit():
         if size > most and not case.eight_bit
     ]
     assert over == []
+
+
+# GiB at the peak of llama3-8b and -70b (512 rows of 8192, bf16), as XLA says of the step compiled
+# for TPUs (libtpu 0.0.42.1, quick optimization level) and GPUs (jax 0.10.2).
+COMPILED = {
+    "70b dots and none": ("70b", "v5p-128", {"fsdp": 32, "tensor": 2}, 16, ("dots", 30), 169.12),
+    "70b mostly dots": ("70b", "v5p-128", {"fsdp": 32, "tensor": 2}, 16, ("dots", 70), 93.08),
+    "8b none": ("8b", "v5p-64", {"fsdp": 32}, 16, ("none", None), 86.21),
+    "8b dots": ("8b", "v5e-256", {"fsdp": 128, "context": 2}, 4, ("dots", None), 13.62),
+    "8b over replicas": (
+        "8b", "v5p-64", {"data": 2, "fsdp": 8, "tensor": 2}, 16, ("dots", 1), 91.0
+    ),
+    "8b dots on v6e": ("8b", "v6e-64", {"fsdp": 64}, 8, ("dots", None), 26.9),
+    "8b dots and none on GPUs": ("8b", "64xh100", {"fsdp": 64}, 4, ("dots", 27), 66.29),
+    "8b dots on GPUs": ("8b", "64xh100", {"data": 8, "fsdp": 8}, 4, ("dots", None), 68.08),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_peaks_of_compiled_steps(name):
+    size, cluster, degrees, micro, (policy, layers), compiled = COMPILED[name]
+    workload = TransformerWorkload(Job(named_model(f"llama3-{size}").model, 8192, 512))
+    layout = Layout(**degrees, microbatches=micro)
+    held = workload.memory(layout, Choice(policy, layers), parse_cluster(cluster))
+    assert held.total / 2**30 == pytest.approx(compiled, rel=0.07)

@@ -1,11 +1,11 @@
-"""The command line: `shardlib train | explain | generate | devices | launch | schema`.
+"""The command line: `shardlib train | explain | plan | calibrate | generate | devices | launch |
+schema`.
 
 Exit codes: 0 when all is well; 2 when what was asked for is wrong (usage, config, mesh, rules,
 model); 1 for every other failure and for what `explain --strict` finds.
 """
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -13,27 +13,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from shardlib.cli.arguments import AsJson, ConfigPath, Overrides, console, load_config
+from shardlib.cli.explain import explain
+from shardlib.cli.plan import calibrate, plan
 from shardlib.errors import ConfigError, MeshError, ModelError, RuleError, ShardlibError
 
 # What each command needs is imported inside it, so that `shardlib --help` does not wait for JAX.
 
-ConfigPath = Annotated[
-    str,
-    typer.Argument(
-        metavar="CONFIG", help="A YAML file, such as configs/quickstart.yaml, or a run's directory."
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Keys to change, such as train.steps=100 or mesh=fsdp=4,tensor=2.",
-    ),
-]
 # What another config or another command would mend; data, files and processes are as they are.
 _ASKED_WRONG = (ConfigError, MeshError, ModelError, RuleError)
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 app = typer.Typer(
     help="Named sharding for Flax models: train any model on any mesh.",
@@ -123,7 +111,7 @@ def keys_text(cls: type, width: int) -> str:
 @app.command(cls=_CommandWithKeys)
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train a model; the same command again resumes."""
-    loaded = _load(config, overrides)
+    loaded = load_config(config, overrides)
     from shardlib.run.training import train as run_train
 
     try:
@@ -132,38 +120,9 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
         raise typer.Exit(130) from None
 
 
-@app.command()
-def explain(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    on: Annotated[
-        str | None,
-        typer.Option(metavar="CLUSTER", help="Devices to assume: v5e-16, 8xh100, cpu:8."),
-    ] = None,
-    as_json: AsJson = False,
-    strict: Annotated[
-        bool,
-        typer.Option(
-            "--strict",
-            help="Exit 1 if a tensor of 1 MiB or more is replicated that a rule would shard.",
-        ),
-    ] = False,
-) -> None:
-    """Show how every parameter is sharded, why, and what it costs. Refuses what train would, but
-    for faults of the data. Allocates nothing."""
-    loaded = _load(config, overrides)
-    from shardlib.run.inspecting import explain as run_explain
-
-    report = run_explain(loaded, on)
-    if as_json:
-        print(json.dumps(report.to_dict(), indent=2))
-    else:
-        _console().print(report.render())
-    faults = report.faults() if strict else []
-    for fault in faults:
-        print(fault, file=sys.stderr)
-    if faults:
-        raise typer.Exit(1)
+app.command()(explain)
+app.command()(plan)
+app.command()(calibrate)
 
 
 @app.command()
@@ -198,9 +157,9 @@ def devices(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps({"devices": rows, "auto_mesh": dict(mesh.shape)}, indent=2))
         return
-    console = _console()
-    console.print(_device_table(rows))
-    console.print("mesh: auto gives\n" + draw(mesh), markup=False, highlight=False)
+    terminal = console()
+    terminal.print(_device_table(rows))
+    terminal.print("mesh: auto gives\n" + draw(mesh), markup=False, highlight=False)
 
 
 @app.command()
@@ -224,22 +183,6 @@ def schema() -> None:
     from shardlib.run.config import RunConfig
 
     print(json.dumps(json_schema(RunConfig), indent=2))
-
-
-def _load(path: str, overrides: list[str] | None) -> Any:
-    """Returns the config of a run, before what runs it is imported: its faults come sooner."""
-    from shardlib.config import load
-    from shardlib.run.config import RunConfig
-
-    of_run = os.path.join(path, "config.yaml")
-    return load(RunConfig, of_run if os.path.isfile(of_run) else path, overrides or ())
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    # Rich takes a file or a pipe for 80 columns wide, which folds tables beyond reading.
-    return Console(width=None if sys.stdout.isatty() else 160)
 
 
 def _device_facts(device: Any) -> dict[str, Any]:
@@ -280,7 +223,3 @@ def _device_table(rows: Sequence[dict[str, Any]]) -> Any:
 
 def _scaled(value: float | None, unit: float, name: str) -> str:
     return "-" if value is None else f"{value / unit:,.0f} {name}"
-
-
-if __name__ == "__main__":
-    main()

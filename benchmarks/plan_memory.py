@@ -1,0 +1,319 @@
+"""Predicted against compiled peak memory of 40 training steps, with no accelerator.
+
+    python benchmarks/plan_memory.py                 # scores the peaks that are stored
+    python benchmarks/plan_memory.py --recompile     # compiles all again, smallest first
+    python benchmarks/plan_memory.py --missing       # compiles those that are not stored
+
+Each cell is a published model (dense of 1B to 405B, or with experts), a cluster, a mesh and a way
+to rematerialise. The step that `shardlib train` would run is compiled ahead of time for the
+cluster; its peak is XLA's, and its code. The prediction is that of `shardlib plan`, which sees the
+config alone. Both are of the device that holds most.
+
+Programs for TPUs are compiled without optimization, whose peaks differ by 1-7%. Those for GPUs are
+not tuned, and take no memory of the libraries that run beside them: what the runtime takes is in
+neither number, but in the question of whether a step fits.
+
+The last line is JSON: `cells`, `median_error`, `p90_error`, of absolute relative errors, and
+`wrongly_fitting`, the cells that are said to fit and do not.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import statistics
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+
+import jax
+import numpy as np
+
+from shardlib.config import from_dict
+from shardlib.data import batch_spec
+from shardlib.errors import DoesNotFitError, ShardlibError
+from shardlib.explain.ahead import CompiledStep, compile_step
+from shardlib.explain.capacity import capacity
+from shardlib.explain.memory import read_memory
+from shardlib.explain.topology import devices_of
+from shardlib.hardware import Cluster, parse_cluster
+from shardlib.plan.memory import Memory
+from shardlib.plan.named_models import named_model
+from shardlib.run.checks import expected_spec
+from shardlib.run.config import RunConfig
+from shardlib.run.fixing import choice_of, layout_of
+from shardlib.run.planning import workload_of
+from shardlib.run.setup import make_scope, setup
+
+STORED = Path(__file__).parent / "data" / "compiled_memory.json"
+_COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A model on a cluster; what is not said is that of a run in bf16 with AdamW."""
+
+    model: str
+    on: str
+    mesh: str
+    batch: int
+    length: int = 4096
+    remat: str = "full"
+    microbatches: int = 1
+    loss_chunks: int = 1
+    rules: str = "standard"
+    precision: str = "bf16"
+
+    @property
+    def name(self) -> str:
+        """All that differs from the defaults, in one line."""
+        parts = [self.model, self.on, self.mesh, f"{self.batch}x{self.length}", self.remat]
+        parts += [f"microbatches={self.microbatches}"] if self.microbatches > 1 else []
+        parts += [f"loss_chunks={self.loss_chunks}"] if self.loss_chunks > 1 else []
+        parts += [self.rules] if self.rules != "standard" else []
+        parts += [self.precision] if self.precision != "bf16" else []
+        return " ".join(parts)
+
+    @property
+    def cluster(self) -> Cluster:
+        return parse_cluster(self.on)
+
+    def config(self) -> RunConfig:
+        """Returns the run."""
+        return from_dict(
+            RunConfig,
+            {
+                "model": self._model(),
+                "data": {"path": "corpus", "sequence_length": self.length},
+                "optimizer": {"name": "adamw"},
+                "train": {
+                    "steps": 1000,
+                    "global_batch": self.batch,
+                    "microbatches": self.microbatches,
+                },
+                "mesh": self.mesh,
+                "rules": self.rules,
+                "precision": self.precision,
+            },
+            "a cell",
+        )
+
+    def _model(self) -> dict[str, Any]:
+        dims = named_model(self.model).model
+        found = {
+            "name": "transformer",
+            "num_layers": dims.layers,
+            "embed_dim": dims.embed,
+            "num_heads": dims.heads,
+            "num_kv_heads": dims.kv_heads,
+            "head_dim": dims.head_dim,
+            "mlp_dim": dims.mlp,
+            "vocab_size": dims.vocab,
+            "tied_embeddings": dims.tied,
+            "remat": self.remat,
+            "loss_chunks": self.loss_chunks,
+            # cuDNN's cannot be compiled where cuDNN is not installed; both keep as much.
+            "attention": "blockwise" if self.cluster.platform == "gpu" else "auto",
+        }
+        if dims.experts:
+            experts = dims.experts
+            found["moe"] = {
+                "num_experts": experts.number,
+                "experts_per_token": experts.per_token,
+                "mlp_dim": experts.mlp,
+            }
+        return found
+
+
+_SAVE = "save:query,key,value,attention_out"
+CELLS = (
+    Cell("llama3.2-1b", "8xh100", "fsdp=8", 32),
+    Cell("llama3.2-1b", "8xh100", "fsdp=8", 16, 2048, "none"),
+    Cell("llama3.2-1b", "8xh100", "data=8", 16),
+    Cell("llama3.2-1b", "v5e-16", "fsdp=16", 16),
+    Cell("llama3.2-1b", "v5e-16", "fsdp=16", 16, 1024, "none"),
+    Cell("llama3.2-1b", "v5e-16", "data=4,fsdp=4", 16, 2048, loss_chunks=8),
+    Cell("llama3.2-1b", "v5e-16", "fsdp=8,tensor=2", 16, remat="dots", loss_chunks=8),
+    Cell("llama3-8b", "8xh100", "fsdp=8", 8, 8192, loss_chunks=8),
+    Cell("llama3-8b", "8xh100", "fsdp=4,tensor=2", 16),
+    Cell("llama3-8b", "8x8xh100", "data=8,fsdp=8", 512, 8192, microbatches=8),
+    Cell("llama3-8b", "v5e-16", "fsdp=16", 16, 2048, loss_chunks=8),
+    Cell("llama3-8b", "v5e-256", "fsdp=64,tensor=4", 64, 8192),
+    Cell("llama3-8b", "v6e-16", "fsdp=16", 32, loss_chunks=8),
+    Cell("llama3-8b", "v5p-128", "fsdp=64", 64, 8192),
+    Cell("llama3-70b", "8x8xh100", "fsdp=8,tensor=8", 64),
+    Cell("llama3-70b", "v5p-128", "fsdp=16,tensor=4", 64),
+    Cell("mixtral-8x7b", "8x8xh100", "fsdp=8,expert=8", 64, loss_chunks=8),
+    Cell("mixtral-8x7b", "v5p-128", "fsdp=8,expert=8", 64),
+    Cell("llama3.2-3b", "8xh100", "fsdp=8", 16, remat="dots", loss_chunks=8),
+    Cell("llama2-13b", "4x8xh100", "fsdp=32", 64, loss_chunks=8),
+    Cell("llama2-13b", "v6e-64", "fsdp=64", 64, remat=_SAVE),
+    Cell("llama3-8b", "v6e-64", "data=4,fsdp=16", 256, microbatches=4, loss_chunks=8),
+    Cell("llama3-405b", "64x8xh100", "fsdp=64,tensor=8", 64, 8192),
+    Cell("llama3-405b", "v5p-1024", "fsdp=64,tensor=8", 128, 8192),
+    Cell("llama3-70b", "v5e-256", "fsdp=32,tensor=8", 64),
+    Cell("llama3-70b", "v6e-256", "fsdp=64,tensor=4", 64, loss_chunks=8),
+    Cell("llama3-8b", "v5p-128", "fsdp=64", 64, remat="none", loss_chunks=8),
+    Cell("llama3-8b", "v5p-128", "fsdp=64", 128, remat="dots", loss_chunks=8),
+    Cell("qwen3-30b-a3b", "4x8xh100", "fsdp=4,expert=8", 32, loss_chunks=8),
+    Cell("llama3-70b", "8x8xh100", "fsdp=8,tensor=8", 64, 8192, rules="sequence"),
+    Cell("llama3-70b", "v5p-128", "fsdp=16,tensor=4", 64, 8192, rules="sequence"),
+    Cell("llama3-8b", "8xh100", "stage=2,fsdp=4", 32, microbatches=8, loss_chunks=8),
+    Cell("llama3-70b", "v5p-128", "stage=4,fsdp=16", 256, microbatches=16, loss_chunks=8),
+    Cell("llama3-8b", "v6e-64", "fsdp=16,context=4", 16, 32768, loss_chunks=8),
+    Cell("llama3-8b", "4x8xh100", "fsdp=32", 64, remat="0-15:full,16-:none", loss_chunks=8),
+    Cell("llama3-8b", "8xh100", "fsdp=8", 16, precision="bf16_params", loss_chunks=8),
+    Cell("llama3.2-3b", "v6e-16", "fsdp=16", 16, remat="none", loss_chunks=8),
+    Cell("mixtral-8x22b", "v5p-256", "fsdp=16,expert=8", 128, loss_chunks=8),
+    Cell("llama3.2-3b", "v5e-16", "data=2,fsdp=8", 64, microbatches=4, loss_chunks=8),
+    Cell("llama3-70b", "8x8xh100", "fsdp=64", 64, remat=_SAVE, loss_chunks=8),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A cell with both numbers, in bytes of one device."""
+
+    cell: Cell
+    compiled: Mapping[str, int]
+    """The peak, and what it holds by the categories of `shardlib.explain.memory`."""
+    predicted: Memory
+    usable: int
+
+    @property
+    def error(self) -> float:
+        """Predicted over compiled, less 1; what the runtime takes is in neither."""
+        return (self.predicted.total - self.predicted.runtime) / self.compiled["peak"] - 1
+
+    @property
+    def said_to_fit(self) -> bool:
+        chip = self.cell.cluster.chip
+        assert chip is not None
+        return self.predicted.fits(chip.memory_bytes_per_device)
+
+    @property
+    def fits(self) -> bool:
+        return self.compiled["peak"] <= self.usable
+
+
+def scored(cells: Mapping[str, Mapping[str, int]]) -> list[Scored]:
+    """Returns the score of each cell whose peak is known, by name."""
+    return [_scored(cell, cells[cell.name]) for cell in CELLS if cell.name in cells]
+
+
+def predicted(cell: Cell) -> Memory:
+    """Returns what `shardlib plan` says of a cell."""
+    config, cluster = cell.config(), cell.cluster
+    _, workload = workload_of(config)
+    return workload.memory(layout_of(config, cluster), choice_of(config), cluster)
+
+
+def _scored(cell: Cell, compiled: Mapping[str, int]) -> Scored:
+    limit = capacity(cell.cluster.chip)
+    assert limit is not None
+    return Scored(cell, compiled, predicted(cell), limit.usable_bytes)
+
+
+def compiled(cell: Cell) -> CompiledStep:
+    """Returns the step of a cell, compiled for its cluster."""
+    config, cluster = cell.config(), cell.cluster
+    parts = setup(config, expected_spec(config), make_scope(config, devices_of(cluster)))
+    batch = batch_spec(config.data, config.train.global_batch)
+    return compile_step(parts.train_step(), (parts.saved_state(), batch), on=cluster)
+
+
+def measured(cell: Cell) -> dict[str, int]:
+    """Returns the peak of a cell, and what it holds, in bytes."""
+    report = read_memory(compiled(cell))
+    return {"peak": report.peak_bytes, **{k: v for k, v in report.categories.items() if v}}
+
+
+def stored() -> dict[str, Any]:
+    """Returns the peaks that are stored, and what they were compiled with."""
+    return json.loads(STORED.read_text()) if STORED.exists() else {"versions": {}, "cells": {}}
+
+
+def compile_all(wanted: Callable[[Cell], bool]) -> None:
+    """Compiles cells and stores their peaks, each as soon as it is known."""
+    for cell in filter(wanted, CELLS):
+        try:
+            found = measured(cell)
+        except (DoesNotFitError, ShardlibError, jax.errors.JaxRuntimeError) as error:
+            print(f"{cell.name}: {str(error).splitlines()[0]}", flush=True)
+            continue
+        data = stored()
+        names = {c.name for c in CELLS}
+        known = {name: value for name, value in data["cells"].items() if name in names}
+        data = {"versions": _versions(), "cells": {**known, cell.name: found}}
+        STORED.write_text(json.dumps(data, indent=1) + "\n")
+        print(_line(_scored(cell, found)), flush=True)
+
+
+def _versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in _COMPILERS}
+
+
+def table(scores: list[Scored]) -> str:
+    """Returns a line for each cell."""
+    head = f"{'compiled':>8} {'predicted':>9} {'error':>6}  fits  cell"
+    return "\n".join([head, *map(_line, scores)])
+
+
+def _line(score: Scored) -> str:
+    total = score.predicted.total - score.predicted.runtime
+    fits = {True: "yes", False: "no"}[score.fits]
+    if score.said_to_fit != score.fits:
+        fits += "!"
+    numbers = f"{score.compiled['peak'] / _GIB:8.2f} {total / _GIB:9.2f} {score.error:+6.1%}"
+    return f"{numbers}  {fits:4}  {score.cell.name}"
+
+
+def parts(scores: list[Scored]) -> str:
+    """Returns what each cell holds by category, compiled and predicted, in GiB."""
+    lines = []
+    for score in scores:
+        lines.append(_line(score))
+        for what, values in (("compiled", score.compiled), ("predicted", vars(score.predicted))):
+            held = ", ".join(f"{k} {v / _GIB:.2f}" for k, v in values.items() if v > 0.005 * _GIB)
+            lines.append(f"    {what}: {held}")
+    return "\n".join(lines)
+
+
+def summary(scores: list[Scored]) -> dict[str, Any]:
+    """Returns the last line."""
+    errors = [abs(score.error) for score in scores]
+    return {
+        "cells": len(scores),
+        "median_error": round(statistics.median(errors), 4),
+        "p90_error": round(float(np.quantile(errors, 0.9)), 4),
+        "wrongly_fitting": [s.cell.name for s in scores if s.said_to_fit and not s.fits],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recompile", action="store_true", help="compile all cells")
+    parser.add_argument("--missing", action="store_true", help="compile cells that are not stored")
+    parser.add_argument("--parts", action="store_true", help="show what each cell holds")
+    options = parser.parse_args()
+    if options.recompile or options.missing:
+        known = {} if options.recompile else stored()["cells"]
+        compile_all(lambda cell: cell.name not in known)
+    data = stored()
+    scores = scored(data["cells"])
+    if not scores:
+        raise SystemExit("No peak is stored: give --missing, and time.")
+    print("compiled with " + ", ".join(f"{k} {v}" for k, v in data["versions"].items()))
+    print(parts(scores) if options.parts else table(scores))
+    missing = [cell.name for cell in CELLS if cell.name not in data["cells"]]
+    print("\n".join(f"not compiled: {name}" for name in missing))
+    print(json.dumps(summary(scores)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""`python -m shardlib.cli`."""
+
+from shardlib.cli import main
+
+main()

@@ -1,0 +1,157 @@
+"""Findings that are accepted, in a file that a user keeps beside the code.
+
+    {
+      "accepted": [
+        {"code": "SL105", "place": "jvp()/dot_general", "why": "heads of 64 are the model's"}
+      ]
+    }
+
+A finding is accepted by its code and its place: the path of a parameter, the name of an operation,
+a mesh axis. Lines are not part of it, so that an edit elsewhere changes nothing. `*` in a place
+stands for anything. JSON or, by the suffix `.yaml` or `.yml`, YAML.
+"""
+
+import dataclasses
+import fnmatch
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from shardlib.errors import ConfigError, did_you_mean
+from shardlib.explain.lint.findings import CODES, Finding
+
+_YAML = (".yaml", ".yml")
+_FIELDS = ("code", "place", "why")
+
+
+@dataclasses.dataclass(frozen=True)
+class Accepted:
+    """One accepted finding, or several where `place` has a `*`."""
+
+    code: str
+    place: str
+    why: str = ""
+
+    def covers(self, finding: Finding) -> bool:
+        """Whether a finding is this one."""
+        # Brackets are part of names, not classes of characters.
+        pattern = self.place.replace("[", "[[]")
+        return finding.code == self.code and fnmatch.fnmatchcase(finding.place, pattern)
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.place}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """Findings that are new, findings that are accepted, and entries that nothing meets."""
+
+    new: tuple[Finding, ...]
+    accepted: tuple[Finding, ...]
+    unused: tuple[Accepted, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+    """What a user accepts."""
+
+    entries: tuple[Accepted, ...] = ()
+
+    def judge(self, findings: Iterable[Finding]) -> Judged:
+        """Returns which findings are new, which are accepted, and which entries none needed."""
+        findings = tuple(findings)
+        covered = {
+            finding: [entry for entry in self.entries if entry.covers(finding)]
+            for finding in findings
+        }
+        used = {entry for entries in covered.values() for entry in entries}
+        return Judged(
+            tuple(finding for finding in findings if not covered[finding]),
+            tuple(finding for finding in findings if covered[finding]),
+            tuple(entry for entry in self.entries if entry not in used),
+        )
+
+
+def baseline_of(findings: Iterable[Finding], old: Baseline | None = None) -> Baseline:
+    """Returns the baseline that accepts exactly these findings; reasons of an old one are kept."""
+    known = old.entries if old is not None else ()
+    entries = []
+    for finding in findings:
+        kept = next((entry for entry in known if entry.covers(finding)), None)
+        entries.append(kept or Accepted(finding.code, finding.place))
+    return Baseline(tuple(sorted(dict.fromkeys(entries), key=str)))
+
+
+def read_baseline(path: str | Path) -> Baseline:
+    """Reads a baseline.
+
+    Raises:
+        ConfigError: If the file cannot be read, or an entry is malformed; all of them are named.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(
+            f"the baseline {path} cannot be read: {error.strerror}.\n"
+            "  Write one first, from the findings that you accept."
+        ) from None
+    data = _parsed(path, text)
+    entries = data.get("accepted") if isinstance(data, dict) else None
+    if not isinstance(entries, list):
+        raise ConfigError(
+            f"the baseline {path} holds no list 'accepted'.\n"
+            '  Write {"accepted": [{"code": "SL105", "place": "jvp()/dot_general"}]}.'
+        )
+    faults = [f"entry {n}: {fault}" for n, e in enumerate(entries, 1) if (fault := _fault(e))]
+    if faults:
+        raise ConfigError(f"the baseline {path} is malformed:\n  " + "\n  ".join(faults))
+    return Baseline(tuple(Accepted(**entry) for entry in entries))
+
+
+def write_baseline(baseline: Baseline, path: str | Path) -> None:
+    """Writes a baseline, as YAML where the name ends so, else as JSON."""
+    path = Path(path)
+    entries = [
+        {name: value for name, value in dataclasses.asdict(entry).items() if value}
+        for entry in baseline.entries
+    ]
+    data = {"accepted": entries}
+    if path.suffix in _YAML:
+        import yaml
+
+        path.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+    else:
+        path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def _parsed(path: Path, text: str) -> Any:
+    if path.suffix in _YAML:
+        import yaml
+
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            problem = " ".join(str(error).split())
+            raise ConfigError(f"the baseline {path} is no YAML: {problem}.") from None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"the baseline {path} is no JSON: {error}.") from None
+
+
+def _fault(entry: Any) -> str:
+    if not isinstance(entry, dict):
+        return f"{entry!r} is no mapping with 'code' and 'place'"
+    for name in entry:
+        if name not in _FIELDS:
+            return f"{name!r} is unknown.{did_you_mean(str(name), _FIELDS)}"
+    for name in ("code", "place"):
+        if not isinstance(entry.get(name), str) or not entry[name]:
+            return f"it has no {name!r}"
+    if not isinstance(entry.get("why", ""), str):
+        return "'why' is no text"
+    if entry["code"] not in CODES:
+        return f"{entry['code']!r} is no code.{did_you_mean(entry['code'], CODES)}"
+    return ""

@@ -1,0 +1,220 @@
+"""FLOPs of a traced step, by what part of training they belong to.
+
+Counted are matmuls, convolutions and ragged matmuls, a multiply-add as two FLOPs: of loops of known
+length each turn, of a conditional its dearest branch, of a manual region all its devices. What is
+elementwise is not counted, as in all published conventions (see `shardlib.plan.flops`).
+
+model     Of the loss and its gradients, without what a backward pass computes again because it was
+          not kept (`jax.checkpoint`). That is 6 FLOPs for each weight and token, and attention over
+          the pairs of positions that the implementation computes (Kaplan et al. 2020; Chowdhery et
+          al. 2022, "PaLM", appendix B).
+hardware  With it, and with the matmuls of an optimizer such as Muon (Korthikanti et al. 2022,
+          appendix A).
+
+Fused attention that JAX sees as one operation has a formula: two matmuls forward, four backward,
+and one more that is computed again (Dao 2023, "FlashAttention-2", section 2.3.2). Of kernels in
+Pallas the grid is counted, each cell as computed: what a mask lets them skip counts.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from shardlib.explain.equations import (
+    RAGGED,
+    arriving_rows,
+    equations,
+    joined,
+    manual_devices,
+    matmul_flops,
+    trips,
+)
+from shardlib.jaxprs import subprograms
+
+Stage = Literal["forward", "backward", "recompute", "head", "optimizer"]
+STAGES: tuple[Stage, ...] = ("forward", "recompute", "backward", "head", "optimizer")
+_FUSED_FORWARD, _FUSED_BACKWARD, _FUSED_AGAIN = 2, 4, 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """FLOPs of one step over all devices.
+
+    Attributes:
+        model: By stage, without what is computed again and without the optimizer.
+        hardware: By stage, with them.
+        uncounted: Kernels whose FLOPs are not known, by name: how often each runs.
+        uncounted_loops: Loops of unknown length, whose turns count once.
+        ragged: Ragged matmuls of which all rows count, filled or not.
+    """
+
+    model: Mapping[Stage, float]
+    hardware: Mapping[Stage, float]
+    uncounted: Mapping[str, int]
+    uncounted_loops: int = 0
+    ragged: int = 0
+
+    @property
+    def total_model(self) -> float:
+        """Model FLOPs of the step."""
+        return sum(self.model.values())
+
+    @property
+    def total_hardware(self) -> float:
+        """Hardware FLOPs of the step."""
+        return sum(self.hardware.values())
+
+
+class _Count:
+    """Sums that branches can be compared by."""
+
+    def __init__(self) -> None:
+        self.model: dict[Stage, float] = collections.defaultdict(float)
+        self.hardware: dict[Stage, float] = collections.defaultdict(float)
+        self.uncounted: dict[str, int] = collections.Counter()
+        self.loops = 0
+        self.ragged = 0
+        self.matmuls = 0
+
+    def add(self, other: "_Count", times: float = 1) -> None:
+        for stage, flops in other.model.items():
+            self.model[stage] += flops * times
+        for stage, flops in other.hardware.items():
+            self.hardware[stage] += flops * times
+        for name, count in other.uncounted.items():
+            self.uncounted[name] += int(count * times)
+        self.loops += other.loops
+        self.ragged += other.ragged
+        self.matmuls += other.matmuls
+
+    @property
+    def total(self) -> float:
+        return sum(self.hardware.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _About:
+    """What is known of a program as a whole: sizes of the vocabulary, and by the rows that there
+    is room for, how many arrive, and whether gradients are taken."""
+
+    vocabularies: frozenset[int]
+    arriving: Mapping[int, int]
+    differentiated: bool
+
+
+def count_flops(jaxpr: Any, vocabularies: Collection[int] = ()) -> Flops:
+    """Returns the FLOPs of a traced step.
+
+    Args:
+        jaxpr: What `jax.jit(step).trace(...)` holds as `jaxpr`.
+        vocabularies: Sizes of the vocabulary: a matmul with such a dim belongs to the head.
+    """
+    differentiated = any("jvp(" in placed.name for placed in equations(jaxpr))
+    about = _About(frozenset(vocabularies), arriving_rows(jaxpr), differentiated)
+    count = _program(getattr(jaxpr, "jaxpr", jaxpr), "", about)
+    return Flops(count.model, count.hardware, dict(count.uncounted), count.loops, count.ragged)
+
+
+def stage_of(name: str, *, differentiated: bool = True) -> Stage:
+    """Returns the part of training that an operation belongs to, by its JAX name.
+
+    Args:
+        name: Such as `jit(step)/transpose(jvp())/while/body/dot_general`.
+        differentiated: Whether the program takes gradients; of one that does not, all is forward.
+    """
+    if "rematted_computation" in name:
+        return "recompute"
+    if "transpose(" in name:
+        return "backward"
+    return "forward" if "jvp(" in name or not differentiated else "optimizer"
+
+
+def _program(jaxpr: Any, name: str, about: _About) -> _Count:
+    count = _Count()
+    for equation in jaxpr.eqns:
+        count.add(_equation(equation, joined(name, equation), about))
+    return count
+
+
+def _equation(equation: Any, name: str, about: _About) -> _Count:
+    count = _Count()
+    flops = matmul_flops(equation)
+    if flops is not None:
+        _add_matmul(count, equation, flops, name, about)
+        return count
+    if fused := _fused(equation):
+        _add_fused(count, *fused, stage_of(name, differentiated=about.differentiated))
+        return count
+    kernel = equation.primitive.name
+    programs = list(subprograms(equation))
+    if not programs and ("custom_call" in kernel or kernel in ("ffi_call", "triton_kernel_call")):
+        count.uncounted[str(equation.params.get("target_name", kernel))] += 1
+        return count
+    turns, known = trips(equation)
+    inside = [_program(program, name, about) for program in programs]
+    if kernel == "cond":
+        inside = [max(inside, key=lambda branch: branch.total)] if inside else []
+    for one in inside:
+        kept = _kept_share(equation, one)
+        one.model = {stage: flops * kept for stage, flops in one.model.items()}
+        count.add(one, turns * manual_devices(equation))
+    if not known and any(one.total for one in inside):
+        count.loops += 1
+    return count
+
+
+def _add_matmul(count: _Count, equation: Any, flops: float, name: str, about: _About) -> None:
+    if equation.primitive.name in RAGGED:
+        rows = equation.invars[0].aval.shape[0]
+        flops *= about.arriving.get(rows, rows) / max(rows, 1)
+        count.ragged += rows not in about.arriving
+    shapes = (v.aval.shape for v in (*equation.invars, *equation.outvars))
+    sizes = {size for shape in shapes for size in shape}
+    stage = stage_of(name, differentiated=about.differentiated)
+    kept = 0.0 if stage in ("recompute", "optimizer") else flops
+    stage = "head" if about.vocabularies & sizes else stage
+    count.hardware[stage] += flops
+    if kept:
+        count.model[stage] += kept
+    count.matmuls += 1
+
+
+def _add_fused(count: _Count, forward: float, is_backward: bool, stage: Stage) -> None:
+    """Adds attention by its formula; `forward` are its FLOPs forward."""
+    model = _FUSED_BACKWARD if is_backward else _FUSED_FORWARD
+    hardware = model + (_FUSED_AGAIN if is_backward else 0)
+    count.hardware[stage] += forward / _FUSED_FORWARD * hardware
+    count.model[stage] += 0.0 if stage == "recompute" else forward / _FUSED_FORWARD * model
+
+
+def _kept_share(equation: Any, inside: _Count) -> float:
+    """Returns what share of a kernel's FLOPs are a model's; the rest it computes again.
+
+    A backward kernel of attention has the scores and their gradient before it comes to those of
+    its operands: a kernel for keys and values keeps 2 matmuls of 4, one for queries 2 of 3, and one
+    for all of them 4 of 5 (Dao 2023, "FlashAttention-2", algorithm 2).
+    """
+    if equation.primitive.name != "pallas_call":
+        return 1.0
+    name = str(equation.params.get("name") or equation.params.get("name_and_src_info") or "")
+    if not re.search(r"flash|splash|mha|attention", name):
+        return 1.0
+    if "dkv" in name:
+        return 4 / 5 if inside.matmuls == 5 else 2 / 4
+    return 2 / 3 if "dq" in name else 1.0
+
+
+def _fused(equation: Any) -> tuple[float, bool] | None:
+    """Returns the forward FLOPs of an operation that is attention as a whole, over all pairs, and
+    whether it is its backward pass."""
+    name = equation.primitive.name
+    if not re.match(r"dot_product_attention_(fwd|bwd)", name):
+        return None
+    query, key = equation.invars[0].aval.shape, equation.invars[1].aval.shape
+    layout = equation.params.get("layout")
+    heads_first = getattr(layout, "name", str(layout)) in ("BNTH", "1")
+    length = key[2] if heads_first else key[1]
+    return 4.0 * math.prod(query) * length, "bwd" in name

@@ -1,0 +1,57 @@
+"""Mesh axes of frequent collectives that leave the devices joined by fast links."""
+
+import math
+from collections.abc import Iterator
+
+from shardlib.explain.lint.findings import Finding
+from shardlib.explain.lint.subject import Subject
+from shardlib.explain.params import bytes_text
+
+FAST_AXES = ("tensor", "context", "expert")
+"""Axes whose collectives run several times in every layer."""
+
+
+def slow_axes(subject: Subject) -> Iterator[Finding]:
+    """SL204: an axis of `FAST_AXES` whose neighbours lie on several hosts or slices."""
+    cluster = subject.cluster
+    if cluster is None or cluster.chip is None:
+        return
+    chip = cluster.chip
+    if chip.kind == "tpu":
+        domain, name = cluster.num_devices // cluster.num_slices, "a slice"
+        fast = chip.ici_bytes_per_second_per_link
+    else:
+        domain, name = min(cluster.devices_per_host, max(chip.nvlink_chips, 1)), "an NVLink domain"
+        fast = chip.nvlink_bytes_per_second
+    slow = cluster.network_bytes_per_second_per_device
+    sizes = list(subject.mesh.items())
+    for position, (axis, size) in enumerate(sizes):
+        reach = size * math.prod(other for _, other in sizes[position + 1 :])
+        if axis not in FAST_AXES or size == 1 or domain % reach == 0:
+            continue
+        members = [
+            c
+            for c in subject.program.collectives
+            if c.mesh_axes is not None and axis in c.mesh_axes
+        ]
+        sent = sum(c.sent_bytes for c in members)
+        if not sent:
+            continue
+        speeds = f" at {slow / 1e9:.0f} GB/s" if slow else ""
+        speeds += f" instead of {fast / 1e9:.0f} GB/s" if slow and fast else ""
+        largest = max(members, key=lambda c: c.sent_bytes)
+        yield Finding(
+            "SL204",
+            f"mesh/{axis}",
+            f"{axis}={size} reaches over {reach} devices, but {name} of {cluster.name} has "
+            f"{domain}: {bytes_text(sent)} a step go over the network{speeds}.",
+            f"Make {axis} at most {_most(domain, reach // size)}, and another axis larger.",
+            largest.source,
+            largest.op_name,
+            sent,
+        )
+
+
+def _most(domain: int, inner: int) -> int:
+    """The largest degree that stays inside of a domain around axes of `inner` devices."""
+    return max((n for n in range(1, domain + 1) if domain % (n * inner) == 0), default=1)

@@ -1,0 +1,193 @@
+"""Float32 in a step that computes in bfloat16: on its way between devices, and in matmuls."""
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+from shardlib.explain.equations import Placed as PlacedEquation
+from shardlib.explain.equations import equations, matmul_flops
+from shardlib.explain.hlo import Instruction, array_bytes
+from shardlib.explain.lint.activations import in_loss, shape_of_leaf
+from shardlib.explain.lint.findings import Finding
+from shardlib.explain.lint.resharding import is_explicit
+from shardlib.explain.lint.subject import Placed, Subject, array_text, dims, largest
+from shardlib.explain.lint.values import Value
+from shardlib.explain.params import bytes_text
+from shardlib.explain.places import equation_source, short_name
+from shardlib.explain.program import axes_text
+
+_HALF = ("bfloat16", "float16")
+_REDUCES = ("all-reduce", "reduce-scatter")
+_CARRIES = ("bitcast", "copy", "reshape", "transpose", "get-tuple-element")
+
+
+def wide_traffic(subject: Subject) -> Iterator[Finding]:
+    """SL401: float32 collectives of what is bfloat16 before, after or where it is multiplied."""
+    # A CPU has no bfloat16 of its own: there everything travels in float32.
+    if subject.platform == "cpu" or not computes_in_half(subject):
+        return
+    found: dict[tuple[str, str, str], list[tuple[Placed, tuple[str, ...]]]] = (
+        collections.defaultdict(list)
+    )
+    for placed in subject.collectives:
+        shapes = tuple(shape for shape in placed.collective.shapes if shape.startswith("f32"))
+        if sum(map(array_bytes, shapes)) < subject.limits.activation_bytes:
+            continue
+        name, source = subject.place(placed)
+        if placed.collective.kind in _REDUCES:
+            wide = _is_activation(subject, placed, name, shapes)
+        else:
+            # Sums that a program passes on by name in float32 are meant to stay exact.
+            named = is_explicit(name)
+            wide = _was_narrow(subject, placed)
+            wide = wide or (not named and _gets_narrow(subject, placed))
+        if wide:
+            found[placed.collective.kind, name, source].append((placed, shapes))
+    for (kind, name, source), members in found.items():
+        yield _wide(kind, name, source, members)
+
+
+def _wide(
+    kind: str, name: str, source: str, members: list[tuple[Placed, tuple[str, ...]]]
+) -> Finding:
+    placed, shapes = max(members, key=lambda member: sum(map(array_bytes, member[1])))
+    wasted = sum(_sent(member, wide) / 2 for member, wide in members)
+    return Finding(
+        "SL401",
+        short_name(name) or kind,
+        f"{kind} of {largest(shapes)} over {axes_text(placed.collective.mesh_axes)} is in float32 "
+        f"in a step of bfloat16 matmuls: bfloat16 would save {bytes_text(wasted)} a step.",
+        "Cast to bfloat16 before it travels: the parameter before it is gathered, the activation "
+        "where it is made (preferred_element_type).",
+        source,
+        name,
+        wasted,
+    )
+
+
+def _sent(placed: Placed, shapes: tuple[str, ...]) -> float:
+    whole = sum(map(array_bytes, placed.collective.shapes))
+    return placed.collective.sent_bytes * sum(map(array_bytes, shapes)) / max(whole, 1)
+
+
+def _is_activation(subject: Subject, placed: Placed, name: str, shapes: tuple[str, ...]) -> bool:
+    """Whether a sum is one of activations, and not of gradients, which may well be in float32."""
+    if is_explicit(name) or not in_loss(subject, name):
+        return False
+    large = [s for s in shapes if array_bytes(s) >= subject.limits.activation_bytes]
+    del placed
+    return bool(large) and not any(shape_of_leaf(subject, dims(shape)) for shape in large)
+
+
+def _was_narrow(subject: Subject, placed: Placed) -> bool:
+    """Whether what travels was bfloat16 just before."""
+    values = subject.values.operands(placed.computation, placed.instruction)
+    return bool(values) and all(_is_widened(subject, value) for value in values)
+
+
+def _is_widened(subject: Subject, value: Value) -> bool:
+    for _ in range(16):
+        instruction = subject.values.instruction(value.computation, value.name)
+        if instruction is None:
+            return False
+        if instruction.opcode == "fusion":
+            called = instruction.called()[0]
+            root = subject.values.root(called)
+            if root is None:
+                return False
+            value = Value(called, root.name)
+        elif instruction.opcode == "convert":
+            (name,) = instruction.operand_names
+            before = subject.values.instruction(value.computation, name)
+            return before is not None and before.shape.startswith(("bf16", "f16"))
+        elif instruction.opcode in _CARRIES:
+            value = Value(value.computation, instruction.operand_names[0])
+        else:
+            return False
+    return False
+
+
+def _gets_narrow(subject: Subject, placed: Placed) -> bool:
+    """Whether all that reads what arrives makes bfloat16 of it."""
+    instructions = subject.module.computations[placed.computation]
+    done = [placed.instruction]
+    if placed.instruction.opcode.endswith("-start"):
+        done = [i for i in instructions if placed.instruction.name in i.operand_names]
+    uses = [use for one in done for use in _uses(subject, placed.computation, one)]
+    return bool(uses) and all(
+        use.opcode == "convert" and use.shape.startswith(("bf16", "f16")) for use in uses
+    )
+
+
+def _uses(subject: Subject, computation: str, instruction: Instruction) -> Iterator[Instruction]:
+    """Yields what reads a value, conversions included."""
+    for user, position in subject.values.users(computation, instruction.name):
+        if user.opcode in _CARRIES:
+            yield from _uses(subject, computation, user)
+        elif user.opcode == "fusion":
+            called = user.attributes["calls"].lstrip("%")
+            for parameter in subject.module.computations[called]:
+                if parameter.opcode == "parameter" and parameter.operands == str(position):
+                    yield from _uses(subject, called, parameter)
+        else:
+            yield user
+
+
+def computes_in_half(subject: Subject) -> bool:
+    """Whether most matmul FLOPs of a step multiply bfloat16 or float16."""
+    flops = _matmuls(subject)
+    half = sum(f for p, f in flops if any(_dtype(v) in _HALF for v in p.equation.invars[:2]))
+    return half > 0.5 * sum(f for _, f in flops)
+
+
+def wide_matmuls(subject: Subject) -> Iterator[Finding]:
+    """SL402: matmuls of two float32 operands in a step that computes in bfloat16.
+
+    Products of two activations, such as the scores of attention, are float32 where they must be
+    exact; and gradients of a float32 sum of bfloat16 products are in float32. Neither is meant.
+    """
+    if not computes_in_half(subject):
+        return
+    matmuls = _matmuls(subject)
+    total = sum(flops for _, flops in matmuls)
+    lines: dict[str, list[tuple[PlacedEquation, float]]] = collections.defaultdict(list)
+    for placed, flops in matmuls:
+        wide = all(_dtype(v) == "float32" for v in placed.equation.invars[:2])
+        if wide and not _has_batch_dims(placed.equation):
+            lines[equation_source(placed.equation)].append((placed, flops))
+    for source, members in lines.items():
+        share = sum(flops for _, flops in members) / total
+        forward = [member for member in members if "transpose(" not in member[0].name]
+        if share < subject.limits.flops_share or not forward:
+            continue
+        placed, _ = max(forward, key=lambda member: member[1])
+        left, right = (array_text(v.aval) for v in placed.equation.invars[:2])
+        name = f"{placed.name}/{placed.equation.primitive.name}"
+        yield Finding(
+            "SL402",
+            short_name(name),
+            f"{left} times {right} multiplies float32 in a step of bfloat16 matmuls, "
+            f"{share:.0%} of its FLOPs with its gradients: at half the rate or less.",
+            "Cast both operands to bfloat16, and ask for preferred_element_type=float32 where the "
+            "sum needs it.",
+            source,
+            name,
+        )
+
+
+def _has_batch_dims(equation: Any) -> bool:
+    if equation.primitive.name != "dot_general":
+        return False
+    _, (batch, _) = equation.params["dimension_numbers"]
+    return bool(batch)
+
+
+def _matmuls(subject: Subject) -> list[tuple[PlacedEquation, float]]:
+    if subject.jaxpr is None:
+        return []
+    found = ((placed, matmul_flops(placed.equation)) for placed in equations(subject.jaxpr))
+    return [(p, flops * p.times * p.devices) for p, flops in found if flops and not p.in_kernel]
+
+
+def _dtype(variable: Any) -> str:
+    return variable.aval.dtype.name

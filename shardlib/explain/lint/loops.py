@@ -1,0 +1,225 @@
+"""Collectives that each turn of a loop repeats with the same operand, and loops without a count."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from shardlib.explain.equations import Placed as PlacedEquation
+from shardlib.explain.equations import equations
+from shardlib.explain.hlo import Instruction
+from shardlib.explain.lint.activations import is_parameter
+from shardlib.explain.lint.findings import Finding
+from shardlib.explain.lint.resharding import EXPLICIT
+from shardlib.explain.lint.subject import Placed, Subject, array_text, each, largest
+from shardlib.explain.lint.values import Value
+from shardlib.explain.params import bytes_text
+from shardlib.explain.places import equation_source, short_name, user_source
+from shardlib.explain.program import axes_text
+
+
+def repeated(subject: Subject) -> Iterator[Finding]:
+    """SL202: collectives in a loop whose operand no turn changes."""
+    found = {}
+    if not subject.text or not subject.leaves:
+        yield from _repeated_by_name(subject) if not subject.text else ()
+        return
+    bodies = {loop.attributes["body"].lstrip("%"): loop for _, loop in each(subject, ("while",))}
+    for placed in subject.collectives:
+        lifted = _in_body(subject, placed, bodies)
+        if lifted is None or placed.collective.count < 2:
+            continue
+        body, operands = lifted
+        loop = bodies[body]
+        kept = subject.values.unchanged(loop)
+        if not all(subject.values.is_invariant(body, kept, value) for value in operands):
+            continue
+        trips = subject.module.trips(loop) or placed.collective.count
+        wasted = placed.collective.sent_bytes * (1 - 1 / trips)
+        if wasted < subject.limits.traffic_bytes or trips < 2:
+            continue
+        # A parameter that each microbatch gathers anew costs traffic to save memory.
+        if is_parameter(subject, placed) and _slices(subject, body, kept) == {"batch"}:
+            continue
+        name, source = subject.place(placed)
+        found.setdefault((name, source), _repeated(placed, name, source, trips, wasted))
+    yield from found.values()
+
+
+def _repeated(placed: Placed, name: str, source: str, trips: int, wasted: float) -> Finding:
+    collective = placed.collective
+    return Finding(
+        "SL202",
+        short_name(name) or collective.kind,
+        f"{collective.kind} of {largest(collective.shapes)} over "
+        f"{axes_text(collective.mesh_axes)} runs in each of {trips} turns of a loop on a value "
+        f"that no turn changes: {bytes_text(wasted)} sent for nothing.",
+        f"Compute it once before the loop, and hand it in; it holds {bytes_text(collective.bytes)} "
+        "on each device.",
+        source,
+        name,
+        wasted,
+    )
+
+
+def _in_body(
+    subject: Subject, placed: Placed, bodies: dict[str, Instruction]
+) -> tuple[str, list[Value]] | None:
+    """Returns the innermost loop body around a collective, and what it reads there."""
+    where = placed.computation
+    operands = subject.values.operands(where, placed.instruction)
+    while where not in bodies:
+        callers = subject.module.callers.get(where, [])
+        if not callers:
+            return None
+        numbers = sorted({n for value in operands for n in _reads(subject, value)})
+        where, caller = callers[0]
+        passed = subject.values.operands(where, caller)
+        operands = [passed[number] for number in numbers if number < len(passed)]
+    return where, operands
+
+
+def _reads(subject: Subject, value: Value) -> set[int]:
+    """Returns the parameters of its computation that a value depends on."""
+    found, seen, pending = set(), set(), [value.name]
+    while pending:
+        name = pending.pop()
+        instruction = subject.values.instruction(value.computation, name)
+        if name in seen or instruction is None:
+            continue
+        seen.add(name)
+        if instruction.opcode == "parameter":
+            found.add(int(instruction.operands))
+        pending += instruction.operand_names
+    return found
+
+
+def _slices(subject: Subject, body: str, kept: frozenset[int]) -> set[str]:
+    """Returns of what a loop takes another slice in each turn: of `state`, of `batch`."""
+    found: set[str] = set()
+    for instruction in subject.module.computations[body]:
+        if instruction.opcode == "get-tuple-element":
+            index = int(instruction.attributes["index"])
+            source = subject.values.instruction(body, instruction.operand_names[0])
+            if index in kept and source is not None and source.opcode == "parameter":
+                value = Value(body, source.name, index)
+                if _is_sliced(subject, body, instruction.name):
+                    leaves = subject.arguments_of(value) or []
+                    found |= {"state" if leaf.is_state else "batch" for leaf in leaves}
+    return found
+
+
+def _is_sliced(subject: Subject, computation: str, name: str) -> bool:
+    """Whether a value of a computation is read by a dynamic slice."""
+    for instruction in subject.module.computations[computation]:
+        names = instruction.operand_names
+        if name not in names:
+            continue
+        if instruction.opcode == "dynamic-slice":
+            return names[0] == name
+        if instruction.opcode in ("bitcast", "copy"):
+            if _is_sliced(subject, computation, instruction.name):
+                return True
+        elif instruction.opcode == "fusion":
+            called = instruction.called()[0]
+            inner = subject.values.parameter(called, names.index(name))
+            if inner is not None and _is_sliced(subject, called, inner):
+                return True
+    return False
+
+
+def _repeated_by_name(subject: Subject) -> Iterator[Finding]:
+    """Collectives called by name in the body of a scan, on what the scan does not change.
+
+    For steps that are traced and not compiled: a compiler moves some of them out of the loop.
+    """
+    if subject.jaxpr is None:
+        return
+    for placed in equations(subject.jaxpr):
+        if placed.equation.primitive.name != "scan" or placed.equation.params["length"] < 2:
+            continue
+        for equation in _constant_collectives(placed):
+            shape = equation.outvars[0].aval
+            trips = placed.equation.params["length"]
+            size = shape.size * shape.dtype.itemsize
+            wasted = size * (placed.times * trips - placed.times)
+            if wasted < subject.limits.traffic_bytes:
+                continue
+            axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+            axes = axes_text((axes,) if isinstance(axes, str) else tuple(axes))
+            yield Finding(
+                "SL202",
+                short_name(f"{placed.name}/{equation.primitive.name}"),
+                f"{equation.primitive.name} of {array_text(shape)} over {axes} runs in each of "
+                f"{trips} turns of a loop on a value that no turn changes: {bytes_text(wasted)} "
+                "sent for nothing.",
+                f"Compute it once before the loop, and hand it in; it holds {bytes_text(size)} on "
+                "each device.",
+                equation_source(equation),
+                placed.name,
+                wasted,
+            )
+
+
+def _constant_collectives(placed: PlacedEquation) -> Iterator[Any]:
+    """Yields the collectives of a scan's body that depend on its constants alone."""
+    body = placed.equation.params["jaxpr"].jaxpr
+    constant = {*body.constvars, *body.invars[: _num_constants(placed.equation, body)]}
+    for equation in body.eqns:
+        inputs = [v for v in equation.invars if not hasattr(v, "val")]
+        # Collectives have the effect of naming a mesh axis, and no other.
+        effects = {type(effect).__name__ for effect in equation.effects} - {"NamedAxisEffect"}
+        if all(v in constant for v in inputs) and not effects:
+            constant |= set(equation.outvars)
+            if equation.primitive.name in EXPLICIT and inputs:
+                yield equation
+
+
+def _num_constants(scan: Any, body: Any) -> int:
+    """The first operands of a scan are constants, then come the carry and what is sliced: those of
+    another shape outside than inside. What is carried is returned as it is, the rest stacked."""
+    carried = sum(
+        outer.aval.shape == inner.aval.shape
+        for outer, inner in zip(scan.outvars, body.outvars, strict=True)
+    )
+    sliced = sum(
+        outer.aval.shape != inner.aval.shape
+        for outer, inner in zip(scan.invars, body.invars, strict=True)
+    )
+    return len(body.invars) - carried - sliced
+
+
+def uncounted(subject: Subject) -> Iterator[Finding]:
+    """SL503: loops with collectives whose number of turns the program does not tell."""
+    for _, loop in each(subject, ("while",)):
+        if subject.module.trips(loop) is not None:
+            continue
+        inside = [c for c in subject.collectives if _is_within(subject, c.computation, loop)]
+        if not inside:
+            continue
+        name, source = loop.op_name, user_source(subject.module, loop)
+        sent = sum(placed.collective.sent_bytes for placed in inside)
+        yield Finding(
+            "SL503",
+            short_name(name) or "while",
+            f"a loop with {len(inside)} collective{'s' * (len(inside) > 1)} "
+            f"({bytes_text(sent)} sent in a turn) has no known number of turns: its traffic is "
+            "counted once.",
+            "Write it as jax.lax.scan or fori_loop with a fixed number of turns.",
+            source,
+            name,
+            sent,
+        )
+
+
+def _is_within(subject: Subject, computation: str, loop: Instruction) -> bool:
+    """Whether a computation runs in the body or condition of a loop."""
+    pending, seen = [computation], set()
+    while pending:
+        name = pending.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for where, caller in subject.module.callers.get(name, []):
+            if caller.name == loop.name:
+                return True
+            pending.append(where)
+    return False

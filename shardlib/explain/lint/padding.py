@@ -1,0 +1,127 @@
+"""Dims that a matrix unit pads: heads and vocabularies that are no multiple of its tile."""
+
+import collections
+import math
+import re
+from collections.abc import Iterator
+
+from shardlib.explain.hlo import Instruction
+from shardlib.explain.lint.findings import Finding
+from shardlib.explain.lint.subject import Subject, dims, each
+from shardlib.explain.params import bytes_text
+from shardlib.explain.places import short_name, user_source
+
+LANES = 128
+"""Columns of a TPU's matrix unit: a dim that is summed, or the last of a result, is padded to it.
+
+Source: Cloud TPU documentation, "Performance guide": dims are padded to multiples of 128.
+"""
+ALIGNED = 8
+"""A GPU's tensor cores want dims of multiples of 16 bytes, 8 numbers of bfloat16.
+
+Source: NVIDIA, "Matrix Multiplication Background User's Guide", section 4.1.
+"""
+_LONG = 128
+"""Shorter dims, such as a number of heads, are joined to others."""
+
+
+def padded(subject: Subject) -> Iterator[Finding]:
+    """SL105: matmuls whose dims a TPU pads; leaves whose dims a GPU's tensor cores cannot read."""
+    if subject.platform == "tpu":
+        yield from _padded_matmuls(subject)
+    elif subject.platform == "gpu":
+        yield from _odd_leaves(subject)
+
+
+def _padded_matmuls(subject: Subject) -> Iterator[Finding]:
+    lines: dict[tuple[str, int], list[tuple[Instruction, float, float]]] = collections.defaultdict(
+        list
+    )
+    total = 0.0
+    for computation, instruction in each(subject, ("convolution",)):
+        sizes = _sizes(subject, computation, instruction)
+        if sizes is None:
+            continue
+        flops, contracted, last = sizes
+        flops *= subject.module.execution(computation).count
+        total += flops
+        size = min((contracted, last), key=lambda n: n / _rounded(n))
+        ratio = _rounded(contracted) * _rounded(last) / (contracted * last)
+        if ratio >= 1 + subject.limits.padding_waste:
+            key = (user_source(subject.module, instruction), size)
+            lines[key].append((instruction, flops, ratio))
+    for (source, size), members in lines.items():
+        wasted = sum(flops * (ratio - 1) for _, flops, ratio in members)
+        if wasted < subject.limits.flops_share * total:
+            continue
+        first = max(members, key=lambda member: member[1])[0]
+        name = first.op_name
+        yield Finding(
+            "SL105",
+            short_name(name) or first.name,
+            f"a dim of {size} is padded to {_rounded(size)} in {len(members)} matmul"
+            f"{'s' * (len(members) > 1)} of this line: {wasted / total:.0%} of the step's matmul "
+            "FLOPs multiply zeros.",
+            f"Choose a multiple of {LANES} on each device, as in fewer and larger heads, or fewer "
+            "devices along its mesh axis.",
+            source,
+            name,
+        )
+
+
+def _sizes(
+    subject: Subject, computation: str, instruction: Instruction
+) -> tuple[float, int, int] | None:
+    """Returns FLOPs of a matmul, the size of the dims it sums, and that of its last dims."""
+    labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attributes.get("dim_labels", ""))
+    operands = [subject.values.instruction(computation, name) for name in instruction.operand_names]
+    if labels is None or len(operands) != 2 or None in operands:
+        return None
+    left, right = (dims(operand.shape) for operand in operands)  # type: ignore[union-attr]
+    result = dims(instruction.shape)
+    if (len(left), len(right), len(result)) != tuple(map(len, labels.groups())):
+        return None
+    contracted = left[labels[1].index("f")]
+    last = result[labels[3].index("f")]
+    rows = result[labels[3].index("b")]
+    # Matmuls over several dims are written with the rest of them as dims of space.
+    for mark in filter(str.isdigit, labels[2]):
+        window, written = right[labels[2].index(mark)], result[labels[3].index(mark)]
+        read = left[labels[1].index(mark)]
+        if read == 1 and window == written:
+            last *= window
+        elif written == 1 and window == read:
+            contracted *= window
+        else:
+            rows *= written
+    return 2.0 * rows * contracted * last, contracted, last
+
+
+def _rounded(size: int) -> int:
+    return -(-size // LANES) * LANES
+
+
+def _odd_leaves(subject: Subject) -> Iterator[Finding]:
+    for leaf in subject.leaves:
+        held = leaf.num_bytes / leaf.shards(subject.mesh)
+        large = leaf.is_state and len(leaf.shape) > 1 and held >= subject.limits.replicated_bytes
+        if not large or leaf.path.split("/")[-1] in ("mu", "nu") or "opt_state" in leaf.path:
+            continue
+        spec = leaf.spec or ((),) * len(leaf.shape)
+        for dim, (size, axes) in enumerate(zip(leaf.shape, spec, strict=True)):
+            cut = math.prod(subject.mesh.get(name, 1) for name in axes)
+            here = size // cut
+            if here <= _LONG or here % ALIGNED == 0:
+                continue
+            among = f" over {'+'.join(axes)}={cut}" if cut > 1 else ""
+            wanted = -(-size // (ALIGNED * cut)) * ALIGNED * cut
+            yield Finding(
+                "SL105",
+                leaf.path,
+                f"{leaf.path} has a dim {dim} of {size}{among}: {here} on a device is no multiple "
+                f"of {ALIGNED}, so that {bytes_text(held)} are copied to padded rows before each "
+                "matmul.",
+                f"Pad it to {wanted}.",
+                subject.step_source,
+                bytes=held,
+            )

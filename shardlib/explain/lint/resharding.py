@@ -1,0 +1,121 @@
+"""Tensors that change their sharding though no rule asks for it, and traffic along no axis."""
+
+import collections
+from collections.abc import Iterator
+
+from shardlib.explain.lint.activations import (
+    in_loss,
+    is_parameter,
+    rows_and_lengths,
+    shape_of_leaf,
+    vocabularies,
+)
+from shardlib.explain.lint.findings import Finding
+from shardlib.explain.lint.subject import Placed, Subject, dims, largest
+from shardlib.explain.params import bytes_text
+from shardlib.explain.places import short_name
+from shardlib.explain.program import axes_text
+
+EXPLICIT = frozenset(
+    (
+        *("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "psum", "psum_scatter"),
+        *("reduce_scatter", "pmax", "pmin", "all_gather_invariant", "psum_invariant", "pbroadcast"),
+        *("all_gather_reduced", "psum2", "pcast"),
+    )
+)
+"""JAX's collectives that a program calls by name."""
+
+
+def is_explicit(name: str) -> bool:
+    """Whether an operation is a collective that the program calls by name."""
+    return name.rpartition("/")[2] in EXPLICIT
+
+
+def resharded(subject: Subject) -> Iterator[Finding]:
+    """SL201: what the compiler sends to take a tensor from one sharding to another."""
+    found: dict[tuple[str, str, str], list[Placed]] = collections.defaultdict(list)
+    for placed in subject.collectives:
+        name, source = subject.place(placed)
+        large = placed.bytes >= subject.limits.activation_bytes
+        if large and name and not is_explicit(name) and _changes_sharding(subject, placed, name):
+            found[placed.collective.kind, name, source].append(placed)
+    for (kind, name, source), members in found.items():
+        first = max(members, key=lambda placed: placed.bytes).collective
+        count = sum(placed.collective.count for placed in members)
+        times = f", {count} times a step" if count > 1 else ""
+        yield Finding(
+            "SL201",
+            short_name(name),
+            f"{largest(first.shapes)} ({bytes_text(first.bytes)}) goes through {_a(kind)} over "
+            f"{axes_text(first.mesh_axes)}{times}, between two shardings: no rule asks for it.",
+            "Constrain the tensor to the same sharding before and after this line, or to the "
+            "one that the rest of the layer has.",
+            source,
+            name,
+            sum(placed.collective.sent_bytes for placed in members),
+        )
+
+
+def _changes_sharding(subject: Subject, placed: Placed, name: str) -> bool:
+    collective = placed.collective
+    if collective.kind == "collective-permute":
+        return bool(collective.mesh_axes is None or collective.mesh_axes)
+    if collective.kind == "all-to-all":
+        # Tokens on their way to experts, as GShard's constraints ask for it.
+        return collective.mesh_axes is None or set(collective.mesh_axes) != {"expert"}
+    if collective.kind != "all-gather" or not collective.mesh_axes or not in_loss(subject, name):
+        return False
+    # Which axes split the batch, and whose gathers are meant, only the arguments tell.
+    if not subject.batch:
+        return False
+    if set(collective.mesh_axes) & {*subject.batch_axes, "context", "expert"}:
+        return False
+    # What a constraint asks for is meant, and logits are SL103's.
+    vocab = vocabularies(subject)
+    if name.endswith("sharding_constraint"):
+        return False
+    dim = int(placed.instruction.attributes.get("dimensions", "{0}").strip("{}") or 0)
+    sizes = rows_and_lengths(subject) | vocab
+    if is_parameter(subject, placed):
+        return "stage" not in collective.mesh_axes and not any(
+            dim < len(dims(shape)) and dims(shape)[dim] in vocab for shape in collective.shapes
+        )
+    return any(
+        dim < len(dims(shape))
+        and dims(shape)[dim] not in sizes
+        and not shape_of_leaf(subject, dims(shape))
+        for shape in collective.shapes
+    )
+
+
+def _a(kind: str) -> str:
+    return f"an {kind}" if kind.startswith("a") else f"a {kind}"
+
+
+def unattributed(subject: Subject) -> Iterator[Finding]:
+    """SL203: collectives whose groups are no subset of the mesh axes."""
+    total = sum(c.sent_bytes for c in subject.program.collectives)
+    strange = [p for p in subject.collectives if p.collective.mesh_axes is None]
+    sent = sum(p.collective.sent_bytes for p in strange)
+    if sent < subject.limits.traffic_bytes or sent < subject.limits.unread_share * total:
+        return
+    for placed in sorted(strange, key=lambda p: -p.collective.sent_bytes):
+        collective = placed.collective
+        if collective.sent_bytes < subject.limits.unread_share * sent:
+            continue
+        name, source = subject.place(placed)
+        yield Finding(
+            "SL203",
+            short_name(name) or collective.kind,
+            f"{_a(collective.kind)} of {largest(collective.shapes)} "
+            f"({bytes_text(collective.sent_bytes)} sent in a step) runs over groups of devices "
+            f"that are no mesh axes of {_mesh(subject)}: the compiler made up a sharding.",
+            "Constrain what this line reads and returns to shardings over whole mesh axes.",
+            source,
+            name,
+            collective.sent_bytes,
+        )
+
+
+def _mesh(subject: Subject) -> str:
+    return ",".join(f"{name}={size}" for name, size in subject.mesh.items())

@@ -1,0 +1,149 @@
+"""What is held or computed whole although it could be cut: leaves, the batch, remade tensors."""
+
+import collections
+import math
+import re
+from collections.abc import Iterator
+
+from shardlib.explain.hlo import Instruction, array_bytes
+from shardlib.explain.lint.findings import Finding
+from shardlib.explain.lint.subject import BATCH_AXES, Argument, Subject, array_text
+from shardlib.explain.params import ParamsReport, bytes_text
+from shardlib.explain.places import short_name, user_source
+
+_SECTIONS = ("params", "model_state", "opt_state")
+
+
+def replicated_leaves(subject: Subject) -> Iterator[Finding]:
+    """SL101: leaves of the state that are whole although a rule, or their neighbours, are cut."""
+    if subject.state is not None:
+        yield from _against_rules(subject, subject.state)
+    else:
+        yield from _against_others(subject)
+
+
+def _against_rules(subject: Subject, state: ParamsReport) -> Iterator[Finding]:
+    """What a rule would have cut but for its size. What the mesh has no axis for is chosen."""
+    fell_back = {row.path for row in state.rows if row.fell_back}
+    for fault in state.faults(subject.limits.replicated_bytes):
+        if fault.path in fell_back:
+            yield Finding(
+                "SL101",
+                fault.path,
+                f"{fault.path} ({bytes_text(fault.bytes_per_device)} on each device) is more "
+                f"replicated than its rule wants: {fault.reason}.",
+                "Choose a size and a mesh that divide, or write None among the rule's alternatives "
+                "if it is meant.",
+                subject.step_source,
+                bytes=fault.bytes_per_device,
+            )
+
+
+def _against_others(subject: Subject) -> Iterator[Finding]:
+    """Of leaves without rules, the few that are whole where most bytes are cut."""
+    groups: dict[tuple[str, ...], list[Argument]] = collections.defaultdict(list)
+    for leaf in subject.leaves:
+        if leaf.is_state and leaf.spec is not None:
+            groups[_group(leaf)].append(leaf)
+    for leaves in groups.values():
+        cut = sum(leaf.num_bytes for leaf in leaves if leaf.shards(subject.mesh) > 1)
+        if 2 * cut < sum(leaf.num_bytes for leaf in leaves):
+            continue
+        used = {name for leaf in leaves for entry in leaf.spec or () for name in entry}
+        axes = [name for name, size in subject.mesh.items() if size > 1 and name in used]
+        for leaf in leaves:
+            fits = [(name, dim) for name in axes if (dim := _divided(leaf, subject.mesh[name]))]
+            if leaf.shards(subject.mesh) > 1 or not fits:
+                continue
+            if leaf.num_bytes >= subject.limits.replicated_bytes:
+                yield _whole(subject, leaf, *max(fits, key=lambda fit: subject.mesh[fit[0]]))
+
+
+def _whole(subject: Subject, leaf: Argument, name: str, dim: int) -> Finding:
+    size = subject.mesh[name]
+    return Finding(
+        "SL101",
+        leaf.path,
+        f"{leaf.path} {array_text(leaf)} is whole on every device, {bytes_text(leaf.num_bytes)}, "
+        f"though most of its neighbours are cut over {name}={size}.",
+        f"Shard its dim {dim - 1} of {leaf.shape[dim - 1]} over {name!r}.",
+        subject.step_source,
+        bytes=leaf.num_bytes * (1 - 1 / size),
+    )
+
+
+def _group(leaf: Argument) -> tuple[str, ...]:
+    """Leaves that are cut alike: an argument, or a section of a training state."""
+    parts = leaf.path.split("/")
+    return tuple(parts[: 2 if len(parts) > 1 and parts[1] in _SECTIONS else 1])
+
+
+def _divided(leaf: Argument, size: int) -> int:
+    """The largest dim that the size of a mesh axis divides, counted from 1; 0 for none."""
+    dims = [dim for dim, length in enumerate(leaf.shape) if length % size == 0]
+    return 1 + max(dims, key=lambda dim: leaf.shape[dim], default=-1)
+
+
+def whole_batch(subject: Subject) -> Iterator[Finding]:
+    """SL102: a batch whose rows no mesh axis splits, so that replicas compute the same."""
+    sizes = {name: subject.mesh.get(name, 1) for name in BATCH_AXES}
+    axes = [name for name, size in sizes.items() if size > 1]
+    known = [leaf for leaf in subject.batch if leaf.spec is not None]
+    if not axes or not known or any(name in axes for leaf in known for name in leaf.spec[0]):  # type: ignore[index]
+        return
+    leaf = max(known, key=lambda leaf: leaf.num_bytes)
+    copies = math.prod(sizes.values())
+    named = "+".join(axes)
+    yield Finding(
+        "SL102",
+        leaf.path,
+        f"{leaf.path} {array_text(leaf)} is whole on all {copies} devices along {named}: each "
+        "of them computes the same.",
+        f"Shard its dim 0 of {leaf.shape[0]} over {named}.",
+        subject.step_source,
+        bytes=leaf.num_bytes * (1 - 1 / copies),
+    )
+
+
+def rematerialized(subject: Subject) -> Iterator[Finding]:
+    """SL104: what the partitioner gathers whole only to cut it another way, in its own words."""
+    for key, count in collections.Counter(_rematerialized(subject)).items():
+        shape, way, name, source, whole = key
+        times = f" ({count} times)" if count > 1 else ""
+        yield Finding(
+            "SL104",
+            short_name(name) or shape,
+            f"{shape} on each device is gathered to {bytes_text(whole)} and cut again{way}{times}: "
+            "the compiler found no direct way between the two shardings.",
+            "Constrain the tensor to a sharding between the two, one mesh axis at a time; of "
+            "table[ids] constrain the table to one cut dim.",
+            source,
+            name,
+            whole * count,
+        )
+
+
+def _rematerialized(subject: Subject) -> Iterator[tuple[str, str, str, str, int]]:
+    """Yields shape, shardings, JAX name, source and bytes of the whole tensor of each warning."""
+    for line in subject.warnings.splitlines():
+        if "nvoluntary full rematerialization" not in line:
+            continue
+        _, _, text = line.partition("HLO operation")
+        named = re.search(r"%?([\w.\-]+) = ([a-z0-9]+\[[\d,]*\])", text)
+        metadata = re.search(r"metadata=\{(.*)\}", text)
+        operation = Instruction(
+            "", "", "", "", {"metadata": f"{{{metadata[1]}}}" if metadata else ""}
+        )
+        way = re.search(r"sharding (\{.*?\}) to (\{.*?\}) ", line)
+        shape = named[2] if named else "a tensor"
+        tiles = re.search(r"devices=\[([\d,]+)\]", way[1]) if way else None
+        shards = math.prod(map(int, tiles[1].split(","))) if tiles else 1
+        if way and "last_tile_dim_replicate" in way[1] and tiles:
+            shards //= int(tiles[1].rpartition(",")[2])
+        yield (
+            shape,
+            f", from {way[1]} to {way[2]}" if way else "",
+            operation.op_name,
+            user_source(subject.module, operation),
+            array_bytes(shape) * shards,
+        )

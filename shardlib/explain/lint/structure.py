@@ -1,0 +1,88 @@
+"""How a step is written: with the host in it, or with layers one by one."""
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+from shardlib.explain.equations import Placed, equations, matmul_flops
+from shardlib.explain.lint.findings import Finding
+from shardlib.explain.lint.subject import Subject, each
+from shardlib.explain.places import equation_source, short_name, user_source
+
+_HOST = ("infeed", "outfeed")
+
+
+def host_calls(subject: Subject) -> Iterator[Finding]:
+    """SL501: callbacks and transfers for which devices wait on Python or on the host."""
+    found: dict[tuple[str, str, str], int] = collections.Counter()
+    for placed in equations(subject.jaxpr) if subject.jaxpr is not None else ():
+        what = placed.equation.primitive.name
+        if what.endswith("_callback") or what == "debug_print" or what in _HOST:
+            name = "/".join(filter(None, (placed.name, what)))
+            found[what, name, equation_source(placed.equation)] += placed.times
+    if not found:
+        found = _host_instructions(subject)
+    for (what, name, source), times in found.items():
+        often = f"{times} times" if times > 1 else "once"
+        yield Finding(
+            "SL501",
+            short_name(name) or what,
+            f"{what} runs {often} in a step: devices wait for the host.",
+            "Return the value as a metric of the step, and look at it outside.",
+            source,
+            name,
+        )
+
+
+def _host_instructions(subject: Subject) -> dict[tuple[str, str, str], int]:
+    found: dict[tuple[str, str, str], int] = collections.Counter()
+    for computation, instruction in each(subject, ("custom-call", "send", "recv", *_HOST)):
+        target = instruction.attributes.get("custom_call_target", "").strip('"')
+        between_slices = "megascale" in instruction.attributes.get("frontend_attributes", "")
+        if instruction.opcode == "custom-call" and "callback" not in target:
+            continue
+        if instruction.opcode in ("send", "recv"):
+            host = instruction.attributes.get("is_host_transfer") == "true"
+            if between_slices or not host:
+                continue
+        what = target or instruction.opcode
+        place = (what, instruction.op_name, user_source(subject.module, instruction))
+        found[place] += subject.module.execution(computation).count
+    return found
+
+
+def unrolled(subject: Subject) -> Iterator[Finding]:
+    """SL502: the same matmul of the same line, many times over, in no loop."""
+    if subject.jaxpr is None:
+        return
+    lines: dict[str, list[tuple[Placed, float]]] = collections.defaultdict(list)
+    alike: dict[tuple[str, Any], int] = collections.Counter()
+    for placed in equations(subject.jaxpr):
+        flops = matmul_flops(placed.equation)
+        again = "transpose(" in placed.name or "rematted_computation" in placed.name
+        if flops is None or again or placed.times > 1 or placed.in_kernel:
+            continue
+        source = equation_source(placed.equation)
+        shapes = tuple(variable.aval.shape for variable in placed.equation.invars)
+        alike[source, shapes] += 1
+        lines[source].append((placed, flops))
+    most: dict[str, int] = collections.Counter()
+    for (source, _), count in alike.items():
+        most[source] = max(most[source], count)
+    unrolled = {s: n for s, n in most.items() if n >= subject.limits.unrolled and s}
+    if not unrolled:
+        return
+    # One finding for the layers: at the line that multiplies most.
+    source = max(unrolled, key=lambda line: sum(flops for _, flops in lines[line]))
+    placed = lines[source][0][0]
+    name = "/".join(filter(None, (placed.name, placed.equation.primitive.name)))
+    others = f", and {len(unrolled) - 1} more lines like it" if len(unrolled) > 1 else ""
+    yield Finding(
+        "SL502",
+        short_name(name),
+        f"the matmul of this line stands {unrolled[source]} times in the program with the same "
+        f"shapes{others}: it is compiled as often, and no layer is told from the next.",
+        "Stack the layers and scan over them, as shardlib.stack.scan_layers does.",
+        source,
+        name,
+    )

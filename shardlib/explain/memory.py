@@ -1,0 +1,196 @@
+"""What a compiled step holds at its peak on one device, by what it is for.
+
+The peak is XLA's own; what is alive then, and what for, is read out of the scheduled text. The
+names that JAX gives to instructions tell the forward pass (`jvp(...)`) from the backward pass
+(`transpose(jvp(...))`): what the first writes and the second reads is kept for it.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from shardlib.explain.buffers import Buffer, LiveRanges, live_ranges
+from shardlib.explain.capacity import Capacity, capacity
+from shardlib.explain.hlo import arrays, parse
+
+if TYPE_CHECKING:
+    from shardlib.explain.ahead import CompiledStep
+
+CATEGORIES = (
+    *("params", "gradients", "optimizer", "model_state", "batch", "other"),
+    *("activations", "temporaries", "outputs", "code"),
+)
+"""`other`: arguments that are none of these, such as keys and counters; `activations`: kept for the
+backward pass; `outputs`: results that take no argument's memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldBuffer:
+    """A buffer that is alive at the peak."""
+
+    bytes: int
+    shape: str
+    category: str
+    opcode: str
+    op_name: str
+    """JAX name of what first wrote it; of an argument, its path."""
+    source: str
+    """`file:line`, or empty."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """Memory of one device, in bytes.
+
+    Attributes:
+        peak_bytes: XLA's peak and the code; the categories add up to it.
+        categories: Of each of `CATEGORIES`, what is held at the peak.
+        capacity: What a program may use of a device; None where that is not known.
+        largest: The ten largest buffers alive at the peak.
+        at: JAX name of the instruction at which the peak is.
+        timeline: Names of instructions over the schedule, and the bytes alive there.
+        live_bytes: The peak by live ranges, which `categories` was read from. What XLA's peak is
+            above or below it counts as temporaries.
+    """
+
+    peak_bytes: int
+    categories: Mapping[str, int]
+    capacity: Capacity | None
+    largest: tuple[HeldBuffer, ...]
+    at: str
+    timeline: tuple[tuple[str, int], ...]
+    live_bytes: int
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        return self.capacity.usable_bytes if self.capacity else None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits a device; true where its memory is not known."""
+        return self.capacity is None or self.peak_bytes <= self.capacity.usable_bytes
+
+    @property
+    def note(self) -> str:
+        """What the user has to do for it to fit, or empty."""
+        limit = self.capacity
+        if limit is None or not self.fits or limit.default_share_suffices(self.peak_bytes):
+            return ""
+        return limit.note
+
+
+def read_memory(step: "CompiledStep") -> MemoryReport:
+    """Returns what a step compiled ahead of time holds at its peak."""
+    chip = step.cluster.chip if step.cluster else None
+    return memory_report(step.text, step.memory, step.argument_categories(), capacity(chip))
+
+
+def memory_report(
+    text: str,
+    memory: Mapping[str, int],
+    arguments: Mapping[int, str],
+    limit: Capacity | None = None,
+) -> MemoryReport:
+    """Returns what a program holds at its peak.
+
+    Args:
+        text: The scheduled program, as `Compiled.as_text()` gives it.
+        memory: What `Compiled.memory_analysis()` says, by name without `_size_in_bytes`; empty
+            where it says nothing.
+        arguments: Category by number of the argument of the program; the others are `other`.
+        limit: What a device has.
+    """
+    ranges = live_ranges(parse(text))
+    sides = _sides(ranges, arguments)
+    held = [(b, _category(b, arguments, sides)) for b in ranges.alive(ranges.peak)]
+    code = memory.get("generated_code", 0)
+    peak = memory.get("peak", 0) or ranges.peak_bytes
+    totals = Counter(dict.fromkeys(CATEGORIES, 0))
+    for buffer, category in held:
+        totals[category] += buffer.bytes
+    totals["code"] = code
+    _settle(totals, peak - ranges.peak_bytes)
+    return MemoryReport(
+        peak_bytes=peak + code,
+        categories=dict(totals),
+        capacity=limit,
+        largest=tuple(_held(buffer, category) for buffer, category in held[:10]),
+        at=ranges.labels[ranges.peak] if ranges.labels else "",
+        timeline=ranges.timeline(),
+        live_bytes=ranges.peak_bytes,
+    )
+
+
+def _held(buffer: Buffer, category: str) -> HeldBuffer:
+    shape = (arrays(buffer.shape) or [buffer.shape])[0]
+    return HeldBuffer(buffer.bytes, shape, category, buffer.opcode, buffer.op_name, buffer.source)
+
+
+def _settle(totals: Counter[str], difference: int) -> None:
+    """Adds what XLA holds more, or less, than live ranges tell, to what is least certain."""
+    for category in ("temporaries", "activations", "gradients", "outputs", "params"):
+        change = max(difference, -totals[category])
+        totals[category] += change
+        difference -= change
+
+
+def _category(buffer: Buffer, arguments: Mapping[int, str], sides: set[tuple[int, ...]]) -> str:
+    if buffer.argument is not None:
+        return arguments.get(buffer.argument, "other")
+    if buffer.is_output:
+        return "outputs"
+    writes = {_phase(name) for name in buffer.writers}
+    reads = {_phase(name) for name in buffer.readers}
+    if _dims(buffer.shape) in sides:
+        adds_up = any("/while/body/" in name and not _phase(name) for name in buffer.writers)
+        if "backward" in writes or adds_up:
+            return "gradients"
+        converts = any(name.endswith("convert_element_type") for name in buffer.writers)
+        if converts and "forward" in writes | reads:
+            return "params"
+    if buffer.opcode.startswith("all-gather") and _is_gathered(_dims(buffer.shape), sides):
+        return "temporaries"
+    return "activations" if "forward" in writes and "backward" in reads else "temporaries"
+
+
+def _is_gathered(dims: tuple[int, ...], sides: set[tuple[int, ...]]) -> bool:
+    """Whether an array is a parameter, or one layer of it, gathered from several devices."""
+    size = math.prod(dims)
+    for of_param in sides:
+        for part in (of_param, *(_left_out(of_param, at) for at in range(len(of_param)))):
+            shares = math.prod(part)
+            common = Counter(dims) & Counter(part)
+            if len(part) == len(dims) and common.total() >= len(dims) - 1 and size % shares == 0:
+                return True
+    return False
+
+
+def _left_out(dims: tuple[int, ...], at: int) -> tuple[int, ...]:
+    return dims[:at] + dims[at + 1 :]
+
+
+def _phase(op_name: str) -> str:
+    """Which pass of differentiation an instruction belongs to; empty for neither."""
+    if "transpose(" in op_name:
+        return "backward"
+    return "forward" if "jvp(" in op_name else ""
+
+
+def _sides(ranges: LiveRanges, arguments: Mapping[int, str]) -> set[tuple[int, ...]]:
+    """Returns the dims of parameters and of their statistics, on one device and in any order."""
+    of_params = ("params", "optimizer")
+    return {
+        dims
+        for b in ranges.buffers
+        if b.argument is not None and arguments.get(b.argument) in of_params
+        if math.prod(dims := _dims(b.shape)) > 1
+    }
+
+
+def _dims(shape: str) -> tuple[int, ...]:
+    inside = re.search(r"\[([\d,]*)\]", shape)
+    sizes = (int(size) for size in inside[1].split(",") if size) if inside else ()
+    return tuple(sorted(size for size in sizes if size > 1))

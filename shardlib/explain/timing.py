@@ -1,0 +1,339 @@
+"""How long the collectives of a compiled step take on a cluster's links, and what hides them.
+
+Seconds are those of `shardlib.plan.fabric`: a start-up and a bandwidth term by what links the mesh
+axes run over. A collective over several axes is hierarchical: each axis carries what the faster
+ones behind it leave (Thakur et al. 2005; the same as the planner's).
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from shardlib.explain.hlo import Instruction, Module
+from shardlib.explain.program import Collective, ProgramReport
+from shardlib.explain.work import Work
+from shardlib.hardware import Cluster
+from shardlib.plan.constants import committed, constant
+from shardlib.plan.fabric import Link, links
+from shardlib.plan.layout import AXES, Layout
+
+Fabric = Literal["ici", "nvlink", "pcie", "network"]
+Overlap = Literal["overlapped", "blocking", "could overlap", "unknown"]
+"""`overlapped`: it starts, computation runs, it ends. `blocking`: nothing runs beside it. `could
+overlap`: the compiler marks it as asynchronous, but this program is not scheduled for it, as TPU
+programs at the lowest level of optimization are not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """One collective of a step on a cluster.
+
+    Attributes:
+        collective: What is sent.
+        seconds: In all its executions in a step, by fabric; empty where they are not known.
+        overlap: Whether it runs beside computation.
+        overlappable: Share of its time that computation between its start and its end covers;
+            None where that is not known.
+        note: Why seconds or overlap are not known, else empty.
+    """
+
+    collective: Collective
+    seconds: Mapping[Fabric, float]
+    overlap: Overlap
+    overlappable: float | None
+    note: str = ""
+
+    @property
+    def total_seconds(self) -> float | None:
+        """Seconds over all fabrics, or None where they are not known."""
+        return sum(self.seconds.values()) if self.seconds else None
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """Seconds that no computation covers, as far as is known."""
+        total = self.total_seconds
+        return None if total is None else total * (1 - (self.overlappable or 0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """All collectives of one kind over the same axes and fabric.
+
+    `seconds` and `overlappable` leave out what is not known; `unknown` counts how many of the
+    instructions that is.
+    """
+
+    kind: str
+    mesh_axes: tuple[str, ...] | None
+    between_slices: bool
+    fabric: str
+    count: int
+    sent_bytes: float
+    seconds: float
+    overlappable_seconds: float
+    overlaps: tuple[Overlap, ...]
+    unknown: int
+    sources: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def collective_times(
+    program: ProgramReport,
+    cluster: Cluster,
+    module: Module | None = None,
+    *,
+    outer: Mapping[str, int] | None = None,
+    constants: Mapping[str, float] | None = None,
+) -> tuple[Flow, ...]:
+    """Returns the time of every collective of a program, largest traffic first.
+
+    Args:
+        program: The collectives, with the sizes of the whole mesh.
+        cluster: What the program runs on.
+        module: The program itself, to see what runs beside a collective; None when not at hand.
+        outer: How many slices each axis crosses; where left out, the leading axes cross them.
+        constants: As `plan.constants.committed()`, the default.
+    """
+    fabric = _Network(cluster, program.mesh, outer, constants or committed())
+    schedule = _Schedule(module, cluster, constants or committed()) if module else None
+    flows = [_flow(collective, fabric, schedule) for collective in program.collectives]
+    return tuple(sorted(flows, key=lambda flow: -flow.collective.sent_bytes))
+
+
+def rows(flows: tuple[Flow, ...]) -> tuple[Row, ...]:
+    """Returns the flows by mesh axes, kind and fabric, those that take longest first."""
+    groups: dict[tuple[str, tuple[str, ...] | None, bool], list[Flow]] = collections.defaultdict(
+        list
+    )
+    for flow in flows:
+        c = flow.collective
+        groups[c.kind, c.mesh_axes, c.between_slices].append(flow)
+    found = [_row(*key, members) for key, members in groups.items()]
+    return tuple(sorted(found, key=lambda row: (-row.seconds, -row.sent_bytes)))
+
+
+def _row(kind: str, axes: tuple[str, ...] | None, between_slices: bool, flows: list[Flow]) -> Row:
+    fabrics = dict.fromkeys(name for flow in flows for name in flow.seconds)
+    seconds = [flow.total_seconds or 0.0 for flow in flows]
+    by_size = sorted(flows, key=lambda flow: -flow.collective.sent_bytes)
+    sources = dict.fromkeys(f.collective.source for f in by_size if f.collective.source)
+    return Row(
+        kind,
+        axes,
+        between_slices,
+        "+".join(fabrics) or "?",
+        sum(flow.collective.count for flow in flows),
+        sum(flow.collective.sent_bytes for flow in flows),
+        sum(seconds),
+        sum(s * (f.overlappable or 0.0) for s, f in zip(seconds, flows, strict=True)),
+        tuple(dict.fromkeys(flow.overlap for flow in flows)),
+        sum(flow.total_seconds is None for flow in flows),
+        tuple(sources),
+        tuple(dict.fromkeys(flow.note for flow in flows if flow.note)),
+    )
+
+
+def _flow(collective: Collective, network: "_Network", schedule: "_Schedule | None") -> Flow:
+    once, note = network.seconds(collective)
+    seconds: dict[Fabric, float] = {name: each * collective.count for name, each in once.items()}
+    if schedule is None:
+        return Flow(collective, seconds, "unknown", None, note or "the program is not at hand")
+    overlap, window = schedule.overlap(collective)
+    share = None
+    if overlap == "blocking":
+        share = 0.0
+    elif overlap == "overlapped" and seconds:
+        needed = sum(once.values())
+        share = min(window / needed, 1.0) if needed else 1.0
+    return Flow(collective, seconds, overlap, share, note)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Network:
+    """The links of a cluster, under the axes of a mesh."""
+
+    cluster: Cluster
+    mesh: Mapping[str, int]
+    given_outer: Mapping[str, int] | None
+    constants: Mapping[str, float]
+
+    @functools.cached_property
+    def inner(self) -> dict[str, int]:
+        """Devices of each axis within a slice."""
+        outer = self.given_outer
+        if outer is None:
+            outer, left = {}, self.cluster.num_slices
+            for name, size in self.mesh.items():
+                outer[name] = math.gcd(size, left)
+                left //= outer[name]
+        return {name: size // outer.get(name, 1) for name, size in self.mesh.items()}
+
+    @functools.cached_property
+    def slots(self) -> dict[str, str]:
+        """The planner's axis that stands for each axis of the mesh; the order is what counts."""
+        names = [name for name, size in self.mesh.items() if size > 1]
+        if all(name in AXES for name in names):
+            return {name: name for name in names}
+        slots = AXES[1:] if len(names) < len(AXES) else AXES
+        return dict(zip(names, slots, strict=False))
+
+    @functools.cached_property
+    def links(self) -> dict[str, Link] | None:
+        """The link of each mesh axis within a slice, and of `slices`; None where there are no
+        figures."""
+        try:
+            sizes: dict[str, Any] = {s: self.inner[name] for name, s in self.slots.items()}
+            layout = Layout(**sizes)
+            slices = self.cluster.num_slices
+            one = dataclasses.replace(
+                self.cluster, num_hosts=self.cluster.num_hosts // slices, num_slices=1
+            )
+            found = links(one, layout, self.constants)
+            named = {name: found[slot] for name, slot in self.slots.items()}
+            if slices > 1:
+                whole = Layout(data=slices, fsdp=self.cluster.num_devices // slices, slices=slices)
+                named["slices"] = links(self.cluster, whole, self.constants)["slices"]
+            return named
+        except AssertionError:
+            return None
+
+    def seconds(self, collective: Collective) -> tuple[dict[Fabric, float], str]:
+        """Returns the seconds of one execution by fabric, or why they are not known."""
+        if self.links is None:
+            return {}, f"nothing is known of the links of {self.cluster.name}"
+        if collective.mesh_axes is None:
+            return {}, "its groups follow no mesh axis"
+        if len(self.slots) < sum(size > 1 for size in self.mesh.values()):
+            return {}, f"a mesh of more than {len(AXES)} axes is not planned with"
+        if collective.between_slices:
+            link = self._of_size(self.links["slices"], collective.group_size)
+            return {"network": _seconds(collective.kind, link, collective.bytes)}, ""
+        axes = [axis for axis in collective.mesh_axes if axis in self.links]
+        if collective.kind in ("collective-permute", "collective-broadcast"):
+            slowest = max(axes, key=lambda a: self._once(collective, a), default=None)
+            return ({} if slowest is None else self._one(collective, slowest)), ""
+        found: dict[Fabric, float] = collections.defaultdict(float)
+        held = float(collective.bytes)
+        for axis in reversed(axes):
+            link = self.links[axis]
+            if len(axes) == 1:
+                link = self._of_size(link, collective.group_size)
+            found[self.fabric(axis)] += _seconds(collective.kind, link, held)
+            if collective.kind in ("all-reduce", "all-gather", "reduce-scatter"):
+                held /= link.size
+        return dict(found), ""
+
+    def _once(self, collective: Collective, axis: str) -> float:
+        assert self.links is not None
+        return _seconds(collective.kind, self.links[axis], collective.bytes)
+
+    def _one(self, collective: Collective, axis: str) -> dict[Fabric, float]:
+        return {self.fabric(axis): self._once(collective, axis)}
+
+    @staticmethod
+    def _of_size(link: Link, size: int) -> Link:
+        return dataclasses.replace(link, size=size) if 1 < size < link.size else link
+
+    def fabric(self, axis: str) -> Fabric:
+        """Returns what the devices along an axis exchange over, within a slice."""
+        chip = self.cluster.chip
+        if chip is None or chip.kind == "tpu":
+            return "network" if chip is None else "ici"
+        names = list(self.mesh)
+        reach = math.prod(self.mesh[name] for name in names[names.index(axis) :])
+        domain = min(self.cluster.devices_per_host, max(chip.nvlink_chips, 1))
+        if domain % reach:
+            return "network"
+        return "nvlink" if chip.nvlink_bytes_per_second else "pcie"
+
+
+def _seconds(kind: str, link: Link, num_bytes: float) -> float:
+    if kind == "all-reduce":
+        return link.all_reduce(num_bytes)
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        return link.all_to_all(num_bytes)
+    if kind in ("collective-permute", "collective-broadcast"):
+        return link.shift(num_bytes)
+    return link.gather(num_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Schedule:
+    """What a scheduled program runs between the start and the end of a collective."""
+
+    module: Module
+    cluster: Cluster
+    constants: Mapping[str, float]
+
+    @functools.cached_property
+    def _work(self) -> Work:
+        return Work(self.module)
+
+    @functools.cached_property
+    def _placed(self) -> dict[str, tuple[str, Instruction]]:
+        return {
+            instruction.name: (where, instruction)
+            for where, instructions in self.module.computations.items()
+            for instruction in instructions
+        }
+
+    def overlap(self, collective: Collective) -> tuple[Overlap, float]:
+        """Returns how a collective runs, and the seconds of computation beside it."""
+        where, instruction = self._placed[collective.name]
+        if '"is_sync":true' in instruction.attributes.get("backend_config", ""):
+            return "blocking", 0.0
+        start = instruction
+        if not _starts(instruction):
+            callers = self.module.callers.get(where, [])
+            starting = [pair for pair in callers if _starts(pair[1]) or _is_start(pair[1])]
+            if not starting:
+                marked = "async_collective_name" in instruction.attributes.get(
+                    "frontend_attributes", ""
+                )
+                return "could overlap" if marked else "blocking", 0.0
+            where, start = starting[0]
+        beside = self._between(where, start)
+        return ("overlapped" if beside > 0 else "blocking"), beside
+
+    def _between(self, where: str, start: Instruction) -> float:
+        """Returns the seconds of what stands between a start and its end."""
+        seconds, inside, carried = 0.0, False, {start.name}
+        for instruction in self.module.computations[where]:
+            if instruction.name == start.name:
+                inside = True
+            elif inside and carried & set(instruction.operand_names):
+                if instruction.opcode.endswith("-update"):
+                    carried.add(instruction.name)
+                else:
+                    break
+            elif inside:
+                seconds += self._seconds(where, instruction)
+        return seconds
+
+    def _seconds(self, where: str, instruction: Instruction) -> float:
+        chip = self.cluster.chip
+        if chip is None or instruction.opcode.endswith(("-start", "-done")):
+            return 0.0
+        if instruction.opcode == "while":
+            trips = self.module.trips(instruction) or 1
+            body = instruction.attributes["body"].lstrip("%")
+            inner = self.module.computations.get(body, ())
+            return trips * sum(self._seconds(body, each) for each in inner)
+        rate = constant(self.constants, "matmul", chip) * (chip.flops_per_device() or math.inf)
+        memory = constant(self.constants, "memory", chip) * chip.memory_bytes_per_second
+        computed = self._work.flops_of(where, instruction) / rate
+        moved = self._work.bytes_of(where, instruction) / (memory / chip.devices_per_chip)
+        return max(computed, moved)
+
+
+def _starts(instruction: Instruction) -> bool:
+    return instruction.opcode.endswith("-start") or instruction.opcode == "send"
+
+
+def _is_start(instruction: Instruction) -> bool:
+    """Whether a fusion of a TPU starts a collective that another one ends."""
+    called = instruction.attributes.get("calls", "")
+    return instruction.opcode == "fusion" and called.endswith(("start", "_start"))

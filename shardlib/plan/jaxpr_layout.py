@@ -1,0 +1,258 @@
+"""How the values of a traced program lie on a mesh, and what has to travel for it.
+
+Each value has mesh axes on its dims and, where devices hold summands of it, the axes over which it
+is yet to be summed. Both spread from the arguments through the program, as a compiler would spread
+them: an operation follows its operands; what two operands want differently, the smaller one gives
+up and is gathered; a constraint of the program is met by whatever is cheapest. A sum over a dim
+that is cut leaves summands, which are added up where something reads them that is not linear, or
+scattered where the value is wanted in parts.
+
+Source of the method: Xu et al. 2021, "GSPMD: General and Scalable Parallelization for ML
+Computation Graphs", sections 3.2 and 3.5, with one pass from arguments to results instead of
+repeated passes in both directions.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Axes = tuple[str, ...]
+Spec = tuple[Axes, ...]
+MICRO = "microbatch"
+"""What cuts the batch in time and not in space: nothing travels along it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Laid:
+    """Where a value lies."""
+
+    spec: Spec
+    partial: Axes = ()
+    """Axes over which its summands are yet to be added."""
+    is_param: bool = False
+    """Whether it holds a parameter and nothing else."""
+    width: int = 0
+    """Bytes of a number as the summands were made: they are added before a later conversion."""
+
+    @property
+    def axes(self) -> Axes:
+        """All axes that cut it."""
+        return tuple(axis for axes in self.spec for axis in axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """One collective, in each trip of its loops."""
+
+    kind: str
+    """`all_reduce`, `all_gather`, `reduce_scatter` or `all_to_all`."""
+    axes: Axes
+    num_bytes: float
+    """Of the array that is gathered or summed, in each group of devices."""
+    of_param: bool
+    """Whether it gathers a parameter or sums a gradient, and waits for no activation."""
+
+
+@dataclasses.dataclass
+class Spreading:
+    """Spreads layouts over one mesh."""
+
+    sizes: Mapping[str, int]
+    resolve: Callable[[tuple[str | None, ...], tuple[int, ...], str], Spec]
+    """The layout of a constraint from its logical axes, shape and kind of table."""
+    moved: Callable[[Moved], None]
+
+    def shards(self, axes: Axes) -> int:
+        """Returns into how many pieces axes cut, in space and time."""
+        return math.prod(self.sizes.get(axis, 1) for axis in axes)
+
+    def num_bytes(self, aval: Any, laid: Laid) -> float:
+        """Returns the bytes of a value that one device holds."""
+        return nbytes(aval) / self.shards(laid.axes)
+
+    def summand_bytes(self, aval: Any, laid: Laid) -> float:
+        """Returns the bytes of the summand that one device holds."""
+        held = self.num_bytes(aval, laid)
+        return held * laid.width / aval.dtype.itemsize if laid.width else held
+
+    def fitting(self, shape: Sequence[int], spec: Spec) -> Spec:
+        """Returns a layout without the axes that do not divide their dim, or come twice."""
+        used: set[str] = set()
+        found = []
+        for size, axes in zip(shape, spec, strict=True):
+            kept: Axes = ()
+            for axis in axes:
+                if axis not in used and size % self.shards((*kept, axis)) == 0:
+                    kept = (*kept, axis)
+                    used.add(axis)
+            found.append(kept)
+        return tuple(found)
+
+    def send(self, kind: str, axes: Axes, num_bytes: float, *, of_param: bool = False) -> None:
+        """Records a collective over those axes that are of space and of more than one device."""
+        real = tuple(a for a in axes if a != MICRO and self.sizes.get(a, 1) > 1)
+        if real and num_bytes:
+            self.moved(Moved(kind, real, num_bytes, of_param))
+
+    def whole(self, aval: Any, laid: Laid) -> Laid:
+        """Returns a value with its summands added up."""
+        if not laid.partial:
+            return laid
+        summand = self.summand_bytes(aval, laid)
+        self.send("all_reduce", laid.partial, summand, of_param=laid.is_param)
+        return dataclasses.replace(laid, partial=(), width=0)
+
+    def relaid(self, aval: Any, laid: Laid, spec: Spec) -> Laid:
+        """Returns a value in another layout, with its summands added up."""
+        wanted = {axis for axes in spec for axis in axes}
+        scattered = tuple(a for a in laid.partial if a in wanted)
+        left = tuple(a for a in laid.partial if a not in wanted)
+        held, summand = self.num_bytes(aval, laid), self.summand_bytes(aval, laid)
+        self.send("reduce_scatter", scattered, summand, of_param=laid.is_param)
+        self.send("all_reduce", left, summand / self.shards(scattered), of_param=laid.is_param)
+        moving, gone = [], []
+        for old, new in zip(laid.spec, spec, strict=True):
+            for axis in old:
+                if axis not in new:
+                    (moving if axis in wanted else gone).append(axis)
+        if moving:
+            self.send("all_to_all", tuple(moving), held, of_param=laid.is_param)
+        if gone:
+            total = held * self.shards(tuple(a for a in gone if a != MICRO))
+            self.send("all_gather", tuple(gone), total, of_param=laid.is_param)
+        return Laid(spec, (), laid.is_param)
+
+
+def nbytes(aval: Any) -> float:
+    """Returns the bytes of a whole value; 0 of what is no array."""
+    shape = getattr(aval, "shape", None)
+    if shape is None:
+        return 0.0
+    return float(math.prod(shape)) * getattr(aval.dtype, "itemsize", 4)
+
+
+def replicated(aval: Any) -> Laid:
+    """Returns the layout of a value that no axis cuts."""
+    return Laid(((),) * len(getattr(aval, "shape", ())))
+
+
+def merged(spread: Spreading, avals: Sequence[Any], laids: Sequence[Laid], out: Any) -> Laid:
+    """Layout of an elementwise operation: the largest operand leads, the others follow."""
+    rank = len(out.shape)
+    spec: list[Axes] = [()] * rank
+    used: set[str] = set()
+    for index in sorted(range(len(avals)), key=lambda i: -_held(spread, avals[i], laids[i])):
+        if len(avals[index].shape) != rank:
+            continue
+        for dim, axes in enumerate(laids[index].spec):
+            if axes and not spec[dim] and avals[index].shape[dim] == out.shape[dim]:
+                fresh = tuple(a for a in axes if a not in used)
+                spec[dim] = fresh
+                used.update(fresh)
+    for aval, laid in zip(avals, laids, strict=True):
+        if len(aval.shape) == rank:
+            lost = [a for dim, axes in enumerate(laid.spec) for a in axes if a not in spec[dim]]
+            if lost:
+                _gather(spread, aval, laid, tuple(lost))
+    return Laid(tuple(spec))
+
+
+def contracted(
+    spread: Spreading,
+    avals: Sequence[Any],
+    laids: Sequence[Laid],
+    dims: tuple[Sequence[int], Sequence[int]],
+    batch: tuple[Sequence[int], Sequence[int]],
+    place: Callable[[int, int], int | None],
+    rank: int,
+) -> tuple[Laid, tuple[Laid, Laid]]:
+    """Layout of a product, and those of its operands as it takes them.
+
+    Args:
+        spread: The mesh.
+        avals: Both operands.
+        laids: Their layouts.
+        dims: The dims of each that are summed over, in pairs.
+        batch: The dims of each that go together, in pairs.
+        place: `place(operand, dim)` gives the dim of the result; None for dims that have none.
+        rank: Of the result.
+    """
+    lhs, rhs = (list(laid.spec) for laid in laids)
+    for a, b in zip(*batch, strict=True):
+        both = lhs[a] or rhs[b]
+        lhs[a] = rhs[b] = tuple(x for x in both if not (lhs[a] and rhs[b]) or x in lhs[a])
+    used: set[str] = {axis for dim in batch[0] for axis in lhs[dim]}
+    taken = (set(batch[0]) | set(dims[0]), set(batch[1]) | set(dims[1]))
+    # The free dims of the larger operand first: a weight gives way to activations.
+    order = sorted((0, 1), key=lambda i: -_held(spread, avals[i], laids[i]))
+    if laids[order[0]].is_param and not laids[order[1]].is_param:
+        order.reverse()
+    specs = (lhs, rhs)
+    for i in order:
+        for dim, axes in enumerate(specs[i]):
+            if dim not in taken[i]:
+                kept = tuple(a for a in axes if a not in used) if place(i, dim) is not None else ()
+                specs[i][dim] = kept
+                used.update(kept)
+    partial: list[str] = []
+    for a, b in zip(*dims, strict=True):
+        summed = tuple(x for x in dict.fromkeys((*lhs[a], *rhs[b])) if x not in used)
+        summed = spread.fitting((avals[0].shape[a],), (summed,))[0]
+        lhs[a] = rhs[b] = summed
+        used.update(summed)
+        partial += summed
+    taken_as = []
+    for i in (0, 1):
+        want = tuple(specs[i])
+        lost = [
+            x for old, new in zip(laids[i].spec, want, strict=True) for x in old if x not in new
+        ]
+        if lost:
+            _gather(spread, avals[i], laids[i], tuple(lost))
+        taken_as.append(Laid(want, (), laids[i].is_param))
+    out: list[Axes] = [()] * rank
+    for i in (0, 1):
+        for dim, axes in enumerate(specs[i]):
+            where = place(i, dim) if dim not in set(dims[i]) else None
+            if where is not None and not out[where]:
+                out[where] = axes
+    real = tuple(axis for axis in partial if axis != MICRO)
+    return Laid(tuple(out), real), (taken_as[0], taken_as[1])
+
+
+def reshaped(spread: Spreading, old: Sequence[int], laid: Laid, new: Sequence[int]) -> Spec:
+    """Layout after a reshape: axes stay with the major part of what their dim is in the result."""
+    spec: list[Axes] = [()] * len(new)
+    i = j = 0
+    while i < len(old) and j < len(new):
+        first_i, first_j, a, b = i, j, old[i], new[j]
+        while a != b:
+            if a < b:
+                i += 1
+                a *= old[i]
+            else:
+                j += 1
+                b *= new[j]
+        major = next((d for d in range(first_j, j + 1) if new[d] > 1), first_j)
+        for dim in range(first_i, i + 1):
+            axes = laid.spec[dim]
+            if not axes:
+                continue
+            same = next((d for d in range(first_j, j + 1) if new[d] == old[dim]), major)
+            leading = all(old[d] == 1 for d in range(first_i, dim))
+            target = major if leading else same
+            if leading or new[same] == old[dim]:
+                spec[target] = tuple(dict.fromkeys((*spec[target], *axes)))
+        i, j = i + 1, j + 1
+    return spread.fitting(new, tuple(spec))
+
+
+def _held(spread: Spreading, aval: Any, laid: Laid) -> float:
+    return spread.num_bytes(aval, laid)
+
+
+def _gather(spread: Spreading, aval: Any, laid: Laid, axes: Axes) -> None:
+    real = tuple(a for a in axes if a != MICRO)
+    total = spread.num_bytes(aval, laid) * spread.shards(real)
+    spread.send("all_gather", real, total, of_param=laid.is_param)

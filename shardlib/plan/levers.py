@@ -1,0 +1,71 @@
+"""What would make the best plan faster or cheaper, computed and not guessed: each lever is the same
+search with one thing changed."""
+
+import dataclasses
+
+from shardlib.hardware import Cluster
+from shardlib.plan.objective import next_larger
+from shardlib.plan.problem import Plan, Workload
+from shardlib.plan.search import search
+
+
+@dataclasses.dataclass(frozen=True)
+class Lever:
+    """One change and what it brings."""
+
+    change: str
+    seconds: float
+    """Of a step."""
+    rate: float
+    """Tokens or images per second, relative to the plan."""
+    cost: float
+    """Chip-hours for the same number of tokens, relative to the plan."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.change}: {self.seconds:.4g} s a step, {self.rate - 1:+.0%} throughput, "
+            f"{self.cost - 1:+.0%} chip-hours"
+        )
+
+
+def levers(workload: Workload, best: Plan) -> list[Lever]:
+    """Returns what changes of the cluster, the batch and the memory would bring, most throughput
+    first."""
+    cluster = best.cluster
+    found = []
+    larger = next_larger(cluster)
+    if larger is not None:
+        found.append(_lever(workload, best, f"on {larger.name}", workload, larger))
+    for factor, word in ((2, "twice"), (0.5, "half")):
+        batch = int(workload.batch * factor)
+        if batch * 2 >= workload.batch:
+            other = workload.with_batch(batch)
+            change = f"{word} the batch ({batch} a step)"
+            found.append(_lever(workload, best, change, other, cluster))
+    found.append(
+        _lever(workload, best, "the first moment in bfloat16", workload.relaxed(), cluster)
+    )
+    if roomier := _roomier(cluster):
+        found.append(_lever(workload, best, "with twice the memory a device", workload, roomier))
+    useful = [lever for lever in found if lever is not None and abs(lever.rate - 1) >= 0.005]
+    return sorted(useful, key=lambda lever: -lever.rate)
+
+
+def _lever(
+    workload: Workload, best: Plan, change: str, other: Workload, cluster: Cluster
+) -> Lever | None:
+    plans = search(other, cluster, top=1).plans
+    if not plans:
+        return None
+    tokens = other.tokens / workload.tokens
+    rate = tokens * best.seconds / plans[0].seconds
+    cost = plans[0].device_seconds / best.device_seconds / tokens
+    return Lever(change, plans[0].seconds, rate, cost)
+
+
+def _roomier(cluster: Cluster) -> Cluster | None:
+    """The same cluster with twice the memory: what the memory costs in time."""
+    if cluster.chip is None:
+        return None
+    chip = dataclasses.replace(cluster.chip, memory_bytes=2 * cluster.chip.memory_bytes)
+    return dataclasses.replace(cluster, chip=chip)

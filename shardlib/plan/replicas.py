@@ -1,0 +1,50 @@
+"""Seconds of the sums of gradients over replicas, as shardlib runs them.
+
+Where the compiler places the sums they are part of each microbatch, in the width of the
+computation, and hide behind its backward pass (seen in programs compiled for TPUs, where the loop
+over microbatches keeps them). With `train.reduction` the groups along `data` sum once a step, in
+float32, when all is computed: nothing is left to hide behind, but with many microbatches it is far
+less to send. `Layout.reduces_once` says which of the two a plan takes.
+"""
+
+from collections.abc import Mapping
+
+from shardlib.plan.compute import Device, Passes
+from shardlib.plan.fabric import Link
+from shardlib.plan.traffic import LocalWeights, hidden
+
+
+def reduce_seconds(
+    device: Device, links: Mapping[str, Link], weights: LocalWeights, work: Passes
+) -> float:
+    """Returns exposed seconds of summing gradients over replicas, in a step.
+
+    Over several axes the sum is hierarchical: each axis carries what the faster ones leave.
+
+    Args:
+        device: With its layout and software.
+        links: Of each mesh axis.
+        weights: What the device holds before `fsdp` cuts it.
+        work: Computation of one microbatch.
+    """
+    job, layout = device.job, device.layout
+    cut = 1 if layout.zero == 1 else layout.fsdp
+    dense, routed = (weights.dense + weights.vocab) / cut, weights.routed / cut
+    pieces = job.model.layers / layout.stage + 1
+    width = job.gradient_bytes if layout.microbatches == 1 else job.compute_bytes
+    each, once = 0.0, 0.0
+    for axis in ("context", "expert", "data", "slices"):
+        link = links.get(axis)
+        if link is None or link.size == 1:
+            continue
+        summed = dense + (0.0 if axis == "expert" else routed)
+        if layout.reduces_once and axis in ("data", "slices"):
+            once += link.all_reduce(summed * job.gradient_bytes, pieces)
+        else:
+            each += link.all_reduce(summed * width, pieces)
+        dense /= link.size
+        routed /= 1 if axis == "expert" else link.size
+    if device.reruns:  # Embedding and head, which every stage holds, once a step.
+        once += links["stage"].all_reduce(weights.vocab / cut * job.gradient_bytes)
+    back = work.backward.total + work.again.total
+    return once + layout.microbatches * hidden(each, back, device.rates.hide_data)

@@ -1,0 +1,106 @@
+"""A plan as keys of a config, in the words that `train` reads."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardlib.plan.candidates import schedule
+from shardlib.plan.fabric import outer_degree
+from shardlib.plan.layout import AXES, Layout
+from shardlib.plan.problem import Choice, Plan
+
+Settings = dict[str, Any]
+"""Values by key path, such as `train.microbatches`."""
+
+
+def mesh_text(layout: Layout) -> str:
+    """Returns a layout's mesh as in `data=2x8,fsdp=4`; outer degrees cross slices."""
+    sizes = []
+    for axis in AXES:
+        size = layout.size(axis)
+        outer = outer_degree(layout, axis) if layout.slices > 1 else 1
+        if outer > 1:
+            sizes.append(f"{axis}={outer}x{size // outer}")
+        elif size > 1:
+            sizes.append(f"{axis}={size}")
+    return ",".join(sizes) or "data=1"
+
+
+def rules(layout: Layout) -> str | dict[str, Any]:
+    """Returns the rules that use the axes of a layout as it says."""
+    shared = layout.tensor > 1 and layout.sequence_parallel
+    if layout.zero == 3 or layout.fsdp == 1:
+        return "sequence" if shared else "standard"
+    preset = f"zero{layout.zero}"
+    if not shared:
+        return preset
+    return {"preset": preset, "activations": {"residual_length": "context+tensor"}}
+
+
+def settings(plan: Plan, num_layers: int, *, batch: int | None = None) -> Settings:
+    """Returns everything that a plan decides, by key path.
+
+    Args:
+        plan: The plan.
+        num_layers: Layers of the model.
+        batch: Sequences of a step; None to leave the config's as it is.
+    """
+    layout = plan.layout
+    found: Settings = {"mesh": mesh_text(layout), "rules": rules(layout)}
+    if batch is not None:
+        found["train.global_batch"] = batch
+    found["train.microbatches"] = layout.microbatches
+    if layout.reduces_once:
+        found["train.reduction.dtype"] = "f32"
+    if name := schedule(layout):
+        found["train.pipeline.schedule"] = name
+        if layout.chunks > 1:
+            found["train.pipeline.chunks_per_stage"] = layout.chunks
+    return found | of_choice(plan.choice, num_layers)
+
+
+def of_choice(choice: Choice, num_layers: int) -> Settings:
+    """Returns the keys of a choice."""
+    return {
+        "model.remat": choice.policy(num_layers),
+        "model.loss_chunks": choice.loss_chunks,
+        "optimizer.momentum_dtype": choice.moments,
+    }
+
+
+def to_yaml(found: Mapping[str, Any]) -> str:
+    """Returns settings as YAML, sections nested."""
+    tree: dict[str, Any] = {}
+    for path, value in found.items():
+        *sections, key = path.split(".")
+        at = tree
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[key] = value
+    return "\n".join(_lines(tree, "")) + "\n"
+
+
+def to_overrides(found: Mapping[str, Any]) -> list[str]:
+    """Returns settings as words of a command line."""
+    return [f"{path}={_scalar(value)}" for path, value in found.items()]
+
+
+def _lines(tree: Mapping[str, Any], indent: str) -> list[str]:
+    lines = []
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            lines += [f"{indent}{key}:", *_lines(value, indent + "  ")]
+        else:
+            lines.append(f"{indent}{key}: {_quoted(value)}")
+    return lines
+
+
+def _quoted(value: Any) -> str:
+    text = str(value)
+    # A colon would start a mapping.
+    return f'"{text}"' if ":" in text else text
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_scalar(v)}" for key, v in value.items()) + "}"
+    return str(value)

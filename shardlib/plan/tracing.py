@@ -1,0 +1,174 @@
+"""Costs of a training step of any model, from its traced program and not from a formula.
+
+The loss and its gradient are traced once, without a mesh: where the model names the axes of an
+activation, the names stay in the program. A layout is then priced by spreading what its rules make
+of these names, of the parameters and of the batch through the program (`jaxpr_layout`) and counting
+what one device computes, passes over and sends (`jaxpr_costs`). The optimizer's update is a program
+of its own, so that one that multiplies matrices costs what it does.
+
+What a traced program does not tell: kernels that a compiler puts in place of operations (attention
+is as the model writes it), pipelines (there is no `stage`), and what code by hand would do on axes
+of more than one device (`jax.shard_map`, rings over `context`, experts that exchange tokens).
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
+
+from shardlib.constrain import recording, use
+from shardlib.functional import Inputs, functional
+from shardlib.losses import Mean
+from shardlib.mesh import abstract_mesh
+from shardlib.plan.jaxpr_rules import PARAMS_TABLE, constrained_names
+from shardlib.plan.layout import SHARDLIB, Software
+from shardlib.plan.traced import BatchAxes
+from shardlib.plan.traced import TracedWorkload as TracedWorkload
+from shardlib.precision import Precision
+from shardlib.precision import precision as precision_named
+from shardlib.rules import AxisRules
+from shardlib.rules.resolve import ANY
+
+
+def trace_workload(
+    make: Any,
+    optimizer: optax.GradientTransformation,
+    loss_fn: Any,
+    batch: Any,
+    *,
+    rules: AxisRules,
+    inputs: Inputs = (),
+    precision: str | Precision = "f32",
+    batch_axes: BatchAxes | None = None,
+    platform: str | None = None,
+    software: Software = SHARDLIB,
+) -> TracedWorkload:
+    """Traces a step of any model; allocates and compiles nothing.
+
+    Args:
+        make: As for `init_state`: `make(rngs) -> module`, or a linen module.
+        optimizer: Any optax transformation.
+        loss_fn: As for `make_train_step`: `loss_fn(model, batch, rng) -> loss | (loss, aux)`.
+        batch: A batch of a whole step, as arrays or `ShapeDtypeStruct`s.
+        rules: Which logical axis goes to which mesh axis.
+        inputs: For linen, example arguments of the module.
+        precision: As for `make_train_step`.
+        batch_axes: Logical axes of batch leaves by path; `("batch", None, ...)` of others.
+        platform: `cpu`, `gpu` or `tpu`, where the model asks for it to choose an implementation.
+        software: How the program runs.
+
+    Raises:
+        ModelError: If the model cannot be made.
+        RuleError: If the model names an axis that has no rule.
+    """
+    module, dtypes = functional(make, inputs), precision_named(precision)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    params, model_state = jax.eval_shape(module.init, key)
+    params = jax.eval_shape(lambda p: dtypes.store(p, module.float32), params)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+
+    def gradient(params: Any, model_state: Any, batch: Any, key: Any) -> Any:
+        def loss(params: Any) -> Any:
+            model_key, loss_key = jax.random.split(key)
+            model = module.merge(dtypes.cast_params(params, module.float32), model_state, model_key)
+            found = loss_fn(model, dtypes.cast_batch(batch), loss_key)
+            if isinstance(found, tuple) and not isinstance(found, Mean):
+                found = found[0]
+            return jnp.asarray(found.total if isinstance(found, Mean) else found, jnp.float32)
+
+        return jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(params))
+
+    def update(grads: Any, opt_state: Any, params: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            extra = optax.with_extra_args_support(optimizer)
+            updates, new = extra.update(grads, opt_state, params, value=jnp.float32(1.0))
+            return optax.apply_updates(params, updates), new
+
+    arguments = (params, model_state, batch, key)
+    # JAX would give the first trace of a function again: each is of a function of its own.
+    with _naming(rules, lambda: jax.eval_shape(lambda *a: gradient(*a), *arguments), platform):
+        traced = jax.make_jaxpr(gradient)(*arguments)
+    wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
+    updated = jax.make_jaxpr(update)(wide, opt_state, params)
+    names = constrained_names(traced.jaxpr)
+    names |= {name for axes in module.axes.values() for name in axes or () if name}
+    return TracedWorkload(
+        traced.jaxpr,
+        updated.jaxpr,
+        module,
+        params,
+        model_state,
+        opt_state,
+        batch,
+        rules,
+        dtypes,
+        dict(batch_axes or {}),
+        frozenset(names | {"batch"}),
+        functools.partial(
+            trace_workload,
+            make,
+            optimizer,
+            loss_fn,
+            rules=rules,
+            inputs=inputs,
+            precision=precision,
+            batch_axes=batch_axes,
+            platform=platform,
+            software=software,
+        ),
+        software,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Naming(AxisRules):
+    """Rules that leave the logical axes of an activation in the program, as if each were a mesh
+    axis of its own."""
+
+    given: AxisRules | None = None
+
+    def __hash__(self) -> int:
+        return hash(("naming", self.given))
+
+    def spec(self, logical_axes: Any, shape: Any, mesh: Any, kind: Any = "params") -> Any:
+        assert self.given is not None
+        self.given.spec(logical_axes, shape, {}, kind)
+        before = PARAMS_TABLE if kind == "params" else ""
+        seen: set[str | None] = set()
+        names = []
+        for name in logical_axes:
+            names.append(None if name is None or name in seen else before + name)
+            seen.add(name)
+        return PartitionSpec(*names)
+
+    def check(self, mesh: Any) -> None:
+        """The rules behind it were checked."""
+
+
+@contextlib.contextmanager
+def _naming(rules: AxisRules, trace: Any, platform: str | None) -> Iterator[None]:
+    """Makes a mesh of logical axes the active one.
+
+    Which there are say the rules; where they have one for any axis, a first trace tells.
+    """
+    kind = None if platform is None else AbstractDevice(platform, None, platform=platform)
+    tables = (rules.table("params"), rules.table("activations"))
+    names = {name for table in tables for name, _ in table}
+    if ANY in names:
+        with recording() as met, use(abstract_mesh("data=1", 1), rules):  # type: ignore[arg-type]
+            trace()
+        names |= met
+    both = sorted({*names, *(PARAMS_TABLE + name for name in names)})
+    mesh = AbstractMesh((1,) * len(both), tuple(both), axis_types=(AxisType.Auto,) * len(both))
+    if kind is not None:
+        mesh = mesh.update(abstract_device=kind)
+    naming = _Naming(rules.params, rules.activations, given=rules)
+    with use(mesh, naming):  # type: ignore[arg-type]
+        yield

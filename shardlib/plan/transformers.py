@@ -1,0 +1,244 @@
+"""A transformer by its dims, as the search wants it."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal
+
+from shardlib.hardware import Cluster
+from shardlib.plan import compute, cost, fabric, memory
+from shardlib.plan.constants import committed
+from shardlib.plan.flops import step_flops
+from shardlib.plan.layout import AXES, SHARDLIB, Layout, Software
+from shardlib.plan.measured import software_on
+from shardlib.plan.problem import Choice, MomentDtype
+from shardlib.plan.rates import Rates, rates_on
+from shardlib.plan.workload import DOTS, FULL, NONE, Job, Remat
+
+_QKV, _OUT = "query,key,value", "attention_out"
+POLICIES: dict[str, Remat] = {
+    "none": NONE,
+    "dots": DOTS,
+    f"save:{_QKV},{_OUT}": Remat(frozenset(("qkv", "out"))),
+    f"save:{_QKV}": Remat(frozenset(("qkv",))),
+    f"offload:{_QKV},{_OUT}": Remat(frozenset(("qkv", "out")), frozenset(("qkv", "out"))),
+    f"offload:{_QKV}": Remat(frozenset(("qkv",)), frozenset(("qkv",))),
+    "full": FULL,
+}
+"""Policies of `shardlib.remat` that are worth a try, from the least recomputation to the most. What
+fused attention gives is computed again under each but `none`: its kernel keeps what it needs for
+its own backward pass under no name."""
+_DENSE_DOTS = DOTS.kept - {"up", "down"}
+"""What `dots` keeps of layers with routed experts: their matmuls are of another kind."""
+_LOSS_CHUNKS = (1, 8)
+_MOMENT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerWorkload:
+    """Trains a transformer; a `Workload`."""
+
+    job: Job
+    """What is fixed; its rematerialisation is not, nor are the moments where `moments` says so."""
+    policies: Collection[str] = tuple(POLICIES)
+    """Names among `POLICIES`."""
+    moments: tuple[MomentDtype, ...] = ("float32",)
+    """Of the first moment, as the optimizer may store it."""
+    loss_chunks: tuple[int, ...] = _LOSS_CHUNKS
+    zero: tuple[Literal[1, 2, 3], ...] = (3, 1)
+    sequence_parallel: bool | None = None
+    """None: wherever it divides the length."""
+    dropout: bool = False
+    software: Software = SHARDLIB
+    constants: Mapping[str, float] = dataclasses.field(default_factory=committed, hash=False)
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step, over all devices."""
+        return self.job.batch
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.job.tokens
+
+    @property
+    def unit(self) -> str:
+        """What `tokens` counts."""
+        return "tokens"
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of a step, of attention those under the causal mask."""
+        return step_flops(self.job, "causal")
+
+    def with_batch(self, batch: int) -> "TransformerWorkload":
+        """Returns the same with another number of sequences in a step."""
+        return dataclasses.replace(self, job=dataclasses.replace(self.job, batch=batch))
+
+    def relaxed(self) -> "TransformerWorkload":
+        """Returns the same with the first moment in bfloat16 among the choices."""
+        if self.job.moment_bytes < _MOMENT_BYTES["float32"] or "bfloat16" in self.moments:
+            return self
+        return dataclasses.replace(self, moments=(*self.moments, "bfloat16"))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that may follow different policies."""
+        return self.job.model.layers
+
+    def degrees(self, axis: str, most: int) -> Sequence[int]:
+        """Returns the degrees, up to `most`, that a mesh axis may have by itself."""
+        numbers = [size for size, _ in self._divided(axis)]
+        if axis in ("data", "fsdp", "expert"):
+            numbers.append(self.batch)
+        if axis == "expert" and self.job.model.experts is None:
+            return (1,)
+        return [n for n in divisors(math.gcd(*numbers)) if n <= most]
+
+    def variants(self, layout: Layout) -> Sequence[Layout]:
+        """Returns the ways to use the axes of a layout, each of which the rules can say."""
+        shared = layout.tensor > 1 and self._shares_residual(layout)
+        if shared and self.job.length % (layout.context * layout.tensor):
+            return []  # The rules ask for what cannot be.
+        stages: tuple[Literal[1, 2, 3], ...] = self.zero if layout.fsdp > 1 else (3,)
+        return [dataclasses.replace(layout, zero=zero, sequence_parallel=shared) for zero in stages]
+
+    def faults(self, layout: Layout) -> list[str]:
+        """Returns why a layout cannot be run, as sentences."""
+        found = [
+            f"{axis}={layout.size(axis)} does not divide {what}"
+            for axis in ("stage", "fsdp", "expert", "context", "tensor")
+            for size, what in self._divided(axis)
+            if layout.size(axis) > 1 and size % layout.size(axis)
+        ]
+        if layout.expert > 1 and self.job.model.experts is None:
+            found.append(f"expert={layout.expert}: the model has no experts")
+        if self.batch % layout.batch_shards:
+            found.append(
+                f"data+fsdp+expert={layout.batch_shards} does not divide the {self.batch} "
+                "sequences of a batch"
+            )
+        return found
+
+    def choices(self, layout: Layout) -> Sequence[Choice]:
+        """Returns what may be chosen on a layout."""
+        chunks = [n for n in self.loss_chunks if self.job.length % (n * layout.context) == 0]
+        # The stages of a pipeline are one program, so that ranges would repeat from stage to stage.
+        layers = self.num_layers if layout.stage == 1 else None
+        return [
+            Choice(policy, None if policy == "none" else layers, moments, count)
+            for moments in self.moments
+            for count in chunks or self.loss_chunks[:1]
+            for policy in self.policies
+        ]
+
+    def leanest(self, layout: Layout) -> Choice:
+        """Returns the choice that holds least."""
+        options = self.choices(layout)
+        policy = "full" if "full" in self.policies else options[-1].remat
+        moments = "bfloat16" if "bfloat16" in self.moments else self.moments[0]
+        return Choice(policy, None, moments, max(option.loss_chunks for option in options))
+
+    def memory(self, layout: Layout, choice: Choice, cluster: Cluster) -> memory.Memory:
+        """Returns what one device holds at the peak."""
+        job = self.chosen(choice)
+        return memory.peak_memory(job, layout, cluster, self.software, dropout=self.dropout)
+
+    def time(self, layout: Layout, choice: Choice, cluster: Cluster) -> cost.StepTime:
+        """Returns the seconds of a step."""
+        device = self._device(layout, self.chosen(choice), cluster)
+        return cost.assembled(device, self._links(layout, cluster), cluster)
+
+    def bound(self, layout: Layout, cluster: Cluster, most_microbatches: int) -> float:
+        """Returns seconds below which no choice gets; see `cost.least_time`."""
+        device = self._device(layout, self._lightest, cluster)
+        links = self._links(layout, cluster)
+        return cost.least_time(device, links, cluster, most_microbatches)
+
+    def chosen(self, choice: Choice) -> Job:
+        """Returns the job under a choice."""
+        return self._jobs(choice)
+
+    @functools.cached_property
+    def _lightest(self) -> Job:
+        moments = min(self.moments, key=_MOMENT_BYTES.__getitem__)
+        return self.chosen(Choice("none", None, moments, 1))
+
+    @functools.cached_property
+    def _jobs(self) -> Callable[[Choice], Job]:
+        return functools.lru_cache(4096)(self._job)
+
+    def _job(self, choice: Choice) -> Job:
+        remat = POLICIES[choice.remat]
+        if choice.remat == "dots" and self.job.model.experts:
+            remat = Remat(_DENSE_DOTS)
+        moment = self.job.moment_bytes
+        if choice.moments != self.moments[0]:
+            moment += _MOMENT_BYTES[choice.moments] - _MOMENT_BYTES[self.moments[0]]
+        return dataclasses.replace(
+            self.job,
+            remat=remat,
+            remat_layers=None if choice.remat == "none" else choice.layers,
+            moment_bytes=moment,
+            loss_chunks=choice.loss_chunks,
+        )
+
+    def _device(self, layout: Layout, job: Job, cluster: Cluster) -> compute.Device:
+        software = software_on(cluster, self.software, context=layout.context)
+        return compute.Device(job, layout, software, self._rates(cluster))
+
+    @functools.cached_property
+    def _rates(self) -> Callable[[Cluster], Rates]:
+        @functools.lru_cache(64)
+        def found(cluster: Cluster) -> Rates:
+            return rates_on(cluster, self.job.precision, self.constants)
+
+        return found
+
+    @functools.cached_property
+    def _known_links(self) -> dict[object, Mapping[str, fabric.Link]]:
+        return {}
+
+    def _links(self, layout: Layout, cluster: Cluster) -> Mapping[str, fabric.Link]:
+        key = (cluster.name, layout.slices, *(layout.size(axis) for axis in AXES))
+        if key not in self._known_links:
+            rail = self.software.single_rail
+            found = fabric.links(cluster, layout, self.constants, single_rail=rail)
+            self._known_links[key] = found
+        return self._known_links[key]
+
+    def _shares_residual(self, layout: Layout) -> bool:
+        divides = self.job.length % (layout.context * layout.tensor) == 0
+        return divides if self.sequence_parallel is None else self.sequence_parallel
+
+    def _divided(self, axis: str) -> list[tuple[int, str]]:
+        """Dims that an axis cuts, each with what it is."""
+        model, experts = self.job.model, self.job.model.experts
+        if axis == "stage":
+            return [(model.layers, f"the {model.layers} layers")]
+        if axis == "fsdp":
+            return [(model.embed, f"the embedding of {model.embed}")]
+        if axis == "expert":
+            return [(experts.number, f"the {experts.number} experts")] if experts else []
+        if axis == "context":
+            # In zig-zag order each device holds an early and a late chunk of a row.
+            return [(self.job.length // 2, f"half of the {self.job.length} tokens of a row")]
+        if axis != "tensor":
+            return []
+        found = [(model.heads, f"the {model.heads} heads"), (model.vocab, f"vocab {model.vocab}")]
+        if model.dense_layers:
+            found.append((model.mlp, f"the MLP of {model.mlp}"))
+        if experts:
+            found.append((experts.mlp, f"the experts of {experts.mlp}"))
+            if experts.shared_mlp:
+                found.append((experts.shared_mlp, f"the shared expert of {experts.shared_mlp}"))
+        return found
+
+
+@functools.lru_cache(4096)
+def divisors(number: int) -> list[int]:
+    """Returns all divisors in ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -1,0 +1,372 @@
+"""Short measured steps on the devices at hand: what a planner must know of them.
+
+Each operation runs many times in a loop inside of one compiled program, on all devices at once; its
+time is the slope between a short and a long loop, so that starting the program is no part of it.
+Rounds of all operations are interleaved, so that a disturbance of the machine falls on all of them
+alike, and of each the lower quartile counts: what disturbs a machine makes it slower.
+"""
+
+import dataclasses
+import importlib.metadata
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardlib.cache_root import cache_root
+from shardlib.distributed import local_cpu_devices
+from shardlib.errors import ConfigError, MeshError
+from shardlib.hardware import CHIPS, Cluster, chip_for, parse_cluster
+from shardlib.plan.fitting import fit_line, fit_matmul
+from shardlib.plan.measured import (
+    COLLECTIVES,
+    Calibration,
+    MeasuredCluster,
+    Timed,
+    load,
+    measured_cluster,
+)
+
+_TYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+_MOST_REPEATS = 1024
+_LOOP_SECONDS = {"cpu": 0.02, "gpu": 0.05, "tpu": 0.05}
+_MATMULS: dict[str, tuple[tuple[int, int, int], ...]] = {
+    "cpu": (
+        (16, 16, 16),
+        (32, 128, 32),
+        (64, 64, 64),
+        (256, 32, 256),
+        (256, 256, 256),
+        (512, 128, 128),
+        (512, 128, 344),
+        (128, 512, 344),
+        (512, 512, 512),
+    ),
+    "gpu": (
+        *((side, side, side) for side in (256, 1024, 2048, 4096, 8192)),
+        (8192, 1024, 4096),
+        (8192, 4096, 1024),
+        (1024, 8192, 4096),
+    ),
+}
+_MATMULS["tpu"] = _MATMULS["gpu"]
+_PASSES = {"cpu": (2**18, 2**22, 2**23), "gpu": (2**20, 2**24, 2**26, 2**28)}
+_PASSES["tpu"] = _PASSES["gpu"]
+_MOVED = {"cpu": (2**12, 2**18, 2**21), "gpu": (2**16, 2**20, 2**24, 2**27)}
+_MOVED["tpu"] = _MOVED["gpu"]
+_AXES = ("outer", "inner")
+
+
+@dataclasses.dataclass
+class _Trial:
+    """One operation to be timed."""
+
+    what: str
+    size: tuple[int, ...]
+    run: Callable[[int], Any]
+    """Runs it so many times in one program; ends when it is done."""
+    repeats: int = 1
+    short: list[float] = dataclasses.field(default_factory=list)
+    long: list[float] = dataclasses.field(default_factory=list)
+
+    def time(self, repeats: int) -> float:
+        start = time.perf_counter()
+        self.run(repeats)
+        return time.perf_counter() - start
+
+    def warm_up(self, target_seconds: float) -> None:
+        """Compiles, and finds how often the operation fits into a timed loop."""
+        self.run(1)
+        while self.repeats < _MOST_REPEATS and self.time(self.repeats) < target_seconds:
+            self.repeats *= 4
+
+    def round(self) -> None:
+        """Measures once: a loop of one, and a long one."""
+        self.short.append(self.time(1))
+        self.long.append(self.time(1 + self.repeats))
+
+    def result(self) -> Timed:
+        """The slope between both loops, of each the lower quartile."""
+        low, middle, high = statistics.quantiles(self.long, n=4)
+        grown = low - statistics.quantiles(self.short, n=4)[0]
+        # Where noise leaves no slope, a share of the loop itself.
+        each = max(grown / self.repeats, 0.2 * low / (1 + self.repeats))
+        return Timed(self.what, self.size, each, (high - low) / 2 / middle)
+
+
+def calibrate(
+    on: str | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    rounds: int = 7,
+    target_seconds: float | None = None,
+) -> Calibration:
+    """Measures the devices at hand, all of them at work at once. Takes some tens of seconds.
+
+    Args:
+        on: `cpu:8` lets the CPU stand for so many devices, which must not be in use yet, and any
+            other cluster has to be the one at hand; all devices at hand when left out.
+        devices: Measures these instead.
+        rounds: How often each operation is timed.
+        target_seconds: How long a timed loop lasts.
+
+    Raises:
+        MeshError: If the cluster is not the devices at hand.
+        ConfigError: If fewer than three rounds are asked for.
+    """
+    if rounds < 3:
+        raise ConfigError(f"rounds={rounds} are too few to tell a spread.\n  Ask for 3 or more.")
+    devices = _devices(on) if devices is None else list(devices)
+    platform = devices[0].platform
+    kind = platform if platform in _MATMULS else "gpu"
+    trials = list(_trials(devices, kind))
+    for trial in trials:
+        trial.warm_up(target_seconds or _LOOP_SECONDS[kind])
+    for _ in range(rounds):
+        for trial in trials:
+            trial.round()
+    return _fitted(devices, [trial.result() for trial in trials])
+
+
+def report(calibration: Calibration) -> str:
+    """Returns what was measured, as text for people."""
+    found, count = calibration, calibration.devices
+    lines = [
+        f"{count} devices of kind {found.device_kind!r} on {found.cores} cores, all at work at "
+        f"once; {len(found.timed)} operations timed, spread {found.spread:.0%}, worst fit error "
+        f"{found.fit_error:.0%}",
+        *(
+            f"matmul {name:4}  {fit.flops / 1e12:8.3g} TFLOP/s a device, "
+            f"{fit.flops * count / 1e12:.3g} in all; {fit.seconds * 1e6:.3g} us to start "
+            f"(fit error {fit.error:.0%})"
+            for name, fit in found.matmul.items()
+        ),
+        f"memory       {found.memory.bytes_per_second / 1e9:8.3g} GB/s a device "
+        f"(fit error {found.memory.error:.0%})",
+    ]
+    for kind, by_size in found.collectives.items():
+        lines += [
+            f"{kind:14} over {size:3}: {line.seconds * 1e6:7.3g} us to start, "
+            f"{line.bytes_per_second / 1e9:7.3g} GB/s (fit error {line.error:.0%})"
+            for size, line in by_size.items()
+        ]
+    return "\n".join(lines)
+
+
+def calibration_path(cluster: Cluster) -> Path:
+    """Returns where the calibration of a cluster is kept: by kind and number of its devices."""
+    kind = cluster.chip.name if cluster.chip else "cpu"
+    return cache_root() / "calibration" / f"{kind}-{cluster.num_devices}.json"
+
+
+def as_measured(cluster: Cluster) -> Cluster:
+    """Returns a cluster with what was measured of it on this machine, as it is where nothing was.
+
+    Raises:
+        ConfigError: If the calibration cannot be read, or the cluster is of CPU devices, of which
+            nothing but a calibration is known, and there is none.
+    """
+    path = calibration_path(cluster)
+    if isinstance(cluster, MeasuredCluster) or (cluster.chip is not None and not path.exists()):
+        return cluster
+    if not path.exists():
+        raise ConfigError(
+            f"nothing is known of the speed of {cluster.name}: CPU devices are planned with what "
+            f"was measured on them.\n  Measure them first: shardlib calibrate --on {cluster.name}"
+        )
+    return measured_cluster(cluster, load(path))
+
+
+def cluster_at_hand(calibration: Calibration) -> Cluster:
+    """Returns the cluster that was measured, without its figures."""
+    if calibration.platform == "cpu":
+        return parse_cluster(f"cpu:{calibration.devices}")
+    for chip in CHIPS.values():
+        if calibration.device_kind in chip.device_kinds:
+            return Cluster(
+                f"{calibration.devices}x{chip.name}",
+                chip,
+                calibration.hosts,
+                calibration.devices // calibration.hosts,
+            )
+    raise MeshError(
+        f"devices of kind {calibration.device_kind!r} are no chip that is known here.\n"
+        "  Plan for one of shardlib.hardware.CHIPS."
+    )
+
+
+def _devices(on: str | None) -> list[Any]:
+    cluster = None if on is None else parse_cluster(on)
+    if cluster is not None and cluster.chip is None:
+        local_cpu_devices(cluster.num_devices)
+    devices = jax.devices()
+    if cluster is None:
+        return devices
+    kinds = cluster.chip.device_kinds if cluster.chip else ("cpu",)
+    if len(devices) != cluster.num_devices or devices[0].device_kind not in kinds:
+        raise MeshError(
+            f"{on} is not at hand: there are {len(devices)} devices of kind "
+            f"{devices[0].device_kind!r}.\n"
+            "  Run this on the machine itself, or leave --on out to measure what is there."
+        )
+    return devices
+
+
+def _trials(devices: list[Any], kind: str) -> Iterator[_Trial]:
+    everywhere = Mesh(_grid(devices, 1), _AXES, axis_types=(AxisType.Auto,) * 2)
+    yield _passes(everywhere, "empty", 4, lambda x: x)
+    for name in _TYPES:
+        for shape in _MATMULS[kind]:
+            yield _matmul(everywhere, name, shape)
+    for num_bytes in _PASSES[kind]:
+        yield _passes(everywhere, "memory", num_bytes, lambda x: x * 0.999 + 0.5)
+        yield _passes(everywhere, "exp", num_bytes, lambda x: jnp.exp(-x))
+        yield _fresh(everywhere, num_bytes)
+    for size in range(2, len(devices) + 1):
+        if len(devices) % size == 0:
+            mesh = Mesh(_grid(devices, size), _AXES, axis_types=(AxisType.Auto,) * 2)
+            for collective in COLLECTIVES:
+                for num_bytes in _MOVED[kind]:
+                    yield _collective(mesh, collective, size, num_bytes)
+
+
+def _grid(devices: list[Any], inner: int) -> np.ndarray:
+    grid = np.empty(len(devices), object)
+    grid[:] = devices
+    return grid.reshape(-1, inner)
+
+
+def _loop(mesh: Mesh, body: Callable[[Any], Any], make: Callable[[], Any]) -> Callable[[int], Any]:
+    """Returns what runs `body` on a carry so many times on every device.
+
+    The body is fed its own results, so that none of its runs can be left out or moved.
+    """
+
+    def each(carry: Any, repeats: Any) -> Any:
+        return jax.lax.fori_loop(0, repeats, lambda _, x: body(x), carry)
+
+    def on_all(function: Callable[..., Any], in_specs: Any) -> Any:
+        return jax.jit(
+            jax.shard_map(
+                function, mesh=mesh, in_specs=in_specs, out_specs=P(_AXES), check_vma=False
+            )
+        )
+
+    program, carry = on_all(each, (P(_AXES), P())), on_all(make, ())()
+
+    def run(repeats: int) -> Any:
+        return jax.block_until_ready(program(carry, jnp.int32(repeats)))
+
+    return run
+
+
+def _matmul(mesh: Mesh, precision: str, shape: tuple[int, int, int]) -> _Trial:
+    rows, fan_in, fan_out = shape
+    dtype = jnp.dtype(_TYPES[precision])
+
+    def make() -> Any:
+        ones = jnp.ones((rows, fan_in), dtype), jnp.ones((fan_in, fan_out), dtype)
+        return (*ones, jnp.zeros((rows, fan_out), dtype))
+
+    def body(carry: Any) -> Any:
+        x, w, _ = carry
+        y = x @ w
+        # One number of the result changes the operand of the next.
+        return jax.lax.dynamic_update_slice(x, y[:1, :1] * 1e-3, (0, 0)), w, y
+
+    return _Trial(f"matmul {precision}", (*shape, dtype.itemsize), _loop(mesh, body, make))
+
+
+def _passes(mesh: Mesh, what: str, num_bytes: int, pass_over: Callable[[Any], Any]) -> _Trial:
+    def make() -> Any:
+        return jnp.ones((num_bytes // 4,), jnp.float32)
+
+    # Read once and written once.
+    return _Trial(what, (2 * num_bytes,), _loop(mesh, pass_over, make))
+
+
+def _fresh(mesh: Mesh, num_bytes: int) -> _Trial:
+    """A program of its own each time, whose result is new memory."""
+    placed = NamedSharding(mesh, P(_AXES))
+    x = jax.jit(lambda: jnp.ones((mesh.size * num_bytes // 4,)), out_shardings=placed)()
+    program = jax.jit(lambda x: x * 0.999 + 0.5)
+
+    def run(repeats: int) -> Any:
+        for _ in range(repeats):
+            jax.block_until_ready(program(x))
+
+    return _Trial("fresh", (2 * num_bytes,), run)
+
+
+def _collective(mesh: Mesh, kind: str, size: int, num_bytes: int) -> _Trial:
+    axis, part = _AXES[1], num_bytes // 4 // size
+    ring = [(i, (i + 1) % size) for i in range(size)]
+    ways: dict[str, Callable[[Any], Any]] = {
+        "all_reduce": lambda x: jax.lax.psum(x, axis),
+        "all_gather": lambda x: jax.lax.all_gather(x[:part], axis, tiled=True),
+        "reduce_scatter": lambda x: jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True),
+        "all_to_all": lambda x: jax.lax.all_to_all(
+            x, axis, split_axis=0, concat_axis=0, tiled=True
+        ),
+        "shift": lambda x: jax.lax.ppermute(x, axis, ring),
+    }
+
+    def body(carry: Any) -> Any:
+        x, _ = carry
+        y = ways[kind](x)
+        return jax.lax.dynamic_update_slice(x, y[:1] * 1e-3, (0,)), y
+
+    def make() -> Any:
+        length = part if kind == "reduce_scatter" else part * size
+        return jnp.ones((part * size,), jnp.float32), jnp.zeros((length,), jnp.float32)
+
+    return _Trial(f"{kind} {size}", (part * size * 4,), _loop(mesh, body, make))
+
+
+def _fitted(devices: Sequence[Any], timed: Sequence[Timed]) -> Calibration:
+    """Fits what was timed, less what the loop itself takes."""
+    (empty,) = (one for one in timed if one.what == "empty")
+    by_kind: dict[str, list[Timed]] = {}
+    for one in timed:
+        left = max(one.seconds - empty.seconds, 0.1 * one.seconds)
+        by_kind.setdefault(one.what, []).append(dataclasses.replace(one, seconds=left))
+    memory = fit_line(by_kind["memory"])
+    sizes = [size for size in range(2, len(devices) + 1) if f"shift {size}" in by_kind]
+    return Calibration(
+        platform=devices[0].platform,
+        device_kind=devices[0].device_kind,
+        devices=len(devices),
+        hosts=len({device.process_index for device in devices}),
+        cores=os.cpu_count() or 1,
+        memory_bytes=_memory_bytes(devices),
+        versions={name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+        matmul={name: fit_matmul(by_kind[f"matmul {name}"], memory) for name in _TYPES},
+        memory=memory,
+        exp=fit_line(by_kind["exp"]),
+        fresh=fit_line(by_kind["fresh"]),
+        collectives={
+            kind: {size: fit_line(by_kind[f"{kind} {size}"]) for size in sizes}
+            for kind in COLLECTIVES
+        },
+        timed=tuple(timed),
+    )
+
+
+def _memory_bytes(devices: Sequence[Any]) -> float:
+    """Bytes of one device; virtual CPU devices share the memory of the machine."""
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    if limit:
+        return float(limit)
+    if devices[0].platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
+    chip = chip_for(devices[0])
+    return chip.memory_bytes_per_device if chip else math.inf

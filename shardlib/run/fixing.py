@@ -1,0 +1,74 @@
+"""What would make the step of a run fit that does not."""
+
+import re
+
+from shardlib.errors import ModelError
+from shardlib.hardware import Cluster
+from shardlib.mesh import MeshConfig
+from shardlib.plan.fixes import Fix, cheapest_fixes
+from shardlib.plan.layout import Layout
+from shardlib.plan.problem import Choice
+from shardlib.run.calibrating import as_measured
+from shardlib.run.config import AUTO, RunConfig
+from shardlib.run.planning import read_rules, workload_of
+
+_FIRST_LAYERS = re.compile(r"0-(\d+):([^,]+),(\d+)-:none")
+
+
+def fixes_of(config: RunConfig, cluster: Cluster, peak_bytes: float) -> list[Fix]:
+    """Returns the changes that make a run fit and cost least time, at most three.
+
+    Args:
+        config: The run, with its mesh.
+        cluster: What it does not fit.
+        peak_bytes: What its compiled step holds. What the cost model is off by here, it is taken to
+            be off by after a change too.
+
+    Raises:
+        ModelError: If the model, its rematerialisation or its axes cannot be planned.
+    """
+    _, workload = workload_of(config)
+    cluster = as_measured(cluster)
+    layout, choice = layout_of(config, cluster), choice_of(config)
+    predicted = workload.memory(layout, choice, cluster).total
+    over = peak_bytes - predicted
+    return cheapest_fixes(workload, layout, choice, cluster, over_bytes=over)
+
+
+def layout_of(config: RunConfig, cluster: Cluster) -> Layout:
+    """Returns how a run is split over a cluster.
+
+    Raises:
+        ModelError: If it has a mesh axis that the planner does not know.
+    """
+    sizes = MeshConfig.parse(config.mesh).resolve(cluster.num_devices).sizes  # type: ignore[arg-type]
+    train = config.train
+    known = Layout.__dataclass_fields__
+    if unknown := [name for name in sizes if name not in known]:
+        raise ModelError(f"the planner knows no mesh axis {', '.join(unknown)}")
+    rules = read_rules(config.axis_rules())
+    return Layout(
+        **sizes,
+        slices=cluster.num_slices,
+        microbatches=1 if train.microbatches == AUTO else train.microbatches,
+        chunks=train.pipeline.chunks if train.pipeline.schedule == "interleaved" else 1,
+        sequence_parallel=rules["sequence_parallel"],
+        zero=rules["zero"][0],
+    )
+
+
+def choice_of(config: RunConfig) -> Choice:
+    """Returns what a run chooses beside its mesh.
+
+    Raises:
+        ModelError: If its rematerialisation differs between more than two ranges of layers.
+    """
+    remat = getattr(config.model, "remat", "none")
+    chunks = getattr(config.model, "loss_chunks", 1)
+    moments = config.optimizer.momentum_dtype
+    if ":" not in remat or remat.startswith(("save:", "offload:")):
+        return Choice(remat, None, moments, chunks)
+    found = _FIRST_LAYERS.fullmatch(remat)
+    if found is None or int(found[3]) != int(found[1]) + 1:
+        raise ModelError(f"the planner does not know the rematerialisation {remat!r}")
+    return Choice(found[2], int(found[3]), moments, chunks)

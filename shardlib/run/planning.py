@@ -1,0 +1,286 @@
+"""From the config of a run to plans for it, and to the mesh of `mesh: auto`."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, cast
+
+from shardlib import remat
+from shardlib.data import TextData, batch_spec, tokenizer_at_hand
+from shardlib.errors import ConfigError, MeshError, ModelError, ShardlibError
+from shardlib.hardware import Cluster, chip_for
+from shardlib.mesh import MeshConfig, auto_mesh
+from shardlib.placement import slice_of
+from shardlib.plan.answer import Plans
+from shardlib.plan.ask import STATE_BYTES, Question, answer, of_dims
+from shardlib.plan.layout import SHARDLIB, Layout
+from shardlib.plan.problem import Plan, Workload
+from shardlib.plan.search import search
+from shardlib.plan.settings import mesh_text
+from shardlib.plan.tracing import trace_workload
+from shardlib.plan.transformers import POLICIES, TransformerWorkload
+from shardlib.plan.workload import Job
+from shardlib.registry import DataSpec, family
+from shardlib.rules import STANDARD, AxisRules
+from shardlib.run.calibrating import as_measured
+from shardlib.run.checks import check_fit, expected_spec
+from shardlib.run.config import AUTO, RulesConfig, RunConfig
+from shardlib.train.optim import build_optimizer
+from shardlib.train.reduction import ReductionConfig
+
+_MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1, "lars": 1, "muon": 1, "adafactor": 0}
+"""Numbers that an optimizer keeps for each parameter; muon's two for embeddings are few, and so are
+adafactor's of rows and columns."""
+_NEWTON_SCHULZ_STEPS = 5
+"""Of optax.contrib.muon."""
+_WORTH_CHANGING = 0.9
+"""Fraction of the time of the plain choice that another mesh must beat for `mesh: auto` to take it:
+what predictions err by."""
+
+
+def plan_run(config: RunConfig, question: Question) -> Plans:
+    """Returns the best plans for a run; its own mesh is among those that are explained.
+
+    Args:
+        config: The run. Its mesh, rules (unless it has its own), rematerialisation, microbatches
+            and schedule are what is planned; all else is kept.
+        question: What is wanted. Batch and length default to those of the run, and so does how many
+            tokens are trained on.
+
+    Raises:
+        MeshError: If the cluster is unknown, or nothing fits it.
+        ModelError: If the model cannot be planned.
+        ConfigError: If model and data do not fit each other.
+    """
+    name, workload = workload_of(config, question)
+    if question.tokens is None:
+        tokens = float(config.train.steps * workload.tokens)
+        question = dataclasses.replace(question, tokens=tokens)
+    tried = [as_measured(cluster) for cluster in question.clusters()]
+    found = answer(name, workload, question, tried=tried, notes=_notes(config), kept=_kept(config))
+    own = tuple(found.why_not(mesh) for mesh in _own_mesh(config, found.cluster))
+    return dataclasses.replace(found, asked=own + found.asked)
+
+
+def workload_of(config: RunConfig, question: Question | None = None) -> tuple[str, Workload]:
+    """Returns the name of a run's model and what is trained, with all that a plan may choose.
+
+    Args:
+        config: The run.
+        question: For the batch and the length, where they are not to be those of the run.
+
+    Raises:
+        ConfigError: If model and data do not fit each other.
+        ModelError: If the model is of a kind that cannot be planned.
+    """
+    spec = _spec(config)
+    if question is not None and question.length is not None:
+        spec = dataclasses.replace(spec, sequence_length=question.length)
+    chosen = family(config.model.name)
+    check_fit(config, chosen, spec)
+    tokens, rows = spec.sequence_length, config.train.global_batch
+    if chosen.dims is None or tokens is None:
+        rows = rows if question is None else question.global_batch or rows
+        return config.model.name, traced_workload(config, spec, rows)
+    rows = rows if question is None else question.rows(tokens, rows)
+    job = Job(of_dims(chosen.dims(config.model, spec)), tokens, rows, **_bytes(config))
+    momentum = config.optimizer.momentum_dtype
+    workload = TransformerWorkload(
+        job,
+        policies=_policies(config.model),
+        moments=(momentum,),
+        loss_chunks=(1, 8) if hasattr(config.model, "loss_chunks") else (1,),
+        dropout=getattr(config.model, "dropout", 0.0) > 0,
+        software=_software(config),
+        **_uses(config),
+    )
+    return config.model.name, workload
+
+
+def traced_workload(config: RunConfig, spec: DataSpec, batch: int) -> Workload:
+    """Returns the workload of a model that is no transformer: its program, traced.
+
+    Raises:
+        ModelError: If it cannot be made.
+        RuleError: If it names an axis that has no rule.
+    """
+    # What builds the parts of a run asks this module for the mesh of `auto`.
+    from shardlib.run.setup import TEXT_AXES, model_maker
+
+    chosen, options = family(config.model.name), config.train
+    optimizer = build_optimizer(config.optimizer, steps=options.steps, global_batch=batch)
+    loss = functools.partial(
+        chosen.loss, train=True, label_smoothing=options.label_smoothing, z_loss=options.z_loss
+    )
+    found = trace_workload(
+        model_maker(config, chosen, spec),
+        optimizer.transform,
+        loss,
+        batch_spec(config.data, batch),
+        # Presets are for the plan to choose among; rules of the config's own are kept.
+        rules=STANDARD if isinstance(config.rules, str) else config.axis_rules(),
+        precision=config.precision,
+        batch_axes=TEXT_AXES if chosen.inputs == "text" else {},
+    )
+    return cast(Workload, found)
+
+
+def planned_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
+    """Returns the mesh of `mesh: auto` on a cluster, and why it is this one.
+
+    All else in the config stays as it is. The plain choice, `fsdp` within a slice or host and
+    `data` across, is left where another mesh is clearly faster, or it does not fit.
+
+    Raises:
+        MeshError: If slices or hosts do not divide the devices.
+    """
+    groups = cluster.num_hosts if cluster.platform == "gpu" else cluster.num_slices
+    plain = auto_mesh(cluster.num_devices, num_groups=groups)
+    if cluster.chip is None:
+        return plain, "the plain choice: CPU devices have no links to plan for"
+    try:
+        workload = _as_it_is(config)
+        cluster = as_measured(cluster)
+        best = _best_as_it_is(config, workload, cluster, None)
+    except ShardlibError as error:
+        return plain, f"the plain choice: {str(error).splitlines()[0]}"
+    if best is None:
+        return plain, "the plain choice: by the cost model nothing fits without other changes"
+    layout = Layout.of(plain.sizes, cluster.num_slices)
+    usual = None
+    if not workload.faults(layout):
+        usual = _best_as_it_is(config, workload, cluster, layout)
+    if usual is not None and best.seconds > _WORTH_CHANGING * usual.seconds:
+        return plain, f"planned: {usual.seconds:.3g} s a step"
+    against = f"{plain} would take {usual.seconds:.3g} s" if usual else f"{plain} cannot be run"
+    reason = f"planned: {best.seconds:.3g} s a step, and {against}"
+    return MeshConfig.parse(mesh_text(best.layout)), reason
+
+
+def cluster_of(devices: Sequence[Any]) -> Cluster | None:
+    """Returns the cluster that devices at hand form; None where their chip is not known."""
+    chip = chip_for(devices[0])
+    if chip is None or any(chip_for(device) != chip for device in devices):
+        return None
+    slices = len({slice_of(device) for device in devices})
+    hosts = len({device.process_index for device in devices})
+    if len(devices) % hosts or len(devices) % slices:
+        return None
+    return Cluster(f"{len(devices)}x{chip.name}", chip, hosts, len(devices) // hosts, slices)
+
+
+def _best_as_it_is(
+    config: RunConfig, workload: TransformerWorkload, cluster: Cluster, keep: Layout | None
+) -> Plan | None:
+    """The fastest plan with the microbatches of the config."""
+    wanted = config.train.microbatches
+    count = None if wanted == AUTO else wanted
+    found = search(workload, cluster, top=1, keep=keep, microbatches=count)
+    return found.plans[0] if found.plans else None
+
+
+def _as_it_is(config: RunConfig) -> TransformerWorkload:
+    """The workload with nothing to choose but the mesh."""
+    _, workload = workload_of(config)
+    if not isinstance(workload, TransformerWorkload):
+        raise ModelError(f"{config.model.name} is no transformer")
+    train = config.train
+    if train.local_sgd is not None or train.reduction != ReductionConfig():
+        raise ConfigError("groups along data are as the config says")
+    policy = getattr(config.model, "remat", "none")
+    if policy not in workload.policies:
+        raise ConfigError(f"remat {policy} is none that the planner knows")
+    rules = config.axis_rules()
+    return dataclasses.replace(
+        workload,
+        policies=(policy,),
+        loss_chunks=(getattr(config.model, "loss_chunks", 1),),
+        **read_rules(rules),
+    )
+
+
+def _spec(config: RunConfig) -> DataSpec:
+    """What the model must know of the data, without reading it."""
+    spec = expected_spec(config)
+    if spec.vocab_size is None and isinstance(config.data, TextData):
+        tokenizer = tokenizer_at_hand(config.data)
+        if tokenizer is not None:
+            return dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)
+        asked = config.data.vocab_size if hasattr(config.data, "vocab_size") else None
+        return dataclasses.replace(spec, vocab_size=asked)
+    return spec
+
+
+def _bytes(config: RunConfig) -> dict[str, Any]:
+    """Widths of the state, as arguments of `Job`."""
+    found = dict(STATE_BYTES[config.precision])
+    optimizer = config.optimizer
+    stored = found.get("param_bytes", 4)
+    moments = _MOMENTS[optimizer.name] * stored
+    if optimizer.momentum_dtype == "bfloat16" and stored == 4:
+        moments -= 2
+    if optimizer.ema_decay is not None:
+        moments += stored
+    if optimizer.name == "muon":
+        found["newton_schulz_steps"] = _NEWTON_SCHULZ_STEPS
+    return found | {"moment_bytes": 0 if config.train.offload_optimizer else moments}
+
+
+def _policies(model: Any) -> tuple[str, ...]:
+    if not hasattr(model, "remat"):
+        return ("none",)
+    tags = getattr(model, "remat_tags", ())
+    return tuple(policy for policy in POLICIES if not remat.check(policy, tags))
+
+
+def _software(config: RunConfig) -> Any:
+    unfused = getattr(config.model, "attention", "auto") == "xla"
+    return dataclasses.replace(SHARDLIB, attention="unfused") if unfused else SHARDLIB
+
+
+def _uses(config: RunConfig) -> dict[str, Any]:
+    """How the rules of a config use the axes, where it has its own rules."""
+    return read_rules(config.axis_rules()) if isinstance(config.rules, RulesConfig) else {}
+
+
+def read_rules(rules: AxisRules) -> dict[str, Any]:
+    """Returns how rules use the axes: what they allow, by the names of a workload's fields."""
+    residual = dict(rules.activations).get("residual_length", ())
+    cut = any("fsdp" in axes for axes in dict(rules.params).get("embed", ()))
+    whole = 1 if rules.gradients is None else 2
+    return {
+        "sequence_parallel": any("tensor" in axes for axes in residual),
+        "zero": (3 if cut else whole,),
+    }
+
+
+def _kept(config: RunConfig) -> frozenset[str]:
+    kept = {"rules"} if isinstance(config.rules, RulesConfig) else set()
+    if config.train.local_sgd is not None or config.train.reduction != ReductionConfig():
+        kept.add("train.reduction.dtype")
+    kept |= {f"model.{key}" for key in ("remat", "loss_chunks") if not hasattr(config.model, key)}
+    if config.optimizer.name == "adafactor":
+        kept.add("optimizer.momentum_dtype")
+    return frozenset(kept)
+
+
+def _own_mesh(config: RunConfig, cluster: Cluster) -> list[str]:
+    """The mesh of the config, if it fills the cluster."""
+    if config.mesh == AUTO:
+        return []
+    try:
+        return [str(MeshConfig.parse(config.mesh).resolve(cluster.num_devices))]
+    except MeshError:
+        return []
+
+
+def _notes(config: RunConfig) -> list[str]:
+    train, found = config.train, []
+    if train.local_sgd is not None or train.reduction != ReductionConfig():
+        found.append(
+            "Planned as if gradients were summed over data in float32: train.local_sgd and "
+            "train.reduction are not priced."
+        )
+    if train.offload_optimizer:
+        found.append("The way of the optimizer state from and to the hosts is not priced.")
+    return found

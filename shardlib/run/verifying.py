@@ -1,0 +1,137 @@
+"""Plans compiled ahead of time: their ranking, corrected by real peaks and real traffic."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from shardlib.errors import DoesNotFitError, ModelError, ShardlibError
+from shardlib.explain.params import bytes_text
+from shardlib.explain.report import StepReport
+from shardlib.explain.tables import Table
+from shardlib.plan.answer import Plans
+from shardlib.plan.layout import Software
+from shardlib.plan.problem import Plan
+from shardlib.plan.settings import mesh_text
+from shardlib.plan.transformers import TransformerWorkload
+from shardlib.run.config import RunConfig
+from shardlib.run.inspecting import explain_compiled
+
+_NETWORK = ("tensor", "context", "expert", "fsdp", "data", "stage")
+_ALL_SHOWN = {
+    field.name: False for field in dataclasses.fields(Software) if field.name.startswith("overlap")
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """One plan, compiled.
+
+    Attributes:
+        plan: The plan, with what the cost model predicts.
+        seconds: Predicted seconds of a step, corrected by the traffic of the compiled program.
+        peak_bytes: What the compiled program holds on a device; None where it was not compiled.
+        capacity_bytes: What a device has for it, where that is known.
+        traffic: Network time of the compiled program over that of the cost model, nothing hidden in
+            either; None where one of them is not known.
+        fault: Why it cannot be run, else empty.
+    """
+
+    plan: Plan
+    seconds: float
+    peak_bytes: int | None
+    capacity_bytes: float | None
+    traffic: float | None
+    fault: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """Plans in the order of their corrected times, those that cannot be run last."""
+
+    plans: tuple[Verified, ...]
+
+    def table(self) -> Table:
+        """Returns them as a table."""
+        columns = ("mesh", "step>", "corrected>", "traffic>", "memory>", "compiled>", "")
+        return Table("the plans, compiled", columns, [_row(found) for found in self.plans])
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Returns them as plain data."""
+        return [
+            {
+                "mesh": mesh_text(found.plan.layout),
+                "predicted_seconds": found.plan.seconds,
+                "seconds": found.seconds,
+                "predicted_bytes": found.plan.memory.total,
+                "peak_bytes": found.peak_bytes,
+                "traffic": found.traffic,
+                "fault": found.fault,
+            }
+            for found in self.plans
+        ]
+
+
+def verify(plans: Plans, load: Callable[[list[str]], RunConfig], count: int) -> Verification:
+    """Compiles the best plans for their cluster, and ranks them again.
+
+    Args:
+        plans: The plans of a config.
+        load: Returns the config with overrides.
+        count: How many of them to compile.
+
+    Raises:
+        ModelError: If the plans are not those of a transformer.
+        MissingExtraError: If the compiler of the cluster's platform is not installed.
+    """
+    workload = plans.workload
+    if not isinstance(workload, TransformerWorkload):
+        raise ModelError(
+            f"the plans of {plans.name} come from its traced step, which says no traffic to verify."
+            "\n  Look at one of them with shardlib explain --on."
+        )
+    found = []
+    for plan in plans.found.plans[:count]:
+        config = load(plans.overrides(plan))
+        try:
+            report = explain_compiled(config, plan.cluster.name)
+        except DoesNotFitError as error:
+            found.append(Verified(plan, plan.seconds, error.needed_bytes, None, None, "too large"))
+        except ShardlibError as error:
+            why = str(error).splitlines()[0]
+            found.append(Verified(plan, plan.seconds, None, None, None, why))
+        else:
+            found.append(_verified(plan, workload, report))
+    return Verification(tuple(sorted(found, key=lambda one: (bool(one.fault), one.seconds))))
+
+
+def _verified(plan: Plan, workload: TransformerWorkload, report: StepReport) -> Verified:
+    memory = report.memory
+    compiled = sum(flow.total_seconds or 0.0 for flow in report.flows)
+    plainly = dataclasses.replace(
+        workload, software=dataclasses.replace(workload.software, **_ALL_SHOWN)
+    )
+    whole = plainly.time(plan.layout, plan.choice, plan.cluster).parts
+    predicted = sum(whole[name] for name in _NETWORK)
+    exposed = sum(plan.time.parts[name] for name in _NETWORK)
+    traffic = compiled / predicted if predicted and report.flows else None
+    return Verified(
+        plan,
+        # What the cost model hides of a collective stays hidden.
+        plan.seconds + exposed * ((traffic or 1.0) - 1.0),
+        memory.peak_bytes,
+        memory.capacity_bytes,
+        traffic,
+        "" if report.fits else "does not fit",
+    )
+
+
+def _row(found: Verified) -> tuple[str, ...]:
+    return (
+        mesh_text(found.plan.layout),
+        f"{found.plan.seconds:.4g} s",
+        f"{found.seconds:.4g} s",
+        "?" if found.traffic is None else f"{found.traffic:.2f}x",
+        bytes_text(found.plan.memory.total),
+        "?" if found.peak_bytes is None else bytes_text(found.peak_bytes),
+        found.fault,
+    )

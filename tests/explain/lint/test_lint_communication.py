@@ -1,0 +1,205 @@
+"""Faults of communication, planted: what travels for no rule, too often, or along slow links."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from planted import (
+    EMBED,
+    ROWS,
+    array,
+    compiled,
+    descend,
+    layer,
+    line_of,
+    make_mesh,
+    mean_square,
+    place,
+    weights,
+)
+
+from shardlib.explain.lint import Subject, lint
+from shardlib.hardware import parse_cluster
+
+MESH = make_mesh(fsdp=4, tensor=2)
+TENSOR = make_mesh(tensor=8)
+
+
+def batch(*spec):
+    return array(MESH, (ROWS, EMBED), *spec)
+
+
+def turned(params, x):
+    h = jax.lax.with_sharding_constraint(jnp.tanh(x), place(MESH, "fsdp", "tensor"))
+    h = jax.lax.with_sharding_constraint(h * 2, place(MESH, "tensor", "fsdp"))  # planted
+    return jnp.mean(h**2) + params["up"].mean()
+
+
+def test_an_activation_that_changes_its_sharding():
+    x = array(MESH, (4 * ROWS, EMBED), "fsdp")
+    findings = lint(compiled(MESH, descend(turned), weights(MESH), x))
+    assert {(finding.code, finding.source) for finding in findings} == {
+        ("SL201", line_of(turned, "planted"))
+    }
+    first = findings[0]
+    assert first.message == (
+        "f32[4096,128] (2.0 MiB) goes through a collective-permute over fsdp+tensor, between two "
+        "shardings: no rule asks for it."
+    )
+    assert first.fix == (
+        "Constrain the tensor to the same sharding before and after this line, or to the one that "
+        "the rest of the layer has."
+    )
+
+
+def mixed(mesh, h, matrices, shared):
+    table = jax.lax.with_sharding_constraint(shared, place(mesh))  # planted
+    return layer(mesh, h @ table, matrices)
+
+
+def test_a_gather_that_each_layer_repeats():
+    def loss(params, x):
+        call = jax.checkpoint(
+            lambda h, matrices: (mixed(MESH, h, matrices, params["shared"]), None)
+        )
+        layers = {k: params[k] for k in ("up", "down")}
+        h, _ = jax.lax.scan(call, x, layers)  # scanned
+        return jnp.mean(h**2)
+
+    params = {**weights(MESH), "shared": array(MESH, (EMBED, EMBED), "fsdp")}
+    (found,) = lint(compiled(MESH, descend(loss), params, batch("fsdp")))
+    # A later JAX names the scan as what the gather is from.
+    scanned = line_of(test_a_gather_that_each_layer_repeats, "scanned")
+    assert found.source in (line_of(mixed, "planted"), scanned)
+    # Of 4 turns backward 3 are for nothing; each sends 3/4 of 1 MiB.
+    assert str(found) == (
+        f"{found.source}: SL202 all-gather of f32[512,512] over fsdp runs in each of "
+        "4 turns of a loop on a value that no turn changes: 2.2 MiB sent for nothing.\n  Compute "
+        "it once before the loop, and hand it in; it holds 1.0 MiB on each device."
+    )
+    assert found.place in ("transpose(jvp())/sharding_constraint", "transpose(jvp())")
+    assert found.bytes == 3 * 3 / 4 * 2**20
+
+
+def repeated(matrix, x):
+    def turn(h, _):
+        whole = jax.lax.all_gather(matrix, "fsdp", tiled=True)  # planted
+        return jnp.tanh(h @ whole), None
+
+    return jax.lax.scan(turn, x, None, length=6)[0]
+
+
+def test_a_collective_by_name_that_each_turn_repeats_in_a_traced_step():
+    def step(params, x):
+        specs = {"in_specs": (P("fsdp"), P("fsdp")), "out_specs": P("fsdp")}
+        return jax.shard_map(repeated, mesh=MESH, **specs)(params["shared"], x)
+
+    arguments = ({"shared": array(MESH, (EMBED, EMBED), "fsdp")}, batch("fsdp"))
+    jaxpr = jax.jit(step).trace(*arguments).jaxpr
+    (found,) = lint(Subject("", dict(MESH.shape), arguments=arguments, jaxpr=jaxpr))
+    assert str(found) == (
+        f"{line_of(repeated, 'planted')}: SL202 all_gather of float32[512,512] over fsdp runs in "
+        "each of 6 turns of a loop on a value that no turn changes: 5.0 MiB sent for nothing.\n  "
+        "Compute it once before the loop, and hand it in; it holds 1.0 MiB on each device."
+    )
+    # A compiler may take it out of the loop: what it has made of the step is what counts.
+    compiled_step = compiled(
+        MESH, step, *arguments, jit={"donate_argnums": (), "out_shardings": None}
+    )
+    assert lint(compiled_step) == ()
+
+
+def test_a_parameter_that_each_microbatch_gathers_is_meant():
+    def loss(params, parts):
+        def one(total, part):
+            return total + mean_square(MESH, params, part), None
+
+        return jax.lax.scan(jax.checkpoint(one), 0.0, parts)[0]
+
+    parts = array(MESH, (4, ROWS, EMBED), None, "fsdp")
+    params = {"up": array(MESH, (1, EMBED, EMBED), None, "fsdp"),
+              "down": array(MESH, (1, EMBED, EMBED), None, "fsdp")}  # fmt: skip
+    subject = compiled(MESH, descend(loss), params, parts)
+    assert [f for f in lint(subject) if f.code == "SL202"] == []
+
+
+# Of a program for GPUs: devices 0 and 5 are neighbours along no axis.
+STRANGE = """HloModule jit_step, is_scheduled=true, num_partitions=8, \
+entry_computation_layout={(f32[2048,1024]{1,0})->f32[2048,1024]{1,0}}
+
+ENTRY %main (p: f32[2048,1024]) -> f32[2048,1024] {
+  %p = f32[2048,1024]{1,0} parameter(0), metadata={op_name="x"}
+  %sum = f32[2048,1024]{1,0} all-reduce(%p), channel_id=1, \
+replica_groups={{0,5},{1,4},{2,7},{3,6}}, use_global_device_ids=true, to_apply=%add, \
+metadata={op_name="jit(step)/reshape" source_file="model.py" source_line=12}
+  ROOT %all = f32[2048,1024]{1,0} all-reduce(%sum), channel_id=2, replica_groups=[4,2]<=[8], \
+use_global_device_ids=true, to_apply=%add
+}
+"""
+
+
+def test_groups_that_are_no_mesh_axes():
+    (found,) = lint(Subject(STRANGE, {"fsdp": 4, "tensor": 2}))
+    assert str(found) == (
+        "model.py:12: SL203 an all-reduce of f32[2048,1024] (8.0 MiB sent in a step) runs over "
+        "groups of devices that are no mesh axes of fsdp=4,tensor=2: the compiler made up a "
+        "sharding.\n  Constrain what this line reads and returns to shardings over whole mesh axes."
+    )
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        ("8xh100", None),
+        ("v5e:2x4", None),
+        ("2x4xh100", "tensor=8 reaches over 8 devices, but an NVLink domain of 2x4xh100 has 4: "
+         "7.0 MiB a step go over the network at 50 GB/s instead of 450 GB/s."),
+        ("2xv5e:2x2", "tensor=8 reaches over 8 devices, but a slice of 2xv5e:2x2 has 4: 7.0 MiB a "
+         "step go over the network at 3 GB/s instead of 50 GB/s."),
+    ],
+)  # fmt: skip
+def test_an_axis_that_leaves_the_fast_domain(cluster, message):
+    def loss(params, x):
+        hidden = jax.nn.relu(x @ params["up"])
+        hidden = jax.lax.with_sharding_constraint(hidden, place(TENSOR, None, "tensor"))
+        return jnp.mean((hidden @ params["down"]) ** 2)  # planted
+
+    params = {
+        "up": array(TENSOR, (EMBED, 1024), None, "tensor"),
+        "down": array(TENSOR, (1024, EMBED), "tensor"),
+    }
+    subject = compiled(TENSOR, descend(loss), params, array(TENSOR, (ROWS, EMBED)))
+    found = lint(dataclasses.replace(subject, cluster=parse_cluster(cluster)))
+    if message is None:
+        assert found == ()
+        return
+    assert str(found[0]) == (
+        f"{line_of(test_an_axis_that_leaves_the_fast_domain, 'planted')}: SL204 {message}\n  Make "
+        "tensor at most 4, and another axis larger."
+    )
+    assert (len(found), found[0].place) == (1, "mesh/tensor")
+
+
+def test_a_loop_without_a_count():
+    def until(params, x):
+        def turn(h):
+            return layer(MESH, h, jax.tree.map(lambda w: w[0], params))
+
+        small = lambda h: jnp.sum(h**2) < 1e6  # noqa: E731
+        return jnp.mean(jax.lax.while_loop(small, turn, x))  # planted
+
+    subject = compiled(
+        MESH, until, weights(MESH), batch("fsdp"),
+        jit={"donate_argnums": (), "out_shardings": None},
+    )  # fmt: skip
+    (found,) = [finding for finding in lint(subject) if finding.code == "SL503"]
+    sent = found.message.partition("(")[2].partition(" sent")[0]
+    assert str(found) == (
+        f"{line_of(test_a_loop_without_a_count, 'planted')}: SL503 a loop with 2 collectives "
+        f"({sent} sent in a turn) has no known number of turns: its traffic is counted once.\n  "
+        "Write it as jax.lax.scan or fori_loop with a fixed number of turns."
+    )
+    # The sum over `tensor` of what a device holds of the rows, and a number over all devices.
+    assert found.bytes == 2 * 1 / 2 * ROWS / 4 * EMBED * 4 + 2 * 3 / 4 * 4

@@ -1,0 +1,116 @@
+"""What the checks look at: arguments, where they come from, and what is not known."""
+
+import jax
+import jax.numpy as jnp
+from planted import EMBED, ROWS, array, compiled, descend, make_mesh, mean_square, weights
+
+from shardlib.explain.ahead import compile_step
+from shardlib.explain.hlo import parse
+from shardlib.explain.lint import Finding, Subject, lint
+from shardlib.explain.lint.values import Value, Values
+from shardlib.explain.places import argument_path, short_name
+
+MESH = make_mesh(fsdp=4, tensor=2)
+X = array(MESH, (ROWS, EMBED), "fsdp")
+
+
+def loss(params, x):
+    return mean_square(MESH, params, x)
+
+
+def test_a_step_compiled_ahead_of_time_is_a_subject():
+    step = jax.jit(descend(loss), donate_argnums=0)
+    made = Subject.of(compile_step(step, (weights(MESH), X), keep=False))
+    assert made.mesh == {"fsdp": 4, "tensor": 2}
+    assert {leaf.path: leaf.is_state for leaf in made.leaves} == {
+        "params/down": True, "params/up": True, "batch/0": False,
+    }  # fmt: skip
+    assert [leaf.number for leaf in made.leaves] == [0, 1, 2]
+    assert (made.batch_axes, made.platform) == (("fsdp",), "cpu")
+    assert lint(made) == ()
+
+
+def test_arguments_that_nothing_reads_are_no_parameters():
+    params = {"unread": array(MESH, (8, 8)), "up": weights(MESH)["up"]}
+    options = {"donate_argnums": (), "out_shardings": None}
+    made = compiled(MESH, lambda p, x: jnp.sum(p["up"]) + jnp.mean(x), params, X, jit=options)
+    assert {leaf.path: leaf.number for leaf in made.leaves} == {
+        "unread": None, "p/up": 0, "x": 1,
+    }  # fmt: skip
+
+
+def test_nothing_is_found_in_nothing():
+    assert lint(Subject("", {"fsdp": 8})) == ()
+
+
+def test_findings_are_data():
+    found = Finding("SL503", "while", "a loop", "count it", "model.py:3", "jit(step)/while", 12.0)
+    assert found.to_dict() == {
+        "code": "SL503", "place": "while", "message": "a loop", "fix": "count it",
+        "source": "model.py:3", "op_name": "jit(step)/while", "bytes": 12.0,
+        "title": "the trips of a loop are not known",
+    }  # fmt: skip
+
+
+def test_names_of_arguments_and_operations():
+    assert argument_path("state.params['head']['kernel']") == "state/params/head/kernel"
+    assert argument_path("batch[0].tokens") == "batch/0/tokens"
+    assert argument_path("x") == "x"
+    assert short_name("jit(step)/jvp()/while/body/closed_call/dot_general") == "jvp()/dot_general"
+    assert short_name("") == ""
+
+
+# A loop over a stack that is gathered slice by slice; its tuple is taken apart twice, as on TPUs.
+LOOP = """HloModule jit_step, num_partitions=2
+
+%body (t: (s32[], f32[4,8], f32[8], f32[8])) -> (s32[], f32[4,8], f32[8], f32[8]) {
+  %t = (s32[], f32[4,8]{1,0}, f32[8]{0}, f32[8]{0}) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=0
+  %stack = f32[4,8]{1,0} get-tuple-element(%t), index=1
+  %shared = f32[8]{0} get-tuple-element(%t), index=2
+  %h = f32[8]{0} get-tuple-element(%t), index=3
+  %again = (f32[8]{0}, f32[8]{0}) tuple(%shared, %h)
+  %kept = f32[8]{0} get-tuple-element(%again), index=0
+  %carried = f32[8]{0} get-tuple-element(%again), index=1
+  %copied = f32[8]{0} copy(%kept)
+  %both = f32[8]{0} add(%copied, %carried)
+  %same = f32[8]{0} multiply(%copied, %kept)
+  %drawn = f32[8]{0} rng(%same, %same), distribution=rng_uniform
+  ROOT %r = (s32[], f32[4,8]{1,0}, f32[8]{0}, f32[8]{0}) tuple(%n, %stack, %copied, %both)
+}
+
+ENTRY %main (p: f32[4,8], q: f32[8]) -> f32[8] {
+  %p = f32[4,8]{1,0} parameter(0)
+  %q = f32[8]{0} parameter(1)
+  %half = bf16[8]{0} convert(%q)
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[4,8]{1,0}, f32[8]{0}, f32[8]{0}) tuple(%zero, %p, %q, %q)
+  %loop = (s32[], f32[4,8]{1,0}, f32[8]{0}, f32[8]{0}) while(%init), condition=%c, body=%body
+  %shared.1 = f32[8]{0} get-tuple-element(%loop), index=2
+  ROOT %out = f32[8]{0} get-tuple-element(%loop), index=3
+}
+"""
+
+
+def test_where_values_come_from():
+    values = Values(parse(LOOP))
+    loop = values.instruction("main", "loop")
+    kept = values.unchanged(loop)
+    assert kept == {0, 1, 2}
+    invariant = {
+        name: values.is_invariant("body", kept, Value("body", name))
+        for name in ("copied", "both", "same", "drawn", "stack")
+    }
+    assert invariant == {
+        "copied": True, "both": False, "same": True, "drawn": False, "stack": True,
+    }  # fmt: skip
+
+    def origins(where, name):
+        found = values.origins(Value(where, name))
+        return {o.opcode if o.argument is None else o.argument for o in found}
+
+    assert origins("main", "half") == {1}
+    assert origins("main", "shared.1") == {1}
+    assert origins("body", "kept") == {1}
+    assert origins("main", "out") == {1, "add"}
+    assert origins("main", "nowhere") == {"unknown"}

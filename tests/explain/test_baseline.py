@@ -1,0 +1,105 @@
+"""Accepted findings in a file."""
+
+import pytest
+
+from shardlib.errors import ConfigError
+from shardlib.explain.baseline import (
+    Accepted,
+    Baseline,
+    baseline_of,
+    read_baseline,
+    write_baseline,
+)
+from shardlib.explain.lint import Finding
+
+GATHER = Finding("SL102", "jvp()/dot_general", "rows are gathered", "cut them", "model.py:7")
+LEAF = Finding("SL101", "layers/3/kernel", "it is whole", "cut it")
+HOST = Finding("SL501", "debug_print", "the host", "return it", "model.py:9")
+
+
+@pytest.mark.parametrize("name", ["accepted.json", "accepted.yaml"])
+def test_written_read_and_judged(tmp_path, name):
+    path = tmp_path / name
+    write_baseline(baseline_of([GATHER, LEAF]), path)
+    baseline = read_baseline(path)
+    moved = Finding("SL102", "jvp()/dot_general", "more rows", "cut them", "model.py:70")
+    judged = baseline.judge([moved, HOST])
+    assert judged.new == (HOST,)
+    assert judged.accepted == (moved,)
+    assert judged.unused == (Accepted("SL101", "layers/3/kernel"),)
+    assert str(judged.unused[0]) == "SL101 layers/3/kernel"
+
+
+def test_what_the_file_holds(tmp_path):
+    path = tmp_path / "accepted.json"
+    write_baseline(Baseline((Accepted("SL105", "jvp()/dot", "heads of 64"),)), path)
+    assert path.read_text() == (
+        '{\n  "accepted": [\n    {\n      "code": "SL105",\n      "place": "jvp()/dot",\n'
+        '      "why": "heads of 64"\n    }\n  ]\n}\n'
+    )
+
+
+def test_a_star_covers_all_layers_and_brackets_are_names():
+    every = Accepted("SL101", "layers/*/kernel")
+    assert every.covers(LEAF)
+    assert not every.covers(GATHER)
+    assert not Accepted("SL102", "layers/*/kernel").covers(LEAF)
+    odd = Finding("SL101", "blocks[ab]/kernel", "", "")
+    assert Accepted("SL101", "blocks[ab]/kernel").covers(odd)
+    assert not Accepted("SL101", "blocks[ab]/kernel").covers(
+        Finding("SL101", "blocksa/kernel", "", "")
+    )
+
+
+def test_a_new_baseline_keeps_the_reasons_of_the_old_one():
+    old = Baseline((Accepted("SL101", "layers/*/kernel", "small"), Accepted("SL203", "gone")))
+    assert baseline_of([GATHER, LEAF, LEAF], old).entries == (
+        Accepted("SL101", "layers/*/kernel", "small"),
+        Accepted("SL102", "jvp()/dot_general"),
+    )
+
+
+def test_entries_that_are_malformed_are_all_named(tmp_path):
+    path = tmp_path / "accepted.json"
+    path.write_text(
+        '{"accepted": [{"code": "SL10", "place": "a"}, {"code": "SL101"}, "SL102", '
+        '{"code": "SL101", "place": "a", "wy": "b"}, {"code": "SL101", "place": "a", "why": 3}]}'
+    )
+    with pytest.raises(ConfigError) as caught:
+        read_baseline(path)
+    assert str(caught.value) == (
+        f"the baseline {path} is malformed:\n"
+        "  entry 1: 'SL10' is no code. Did you mean 'SL105'?\n"
+        "  entry 2: it has no 'place'\n"
+        "  entry 3: 'SL102' is no mapping with 'code' and 'place'\n"
+        "  entry 4: 'wy' is unknown. Did you mean 'why'?\n"
+        "  entry 5: 'why' is no text"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", "[]", "holds no list 'accepted'.\n  Write {\"accepted\": [{\"code\": \"SL105\", "
+         "\"place\": \"jvp()/dot_general\"}]}."),
+        ("a.json", "{", "is no JSON: Expecting property name enclosed in double quotes: line 1 "
+         "column 2 (char 1)."),
+        ("a.yaml", "{", "is no YAML: while parsing a flow node expected the node content, but "
+         "found '<stream end>' in \"<unicode string>\", line 1, column 2: { ^."),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_baseline(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_baseline(path)
+    assert str(caught.value) == f"the baseline {path} {message}"
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        read_baseline(tmp_path / "none.json")
+    assert str(caught.value) == (
+        f"the baseline {tmp_path / 'none.json'} cannot be read: No such file or directory.\n"
+        "  Write one first, from the findings that you accept."
+    )

@@ -1,0 +1,315 @@
+"""FLOPs of traced steps against closed forms, bytes of compiled ones, and what binds them."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardlib as sl
+from shardlib.explain.flops import count_flops
+from shardlib.explain.hlo import parse
+from shardlib.explain.program import read_program
+from shardlib.explain.roofline import read_roofline
+from shardlib.explain.timing import collective_times
+from shardlib.explain.work import Work
+from shardlib.hardware import parse_cluster
+from shardlib.plan.flops import step_flops
+from shardlib.plan.workload import NONE, Experts, Job, Transformer
+from shardlib.registry import DataSpec
+from shardlib_models.moe import MoEConfig
+from shardlib_models.transformer import loss, make
+from shardlib_models.transformer_config import TransformerConfig
+
+LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 4, 64, 4, 2, 16, 160, 256
+ROWS, LENGTH = 16, 32
+MODEL = Transformer(LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB)
+JOB = Job(MODEL, LENGTH, ROWS)
+LAYER_WEIGHTS = sum(MODEL.layer_weights) * LAYERS
+
+
+def flops_of(function, *arguments, **options):
+    return count_flops(jax.jit(function).trace(*arguments).jaxpr, **options)
+
+
+def transformer(mesh="fsdp=4,tensor=2", microbatches=1, **changes):
+    """Returns the traced step of a transformer, and the sizes of its mesh."""
+    config = TransformerConfig(
+        num_layers=LAYERS, embed_dim=EMBED, num_heads=HEADS, num_kv_heads=KV_HEADS, mlp_dim=MLP,
+        attention="xla", **changes,
+    )  # fmt: skip
+    mesh = sl.make_mesh(mesh)
+    with sl.use(mesh, sl.rules.STANDARD):
+        state = sl.abstract_state(
+            lambda rngs: make(config, DataSpec(VOCAB, LENGTH), rngs), optax.adamw(1e-3)
+        )
+    step = sl.make_train_step(
+        lambda model, batch, rng: loss(model, batch, rng, train=True),
+        microbatches=microbatches,
+        batch_axes=dict.fromkeys(("tokens", "targets"), ("batch", "length")),
+    )
+    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), "int32")
+    batch = {"tokens": tokens, "targets": tokens}
+    return step.program(state, batch).trace(state, batch), dict(mesh.shape)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return transformer(remat="full")
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_model_flops_of_a_transformer_are_the_closed_form(microbatches):
+    flops = count_flops(transformer("fsdp=8", microbatches)[0].jaxpr, {VOCAB})
+    # 6 a weight and token, and attention over all pairs: exactly, for nothing else is a matmul.
+    assert flops.total_model == step_flops(JOB, "full")
+    assert flops.total_hardware == flops.total_model
+    tokens = ROWS * LENGTH
+    attention = 4 * LAYERS * HEADS * HEAD_DIM * LENGTH * tokens
+    assert flops.model == {
+        "forward": 2 * LAYER_WEIGHTS * tokens + attention,
+        "backward": 4 * LAYER_WEIGHTS * tokens + 2 * attention,
+        "head": 6 * VOCAB * EMBED * tokens,
+    }
+
+
+def test_hardware_flops_count_what_is_computed_again(whole):
+    flops = count_flops(whole[0].jaxpr, {VOCAB})
+    assert flops.total_model == step_flops(JOB, "full")
+    # All of a layer but its last matmul, which nothing reads.
+    forward = flops.model["forward"]
+    last = 2 * LAYERS * MLP * EMBED * ROWS * LENGTH
+    assert flops.hardware["recompute"] == forward - last
+    assert flops.total_hardware == flops.total_model + forward - last
+
+
+def test_experts_multiply_the_rows_that_arrive():
+    moe = MoEConfig(num_experts=4, experts_per_token=2, mlp_dim=96)
+    model = dataclasses.replace(MODEL, experts=Experts(4, 2, 96))
+    wanted = step_flops(dataclasses.replace(JOB, model=model, remat=NONE), "full")
+    # Where each device has all experts, its rows are at hand, and there are no more.
+    flops = count_flops(transformer("fsdp=8", moe=moe)[0].jaxpr, {VOCAB})
+    assert flops.total_model == pytest.approx(wanted, rel=1e-12)
+    assert flops.ragged > 0
+
+
+def matmul(x, y):
+    return x @ y
+
+
+def ones(*shape):
+    return jnp.ones(shape)
+
+
+def test_loops_branches_and_manual_regions():
+    x, y = ones(8, 16), ones(16, 16)
+    one = 2 * 8 * 16 * 16
+
+    def scanned(x, y):
+        return jax.lax.scan(lambda h, _: (h @ y, None), x, None, length=5)[0]
+
+    assert flops_of(scanned, x, y).hardware == {"forward": 5 * one}
+
+    def branched(x, y):
+        return jax.lax.cond(x[0, 0] > 0, lambda: x @ y @ y, lambda: x @ y)
+
+    assert flops_of(branched, x, y).total_hardware == 2 * one
+
+    def unbounded(x, y):
+        return jax.lax.while_loop(lambda h: h[0, 0] < 9, lambda h: h @ y, x)
+
+    flops = flops_of(unbounded, x, y)
+    assert (flops.total_hardware, flops.uncounted_loops) == (one, 1)
+    mesh = Mesh(
+        np.array(jax.devices()[:8]).reshape(4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2
+    )
+    split = jax.shard_map(matmul, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    # Replicas along b do the same again.
+    assert flops_of(split, x, y).total_hardware == 2 * one
+    inner = jax.shard_map(
+        matmul, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"), axis_names={"a"}
+    )
+    assert flops_of(inner, x, y).total_hardware == one
+
+
+def test_what_an_optimizer_multiplies_is_hardware_flops_alone():
+    x, y = ones(8, 16), ones(16, 16)
+
+    def step(x, y):
+        gradient = jax.grad(lambda y: jnp.sum((x @ y) ** 2))(y)
+        return gradient @ gradient
+
+    flops = flops_of(step, x, y)
+    one, squared = 2 * 8 * 16 * 16, 2 * 16**3
+    assert flops.model == {"forward": one, "backward": one}
+    assert flops.hardware == {"forward": one, "backward": one, "optimizer": squared}
+
+
+def test_convolutions_and_their_gradients():
+    images, kernel = ones(2, 8, 8, 3), ones(3, 3, 3, 16)
+
+    def convolve(images, kernel):
+        return jax.lax.conv_general_dilated(
+            images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    one = 2 * (2 * 8 * 8 * 16) * (3 * 3 * 3)
+    assert flops_of(convolve, images, kernel).total_model == one
+    gradient = jax.grad(lambda x, k: convolve(x, k).sum(), argnums=(0, 1))
+    # The window that the gradient of a kernel slides is the image: windows at the border count
+    # whole there, as everywhere.
+    assert flops_of(gradient, images, kernel).total_model == pytest.approx(3 * one, rel=1e-12)
+    grouped = jax.lax.conv_general_dilated(
+        ones(2, 8, 8, 4), ones(3, 3, 1, 16), (1, 1), "SAME", feature_group_count=4,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )  # fmt: skip
+    assert grouped.shape == (2, 8, 8, 16)
+
+
+def test_kernels_count_their_grid():
+    def kernel(x, y, o):
+        o[...] = jnp.dot(x[...], y[...])
+
+    call = pl.pallas_call(
+        kernel,
+        grid=(4,),
+        in_specs=[
+            pl.BlockSpec((32, 64), lambda i: (i, 0)),
+            pl.BlockSpec((64, 16), lambda i: (0, 0)),
+        ],
+        out_specs=pl.BlockSpec((32, 16), lambda i: (i, 0)),
+        out_shape=jax.ShapeDtypeStruct((128, 16), "float32"),
+    )
+    assert flops_of(call, ones(128, 64), ones(64, 16)).total_hardware == 2 * 128 * 64 * 16
+
+
+def test_fused_attention_has_a_formula(monkeypatch):
+    fused = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    # Tracing asks for cuDNN, which only running needs.
+    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(fused, "check_compute_capability", lambda _: True)
+    q = jax.ShapeDtypeStruct((2, 256, 4, 64), "bfloat16")
+
+    def attended(q, k, v):
+        y = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+        return jnp.sum(y.astype(jnp.float32))
+
+    flops = flops_of(jax.grad(attended, argnums=(0, 1, 2)), q, q, q)
+    forward = 4 * 2 * 4 * 256 * 256 * 64
+    assert flops.model == {"forward": forward, "backward": 2 * forward}
+    assert flops.hardware == {"forward": forward, "backward": 2.5 * forward}
+
+
+def test_a_kernel_without_a_formula_is_named():
+    def called(x):
+        return jax.ffi.ffi_call("my_kernel", jax.ShapeDtypeStruct((4,), "float32"))(x)
+
+    def step(x):
+        return jax.lax.scan(lambda h, _: (called(h), None), x, None, length=3)[0]
+
+    assert flops_of(step, ones(4)).uncounted == {"my_kernel": 3}
+
+
+def test_a_compiled_step_of_a_transformer(whole):
+    traced, mesh = whole
+    text = traced.lower().compile().as_text()
+    module, cluster = parse(text), parse_cluster("8xh100")
+    flows = collective_times(read_program(text, mesh), cluster, module)
+    found = read_roofline(traced.jaxpr, module, mesh, cluster, flows, vocabularies={VOCAB})
+    # The program that is compiled multiplies what the traced one does, and nothing twice.
+    assert found.redundancy == pytest.approx(1.0, rel=0.01)
+    assert found.notes == ()
+    assert {stage.stage for stage in found.stages} == {
+        "forward", "backward", "recompute", "head", "optimizer",
+    }  # fmt: skip
+    seconds = found.seconds
+    assert seconds["compute"] == pytest.approx(found.flops.total_hardware / 8 / 989.5e12)
+    assert seconds["memory"] == pytest.approx(found.memory_bytes / 3350e9)
+    assert seconds["network"] == pytest.approx(sum(f.total_seconds for f in flows))
+    # So small a model is never bound by its matmuls.
+    assert found.intensity < found.ridge == pytest.approx(989.5e12 / 3350e9)
+    assert found.binding == "network" == max(seconds, key=lambda name: seconds[name])
+    optimizer = next(stage for stage in found.stages if stage.stage == "optimizer")
+    assert (optimizer.flops, optimizer.intensity) == (0.0, 0.0)
+    # AdamW reads parameter, gradient and two moments and writes three of them, each device an
+    # eighth or, of what only one axis cuts, more.
+    assert optimizer.memory_bytes >= 7 * 4 * MODEL.num_params / 8
+
+
+def test_without_a_chip_there_are_no_seconds(whole):
+    traced, mesh = whole
+    found = read_roofline(traced.jaxpr, parse(""), mesh, parse_cluster("cpu:8"))
+    assert found.seconds == {"compute": None, "memory": None, "network": None}
+    assert (found.binding, found.ridge) == ("unknown", None)
+    assert found.notes == ("no chip, so no seconds", "the seconds of the network are not known")
+
+
+# Kernels of a scheduled program: a slice of a stack is read, another is written in place.
+PROGRAM = """HloModule jit_step, is_scheduled=true, num_partitions=1, \
+entry_computation_layout={(f32[8,64,64]{2,1,0})->f32[8,64,64]{2,1,0}}
+
+%read (stack: f32[8,64,64], i: s32[]) -> f32[64,64] {
+  %stack = f32[8,64,64]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %cut = f32[1,64,64]{2,1,0} dynamic-slice(%stack, %i, %zero, %zero), dynamic_slice_sizes={1,64,64}
+  ROOT %flat = f32[64,64]{1,0} bitcast(%cut)
+}
+
+%write (into: f32[8,64,64], new: f32[64,64], j: s32[]) -> f32[8,64,64] {
+  %into = f32[8,64,64]{2,1,0} parameter(0)
+  %new = f32[64,64]{1,0} parameter(1)
+  %j = s32[] parameter(2)
+  %zero.1 = s32[] constant(0)
+  %one = f32[1,64,64]{2,1,0} bitcast(%new)
+  ROOT %put = f32[8,64,64]{2,1,0} dynamic-update-slice(%into, %one, %j, %zero.1, %zero.1)
+}
+
+%body (t: (s32[], f32[8,64,64])) -> (s32[], f32[8,64,64]) {
+  %t = (s32[], f32[8,64,64]{2,1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%t), index=0
+  %all = f32[8,64,64]{2,1,0} get-tuple-element(%t), index=1
+  %w = f32[64,64]{1,0} fusion(%all, %n), kind=kLoop, calls=%read
+  %square = f32[64,64]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
+metadata={op_name="jit(step)/jvp()/while/body/dot_general"}
+  %next = f32[8,64,64]{2,1,0} fusion(%all, %square, %n), kind=kLoop, calls=%write
+  ROOT %out = (s32[], f32[8,64,64]{2,1,0}) tuple(%n, %next)
+}
+
+%cond (t.1: (s32[], f32[8,64,64])) -> pred[] {
+  %t.1 = (s32[], f32[8,64,64]{2,1,0}) parameter(0)
+  ROOT %go = pred[] custom-call(%t.1), custom_call_target="go"
+}
+
+ENTRY %main (p: f32[8,64,64]) -> f32[8,64,64] {
+  %p = f32[8,64,64]{2,1,0} parameter(0)
+  %first = s32[] constant(0)
+  %init = (s32[], f32[8,64,64]{2,1,0}) tuple(%first, %p)
+  %loop = (s32[], f32[8,64,64]{2,1,0}) while(%init), condition=%cond, body=%body, \
+backend_config={"known_trip_count":{"n":"8"}}
+  ROOT %result = f32[8,64,64]{2,1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_bytes_of_slices_and_of_updates_in_place():
+    module = parse(PROGRAM)
+    work = Work(module)
+    matrix = 4 * 64 * 64
+    found = {
+        kernel.name: (work.bytes_of(where, kernel), work.flops_of(where, kernel))
+        for where, kernel in work.kernels
+        if where == "body"
+    }
+    assert found == {
+        "w": (2 * matrix + 4, 0.0),
+        "square": (3 * matrix, 2 * 64**3),
+        "next": (2 * matrix + 4, 0.0),
+    }
+    assert math.isclose(sum(size for size, _ in found.values()), 7 * matrix + 8)

@@ -1,0 +1,166 @@
+"""Seconds of collectives by the links of a cluster, and what runs beside them."""
+
+import math
+
+import pytest
+
+from shardlib.explain.hlo import parse
+from shardlib.explain.program import Collective, ProgramReport, read_program
+from shardlib.explain.timing import collective_times, rows
+from shardlib.hardware import parse_cluster
+
+# Round numbers: all of what the datasheet says, and a microsecond a hop.
+CONSTANTS = dict.fromkeys(("nvlink", "nic", "ici", "dcn", "matmul", "memory"), 1.0)
+CONSTANTS["hop_seconds"] = 1e-6
+NVLINK, NIC = 450e9, 50e9  # bytes/s of an H100, one direction
+MIB = 2**20
+
+
+def collective(kind, axes, size, *, count=1, group=0, **rest):
+    shapes = (f"bf16[{size // 2}]",)
+    return Collective(
+        kind, axes, size, shapes, count, count > 1, True, "jit(step)/dot", "model.py:3", "c",
+        group, **rest,
+    )  # fmt: skip
+
+
+def one(cluster, mesh, *args, **kwargs):
+    report = ProgramReport(mesh, (collective(*args, **kwargs),), {})
+    (flow,) = collective_times(report, parse_cluster(cluster), constants=CONSTANTS)
+    return flow
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [
+        ("all-gather", 7 / 8),
+        ("reduce-scatter", 7 / 8),
+        ("all-reduce", 14 / 8),
+        ("all-to-all", 7 / 8),
+    ],
+)
+def test_rings_in_an_nvlink_domain(kind, share):
+    flow = one("8xh100", {"fsdp": 8}, kind, ("fsdp",), 64 * MIB, group=8, count=3)
+    starts = 7e-6 * (2 if kind == "all-reduce" else 1)
+    assert flow.seconds == {"nvlink": pytest.approx(3 * (share * 64 * MIB / NVLINK + starts))}
+    assert (flow.overlap, flow.overlappable) == ("unknown", None)
+    assert flow.note == "the program is not at hand"
+
+
+def test_each_axis_carries_what_the_faster_ones_leave():
+    mesh = {"data": 4, "fsdp": 8}
+    flow = one("4x8xh100", mesh, "all-reduce", ("data", "fsdp"), 64 * MIB, group=32)
+    inside = 2 * (7 / 8 * 64 * MIB / NVLINK + 7e-6)
+    # Over hosts in trees of depth 2, each device with its own NIC.
+    across = 2 * (3 / 4 * 8 * MIB / NIC + 12e-6)
+    assert flow.seconds == {"nvlink": pytest.approx(inside), "network": pytest.approx(across)}
+    assert flow.total_seconds == pytest.approx(inside + across)
+
+
+def test_along_a_part_of_an_axis():
+    part = one("8xh100", {"tensor": 8}, "all-gather", ("tensor",), 8 * MIB, group=2)
+    assert part.seconds["nvlink"] == pytest.approx(1 / 2 * 8 * MIB / NVLINK + 7e-6)
+
+
+def test_slices_are_apart_from_what_is_within_them():
+    mesh = {"data": 2, "fsdp": 16}
+    inside = one("2xv5e:4x4", mesh, "all-gather", ("fsdp",), 64 * MIB, group=16)
+    # Both dims of a 4x4 without wrap-around: one direction of each, 45 GB/s.
+    assert inside.seconds == {"ici": pytest.approx(15 / 16 * 64 * MIB / 90e9 + 6e-6)}
+    between = one("2xv5e:4x4", mesh, "all-reduce", ("data",), 4 * MIB, group=2, between_slices=True)
+    network = 25e9 / 8
+    assert between.seconds == {"network": pytest.approx(2 * (1 / 2 * 4 * MIB / network + 50e-6))}
+
+
+def test_axes_of_any_name_stand_in_their_order():
+    named = one("4x8xh100", {"rows": 4, "columns": 8}, "all-gather", ("columns",), MIB, group=8)
+    known = one("4x8xh100", {"data": 4, "tensor": 8}, "all-gather", ("tensor",), MIB, group=8)
+    assert named.seconds == known.seconds
+    slow = one("4x8xh100", {"rows": 4, "columns": 8}, "all-gather", ("rows",), MIB, group=4)
+    assert list(slow.seconds) == ["network"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "axes", "note"),
+    [
+        ("cpu:8", ("fsdp",), "nothing is known of the links of cpu:8"),
+        ("8xh100", None, "its groups follow no mesh axis"),
+    ],
+)
+def test_what_is_not_known_is_said(cluster, axes, note):
+    flow = one(cluster, {"fsdp": 8}, "all-gather", axes, MIB, group=8)
+    assert (flow.seconds, flow.total_seconds, flow.exposed_seconds, flow.note) == (
+        {}, None, None, note,
+    )  # fmt: skip
+    (row,) = rows((flow,))
+    assert (row.fabric, row.seconds, row.unknown, row.notes) == ("?", 0.0, 1, (note,))
+
+
+# Cut from a program for 8 H100: a gather beside a matmul, one that the matmul waits for, and a sum
+# that the runtime does not make asynchronous.
+GPU = """HloModule jit_step, is_scheduled=true, num_partitions=8, \
+entry_computation_layout={(bf16[512,4096]{1,0})->bf16[4096,4096]{1,0}}
+
+ENTRY %main (p: bf16[512,4096], x: bf16[4096,4096]) -> bf16[4096,4096] {
+  %p = bf16[512,4096]{1,0} parameter(0)
+  %x = bf16[4096,4096]{1,0} parameter(1)
+  %g1 = (bf16[512,4096]{1,0}, bf16[4096,4096]{1,0}) all-gather-start(%p), channel_id=1, \
+replica_groups=[1,8]<=[8], dimensions={0}, use_global_device_ids=true, \
+backend_config={"collective_backend_config":{"is_sync":false}}
+  %y = bf16[4096,4096]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %d1 = bf16[4096,4096]{1,0} all-gather-done(%g1)
+  %g2 = (bf16[512,4096]{1,0}, bf16[4096,4096]{1,0}) all-gather-start(%p), channel_id=2, \
+replica_groups=[1,8]<=[8], dimensions={0}, use_global_device_ids=true, \
+backend_config={"collective_backend_config":{"is_sync":false}}
+  %d2 = bf16[4096,4096]{1,0} all-gather-done(%g2)
+  %z = bf16[4096,4096]{1,0} dot(%d1, %d2), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %s = bf16[4096,4096]{1,0} all-reduce-start(%z), channel_id=3, replica_groups=[1,8]<=[8], \
+use_global_device_ids=true, to_apply=%add, \
+backend_config={"collective_backend_config":{"is_sync":true}}
+  %e = bf16[4096,4096]{1,0} dot(%x, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %t = bf16[4096,4096]{1,0} all-reduce-done(%s)
+}
+"""
+
+
+def test_what_runs_beside_a_collective():
+    module = parse(GPU)
+    report = read_program(GPU, {"fsdp": 8})
+    flows = collective_times(report, parse_cluster("8xh100"), module, constants=CONSTANTS)
+    by_name = {flow.collective.name: flow for flow in flows}
+    gather = 7 / 8 * 2 * 4096**2 / NVLINK + 7e-6
+    matmul = 2 * 4096**3 / 989.5e12
+    assert by_name["g1"].total_seconds == pytest.approx(gather)
+    assert by_name["g1"].overlap == "overlapped"
+    assert by_name["g1"].overlappable == 1.0  # 139 us of matmul beside 72 us
+    assert matmul > gather
+    assert [(by_name[name].overlap, by_name[name].overlappable) for name in ("g2", "s")] == [
+        ("blocking", 0.0), ("blocking", 0.0),
+    ]  # fmt: skip
+    assert by_name["g2"].exposed_seconds == pytest.approx(gather)
+    first, second = rows(flows)
+    assert (first.kind, first.mesh_axes, first.fabric, first.count) == (
+        "all-reduce", ("fsdp",), "nvlink", 1,
+    )  # fmt: skip
+    assert (second.kind, second.count, second.overlaps) == (
+        "all-gather", 2, ("overlapped", "blocking"),
+    )  # fmt: skip
+    assert second.overlappable_seconds == pytest.approx(gather)
+    assert math.isclose(second.sent_bytes, 2 * 7 / 8 * 2 * 4096**2)
+
+
+def test_a_tpu_program_says_what_it_could_do_beside_others():
+    text = (
+        GPU.partition("ENTRY")[0].replace("{1,0}", "{1,0:T(8,128)(2,1)}")
+        + """
+ENTRY %main (p: bf16[512,4096]) -> bf16[4096,4096] {
+  %p = bf16[512,4096]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %g = bf16[4096,4096]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=1, \
+replica_groups=[1,8]<=[8], dimensions={0}, use_global_device_ids=true, \
+frontend_attributes={async_collective_name="all-gather-start"}
+}
+"""
+    )
+    report = read_program(text, {"fsdp": 8})
+    (flow,) = collective_times(report, parse_cluster("v5e:2x4"), parse(text), constants=CONSTANTS)
+    assert (flow.overlap, flow.overlappable, list(flow.seconds)) == ("could overlap", None, ["ici"])

@@ -1,0 +1,319 @@
+"""Answers: named models, clusters by objective, why not, fixes, levers, text and data."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardlib.errors import ConfigError, MeshError, ModelError
+from shardlib.hardware import parse_cluster
+from shardlib.plan import Choice, Layout, Transformer, cheapest_fixes, plan
+from shardlib.plan.constants import fit_errors
+from shardlib.plan.fixes import smallest
+from shardlib.plan.named_models import NAMED, named_model
+from shardlib.plan.objective import clusters, next_larger
+from shardlib.plan.search import search
+from shardlib.plan.settings import mesh_text, rules, settings, to_overrides, to_yaml
+from shardlib.plan.transformers import TransformerWorkload
+from shardlib.plan.workload import Job
+
+DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.json"
+LLAMA8 = named_model("llama3-8b").model
+
+
+def workload(batch=512, **changes):
+    return TransformerWorkload(Job(LLAMA8, 8192, batch, **changes))
+
+
+def refusal(kind, *args, **options):
+    with pytest.raises(kind) as refused:
+        plan(*args, **options)
+    return str(refused.value)
+
+
+# Parameters as published: model cards and papers, in billions.
+PARAMS = {
+    "llama2-7b": 6.74, "llama2-13b": 13.02, "llama2-70b": 68.98, "llama3-8b": 8.03,
+    "llama3-70b": 70.55, "llama3-405b": 405.8, "llama3.2-1b": 1.236, "llama3.2-3b": 3.21,
+    "mistral-7b": 7.24, "mixtral-8x7b": 46.7, "mixtral-8x22b": 140.6, "deepseek-v2": 236,
+    "deepseek-v3": 671, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02,
+    "qwen3-8b": 8.19, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235, "gpt2": 0.124, "gpt2-xl": 1.558, "gpt3-175b": 174.6,
+    "gemma-2b": 2.51, "gemma-7b": 8.54,
+}  # fmt: skip
+
+
+def test_named_models_have_their_published_sizes():
+    assert set(PARAMS) == set(NAMED)
+    for name, billions in PARAMS.items():
+        assert NAMED[name].model.num_params / 1e9 == pytest.approx(billions, rel=0.01), name
+    assert NAMED["deepseek-v3"].model.active_weights / 1e9 == pytest.approx(37, rel=0.03)
+    assert NAMED["mixtral-8x7b"].model.active_weights / 1e9 == pytest.approx(12.9, rel=0.03)
+
+
+def test_named_models_agree_with_the_dims_of_published_runs():
+    known = json.loads(DATA.read_text())["model_dims"]["dims"]
+    names = {"layers": "layers", "d_model": "embed", "heads": "heads", "vocab": "vocab"}
+    compared = 0
+    for name, dims in known.items():
+        mine = NAMED.get(name.lower().replace("llama3.1", "llama3"))
+        for theirs, field in names.items():
+            if mine is not None and dims.get(theirs):
+                assert getattr(mine.model, field) == dims[theirs], (name, theirs)
+                compared += 1
+    assert compared >= 12, list(known)
+
+
+def test_an_unknown_model():
+    with pytest.raises(ModelError, match=r"no model is known by the name 'lama3-8b'. Did you mean"):
+        named_model("lama3-8b")
+    assert named_model(" LLAMA3_8B ") is NAMED["llama3-8b"]
+
+
+def test_all_faults_of_a_question_at_once():
+    text = refusal(
+        ConfigError, "lama3-70b", on="v5pp-8", objective="chps", days=-1, global_batch_tokens="4X"
+    )
+    assert text.startswith("the question has 4 faults:\n  no objective is called 'chps'.")
+    for part in (
+        "Did you mean 'chips'?",
+        "days is -1, but must be positive.",
+        "days says by when, but not how much.",
+        "'4X' is no number of tokens.\n    Write one as in 4M, with K, M, G or none.",
+        "cluster 'v5pp-8' is unknown. Did you mean 'v5p'?",
+        "no model is known by the name 'lama3-70b'. Did you mean 'llama3-70b'?",
+    ):
+        assert part in text
+    assert refusal(ConfigError, LLAMA8, on="8xh100") == (
+        "nothing says how long the sequences of the transformer are.\n  Give length, in tokens."
+    )
+    both = {"global_batch": 8, "global_batch_tokens": "1M"}
+    assert refusal(ConfigError, "llama3-8b", on="8xh100", **both) == (
+        "global_batch and global_batch_tokens exclude each other.\n  Give one."
+    )
+
+
+def test_batches_in_tokens():
+    def batch(**options):
+        return plan("llama3-8b", on="v5p-128", top=1, **options).workload.batch
+
+    assert batch() == batch(global_batch_tokens="4M") == batch(global_batch=512) == 512
+    assert batch(global_batch_tokens="4M", length=4096) == 1024
+    assert batch(global_batch_tokens=2**21) == 256
+
+
+def test_clusters_by_objective():
+    assert [c.name for c in clusters("v5p-128")] == ["v5p-128"]
+    assert [c.num_chips for c in clusters("v5p-128", "chips")] == [4, 8, 16, 32, 64]
+    assert [c.num_devices for c in clusters("4x8xh100", "cost")] == [1, 2, 4, 8, 16, 24, 32]
+    assert [c.num_chips for c in clusters("v5e", "chips")][:4] == [1, 4, 8, 16]
+    assert next_larger(parse_cluster("v5e-256")).name == "2xv5e-256"
+    assert next_larger(parse_cluster("tpu7x:4x4x4")).num_chips == 128
+    assert next_larger(parse_cluster("cpu:8")) is None
+    with pytest.raises(MeshError) as refused:
+        clusters("v5p", deadline=False)
+    assert str(refused.value) == (
+        "cluster 'v5p' says no size.\n  Add it, as in v5p-64, or say what decides: an objective of "
+        "cost or chips, or tokens and days."
+    )
+
+
+def test_how_many_chips_for_a_trillion_tokens_in_thirty_days():
+    found = plan("llama3-8b", on="v5p", tokens="1T", days=30, price=4.2)
+    assert found.run_seconds < 30 * 86400
+    chips = found.cluster.num_chips
+    # The next smaller slice is too slow.
+    smaller = parse_cluster(f"v5p-{chips}")
+    best = search(found.workload, smaller, top=1).plans[0]
+    assert best.seconds * 1e12 / found.workload.tokens > 30 * 86400
+    assert found.chip_hours == pytest.approx(found.run_seconds * chips / 3600)
+    assert found.cost == pytest.approx(4.2 * found.chip_hours)
+    # The answer is what arithmetic expects: 6 N D and attention at the MFU that it names.
+    flops = found.workload.flops * 1e12 / found.workload.tokens
+    peak = chips * found.cluster.chip.bf16_flops
+    assert found.run_seconds == pytest.approx(flops / (peak * found.mfu()))
+    assert 0.4 < found.mfu() < 0.75
+
+
+def test_cost_and_chips_look_at_smaller_clusters():
+    fastest, cheapest, fewest = (
+        plan("llama3-8b", on="v5p-256", objective=objective, tokens="1T", top=1)
+        for objective in ("time", "cost", "chips")
+    )
+    assert fastest.cluster.num_chips == 128
+    assert cheapest.chip_hours <= min(fastest.chip_hours, fewest.chip_hours)
+    assert fewest.cluster.num_chips == min(
+        c.num_chips for c in clusters("v5p-256", "chips") if search(fewest.workload, c, top=1).plans
+    )
+
+
+def test_too_slow_whatever_the_size():
+    text = refusal(MeshError, "llama3-70b", on="h100", tokens="15T", days=1)
+    assert "but 15T in 1 days allow 24.2 ms.\n  Take more or faster chips" in text
+
+
+def test_nothing_fits():
+    text = refusal(MeshError, "llama3-70b", on="8xh100")
+    assert text.startswith("llama3-70b does not fit 8xh100: its leanest plan (")
+    assert "of 74.5 GiB a device (optimizer 65.7 GiB, params 49.3 GiB, gradients 32.9 GiB)" in text
+    # 70.55e9 parameters over 8 devices: 18 bytes each, with a gradient and a copy in bfloat16.
+    held = 18 * 70.55e9 / 8 / 2**30
+    assert held == pytest.approx(65.7 + 49.3 + 32.9, rel=2e-3)
+    assert "\n  Take 4x8xh100: " in text
+    assert "\n  Take 1x8xb200: " in text
+
+
+def test_only_with_other_numbers():
+    """A cluster that holds the model with moments in bfloat16 only."""
+    cluster = parse_cluster("8xh100")
+    asked = workload(8)
+    held, less = (smallest(w, cluster).memory.total for w in (asked, asked.relaxed()))
+    # 2 bytes for each of 8.03e9 parameters, of which a device holds an eighth.
+    assert held - less == pytest.approx(2 * 8.03e9 / 8, rel=1e-3)
+    chip = dataclasses.replace(cluster.chip, memory_bytes=(held + less) / 2 / 0.96)
+    tight = dataclasses.replace(cluster, chip=chip)
+    found = plan("llama3-8b", on=tight, global_batch=8, top=1)
+    assert found.best.choice.moments == "bfloat16"
+    assert found.settings()["optimizer.momentum_dtype"] == "bfloat16"
+    assert found.notes == ("Only with the optimizer's first moment in bfloat16 is there a plan.",)
+
+
+def test_devices_that_nothing_divides():
+    assert refusal(MeshError, "llama3-70b", on="v5p-17920") == (
+        "llama3-70b cannot be split over the 8960 devices of v5p-17920: no degrees that divide the "
+        "model and a batch of 512 multiply to 8960.\n"
+        "  Take a batch of 448 or 560, or another number of devices."
+    )
+    for batch in (448, 560):
+        assert plan("llama3-70b", on="v5p-17920", global_batch=batch, top=1).best
+
+
+def test_why_not():
+    found = plan("llama3-8b", on="64xh100", top=3)
+
+    def why(mesh):
+        return found.why_not(mesh)
+
+    assert why("stage=64").reasons == ("stage=64 does not divide the 32 layers",)
+    assert why("expert=2,fsdp=32").reasons == ("expert=2: the model has no experts",)
+    assert why("tensor=64").reasons == ("tensor=64 does not divide the 32 heads",)
+    small = plan("llama3-8b", on="64xh100", global_batch=16, top=1).why_not("fsdp=64")
+    assert small.reasons == ("data+fsdp+expert=64 does not divide the 16 sequences of a batch",)
+    data = why("data=64")
+    assert data.plan is None
+    # 8.03e9 parameters of 16 bytes on each device do not fit 80e9 bytes.
+    assert data.reasons[0].startswith("does not fit: needs 1")
+    assert "of 74.5 GiB even with remat full and 8 microbatches" in data.reasons[0]
+    assert why(mesh_text(found.best.layout)).reasons == ("this is the plan",)
+    slow = why("fsdp=2,tensor=32")
+    assert slow.slower > 0.5
+    assert f"{slow.slower:.1%} slower" in slow.reasons[0]
+    assert slow.reasons[1].startswith("collectives over tensor ")
+    with pytest.raises(MeshError, match="does not know rows"):
+        why("rows=64")
+    with pytest.raises(MeshError, match="needs 128 devices but 64 are available"):
+        why("fsdp=128")
+
+
+def test_fixes_fit_and_are_priced():
+    cluster, layout = parse_cluster("v5e-256"), Layout(data=32, fsdp=8)
+    fixes = cheapest_fixes(workload(), layout, Choice(), cluster)
+    assert len(fixes) == 3
+    before = workload().time(layout, Choice(), cluster).total
+    for fix in fixes:
+        assert fix.plan.memory.fits(16e9)
+        assert fix.slower == pytest.approx(fix.plan.seconds / before - 1)
+        changed = " ".join(to_overrides(fix.settings))
+        assert str(fix).startswith(f"{changed}: {fix.memory_bytes / 2**30:.1f} GiB, ")
+    seconds = [fix.plan.seconds for fix in fixes]
+    assert seconds == sorted(seconds)
+    assert len({str(fix.settings) for fix in fixes}) == 3
+    # Where one key is enough it is offered.
+    roomy = parse_cluster("64xh100")
+    fixes = cheapest_fixes(workload(), Layout(data=8, fsdp=8, microbatches=4), Choice(), roomy)
+    assert any(set(fix.settings) == {"model.remat"} for fix in fixes)
+    # What the compiler found above the prediction has to fit too.
+    tighter = cheapest_fixes(
+        workload(), Layout(data=8, fsdp=8, microbatches=4), Choice(), roomy, over_bytes=10e9
+    )
+    assert all(fix.plan.memory.fits(70e9) for fix in tighter if fix.settings)
+
+
+def test_levers_are_searches_of_their_own():
+    found = plan("llama3-8b", on="v5p-64", top=1)
+    larger = next(lever for lever in found.levers if lever.change == "on v5p-128")
+    again = search(found.workload, parse_cluster("v5p-128"), top=1).plans[0]
+    assert larger.seconds == again.seconds
+    assert larger.rate == pytest.approx(found.best.seconds / again.seconds)
+    assert larger.cost == pytest.approx(2 * again.seconds / found.best.seconds)
+    rates = [lever.rate for lever in found.levers]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_settings_of_a_plan():
+    found = plan("llama3-8b", on="2xv5e-256", top=5)
+    best = found.best
+    assert yaml.safe_load(found.fragment())["mesh"] == mesh_text(best.layout)
+    layout = Layout(stage=2, data=8, fsdp=4, slices=4, microbatches=8, chunks=2)
+    plain = dataclasses.replace(best, layout=layout, choice=Choice("full", 8, "bfloat16", 8))
+    asked = settings(plain, 32, batch=64)
+    assert asked == {
+        "mesh": "stage=2,data=4x2,fsdp=4",
+        "rules": "standard",
+        "train.global_batch": 64,
+        "train.microbatches": 8,
+        "train.reduction.dtype": "f32",
+        "train.pipeline.schedule": "interleaved",
+        "train.pipeline.chunks_per_stage": 2,
+        "model.remat": "0-7:full,8-:none",
+        "model.loss_chunks": 8,
+        "optimizer.momentum_dtype": "bfloat16",
+    }
+    assert to_yaml(asked) == (
+        "mesh: stage=2,data=4x2,fsdp=4\nrules: standard\ntrain:\n  global_batch: 64\n"
+        "  microbatches: 8\n  reduction:\n    dtype: f32\n  pipeline:\n"
+        "    schedule: interleaved\n    chunks_per_stage: 2\n"
+        'model:\n  remat: "0-7:full,8-:none"\n  loss_chunks: 8\n'
+        "optimizer:\n  momentum_dtype: bfloat16\n"
+    )
+    assert rules(Layout(fsdp=4, tensor=2, zero=1)) == {
+        "preset": "zero1",
+        "activations": {"residual_length": "context+tensor"},
+    }
+    assert rules(Layout(fsdp=4, tensor=2)) == "sequence"
+    assert rules(Layout(fsdp=4, tensor=2, sequence_parallel=False)) == "standard"
+
+
+def test_text_and_data_say_the_same():
+    found = plan("llama3-8b", on="v5p-64", why_not=["fsdp=16,tensor=2"], tokens="1T", price=2)
+    text, facts = str(found), json.loads(json.dumps(found.to_dict()))
+    assert len(facts["plans"]) == 5
+    assert facts["plans"][0]["seconds"] == found.best.seconds
+    assert sum(facts["plans"][0]["time"].values()) == pytest.approx(found.best.seconds)
+    memory = facts["plans"][0]["memory"]
+    parts = sum(size for name, size in memory.items() if name not in ("host", "total"))
+    assert parts == pytest.approx(memory["total"])
+    assert text.splitlines()[0] == ("llama3-8b on v5p-64 (32 TPU v5p), 512 a step = 4.19M tokens")
+    for part in (
+        f"mesh: {facts['plans'][0]['settings']['mesh']}\n",
+        f"{fit_errors()['cv_p90_error']:.0%}",
+        "Bottleneck: matmuls",
+        "What would move it:\n",
+        "  on v5p-128: ",
+        "Why not\n  fsdp=16,tensor=2: ",
+        f"{found.chip_hours:,.0f} chip-hours, ${found.cost:,.0f} at $2 an hour",
+    ):
+        assert part in text
+    assert all(len(line) < 160 for line in text.splitlines()[:30])
+
+
+def test_models_of_all_kinds():
+    for name, on in (("mixtral-8x7b", "8x8xh100"), ("gpt3-175b", "32x8xh100")):
+        found = plan(name, on=on, global_batch_tokens="8M", length=4096, top=1)
+        assert 0.15 < found.mfu() < 0.6, name
+    tiny = Transformer(4, 256, 4, 4, 64, 1024, 1024)
+    assert plan(tiny, on="8xa100-80", length=512, global_batch=64).best.layout.num_devices == 8
+    assert math.isnan(plan(tiny, on="v5e-4", length=512, global_batch=64).run_seconds)

@@ -1,0 +1,103 @@
+"""The machine at hand is measured; what was measured is found again by its cluster."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from shardlib.errors import ConfigError, MeshError
+from shardlib.hardware import parse_cluster
+from shardlib.plan import Job, Layout, Transformer, step_time
+from shardlib.plan.measured import COLLECTIVES, MeasuredCluster, load, save
+from shardlib.run import calibrating
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Two devices, measured in passing: loops of a fraction of a millisecond."""
+    return calibrating.calibrate(devices=jax.devices()[:2], rounds=3, target_seconds=2e-4)
+
+
+def test_every_figure_is_measured(measured):
+    assert (measured.platform, measured.devices) == ("cpu", 2)
+    assert set(measured.matmul) == {"f32", "bf16"}
+    assert set(measured.collectives) == set(COLLECTIVES)
+    assert all(set(by_size) == {2} for by_size in measured.collectives.values())
+    assert measured.versions["jax"] == jax.__version__
+    names = {one.what for one in measured.timed}
+    assert {"matmul f32", "memory", "exp", "fresh", "all_reduce 2", "shift 2"} < names
+    assert all(one.seconds > 0 for one in measured.timed)
+    # No processor of today multiplies faster, nor any as slowly.
+    assert 1e7 < measured.matmul["f32"].flops < 1e13
+
+
+def test_the_report_names_what_was_measured(measured):
+    lines = calibrating.report(measured).splitlines()
+    assert lines[0].startswith("2 devices of kind 'cpu' on ")
+    assert "all at work at once" in lines[0]
+    assert [line.split()[0] for line in lines[1:4]] == ["matmul", "matmul", "memory"]
+    assert len(lines) == 4 + len(COLLECTIVES)
+
+
+def test_a_cluster_finds_its_calibration(measured, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDLIB_CACHE", str(tmp_path))
+    cpu = parse_cluster("cpu:2")
+    with pytest.raises(ConfigError) as caught:
+        calibrating.as_measured(cpu)
+    assert str(caught.value) == (
+        "nothing is known of the speed of cpu:2: CPU devices are planned with what was measured "
+        "on them.\n  Measure them first: shardlib calibrate --on cpu:2"
+    )
+    assert calibrating.cluster_at_hand(measured) == cpu
+    path = calibrating.calibration_path(cpu)
+    assert path == tmp_path / "calibration" / "cpu-2.json"
+    save(measured, path)
+    found = calibrating.as_measured(cpu)
+    assert isinstance(found, MeasuredCluster)
+    job = Job(Transformer(2, 64, 4, 4, 16, 256, 512), 64, 16, precision="f32", compute_bytes=4)
+    assert step_time(job, Layout(data=2, sequence_parallel=False), found).total > 0
+    # Chips are planned with their datasheets where they were not measured.
+    h100s = parse_cluster("8xh100")
+    assert calibrating.as_measured(h100s) is h100s
+
+
+def test_what_is_not_at_hand_is_not_measured():
+    with pytest.raises(MeshError) as caught:
+        calibrating.calibrate("8xh100")
+    assert str(caught.value) == (
+        "8xh100 is not at hand: there are 8 devices of kind 'cpu'.\n"
+        "  Run this on the machine itself, or leave --on out to measure what is there."
+    )
+    with pytest.raises(ConfigError, match="rounds=2 are too few to tell a spread"):
+        calibrating.calibrate(rounds=2)
+
+
+def test_the_command_writes_where_plan_looks(tmp_path):
+    """In a process of its own, which may choose how many devices the CPU stands for."""
+    script = (
+        "import shardlib.run.calibrating as c\n"
+        "whole = c.calibrate\n"
+        "c.calibrate = lambda on: whole(on, rounds=3, target_seconds=1e-4)\n"
+        "from shardlib.cli import main\n"
+        "main(['calibrate', '--on', 'cpu:2', '--json'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**_environment(), "SHARDLIB_CACHE": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "calibration" / "cpu-2.json"
+    assert json.loads(done.stdout) == json.loads(path.read_text())
+    assert load(path).devices == 2
+
+
+def _environment():
+    import os
+
+    # The number of devices is the command's to choose here.
+    return {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}

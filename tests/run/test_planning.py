@@ -1,0 +1,208 @@
+"""Plans for the config of a run: what `train` and `explain` take, and the mesh of `mesh: auto`."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+import yaml
+
+from shardlib import cli, run
+from shardlib.config import load
+from shardlib.errors import ConfigError, MeshError
+from shardlib.hardware import parse_cluster
+from shardlib.mesh import mesh_sizes
+from shardlib.plan import plan
+from shardlib.run import RunConfig
+from shardlib.run.planning import cluster_of, planned_mesh, workload_of
+from shardlib.run.setup import make_scope
+
+CONFIG = """
+run_dir: unused
+model:
+  name: transformer
+  num_layers: 8
+  embed_dim: 512
+  num_heads: 8
+  num_kv_heads: 2
+  mlp_dim: 2048
+  vocab_size: 512
+data: {path: /nowhere, tokenizer: bytes, sequence_length: 1024, eval_fraction: 0.2}
+train: {steps: 20, global_batch: 64, sample_length: 0}
+eval: {every_steps: 0}
+mesh: data=-1
+precision: bf16
+"""
+EXPERTS = "model.moe={num_experts: 8, experts_per_token: 2, mlp_dim: 1024}"
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A config file whose data need not be there."""
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def merged(text, fragment):
+    def merge(into, new):
+        for key, value in new.items():
+            known = into.get(key)
+            nested = isinstance(value, dict) and isinstance(known, dict)
+            into[key] = merge(known, value) if nested else value
+        return into
+
+    return yaml.safe_dump(merge(yaml.safe_load(text), yaml.safe_load(fragment)))
+
+
+@pytest.mark.parametrize(
+    ("on", "overrides", "meshes"),
+    [
+        ("2xv5e-8", (), ("", "data=2x4,tensor=2", "fsdp=2x4,tensor=2", "stage=2,fsdp=2x4")),
+        ("2x8xh100", (), ("", "data=2,fsdp=4,context=2", "stage=8,data=2")),
+        ("v5e-16", (EXPERTS,), ("", "stage=2,expert=8", "fsdp=2,expert=4,tensor=2")),
+    ],
+)
+def test_explain_takes_the_fragment_as_it_is(file, on, overrides, meshes):
+    config = load(RunConfig, file, overrides)
+    found = plan(config, on=on, why_not=[mesh for mesh in meshes if mesh], top=1)
+    plans = [found.best, *(asked.plan for asked in found.asked[1:])]
+    assert len(plans) == len(meshes)
+    for one in plans:
+        again = load(RunConfig, file, [*overrides, *found.overrides(one)])
+        text = file.with_name("planned.yaml")
+        text.write_text(merged(CONFIG, found.fragment(one)))
+        assert load(RunConfig, text, overrides) == again
+        report = run.explain(again, on)
+        assert report.mesh == {axis: one.layout.size(axis) for axis in report.mesh}
+        assert again.train.microbatches == one.layout.microbatches
+
+
+def test_memory_that_decides_writes_ranges_that_explain_takes(file):
+    """On chips with little memory: ranges of layers, chunks of the loss."""
+    config = load(RunConfig, file, ["model.num_layers=16", "model.embed_dim=1024"])
+    _, workload = workload_of(config)
+    assert workload.num_layers == 16
+    cluster = parse_cluster("v5e-16")
+    chip = dataclasses.replace(cluster.chip, memory_bytes=3.0e9)
+    found = plan(config, on=dataclasses.replace(cluster, chip=chip), top=40)
+    ranged = [p for p in found.found.plans if p.choice.layers not in (None, 0, 16)]
+    assert ranged
+    text = ranged[0].choice.policy(16)
+    assert text.endswith("-:none")
+    asked = ["model.num_layers=16", "model.embed_dim=1024", *found.overrides(ranged[0])]
+    again = load(RunConfig, file, asked)
+    assert again.model.remat == text
+    assert run.explain(again, "v5e-16").mesh
+
+
+def test_the_mesh_of_the_config_is_explained(file):
+    found = plan(load(RunConfig, file), on="8xh100", why_not=["data=4,tensor=2"])
+    assert [asked.mesh for asked in found.asked] == ["data=8", "data=4,tensor=2"]
+    assert found.asked[0].slower > 0
+    assert found.tokens == 20 * 64 * 1024
+    assert found.workload.batch == 64
+    changed = plan(load(RunConfig, file), on="8xh100", global_batch=128, length=512)
+    assert (changed.workload.batch, changed.workload.job.length) == (128, 512)
+
+
+def test_what_the_config_says_is_what_is_priced(file):
+    def job(*overrides):
+        return workload_of(load(RunConfig, file, overrides))[1].job
+
+    assert (job().moment_bytes, job().param_bytes, job().compute_bytes) == (8, 4, 2)
+    assert job("optimizer.name=sgd").moment_bytes == 4
+    assert job("optimizer.momentum_dtype=bfloat16").moment_bytes == 6
+    assert job("optimizer.ema_decay=0.99").moment_bytes == 12
+    assert job("precision=f32").compute_bytes == 4
+    assert (job("precision=bf16_params").moment_bytes, job().precision) == (4, "bf16")
+    assert job("train.offload_optimizer=true").moment_bytes == 0
+    experts = job(EXPERTS).model.experts
+    assert (experts.number, experts.per_token, experts.mlp, experts.shared_mlp) == (8, 2, 1024, 0)
+    model = job("model.tied_embeddings=true", "model.window=128").model
+    assert (model.tied, model.window, model.windowed_layers) == (True, 128, 8)
+    # The planner counts the parameters that the model has, but for norms.
+    explained = run.explain(load(RunConfig, file, ["mesh=data=8"]), "cpu:8")
+    assert job().model.num_params == explained.num_params() - (2 * 8 + 1) * 512
+
+
+def test_rules_of_the_config_are_kept(file):
+    own = "rules={preset: zero1, activations: {residual_length: context+tensor}}"
+    found = plan(load(RunConfig, file, [own]), on="8xh100", top=100)
+    assert "rules" not in found.settings()
+    assert all(p.layout.zero == 1 for p in found.found.plans if p.layout.fsdp > 1)
+    groups = "train.reduction={dtype: bf16}"
+    found = plan(load(RunConfig, file, [groups]), on="8xh100")
+    assert "train.reduction.dtype" not in found.settings()
+    assert found.notes[0].startswith("Planned as if gradients were summed")
+
+
+def test_the_automatic_mesh_is_planned_where_it_is_clearly_faster(file):
+    def auto(on, *overrides):
+        return planned_mesh(load(RunConfig, file, ["mesh=auto", *overrides]), parse_cluster(on))
+
+    mesh, reason = auto("v5e-16")
+    assert str(mesh) == "fsdp=16"
+    assert reason.startswith("planned: ")
+    # 8 rows cannot be shared out to 16 devices.
+    mesh, reason = auto("v5e-16", "train.global_batch=8")
+    assert mesh.sizes.get("data", 1) * mesh.sizes.get("fsdp", 1) <= 8
+    assert reason.endswith("fsdp=16 cannot be run")
+    mesh, reason = auto("v5e-16", "train.local_sgd={inner_steps: 4}")
+    assert (str(mesh), reason) == (
+        "fsdp=16",
+        "the plain choice: groups along data are as the config says",
+    )
+    assert auto("cpu:8") == (
+        mesh.parse("fsdp=8"),
+        "the plain choice: CPU devices have no links to plan for",
+    )
+    scope = make_scope(load(RunConfig, file, ["mesh=auto"]), parse_cluster("v5e-16"))
+    assert mesh_sizes(scope.mesh) == {"fsdp": 16}
+
+
+def test_devices_at_hand_are_a_cluster_when_their_chip_is_known():
+    assert cluster_of(jax.devices()) is None
+
+
+def shardlib(capfd, *words):
+    with pytest.raises(SystemExit) as exited:
+        cli.main(list(map(str, words)))
+    out, err = capfd.readouterr()
+    return exited.value.code, out, err
+
+
+def test_the_command(capfd, file):
+    code, out, _ = shardlib(
+        capfd, "plan", file, "model.num_layers=4", "--on", "8xh100", "--why-not", "fsdp=4,tensor=2",
+        "--price", "2", "--top", "2",
+    )  # fmt: skip
+    assert code == 0
+    assert out.startswith("transformer on 8xh100 (8 H100 SXM), 64 a step = 65.5K tokens\n")
+    assert "\nWhy not\n  data=8: " in out
+    assert "\n  fsdp=4,tensor=2: " in out
+    code, out, _ = shardlib(
+        capfd, "plan", "--model", "llama3-8b", "--on", "v5p", "--tokens", "1T", "--days", "30",
+        "--global-batch", "4M", "--json",
+    )  # fmt: skip
+    facts = json.loads(out)
+    assert code == 0
+    assert facts["batch"] == 512
+    assert facts["run_seconds"] < 30 * 86400
+    assert facts["cluster"].startswith("v5p-")
+
+
+def test_what_the_command_refuses(capfd, file):
+    code, out, err = shardlib(capfd, "plan", "--on", "8xh100")
+    assert (code, out) == (2, "")
+    assert err.endswith(
+        "ConfigError: plan takes a config or a model.\n  Write shardlib plan CONFIG --on CLUSTER, "
+        "or shardlib plan --model llama3-70b --on CLUSTER.\n"
+    )
+    code, out, err = shardlib(capfd, "plan", "--model", "llama3-70b", "--on", "8xh100")
+    assert (code, out) == (2, "")
+    assert "MeshError: llama3-70b does not fit 8xh100: " in err
+    with pytest.raises(MeshError, match="says no size"):
+        plan(load(RunConfig, file), on="h100")
+    with pytest.raises(ConfigError, match="no objective is called 'speed'"):
+        plan(load(RunConfig, file), on="8xh100", objective="speed")
