@@ -6,6 +6,8 @@ import re
 import numpy as np
 import pytest
 
+from shardlib.cli import main
+
 README = pathlib.Path(__file__).parents[1] / "README.md"
 pytestmark = pytest.mark.skipif(not README.exists(), reason="runs in the repository")
 
@@ -24,7 +26,7 @@ def test_the_python_runs(capsys):
     table = capsys.readouterr().out
     assert "up/kernel" in table
     assert "fsdp, tensor" in table
-    assert "all-gather  fsdp" in table
+    assert "│ all-gather │ fsdp      │" in table
 
 
 def test_it_opens_with_the_two_commands():
@@ -33,6 +35,37 @@ def test_it_opens_with_the_two_commands():
         "pip install -e . && shardlib train configs/quickstart.yaml",
         "pip install -e '.[dev]' && pytest",
     ]
+
+
+def test_the_plan_is_what_the_command_prints(capsys):
+    (shown,) = (block for block in blocks("console") if block.startswith("$ shardlib plan"))
+    command, *lines = shown.splitlines()
+    with pytest.raises(SystemExit):
+        main(command.split()[2:])
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == printed[: len(lines)]
+
+
+def test_the_report_is_what_the_command_prints(capsys, monkeypatch):
+    pytest.importorskip("libtpu")
+    monkeypatch.chdir(README.parent)
+    (shown,) = (block for block in blocks("console") if block.startswith("$ shardlib explain"))
+    command, *lines = shown.splitlines()
+    with pytest.raises(SystemExit):
+        main(command.split()[2:])
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    # All but the table of buffers, and what follows that of collectives.
+    start, end = lines.index("collectives of a step"), printed.index("collectives of a step")
+    assert lines[:start] == printed[:start]
+    # Some lines of the last column are those of who called the command.
+    figures = [
+        [
+            line.rpartition("┃")[0] if "┃" in line else line.rstrip("│").rpartition("│")[0]
+            for line in part
+        ]
+        for part in (lines[start:], printed[end : end + len(lines) - start])
+    ]
+    assert figures[0] == figures[1]
 
 
 def test_every_file_and_command_it_names_exists():

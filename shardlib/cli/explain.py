@@ -75,6 +75,7 @@ def explain(
         _compare(config, overrides, str(on), optimize=optimize, as_json=as_json)
         return
     loaded = load_config(config, overrides)
+    report: Any
     if compiles:
         report, faults = _compiled(loaded, str(on), optimize, baseline, accept)
     else:

@@ -9,7 +9,9 @@ from typing import Any
 from shardlib.explain.hlo import Instruction, Module
 
 _OWN = str(Path(__file__).parents[1]) + os.sep
-_LIBRARY = re.compile(r"site-packages[\\/](jax|jaxlib|flax|optax|chex|orbax)[\\/]|^<frozen")
+_LIBRARY = re.compile(
+    r"site-packages[\\/](jax|jaxlib|flax|optax|chex|orbax|typer)[\\/]|^<frozen|[\\/]bin[\\/]shardlib$"
+)
 _STEPS = frozenset(
     (
         *("while", "body", "cond", "closed_call", "eval_jaxpr", "checkpoint", "remat2"),

@@ -165,7 +165,7 @@ def optimizer(device: Device, params: float) -> float:
 
 
 def orthogonalize(device: Device) -> float:
-    """Returns seconds of Newton-Schulz iterations on the matrices of the layers that a device holds.
+    """Returns seconds of Newton-Schulz iterations on the matrices of layers that a device holds.
 
     Of X of m rows and n >= m columns each iteration takes A = X X', A A and (bA + cAA) X. Rows are
     cut as parameters are; what `tensor` cuts along the columns leaves A A whole. Source: Jordan et

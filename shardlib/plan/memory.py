@@ -91,6 +91,11 @@ def peak_memory(
         runtime=_RUNTIME_BYTES[cluster.chip.kind] if cluster.chip else 0.0,
         host=waiting * host,
     )
+    if software.keeps_traced:
+        again = _recomputes(job, host, kept < everything)
+        layer = device.tokens * everything if again else 0.0
+        phases = _program_phases(device, cluster, base, layer)
+        return max(phases, key=lambda phase: phase.total)
     whole = layout.fsdp == 1 or layout.zero == 1
     gradients = (held if whole else sharded) * job.gradient_bytes
     in_head = dataclasses.replace(
@@ -105,6 +110,54 @@ def peak_memory(
         gathered=_gathered(device),
     )
     return max(in_head, in_backward, key=lambda phase: phase.total)
+
+
+def _program_phases(
+    device: compute.Device, cluster: Cluster, base: Memory, layer: float
+) -> tuple[Memory, Memory]:
+    """What shardlib's own step holds in the head and in the backward pass of the layers, as read
+    from programs of XLA.
+
+    Gradients of stacked layers are summed up in the width of the computation, one microbatch's
+    beside the sums of all in float32. On GPUs they are there before the head's backward pass. A
+    loss in chunks holds of the head's table what is gathered, a copy and a gradient in float32,
+    and on GPUs a second narrow copy; one in a piece holds the logits, on GPUs with their gradient
+    beside them. The gradient of the logits stays until the table's is taken from it, for which a
+    TPU has time until the layers are through.
+    """
+    job, layout, on_gpu = device.job, device.layout, cluster.platform == "gpu"
+    held = traffic.local_weights(device)
+    cut = 1 if layout.zero == 1 else layout.fsdp
+    width = job.compute_bytes
+    each = (held.dense + held.routed) / cut * width
+    summed = held.total / cut * job.gradient_bytes if layout.microbatches > 1 else 0.0
+    table = job.model.vocab_weights / layout.tensor
+    gathered = table * width * (1 - 1 / layout.fsdp)
+    scattered = table * width if on_gpu and not job.model.tied else 0.0
+    logits = device.tokens * job.model.vocab / layout.tensor
+    if job.loss_chunks > 1:
+        gathered += table * (2 * _FLOAT32 + (width if on_gpu else 0))
+        scattered = table * width if on_gpu else 0.0
+        in_head = logits / job.loss_chunks * _FLOAT32 * (2 if on_gpu else 1)
+        waiting = 0.0
+    else:
+        in_head = logits * width * (2 if on_gpu else 1)
+        waiting = 0.0 if on_gpu else logits * width
+    return (
+        dataclasses.replace(
+            base,
+            logits=in_head,
+            gradients=summed + (each if on_gpu else 0.0) + scattered,
+            gathered=gathered,
+        ),
+        dataclasses.replace(
+            base,
+            logits=waiting,
+            gradients=summed + each + scattered,
+            recomputed=layer,
+            gathered=_gathered(device),
+        ),
+    )
 
 
 def _recomputes(job: Job, host: float, keeps_less: bool) -> bool:

@@ -1,6 +1,7 @@
 """What would make the step of a run fit that does not."""
 
 import re
+from typing import Any
 
 from shardlib.errors import ModelError
 from shardlib.hardware import Cluster
@@ -41,7 +42,8 @@ def layout_of(config: RunConfig, cluster: Cluster) -> Layout:
     Raises:
         ModelError: If it has a mesh axis that the planner does not know.
     """
-    sizes = MeshConfig.parse(config.mesh).resolve(cluster.num_devices).sizes  # type: ignore[arg-type]
+    mesh: Any = config.mesh
+    sizes: dict[str, Any] = dict(MeshConfig.parse(mesh).resolve(cluster.num_devices).sizes)
     train = config.train
     known = Layout.__dataclass_fields__
     if unknown := [name for name in sizes if name not in known]:

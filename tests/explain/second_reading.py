@@ -83,8 +83,10 @@ def _trips(line, computations):
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
     if known:
         return int(known[1])
-    condition = computations[re.search(r"condition=%?([\w.\-]+)", line)[1]][1]
-    constants = dict(re.findall(r"%([\w.\-]+) = s32\[\]\S* constant\((\d+)\)", "\n".join(condition)))
+    name = re.search(r"condition=%?([\w.\-]+)", line)[1]
+    condition = computations[name][1]
+    text = "\n".join(condition)
+    constants = dict(re.findall(r"%([\w.\-]+) = s32\[\]\S* constant\((\d+)\)", text))
     (root,) = (line for line in condition if line.lstrip().startswith("ROOT"))
     bounds = [constants[name] for name in re.findall(r"%([\w.\-]+)", root) if name in constants]
     return int(bounds[0]) if len(bounds) == 1 else math.nan
@@ -103,9 +105,10 @@ def _collective(match, line, mesh, result):
         axes = None
     size = _bytes(shape)
     if match["start"] and kind != "all-reduce":
-        # The shape of a start is that of operands and results, which differ by the group's size.
-        devices = len(groups[0])
-        size = size * devices / (devices + 1)
+        # The shape of a start is that of operands and results, one as large as the other or, of
+        # what is gathered or scattered, as all parts.
+        ratio = len(groups[0]) if kind in ("all-gather", "reduce-scatter") else 1
+        size = size * ratio / (ratio + 1)
     elif kind == "reduce-scatter":
         size *= len(groups[0])
     elif kind == "all-reduce" and 0 < _bytes(result) * len(groups[0]) == size:

@@ -97,20 +97,20 @@ def on_gpus(case):
 
     Matrices of layers are gathered forward, and again backward, since their forward pass is
     recomputed; embedding and head once. Gradients are reduced to the parts of `fsdp`, then over
-    `data`: those of layers inside of their loop, those of embedding and head once a step, in
-    bfloat16, where the compiler has moved them behind the loop over microbatches.
+    `data`: those of layers inside of their loop, the others once a step, behind the loop over
+    microbatches, where the compiler has moved them.
     """
     times, devices = case.microbatches, case.data * FSDP
     return {
         ("all-gather", F, ICI): times * part(FSDP) * BF16 * (2 * BLOCKS + 2 * TABLE),
         ("reduce-scatter", F, ICI): times * part(FSDP) * BF16 * (BLOCKS + 2 * TABLE),
         ("all-reduce", D, ICI): 2 * part(case.data) * BF16 * (times * BLOCKS + 2 * TABLE) / FSDP,
-        ("all-reduce", ALL, ICI): 2 * part(devices) * F32 * times * NORMS,
+        ("all-reduce", ALL, ICI): 2 * part(devices) * F32 * (times * (NORMS - EMBED) + EMBED),
     }
 
 
 def on_tpus(case):
-    """The same, but for what the compiler for TPUs does in another way.
+    """The same, but for what the compiler for TPUs (libtpu 0.0.42) does in another way.
 
     It gathers queries and keys a third time, for the gradient of what goes into them; reduces the
     gradient of the head whole before each device takes its part; and that of the embedding, a
@@ -176,7 +176,8 @@ def test_traffic_is_that_of_closed_forms(compiled):
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=0.02)
     axes = by_axes(found)
     assert axes == pytest.approx(by_axes(expected), rel=0.02)
-    assert set(axes) == {(F, ICI), (D, ICI), (ALL, ICI)} | ({(D, DCN)} if case.slices > 1 else set())
+    networks = {(F, ICI), (D, ICI), (ALL, ICI)}
+    assert set(axes) == networks | ({(D, DCN)} if case.slices > 1 else set())
 
 
 def state_bytes(width):

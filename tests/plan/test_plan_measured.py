@@ -113,8 +113,7 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path, change, what):
     with pytest.raises(ConfigError) as caught:
         load(path)
     assert str(caught.value) == (
-        f"{path} is no calibration that can be read: {what}.\n"
-        "  Measure again: shardlib calibrate"
+        f"{path} is no calibration that can be read: {what}.\n  Measure again: shardlib calibrate"
     )
 
 

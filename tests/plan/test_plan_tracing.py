@@ -105,9 +105,7 @@ def test_resnet50_shares_out_its_work_and_sums_its_gradients():
     # Of kernels in bfloat16, of norms in float32, whose statistics are those of the global batch:
     # two sums for each channel forward, and three backward.
     kernels = 2 * (work.num_params - 2 * norms)
-    assert summed == {
-        ("all_reduce", ("data",)): pytest.approx(kernels + 4 * norms * 5, rel=1e-4)
-    }
+    assert summed == {("all_reduce", ("data",)): pytest.approx(kernels + 4 * norms * 5, rel=1e-4)}
     moved = traffic(work, Layout(fsdp=8), of_param=True)
     split = 2 * (work.num_params - 2 * norms - 1000 - 2048 * 1000)
     # All kernels are gathered as bfloat16, forward and (but for the first, of the images) backward.

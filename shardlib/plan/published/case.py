@@ -234,6 +234,7 @@ def _seconds(
     """The published time of a step, from the field that needs the least conversion."""
     chips = cluster.num_chips
     flops = step_flops(job, convention)
+    assert job.precision != "f32", "published runs multiply in 16 bits or less"
     peak = cluster.chip.flops_per_device(job.precision) if cluster.chip else None
     per_chip = (peak or 0.0) * (cluster.chip.devices_per_chip if cluster.chip else 1)
     ways = (
