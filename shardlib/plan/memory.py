@@ -93,6 +93,10 @@ def peak_memory(
     )
     if software.keeps_traced:
         again = _recomputes(job, host, kept < everything)
+        if job.model.experts and job.model.routed_layers:
+            everything = _traced(job, layout, software, dropout=dropout)
+            rows = _expert_rows(job, layout) / layout.tensor
+            everything += rows * job.model.experts.mlp * job.compute_bytes
         layer = device.tokens * everything if again else 0.0
         phases = _program_phases(device, cluster, base, layer)
         return max(phases, key=lambda phase: phase.total)
@@ -267,11 +271,20 @@ def _traced(job: Job, layout: Layout, software: Software, *, dropout: bool) -> f
     routed = 0.0
     if model.experts and model.routed_layers:
         experts = model.experts
-        hidden = (_MLP_COPIES + 0.5) * width * experts.per_token * experts.mlp
+        hidden = (_MLP_COPIES + 0.5) * width * _expert_rows(job, layout) * experts.mlp
         hidden += _MLP_COPIES * width * experts.shared_mlp
-        routed = experts.per_token * model.embed * (width + _FLOAT32)
+        rows = _expert_rows(job, layout)
+        routed = rows * model.embed * (width + _FLOAT32)
         routed += model.embed * _FLOAT32 / residual
     return norms + masks + (attention + hidden) / layout.tensor + routed
+
+
+def _expert_rows(job: Job, layout: Layout) -> float:
+    """Rows of experts that a device has room for, by token of its own: nothing is dropped, so that
+    all devices along `expert` may send it all they have; see `shardlib.moe.dropless`."""
+    experts = job.model.experts
+    assert experts is not None
+    return layout.expert * min(experts.per_token, experts.number / layout.expert)
 
 
 def _inputs_kept(layout: Layout) -> int:

@@ -158,12 +158,12 @@ def test_too_slow_whatever_the_size():
 def test_nothing_fits():
     text = refusal(MeshError, "llama3-70b", on="8xh100")
     assert text.startswith("llama3-70b does not fit 8xh100: its leanest plan (")
-    assert "of 74.5 GiB a device (optimizer 65.7 GiB, params 49.3 GiB, gradients 32.9 GiB)" in text
-    # 70.55e9 parameters over 8 devices: 18 bytes each, with a gradient and a copy in bfloat16.
-    held = 18 * 70.55e9 / 8 / 2**30
-    assert held == pytest.approx(65.7 + 49.3 + 32.9, rel=2e-3)
+    assert "of 74.5 GiB a device (optimizer 65.7 GiB, params 49.3 GiB, gradients 49.0 GiB)" in text
+    # 70.55e9 parameters over 8 devices: 20 bytes each, with a copy in bfloat16, and gradients of
+    # one microbatch in bfloat16 beside their sum.
+    held = 20 * 70.55e9 / 8 / 2**30
+    assert held == pytest.approx(65.7 + 49.3 + 49.0, rel=3e-3)
     assert "\n  Take 4x8xh100: " in text
-    assert "\n  Take 1x8xb200: " in text
 
 
 def test_only_with_other_numbers():
@@ -206,7 +206,7 @@ def test_why_not():
     assert data.plan is None
     # 8.03e9 parameters of 16 bytes on each device do not fit 80e9 bytes.
     assert data.reasons[0].startswith("does not fit: needs 1")
-    assert "of 74.5 GiB even with remat full and 8 microbatches" in data.reasons[0]
+    assert "of 74.5 GiB even with remat full and 1 microbatches" in data.reasons[0]
     assert why(mesh_text(found.best.layout)).reasons == ("this is the plan",)
     slow = why("fsdp=2,tensor=32")
     assert slow.slower > 0.5
@@ -233,7 +233,7 @@ def test_fixes_fit_and_are_priced():
     assert len({str(fix.settings) for fix in fixes}) == 3
     # Where one key is enough it is offered.
     roomy = parse_cluster("64xh100")
-    fixes = cheapest_fixes(workload(), Layout(data=8, fsdp=8, microbatches=4), Choice(), roomy)
+    fixes = cheapest_fixes(workload(), Layout(data=8, fsdp=8, microbatches=8), Choice(), roomy)
     assert any(set(fix.settings) == {"model.remat"} for fix in fixes)
     # What the compiler found above the prediction has to fit too.
     tighter = cheapest_fixes(
