@@ -90,7 +90,7 @@ def smallest(workload: Workload, cluster: Cluster, keep: Layout | None = None) -
             continue
         for number in {candidate.microbatches[0], candidate.microbatches[-1]}:
             layout = candidate.with_microbatches(number)
-            choice = workload.leanest(layout)
+            choice = workload.leanest(layout, cluster)
             held = workload.memory(layout, choice, cluster).total
             if best is None or held < best[0]:
                 best = held, layout, choice

@@ -92,7 +92,7 @@ class Workload(Protocol):
         number of layers: the search takes the fewest that fit."""
         ...
 
-    def leanest(self, layout: Layout) -> Choice:
+    def leanest(self, layout: Layout, cluster: Cluster) -> Choice:
         """Returns the choice that holds least: where it does not fit, none does."""
         ...
 

@@ -125,7 +125,8 @@ def least_layers(
     workload: Workload, layout: Layout, choice: Choice, cluster: Cluster, capacity: float
 ) -> Choice | None:
     """Returns a choice with the fewest layers that must follow its policy for the step to fit, or
-    None when it does not fit anyhow. More layers that recompute never hold more."""
+    None when it does not fit anyhow. Each more layer that recomputes holds less; the first does
+    not, as what is computed again has to lie somewhere: none at all is a policy of its own."""
 
     def fits(layers: int | None) -> bool:
         some = dataclasses.replace(choice, layers=layers)
@@ -136,7 +137,7 @@ def least_layers(
         return None
     if most is None:
         return choice
-    low, high = 0, most
+    low, high = 1, most
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
@@ -149,7 +150,7 @@ def _may_fit(workload: Workload, cluster: Cluster, candidate: Candidate, capacit
     counts = candidate.microbatches
     for count in (counts[-1], counts[0]):
         layout = candidate.with_microbatches(count)
-        if workload.memory(layout, workload.leanest(layout), cluster).fits(capacity):
+        if workload.memory(layout, workload.leanest(layout, cluster), cluster).fits(capacity):
             return True
     return False
 
@@ -167,7 +168,7 @@ def _priced(
         layout = candidate.with_microbatches(count)
         if workload.bound(layout, cluster, count) > _limit(best, top):
             continue
-        if not workload.memory(layout, workload.leanest(layout), cluster).fits(capacity):
+        if not workload.memory(layout, workload.leanest(layout, cluster), cluster).fits(capacity):
             continue
         for choice in workload.choices(layout):
             least = least_layers(workload, layout, choice, cluster, capacity)

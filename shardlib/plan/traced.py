@@ -141,7 +141,7 @@ class TracedWorkload:
         """Returns the one choice that there is: the program as the model wrote it."""
         return (Choice(),)
 
-    def leanest(self, layout: Layout) -> Choice:
+    def leanest(self, layout: Layout, cluster: Cluster) -> Choice:
         """Returns the same."""
         return Choice()
 

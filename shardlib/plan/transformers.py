@@ -134,12 +134,19 @@ class TransformerWorkload:
             for policy in self.policies
         ]
 
-    def leanest(self, layout: Layout) -> Choice:
+    def leanest(self, layout: Layout, cluster: Cluster) -> Choice:
         """Returns the choice that holds least."""
         options = self.choices(layout)
-        policy = "full" if "full" in self.policies else options[-1].remat
+        leanest = "full" if "full" in self.policies else options[-1].remat
         moments = "bfloat16" if "bfloat16" in self.moments else self.moments[0]
-        return Choice(policy, None, moments, max(option.loss_chunks for option in options))
+        # What is computed again is a layer more, and of few layers the most; a loss in chunks holds
+        # the head's table, one in a piece the logits.
+        policies = dict.fromkeys((leanest, options[0].remat))
+        chunks = dict.fromkeys(option.loss_chunks for option in options)
+        return min(
+            (Choice(policy, None, moments, count) for policy in policies for count in chunks),
+            key=lambda choice: self.memory(layout, choice, cluster).total,
+        )
 
     def memory(self, layout: Layout, choice: Choice, cluster: Cluster) -> memory.Memory:
         """Returns what one device holds at the peak."""

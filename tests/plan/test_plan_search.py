@@ -85,7 +85,7 @@ def tried_everything(workload, cluster):
             elif layout.stage > 1:
                 numbers = [job.model.layers]
             else:
-                numbers = range(job.model.layers + 1)
+                numbers = range(1, job.model.layers + 1)
             for layers in numbers:
                 chosen = dataclasses.replace(
                     job,
