@@ -12,7 +12,13 @@ from shardlib.explain.lint import Finding, Limits, Subject, lint
 from shardlib.explain.memory import MemoryReport, read_memory
 from shardlib.explain.moving import is_state
 from shardlib.explain.params import ParamsReport, bytes_text, explain_params
-from shardlib.explain.program import ProgramReport, axes_text, read_program
+from shardlib.explain.program import (
+    Collective,
+    ProgramReport,
+    Total,
+    axes_text,
+    read_program,
+)
 from shardlib.explain.roofline import CONVENTIONS, Roofline, read_roofline
 from shardlib.explain.slices import slices_of
 from shardlib.explain.tables import Table
@@ -46,6 +52,15 @@ class StepReport:
     findings: tuple[Finding, ...]
     params: ParamsReport | None = None
     fixes: tuple[str, ...] = ()
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collectives of the program."""
+        return self.program.collectives
+
+    def totals(self, at_least_bytes: int = 0) -> list[Total]:
+        """Returns the collectives by kind and axes, largest first; see `ProgramReport.totals`."""
+        return self.program.totals(at_least_bytes)
 
     @property
     def fits(self) -> bool:

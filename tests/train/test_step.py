@@ -318,7 +318,7 @@ def test_a_linen_model_with_keyword_arguments():
 def test_explain_tells_what_a_step_sends(start):
     report = sl.explain(sl.make_train_step(mean_loss), start(mesh="data=8"), BATCH)
     assert {(c.kind, c.mesh_axes) for c in report.collectives} == {("all-reduce", ("data",))}
-    with pytest.raises(TypeError, match="explain takes a training state, or a step with"):
+    with pytest.raises(TypeError, match="explain takes a training state, or a function with"):
         sl.explain(mean_loss)
 
 
