@@ -6,7 +6,8 @@ Each row that can be read is predicted with the committed constants and compared
 step time, or with what its rate or TFLOP/s imply by the row's own convention of FLOPs. Rows of
 8-bit precision stand apart. Cross-validation (not with `--no-cv`) fits the constants anew to the
 committed runs without the row's whole family. `--fit` first fits and writes the package's
-constants. The last line is JSON; its `prior_` figures are of constants from datasheets and
+constants. Constants marked `judged` had no measurement behind them before the fit. The last line is
+JSON; its `prior_` figures are of constants from datasheets and
 microbenchmarks alone, as they were before any run was fitted.
 """
 
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from shardlib.plan import constants as plan_constants
 from shardlib.plan.calibrate import calibrate, cross_validate, error, percentile, save
-from shardlib.plan.constants import PRIORS, committed
+from shardlib.plan.constants import PRIORS, committed, judged
 from shardlib.plan.published import Case, read_file
 
 DATA = Path(__file__).parent / "data" / "published_runs.json"
@@ -55,6 +56,7 @@ def main() -> None:
         print(f"  {name:32} {reason}")
     print()
     _assumptions(halves)
+    _constants(constants)
     summary = {"rows": len(halves)} | _figures("", halves, errors)
     summary |= _figures("cv_", halves, validated) | _figures("prior_", halves, from_datasheets)
     print(json.dumps(summary))
@@ -98,6 +100,13 @@ def _assumptions(cases: Sequence[Case]) -> None:
             counts[text] = counts.get(text, 0) + 1
     for text, count in sorted(counts.items()):
         print(f"assumed for {count:3} rows: {text}")
+
+
+def _constants(constants: Mapping[str, float]) -> None:
+    print(f"\n{'constant':22} {'fitted':>9} {'expected':>9}")
+    for name, value in constants.items():
+        source = "judged" if name in judged() else PRIORS[name].source
+        print(f"{name:22} {value:9.4g} {PRIORS[name].value:9.4g} {source}")
 
 
 def _figures(

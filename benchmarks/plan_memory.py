@@ -1,4 +1,4 @@
-"""Predicted against compiled peak memory of 40 training steps, with no accelerator.
+"""Predicted against compiled peak memory of training steps, with no accelerator.
 
     python benchmarks/plan_memory.py                 # scores the peaks that are stored
     python benchmarks/plan_memory.py --recompile     # compiles all again, smallest first
@@ -13,8 +13,9 @@ Programs for TPUs are compiled without optimization, whose peaks differ by 1-7%.
 not tuned, and take no memory of the libraries that run beside them: what the runtime takes is in
 neither number, but in the question of whether a step fits.
 
-The last line is JSON: `cells`, `median_error`, `p90_error`, of absolute relative errors, and
-`wrongly_fitting`, the cells that are said to fit and do not.
+The last line is JSON: `cells`, `median_error`, `p90_error`, of absolute relative errors; the same
+of the cells that the rules were not read from; how many are said to fit, and do; `wrongly_fitting`
+and `wrongly_refused`, the names of those of which the opposite is true.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import importlib.metadata
 import json
 import os
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ from shardlib.explain.topology import devices_of
 from shardlib.hardware import Cluster, parse_cluster
 from shardlib.plan.memory import Memory
 from shardlib.plan.named_models import named_model
+from shardlib.plan.search import capacity_bytes
 from shardlib.run.checks import expected_spec
 from shardlib.run.config import RunConfig
 from shardlib.run.fixing import choice_of, layout_of
@@ -131,7 +134,7 @@ class Cell:
 
 
 _SAVE = "save:query,key,value,attention_out"
-CELLS = (
+READ = (
     Cell("llama3.2-1b", "8xh100", "fsdp=8", 32),
     Cell("llama3.2-1b", "8xh100", "fsdp=8", 16, 2048, "none"),
     Cell("llama3.2-1b", "8xh100", "data=8", 16),
@@ -173,6 +176,49 @@ CELLS = (
     Cell("llama3.2-3b", "v5e-16", "data=2,fsdp=8", 64, microbatches=4, loss_chunks=8),
     Cell("llama3-70b", "8x8xh100", "fsdp=64", 64, remat=_SAVE, loss_chunks=8),
 )
+"""Whose programs the rules of `shardlib.plan.program_memory` were read from."""
+HELD_OUT = (
+    Cell("qwen3-8b", "8xh100", "fsdp=8", 16, remat="dots"),
+    Cell("qwen3-32b", "4x8xh100", "fsdp=8,tensor=4", 32),
+    Cell("gemma-7b", "v5p-16", "fsdp=8", 16, loss_chunks=8),
+    Cell("qwen3-14b", "v6e-32", "fsdp=16,tensor=2", 32, remat=_SAVE),
+    Cell("llama2-70b", "v5p-128", "fsdp=64", 64, remat="dots", loss_chunks=8),
+    Cell("qwen3-1.7b", "v5e-8", "data=2,fsdp=4", 32, microbatches=4),
+    Cell("llama2-7b", "8xh100", "data=2,fsdp=4", 64, microbatches=4, loss_chunks=8),
+    Cell("mixtral-8x7b", "4x8xh100", "fsdp=8,expert=4", 32),
+    Cell("llama2-13b", "v6e-64", "stage=2,fsdp=32", 256, microbatches=8),
+    Cell("qwen3-14b", "2x8xh100", "fsdp=4,tensor=4", 16, 8192, loss_chunks=8, rules="sequence"),
+    Cell("qwen3-1.7b", "v6e-8", "fsdp=4,tensor=2", 8, remat="none", precision="bf16_params"),
+)
+"""Chosen before there were rules; none was read from them."""
+NEAR_CAPACITY = (
+    Cell("llama3-8b", "8xh100", "fsdp=8", 48, 8192, remat=_SAVE, loss_chunks=8),
+    Cell("qwen3-14b", "8xh100", "fsdp=8", 72),
+    Cell("qwen3-32b", "2x8xh100", "fsdp=16", 112, loss_chunks=8),
+    Cell("llama3-70b", "8x8xh100", "fsdp=64", 512, loss_chunks=8),
+    Cell(
+        "llama3-70b",
+        "8x8xh100",
+        "fsdp=8,tensor=8",
+        64,
+        remat="dots",
+        loss_chunks=8,
+        rules="sequence",
+    ),
+    Cell("mixtral-8x7b", "2x8xh100", "fsdp=4,expert=4", 16, 8192, loss_chunks=8),
+    Cell("llama3-8b", "v5e-16", "fsdp=16", 32, loss_chunks=8),
+    Cell("llama3-8b", "v5e-16", "fsdp=16", 64, loss_chunks=8),
+    Cell("llama3-8b", "v5e-16", "fsdp=16", 32),
+    Cell("llama3-8b", "v5e-64", "fsdp=64", 64, 3072, remat="dots", loss_chunks=8),
+    Cell("qwen3-8b", "v6e-16", "fsdp=16", 32, remat="dots"),
+    Cell("llama3-8b", "8xh100", "fsdp=8", 64, 8192, remat=_SAVE, loss_chunks=8),
+    Cell("qwen3-32b", "2x8xh100", "fsdp=16", 160, loss_chunks=8),
+    Cell("llama3-8b", "8xh100", "fsdp=8", 32, remat="none", loss_chunks=8),
+    Cell("llama3-70b", "8x8xh100", "fsdp=64", 640, loss_chunks=8),
+    Cell("qwen3-32b", "2x8xh100", "fsdp=16", 208, loss_chunks=8),
+)
+"""Predicted at 0.8 of what a device has or more, before any of them was compiled."""
+CELLS = (*READ, *HELD_OUT, *NEAR_CAPACITY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,9 +238,7 @@ class Scored:
 
     @property
     def said_to_fit(self) -> bool:
-        chip = self.cell.cluster.chip
-        assert chip is not None
-        return self.predicted.fits(chip.memory_bytes_per_device)
+        return self.predicted.fits(capacity_bytes(self.cell.cluster))
 
     @property
     def fits(self) -> bool:
@@ -284,14 +328,36 @@ def parts(scores: list[Scored]) -> str:
     return "\n".join(lines)
 
 
+def confusion(scores: list[Scored]) -> dict[str, dict[str, int]]:
+    """Returns how many cells fit and do not, of those that are said to and of the others."""
+    counted = Counter((score.said_to_fit, score.fits) for score in scores)
+    return {
+        said: {fact: counted[told, true] for fact, true in (("fit", True), ("do_not", False))}
+        for said, told in (("said_to_fit", True), ("refused", False))
+    }
+
+
 def summary(scores: list[Scored]) -> dict[str, Any]:
     """Returns the last line."""
+    unread = [score for score in scores if score.cell not in READ]
+    wrong = [score for score in scores if score.said_to_fit != score.fits]
+    return {
+        **_errors(scores),
+        "not_read_from": _errors(unread),
+        **confusion(scores),
+        "wrongly_fitting": [score.cell.name for score in wrong if score.said_to_fit],
+        "wrongly_refused": [score.cell.name for score in wrong if score.fits],
+    }
+
+
+def _errors(scores: list[Scored]) -> dict[str, Any]:
     errors = [abs(score.error) for score in scores]
+    if not errors:
+        return {"cells": 0}
     return {
         "cells": len(scores),
         "median_error": round(statistics.median(errors), 4),
         "p90_error": round(float(np.quantile(errors, 0.9)), 4),
-        "wrongly_fitting": [s.cell.name for s in scores if s.said_to_fit and not s.fits],
     }
 
 
@@ -311,7 +377,10 @@ def main() -> None:
     print("compiled with " + ", ".join(f"{k} {v}" for k, v in data["versions"].items()))
     print(parts(scores) if options.parts else table(scores))
     missing = [cell.name for cell in CELLS if cell.name not in data["cells"]]
-    print("\n".join(f"not compiled: {name}" for name in missing))
+    print("".join(f"not compiled: {name}\n" for name in missing))
+    print(f"{'':11} {'fit':>4} {'do not':>6}")
+    for said, counts in confusion(scores).items():
+        print(f"{said.replace('_', ' '):11} {counts['fit']:4} {counts['do_not']:6}")
     print(json.dumps(summary(scores)))
 
 

@@ -60,7 +60,7 @@ def speed() -> dict[str, float]:
         result = search(workload, cluster)
         seconds = time.process_time() - began
         tried = list(candidates(workload, cluster))
-        steps = sum(len(c.microbatches) * len(workload.choices(c.layout)) for c in tried)
+        steps = sum(len(c.microbatches) * len(workload.choices(c.layout, cluster)) for c in tried)
         best = result.plans[0]
         began = time.process_time()
         for _ in range(200):

@@ -48,6 +48,10 @@ class Chip:
     """All NVLinks of one GPU together, one direction."""
     nvlink_chips: int = 1
     """GPUs that NVLink joins."""
+    network_bytes_per_second_per_chip: float | None = None
+    """A chip's share of the network of the cloud machines that have it, where machines differ."""
+    f32_flops: float | None = None
+    """Peak FLOP/s in float32 of a GPU that has no TF32; the others multiply in that."""
     pcie_bytes_per_second: float | None = None
     unverified: tuple[str, ...] = ()
 
@@ -71,6 +75,7 @@ _THROUGHPUT = (
 )
 _TITAN = "pytorch/torchtitan, tools/utils.py, get_peak_flops"
 _BEKMAN = "stas00/ml-engineering, compute/accelerator and network"
+_GPU_NETWORKS = "https://docs.cloud.google.com/compute/docs/gpus/gpu-network-bandwidth"
 
 _TPUS = (
     Chip(
@@ -269,7 +274,10 @@ _GPUS = (
         fp8_flops=242e12,
         memory_bytes=24e9,
         memory_bytes_per_second=300e9,
-        sources=(_THROUGHPUT[0], "grokipedia.com, NVIDIA L4 vs L40S"),
+        # Google G2: 100 Gb/s for 8 of them, and as much of it for fewer.
+        network_bytes_per_second_per_chip=12.5e9 / 8,
+        sources=(_THROUGHPUT[0], _GPU_NETWORKS, "grokipedia.com, NVIDIA L4 vs L40S"),
+        unverified=("network_bytes_per_second_per_chip",),
     ),
     _gpu(
         "a10",
@@ -287,10 +295,14 @@ _GPUS = (
         ("Tesla T4",),
         bf16_flops=None,
         fp16_flops=65e12,
+        f32_flops=8.1e12,
         memory_bytes=16e9,
         memory_bytes_per_second=320e9,
         pcie_bytes_per_second=16e9,
-        sources=(*_THROUGHPUT, "sysrqmts.com, T4"),
+        # Google N1: 100 Gb/s for 4 of them.
+        network_bytes_per_second_per_chip=12.5e9 / 4,
+        sources=(*_THROUGHPUT, _GPU_NETWORKS, "sysrqmts.com, T4", "NVIDIA T4 datasheet"),
+        unverified=("network_bytes_per_second_per_chip",),
     ),
     _gpu(
         "v100-32",
@@ -298,12 +310,21 @@ _GPUS = (
         ("Tesla V100-SXM2-32GB",),
         bf16_flops=None,
         fp16_flops=125e12,
+        f32_flops=15.7e12,
         memory_bytes=32e9,
         memory_bytes_per_second=900e9,
         nvlink_bytes_per_second=150e9,
         pcie_bytes_per_second=16e9,
-        sources=(*_THROUGHPUT, _BEKMAN, "cli99/llm-analysis, v100-sxm-32gb.json"),
-        **_NVLINK_HOST,
+        sources=(
+            *_THROUGHPUT,
+            _BEKMAN,
+            "cli99/llm-analysis, v100-sxm-32gb.json",
+            _GPU_NETWORKS,
+            "NVIDIA V100 datasheet",
+        ),
+        unverified=("network_bytes_per_second_per_host",),
+        # Google N1, AWS p3dn and Azure NDv2: 100 Gb/s. A DGX-1 has four times that.
+        **(_NVLINK_HOST | {"network_bytes_per_second_per_host": 12.5e9}),
     ),
     _gpu(
         "rtx4090",

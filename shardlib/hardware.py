@@ -1,8 +1,10 @@
-"""Clusters by name (`v5p-128`, `4x8xa100-80`), and the chip behind a JAX device."""
+"""Clusters by name (`v5p-128`, `4x8xa100-80`, `8xh100+16xa100-80`), and the chip behind a JAX
+device."""
 
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from shardlib.chips import CHIPS as CHIPS
@@ -54,10 +56,48 @@ class Cluster:
     def network_bytes_per_second_per_device(self) -> float | None:
         """Share of one JAX device in its host's network, one direction; None if not known."""
         chip = self.chip
-        if chip is None or not chip.network_bytes_per_second_per_host or not chip.chips_per_host:
+        if chip is None:
             return None
-        per_chip = chip.network_bytes_per_second_per_host / chip.chips_per_host
-        return per_chip / chip.devices_per_chip
+        per_chip = chip.network_bytes_per_second_per_chip
+        if chip.network_bytes_per_second_per_host and chip.chips_per_host:
+            per_chip = chip.network_bytes_per_second_per_host / chip.chips_per_host
+        return None if per_chip is None else per_chip / chip.devices_per_chip
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedCluster:
+    """GPUs of several kinds, whose hosts a network joins: only the planner takes such a cluster.
+
+    Raises:
+        MeshError: If one program cannot run on all of them.
+    """
+
+    kinds: tuple[Cluster, ...]
+    """Clusters of one chip each, in the order in which their processes are started."""
+
+    def __post_init__(self) -> None:
+        if fault := _mixing_fault(self):
+            raise MeshError(f"cluster {self.name!r} {fault}")
+
+    @property
+    def name(self) -> str:
+        """The names of its parts, joined."""
+        return "+".join(kind.name for kind in self.kinds)
+
+    @property
+    def num_devices(self) -> int:
+        """JAX devices in all."""
+        return sum(kind.num_devices for kind in self.kinds)
+
+    @property
+    def num_chips(self) -> int:
+        """Chips in all."""
+        return sum(kind.num_chips for kind in self.kinds)
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts in all."""
+        return sum(kind.num_hosts for kind in self.kinds)
 
 
 def chip_for(device: Any) -> Chip | None:
@@ -68,6 +108,23 @@ def chip_for(device: Any) -> Chip | None:
     return _BY_KIND.get(device.device_kind)
 
 
+def slice_of(device: Any) -> int:
+    """Index of the slice (TPU) or fast-link domain (GPU) of a device; 0 where there is none."""
+    return getattr(device, "slice_index", 0) or 0
+
+
+def cluster_of(devices: Sequence[Any]) -> Cluster | None:
+    """Returns the cluster that devices at hand form; None where their chip is not known."""
+    chip = chip_for(devices[0])
+    if chip is None or any(chip_for(device) != chip for device in devices):
+        return None
+    slices = len({slice_of(device) for device in devices})
+    hosts = len({device.process_index for device in devices})
+    if len(devices) % hosts or len(devices) % slices:
+        return None
+    return Cluster(f"{len(devices)}x{chip.name}", chip, hosts, len(devices) // hosts, slices)
+
+
 def parse_cluster(name: str) -> Cluster:
     """Reads a cluster from its name.
 
@@ -76,9 +133,14 @@ def parse_cluster(name: str) -> Cluster:
     above what a host holds, of full hosts; `4x8xa100-80` is 4 hosts of 8. `cpu:8` is 8 CPU devices.
 
     Raises:
-        MeshError: If the chip is unknown, or such a cluster cannot exist.
+        MeshError: If the chip is unknown, such a cluster cannot exist, or it is a mixed one.
     """
     text = name.strip().lower()
+    if is_mixed(text):
+        raise MeshError(
+            f"cluster {name!r} is of several kinds, for which only plans are made.\n"
+            f"  Name one of them, as in {text.split('+')[0]}; for all: shardlib plan --on {text}"
+        )
     if match := _CPU.fullmatch(text):
         return Cluster(text, None, 1, _positive(name, match[1]))
     if (match := _TPU.fullmatch(text)) and _is_chip(match[2], "tpu"):
@@ -86,6 +148,74 @@ def parse_cluster(name: str) -> Cluster:
     if (match := _GPU.fullmatch(text)) and _is_chip(match[3], "gpu"):
         return _gpu(text, *match.groups())
     raise _unknown(name)
+
+
+def of_one_kind(on: "str | Cluster | MixedCluster") -> Cluster:
+    """Returns a cluster by its name or as it is.
+
+    Raises:
+        MeshError: If it is unknown or a mixed one.
+    """
+    if isinstance(on, Cluster):
+        return on
+    return parse_cluster(on if isinstance(on, str) else on.name)
+
+
+def is_mixed(name: str) -> bool:
+    """Whether a name is that of several clusters, as in `8xh100+16xa100-80`."""
+    return "+" in name
+
+
+def parse_mixed(name: str) -> MixedCluster:
+    """Reads a mixed cluster from the names of its parts, as in `8xh100+16xa100-80`.
+
+    Raises:
+        MeshError: If a part is unknown or absent, or one program cannot run on all of them.
+    """
+    parts = [part.strip() for part in name.split("+")]
+    if not all(parts):
+        raise MeshError(
+            f"cluster {name!r} lacks a part beside a '+'.\n  Write it as in 8xh100+16xa100-80."
+        )
+    return MixedCluster(tuple(parse_cluster(part) for part in parts))
+
+
+def _mixing_fault(mixed: MixedCluster) -> str | None:
+    """Why no program can run on all parts of a cluster.
+
+    The devices of a JAX program are of one platform, and all slices of a job of one accelerator
+    type. Source: Google, "Cloud TPU Multislice overview", on the accelerator type.
+    """
+    chips = [(kind, kind.chip.name) for kind in mixed.kinds if kind.chip is not None]
+    names = [name for _, name in chips]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    platforms = {kind.platform for kind in mixed.kinds}
+    sizes = sorted({kind.devices_per_host for kind in mixed.kinds})
+    example = "as in 8xh100+16xa100-80"
+    if len(mixed.kinds) < 2:
+        return f"has one part.\n  Join several, {example}."
+    if "cpu" in platforms:
+        return f"has CPU devices, which are planned by themselves.\n  Mix GPUs, {example}."
+    if len(platforms) > 1:
+        return (
+            "mixes TPUs and GPUs, but a JAX program runs on one platform.\n"
+            f"  Plan for each alone, or mix GPUs, {example}."
+        )
+    if twice:
+        return f"names {' and '.join(twice)} more than once.\n  Write each kind once, {example}."
+    if "tpu" in platforms:
+        return (
+            "mixes generations of TPUs, but all slices of a job are of one.\n"
+            f"  Plan for each alone, or mix GPUs, {example}."
+        )
+    if len(sizes) > 1:
+        have = (f"{kind.devices_per_host} {name}" for kind, name in chips)
+        same = (f"{kind.num_hosts}x{sizes[0]}x{name}" for kind, name in chips)
+        return (
+            f"has hosts of {' and of '.join(have)}, but a mesh takes as many devices of each.\n"
+            f"  Use as many, as in {'+'.join(same)}."
+        )
+    return None
 
 
 def _is_chip(name: str, kind: str) -> bool:

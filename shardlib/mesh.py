@@ -107,8 +107,12 @@ class MeshConfig:
         """Devices along each axis, in mesh order; -1 for an unresolved one."""
         return {axis.name: axis.size for axis in self.axes}
 
-    def resolve(self, num_devices: int) -> "MeshConfig":
+    def resolve(self, num_devices: int, *, at_hand: bool = False) -> "MeshConfig":
         """Returns the mesh with its -1 filled in, so that it covers `num_devices` exactly.
+
+        Args:
+            num_devices: How many devices there are.
+            at_hand: Whether they are those of `jax.devices()`, of which fewer can be passed.
 
         Raises:
             MeshError: If no degree does, or if there is no -1 and the product differs.
@@ -116,13 +120,13 @@ class MeshConfig:
         known = math.prod(d for a in self.axes for d in (a.outer, a.inner) if d != -1)
         if all(axis.size != -1 for axis in self.axes):
             if known != num_devices:
-                raise MeshError(_product_fault(self, known, num_devices))
+                raise MeshError(_product_fault(self, known, num_devices, at_hand=at_hand))
             return self
         if num_devices % known:
             raise MeshError(
                 f"mesh {self} cannot fill {_devices(num_devices)}: its other degrees multiply to "
                 f"{known}, which does not divide {num_devices}.\n"
-                f"  {_fewer_devices(num_devices - num_devices % known, num_devices)}"
+                f"  {_fewer_devices(num_devices - num_devices % known, num_devices, at_hand)}"
             )
         rest = num_devices // known
         return MeshConfig(
@@ -159,7 +163,7 @@ def make_mesh(
     found = list(jax.devices() if devices is None else devices)
     if not found:
         raise MeshError("a mesh needs at least one device.\n  Leave devices out to use them all.")
-    config = _resolved(spec, len(found), count_groups(found))
+    config = _resolved(spec, len(found), count_groups(found), at_hand=True)
     grid = arrange(
         found,
         names=config.names,
@@ -223,10 +227,12 @@ def describe(mesh: Mesh | AbstractMesh) -> str:
     return ",".join(f"{name}={size}" for name, size in mesh_sizes(mesh).items())
 
 
-def _resolved(spec: MeshSpec, num_devices: int, num_groups: int) -> MeshConfig:
+def _resolved(
+    spec: MeshSpec, num_devices: int, num_groups: int, *, at_hand: bool = False
+) -> MeshConfig:
     if isinstance(spec, str) and spec.strip() == "auto":
         return auto_mesh(num_devices, num_groups=num_groups)
-    return MeshConfig.parse(spec).resolve(num_devices)
+    return MeshConfig.parse(spec).resolve(num_devices, at_hand=at_hand)
 
 
 def _axis_types(axis_types: AxisTypes, count: int) -> tuple[AxisType, ...]:
@@ -294,17 +300,22 @@ def _devices(count: int) -> str:
     return f"{count} device" if count == 1 else f"{count} devices"
 
 
-def _fewer_devices(count: int, available: int) -> str:
-    if 0 < count < available:
-        return f"Pass devices=jax.devices()[:{count}], or choose degrees that divide {available}."
-    return f"Choose degrees that divide {available}."
+def _use_fewer(count: int, at_hand: bool) -> str:
+    return f"pass devices=jax.devices()[:{count}]" if at_hand else f"run on {_devices(count)}"
 
 
-def _product_fault(config: MeshConfig, needed: int, available: int) -> str:
+def _fewer_devices(count: int, available: int, at_hand: bool) -> str:
+    divide = f"choose degrees that divide {available}."
+    return (
+        f"{_use_fewer(count, at_hand)}, or {divide}".capitalize() if count else divide.capitalize()
+    )
+
+
+def _product_fault(config: MeshConfig, needed: int, available: int, *, at_hand: bool) -> str:
     """Says how many devices a mesh needs, and which degree to leave open instead."""
     verb = "is" if available == 1 else "are"
     fault = f"mesh {config} needs {_devices(needed)} but {available} {verb} available.\n  "
-    fewer = f"pass devices=jax.devices()[:{needed}]" if needed < available else ""
+    fewer = _use_fewer(needed, at_hand) if needed < available else ""
     for position, axis in enumerate(config.axes):
         axes = list(config.axes)
         axes[position] = MeshAxis(axis.name, inner=-1)
@@ -316,6 +327,6 @@ def _product_fault(config: MeshConfig, needed: int, available: int) -> str:
             return f"{fault}Set one axis to -1 ({opened} gives {shape}){either}."
     return fault + (
         f"{fewer.capitalize()}."
-        if fewer
+        if fewer and at_hand
         else f"Choose degrees whose product is {available}, or run on {_devices(needed)}."
     )

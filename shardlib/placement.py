@@ -11,14 +11,10 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from shardlib.errors import MeshError
+from shardlib.hardware import slice_of
 
 _LOG = logging.getLogger(__name__)
 _GRID_DEVICES, _GRID_COLUMNS, _GRID_AXES = 64, 16, 3
-
-
-def slice_of(device: Any) -> int:
-    """Index of the slice (TPU) or fast-link domain (GPU) of a device; 0 where there is none."""
-    return getattr(device, "slice_index", 0) or 0
 
 
 def count_groups(devices: Sequence[Any]) -> int:

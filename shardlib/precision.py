@@ -19,7 +19,7 @@ class Precision:
     """
 
     params: Any
-    """Dtype in which parameters, and so the optimizer state, are stored."""
+    """Dtype in which parameters are stored; the state of shardlib's optimizers is in float32."""
     compute: Any
     """Dtype of parameters and floating batch leaves inside of the loss function."""
 

@@ -240,6 +240,7 @@ def test_explain_on_a_cluster_compiles_the_step(capfd, tiny, tmp_path):
     facts = json.loads(out)
     assert (code, facts["mesh"], facts["findings"]) == (0, {"fsdp": 8}, [])
     assert {c["kind"] for c in facts["collectives"]} == {"all-gather", "all-reduce"}
+    assert {c["model_path"] for c in facts["collectives"]} >= {"Transformer/Block/MLP/Linear"}
     assert not (tmp_path / "run").exists()
 
 
@@ -247,7 +248,8 @@ def test_explain_compares_two_steps(capfd, tiny):
     code, out, err = shardlib(capfd, "explain", "--diff", tiny, "mesh=data=8", "--on", "cpu:8")
     assert (code, err) == (0, "")
     assert out.startswith(
-        "before: step on mesh fsdp=8 of cpu:8\nafter:  step on mesh data=8 of cpu:8\n"
+        f"before: {tiny}: step on mesh fsdp=8 of cpu:8\n"
+        f"after:  {tiny} mesh=data=8: step on mesh data=8 of cpu:8\n"
     )
     assert "sent: all-gather over fsdp" in out
     words = ["--diff", tiny, tiny, "mesh=data=8", "--on", "cpu:8"]
@@ -263,8 +265,12 @@ def test_explain_strict_fails_for_faults_that_no_baseline_accepts(capfd, tiny, t
     assert "SL101 head/kernel" in out
     accepted = str(tmp_path / "faults.yaml")
     code, out, err = shardlib(capfd, *words, "--baseline", accepted, "--accept")
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert out.endswith("no new faults, 2 accepted\n")
+    assert err == f"{accepted}: 2 accepted faults written\n"
     assert shardlib(capfd, *words, "--baseline", accepted)[0] == 0
+    facts = json.loads(shardlib(capfd, *words, "--baseline", accepted, "--json")[1])
+    assert (len(facts["findings"]), len(facts["accepted"])) == (0, 2)
     # What was mended is said, and no fault.
     code, _, err = shardlib(capfd, "explain", tiny, "--on", "cpu:8", "--baseline", accepted)
     assert code == 0
@@ -272,24 +278,78 @@ def test_explain_strict_fails_for_faults_that_no_baseline_accepts(capfd, tiny, t
     assert err.endswith("is accepted and was not found\n")
 
 
-def test_explain_options_that_need_each_other(capfd, tiny):
-    assert shardlib(capfd, "explain", tiny, "--html", "page.html", "--optimize") == (
-        2,
-        "",
-        "ConfigError: --html, --optimize looks at a compiled step, and nothing says for what to "
-        "compile.\n  Name a cluster, as in --on v5e-16, without --abstract.\n",
-    )
-    assert shardlib(capfd, "explain", tiny, "--on", "cpu:8", "--accept") == (
-        2,
-        "",
-        "ConfigError: --accept writes to a baseline.\n  Name it: --baseline faults.json.\n",
-    )
-    assert shardlib(capfd, "explain", "--diff", tiny, "--on", "cpu:8") == (
-        2,
-        "",
-        "ConfigError: --diff compares two steps, and one is given.\n  Add a config or a key to "
-        f"change: shardlib explain --diff {tiny} mesh=fsdp=-1 --on cpu:8.\n",
-    )
+def test_explain_strict_fails_for_faults_that_only_the_second_step_has(capfd, tiny):
+    indivisible = "model.embed_dim=12"
+    both = ["model.vocab_size=30000", "rules.params.vocab=null"]
+    both += ["rules.params.embed=[fsdp, null]"]
+    words = ["explain", "--strict", "--on", "cpu:8", "--diff", tiny]
+    code, out, _ = shardlib(capfd, *words, indivisible, *both)
+    assert "new fault: SL101 head/kernel" in out
+    assert code == 1
+    # Faults that both have are no change.
+    code, out, _ = shardlib(capfd, *words, tiny, indivisible, *both)
+    assert out.endswith("the steps do the same\n")
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--html page.html --optimize",
+            "--optimize, --html look at a compiled step, and nothing says for what to compile.\n"
+            "  Name a cluster, as in --on v5e-16.\n",
+        ),
+        (
+            "--diff --abstract --on cpu:8 mesh=data=8",
+            "--diff looks at a compiled step, and --abstract compiles none.\n"
+            "  Leave --abstract out.\n",
+        ),
+        (
+            "--on cpu:8 --accept",
+            "--accept writes to a baseline.\n  Name it: --baseline faults.json.\n",
+        ),
+        (
+            "--diff --on cpu:8",
+            "--diff compares two steps, and one is given.\n  Add a config or a key to change: "
+            "shardlib explain --diff CONFIG mesh=fsdp=-1 --on cpu:8.\n",
+        ),
+        (
+            "--diff --on cpu:8 mesh=data=8 --html a.html --baseline b.json --accept",
+            "--html, --baseline, --accept are of one step, and --diff compares two.\n  Explain the "
+            "steps one by one for that. With --diff, --strict fails for faults that only the "
+            "second step has.\n",
+        ),
+        (
+            "--on 8xh100 --optimize",
+            "--optimize is of programs for TPUs, and 8xh100 has GPU devices: their programs are "
+            "optimized as for a run already.\n  Leave it out.\n",
+        ),
+        (
+            "--on cpu:8 --baseline nowhere.json",
+            "the baseline nowhere.json does not exist.\n"
+            "  Write it from the faults that there are now, with --accept.\n",
+        ),
+    ],
+)
+def test_explain_refuses_options_that_do_not_fit_each_other(capfd, tiny, words, message):
+    found = shardlib(capfd, "explain", tiny, *words.split())
+    assert found == (2, "", f"ConfigError: {message.replace('CONFIG', tiny)}")
+
+
+@pytest.mark.parametrize(
+    ("option", "more"), [("--html", []), ("--baseline", ["--accept"])], ids=["html", "accept"]
+)
+def test_explain_refuses_what_it_could_not_write_before_it_compiles(
+    capfd, tiny, tmp_path, option, more
+):
+    missing = str(tmp_path / "no" / "file.json")
+    fault = f"there is no directory {tmp_path / 'no'}"
+    for path, why in ((missing, fault), (str(tmp_path), "it is a directory")):
+        # The config is not read before: it has no such key.
+        words = ["--on", "cpu:8", "nonsense=1", option, path, *more]
+        message = f"{option} {path} cannot be written: {why}.\n  Name another file.\n"
+        assert shardlib(capfd, "explain", tiny, *words) == (2, "", f"ConfigError: {message}")
 
 
 def test_launch_runs_the_command_in_every_process():

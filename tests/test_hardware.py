@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlib.errors import MeshError
-from shardlib.hardware import CHIPS, Chip, chip_for, parse_cluster
+from shardlib.hardware import (
+    CHIPS,
+    Chip,
+    MixedCluster,
+    chip_for,
+    of_one_kind,
+    parse_cluster,
+    parse_mixed,
+)
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
 
@@ -83,6 +91,9 @@ def test_what_was_not_verified_is_marked():
         "a100-40": ("network_bytes_per_second_per_host",),
         "a100-80": ("network_bytes_per_second_per_host",),
         "b200": ("pcie_bytes_per_second",),
+        "l4": ("network_bytes_per_second_per_chip",),
+        "t4": ("network_bytes_per_second_per_chip",),
+        "v100-32": ("network_bytes_per_second_per_host",),
     }
     fields = {field.name for field in dataclasses.fields(Chip)}
     assert all(name in fields for names in marked.values() for name in names)
@@ -205,6 +216,75 @@ def test_hosts_times_gpus(hosts, per_host, chip):
     cluster = parse_cluster(f"{hosts}x{per_host}x{chip}")
     assert cluster.num_devices == hosts * per_host
     assert cluster.num_hosts == hosts
+
+
+def test_mixed_clusters_by_name():
+    mixed = parse_mixed(" 8xH100 + 2x8xa100-80+16xb200")
+    assert mixed.name == "8xh100+2x8xa100-80+16xb200"
+    assert [kind.num_devices for kind in mixed.kinds] == [8, 16, 16]
+    assert (mixed.num_devices, mixed.num_chips, mixed.num_hosts) == (40, 40, 5)
+    assert parse_mixed(mixed.name) == mixed == MixedCluster(mixed.kinds)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        (
+            "8xh100+cpu:8",
+            "cluster '8xh100+cpu:8' has CPU devices, which are planned by themselves.\n"
+            "  Mix GPUs, as in 8xh100+16xa100-80.",
+        ),
+        (
+            "v5p-8+8xh100",
+            "cluster 'v5p-8+8xh100' mixes TPUs and GPUs, but a JAX program runs on one platform.\n"
+            "  Plan for each alone, or mix GPUs, as in 8xh100+16xa100-80.",
+        ),
+        (
+            "v5p-8+v5e-8",
+            "cluster 'v5p-8+v5e-8' mixes generations of TPUs, but all slices of a job are of one.\n"
+            "  Plan for each alone, or mix GPUs, as in 8xh100+16xa100-80.",
+        ),
+        (
+            "8xh100+2x8xh100",
+            "cluster '8xh100+2x8xh100' names h100 more than once.\n"
+            "  Write each kind once, as in 8xh100+16xa100-80.",
+        ),
+        (
+            "4xh100+2x8xa100-80",
+            "cluster '4xh100+2x8xa100-80' has hosts of 4 h100 and of 8 a100-80, but a mesh takes "
+            "as many devices of each.\n  Use as many, as in 1x4xh100+2x4xa100-80.",
+        ),
+        (
+            "8xh100+",
+            "cluster '8xh100+' lacks a part beside a '+'.\n  Write it as in 8xh100+16xa100-80.",
+        ),
+        ("8xh100+8xh10", f"cluster '8xh10' is unknown. Did you mean 'h100'?\n{USAGE}"),
+    ],
+)
+def test_kinds_that_cannot_be_mixed(name, fault):
+    with pytest.raises(MeshError) as error:
+        parse_mixed(name)
+    assert str(error.value) == fault
+
+
+def test_a_mixed_cluster_of_one_kind():
+    with pytest.raises(MeshError) as error:
+        MixedCluster((parse_cluster("8xh100"),))
+    assert str(error.value) == (
+        "cluster '8xh100' has one part.\n  Join several, as in 8xh100+16xa100-80."
+    )
+
+
+@pytest.mark.parametrize("read", [parse_cluster, lambda name: of_one_kind(parse_mixed(name))])
+def test_where_one_kind_is_wanted(read):
+    with pytest.raises(MeshError) as error:
+        read("8xh100+16xa100-80")
+    assert str(error.value) == (
+        "cluster '8xh100+16xa100-80' is of several kinds, for which only plans are made.\n"
+        "  Name one of them, as in 8xh100; for all: shardlib plan --on 8xh100+16xa100-80"
+    )
+    cluster = parse_cluster("8xh100")
+    assert of_one_kind("8xh100") == of_one_kind(cluster) == cluster
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def test_the_python_runs(capsys):
     assert "up/kernel" in table
     assert "fsdp, tensor" in table
     assert "│ all-gather │ fsdp      │" in table
+    assert "Plan 1, in code:\n  mesh = sl.make_mesh(" in table
 
 
 def test_it_opens_with_the_two_commands():

@@ -139,6 +139,7 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, RouterStats | None, KeyValues | None]:
         """Returns the residual stream [batch, length, embed], what the router of experts did, and
         the cache with the new rows."""
+        x = tag(x, "layer_in")
         branch = tag(self.attention_norm(x), "attention_in")
         branch, cache = self.attention(whole(branch), context, cache)
         x = x + self.attention_dropout(tag(residual(branch), "attention_out"))

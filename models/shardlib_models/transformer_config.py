@@ -10,7 +10,7 @@ from shardlib.registry import DataSpec
 from shardlib_models import moe
 from shardlib_models.moe import MoEConfig
 
-_TAGS = ("attention_in", "query", "key", "value", "attended", "attention_out", "mlp_in")
+_TAGS = ("layer_in", "attention_in", "query", "key", "value", "attended", "attention_out", "mlp_in")
 
 
 @configclass

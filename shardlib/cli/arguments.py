@@ -1,10 +1,14 @@
 """What the commands share: arguments, and how a config is read and a report printed."""
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+
+from shardlib.errors import ConfigError
 
 ConfigPath = Annotated[
     str,
@@ -29,6 +33,39 @@ def load_config(path: str, overrides: list[str] | None) -> Any:
 
     of_run = os.path.join(path, "config.yaml")
     return load(RunConfig, of_run if os.path.isfile(of_run) else path, overrides or ())
+
+
+def check_writable(option: str, path: str) -> None:
+    """Raises before anything is computed where a file could not be written in the end.
+
+    Raises:
+        ConfigError: If it is a directory, or its directory is absent or not to be written to.
+    """
+    directory = os.path.dirname(path) or "."
+    fault = ""
+    if os.path.isdir(path):
+        fault = "it is a directory"
+    elif not os.path.isdir(directory):
+        fault = f"there is no directory {directory}"
+    elif not os.access(path if os.path.exists(path) else directory, os.W_OK):
+        fault = "permission denied"
+    if fault:
+        raise ConfigError(f"{option} {path} cannot be written: {fault}.\n  Name another file.")
+
+
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Names the file where the system refuses to write it.
+
+    Raises:
+        ConfigError: If it does.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror}.\n  Name another file."
+        ) from None
 
 
 def console() -> Any:

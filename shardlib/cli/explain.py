@@ -3,11 +3,20 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from shardlib.cli.arguments import AsJson, ConfigPath, Overrides, console, load_config
+from shardlib.cli.arguments import (
+    AsJson,
+    ConfigPath,
+    Overrides,
+    check_writable,
+    console,
+    load_config,
+    writing,
+)
 from shardlib.errors import ConfigError
 
 On = Annotated[
@@ -17,91 +26,129 @@ On = Annotated[
         help="Compile the step for it, wherever this runs: v5e-16, 2xv5e-256, 64xh100, cpu:8.",
     ),
 ]
+Abstract = Annotated[
+    bool,
+    typer.Option("--abstract", help="With --on: trace only, in seconds, and compile nothing."),
+]
+Compare = Annotated[
+    bool,
+    typer.Option(
+        "--diff",
+        help="Compare CONFIG with what follows it, a config or one KEY=VALUE of it; further keys "
+        "change both. With --on.",
+    ),
+]
+Optimize = Annotated[
+    bool,
+    typer.Option(
+        "--optimize", help="Compile for TPUs as for a run, which takes five times as long."
+    ),
+]
+Html = Annotated[str | None, typer.Option(metavar="FILE", help="Also write the report as a page.")]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="Exit 1 for any fault that the baseline does not accept, or if the step does not fit; "
+        "with --diff, for any fault that the first step has not.",
+    ),
+]
+BaselineFile = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Faults that are accepted, JSON or YAML.")
+]
+Accept = Annotated[bool, typer.Option("--accept", help="Write the faults found to the baseline.")]
 
 
 def explain(
     config: ConfigPath,
     overrides: Overrides = None,
     on: On = None,
-    abstract: Annotated[
-        bool,
-        typer.Option("--abstract", help="With --on: trace only, in seconds, and compile nothing."),
-    ] = False,
-    diff: Annotated[
-        bool,
-        typer.Option(
-            "--diff",
-            help="Compare CONFIG with what follows it, a config or one KEY=VALUE of it; further "
-            "keys change both. With --on.",
-        ),
-    ] = False,
-    optimize: Annotated[
-        bool,
-        typer.Option(
-            "--optimize", help="Compile for TPUs as for a run, which takes five times as long."
-        ),
-    ] = False,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Also write the report as a page.")
-    ] = None,
+    abstract: Abstract = False,
+    diff: Compare = False,
+    optimize: Optimize = False,
+    html: Html = None,
     as_json: AsJson = False,
-    strict: Annotated[
-        bool,
-        typer.Option(
-            "--strict",
-            help="Exit 1 for any fault that the baseline does not accept, or if the step does not "
-            "fit.",
-        ),
-    ] = False,
-    baseline: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Faults that are accepted, JSON or YAML.")
-    ] = None,
-    accept: Annotated[
-        bool, typer.Option("--accept", help="Write the faults found to the baseline.")
-    ] = False,
+    strict: Strict = False,
+    baseline: BaselineFile = None,
+    accept: Accept = False,
 ) -> None:
     """Show how every parameter is sharded and why; with --on, what the compiled step sends, holds
     and does wrong. Refuses what train would, but for faults of the data. Allocates nothing."""
-    compiles = on is not None and not abstract
     if on is not None:  # No device of this machine has a part in it.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    _check_options(
-        compiles,
-        {"--diff": diff, "--html": html, "--baseline": baseline, "--optimize": optimize},
-        accept=accept and baseline is None,
-    )
-    if diff:
-        _compare(config, overrides, str(on), optimize=optimize, as_json=as_json)
-        return
-    loaded = load_config(config, overrides)
-    report: Any
-    if compiles:
-        report, faults = _compiled(loaded, str(on), optimize, baseline, accept)
+    files = {"--html": html, "--baseline": baseline, "--accept": accept}
+    _check_options(on, abstract, {"--diff": diff, "--optimize": optimize, **files})
+    if on is None or abstract:
+        faults = _parameters(load_config(config, overrides), on, as_json, strict)
+    elif diff:
+        _check_diff(config, overrides, on, files)
+        faults = _compare(config, overrides or [], on, optimize, as_json)
     else:
-        from shardlib.run.inspecting import explain as run_explain
-
-        report = run_explain(loaded, on)
-        faults = report.faults()
-    if html is not None:
-        with open(html, "w", encoding="utf-8") as file:
-            file.write(report.html())
-    _print(report, as_json)
+        for option, file in (("--html", html), ("--baseline", baseline if accept else None)):
+            if file is not None:
+                check_writable(option, file)
+        loaded = load_config(config, overrides)
+        report, faults = _compiled(loaded, on, optimize, baseline, accept)
+        if html is not None:
+            with writing(html), open(html, "w", encoding="utf-8") as file:
+                file.write(report.html())
+        _print(report, as_json)
     if strict and faults:
-        if not compiles:
-            print(*faults, sep="\n", file=sys.stderr)
         raise typer.Exit(1)
 
 
-def _check_options(compiles: bool, given: dict[str, Any], *, accept: bool) -> None:
-    needing = [name for name, value in given.items() if value]
-    if needing and not compiles:
+def _check_options(on: str | None, abstract: bool, given: dict[str, Any]) -> None:
+    needing = [name for name, value in given.items() if value and name != "--accept"]
+    looks = f"{', '.join(needing)} look{'s' * (len(needing) == 1)} at a compiled step"
+    if needing and on is None:
         raise ConfigError(
-            f"{', '.join(needing)} looks at a compiled step, and nothing says for what to compile."
-            "\n  Name a cluster, as in --on v5e-16, without --abstract."
+            f"{looks}, and nothing says for what to compile.\n  Name a cluster, as in --on v5e-16."
         )
-    if accept:
+    if needing and abstract:
+        raise ConfigError(f"{looks}, and --abstract compiles none.\n  Leave --abstract out.")
+    if given["--accept"] and not given["--baseline"]:
         raise ConfigError("--accept writes to a baseline.\n  Name it: --baseline faults.json.")
+    if given["--optimize"] and on is not None:
+        _check_optimize(on)
+
+
+def _check_optimize(on: str) -> None:
+    from shardlib.hardware import parse_cluster
+
+    platform = parse_cluster(on).platform
+    if platform != "tpu":
+        raise ConfigError(
+            f"--optimize is of programs for TPUs, and {on} has {platform.upper()} devices: their "
+            "programs are optimized as for a run already.\n  Leave it out."
+        )
+
+
+def _check_diff(config: str, others: list[str] | None, on: str, files: dict[str, Any]) -> None:
+    if not others:
+        raise ConfigError(
+            "--diff compares two steps, and one is given.\n  Add a config or a key to change: "
+            f"shardlib explain --diff {config} mesh=fsdp=-1 --on {on}."
+        )
+    needless = [name for name, value in files.items() if value]
+    if needless:
+        raise ConfigError(
+            f"{', '.join(needless)} {'is' if len(needless) == 1 else 'are'} of one step, and "
+            "--diff compares two.\n  Explain the steps one by one for that. With --diff, --strict "
+            "fails for faults that only the second step has."
+        )
+
+
+def _parameters(loaded: Any, on: str | None, as_json: bool, strict: bool) -> Sequence[Any]:
+    """Prints the report on a run's state; returns its faults, which it does not show by itself."""
+    from shardlib.run.inspecting import explain as run_explain
+
+    report = run_explain(loaded, on)
+    _print(report, as_json)
+    faults = report.faults()
+    if strict and faults:
+        print(*faults, sep="\n", file=sys.stderr)
+    return faults
 
 
 def _compiled(
@@ -118,22 +165,19 @@ def _compiled(
     report = explain_compiled(loaded, on, optimize=optimize)
     if accept and baseline is not None:
         accepted = baseline_of(report.findings, accepted)
-        write_baseline(accepted, baseline)
+        with writing(baseline):
+            write_baseline(accepted, baseline)
+        count = len(accepted.entries)
+        print(f"{baseline}: {count} accepted fault{'s' * (count != 1)} written", file=sys.stderr)
     judged = accepted.judge(report.findings)
     for entry in judged.unused:
         print(f"{baseline}: {entry} is accepted and was not found", file=sys.stderr)
-    report = dataclasses.replace(report, findings=judged.new)
+    report = dataclasses.replace(report, findings=judged.new, accepted=judged.accepted)
     return report, [*map(str, judged.new), *([] if report.fits else [report.verdict()])]
 
 
-def _compare(
-    config: str, others: list[str] | None, on: str, *, optimize: bool, as_json: bool
-) -> None:
-    if not others:
-        raise ConfigError(
-            "--diff compares two steps, and one is given.\n  Add a config or a key to change: "
-            f"shardlib explain --diff {config} mesh=fsdp=-1 --on {on}."
-        )
+def _compare(config: str, others: list[str], on: str, optimize: bool, as_json: bool) -> list[str]:
+    """Prints what changes between two steps; returns what --strict fails for."""
     from shardlib.explain.diff import diff
     from shardlib.run.inspecting import explain_compiled
 
@@ -142,11 +186,13 @@ def _compare(
     first = load_config(config, rest)
     second = load_config(other, rest) if is_config else load_config(config, [*rest, other])
     before, after = (explain_compiled(each, on, optimize=optimize) for each in (first, second))
-    _print(diff(before, after), as_json)
+    found = diff(before, after, names=(config, other if is_config else f"{config} {other}"))
+    _print(found, as_json)
+    return [*found.new_faults, *([] if after.fits else [after.verdict()])]
 
 
 def _print(report: Any, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(report.to_dict(), indent=2))
+        print(json.dumps(report.to_dict(), indent=2, allow_nan=False))
     else:
         console().print(report.render())

@@ -2,9 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,22 +13,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.errors import ConfigError, MeshError
 from shardlib.explain import cache
+from shardlib.explain.call import NO_KEYWORDS, Call, abstract_leaf, bound, jitted
 from shardlib.explain.captured import captured_errors
 from shardlib.explain.hlo import Module, parse
-from shardlib.explain.moving import (
-    AnyMesh,
-    Move,
-    abstract_leaf,
-    is_state,
-    lies_on,
-    mesh_of,
-    mesh_over,
-    parameter_names,
-    placed_arguments,
-)
+from shardlib.explain.moving import AnyMesh, Move, is_state, lies_on, mesh_of, mesh_over
 from shardlib.explain.oversized import compile_larger, needed_bytes
+from shardlib.explain.parameters import parameter_paths
 from shardlib.explain.topology import devices_of as devices_of
-from shardlib.hardware import Cluster
+from shardlib.hardware import Cluster, cluster_of
 from shardlib.mesh import mesh_sizes
 from shardlib.paths import named_leaves
 
@@ -62,17 +54,19 @@ class CompiledStep:
         lowered_hash: Of the StableHLO it was compiled from, with its sources.
         mesh_sizes: Devices along each axis, in mesh order.
         mesh: The mesh, with the devices that it was compiled for.
-        cluster: What it was compiled for; None for the devices at hand.
-        arguments: Pytrees of `ShapeDtypeStruct`s with shardings on that mesh.
-        argument_names: What each array is for, by path, as in `state/params/head/kernel`: one of
-            `params`, `optimizer`, `model_state`, `batch`, `other`.
+        cluster: What it was compiled for; None for devices at hand whose chip is not known, as that
+            of CPUs.
+        arguments: Those that hold arrays, as pytrees of `ShapeDtypeStruct`s with shardings on that
+            mesh, and those by keyword last. A number beside arrays is an array.
+        argument_names: What each array is for, by path and in order, as in
+            `state/params/head/kernel`: one of `params`, `optimizer`, `model_state`, `batch`,
+            `other`.
         donated: Of each array of the arguments, in order, whether the step takes its memory.
         warnings: What the compiler wrote to the standard error, such as of involuntary full
-            rematerialization.
+            rematerialization; None where TF_CPP_MIN_LOG_LEVEL hid it.
         compiled_for: The cluster that the text is for. Of a step far too large for its chip that is
             one of as many devices with more memory; only `memory["peak"]` is of the chip itself.
-        jaxpr: What the step was traced to, a `ClosedJaxpr`; None for what keeps it to itself, as
-            `nnx.jit` does.
+        jaxpr: What the step was traced to, a `ClosedJaxpr`.
         compiled: The `jax.stages.Compiled`; None when the text is from the cache.
     """
 
@@ -85,32 +79,26 @@ class CompiledStep:
     arguments: tuple[Any, ...]
     argument_names: Mapping[str, str]
     donated: tuple[bool, ...] = ()
-    warnings: str = ""
+    warnings: str | None = ""
     compiled_for: str = ""
     jaxpr: Any = None
     compiled: Any = None
 
+    def argument_paths(self, module: Module | None = None) -> dict[int, str]:
+        """Returns the path in `argument_names` of each argument of the program, by its number.
+        Arrays that the step does not read are no arguments of the program."""
+        return parameter_paths(module or parse(self.text), self.argument_names)
+
     def argument_categories(self, module: Module | None = None) -> dict[int, str]:
-        """Returns what each argument of the program is for, by its number; those that the step
-        does not read are no arguments of the program."""
-        module = module or parse(self.text)
-        entry = module.computations.get(module.entry, ())
-        parameters = [i for i in entry if i.opcode == "parameter"]
-        in_order = list(self.argument_names.values())
-        by_words = {_words(path): what for path, what in self.argument_names.items()}
-        found = {}
-        for parameter in parameters:
-            number = int(parameter.operands)
-            category = by_words.get(_words(parameter.op_name))
-            if category is None and len(parameters) == len(in_order):
-                category = in_order[number]
-            found[number] = category or "other"
-        return found
+        """Returns what each argument of the program is for, by its number."""
+        paths = self.argument_paths(module)
+        return {number: self.argument_names[path] for number, path in paths.items()}
 
 
 def compile_step(
     step: Any,
     arguments: tuple[Any, ...],
+    keywords: Mapping[str, Any] = NO_KEYWORDS,
     *,
     on: Cluster | None = None,
     optimize: bool = False,
@@ -122,7 +110,9 @@ def compile_step(
         step: Any function, jitted or not, or an object with `program(*arguments)`, which returns a
             jitted one, as a training step of shardlib has.
         arguments: What it is called with: pytrees of arrays or `ShapeDtypeStruct`s with
-            `NamedSharding`s, and whatever else it takes. Their mesh may be abstract.
+            `NamedSharding`s, and whatever else it takes. Their mesh may be abstract; where they lie
+            on none, it is that of the `in_shardings` or `out_shardings` of the step.
+        keywords: What it is called with by name.
         on: The cluster. The step is compiled for a mesh of the same axes over its devices, unless
             its arguments lie there already. None for the devices of the arguments.
         optimize: Whether a program for TPUs is optimized as one that is run, which takes five
@@ -132,60 +122,131 @@ def compile_step(
 
     Raises:
         MeshError: If the step's mesh does not have as many devices as the cluster, or there is no
-            mesh.
+            mesh, or there are several.
         MissingExtraError: If the compiler of the cluster's platform is not installed.
         ConfigError: If the step needs a library for its compilation that is not installed.
         DoesNotFitError: If it exceeds the largest TPU so far that it cannot be compiled.
     """
-    old = mesh_of(arguments)
-    mesh = _mesh_for(old, on)
-    jitted, placed = _placed(step, tuple(arguments), old, mesh)
-    with _active_mesh(mesh):
-        traced = _traced(jitted, placed)
-        lowered = traced.lower()
-        names = parameter_names(jitted, placed)
-        placed = placed_arguments(jitted, placed)
+
+    def compile_on(other: Cluster) -> CompiledStep:
+        return compile_step(step, arguments, keywords, on=other, optimize=optimize, keep=keep)
+
+    found = _lower(step, tuple(arguments), keywords, on, optimize=optimize)
+    program, compiled = _program(found, on, compile_on, keep=keep)
+    return _described(found, on or cluster_of(found.devices), program, compiled)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lowering:
+    """A step on its mesh, to be compiled."""
+
+    lowered: Any
+    mesh: Mesh
+    call: Call
+    jaxpr: Any
+    options: dict[str, Any]
+    """For the compiler."""
+
+    @property
+    def devices(self) -> list[Any]:
+        return list(self.mesh.devices.flat)
+
+    @property
+    def platform(self) -> str:
+        return self.devices[0].platform
+
+    @functools.cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.lowered.as_text(debug_info=True).encode()).hexdigest()
+
+    def key(self) -> str:
+        devices = [f"{device.device_kind} {device.id}" for device in self.devices]
+        return cache.program_key(self.digest, [*devices, repr(sorted(self.options.items()))])
+
+
+def _lower(
+    step: Any,
+    arguments: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    on: Cluster | None,
+    *,
+    optimize: bool,
+) -> _Lowering:
+    # Tracing may start JAX, and with it as many CPU devices as are asked for by then.
+    devices = None if on is None else devices_of(on)
+    arguments, keywords = bound(step, arguments, keywords)
+    with _named_cudnn():
+        old = mesh_of((arguments, keywords))
+        if old is None:
+            call = Call.of(jitted(step, arguments, keywords), arguments, keywords)
+            old = mesh_of(call.shardings)
+        mesh = _mesh_for(old, on, devices)
+        function, arguments, keywords = _on_mesh(step, arguments, keywords, old, mesh)
+        with _active_mesh(mesh):
+            traced = function.trace(*arguments, **keywords)
+            call = Call.of(function, arguments, keywords)
+            lowered = traced.lower()
+    # What `nnx.jit` traces keeps its jaxpr to itself.
+    jaxpr = getattr(traced, "jaxpr", call.jaxpr)
+    options = _options(mesh, optimize=optimize) | call.compiler_options
+    return _Lowering(lowered, mesh, call, jaxpr, options)
+
+
+def _options(mesh: Mesh, *, optimize: bool) -> dict[str, Any]:
     platform = mesh.devices.flat[0].platform
-    options = dict(_OPTIONS.get(platform, {}))
+    found = dict(_OPTIONS.get(platform, {}))
     if platform == "tpu":
-        options["optimization_level"] = _DEFAULT if optimize else _FAST
-    digest = hashlib.sha256(lowered.as_text(debug_info=True).encode()).hexdigest()
+        found["optimization_level"] = _DEFAULT if optimize else _FAST
+    return found
+
+
+def _program(
+    found: _Lowering,
+    on: Cluster | None,
+    compile_on: Callable[[Cluster], CompiledStep],
+    *,
+    keep: bool,
+) -> tuple[cache.Program, Any]:
+    """Returns what is kept of a compiled program, and the program itself where it is made now."""
     compiled = None
 
     def compile_it() -> cache.Program:
         nonlocal compiled
         try:
             with captured_errors() as said:
-                compiled = lowered.compile(compiler_options=options or None)
+                compiled = found.lowered.compile(compiler_options=found.options or None)
         except jax.errors.JaxRuntimeError:
-            needed = needed_bytes(lowered, options) if platform == "tpu" else None
+            is_tpu = found.platform == "tpu"
+            needed = needed_bytes(found.lowered, found.options) if is_tpu else None
             if needed is None:
                 raise
-            found = compile_larger(
-                on,
-                needed,
-                lambda other: compile_step(step, arguments, on=other, optimize=optimize, keep=keep),
-            )
-            memory = {**found.memory, "peak": needed}
-            return cache.Program(found.text, memory, found.warnings, found.compiled_for)
-        return cache.Program(compiled.as_text() or "", memory_of(compiled, platform), said.text)
+            other = compile_larger(on, needed, compile_on)
+            memory = {**other.memory, "peak": needed}
+            return cache.Program(other.text, memory, other.warnings, other.compiled_for)
+        memory = memory_of(compiled, found.platform)
+        return cache.Program(compiled.as_text() or "", memory, said.text)
 
-    devices = [f"{device.device_kind} {device.id}" for device in mesh.devices.flat]
-    key = cache.program_key(digest, [*devices, repr(sorted(options.items()))])
-    program = cache.cached(key, compile_it) if keep else compile_it()
+    program = cache.cached(found.key(), compile_it) if keep else compile_it()
+    return program, compiled
+
+
+def _described(
+    found: _Lowering, cluster: Cluster | None, program: cache.Program, compiled: Any
+) -> CompiledStep:
+    arguments = found.call.placed()
     return CompiledStep(
         text=program.text,
         memory=program.memory,
-        lowered_hash=digest,
-        mesh_sizes=mesh_sizes(mesh),
-        mesh=mesh,
-        cluster=on,
-        arguments=placed,
-        argument_names=argument_names(placed, names),
-        donated=tuple(info.donated for info in jax.tree.leaves(lowered.args_info)),
+        lowered_hash=found.digest,
+        mesh_sizes=mesh_sizes(found.mesh),
+        mesh=found.mesh,
+        cluster=cluster,
+        arguments=arguments,
+        argument_names=argument_names(arguments, found.call.names),
+        donated=found.call.donated,
         warnings=program.warnings,
-        compiled_for=program.compiled_for or (on.name if on else platform),
-        jaxpr=getattr(traced, "jaxpr", None),
+        compiled_for=program.compiled_for or (cluster.name if cluster else found.platform),
+        jaxpr=found.jaxpr,
         compiled=compiled,
     )
 
@@ -201,6 +262,9 @@ def memory_of(compiled: Any, platform: str) -> dict[str, int]:
     # On CPU the peak leaves the temporaries out.
     together = found["argument"] + found["temp"] + found["output"] - found["alias"]
     peak = together if platform == "cpu" else int(getattr(stats, "peak_memory_in_bytes", 0))
+    if platform == "tpu":
+        # Arguments that lie in the memory of the hosts are counted.
+        peak -= int(getattr(stats, "host_argument_size_in_bytes", 0))
     return {**found, "peak": peak}
 
 
@@ -226,13 +290,8 @@ def _category(path: list[str], leaf: Any) -> str:
     return "other"
 
 
-def _words(path: str) -> tuple[str, ...]:
-    """The words of a path, however it is written: `state.params['head']` as `state/params/head`."""
-    return tuple(re.findall(r"\w+", path))
-
-
-def _mesh_for(old: AnyMesh | None, on: Cluster | None) -> Mesh:
-    if on is None:
+def _mesh_for(old: AnyMesh | None, on: Cluster | None, devices: list[Any] | None) -> Mesh:
+    if on is None or devices is None:
         if old is None or isinstance(old, AbstractMesh):
             raise MeshError(
                 "nothing says which devices to compile the step for: its arguments lie on "
@@ -240,7 +299,6 @@ def _mesh_for(old: AnyMesh | None, on: Cluster | None) -> Mesh:
                 "  Name a cluster, as in on='v5e-16', or place the arguments on a mesh."
             )
         return old
-    devices = devices_of(on)
     if old is None:
         if len(devices) > 1:
             raise MeshError(
@@ -254,32 +312,38 @@ def _mesh_for(old: AnyMesh | None, on: Cluster | None) -> Mesh:
     return mesh_over(old, devices, on.name)
 
 
-def _placed(
-    step: Any, arguments: tuple[Any, ...], old: AnyMesh | None, mesh: Mesh
-) -> tuple[Any, tuple[Any, ...]]:
-    """Returns a jitted function that computes the step on a mesh, and the arguments to trace it
-    with."""
+def _on_mesh(
+    step: Any,
+    arguments: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    old: AnyMesh | None,
+    mesh: Mesh,
+) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """Returns a jitted function that computes the step on a mesh, and what to trace it with."""
+    whole = (arguments, keywords)
     if old is None:  # Of one device.
-        whole = NamedSharding(mesh, PartitionSpec())
-        placed = jax.tree.map(lambda leaf: abstract_leaf(leaf, lambda _: whole), arguments)
-        return _jitted(step, placed), placed
+        place = NamedSharding(mesh, PartitionSpec())
+        arguments, keywords = jax.tree.map(lambda leaf: abstract_leaf(leaf, lambda _: place), whole)
+        return jitted(step, arguments, keywords), arguments, keywords
     move = Move(old, mesh)
-    finds_mesh = any(is_state(node) for node in jax.tree.leaves(arguments, is_leaf=is_state))
-    if old is mesh or finds_mesh or isinstance(old, AbstractMesh):
-        placed = move.arguments(arguments)
-        return _jitted(step, placed), placed
-    return move.function(_jitted(step, arguments), arguments)
+    if old is mesh:
+        arguments, keywords = move.arguments(whole)
+        return jitted(step, arguments, keywords), arguments, keywords
+    has_state = any(is_state(node) for node in jax.tree.leaves(whole, is_leaf=is_state))
+    if has_state or isinstance(old, AbstractMesh):
+        # A state says where the step is to be: traced there, it is what it would be there.
+        arguments, keywords = move.arguments(whole)
+    function = jitted(step, arguments, keywords)
+    call = Call.of(function, arguments, keywords)
+    if isinstance(old, Mesh) and (not has_state or Move(old, mesh).is_left(call)):
+        return *move.function(call), NO_KEYWORDS
+    return function, arguments, keywords
 
 
-def _jitted(step: Any, arguments: tuple[Any, ...]) -> Any:
-    if hasattr(step, "program"):
-        return step.program(*arguments)
-    return step if hasattr(step, "trace") else jax.jit(step)
-
-
-def _traced(jitted: Any, arguments: tuple[Any, ...]) -> Any:
+@contextlib.contextmanager
+def _named_cudnn() -> Iterator[None]:
     try:
-        return jitted.trace(*arguments)
+        yield
     except RuntimeError as error:
         if "cuDNN" not in str(error):
             raise

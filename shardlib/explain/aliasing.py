@@ -61,6 +61,11 @@ def _first_operand(instruction: Instruction, by_name: Mapping[str, Any]) -> Inst
 
 def shareable(module: Module, instruction: Instruction, outputs: int) -> list[tuple[int, int]]:
     """Returns pairs of operand and output that may be the same memory, element for element."""
+    # What is summed is received where it lay; on CPU the runtime sums into memory of its own.
+    if instruction.opcode == "all-reduce-start" or (
+        instruction.opcode == "all-reduce" and module.is_tiled
+    ):
+        return [(n, n) for n in range(outputs)]
     operands: tuple[int, ...] = ()
     if instruction.opcode in _ELEMENTWISE and instruction.opcode != "copy":
         operands = tuple(range(len(instruction.operand_names)))

@@ -2,13 +2,13 @@
 
     {
       "accepted": [
-        {"code": "SL105", "place": "jvp()/dot_general", "why": "heads of 64 are the model's"}
+        {"code": "SL105", "place": "jvp()/dot_general in model.py:*", "why": "heads of 64"}
       ]
     }
 
-A finding is accepted by its code and its place: the path of a parameter, the name of an operation,
-a mesh axis. Lines are not part of it, so that an edit elsewhere changes nothing. `*` in a place
-stands for anything. JSON or, by the suffix `.yaml` or `.yml`, YAML.
+A finding is accepted by its code and its place: the path of a parameter, the name of an operation
+and the function that it stands in, a mesh axis. Lines are not part of it, so that an edit elsewhere
+changes nothing. `*` in a place stands for anything. JSON or, by the suffix `.yaml` or `.yml`, YAML.
 """
 
 import dataclasses
@@ -91,18 +91,26 @@ def read_baseline(path: str | Path) -> Baseline:
     """
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"the baseline {path} does not exist.\n"
+            "  Write it from the faults that there are now, with --accept."
+        ) from None
     except OSError as error:
         raise ConfigError(
-            f"the baseline {path} cannot be read: {error.strerror}.\n"
-            "  Write one first, from the findings that you accept."
+            f"the baseline {path} cannot be read: {error.strerror}.\n  Name a file."
+        ) from None
+    except UnicodeError:
+        raise ConfigError(
+            f"the baseline {path} is no text in UTF-8.\n  Write it anew, with --accept."
         ) from None
     data = _parsed(path, text)
     entries = data.get("accepted") if isinstance(data, dict) else None
     if not isinstance(entries, list):
         raise ConfigError(
             f"the baseline {path} holds no list 'accepted'.\n"
-            '  Write {"accepted": [{"code": "SL105", "place": "jvp()/dot_general"}]}.'
+            '  Write {"accepted": [{"code": "SL105", "place": "jvp()/dot_general in model.py:*"}]}.'
         )
     faults = [f"entry {n}: {fault}" for n, e in enumerate(entries, 1) if (fault := _fault(e))]
     if faults:
@@ -111,7 +119,11 @@ def read_baseline(path: str | Path) -> Baseline:
 
 
 def write_baseline(baseline: Baseline, path: str | Path) -> None:
-    """Writes a baseline, as YAML where the name ends so, else as JSON."""
+    """Writes a baseline, as YAML where the name ends so, else as JSON.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+    """
     path = Path(path)
     entries = [
         {name: value for name, value in dataclasses.asdict(entry).items() if value}
@@ -121,9 +133,16 @@ def write_baseline(baseline: Baseline, path: str | Path) -> None:
     if path.suffix in _YAML:
         import yaml
 
-        path.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
     else:
-        path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"the baseline {path} cannot be written: {error.strerror}.\n"
+            "  Name a file in a directory that exists and may be written to."
+        ) from None
 
 
 def _parsed(path: Path, text: str) -> Any:

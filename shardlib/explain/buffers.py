@@ -39,7 +39,8 @@ class Buffer:
     Attributes:
         bytes: With the padding of its layout; 0 of what lies elsewhere than in device memory.
         shape: Of the largest array in it, as the program has it, with its layout.
-        name, opcode, op_name, source: Of the instruction that first writes it.
+        name, opcode: Of the instruction that first writes it.
+        op_name, source: Of the first writer that has a source; without one, of the first.
         spans: First and last positions between which it is alive; see `LiveRanges.labels`.
         argument: Which argument of the program it holds; None for none.
         is_output: Whether it holds a result of the program.
@@ -170,7 +171,7 @@ class _Schedule:
             if instruction.name not in values:
                 operands = [values[name] for name in instruction.operand_names if name in values]
                 values[instruction.name] = self.value(instruction, operands)
-            root = values[instruction.name] if instruction.root or root == [] else root
+            root = values[instruction.name] if instruction.root else root
         instructions = self.module.computations.get(computation, ())
         if instructions and not any(i.root for i in instructions):
             root = values[instructions[-1].name]
@@ -262,7 +263,9 @@ class _Schedule:
         """The first half of an asynchronous operation, which carries its operands along."""
         opcode, shape = instruction.opcode, instruction.shape
         parts = elements(shape) if shape.startswith("(") else []
-        if opcode in ("all-reduce-start", "recv") or not parts or not operands:
+        if opcode == "all-reduce-start":
+            return self._made(instruction, operands)
+        if opcode == "recv" or not parts or not operands:
             return self.new(instruction, shape)
         if opcode == "async-start" and (called := instruction.called()):
             made = [operands, self.call(called[0], operands)]
@@ -343,6 +346,9 @@ class _Schedule:
             kept.bytes, kept.shape = other.bytes, other.shape
         kept.writers |= other.writers
         kept.readers |= other.readers
+        if kept.argument is None and not kept.source and other.source:
+            # What a compiler fills with zeros first comes from what is written into it.
+            kept.op_name, kept.source = other.op_name, other.source
         kept.argument = other.argument if kept.argument is None else kept.argument
         kept.is_output |= other.is_output
 

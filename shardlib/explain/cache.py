@@ -17,17 +17,17 @@ from pathlib import Path
 
 from shardlib.cache_root import cache_root
 
-_FORMAT = 1
+_FORMAT = 2
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is kept of a compiled program."""
+    """What is kept of a compiled program; nothing where its `warnings` are None, for not known."""
 
     text: str
     memory: dict[str, int]
-    warnings: str
+    warnings: str | None
     compiled_for: str = ""
     """Where it could not be compiled for its own chip, the cluster whose text it is."""
 
@@ -42,12 +42,15 @@ def program_key(lowered_hash: str, options: Iterable[str]) -> str:
 def cached(key: str, make: Callable[[], Program]) -> Program:
     """Returns the program kept under a key, made and kept first where there is none.
 
-    Where the cache directory cannot be written, it is made each time.
+    Where the cache directory cannot be written, or its warnings are not known, it is made each
+    time.
     """
     path = cache_root() / "programs" / f"{key}.json.gz"
     found = _read(path, key)
     if found is None:
         found = make()
+        if found.warnings is None:
+            return found
         with contextlib.suppress(OSError):
             _write(path, key, found)
     return found

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from shardlib.chips import Chip
+from shardlib.chips import CHIPS, Chip
 from shardlib.explain.gpu_targets import TARGETS
 
 _GIB = 2**30
@@ -36,12 +36,15 @@ def capacity(chip: Chip | None) -> Capacity | None:
     the memory of their host."""
     if chip is None:
         return None
+    # What the tables say is of the chip that is sold; one with other memory has as much more.
+    scale = chip.memory_bytes / CHIPS.get(chip.name, chip).memory_bytes
     if chip.kind == "tpu":
         total = int(chip.memory_bytes_per_device)
-        usable = int(_TPU_GIB[chip.name] * _GIB) if chip.name in _TPU_GIB else total
+        usable = int(_TPU_GIB[chip.name] * _GIB * scale) if chip.name in _TPU_GIB else total
         # Where the 16 GB of the data sheet are 16 GiB.
         return Capacity(usable, max(total, usable))
-    total = TARGETS[chip.name].memory_bytes if chip.name in TARGETS else int(chip.memory_bytes)
+    known = chip.name in TARGETS
+    total = int(TARGETS[chip.name].memory_bytes * scale if known else chip.memory_bytes)
     share = f"{_GPU_LARGEST_SHARE:.2f}".lstrip("0")
     note = (
         f"JAX takes {GPU_DEFAULT_SHARE:.0%} of a GPU's memory unless told otherwise: set "

@@ -31,7 +31,7 @@ class Diff:
     """What changes from one step to another.
 
     Attributes:
-        titles: What the two reports are of.
+        titles: What the two reports are of, and how the caller names them.
         changes: Figures that differ: memory by category, traffic by kind and mesh axes, bounds.
         specs: Parameters that are placed otherwise, by path: their specs before and after; None
             where a step has no such parameter.
@@ -74,8 +74,16 @@ class Diff:
         return dataclasses.asdict(self)
 
 
-def diff(before: StepReport, after: StepReport) -> Diff:
-    """Returns what changes from one report to another."""
+def diff(before: StepReport, after: StepReport, *, names: tuple[str, str] | None = None) -> Diff:
+    """Returns what changes from one report to another.
+
+    Args:
+        before, after: The reports.
+        names: What to call them, such as the configs they are of.
+    """
+    titles = (before.title(), after.title())
+    if names is not None:
+        titles = (f"{names[0]}: {titles[0]}", f"{names[1]}: {titles[1]}")
     old, new = _figures(before), _figures(after)
     changes = tuple(
         Change(what, old.get(what), new.get(what), _unit(what))
@@ -90,7 +98,7 @@ def diff(before: StepReport, after: StepReport) -> Diff:
     }
     faults = [{f"{f.code} {f.place}" for f in report.findings} for report in (before, after)]
     return Diff(
-        (before.title(), after.title()),
+        titles,
         changes,
         specs,
         tuple(sorted(faults[1] - faults[0])),

@@ -49,6 +49,7 @@ class Flops:
         uncounted: Kernels whose FLOPs are not known, by name: how often each runs.
         uncounted_loops: Loops of unknown length, whose turns count once.
         ragged: Ragged matmuls of which all rows count, filled or not.
+        by_dtype: Hardware FLOPs by the dtype of what is multiplied.
     """
 
     model: Mapping[Stage, float]
@@ -56,6 +57,7 @@ class Flops:
     uncounted: Mapping[str, int]
     uncounted_loops: int = 0
     ragged: int = 0
+    by_dtype: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def total_model(self) -> float:
@@ -75,6 +77,7 @@ class _Count:
         self.model: dict[Stage, float] = collections.defaultdict(float)
         self.hardware: dict[Stage, float] = collections.defaultdict(float)
         self.uncounted: dict[str, int] = collections.Counter()
+        self.by_dtype: dict[str, float] = collections.defaultdict(float)
         self.loops = 0
         self.ragged = 0
         self.matmuls = 0
@@ -86,6 +89,8 @@ class _Count:
             self.hardware[stage] += flops * times
         for name, count in other.uncounted.items():
             self.uncounted[name] += int(count * times)
+        for dtype, flops in other.by_dtype.items():
+            self.by_dtype[dtype] += flops * times
         self.loops += other.loops
         self.ragged += other.ragged
         self.matmuls += other.matmuls
@@ -115,7 +120,8 @@ def count_flops(jaxpr: Any, vocabularies: Collection[int] = ()) -> Flops:
     differentiated = any("jvp(" in placed.name for placed in equations(jaxpr))
     about = _About(frozenset(vocabularies), arriving_rows(jaxpr), differentiated)
     count = _program(getattr(jaxpr, "jaxpr", jaxpr), "", about)
-    return Flops(count.model, count.hardware, dict(count.uncounted), count.loops, count.ragged)
+    uncounted, by_dtype = dict(count.uncounted), dict(count.by_dtype)
+    return Flops(count.model, count.hardware, uncounted, count.loops, count.ragged, by_dtype)
 
 
 def stage_of(name: str, *, differentiated: bool = True) -> Stage:
@@ -147,6 +153,7 @@ def _equation(equation: Any, name: str, about: _About) -> _Count:
         return count
     if fused := _fused(equation):
         _add_fused(count, *fused, stage_of(name, differentiated=about.differentiated))
+        count.by_dtype[_dtype(equation)] += count.total
         return count
     kernel = equation.primitive.name
     programs = list(subprograms(equation))
@@ -177,9 +184,16 @@ def _add_matmul(count: _Count, equation: Any, flops: float, name: str, about: _A
     kept = 0.0 if stage in ("recompute", "optimizer") else flops
     stage = "head" if about.vocabularies & sizes else stage
     count.hardware[stage] += flops
+    count.by_dtype[_dtype(equation)] += flops
     if kept:
         count.model[stage] += kept
     count.matmuls += 1
+
+
+def _dtype(equation: Any) -> str:
+    """The dtype of what is multiplied, the wider one of two."""
+    dtypes = [variable.aval.dtype for variable in equation.invars[:2]]
+    return str(max(dtypes, key=lambda dtype: dtype.itemsize))
 
 
 def _add_fused(count: _Count, forward: float, is_backward: bool, stage: Stage) -> None:

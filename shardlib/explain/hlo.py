@@ -11,17 +11,21 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+
+from shardlib.explain.stacks import TABLES, Stacks, field
+from shardlib.explain.stacks import Frame as Frame
 
 _INSTRUCTION = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{\s*$")
 _ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\]")
 _TABLE_ROW = re.compile(r"(\d+) (?:\"(?P<text>.*)\"|\{(?P<fields>.*)\})\s*$")
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _OPERAND = re.compile(r"%?([\w.\-]+)$")
 _DONATED = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _OPENING, _CLOSING = "([{", ")]}"
+# What runs its computation once, as a part of itself.
+_WRAPS = ("fusion", "call", "async-start")
 # Attributes that name the computations an instruction runs.
 _CALLS = (
     *("calls", "to_apply", "body", "condition", "branch_computations", "called_computations"),
@@ -156,18 +160,27 @@ class Module:
 
     def origin(self, computation: str, instruction: Instruction) -> Instruction:
         """Returns the instruction itself where it has a JAX name, or else the nearest one that has,
-        of what it was computed from: what the compiler adds has none."""
+        of what it was computed from: what the compiler adds has none. Inside of a fusion where
+        nothing has a name it is the fusion's."""
         by_name = self._named[computation]
-        seen, waiting = {instruction.name}, [instruction]
-        while waiting:
-            found = waiting.pop(0)
-            if found.op_name:
-                return found
-            for name in found.operand_names:
-                if name in by_name and name not in seen:
-                    seen.add(name)
-                    waiting.append(by_name[name])
+
+        def operands(one: Instruction) -> list[Instruction]:
+            return [by_name[name] for name in one.operand_names if name in by_name]
+
+        found = next((one for one in _nearest(instruction, operands) if one.op_name), None)
+        if found is not None:
+            return found
+        for where, caller in self.callers.get(computation, []):
+            if caller.opcode in _WRAPS:
+                return self.origin(where, caller)
         return instruction
+
+    def readers(self, computation: str, instruction: Instruction) -> Iterator[Instruction]:
+        """Yields what reads an instruction's result in its computation, the nearest first."""
+        users = self._users[computation]
+        found = _nearest(instruction, lambda one: users.get(one.name, []))
+        next(found)
+        yield from found
 
     @functools.cached_property
     def _named(self) -> dict[str, dict[str, Instruction]]:
@@ -176,6 +189,27 @@ class Module:
             for computation, instructions in self.computations.items()
         }
 
+    @functools.cached_property
+    def _users(self) -> dict[str, dict[str, list[Instruction]]]:
+        found: dict[str, dict[str, list[Instruction]]] = {}
+        for computation, instructions in self.computations.items():
+            users = found[computation] = collections.defaultdict(list)
+            for instruction in instructions:
+                for name in instruction.operand_names:
+                    users[name].append(instruction)
+        return found
+
+    def frames(self, instruction: Instruction) -> Iterator[Frame]:
+        """Yields the stack that an instruction was traced on, innermost first; nothing where the
+        program has no table of it."""
+        number = field(instruction.attributes.get("metadata", ""), "stack_frame_id")
+        yield from self.stacks.frames(number)
+
+    @functools.cached_property
+    def stacks(self) -> Stacks:
+        """The stacks that its instructions were traced on."""
+        return Stacks(self.tables)
+
     def source(self, instruction: Instruction) -> str:
         """Returns `file:line` of the user's code, or an empty string."""
         metadata = instruction.attributes.get("metadata", "")
@@ -183,21 +217,14 @@ class Module:
         line = re.search(r"source_line=(\d+)", metadata)
         if file:
             return f"{file[1]}:{line[1]}" if line else file[1]
-        frame = _field(metadata, "stack_frame_id")
-        location = self._row("FileLocations", "StackFrames", frame, "file_location_id")
-        name = self.tables["FileNames"].get(_field(location, "file_name_id") or -1)
-        return f"{name}:{_field(location, 'line')}" if name else ""
-
-    def _row(self, table: str, via: str, index: int | None, key: str) -> str:
-        row = self.tables[via].get(index if index is not None else -1, "")
-        found = _field(row, key)
-        return self.tables[table].get(found if found is not None else -1, "")
+        frame = next(self.frames(instruction), None)
+        return f"{frame.file}:{frame.line}" if frame else ""
 
 
 def parse(text: str) -> Module:
     """Reads the text of a program; what cannot be read is left out."""
     computations: dict[str, list[Instruction]] = {}
-    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    tables: dict[str, dict[int, str]] = {name: {} for name in TABLES}
     entry, table = "", None
     current: list[Instruction] = []
     for line in text.splitlines():
@@ -224,6 +251,16 @@ def arrays(shape: str) -> list[str]:
 def elements(shape: str) -> list[str]:
     """Returns the shapes of the elements of a tuple, or the shape itself in a list."""
     return split(shape[1:-1]) if shape.startswith("(") else [shape]
+
+
+def result_shape(instruction: Instruction) -> str:
+    """Returns the shape of what a collective returns, without what a start carries along.
+
+    A start returns (operand, result, contexts ...), except that of an all-reduce: its results.
+    """
+    parts = elements(instruction.shape)
+    starts = instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start"
+    return parts[1] if starts and len(parts) > 1 else instruction.shape
 
 
 def array_bytes(shape: str) -> int:
@@ -300,10 +337,19 @@ def _attributes(text: str) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
+def _nearest(
+    start: Instruction, neighbours: Callable[[Instruction], list[Instruction]]
+) -> Iterator[Instruction]:
+    """Yields instructions by how many steps they are away, `start` first."""
+    seen, waiting = {start.name}, collections.deque([start])
+    while waiting:
+        found = waiting.popleft()
+        yield found
+        for one in neighbours(found):
+            if one.name not in seen:
+                seen.add(one.name)
+                waiting.append(one)
+
+
 def _index(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part.strip())
-
-
-def _field(text: str, name: str) -> int | None:
-    found = re.search(rf"\b{name}=(\d+)", text)
-    return int(found[1]) if found else None

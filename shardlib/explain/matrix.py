@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -39,27 +38,31 @@ def communication_matrix(program: ProgramReport) -> Matrix:
     blocks = -(-count // size)
     sent = np.zeros((blocks, blocks))
     unplaced = 0.0
-    rings: dict[tuple[str, ...], np.ndarray] = {}
+    rings: dict[tuple[tuple[str, ...], bool], np.ndarray] = {}
     for collective in program.collectives:
-        axes = collective.mesh_axes
+        axes, between = collective.mesh_axes, collective.between_slices
         if axes is None:
             unplaced += collective.sent_bytes * count
         elif axes:
-            if axes not in rings:
-                rings[axes] = _groups(program.mesh, axes)
+            if (axes, between) not in rings:
+                rings[axes, between] = _groups(program, axes, between)
             # Those along a part of an axis are taken to be neighbours.
-            members = collective.group_size or rings[axes].shape[1]
-            _add(sent, rings[axes].reshape(-1, members) // size, collective)
+            members = collective.group_size or rings[axes, between].shape[1]
+            _add(sent, rings[axes, between].reshape(-1, members) // size, collective)
     return Matrix(sent, size, unplaced)
 
 
-def _groups(mesh: Mapping[str, int], axes: tuple[str, ...]) -> np.ndarray:
+def _groups(program: ProgramReport, axes: tuple[str, ...], between_slices: bool) -> np.ndarray:
     """Devices by group and position in it: [groups, members]."""
-    names = list(mesh)
-    ids = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
-    inside = [names.index(name) for name in axes]
-    rest = [dim for dim in range(len(names)) if dim not in inside]
-    members = math.prod(mesh[name] for name in axes)
+    mesh = program.mesh
+    crossed = {name: program.slices.get(name, 1) for name in mesh}
+    # Each axis as the slices that it crosses, and its devices within one.
+    shape = [part for name in mesh for part in (crossed[name], mesh[name] // crossed[name])]
+    first = 0 if between_slices else 1
+    inside = [2 * at + first for at, name in enumerate(mesh) if name in axes]
+    rest = [dim for dim in range(len(shape)) if dim not in inside]
+    members = math.prod(shape[dim] for dim in inside)
+    ids = np.arange(math.prod(shape)).reshape(shape)
     return ids.transpose([*rest, *inside]).reshape(-1, members)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardlib.explain.buffers import Buffer, LiveRanges, live_ranges
 from shardlib.explain.capacity import Capacity, capacity
-from shardlib.explain.hlo import arrays, parse
+from shardlib.explain.hlo import Module, arrays, parse
 
 if TYPE_CHECKING:
     from shardlib.explain.ahead import CompiledStep
@@ -29,9 +29,10 @@ backward pass; `outputs`: results that take no argument's memory."""
 
 @dataclasses.dataclass(frozen=True)
 class HeldBuffer:
-    """A buffer that is alive at the peak."""
+    """A buffer that is alive at the peak, or several of one kind."""
 
     bytes: int
+    """Of one of them."""
     shape: str
     category: str
     opcode: str
@@ -39,6 +40,7 @@ class HeldBuffer:
     """JAX name of what first wrote it; of an argument, its path."""
     source: str
     """`file:line`, or empty."""
+    count: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ class MemoryReport:
         peak_bytes: XLA's peak and the code; the categories add up to it.
         categories: Of each of `CATEGORIES`, what is held at the peak.
         capacity: What a program may use of a device; None where that is not known.
-        largest: The ten largest buffers alive at the peak.
+        largest: The ten largest buffers alive at the peak, equal ones as one.
         at: JAX name of the instruction at which the peak is.
         timeline: Names of instructions over the schedule, and the bytes alive there.
         live_bytes: The peak by live ranges, which `categories` was read from. What XLA's peak is
@@ -69,6 +71,13 @@ class MemoryReport:
         return self.capacity.usable_bytes if self.capacity else None
 
     @property
+    def surplus_bytes(self) -> int:
+        """What XLA holds at its peak beyond what live ranges tell, negative where it is less; 0
+        where they agree to a hundredth."""
+        surplus = self.peak_bytes - self.categories.get("code", 0) - self.live_bytes
+        return surplus if abs(surplus) > self.live_bytes / 100 else 0
+
+    @property
     def fits(self) -> bool:
         """Whether it fits a device; true where its memory is not known."""
         return self.capacity is None or self.peak_bytes <= self.capacity.usable_bytes
@@ -82,14 +91,15 @@ class MemoryReport:
         return limit.note
 
 
-def read_memory(step: "CompiledStep") -> MemoryReport:
-    """Returns what a step compiled ahead of time holds at its peak."""
+def read_memory(step: "CompiledStep", module: Module | None = None) -> MemoryReport:
+    """Returns what a step compiled ahead of time holds at its peak; `module` is its text, read."""
     chip = step.cluster.chip if step.cluster else None
-    return memory_report(step.text, step.memory, step.argument_categories(), capacity(chip))
+    module = module or parse(step.text)
+    return memory_report(module, step.memory, step.argument_categories(module), capacity(chip))
 
 
 def memory_report(
-    text: str,
+    program: Module | str,
     memory: Mapping[str, int],
     arguments: Mapping[int, str],
     limit: Capacity | None = None,
@@ -97,13 +107,13 @@ def memory_report(
     """Returns what a program holds at its peak.
 
     Args:
-        text: The scheduled program, as `Compiled.as_text()` gives it.
+        program: The scheduled program, as `Compiled.as_text()` gives it or `parse` reads it.
         memory: What `Compiled.memory_analysis()` says, by name without `_size_in_bytes`; empty
             where it says nothing.
         arguments: Category by number of the argument of the program; the others are `other`.
         limit: What a device has.
     """
-    ranges = live_ranges(parse(text))
+    ranges = live_ranges(program)
     sides = _sides(ranges, arguments)
     held = [(b, _category(b, arguments, sides)) for b in ranges.alive(ranges.peak)]
     code = memory.get("generated_code", 0)
@@ -117,16 +127,21 @@ def memory_report(
         peak_bytes=peak + code,
         categories=dict(totals),
         capacity=limit,
-        largest=tuple(_held(buffer, category) for buffer, category in held[:10]),
+        largest=_largest(held),
         at=ranges.labels[ranges.peak] if ranges.labels else "",
         timeline=ranges.timeline(),
         live_bytes=ranges.peak_bytes,
     )
 
 
-def _held(buffer: Buffer, category: str) -> HeldBuffer:
-    shape = (arrays(buffer.shape) or [buffer.shape])[0]
-    return HeldBuffer(buffer.bytes, shape, category, buffer.opcode, buffer.op_name, buffer.source)
+def _largest(held: list[tuple[Buffer, str]], most: int = 10) -> tuple[HeldBuffer, ...]:
+    """Returns the largest buffers, those that nothing tells apart as one."""
+    counts: Counter[HeldBuffer] = Counter()
+    for b, category in held:
+        shape = (arrays(b.shape) or [b.shape])[0]
+        counts[HeldBuffer(b.bytes, shape, category, b.opcode, b.op_name, b.source)] += 1
+    kinds = sorted(counts.items(), key=lambda kind: -kind[0].bytes)[:most]
+    return tuple(dataclasses.replace(kind, count=count) for kind, count in kinds)
 
 
 def _settle(totals: Counter[str], difference: int) -> None:

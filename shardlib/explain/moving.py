@@ -1,8 +1,9 @@
 """A step and its arguments on another mesh of the same axes: that of a cluster that is not there.
 
-A state of shardlib names its mesh, and its step looks there. Any other function may hold meshes
-anywhere: in `in_shardings`, in constraints, in `shard_map`. It is traced where it is, and in what
-it was traced to each device is replaced by the one at the same place of the new mesh.
+A state of shardlib names its mesh, and its step looks there: it is traced on the new mesh. Any
+other function is traced where it is. Either may hold meshes of its own, in `in_shardings`, in
+constraints, in `shard_map`: in what it was traced to each device is replaced by the one at the same
+place of the new mesh.
 """
 
 import dataclasses
@@ -12,13 +13,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardlib.constrain import Scope
 from shardlib.errors import MeshError
+from shardlib.explain.call import Call, abstract_leaf
+from shardlib.hardware import slice_of
 from shardlib.mesh import describe, mesh_sizes
-from shardlib.placement import arrange, slice_of
+from shardlib.placement import arrange
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -32,29 +35,43 @@ def is_state(node: Any) -> bool:
 
 
 def mesh_of(arguments: Any) -> AnyMesh | None:
-    """Returns the mesh that arguments lie on; None where no leaf has one.
+    """Returns the mesh that arguments, or shardings, lie on; None where no leaf has one. Of several
+    over the same devices it is the first.
 
     Raises:
-        MeshError: If there are several.
+        MeshError: If there are several of different devices.
     """
-    found: dict[tuple[Any, ...], AnyMesh] = {}
-    for mesh in _meshes(arguments):
-        found.setdefault(tuple(mesh_sizes(mesh).items()), mesh)
-    if len(found) > 1:
-        names = " and ".join(describe(mesh) for mesh in found.values())
+    meshes = list(dict.fromkeys(_meshes(arguments)))
+    if not meshes:
+        return None
+    # Devices say more than names.
+    first = next((mesh for mesh in meshes if isinstance(mesh, Mesh)), meshes[0])
+    others = [mesh for mesh in meshes if not _are_one(first, mesh)]
+    if others:
+        names = " and ".join(describe(mesh) for mesh in (first, *others))
+        why = "" if isinstance(first, AbstractMesh) else ", which differ in devices or their order"
         raise MeshError(
-            f"the arguments of the step lie on several meshes: {names}.\n"
+            f"the arguments of the step lie on several meshes: {names}{why}.\n"
             "  Place all of them on one, with jax.device_put or in their ShapeDtypeStructs."
         )
-    return next(iter(found.values()), None)
+    return first
 
 
-def _meshes(arguments: Any) -> Iterator[AnyMesh]:
-    for node in jax.tree.leaves(arguments, is_leaf=is_state):
+def _meshes(tree: Any) -> Iterator[AnyMesh]:
+    for node in jax.tree.leaves(tree, is_leaf=is_state):
+        sharding = getattr(node, "sharding", node)
         if is_state(node):
             yield node.definition.scope.mesh
-        elif isinstance(sharding := getattr(node, "sharding", None), NamedSharding):
+        elif isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
             yield sharding.mesh
+
+
+def _are_one(first: AnyMesh, other: AnyMesh) -> bool:
+    """Whether a program can use both: JAX wants the same devices in the same order, by whatever
+    names of axes; where there are no devices, names and sizes are all there is."""
+    if isinstance(first, Mesh) and isinstance(other, Mesh):
+        return list(first.devices.flat) == list(other.devices.flat)
+    return mesh_sizes(first) == mesh_sizes(other)
 
 
 def mesh_over(mesh: AnyMesh, devices: list[Any], name: str) -> Mesh:
@@ -180,139 +197,38 @@ class Move:
         """Returns an abstract mesh that names the new kind of devices."""
         return mesh.update(abstract_device=self.new.abstract_mesh.abstract_device)
 
-    def function(self, step: Any, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Returns a jitted function that computes on the new mesh what `step` does on the old one,
+    def is_left(self, call: Call) -> bool:
+        """Whether a call names devices of the old mesh."""
+        self.value((call.jaxpr, *call.shardings))
+        meshes = (pair for pair in self._done.values() if isinstance(pair[1], Mesh))
+        return any(new is not old for new, old in meshes)
+
+    def function(self, call: Call) -> tuple[Any, tuple[Any, ...]]:
+        """Returns a jitted function that computes on the new mesh what was called on the old one,
         and the arguments to lower it for: those that hold arrays. It returns a flat list."""
-        seen = _Call.of(step, arguments)
-        compute = jaxpr_as_fun(self.value(seen.jaxpr))
+        compute = jaxpr_as_fun(self.value(call.jaxpr))
 
         def moved(*values: Any) -> list[Any]:
             leaves = jax.tree.leaves(values)
-            return compute(*(leaves[at] if isinstance(at, int) else at[0] for at in seen.inputs))
+            return compute(*(leaves[at] if isinstance(at, int) else at[0] for at in call.inputs))
 
-        moved.__name__ = seen.params.get("name", getattr(step, "__name__", "step"))
+        moved.__name__ = call.params.get("name", "step")
         moved.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
                 inspect.Parameter(name.replace("/", "_"), inspect.Parameter.POSITIONAL_OR_KEYWORD)
-                for name in seen.names
+                for name in call.names
             ]
         )
         options: dict[str, Any] = {}
-        if seen.params:
-            results = [self.sharding(sharding) for sharding in seen.params["out_shardings"]]
-            options = {"out_shardings": results, "donate_argnums": seen.donated()}
-        return jax.jit(moved, **options), seen.placed(self)
+        if call.params:
+            results = [self.sharding(sharding) for sharding in call.params["out_shardings"]]
+            options = {"out_shardings": results, "donate_argnums": _donated_whole(call)}
+        jitted = jax.jit(moved, compiler_options=call.compiler_options or None, **options)
+        return jitted, call.placed(self.arguments, self.sharding)
 
 
-def placed_arguments(step: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the arguments that hold arrays, each array where a jitted function takes it."""
-    seen = _Call.of(step, arguments)
-    return seen.placed(None)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What a function is traced to.
-
-    Attributes:
-        given: The arguments that hold arrays, as `ShapeDtypeStruct`s.
-        names: Their names.
-        jaxpr: What is computed.
-        inputs: For each input of it, the number of a leaf of `given`, or a constant in a tuple.
-        params: Of the call of the jitted function; empty where there is something else too.
-    """
-
-    given: tuple[Any, ...]
-    names: tuple[str, ...]
-    jaxpr: ClosedJaxpr
-    inputs: list[Any]
-    params: dict[str, Any]
-
-    @classmethod
-    def of(cls, step: Any, arguments: tuple[Any, ...]) -> "_Call":
-        arrays = [index for index, value in enumerate(arguments) if _holds_arrays(value)]
-
-        def called(*given: Any) -> Any:
-            whole = list(arguments)
-            for index, value in zip(arrays, given, strict=True):
-                whole[index] = value
-            return step(*whole)
-
-        given = tuple(jax.tree.map(abstract_leaf, arguments[index]) for index in arrays)
-        names = parameter_names(step, arguments)
-        traced = jax.make_jaxpr(called)(*given)
-        call = _only_call(traced)
-        jaxpr = traced if call is None else call.params["jaxpr"]
-        params = {} if call is None else dict(call.params)
-        return cls(given, names, jaxpr, _inputs(traced, call), params)
-
-    def placed(self, move: Move | None) -> tuple[Any, ...]:
-        """Returns the arguments with their shardings, on another mesh if there is one."""
-        leaves, tree = jax.tree.flatten(move.arguments(self.given) if move else self.given)
-        for at, sharding in zip(self.inputs, self.params.get("in_shardings", ()), strict=False):
-            if not isinstance(at, int) or not isinstance(sharding, Sharding):
-                continue
-            if getattr(leaves[at], "sharding", None) is None:
-                place = move.sharding(sharding) if move else sharding
-                leaves[at] = abstract_leaf(leaves[at], lambda _, s=place: s)
-        return jax.tree.unflatten(tree, leaves)
-
-    def donated(self) -> tuple[int, ...]:
-        """Returns which of the arguments are donated."""
-        owners = [n for n, value in enumerate(self.given) for _ in jax.tree.leaves(value)]
-        flags = zip(self.inputs, self.params["donated_invars"], strict=True)
-        found = {owners[at] for at, donated in flags if donated and isinstance(at, int)}
-        return tuple(sorted(found))
-
-
-def abstract_leaf(leaf: Any, place: Callable[[Any], Any] = lambda sharding: sharding) -> Any:
-    """Returns an array as a `ShapeDtypeStruct`, with what `place` makes of its sharding; what is no
-    array as it is."""
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        return leaf
-    sharding = getattr(leaf, "sharding", None)
-    placed = place(sharding if isinstance(sharding, NamedSharding) else None)
-    weak = getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed, weak_type=weak)
-
-
-def _holds_arrays(value: Any) -> bool:
-    leaves = jax.tree.leaves(value)
-    return any(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)
-
-
-def _only_call(traced: ClosedJaxpr) -> Any:
-    """Returns the equation that calls the jitted function, where there is nothing else. It may
-    return more than `step` did: what `nnx.jit` writes back into modules."""
-    equations = traced.jaxpr.eqns
-    is_call = len(equations) == 1 and "in_shardings" in equations[0].params
-    return equations[0] if is_call else None
-
-
-def _inputs(traced: ClosedJaxpr, call: Any) -> list[Any]:
-    """Returns, for each input of the program, the number of a leaf of the arguments, or a constant
-    in a tuple."""
-    jaxpr = traced.jaxpr
-    if call is None:
-        # A ClosedJaxpr holds its constants itself.
-        return list(range(len(jaxpr.invars)))
-    places: dict[int, Any] = {id(var): at for at, var in enumerate(jaxpr.invars)}
-    constants = zip(jaxpr.constvars, traced.consts, strict=True)
-    places |= {id(var): (np.asarray(value),) for var, value in constants}
-    return [(x.val,) if isinstance(x, Literal) else places[id(x)] for x in call.invars]
-
-
-def parameter_names(function: Any, arguments: tuple[Any, ...]) -> tuple[str, ...]:
-    """Returns the names of the arguments that hold arrays, as JAX gives them to the program."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    known = [p.name for p in parameters if p.kind not in variadic]
-    rest = next((p.name for p in parameters if p.kind is variadic[0]), "argument")
-    return tuple(
-        known[n] if n < len(known) else f"{rest}/{n - len(known)}"
-        for n, value in enumerate(arguments)
-        if _holds_arrays(value)
-    )
+def _donated_whole(call: Call) -> tuple[int, ...]:
+    """Returns which of the arguments are donated: those of which a leaf is."""
+    owners = [number for number, value in enumerate(call.given) for _ in jax.tree.leaves(value)]
+    taken = zip(owners, call.donated, strict=True)
+    return tuple(sorted({owner for owner, donated in taken if donated}))

@@ -13,15 +13,18 @@ from typing import Any
 
 from shardlib.explain.flow import Fate, fates
 from shardlib.explain.groups import Groups, groups_of_axes, permuted_axes, read_groups
-from shardlib.explain.hlo import Instruction, Module, array_bytes, arrays, elements, parse, split
-from shardlib.explain.places import user_source
-from shardlib.explain.slices import (
-    Slices,
-    between_slices,
-    permutation_of,
-    slices_of,
-    transfer_kind,
+from shardlib.explain.hlo import (
+    Instruction,
+    Module,
+    array_bytes,
+    arrays,
+    elements,
+    parse,
+    result_shape,
+    split,
 )
+from shardlib.explain.model_path import came_from
+from shardlib.explain.slices import Slices, between_slices, permutation_of, slices_of, transfer_kind
 from shardlib.mesh import mesh_sizes
 
 KINDS = (
@@ -51,11 +54,14 @@ class Collective:
         trips_known: Whether the trips of all loops around it are known; else `count` is a lower
             bound.
         op_name: The JAX name of what it came from, such as `jit(step)/while/body/dot_general`.
-        source: `file:line` of the user's code, or empty.
+        source: `file:line` of the user's code that it came from, else of what first reads it; or
+            empty.
         name: Name of the instruction in the program.
         group_size: Devices that take part in it together; 0 when its groups cannot be read.
         fates: Of an all-reduce, what becomes of each of its arrays; see `flow.Fate`. Else empty.
         between_slices: Whether it goes over the data-centre network, from TPU slice to TPU slice.
+        model_path: The part of the model that `source` is in, such as `Transformer/Block/MLP`; see
+            `model_path.model_path`.
     """
 
     kind: str
@@ -71,6 +77,7 @@ class Collective:
     group_size: int = 0
     fates: tuple[Fate, ...] = ()
     between_slices: bool = False
+    model_path: str = ""
 
     @property
     def total_bytes(self) -> int:
@@ -120,13 +127,15 @@ class ProgramReport:
     """The collectives of a program. `str()` draws a table of totals by kind and axes.
 
     `unread` counts, by opcode, communication that has no groups to attribute: `send` and `recv`;
-    `unread_bytes` is what it sends from one device, loop trips included.
+    `unread_bytes` is what it sends from one device, loop trips included. `slices` says how many
+    TPU slices each axis crosses; those that it leaves out cross none.
     """
 
     mesh: Mapping[str, int]
     collectives: tuple[Collective, ...]
     unread: Mapping[str, int]
     unread_bytes: int = 0
+    slices: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def totals(self, at_least_bytes: int = 0) -> list[Total]:
         """Returns totals by kind and axes, largest first.
@@ -156,11 +165,15 @@ class ProgramReport:
         return [collective for collective in self.collectives if collective.mesh_axes is None]
 
     @property
+    def unattributed_bytes(self) -> float:
+        """What a device sends over groups that are no subset of the mesh axes."""
+        return sum(collective.sent_bytes for collective in self.unattributed())
+
+    @property
     def unattributed_share(self) -> float:
         """Share of what a device sends that no mesh axes account for."""
         sent = sum(collective.sent_bytes for collective in self.collectives) + self.unread_bytes
-        lost = sum(collective.sent_bytes for collective in self.unattributed())
-        return (lost + self.unread_bytes) / sent if sent else 0.0
+        return (self.unattributed_bytes + self.unread_bytes) / sent if sent else 0.0
 
     def __str__(self) -> str:
         header = ("collective", "mesh axes", "instructions", "executions", "MB on a device")
@@ -195,12 +208,12 @@ class ProgramReport:
         return "\n".join(lines)
 
 
-def collectives(compiled_or_text: Any, mesh: Any) -> list[Collective]:
+def collectives(program: Any, mesh: Any) -> list[Collective]:
     """Returns the collectives of a compiled program; see `read_program`."""
-    return list(read_program(compiled_or_text, mesh).collectives)
+    return list(read_program(program, mesh).collectives)
 
 
-def read_program(compiled_or_text: Any, mesh: Any) -> ProgramReport:
+def read_program(program: Any, mesh: Any) -> ProgramReport:
     """Reads the collectives out of a compiled program.
 
     On CPU the compiler makes no reduce-scatter: it writes an all-reduce and a slice, so that bytes
@@ -208,12 +221,14 @@ def read_program(compiled_or_text: Any, mesh: Any) -> ProgramReport:
     compiled for a GPU or TPU show what is sent.
 
     Args:
-        compiled_or_text: `jax.stages.Compiled`, or the text that its `as_text()` returns.
+        program: `jax.stages.Compiled`, the text that its `as_text()` returns, or what `parse` makes
+            of it.
         mesh: The mesh that the program was compiled for: a `Mesh`, an `AbstractMesh`, or a mapping
             of axis names to sizes.
     """
-    is_text = isinstance(compiled_or_text, str)
-    module = parse(compiled_or_text if is_text else compiled_or_text.as_text())
+    module = program
+    if not isinstance(program, Module):
+        module = parse(program if isinstance(program, str) else program.as_text())
     sizes = dict(mesh) if isinstance(mesh, Mapping) else mesh_sizes(mesh)
     slices = slices_of(mesh, sizes, module)
     axes_by_groups = groups_of_axes(slices.inner)
@@ -228,13 +243,14 @@ def read_program(compiled_or_text: Any, mesh: Any) -> ProgramReport:
     ]
     found += [*_sent_between_slices(module, slices), *_sent_to_one(module, slices.inner)]
     unread, unread_bytes = _unread(module)
-    return ProgramReport(sizes, tuple(c for c in found if c.count), unread, unread_bytes)
+    crossed = {name: count for name, count in slices.outer.items() if count > 1}
+    return ProgramReport(sizes, tuple(c for c in found if c.count), unread, unread_bytes, crossed)
 
 
 def _sent_between_slices(module: Module, slices: Slices) -> Iterable[Collective]:
     for computation, instruction, kind, shape in between_slices(module):
         execution = module.execution(computation)
-        origin = module.origin(computation, instruction)
+        place = came_from(module, computation, instruction)
         yield Collective(
             kind=kind,
             mesh_axes=slices.axes or None,
@@ -243,11 +259,12 @@ def _sent_between_slices(module: Module, slices: Slices) -> Iterable[Collective]
             count=execution.count,
             in_loop=execution.in_loop,
             trips_known=execution.trips_known,
-            op_name=origin.op_name,
-            source=user_source(module, origin),
+            op_name=place.op_name,
+            source=place.source,
             name=instruction.name,
             group_size=slices.count,
             between_slices=True,
+            model_path=place.model_path,
         )
 
 
@@ -343,7 +360,7 @@ def _collective(
     axes_by_groups: Mapping[Groups, tuple[str, ...]],
 ) -> Collective:
     execution = module.execution(computation)
-    result = _result_shape(instruction)
+    result = result_shape(instruction)
     size, devices = array_bytes(result), 0
     if kind == "collective-permute":
         axes = permuted_axes(instruction, sizes)
@@ -355,7 +372,7 @@ def _collective(
             size = min(size, _offered_bytes(module, computation, instruction) or size)
         if instruction.opcode.startswith("reduce-scatter"):
             size *= max(devices, 1)
-    origin = module.origin(computation, instruction)
+    place = came_from(module, computation, instruction)
     return Collective(
         kind=kind,
         mesh_axes=axes,
@@ -364,10 +381,11 @@ def _collective(
         count=execution.count,
         in_loop=execution.in_loop,
         trips_known=execution.trips_known,
-        op_name=origin.op_name,
-        source=user_source(module, origin),
+        op_name=place.op_name,
+        source=place.source,
         name=instruction.name,
         group_size=devices,
+        model_path=place.model_path,
     )
 
 
@@ -376,13 +394,3 @@ def _offered_bytes(module: Module, computation: str, instruction: Instruction) -
     name = split(instruction.operands)[0].rpartition("%")[2]
     shapes = {i.name: i.shape for i in module.computations[computation]}
     return array_bytes(shapes.get(name, ""))
-
-
-def _result_shape(instruction: Instruction) -> str:
-    """Returns the shape of what the collective returns, without what a start carries along.
-
-    A start returns (operand, result, contexts ...), except that of an all-reduce: its results.
-    """
-    parts = elements(instruction.shape)
-    starts = instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start"
-    return parts[1] if starts and len(parts) > 1 else instruction.shape

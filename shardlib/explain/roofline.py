@@ -2,27 +2,33 @@
 
 Each resource takes its work divided by what the chip does at most; the largest binds, and the step
 takes at least that long (Williams et al. 2009, "Roofline"). FLOPs are those of the traced step by
-the conventions of `shardlib.explain.flops`, bytes those of the kernels of the compiled program, by
-`shardlib.explain.work`.
+the conventions of `shardlib.explain.flops`, as often as devices compute the same; bytes those of
+the kernels of the compiled program, by `shardlib.explain.work`.
 """
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from shardlib.chips import Chip
 from shardlib.explain.flops import STAGES, Flops, Stage, count_flops, stage_of
 from shardlib.explain.hlo import Module, arrays
+from shardlib.explain.params import ParamsReport, bytes_text
 from shardlib.explain.timing import Flow
 from shardlib.explain.work import Work
 from shardlib.hardware import Cluster
+from shardlib.mesh import entry_axes
 
+_NONE: Mapping[int, Collection[int]] = MappingProxyType({})
 _KERNEL = re.compile(r"tpu_custom_call|cudnn|triton|onednn|eigen", re.IGNORECASE)
 
 Resource = Literal["compute", "memory", "network", "unknown"]
+Precision = Literal["bf16", "fp16", "fp8"]
 
 CONVENTIONS: Mapping[str, str] = {
     "model FLOPs": "matmuls and convolutions of the loss and its gradients, 2 a multiply-add, "
@@ -43,7 +49,7 @@ class StageCost:
     Attributes:
         stage: `forward`, `recompute`, `backward`, `head` (logits and loss, both ways) or
             `optimizer` (and all that no gradient is taken of).
-        flops: Hardware FLOPs, an equal share of all devices.
+        flops: Hardware FLOPs: an equal share of all devices, times what they compute alike.
         memory_bytes: Bytes that kernels read and write.
         compute_seconds: At the chip's peak; None where it is not known.
         memory_seconds: At the chip's peak bandwidth; None where it is not known.
@@ -99,15 +105,8 @@ class Roofline:
     @property
     def intensity(self) -> float:
         """Hardware FLOPs for each byte of memory."""
-        flops = self.flops.total_hardware / self.num_devices
+        flops = sum(stage.flops for stage in self.stages)
         return flops / self.memory_bytes if self.memory_bytes else math.inf
-
-    @property
-    def ridge(self) -> float | None:
-        """FLOPs for each byte above which the chip's matmuls bind and not its memory."""
-        if self.peak_flops is None or self.peak_memory is None:
-            return None
-        return self.peak_flops / self.peak_memory
 
     @property
     def seconds(self) -> dict[str, float | None]:
@@ -127,8 +126,7 @@ class Roofline:
     @property
     def redundancy(self) -> float:
         """Compiled FLOPs of all devices over hardware FLOPs: above 1 where devices repeat work."""
-        total = self.flops.total_hardware
-        return self.compiled_flops * self.num_devices / total if total else 1.0
+        return _redundancy(self.compiled_flops, self.num_devices, self.flops)
 
 
 def read_roofline(
@@ -136,10 +134,9 @@ def read_roofline(
     module: Module,
     mesh: Mapping[str, int],
     cluster: Cluster | None = None,
-    flows: tuple[Flow, ...] = (),
+    flows: tuple[Flow, ...] | None = None,
     *,
-    vocabularies: Collection[int] = (),
-    precision: Literal["bf16", "fp16", "fp8"] = "bf16",
+    vocabularies: Mapping[int, Collection[int]] = _NONE,
 ) -> Roofline:
     """Returns what a step takes of each resource.
 
@@ -148,33 +145,72 @@ def read_roofline(
         module: The program it was compiled to.
         mesh: Sizes of the mesh axes.
         cluster: What it runs on; without, there are no seconds.
-        flows: What `collective_times` returns, for the seconds of the network.
-        vocabularies: Sizes of the vocabulary: what has such a dim belongs to the head.
-        precision: Of its matmuls.
+        flows: What `collective_times` returns, for the seconds of the network; None where they are
+            not known.
+        vocabularies: Sizes of the vocabulary, each with what devices hold of it, as a whole or cut:
+            what has such a dim belongs to the head.
     """
     devices = math.prod(mesh.values())
     flops = count_flops(jaxpr, vocabularies)
     chip = cluster.chip if cluster is not None else None
+    precision = _precision(flops)
     peak = chip.flops_per_device(precision) if chip else None
     bandwidth = chip.memory_bytes_per_second / chip.devices_per_chip if chip else None
-    work = Work(module)
-    heads = _cut_vocabularies(vocabularies, mesh)
-    moved, compiled = _program(work, heads)
-    network = _network(flows)
-    stages = tuple(
-        StageCost(
-            stage,
-            flops.hardware.get(stage, 0.0) / devices,
-            moved.get(stage, 0.0),
-            flops.hardware.get(stage, 0.0) / devices / peak if peak else None,
-            moved.get(stage, 0.0) / bandwidth if bandwidth else None,
-            network.get(stage, 0.0) if network is not None else None,
-        )
-        for stage in STAGES
-        if flops.hardware.get(stage) or moved.get(stage)
-    )
-    notes = _notes(flops, _left_out(module), chip, precision, network is None)
+    heads = frozenset(size for held in vocabularies.values() for size in held)
+    moved, compiled = _program(Work(module), heads)
+    share = max(_redundancy(compiled, devices, flops), 1.0) / devices
+    computed: dict[Stage, float] = {s: total * share for s, total in flops.hardware.items()}
+    network, unknown = _network(flows)
+    stages = _stages(computed, moved, network, peak, bandwidth)
+    notes = (*_notes(flops, _left_out(module)), *_unknown(chip, precision), *unknown)
     return Roofline(flops, compiled, devices, stages, peak, bandwidth, notes)
+
+
+def vocabularies_of(params: ParamsReport) -> dict[int, frozenset[int]]:
+    """Returns the sizes of dims that a parameter calls `vocab`, each with what devices hold of it:
+    the whole, or a part by some of the mesh axes that cut it. A part that is as long as a part of
+    another dim tells nothing."""
+    held: dict[int, set[int]] = collections.defaultdict(set)
+    others: set[int] = set()
+    for row in params.rows:
+        if row.section != "params":
+            continue
+        names = row.logical_axes or (None,) * len(row.shape)
+        specs = itertools.chain(row.spec, itertools.repeat(None))
+        for name, size, entry in zip(names, row.shape, specs, strict=False):
+            parts = {size}
+            for axis in entry_axes(entry):
+                parts |= {part // params.mesh[axis] for part in parts}
+            (held[size] if name == "vocab" else others).update(parts)
+    return {size: frozenset({size} | (parts - others)) for size, parts in held.items()}
+
+
+def _stages(
+    computed: Mapping[Stage, float],
+    moved: Mapping[Stage, float],
+    network: Mapping[Stage, float] | None,
+    peak: float | None,
+    bandwidth: float | None,
+) -> tuple[StageCost, ...]:
+    found = []
+    for stage in STAGES:
+        flops, size = computed.get(stage, 0.0), moved.get(stage, 0.0)
+        sending = None if network is None else network.get(stage, 0.0)
+        if flops or size or sending:
+            seconds = (flops / peak if peak else None, size / bandwidth if bandwidth else None)
+            found.append(StageCost(stage, flops, size, *seconds, sending))
+    return tuple(found)
+
+
+def _precision(flops: Flops) -> Precision:
+    """The format of most matmuls: float32 is multiplied as bfloat16 unless more is asked for."""
+    dtype = max(flops.by_dtype, key=lambda name: flops.by_dtype[name], default="")
+    return "fp8" if dtype.startswith("float8") else "fp16" if dtype == "float16" else "bf16"
+
+
+def _redundancy(compiled: float, devices: int, flops: Flops) -> float:
+    total = flops.total_hardware
+    return compiled * devices / total if total else 1.0
 
 
 def _program(work: Work, vocabularies: frozenset[int]) -> tuple[dict[Stage, float], float]:
@@ -214,53 +250,43 @@ def _has_dim(shape: str, sizes: frozenset[int]) -> bool:
     return False
 
 
-def _cut_vocabularies(sizes: Collection[int], mesh: Mapping[str, int]) -> frozenset[int]:
-    """The vocabulary as devices hold it: whole, or cut over one or more mesh axes."""
-    products = {1}
-    for size in mesh.values():
-        products |= {product * size for product in products}
-    return frozenset(size // n for size in sizes for n in products if size % n == 0 and size > n)
-
-
-def _network(flows: tuple[Flow, ...]) -> dict[Stage, float] | None:
-    """Returns the seconds of collectives by stage, or None where there are no seconds."""
-    if not flows or any(flow.total_seconds is None for flow in flows):
-        return None
+def _network(
+    flows: tuple[Flow, ...] | None,
+) -> tuple[dict[Stage, float] | None, tuple[str, ...]]:
+    """Returns the seconds of collectives by stage, None where there are none to sum, and what is
+    not in them."""
+    unknown = [flow for flow in flows or () if flow.total_seconds is None]
+    if flows is None or (unknown and len(unknown) == len(flows)):
+        return None, ("the seconds of the network are not known",)
     found: dict[Stage, float] = collections.defaultdict(float)
     differentiated = any("jvp(" in flow.collective.op_name for flow in flows)
     for flow in flows:
         stage = stage_of(flow.collective.op_name, differentiated=differentiated)
         found[stage] += flow.total_seconds or 0.0
-    return found
+    if not unknown:
+        return found, ()
+    sent = bytes_text(sum(flow.collective.sent_bytes for flow in unknown))
+    count = f"{len(unknown)} of {len(flows)} collectives"
+    return found, (f"the seconds of the network leave out {count}: {sent} sent by a device",)
 
 
-def _notes(
-    flops: Flops,
-    left_out: Mapping[str, int],
-    chip: Chip | None,
-    precision: str,
-    without_network: bool,
-) -> tuple[str, ...]:
-    found = [
-        f"the FLOPs of {name} are not known; it runs {count} times in a step"
-        for name, count in flops.uncounted.items()
-    ]
+def _notes(flops: Flops, left_out: Mapping[str, int]) -> Iterator[str]:
+    for name, count in flops.uncounted.items():
+        yield f"the FLOPs of {name} are not known; it runs {count} times in a step"
     if flops.uncounted_loops:
-        found.append(
-            f"{flops.uncounted_loops} loops with matmuls have no known length and count once"
-        )
+        yield f"{flops.uncounted_loops} loops with matmuls have no known length and count once"
     if flops.ragged:
-        found.append(f"{flops.ragged} ragged matmuls count all their rows, filled or not")
+        yield f"{flops.ragged} ragged matmuls count all their rows, filled or not"
     if left_out:
         kernels = ", ".join(f"{count} {name}" for name, count in left_out.items())
-        found.append(f"compiled FLOPs leave out what is in {kernels}")
+        yield f"compiled FLOPs leave out what is in {kernels}"
+
+
+def _unknown(chip: Chip | None, precision: Precision) -> Iterator[str]:
     if chip is None:
-        found.append("no chip, so no seconds")
-    elif chip.flops_per_device(precision) is None:  # type: ignore[arg-type]
-        found.append(f"the {chip.full_name} has no matmul in {precision}")
-    if without_network:
-        found.append("the seconds of the network are not known")
-    return tuple(found)
+        yield "no chip, so no seconds"
+    elif chip.flops_per_device(precision) is None:
+        yield f"the {chip.full_name} has no matmul in {precision}"
 
 
 def _left_out(module: Module) -> dict[str, int]:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardlib.explain.hlo import Instruction, Module, elements
-from shardlib.placement import slice_of
+from shardlib.hardware import slice_of
 
 _TYPES = {
     "ALL_REDUCE": "all-reduce",

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from shardlib.explain.hlo import Instruction, Module
@@ -36,7 +36,8 @@ class Flow:
         seconds: In all its executions in a step, by fabric; empty where they are not known.
         overlap: Whether it runs beside computation.
         overlappable: Share of its time that computation between its start and its end covers;
-            None where that is not known.
+            None where that is not known. What runs beside several collectives over one fabric
+            covers only as much of them together as it takes itself, those that start first first.
         note: Why seconds or overlap are not known, else empty.
     """
 
@@ -51,19 +52,14 @@ class Flow:
         """Seconds over all fabrics, or None where they are not known."""
         return sum(self.seconds.values()) if self.seconds else None
 
-    @property
-    def exposed_seconds(self) -> float | None:
-        """Seconds that no computation covers, as far as is known."""
-        total = self.total_seconds
-        return None if total is None else total * (1 - (self.overlappable or 0.0))
-
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """All collectives of one kind over the same axes and fabric.
 
-    `seconds` and `overlappable` leave out what is not known; `unknown` counts how many of the
-    instructions that is.
+    `seconds` and `overlappable_seconds` leave out what is not known; `unknown` counts how many of
+    the instructions that is. `sources` are lines and the parts of the model that they are in, of
+    those that send most first.
     """
 
     kind: str
@@ -76,7 +72,7 @@ class Row:
     overlappable_seconds: float
     overlaps: tuple[Overlap, ...]
     unknown: int
-    sources: tuple[str, ...]
+    sources: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
 
 
@@ -84,22 +80,26 @@ def collective_times(
     program: ProgramReport,
     cluster: Cluster,
     module: Module | None = None,
-    *,
-    outer: Mapping[str, int] | None = None,
-    constants: Mapping[str, float] | None = None,
 ) -> tuple[Flow, ...]:
     """Returns the time of every collective of a program, largest traffic first.
 
     Args:
-        program: The collectives, with the sizes of the whole mesh.
+        program: The collectives.
         cluster: What the program runs on.
         module: The program itself, to see what runs beside a collective; None when not at hand.
-        outer: How many slices each axis crosses; where left out, the leading axes cross them.
-        constants: As `plan.constants.committed()`, the default.
     """
-    fabric = _Network(cluster, program.mesh, outer, constants or committed())
-    schedule = _Schedule(module, cluster, constants or committed()) if module else None
-    flows = [_flow(collective, fabric, schedule) for collective in program.collectives]
+    network = _Network(cluster, program.mesh, program.slices)
+    schedule = _Schedule(module, cluster) if module else None
+    flows = [_flow(collective, network, schedule) for collective in program.collectives]
+    return _largest_first(flows)
+
+
+def untimed(program: ProgramReport) -> tuple[Flow, ...]:
+    """Returns the collectives of a program where nothing is known of the links."""
+    return _largest_first([Flow(each, {}, "unknown", None) for each in program.collectives])
+
+
+def _largest_first(flows: list[Flow]) -> tuple[Flow, ...]:
     return tuple(sorted(flows, key=lambda flow: -flow.collective.sent_bytes))
 
 
@@ -119,7 +119,7 @@ def _row(kind: str, axes: tuple[str, ...] | None, between_slices: bool, flows: l
     fabrics = dict.fromkeys(name for flow in flows for name in flow.seconds)
     seconds = [flow.total_seconds or 0.0 for flow in flows]
     by_size = sorted(flows, key=lambda flow: -flow.collective.sent_bytes)
-    sources = dict.fromkeys(f.collective.source for f in by_size if f.collective.source)
+    places = [(f.collective.source, f.collective.model_path) for f in by_size]
     return Row(
         kind,
         axes,
@@ -131,7 +131,7 @@ def _row(kind: str, axes: tuple[str, ...] | None, between_slices: bool, flows: l
         sum(s * (f.overlappable or 0.0) for s, f in zip(seconds, flows, strict=True)),
         tuple(dict.fromkeys(flow.overlap for flow in flows)),
         sum(flow.total_seconds is None for flow in flows),
-        tuple(sources),
+        tuple(dict.fromkeys(place for place in places if any(place))),
         tuple(dict.fromkeys(flow.note for flow in flows if flow.note)),
     )
 
@@ -141,13 +141,13 @@ def _flow(collective: Collective, network: "_Network", schedule: "_Schedule | No
     seconds: dict[Fabric, float] = {name: each * collective.count for name, each in once.items()}
     if schedule is None:
         return Flow(collective, seconds, "unknown", None, note or "the program is not at hand")
-    overlap, window = schedule.overlap(collective)
+    needed = sum(once.values())
+    overlap, hidden = schedule.overlap(collective, "+".join(once), needed)
     share = None
     if overlap == "blocking":
         share = 0.0
     elif overlap == "overlapped" and seconds:
-        needed = sum(once.values())
-        share = min(window / needed, 1.0) if needed else 1.0
+        share = min(hidden / needed, 1.0) if needed else 1.0
     return Flow(collective, seconds, overlap, share, note)
 
 
@@ -157,25 +157,19 @@ class _Network:
 
     cluster: Cluster
     mesh: Mapping[str, int]
-    given_outer: Mapping[str, int] | None
-    constants: Mapping[str, float]
+    outer: Mapping[str, int]
+    """How many slices each axis crosses."""
 
     @functools.cached_property
     def inner(self) -> dict[str, int]:
         """Devices of each axis within a slice."""
-        outer = self.given_outer
-        if outer is None:
-            outer, left = {}, self.cluster.num_slices
-            for name, size in self.mesh.items():
-                outer[name] = math.gcd(size, left)
-                left //= outer[name]
-        return {name: size // outer.get(name, 1) for name, size in self.mesh.items()}
+        return {name: size // self.outer.get(name, 1) for name, size in self.mesh.items()}
 
     @functools.cached_property
     def slots(self) -> dict[str, str]:
         """The planner's axis that stands for each axis of the mesh; the order is what counts."""
         names = [name for name, size in self.mesh.items() if size > 1]
-        if all(name in AXES for name in names):
+        if names == [name for name in AXES if name in names]:
             return {name: name for name in names}
         slots = AXES[1:] if len(names) < len(AXES) else AXES
         return dict(zip(names, slots, strict=False))
@@ -184,21 +178,19 @@ class _Network:
     def links(self) -> dict[str, Link] | None:
         """The link of each mesh axis within a slice, and of `slices`; None where there are no
         figures."""
-        try:
-            sizes: dict[str, Any] = {s: self.inner[name] for name, s in self.slots.items()}
-            layout = Layout(**sizes)
-            slices = self.cluster.num_slices
-            one = dataclasses.replace(
-                self.cluster, num_hosts=self.cluster.num_hosts // slices, num_slices=1
-            )
-            found = links(one, layout, self.constants)
-            named = {name: found[slot] for name, slot in self.slots.items()}
-            if slices > 1:
-                whole = Layout(data=slices, fsdp=self.cluster.num_devices // slices, slices=slices)
-                named["slices"] = links(self.cluster, whole, self.constants)["slices"]
-            return named
-        except AssertionError:
+        if self.cluster.chip is None:
             return None
+        constants, slices = committed(), self.cluster.num_slices
+        sizes: dict[str, Any] = {slot: self.inner[name] for name, slot in self.slots.items()}
+        one = dataclasses.replace(
+            self.cluster, num_hosts=self.cluster.num_hosts // slices, num_slices=1
+        )
+        found = links(one, Layout(**sizes), constants)
+        named = {name: found[slot] for name, slot in self.slots.items()}
+        if slices > 1:
+            whole = Layout(data=slices, fsdp=self.cluster.num_devices // slices, slices=slices)
+            named["slices"] = links(self.cluster, whole, constants)["slices"]
+        return named
 
     def seconds(self, collective: Collective) -> tuple[dict[Fabric, float], str]:
         """Returns the seconds of one execution by fabric, or why they are not known."""
@@ -266,7 +258,8 @@ class _Schedule:
 
     module: Module
     cluster: Cluster
-    constants: Mapping[str, float]
+    _left: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    """Seconds of an instruction, by fabric and name, that hide no collective over it yet."""
 
     @functools.cached_property
     def _work(self) -> Work:
@@ -280,8 +273,9 @@ class _Schedule:
             for instruction in instructions
         }
 
-    def overlap(self, collective: Collective) -> tuple[Overlap, float]:
-        """Returns how a collective runs, and the seconds of computation beside it."""
+    def overlap(self, collective: Collective, fabric: str, needed: float) -> tuple[Overlap, float]:
+        """Returns how a collective runs, and how many of the seconds that it needs computation
+        beside it hides."""
         where, instruction = self._placed[collective.name]
         if '"is_sync":true' in instruction.attributes.get("backend_config", ""):
             return "blocking", 0.0
@@ -295,23 +289,27 @@ class _Schedule:
                 )
                 return "could overlap" if marked else "blocking", 0.0
             where, start = starting[0]
-        beside = self._between(where, start)
-        return ("overlapped" if beside > 0 else "blocking"), beside
+        beside, hidden = False, 0.0
+        for each in self._between(where, start):
+            seconds = self._seconds(where, each)
+            left = self._left.setdefault((fabric, each.name), seconds)
+            taken = min(left, needed - hidden)
+            self._left[fabric, each.name] = left - taken
+            beside, hidden = beside or seconds > 0, hidden + taken
+        return ("overlapped" if beside else "blocking"), hidden
 
-    def _between(self, where: str, start: Instruction) -> float:
-        """Returns the seconds of what stands between a start and its end."""
-        seconds, inside, carried = 0.0, False, {start.name}
+    def _between(self, where: str, start: Instruction) -> Iterator[Instruction]:
+        """Yields what stands between a start and its end."""
+        inside, carried = False, {start.name}
         for instruction in self.module.computations[where]:
             if instruction.name == start.name:
                 inside = True
             elif inside and carried & set(instruction.operand_names):
-                if instruction.opcode.endswith("-update"):
-                    carried.add(instruction.name)
-                else:
-                    break
+                if not instruction.opcode.endswith("-update"):
+                    return
+                carried.add(instruction.name)
             elif inside:
-                seconds += self._seconds(where, instruction)
-        return seconds
+                yield instruction
 
     def _seconds(self, where: str, instruction: Instruction) -> float:
         chip = self.cluster.chip
@@ -322,8 +320,9 @@ class _Schedule:
             body = instruction.attributes["body"].lstrip("%")
             inner = self.module.computations.get(body, ())
             return trips * sum(self._seconds(body, each) for each in inner)
-        rate = constant(self.constants, "matmul", chip) * (chip.flops_per_device() or math.inf)
-        memory = constant(self.constants, "memory", chip) * chip.memory_bytes_per_second
+        constants = committed()
+        rate = constant(constants, "matmul", chip) * (chip.flops_per_device() or math.inf)
+        memory = constant(constants, "memory", chip) * chip.memory_bytes_per_second
         computed = self._work.flops_of(where, instruction) / rate
         moved = self._work.bytes_of(where, instruction) / (memory / chip.devices_per_chip)
         return max(computed, moved)

@@ -3,8 +3,10 @@
 The only file that uses `jax.experimental.topologies`.
 """
 
+import contextlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -67,8 +69,6 @@ def _cpu_devices(cluster: Cluster) -> list[Any]:
 def _tpu_devices(cluster: Cluster, chip: Chip) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise _missing(cluster, "libtpu", "tpu")
-    for name, value in _TPU_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     sides = _slice_sides(cluster, chip)
     options: dict[str, Any] = {}
     chips_here = cluster.devices_per_host // chip.devices_per_chip
@@ -80,7 +80,21 @@ def _tpu_devices(cluster: Cluster, chip: Chip) -> list[Any]:
     if chip.name == "v4":
         options["chip_config_name"] = "megacore"  # One device a chip, as JAX has them there.
     name = f"{chip.name}:{'x'.join(map(str, sides))}"
-    return _devices(cluster, platform="tpu", topology_name=name, **options)
+    with _imagined_machine():
+        return _devices(cluster, platform="tpu", topology_name=name, **options)
+
+
+@contextlib.contextmanager
+def _imagined_machine() -> Iterator[None]:
+    """What libtpu is told of the machine, for no longer than it asks: TPUs that are there, and
+    processes that are started later, have a machine of their own."""
+    unset = [name for name in _TPU_ENVIRONMENT if name not in os.environ]
+    os.environ.update({name: _TPU_ENVIRONMENT[name] for name in unset})
+    try:
+        yield
+    finally:
+        for name in unset:
+            os.environ.pop(name, None)
 
 
 def _slice_sides(cluster: Cluster, chip: Chip) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from shardlib.explain.hlo import Instruction, Module, elements
+from shardlib.explain.hlo import Instruction, Module, elements, result_shape
 from shardlib.explain.layouts import device_bytes
 
 _NOTHING = frozenset(
@@ -72,9 +72,7 @@ class Work:
         if instruction.opcode == "fusion":
             return self._fusion_bytes(computation, instruction)
         if instruction.opcode.endswith("-start"):
-            # The shape of a start holds its operands again.
-            parts = elements(instruction.shape)
-            return sum(operands) + self._size(parts[1] if len(parts) > 1 else instruction.shape)
+            return sum(operands) + self._size(result_shape(instruction))
         return sum(operands) + result
 
     def _fusion_bytes(self, computation: str, fusion: Instruction) -> int:

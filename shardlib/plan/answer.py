@@ -12,7 +12,7 @@ from shardlib.hardware import Cluster
 from shardlib.mesh import MeshSpec
 from shardlib.plan.candidates import candidates
 from shardlib.plan.constants import fit_errors
-from shardlib.plan.describe import count, describe, duration, gib
+from shardlib.plan.describe import count, describe, duration, gib, largest_parts
 from shardlib.plan.fixes import smallest
 from shardlib.plan.levers import Lever, levers
 from shardlib.plan.measured import MeasuredCluster
@@ -42,6 +42,8 @@ class Plans:
     notes: tuple[str, ...] = ()
     kept: frozenset[str] = frozenset()
     """Keys of the config that no plan may set."""
+    in_code: bool = False
+    """Whether the model is somebody's own, without a config: a plan is shown as code."""
 
     @property
     def best(self) -> Plan:
@@ -156,9 +158,7 @@ class Plans:
             "plans": [self._plan(plan) for plan in self.found.plans],
             "bottleneck": self.best.time.bottleneck,
             "levers": [dataclasses.asdict(lever) for lever in self.levers],
-            "why_not": [
-                {"mesh": a.mesh, "reasons": list(a.reasons), "slower": a.slower} for a in self.asked
-            ],
+            "why_not": [asked.to_dict() for asked in self.asked],
             "notes": list(self.notes),
         }
 
@@ -198,13 +198,12 @@ def nothing_found(name: str, workload: Workload, tried: Sequence[Cluster], goal:
 
 def _nothing_fits(name: str, workload: Workload, cluster: Cluster, least: Plan) -> MeshError:
     capacity = capacity_bytes(cluster)
-    parts = {k: v for k, v in vars(least.memory).items() if k != "host" and v}
-    largest = sorted(parts, key=lambda part: -parts[part])[:3]
+    state = ", the optimizer state on the host" if least.layout.offload_optimizer else ""
     lines = [
         f"{name} does not fit {cluster.name}: its leanest plan ({least.layout}, "
-        f"{least.layout.microbatches} microbatches, remat {least.choice.remat}) needs "
+        f"{least.layout.microbatches} microbatches, remat {least.choice.remat}{state}) needs "
         f"{gib(least.memory.total)} of {gib(capacity)} a device "
-        f"({', '.join(f'{part} {gib(parts[part])}' for part in largest)})."
+        f"({largest_parts(least.memory)})."
     ]
     lines += [f"  {change}" for change in _ways_out(workload, cluster)[:3]]
     if len(lines) == 1:

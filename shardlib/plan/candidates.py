@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from shardlib.hardware import Cluster
 from shardlib.plan.fabric import outer_degree
@@ -27,9 +27,10 @@ class Candidate:
         """Returns the layout with that many microbatches."""
         return dataclasses.replace(self.layout, microbatches=count)
 
-    def only(self, count: int) -> "Candidate":
-        """Returns the candidate with that number of microbatches as its only choice."""
-        return dataclasses.replace(self, microbatches=(count,))
+    def where(self, accepts: Callable[[Layout], bool]) -> "Candidate":
+        """Returns the candidate with those numbers of microbatches whose layout is accepted."""
+        counts = [n for n in self.microbatches if accepts(self.with_microbatches(n))]
+        return dataclasses.replace(self, microbatches=counts)
 
 
 def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
@@ -44,15 +45,17 @@ def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
         layout = Layout.of(sizes, cluster.num_slices)
         if not crosses_slices(layout):
             continue
-        for variant in workload.variants(layout):
+        for variant in workload.variants(layout, cluster):
             yield from of_layout(workload, variant)
 
 
 def of_layout(workload: Workload, layout: Layout) -> Iterator[Candidate]:
-    """Yields a layout with every number of chunks, and of microbatches with it."""
+    """Yields a layout with every number of chunks, and of microbatches with it. With one microbatch
+    ZeRO 2 is the program of ZeRO 1: there are no sums to keep meanwhile."""
     group = workload.batch // layout.batch_shards
-    counts = [n for n in range(1, group + 1) if group % n == 0]
-    yield Candidate(layout, counts)
+    counts = [n for n in range(2 if layout.zero == 2 else 1, group + 1) if group % n == 0]
+    if counts:
+        yield Candidate(layout, counts)
     if layout.stage == 1:
         return
     counts = [n for n in counts if n % layout.stage == 0]

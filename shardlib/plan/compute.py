@@ -22,6 +22,8 @@ Source: counted from the operations; Korthikanti et al. 2022, section 4, counts 
 """
 
 import dataclasses
+import functools
+import math
 
 from shardlib.plan import kernels
 from shardlib.plan.flops import attention_flops
@@ -36,6 +38,8 @@ _PLAIN_PASSES = {"compiled": (2, 3), "kernels": (2, 3), "eager": (2, 3)}
 _LOGIT_BYTES = {"compiled": 14, "kernels": 28, "eager": 32}
 _FIRST_FLASH = 1.7
 """Time of `flash1` kernels over that of `flash`."""
+OFFLOADED_PIECES = 8
+"""Of an offloaded optimizer state, updated one by one; see `shardlib.train.offload`."""
 _LAUNCHES = {"compiled": 0, "kernels": 8, "eager": 20}
 """Small kernels of a layer forward; twice as many backward."""
 
@@ -106,7 +110,20 @@ class Device:
         """Whether the layers run a second time because a pipeline keeps their inputs alone."""
         return self.software.rerun_chunks and self.layout.stage > 1
 
-    @property
+    def local_dims(self, product: Matmul) -> tuple[float, float]:
+        """Returns fan-in and fan-out of what a device multiplies, as `tensor` leaves them."""
+        fan_in, fan_out, tensor = product.fan_in, product.fan_out, self.layout.tensor
+        if product.cut == "none" or tensor == 1:
+            return fan_in, fan_out
+        if product.cut == "in":
+            return fan_in / tensor, fan_out
+        model = self.job.model
+        if product.name == "qkv" and not model.latent:
+            kv = 2 * model.kv_heads * model.head_dim
+            return fan_in, (fan_out - kv) / tensor + kv / kv_cut(model, self.layout)
+        return fan_in, fan_out / tensor
+
+    @functools.cached_property
     def tokens(self) -> float:
         """Tokens of one microbatch in the residual stream of one tensor-parallel group."""
         layout = self.layout
@@ -116,6 +133,18 @@ class Device:
     def sequences(self) -> float:
         """Sequences of one microbatch; a fraction where `context` cuts them."""
         return self.tokens / self.job.length
+
+
+def kv_cut(model: Transformer, layout: Layout) -> int:
+    """Returns into how many parts `tensor` cuts the computation of keys and values: heads stay
+    whole, so that several devices compute the same where `tensor` does not divide theirs."""
+    return math.gcd(model.kv_heads, layout.tensor)
+
+
+def qkv_width(model: Transformer, layout: Layout) -> float:
+    """Returns numbers of query, key and value together that a device holds of one token."""
+    keys_and_values = model.kv_width / kv_cut(model, layout)
+    return model.heads * model.score_dim / layout.tensor + keys_and_values
 
 
 def layer(device: Device, *, routed: bool) -> Passes:
@@ -160,7 +189,9 @@ def optimizer(device: Device, params: float) -> float:
     job = device.job
     state = 2 * (job.param_bytes + job.moment_bytes)
     copy = job.compute_bytes if job.param_bytes != job.compute_bytes else 0
-    moved = params * (state + job.gradient_bytes + copy) / device.rates.memory
+    # The norm to clip by is taken for each piece of an offloaded state.
+    gradients = job.gradient_bytes * (OFFLOADED_PIECES if device.layout.offload_optimizer else 1)
+    moved = params * (state + gradients + copy) / device.rates.memory
     return moved + (orthogonalize(device) if job.newton_schulz_steps else 0.0)
 
 
@@ -168,27 +199,31 @@ def orthogonalize(device: Device) -> float:
     """Returns seconds of Newton-Schulz iterations on the matrices of layers that a device holds.
 
     Of X of m rows and n >= m columns each iteration takes A = X X', A A and (bA + cAA) X. Rows are
-    cut as parameters are; what `tensor` cuts along the columns leaves A A whole. Source: Jordan et
-    al. 2024, "Muon: An optimizer for hidden layers in neural networks".
+    cut as parameters are; what `tensor` cuts along the columns leaves A A whole. Matrices of one
+    kind, stacked over layers and experts, are one kernel. Source: Jordan et al. 2024, "Muon: An
+    optimizer for hidden layers in neural networks".
     """
     layout, rates = device.layout, device.rates
     seconds = 0.0
-    for fan_in, fan_out, tensor, copies in matrices(device.job.model, layout.tensor):
+    for fan_in, fan_out, tensor, copies in matrices(device.job.model, layout):
         small, large = sorted((fan_in, fan_out))
-        rows = small / layout.fsdp
-        outer = kernels.matmul(rates, rows, large / tensor, small, width=4)
-        seconds += copies * (2 * outer + kernels.matmul(rates, rows, small, small, width=4))
-    return device.job.newton_schulz_steps * seconds * device.job.model.layers / layout.stage
+        rows, groups = small / layout.fsdp, copies * device.job.model.layers / layout.stage
+        outer = kernels.matmul(rates, rows, large / tensor, small, width=4, groups=groups)
+        again = kernels.matmul(rates, rows, small, small, width=4, groups=groups)
+        seconds += 2 * outer + again
+    return device.job.newton_schulz_steps * seconds
 
 
-def matrices(model: Transformer, tensor: int) -> list[tuple[float, float, int, float]]:
-    """Returns fan-in, fan-out, tensor degree and number of the matrices of a layer."""
+def matrices(model: Transformer, layout: Layout) -> list[tuple[float, float, int, float]]:
+    """Returns fan-in, fan-out, tensor degree and number on a device of the matrices of a layer."""
     parts = {"qkv": 1 if model.latent else 3, "up": 2 if model.gated else 1}
     found = []
     for product in model.matmuls(routed=model.experts is not None):
         number = parts.get(product.name, 1)
-        copies = model.experts.number if product.routed and model.experts else 1
-        cut = 1 if product.cut == "none" else tensor
+        copies = 1.0
+        if product.routed and model.experts:
+            copies = max(model.experts.number / layout.expert, 1.0)
+        cut = 1 if product.cut == "none" else layout.tensor
         found.append((product.fan_in, product.fan_out / number, cut, float(number * copies)))
     return found
 
@@ -196,11 +231,7 @@ def matrices(model: Transformer, tensor: int) -> list[tuple[float, float, int, f
 def _matmul(device: Device, product: Matmul) -> tuple[float, float]:
     """Seconds of one matmul, forward and backward."""
     layout, model, rates = device.layout, device.job.model, device.rates
-    fan_in, fan_out = product.fan_in, product.fan_out
-    if product.cut == "in":
-        fan_in = fan_in / layout.tensor
-    elif product.cut == "out":
-        fan_out = fan_out / layout.tensor
+    fan_in, fan_out = device.local_dims(product)
     width = device.job.compute_bytes
     if not product.routed:
         return _both_ways(rates, device.tokens, fan_in, fan_out, width=width)
@@ -260,7 +291,7 @@ def _elementwise(device: Device, *, routed: bool) -> tuple[float, float]:
     """Seconds of passes over memory of one layer, forward and backward."""
     model, layout, fusion = device.job.model, device.layout, device.software.fusion
     shared = layout.tensor if layout.sequence_parallel else 1
-    qkv = model.heads * model.score_dim + model.kv_width
+    qkv = qkv_width(model, layout)
     hidden = float(model.mlp)
     if routed and model.experts:
         hidden = float(model.experts.shared_mlp + model.experts.per_token * model.experts.mlp)
@@ -268,7 +299,7 @@ def _elementwise(device: Device, *, routed: bool) -> tuple[float, float]:
     found, copies = [], 0.0
     for way in (0, 1):
         width = _EMBED_PASSES[fusion][way] * model.embed / shared
-        width += _QKV_PASSES[fusion][way] * qkv / layout.tensor
+        width += _QKV_PASSES[fusion][way] * qkv
         width += passes[fusion][way] * hidden / layout.tensor
         if routed and model.experts:
             # Copies to the experts are read and written, their results read and summed.

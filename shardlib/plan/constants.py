@@ -82,6 +82,11 @@ PRIORS: dict[str, Prior] = {
 }
 
 
+def judged() -> tuple[str, ...]:
+    """Returns the names of the constants of which no measurement was known before the fit."""
+    return tuple(name for name, prior in PRIORS.items() if prior.source == _JUDGED)
+
+
 def family_of(chip: Chip) -> str:
     """Returns the name under which the constants of a chip are fitted."""
     return FAMILIES.get(chip.name, chip.name)

@@ -17,6 +17,10 @@ from shardlib.plan.workload import Job
 _ENDLESS = Passes(*(compute.Pass(math.inf) for _ in range(3)))
 _PCIE = 31e9
 """Bytes/s to the host where the chip's is not known: PCIe 4.0 x16."""
+_STACK_PASSES = 5
+"""Passes over what a loop over layers keeps, in programs of XLA for CPUs: the stack of all layers
+is filled with zeros, what a layer computed is read and written there, and in the backward pass read
+and written once more. Read from compiled steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +43,7 @@ class StepTime:
     expert: float = 0.0
     fsdp: float = 0.0
     offload: float = 0.0
-    """Activations on their way to the host and back."""
+    """Activations and optimizer state on their way to the host and back."""
     data: float = 0.0
     stage: float = 0.0
     bubble: float = 0.0
@@ -98,6 +102,13 @@ def step_time(
     device = compute.Device(job, layout, software, achieved)
     links = fabric.links(cluster, layout, constants, single_rail=software.single_rail)
     return assembled(device, links, cluster)
+
+
+def host_link(cluster: Cluster) -> float | None:
+    """Returns the bytes/s between one device and its host's memory, one direction; None where that
+    is the device's own memory, as on CPUs."""
+    chip = cluster.chip
+    return None if chip is None else (chip.pcie_bytes_per_second or _PCIE) / chip.devices_per_chip
 
 
 def least_time(
@@ -159,14 +170,16 @@ def assembled(
     turn = body.total + sum(moved.values())
     reduced = replicas.reduce_seconds if device.software.sums_each else traffic.reduce_seconds
     share = layout.fsdp * (layout.data * layout.expert if layout.shard_optimizer else 1)
+    updated = weights.total / share
     parts = {name: micro * seconds for name, seconds in moved.items()} | {
+        "offload": micro * moved["offload"] + _state_offload(device, cluster, updated),
         "matmul": micro * (body.forward.matmul + body.backward.matmul),
         "attention": micro * attention,
         "elementwise": micro * (body.forward.elementwise + body.backward.elementwise)
-        + _fresh_memory(device, cluster),
+        + (0.0 if patient else _own_memory(device, cluster)),
         "head": micro * head.total / (layout.stage if device.software.skip_idle else 1),
         "recompute": micro * body.again.total,
-        "optimizer": compute.optimizer(device, weights.total / share)
+        "optimizer": compute.optimizer(device, updated)
         + traffic.orthogonalize_seconds(device, links),
         "data": reduced(device, links, weights, beside),
         "stage": traffic.stage_seconds(device, links["stage"]),
@@ -178,12 +191,16 @@ def assembled(
     return StepTime(**parts, waiting=slowest * sum(parts.values()))
 
 
-def _fresh_memory(device: compute.Device, cluster: Cluster) -> float:
-    """Seconds in which the system hands out the memory of a step, where it does so each time."""
+def _own_memory(device: compute.Device, cluster: Cluster) -> float:
+    """Seconds in which CPU devices are handed the memory of a step by the system, and copy what
+    layers keep into stacks and out of them."""
     if not device.rates.fresh_seconds:
         return 0.0
     held = memory.peak_memory(device.job, device.layout, cluster, device.software)
-    return device.rates.fresh_seconds * (held.total - held.params - held.optimizer - held.runtime)
+    asked = held.total - held.params - held.optimizer - held.runtime
+    turns = device.layout.microbatches * device.layout.chunks
+    copied = _STACK_PASSES * held.activations * turns
+    return device.rates.fresh_seconds * asked + copied / device.rates.memory
 
 
 def _bubble(device: compute.Device, turn: float, head: float) -> float:
@@ -199,13 +216,22 @@ def _offload(
     device: compute.Device, cluster: Cluster, layers: float, body: compute.Passes
 ) -> float:
     """Exposed seconds of offloaded activations of one microbatch."""
-    job, chip = device.job, cluster.chip
-    if not job.remat.offloaded or chip is None:
+    job, pcie = device.job, host_link(cluster)
+    if not job.remat.offloaded or pcie is None:
         return 0.0
     _, host = memory.layer_activations(job, device.layout, device.software)
     held = host * job.remat_share * layers * device.tokens
-    pcie = (chip.pcie_bytes_per_second or _PCIE) / chip.devices_per_chip
     return traffic.offload_seconds(device, held, pcie, body)
+
+
+def _state_offload(device: compute.Device, cluster: Cluster, params: float) -> float:
+    """Seconds in which the optimizer state of `params` parameters comes from the host and goes
+    back. Each piece comes, is updated and goes before the next one comes, when the gradients are
+    there: nothing runs beside it. See `shardlib.train.offload`."""
+    pcie = host_link(cluster)
+    if not device.layout.offload_optimizer or pcie is None:
+        return 0.0
+    return 2 * params * device.job.moment_bytes / pcie
 
 
 def _imbalance(device: compute.Device, turn: float, body: Passes, head: float) -> float:

@@ -1,11 +1,19 @@
 """Plans as text for a terminal."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from shardlib.explain.capacity import capacity
+from shardlib.hardware import Cluster
 from shardlib.plan.candidates import schedule
-from shardlib.plan.problem import Plan
+from shardlib.plan.cost import StepTime
+from shardlib.plan.measured import MeasuredCluster
+from shardlib.plan.memory import Memory
+from shardlib.plan.own_model import as_code
+from shardlib.plan.problem import Plan, Workload
 from shardlib.plan.settings import mesh_text, rules
+from shardlib.plan.transformers import TransformerWorkload
 
 if TYPE_CHECKING:
     from shardlib.plan.answer import Plans
@@ -36,6 +44,13 @@ _SHOWN = 0.0005
 def gib(num_bytes: float) -> str:
     """Returns bytes as in `4.2 GiB`."""
     return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def largest_parts(memory: Memory, number: int = 3) -> str:
+    """Returns what most of a device's memory is for, as in `optimizer 8.2 GiB, params 6.2 GiB`."""
+    parts = {name: size for name, size in vars(memory).items() if name != "host" and size}
+    largest = sorted(parts, key=lambda name: -parts[name])[:number]
+    return ", ".join(f"{name} {gib(parts[name])}" for name in largest)
 
 
 def duration(seconds: float) -> str:
@@ -73,26 +88,76 @@ def describe(plans: "Plans") -> str:
     sections = [
         _headline(plans),
         _ranking(plans),
-        f"Plan 1, for the config:\n{_indented(plans.fragment())}",
+        _first(plans),
         _broken_down(best, plans.capacity_bytes),
         _summary(plans),
     ]
     if plans.asked:
-        sections.append("Why not\n" + _indented("\n".join(map(str, plans.asked))))
+        sections.append("Why not\n" + indented("\n".join(map(str, plans.asked))))
     if plans.notes:
         sections.append("\n".join(plans.notes))
     return "\n\n".join(sections)
+
+
+def _first(plans: "Plans") -> str:
+    if plans.in_code:
+        return f"Plan 1, in code:\n{indented(as_code(plans.best, plans.workload))}"
+    return f"Plan 1, for the config:\n{indented(plans.fragment())}"
 
 
 def _headline(plans: "Plans") -> str:
     best, found = plans.best, plans.found
     cluster = best.cluster
     chips = f"{cluster.num_chips:,} {cluster.chip.full_name}" if cluster.chip else cluster.name
-    head = f"{plans.name} on {cluster.name} ({chips}), {plans.workload.batch:,} a step"
-    if plans.workload.unit == "tokens":
-        head += f" = {count(plans.workload.tokens)} tokens"
+    head = headline(plans.name, plans.workload, f"{cluster.name} ({chips})")
     tried = f"{found.layouts:,} layouts can be run, {found.fitting:,} fit, {found.priced:,} priced"
     return f"{head}\n{tried}"
+
+
+def headline(name: str, workload: Workload, where: str) -> str:
+    """Returns what is trained where: `llama3-8b (8.03B parameters) on v5p-64 (32 TPU v5p), 512
+    sequences = 4.19M tokens a step`."""
+    if isinstance(workload, TransformerWorkload):
+        name += f" ({count(workload.job.model.num_params)} parameters)"
+    batch = f"{workload.batch:,} {examples(workload)}"
+    if workload.unit == "tokens":
+        batch += f" = {count(workload.tokens)} tokens"
+    return f"{name} on {where}, {batch} a step"
+
+
+def examples(workload: Workload) -> str:
+    """Returns what a batch is of: `sequences`, `images` or `examples`."""
+    return "sequences" if workload.unit == "tokens" else workload.unit
+
+
+def speed(workload: Workload, rate: float, num_chips: int) -> str:
+    """Returns tokens or images per second, and whose FLOPs the MFU counts."""
+    line = f"{count(rate)} {workload.unit}/s, {count(rate / num_chips)} a chip"
+    # A traced program multiplies what its model says, masked or not.
+    return line + ("; MFU counts attention as causal." if _is_causal(workload) else ".")
+
+
+def _is_causal(workload: Workload) -> bool:
+    return isinstance(workload, TransformerWorkload) and workload.job.causal
+
+
+def beyond_default_share(plans: Iterable[Iterable[tuple[Cluster, float]]]) -> list[str]:
+    """Returns what to set for plans that take more of a GPU than JAX does by itself, if any do.
+
+    Args:
+        plans: Of each, in their order, the clusters that it is for and what a device there holds.
+    """
+    beyond: dict[str, list[str]] = {}
+    for number, devices in enumerate(plans, 1):
+        for cluster, held_bytes in devices:
+            limit = None if isinstance(cluster, MeasuredCluster) else capacity(cluster.chip)
+            if limit is not None and not limit.default_share_suffices(math.ceil(held_bytes)):
+                beyond.setdefault(limit.note, []).append(str(number))
+                break
+    return [
+        f"{note} for plan{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}."
+        for note, numbers in beyond.items()
+    ]
 
 
 def _ranking(plans: "Plans") -> str:
@@ -106,7 +171,7 @@ def _ranking(plans: "Plans") -> str:
                 named if isinstance(named, str) else f"{named['preset']}+sequence",
                 str(plan.layout.microbatches),
                 schedule(plan.layout) or "-",
-                plan.choice.policy(plans.workload.num_layers),
+                plan.choice.summary(plans.workload.num_layers),
                 duration(plan.seconds),
                 f"{plans.mfu(plan):.1%}" if plans.mfu(plan) else "-",
                 gib(plan.memory.total),
@@ -115,25 +180,32 @@ def _ranking(plans: "Plans") -> str:
     return "\n".join(table(rows, right=(0, 3, 6, 7, 8)))
 
 
-def _broken_down(plan: Plan, capacity: float) -> str:
-    total = plan.seconds
-    time = [
-        (PARTS[name], duration(seconds), f"{seconds / total:.1%}")
-        for name, seconds in sorted(plan.time.parts.items(), key=lambda item: -item[1])
-        if seconds > _SHOWN * total
+def time_table(time: StepTime) -> list[str]:
+    """Returns the parts of a step as lines, the longest first."""
+    rows = [
+        (PARTS[name], duration(seconds), f"{seconds / time.total:.1%}")
+        for name, seconds in sorted(time.parts.items(), key=lambda item: -item[1])
+        if seconds > _SHOWN * time.total
     ]
+    return each("  ", table(rows, right=(1, 2)))
+
+
+def memory_table(memory: Memory, capacity: float) -> list[str]:
+    """Returns what a device holds as lines, with the share of its memory."""
     held = [
         (name, gib(size), f"{size / capacity:.1%}")
-        for name, size in vars(plan.memory).items()
-        if name != "host" and size > _SHOWN * plan.memory.total
+        for name, size in vars(memory).items()
+        if name != "host" and size > _SHOWN * memory.total
     ]
-    held.append(
-        ("of " + gib(capacity), gib(plan.memory.total), f"{plan.memory.total / capacity:.1%}")
-    )
-    if plan.memory.host:
-        held.append(("on the host", gib(plan.memory.host), ""))
-    lines = ["Time of a step", *_each("  ", table(time, right=(1, 2)))]
-    lines += ["Memory of a device at the peak", *_each("  ", table(held, right=(1, 2)))]
+    held.append(("of " + gib(capacity), gib(memory.total), f"{memory.total / capacity:.1%}"))
+    if memory.host:
+        held.append(("on the host", gib(memory.host), ""))
+    return each("  ", table(held, right=(1, 2)))
+
+
+def _broken_down(plan: Plan, capacity: float) -> str:
+    lines = ["Time of a step", *time_table(plan.time)]
+    lines += ["Memory of a device at the peak", *memory_table(plan.memory, capacity)]
     return "\n".join(lines)
 
 
@@ -143,8 +215,7 @@ def _summary(plans: "Plans") -> str:
     lines = [
         f"A step takes {duration(best.seconds)}; {plans.error_source}: "
         f"{duration(low)} to {duration(high)} ({error:.0%}).",
-        f"{count(plans.rate)} {plans.workload.unit}/s, "
-        f"{count(plans.rate / best.cluster.num_chips)} a chip.",
+        speed(plans.workload, plans.rate, best.cluster.num_chips),
         f"Bottleneck: {PARTS[best.time.bottleneck]}, "
         f"{best.time.parts[best.time.bottleneck] / best.seconds:.0%} of the step.",
     ]
@@ -154,7 +225,7 @@ def _summary(plans: "Plans") -> str:
             f"{plans.chip_hours:,.0f} chip-hours{_priced(plans)}."
         )
     if plans.levers:
-        lines += ["What would move it:", *_each("  ", map(str, plans.levers))]
+        lines += ["What would move it:", *each("  ", map(str, plans.levers))]
     return "\n".join(lines)
 
 
@@ -162,9 +233,11 @@ def _priced(plans: "Plans") -> str:
     return "" if plans.cost is None else f", ${plans.cost:,.0f} at ${plans.goal.price:g} an hour"
 
 
-def _indented(text: str) -> str:
-    return "\n".join(_each("  ", text.rstrip().splitlines()))
+def indented(text: str) -> str:
+    """Returns lines moved to the right."""
+    return "\n".join(each("  ", text.rstrip().splitlines()))
 
 
-def _each(prefix: str, lines: Iterable[str]) -> list[str]:
+def each(prefix: str, lines: Iterable[str]) -> list[str]:
+    """Returns each line after a prefix."""
     return [prefix + line for line in lines]

@@ -8,8 +8,15 @@ ch. 3, for the torus).
 torus   An axis that covers k dims of the torus uses the links of all k; with wrap-around both
         directions of a ring carry data, on a line the bandwidth of one direction counts.
 nvlink  Devices of one domain exchange at the bandwidth of all their links.
-hosts   A ring over hosts enters each host once. The m members of an axis within a host share the
-        host's network with those of parallel groups: they have m NICs.
+hosts   An axis that leaves its domain pays for both networks, one after the other: of what is
+        gathered each device fetches a part of its own from the other hosts, through its own NIC,
+        and then the members within a domain share their parts. Where chunks are so large that both
+        networks are busy all the time only the slower one counts (Austin et al. 2025, ch. 12);
+        layers of a model do not get there.
+slices  Likewise, over the network of the data centre.
+
+What is passed on to the next device only, as rings of keys and values are, and what stages hand on,
+uses one link, or one NIC.
 """
 
 import dataclasses
@@ -18,14 +25,25 @@ import math
 import re
 from collections.abc import Mapping
 
+from shardlib.errors import MeshError
 from shardlib.hardware import Cluster
 from shardlib.plan.layout import AXES, Layout
 from shardlib.plan.measured import Calibration, Line, MeasuredCluster
 
 _RING_OF = {"v5e": 16, "v6e": 16}
 """Sides of a 2D torus wrap around when they are as long as the pod."""
-_START_SECONDS = 50e-6
-"""To start a collective between slices, for each doubling of their number."""
+_CUBE = 4
+"""Wrap-around of a 3D torus is in the optical switches between cubes of 4 x 4 x 4: slices of whole
+cubes have it, smaller ones have none. Source: Google, "TPU v5p"; Austin et al. 2025, ch. 2."""
+_SLICE_START_SECONDS = 50e-6
+"""To start a collective between slices, for each doubling of their number: order of magnitude of a
+round trip in a data centre with its software. No run tells it apart from `skew`."""
+_NETWORK_HOPS = 7
+"""NVLink hops that take as long as one between hosts. Source: NVIDIA NCCL, src/graph/tuning.cc,
+latencies of trees with the protocol LL128: 8.5 and 1.2 us."""
+_UNMEASURED_ICI = 0.9
+"""What an ICI link achieves of its specification where it was not measured: as of v4, v5e, v5p and
+v6e in Austin et al. 2025, ch. 2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +55,23 @@ class Link:
     seconds_per_collective: float = 0.0
     exchange_bytes_per_second: float = math.inf
     """Bytes/s that leave a device in an all-to-all."""
+    shift_bytes_per_second: float = math.inf
+    """Bytes/s from a device to the next."""
+    leaves_domain: bool = False
+    """Whether a network between hosts or slices is part of it."""
 
     def gather(self, total: float, pieces: float = 1.0) -> float:
         """Returns seconds to gather arrays of `total` bytes together.
 
         `pieces` of them travel one after the other. They matter where starting a collective was
-        measured; elsewhere starts are taken to lie behind the transfer before, but for one.
+        measured; elsewhere starts are taken to lie behind the transfer before, but for one. With 0
+        pieces they travel with others that have started already.
         """
         if self.size == 1 or total == 0:
             return 0.0
         part = (self.size - 1) / self.size
-        return part * total / self.bytes_per_second + self.seconds_per_collective
+        started = min(pieces, 1.0) * self.seconds_per_collective
+        return part * total / self.bytes_per_second + started
 
     def reduce_scatter(self, total: float, pieces: float = 1.0) -> float:
         """Returns seconds to sum arrays of `total` bytes, each device keeping its part."""
@@ -68,7 +92,7 @@ class Link:
         """Returns seconds to pass `held` bytes to the next device."""
         if self.size == 1:
             return 0.0
-        return held / self.bytes_per_second + self.seconds_per_collective / self.size
+        return held / self.shift_bytes_per_second + self.seconds_per_collective / self.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,15 +133,45 @@ def links(
     return _gpu_links(cluster, layout, constants, single_rail)
 
 
+def remarks(cluster: Cluster, layout: Layout) -> list[str]:
+    """Returns what a reader of a plan should know of its links, as sentences."""
+    chip = cluster.chip
+    if chip is None or chip.kind != "gpu" or isinstance(cluster, MeasuredCluster):
+        return []
+    found, domain = [], domain_of(cluster)
+    if layout.tensor > domain:
+        found.append(
+            f"tensor={layout.tensor} leaves the {domain} GPUs that exchange without a network: its "
+            "collectives pay for both, and nothing hides them."
+        )
+    network = cluster.network_bytes_per_second_per_device
+    if cluster.num_hosts > 1 and network and any("network" in fact for fact in chip.unverified):
+        found.append(
+            f"Between hosts {network / 1e9:.3g} GB/s a GPU are assumed: machines with "
+            f"{chip.full_name} differ (see shardlib.chips)."
+        )
+    return found
+
+
+def domain_of(cluster: Cluster) -> int:
+    """Returns how many GPUs exchange without a network: those that NVLink joins, else those of a
+    host, over PCIe."""
+    chip = cluster.chip
+    assert chip is not None
+    joined = chip.nvlink_chips if chip.nvlink_bytes_per_second else cluster.devices_per_host
+    return min(cluster.devices_per_host, joined)
+
+
 def _gpu_links(
     cluster: Cluster, layout: Layout, constants: Mapping[str, float], single_rail: bool
 ) -> dict[str, Link]:
     chip = cluster.chip
     assert chip is not None
-    domain = min(cluster.devices_per_host, max(chip.nvlink_chips, 1))
-    local = (chip.nvlink_bytes_per_second or chip.pcie_bytes_per_second or 0.0) or 1e9
+    domain = domain_of(cluster)
+    local = chip.nvlink_bytes_per_second or chip.pcie_bytes_per_second
+    assert local is not None, "every GPU has one of both"
     local *= constants["nvlink"]
-    nic = (cluster.network_bytes_per_second_per_device or local) * constants["nic"]
+    nic = _network_of(cluster) * constants["nic"]
     hop = constants["hop_seconds"]
     found, stride = {}, 1
     for axis in reversed(AXES):
@@ -125,16 +179,32 @@ def _gpu_links(
         inside = max(1, min(size, domain // stride))
         while size % inside:
             inside -= 1
-        hosts = size // inside
-        speed, exchange = local, local
-        if hosts > 1:
-            speed = min(local, nic * (1 if single_rail else inside))
-            exchange = min(local, nic * size / (size - inside))
-        # NCCL builds trees over hosts where rings would be slow to start.
-        steps = inside - 1 + 2 * 3 * math.log2(hosts)
-        found[axis] = Link(size, speed, hop * steps, exchange)
+        link = Link(inside, local, hop * (inside - 1), local, local)
+        if size > inside:
+            start = _NETWORK_HOPS * hop * math.log2(size // inside)
+            link = _across(link, size // inside, nic, start, single_rail=single_rail)
+        found[axis] = link
         stride *= size
     return found
+
+
+def _network_of(cluster: Cluster) -> float:
+    """Bytes/s of a GPU between hosts; endless where there is one host.
+
+    Raises:
+        MeshError: If nothing is known of it.
+    """
+    if cluster.num_hosts == 1:
+        return math.inf
+    if network := cluster.network_bytes_per_second_per_device:
+        return network
+    chip = cluster.chip
+    assert chip is not None
+    raise MeshError(
+        f"cluster {cluster.name!r}: how fast the network between hosts of {chip.full_name} is "
+        f"depends on the machine, and is not known.\n"
+        f"  Plan for one host, as in {cluster.devices_per_host}x{chip.name}, or for another GPU."
+    )
 
 
 def _torus_links(
@@ -143,35 +213,54 @@ def _torus_links(
     chip = cluster.chip
     assert chip is not None
     per_link = chip.ici_achievable_bytes_per_second_per_link
-    per_link = per_link or 0.9 * (chip.ici_bytes_per_second_per_link or 0.0)
+    per_link = per_link or _UNMEASURED_ICI * (chip.ici_bytes_per_second_per_link or 0.0)
     per_link *= constants["ici"] / chip.devices_per_chip
-    free = [[side, side] for side in slice_shape(cluster)]
+    shape = slice_shape(cluster)
+    free = [(side, side, _wraps(chip.name, shape, side)) for side in shape]
     if chip.devices_per_chip > 1:
-        free.append([chip.devices_per_chip, chip.devices_per_chip])
+        free.append((chip.devices_per_chip, chip.devices_per_chip, False))
     found = {}
     for axis in reversed(AXES):
-        size = layout.size(axis)
-        outer = outer_degree(layout, axis)
-        taken = _take(free, size // outer)
-        found[axis] = _torus_link(size // outer, taken, chip.name, per_link, constants)
-    network = (cluster.network_bytes_per_second_per_device or per_link) * constants["dcn"]
+        size = layout.size(axis) // outer_degree(layout, axis)
+        found[axis] = _torus_link(size, _take(free, size), per_link, constants["hop_seconds"])
+    network = cluster.network_bytes_per_second_per_device
+    assert network is not None, "hosts of TPUs have a network of known speed"
+    network *= constants["dcn"]
     across = outer_degree(layout, "fsdp")
     if across > 1:
-        found["fsdp"] = _across(found["fsdp"], across, network)
+        start = _SLICE_START_SECONDS * math.log2(across)
+        found["fsdp"] = _across(found["fsdp"], across, network, start)
     replicas = max(layout.slices // across, 1)
-    found["slices"] = Link(replicas, network, _START_SECONDS * math.log2(replicas), network)
+    start = _SLICE_START_SECONDS * math.log2(replicas)
+    found["slices"] = Link(replicas, network, start, network, network)
     return found
 
 
-def _across(inner: Link, outer: int, network: float) -> Link:
-    """Link of an axis that crosses slices: of what it gathers each device fetches its part from the
-    other slices, and then the slice shares the parts."""
+def _across(
+    inner: Link, outer: int, network: float, start: float, *, single_rail: bool = False
+) -> Link:
+    """Link of an axis that leaves the domain or slice of `inner`, for `outer` of them.
+
+    Args:
+        inner: Of the members within one.
+        outer: How many it crosses.
+        network: Bytes/s of one device between them.
+        start: Seconds to start a collective between them.
+        single_rail: Whether all that enters a host does so through the NIC of one device.
+    """
     size = inner.size * outer
     seconds = (inner.size - 1) / (inner.size * inner.bytes_per_second)
-    seconds += (outer - 1) / (size * network)
-    starts = inner.seconds_per_collective + _START_SECONDS * math.log2(outer)
-    exchange = min(inner.exchange_bytes_per_second, network)
-    return Link(size, (size - 1) / (size * seconds), starts, exchange)
+    seconds += (outer - 1) / (network * (outer if single_rail else size))
+    # Of an all-to-all what is meant for other domains passes the NIC of its sender.
+    leaving = (size - inner.size) / (size - 1)
+    return Link(
+        size,
+        (size - 1) / (size * seconds),
+        inner.seconds_per_collective + start,
+        min(inner.exchange_bytes_per_second, network / leaving),
+        min(inner.shift_bytes_per_second, network),
+        leaves_domain=True,
+    )
 
 
 def outer_degree(layout: Layout, axis: str) -> int:
@@ -181,40 +270,46 @@ def outer_degree(layout: Layout, axis: str) -> int:
 
 
 def _torus_link(
-    size: int,
-    taken: list[tuple[int, int]],
-    chip_name: str,
-    per_link: float,
-    constants: Mapping[str, float],
+    size: int, taken: list[tuple[int, bool]], per_link: float, hop_seconds: float
 ) -> Link:
-    """Link of an axis that takes (part, side) of some dims of the torus."""
+    """Link of an axis that takes parts of some dims of the torus, each a ring or a line."""
     count, steps, exchange = 0, 0.0, math.inf
-    for part, side in taken:
-        ring = part == side and part > 2 and _wraps(chip_name, side)
+    for part, ring in taken:
         count += 2 if ring else 1
         steps += part / 2 if ring else part - 1
-        # The middle of a ring of n is crossed by n / 8 of what each holds, of a line by n / 4.
-        exchange = min(exchange, per_link * (8 if ring else 4) / part)
+        # Of what each holds the middle of a ring of n is crossed by n / 8, of a line by n / 4; a
+        # device keeps 1 / size, which does not leave it.
+        crossing = part / (8 if ring else 4) * size / (size - 1)
+        exchange = min(exchange, per_link / crossing)
     speed = per_link * max(count, 1)
-    return Link(size, speed, constants["hop_seconds"] * steps, min(exchange, speed))
+    return Link(size, speed, hop_seconds * steps, min(exchange, speed), per_link)
 
 
-def _wraps(chip_name: str, side: int) -> bool:
-    return side == _RING_OF[chip_name] if chip_name in _RING_OF else side % 4 == 0
+def _wraps(chip_name: str, shape: tuple[int, ...], side: int) -> bool:
+    if chip_name in _RING_OF:
+        return side == _RING_OF[chip_name]
+    return all(other % _CUBE == 0 for other in shape)
 
 
-def _take(free: list[list[int]], size: int) -> list[tuple[int, int]]:
-    """Takes parts of the free (remaining, side) dims, whole dims first."""
+def _take(free: list[tuple[int, int, bool]], size: int) -> list[tuple[int, bool]]:
+    """Takes parts of the free (remaining, side, wraps) dims, whole dims first; returns the parts,
+    and whether they are rings."""
     taken = []
     while size > 1:
-        options = [dim for dim in free if math.gcd(dim[0], size) > 1]
+        options = [n for n, dim in enumerate(free) if math.gcd(dim[0], size) > 1]
         if not options:
-            taken.append((size, size))
+            taken.append((size, False))
             break
-        dim = max(options, key=lambda d: (d[0] == size, size % d[0] == 0, math.gcd(d[0], size)))
-        part = math.gcd(dim[0], size)
-        taken.append((part, dim[1]))
-        dim[0] //= part
+
+        def suits(number: int, size: int = size) -> tuple[bool, bool, int]:
+            left = free[number][0]
+            return left == size, size % left == 0, math.gcd(left, size)
+
+        best = max(options, key=suits)
+        left, side, wraps = free[best]
+        part = math.gcd(left, size)
+        taken.append((part, wraps and part == side > 2))
+        free[best] = (left // part, side, wraps)
         size //= part
     return taken
 
@@ -253,15 +348,21 @@ def _measured_links(calibration: Calibration, layout: Layout) -> dict[str, Link]
     XLA on CPU knows no sum that is scattered: it sums, and each device cuts out its part.
     """
     found: dict[str, Link] = {}
-    for axis in AXES:
+    per_host = calibration.devices // calibration.hosts
+    stride = 1
+    for axis in reversed(AXES):
         size = layout.size(axis)
         if size == 1:
             found[axis] = Link(1)
             continue
-        lines = {kind: _of_size(by_size, size) for kind, by_size in calibration.collectives.items()}
+        # A group of neighbours has as many members on a host as it can, one of an outer axis fewer.
+        apart = stride > 1 and stride * size > per_host
+        table = calibration.across if apart else calibration.collectives
+        lines = {kind: _of_size(by_size, size) for kind, by_size in table.items()}
         if calibration.platform == "cpu":
             lines["reduce_scatter"] = lines["all_reduce"]
         found[axis] = MeasuredLink(size, lines=lines)
+        stride *= size
     return found
 
 

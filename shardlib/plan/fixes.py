@@ -109,11 +109,12 @@ def _one_key(workload: Workload, as_is: Plan, room: float) -> Iterator[Plan]:
     """Plans on the same mesh that fit: other choices, other uses of its axes, more microbatches."""
     cluster, now = as_is.cluster, as_is.layout
     relaxed = workload.relaxed()
-    layouts = [now, *(_like(now, variant) for variant in workload.variants(now))]
-    counts = [n for c in of_layout(workload, now) for n in c.microbatches if c.layout == _one(now)]
-    layouts += [dataclasses.replace(now, microbatches=n) for n in counts if n > now.microbatches]
+    others = workload.variants(now, cluster)
+    layouts = [now, *(v for v in others if v.microbatches in _microbatches(workload, v))]
+    more = (n for n in _microbatches(workload, now) if n > now.microbatches)
+    layouts += [dataclasses.replace(now, microbatches=n) for n in more]
     for layout in dict.fromkeys(layouts):
-        for choice in (as_is.choice, *relaxed.choices(layout)):
+        for choice in (as_is.choice, *relaxed.choices(layout, cluster)):
             least = least_layers(relaxed, layout, choice, cluster, room)
             if least is not None and _steps(as_is, layout, least) <= 2:
                 yield _plan(relaxed, cluster, layout, least)
@@ -132,10 +133,10 @@ def _steps(as_is: Plan, layout: Layout, choice: Choice) -> int:
     """How many things a plan of the same mesh changes."""
     changed = sum(
         getattr(layout, name) != getattr(as_is.layout, name)
-        for name in ("microbatches", "zero", "sequence_parallel", "chunks")
+        for name in ("microbatches", "zero", "sequence_parallel", "chunks", "offload_optimizer")
     )
     same = as_is.choice
-    remat = (choice.remat, choice.layers) != (same.remat, same.layers)
+    remat = (choice.remat, choice.num_layers) != (same.remat, same.num_layers)
     return (
         changed
         + remat
@@ -164,9 +165,8 @@ def _kind(fix: Fix) -> tuple[str, ...]:
     return ("mesh",) if "mesh" in fix.settings else tuple(fix.settings)
 
 
-def _like(now: Layout, variant: Layout) -> Layout:
-    return dataclasses.replace(now, zero=variant.zero, sequence_parallel=variant.sequence_parallel)
-
-
-def _one(layout: Layout) -> Layout:
-    return dataclasses.replace(layout, microbatches=1)
+def _microbatches(workload: Workload, layout: Layout) -> set[int]:
+    """Their numbers that can be run."""
+    plain = dataclasses.replace(layout, microbatches=1, chunks=1)
+    alike = (c for c in of_layout(workload, plain) if c.layout.chunks == layout.chunks)
+    return {n for candidate in alike for n in candidate.microbatches}

@@ -13,6 +13,7 @@ repeated passes in both directions.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ class Laid:
     width: int = 0
     """Bytes of a number as the summands were made: they are added before a later conversion."""
 
-    @property
+    @functools.cached_property
     def axes(self) -> Axes:
         """All axes that cut it."""
         return tuple(axis for axes in self.spec for axis in axes)
@@ -58,12 +59,14 @@ class Moved:
 class Spreading:
     """Spreads layouts over one mesh."""
 
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, float]
+    """Degrees of the mesh axes; that of `MICRO` is a fraction where a batch is more than what was
+    traced."""
     resolve: Callable[[tuple[str | None, ...], tuple[int, ...], str], Spec]
     """The layout of a constraint from its logical axes, shape and kind of table."""
     moved: Callable[[Moved], None]
 
-    def shards(self, axes: Axes) -> int:
+    def shards(self, axes: Axes) -> float:
         """Returns into how many pieces axes cut, in space and time."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
@@ -78,6 +81,8 @@ class Spreading:
 
     def fitting(self, shape: Sequence[int], spec: Spec) -> Spec:
         """Returns a layout without the axes that do not divide their dim, or come twice."""
+        if not any(spec):
+            return spec
         used: set[str] = set()
         found = []
         for size, axes in zip(shape, spec, strict=True):
@@ -105,6 +110,8 @@ class Spreading:
 
     def relaid(self, aval: Any, laid: Laid, spec: Spec) -> Laid:
         """Returns a value in another layout, with its summands added up."""
+        if spec == laid.spec and not laid.partial:
+            return Laid(spec, (), laid.is_param)
         wanted = {axis for axes in spec for axis in axes}
         scattered = tuple(a for a in laid.partial if a in wanted)
         left = tuple(a for a in laid.partial if a not in wanted)
@@ -178,47 +185,53 @@ def contracted(
         place: `place(operand, dim)` gives the dim of the result; None for dims that have none.
         rank: Of the result.
     """
-    lhs, rhs = (list(laid.spec) for laid in laids)
+    specs = _taken(spread, avals, laids, dims, batch, place)
+    taken = []
+    for aval, laid, want in zip(avals, laids, specs, strict=True):
+        pairs = zip(laid.spec, want, strict=True)
+        if lost := [axis for old, new in pairs for axis in old if axis not in new]:
+            _gather(spread, aval, laid, tuple(lost))
+        taken.append(Laid(want, (), laid.is_param))
+    out: list[Axes] = [()] * rank
+    for i in (0, 1):
+        for dim, axes in enumerate(specs[i]):
+            where = place(i, dim) if dim not in dims[i] else None
+            if where is not None and not out[where]:
+                out[where] = axes
+    partial = tuple(axis for dim in dims[0] for axis in specs[0][dim] if axis != MICRO)
+    return Laid(tuple(out), partial), (taken[0], taken[1])
+
+
+def _taken(
+    spread: Spreading,
+    avals: Sequence[Any],
+    laids: Sequence[Laid],
+    dims: tuple[Sequence[int], Sequence[int]],
+    batch: tuple[Sequence[int], Sequence[int]],
+    place: Callable[[int, int], int | None],
+) -> tuple[Spec, Spec]:
+    """What cuts the operands of a product when it is computed: dims that go together alike, and no
+    axis twice."""
+    specs = lhs, rhs = list(laids[0].spec), list(laids[1].spec)
     for a, b in zip(*batch, strict=True):
         both = lhs[a] or rhs[b]
         lhs[a] = rhs[b] = tuple(x for x in both if not (lhs[a] and rhs[b]) or x in lhs[a])
-    used: set[str] = {axis for dim in batch[0] for axis in lhs[dim]}
-    taken = (set(batch[0]) | set(dims[0]), set(batch[1]) | set(dims[1]))
+    used = {axis for dim in batch[0] for axis in lhs[dim]}
     # The free dims of the larger operand first: a weight gives way to activations.
     order = sorted((0, 1), key=lambda i: -_held(spread, avals[i], laids[i]))
     if laids[order[0]].is_param and not laids[order[1]].is_param:
         order.reverse()
-    specs = (lhs, rhs)
     for i in order:
         for dim, axes in enumerate(specs[i]):
-            if dim not in taken[i]:
+            if dim not in batch[i] and dim not in dims[i]:
                 kept = tuple(a for a in axes if a not in used) if place(i, dim) is not None else ()
                 specs[i][dim] = kept
                 used.update(kept)
-    partial: list[str] = []
     for a, b in zip(*dims, strict=True):
         summed = tuple(x for x in dict.fromkeys((*lhs[a], *rhs[b])) if x not in used)
-        summed = spread.fitting((avals[0].shape[a],), (summed,))[0]
-        lhs[a] = rhs[b] = summed
-        used.update(summed)
-        partial += summed
-    taken_as = []
-    for i in (0, 1):
-        want = tuple(specs[i])
-        lost = [
-            x for old, new in zip(laids[i].spec, want, strict=True) for x in old if x not in new
-        ]
-        if lost:
-            _gather(spread, avals[i], laids[i], tuple(lost))
-        taken_as.append(Laid(want, (), laids[i].is_param))
-    out: list[Axes] = [()] * rank
-    for i in (0, 1):
-        for dim, axes in enumerate(specs[i]):
-            where = place(i, dim) if dim not in set(dims[i]) else None
-            if where is not None and not out[where]:
-                out[where] = axes
-    real = tuple(axis for axis in partial if axis != MICRO)
-    return Laid(tuple(out), real), (taken_as[0], taken_as[1])
+        lhs[a] = rhs[b] = spread.fitting((avals[0].shape[a],), (summed,))[0]
+        used.update(lhs[a])
+    return tuple(lhs), tuple(rhs)
 
 
 def reshaped(spread: Spreading, old: Sequence[int], laid: Laid, new: Sequence[int]) -> Spec:

@@ -10,6 +10,7 @@ from shardlib.plan.jaxpr_layout import (
     MICRO,
     Axes,
     Laid,
+    Spec,
     Spreading,
     contracted,
     merged,
@@ -113,34 +114,32 @@ def _elementwise(spread: Spreading, equation: Any, laids: list[Laid]) -> list[La
     arrays = [
         (a, laid) for a, laid in zip(avals, laids, strict=True) if len(getattr(a, "shape", ())) > 0
     ]
+    only = len(arrays) == 1 and arrays[0][1].is_param
+    partial = laids[0].partial if equation.primitive.name in LINEAR else _partial_of(laids)
     found: list[Laid] = []
     for out in (v.aval for v in equation.outvars):
-        same = [(a, laid) for a, laid in arrays if len(a.shape) == len(getattr(out, "shape", ()))]
+        shape = getattr(out, "shape", ())
+        same = [(a, laid) for a, laid in arrays if len(a.shape) == len(shape)]
         if not same:
             found.append(replicated(out))
             continue
-        kept = [
-            (
-                a,
-                Laid(
-                    tuple(
-                        axes if size == wanted or size == 1 else ()
-                        for axes, size, wanted in zip(laid.spec, a.shape, out.shape, strict=True)
-                    ),
-                    (),
-                    laid.is_param,
-                ),
-            )
-            for a, laid in same
-        ]
-        if not found:
-            for (a, laid), (_, new) in zip(same, kept, strict=True):
-                spread.relaid(a, Laid(laid.spec, (), laid.is_param), new.spec)
-        laid = merged(spread, [a for a, _ in kept], [one for _, one in kept], out)
-        only = len(arrays) == 1 and arrays[0][1].is_param
-        partial = laids[0].partial if equation.primitive.name in LINEAR else _partial_of(laids)
-        found.append(Laid(laid.spec, partial, only))
+        spec = same[0][1].spec
+        if any(a.shape != shape or laid.spec != spec for a, laid in same):
+            spec = _led(spread, same, out, moves=not found)
+        found.append(Laid(spec, partial, only))
     return found
+
+
+def _led(spread: Spreading, operands: Sequence[tuple[Any, Laid]], out: Any, *, moves: bool) -> Spec:
+    """What cuts a result of operands that are cut in different ways, or are of other shapes."""
+    kept = []
+    for aval, laid in operands:
+        pairs = zip(laid.spec, aval.shape, out.shape, strict=True)
+        spec = tuple(axes if size in (wanted, 1) else () for axes, size, wanted in pairs)
+        kept.append(Laid(spec, (), laid.is_param))
+        if moves:
+            spread.relaid(aval, Laid(laid.spec, (), laid.is_param), spec)
+    return merged(spread, [aval for aval, _ in operands], kept, out).spec
 
 
 def _partial_of(laids: Sequence[Laid]) -> Axes:

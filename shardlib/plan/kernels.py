@@ -30,13 +30,22 @@ def matmul(
 ) -> float:
     """Returns seconds of `groups` products `[rows, fan_in] x [fan_in, fan_out]` in one kernel.
 
+    See `product`, of which each group is one.
+    """
+    moved = (rows * fan_in + fan_in * fan_out + rows * fan_out) * width
+    return groups * product(rates, rows, fan_in, fan_out, moved) + rates.kernel_seconds
+
+
+def product(rates: Rates, rows: float, fan_in: float, fan_out: float, num_bytes: float) -> float:
+    """Returns seconds of a product `[rows, fan_in] x [fan_in, fan_out]` that moves `num_bytes`, of
+    a kernel that has started.
+
     Dims are padded to the tile of the matrix unit, rows not: they are many. A tile of the result
     costs as much again as `fill` steps of its sum, to load the first operands and to store.
     """
     k, n = padded(fan_in, rates.tile), padded(fan_out, rates.tile)
     compute = 2 * rows * (k + rates.fill) * n / rates.flops
-    moved = (rows * fan_in + fan_in * fan_out + rows * fan_out) * width / rates.memory
-    return groups * roofline(compute, moved) + rates.kernel_seconds
+    return roofline(compute, num_bytes / rates.memory)
 
 
 def flash_attention(rates: Rates, flops: float, head_dim: float, *, backward: bool) -> float:

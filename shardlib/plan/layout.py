@@ -8,8 +8,6 @@ from typing import Any, Literal
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes from the slowest interconnect to the fastest."""
 _MANY_MICROBATCHES = 4
-BATCH_AXES = ("data", "fsdp", "expert")
-"""Axes that split the sequences of a batch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +31,10 @@ class Layout:
     """What `fsdp` cuts besides the optimizer state. Source: Rajbhandari et al. 2020, "ZeRO"."""
     shard_optimizer: bool = False
     """Whether `data` cuts the optimizer state (ZeRO 1) although parameters are whole."""
+    offload_optimizer: bool = False
+    """Whether the optimizer state waits in the memory of the hosts between updates."""
+    stateless: bool = True
+    """Whether the model keeps nothing but parameters: only then can replicas run a step apart."""
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], slices: int = 1) -> "Layout":
@@ -48,13 +50,13 @@ class Layout:
     @property
     def batch_shards(self) -> int:
         """Devices among which the sequences of a batch are split."""
-        return math.prod(self.size(axis) for axis in BATCH_AXES)
+        return self.data * self.fsdp * self.expert
 
     @property
     def reduces_once(self) -> bool:
         """Whether replicas along `data` sum gradients once a step and not in each microbatch: where
         there are so many that it pays (see `plan.replicas`)."""
-        return self.data > 1 and self.microbatches >= _MANY_MICROBATCHES
+        return self.stateless and self.data > 1 and self.microbatches >= _MANY_MICROBATCHES
 
     def size(self, axis: str) -> int:
         """Devices along an axis."""
@@ -99,9 +101,12 @@ class Software:
     the width of the computation."""
     sums_each: bool = False
     """Whether sums over replicas are part of each microbatch; see `plan.replicas`."""
+    whole_params: bool = False
+    """Whether parameters that only ZeRO 3 would cut are whole between steps too, so that new ones
+    are gathered once a step; else where they are used."""
     rerun_chunks: bool = False
     """Whether a pipeline keeps nothing but the inputs of chunks of layers and runs the chunks again
     before their backward pass, and holds embedding and head on every stage."""
 
 
-SHARDLIB = Software(keeps_traced=True, sums_each=True, rerun_chunks=True)
+SHARDLIB = Software(keeps_traced=True, sums_each=True, whole_params=True, rerun_chunks=True)

@@ -4,6 +4,8 @@ search with one thing changed."""
 import dataclasses
 
 from shardlib.hardware import Cluster
+from shardlib.plan.describe import duration, examples, largest_parts
+from shardlib.plan.measured import MeasuredCluster
 from shardlib.plan.objective import next_larger
 from shardlib.plan.problem import Plan, Workload
 from shardlib.plan.search import search
@@ -23,30 +25,33 @@ class Lever:
 
     def __str__(self) -> str:
         return (
-            f"{self.change}: {self.seconds:.4g} s a step, {self.rate - 1:+.0%} throughput, "
+            f"{self.change}: {duration(self.seconds)} a step, {self.rate - 1:+.0%} throughput, "
             f"{self.cost - 1:+.0%} chip-hours"
         )
 
 
 def levers(workload: Workload, best: Plan) -> list[Lever]:
     """Returns what changes of the cluster, the batch and the memory would bring, most throughput
-    first."""
+    first. Of a measured cluster there is no other one to compare with: what is known of others is
+    in datasheets."""
     cluster = best.cluster
+    measured = isinstance(cluster, MeasuredCluster)
     found = []
-    larger = next_larger(cluster)
+    larger = None if measured else next_larger(cluster)
     if larger is not None:
         found.append(_lever(workload, best, f"on {larger.name}", workload, larger))
     for factor, word in ((2, "twice"), (0.5, "half")):
         batch = int(workload.batch * factor)
         if batch * 2 >= workload.batch:
             other = workload.with_batch(batch)
-            change = f"{word} the batch ({batch} a step)"
+            change = f"{word} the batch ({batch:,} {examples(workload)})"
             found.append(_lever(workload, best, change, other, cluster))
     found.append(
         _lever(workload, best, "the first moment in bfloat16", workload.relaxed(), cluster)
     )
-    if roomier := _roomier(cluster):
-        found.append(_lever(workload, best, "with twice the memory a device", workload, roomier))
+    if not measured and (roomier := _roomier(cluster)):
+        change = f"with twice the memory a device ({largest_parts(best.memory, 1)} now)"
+        found.append(_lever(workload, best, change, workload, roomier))
     useful = [lever for lever in found if lever is not None and abs(lever.rate - 1) >= 0.005]
     return sorted(useful, key=lambda lever: -lever.rate)
 

@@ -85,6 +85,9 @@ class Calibration:
     """By kind and by number of devices in a group, all groups at once. Bytes are those of the whole
     array that is gathered, reduced or scattered, and those that a device holds for the others."""
     timed: tuple[Timed, ...] = ()
+    across: Mapping[str, Mapping[int, Line]] = dataclasses.field(default_factory=dict)
+    """The same as `collectives`, of groups that lie as far apart as they can, as those of the outer
+    mesh axes do; empty where all devices are of one host."""
 
     @property
     def exp_seconds(self) -> float:
@@ -99,11 +102,19 @@ class Calibration:
         return max(2 / self.fresh.bytes_per_second - 2 / self.memory.bytes_per_second, 0.0)
 
     @property
+    def fit_errors(self) -> dict[str, float]:
+        """The median relative error of each fit, by what was measured."""
+        fits = {f"matmul {name}": fit for name, fit in self.matmul.items()}
+        fits |= {"memory": self.memory, "exp": self.exp, "fresh": self.fresh}  # type: ignore[dict-item]
+        for table, how in ((self.collectives, "over"), (self.across, "across")):
+            for kind, by_size in table.items():
+                fits |= {f"{kind} {how} {size}": line for size, line in by_size.items()}  # type: ignore[dict-item]
+        return {what: fit.error for what, fit in fits.items()}
+
+    @property
     def fit_error(self) -> float:
-        """The worst median relative error of any fit."""
-        lines = [self.memory, self.exp, self.fresh]
-        lines += [line for by_size in self.collectives.values() for line in by_size.values()]
-        return max(fit.error for fit in (*self.matmul.values(), *lines))
+        """The worst of them."""
+        return max(self.fit_errors.values())
 
     @property
     def spread(self) -> float:
@@ -128,15 +139,22 @@ def measured_cluster(cluster: Cluster, calibration: Calibration) -> MeasuredClus
     """Returns a cluster to plan with what was measured on it.
 
     Raises:
-        ConfigError: If another number or kind of devices was measured.
+        ConfigError: If another number or kind of devices was measured, or GPUs of another number of
+            hosts.
     """
     chip = cluster.chip
     kinds = chip.device_kinds if chip else ("cpu",)
-    if cluster.num_devices != calibration.devices or calibration.device_kind not in kinds:
+    hosts = cluster.num_hosts if chip and chip.kind == "gpu" else calibration.hosts
+    if (cluster.num_devices, hosts) != (calibration.devices, calibration.hosts) or (
+        calibration.device_kind not in kinds
+    ):
+        on = f" on {calibration.hosts} host{'s' * (calibration.hosts > 1)}"
+        here = f" on {hosts} host{'s' * (hosts > 1)}"
+        differ = hosts != calibration.hosts
         raise ConfigError(
             f"the calibration is of {calibration.devices} devices of kind "
-            f"{calibration.device_kind!r}, but {cluster.name} has {cluster.num_devices} of kind "
-            f"{' or '.join(map(repr, kinds))}.\n"
+            f"{calibration.device_kind!r}{on * differ}, but {cluster.name} has "
+            f"{cluster.num_devices} of kind {' or '.join(map(repr, kinds))}{here * differ}.\n"
             f"  Measure it: shardlib calibrate --on {cluster.name}"
         )
     own = {field.name: getattr(cluster, field.name) for field in dataclasses.fields(Cluster)}
@@ -204,10 +222,11 @@ def _read(record: Mapping[str, Any]) -> Calibration:
     fields = {name: value for name, value in record.items() if name in known}
     fields["matmul"] = {name: MatmulFit(**fit) for name, fit in record["matmul"].items()}
     fields |= {name: Line(**record[name]) for name in ("memory", "exp", "fresh")}
-    fields["collectives"] = {
-        kind: {int(size): Line(**line) for size, line in by_size.items()}
-        for kind, by_size in record["collectives"].items()
-    }
+    for table in ("collectives", "across"):
+        fields[table] = {
+            kind: {int(size): Line(**line) for size, line in by_size.items()}
+            for kind, by_size in record.get(table, {}).items()
+        }
     fields["timed"] = tuple(
         Timed(one["what"], tuple(one["size"]), one["seconds"], one["spread"])
         for one in record["timed"]
@@ -221,10 +240,11 @@ def _faults(calibration: Calibration) -> list[str]:
     figures |= {"exp": (calibration.exp.bytes_per_second,)}
     figures |= {"fresh": (calibration.fresh.bytes_per_second,)}
     figures |= {"devices": (calibration.devices,), "cores": (calibration.cores,)}
-    for kind, by_size in calibration.collectives.items():
-        figures |= {
-            f"collectives.{kind}.{size}": (line.bytes_per_second,) for size, line in by_size.items()
-        }
+    for table in ("collectives", "across"):
+        for kind, by_size in getattr(calibration, table).items():
+            figures |= {
+                f"{table}.{kind}.{size}": (line.bytes_per_second,) for size, line in by_size.items()
+            }
     faults = [
         f"{name} is {value!r}"
         for name, values in figures.items()
@@ -236,6 +256,9 @@ def _faults(calibration: Calibration) -> list[str]:
     if calibration.devices > 1:
         missing = [kind for kind in COLLECTIVES if not calibration.collectives.get(kind)]
         faults += [f"it holds no {kind}" for kind in missing]
+    if calibration.hosts > 1:
+        missing = [kind for kind in COLLECTIVES if not calibration.across.get(kind)]
+        faults += [f"it holds no {kind} across hosts" for kind in missing]
     return faults
 
 

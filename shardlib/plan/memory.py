@@ -10,19 +10,18 @@ leaves follow from the same table. State is cut as in ZeRO (Rajbhandari et al. 2
 import dataclasses
 
 from shardlib.hardware import Cluster
-from shardlib.plan import compute, traffic
+from shardlib.plan import compute, program_memory, traffic
 from shardlib.plan.layout import SHARDLIB, Layout, Software
 from shardlib.plan.workload import NONE, Job
 
-_FLOAT32 = 4
-_MLP_COPIES = 6
-"""Hidden vectors that a gated MLP, or one with GELU, keeps of each token."""
 _LOGIT_BYTES = 4
 """Logits and their gradient in half precision; the softmax between is taken in passing."""
-_RUNTIME_BYTES = {"tpu": 0.5e9, "gpu": 2.0e9}
+RUNTIME_BYTES = {"tpu": 0.5e9, "gpu": 2.0e9, "cpu": 0.0}
 """Program, library contexts and buffers of collectives."""
 _FRAGMENTATION = 0.04
-"""Share of the memory that allocators cannot use."""
+"""Share of the memory that allocators cannot use. With what the runtime takes it leaves 4 to 7% of
+what a program may use, more than the peak of any program of `benchmarks/plan_memory.py` exceeds
+what is predicted on its kind of chip (3.5% on TPUs, 5.6% on GPUs)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +38,13 @@ class Memory:
     activations: float = 0.0
     """Kept from the forward for the backward pass."""
     recomputed: float = 0.0
-    """What one layer computes again before its backward pass."""
+    """What one layer computes again before its backward pass, and holds during it."""
     gathered: float = 0.0
     """Whole parameters of the layers in use, and their gradients before they are scattered."""
     logits: float = 0.0
     runtime: float = 0.0
     host: float = 0.0
-    """Offloaded activations, in the memory of the host: no part of `total`."""
+    """Offloaded activations and optimizer state, in the memory of the host: no part of `total`."""
 
     @property
     def total(self) -> float:
@@ -54,7 +53,11 @@ class Memory:
 
     def fits(self, capacity_bytes: float) -> bool:
         """Whether it fits a device, with what allocators cannot use."""
-        return self.total <= capacity_bytes * (1 - _FRAGMENTATION)
+        return self.over(capacity_bytes) <= 0
+
+    def over(self, capacity_bytes: float) -> float:
+        """Returns the bytes by which it exceeds what a device can use; negative where it fits."""
+        return self.total - capacity_bytes * (1 - _FRAGMENTATION)
 
 
 def peak_memory(
@@ -75,33 +78,49 @@ def peak_memory(
         dropout: Whether the residual branches keep masks of dropout.
     """
     device = compute.Device(job, layout, software)
-    held = traffic.local_weights(device).total
-    sharded = held / layout.fsdp
-    optimizer = sharded / (layout.data * layout.expert if layout.shard_optimizer else 1)
-    kept, everything, host = _activations(job, layout, software, dropout=dropout)
+    held = traffic.local_weights(device)
+    base = _through_the_step(device, cluster, held, dropout=dropout)
+    if software.keeps_traced:
+        phases = program_memory.phases(device, cluster, held, base)
+        if layout.offload_optimizer:
+            phases += (program_memory.update(device, held, base),)
+    else:
+        phases = _published_phases(device, held, base)
+    return max(phases, key=lambda phase: phase.total)
+
+
+def _through_the_step(
+    device: compute.Device, cluster: Cluster, held: traffic.LocalWeights, *, dropout: bool
+) -> Memory:
+    """What is there in every phase: state, runtime, and what waits for the backward pass."""
+    job, layout = device.job, device.layout
+    optimizer = held.total / layout.fsdp
+    optimizer /= layout.data * layout.expert if layout.shard_optimizer else 1
+    kept, host = _activations(device, cluster, dropout=dropout)
     waiting = device.tokens * _layers_in_flight(job, layout, reruns=device.reruns)
     inputs = 0.0
     if device.reruns:
         cut = layout.tensor if layout.sequence_parallel else 1
         inputs = _inputs_kept(layout) * device.tokens * job.model.embed * job.compute_bytes / cut
-    base = Memory(
-        params=_param_bytes(job, layout, software, held, sharded, optimizer),
-        optimizer=optimizer * job.moment_bytes,
+    moments = optimizer * job.moment_bytes
+    away = moments if layout.offload_optimizer else 0.0
+    return Memory(
+        params=_param_bytes(device, held, optimizer),
+        optimizer=moments - away,
         activations=waiting * kept + inputs,
-        runtime=_RUNTIME_BYTES[cluster.chip.kind] if cluster.chip else 0.0,
-        host=waiting * host,
+        runtime=RUNTIME_BYTES[cluster.platform],
+        host=waiting * host + away,
     )
-    if software.keeps_traced:
-        again = _recomputes(job, host, kept < everything)
-        if job.model.experts and job.model.routed_layers:
-            everything = _traced(job, layout, software, dropout=dropout)
-            rows = _expert_rows(job, layout) / layout.tensor
-            everything += rows * job.model.experts.mlp * job.compute_bytes
-        layer = device.tokens * everything if again else 0.0
-        phases = _program_phases(device, cluster, base, layer)
-        return max(phases, key=lambda phase: phase.total)
-    whole = layout.fsdp == 1 or layout.zero == 1
-    gradients = (held if whole else sharded) * job.gradient_bytes
+
+
+def _published_phases(
+    device: compute.Device, held: traffic.LocalWeights, base: Memory
+) -> tuple[Memory, Memory]:
+    """The head and the backward pass of a layer in programs of others, by what they must hold."""
+    job, layout = device.job, device.layout
+    gradients = held.total * job.gradient_bytes
+    if layout.zero > 1:
+        gradients /= layout.fsdp
     in_head = dataclasses.replace(
         base,
         logits=device.tokens * job.model.vocab / layout.tensor * _LOGIT_BYTES / job.loss_chunks,
@@ -110,79 +129,35 @@ def peak_memory(
     in_backward = dataclasses.replace(
         base,
         gradients=gradients,
-        recomputed=device.tokens * everything if _recomputes(job, host, kept < everything) else 0.0,
+        recomputed=device.tokens * _recomputed(device),
         gathered=_gathered(device),
     )
-    return max(in_head, in_backward, key=lambda phase: phase.total)
+    return in_head, in_backward
 
 
-def _program_phases(
-    device: compute.Device, cluster: Cluster, base: Memory, layer: float
-) -> tuple[Memory, Memory]:
-    """What shardlib's own step holds in the head and in the backward pass of the layers, as read
-    from programs of XLA.
-
-    Gradients of stacked layers are summed up in the width of the computation, one microbatch's
-    beside the sums of all in float32. On GPUs they are there before the head's backward pass. A
-    loss in chunks holds of the head's table what is gathered, a copy and a gradient in float32,
-    and on GPUs a second narrow copy; one in a piece holds the logits, on GPUs with their gradient
-    beside them. The gradient of the logits stays until the table's is taken from it, for which a
-    TPU has time until the layers are through.
-    """
-    job, layout, on_gpu = device.job, device.layout, cluster.platform == "gpu"
-    held = traffic.local_weights(device)
-    cut = 1 if layout.zero == 1 else layout.fsdp
-    width = job.compute_bytes
-    each = (held.dense + held.routed) / cut * width
-    summed = held.total / cut * job.gradient_bytes if layout.microbatches > 1 else 0.0
-    table = job.model.vocab_weights / layout.tensor
-    gathered = table * width * (1 - 1 / layout.fsdp)
-    scattered = table * width if on_gpu and not job.model.tied else 0.0
-    logits = device.tokens * job.model.vocab / layout.tensor
-    if job.loss_chunks > 1:
-        gathered += table * (2 * _FLOAT32 + (width if on_gpu else 0))
-        scattered = table * width if on_gpu else 0.0
-        in_head = logits / job.loss_chunks * _FLOAT32 * (2 if on_gpu else 1)
-        waiting = 0.0
-    else:
-        in_head = logits * width * (2 if on_gpu else 1)
-        waiting = 0.0 if on_gpu else logits * width
-    return (
-        dataclasses.replace(
-            base,
-            logits=in_head,
-            gradients=summed + (each if on_gpu else 0.0) + scattered,
-            gathered=gathered,
-        ),
-        dataclasses.replace(
-            base,
-            logits=waiting,
-            gradients=summed + each + scattered,
-            recomputed=layer,
-            gathered=_gathered(device),
-        ),
-    )
+def _recomputed(device: compute.Device) -> float:
+    """Bytes of a token that a layer computes again, or takes back from the host, as a whole."""
+    job, layout, software = device.job, device.layout, device.software
+    everything, _ = layer_activations(dataclasses.replace(job, remat=NONE), layout, software)
+    kept, host = layer_activations(job, layout, software)
+    some = job.remat != NONE and 0 < job.remat_share < 1
+    return everything if host or some or job.remat_share * kept < everything else 0.0
 
 
-def _recomputes(job: Job, host: float, keeps_less: bool) -> bool:
-    """Whether some layer is computed again, or comes back from the host, as a whole."""
-    return bool(host) or keeps_less or (job.remat != NONE and 0 < job.remat_share < 1)
-
-
-def _activations(
-    job: Job, layout: Layout, software: Software, *, dropout: bool
-) -> tuple[float, float, float]:
-    """Bytes per token and layer, on average over layers: kept on the device, what there is to
-    keep, and kept on the host."""
-    keeps_all = dataclasses.replace(job, remat=NONE)
-    everything, _ = layer_activations(keeps_all, layout, software, dropout=dropout)
-    kept, host = layer_activations(job, layout, software, dropout=dropout)
-    others = everything
-    if software.keeps_traced:
-        others = _traced(job, layout, software, dropout=dropout)
-        kept = others if job.remat == NONE else kept
-    share = job.remat_share
-    return share * kept + (1 - share) * others, everything, share * host
+def _activations(device: compute.Device, cluster: Cluster, *, dropout: bool) -> tuple[float, float]:
+    """Bytes per token and layer, on average over layers: kept on the device, and on the host."""
+    job, layout, software = device.job, device.layout, device.software
+    share = 0.0 if job.remat == NONE else job.remat_share
+    padding = program_memory.padding(job, cluster) if software.keeps_traced else 1.0
+    kept = host = others = 0.0
+    if share > 0:
+        kept, host = layer_activations(job, layout, software, dropout=dropout, padding=padding)
+    if share < 1 and software.keeps_traced:
+        others = program_memory.traced(device, cluster, dropout=dropout)
+    elif share < 1:
+        everything = dataclasses.replace(job, remat=NONE)
+        others, _ = layer_activations(everything, layout, software, dropout=dropout)
+    return share * kept + (1 - share) * others, share * host
 
 
 def _gathered(device: compute.Device) -> float:
@@ -193,33 +168,36 @@ def _gathered(device: compute.Device) -> float:
         return 0.0
     model = job.model
     if device.software.fusion == "eager":
-        unit = max(model.layer_weights) / layout.tensor
-        unit += model.expert_weights / (layout.tensor * layout.expert)
+        unit = max(model.layer_weights)
+        unit += model.expert_weights / layout.expert
     else:
-        matrices = [m for routed in (False, True) for m in model.matmuls(routed=routed)]
-        copies = model.experts.number / layout.expert if model.experts else 1.0
-        unit = max(m.fan_in * m.fan_out * (copies if m.routed else 1) for m in matrices)
-        unit /= layout.tensor
-    return unit * 3 * job.compute_bytes
+        unit = program_memory.largest_matrix(device)
+    return unit / layout.tensor * 3 * job.compute_bytes
 
 
-def _param_bytes(
-    job: Job, layout: Layout, software: Software, held: float, sharded: float, optimizer: float
-) -> float:
-    """Bytes of parameters: where `data` cuts the state, whole copies in the compute width too."""
+def _param_bytes(device: compute.Device, held: traffic.LocalWeights, optimizer: float) -> float:
+    """Bytes of parameters. Where `data` cuts the state, there are whole copies in the width of the
+    computation too; so are there of the layers in programs of shardlib."""
+    job, layout = device.job, device.layout
     if layout.shard_optimizer:
-        return held * job.compute_bytes + optimizer * job.param_bytes
-    width = job.param_bytes
-    if software.keeps_traced and width != job.compute_bytes:
-        width += job.compute_bytes
-    return (sharded if layout.zero == 3 else held) * width
+        return held.total * job.compute_bytes + optimizer * job.param_bytes
+    cut = layout.fsdp if layout.zero == 3 else 1
+    copied = 0.0
+    if device.software.keeps_traced and job.param_bytes != job.compute_bytes:
+        copied = (held.dense + held.routed) * job.compute_bytes
+    return (held.total * job.param_bytes + copied) / cut
 
 
 def layer_activations(
-    job: Job, layout: Layout, software: Software = SHARDLIB, *, dropout: bool = False
+    job: Job,
+    layout: Layout,
+    software: Software = SHARDLIB,
+    *,
+    dropout: bool = False,
+    padding: float = 1.0,
 ) -> tuple[float, float]:
     """Returns bytes per token that a layer under `job.remat` keeps for its backward pass: on the
-    device, and on the host."""
+    device, and on the host. Queries, keys and values take `padding` times their numbers."""
     model, width, keeps = job.model, job.compute_bytes, job.remat.kept
     residual = layout.tensor if layout.sequence_parallel else 1
     hidden = float(model.mlp)
@@ -231,7 +209,7 @@ def layer_activations(
     if software.attention == "unfused":
         scores = model.heads * job.length * (2 * width + 1)
     parts = {
-        "qkv": (model.heads * model.score_dim + model.kv_width) * width / layout.tensor,
+        "qkv": padding * compute.qkv_width(model, layout) * width,
         "attention": (heads * width + scores) / layout.tensor,
         "out": model.embed * width / residual,
         "up": (2 if model.gated else 1) * hidden * width / layout.tensor,
@@ -248,43 +226,6 @@ def layer_activations(
     if "input" in job.remat.offloaded:
         host += model.embed * width / residual
     return kept - host, host
-
-
-def _traced(job: Job, layout: Layout, software: Software, *, dropout: bool) -> float:
-    """Bytes per token of a layer of shardlib's transformer that keeps everything, as counted in its
-    traced backward pass.
-
-    A norm keeps its input, its normalised input and the product with its scale in float32, and what
-    it gives to the matmuls, whole along the length. A gated MLP keeps gate and up, and what silu
-    makes of the gate on the way; so does a plain one with GELU. Dropless experts keep the rows they
-    were sent, the same of each row, and their results in float32.
-    """
-    model, width = job.model, job.compute_bytes
-    residual = layout.tensor if layout.sequence_parallel else 1
-    norms = 2 * model.embed * (3 * _FLOAT32 / residual + width)
-    masks = 2 * model.embed / residual if dropout else 0
-    heads = model.heads * (model.score_dim + model.value_dim) + model.kv_width
-    attention = heads * width + model.heads * _FLOAT32
-    if software.attention == "unfused":
-        attention += model.heads * job.length * (2 * width + 1)
-    hidden = _MLP_COPIES * width * model.mlp
-    routed = 0.0
-    if model.experts and model.routed_layers:
-        experts = model.experts
-        hidden = (_MLP_COPIES + 0.5) * width * _expert_rows(job, layout) * experts.mlp
-        hidden += _MLP_COPIES * width * experts.shared_mlp
-        rows = _expert_rows(job, layout)
-        routed = rows * model.embed * (width + _FLOAT32)
-        routed += model.embed * _FLOAT32 / residual
-    return norms + masks + (attention + hidden) / layout.tensor + routed
-
-
-def _expert_rows(job: Job, layout: Layout) -> float:
-    """Rows of experts that a device has room for, by token of its own: nothing is dropped, so that
-    all devices along `expert` may send it all they have; see `shardlib.moe.dropless`."""
-    experts = job.model.experts
-    assert experts is not None
-    return layout.expert * min(experts.per_token, experts.number / layout.expert)
 
 
 def _inputs_kept(layout: Layout) -> int:

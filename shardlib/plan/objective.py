@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from typing import Literal
 
 from shardlib.chips import CHIPS, Chip
@@ -35,17 +36,17 @@ class Goal:
     def __post_init__(self) -> None:
         faults = []
         if self.objective not in OBJECTIVES:
-            hint = did_you_mean(self.objective, OBJECTIVES)
+            hint = did_you_mean(str(self.objective), OBJECTIVES)
             faults.append(
                 f"no objective is called {self.objective!r}.{hint}\n"
                 f"  Choose one of: {', '.join(OBJECTIVES)}."
             )
         for name in ("tokens", "days", "price"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                faults.append(f"{name} is {value!r}, but must be positive.\n  Give another number.")
-        if self.days is not None and self.tokens is None:
-            faults.append("days says by when, but not how much.\n  Give tokens too.")
+            if value is not None and not (isinstance(value, Real) and 0 < float(value) < math.inf):
+                faults.append(
+                    f"{name} is {value!r}, but must be a positive number.\n  Give another one."
+                )
         if faults:
             raise ConfigError("\n".join(faults))
 
@@ -112,7 +113,7 @@ def roomier(cluster: Cluster) -> list[Cluster]:
 
 
 def best_found(
-    workload: Workload, tried: Sequence[Cluster], goal: Goal, tokens_per_step: float, *, top: int
+    workload: Workload, tried: Sequence[Cluster], goal: Goal, *, top: int
 ) -> Found | None:
     """Returns what the search finds on the cluster that suits a goal best; None where nothing fits
     or is fast enough on any.
@@ -121,10 +122,9 @@ def best_found(
         workload: What is trained.
         tried: Clusters, smallest first.
         goal: What is wanted.
-        tokens_per_step: Of the batch.
         top: Meshes of which to return a plan.
     """
-    limit = goal.seconds(tokens_per_step)
+    limit = goal.seconds(workload.tokens)
     suited: list[Found] = []
     for cluster in tried:
         if not _may_do(workload, cluster, limit):

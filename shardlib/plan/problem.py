@@ -22,20 +22,40 @@ class Choice:
     """What a plan decides beside its mesh."""
 
     remat: str = "none"
-    """A policy of `shardlib.remat`, of the first `layers` layers; the others keep everything."""
+    """A policy of `shardlib.remat`, of the first `layers` layers of each piece of the stack; the
+    others keep everything."""
     layers: int | None = None
     """None for all."""
     moments: MomentDtype = "float32"
     """How the optimizer stores its first moment."""
     loss_chunks: int = 1
+    pieces: int = 1
+    """Equal pieces of the stack that are one program, as the chunks of all stages are."""
 
     def policy(self, num_layers: int) -> str:
         """Returns the rematerialisation as `model.remat` takes it."""
-        if self.layers is None or self.layers >= num_layers or self.remat == "none":
+        piece = num_layers // self.pieces
+        if self.layers is None or self.layers >= piece or self.remat == "none":
             return self.remat
         if self.layers == 0:
             return "none"
-        return f"0-{self.layers - 1}:{self.remat},{self.layers}-:none"
+        ranges = []
+        for first in range(0, num_layers, piece):
+            end = first + self.layers
+            last = first + piece - 1 if first + piece < num_layers else ""
+            ranges += [f"{first}-{end - 1}:{self.remat}", f"{end}-{last}:none"]
+        return ",".join(ranges)
+
+    def summary(self, num_layers: int) -> str:
+        """Returns the same for people, short where ranges repeat."""
+        if self.pieces == 1 or self.policy(num_layers) in (self.remat, "none"):
+            return self.policy(num_layers)
+        return f"{self.remat} in {self.layers} of {num_layers // self.pieces}"
+
+    @property
+    def num_layers(self) -> int | None:
+        """How many layers of the whole stack follow the policy; None for all."""
+        return None if self.layers is None else self.layers * self.pieces
 
 
 class Workload(Protocol):
@@ -79,17 +99,18 @@ class Workload(Protocol):
         axis that the model has no use for."""
         ...
 
-    def variants(self, layout: Layout) -> Sequence[Layout]:
-        """Returns the ways to use the axes of a layout (`zero`, `sequence_parallel`)."""
+    def variants(self, layout: Layout, cluster: Cluster) -> Sequence[Layout]:
+        """Returns the ways to use the axes of a layout (`zero`, `sequence_parallel`) and the memory
+        of a cluster's hosts (`offload_optimizer`)."""
         ...
 
     def faults(self, layout: Layout) -> list[str]:
         """Returns why a layout cannot be run, as sentences; empty when it can be."""
         ...
 
-    def choices(self, layout: Layout) -> Sequence[Choice]:
+    def choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
         """Returns what may be chosen on a layout. Those whose `layers` is not None stand for every
-        number of layers: the search takes the fewest that fit."""
+        number of layers up to that: the search takes the fewest that fit."""
         ...
 
     def leanest(self, layout: Layout, cluster: Cluster) -> Choice:

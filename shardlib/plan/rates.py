@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import get_args
 
 from shardlib.chips import Chip
 from shardlib.errors import ConfigError
@@ -9,6 +10,19 @@ from shardlib.hardware import Cluster
 from shardlib.plan.constants import constant
 from shardlib.plan.measured import Calibration, MeasuredCluster
 from shardlib.plan.workload import Precision
+
+# What `shardlib calibrate` does not measure of a machine, as orders of magnitude; the published
+# runs lead to the same for other chips (`constants`).
+_MEASURED_FLASH = 0.6
+"""Of the rate of matmuls, for fused attention."""
+_MEASURED_GROUPED = 0.75
+"""Of the rate of matmuls, where experts share one unevenly."""
+_MEASURED_DISPATCH = 0.5
+"""Of the rate of passes over memory, for rows gathered to experts and back."""
+_MEASURED_HIDDEN = 0.5
+"""Of collectives, where what copies is not what computes."""
+_CPU_BLOCK = 128
+"""Queries and keys of a block of fused attention."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +77,19 @@ def rates(chip: Chip, precision: Precision, constants: Mapping[str, float]) -> R
     """
     peak = _peak(chip, precision)
     if peak is None:
+        has = [known for known in get_args(Precision) if _peak(chip, known)]
         raise ConfigError(
             f"the {chip.full_name} has no matmul in {precision}.\n"
-            "  Choose a precision that it has, or another chip."
+            f"  Choose one that it has ({', '.join(has)}), or another chip."
         )
 
     def get(name: str) -> float:
         return constant(constants, name, chip)
 
     memory = chip.memory_bytes_per_second / chip.devices_per_chip
-    attended = chip.flops_per_device("fp16" if chip.bf16_flops is None else "bf16") or peak
+    attended = chip.flops_per_device("fp16" if chip.bf16_flops is None else "bf16")
+    if precision == "f32" or attended is None:
+        attended = peak
     return Rates(
         flops=peak * min(get("matmul"), 1.0),
         flash_flops=attended * min(get("flash"), 1.0),
@@ -94,18 +111,19 @@ def rates(chip: Chip, precision: Precision, constants: Mapping[str, float]) -> R
 
 def _peak(chip: Chip, precision: Precision) -> float | None:
     """Peak FLOP/s of one device. By default JAX multiplies float32 on TPUs in one pass of bfloat16,
-    and on GPUs since Ampere in TF32, at half the rate."""
+    and on GPUs since Ampere in TF32, at half the rate; those before have no bfloat16 either."""
     if precision != "f32":
         return chip.flops_per_device(precision)
     half = chip.flops_per_device("bf16")
-    return half if half is None or chip.kind == "tpu" else half / 2
+    if half is None:
+        return chip.f32_flops
+    return half if chip.kind == "tpu" else half / 2
 
 
 def _measured(calibration: Calibration, precision: Precision) -> Rates:
     """Returns what one device achieves while all are at work.
 
-    Nothing is hidden on CPU devices: what copies is what computes. Elsewhere the overlap of
-    collectives is not among what is measured, and half of them is taken to be hidden.
+    Nothing is hidden on CPU devices: what copies is what computes.
 
     Raises:
         ConfigError: If the precision was not measured.
@@ -118,18 +136,18 @@ def _measured(calibration: Calibration, precision: Precision) -> Rates:
             "  Choose one of these, or measure again with `shardlib calibrate`."
         )
     shared = calibration.platform == "cpu"
-    hidden = 0.0 if shared else 0.5
+    hidden = 0.0 if shared else _MEASURED_HIDDEN
     return Rates(
         flops=fit.flops,
-        flash_flops=0.6 * fit.flops,
+        flash_flops=_MEASURED_FLASH * fit.flops,
         memory=calibration.memory.bytes_per_second,
         kernel_seconds=fit.seconds,
         tile=1,
         lanes=1,
-        block=128,
+        block=_CPU_BLOCK,
         fill=fit.fill,
-        grouped=0.75,
-        dispatch=0.5 * calibration.memory.bytes_per_second,
+        grouped=_MEASURED_GROUPED,
+        dispatch=_MEASURED_DISPATCH * calibration.memory.bytes_per_second,
         hide_gather=hidden,
         hide_tensor=hidden,
         hide_data=hidden,

@@ -46,5 +46,7 @@ def reduce_seconds(
         routed /= 1 if axis == "expert" else link.size
     if device.reruns:  # Embedding and head, which every stage holds, once a step.
         once += links["stage"].all_reduce(weights.vocab / cut * job.gradient_bytes)
+    if not device.software.overlap_data:
+        return once + layout.microbatches * each
     back = work.backward.total + work.again.total
     return once + layout.microbatches * hidden(each, back, device.rates.hide_data)

@@ -51,6 +51,8 @@ def settings(plan: Plan, num_layers: int, *, batch: int | None = None) -> Settin
     found["train.microbatches"] = layout.microbatches
     if layout.reduces_once:
         found["train.reduction.dtype"] = "f32"
+    if layout.offload_optimizer:
+        found["train.offload_optimizer"] = True
     if name := schedule(layout):
         found["train.pipeline.schedule"] = name
         if layout.chunks > 1:
@@ -95,7 +97,7 @@ def _lines(tree: Mapping[str, Any], indent: str) -> list[str]:
 
 
 def _quoted(value: Any) -> str:
-    text = str(value)
+    text = _scalar(value)
     # A colon would start a mapping.
     return f'"{text}"' if ":" in text else text
 
@@ -103,4 +105,4 @@ def _quoted(value: Any) -> str:
 def _scalar(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_scalar(v)}" for key, v in value.items()) + "}"
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,16 +1,16 @@
 """Seconds of a step from what one device of it does: the time of `jaxpr_costs.Costs`."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from shardlib.hardware import Cluster
-from shardlib.plan import fabric
+from shardlib.plan import fabric, kernels
 from shardlib.plan.cost import StepTime
 from shardlib.plan.fabric import Link
 from shardlib.plan.jaxpr_costs import Costs, Product, Way
-from shardlib.plan.jaxpr_layout import Moved
-from shardlib.plan.kernels import padded, roofline
+from shardlib.plan.jaxpr_layout import Axes
 from shardlib.plan.layout import AXES, Layout, Software
 from shardlib.plan.measured import software_on
 from shardlib.plan.rates import Rates, rates_on
@@ -19,6 +19,7 @@ from shardlib.plan.workload import Precision
 
 _WAYS: tuple[Way, ...] = ("forward", "backward", "again")
 _SHOWN = ("data", "fsdp", "expert", "context", "tensor")
+_SUMS = ("all_reduce", "reduce_scatter")
 
 
 def traced_time(
@@ -43,36 +44,17 @@ def traced_time(
     """
     software = software_on(cluster, software)
     rates = rates_on(cluster, precision, constants)
+    sums_twice = precision != "f32"
     wide = rates if precision == "f32" else _wide(cluster, constants, rates)
-    links = fabric.links(cluster, layout, constants, single_rail=software.single_rail)
+    device = _Device(layout, cluster, software, rates, wide, constants)
     micro = layout.microbatches
-    products = dict.fromkeys(_WAYS, 0.0)
-    for (way, product), count in gradient.products.items():
-        products[way] += count * _product(wide if product.width > 2 else rates, product)
-    passes = {way: _passes(gradient, way, rates) for way in _WAYS}
-    window = {way: products[way] + passes[way] for way in _WAYS}
-    back = window["backward"] + window["again"]
-    seconds: dict[str, float] = dict.fromkeys(_SHOWN, 0.0)
-    for axis, moved in _by_axis(gradient, links, of_param=False).items():
-        seconds[axis] += micro * moved["all"]
-    left = _left(sum(seconds.values()), micro * (window["forward"] + back), software, rates)
-    seconds = {axis: value * left for axis, value in seconds.items()}
-    for axis, moved in _by_axis(gradient, links, of_param=True).items():
-        fraction = rates.hide_gather if software.overlap_gather else 0.0
-        gathered = hidden(moved["forward"], window["forward"], fraction)
-        gathered += hidden(moved["backward"], back, fraction)
-        often = micro if axis == "fsdp" else 1
-        fraction = rates.hide_data if software.overlap_data else 0.0
-        seconds[axis] += micro * gathered + often * hidden(moved["summed"], back, fraction)
-    optimizer = sum(c * _product(wide, p) for (_, p), c in update.products.items())
-    optimizer += sum(_passes(update, way, rates) for way in _WAYS)
-    for moved in (_by_axis(update, links, of_param=flag) for flag in (False, True)):
-        optimizer += sum(sum(kinds.values()) for kinds in moved.values())
-    parts = {axis: seconds[axis] for axis in _SHOWN} | {
+    products, passes = device.products(gradient), device.passes(gradient)
+    window: dict[Way, float] = {way: products[way] + passes[way] for way in _WAYS}
+    parts = device.exposed(gradient, window, sums_twice=sums_twice) | {
         "matmul": micro * (products["forward"] + products["backward"]),
         "elementwise": micro * (passes["forward"] + passes["backward"]),
         "recompute": micro * window["again"],
-        "optimizer": optimizer,
+        "optimizer": device.whole(update),
     }
     slowest = rates.jitter * math.sqrt(2 * math.log(cluster.num_hosts))
     slowest += rates.skew * math.log2(layout.slices)
@@ -86,19 +68,129 @@ def _wide(cluster: Cluster, constants: Mapping[str, float], rates: Rates) -> Rat
     return rates_on(cluster, "f32", constants)
 
 
+@dataclasses.dataclass(eq=False)
+class _Device:
+    """One device of a layout, which takes time for costs."""
+
+    layout: Layout
+    cluster: Cluster
+    software: Software
+    rates: Rates
+    wide: Rates
+    """Of matmuls with operands of four bytes."""
+    constants: Mapping[str, float]
+
+    def products(self, costs: Costs) -> dict[Way, float]:
+        """Returns seconds of matmuls and convolutions."""
+        found = dict.fromkeys(_WAYS, 0.0)
+        for (way, product), count in costs.products.items():
+            found[way] += count * _product(self.wide if product.width > 2 else self.rates, product)
+        return found
+
+    def passes(self, costs: Costs) -> dict[Way, float]:
+        """Returns seconds of what goes over memory; a kernel that hardly moves anything takes its
+        start."""
+        rates, found = self.rates, {}
+        for way in _WAYS:
+            moved = costs.fused_bytes[way] / rates.memory
+            work = costs.exponentials[way] * rates.exp_seconds
+            found[way] = kernels.roofline(moved, costs.kernels[way] * rates.kernel_seconds) + work
+        return found
+
+    def whole(self, costs: Costs) -> float:
+        """Returns seconds of a program beside which nothing else runs."""
+        computed = sum(c * _product(self.wide, p) for (_, p), c in costs.products.items())
+        computed += sum(self.passes(costs).values())
+        moved = (self._by_axis(costs, of_param=flag) for flag in (False, True))
+        return computed + sum(sum(kinds.values()) for part in moved for kinds in part.values())
+
+    def exposed(
+        self, costs: Costs, window: Mapping[Way, float], *, sums_twice: bool
+    ) -> dict[str, float]:
+        """Returns seconds by mesh axis of the collectives of a step that computation does not hide.
+
+        Args:
+            costs: Of one microbatch.
+            window: Seconds of its computation.
+            sums_twice: Whether a sum in float32 is of twice as many bytes as one of the program.
+        """
+        rates, software, micro = self.rates, self.software, self.layout.microbatches
+        back = window["backward"] + window["again"]
+        seconds: dict[str, float] = dict.fromkeys(_SHOWN, 0.0)
+        for axis, moved in self._by_axis(costs, of_param=False).items():
+            seconds[axis] += micro * moved["all"]
+        left = _left(sum(seconds.values()), micro * (window["forward"] + back), software, rates)
+        seconds = {axis: value * left for axis, value in seconds.items()}
+        for axis, moved in self._by_axis(costs, of_param=True).items():
+            fraction = rates.hide_gather if software.overlap_gather else 0.0
+            gathered = hidden(moved["forward"], window["forward"], fraction)
+            gathered += hidden(moved["backward"], back, fraction)
+            fraction = rates.hide_data if software.overlap_data else 0.0
+            summed = micro * hidden(moved["summed"], back, fraction)
+            if axis == "data" and self.layout.reduces_once:
+                # In float32, with nothing left to hide behind; see `plan.replicas`.
+                summed = moved["summed"] * (2 if sums_twice else 1)
+            seconds[axis] += micro * gathered + summed
+        return seconds
+
+    def _by_axis(self, costs: Costs, *, of_param: bool) -> dict[str, dict[str, float]]:
+        """Seconds of collectives by mesh axis: of parameters gathered in either pass, of gradients
+        summed, of all else together. What goes over several axes counts for the outermost.
+
+        Small gradients are summed together with large ones, so that they share one start.
+        """
+        found: dict[str, dict[str, float]] = {}
+        started: set[tuple[Axes, str]] = set()
+        for (way, moved), count in costs.moved.items():
+            if moved.of_param != of_param:
+                continue
+            kind = "all"
+            if of_param:
+                kind = (
+                    "summed" if moved.kind in _SUMS else ("forward", "backward")[way != "forward"]
+                )
+            size = moved.num_bytes
+            for axes in self._groups(moved.axes, kind):
+                pieces = float((axes, moved.kind) not in started) if kind == "summed" else 1.0
+                started.add((axes, moved.kind))
+                link, between = self._links_of(axes)
+                seconds = _collective(link, moved.kind, size, pieces)
+                if moved.kind != "all_to_all":
+                    size /= link.size
+                if between is not None:
+                    seconds += _collective(between, moved.kind, size, pieces)
+                kinds = ("forward", "backward", "summed", "all")
+                by_kind = found.setdefault(axes[0], dict.fromkeys(kinds, 0.0))
+                by_kind[kind] += count * seconds
+        return found
+
+    def _groups(self, axes: Axes, kind: str) -> list[Axes]:
+        """Axes over which one collective goes, from the outermost; innermost groups first. Sums
+        over `data` that wait for the end of a step are apart."""
+        ordered = tuple(axis for axis in AXES if axis in axes)
+        if kind == "summed" and self.layout.reduces_once and ordered[:1] == ("data",):
+            return [group for group in (ordered[1:], ordered[:1]) if group]
+        return [ordered]
+
+    @functools.cached_property
+    def _links_of(self) -> "functools._lru_cache_wrapper[tuple[Link, Link | None]]":
+        return functools.lru_cache(None)(self._find_links)
+
+    def _find_links(self, axes: Axes) -> tuple[Link, Link | None]:
+        """The link of axes together, as if they were one, and that between slices which they
+        cross."""
+        size = math.prod(self.layout.size(axis) for axis in axes)
+        joint = dataclasses.replace(self.layout, **{**dict.fromkeys(axes, 1), axes[0]: size})
+        single = self.software.single_rail
+        found = fabric.links(self.cluster, joint, self.constants, single_rail=single)
+        between = found.get("slices") if axes[0] == "data" else None
+        return found[axes[0]], between
+
+
 def _product(rates: Rates, product: Product) -> float:
-    """Seconds of one product; see `kernels.matmul`."""
-    fan_in, fan_out = padded(product.fan_in, rates.tile), padded(product.fan_out, rates.tile)
-    steps = product.rows * (fan_in + rates.fill) * fan_out * product.groups
-    compute = 2 * steps / rates.flops
-    return roofline(compute, product.num_bytes / rates.memory) + rates.kernel_seconds
-
-
-def _passes(costs: Costs, way: Way, rates: Rates) -> float:
-    """Seconds of what goes over memory; a kernel that hardly moves anything takes its start."""
-    moved = costs.fused_bytes[way] / rates.memory
-    work = costs.exponentials[way] * rates.exp_seconds
-    return roofline(moved, costs.kernels[way] * rates.kernel_seconds) + work
+    rows = product.rows * product.groups
+    seconds = kernels.product(rates, rows, product.fan_in, product.fan_out, product.num_bytes)
+    return seconds + rates.kernel_seconds
 
 
 def _left(exposed: float, window: float, software: Software, rates: Rates) -> float:
@@ -108,60 +200,9 @@ def _left(exposed: float, window: float, software: Software, rates: Rates) -> fl
     return hidden(exposed, window, rates.hide_tensor) / exposed
 
 
-def _by_axis(
-    costs: Costs, links: Mapping[str, Link], *, of_param: bool
-) -> dict[str, dict[str, float]]:
-    """Seconds of collectives by mesh axis: of parameters gathered in either pass, of gradients
-    summed, of all else together.
-
-    Over several axes a sum is hierarchical: each axis carries what the faster ones leave. Small
-    gradients are summed together with large ones, so that one start counts for an axis.
-    """
-    found: dict[str, dict[str, float]] = {}
-    started: set[tuple[str, str]] = set()
-    for (way, moved), count in costs.moved.items():
-        if moved.of_param != of_param:
-            continue
-        kind = "all"
-        if of_param:
-            kind = "summed" if moved.kind in ("all_reduce", "reduce_scatter") else way
-            kind = "backward" if kind == "again" else kind
-        size = moved.num_bytes
-        for axis in (a for a in reversed(AXES) if a in moved.axes):
-            link = links[axis]
-            pieces = float((axis, moved.kind) not in started) if kind == "summed" else 1.0
-            started.add((axis, moved.kind))
-            seconds = count * _collective(link, moved, size, pieces)
-            by_kind = found.setdefault(
-                axis, dict.fromkeys(("forward", "backward", "summed", "all"), 0.0)
-            )
-            by_kind[kind] += seconds
-            size /= link.size
-        if moved.axes and moved.kind in ("all_reduce", "reduce_scatter"):
-            _cross(found, links, moved, size, kind, count)
-    return found
-
-
-def _cross(
-    found: Mapping[str, dict[str, float]],
-    links: Mapping[str, Link],
-    moved: Moved,
-    size: float,
-    kind: str,
-    count: float,
-) -> None:
-    """Adds what a sum over `data` sends between slices."""
-    across = links.get("slices")
-    if across is not None and across.size > 1 and "data" in moved.axes:
-        found["data"][kind] += count * across.all_reduce(size * across.size)
-
-
-def _collective(link: Link, moved: Moved, size: float, pieces: float) -> float:
-    ways: dict[str, Any] = {
-        "all_reduce": link.all_reduce,
-        "all_gather": link.gather,
-        "reduce_scatter": link.reduce_scatter,
-    }
-    if moved.kind == "all_to_all":
+def _collective(link: Link, kind: str, size: float, pieces: float) -> float:
+    if kind == "all_to_all":
         return link.all_to_all(size)
-    return ways[moved.kind](size, pieces)
+    if kind == "all_reduce":
+        return link.all_reduce(size, pieces)
+    return (link.gather if kind == "all_gather" else link.reduce_scatter)(size, pieces)

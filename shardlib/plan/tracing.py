@@ -14,7 +14,7 @@ of more than one device (`jax.shard_map`, rings over `context`, experts that exc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,16 +23,16 @@ import optax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from shardlib.constrain import recording, use
-from shardlib.functional import Inputs, functional
+from shardlib.functional import FunctionalModule, Inputs, functional
 from shardlib.losses import Mean
 from shardlib.mesh import abstract_mesh
 from shardlib.plan.jaxpr_rules import PARAMS_TABLE, constrained_names
 from shardlib.plan.layout import SHARDLIB, Software
-from shardlib.plan.traced import BatchAxes
-from shardlib.plan.traced import TracedWorkload as TracedWorkload
+from shardlib.plan.traced import TracedWorkload
+from shardlib.plan.traced_step import BatchAxes, TracedStep
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
-from shardlib.rules import AxisRules
+from shardlib.rules import STANDARD, AxisRules
 from shardlib.rules.resolve import ANY
 
 
@@ -42,7 +42,7 @@ def trace_workload(
     loss_fn: Any,
     batch: Any,
     *,
-    rules: AxisRules,
+    rules: AxisRules = STANDARD,
     inputs: Inputs = (),
     precision: str | Precision = "f32",
     batch_axes: BatchAxes | None = None,
@@ -56,7 +56,8 @@ def trace_workload(
         optimizer: Any optax transformation.
         loss_fn: As for `make_train_step`: `loss_fn(model, batch, rng) -> loss | (loss, aux)`.
         batch: A batch of a whole step, as arrays or `ShapeDtypeStruct`s.
-        rules: Which logical axis goes to which mesh axis.
+        rules: Which logical axis goes to which mesh axis. With `STANDARD` plans may keep parameters
+            whole over `fsdp`, as `ZERO1` and `ZERO2` do; other rules are kept.
         inputs: For linen, example arguments of the module.
         precision: As for `make_train_step`.
         batch_axes: Logical axes of batch leaves by path; `("batch", None, ...)` of others.
@@ -73,17 +74,62 @@ def trace_workload(
     params = jax.eval_shape(lambda p: dtypes.store(p, module.float32), params)
     opt_state = jax.eval_shape(optimizer.init, params)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    name: list[str] = []
 
-    def gradient(params: Any, model_state: Any, batch: Any, key: Any) -> Any:
-        def loss(params: Any) -> Any:
-            model_key, loss_key = jax.random.split(key)
-            model = module.merge(dtypes.cast_params(params, module.float32), model_state, model_key)
-            found = loss_fn(model, dtypes.cast_batch(batch), loss_key)
-            if isinstance(found, tuple) and not isinstance(found, Mean):
-                found = found[0]
-            return jnp.asarray(found.total if isinstance(found, Mean) else found, jnp.float32)
+    def gradient(*arguments: Any) -> Any:
+        return _gradient(module, dtypes, loss_fn, *arguments, made=name.append)
 
-        return jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(params))
+    arguments = (params, model_state, batch, key)
+    # JAX would give the first trace of a function again: each is of a function of its own.
+    with _naming(rules, lambda: jax.eval_shape(lambda *a: gradient(*a), *arguments), platform):
+        program = jax.make_jaxpr(gradient)(*arguments).jaxpr
+    names = constrained_names(program) | {"batch"}
+    names |= {name for axes in module.axes.values() for name in axes or () if name}
+    update = _update(optimizer, params, opt_state)
+    shapes = (module, params, model_state, opt_state, batch)
+    step = TracedStep(program, update, *shapes, rules, dict(batch_axes or {}), frozenset(names))
+    retrace = functools.partial(
+        trace_workload,
+        make,
+        optimizer,
+        loss_fn,
+        rules=rules,
+        inputs=inputs,
+        precision=precision,
+        batch_axes=batch_axes,
+        platform=platform,
+        software=software,
+    )
+    return TracedWorkload(name[0], step, step.batch, dtypes, retrace, software)
+
+
+def _gradient(
+    module: FunctionalModule,
+    dtypes: Precision,
+    loss_fn: Any,
+    params: Any,
+    model_state: Any,
+    batch: Any,
+    key: Any,
+    *,
+    made: Callable[[str], None],
+) -> Any:
+    """The gradients of a batch, in float32; tells the name of the model's class."""
+
+    def loss(params: Any) -> Any:
+        model_key, loss_key = jax.random.split(key)
+        model = module.merge(dtypes.cast_params(params, module.float32), model_state, model_key)
+        made(type(model).__name__)
+        found = loss_fn(model, dtypes.cast_batch(batch), loss_key)
+        if isinstance(found, tuple) and not isinstance(found, Mean):
+            found = found[0]
+        return jnp.asarray(found.total if isinstance(found, Mean) else found, jnp.float32)
+
+    return jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(params))
+
+
+def _update(optimizer: Any, params: Any, opt_state: Any) -> Any:
+    """The jaxpr of an update: of gradients, optimizer state and parameters."""
 
     def update(grads: Any, opt_state: Any, params: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -91,40 +137,8 @@ def trace_workload(
             updates, new = extra.update(grads, opt_state, params, value=jnp.float32(1.0))
             return optax.apply_updates(params, updates), new
 
-    arguments = (params, model_state, batch, key)
-    # JAX would give the first trace of a function again: each is of a function of its own.
-    with _naming(rules, lambda: jax.eval_shape(lambda *a: gradient(*a), *arguments), platform):
-        traced = jax.make_jaxpr(gradient)(*arguments)
-    wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
-    updated = jax.make_jaxpr(update)(wide, opt_state, params)
-    names = constrained_names(traced.jaxpr)
-    names |= {name for axes in module.axes.values() for name in axes or () if name}
-    return TracedWorkload(
-        traced.jaxpr,
-        updated.jaxpr,
-        module,
-        params,
-        model_state,
-        opt_state,
-        batch,
-        rules,
-        dtypes,
-        dict(batch_axes or {}),
-        frozenset(names | {"batch"}),
-        functools.partial(
-            trace_workload,
-            make,
-            optimizer,
-            loss_fn,
-            rules=rules,
-            inputs=inputs,
-            precision=precision,
-            batch_axes=batch_axes,
-            platform=platform,
-            software=software,
-        ),
-        software,
-    )
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
+    return jax.make_jaxpr(update)(grads, opt_state, params).jaxpr
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,10 @@ fraction f, the constant of its kind, it can be hidden if there is enough to hid
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
-from shardlib.plan.compute import Device, Passes, matrices
+from shardlib.plan.compute import Device, Passes, kv_cut, matrices
 from shardlib.plan.fabric import Link
 
 FLOAT32 = 4
@@ -34,16 +35,32 @@ class LocalWeights:
 def local_weights(device: Device) -> LocalWeights:
     """Returns the weights that tensor, expert and stage parallelism leave on the largest device."""
     model, layout = device.job.model, device.layout
-    dense, routed = model.layer_weights
-    shared = model.dense_layers * dense + model.routed_layers * routed
+    shared = model.dense_layers * _layer_weights(device, routed=False)
+    if model.routed_layers:
+        shared += model.routed_layers * _layer_weights(device, routed=True)
     experts = model.routed_layers * model.expert_weights
     tables = 1 if model.tied or (layout.stage > 1 and not device.reruns) else 2
-    cut = layout.tensor * layout.stage
     return LocalWeights(
-        shared / cut,
-        experts / (cut * layout.expert),
+        shared / layout.stage,
+        experts / (layout.tensor * layout.stage * layout.expert),
         tables * model.vocab_weights / layout.tensor,
     )
+
+
+def _layer_weights(device: Device, *, routed: bool) -> float:
+    """Weights of a layer, but for its routed experts, as they lie on a device. The rules of
+    shardlib leave keys' and values' whole where `tensor` does not divide their heads, and cut a
+    router along `expert`."""
+    model, layout = device.job.model, device.layout
+    products = (m for m in model.matmuls(routed=routed) if not m.routed)
+    weights = 0.0
+    for product in products:
+        own = math.prod(device.local_dims(product))
+        weights += own / layout.expert if product.name == "router" else own
+    if device.software.keeps_traced and model.kv_heads % layout.tensor and not model.latent:
+        kv = 2 * model.embed * model.kv_heads * model.head_dim
+        weights += kv - kv / kv_cut(model, layout)
+    return weights
 
 
 def hidden(seconds: float, window: float, fraction: float) -> float:
@@ -64,7 +81,9 @@ def tensor_seconds(device: Device, link: Link, layers: float, busy: float) -> fl
     count = 4.0 + again * job.remat_share + (2 if device.reruns else 0)
     residual = device.tokens * job.model.embed * job.compute_bytes
     seconds = (count * layers + 2) * link.all_reduce(residual)
-    if not device.software.overlap_tensor:
+    # Matmuls that are cut to hide what they send read the memory of their peers, over NVLink or a
+    # torus; over a network there is no such thing to count on.
+    if not device.software.overlap_tensor or link.leaves_domain:
         return seconds
     return hidden(seconds, busy, device.rates.hide_tensor)
 
@@ -88,9 +107,11 @@ def context_seconds(device: Device, link: Link, layers: float, attention: float)
     if link.size == 1:
         return 0.0
     job = device.job
-    held = device.tokens * job.model.kv_width / device.layout.tensor
+    held = device.tokens * job.model.kv_width / kv_cut(job.model, device.layout)
     widths = 2 * job.compute_bytes + FLOAT32
     seconds = layers * (link.size - 1) * link.shift(held * widths)
+    if not device.software.overlap_gather:
+        return seconds
     return hidden(seconds, attention, device.rates.hide_gather)
 
 
@@ -98,18 +119,20 @@ def gather_seconds(device: Device, link: Link, weights: LocalWeights, work: Pass
     """Returns exposed seconds of `fsdp` for one microbatch.
 
     Parameters are gathered forward and, unless kept (`zero` < 3), backward; embedding and head
-    once. Gradients are reduced and scattered. Where parameters are whole (`zero` = 1) new ones are
-    gathered as they are stored, once a step, of which this is a share; gradients are scattered too
-    if there is one microbatch, and else summed whole in each.
+    once. Gradients are reduced and scattered. Where parameters are whole between steps new ones are
+    gathered as they are stored, once a step, of which this is a share; gradients are scattered if
+    `zero` is 2 or there is one microbatch, and else summed whole in each.
     """
     if link.size == 1:
         return 0.0
     job, layout = device.job, device.layout
-    if layout.zero == 1:
+    if layout.zero == 1 or (layout.zero == 2 and device.software.whole_params):
         gather = link.gather(weights.total * job.param_bytes / layout.microbatches)
         reduce = link.reduce_scatter(weights.total * job.gradient_bytes)
-        if layout.microbatches > 1:
+        if layout.zero == 1 and layout.microbatches > 1:
             reduce = link.all_reduce(weights.total * job.compute_bytes)
+        if not device.software.overlap_gather:
+            return gather + reduce
         left = hidden(reduce, work.backward.total + work.again.total, device.rates.hide_data)
         return left + hidden(gather, work.forward.total, device.rates.hide_gather)
     layers = job.model.layers / layout.stage
@@ -170,7 +193,7 @@ def orthogonalize_seconds(device: Device, links: Mapping[str, Link]) -> float:
     if not steps:
         return 0.0
     layers, seconds = model.layers / device.layout.stage, 0.0
-    for fan_in, fan_out, tensor, copies in matrices(model, device.layout.tensor):
+    for fan_in, fan_out, tensor, copies in matrices(model, device.layout):
         small, large = sorted((fan_in, fan_out))
         outer = FLOAT32 * layers * small * small
         seconds += copies * links["fsdp"].gather(

@@ -16,22 +16,28 @@ from shardlib.plan.problem import Choice, MomentDtype
 from shardlib.plan.rates import Rates, rates_on
 from shardlib.plan.workload import DOTS, FULL, NONE, Job, Remat
 
-_QKV, _OUT = "query,key,value", "attention_out"
+_QKV, _OUT, _INPUT = "query,key,value", "attention_out", "layer_in"
 POLICIES: dict[str, Remat] = {
     "none": NONE,
     "dots": DOTS,
     f"save:{_QKV},{_OUT}": Remat(frozenset(("qkv", "out"))),
     f"save:{_QKV}": Remat(frozenset(("qkv",))),
     f"offload:{_QKV},{_OUT}": Remat(frozenset(("qkv", "out")), frozenset(("qkv", "out"))),
+    f"offload:{_INPUT},{_QKV},{_OUT}": Remat(
+        frozenset(("qkv", "out")), frozenset(("input", "qkv", "out"))
+    ),
     f"offload:{_QKV}": Remat(frozenset(("qkv",)), frozenset(("qkv",))),
     "full": FULL,
+    f"offload:{_INPUT}": Remat(frozenset(), frozenset(("input",))),
 }
-"""Policies of `shardlib.remat` that are worth a try, from the least recomputation to the most. What
-fused attention gives is computed again under each but `none`: its kernel keeps what it needs for
-its own backward pass under no name."""
+"""Policies of `shardlib.remat` that are worth a try, from the least recomputation to the most; the
+last holds least. What fused attention gives is computed again under each but `none`: its kernel
+keeps what it needs for its own backward pass under no name."""
 _DENSE_DOTS = DOTS.kept - {"up", "down"}
 """What `dots` keeps of layers with routed experts: their matmuls are of another kind."""
 _LOSS_CHUNKS = (1, 8)
+_FEW_LAYERS = 2
+"""Of which a device holds less when it keeps everything than when it computes one again."""
 _MOMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -46,9 +52,11 @@ class TransformerWorkload:
     moments: tuple[MomentDtype, ...] = ("float32",)
     """Of the first moment, as the optimizer may store it."""
     loss_chunks: tuple[int, ...] = _LOSS_CHUNKS
-    zero: tuple[Literal[1, 2, 3], ...] = (3, 1)
+    zero: tuple[Literal[1, 2, 3], ...] = (3, 2, 1)
     sequence_parallel: bool | None = None
     """None: wherever it divides the length."""
+    offload_optimizer: tuple[bool, ...] = (False, True)
+    """Whether the optimizer state may, or must, wait in the memory of the hosts."""
     dropout: bool = False
     software: Software = SHARDLIB
     constants: Mapping[str, float] = dataclasses.field(default_factory=committed, hash=False)
@@ -97,13 +105,21 @@ class TransformerWorkload:
             return (1,)
         return [n for n in divisors(math.gcd(*numbers)) if n <= most]
 
-    def variants(self, layout: Layout) -> Sequence[Layout]:
-        """Returns the ways to use the axes of a layout, each of which the rules can say."""
+    def variants(self, layout: Layout, cluster: Cluster) -> Sequence[Layout]:
+        """Returns the ways to use the axes of a layout, each of which the rules can say, and the
+        hosts of a cluster."""
         shared = layout.tensor > 1 and self._shares_residual(layout)
         if shared and self.job.length % (layout.context * layout.tensor):
             return []  # The rules ask for what cannot be.
         stages: tuple[Literal[1, 2, 3], ...] = self.zero if layout.fsdp > 1 else (3,)
-        return [dataclasses.replace(layout, zero=zero, sequence_parallel=shared) for zero in stages]
+        apart = self.job.moment_bytes and cost.host_link(cluster) is not None
+        return [
+            dataclasses.replace(
+                layout, zero=zero, sequence_parallel=shared, offload_optimizer=offloaded
+            )
+            for offloaded in (self.offload_optimizer if apart else (False,))
+            for zero in stages
+        ]
 
     def faults(self, layout: Layout) -> list[str]:
         """Returns why a layout cannot be run, as sentences."""
@@ -117,36 +133,36 @@ class TransformerWorkload:
             found.append(f"expert={layout.expert}: the model has no experts")
         if self.batch % layout.batch_shards:
             found.append(
-                f"data+fsdp+expert={layout.batch_shards} does not divide the {self.batch} "
+                f"data x fsdp x expert = {layout.batch_shards} does not divide the {self.batch} "
                 "sequences of a batch"
             )
         return found
 
-    def choices(self, layout: Layout) -> Sequence[Choice]:
+    def choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
         """Returns what may be chosen on a layout."""
-        chunks = [n for n in self.loss_chunks if self.job.length % (n * layout.context) == 0]
-        # The stages of a pipeline are one program, so that ranges would repeat from stage to stage.
-        layers = self.num_layers if layout.stage == 1 else None
+        pieces = layout.stage * layout.chunks
         return [
-            Choice(policy, None if policy == "none" else layers, moments, count)
+            Choice(policy, moments=moments, loss_chunks=count)
+            if policy == "none"
+            else Choice(policy, self.num_layers // pieces, moments, count, pieces)
             for moments in self.moments
-            for count in chunks or self.loss_chunks[:1]
-            for policy in self.policies
+            for count in self._chunks(layout)
+            for policy in self._policies(cluster)
         ]
 
     def leanest(self, layout: Layout, cluster: Cluster) -> Choice:
         """Returns the choice that holds least."""
-        options = self.choices(layout)
-        leanest = "full" if "full" in self.policies else options[-1].remat
+        options = self._policies(cluster)
         moments = "bfloat16" if "bfloat16" in self.moments else self.moments[0]
         # What is computed again is a layer more, and of few layers the most; a loss in chunks holds
         # the head's table, one in a piece the logits.
-        policies = dict.fromkeys((leanest, options[0].remat))
-        chunks = dict.fromkeys(option.loss_chunks for option in options)
-        return min(
-            (Choice(policy, None, moments, count) for policy in policies for count in chunks),
-            key=lambda choice: self.memory(layout, choice, cluster).total,
+        few = self.num_layers <= _FEW_LAYERS * layout.stage * layout.chunks
+        leanest = (
+            Choice(policy, moments=moments, loss_chunks=count)
+            for policy in dict.fromkeys((options[-1], options[0] if few else options[-1]))
+            for count in self._chunks(layout)
         )
+        return min(leanest, key=lambda choice: self.memory(layout, choice, cluster).total)
 
     def memory(self, layout: Layout, choice: Choice, cluster: Cluster) -> memory.Memory:
         """Returns what one device holds at the peak."""
@@ -171,7 +187,7 @@ class TransformerWorkload:
     @functools.cached_property
     def _lightest(self) -> Job:
         moments = min(self.moments, key=_MOMENT_BYTES.__getitem__)
-        return self.chosen(Choice("none", None, moments, 1))
+        return self.chosen(Choice("none", moments=moments))
 
     @functools.cached_property
     def _jobs(self) -> Callable[[Choice], Job]:
@@ -187,10 +203,21 @@ class TransformerWorkload:
         return dataclasses.replace(
             self.job,
             remat=remat,
-            remat_layers=None if choice.remat == "none" else choice.layers,
+            remat_layers=None if choice.remat == "none" else choice.num_layers,
             moment_bytes=moment,
             loss_chunks=choice.loss_chunks,
         )
+
+    def _policies(self, cluster: Cluster) -> list[str]:
+        """Policies that the devices of a cluster have a use for, in the order of `POLICIES`."""
+        has_host = cost.host_link(cluster) is not None
+        known = [name for name in POLICIES if name in self.policies]
+        return [name for name in known if has_host or not POLICIES[name].offloaded] or known
+
+    def _chunks(self, layout: Layout) -> Sequence[int]:
+        """Chunks of the loss that the length divides by."""
+        each = self.job.length // layout.context
+        return [n for n in self.loss_chunks if each % n == 0] or self.loss_chunks[:1]
 
     def _device(self, layout: Layout, job: Job, cluster: Cluster) -> compute.Device:
         software = software_on(cluster, self.software, context=layout.context)

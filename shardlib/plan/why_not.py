@@ -1,13 +1,14 @@
 """Why a mesh is not the one that was planned: what refuses it, or what it costs."""
 
 import dataclasses
+from typing import Any
 
-from shardlib.errors import MeshError
+from shardlib.errors import MeshError, did_you_mean
 from shardlib.hardware import Cluster
 from shardlib.mesh import MeshConfig, MeshSpec
 from shardlib.plan.candidates import crosses_slices
 from shardlib.plan.cost import StepTime
-from shardlib.plan.describe import PARTS, gib
+from shardlib.plan.describe import PARTS, duration, gib, largest_parts
 from shardlib.plan.fixes import smallest
 from shardlib.plan.layout import AXES, Layout
 from shardlib.plan.problem import Plan, Workload
@@ -28,9 +29,21 @@ class WhyNot:
     """The best plan of the mesh; None where nothing of it can be run or fits."""
     slower: float | None = None
     """By what fraction it is slower."""
+    of_config: bool = False
+    """Whether it is the mesh of the config that is planned for."""
 
     def __str__(self) -> str:
-        return f"{self.mesh}: {'; '.join(self.reasons)}"
+        whose = " (the config's)" if self.of_config else ""
+        return f"{self.mesh}{whose}: {'; '.join(self.reasons)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the answer as plain data."""
+        return {
+            "mesh": self.mesh,
+            "of_config": self.of_config,
+            "reasons": list(self.reasons),
+            "slower": self.slower,
+        }
 
 
 def why_not(workload: Workload, cluster: Cluster, best: Plan | None, mesh: MeshSpec) -> WhyNot:
@@ -45,29 +58,10 @@ def why_not(workload: Workload, cluster: Cluster, best: Plan | None, mesh: MeshS
     Raises:
         MeshError: If the mesh cannot be read, or has an axis that the planner does not know.
     """
-    config = MeshConfig.parse(mesh).resolve(cluster.num_devices)
-    unknown = [name for name in config.names if name not in AXES]
-    if unknown:
-        raise MeshError(
-            f"mesh {config}: the planner does not know {', '.join(unknown)}.\n"
-            f"  Use the axes {', '.join(AXES)}."
-        )
-    layout = Layout.of(config.sizes, cluster.num_slices)
-    text = str(config)
-    faults = workload.faults(layout)
-    if not crosses_slices(layout):
-        faults.append(
-            f"data={layout.data} and fsdp={layout.fsdp} do not make up the {layout.slices} slices"
-        )
-    unused = [
-        f"{axis}={layout.size(axis)} has no use here"
-        for axis in AXES
-        if layout.size(axis) > 1
-        and axis not in ("data", "fsdp")
-        and layout.size(axis) not in workload.degrees(axis, cluster.num_devices)
-    ]
-    if faults or unused:
-        return WhyNot(text, tuple(faults or unused))
+    config = read_mesh(mesh, cluster.num_devices)
+    layout, text = Layout.of(config.sizes, cluster.num_slices), str(config)
+    if refused := _refused(workload, cluster, layout):
+        return WhyNot(text, tuple(refused))
     found = search(workload, cluster, top=1, keep=layout)
     if not found.plans:
         return WhyNot(text, (_too_large(workload, cluster, layout),))
@@ -75,21 +69,64 @@ def why_not(workload: Workload, cluster: Cluster, best: Plan | None, mesh: MeshS
     if best is None or mesh_of(best.layout) == mesh_of(layout):
         return WhyNot(text, ("this is the plan",), plan, 0.0)
     slower = plan.seconds / best.seconds - 1
-    reason = f"{slower:.1%} slower ({plan.seconds:.4g} s against {best.seconds:.4g} s a step)"
+    reason = slower_by(plan.seconds, best.seconds)
     return WhyNot(text, (reason, *_differences(plan.time, best.time)), plan, slower)
+
+
+def read_mesh(mesh: MeshSpec, num_devices: int) -> MeshConfig:
+    """Returns a mesh that is asked about, for so many devices.
+
+    Raises:
+        MeshError: If it cannot be read, does not fill them, or has an axis that the planner does
+            not know.
+    """
+    config = MeshConfig.parse(mesh)
+    unknown = [name for name in config.names if name not in AXES]
+    if unknown:
+        raise MeshError(
+            f"mesh {config}: the planner does not know {', '.join(unknown)}."
+            f"{did_you_mean(unknown[0], AXES)}\n  Use the axes {', '.join(AXES)}."
+        )
+    return config.resolve(num_devices)
+
+
+def slower_by(seconds: float, best: float) -> str:
+    """Returns how much longer a step takes than the best."""
+    both = f"{duration(seconds)} against {duration(best)} a step"
+    return f"{seconds / best - 1:.1%} slower ({both})"
+
+
+def _refused(workload: Workload, cluster: Cluster, layout: Layout) -> list[str]:
+    """Why a layout cannot be run or, where it can, which of its axes have no use."""
+    faults = workload.faults(layout)
+    if not crosses_slices(layout):
+        faults.append(
+            f"data={layout.data} and fsdp={layout.fsdp} do not make up the {layout.slices} slices"
+        )
+    return faults or [
+        f"{axis}={layout.size(axis)} has no use here"
+        for axis in AXES
+        if layout.size(axis) > 1
+        and axis not in ("data", "fsdp")
+        and layout.size(axis) not in workload.degrees(axis, cluster.num_devices)
+    ]
 
 
 def _too_large(workload: Workload, cluster: Cluster, layout: Layout) -> str:
     least = smallest(workload, cluster, layout)
     if least is None:
         return "no number of microbatches can be run"
-    held, most = least.memory.total, capacity_bytes(cluster)
-    return f"does not fit: needs {gib(held)} of {gib(most)} even with {_leanest(least, workload)}"
+    held, most = least.memory, capacity_bytes(cluster)
+    return (
+        f"does not fit: needs {gib(held.total)} of {gib(most)} ({largest_parts(held)}) even with "
+        f"{_leanest(least, workload)}"
+    )
 
 
 def _leanest(plan: Plan, workload: Workload) -> str:
     policy = plan.choice.policy(workload.num_layers)
-    return f"remat {policy} and {plan.layout.microbatches} microbatches"
+    state = ", the optimizer state on the host" if plan.layout.offload_optimizer else ""
+    return f"remat {policy}{state} and {plan.layout.microbatches} microbatches"
 
 
 def _differences(plan: StepTime, best: StepTime) -> tuple[str, ...]:
@@ -101,5 +138,6 @@ def _differences(plan: StepTime, best: StepTime) -> tuple[str, ...]:
         key=lambda name: -more[name],
     )
     return tuple(
-        f"{PARTS[name]} {plan.parts[name]:.3g} s against {best.parts[name]:.3g} s" for name in named
+        f"{PARTS[name]} {duration(plan.parts[name])} against {duration(best.parts[name])}"
+        for name in named
     )

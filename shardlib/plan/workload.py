@@ -5,6 +5,7 @@ model sees the shapes that one device multiplies, and not only their FLOPs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
@@ -95,7 +96,7 @@ class Transformer:
         """Numbers of key and value together that one token holds for attention."""
         return self.kv_heads * (self.score_dim + self.value_dim)
 
-    @property
+    @functools.cached_property
     def layer_weights(self) -> tuple[float, float]:
         """Weights of a dense layer and of a routed layer without its routed experts."""
         routed = self.matmuls(routed=True) if self.experts else ()
@@ -108,7 +109,7 @@ class Transformer:
         products = self.matmuls(routed=self.experts is not None)
         return sum(parts.get(product.name.removeprefix("shared_"), 1) for product in products)
 
-    @property
+    @functools.cached_property
     def expert_weights(self) -> float:
         """Weights of the routed experts of one layer, all together."""
         if self.experts is None:
@@ -141,11 +142,17 @@ class Transformer:
 
     def matmuls(self, *, routed: bool) -> tuple[Matmul, ...]:
         """Returns the matmuls of one layer, with routed experts or with a plain MLP."""
+        return self._matmuls[routed and self.experts is not None]
+
+    @functools.cached_property
+    def _matmuls(self) -> tuple[tuple[Matmul, ...], ...]:
+        """Those of a layer with a plain MLP and, where there are experts, of a routed one."""
         found = self._latent_matmuls() if self.latent else self._plain_attention()
         widths = 2 if self.gated else 1
-        if not routed or self.experts is None:
-            up = Matmul("up", self.embed, widths * self.mlp, "out")
-            return (*found, up, Matmul("down", self.mlp, self.embed, "in"))
+        up = Matmul("up", self.embed, widths * self.mlp, "out")
+        dense = (*found, up, Matmul("down", self.mlp, self.embed, "in"))
+        if self.experts is None:
+            return (dense,)
         experts = self.experts
         found = (
             *found,
@@ -158,7 +165,7 @@ class Transformer:
                 Matmul("shared_up", self.embed, widths * experts.shared_mlp, "out"),
                 Matmul("shared_down", experts.shared_mlp, self.embed, "in"),
             )
-        return found
+        return dense, found
 
     def _plain_attention(self) -> tuple[Matmul, ...]:
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -188,11 +195,14 @@ class Remat:
     """
 
     kept: frozenset[str] = frozenset(
-        ("qkv", "attention", "out", "up", "down", "shared_up", "shared_down", "elementwise")
+        (
+            *("qkv", "attention", "out", "router", "up", "down"),
+            *("shared_up", "shared_down", "elementwise"),
+        )
     )
     """What is not computed again: matmuls by name, `attention` and `elementwise`."""
     offloaded: frozenset[str] = frozenset()
-    """Those of `kept` that wait in the memory of the host."""
+    """What waits in the memory of the host: some of `kept`, and `input`, the layer's own."""
     half: frozenset[str] = frozenset()
     """Matmuls of which every second one is computed again."""
     whole: bool = False

@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from shardlib.plan.fitting import fit_line, fit_matmul
 from shardlib.plan.measured import (
     COLLECTIVES,
     Calibration,
+    Line,
     MeasuredCluster,
     Timed,
     load,
@@ -38,6 +39,8 @@ from shardlib.plan.measured import (
 
 _TYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _MOST_REPEATS = 1024
+_UNSTEADY = 0.5
+"""Median relative error of a fit above which it tells nothing; quiet machines stay below 0.3."""
 _LOOP_SECONDS = {"cpu": 0.02, "gpu": 0.05, "tpu": 0.05}
 _MATMULS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "cpu": (
@@ -128,13 +131,29 @@ def calibrate(
     devices = _devices(on) if devices is None else list(devices)
     platform = devices[0].platform
     kind = platform if platform in _MATMULS else "gpu"
-    trials = list(_trials(devices, kind))
+    hosts = len({device.process_index for device in devices})
+    trials = list(_trials(devices, kind, hosts))
     for trial in trials:
         trial.warm_up(target_seconds or _LOOP_SECONDS[kind])
     for _ in range(rounds):
         for trial in trials:
             trial.round()
-    return _fitted(devices, [trial.result() for trial in trials])
+    return _fitted(devices, hosts, [trial.result() for trial in trials])
+
+
+def check_steady(calibration: Calibration) -> None:
+    """Refuses what was measured beside other work.
+
+    Raises:
+        ConfigError: If figures do not follow the sizes of what was timed.
+    """
+    off = {what: error for what, error in calibration.fit_errors.items() if error > _UNSTEADY}
+    if off:
+        what = ", ".join(f"{name} by {error:.0%}" for name, error in off.items())
+        raise ConfigError(
+            f"the devices were too busy to be measured: times are off from any line through them, "
+            f"{what}; nothing was written.\n  Run it again while nothing else runs."
+        )
 
 
 def report(calibration: Calibration) -> str:
@@ -153,19 +172,23 @@ def report(calibration: Calibration) -> str:
         f"memory       {found.memory.bytes_per_second / 1e9:8.3g} GB/s a device "
         f"(fit error {found.memory.error:.0%})",
     ]
-    for kind, by_size in found.collectives.items():
+    for table, how in ((found.collectives, "over"), (found.across, "across")):
         lines += [
-            f"{kind:14} over {size:3}: {line.seconds * 1e6:7.3g} us to start, "
+            f"{kind:14} {how} {size:3}: {line.seconds * 1e6:7.3g} us to start, "
             f"{line.bytes_per_second / 1e9:7.3g} GB/s (fit error {line.error:.0%})"
+            for kind, by_size in table.items()
             for size, line in by_size.items()
         ]
     return "\n".join(lines)
 
 
 def calibration_path(cluster: Cluster) -> Path:
-    """Returns where the calibration of a cluster is kept: by kind and number of its devices."""
+    """Returns where the calibration of a cluster is kept: by kind and number of its devices, and
+    of the hosts where there are several."""
     kind = cluster.chip.name if cluster.chip else "cpu"
-    return cache_root() / "calibration" / f"{kind}-{cluster.num_devices}.json"
+    many = cluster.num_hosts > 1
+    size = f"{cluster.num_hosts}x{cluster.devices_per_host}" if many else cluster.num_devices
+    return cache_root() / "calibration" / f"{kind}-{size}.json"
 
 
 def as_measured(cluster: Cluster) -> Cluster:
@@ -221,7 +244,7 @@ def _devices(on: str | None) -> list[Any]:
     return devices
 
 
-def _trials(devices: list[Any], kind: str) -> Iterator[_Trial]:
+def _trials(devices: list[Any], kind: str, hosts: int) -> Iterator[_Trial]:
     everywhere = Mesh(_grid(devices, 1), _AXES, axis_types=(AxisType.Auto,) * 2)
     yield _passes(everywhere, "empty", 4, lambda x: x)
     for name in _TYPES:
@@ -233,10 +256,15 @@ def _trials(devices: list[Any], kind: str) -> Iterator[_Trial]:
         yield _fresh(everywhere, num_bytes)
     for size in range(2, len(devices) + 1):
         if len(devices) % size == 0:
-            mesh = Mesh(_grid(devices, size), _AXES, axis_types=(AxisType.Auto,) * 2)
-            for collective in COLLECTIVES:
-                for num_bytes in _MOVED[kind]:
-                    yield _collective(mesh, collective, size, num_bytes)
+            meshes = {"over": _grid(devices, size)}
+            if hosts > 1:
+                # As far apart as they can be.
+                meshes["across"] = _grid(devices, len(devices) // size).T
+            for how, grid in meshes.items():
+                mesh = Mesh(grid, _AXES, axis_types=(AxisType.Auto,) * 2)
+                for collective in COLLECTIVES:
+                    for num_bytes in _MOVED[kind]:
+                        yield _collective(mesh, collective, how, num_bytes)
 
 
 def _grid(devices: list[Any], inner: int) -> np.ndarray:
@@ -307,8 +335,9 @@ def _fresh(mesh: Mesh, num_bytes: int) -> _Trial:
     return _Trial("fresh", (2 * num_bytes,), run)
 
 
-def _collective(mesh: Mesh, kind: str, size: int, num_bytes: int) -> _Trial:
-    axis, part = _AXES[1], num_bytes // 4 // size
+def _collective(mesh: Mesh, kind: str, how: str, num_bytes: int) -> _Trial:
+    axis, size = _AXES[1], mesh.shape[_AXES[1]]
+    part = num_bytes // 4 // size
     ring = [(i, (i + 1) % size) for i in range(size)]
     ways: dict[str, Callable[[Any], Any]] = {
         "all_reduce": lambda x: jax.lax.psum(x, axis),
@@ -329,10 +358,10 @@ def _collective(mesh: Mesh, kind: str, size: int, num_bytes: int) -> _Trial:
         length = part if kind == "reduce_scatter" else part * size
         return jnp.ones((part * size,), jnp.float32), jnp.zeros((length,), jnp.float32)
 
-    return _Trial(f"{kind} {size}", (part * size * 4,), _loop(mesh, body, make))
+    return _Trial(f"{kind} {how} {size}", (part * size * 4,), _loop(mesh, body, make))
 
 
-def _fitted(devices: Sequence[Any], timed: Sequence[Timed]) -> Calibration:
+def _fitted(devices: Sequence[Any], hosts: int, timed: Sequence[Timed]) -> Calibration:
     """Fits what was timed, less what the loop itself takes."""
     (empty,) = (one for one in timed if one.what == "empty")
     by_kind: dict[str, list[Timed]] = {}
@@ -340,12 +369,11 @@ def _fitted(devices: Sequence[Any], timed: Sequence[Timed]) -> Calibration:
         left = max(one.seconds - empty.seconds, 0.1 * one.seconds)
         by_kind.setdefault(one.what, []).append(dataclasses.replace(one, seconds=left))
     memory = fit_line(by_kind["memory"])
-    sizes = [size for size in range(2, len(devices) + 1) if f"shift {size}" in by_kind]
     return Calibration(
         platform=devices[0].platform,
         device_kind=devices[0].device_kind,
         devices=len(devices),
-        hosts=len({device.process_index for device in devices}),
+        hosts=hosts,
         cores=os.cpu_count() or 1,
         memory_bytes=_memory_bytes(devices),
         versions={name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
@@ -353,12 +381,19 @@ def _fitted(devices: Sequence[Any], timed: Sequence[Timed]) -> Calibration:
         memory=memory,
         exp=fit_line(by_kind["exp"]),
         fresh=fit_line(by_kind["fresh"]),
-        collectives={
-            kind: {size: fit_line(by_kind[f"{kind} {size}"]) for size in sizes}
-            for kind in COLLECTIVES
-        },
+        collectives=_lines(by_kind, "over"),
+        across=_lines(by_kind, "across"),
         timed=tuple(timed),
     )
+
+
+def _lines(by_kind: Mapping[str, Sequence[Timed]], how: str) -> dict[str, dict[int, Line]]:
+    found: dict[str, dict[int, Line]] = {}
+    for what, timed in by_kind.items():
+        kind, *rest = what.split()
+        if rest[:1] == [how]:
+            found.setdefault(kind, {})[int(rest[1])] = fit_line(timed)
+    return found
 
 
 def _memory_bytes(devices: Sequence[Any]) -> float:

@@ -5,7 +5,7 @@ import dataclasses
 from shardlib.data import MapSource
 from shardlib.mesh import mesh_sizes
 from shardlib.run.config import AUTO, RunConfig
-from shardlib.run.setup import Setup
+from shardlib.run.setup import Setup, why_mesh
 from shardlib.train.fit import fit_microbatches
 from shardlib.train.step import TrainStep
 
@@ -35,6 +35,8 @@ def decide(parts: Setup, source: MapSource, asked: RunConfig) -> Setup:
     Raises:
         MeshError: If the step does not fit with any number of microbatches.
     """
+    why = why_mesh(parts.config, list(parts.scope.mesh.devices.flat))
+    parts = dataclasses.replace(parts, decided={**parts.decided, **why})
     local = parts.config.train.local_sgd
     if local is not None and local.groups is None:
         groups = mesh_sizes(parts.scope.mesh).get("data", 1)

@@ -1,8 +1,8 @@
 """What would make the step of a run fit that does not."""
 
-import re
 from typing import Any
 
+from shardlib import remat
 from shardlib.errors import ModelError
 from shardlib.hardware import Cluster
 from shardlib.mesh import MeshConfig
@@ -12,8 +12,6 @@ from shardlib.plan.problem import Choice
 from shardlib.run.calibrating import as_measured
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.planning import read_rules, workload_of
-
-_FIRST_LAYERS = re.compile(r"0-(\d+):([^,]+),(\d+)-:none")
 
 
 def fixes_of(config: RunConfig, cluster: Cluster, peak_bytes: float) -> list[Fix]:
@@ -56,6 +54,7 @@ def layout_of(config: RunConfig, cluster: Cluster) -> Layout:
         chunks=train.pipeline.chunks if train.pipeline.schedule == "interleaved" else 1,
         sequence_parallel=rules["sequence_parallel"],
         zero=rules["zero"][0],
+        offload_optimizer=train.offload_optimizer and cluster.chip is not None,
     )
 
 
@@ -63,14 +62,17 @@ def choice_of(config: RunConfig) -> Choice:
     """Returns what a run chooses beside its mesh.
 
     Raises:
-        ModelError: If its rematerialisation differs between more than two ranges of layers.
+        ModelError: If the ranges of its rematerialisation are not those of a plan: the same number
+            of layers of each stage under a policy, and the others under none.
     """
-    remat = getattr(config.model, "remat", "none")
+    policy = getattr(config.model, "remat", "none")
     chunks = getattr(config.model, "loss_chunks", 1)
     moments = config.optimizer.momentum_dtype
-    if ":" not in remat or remat.startswith(("save:", "offload:")):
-        return Choice(remat, None, moments, chunks)
-    found = _FIRST_LAYERS.fullmatch(remat)
-    if found is None or int(found[3]) != int(found[1]) + 1:
-        raise ModelError(f"the planner does not know the rematerialisation {remat!r}")
-    return Choice(found[2], int(found[3]), moments, chunks)
+    if not policy[0].isdecimal():
+        return Choice(policy, moments=moments, loss_chunks=chunks)
+    num_layers = config.model.num_layers
+    found = remat.runs(policy, num_layers, length=num_layers)
+    pieces = max(len(found) // 2, 1)
+    if len(found) > 1 and (found != found[:2] * pieces or found[1].policy != "none"):
+        raise ModelError(f"the planner does not know the rematerialisation {policy!r}")
+    return Choice(found[0].policy, found[0].num_layers, moments, chunks, pieces)

@@ -28,7 +28,7 @@ from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.fixing import fixes_of
 from shardlib.run.programs import traced
-from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup
+from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup, why_mesh
 from shardlib.train.fit import counts
 from shardlib.train.step import TrainStep
 
@@ -79,6 +79,9 @@ def explain_compiled(
         DoesNotFitError: If the step exceeds a TPU so far that it cannot be compiled.
     """
     cluster = parse_cluster(on)
+    if cluster.chip is None:
+        # Tracing starts JAX, and with it as many CPU devices as are asked for by then.
+        devices_of(cluster)
     abstract = _traced(config, cluster)
     devices = devices_of(cluster)
     config = abstract.config
@@ -120,6 +123,7 @@ def _traced(config: RunConfig, devices: Devices) -> Setup:
     spec, tokenizer = _data(config)
     batch = batch_spec(config.data, config.train.global_batch)
     parts = _with_microbatches(setup(config, spec, make_scope(config, devices)), batch)
+    parts = dataclasses.replace(parts, decided={**why_mesh(config, devices), **parts.decided})
     held_out = None
     if config.eval.every_steps != 0:
         check_held_out(config.data)

@@ -2,19 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, cast
 
 from shardlib import remat
 from shardlib.data import TextData, batch_spec, tokenizer_at_hand
 from shardlib.errors import ConfigError, MeshError, ModelError, ShardlibError
-from shardlib.hardware import Cluster, chip_for
+from shardlib.hardware import Cluster
 from shardlib.mesh import MeshConfig, auto_mesh
-from shardlib.placement import slice_of
 from shardlib.plan.answer import Plans
-from shardlib.plan.ask import STATE_BYTES, Question, answer, of_dims
+from shardlib.plan.ask import STATE_BYTES, answer, of_dims
+from shardlib.plan.candidates import schedule
 from shardlib.plan.layout import SHARDLIB, Layout
+from shardlib.plan.mixed_answer import MixedPlans, answer_mixed
 from shardlib.plan.problem import Plan, Workload
+from shardlib.plan.question import Question
 from shardlib.plan.search import search
 from shardlib.plan.settings import mesh_text
 from shardlib.plan.tracing import trace_workload
@@ -33,12 +34,14 @@ _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1, "lars": 1, "muon": 1, "a
 adafactor's of rows and columns."""
 _NEWTON_SCHULZ_STEPS = 5
 """Of optax.contrib.muon."""
+_planned_before: dict[tuple[str, Cluster], tuple[MeshConfig, str]] = {}
+UNPLANNED = "the plain choice: only TPUs and GPUs that are known are planned for"
 _WORTH_CHANGING = 0.9
 """Fraction of the time of the plain choice that another mesh must beat for `mesh: auto` to take it:
 what predictions err by."""
 
 
-def plan_run(config: RunConfig, question: Question) -> Plans:
+def plan_run(config: RunConfig, question: Question) -> Plans | MixedPlans:
     """Returns the best plans for a run; its own mesh is among those that are explained.
 
     Args:
@@ -56,10 +59,42 @@ def plan_run(config: RunConfig, question: Question) -> Plans:
     if question.tokens is None:
         tokens = float(config.train.steps * workload.tokens)
         question = dataclasses.replace(question, tokens=tokens)
+    if question.mixed is not None:
+        return _plan_mixed(config, name, workload, question)
     tried = [as_measured(cluster) for cluster in question.clusters()]
     found = answer(name, workload, question, tried=tried, notes=_notes(config), kept=_kept(config))
-    own = tuple(found.why_not(mesh) for mesh in _own_mesh(config, found.cluster))
+    own = tuple(
+        dataclasses.replace(found.why_not(mesh), of_config=True)
+        for mesh in _own_mesh(config, found.cluster)
+    )
     return dataclasses.replace(found, asked=own + found.asked)
+
+
+def _plan_mixed(config: RunConfig, name: str, workload: Workload, question: Question) -> MixedPlans:
+    """The plans of a run for a mixed cluster, which decide how groups share out the batch.
+
+    Raises:
+        ConfigError: If the config decides it in another way.
+    """
+    train, evaluated = config.train, config.eval
+    shares = (
+        ("train.local_sgd", train.local_sgd),
+        (
+            "train.reduction.group_seconds",
+            train.reduction.group_seconds,
+        ),
+    )
+    if faults := [key for key, value in shares if value is not None]:
+        raise ConfigError(
+            f"a plan for a mixed cluster sets train.reduction.group_microbatches, beside which "
+            f"there is no {' and no '.join(faults)}.\n  Leave {' and '.join(faults)} out."
+        )
+    reduction = dataclasses.replace(train.reduction, group_microbatches=None)
+    others = dataclasses.replace(config, train=dataclasses.replace(train, reduction=reduction))
+    kept = _kept(others)
+    if evaluated.global_batch is not None or evaluated.every_steps == 0:
+        kept |= {"eval.global_batch"}
+    return answer_mixed(name, workload, question, notes=_notes(others), kept=kept)
 
 
 def workload_of(config: RunConfig, question: Question | None = None) -> tuple[str, Workload]:
@@ -73,16 +108,16 @@ def workload_of(config: RunConfig, question: Question | None = None) -> tuple[st
         ConfigError: If model and data do not fit each other.
         ModelError: If the model is of a kind that cannot be planned.
     """
+    if question is not None:
+        config = _lengthened(config, question)
     spec = _spec(config)
-    if question is not None and question.length is not None:
-        spec = dataclasses.replace(spec, sequence_length=question.length)
     chosen = family(config.model.name)
     check_fit(config, chosen, spec)
     tokens, rows = spec.sequence_length, config.train.global_batch
+    if question is not None:
+        rows = question.rows(tokens or 1, rows)
     if chosen.dims is None or tokens is None:
-        rows = rows if question is None else question.global_batch or rows
         return config.model.name, traced_workload(config, spec, rows)
-    rows = rows if question is None else question.rows(tokens, rows)
     job = Job(of_dims(chosen.dims(config.model, spec)), tokens, rows, **_bytes(config))
     momentum = config.optimizer.momentum_dtype
     workload = TransformerWorkload(
@@ -91,10 +126,26 @@ def workload_of(config: RunConfig, question: Question | None = None) -> tuple[st
         moments=(momentum,),
         loss_chunks=(1, 8) if hasattr(config.model, "loss_chunks") else (1,),
         dropout=getattr(config.model, "dropout", 0.0) > 0,
+        offload_optimizer=_offloads(config),
         software=_software(config),
         **_uses(config),
     )
     return config.model.name, workload
+
+
+def _lengthened(config: RunConfig, question: Question) -> RunConfig:
+    """The config with sequences as long as was asked.
+
+    Raises:
+        ConfigError: If it has none.
+    """
+    if not isinstance(config.data, TextData):
+        question.check_without_tokens(config.model.name, "images")
+        return config
+    if question.length is None:
+        return config
+    data = dataclasses.replace(config.data, sequence_length=question.length)
+    return dataclasses.replace(config, data=data)
 
 
 def traced_workload(config: RunConfig, spec: DataSpec, batch: int) -> Workload:
@@ -129,15 +180,23 @@ def planned_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
     """Returns the mesh of `mesh: auto` on a cluster, and why it is this one.
 
     All else in the config stays as it is. The plain choice, `fsdp` within a slice or host and
-    `data` across, is left where another mesh is clearly faster, or it does not fit.
+    `data` across, is left where another mesh is clearly faster, or it does not fit. A run asks
+    several times: what was found is kept.
 
     Raises:
         MeshError: If slices or hosts do not divide the devices.
     """
+    key = repr(config), cluster  # A config may hold dicts.
+    if key not in _planned_before:
+        _planned_before[key] = _plan_mesh(config, cluster)
+    return _planned_before[key]
+
+
+def _plan_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
     groups = cluster.num_hosts if cluster.platform == "gpu" else cluster.num_slices
     plain = auto_mesh(cluster.num_devices, num_groups=groups)
     if cluster.chip is None:
-        return plain, "the plain choice: CPU devices have no links to plan for"
+        return plain, UNPLANNED
     try:
         workload = _as_it_is(config)
         cluster = as_measured(cluster)
@@ -157,25 +216,20 @@ def planned_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
     return MeshConfig.parse(mesh_text(best.layout)), reason
 
 
-def cluster_of(devices: Sequence[Any]) -> Cluster | None:
-    """Returns the cluster that devices at hand form; None where their chip is not known."""
-    chip = chip_for(devices[0])
-    if chip is None or any(chip_for(device) != chip for device in devices):
-        return None
-    slices = len({slice_of(device) for device in devices})
-    hosts = len({device.process_index for device in devices})
-    if len(devices) % hosts or len(devices) % slices:
-        return None
-    return Cluster(f"{len(devices)}x{chip.name}", chip, hosts, len(devices) // hosts, slices)
-
-
 def _best_as_it_is(
     config: RunConfig, workload: TransformerWorkload, cluster: Cluster, keep: Layout | None
 ) -> Plan | None:
-    """The fastest plan with the microbatches of the config."""
-    wanted = config.train.microbatches
-    count = None if wanted == AUTO else wanted
-    found = search(workload, cluster, top=1, keep=keep, microbatches=count)
+    """The fastest plan with the microbatches, schedule and offloading of the config."""
+    train, pipeline = config.train, config.train.pipeline
+
+    def accepts(layout: Layout) -> bool:
+        piped = layout.stage == 1 or (
+            schedule(layout) == pipeline.schedule and layout.chunks == pipeline.chunks
+        )
+        counted = train.microbatches in (AUTO, layout.microbatches)
+        return piped and counted and layout.offload_optimizer <= train.offload_optimizer
+
+    found = search(workload, cluster, top=1, keep=keep, accepts=accepts)
     return found.plans[0] if found.plans else None
 
 
@@ -215,15 +269,22 @@ def _bytes(config: RunConfig) -> dict[str, Any]:
     """Widths of the state, as arguments of `Job`."""
     found = dict(STATE_BYTES[config.precision])
     optimizer = config.optimizer
-    stored = found.get("param_bytes", 4)
-    moments = _MOMENTS[optimizer.name] * stored
-    if optimizer.momentum_dtype == "bfloat16" and stored == 4:
+    # Whatever the parameters are in; see `train.transforms.compute_in_float32` and `train.ema`.
+    moments = 4 * _MOMENTS[optimizer.name]
+    if optimizer.momentum_dtype == "bfloat16":
         moments -= 2
     if optimizer.ema_decay is not None:
-        moments += stored
+        moments += 4
     if optimizer.name == "muon":
         found["newton_schulz_steps"] = _NEWTON_SCHULZ_STEPS
-    return found | {"moment_bytes": 0 if config.train.offload_optimizer else moments}
+    return found | {"moment_bytes": moments}
+
+
+def _offloads(config: RunConfig) -> tuple[bool, ...]:
+    """Whether the optimizer state may, or must, be offloaded."""
+    if config.train.offload_optimizer:
+        return (True,)
+    return (False, True) if config.train.local_sgd is None else (False,)
 
 
 def _policies(model: Any) -> tuple[str, ...]:
@@ -281,6 +342,4 @@ def _notes(config: RunConfig) -> list[str]:
             "Planned as if gradients were summed over data in float32: train.local_sgd and "
             "train.reduction are not priced."
         )
-    if train.offload_optimizer:
-        found.append("The way of the optimizer state from and to the hosts is not priced.")
     return found

@@ -11,14 +11,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 
 from shardlib.constrain import Scope, use
 from shardlib.data import ArrangedSource, MapSource, Source, open_data
-from shardlib.hardware import Cluster
-from shardlib.mesh import abstract_mesh, make_mesh, mesh_sizes
+from shardlib.hardware import Cluster, cluster_of
+from shardlib.mesh import abstract_mesh, describe, make_mesh, mesh_sizes
 from shardlib.pipeline.schedules import bubble_fraction
 from shardlib.precision import precision
 from shardlib.registry import DataSpec, ModelFamily, family
 from shardlib.run.checks import check_fit, check_rules_used
 from shardlib.run.config import AUTO, RunConfig
-from shardlib.run.planning import cluster_of, planned_mesh
+from shardlib.run.planning import UNPLANNED, planned_mesh
 from shardlib.train.ema import ema_params
 from shardlib.train.local_sgd import LocalSGD, make_local_sgd
 from shardlib.train.offload import offload_optimizer
@@ -178,6 +178,18 @@ def make_scope(config: RunConfig, devices: Devices) -> Scope:
     mesh = _abstract(config, devices) if isinstance(devices, Cluster) else _mesh(config, devices)
     rules.check(mesh)
     return Scope(mesh, rules)  # type: ignore[arg-type]
+
+
+def why_mesh(config: RunConfig, devices: Devices) -> dict[str, str]:
+    """Returns which mesh `mesh: auto` is and why, as an entry of `Setup.decided`; nothing where the
+    config says its mesh."""
+    if config.mesh != AUTO:
+        return {}
+    cluster = devices if isinstance(devices, Cluster) else cluster_of(devices)
+    if cluster is None:
+        return {"auto mesh": f"{describe(make_mesh(AUTO, devices=devices))}, {UNPLANNED}"}  # type: ignore[arg-type]
+    mesh, why = planned_mesh(config, cluster)
+    return {"auto mesh": f"{mesh}, {why}"}
 
 
 def _mesh(config: RunConfig, devices: Sequence[Any]) -> Mesh:

@@ -9,6 +9,7 @@ from shardlib.explain.params import bytes_text
 from shardlib.explain.report import StepReport
 from shardlib.explain.tables import Table
 from shardlib.plan.answer import Plans
+from shardlib.plan.describe import duration
 from shardlib.plan.layout import Software
 from shardlib.plan.problem import Plan
 from shardlib.plan.settings import mesh_text
@@ -128,8 +129,8 @@ def _verified(plan: Plan, workload: TransformerWorkload, report: StepReport) -> 
 def _row(found: Verified) -> tuple[str, ...]:
     return (
         mesh_text(found.plan.layout),
-        f"{found.plan.seconds:.4g} s",
-        f"{found.seconds:.4g} s",
+        duration(found.plan.seconds),
+        duration(found.seconds),
         "?" if found.traffic is None else f"{found.traffic:.2f}x",
         bytes_text(found.plan.memory.total),
         "?" if found.peak_bytes is None else bytes_text(found.peak_bytes),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from shardlib.jaxprs import subprograms
+from shardlib.jaxprs import scan_parts, subprograms
 
 Key = tuple[float, ...]
 
@@ -71,7 +71,7 @@ def _is_sliced(equation: Any, argument: int) -> bool:
     """Whether a loop gives each trip its own slice of an argument."""
     if equation.primitive.name != "scan":
         return False
-    return argument >= equation.params["num_consts"] + equation.params["num_carry"]
+    return argument >= sum(scan_parts(equation))
 
 
 def _is_literal(argument: Any) -> bool:

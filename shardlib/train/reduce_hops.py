@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from shardlib.placement import count_groups, slice_of
+from shardlib.hardware import slice_of
+from shardlib.placement import count_groups
 
 _LARGE = 2**20
 """Elements from which an array is sent by itself; smaller ones travel together."""

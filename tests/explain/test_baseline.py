@@ -1,5 +1,7 @@
 """Accepted findings in a file."""
 
+import dataclasses
+
 import pytest
 
 from shardlib.errors import ConfigError
@@ -12,7 +14,8 @@ from shardlib.explain.baseline import (
 )
 from shardlib.explain.lint import Finding
 
-GATHER = Finding("SL102", "jvp()/dot_general", "rows are gathered", "cut them", "model.py:7")
+PLACE = "jvp()/dot_general in model.py:Block.__call__"
+GATHER = Finding("SL102", PLACE, "rows are gathered", "cut them", "model.py:7")
 LEAF = Finding("SL101", "layers/3/kernel", "it is whole", "cut it")
 HOST = Finding("SL501", "debug_print", "the host", "return it", "model.py:9")
 
@@ -22,7 +25,7 @@ def test_written_read_and_judged(tmp_path, name):
     path = tmp_path / name
     write_baseline(baseline_of([GATHER, LEAF]), path)
     baseline = read_baseline(path)
-    moved = Finding("SL102", "jvp()/dot_general", "more rows", "cut them", "model.py:70")
+    moved = Finding("SL102", PLACE, "more rows", "cut them", "model.py:70")
     judged = baseline.judge([moved, HOST])
     assert judged.new == (HOST,)
     assert judged.accepted == (moved,)
@@ -55,7 +58,7 @@ def test_a_new_baseline_keeps_the_reasons_of_the_old_one():
     old = Baseline((Accepted("SL101", "layers/*/kernel", "small"), Accepted("SL203", "gone")))
     assert baseline_of([GATHER, LEAF, LEAF], old).entries == (
         Accepted("SL101", "layers/*/kernel", "small"),
-        Accepted("SL102", "jvp()/dot_general"),
+        Accepted("SL102", PLACE),
     )
 
 
@@ -81,7 +84,7 @@ def test_entries_that_are_malformed_are_all_named(tmp_path):
     ("name", "text", "message"),
     [
         ("a.json", "[]", "holds no list 'accepted'.\n  Write {\"accepted\": [{\"code\": \"SL105\", "
-         "\"place\": \"jvp()/dot_general\"}]}."),
+         "\"place\": \"jvp()/dot_general in model.py:*\"}]}."),
         ("a.json", "{", "is no JSON: Expecting property name enclosed in double quotes: line 1 "
          "column 2 (char 1)."),
         ("a.yaml", "{", "is no YAML: while parsing a flow node expected the node content, but "
@@ -96,10 +99,32 @@ def test_a_file_that_is_no_baseline(tmp_path, name, text, message):
     assert str(caught.value) == f"the baseline {path} {message}"
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_the_same_operation_of_another_function_is_another_place():
+    every = Accepted("SL102", "jvp()/dot_general in model.py:*")
+    other = dataclasses.replace(GATHER, place="jvp()/dot_general in model.py:head")
+    assert every.covers(GATHER)
+    assert every.covers(other)
+    assert not Accepted("SL102", PLACE).covers(other)
+    assert not Accepted("SL102", "jvp()/dot_general").covers(GATHER)
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path):
+    missing, folder, odd = tmp_path / "none.json", tmp_path / "a", tmp_path / "odd.json"
+    folder.mkdir()
+    odd.write_bytes(b"\xff\xfe{")
+    for path, message in (
+        (missing, f"the baseline {missing} does not exist.\n"
+         "  Write it from the faults that there are now, with --accept."),
+        (folder, f"the baseline {folder} cannot be read: Is a directory.\n  Name a file."),
+        (odd, f"the baseline {odd} is no text in UTF-8.\n  Write it anew, with --accept."),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as caught:
+            read_baseline(path)
+        assert str(caught.value) == message
+    inside = tmp_path / "nowhere" / "faults.json"
     with pytest.raises(ConfigError) as caught:
-        read_baseline(tmp_path / "none.json")
+        write_baseline(Baseline(), inside)
     assert str(caught.value) == (
-        f"the baseline {tmp_path / 'none.json'} cannot be read: No such file or directory.\n"
-        "  Write one first, from the findings that you accept."
+        f"the baseline {inside} cannot be written: No such file or directory.\n"
+        "  Name a file in a directory that exists and may be written to."
     )

@@ -209,10 +209,66 @@ def test_the_halves_of_asynchronous_operations():
   %summed = f32[512]{0} all-reduce-done(%ar)
   ROOT %r = (f32[2048]{0}, f32[512]{0}, f32[256]{0}) tuple(%gathered, %summed, %copied)
 """)
-    # The argument; the gathered; the copy, and 4 bytes of its context; `other` and its sum.
+    # The argument; the gathered; the copy, and 4 bytes of its context; `other`, then its sum.
     context = 4 / 1024
     assert totals(text)[:3] == [1 + 8, 1 + 8 + 1 + context, 1 + 8 + 1 + context + 2]
-    assert totals(text)[5] == 1 + 8 + 1 + 2 + 2
+    assert totals(text)[5] == 1 + 8 + 1 + 2
+
+
+@pytest.mark.parametrize(
+    ("opcode", "header", "peak"),
+    [
+        ("all-reduce", "", 1 + 4 + 4),
+        ("all-reduce", ", entry_computation_layout={(f32[256]{0:T(256)})->f32[]}", 1 + 4),
+        ("all-reduce-start", "", 1 + 4),
+    ],
+)
+def test_accelerators_sum_in_place(opcode, header, peak):
+    text = program(
+        f"""
+  %p = f32[256]{{0}} parameter(0)
+  %x = f32[1024]{{0}} broadcast(%p), dimensions={{0}}
+  %sum = f32[1024]{{0}} {opcode}(%x), channel_id=1, to_apply=%add
+  ROOT %r = f32[] custom-call(%sum)
+""",
+        header=header,
+    )
+    assert totals(text)[1] == peak
+
+
+def test_a_buffer_comes_from_its_first_writer_that_has_a_source():
+    text = program(
+        """
+  %p = f32[256]{0} parameter(0), metadata={op_name="x"}
+  %stack = f32[8,256]{1,0} broadcast(%p), dimensions={}
+  %first = f32[8,256]{1,0} dynamic-update-slice(%stack, %p, %i), metadata={\
+op_name="jit(step)/jvp()/dot_general" source_file="model.py" source_line=7}
+  ROOT %second = f32[8,256]{1,0} dynamic-update-slice(%first, %p, %i), metadata={\
+op_name="jit(step)/mul" source_file="model.py" source_line=9}
+"""
+    )
+    (stack,) = [b for b in live_ranges(text).buffers if b.bytes == 8 * 1024]
+    assert (stack.name, stack.opcode) == ("stack", "broadcast")
+    assert (stack.op_name, stack.source) == ("jit(step)/jvp()/dot_general", "model.py:7")
+
+
+def test_what_is_called_returns_its_root_wherever_it_stands():
+    others = """
+%inner (a: f32[256]) -> f32[512] {
+  %a = f32[256]{0} parameter(0)
+  ROOT %b = f32[512]{0} broadcast(%a), dimensions={0}
+  %late = f32[1024]{0} broadcast(%a), dimensions={0}
+}
+"""
+    text = program(
+        """
+  %p = f32[256]{0} parameter(0)
+  ROOT %d = f32[512]{0} call(%p), to_apply=%inner
+""",
+        others,
+    )
+    (returned,) = [b for b in live_ranges(text).buffers if b.is_output]
+    assert returned.name == "b"
 
 
 def test_branches_and_calls_return_what_their_roots_are():

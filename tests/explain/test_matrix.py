@@ -7,12 +7,14 @@ from shardlib.explain.matrix import communication_matrix
 from shardlib.explain.program import Collective, ProgramReport
 
 
-def collective(kind, axes, size, group_size, count=1):
-    return Collective(kind, axes, size, ("f32[1]",), count, False, True, "", "", "c", group_size)
+def collective(kind, axes, size, group_size, count=1, **rest):
+    return Collective(
+        kind, axes, size, ("f32[1]",), count, False, True, "", "", "c", group_size, **rest
+    )
 
 
-def matrix(mesh, *found):
-    return communication_matrix(ProgramReport(mesh, found, {}))
+def matrix(mesh, *found, slices=None):
+    return communication_matrix(ProgramReport(mesh, found, {}, slices=slices or {}))
 
 
 def test_a_gather_goes_around_the_ring_of_its_axis():
@@ -39,6 +41,27 @@ def test_a_part_of_an_axis_is_a_ring_of_its_own():
     sent = matrix({"tensor": 4}, collective("all-gather", ("tensor",), 100, 2)).sent
     assert sent[0, 1] == sent[1, 0] == sent[2, 3] == sent[3, 2] == 50
     assert sent.sum() == 200
+
+
+def test_slices_send_to_the_same_device_of_the_next_slice():
+    across = collective("all-reduce", ("data",), 100, 2, between_slices=True)
+    sent = matrix({"data": 4}, across, slices={"data": 2}).sent
+    # Devices 0 and 1 are one slice, 2 and 3 the other.
+    assert sent[0, 2] == sent[2, 0] == sent[1, 3] == sent[3, 1] == 100
+    assert sent.sum() == 400
+    within = collective("all-gather", ("data",), 100, 2)
+    sent = matrix({"data": 4}, within, slices={"data": 2}).sent
+    assert sent[0, 1] == sent[1, 0] == sent[2, 3] == sent[3, 2] == 50
+    assert sent.sum() == 200
+
+
+def test_two_axes_that_cross_slices():
+    across = collective("all-reduce", ("data", "fsdp"), 100, 4, between_slices=True)
+    sent = matrix({"data": 2, "fsdp": 4}, across, slices={"data": 2, "fsdp": 2}).sent
+    # Slices of two neighbours: the first devices of the four form one ring.
+    ring = [0, 2, 4, 6]
+    assert all(sent[a, b] == 150 for a, b in zip(ring, [*ring[1:], 0], strict=True))
+    assert sent.sum() == 8 * 150
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "all-to-all", "collective-permute"])

@@ -1,5 +1,6 @@
 """Compiled programs kept as text: read back whole, or made anew."""
 
+import dataclasses
 import gzip
 import json
 
@@ -56,6 +57,14 @@ def test_a_directory_that_cannot_be_written_keeps_nothing(tmp_path, monkeypatch)
     assert cached(KEY, lambda: PROGRAM) == PROGRAM
     with pytest.raises(AssertionError, match="kept already"):
         cached(KEY, never)
+
+
+def test_a_program_whose_warnings_are_not_known_is_not_kept(folder):
+    hidden = dataclasses.replace(PROGRAM, warnings=None)
+    assert cached(KEY, lambda: hidden) == hidden
+    assert not folder.exists()
+    assert cached(KEY, lambda: PROGRAM) == PROGRAM
+    assert cached(KEY, never) == PROGRAM
 
 
 def test_whatever_changes_the_program_changes_the_key(monkeypatch):

@@ -1,5 +1,6 @@
 """The report on a compiled step as text, as JSON, as a page, and against another one."""
 
+import dataclasses
 import json
 import os
 import re
@@ -11,11 +12,16 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from shardlib.explain.diff import diff
+from shardlib.explain.lint import Finding
+from shardlib.explain.params import bytes_text
+from shardlib.explain.program import ProgramReport
+from shardlib.explain.report import report_on
+from shardlib.explain.timing import rows, untimed
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 EMBED, MLP, BATCH = 64, 256, 32
@@ -43,8 +49,8 @@ def report(mesh, on=None):
     with sl.use(mesh, sl.rules.STANDARD):
         state = sl.abstract_state(lambda rngs: Block(rngs), optax.adamw(1e-3))
         step = sl.make_train_step(loss)
-    rows = NamedSharding(mesh, P(("data", "fsdp") if "data" in mesh.shape else "fsdp"))
-    batch = jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32, sharding=rows)
+    placed = NamedSharding(mesh, P(("data", "fsdp") if "data" in mesh.shape else "fsdp"))
+    batch = jax.ShapeDtypeStruct((BATCH, EMBED), jnp.float32, sharding=placed)
     return sl.explain(step, state, batch, on=on)
 
 
@@ -92,15 +98,124 @@ def test_a_report_prints_its_tables(on_tpu):
     assert "test_report.py" in text, "the user's own lines are named"
 
 
+def test_collectives_are_told_with_their_lines_and_modules_everywhere(here, on_tpu):
+    for report in (here, on_tpu):
+        table = next(t for t in report.tables() if t.title == "collectives of a step")
+        places = {row[table.columns.index("where it is from")] for row in table.rows}
+        assert any(re.search(r"explain/test_report\.py:\d+ Block$", place) for place in places)
+        sent = table.columns.index("sent by a device>")
+        assert {row[sent] for row in table.rows} <= {
+            bytes_text(row.sent_bytes) for row in rows(report.flows or untimed(report.program))
+        }
+
+
+def strictly(text):
+    """Reads JSON as the standard has it."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
 def test_a_report_is_json(on_tpu):
-    found = json.loads(on_tpu.to_json())
-    assert found["cluster"] == "v5e:2x4"
+    found = strictly(on_tpu.to_json())
+    assert (found["cluster"], found["compiled_for"]) == ("v5e:2x4", "v5e:2x4")
     assert found["mesh"] == {"fsdp": 4, "tensor": 2}
     assert found["fits"] is True
     assert sum(found["memory_bytes"].values()) == found["peak_bytes"]
+    assert max(size for _, size in found["timeline"]) == found["live_bytes"]
     assert {row["path"] for row in found["params"]["rows"]} >= {"up/kernel", "down/kernel"}
-    kinds = {flow["collective"]["kind"] for flow in found["collectives"]}
-    assert "all-gather" in kinds
+    assert (found["unattributed_bytes"], found["unread"], found["unread_bytes"]) == (0, {}, 0)
+    assert found["findings"] == [finding.to_dict() for finding in on_tpu.findings]
+    assert (found["accepted"], found["fixes"], found["choices"]) == ([], [], {})
+    flops = found["roofline"]["flops"]
+    assert flops["total_model"] == on_tpu.roofline.flops.total_model
+    assert found["roofline"]["binding"] == on_tpu.roofline.binding
+    gathers = [c for c in found["collectives"] if c["kind"] == "all-gather"]
+    assert gathers[0]["sent_bytes"] == max(
+        c.sent_bytes for c in on_tpu.collectives if c.kind == "all-gather"
+    )
+    assert gathers[0]["model_path"] == "Block"
+    assert list(gathers[0]["seconds"]) == ["ici"]
+
+
+def shape(value):
+    """The keys of plain data, without values."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    return "list" if isinstance(value, list) else "value"
+
+
+def test_json_has_one_shape_on_every_platform(here, on_tpu):
+    free = ("unread", "choices", "params", "roofline", "memory_bytes", "mesh")  # by what there is
+    facts = [strictly(report.to_json()) for report in (here, on_tpu)]
+    assert all(isinstance(each["roofline"], dict) for each in facts)
+    tops = [{k: shape(v) for k, v in each.items() if k not in free} for each in facts]
+    assert tops[0] == tops[1]
+    assert facts[0]["roofline"].keys() == facts[1]["roofline"].keys()
+    collectives = [each["collectives"][0] for each in facts]
+    assert collectives[0].keys() == collectives[1].keys()
+    assert (collectives[0]["seconds"], collectives[0]["overlap"]) == ({}, "unknown")
+
+
+def test_a_number_that_is_none_is_null(here):
+    stage = dataclasses.replace(here.roofline.stages[0], memory_bytes=0.0)
+    roofline = dataclasses.replace(here.roofline, stages=(stage,), peak_flops=float("nan"))
+    found = strictly(dataclasses.replace(here, roofline=roofline).to_json())
+    assert found["roofline"]["stages"][0]["intensity"] is None
+    assert found["roofline"]["peak_flops"] is None
+
+
+def test_what_is_not_attributed_is_told_with_its_bytes(here):
+    lost = dataclasses.replace(here.program.collectives[0], mesh_axes=None)
+    program = ProgramReport(here.program.mesh, (lost,), {"send": 2}, 3 * 2**20)
+    found = dataclasses.replace(here, program=program)
+    notes = next(t for t in found.tables() if t.title == "collectives of a step").notes
+    what = f"{lost.kind} {' '.join(lost.shapes)} x {lost.count}, {bytes_text(lost.sent_bytes)} sent"
+    assert notes == [
+        f"follows no mesh axes: {what} {lost.source}",
+        "not read: 2 send, 3.0 MiB sent",
+    ]
+    facts = found.to_dict()
+    assert facts["unattributed_bytes"] == lost.sent_bytes
+    assert (facts["unread"], facts["unread_bytes"]) == ({"send": 2}, 3 * 2**20)
+
+
+FAULT = Finding("SL101", "up/kernel", "up/kernel is replicated.", "Shard it.")
+
+
+@pytest.mark.parametrize(
+    ("findings", "accepted", "line"),
+    [
+        ((), (), "no faults found"),
+        ((FAULT,), (), "1 fault found"),
+        ((FAULT, FAULT), (), "2 faults found"),
+        ((), (FAULT, FAULT), "no new faults, 2 accepted"),
+        ((FAULT,), (FAULT,), "1 new fault, 1 accepted"),
+    ],
+)
+def test_faults_are_counted_with_those_that_are_accepted(here, findings, accepted, line):
+    found = dataclasses.replace(here, findings=findings, accepted=accepted)
+    assert str(found).endswith(f"{line}\n")
+    assert f"<h2>{line.capitalize()}</h2>" in found.html()
+    assert len(found.to_dict()["accepted"]) == len(accepted)
+
+
+def test_a_step_of_ones_own_that_does_not_fit_says_what_to_do():
+    pytest.importorskip("libtpu")
+    mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    whole = jax.ShapeDtypeStruct((2**15, 2**15), jnp.float32, sharding=NamedSharding(mesh, P()))
+    found = sl.explain(jax.jit(lambda a: (a + 1.0, a * 2.0, jnp.sin(a))), whole, on="v5e-8")
+    assert not found.fits
+    (line,) = found.fixes
+    assert re.fullmatch(
+        r"most of it is outputs \([\d.]+ GiB\): shard it over more mesh axes, or take a larger "
+        r"cluster",
+        line,
+    )
+    assert f"\n{line}\n" in str(found)
+    assert found.to_dict()["fixes"] == [line]
 
 
 def test_a_step_against_itself_and_on_another_mesh(here):
@@ -114,6 +229,8 @@ def test_a_step_against_itself_and_on_another_mesh(here):
     assert by_name["memory: params"].ratio == 2.0
     assert by_name["sent: all-reduce over tensor"].after is None
     assert "parameters placed otherwise" in str(found)
+    named = diff(here, here, names=("a.yaml", "a.yaml rules=zero1"))
+    assert named.titles == (f"a.yaml: {here.title()}", f"a.yaml rules=zero1: {here.title()}")
     assert json.loads(json.dumps(found.to_dict()))["specs"]["up/kernel"] == [
         "fsdp, tensor",
         "fsdp, -",
@@ -124,9 +241,27 @@ def test_a_page_needs_no_network(on_tpu):
     page = on_tpu.html()
     assert not re.findall(r"(?:src|href)\s*=|url\(|@import|<script", page)
     assert on_tpu.verdict() in page
+    memory = on_tpu.memory
+    assert f"buffers take {bytes_text(memory.live_bytes)} at most, at " in page
+    assert f"the step needs {bytes_text(memory.peak_bytes)}</p>" in page
     assert page.count("<svg") >= 4
     for table in on_tpu.tables():
         assert f"<h2>{table.title}</h2>" in page
+
+
+def test_a_page_says_all_that_the_terminal_says(on_tpu):
+    params = dataclasses.replace(on_tpu.params, choices={"attention": "xla: the platform is cpu"})
+    step = dataclasses.replace(on_tpu.step, compiled_for="v5p-16")
+    found = dataclasses.replace(on_tpu, params=params, step=step, findings=(FAULT,), fixes=("fix",))
+    page = found.html()
+    lines = [
+        "fix",
+        "too large to be compiled for it: all but the peak is of v5p-16",
+        "attention: xla: the platform is cpu",
+    ]
+    assert found.notes() == lines
+    assert all(f"<p>{line}</p>" in page and f"\n{line}\n" in str(found) for line in lines)
+    assert page.count("SL101") == 1
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
@@ -159,9 +294,14 @@ def test_a_browser_shows_the_page(on_tpu, tmp_path):
     assert overflow == "false"
 
 
-def test_what_cannot_be_explained():
-    with pytest.raises(TypeError) as caught:
-        sl.explain(3)
-    assert str(caught.value) == (
-        "explain takes a training state, or a function with its arguments, not int and 0 more"
-    )
+def test_a_program_is_read_once(here):
+    class Text(str):
+        readings = 0
+
+        def splitlines(self, *arguments):
+            Text.readings += 1
+            return super().splitlines(*arguments)
+
+    again = report_on(dataclasses.replace(here.step, text=Text(here.step.text)), here.params)
+    assert Text.readings == 1
+    assert again.to_dict() == here.to_dict()

@@ -1,7 +1,6 @@
 """FLOPs of traced steps against closed forms, bytes of compiled ones, and what binds them."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +8,15 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import pallas as pl
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from shardlib.explain.flops import count_flops
 from shardlib.explain.hlo import parse
-from shardlib.explain.program import read_program
-from shardlib.explain.roofline import read_roofline
+from shardlib.explain.program import Collective, ProgramReport, read_program
+from shardlib.explain.roofline import read_roofline, vocabularies_of
 from shardlib.explain.timing import collective_times
-from shardlib.explain.work import Work
 from shardlib.hardware import parse_cluster
 from shardlib.plan.flops import step_flops
 from shardlib.plan.workload import NONE, Experts, Job, Transformer
@@ -31,6 +29,8 @@ LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 4, 64, 4, 2, 16, 160, 256
 ROWS, LENGTH = 16, 32
 MODEL = Transformer(LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB)
 JOB = Job(MODEL, LENGTH, ROWS)
+# The head's columns are cut over `tensor`, its rows over `fsdp`.
+HELD = {VOCAB: {VOCAB, VOCAB // 2}}
 LAYER_WEIGHTS = sum(MODEL.layer_weights) * LAYERS
 
 
@@ -221,7 +221,7 @@ def test_a_compiled_step_of_a_transformer(whole):
     text = traced.lower().compile().as_text()
     module, cluster = parse(text), parse_cluster("8xh100")
     flows = collective_times(read_program(text, mesh), cluster, module)
-    found = read_roofline(traced.jaxpr, module, mesh, cluster, flows, vocabularies={VOCAB})
+    found = read_roofline(traced.jaxpr, module, mesh, cluster, flows, vocabularies=HELD)
     # The program that is compiled multiplies what the traced one does, and nothing twice.
     assert found.redundancy == pytest.approx(1.0, rel=0.01)
     assert found.notes == ()
@@ -229,11 +229,13 @@ def test_a_compiled_step_of_a_transformer(whole):
         "forward", "backward", "recompute", "head", "optimizer",
     }  # fmt: skip
     seconds = found.seconds
-    assert seconds["compute"] == pytest.approx(found.flops.total_hardware / 8 / 989.5e12)
+    assert seconds["compute"] == pytest.approx(
+        found.flops.total_hardware / 8 * max(found.redundancy, 1.0) / 989.5e12
+    )
     assert seconds["memory"] == pytest.approx(found.memory_bytes / 3350e9)
     assert seconds["network"] == pytest.approx(sum(f.total_seconds for f in flows))
     # So small a model is never bound by its matmuls.
-    assert found.intensity < found.ridge == pytest.approx(989.5e12 / 3350e9)
+    assert found.intensity < 989.5e12 / 3350e9
     assert found.binding == "network" == max(seconds, key=lambda name: seconds[name])
     optimizer = next(stage for stage in found.stages if stage.stage == "optimizer")
     assert (optimizer.flops, optimizer.intensity) == (0.0, 0.0)
@@ -246,70 +248,107 @@ def test_without_a_chip_there_are_no_seconds(whole):
     traced, mesh = whole
     found = read_roofline(traced.jaxpr, parse(""), mesh, parse_cluster("cpu:8"))
     assert found.seconds == {"compute": None, "memory": None, "network": None}
-    assert (found.binding, found.ridge) == ("unknown", None)
+    assert found.binding == "unknown"
     assert found.notes == ("no chip, so no seconds", "the seconds of the network are not known")
 
 
-# Kernels of a scheduled program: a slice of a stack is read, another is written in place.
-PROGRAM = """HloModule jit_step, is_scheduled=true, num_partitions=1, \
-entry_computation_layout={(f32[8,64,64]{2,1,0})->f32[8,64,64]{2,1,0}}
-
-%read (stack: f32[8,64,64], i: s32[]) -> f32[64,64] {
-  %stack = f32[8,64,64]{2,1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %zero = s32[] constant(0)
-  %cut = f32[1,64,64]{2,1,0} dynamic-slice(%stack, %i, %zero, %zero), dynamic_slice_sizes={1,64,64}
-  ROOT %flat = f32[64,64]{1,0} bitcast(%cut)
-}
-
-%write (into: f32[8,64,64], new: f32[64,64], j: s32[]) -> f32[8,64,64] {
-  %into = f32[8,64,64]{2,1,0} parameter(0)
-  %new = f32[64,64]{1,0} parameter(1)
-  %j = s32[] parameter(2)
-  %zero.1 = s32[] constant(0)
-  %one = f32[1,64,64]{2,1,0} bitcast(%new)
-  ROOT %put = f32[8,64,64]{2,1,0} dynamic-update-slice(%into, %one, %j, %zero.1, %zero.1)
-}
-
-%body (t: (s32[], f32[8,64,64])) -> (s32[], f32[8,64,64]) {
-  %t = (s32[], f32[8,64,64]{2,1,0}) parameter(0)
-  %n = s32[] get-tuple-element(%t), index=0
-  %all = f32[8,64,64]{2,1,0} get-tuple-element(%t), index=1
-  %w = f32[64,64]{1,0} fusion(%all, %n), kind=kLoop, calls=%read
-  %square = f32[64,64]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, \
-metadata={op_name="jit(step)/jvp()/while/body/dot_general"}
-  %next = f32[8,64,64]{2,1,0} fusion(%all, %square, %n), kind=kLoop, calls=%write
-  ROOT %out = (s32[], f32[8,64,64]{2,1,0}) tuple(%n, %next)
-}
-
-%cond (t.1: (s32[], f32[8,64,64])) -> pred[] {
-  %t.1 = (s32[], f32[8,64,64]{2,1,0}) parameter(0)
-  ROOT %go = pred[] custom-call(%t.1), custom_call_target="go"
-}
-
-ENTRY %main (p: f32[8,64,64]) -> f32[8,64,64] {
-  %p = f32[8,64,64]{2,1,0} parameter(0)
-  %first = s32[] constant(0)
-  %init = (s32[], f32[8,64,64]{2,1,0}) tuple(%first, %p)
-  %loop = (s32[], f32[8,64,64]{2,1,0}) while(%init), condition=%cond, body=%body, \
-backend_config={"known_trip_count":{"n":"8"}}
-  ROOT %result = f32[8,64,64]{2,1,0} get-tuple-element(%loop), index=1
-}
-"""
+WHOLE = P()
 
 
-def test_bytes_of_slices_and_of_updates_in_place():
-    module = parse(PROGRAM)
-    work = Work(module)
-    matrix = 4 * 64 * 64
-    found = {
-        kernel.name: (work.bytes_of(where, kernel), work.flops_of(where, kernel))
-        for where, kernel in work.kernels
-        if where == "body"
-    }
-    assert found == {
-        "w": (2 * matrix + 4, 0.0),
-        "square": (3 * matrix, 2 * 64**3),
-        "next": (2 * matrix + 4, 0.0),
-    }
-    assert math.isclose(sum(size for size, _ in found.values()), 7 * matrix + 8)
+def compiled_matmul(spec=WHOLE):
+    """Returns a traced matmul of a batch on eight devices, its program and its collectives."""
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",), axis_types=(AxisType.Auto,))
+
+    def array(rows, spec):
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct((rows, 512), "bfloat16", sharding=sharding)
+
+    traced = jax.jit(matmul).trace(array(1024, spec), array(512, P()))
+    text = traced.lower().compile().as_text()
+    return traced.jaxpr, parse(text), read_program(text, dict(mesh.shape))
+
+
+@pytest.mark.parametrize(("spec", "times"), [(WHOLE, 8), (P("data"), 1)])
+def test_what_every_device_computes_alike_counts_on_each(spec, times):
+    jaxpr, module, _ = compiled_matmul(spec=spec)
+    found = read_roofline(jaxpr, module, {"data": 8}, parse_cluster("8xh100"))
+    assert found.redundancy == times
+    (stage,) = found.stages
+    flops = 2 * 1024 * 512 * 512 * times / 8
+    assert (stage.stage, stage.flops) == ("forward", flops)
+    assert stage.compute_seconds == pytest.approx(flops / 989.5e12)
+    assert found.intensity == pytest.approx(flops / found.memory_bytes)
+
+
+def test_a_step_without_collectives_needs_no_network():
+    jaxpr, module, program = compiled_matmul()
+    cluster = parse_cluster("8xh100")
+    flows = collective_times(program, cluster, module)
+    assert flows == ()
+    found = read_roofline(jaxpr, module, {"data": 8}, cluster, flows)
+    assert found.seconds["network"] == 0.0
+    assert found.notes == ()
+
+
+def test_what_is_known_of_the_network_is_summed():
+    jaxpr, module, _ = compiled_matmul()
+
+    def gather(axes):
+        return Collective(
+            "all-gather", axes, 8 * 2**20, ("f32[1]",), 1, False, True, "jit(f)/dot", "", "g", 8
+        )
+
+    cluster = parse_cluster("8xh100")
+    program = ProgramReport({"data": 8}, (gather(("data",)), gather(None), gather(("data",))), {})
+    flows = collective_times(program, cluster)
+    found = read_roofline(jaxpr, module, {"data": 8}, cluster, flows)
+    known = next(flow.total_seconds for flow in flows if flow.total_seconds)
+    assert found.seconds["network"] == pytest.approx(2 * known)
+    assert found.notes == (
+        "the seconds of the network leave out 1 of 3 collectives: 7.0 MiB sent by a device",
+    )
+    lost = tuple(flow for flow in flows if flow.total_seconds is None)
+    none = read_roofline(jaxpr, module, {"data": 8}, cluster, lost)
+    assert none.seconds["network"] is None
+    assert none.notes == ("the seconds of the network are not known",)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cluster", "peak", "notes"),
+    [
+        ("float16", "8xv100-32", 125e12, ()),
+        ("bfloat16", "8xv100-32", None, ("the V100-SXM2 32GB has no matmul in bf16",)),
+        ("float8_e4m3fn", "8xh100", 1979e12, ()),
+        ("float32", "8xh100", 989.5e12, ()),
+    ],
+)
+def test_the_peak_is_that_of_what_is_multiplied(dtype, cluster, peak, notes):
+    x = jax.ShapeDtypeStruct((8, 8), dtype)
+
+    def step(x):
+        # What is multiplied less is not what counts.
+        return jax.lax.dot(x, x, preferred_element_type=jnp.float32), jnp.ones((2, 2)) @ ones(2, 2)
+
+    jaxpr = jax.jit(step).trace(x).jaxpr
+    found = read_roofline(jaxpr, parse(""), {"data": 8}, parse_cluster(cluster), ())
+    assert found.peak_flops == peak
+    assert found.notes == notes
+
+
+@pytest.mark.parametrize(
+    ("mesh", "held"),
+    [
+        ("fsdp=4,tensor=2", {1024, 512}),
+        ("fsdp=8", {1024}),  # 1024 / 8 is the embedding's 128, and `fsdp` cuts no vocabulary.
+        ("tensor=8", {1024}),  # `tensor` does, into parts that look like it.
+    ],
+)
+def test_the_head_is_known_by_what_cuts_the_vocabulary(mesh, held):
+    config = TransformerConfig(
+        num_layers=2, embed_dim=128, num_heads=8, num_kv_heads=8, mlp_dim=160, attention="xla"
+    )
+    with sl.use(sl.make_mesh(mesh), sl.rules.STANDARD):
+        state = sl.abstract_state(
+            lambda rngs: make(config, DataSpec(1024, LENGTH), rngs), optax.adamw(1e-3)
+        )
+    assert vocabularies_of(sl.explain(state)) == {1024: held}

@@ -244,7 +244,7 @@ def test_all_faults_at_once():
         "dropout is 1.0; it must be in [0, 1).",
         "remat policy 'dot' is unknown. Did you mean 'dots'?\n"
         "  Choose none, dots, full, or save: or offload: with the names to keep (attended, "
-        "attention_in, attention_out, key, mlp_hidden, mlp_in, mlp_out, query, value).",
+        "attention_in, attention_out, key, layer_in, mlp_hidden, mlp_in, mlp_out, query, value).",
         "no vocab_size: neither the model nor its data say how many tokens there are.",
         "sequences of 12 tokens are longer than max_positions=8; shorten data.sequence_length or "
         "raise model.max_positions.",

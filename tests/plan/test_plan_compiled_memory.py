@@ -11,23 +11,38 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "plan_memory.py"
 
 
 @pytest.fixture(scope="module")
-def scores():
+def benchmark():
     spec = importlib.util.spec_from_file_location("plan_memory", BENCHMARK)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = module.scored(module.stored()["cells"])
-    assert len(found) == len(module.CELLS) == 40
+    return module
+
+
+@pytest.fixture(scope="module")
+def scores(benchmark):
+    found = benchmark.scored(benchmark.stored()["cells"])
+    assert len(found) == len(benchmark.CELLS)
     return found
 
 
 def test_peaks_are_predicted(scores):
     errors = [abs(score.error) for score in scores]
     assert statistics.median(errors) < 0.03
+    assert np.quantile(errors, 0.9) < 0.08
+
+
+def test_peaks_are_predicted_of_cells_that_no_rule_was_read_from(benchmark, scores):
+    errors = [abs(score.error) for score in scores if score.cell not in benchmark.READ]
+    assert len(errors) >= 20
+    assert statistics.median(errors) < 0.04
     assert np.quantile(errors, 0.9) < 0.09
 
 
-def test_nothing_is_said_to_fit_that_does_not(scores):
-    assert [s.cell.name for s in scores if s.said_to_fit and not s.fits] == []
+def test_nothing_is_said_to_fit_that_does_not(benchmark, scores):
+    close = [s for s in scores if 0.85 < s.compiled["peak"] / s.usable < 1.3]
+    assert len(close) >= 10
+    assert len([s for s in scores if not s.fits]) >= 3
+    assert benchmark.summary(scores)["wrongly_fitting"] == []
 
 
 def test_cells_cover_chips_models_and_remat(scores):

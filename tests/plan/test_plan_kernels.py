@@ -80,7 +80,7 @@ def test_a_chip_without_the_precision():
     with pytest.raises(ConfigError) as caught:
         rates(CHIPS["t4"], "bf16", committed())
     assert str(caught.value) == (
-        "the T4 has no matmul in bf16.\n  Choose a precision that it has, or another chip."
+        "the T4 has no matmul in bf16.\n  Choose one that it has (fp16, f32), or another chip."
     )
 
 

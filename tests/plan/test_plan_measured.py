@@ -8,7 +8,7 @@ import pytest
 
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import parse_cluster
-from shardlib.plan import Job, Layout, Transformer, step_time
+from shardlib.plan import Job, Layout, Transformer, plan, step_time
 from shardlib.plan.fabric import links
 from shardlib.plan.fitting import fit_line, fit_matmul
 from shardlib.plan.kernels import matmul
@@ -134,6 +134,57 @@ def test_another_machine_is_refused():
     )
     with pytest.raises(ConfigError, match="matmuls in bf16 were not measured"):
         rates_on(cluster(), "bf16", {})
+
+
+def on_gpus(**changes):
+    kind = "NVIDIA H100 80GB HBM3"
+    bf16 = {"bf16": MatmulFit(6e14, 100.0, 5e-6, 0.05)}
+    return calibration(platform="gpu", device_kind=kind, matmul=bf16, **changes)
+
+
+def hosts(**changes):
+    """Two hosts of eight, whose network is ten times slower."""
+    near, far = Line(1e-5, 300e9, 0.1), Line(1e-4, 30e9, 0.1)
+    tables = {
+        "collectives": {kind: {2: near, 8: near, 16: far} for kind in COLLECTIVES},
+        "across": {kind: {2: far, 4: far, 8: far, 16: far} for kind in COLLECTIVES},
+    }
+    return on_gpus(**({"devices": 16, "hosts": 2} | tables | changes))
+
+
+def test_axes_that_cross_hosts_use_what_was_measured_across_them():
+    gpus = measured_cluster(parse_cluster("2x8xh100"), hosts())
+    found = links(gpus, Layout(data=2, tensor=8), {})
+    assert found["tensor"].all_reduce(3e9) == pytest.approx(1e-5 + 0.01)
+    assert found["data"].all_reduce(3e9) == pytest.approx(1e-4 + 0.1)
+    found = links(gpus, Layout(data=2, fsdp=2, tensor=4), {})
+    # Two groups of four on each host: fsdp stays within it.
+    assert found["fsdp"].gather(3e9) == pytest.approx(1e-5 + 0.01)
+    assert found["data"].gather(3e9) == pytest.approx(1e-4 + 0.1)
+    assert links(gpus, Layout(fsdp=16), {})["fsdp"].gather(3e9) == pytest.approx(1e-4 + 0.1)
+
+
+def test_gpus_of_other_hosts_are_refused(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        measured_cluster(parse_cluster("4x4xh100"), hosts())
+    assert str(caught.value) == (
+        "the calibration is of 16 devices of kind 'NVIDIA H100 80GB HBM3' on 2 hosts, but 4x4xh100 "
+        "has 16 of kind 'NVIDIA H100 80GB HBM3' on 4 hosts.\n"
+        "  Measure it: shardlib calibrate --on 4x4xh100"
+    )
+    path = tmp_path / "h100.json"
+    save(hosts(), path)
+    assert dataclasses.asdict(load(path)) == dataclasses.asdict(hosts())
+    save(hosts(across={}), path)
+    with pytest.raises(ConfigError, match="it holds no all_reduce across hosts; it holds no"):
+        load(path)
+
+
+def test_levers_of_measured_devices_compare_with_no_datasheet():
+    gpus = measured_cluster(parse_cluster("8xh100"), on_gpus(memory_bytes=75e9))
+    changes = [lever.change for lever in plan("llama3.2-1b", on=gpus, top=1).levers]
+    assert changes
+    assert not any(change.startswith(("on ", "with twice")) for change in changes)
 
 
 def test_cpu_devices_are_planned_only_when_measured():

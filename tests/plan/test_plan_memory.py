@@ -5,16 +5,21 @@ import itertools
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from shardlib.hardware import parse_cluster
+from shardlib.plan.ask import STATE_BYTES
 from shardlib.plan.layout import Layout, Software
 from shardlib.plan.memory import layer_activations, peak_memory
 from shardlib.plan.named_models import named_model
 from shardlib.plan.problem import Choice
 from shardlib.plan.published import read_file
 from shardlib.plan.transformers import TransformerWorkload
-from shardlib.plan.workload import DOTS, FULL, NONE, SELECTIVE, Job, Remat, Transformer
+from shardlib.plan.workload import DOTS, FULL, NONE, SELECTIVE, Experts, Job, Remat, Transformer
+from shardlib.precision import POLICIES
+from shardlib.train.optim import OptimizerConfig, build_optimizer
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.json"
 CELLS = json.loads(DATA.read_text())["formula_checks"][0]["cells_gib"]
@@ -114,6 +119,57 @@ def test_gated_layers_and_grouped_queries_count_by_their_widths():
     # Residual twice, norms twice; query, key and value; what attention gives; gate, up, product.
     assert on_device == 2 * (4 * 4096 + (32 + 2 * 8) * 128 + 4096 + 3 * 14336)
     assert on_host == 0
+
+
+@pytest.mark.parametrize("precision", STATE_BYTES)
+def test_state_is_counted_as_it_is_stored(precision):
+    stored = jax.eval_shape(POLICIES[precision].store, {"kernel": jnp.zeros((8, 16))})
+    transform = build_optimizer(OptimizerConfig(), steps=10, global_batch=8).transform
+    moments = jax.tree.leaves(jax.eval_shape(transform.init, stored))
+    job = Job(LLAMA, 8192, 64, **STATE_BYTES[precision])
+    assert stored["kernel"].dtype.itemsize == job.param_bytes
+    assert sum(x.dtype.itemsize for x in moments if x.shape == (8, 16)) == job.moment_bytes
+
+
+def test_small_heads_are_padded_on_tpus():
+    """The last dim of an array has 128 lanes."""
+    small = dataclasses.replace(LLAMA, heads=64, kv_heads=16, head_dim=64)
+    jobs = [dataclasses.replace(JOB, model=m, remat=DOTS) for m in (LLAMA, small)]
+    kept = {
+        on: [peak_memory(job, Layout(fsdp=64), parse_cluster(on)).activations for job in jobs]
+        for on in ("v5p-128", "8x8xh100")
+    }
+    assert kept["8x8xh100"][0] == kept["8x8xh100"][1] == kept["v5p-128"][0]
+    tokens = 8192 * 32
+    assert kept["v5p-128"][1] - kept["v5p-128"][0] == tokens * 2 * (32 + 2 * 8) * 128
+
+
+def test_experts_of_a_device_multiply_all_rows_on_gpus():
+    """Each of the device's experts has a copy of all rows that may arrive, masked."""
+    model = dataclasses.replace(LLAMA, experts=Experts(64, 4, 1024))
+    job = dataclasses.replace(JOB, model=model, remat=FULL)
+    rows = 8192 * 8 * 4  # Four of each token, from all eight devices of `expert`.
+    held = {
+        (on, expert): peak_memory(job, Layout(fsdp=64 // expert, expert=expert), parse_cluster(on))
+        for on in ("v5p-128", "8x8xh100")
+        for expert in (8, 16)
+    }
+    more = held["8x8xh100", 8].recomputed - held["v5p-128", 8].recomputed
+    one_residual = 8192 * 4096 * 2
+    assert more == rows * 2 * (2 * 8 * 4096 + 3 * 7 * 1024) + one_residual
+    # Twice the devices send twice the rows to half the experts.
+    assert held["v5p-128", 16].recomputed > held["v5p-128", 8].recomputed
+
+
+def test_a_pipeline_on_gpus_holds_the_gradients_of_a_turn_beside_their_sums():
+    job = dataclasses.replace(JOB, remat=FULL, loss_chunks=8)
+    layout = Layout(stage=2, fsdp=32, microbatches=2)
+    on_gpu, on_tpu = (peak_memory(job, layout, parse_cluster(on)) for on in ("8x8xh100", "v5p-128"))
+    tables = LLAMA.vocab * LLAMA.embed
+    layers = (LLAMA.num_params - 2 * tables) / 2
+    sums = 4 * (layers + 2 * tables) / 32
+    assert on_tpu.gradients == sums
+    assert on_gpu.gradients == 2 * sums + 2 * layers / 32 + 2 * tables
 
 
 def test_published_runs_are_predicted_to_fit():

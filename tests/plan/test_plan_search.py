@@ -15,7 +15,7 @@ from shardlib.plan.layout import AXES, SHARDLIB, Layout
 from shardlib.plan.memory import peak_memory
 from shardlib.plan.problem import Choice
 from shardlib.plan.published import read_file
-from shardlib.plan.search import least_layers, mesh_of, search
+from shardlib.plan.search import capacity_bytes, least_layers, mesh_of, search
 from shardlib.plan.transformers import POLICIES, TransformerWorkload
 from shardlib.plan.workload import NONE, Experts, Job, Remat, Transformer
 
@@ -56,52 +56,62 @@ def every_layout(model, batch, length, cluster):
         if crossed != cluster.num_slices:
             continue
         shared = tensor > 1 and length % (context * tensor) == 0
-        for zero, chunks in itertools.product((3, 1) if fsdp > 1 else (3,), (1, 2, 3, 4)):
-            if chunks > 1 and (stage == 1 or model.layers % (stage * chunks)):
+        for zero, chunks, micro, offload in itertools.product(
+            (3, 2, 1) if fsdp > 1 else (3,),
+            (1, 2, 3, 4),
+            range(1, batch // shards + 1),
+            (False, True),
+        ):
+            if chunks > 1 and (stage == 1 or model.layers % (stage * chunks) or micro % stage):
                 continue
-            for micro in range(1, batch // shards + 1):
-                if (batch // shards) % micro or (chunks > 1 and micro % stage):
-                    continue
-                yield Layout(
-                    *sizes, cluster.num_slices, micro, chunks, sequence_parallel=shared, zero=zero
-                )
+            if (batch // shards) % micro or (zero == 2 and micro == 1):
+                continue
+            yield Layout(
+                *sizes,
+                cluster.num_slices,
+                micro,
+                chunks,
+                sequence_parallel=shared,
+                zero=zero,
+                offload_optimizer=offload,
+            )
 
 
 def tried_everything(workload, cluster):
     """The best time of each mesh, every layout and every choice priced by itself."""
     best = {}
-    job, capacity = workload.job, cluster.chip.memory_bytes_per_device
+    job = workload.job
     for layout in every_layout(job.model, job.batch, job.length, cluster):
-        for policy, moments, chunks in itertools.product(
-            workload.policies, workload.moments, workload.loss_chunks
-        ):
+        for moments, chunks in itertools.product(workload.moments, workload.loss_chunks):
             if job.length % (chunks * layout.context):
                 continue
-            remat = POLICIES[policy]
-            if policy == "dots" and job.model.experts:
-                remat = Remat(frozenset(("qkv", "out", "shared_up", "shared_down")))
-            if policy == "none":
-                numbers = [None]
-            elif layout.stage > 1:
-                numbers = [job.model.layers]
-            else:
-                numbers = range(1, job.model.layers + 1)
-            for layers in numbers:
-                chosen = dataclasses.replace(
-                    job,
-                    remat=remat,
-                    remat_layers=layers,
-                    loss_chunks=chunks,
-                    moment_bytes=8 if moments == "float32" else 6,
-                )
-                if not peak_memory(chosen, layout, cluster, SHARDLIB).fits(capacity):
+            bytes_of = {"loss_chunks": chunks, "moment_bytes": 8 if moments == "float32" else 6}
+            for policy in workload.policies:
+                chosen = fewest(dataclasses.replace(job, **bytes_of), policy, layout, cluster)
+                if chosen is None:
                     continue
                 seconds = step_time(chosen, layout, cluster).total
                 seconds *= 1.02 if moments == "bfloat16" else 1
                 mesh = mesh_of(layout)
                 best[mesh] = min(best.get(mesh, math.inf), seconds)
-                break  # More layers that recompute are not the plan.
+                if policy == "none":
+                    break  # To compute anything again is not the plan.
     return sorted(best.values())
+
+
+def fewest(job, policy, layout, cluster):
+    """The job with the fewest layers under a policy that fit; None where no number does."""
+    remat, most = POLICIES[policy], job.model.layers
+    if policy == "dots" and job.model.experts:
+        remat = Remat(frozenset(("qkv", "out", "router", "shared_up", "shared_down")))
+    pieces = layout.stage * layout.chunks
+    capacity = capacity_bytes(cluster)
+    for layers in [None] if policy == "none" else range(pieces, most + 1, pieces):
+        chosen = dataclasses.replace(job, remat=remat, remat_layers=layers)
+        held = peak_memory(chosen, layout, cluster, SHARDLIB)
+        if held.fits(capacity):
+            return chosen if held.host <= capacity else None
+    return None
 
 
 @pytest.mark.parametrize(
@@ -131,7 +141,7 @@ def test_pruning_loses_nothing(model, name, memory, batch):
         job = workload.chosen(plan.choice)
         assert step_time(job, plan.layout, cluster) == plan.time
         assert peak_memory(job, plan.layout, cluster) == plan.memory
-        assert plan.memory.fits(cluster.chip.memory_bytes_per_device)
+        assert plan.memory.fits(capacity_bytes(cluster))
 
 
 @pytest.mark.parametrize("model", [DENSE, ROUTED])
@@ -158,7 +168,10 @@ def test_bounds_hold():
             assert bound > 0
             for count in candidate.microbatches:
                 layout = candidate.with_microbatches(count)
-                times = [workload.time(layout, c, cluster).total for c in workload.choices(layout)]
+                times = [
+                    workload.time(layout, c, cluster).total
+                    for c in workload.choices(layout, cluster)
+                ]
                 assert bound <= workload.bound(layout, cluster, count) * (1 + 1e-12)
                 assert workload.bound(layout, cluster, count) <= min(times) * (1 + 1e-12)
 
@@ -166,7 +179,7 @@ def test_bounds_hold():
 def test_ranges_recompute_the_fewest_layers_that_fit():
     cluster, layout = small("8xh100", 3.5), Layout(fsdp=8, microbatches=2)
     workload = TransformerWorkload(Job(DENSE, 2048, 32))
-    capacity = cluster.chip.memory_bytes_per_device
+    capacity = capacity_bytes(cluster)
     found = least_layers(workload, layout, Choice("full", 8), cluster, capacity)
     assert found is not None
     assert 0 < found.layers < 8
@@ -259,7 +272,7 @@ def test_plans_are_as_fast_as_published_configurations():
 
 def test_microbatches_can_be_given():
     workload, cluster = TransformerWorkload(Job(DENSE, 2048, 32)), parse_cluster("8xh100")
-    found = search(workload, cluster, microbatches=4)
+    found = search(workload, cluster, accepts=lambda layout: layout.microbatches == 4)
     assert found.plans
     assert {plan.layout.microbatches for plan in found.plans} == {4}
     kept = search(workload, cluster, keep=Layout(fsdp=4, tensor=2))

@@ -1,5 +1,6 @@
 """The machine at hand is measured; what was measured is found again by its cluster."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import parse_cluster
 from shardlib.plan import Job, Layout, Transformer, step_time
-from shardlib.plan.measured import COLLECTIVES, MeasuredCluster, load, save
+from shardlib.plan.measured import COLLECTIVES, Line, MatmulFit, MeasuredCluster, load, save
 from shardlib.run import calibrating
 
 
@@ -27,7 +28,7 @@ def test_every_figure_is_measured(measured):
     assert all(set(by_size) == {2} for by_size in measured.collectives.values())
     assert measured.versions["jax"] == jax.__version__
     names = {one.what for one in measured.timed}
-    assert {"matmul f32", "memory", "exp", "fresh", "all_reduce 2", "shift 2"} < names
+    assert {"matmul f32", "memory", "exp", "fresh", "all_reduce over 2", "shift over 2"} < names
     assert all(one.seconds > 0 for one in measured.timed)
     # No processor of today multiplies faster, nor any as slowly.
     assert 1e7 < measured.matmul["f32"].flops < 1e13
@@ -39,6 +40,28 @@ def test_the_report_names_what_was_measured(measured):
     assert "all at work at once" in lines[0]
     assert [line.split()[0] for line in lines[1:4]] == ["matmul", "matmul", "memory"]
     assert len(lines) == 4 + len(COLLECTIVES)
+
+
+def test_what_was_measured_beside_other_work_is_refused(measured):
+    steady = dataclasses.replace(
+        measured,
+        matmul={"f32": MatmulFit(1e10, 8.0, 1e-6, 0.05)},
+        memory=Line(1e-6, 1e10, 0.02),
+        exp=Line(1e-6, 1e10, 0.5),
+        fresh=Line(1e-6, 1e10, 0.02),
+        collectives={kind: {2: Line(1e-6, 1e9, 0.1)} for kind in COLLECTIVES},
+    )
+    calibrating.check_steady(steady)
+    shift = {**steady.collectives, "shift": {2: Line(1e-6, 1e9, 0.61)}}
+    with pytest.raises(ConfigError) as caught:
+        calibrating.check_steady(
+            dataclasses.replace(steady, memory=Line(1e-6, 1e17, 0.997), collectives=shift)
+        )
+    assert str(caught.value) == (
+        "the devices were too busy to be measured: times are off from any line through them, "
+        "memory by 100%, shift over 2 by 61%; nothing was written.\n"
+        "  Run it again while nothing else runs."
+    )
 
 
 def test_a_cluster_finds_its_calibration(measured, tmp_path, monkeypatch):
@@ -63,6 +86,42 @@ def test_a_cluster_finds_its_calibration(measured, tmp_path, monkeypatch):
     assert calibrating.as_measured(h100s) is h100s
 
 
+def test_devices_of_several_hosts_are_measured_across_them_too():
+    """Groups of an outer axis have no neighbours: the host of each device is that of its group."""
+    devices = jax.devices()[:4]
+    trials = list(calibrating._trials(devices, "cpu", hosts=2))
+    names = {trial.what for trial in trials}
+    for kind in COLLECTIVES:
+        assert {f"{kind} over 2", f"{kind} across 2", f"{kind} across 4"} <= names
+    assert not any("across" in t.what for t in calibrating._trials(devices, "cpu", hosts=1))
+    near, apart = (
+        next(t for t in trials if t.what == f"shift {how} 2") for how in ("over", "across")
+    )
+    assert [
+        near.run(1)[1].sharding.mesh.devices.tolist(),
+        apart.run(1)[1].sharding.mesh.devices.tolist(),
+    ] == [
+        [devices[:2], devices[2:]],
+        [devices[::2], devices[1::2]],
+    ]
+
+
+def test_calibrations_are_kept_by_hosts(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDLIB_CACHE", str(tmp_path))
+    names = [
+        calibrating.calibration_path(parse_cluster(name)).name
+        for name in ("8xh100", "2x4xh100", "2x8xh100", "4x4xh100", "cpu:8", "v5p-128")
+    ]
+    assert names == [
+        "h100-8.json",
+        "h100-2x4.json",
+        "h100-2x8.json",
+        "h100-4x4.json",
+        "cpu-8.json",
+        "v5p-16x4.json",
+    ]
+
+
 def test_what_is_not_at_hand_is_not_measured():
     with pytest.raises(MeshError) as caught:
         calibrating.calibrate("8xh100")
@@ -80,6 +139,7 @@ def test_the_command_writes_where_plan_looks(tmp_path):
         "import shardlib.run.calibrating as c\n"
         "whole = c.calibrate\n"
         "c.calibrate = lambda on: whole(on, rounds=3, target_seconds=1e-4)\n"
+        "c._UNSTEADY = float('inf')\n"  # Loops so short tell little.
         "from shardlib.cli import main\n"
         "main(['calibrate', '--on', 'cpu:2', '--json'])\n"
     )

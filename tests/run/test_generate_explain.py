@@ -319,6 +319,15 @@ def test_explain_refuses_a_batch_for_other_devices(lab):
     assert math.prod(mesh.get(axis, 1) for axis in ("data", "fsdp")) <= 8
 
 
+def test_explain_starts_the_cpu_devices_that_it_compiles_for(lab, tmp_path):
+    words = ("explain", lab.config_file, "--on", "cpu:8", "--json", "run_dir=unused")
+    clean = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    done = lab.shardlib(*words, env={**clean, "SHARDLIB_CACHE": str(tmp_path)})
+    assert (done.returncode, done.stderr) == (0, "")
+    facts = json.loads(done.stdout)
+    assert (facts["cluster"], facts["mesh"]) == ("cpu:8", {"fsdp": 8})
+
+
 def test_explain_prints_json(finished, lab):
     # The directory of a run stands for its config.
     done = lab.shardlib("explain", finished.run_dir, "--json", "--on", "v5e-8", "--abstract")

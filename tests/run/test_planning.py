@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
-import jax
 import pytest
 import yaml
 
@@ -14,7 +14,7 @@ from shardlib.hardware import parse_cluster
 from shardlib.mesh import mesh_sizes
 from shardlib.plan import plan
 from shardlib.run import RunConfig
-from shardlib.run.planning import cluster_of, planned_mesh, workload_of
+from shardlib.run.planning import planned_mesh, workload_of
 from shardlib.run.setup import make_scope
 
 CONFIG = """
@@ -99,11 +99,55 @@ def test_memory_that_decides_writes_ranges_that_explain_takes(file):
 def test_the_mesh_of_the_config_is_explained(file):
     found = plan(load(RunConfig, file), on="8xh100", why_not=["data=4,tensor=2"])
     assert [asked.mesh for asked in found.asked] == ["data=8", "data=4,tensor=2"]
+    assert [asked.of_config for asked in found.asked] == [True, False]
+    assert "\nWhy not\n  data=8 (the config's): " in str(found)
+    assert [one["of_config"] for one in found.to_dict()["why_not"]] == [True, False]
     assert found.asked[0].slower > 0
     assert found.tokens == 20 * 64 * 1024
     assert found.workload.batch == 64
     changed = plan(load(RunConfig, file), on="8xh100", global_batch=128, length=512)
     assert (changed.workload.batch, changed.workload.job.length) == (128, 512)
+
+
+def test_the_config_says_how_long_the_run_is(file):
+    """Of `days` and `price` on their own, where a config says how many tokens are trained on."""
+    config = load(RunConfig, file)
+    found = plan(config, on="h100", days=30, price=2, top=1)
+    assert found.cluster.name == "1xh100"
+    assert found.tokens == 20 * 64 * 1024
+    assert found.cost == pytest.approx(2 * found.chip_hours)
+    assert refusal(config, on="8xh100", precision="nonsense") == (
+        "precision is nonsense, but that of a run stands in its config.\n"
+        "  Leave it out, and set the key precision there."
+    )
+
+
+IMAGES = """
+run_dir: unused
+model: {name: resnet, depth: 18, num_classes: 10}
+data: {kind: images, image_size: 32}
+train: {steps: 20, global_batch: 64}
+"""
+
+
+def test_what_is_not_asked_about_images(tmp_path):
+    path = tmp_path / "images.yaml"
+    path.write_text(IMAGES)
+    config = load(RunConfig, path)
+    assert refusal(config, on="8xh100", global_batch_tokens="4M", length=64) == (
+        "global_batch_tokens (--global-batch) counts tokens, and resnet trains on images.\n"
+        "  Leave it out: global_batch, train.global_batch in a config, counts images.\n"
+        "length counts tokens, and resnet trains on images.\n"
+        "  Leave it out."
+    )
+    found = plan(config, on="2xh100", global_batch=32, top=1)
+    assert str(found).splitlines()[0] == "resnet on 2xh100 (2 H100 SXM), 32 images a step"
+
+
+def refusal(config, **options):
+    with pytest.raises(ConfigError) as refused:
+        plan(config, **options)
+    return str(refused.value)
 
 
 def test_what_the_config_says_is_what_is_priced(file):
@@ -115,8 +159,15 @@ def test_what_the_config_says_is_what_is_priced(file):
     assert job("optimizer.momentum_dtype=bfloat16").moment_bytes == 6
     assert job("optimizer.ema_decay=0.99").moment_bytes == 12
     assert job("precision=f32").compute_bytes == 4
-    assert (job("precision=bf16_params").moment_bytes, job().precision) == (4, "bf16")
-    assert job("train.offload_optimizer=true").moment_bytes == 0
+    assert (job("precision=bf16_params").moment_bytes, job().precision) == (8, "bf16")
+    assert job("train.offload_optimizer=true").moment_bytes == 8
+    for overrides, offloads in (
+        ((), (False, True)),
+        (("train.offload_optimizer=true",), (True,)),
+        (("train.local_sgd={inner_steps: 4}",), (False,)),
+    ):
+        config = load(RunConfig, file, overrides)
+        assert workload_of(config)[1].offload_optimizer == offloads, overrides
     experts = job(EXPERTS).model.experts
     assert (experts.number, experts.per_token, experts.mlp, experts.shared_mlp) == (8, 2, 1024, 0)
     model = job("model.tied_embeddings=true", "model.window=128").model
@@ -155,14 +206,29 @@ def test_the_automatic_mesh_is_planned_where_it_is_clearly_faster(file):
     )
     assert auto("cpu:8") == (
         mesh.parse("fsdp=8"),
-        "the plain choice: CPU devices have no links to plan for",
+        "the plain choice: only TPUs and GPUs that are known are planned for",
     )
     scope = make_scope(load(RunConfig, file, ["mesh=auto"]), parse_cluster("v5e-16"))
     assert mesh_sizes(scope.mesh) == {"fsdp": 16}
 
 
-def test_devices_at_hand_are_a_cluster_when_their_chip_is_known():
-    assert cluster_of(jax.devices()) is None
+@pytest.mark.parametrize("on", ["v5e-16", "v5e-8", "8xh100"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_the_automatic_mesh_runs_with_the_rest_of_the_config(on, microbatches):
+    """A model so small that stages would be fastest, with another schedule or microbatches."""
+    quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    config = load(RunConfig, str(quickstart), [f"train.microbatches={microbatches}"])
+    found = run.explain(config, on)
+    mesh, reason = planned_mesh(config, parse_cluster(on))
+    assert found.choices["auto mesh"] == f"{mesh}, {reason}"
+    assert mesh.sizes.get("stage", 1) <= microbatches
+
+
+def test_a_run_says_which_mesh_it_took_where_its_chip_is_not_known(file):
+    config = load(RunConfig, file, ["mesh=auto"])
+    assert run.explain(config).choices["auto mesh"] == (
+        "fsdp=8, the plain choice: only TPUs and GPUs that are known are planned for"
+    )
 
 
 def shardlib(capfd, *words):
@@ -178,8 +244,11 @@ def test_the_command(capfd, file):
         "--price", "2", "--top", "2",
     )  # fmt: skip
     assert code == 0
-    assert out.startswith("transformer on 8xh100 (8 H100 SXM), 64 a step = 65.5K tokens\n")
-    assert "\nWhy not\n  data=8: " in out
+    assert out.startswith(
+        "transformer (15.7M parameters) on 8xh100 (8 H100 SXM), 64 sequences = 65.5K tokens a "
+        "step\n"
+    )
+    assert "\nWhy not\n  data=8 (the config's): " in out
     assert "\n  fsdp=4,tensor=2: " in out
     code, out, _ = shardlib(
         capfd, "plan", "--model", "llama3-8b", "--on", "v5p", "--tokens", "1T", "--days", "30",

@@ -41,12 +41,13 @@ def stacked_bar(parts: Sequence[tuple[str, float]], limit: float | None, limit_n
     return f'{_svg(_WIDTH, 66, "".join(boxes))}<ul class="legend">{"".join(legend)}</ul>'
 
 
-def timeline(points: Sequence[tuple[str, float]], limit: float | None) -> str:
+def timeline(points: Sequence[tuple[str, float]], limit: float | None, whole: float) -> str:
     """Draws bytes over the course of a program.
 
     Args:
-        points: What runs and the bytes alive then, in order of execution.
+        points: What runs and the bytes of the buffers alive then, in order of execution.
         limit: Bytes that there are, or None.
+        whole: Bytes that the program needs at its peak, with its code and all else.
     """
     height = 180
     if not points:
@@ -69,7 +70,10 @@ def timeline(points: Sequence[tuple[str, float]], limit: float | None) -> str:
     if limit:
         y = height * (1 - limit / top)
         marks.append(f'<line x1="0" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" class="limit"/>')
-    label = f"peak {bytes_text(sizes[peak])} at {html.escape(points[peak][0])}"
+    label = (
+        f"buffers take {bytes_text(sizes[peak])} at most, at {html.escape(points[peak][0])}; with "
+        f"the code, and what only the compiler knows of, the step needs {bytes_text(whole)}"
+    )
     return f"{_svg(_WIDTH, height, ''.join(marks))}<p>{label}</p>"
 
 

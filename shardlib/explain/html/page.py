@@ -22,7 +22,8 @@ body { font: 14px/1.45 system-ui, sans-serif; color: var(--ink); background: var
   max-width: 1080px; margin: 24px auto; padding: 0 16px }
 h1 { font-size: 22px } h2 { font-size: 16px; margin-top: 32px }
 table { border-collapse: collapse }
-th, td { padding: 3px 10px; border-bottom: 1px solid var(--line); vertical-align: top }
+th, td { padding: 3px 10px; border-bottom: 1px solid var(--line); vertical-align: top;
+  white-space: pre-line }
 th { color: var(--faint); font-weight: 600 } .left { text-align: left }
 .right { text-align: right; font-variant-numeric: tabular-nums } .scroll { overflow-x: auto }
 svg { max-width: 100%; height: auto; overflow: visible }
@@ -52,7 +53,7 @@ def page(report: "StepReport") -> str:
     parts = [
         f"<h1>{html.escape(report.title())}</h1>",
         f'<p class="{fits}"><strong>{html.escape(report.verdict())}</strong></p>',
-        *(f"<p>{html.escape(line)}</p>" for line in report.fixes),
+        *(f"<p>{html.escape(line)}</p>" for line in report.notes()),
         _findings(report),
         _memory(report),
         *(table.html() for table in report.tables()),
@@ -67,21 +68,19 @@ def page(report: "StepReport") -> str:
 
 
 def _findings(report: "StepReport") -> str:
-    if not report.findings:
-        return "<p>No faults were found.</p>"
+    title = f"<h2>{html.escape(report.count().capitalize())}</h2>"
     items = "".join(
-        f'<li class="fault"><strong>{html.escape(finding.code)}</strong> '
-        f"<span style='white-space: pre-wrap'>{html.escape(str(finding))}</span></li>"
+        f"<li class=\"fault\" style='white-space: pre-wrap'>{html.escape(str(finding))}</li>"
         for finding in report.findings
     )
-    return f"<h2>Faults: {len(report.findings)}</h2><ul>{items}</ul>"
+    return f"{title}<ul>{items}</ul>" if items else title
 
 
 def _memory(report: "StepReport") -> str:
     memory = report.memory
     limit = memory.capacity_bytes
     bar = charts.stacked_bar(list(memory.categories.items()), limit, "what the chip has")
-    line = charts.timeline(memory.timeline, limit)
+    line = charts.timeline(memory.timeline, limit, memory.peak_bytes)
     return f"<h2>Memory of one device at the peak</h2>{bar}<h2>Memory over the step</h2>{line}"
 
 

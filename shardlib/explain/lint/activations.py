@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from shardlib.explain.equations import equations
 from shardlib.explain.hlo import array_bytes
 from shardlib.explain.lint.findings import Finding
-from shardlib.explain.lint.subject import Placed, Subject, dims
+from shardlib.explain.lint.shardings import dims
+from shardlib.explain.lint.subject import Placed, Subject
 from shardlib.explain.params import bytes_text
-from shardlib.explain.places import short_name
+from shardlib.explain.places import Where
 from shardlib.explain.program import axes_text
 
 DIFFERENTIATED = "jvp("
@@ -22,15 +23,13 @@ DIFFERENTIATED = "jvp("
 def gathered_activations(subject: Subject) -> Iterator[Finding]:
     """SL102, SL103: activations of which devices gather the rows of others, or the vocabulary."""
     rows, vocab = _rows(subject), vocabularies(subject)
-    found: dict[tuple[str, str, str], list[tuple[str, Placed, bool]]] = collections.defaultdict(
-        list
-    )
+    found: dict[tuple[str, Where], list[tuple[str, Placed, bool]]] = collections.defaultdict(list)
     for placed in subject.collectives:
         collective = placed.collective
         if collective.kind != "all-gather" or not collective.mesh_axes:
             continue
-        name, source = subject.place(placed)
-        if placed.bytes < subject.limits.activation_bytes or not in_loss(subject, name):
+        where = subject.where(placed)
+        if placed.bytes < subject.limits.activation_bytes or not in_loss(subject, where.name):
             continue
         is_weight = is_parameter(subject, placed)
         dim = int(placed.instruction.attributes.get("dimensions", "{0}").strip("{}") or 0)
@@ -44,12 +43,12 @@ def gathered_activations(subject: Subject) -> Iterator[Finding]:
             elif _splits_rows(subject, placed) and size in rows and not is_weight:
                 code = "" if shape_of_leaf(subject, dims(shape)) else "SL102"
             if code:
-                found[code, name, source].append((shape, placed, is_weight))
-    for (code, name, source), members in found.items():
-        yield _finding(code, name, source, members)
+                found[code, where].append((shape, placed, is_weight))
+    for (code, where), members in found.items():
+        yield _finding(code, where, members)
 
 
-def _finding(code: str, name: str, source: str, members: list[tuple[str, Placed, bool]]) -> Finding:
+def _finding(code: str, where: Where, members: list[tuple[str, Placed, bool]]) -> Finding:
     shape, placed, is_weight = max(members, key=lambda member: array_bytes(member[0]))
     size = array_bytes(shape)
     count = sum(member[1].collective.count for member in members)
@@ -72,7 +71,7 @@ def _finding(code: str, name: str, source: str, members: list[tuple[str, Placed,
             f"Constrain the logits to be cut over {axes} along the vocabulary, and take the loss "
             "by reductions, as shardlib.losses does."
         )
-    return Finding(code, short_name(name), message, fix, source, name, total)
+    return Finding(code, where.place(), message, fix, where.source, where.name, total)
 
 
 def _splits_rows(subject: Subject, placed: Placed) -> bool:

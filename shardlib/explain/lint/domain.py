@@ -8,11 +8,11 @@ from shardlib.explain.lint.subject import Subject
 from shardlib.explain.params import bytes_text
 
 FAST_AXES = ("tensor", "context", "expert")
-"""Axes whose collectives run several times in every layer."""
+"""Axes of the presets whose collectives run several times in every layer."""
 
 
 def slow_axes(subject: Subject) -> Iterator[Finding]:
-    """SL204: an axis of `FAST_AXES` whose neighbours lie on several hosts or slices."""
+    """SL204: an axis of frequent collectives whose neighbours lie on several hosts or slices."""
     cluster = subject.cluster
     if cluster is None or cluster.chip is None:
         return
@@ -24,10 +24,11 @@ def slow_axes(subject: Subject) -> Iterator[Finding]:
         domain, name = min(cluster.devices_per_host, max(chip.nvlink_chips, 1)), "an NVLink domain"
         fast = chip.nvlink_bytes_per_second
     slow = cluster.network_bytes_per_second_per_device
+    fast_axes = (*FAST_AXES, *_own_fast_axes(subject))
     sizes = list(subject.mesh.items())
     for position, (axis, size) in enumerate(sizes):
         reach = size * math.prod(other for _, other in sizes[position + 1 :])
-        if axis not in FAST_AXES or size == 1 or domain % reach == 0:
+        if axis not in fast_axes or size == 1 or domain % reach == 0:
             continue
         members = [
             c
@@ -50,6 +51,15 @@ def slow_axes(subject: Subject) -> Iterator[Finding]:
             largest.op_name,
             sent,
         )
+
+
+def _own_fast_axes(subject: Subject) -> list[str]:
+    """Axes that no preset knows and that cut parameters alone, as tensor parallelism does."""
+    if not subject.batch:
+        return []
+    state = [leaf for leaf in subject.leaves if leaf.is_state]
+    cut = {name for leaf in state for entry in leaf.spec or () for name in entry}
+    return [name for name in subject.own_axes if name in cut and name not in subject.batch_axes]
 
 
 def _most(domain: int, inner: int) -> int:

@@ -4,8 +4,10 @@ import collections
 from collections.abc import Iterator
 from typing import Any
 
+from shardlib.explain.lint.arguments import Argument
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import Subject, array_text
+from shardlib.explain.lint.updates import own_updates, updates
 from shardlib.explain.params import bytes_text
 
 _RETURNED = 0.9
@@ -32,29 +34,50 @@ def not_reused(subject: Subject) -> Iterator[Finding]:
 
 
 def not_donated(subject: Subject) -> Iterator[Finding]:
-    """SL302: a state that the step takes and returns, and of which nothing is donated."""
-    state = [leaf for leaf in subject.leaves if leaf.is_state]
-    if subject.donated is None or any(leaf.donated for leaf in state) or subject.jaxpr is None:
+    """SL302: arguments that the step updates, and of which nothing is donated."""
+    if subject.donated is None or subject.jaxpr is None:
         return
-    results = collections.Counter(_kind(aval) for aval in subject.jaxpr.out_avals)
-    returned = total = 0.0
-    for leaf in state:
-        held = leaf.num_bytes / leaf.shards(subject.mesh)
-        total += held
-        if results[_kind(leaf)]:
-            results[_kind(leaf)] -= 1
-            returned += held
-    if returned < max(subject.limits.donated_bytes, _RETURNED * total):
-        return
-    yield Finding(
-        "SL302",
-        "argument 0",
-        f"the step returns what it takes, {len(state)} arrays of {bytes_text(returned)} on each "
-        "device, and none is donated: old and new are held at once.",
-        "Donate the state: jax.jit(step, donate_argnums=0).",
-        subject.step_source,
-        bytes=returned,
-    )
+    updated = _updated(subject)
+    owners: dict[str, list[Argument]] = collections.defaultdict(list)
+    for leaf in subject.leaves:
+        if leaf.is_state:
+            owners[leaf.owner].append(leaf)
+    for owner, leaves in owners.items():
+        held = {leaf.path: leaf.num_bytes / leaf.shards(subject.mesh) for leaf in leaves}
+        returned = [size for path, size in held.items() if path in updated]
+        enough = max(subject.limits.donated_bytes, _RETURNED * sum(held.values()))
+        if sum(returned) < enough or any(leaf.donated for leaf in leaves):
+            continue
+        yield Finding(
+            "SL302",
+            owner,
+            f"the step returns a new value of {owner}, {len(returned)} arrays of "
+            f"{bytes_text(sum(returned))} on each device, and does not donate it: old and new are "
+            "held at once.",
+            f"Donate it: jax.jit(step, {_by_name(owner)}).",
+            subject.step_source,
+            bytes=sum(returned),
+        )
+
+
+def _by_name(owner: str) -> str:
+    # One of a variable number of arguments has no name of its own.
+    return "donate_argnums=..." if "/" in owner else f"donate_argnames={owner!r}"
+
+
+def _updated(subject: Subject) -> set[str]:
+    """The paths of arrays of which the step returns a new value."""
+    # Numbers are no arrays everywhere, and too small to matter.
+    leaves = [leaf for leaf in subject.leaves if leaf.shape]
+    variables = [(n, v) for n, v in enumerate(subject.jaxpr.jaxpr.invars) if v.aval.shape]
+    kinds = {number: _kind(variable.aval) for number, variable in variables}
+    if list(map(_kind, leaves)) != list(kinds.values()):
+        return set()
+    of_number = {number: leaf for (number, _), leaf in zip(variables, leaves, strict=True)}
+    donated = frozenset(number for number, leaf in of_number.items() if leaf.donated)
+    wanted = {n: kind for n, kind in kinds.items() if of_number[n].is_state}
+    found = [(_kind(aval), inputs) for aval, inputs in updates(subject.jaxpr)]
+    return {of_number[number].path for number in own_updates(wanted, found, donated)}
 
 
 def _kind(array: Any) -> tuple[tuple[int, ...], str]:

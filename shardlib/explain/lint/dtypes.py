@@ -10,10 +10,11 @@ from shardlib.explain.hlo import Instruction, array_bytes
 from shardlib.explain.lint.activations import in_loss, shape_of_leaf
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.resharding import is_explicit
-from shardlib.explain.lint.subject import Placed, Subject, array_text, dims, largest
+from shardlib.explain.lint.shardings import dims
+from shardlib.explain.lint.subject import Placed, Subject, array_text, largest
 from shardlib.explain.lint.values import Value
 from shardlib.explain.params import bytes_text
-from shardlib.explain.places import equation_source, short_name
+from shardlib.explain.places import Where, where_of_equation
 from shardlib.explain.program import axes_text
 
 _HALF = ("bfloat16", "float16")
@@ -26,41 +27,39 @@ def wide_traffic(subject: Subject) -> Iterator[Finding]:
     # A CPU has no bfloat16 of its own: there everything travels in float32.
     if subject.platform == "cpu" or not computes_in_half(subject):
         return
-    found: dict[tuple[str, str, str], list[tuple[Placed, tuple[str, ...]]]] = (
-        collections.defaultdict(list)
+    found: dict[tuple[str, Where], list[tuple[Placed, tuple[str, ...]]]] = collections.defaultdict(
+        list
     )
     for placed in subject.collectives:
         shapes = tuple(shape for shape in placed.collective.shapes if shape.startswith("f32"))
         if sum(map(array_bytes, shapes)) < subject.limits.activation_bytes:
             continue
-        name, source = subject.place(placed)
+        where = subject.where(placed)
         if placed.collective.kind in _REDUCES:
-            wide = _is_activation(subject, placed, name, shapes)
+            wide = _is_activation(subject, where.name, shapes)
         else:
             # Sums that a program passes on by name in float32 are meant to stay exact.
-            named = is_explicit(name)
+            named = is_explicit(where.name)
             wide = _was_narrow(subject, placed)
             wide = wide or (not named and _gets_narrow(subject, placed))
         if wide:
-            found[placed.collective.kind, name, source].append((placed, shapes))
-    for (kind, name, source), members in found.items():
-        yield _wide(kind, name, source, members)
+            found[placed.collective.kind, where].append((placed, shapes))
+    for (kind, where), members in found.items():
+        yield _wide(kind, where, members)
 
 
-def _wide(
-    kind: str, name: str, source: str, members: list[tuple[Placed, tuple[str, ...]]]
-) -> Finding:
+def _wide(kind: str, where: Where, members: list[tuple[Placed, tuple[str, ...]]]) -> Finding:
     placed, shapes = max(members, key=lambda member: sum(map(array_bytes, member[1])))
     wasted = sum(_sent(member, wide) / 2 for member, wide in members)
     return Finding(
         "SL401",
-        short_name(name) or kind,
+        where.place(kind),
         f"{kind} of {largest(shapes)} over {axes_text(placed.collective.mesh_axes)} is in float32 "
         f"in a step of bfloat16 matmuls: bfloat16 would save {bytes_text(wasted)} a step.",
         "Cast to bfloat16 before it travels: the parameter before it is gathered, the activation "
         "where it is made (preferred_element_type).",
-        source,
-        name,
+        where.source,
+        where.name,
         wasted,
     )
 
@@ -70,12 +69,11 @@ def _sent(placed: Placed, shapes: tuple[str, ...]) -> float:
     return placed.collective.sent_bytes * sum(map(array_bytes, shapes)) / max(whole, 1)
 
 
-def _is_activation(subject: Subject, placed: Placed, name: str, shapes: tuple[str, ...]) -> bool:
+def _is_activation(subject: Subject, name: str, shapes: tuple[str, ...]) -> bool:
     """Whether a sum is one of activations, and not of gradients, which may well be in float32."""
     if is_explicit(name) or not in_loss(subject, name):
         return False
     large = [s for s in shapes if array_bytes(s) >= subject.limits.activation_bytes]
-    del placed
     return bool(large) and not any(shape_of_leaf(subject, dims(shape)) for shape in large)
 
 
@@ -150,12 +148,12 @@ def wide_matmuls(subject: Subject) -> Iterator[Finding]:
         return
     matmuls = _matmuls(subject)
     total = sum(flops for _, flops in matmuls)
-    lines: dict[str, list[tuple[PlacedEquation, float]]] = collections.defaultdict(list)
+    lines: dict[Where, list[tuple[PlacedEquation, float]]] = collections.defaultdict(list)
     for placed, flops in matmuls:
         wide = all(_dtype(v) == "float32" for v in placed.equation.invars[:2])
         if wide and not _has_batch_dims(placed.equation):
-            lines[equation_source(placed.equation)].append((placed, flops))
-    for source, members in lines.items():
+            lines[where_of_equation(placed.equation)].append((placed, flops))
+    for line, members in lines.items():
         share = sum(flops for _, flops in members) / total
         forward = [member for member in members if "transpose(" not in member[0].name]
         if share < subject.limits.flops_share or not forward:
@@ -165,12 +163,12 @@ def wide_matmuls(subject: Subject) -> Iterator[Finding]:
         name = f"{placed.name}/{placed.equation.primitive.name}"
         yield Finding(
             "SL402",
-            short_name(name),
+            line._replace(name=name).place(),
             f"{left} times {right} multiplies float32 in a step of bfloat16 matmuls, "
             f"{share:.0%} of its FLOPs with its gradients: at half the rate or less.",
             "Cast both operands to bfloat16, and ask for preferred_element_type=float32 where the "
             "sum needs it.",
-            source,
+            line.source,
             name,
         )
 

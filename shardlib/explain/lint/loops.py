@@ -1,27 +1,22 @@
 """Collectives that each turn of a loop repeats with the same operand, and loops without a count."""
 
 from collections.abc import Iterator
-from typing import Any
 
-from shardlib.explain.equations import Placed as PlacedEquation
-from shardlib.explain.equations import equations
 from shardlib.explain.hlo import Instruction
 from shardlib.explain.lint.activations import is_parameter
 from shardlib.explain.lint.findings import Finding
-from shardlib.explain.lint.resharding import EXPLICIT
-from shardlib.explain.lint.subject import Placed, Subject, array_text, each, largest
+from shardlib.explain.lint.subject import Placed, Subject, each, largest
 from shardlib.explain.lint.values import Value
 from shardlib.explain.params import bytes_text
-from shardlib.explain.places import equation_source, short_name, user_source
+from shardlib.explain.places import Where, where_of
 from shardlib.explain.program import axes_text
 
 
 def repeated(subject: Subject) -> Iterator[Finding]:
     """SL202: collectives in a loop whose operand no turn changes."""
-    found = {}
-    if not subject.text or not subject.leaves:
-        yield from _repeated_by_name(subject) if not subject.text else ()
+    if not subject.leaves:
         return
+    found = {}
     bodies = {loop.attributes["body"].lstrip("%"): loop for _, loop in each(subject, ("while",))}
     for placed in subject.collectives:
         lifted = _in_body(subject, placed, bodies)
@@ -39,23 +34,23 @@ def repeated(subject: Subject) -> Iterator[Finding]:
         # A parameter that each microbatch gathers anew costs traffic to save memory.
         if is_parameter(subject, placed) and _slices(subject, body, kept) == {"batch"}:
             continue
-        name, source = subject.place(placed)
-        found.setdefault((name, source), _repeated(placed, name, source, trips, wasted))
+        where = subject.where(placed)
+        found.setdefault(where, _repeated(placed, where, trips, wasted))
     yield from found.values()
 
 
-def _repeated(placed: Placed, name: str, source: str, trips: int, wasted: float) -> Finding:
+def _repeated(placed: Placed, where: Where, trips: int, wasted: float) -> Finding:
     collective = placed.collective
     return Finding(
         "SL202",
-        short_name(name) or collective.kind,
+        where.place(collective.kind),
         f"{collective.kind} of {largest(collective.shapes)} over "
         f"{axes_text(collective.mesh_axes)} runs in each of {trips} turns of a loop on a value "
         f"that no turn changes: {bytes_text(wasted)} sent for nothing.",
         f"Compute it once before the loop, and hand it in; it holds {bytes_text(collective.bytes)} "
         "on each device.",
-        source,
-        name,
+        where.source,
+        where.name,
         wasted,
     )
 
@@ -126,67 +121,6 @@ def _is_sliced(subject: Subject, computation: str, name: str) -> bool:
     return False
 
 
-def _repeated_by_name(subject: Subject) -> Iterator[Finding]:
-    """Collectives called by name in the body of a scan, on what the scan does not change.
-
-    For steps that are traced and not compiled: a compiler moves some of them out of the loop.
-    """
-    if subject.jaxpr is None:
-        return
-    for placed in equations(subject.jaxpr):
-        if placed.equation.primitive.name != "scan" or placed.equation.params["length"] < 2:
-            continue
-        for equation in _constant_collectives(placed):
-            shape = equation.outvars[0].aval
-            trips = placed.equation.params["length"]
-            size = shape.size * shape.dtype.itemsize
-            wasted = size * (placed.times * trips - placed.times)
-            if wasted < subject.limits.traffic_bytes:
-                continue
-            axes = equation.params.get("axes", equation.params.get("axis_name", ()))
-            axes = axes_text((axes,) if isinstance(axes, str) else tuple(axes))
-            yield Finding(
-                "SL202",
-                short_name(f"{placed.name}/{equation.primitive.name}"),
-                f"{equation.primitive.name} of {array_text(shape)} over {axes} runs in each of "
-                f"{trips} turns of a loop on a value that no turn changes: {bytes_text(wasted)} "
-                "sent for nothing.",
-                f"Compute it once before the loop, and hand it in; it holds {bytes_text(size)} on "
-                "each device.",
-                equation_source(equation),
-                placed.name,
-                wasted,
-            )
-
-
-def _constant_collectives(placed: PlacedEquation) -> Iterator[Any]:
-    """Yields the collectives of a scan's body that depend on its constants alone."""
-    body = placed.equation.params["jaxpr"].jaxpr
-    constant = {*body.constvars, *body.invars[: _num_constants(placed.equation, body)]}
-    for equation in body.eqns:
-        inputs = [v for v in equation.invars if not hasattr(v, "val")]
-        # Collectives have the effect of naming a mesh axis, and no other.
-        effects = {type(effect).__name__ for effect in equation.effects} - {"NamedAxisEffect"}
-        if all(v in constant for v in inputs) and not effects:
-            constant |= set(equation.outvars)
-            if equation.primitive.name in EXPLICIT and inputs:
-                yield equation
-
-
-def _num_constants(scan: Any, body: Any) -> int:
-    """The first operands of a scan are constants, then come the carry and what is sliced: those of
-    another shape outside than inside. What is carried is returned as it is, the rest stacked."""
-    carried = sum(
-        outer.aval.shape == inner.aval.shape
-        for outer, inner in zip(scan.outvars, body.outvars, strict=True)
-    )
-    sliced = sum(
-        outer.aval.shape != inner.aval.shape
-        for outer, inner in zip(scan.invars, body.invars, strict=True)
-    )
-    return len(body.invars) - carried - sliced
-
-
 def uncounted(subject: Subject) -> Iterator[Finding]:
     """SL503: loops with collectives whose number of turns the program does not tell."""
     for _, loop in each(subject, ("while",)):
@@ -195,17 +129,17 @@ def uncounted(subject: Subject) -> Iterator[Finding]:
         inside = [c for c in subject.collectives if _is_within(subject, c.computation, loop)]
         if not inside:
             continue
-        name, source = loop.op_name, user_source(subject.module, loop)
+        where = where_of(subject.module, loop)
         sent = sum(placed.collective.sent_bytes for placed in inside)
         yield Finding(
             "SL503",
-            short_name(name) or "while",
+            where.place("while"),
             f"a loop with {len(inside)} collective{'s' * (len(inside) > 1)} "
             f"({bytes_text(sent)} sent in a turn) has no known number of turns: its traffic is "
             "counted once.",
             "Write it as jax.lax.scan or fori_loop with a fixed number of turns.",
-            source,
-            name,
+            where.source,
+            where.name,
             sent,
         )
 

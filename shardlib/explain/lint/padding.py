@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterator
 
 from shardlib.explain.hlo import Instruction
+from shardlib.explain.lint.activations import in_loss
 from shardlib.explain.lint.findings import Finding
-from shardlib.explain.lint.subject import Subject, dims, each
+from shardlib.explain.lint.shardings import dims
+from shardlib.explain.lint.subject import Subject, each
 from shardlib.explain.params import bytes_text
-from shardlib.explain.places import short_name, user_source
+from shardlib.explain.places import Where, is_library, where_of
 
 LANES = 128
 """Columns of a TPU's matrix unit: a dim that is summed, or the last of a result, is padded to it.
@@ -34,23 +36,25 @@ def padded(subject: Subject) -> Iterator[Finding]:
 
 
 def _padded_matmuls(subject: Subject) -> Iterator[Finding]:
-    lines: dict[tuple[str, int], list[tuple[Instruction, float, float]]] = collections.defaultdict(
-        list
-    )
+    lines: dict[tuple[Where, int], list[tuple[Instruction, float, float]]]
+    lines = collections.defaultdict(list)
     total = 0.0
     for computation, instruction in each(subject, ("convolution",)):
         sizes = _sizes(subject, computation, instruction)
-        if sizes is None:
+        # The channels of a convolution are the architecture's.
+        if sizes is None or instruction.op_name.endswith("conv_general_dilated"):
             continue
         flops, contracted, last = sizes
         flops *= subject.module.execution(computation).count
         total += flops
         size = min((contracted, last), key=lambda n: n / _rounded(n))
         ratio = _rounded(contracted) * _rounded(last) / (contracted * last)
-        if ratio >= 1 + subject.limits.padding_waste:
-            key = (user_source(subject.module, instruction), size)
-            lines[key].append((instruction, flops, ratio))
-    for (source, size), members in lines.items():
+        where = where_of(subject.module, instruction)._replace(name="")
+        # The sizes of an optimizer's own matmuls are no choice of the user's.
+        chosen = in_loss(subject, instruction.op_name) and not is_library(where.source)
+        if chosen and ratio >= 1 + subject.limits.padding_waste:
+            lines[where, size].append((instruction, flops, ratio))
+    for (where, size), members in lines.items():
         wasted = sum(flops * (ratio - 1) for _, flops, ratio in members)
         if wasted < subject.limits.flops_share * total:
             continue
@@ -58,13 +62,13 @@ def _padded_matmuls(subject: Subject) -> Iterator[Finding]:
         name = first.op_name
         yield Finding(
             "SL105",
-            short_name(name) or first.name,
+            where._replace(name=name).place(first.name),
             f"a dim of {size} is padded to {_rounded(size)} in {len(members)} matmul"
             f"{'s' * (len(members) > 1)} of this line: {wasted / total:.0%} of the step's matmul "
             "FLOPs multiply zeros.",
-            f"Choose a multiple of {LANES} on each device, as in fewer and larger heads, or fewer "
-            "devices along its mesh axis.",
-            source,
+            f"Choose a size of which a device has a multiple of {LANES} (of heads, fewer and "
+            "larger ones), or a mesh that cuts it less.",
+            where.source,
             name,
         )
 
@@ -105,7 +109,7 @@ def _odd_leaves(subject: Subject) -> Iterator[Finding]:
     for leaf in subject.leaves:
         held = leaf.num_bytes / leaf.shards(subject.mesh)
         large = leaf.is_state and len(leaf.shape) > 1 and held >= subject.limits.replicated_bytes
-        if not large or leaf.path.split("/")[-1] in ("mu", "nu") or "opt_state" in leaf.path:
+        if not large or leaf.category == "optimizer":
             continue
         spec = leaf.spec or ((),) * len(leaf.shape)
         for dim, (size, axes) in enumerate(zip(leaf.shape, spec, strict=True)):

@@ -11,9 +11,10 @@ from shardlib.explain.lint.activations import (
     vocabularies,
 )
 from shardlib.explain.lint.findings import Finding
-from shardlib.explain.lint.subject import Placed, Subject, dims, largest
+from shardlib.explain.lint.shardings import dims
+from shardlib.explain.lint.subject import Placed, Subject, largest
 from shardlib.explain.params import bytes_text
-from shardlib.explain.places import short_name
+from shardlib.explain.places import Where, is_library
 from shardlib.explain.program import axes_text
 
 EXPLICIT = frozenset(
@@ -33,37 +34,41 @@ def is_explicit(name: str) -> bool:
 
 def resharded(subject: Subject) -> Iterator[Finding]:
     """SL201: what the compiler sends to take a tensor from one sharding to another."""
-    found: dict[tuple[str, str, str], list[Placed]] = collections.defaultdict(list)
+    found: dict[tuple[str, Where], list[Placed]] = collections.defaultdict(list)
     for placed in subject.collectives:
-        name, source = subject.place(placed)
+        where = subject.where(placed)
         large = placed.bytes >= subject.limits.activation_bytes
-        if large and name and not is_explicit(name) and _changes_sharding(subject, placed, name):
-            found[placed.collective.kind, name, source].append(placed)
-    for (kind, name, source), members in found.items():
+        implied = where.name and not is_explicit(where.name)
+        if large and implied and _changes_sharding(subject, placed, where):
+            found[placed.collective.kind, where].append(placed)
+    for (kind, where), members in found.items():
         first = max(members, key=lambda placed: placed.bytes).collective
         count = sum(placed.collective.count for placed in members)
         times = f", {count} times a step" if count > 1 else ""
         yield Finding(
             "SL201",
-            short_name(name),
+            where.place(),
             f"{largest(first.shapes)} ({bytes_text(first.bytes)}) goes through {_a(kind)} over "
             f"{axes_text(first.mesh_axes)}{times}, between two shardings: no rule asks for it.",
             "Constrain the tensor to the same sharding before and after this line, or to the "
             "one that the rest of the layer has.",
-            source,
-            name,
+            where.source,
+            where.name,
             sum(placed.collective.sent_bytes for placed in members),
         )
 
 
-def _changes_sharding(subject: Subject, placed: Placed, name: str) -> bool:
-    collective = placed.collective
+def _changes_sharding(subject: Subject, placed: Placed, where: Where) -> bool:
+    collective, of_loss = placed.collective, in_loss(subject, where.name)
+    # Inside of an optimizer of a library nobody can constrain anything.
+    if not of_loss and is_library(where.source):
+        return False
     if collective.kind == "collective-permute":
         return bool(collective.mesh_axes is None or collective.mesh_axes)
     if collective.kind == "all-to-all":
         # Tokens on their way to experts, as GShard's constraints ask for it.
         return collective.mesh_axes is None or set(collective.mesh_axes) != {"expert"}
-    if collective.kind != "all-gather" or not collective.mesh_axes or not in_loss(subject, name):
+    if collective.kind != "all-gather" or not collective.mesh_axes or not of_loss:
         return False
     # Which axes split the batch, and whose gathers are meant, only the arguments tell.
     if not subject.batch:
@@ -72,7 +77,7 @@ def _changes_sharding(subject: Subject, placed: Placed, name: str) -> bool:
         return False
     # What a constraint asks for is meant, and logits are SL103's.
     vocab = vocabularies(subject)
-    if name.endswith("sharding_constraint"):
+    if where.name.endswith("sharding_constraint"):
         return False
     dim = int(placed.instruction.attributes.get("dimensions", "{0}").strip("{}") or 0)
     sizes = rows_and_lengths(subject) | vocab
@@ -103,16 +108,16 @@ def unattributed(subject: Subject) -> Iterator[Finding]:
         collective = placed.collective
         if collective.sent_bytes < subject.limits.unread_share * sent:
             continue
-        name, source = subject.place(placed)
+        where = subject.where(placed)
         yield Finding(
             "SL203",
-            short_name(name) or collective.kind,
+            where.place(collective.kind),
             f"{_a(collective.kind)} of {largest(collective.shapes)} "
             f"({bytes_text(collective.sent_bytes)} sent in a step) runs over groups of devices "
             f"that are no mesh axes of {_mesh(subject)}: the compiler made up a sharding.",
             "Constrain what this line reads and returns to shardings over whole mesh axes.",
-            source,
-            name,
+            where.source,
+            where.name,
             collective.sent_bytes,
         )
 

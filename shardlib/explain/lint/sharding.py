@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator
 
 from shardlib.explain.hlo import Instruction, array_bytes
+from shardlib.explain.lint.arguments import Argument
 from shardlib.explain.lint.findings import Finding
-from shardlib.explain.lint.subject import BATCH_AXES, Argument, Subject, array_text
+from shardlib.explain.lint.subject import BATCH_AXES, Subject, array_text
 from shardlib.explain.params import ParamsReport, bytes_text
-from shardlib.explain.places import short_name, user_source
+from shardlib.explain.places import Where, where_of
 
 _SECTIONS = ("params", "model_state", "opt_state")
 
@@ -86,13 +87,17 @@ def _divided(leaf: Argument, size: int) -> int:
 
 def whole_batch(subject: Subject) -> Iterator[Finding]:
     """SL102: a batch whose rows no mesh axis splits, so that replicas compute the same."""
-    sizes = {name: subject.mesh.get(name, 1) for name in BATCH_AXES}
-    axes = [name for name, size in sizes.items() if size > 1]
+    axes = _row_axes(subject)
     known = [leaf for leaf in subject.batch if leaf.spec is not None]
-    if not axes or not known or any(name in axes for leaf in known for name in leaf.spec[0]):  # type: ignore[index]
+    if not axes or any(name in axes for leaf in known for name in leaf.spec[0]):  # type: ignore[index]
+        return
+    # What is no batch by name may be a key or a table.
+    large = subject.limits.activation_bytes
+    known = [leaf for leaf in known if leaf.category == "batch" or leaf.num_bytes >= large]
+    if not known:
         return
     leaf = max(known, key=lambda leaf: leaf.num_bytes)
-    copies = math.prod(sizes.values())
+    copies = math.prod(subject.mesh[name] for name in axes)
     named = "+".join(axes)
     yield Finding(
         "SL102",
@@ -105,26 +110,40 @@ def whole_batch(subject: Subject) -> Iterator[Finding]:
     )
 
 
+def _row_axes(subject: Subject) -> list[str]:
+    """The mesh axes that rows should be split over: those of the presets; of a mesh without any of
+    them, those that split nothing else."""
+    if any(name in subject.mesh for name in BATCH_AXES):
+        return [name for name in BATCH_AXES if subject.mesh.get(name, 1) > 1]
+    used = {
+        name
+        for leaf in subject.leaves
+        for entry in (leaf.spec or ())[0 if leaf.is_state else 1 :]
+        for name in entry
+    }
+    return [name for name in subject.own_axes if name not in used]
+
+
 def rematerialized(subject: Subject) -> Iterator[Finding]:
     """SL104: what the partitioner gathers whole only to cut it another way, in its own words."""
     for key, count in collections.Counter(_rematerialized(subject)).items():
-        shape, way, name, source, whole = key
+        shape, way, where, whole = key
         times = f" ({count} times)" if count > 1 else ""
         yield Finding(
             "SL104",
-            short_name(name) or shape,
+            where.place(shape),
             f"{shape} on each device is gathered to {bytes_text(whole)} and cut again{way}{times}: "
             "the compiler found no direct way between the two shardings.",
             "Constrain the tensor to a sharding between the two, one mesh axis at a time; of "
             "table[ids] constrain the table to one cut dim.",
-            source,
-            name,
+            where.source,
+            where.name,
             whole * count,
         )
 
 
-def _rematerialized(subject: Subject) -> Iterator[tuple[str, str, str, str, int]]:
-    """Yields shape, shardings, JAX name, source and bytes of the whole tensor of each warning."""
+def _rematerialized(subject: Subject) -> Iterator[tuple[str, str, Where, int]]:
+    """Yields shape, shardings, place and bytes of the whole tensor of each warning."""
     for line in subject.warnings.splitlines():
         if "nvoluntary full rematerialization" not in line:
             continue
@@ -143,7 +162,6 @@ def _rematerialized(subject: Subject) -> Iterator[tuple[str, str, str, str, int]
         yield (
             shape,
             f", from {way[1]} to {way[2]}" if way else "",
-            operation.op_name,
-            user_source(subject.module, operation),
+            where_of(subject.module, operation),
             array_bytes(shape) * shards,
         )

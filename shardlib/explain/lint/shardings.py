@@ -79,3 +79,9 @@ def spec_of_shapes(
         spec.append(ways[0])
         free = [name for name in free if name not in ways[0]]
     return tuple(spec)
+
+
+def dims(shape: str) -> tuple[int, ...]:
+    """Returns the dims of one array's shape, such as `f32[4,8]`."""
+    inside = shape[shape.index("[") + 1 : shape.index("]")]
+    return tuple(int(dim.removeprefix("<=")) for dim in inside.split(",") if dim)

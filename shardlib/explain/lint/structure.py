@@ -7,35 +7,35 @@ from typing import Any
 from shardlib.explain.equations import Placed, equations, matmul_flops
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import Subject, each
-from shardlib.explain.places import equation_source, short_name, user_source
+from shardlib.explain.places import Where, where_of, where_of_equation
 
 _HOST = ("infeed", "outfeed")
 
 
 def host_calls(subject: Subject) -> Iterator[Finding]:
     """SL501: callbacks and transfers for which devices wait on Python or on the host."""
-    found: dict[tuple[str, str, str], int] = collections.Counter()
+    found: dict[tuple[str, Where], int] = collections.Counter()
     for placed in equations(subject.jaxpr) if subject.jaxpr is not None else ():
         what = placed.equation.primitive.name
         if what.endswith("_callback") or what == "debug_print" or what in _HOST:
             name = "/".join(filter(None, (placed.name, what)))
-            found[what, name, equation_source(placed.equation)] += placed.times
+            found[what, where_of_equation(placed.equation, name)] += placed.times
     if not found:
         found = _host_instructions(subject)
-    for (what, name, source), times in found.items():
+    for (what, where), times in found.items():
         often = f"{times} times" if times > 1 else "once"
         yield Finding(
             "SL501",
-            short_name(name) or what,
+            where.place(what),
             f"{what} runs {often} in a step: devices wait for the host.",
             "Return the value as a metric of the step, and look at it outside.",
-            source,
-            name,
+            where.source,
+            where.name,
         )
 
 
-def _host_instructions(subject: Subject) -> dict[tuple[str, str, str], int]:
-    found: dict[tuple[str, str, str], int] = collections.Counter()
+def _host_instructions(subject: Subject) -> dict[tuple[str, Where], int]:
+    found: dict[tuple[str, Where], int] = collections.Counter()
     for computation, instruction in each(subject, ("custom-call", "send", "recv", *_HOST)):
         target = instruction.attributes.get("custom_call_target", "").strip('"')
         between_slices = "megascale" in instruction.attributes.get("frontend_attributes", "")
@@ -46,8 +46,8 @@ def _host_instructions(subject: Subject) -> dict[tuple[str, str, str], int]:
             if between_slices or not host:
                 continue
         what = target or instruction.opcode
-        place = (what, instruction.op_name, user_source(subject.module, instruction))
-        found[place] += subject.module.execution(computation).count
+        where = where_of(subject.module, instruction)
+        found[what, where] += subject.module.execution(computation).count
     return found
 
 
@@ -55,34 +55,34 @@ def unrolled(subject: Subject) -> Iterator[Finding]:
     """SL502: the same matmul of the same line, many times over, in no loop."""
     if subject.jaxpr is None:
         return
-    lines: dict[str, list[tuple[Placed, float]]] = collections.defaultdict(list)
-    alike: dict[tuple[str, Any], int] = collections.Counter()
+    lines: dict[Where, list[tuple[Placed, float]]] = collections.defaultdict(list)
+    alike: dict[tuple[Where, Any], int] = collections.Counter()
     for placed in equations(subject.jaxpr):
         flops = matmul_flops(placed.equation)
         again = "transpose(" in placed.name or "rematted_computation" in placed.name
         if flops is None or again or placed.times > 1 or placed.in_kernel:
             continue
-        source = equation_source(placed.equation)
+        line = where_of_equation(placed.equation)
         shapes = tuple(variable.aval.shape for variable in placed.equation.invars)
-        alike[source, shapes] += 1
-        lines[source].append((placed, flops))
-    most: dict[str, int] = collections.Counter()
-    for (source, _), count in alike.items():
-        most[source] = max(most[source], count)
-    unrolled = {s: n for s, n in most.items() if n >= subject.limits.unrolled and s}
+        alike[line, shapes] += 1
+        lines[line].append((placed, flops))
+    most: dict[Where, int] = collections.Counter()
+    for (line, _), count in alike.items():
+        most[line] = max(most[line], count)
+    unrolled = {at: n for at, n in most.items() if n >= subject.limits.unrolled and at.source}
     if not unrolled:
         return
     # One finding for the layers: at the line that multiplies most.
-    source = max(unrolled, key=lambda line: sum(flops for _, flops in lines[line]))
-    placed = lines[source][0][0]
+    line = max(unrolled, key=lambda at: sum(flops for _, flops in lines[at]))
+    placed = lines[line][0][0]
     name = "/".join(filter(None, (placed.name, placed.equation.primitive.name)))
     others = f", and {len(unrolled) - 1} more lines like it" if len(unrolled) > 1 else ""
     yield Finding(
         "SL502",
-        short_name(name),
-        f"the matmul of this line stands {unrolled[source]} times in the program with the same "
+        line._replace(name=name).place(),
+        f"the matmul of this line stands {unrolled[line]} times in the program with the same "
         f"shapes{others}: it is compiled as often, and no layer is told from the next.",
         "Stack the layers and scan over them, as shardlib.stack.scan_layers does.",
-        source,
+        line.source,
         name,
     )

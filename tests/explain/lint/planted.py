@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardlib.explain.ahead import compile_step
 from shardlib.explain.lint import Subject
 
 EMBED, MLP, LAYERS, ROWS = 512, 1024, 4, 2048
@@ -57,19 +58,14 @@ def descend(loss):
     return step
 
 
-def compiled(mesh, step, *arguments, **facts):
+def compiled(step, *arguments, **jit):
     """Returns what is known of a step that donates its state and leaves it where it was."""
     options = {
         "donate_argnums": 0,
-        "out_shardings": (jax.tree.map(lambda a: a.sharding, arguments[0]), None),
-        **facts.pop("jit", {}),
+        "out_shardings": (jax.tree.map(lambda a: getattr(a, "sharding", None), arguments[0]), None),
+        **jit,
     }
-    traced = jax.jit(step, **options).trace(*arguments)
-    lowered = traced.lower()
-    donated = tuple(info.donated for info in jax.tree.leaves(lowered.args_info))
-    text = lowered.compile().as_text()
-    sizes = dict(mesh.shape)
-    return Subject(text, sizes, arguments=arguments, donated=donated, jaxpr=traced.jaxpr, **facts)
+    return Subject.of(compile_step(jax.jit(step, **options), arguments, keep=False))
 
 
 def line_of(function, mark):

@@ -114,9 +114,7 @@ def test_what_a_cpu_makes_of_bfloat16_is_no_fault():
         return jax.tree.map(lambda p, g: p - (0.1 * g).astype(p.dtype), params, gradients), value
 
     x = array(MESH, (ROWS, EMBED), "fsdp", dtype="bfloat16")
-    made = compiled(MESH, step, weights(MESH, "bfloat16"), x)
+    made = compiled(step, weights(MESH, "bfloat16"), x)
     assert any(c.shapes[0].startswith("f32") for c in made.program.collectives)
     assert lint(made) == ()
-    assert (
-        lint(compiled(MESH, descend(loss), weights(MESH), array(MESH, (ROWS, EMBED), "fsdp"))) == ()
-    )
+    assert lint(compiled(descend(loss), weights(MESH), array(MESH, (ROWS, EMBED), "fsdp"))) == ()

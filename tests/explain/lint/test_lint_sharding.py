@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from planted import (
     EMBED,
@@ -44,7 +45,7 @@ def test_a_leaf_that_is_whole_among_leaves_that_are_cut():
         return mean_square(MESH, {k: params[k] for k in ("up", "down")}, x) + params["gate"].mean()
 
     params = {**weights(MESH), "gate": array(MESH, (EMBED, EMBED))}
-    (found,) = lint(compiled(MESH, descend(with_gate), params, batch(MESH, "fsdp")))
+    (found,) = lint(compiled(descend(with_gate), params, batch(MESH, "fsdp")))
     assert str(found) == (
         f"{found.source}: SL101 params/gate float32[512,512] is whole on every device, 1.0 MiB, "
         "though most of its neighbours are cut over fsdp=4.\n  Shard its dim 0 of 512 over 'fsdp'."
@@ -84,7 +85,7 @@ def test_a_leaf_that_its_rule_wants_to_cut():
 
 
 def test_a_batch_that_no_axis_splits():
-    subject = compiled(MESH, descend(loss), weights(MESH), batch())
+    subject = compiled(descend(loss), weights(MESH), batch())
     found = next(finding for finding in lint(subject) if finding.place == "batch/0")
     assert found == Finding(
         "SL102",
@@ -98,6 +99,52 @@ def test_a_batch_that_no_axis_splits():
     assert subject.step_source == line_of(descend, "step")
 
 
+def test_the_batch_is_found_behind_an_optimizers_state():
+    def step(params, opt_state, batch):
+        value, gradients = jax.value_and_grad(loss)(params, batch)
+        moved = jax.tree.map(lambda m, g: 0.9 * m + g, opt_state, gradients)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, moved), moved, value
+
+    options = {"donate_argnums": (0, 1), "out_shardings": None}
+    whole = lint(compiled(step, weights(MESH), weights(MESH), batch(), **options))
+    assert [finding.place for finding in whole if finding.code == "SL102"] == ["batch"]
+    assert lint(compiled(step, weights(MESH), weights(MESH), batch(MESH, "fsdp"), **options)) == ()
+
+
+def test_weights_are_no_batch_wherever_they_stand():
+    def swapped(x, params):
+        return loss(params, x)
+
+    options = {"donate_argnums": (), "out_shardings": None}
+    assert lint(compiled(swapped, batch(MESH, "fsdp"), weights(MESH), **options)) == ()
+
+
+def test_a_key_is_no_batch():
+    def noisy(params, rng):
+        x = jax.random.normal(jax.random.wrap_key_data(rng), (ROWS, EMBED))
+        return loss(params, jax.lax.with_sharding_constraint(x, place(MESH, "fsdp")))
+
+    rng = array(MESH, (2,), dtype="uint32")
+    assert lint(compiled(noisy, weights(MESH), rng, donate_argnums=(), out_shardings=None)) == ()
+
+
+@pytest.mark.parametrize(("spec", "codes"), [((), ["SL102"]), (("dp",), []), ((None, "dp"), [])])
+def test_a_batch_that_an_axis_of_another_name_should_split(spec, codes):
+    mesh = make_mesh(dp=2, tp=4)
+    params = {"up": array(mesh, (EMBED, 1024), None, "tp")}
+    subject = compiled(
+        lambda params, x: jnp.sum(x @ params["up"]), params, batch(mesh, *spec),
+        donate_argnums=(), out_shardings=None,
+    )  # fmt: skip
+    found = lint(subject)
+    assert [finding.code for finding in found] == codes
+    if found:
+        assert found[0].message == (
+            "x float32[2048,512] is whole on all 2 devices along dp: each of them computes the "
+            "same."
+        )
+
+
 def gathered_layer(mesh, h, matrices):
     h = jax.lax.with_sharding_constraint(h, place(mesh))  # planted
     return layer(mesh, h, matrices)
@@ -107,10 +154,10 @@ def test_rows_that_are_gathered_inside_of_the_layers():
     def gathered(params, x):
         return mean_square(MESH, params, x, gathered_layer)
 
-    findings = lint(compiled(MESH, descend(gathered), weights(MESH), batch(MESH, "fsdp")))
+    findings = lint(compiled(descend(gathered), weights(MESH), batch(MESH, "fsdp")))
     assert {finding.code for finding in findings} == {"SL102"}
     found = next(f for f in findings if f.source == line_of(gathered_layer, "planted"))
-    assert found.place == "jvp()/sharding_constraint"
+    assert found.place == "jvp()/sharding_constraint in test_lint_sharding.py:gathered_layer"
     assert found.message == (
         "f32[2048,512] (4.0 MiB) is gathered over fsdp, 4 times a step: rows that the mesh splits "
         "are whole on every device."
@@ -149,7 +196,7 @@ def test_logits_that_are_whole(planted, what):
         "head": array(MESH, (EMBED, VOCAB), "fsdp", "tensor"),
     }
     tokens = array(MESH, (ROWS,), "fsdp", dtype="int32")
-    (found,) = lint(compiled(MESH, descend(planted), params, tokens, tokens))
+    (found,) = lint(compiled(descend(planted), params, tokens, tokens))
     lines = [line_of(planted, "planted")]
     if planted is classify_whole:
         # A later JAX gives a weight's gather no line: then it is that of what reads it.
@@ -170,18 +217,15 @@ def reshaped(params, x):
 
 
 @pytest.mark.parametrize("shardy", [True, False])
-def test_what_the_partitioner_rematerializes(shardy, capfd):
+def test_what_the_partitioner_rematerializes(shardy):
     before = jax.config.jax_use_shardy_partitioner
     jax.config.update("jax_use_shardy_partitioner", shardy)
+    params, x = {"up": weights(MESH)["up"]}, batch(MESH, "fsdp")
     try:
-        subject = compiled(
-            MESH, reshaped, {"up": weights(MESH)["up"]}, batch(MESH, "fsdp"),
-            jit={"out_shardings": None, "donate_argnums": ()},
-        )  # fmt: skip
+        subject = compiled(reshaped, params, x, donate_argnums=(), out_shardings=None)
     finally:
         jax.config.update("jax_use_shardy_partitioner", before)
-    warnings = capfd.readouterr().err
-    found = [f for f in lint(dataclasses.replace(subject, warnings=warnings)) if f.code == "SL104"]
+    found = [finding for finding in lint(subject) if finding.code == "SL104"]
     assert str(found[0]) == (
         f"{line_of(reshaped, 'planted')}: SL104 f32[16,32,512] on each device is gathered to "
         "8.0 MiB and cut again, from {devices=[4,1,2]<=[8]} to "
@@ -189,7 +233,7 @@ def test_what_the_partitioner_rematerializes(shardy, capfd):
         "shardings.\n  Constrain the tensor to a sharding between the two, one mesh axis at a "
         "time; of table[ids] constrain the table to one cut dim."
     )
-    assert (len(found), found[0].place) == (1, "reshape")
+    assert (len(found), found[0].place) == (1, "reshape in test_lint_sharding.py:reshaped")
 
 
 # Cut from a program for a v5e: scores of heads of 64, and a projection of dims that fit.
@@ -224,11 +268,20 @@ def test_heads_that_a_tpu_pads():
     # heads of 64 are 1024 columns, have 2 x 2048 x 1024 x 1024 each.
     assert str(found) == (
         "model.py:41: SL105 a dim of 64 is padded to 128 in 1 matmul of this line: 11% of the "
-        "step's matmul FLOPs multiply zeros.\n  Choose a multiple of 128 on each device, as in "
-        "fewer and larger heads, or fewer devices along its mesh axis."
+        "step's matmul FLOPs multiply zeros.\n  Choose a size of which a device has a multiple "
+        "of 128 (of heads, fewer and larger ones), or a mesh that cuts it less."
     )
-    assert found.place == "jvp()/bhtd,bshd->bhts/dot_general"
+    assert found.place == "jvp()/bhtd,bshd->bhts/dot_general in model.py"
     assert lint(Subject(TPU.replace("64]", "128]"), {"fsdp": 8})) == ()
+
+
+def test_sizes_that_are_not_the_users_are_no_fault():
+    scores = TPU.index("jit(step)/jvp()/bhtd")
+    update = TPU[:scores] + TPU[scores:].replace("jvp()/bhtd", "bhtd", 1)
+    assert lint(Subject(update, {"fsdp": 8})) == ()
+    channels = TPU.replace("bhtd,bshd->bhts/dot_general", "conv_general_dilated")
+    assert lint(Subject(channels, {"fsdp": 8})) == ()
+    assert lint(Subject(TPU.replace("model.py", optax.__file__), {"fsdp": 8})) == ()
 
 
 def test_a_vocabulary_that_tensor_cores_cannot_read():
@@ -238,8 +291,9 @@ def test_a_vocabulary_that_tensor_cores_cannot_read():
     )  # fmt: skip
     (found,) = lint(subject)
     assert str(found) == (
-        "SL105 head has a dim 1 of 50258 over tensor=2: 25129 on a device is no multiple of 8, so "
-        "that 49.1 MiB are copied to padded rows before each matmul.\n  Pad it to 50272."
+        "SL105 argument/0/head has a dim 1 of 50258 over tensor=2: 25129 on a device is no "
+        "multiple of 8, so that 49.1 MiB are copied to padded rows before each matmul.\n  Pad "
+        "it to 50272."
     )
 
 
@@ -268,7 +322,7 @@ def test_the_sharding_of_an_argument_by_its_parts():
 
 
 def test_arguments_without_a_sharding_are_read_from_the_text():
-    subject = compiled(MESH, descend(loss), weights(MESH), batch(MESH, "fsdp"))
+    subject = compiled(descend(loss), weights(MESH), batch(MESH, "fsdp"))
     bare = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), subject.arguments)
     read = dataclasses.replace(subject, arguments=bare)
     assert [leaf.spec for leaf in read.leaves] == [leaf.spec for leaf in subject.leaves]

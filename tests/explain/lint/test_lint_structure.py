@@ -18,7 +18,7 @@ def printing(params, x):
 
 
 def test_a_print_in_the_step():
-    subject = compiled(MESH, descend(printing), weights(MESH), X)
+    subject = compiled(descend(printing), weights(MESH), X)
     (found,) = lint(subject)
     assert str(found) == (
         f"{line_of(printing, 'planted')}: SL501 debug_print runs once in a step: devices wait for "
@@ -37,7 +37,7 @@ def one_by_one(params, x):
 
 
 def test_layers_that_are_unrolled():
-    subject = compiled(MESH, descend(one_by_one), weights(MESH), X)
+    subject = compiled(descend(one_by_one), weights(MESH), X)
     (found,) = [finding for finding in lint(subject) if finding.code == "SL502"]
     assert str(found) == (
         f"{line_of(one_by_one, 'planted')}: SL502 the matmul of this line stands 12 times in the "

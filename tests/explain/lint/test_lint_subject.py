@@ -1,14 +1,18 @@
 """What the checks look at: arguments, where they come from, and what is not known."""
 
+import collections
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import pytest
 from planted import EMBED, ROWS, array, compiled, descend, make_mesh, mean_square, weights
 
 from shardlib.explain.ahead import compile_step
 from shardlib.explain.hlo import parse
 from shardlib.explain.lint import Finding, Subject, lint
 from shardlib.explain.lint.values import Value, Values
-from shardlib.explain.places import argument_path, short_name
+from shardlib.explain.program import read_program
 
 MESH = make_mesh(fsdp=4, tensor=2)
 X = array(MESH, (ROWS, EMBED), "fsdp")
@@ -32,11 +36,77 @@ def test_a_step_compiled_ahead_of_time_is_a_subject():
 
 def test_arguments_that_nothing_reads_are_no_parameters():
     params = {"unread": array(MESH, (8, 8)), "up": weights(MESH)["up"]}
-    options = {"donate_argnums": (), "out_shardings": None}
-    made = compiled(MESH, lambda p, x: jnp.sum(p["up"]) + jnp.mean(x), params, X, jit=options)
+    made = compiled(
+        lambda p, x: jnp.sum(p["up"]) + jnp.mean(x), params, X, donate_argnums=(),
+        out_shardings=None,
+    )  # fmt: skip
     assert {leaf.path: leaf.number for leaf in made.leaves} == {
-        "unread": None, "p/up": 0, "x": 1,
+        "p/unread": None, "p/up": 0, "x": 1,
     }  # fmt: skip
+
+
+def test_numbers_among_the_arguments_are_passed_over():
+    arguments = ({"lr": 0.1, "up": weights(MESH)["up"]}, 3, X)
+    names = {"params/up": "params", "x": "batch"}
+    made = Subject(
+        "", dict(MESH.shape), arguments=arguments, names=names, donated=(False, True, False, False)
+    )  # fmt: skip
+    assert [(leaf.path, leaf.donated) for leaf in made.leaves] == [
+        ("params/up", True), ("x", False),
+    ]  # fmt: skip
+    assert lint(made) == ()
+
+
+def test_a_step_with_a_number_in_its_state():
+    def step(params, x):
+        return jax.tree.map(lambda p: p - params["lr"] * jnp.mean(x), params)
+
+    made = compiled(step, {"lr": 0.1, "up": weights(MESH)["up"]}, X, out_shardings=None)
+    assert [(leaf.path, leaf.donated, leaf.number) for leaf in made.leaves] == [
+        ("params/lr", True, 0), ("params/up", True, 1), ("x", False, 2),
+    ]  # fmt: skip
+    assert lint(made) == ()
+
+
+@pytest.mark.parametrize(
+    ("names", "states"),
+    [
+        ({"params/w": "params", "opt_state/mu": "optimizer", "batch": "batch"}, "110"),
+        ({"batch": "batch", "params/w": "params"}, "01"),
+        # What lies beside what has a name is as that is.
+        ({"state/params/w": "params", "state/rng": "other", "data/x": "batch", "data/m": "other"},
+         "1100"),
+        ({"params/w": "params", "ema/w": "other", "x": "batch"}, "110"),
+        # The first is the state and the others are the batch, where no name says it.
+        ({"theta/w": "other", "data/0": "other", "rng": "other"}, "100"),
+        ({"x": "batch", "theta/w": "other"}, "01"),
+        ({"params/w": "params", "rows": "other"}, "10"),
+    ],
+)  # fmt: skip
+def test_what_is_state_and_what_is_batch(names, states):
+    owners = {}
+    for path in names:
+        owners.setdefault(path.partition("/")[0], {})[path.partition("/")[2]] = X
+    arguments = tuple(leaves[""] if "" in leaves else nested(leaves) for leaves in owners.values())
+    made = Subject("", dict(MESH.shape), arguments=arguments, names=names)
+    assert [leaf.path for leaf in made.leaves] == list(names)
+    assert "".join(str(int(leaf.is_state)) for leaf in made.leaves) == states
+
+
+def nested(leaves):
+    """Arrays in an order that JAX keeps, with the paths that `names` have."""
+    return collections.OrderedDict(leaves)
+
+
+def test_what_is_read_already_is_not_read_again():
+    step = compile_step(jax.jit(descend(loss)), (weights(MESH), X), keep=False)
+    module = parse(step.text)
+    program = read_program(module, step.mesh)
+    made = Subject.of(step, module=module, program=program)
+    assert made.module is module
+    assert made.program is program
+    assert dataclasses.replace(made, cluster=None).module is module
+    assert Subject.of(step).program == program
 
 
 def test_nothing_is_found_in_nothing():
@@ -50,14 +120,6 @@ def test_findings_are_data():
         "source": "model.py:3", "op_name": "jit(step)/while", "bytes": 12.0,
         "title": "the trips of a loop are not known",
     }  # fmt: skip
-
-
-def test_names_of_arguments_and_operations():
-    assert argument_path("state.params['head']['kernel']") == "state/params/head/kernel"
-    assert argument_path("batch[0].tokens") == "batch/0/tokens"
-    assert argument_path("x") == "x"
-    assert short_name("jit(step)/jvp()/while/body/closed_call/dot_general") == "jvp()/dot_general"
-    assert short_name("") == ""
 
 
 # A loop over a stack that is gathered slice by slice; its tuple is taken apart twice, as on TPUs.

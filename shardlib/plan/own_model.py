@@ -1,0 +1,89 @@
+"""A module of the user's own: what a plan needs to know of it, and a plan as code for it."""
+
+from typing import Any
+
+from shardlib.errors import ModelError
+from shardlib.plan.problem import Plan, Workload
+from shardlib.plan.settings import mesh_text
+from shardlib.precision import POLICIES
+from shardlib.rules import PRESETS, STANDARD, AxisRules
+
+NOT_OF_MODULES = frozenset(("model.remat", "model.loss_chunks", "optimizer.momentum_dtype"))
+"""Keys of a config that a plan cannot set in what a user wrote."""
+
+
+def of_module(
+    model: Any,
+    *,
+    optimizer: Any,
+    loss: Any,
+    batch: Any,
+    rules: AxisRules | None,
+    precision: str,
+) -> Any:
+    """Returns what was given as a model: where it makes a module, the workload of its traced step.
+
+    Args:
+        model: Whatever `plan` takes.
+        optimizer: An optax transformation; None but for a module.
+        loss: As for `make_train_step`.
+        batch: A batch of a whole step.
+        rules: None for `STANDARD`.
+        precision: As for `make_train_step`.
+
+    Raises:
+        ModelError: If a module lacks its optimizer, loss or batch, or what is none has one.
+    """
+    parts = {"optimizer": optimizer, "loss": loss, "batch": batch}
+    given = [name for name, part in {**parts, "rules": rules}.items() if part is not None]
+    if not callable(model):
+        if given:
+            raise ModelError(
+                f"{_listed(given)} can only be given with a module of one's own, and "
+                f"{_named(model)} is none.\n"
+                "  Leave them out, or give what makes a module: lambda rngs: Model(rngs=rngs)."
+            )
+        return model
+    if missing := [name for name, part in parts.items() if part is None]:
+        raise ModelError(
+            f"a plan for {_named(model)} traces its step, which lacks {_listed(missing)}.\n"
+            "  Write sl.plan(make_model, optimizer=optimizer, loss=loss_fn, batch=batch, on=...)."
+        )
+    # Flax is imported for none of the other models.
+    from shardlib.plan.tracing import trace_workload
+
+    return trace_workload(
+        model, optimizer, loss, batch, rules=rules or STANDARD, precision=precision
+    )
+
+
+def as_code(plan: Plan, workload: Workload) -> str:
+    """Returns a plan for a module as the lines that run it."""
+    layout = plan.layout
+    rules = getattr(workload, "rules", STANDARD)
+    if layout.zero < 3 and layout.fsdp > 1:
+        rules = PRESETS[f"zero{layout.zero}"]
+    named = next((name.upper() for name, preset in PRESETS.items() if preset == rules), None)
+    policy = getattr(workload, "precision", None)
+    stored = [f'precision="{name}"' for name, one in POLICIES.items() if one == policy]
+    options = [f"microbatches={layout.microbatches}"] if layout.microbatches > 1 else []
+    options += stored
+    if layout.reduces_once:
+        options.append('reduction=sl.ReductionConfig(dtype="f32")')
+    lines = [
+        f'mesh = sl.make_mesh("{mesh_text(layout)}")',
+        f"with sl.use(mesh, {'rules' if named is None else f'sl.rules.{named}'}):",
+        f"    state = sl.init_state({', '.join(['make_model', 'optimizer', *stored])})",
+        f"    step = sl.make_train_step({', '.join(['loss', *options])})",
+    ]
+    return "\n".join(lines)
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _named(model: Any) -> str:
+    if isinstance(model, str):
+        return repr(model)
+    return getattr(model, "__name__", type(model).__name__)

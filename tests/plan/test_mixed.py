@@ -1,0 +1,469 @@
+"""Plans for clusters of several kinds of GPUs."""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardlib as sl
+from shardlib import cli, run
+from shardlib.config import load
+from shardlib.errors import ConfigError, MeshError, ModelError
+from shardlib.hardware import CHIPS, Cluster, MixedCluster, parse_mixed
+from shardlib.mesh import MeshConfig, make_mesh
+from shardlib.plan import Choice, Layout, Transformer, plan
+from shardlib.plan.describe import duration
+from shardlib.plan.mixed import group_layouts, search_mixed, share_out, shared_out, together
+from shardlib.plan.mixed_answer import MixedPlans
+from shardlib.plan.named_models import named_model
+from shardlib.plan.search import capacity_bytes, least_layers
+from shardlib.plan.tracing import trace_workload
+from shardlib.plan.transformers import TransformerWorkload
+from shardlib.plan.workload import Job
+from shardlib.registry import DataSpec
+from shardlib.run import RunConfig
+from shardlib.run.checks import check_config
+from shardlib.run.setup import make_scope
+from shardlib.train.reduce_uneven import balance
+from shardlib.train.reduction import plan_reduction
+from shardlib_models import resnet, transformer
+
+SMALL = Transformer(4, 512, 8, 4, 64, 2048, 4096)
+ON = "8xh100+16xa100-80"
+
+
+def workload(batch=96, model=SMALL, length=2048, **changes):
+    return TransformerWorkload(Job(model, length, batch), **changes)
+
+
+def refusal(kind, *args, **options):
+    with pytest.raises(kind) as refused:
+        plan(*args, **options)
+    return str(refused.value)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.floats(0.1, 10), st.integers(1, 4)), min_size=1, max_size=3),
+    st.integers(0, 40),
+)
+def test_shares_are_those_of_the_trainer(kinds, more):
+    seconds, groups = zip(*kinds, strict=True)
+    total = sum(groups) + more
+    counts = share_out(seconds, groups, total)
+    assert [len(own) for own in counts] == list(groups)
+    each = [one for one, number in kinds for _ in range(number)]
+    assert tuple(count for own in counts for count in own) == balance(each, total)
+
+
+def test_shares_of_thousands_of_groups():
+    counts = share_out((1.0, 2.5), (1024, 4096), 100_000)
+    assert sum(map(sum, counts)) == 100_000
+    ends = [max(own) * each for own, each in zip(counts, (1.0, 2.5), strict=True)]
+    assert max(ends) <= 100_000 / (1024 / 1.0 + 4096 / 2.5) + 2.5
+
+
+NETWORKED = [chip for chip in CHIPS.values() if chip.network_bytes_per_second_per_host]
+GPUS = [chip.name for chip in NETWORKED if chip.kind == "gpu" and chip.bf16_flops]
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    chips=st.lists(st.sampled_from(GPUS), min_size=2, max_size=3, unique=True),
+    hosts=st.lists(st.integers(1, 3), min_size=3, max_size=3),
+    per_host=st.sampled_from([1, 2, 4]),
+    batch=st.integers(1, 30).map(lambda n: 8 * n),
+)
+def test_a_plan_shares_out_the_batch_and_fits(chips, hosts, per_host, batch):
+    names = [f"{n}x{per_host}x{chip}" for n, chip in zip(hosts, chips, strict=False)]
+    cluster = parse_mixed("+".join(names))
+    found = search_mixed(workload(batch), cluster, top=2)
+    if batch >= cluster.num_devices:  # Then at least every device can be a group.
+        assert found.plans
+    for one in found.plans:
+        counts = one.group_microbatches
+        assert sum(counts) * one.rows == batch
+        assert one.layout.data == len(counts)
+        assert one.layout.num_devices == cluster.num_devices
+        assert one.layout.stage == one.layout.context == 1
+        for share in one.shares:
+            assert share.memory.fits(capacity_bytes(share.cluster))
+            group = one.layout.num_devices // one.layout.data
+            assert len(share.microbatches) * group == share.cluster.num_devices
+        assert one.seconds == pytest.approx(sum(one.time.parts.values()))
+        between_ideal_and_equal(one)
+
+
+def between_ideal_and_equal(one):
+    """The split is no better than one of fractions of microbatches, and no worse than one that
+    gives all groups as many."""
+    total = sum(one.group_microbatches)
+    working = one.seconds - one.time.waiting
+    beside = working - one.slowest.busy_seconds
+    rate = sum(len(share.microbatches) / share.microbatch_seconds for share in one.shares)
+    ideal = (total / rate + beside) * one.seconds / working
+    assert one.seconds >= ideal * (1 - 1e-9)
+    most = math.ceil(total / one.layout.data)
+    slowest = max(share.microbatch_seconds for share in one.shares)
+    assert one.seconds <= (most * slowest + beside) * one.seconds / working * (1 + 1e-9)
+
+
+def test_nothing_is_lost_by_pruning():
+    work, cluster = workload(48), parse_mixed("4xh100+2x4xa100-40")
+    best = {}
+    for layout in group_layouts(work, cluster):
+        for choice in work.choices(layout, cluster.kinds[0]):
+            capacities = {kind: capacity_bytes(kind) for kind in together(cluster)}
+            least = [least_layers(work, layout, choice, k, c) for k, c in capacities.items()]
+            if None in least:
+                continue
+            most = max(least, key=lambda one: one.layers or 0)
+            seconds = shared_out(work, cluster, layout, most).seconds
+            mesh = (layout.fsdp, layout.expert, layout.tensor)
+            best[mesh] = min(best.get(mesh, math.inf), seconds)
+    found = search_mixed(work, cluster, top=3)
+    assert [one.seconds for one in found.plans] == sorted(best.values())[:3]
+    alone = search_mixed(work, cluster, keep=Layout(fsdp=4))
+    assert [one.seconds for one in alone.plans] == [best[4, 1, 1]]
+
+
+@pytest.mark.parametrize("group", [Layout(fsdp=4, tensor=2), Layout(fsdp=8), Layout(tensor=2)])
+@pytest.mark.parametrize("choice", [Choice(), Choice("full", loss_chunks=8)])
+def test_two_names_of_one_chip_are_planned_like_one(group, choice):
+    h100 = CHIPS["h100"]
+    twin = dataclasses.replace(h100, name="h200")  # Of the same family of constants.
+    kinds = tuple(Cluster(f"8x{chip.name}", chip, 1, 8) for chip in (h100, twin))
+    groups, each = 16 // group.num_devices, 6
+    work = workload(groups * each * group.fsdp)
+    layout = dataclasses.replace(group, microbatches=groups * each)
+    mixed = shared_out(work, MixedCluster(kinds), layout, choice)
+    assert mixed.group_microbatches == (each,) * groups
+    one = Cluster("2x8xh100", h100, 2, 8)
+    plain = dataclasses.replace(group, data=groups, microbatches=each)
+    expected = work.time(plain, choice, one)
+    for name, seconds in expected.parts.items():
+        assert mixed.time.parts[name] == pytest.approx(seconds, rel=1e-9, abs=1e-12), name
+    assert mixed.memory == work.memory(plain, choice, one)
+
+
+def test_an_offloaded_state_moves_once_a_step():
+    work, cluster = workload(96), parse_mixed(ON)
+    layout = Layout(fsdp=8, microbatches=12)
+    here = shared_out(work, cluster, layout, Choice())
+    away = shared_out(work, cluster, dataclasses.replace(layout, offload_optimizer=True), Choice())
+    assert away.group_microbatches == here.group_microbatches
+    assert here.time.offload == 0
+    # Both moments come and go, of the eighth that a device holds.
+    moved = 2 * 8 * SMALL.num_params / 8
+    slowest = min(kind.chip.pcie_bytes_per_second for kind in cluster.kinds)
+    assert away.time.offload == pytest.approx(moved / slowest)
+    assert away.memory.optimizer < here.memory.optimizer
+
+
+def test_a_faster_kind_takes_more():
+    best = plan("llama3-8b", on=ON, top=1).best
+    fast, slow = best.shares
+    assert fast.cluster.name == "8xh100"
+    assert min(fast.microbatches) > 1.8 * max(slow.microbatches)
+    ends = [share.busy_seconds for share in best.shares]
+    assert max(ends) - min(ends) <= max(share.microbatch_seconds for share in best.shares)
+    # The sum over all groups crosses hosts: it is what the slower network takes.
+    assert best.time.data > 0
+
+
+def test_the_report_and_its_data():
+    found = plan("llama3-8b", on=ON, top=2, why_not=["data=3,fsdp=8"], tokens="1T", days=900)
+    assert isinstance(found, MixedPlans)
+    text = str(found)
+    lines = text.splitlines()
+    assert lines[0] == (
+        "llama3-8b (8.03B parameters) on 8xh100+16xa100-80 (8 H100 SXM, 16 A100-80GB SXM), 512 "
+        "sequences = 4.19M tokens a step"
+    )
+    title = f"Groups by kind, {found.best.rows} sequences a microbatch"
+    at = lines.index(title)
+    assert lines[at + 1].split() == [
+        *("devices", "groups", "microbatches", "of", "busy", "waits", "memory")
+    ]
+    for line, share in zip(lines[at + 2 : at + 4], found.best.shares, strict=True):
+        name, devices, groups = line.split()[:3]
+        assert (name, int(devices)) == (share.cluster.name, share.cluster.num_devices)
+        assert int(groups) == len(share.microbatches)
+    faster = found.alone[0]
+    assert faster.plan is not None
+    ratio = faster.plan.seconds / found.best.seconds
+    assert ratio > 1.3
+    assert f"{faster.cluster.name} alone: " in text
+    assert f"mixing is {ratio:.2f} times as fast" in text
+    assert "XLA compiles one executable" in text
+    assert "Start the processes on 8xh100 first" in text
+    # A device of either kind holds more than 60 GB of its 80.
+    assert found.best.memory.total > 60e9
+    assert lines[-1] == (
+        "JAX takes 75% of a GPU's memory unless told otherwise: set "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION=.95 for plans 1, 2."
+    )
+    assert "\nWhy not\n  data=3,fsdp=8: " in text
+    assert found.run_seconds == pytest.approx(1e12 / found.rate)
+    assert found.chip_hours == pytest.approx(found.run_seconds * 24 / 3600)
+    facts = json.loads(json.dumps(found.to_dict()))
+    assert facts["devices"] == facts["chips"] == 24
+    shares = facts["plans"][0]["kinds"]
+    counts = [count for share in shares for count in share["microbatches"]]
+    assert sum(counts) * facts["plans"][0]["rows_per_microbatch"] == facts["batch"] == 512
+    assert [share["groups"] for share in shares] == [len(s.microbatches) for s in found.best.shares]
+    assert [one["cluster"] for one in facts["alone"]] == [one.cluster.name for one in found.alone]
+
+
+def test_mixing_that_does_not_pay_is_said():
+    # So few rows are soon computed, but their gradients cross the network between the hosts.
+    found = plan("llama3.2-1b", on="8xb200+8xa100-40", global_batch=16, length=512, top=1)
+    assert "8xb200 alone: " in str(found)
+    assert "; mixing does not pay, " in str(found)
+
+
+def test_why_not_a_mesh():
+    found = plan("llama3-8b", on=ON, top=1)
+
+    def why(mesh):
+        return str(found.why_not(mesh))
+
+    best = str(found.best.layout)
+    assert why(best) == f"{best}: this is the plan"
+    other = found.why_not("data=3,fsdp=8")
+    assert other.slower is not None
+    assert other.reasons == (
+        f"{other.slower:.1%} slower ({duration(other.plan.seconds)} against "
+        f"{duration(found.best.seconds)} a step)",
+    )
+    assert why("stage=2,data=12") == (
+        "stage=2,data=12: stage=2: groups that take unequal shares cannot split it"
+    )
+    assert why("fsdp=8,tensor=3").startswith(
+        "fsdp=8,tensor=3: groups of 24 devices do not divide the 8 of 8xh100; groups of 24 devices "
+        "do not divide the 16 of 16xa100-80; tensor=3 does not divide the 32 heads"
+    )
+    assert why("data=3,expert=8") == "data=3,expert=8: expert=8: the model has no experts"
+    assert why("data=24").startswith("data=24: does not fit: needs ")
+    with pytest.raises(MeshError) as refused:
+        found.why_not("data=3,model=9")
+    assert str(refused.value) == (
+        "mesh data=3,model=9: the planner does not know model.\n"
+        "  Use the axes stage, data, fsdp, expert, context, tensor."
+    )
+
+
+def test_what_is_refused():
+    assert refusal(MeshError, "llama3-8b", on="v5p-8+8xh100") == (
+        "cluster 'v5p-8+8xh100' mixes TPUs and GPUs, but a JAX program runs on one platform.\n"
+        "  Plan for each alone, or mix GPUs, as in 8xh100+16xa100-80."
+    )
+    assert refusal(ConfigError, "llama3-8b", on=ON, objective="cost", price=2.0) == (
+        f"an objective of cost compares clusters of one kind, and {ON} has several.\n"
+        "  Leave objective at time.\n"
+        f"price is that of an hour of one chip, and {ON} has chips of several kinds.\n"
+        "  Leave it out: the report compares chip-hours."
+    )
+    assert refusal(ConfigError, "llama3-8b", on="8xh100+8xv100-32") == (
+        "the V100-SXM2 32GB has no matmul in bf16.\n"
+        "  Choose one that it has (fp16, f32), or another chip."
+    )
+    assert refusal(MeshError, "llama3-8b", on="8xh100+8xa10") == (
+        "cluster '8xa10': how fast the network between hosts of A10 is depends on the machine, and "
+        "is not known.\n  Plan for one host, as in 8xa10, or for another GPU."
+    )
+    needed = duration(plan("llama3-8b", on=ON, top=1).best.seconds)
+    assert refusal(MeshError, "llama3-8b", on=ON, tokens="1T", days=1) == (
+        f"llama3-8b on {ON} takes {needed} a step of 4.19M tokens, but 1T in 1 days allow 362 ms.\n"
+        "  Take more or faster chips, more days, or a larger batch."
+    )
+
+
+def test_a_batch_that_groups_cannot_share_out():
+    # 13 rows are 13 microbatches at most, of groups that 8 GPUs can only form in powers of two.
+    assert refusal(MeshError, SMALL, on=ON, global_batch=2, length=2048) == (
+        "the transformer cannot be shared out over 8xh100+16xa100-80: there are at least 3 groups "
+        "of one kind each, and a batch of 2 does not fall into whole microbatches, one or more for "
+        "each.\n  Take a batch of 3, or another number of devices."
+    )
+    assert plan(SMALL, on=ON, global_batch=3, length=2048).best.group_microbatches == (1, 1, 1)
+
+
+def test_a_model_that_fits_no_group():
+    text = refusal(MeshError, "llama3-70b", on=ON)
+    first, second = text.splitlines()
+    fault = re.fullmatch(
+        r"llama3-70b does not fit 8xh100\+16xa100-80: its leanest plan, data=3,(\S+), needs (\S+) "
+        r"GiB of 75.2 GiB a device of 8xh100 even with remat (\S+) and (\d+) sequences a "
+        r"microbatch.",
+        first,
+    )
+    assert fault
+    group = Layout.of(MeshConfig.parse(fault[1]).sizes)
+    work = workload(512, named_model("llama3-70b").model, 8192)
+    cluster = parse_mixed(ON)
+    held = [
+        work.memory(one, choice, together(cluster)[0]).total / 2**30
+        for one in group_layouts(work, cluster)
+        for choice in work.choices(one, cluster.kinds[0])
+    ]
+    assert group.num_devices == 8
+    assert 75.2 < float(fault[2]) <= min(held) + 0.05
+    assert second == (
+        "  A group lies on one kind, with at most 8 devices and neither stage nor context: plan "
+        "for one kind alone, or take kinds with more memory or more devices."
+    )
+
+
+CONFIG = """
+run_dir: unused
+model:
+  name: transformer
+  num_layers: 4
+  embed_dim: 256
+  num_heads: 8
+  num_kv_heads: 4
+  mlp_dim: 512
+  vocab_size: 512
+data: {path: /nowhere, tokenizer: bytes, sequence_length: 256, eval_fraction: 0.2}
+train: {steps: 20, global_batch: 60, sample_length: 0}
+mesh: data=-1
+precision: bf16
+"""
+EIGHT = "4xh100+4xa100-80"
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A config file whose data need not be there."""
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+OWN_RULES = "rules={preset: zero1, activations: {residual_length: context+tensor}}"
+
+
+@pytest.mark.parametrize("batch", [8, 60, 100])
+@pytest.mark.parametrize("overrides", [(), ("eval.every_steps=0",), (OWN_RULES,)])
+def test_train_takes_the_fragment_as_it_is(file, batch, overrides):
+    overrides = (*overrides, f"train.global_batch={batch}")
+    found = plan(load(RunConfig, file, overrides), on=EIGHT, top=4)
+    for one in found.found.plans:
+        again = load(RunConfig, file, [*overrides, *found.overrides(one)])
+        tree = yaml.safe_load(CONFIG)
+        for key, value in yaml.safe_load(found.fragment(one)).items():
+            tree[key] = {**tree.get(key, {}), **value} if isinstance(value, dict) else value
+        text = file.with_name("planned.yaml")
+        text.write_text(yaml.safe_dump(tree))
+        assert load(RunConfig, text, [o for o in overrides if "global" not in o]) == again
+        check_config(again, lambda again=again: make_scope(again, jax.devices()))
+        mesh = make_mesh(again.mesh)
+        assert mesh.shape["data"] == len(one.group_microbatches)
+        assert one.layout.zero == (1 if OWN_RULES in overrides and one.layout.fsdp > 1 else 3)
+        reduction = plan_reduction(again.reduction(), mesh)
+        assert reduction.counts == one.group_microbatches
+        assert again.train.microbatches == 1
+        assert again.train.compilation_cache is None
+
+
+def test_explain_traces_the_planned_run(file):
+    found = plan(load(RunConfig, file), on=EIGHT, top=1)
+    report = run.explain(load(RunConfig, file, found.overrides()), "cpu:8")
+    assert report.mesh == {a: found.best.layout.size(a) for a in report.mesh}
+
+
+def test_what_a_config_decides_otherwise(file):
+    options = "train={global_batch: 60, local_sgd: {inner_steps: 4}}"
+    assert refusal(ConfigError, load(RunConfig, file, [options]), on=EIGHT) == (
+        "a plan for a mixed cluster sets train.reduction.group_microbatches, beside which there is "
+        "no train.local_sgd.\n  Leave train.local_sgd out."
+    )
+    options = "train.reduction.group_seconds=[1,2]"
+    assert refusal(ConfigError, load(RunConfig, file, [options]), on=EIGHT) == (
+        "a plan for a mixed cluster sets train.reduction.group_microbatches, beside which there is "
+        "no train.reduction.group_seconds.\n  Leave train.reduction.group_seconds out."
+    )
+    # What was planned before is planned anew.
+    before = load(RunConfig, file, ["train.reduction.group_microbatches=[1,2]", "mesh=data=2"])
+    assert plan(before, on=EIGHT).notes == plan(load(RunConfig, file), on=EIGHT).notes
+
+
+def shardlib(capfd, *words):
+    with pytest.raises(SystemExit) as exited:
+        cli.main(list(map(str, words)))
+    out, err = capfd.readouterr()
+    return exited.value.code, out, err
+
+
+def test_the_command(capfd, file):
+    code, out, _ = shardlib(capfd, "plan", file, "--on", EIGHT, "--json")
+    assert code == 0
+    assert [share["cluster"] for share in json.loads(out)["plans"][0]["kinds"]] == [
+        *("4xh100", "4xa100-80")
+    ]
+    code, out, err = shardlib(capfd, "plan", file, "--on", EIGHT, "--verify", "1")
+    assert (code, out) == (2, "")
+    assert err.endswith(
+        f"ConfigError: --verify compiles for clusters of one kind, and {EIGHT} has several.\n"
+        "  Leave it out, or verify the plans of one kind: --on 4xh100\n"
+    )
+    code, out, err = shardlib(capfd, "explain", file, "--on", EIGHT)
+    assert (code, out) == (2, "")
+    assert err.endswith(
+        f"MeshError: cluster '{EIGHT}' is of several kinds, for which only plans are made.\n"
+        f"  Name one of them, as in 4xh100; for all: shardlib plan --on {EIGHT}\n"
+    )
+
+
+def test_explain_refuses_a_mixed_cluster():
+    with pytest.raises(MeshError, match="is of several kinds, for which only plans are made"):
+        sl.explain(jnp.sin, jnp.ones(8), on=parse_mixed(EIGHT))
+
+
+def traced(family, config, data, batch):
+    return trace_workload(
+        lambda rngs: family.make(config, data, rngs),
+        optax.adamw(1e-3),
+        functools.partial(family.loss, train=True),
+        batch,
+        rules=sl.rules.STANDARD,
+        precision="bf16",
+    )
+
+
+def test_a_traced_model_is_planned():
+    config = transformer.FAMILY.config(
+        num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=4, mlp_dim=128, vocab_size=256
+    )
+    shape = jax.ShapeDtypeStruct((24, 64), jnp.int32)
+    data = DataSpec(vocab_size=256, sequence_length=64)
+    work = traced(transformer.FAMILY, config, data, {"tokens": shape, "targets": shape})
+    found = plan(work, on="4xh100+2x4xa100-80", top=2)
+    best = found.best
+    assert sum(best.group_microbatches) * best.rows == 24
+    assert best.time.data > 0
+    between_ideal_and_equal(best)
+
+
+def test_a_model_with_state_of_its_own_is_refused():
+    config = resnet.FAMILY.config(depth=18)
+    images = {
+        "images": jax.ShapeDtypeStruct((24, 16, 16, 3), jnp.float32),
+        "labels": jax.ShapeDtypeStruct((24,), jnp.int32),
+    }
+    data = DataSpec(num_classes=10, image_shape=(16, 16, 3))
+    work = traced(resnet.FAMILY, config, data, images)
+    assert refusal(ModelError, work, on=ON) == (
+        "ResNet updates state of its own as it runs, which groups that take unequal shares "
+        "would each have another of.\n  Plan for one kind alone: --on 8xh100"
+    )

@@ -1,0 +1,117 @@
+"""Questions: all their faults, batches in tokens, what a model says of itself."""
+
+import pytest
+
+from shardlib.errors import ConfigError
+from shardlib.plan import plan
+from shardlib.plan.named_models import named_model
+from shardlib.plan.transformers import TransformerWorkload
+from shardlib.plan.workload import Job
+
+LLAMA8 = named_model("llama3-8b").model
+
+
+def workload(batch=512):
+    return TransformerWorkload(Job(LLAMA8, 8192, batch))
+
+
+def refusal(kind, *args, **options):
+    with pytest.raises(kind) as refused:
+        plan(*args, **options)
+    return str(refused.value)
+
+
+def test_all_faults_of_a_question_at_once():
+    text = refusal(
+        ConfigError, "lama3-70b", on="v5pp-8", objective="chps", days=-1, global_batch_tokens="4X",
+        precision="bf61",
+    )  # fmt: skip
+    assert text.startswith("the question has 6 faults:\n  no objective is called 'chps'.")
+    for part in (
+        "Did you mean 'chips'?",
+        "days is -1, but must be a positive number.\n    Give another one.",
+        "days says by when, but not how much.\n    Give tokens too.",
+        "'4X' is no number of tokens.\n    Write one as in 4M, with K, M, G or none.",
+        "no precision is called 'bf61'. Did you mean 'bf16'?\n    Choose one of: f32, bf16, bf16_",
+        "cluster 'v5pp-8' is unknown. Did you mean 'v5p'?",
+        "no model is known by the name 'lama3-70b'. Did you mean 'llama3-70b'?",
+    ):
+        assert part in text
+    assert refusal(ConfigError, LLAMA8, on="8xh100") == (
+        "nothing says how long the sequences of the transformer are.\n  Give length, in tokens."
+    )
+    both = {"global_batch": 8, "global_batch_tokens": "1M"}
+    assert refusal(ConfigError, "llama3-8b", on="8xh100", **both) == (
+        "global_batch and global_batch_tokens exclude each other.\n  Give one."
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"days": "30"}, "days is '30', but must be a positive number.\n  Give another one."),
+        ({"price": [2]}, "price is [2], but must be a positive number.\n  Give another one."),
+        (
+            {"length": "1024"},
+            "length is '1024', but must be a whole number of at least 1.\n  Give another number.",
+        ),
+        (
+            {"global_batch": 64.5},
+            "global_batch is 64.5, but must be a whole number of at least 1.\n"
+            "  Give another number.",
+        ),
+        ({"top": 0}, "top is 0, but must be a whole number of at least 1.\n  Give another number."),
+        ({"on": 8}, "on is 8, but must be a cluster.\n  Name one, as in v5p-128, 8xh100 or cpu:8."),
+        (
+            {"why_not": 8},
+            "why_not is 8, but must be a mesh, or several.\n  Name one, as in fsdp=8,tensor=2.",
+        ),
+        (
+            {"tokens": ()},
+            "() is no number of tokens.\n  Write one as in 4M, with K, M, B, G, T or none.",
+        ),
+    ],
+)
+def test_what_is_of_the_wrong_type(options, text):
+    assert refusal(ConfigError, "llama3-8b", **{"on": "v5p-8", "tokens": "1T", **options}) == text
+
+
+def test_what_cannot_be_told_without_the_length_of_a_run():
+    assert refusal(ConfigError, "llama3-8b", on="v5p-8", price=2) == (
+        "price says what an hour costs, but not how much.\n  Give tokens too."
+    )
+    assert refusal(ConfigError, "llama3-8b", on="v5p", days=30) == (
+        "days says by when, but not how much.\n  Give tokens too."
+    )
+
+
+def test_batches_in_tokens():
+    def batch(**options):
+        return plan("llama3-8b", on="v5p-128", top=1, **options).workload.batch
+
+    assert batch() == batch(global_batch_tokens="4M") == batch(global_batch=512) == 512
+    assert batch(global_batch_tokens="4M", length=4096) == 1024
+    assert batch(global_batch_tokens=2**21) == 256
+    assert refusal(ConfigError, "llama3-8b", on="v5p-128", global_batch_tokens=512) == (
+        "global_batch_tokens (--global-batch) is 512, less than one sequence of 8192 tokens.\n"
+        "  It counts tokens: 512 sequences are 4194304."
+    )
+
+
+def test_what_a_workload_has_of_its_own():
+    """A workload says its precision and its length; tokens of a step give it another batch."""
+
+    def asked(**options):
+        return plan(workload(512), on="v5p-128", top=1, **options)
+
+    assert asked(global_batch_tokens="2M").workload.batch == 256
+    assert asked(global_batch=256).workload.batch == 256
+    assert asked().workload.batch == 512
+    assert refusal(ConfigError, workload(), on="v5p-128", precision="f32") == (
+        "precision is f32, but TransformerWorkload is a workload with its own.\n"
+        "  Leave it out, or trace the model with another."
+    )
+    assert refusal(ConfigError, workload(), on="v5p-128", length=64) == (
+        "length is 64, but TransformerWorkload was traced with a batch of its own.\n"
+        "  Leave it out, or give a batch of that length."
+    )
