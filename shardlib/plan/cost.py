@@ -21,6 +21,9 @@ _STACK_PASSES = 5
 """Passes over what a loop over layers keeps, in programs of XLA for CPUs: the stack of all layers
 is filled with zeros, what a layer computed is read and written there, and in the backward pass read
 and written once more. Read from compiled steps."""
+_WEIGHT_PASSES = 7
+"""Passes over the weights of layers there: each pass over the layers takes them from their stack
+(read, write), and a stack of gradients is filled with zeros and with what was computed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,13 +196,15 @@ def assembled(
 
 def _own_memory(device: compute.Device, cluster: Cluster) -> float:
     """Seconds in which CPU devices are handed the memory of a step by the system, and copy what
-    layers keep into stacks and out of them."""
-    if not device.rates.fresh_seconds:
+    layers keep, their weights and gradients, into stacks and out of them."""
+    if cluster.platform != "cpu":
         return 0.0
     held = memory.peak_memory(device.job, device.layout, cluster, device.software)
     asked = held.total - held.params - held.optimizer - held.runtime
     turns = device.layout.microbatches * device.layout.chunks
+    weights = traffic.local_weights(device)
     copied = _STACK_PASSES * held.activations * turns
+    copied += _WEIGHT_PASSES * (weights.dense + weights.routed) * device.job.compute_bytes * turns
     return device.rates.fresh_seconds * asked + copied / device.rates.memory
 
 

@@ -92,7 +92,8 @@ class Calibration:
     @property
     def exp_seconds(self) -> float:
         """Seconds of one exponential beside the pass over memory that it is part of."""
-        each = 8 / self.exp.bytes_per_second - 8 / self.memory.bytes_per_second
+        # A number of float32 is read once and written twice; see `run.calibrating`.
+        each = 12 / self.exp.bytes_per_second - 12 / self.memory.bytes_per_second
         return max(each, 0.0)
 
     @property

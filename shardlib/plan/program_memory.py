@@ -206,7 +206,8 @@ def traced(device: Device, cluster: Cluster, *, dropout: bool) -> float:
     job, layout = device.job, device.layout
     model, width = job.model, job.compute_bytes
     residual = layout.tensor if layout.sequence_parallel else 1
-    norms = 2 * model.embed * (3 * _FLOAT32 / residual + width)
+    given = width if width != _FLOAT32 else 0  # In float32 it is that product.
+    norms = 2 * model.embed * (3 * _FLOAT32 / residual + given)
     masks = 2 * model.embed / residual if dropout else 0
     heads = model.heads * model.value_dim / layout.tensor
     heads += qkv_width(model, layout)

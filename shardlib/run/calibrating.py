@@ -62,10 +62,12 @@ _MATMULS: dict[str, tuple[tuple[int, int, int], ...]] = {
     ),
 }
 _MATMULS["tpu"] = _MATMULS["gpu"]
-_PASSES = {"cpu": (2**18, 2**22, 2**23), "gpu": (2**20, 2**24, 2**26, 2**28)}
+_PASSES = {"cpu": (2**20, 2**21, 2**22), "gpu": (2**20, 2**24, 2**26, 2**28)}
 _PASSES["tpu"] = _PASSES["gpu"]
 _MOVED = {"cpu": (2**12, 2**18, 2**21), "gpu": (2**16, 2**20, 2**24, 2**27)}
 _MOVED["tpu"] = _MOVED["gpu"]
+_STACK_BYTES = 2**25
+_LARGEST_STACK = 64
 _AXES = ("outer", "inner")
 
 
@@ -77,6 +79,8 @@ class _Trial:
     size: tuple[int, ...]
     run: Callable[[int], Any]
     """Runs it so many times in one program; ends when it is done."""
+    pieces: int = 1
+    """How many operations a run of it is."""
     repeats: int = 1
     short: list[float] = dataclasses.field(default_factory=list)
     long: list[float] = dataclasses.field(default_factory=list)
@@ -103,7 +107,7 @@ class _Trial:
         grown = low - statistics.quantiles(self.short, n=4)[0]
         # Where noise leaves no slope, a share of the loop itself.
         each = max(grown / self.repeats, 0.2 * low / (1 + self.repeats))
-        return Timed(self.what, self.size, each, (high - low) / 2 / middle)
+        return Timed(self.what, self.size, each / self.pieces, (high - low) / 2 / middle)
 
 
 def calibrate(
@@ -315,11 +319,18 @@ def _matmul(mesh: Mesh, precision: str, shape: tuple[int, int, int]) -> _Trial:
 
 
 def _passes(mesh: Mesh, what: str, num_bytes: int, pass_over: Callable[[Any], Any]) -> _Trial:
-    def make() -> Any:
-        return jnp.ones((num_bytes // 4,), jnp.float32)
+    """Passes over the arrays of a stack, which together are so large that caches do not hold them:
+    in a step too what was written is read again long after."""
+    count = min(max(_STACK_BYTES // num_bytes, 1), _LARGEST_STACK)
 
-    # Read once and written once.
-    return _Trial(what, (2 * num_bytes,), _loop(mesh, pass_over, make))
+    def make() -> Any:
+        return jnp.ones((count, num_bytes // 4), jnp.float32)
+
+    def body(stack: Any) -> Any:
+        return jax.lax.map(pass_over, stack)
+
+    # Read once and written twice, as the stack of results is filled with zeros first.
+    return _Trial(what, (3 * num_bytes,), _loop(mesh, body, make), pieces=count)
 
 
 def _fresh(mesh: Mesh, num_bytes: int) -> _Trial:
