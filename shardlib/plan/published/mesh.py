@@ -61,9 +61,8 @@ def layout_of(
     """
     degrees, zero = _degrees(row, cluster, assumed)
     framework = str(row.get("framework") or "").lower()
-    layout = Layout(
-        **degrees,
-        slices=cluster.num_slices,
+    layout = dataclasses.replace(
+        Layout.of(degrees, cluster.num_slices),
         zero=zero,
         sequence_parallel=not re.search(r"megatron-lm|alpa", framework)
         or "sequence parallel" in str(row.get("remat") or ""),
