@@ -27,6 +27,10 @@ _NEAR_BATCHES = 40
 """How many other batches are tried when a batch divides over no mesh."""
 
 
+OF_PUBLISHED_RUNS = "nine in ten published runs whose family was not fitted to lie within"
+"""Where the error of a plan comes from that was not measured."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Plans:
     """The best plans for a model on a cluster; `str()` gives the report."""
@@ -99,7 +103,7 @@ class Plans:
         """Where `error` comes from."""
         if isinstance(self.cluster, MeasuredCluster):
             return "what was measured here fits its own constants to"
-        return "nine in ten published runs whose family was not fitted to lie within"
+        return OF_PUBLISHED_RUNS
 
     @functools.cached_property
     def levers(self) -> list[Lever]:

@@ -17,6 +17,7 @@ from shardlib.plan.transformers import TransformerWorkload
 
 if TYPE_CHECKING:
     from shardlib.plan.answer import Plans
+    from shardlib.plan.mixed_answer import MixedPlans
 
 PARTS = {
     "matmul": "matmuls",
@@ -209,21 +210,27 @@ def _broken_down(plan: Plan, capacity: float) -> str:
     return "\n".join(lines)
 
 
-def _summary(plans: "Plans") -> str:
+def outcome(plans: "Plans | MixedPlans", priced: str = "") -> list[str]:
+    """Returns lines on what the first plan takes, how sure that is, and what bounds it."""
     best, error = plans.best, plans.error
     low, high = best.seconds / (1 + error), best.seconds * (1 + error)
     lines = [
         f"A step takes {duration(best.seconds)}; {plans.error_source}: "
         f"{duration(low)} to {duration(high)} ({error:.0%}).",
-        speed(plans.workload, plans.rate, best.cluster.num_chips),
+        speed(plans.workload, plans.rate, plans.cluster.num_chips),
         f"Bottleneck: {PARTS[best.time.bottleneck]}, "
         f"{best.time.parts[best.time.bottleneck] / best.seconds:.0%} of the step.",
     ]
     if plans.tokens:
         lines.append(
             f"{count(plans.tokens)} {plans.workload.unit}: {duration(plans.run_seconds)}, "
-            f"{plans.chip_hours:,.0f} chip-hours{_priced(plans)}."
+            f"{plans.chip_hours:,.0f} chip-hours{priced}."
         )
+    return lines
+
+
+def _summary(plans: "Plans") -> str:
+    lines = outcome(plans, _priced(plans))
     if plans.levers:
         lines += ["What would move it:", *each("  ", map(str, plans.levers))]
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardlib.errors import MeshError, ModelError
 from shardlib.hardware import Cluster, MixedCluster
 from shardlib.mesh import MeshSpec
+from shardlib.plan.answer import OF_PUBLISHED_RUNS
 from shardlib.plan.constants import fit_errors
 from shardlib.plan.describe import beyond_default_share, count, duration, examples, gib
 from shardlib.plan.layout import Layout
@@ -100,6 +101,11 @@ class MixedPlans:
     def error(self) -> float:
         """Relative error that nine in ten predictions on chips of one kind stay below."""
         return fit_errors()["cv_p90_error"]
+
+    @property
+    def error_source(self) -> str:
+        """Where `error` comes from."""
+        return OF_PUBLISHED_RUNS
 
     def mfu(self, plan: MixedPlan | None = None) -> float:
         """Returns model FLOPs (causal attention) over what all chips could do; 0.0 if unknown."""

@@ -3,8 +3,6 @@
 from typing import TYPE_CHECKING
 
 from shardlib.plan.describe import (
-    PARTS,
-    count,
     duration,
     each,
     examples,
@@ -12,7 +10,7 @@ from shardlib.plan.describe import (
     headline,
     indented,
     memory_table,
-    speed,
+    outcome,
     table,
     time_table,
 )
@@ -101,21 +99,7 @@ def _broken_down(plan: MixedPlan) -> str:
 
 
 def _summary(plans: "MixedPlans") -> str:
-    best, error = plans.best, plans.error
-    low, high = best.seconds / (1 + error), best.seconds * (1 + error)
-    lines = [
-        f"A step takes {duration(best.seconds)}; nine in ten published runs whose family was not "
-        f"fitted to lie within: {duration(low)} to {duration(high)} ({error:.0%}).",
-        speed(plans.workload, plans.rate, plans.cluster.num_chips),
-        f"Bottleneck: {PARTS[best.time.bottleneck]}, "
-        f"{best.time.parts[best.time.bottleneck] / best.seconds:.0%} of the step.",
-    ]
-    if plans.tokens:
-        lines.append(
-            f"{count(plans.tokens)} {plans.workload.unit}: {duration(plans.run_seconds)}, "
-            f"{plans.chip_hours:,.0f} chip-hours."
-        )
-    return "\n".join([*lines, "What it brings:", *each("  ", _compared(plans))])
+    return "\n".join([*outcome(plans), "What it brings:", *each("  ", _compared(plans))])
 
 
 def _compared(plans: "MixedPlans") -> list[str]:
