@@ -213,7 +213,7 @@ def _program(
     def compile_it() -> cache.Program:
         nonlocal compiled
         try:
-            with captured_errors() as said:
+            with captured_errors() as said, _its_own_sources():
                 compiled = found.lowered.compile(compiler_options=found.options or None)
         except jax.errors.JaxRuntimeError:
             is_tpu = found.platform == "tpu"
@@ -228,6 +228,19 @@ def _program(
 
     program = cache.cached(found.key(), compile_it) if keep else compile_it()
     return program, compiled
+
+
+@contextlib.contextmanager
+def _its_own_sources() -> Iterator[None]:
+    """Keeps JAX's persistent cache from giving a program that differs in its source lines alone:
+    the lines of whoever compiled it first."""
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = jax.config.values[name]
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def _described(

@@ -4,11 +4,20 @@ import dataclasses
 import gzip
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from on_meshes import cpu_mesh, struct
 
+from shardlib.explain.ahead import compile_step
 from shardlib.explain.cache import Program, cached, program_key
 
 PROGRAM = Program("HloModule m, é\n", {"peak": 3}, "W1121 careful\n", "v5p-32")
+SETTINGS = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
 KEY = program_key("hash", ["v5e-8"])
 
 
@@ -73,3 +82,30 @@ def test_whatever_changes_the_program_changes_the_key(monkeypatch):
         monkeypatch.setenv(name, "--another")
         keys.add(program_key("hash", ["v5e-8"]))
     assert len(keys) == 5
+
+
+@pytest.fixture
+def jax_cache(tmp_path):
+    """JAX's own cache, which keeps every program."""
+    settings = SETTINGS | {"jax_compilation_cache_dir": str(tmp_path / "jax")}
+    before = {name: jax.config.values[name] for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield tmp_path / "jax"
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_source_lines_are_not_those_of_an_equal_program_in_jaxs_cache(jax_cache):
+    def text(file):
+        found = {"jnp": jnp}
+        source = "def total(x):\n  return jnp.sum(x, axis=0)\n"
+        exec(compile(source, file, "exec"), found)
+        x = struct(cpu_mesh(data=8), (16, 4), "data")
+        return compile_step(found["total"], (x,), keep=False).text
+
+    assert "/one.py" in text("/one.py")
+    assert list(jax_cache.iterdir())
+    assert "/two.py" in text("/two.py")
