@@ -16,7 +16,7 @@ FLOORS = (
     # 0: facts and names
     (
         "errors", "paths", "chips", "hardware", "placement", "mesh", "rules", "config",
-        "cache_root", "__init__",
+        "cache_root", "phases", "exit_codes", "__init__",
     ),
     # 1: placing and transforming
     (
@@ -26,7 +26,9 @@ FLOORS = (
     # 2: knowing
     ("explain", "plan"),
     # 3: training
-    ("data", "train", "checkpoint", "distributed", "stopping"),
+    (
+        "data", "train", "checkpoint", "distributed", "stopping", "preemption", "watchdog",
+    ),
     # 4: workloads
     ("run", "launch", "cli", "testing", "finetune", "serve", "batch", "__main__", "train.__main__"),
 )  # fmt: skip

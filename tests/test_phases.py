@@ -1,0 +1,39 @@
+"""Which phase each second belongs to."""
+
+import contextlib
+
+from shardlib.phases import PHASES, PhaseClock
+
+
+def test_each_second_belongs_to_the_innermost_phase():
+    times = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
+    clock = PhaseClock(lambda: next(times))
+    with clock.within("restore"), clock.within("compile"):  # from 1, from 3
+        pass  # back in `restore` from 6, in `init` from 10, and it is 15 when asked
+    assert clock.seconds() == {
+        **dict.fromkeys(PHASES, 0.0),
+        "init": 1.0 + 5.0,
+        "restore": 2.0 + 4.0,
+        "compile": 3.0,
+    }
+
+
+def test_a_phase_begins_anew_with_each_progress():
+    now = [0.0]
+    clock = PhaseClock(lambda: now[0])
+    assert clock.present == ("init", 0.0)
+    clock.enter("step")
+    now[0] = 5.0
+    assert clock.present == ("step", 5.0)
+    clock.progress()
+    assert clock.present == ("step", 0.0)
+    now[0] = 7.0
+    assert clock.present == ("step", 2.0)
+    assert clock.seconds()["step"] == 7.0
+
+
+def test_an_error_ends_a_phase():
+    clock = PhaseClock()
+    with contextlib.suppress(OSError), clock.within("save"):
+        raise OSError
+    assert clock.present[0] == "init"
