@@ -1,5 +1,6 @@
 """Groups of processes: start, barriers, ends, and the number of virtual CPU devices."""
 
+import atexit
 import dataclasses
 import importlib.util
 import os
@@ -13,8 +14,16 @@ from typing import Any, Literal, NoReturn
 import jax
 
 from shardlib.errors import DistributedError
+from shardlib.errors import PeerLostError as PeerLostError
+from shardlib.exit_codes import FAILED, HUNG
+from shardlib.peers import (
+    calling_coordination,
+    end_when_coordination_fails,
+    lost_peers,
+    thread_ids,
+)
 from shardlib.stopping import StopRequest as StopRequest
-from shardlib.stopping import coordination_client
+from shardlib.stopping import coordination_client, process_index
 
 LAUNCH_VARIABLES = ("SHARDLIB_COORDINATOR", "SHARDLIB_PROCESS_ID", "SHARDLIB_NUM_PROCESSES")
 """What `shardlib launch` sets for each process: host:port, index from 0, and count."""
@@ -45,11 +54,13 @@ def initialize(
     pod; otherwise this is a single process and nothing is started. A group that the user has
     already joined by `jax.distributed.initialize` is taken as it is. From then on an unhandled
     exception ends the process at once: it would otherwise wait for the others, which wait for it.
+    A process that has lost others ends with the code `exit_codes.HUNG`.
 
     Must run before the first use of a device.
 
     Args:
-        heartbeat_timeout_seconds: A process silent for so long counts as dead, which ends all.
+        heartbeat_timeout_seconds: A process silent for so long counts as dead, which ends all. It
+            is silent when it is gone or frozen, not when its Python stands still.
         start_timeout_seconds: How long to wait for all processes to come up.
 
     Raises:
@@ -97,7 +108,7 @@ def barrier(name: str, *, timeout_seconds: float = 600.0) -> None:
     """Waits until every process has come to the barrier of this name; devices take no part.
 
     Raises:
-        DistributedError: If some process does not come in time; the message says which.
+        PeerLostError: If some process does not come in time; the message says which.
     """
     if not jax.distributed.is_initialized():
         return
@@ -107,7 +118,7 @@ def barrier(name: str, *, timeout_seconds: float = 600.0) -> None:
             f"shardlib/barrier/{name}/{_barriers[name]}", int(timeout_seconds * 1000)
         )
     except jax.errors.JaxRuntimeError as error:
-        raise DistributedError(
+        raise PeerLostError(
             f"not all processes came to the barrier {name!r} within {timeout_seconds:g} s: "
             f"{str(error).splitlines()[0]}\n"
             "  Look at the output of the processes named: one has failed or is still busy."
@@ -117,8 +128,9 @@ def barrier(name: str, *, timeout_seconds: float = 600.0) -> None:
 def shutdown() -> None:
     """Leaves the group, waiting for all processes to do so; nothing for a single process."""
     if jax.distributed.is_initialized():
+        with calling_coordination():
+            jax.distributed.shutdown()
         sys.excepthook = sys.__excepthook__
-        jax.distributed.shutdown()
 
 
 def exit_process(code: int) -> NoReturn:
@@ -132,6 +144,14 @@ def exit_process(code: int) -> NoReturn:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def exit_code(error: BaseException) -> int:
+    """Returns the exit code of a process that an error ends: `exit_codes.HUNG` where it says that
+    other processes have gone, 130 for Ctrl-C, `exit_codes.FAILED` for all else."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return HUNG if jax.distributed.is_initialized() and lost_peers(error) else FAILED
 
 
 def _give_threads(num_devices: int) -> None:
@@ -290,6 +310,7 @@ def _start(**arguments: Any) -> None:
     # JAX's preemption service takes SIGTERM for itself, for good: nothing would end the process
     # any more, and a handler of Python's would end the service. StopRequest does its work.
     jax.config.update("jax_enable_preemption_service", False)
+    before = thread_ids()
     try:
         jax.distributed.initialize(**arguments)
     except (RuntimeError, ValueError) as error:
@@ -299,6 +320,9 @@ def _start(**arguments: Any) -> None:
             "  Start all processes at about the same time with one coordinator address, and join "
             "before the first use of JAX's devices."
         ) from error
+    end_when_coordination_fails(thread_ids() - before, process_index())
+    # Before JAX's own, which comes to the same but for the exit code.
+    atexit.register(shutdown)
 
 
 def _joined(group: ProcessGroup) -> ProcessGroup:
@@ -311,4 +335,8 @@ def _end_at_once(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
     sys.__excepthook__(kind, error, traceback)
-    exit_process(130 if issubclass(kind, KeyboardInterrupt) else 1)
+    code = exit_code(error)
+    if code == HUNG:
+        said = f"process {process_index()} has lost other processes of its group"
+        print(f"{said}: ending with exit code {HUNG}.", file=sys.stderr)
+    exit_process(code)

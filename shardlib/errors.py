@@ -2,12 +2,31 @@
 
 import difflib
 import importlib
+import re
 from collections.abc import Iterable
 from types import ModuleType
 
+# What stands before the host of a URL, however many slashes a path of it has kept, and what its
+# query says to prove who asks: the signatures of object stores, tokens of hubs.
+_CREDENTIALS = re.compile(
+    r"(?P<before>\w:/{1,2})[^/\s'\"]+(?P<after>@)"
+    r"|(?P<name>[?&][\w.-]*(?:token|key|secret|password|sig|signature)[\w.-]*=)[^&\s'\"]+",
+    re.IGNORECASE,
+)
+
 
 class ShardlibError(Exception):
-    """Base of every error that shardlib raises on purpose."""
+    """Base of every error that shardlib raises on purpose; credentials in URLs are not shown."""
+
+    def __str__(self) -> str:
+        return without_credentials(super().__str__())
+
+
+def without_credentials(text: str) -> str:
+    """Returns a text with the user, the password and the tokens of its URLs as `***`."""
+    return _CREDENTIALS.sub(
+        lambda found: f"{found['before'] or found['name']}***{found['after'] or ''}", text
+    )
 
 
 class MeshError(ShardlibError):
@@ -36,6 +55,21 @@ class CheckpointError(ShardlibError):
 
 class DistributedError(ShardlibError):
     """A group of processes could not start, agree or finish."""
+
+
+class PeerLostError(DistributedError):
+    """Another process of the group has gone, or does not answer: the same may work another time."""
+
+
+class DivergedError(ShardlibError):
+    """Training went wrong for too long: values that are not finite, or spikes.
+
+    `step` is the step at which that was decided.
+    """
+
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
 
 
 class DoesNotFitError(ShardlibError):

@@ -2,17 +2,25 @@
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import threading
+import time
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
 import jax
 
-from shardlib.errors import DistributedError
+from shardlib import preemption
+from shardlib.errors import PeerLostError
 
-_HANDLED = (signal.SIGINT, signal.SIGTERM)
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# How long a handler may take to run where it can, and the main thread to be reached at all.
+_HANDLER_SECONDS = 0.1
+_UNREACHABLE_SECONDS = 2.0
+_INTERRUPTED = 130
 _generations = itertools.count()
 
 
@@ -27,8 +35,17 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
+def process_index() -> int:
+    """Returns this process's index in its group; unlike JAX's own, starts no device."""
+    from jax._src import distributed
+
+    return distributed.global_state.process_id or 0
+
+
 class StopRequest:
-    """Turns Ctrl-C and SIGTERM into a request that a loop can act on after a step.
+    """Turns what says that this process must end into a request that a loop acts on after a step.
+
+    That is Ctrl-C, SIGTERM, Slurm's warning (SIGUSR1), and what `preemption` knows of.
 
     ```python
     with StopRequest() as stop:
@@ -38,8 +55,13 @@ class StopRequest:
                 break
     ```
 
-    The second Ctrl-C raises KeyboardInterrupt at once. On exit the former handlers are back.
-    Python lets only the main thread handle signals: in another, `request()` alone asks to stop.
+    The second Ctrl-C raises KeyboardInterrupt at once; where the main thread is out of reach, in a
+    collective that hangs, it ends the process two seconds later. On exit the former handlers are
+    back. Python lets only the main thread handle signals: in another, notices and `request()` alone
+    ask to stop.
+
+    The stop itself waits for the present step, and for its compilation if need be. Who is killed
+    while compiling the first step has lost nothing: nothing was trained since the last save.
 
     With several processes a thread of each looks at the coordination service now and then. Once
     one process is asked to stop, each publishes the last step it has gone past and holds at its
@@ -49,10 +71,18 @@ class StopRequest:
     Every process must enter in the same order as the others, and ask for the same steps, rising.
     """
 
-    def __init__(self, *, poll_seconds: float | None = None, timeout_seconds: float = 300.0):
+    def __init__(
+        self,
+        *,
+        notices: Sequence[preemption.Notice] | None = None,
+        poll_seconds: float | None = None,
+        timeout_seconds: float = 300.0,
+    ):
         """Makes a request that is not yet asked.
 
         Args:
+            notices: What else to ask whether this machine goes away, each in a thread; by default
+                what the machine itself offers (`preemption.notices`).
             poll_seconds: How often to look whether another process was asked to stop. By default
                 a quarter of a second, and more above 500 processes, so that the coordinator
                 answers at most 2,000 questions a second.
@@ -60,9 +90,16 @@ class StopRequest:
         """
         self._poll_seconds = poll_seconds
         self._timeout_seconds = timeout_seconds
-        self._signal: signal.Signals | None = None
+        self._notices = notices
+        self._watch: preemption.NoticeWatch | None = None
+        self.own_reason: str | None = None
+        """Why this process itself was asked."""
         self._asked = False
+        self.is_interrupted = False
+        """Whether KeyboardInterrupt was raised."""
         self._interrupts = 0
+        self._is_told = threading.Lock()
+        self._reader: _SignalReader | None = None
         self._former: dict[int, Any] = {}
         self._agreement: _Agreement | None = None
 
@@ -72,11 +109,18 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in _HANDLED:
                 self._former[number] = signal.signal(number, self._handle)
+            self._reader = _SignalReader.begin(self)
         if self._agreement:
             self._agreement.start()
+        notices = preemption.notices() if self._notices is None else self._notices
+        self._watch = preemption.NoticeWatch(notices, self.noticed)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._watch:
+            self._watch.end()
+        if self._reader:
+            self._reader.end()
         for number, handler in self._former.items():
             # None stands for a handler that was not installed from Python.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -90,19 +134,29 @@ class StopRequest:
         return self._asked or (self._agreement is not None and self._agreement.voted)
 
     @property
-    def signal_name(self) -> str | None:
-        """Name of the signal that reached this process, as `SIGTERM`; None if none did."""
-        return self._signal.name if self._signal else None
+    def reason(self) -> str | None:
+        """Why to stop, as in `SIGTERM`, or `SIGTERM (process 3)` where another process was asked.
 
-    def request(self) -> None:
-        """Asks to stop, as a signal does."""
+        None if nobody was asked, or nobody said why.
+        """
+        if self.own_reason is None and self._agreement:
+            return self._agreement.reason
+        return self.own_reason
+
+    def request(self, reason: str | None = None) -> None:
+        """Asks to stop, as a signal does.
+
+        Args:
+            reason: Why, in words that follow "stopped by".
+        """
+        self.own_reason = self.own_reason or reason
         self._asked = True
 
     def agreed(self, step: int) -> bool:
         """Whether to stop now that `step` is done; all processes get the same answer.
 
         Raises:
-            DistributedError: If some process does not say in time how far it is.
+            PeerLostError: If some process does not say in time how far it is, or has gone.
         """
         if self._agreement:
             return self._agreement.reached(step)
@@ -110,16 +164,88 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # Only plain attributes are set: the handler may run while any lock is held.
-        first = not self._asked
-        self._signal = signal.Signals(number)
-        self._asked = True
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts > 1:
-            raise KeyboardInterrupt
-        if first:
-            again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
-            notice = f"\n{self._signal.name}: stopping after this step{again}.\n"
-            os.write(2, notice.encode())
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            # Two that came while no handler could run are one for Python.
+            if max(self._interrupts, self._reader.interrupts if self._reader else 0) > 1:
+                self.is_interrupted = True
+                raise KeyboardInterrupt
+        self.noticed(signal.Signals(number).name)
+
+    def noticed(self, reason: str) -> None:
+        """Asks to stop, and says so if it is the first to ask."""
+        self.request(reason)
+        if self._is_told.acquire(blocking=False):
+            again = "; Ctrl-C again ends at once" if reason == "SIGINT" else ""
+            os.write(2, f"\n{reason}: stopping after this step{again}.\n".encode())
+
+
+class _SignalReader(threading.Thread):
+    """Learns of signals while the main thread is out of reach of its handlers, within C++.
+
+    There, Python only notes that a signal has come, and writes its number to a file.
+    """
+
+    _active: "_SignalReader | None" = None
+
+    def __init__(self, stop: StopRequest):
+        super().__init__(name="shardlib-signals", daemon=True)
+        self._stop_request = stop
+        self.interrupts = 0
+        self._from, self._to = os.pipe()
+        os.set_blocking(self._to, False)
+
+    @classmethod
+    def begin(cls, stop: StopRequest) -> "_SignalReader | None":
+        """Starts one; none where an event loop (asyncio's, Jupyter's) reads signals already."""
+        reader = cls(stop)
+        former = signal.set_wakeup_fd(reader._to, warn_on_full_buffer=False)
+        if former != -1:
+            signal.set_wakeup_fd(former)
+            reader._close()
+            return None
+        _SignalReader._active = reader
+        reader.start()
+        return reader
+
+    def end(self) -> None:
+        signal.set_wakeup_fd(-1)
+        _SignalReader._active = None
+        os.write(self._to, b"\0")
+        self.join()
+        self._close()
+
+    def _close(self) -> None:
+        os.close(self._from)
+        os.close(self._to)
+
+    def run(self) -> None:
+        while True:
+            for number in os.read(self._from, 64):
+                if not number:
+                    return
+                if number in _HANDLED:
+                    self._came(number)
+
+    def _came(self, number: int) -> None:
+        self.interrupts += number == signal.SIGINT
+        time.sleep(_HANDLER_SECONDS)  # Rather the handler, if it can run.
+        self._stop_request.noticed(signal.Signals(number).name)
+        if number == signal.SIGINT and self.interrupts > 1:
+            time.sleep(_UNREACHABLE_SECONDS)
+            if not self._stop_request.is_interrupted:
+                os.write(2, b"\nSIGINT: ending at once.\n")
+                os._exit(_INTERRUPTED)
+
+
+def _leave_to_parent() -> None:
+    # A forked child has inherited the file: its signals are none of its parent's.
+    if _SignalReader._active:
+        _SignalReader._active = None
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class _Agreement(threading.Thread):
@@ -127,7 +253,8 @@ class _Agreement(threading.Thread):
 
     Keys under the prefix: `vote/<process>` is the last step which that process has gone past, and
     it holds at the next until all have voted; `left/<process>` is the same of one whose loop is
-    over. Any vote makes the other processes vote.
+    over. With it goes why that process was asked, if it was. Any vote makes the other processes
+    vote.
     """
 
     def __init__(self, stop: StopRequest, poll_seconds: float | None, timeout_seconds: float):
@@ -143,6 +270,7 @@ class _Agreement(threading.Thread):
         # What follows is guarded by _changed.
         self._last_step = -1
         self.voted = False
+        self.reason: str | None = None
         self._last_of_all: int | None = None
         self._silent: list[int] = []
         self._failure: BaseException | None = None
@@ -150,13 +278,13 @@ class _Agreement(threading.Thread):
     def reached(self, step: int) -> bool:
         with self._changed:
             if not self._changed.wait_for(self._settled, self._timeout_seconds):
-                raise DistributedError(
+                raise PeerLostError(
                     f"process {self._index} waited {self._timeout_seconds:g} s to agree on the "
                     f"step to stop after; no answer came from {self._silent}.\n"
                     "  Look at the output of these processes: they have failed or hang."
                 )
             if self._failure is not None:
-                raise DistributedError(
+                raise PeerLostError(
                     f"the processes could not agree on a step to stop after: {self._failure}\n"
                     "  The coordinator (process 0) has gone; start all processes again."
                 ) from self._failure
@@ -196,11 +324,13 @@ class _Agreement(threading.Thread):
         self._publish("vote")
 
     def _publish(self, kind: str) -> None:
-        self._client.key_value_set(f"{self._prefix}/{kind}/{self._index}", str(self._last_step))
+        answer = json.dumps([self._last_step, self._stop_request.own_reason])
+        self._client.key_value_set(f"{self._prefix}/{kind}/{self._index}", answer)
 
-    def _answers(self, kind: str) -> dict[int, int]:
+    def _answers(self, kind: str) -> dict[int, tuple[int, str | None]]:
+        """What each process said: the last step it has gone past, and why it was asked."""
         entries = self._client.key_value_dir_get(f"{self._prefix}/{kind}/")
-        return {int(key.rpartition("/")[2]): int(value) for key, value in entries}
+        return {int(key.rpartition("/")[2]): tuple(json.loads(value)) for key, value in entries}
 
     def _collect(self) -> None:
         while True:
@@ -208,7 +338,9 @@ class _Agreement(threading.Thread):
             with self._changed:
                 self._silent = sorted(set(range(self._count)) - set(answers))
                 if not self._silent:
-                    self._last_of_all = max(answers.values())
+                    reasons = [f"{why} (process {i})" for i, (_, why) in answers.items() if why]
+                    self.reason = min(reasons, default=None)
+                    self._last_of_all = max(step for step, _ in answers.values())
                     self._changed.notify_all()
                     return
             if self._leaving.wait(min(self._poll_seconds, 0.05 * max(1, self._count / 100))):

@@ -244,6 +244,8 @@ def test_all_faults_are_reported_at_once_where_they_were_written(write):
     [
         (["train.steps=true"], "train.steps=true: expected an integer, got 'true'."),
         (["train.steps='5'"], "train.steps='5': expected an integer, got '5'."),
+        (["train.steps=a://" + "b" * 80 + "@c"], "train.steps=a://***@c: expected an integer, got "
+         "'a://***@c'."),
         (["train.steps=1.5"], "train.steps=1.5: expected an integer, got '1.5'."),
         (["train.steps={a: 1}"], "train.steps={a: 1}: expected an integer, got a mapping of 'a'."),
         (["train=13"], "train=13: expected a section of keys, got '13'."),
@@ -283,11 +285,8 @@ def test_one_fault_of_an_override(overrides, message):
         ("run_dir: !!python/name:os.system", "x.yaml:1: run_dir: the tag !!python/name:os.system "
          "is not allowed here."),
         ("run_dir: a\n? [a]\n: 1", "x.yaml:2: a key must be text."),
-        ("&a [*a]", "x.yaml: nested too deeply to be a config."),
-        ("[" * 5000, "x.yaml: nested too deeply to be a config."),
-        ("a: &a [1,1,1,1,1,1,1,1,1,1]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a,*a]\n"
-         "c: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b,*b]\nd: [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c]",
-         "x.yaml: more than 10000 values, aliases included."),
+        ("run_dir: a\nmodel:\n  width: " + "9" * 5000, "x.yaml:3: model.width: expected an "
+         "integer, got '" + "9" * 57 + "...'."),
         ("run_dir: a\ntrain:\n  steps: 13", "x.yaml:2: train: 13 steps bring bad luck.\n"
          "    Take 12."),
         ("run_dir: a\ntrain:\n  clip: 3\n  lr: -1", "the configuration has 3 faults:\n"
@@ -301,6 +300,61 @@ def test_one_fault_of_an_override(overrides, message):
 )  # fmt: skip
 def test_one_fault_of_a_file(write, text, message):
     assert faults(Root, write(text + "\n")) == message
+
+
+def levels(count, line):
+    """A document of one line for each level, which may name the level before."""
+    return "\n".join(["k0: &k0 []", *(line.format(n, n - 1) for n in range(1, count))])
+
+
+TOO_DEEP = "x.yaml: values nest more than 64 deep, which no config does."
+PART_OF_ITSELF = "x.yaml:2: an alias stands for something that it is part of."
+TOO_MANY = "values, aliases included, but a config has at most 10,000."
+BOUNDS = {
+    "deep": ("[" * 65 + "]" * 65, TOO_DEEP),
+    "just not too deep": (
+        "[" * 64 + "]" * 64,
+        "x.yaml: expected a section of keys, got a list of 1.",
+    ),
+    "deeper than the stack": ("[" * 5000, TOO_DEEP),
+    "deep by aliases": (levels(40, "k{0}: &k{0} [[*k{1}]]"), TOO_DEEP),
+    "deeper than the stack by aliases": (levels(5000, "k{0}: &k{0} [[*k{1}]]"), TOO_DEEP),
+    "part of itself": ("a:\n  &a [*a]", PART_OF_ITSELF),
+    "merged into itself": ("a:\n  &a\n  <<: *a", PART_OF_ITSELF),
+    # 1 + (k0) 1 + (k1) 11 + (k2) 111 + (k3) 1,111 + (k4) 11,111 lists.
+    "many": (
+        levels(5, "k{0}: &k{0} [" + ",".join(["*k{1}"] * 10) + "]"),
+        f"x.yaml: 12,346 {TOO_MANY}",
+    ),
+    "a trillion": (
+        levels(50, "k{0}: &k{0} [" + ",".join(["*k{1}"] * 10) + "]"),
+        f"x.yaml: more than a trillion {TOO_MANY}",
+    ),
+    "merges of which nothing is left": (
+        levels(30, "k{0}: &k{0}\n  <<: [" + ",".join(["*k{1}"] * 9) + "]").replace("[]", "{}"),
+        f"x.yaml: more than a trillion {TOO_MANY}",
+    ),
+    "large": ("#" * (1 << 18), "x.yaml: 262,145 bytes, but a config has at most 262,144."),
+}
+
+
+@pytest.mark.parametrize("case", BOUNDS)
+def test_a_file_that_holds_more_than_any_config(write, case):
+    text, message = BOUNDS[case]
+    assert faults(Root, write(text + "\n")) == message
+
+
+def test_a_file_without_end():
+    assert faults(Root, "/dev/zero") == (
+        "/dev/zero: more than 262,144 bytes, but a config has at most 262,144."
+    )
+
+
+@pytest.mark.parametrize("depth", [65, 5000])
+def test_an_override_that_is_too_deep(depth):
+    assert faults(Root, None, ["run_dir=a", f"train.tags={'[' * depth}{']' * depth}"]) == (
+        "command line: train.tags: values nest more than 64 deep, which no config does."
+    )
 
 
 def test_a_missing_or_unreadable_file_is_named(write):

@@ -90,7 +90,7 @@ def test_two_processes_compute_together():
         if group.index == 0:
             try:
                 distributed.barrier("never", timeout_seconds=0.5)
-            except distributed.DistributedError as error:
+            except distributed.PeerLostError as error:
                 say(error)
         distributed.shutdown()
     """)
@@ -131,7 +131,7 @@ def test_all_stop_after_the_same_step_whoever_is_asked():
                         os.kill(os.getpid(), number)
                     if stop.agreed(step):
                         break
-                say(f"{scene}:", step, stop.requested, stop.signal_name)
+                say(f"{scene}:", step, stop.requested, stop.reason)
 
         run("interrupted", 1000, 5, signal.SIGINT, 0)
         run("terminated", 1000, 7, signal.SIGTERM, 1)
@@ -154,13 +154,15 @@ def test_all_stop_after_the_same_step_whoever_is_asked():
         for index in (0, 1)
     )
     for scene, at in (("interrupted", 5), ("terminated", 7)):
-        (step, asked, name), (other, other_asked, other_name) = (
-            first[scene].split(), second[scene].split()
-        )  # fmt: skip
+        (step, asked, why), (other, other_asked, other_why) = (
+            said_by[scene].split(maxsplit=2) for said_by in (first, second)
+        )
         assert step == other
         assert at < int(step) < at + 200
         assert (asked, other_asked) == ("True", "True")
-        assert {name, other_name} == {"None", "SIGINT" if at == 5 else "SIGTERM"}
+        assert (why, other_why) == (
+            ("SIGINT", "SIGINT (process 0)") if at == 5 else ("SIGTERM (process 1)", "SIGTERM")
+        )
     assert second["too late"].split()[0] == first["too late"].split()[0] == "3"
     assert first["never"] == second["never"] == "2 False None"
     assert first["ahead"] == second["ahead"]
@@ -359,16 +361,18 @@ def test_virtual_devices_get_threads(monkeypatch):
 
 
 def test_a_signal_is_a_request(capfd):
-    for number, again in ((signal.SIGINT, "; Ctrl-C again ends at once"), (signal.SIGTERM, "")):
-        before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    for number in handled:
+        again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
+        before = [signal.getsignal(each) for each in handled]
         with StopRequest() as stop:
             assert not stop.requested
             assert not stop.agreed(0)
             os.kill(os.getpid(), number)
             assert stop.requested
             assert stop.agreed(1)
-            assert stop.signal_name == signal.Signals(number).name
-        assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+            assert stop.reason == signal.Signals(number).name
+        assert before == [signal.getsignal(each) for each in handled]
         assert capfd.readouterr().err == (
             f"\n{signal.Signals(number).name}: stopping after this step{again}.\n"
         )
@@ -394,14 +398,14 @@ def test_a_thread_can_ask_too():
         with StopRequest() as stop:
             seen.append(signal.getsignal(signal.SIGINT) is before)
             seen.append(stop.agreed(0))
-            stop.request()
+            stop.request("a thread")
             seen.append(stop.agreed(1))
-            seen.append(stop.signal_name)
+            seen.append(stop.reason)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert seen == [True, False, True, None]
+    assert seen == [True, False, True, "a thread"]
 
 
 def test_this_process_is_alone():

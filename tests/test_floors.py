@@ -27,7 +27,7 @@ FLOORS = (
     ("explain", "plan"),
     # 3: training
     (
-        "data", "train", "checkpoint", "distributed", "stopping", "preemption", "watchdog",
+        "data", "train", "checkpoint", "distributed", "stopping", "preemption", "peers", "watchdog",
     ),
     # 4: workloads
     ("run", "launch", "cli", "testing", "finetune", "serve", "batch", "__main__", "train.__main__"),

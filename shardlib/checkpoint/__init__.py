@@ -1,14 +1,19 @@
-"""Checkpoints of a run: any state, any mesh, bit for bit.
+"""Checkpoints of a run: any state, any mesh, bit for bit, and proved to be so.
 
     with RunCheckpoints("run/checkpoints", CheckpointConfig(keep=2)) as checkpoints:
         checkpoints.save(100, state, {"mesh": "fsdp=8", "samples_seen": 12_800})
         ...
-        state = checkpoints.restore(checkpoints.latest(), target)
+        manifest, state = checkpoints.restore_newest(target)
 
-The format is described in `store.py` (directories), `manifest.py` (the document beside the arrays)
-and `tree.py` (names of leaves).
+The format is described in `store.py` (directories), `manifest.py` (the document beside the arrays),
+`fingerprint.py` (what proves values) and `tree.py` (names of leaves).
 """
 
 from shardlib.checkpoint.config import CheckpointConfig as CheckpointConfig
+from shardlib.checkpoint.config import KeepBest as KeepBest
+from shardlib.checkpoint.config import LocalTier as LocalTier
 from shardlib.checkpoint.manifest import Manifest as Manifest
+from shardlib.checkpoint.reading import SavedCheckpoints as SavedCheckpoints
 from shardlib.checkpoint.store import RunCheckpoints as RunCheckpoints
+from shardlib.checkpoint.tiers import TieredCheckpoints as TieredCheckpoints
+from shardlib.checkpoint.tiers import open_checkpoints as open_checkpoints

@@ -1,27 +1,33 @@
-"""Arrays on disk, by Orbax: asynchronous, sharded, each checkpoint committed by one rename.
+"""Arrays on disk, by Orbax: asynchronous and sharded, read back onto any sharding.
 
-This is the one file that knows Orbax. It writes named arrays and one JSON document into a
-directory that appears when it is complete, and reads the arrays back onto any sharding. Which
-directories there are, and what may be deleted, is decided elsewhere (`store.py`).
+This is the one file that knows Orbax, and of Orbax only the handler that writes and reads arrays in
+a directory that is there. When a checkpoint is complete, and what becomes of one that cannot be
+written, is decided elsewhere (`saving.py`): Orbax's own checkpointers leave the other processes
+waiting for minutes when one of them fails.
 """
 
+import asyncio
+import json
 import logging
 import math
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardlib.checkpoint.manifest import FILE_NAME
+from shardlib.checkpoint.damage import DamageError
+from shardlib.checkpoint.files import walk
 from shardlib.checkpoint.tree import is_key, nest, unnest
 
-# Orbax writes `name` + this, and renames it to `name` when it is complete.
-TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
+T = TypeVar("T")
+
 # Read in flight at a time by one process. Orbax's default of 96 GB doubles host memory; this
 # keeps a restore near the size of the state.
 READ_BYTES = 100_000_000
@@ -32,50 +38,62 @@ CHUNK_BYTES = 32 * 2**20
 REPLICA_SLICE_BYTES = 64 * 2**20
 
 
-class ArrayWriter:
-    """Writes checkpoints in the background, one at a time.
+class Future(Protocol):
+    """Something that is being written."""
 
-    `save` returns when the arrays are copied to the host: they may then be donated or deleted.
-    Every process calls every method, in the same order.
-    """
+    def result(self, timeout: float | None = None) -> Any: ...
+
+
+class ArrayWriter:
+    """Writes arrays in the background, one set at a time; every process takes part."""
 
     def __init__(self) -> None:
         _quiet_orbax()
-        self._handler = _Handler(state=_state_handler(READ_BYTES))  # type: ignore[arg-type]
-        # Directories are made before `save` returns: a failure there is raised at once, where
-        # Orbax's other way leaves threads that wait for a signal that never comes.
-        options = ocp.AsyncOptions(create_directories_asynchronously=False)
-        self._checkpointer = ocp.AsyncCheckpointer(self._handler, async_options=options)
+        self._handler = _state_handler(READ_BYTES)
 
-    def save(self, directory: pathlib.Path, arrays: Mapping[str, Any], document: str) -> None:
-        """Starts writing `arrays` and the text `document` as the checkpoint `directory`."""
-        self.wait()
-        self._handler.document = document
+    def start(self, directory: pathlib.Path, arrays: Mapping[str, Any]) -> Sequence[Future]:
+        """Starts writing `arrays` into `directory`, which exists.
+
+        Returns when the arrays are copied to the host: they may then be donated or deleted.
+
+        Returns:
+            What to wait for; `result()` raises what went wrong.
+        """
         stored = nest({path: _to_stored(array) for path, array in arrays.items()})
         chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
         item = ocp.args.PyTreeSave(stored, save_args=jax.tree.map(lambda _: chunked, stored))
-        self._checkpointer.save(epath.Path(directory), args=_Arguments(state=item))
+        return _complete(self._handler.async_save(epath.Path(directory), args=item)) or []
 
-    def wait(self) -> None:
-        """Blocks until the last save is committed; raises what went wrong in it, once."""
-        self._checkpointer.wait_until_finished()
+    def finish(self, directory: pathlib.Path) -> None:
+        """Makes one store of what all processes have written; the first process alone does so."""
+        self._handler.finalize(epath.Path(directory))
 
     def close(self) -> None:
-        """Waits, and ends the background threads."""
-        self._checkpointer.close()
+        """Ends the background threads."""
+        self._handler.close()
+
+
+def own_files(directory: pathlib.Path) -> list[str]:
+    """Returns the files that this process alone has written below `directory`, by relative path."""
+    own = f"ocdbt.process_{jax.process_index()}"
+    return [f"{own}/{name}" for name in walk(directory / own)] if (directory / own).is_dir() else []
 
 
 def read(directory: pathlib.Path, targets: Mapping[str, Any]) -> dict[str, Any]:
     """Reads arrays of the checkpoint `directory`, bit for bit.
 
     Args:
-        directory: A complete checkpoint, whose leaves have the shapes and dtypes of `targets`.
+        directory: A complete checkpoint, some of whose leaves have the paths, shapes and dtypes of
+            `targets`.
         targets: By path, a `jax.ShapeDtypeStruct` or an array: one with a sharding gives a
             `jax.Array` of that sharding, one without gives a numpy array on the host, a Python
             number gives a number. PRNG keys always become `jax.Array`.
 
     Returns:
         The arrays by path.
+
+    Raises:
+        DamageError: If arrays are stored with other shapes than those of `targets`.
     """
     _quiet_orbax()
     stored = {path: _StoredTarget(target) for path, target in targets.items()}
@@ -84,30 +102,34 @@ def read(directory: pathlib.Path, targets: Mapping[str, Any]) -> dict[str, Any]:
     arrays = {path: np.zeros(t.shape, t.dtype) for path, t in stored.items() if path not in present}
     if present:
         location = epath.Path(directory) / "state"
-        handler = _state_handler(_read_bytes(location, present))
+        handler = _state_handler(_read_bytes(directory, present))
         restore_args = nest({path: target.restore_args() for path, target in present.items()})
         item = nest({path: target.struct() for path, target in present.items()})
         restored = handler.restore(
-            location, args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args)
+            location,
+            args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True),
         )
         handler.close()
         arrays |= unnest(restored)
     return {path: _from_stored(arrays[path], target) for path, target in targets.items()}
 
 
-class _Handler(ocp.CompositeCheckpointHandler):
-    """Adds the JSON document to the temporary directory just before it is renamed."""
+def _complete(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end, also where a loop is running already, as in a notebook."""
 
-    document: str = ""
+    def run() -> T:
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(coroutine)
+        finally:
+            loop.close()
 
-    def finalize(self, directory: epath.Path) -> None:
-        super().finalize(directory)
-        (directory / FILE_NAME).write_text(self.document)
-
-
-@ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)  # type: ignore[arg-type]
-class _Arguments(ocp.args.Composite):
-    """Orbax finds the arguments of a handler by class."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 class _StoredTarget:
@@ -150,22 +172,53 @@ def _state_handler(read_bytes: int) -> ocp.PyTreeCheckpointHandler:
     )
 
 
-def _read_bytes(location: epath.Path, targets: Mapping[str, _StoredTarget]) -> int:
+def chunk_shapes(
+    directory: pathlib.Path, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the chunks that arrays of the checkpoint `directory` are stored in.
+
+    The index of all arrays is read on the way, which has checksums of its own.
+
+    Args:
+        directory: A complete checkpoint.
+        shapes: By path, what the manifest says of arrays that have elements; those of PRNG keys
+            are of the integers behind them.
+
+    Raises:
+        DamageError: If an array is stored with another shape, so that no memory is taken for sizes
+            that nobody saved.
+        Exception: Of many kinds, if the index is damaged.
+    """
+    place = {"driver": "file", "path": f"{directory / 'state'}/"}
+    store = ts.KvStore.open({"driver": "ocdbt", "base": place}).result()
+    store.list().result()
+    reads = {path: store.read(f"{path.replace('/', '.')}/.zarray") for path in shapes}
+    chunks = {}
+    for path, shape in shapes.items():
+        stored = json.loads(reads[path].result().value)
+        chunk = tuple(stored["chunks"])
+        is_inside = all(1 <= size <= dim for size, dim in zip(chunk, shape, strict=False))
+        if tuple(stored["shape"]) != shape or len(chunk) != len(shape) or not is_inside:
+            raise DamageError(
+                f"{path} is stored with shape {stored['shape']} in chunks of {list(chunk)}, "
+                f"but was saved with shape {list(shape)}"
+            )
+        chunks[path] = chunk
+    return chunks
+
+
+def _read_bytes(directory: pathlib.Path, targets: Mapping[str, _StoredTarget]) -> int:
     """Returns the bytes that may be in flight: the bound, or what the largest single read needs.
 
     Orbax refuses a read larger than the bound instead of doing it alone. A read is of whole
     chunks, and a shard that is not aligned to them touches one more in each dim.
     """
-    handler = _state_handler(READ_BYTES)
-    stored = unnest(handler.metadata(location).tree)
-    handler.close()
+    chunks = chunk_shapes(directory, {path: target.shape for path, target in targets.items()})
     largest = 0
     for path, target in targets.items():
-        chunk = stored[path].storage.chunk_shape if stored[path].storage else target.shape
         footprint = np.dtype(target.dtype).itemsize
-        for dim, shard, step in zip(target.shape, target.shard_shape(), chunk, strict=True):
-            chunks = min(-(-dim // step), (shard - 1) // step + 2)
-            footprint *= chunks * step
+        for dim, shard, step in zip(target.shape, target.shard_shape(), chunks[path], strict=True):
+            footprint *= step * min(-(-dim // step), (shard - 1) // step + 2)
         largest = max(largest, footprint)
     return max(READ_BYTES, largest + 1)
 

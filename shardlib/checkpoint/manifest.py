@@ -1,43 +1,69 @@
 """What a checkpoint says of itself: one JSON document beside the arrays, readable without them.
 
     {
-      "schema": 1,                      version of this format
+      "schema": 2,                      version of this format
       "step": 1200,
       "saved_at": "2026-01-31T12:00:00+00:00",
       "run": {...},                     whatever the run wants to know: config, mesh, rules,
                                         position in the data
-      "leaves": {"params/layers/kernel": {"shape": [4, 8], "dtype": "bfloat16"}, ...},
+      "metrics": {"eval_loss": 2.31},   finite numbers; what is kept as best goes by them
+      "leaves": {"params/layers/kernel":
+          {"shape": [4, 8], "dtype": "bfloat16", "fingerprint": "6f2b68c7"}, ...},
+      "files": {"state/manifest.ocdbt": {"bytes": 240, "crc32": "0c3e5ab1"}, ...},
       "libraries": {"jax": "...", ...},
       "processes": 2,
-      "devices": 8
+      "devices": 8,
+      "digest": "..."                   SHA-256 of all the rest
     }
 
-Unknown keys are ignored, so that a later version may add some (a fingerprint of each leaf, say)
-without changing the number of the schema; it changes when an older reader would misread.
+Fingerprints are those of `fingerprint.py`. `files` are all but this one, by path below the
+directory of the checkpoint, with the CRC-32 of zlib. The digest is taken of the document without
+it, as JSON with sorted keys, no spaces and only ASCII: other spacing is harmless, any other change
+is damage.
+
+Schema 1 had no fingerprints, metrics, files and digest. Unknown keys are ignored, so that a later
+version may add some; the number of the schema changes when an older reader would misread.
+
+A manifest is read as data of a stranger: its size is bounded, every field checked, and no path
+leads out of the checkpoint.
 """
 
 import dataclasses
 import datetime
+import hashlib
 import importlib.metadata
 import json
+import math
 import pathlib
 import platform
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from shardlib.checkpoint.tree import LeafSpec, leaf_spec
+from shardlib.checkpoint.damage import DamageError
+from shardlib.checkpoint.files import FileRecord
+from shardlib.checkpoint.tree import STORABLE, LeafSpec, is_storable_path, leaf_spec
 from shardlib.errors import CheckpointError
 
-SCHEMA = 1
+SCHEMA = 2
 FILE_NAME = "manifest.json"
 LIBRARIES = ("shardlib", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+# A leaf takes some 150 bytes; a million of them still fit.
+MAX_BYTES = 2**28
+
+_KEY_DTYPE = re.compile(r"key<\w+>")
+_FINGERPRINT = re.compile(r"([0-9a-f]{8}){1,4}")
+_CRC = re.compile(r"[0-9a-f]{8}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The manifest of one checkpoint; see the module for the meaning of the fields."""
+    """The manifest of one checkpoint; see the module for the meaning of the fields.
+
+    `fingerprints` has none of the leaves if schema 1 was read, and all of them otherwise.
+    """
 
     step: int
     leaves: dict[str, LeafSpec]
@@ -46,7 +72,20 @@ class Manifest:
     saved_at: str
     processes: int
     devices: int
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
+    files: dict[str, FileRecord] = dataclasses.field(default_factory=dict)
     schema: int = SCHEMA
+
+    @property
+    def is_verifiable(self) -> bool:
+        """Whether it has fingerprints and checksums to verify the checkpoint with."""
+        return self.schema >= 2
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all files of the checkpoint but this one; 0 where it does not say."""
+        return sum(record.bytes for record in self.files.values())
 
     def to_json(self) -> str:
         """Returns the document.
@@ -54,21 +93,44 @@ class Manifest:
         Raises:
             CheckpointError: If `run` holds what JSON cannot (an array, NaN, a set).
         """
+        document = {"schema": self.schema, **dataclasses.asdict(self)}
+        fingerprints = document.pop("fingerprints")
+        for path, leaf in document["leaves"].items():
+            leaf["fingerprint"] = fingerprints.get(path)
         try:
-            return json.dumps(dataclasses.asdict(self), allow_nan=False, indent=1)
+            # As JSON gives it back: tuples become lists, keys become text.
+            document = json.loads(json.dumps(document, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the metadata of step {self.step} is not JSON: {error}.\n"
                 "  Pass dicts, lists, strings, finite numbers, booleans and None."
             ) from None
+        return json.dumps(document | {"digest": digest(document)}, indent=1)
 
 
-def describe(step: int, leaves: Mapping[str, Any], run: Mapping[str, Any]) -> Manifest:
-    """Returns the manifest of a state about to be saved, given as leaves by path."""
+def digest(document: Mapping[str, Any]) -> str:
+    """Returns the digest of a document, which must be as JSON gives it back."""
+    content = {key: value for key, value in document.items() if key != "digest"}
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def describe(
+    step: int,
+    leaves: Mapping[str, Any],
+    run: Mapping[str, Any],
+    metrics: Mapping[str, float] | None = None,
+) -> Manifest:
+    """Returns the manifest of a state about to be saved, given as leaves by path.
+
+    Metrics that are not finite are left out: JSON has no number for them, and they are no best.
+    """
+    finite = {name: float(value) for name, value in (metrics or {}).items()}
     return Manifest(
         step=step,
         leaves={path: leaf_spec(leaf) for path, leaf in leaves.items()},
         run=dict(run),
+        metrics={name: value for name, value in finite.items() if math.isfinite(value)},
         libraries={name: _version(name) for name in LIBRARIES}
         | {"python": platform.python_version()},
         saved_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -92,49 +154,155 @@ def read(directory: pathlib.Path) -> Manifest:
     """
     path = directory / FILE_NAME
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes")
+        document = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+        _check(isinstance(document, dict), "the document", document)
         schema = document["schema"]
+        _check(_is_count(schema, least=1), "schema", schema)
         if schema > SCHEMA:
             raise CheckpointError(
                 f"checkpoint {directory} has format {schema}; "
                 f"this shardlib reads formats up to {SCHEMA}.\n"
                 f"  Use the shardlib that wrote it: {document['libraries']['shardlib']}."
             )
-        fields = {field.name: document[field.name] for field in dataclasses.fields(Manifest)}
-        fields["leaves"] = {
-            name: LeafSpec(tuple(leaf["shape"]), leaf["dtype"])
-            for name, leaf in fields["leaves"].items()
-        }
+        return _parsed(document)
     except OSError as error:
-        raise CheckpointError(
+        # That there is none is damage; that it cannot be read may pass.
+        is_gone = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        raise (DamageError if is_gone else CheckpointError)(
             f"{directory} cannot be read as a checkpoint: {error.strerror}: {path}.\n"
             "  Name the directory of a step, for example run/checkpoints/00000100."
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamageError(
             f"the manifest {path} is damaged: {type(error).__name__}: {error}.\n"
             "  Restore another step; remove this one."
         ) from error
-    return Manifest(**fields)
+
+
+def _parsed(document: dict[str, Any]) -> Manifest:
+    """Returns the manifest in a document of schema 1 or 2; raises what is wrong with it."""
+    schema = document["schema"]
+    if schema >= 2 and document["digest"] != digest(document):
+        raise ValueError("its digest is another one")
+    for key, is_valid in _FIELDS.items():
+        _check(is_valid(document[key]), key, document[key])
+    leaves, fingerprints = {}, {}
+    for path, leaf in document["leaves"].items():
+        leaves[path], fingerprint = _leaf(path, leaf, schema)
+        if fingerprint is not None:
+            fingerprints[path] = fingerprint
+    manifest = Manifest(
+        leaves=leaves, schema=schema, **{key: document[key] for key in _FIELDS if key != "leaves"}
+    )
+    if schema == 1:
+        return manifest
+    metrics, files = document["metrics"], document["files"]
+    _check(isinstance(metrics, dict) and all(map(_is_number, metrics.values())), "metrics", metrics)
+    _check(isinstance(files, dict), "files", files)
+    return dataclasses.replace(
+        manifest,
+        metrics={name: float(value) for name, value in metrics.items()},
+        fingerprints=fingerprints,
+        files={name: _file(name, record) for name, record in files.items()},
+    )
+
+
+def _leaf(path: str, leaf: Any, schema: int) -> tuple[LeafSpec, str | None]:
+    _check(is_storable_path(path), "the name of a leaf", path)
+    shape, dtype = leaf["shape"], leaf["dtype"]
+    _check(isinstance(shape, list) and all(map(_is_count, shape)), f"shape of {path}", shape)
+    is_known = isinstance(dtype, str) and (dtype in STORABLE or _KEY_DTYPE.fullmatch(dtype))
+    _check(bool(is_known), f"dtype of {path}", dtype)
+    fingerprint = None
+    if schema >= 2:
+        fingerprint = leaf["fingerprint"]
+        is_text = isinstance(fingerprint, str) and _FINGERPRINT.fullmatch(fingerprint)
+        _check(bool(is_text), f"fingerprint of {path}", fingerprint)
+    return LeafSpec(tuple(shape), dtype), fingerprint
+
+
+def _file(name: str, record: Any) -> FileRecord:
+    parts = name.split("/")
+    is_inside = all(part not in ("", ".", "..") for part in parts) and "\\" not in name
+    _check(is_inside and name.isprintable(), "the name of a file", name)
+    _check(_is_count(record["bytes"]), f"bytes of {name}", record["bytes"])
+    crc = record["crc32"]
+    _check(isinstance(crc, str) and bool(_CRC.fullmatch(crc)), f"crc32 of {name}", crc)
+    return FileRecord(record["bytes"], crc)
+
+
+def _is_count(value: Any, *, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_text_by_name(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+_FIELDS = {
+    "step": _is_count,
+    "leaves": lambda value: isinstance(value, dict) and len(value) > 0,
+    "run": lambda value: isinstance(value, dict),
+    "libraries": _is_text_by_name,
+    "saved_at": lambda value: isinstance(value, str),
+    "processes": lambda value: _is_count(value, least=1),
+    "devices": lambda value: _is_count(value, least=1),
+}
+
+
+def _check(is_valid: bool, what: str, value: Any) -> None:
+    if not is_valid:
+        raise ValueError(f"{what} is {str(value)[:80]!r}")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def check_same_leaves(
-    directory: pathlib.Path, found: Mapping[str, LeafSpec], expected: Mapping[str, LeafSpec]
-) -> None:
+    directory: pathlib.Path,
+    found: Mapping[str, LeafSpec],
+    expected: Mapping[str, LeafSpec],
+    *,
+    cast: bool = False,
+    partial: bool = False,
+) -> list[str]:
     """Refuses a checkpoint whose leaves are not those of the state it should be restored into.
 
+    Args:
+        directory: The checkpoint.
+        found: Its leaves.
+        expected: The leaves of the state.
+        cast: Accepts other dtypes, but for PRNG keys.
+        partial: Accepts missing and unexpected leaves.
+
+    Returns:
+        A line for each difference that was accepted.
+
     Raises:
-        CheckpointError: If any leaf is missing, unexpected, or has another shape or dtype; all
-            such leaves are listed with what was expected and what was found.
+        CheckpointError: If any other leaf is missing, unexpected, or has another shape or dtype;
+            all such leaves are listed with what was expected and what was found.
     """
-    faults = []
+    faults, accepted = [], []
     for path in sorted({*found, *expected}):
         if path not in found:
-            faults.append(f"{path}: expected {expected[path]}, missing from the checkpoint")
+            line = f"{path}: expected {expected[path]}, missing from the checkpoint"
+            (accepted if partial else faults).append(line)
         elif path not in expected:
-            faults.append(f"{path}: not expected, found {found[path]}")
+            (accepted if partial else faults).append(f"{path}: not expected, found {found[path]}")
         elif found[path] != expected[path]:
-            faults.append(f"{path}: expected {expected[path]}, found {found[path]}")
+            dtypes = (found[path].dtype, expected[path].dtype)
+            is_cast = found[path].shape == expected[path].shape and "key<" not in "".join(dtypes)
+            line = f"{path}: expected {expected[path]}, found {found[path]}"
+            (accepted if cast and is_cast else faults).append(line)
     if faults:
         raise CheckpointError(
             f"checkpoint {directory} is of another model or optimizer: "
@@ -142,3 +310,4 @@ def check_same_leaves(
             + "".join(f"  {fault}\n" for fault in faults)
             + "  Restore it with the configuration it was saved with, or start another run."
         )
+    return accepted

@@ -4,109 +4,76 @@ On disk:
 
     run/checkpoints/
       00000500/            one checkpoint; the name is the step
-        manifest.json      what it is: step, config, mesh, leaves, versions (`manifest.py`)
+        manifest.json      what it is: step, config, mesh, leaves, files, versions (`manifest.py`)
         state/             the arrays (Orbax: OCDBT, zarr, not compressed)
+          ocdbt.process_0/   what each process wrote
+          ...
       00001000/
       .trash/              checkpoints on their way out
+      .damaged/            checkpoints that did not validate
 
-A checkpoint is written under a temporary name and appears by one rename. It is deleted by one
-rename into `.trash` and removed from there, so that a kill at any time leaves no directory that
-is listed and cannot be restored. Anything else in the directory is left alone and never listed.
+What comes and goes in it, and why a kill does no harm, is said in `directory.py` and `saving.py`;
+what proves a checkpoint on its way back, in `restoring.py`.
 """
 
-import atexit
-import logging
 import os
-import pathlib
-import re
-import shutil
-import threading
 import types
 import uuid
-import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
-import numpy as np
 
+from shardlib.checkpoint import fingerprint, newest
 from shardlib.checkpoint import manifest as manifests
+from shardlib.checkpoint.at_exit import close_at_exit
 from shardlib.checkpoint.config import CheckpointConfig
+from shardlib.checkpoint.damage import first_line, listed
+from shardlib.checkpoint.directory import PROBE, Notify
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.checkpoint.tree import check_leaves, flatten, leaf_spec, unflatten
+from shardlib.checkpoint.reading import SavedCheckpoints
+from shardlib.checkpoint.retention import kept
+from shardlib.checkpoint.saving import Saving
+from shardlib.checkpoint.tree import check_leaves, flatten, leaf_spec
 from shardlib.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shardlib.checkpoint.arrays import ArrayWriter
 
-STEP_NAME = re.compile(r"\d{8,}")
-TRASH = ".trash"
 
-
-class RunCheckpoints:
+class RunCheckpoints(SavedCheckpoints):
     """Saves and restores the state of one run.
 
     Under several processes each makes its own instance on the same shared directory, and all
-    call `save`, `wait`, `latest`, `restore` and `close` together.
+    call every method that saves, waits, restores or removes together. They agree over the
+    coordination service: what fails on one process fails on all, and no process is left waiting.
 
     Usable as a context manager: leaving it waits for the save in flight.
 
     Args:
         directory: Holds the checkpoints, for example `run/checkpoints`; made by the first save.
-        config: How many to keep. `every_steps` is for the caller's loop.
+        config: How many to keep. `every_steps` is for the caller's loop; see `is_due`.
+        notify: Told, in the thread that calls the methods, what went wrong without ending the run,
+            and what was skipped: one text each. By default it is logged as a warning.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], config: CheckpointConfig | None = None
+        self,
+        directory: str | os.PathLike[str],
+        config: CheckpointConfig | None = None,
+        *,
+        notify: Notify | None = None,
     ) -> None:
-        self.directory = pathlib.Path(directory).absolute()
+        super().__init__(directory, notify=notify)
         self.config = config or CheckpointConfig()
         self._writer: ArrayWriter | None = None
-        self._in_flight: int | None = None
-        self._deletion: threading.Thread | None = None
+        self._saving: Saving | None = None
+        self._failures = 0
+        self._is_metric_missed = False
 
-    def steps(self) -> list[int]:
-        """Returns the steps of the complete checkpoints, oldest first."""
-        try:
-            entries = list(os.scandir(self.directory))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoints cannot be listed: {error.strerror}: {self.directory}.\n"
-                "  Name a directory that this user may read as run_dir."
-            ) from error
-        return sorted(
-            int(entry.name)
-            for entry in entries
-            if STEP_NAME.fullmatch(entry.name)
-            and entry.name == self._path(int(entry.name)).name
-            and entry.is_dir(follow_symlinks=False)
-            and (pathlib.Path(entry.path) / manifests.FILE_NAME).is_file()
-        )
-
-    def latest(self) -> int | None:
-        """Returns the newest step, or None without any; the same on every process."""
-        newest = max(self.steps(), default=-1)
-        if jax.distributed.is_initialized() and jax.process_count() > 1:
-            from jax.experimental import multihost_utils
-
-            newest = int(multihost_utils.broadcast_one_to_all(np.int32(newest)))
-        return None if newest < 0 else newest
-
-    def manifest(self, step: int) -> Manifest:
-        """Returns what the checkpoint of `step` says of itself, arrays unread.
-
-        Raises:
-            CheckpointError: If there is no such checkpoint, or its manifest is damaged.
-        """
-        if step not in self.steps():
-            raise self._missing(step)
-        return manifests.read(self._path(step))
-
-    def metadata(self, step: int) -> dict[str, Any]:
-        """Returns the metadata that was given to `save`, as JSON gives it back."""
-        return self.manifest(step).run
+    def is_due(self, step: int) -> bool:
+        """Whether the config asks for a checkpoint after this step."""
+        return self.config.enabled and step % self.config.every_steps == 0
 
     def check_writable(self) -> None:
         """Proves that checkpoints can be written, before any training is spent on them.
@@ -114,7 +81,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: If the directory cannot be made, or no file can be written there.
         """
-        probe = self.directory / f".probe-{uuid.uuid4().hex}"
+        probe = self.directory / f"{PROBE}{uuid.uuid4().hex}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             probe.write_bytes(b"shardlib")
@@ -126,101 +93,137 @@ class RunCheckpoints:
                 "checkpoint.enabled=false."
             ) from error
 
+    def prepare(self, state: Any) -> None:
+        """Compiles what saves of such a state need, so that the first one need not.
+
+        Args:
+            state: The state, or its `jax.ShapeDtypeStruct`s with shardings.
+        """
+        fingerprint.compile_ahead(flatten(state))
+
     def save(
-        self, step: int, state: Any, metadata: Mapping[str, Any], *, wait: bool = False
+        self,
+        step: int,
+        state: Any,
+        metadata: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        wait: bool = False,
     ) -> None:
-        """Saves a state; returns once its arrays are copied to the host.
+        """Starts saving `state`; returns when its arrays are copied to the host.
 
         The state may be donated to the next step at once. A save still in flight is waited for
-        first, and its failure raised here.
+        first. One that failed, this or the one before, is told of through `notify`, its space is
+        given back, and nothing is raised until `config.max_failures` in a row have failed.
 
         Args:
             step: Number of optimizer steps that led to the state; not saved before.
             state: Any pytree of arrays and numbers, typed PRNG keys among them. A scalar that
                 lives on one process only is taken from the first process.
             metadata: Any JSON: config, mesh, rules, position in the data.
-            wait: Whether to return only when the checkpoint is complete.
+            metrics: What `config.keep_best` may go by; numbers that are not finite are left out.
+            wait: Whether to return only when the checkpoint is complete, and to raise if it fails.
 
         Raises:
             CheckpointError: If the step is saved already, the state or the metadata cannot be
-                stored, or writing failed.
+                stored, or too many saves have failed; of the last good step the message says.
         """
-        self.wait()
-        if step < 0 or step in self.steps():
-            raise CheckpointError(
-                f"step {step} "
-                + ("is negative" if step < 0 else f"is already saved in {self.directory}")
-                + ".\n  Save each step once, counted from 0."
-            )
+        self.settle()
+        self._check_failures()
         leaves = flatten(state)
         check_leaves(leaves)
         _check_global(leaves)
-        document = manifests.describe(step, leaves, metadata).to_json()
-        arrays = {path: leaf for path, leaf in leaves.items() if np.prod(np.shape(leaf))}
-        if not arrays:
+        draft = manifests.describe(step, leaves, metadata, metrics)
+        draft.to_json()
+        if not any(leaf_spec(leaf).size for leaf in leaves.values()):
             raise CheckpointError(
                 f"the state of step {step} holds no array.\n  Pass the state of the training step."
             )
-        writer = self._open_writer()
-        self._in_flight = step
+        self.peers.decide("save", "", lambda _: self._check_new(step))
+        self._tell_missed_metric(draft)
+        saving = Saving(self._steps, self.peers, self._open_writer(), draft, self._prune)
         try:
-            writer.save(self._path(step), arrays, document)
+            saving.begin(leaves)
         except Exception as error:
-            raise self._failed(error) from error
+            self._fail(step, error, is_raised=wait)
+            self._check_failures()
+            return
+        self._saving = saving
         if wait or not self.config.asynchronous:
-            self.wait()
+            self.settle(is_raised=wait)
 
     def wait(self) -> None:
-        """Blocks until the last save is complete, and starts deleting what is not to be kept.
+        """Blocks until the last save is complete and what is not to be kept is being deleted.
 
         Raises:
             CheckpointError: If that save failed; what it had written is removed.
         """
-        if self._writer is None or self._in_flight is None:
+        self.settle(is_raised=True)
+
+    def settle(self, *, is_raised: bool = False) -> None:
+        """Waits for the save in flight; tells of its failure, or raises it."""
+        saving, self._saving = self._saving, None
+        if saving is None:
             return
-        try:
-            self._writer.wait()
-        except Exception as error:
-            raise self._failed(error) from error
-        self._in_flight = None
-        if jax.process_index() == 0:
-            self._discard([self._path(step) for step in self.steps()[: -self.config.keep]])
+        failure = saving.finish()
+        while self._later:
+            self._tell(self._later.pop(0))
+        if failure is None:
+            self._failures = 0
+        else:
+            self._fail(saving.step, failure, is_raised=is_raised)
 
-    def check(self, step: int, target: Any) -> None:
-        """Proves that `restore` would find the leaves of `target`; reads no array.
+    def poll(self) -> None:
+        """Tells of a save that has failed meanwhile; never waits. Any process may call it alone."""
+        if self._saving is not None and self._saving.is_over:
+            self.settle()
 
-        Raises:
-            CheckpointError: If there is no such checkpoint, or its leaves are not those of
-                `target`: each one that is missing, unexpected, or of other shape or dtype is named.
-        """
-        targets = flatten(target)
-        check_leaves(targets)
-        expected = {path: leaf_spec(leaf) for path, leaf in targets.items()}
-        manifests.check_same_leaves(self._path(step), self.manifest(step).leaves, expected)
+    def restore_newest(
+        self, target: Any, *, accept: newest.Accept = lambda manifest: None
+    ) -> tuple[Manifest, Any] | None:
+        """Returns the newest step that validates, or None if there is no checkpoint.
 
-    def restore(self, step: int, target: Any) -> Any:
-        """Returns the state saved at `step`, bit for bit, on the shardings of `target`.
+        Each newer step that is damaged is named through `notify`, and set aside in `.damaged` once
+        an older one is restored, so that its step can be saved again. What processes that were
+        killed have left is removed.
 
         Args:
-            step: One of `steps()`.
-            target: A tree of the structure of the state; leaves are `jax.ShapeDtypeStruct` with
-                a sharding of any mesh (or arrays, whose sharding is taken). A leaf without a
-                sharding is restored to a numpy array on the host.
+            target: As of `restore`.
+            accept: Sees the manifest before any array is read. What it raises is passed on: a
+                checkpoint of another config is not a damaged one.
 
         Raises:
-            CheckpointError: As `check`, before any array is read; or if it cannot be read.
+            CheckpointError: If there are checkpoints and none validates, or the newest one is of
+                another model.
         """
-        from shardlib.checkpoint import arrays
+        self.clean()
+        return newest.restore_newest([self], target, accept)
 
-        self.wait()
-        self.check(step, target)
-        try:
-            return unflatten(arrays.read(self._path(step), flatten(target)), target)
-        except Exception as error:
-            raise CheckpointError(
-                f"checkpoint {self._path(step)} cannot be read: {_first_line(error)}\n"
-                f"  Restore another step ({_listed(self.steps(), without=step)})."
-            ) from error
+    def clean(self) -> None:
+        """Removes what processes that were killed have left: for the run itself, not a reader."""
+        self.settle()
+        if self.peers.is_first:
+            self._tolerate("what is left of former processes stays", self._steps.clean)
+
+    def set_aside(self, step: int) -> None:
+        """Moves a damaged checkpoint into `.damaged`."""
+
+        def move() -> None:
+            self.notify(f"step {step} is now {self._steps.set_aside(step)}")
+
+        if self.peers.is_first:
+            self._tolerate(f"step {step} cannot be set aside", move)
+        self.peers.decide("aside", "", lambda _: "")
+
+    def drop_after(self, step: int) -> None:
+        """Removes every checkpoint later than `step`, as a run does that goes back to it."""
+        self.settle()
+
+        def drop() -> None:
+            later = [found for found in self._steps.candidates() if found > step]
+            self._steps.discard([self._steps.of_step(found) for found in reversed(later)])
+
+        self.peers.all_or_none("drop", drop if self.peers.is_first else lambda: None)
 
     def close(self) -> None:
         """Waits for the save in flight and for deletions; ends all threads."""
@@ -230,8 +233,7 @@ class RunCheckpoints:
             writer, self._writer = self._writer, None
             if writer is not None:
                 writer.close()
-            if self._deletion is not None:
-                self._deletion.join()
+            self._steps.join()
 
     def __enter__(self) -> Self:
         return self
@@ -250,79 +252,81 @@ class RunCheckpoints:
             # What ended the run matters more than the save that failed after it.
             error.add_note(str(failure))
 
-    def _path(self, step: int) -> pathlib.Path:
-        return self.directory / f"{step:08d}"
-
     def _open_writer(self) -> "ArrayWriter":
         if self._writer is None:
-            from shardlib.checkpoint.arrays import TEMPORARY_SUFFIX, ArrayWriter
+            from shardlib.checkpoint.arrays import ArrayWriter
 
-            self.check_writable()
-            if jax.process_index() == 0:
-                # Left by a run that was killed while it saved or deleted.
-                abandoned = self.directory.glob(f"*{TEMPORARY_SUFFIX}")
-                self._discard([path for path in abandoned if path.is_dir()])
             self._writer = ArrayWriter()
-            _close_at_exit(self)
+            close_at_exit(self)
         return self._writer
 
-    def _discard(self, paths: list[pathlib.Path]) -> None:
-        """Takes directories out of sight by a rename each, and removes them in the background."""
-        trash = self.directory / TRASH
-        for path in paths:
-            trash.mkdir(exist_ok=True)
-            path.rename(trash / f"{path.name}-{uuid.uuid4().hex}")
-        if self._deletion is not None:
-            self._deletion.join()
-        if trash.exists():
-            self._deletion = threading.Thread(
-                target=shutil.rmtree, args=(trash,), kwargs={"ignore_errors": True}
+    def _check_new(self, step: int) -> str:
+        if step < 0:
+            raise CheckpointError(
+                f"step {step} is negative.\n  Save each step once, counted from 0."
             )
-            self._deletion.start()
+        try:
+            steps = self.steps()
+        except CheckpointError:
+            return ""  # The save will find out why.
+        if step in steps:
+            raise CheckpointError(
+                f"step {step} is already saved in {self.directory}.\n"
+                "  Save each step once, counted from 0."
+            )
+        return ""
 
-    def _failed(self, error: Exception) -> CheckpointError:
-        """Gives the space of a failed save back, and returns the error to raise for it."""
-        from shardlib.checkpoint.arrays import TEMPORARY_SUFFIX
-
-        step, self._in_flight = self._in_flight, None
-        assert step is not None
-        if jax.process_index() == 0:
-            shutil.rmtree(f"{self._path(step)}{TEMPORARY_SUFFIX}", ignore_errors=True)
-        return CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self.directory}: "
-            f"{_first_line(error)}\n"
-            f"  Free space or restore access there; complete steps: {_listed(self.steps())}."
+    def _tell_missed_metric(self, draft: Manifest) -> None:
+        best = self.config.keep_best
+        if best is None or best.metric in draft.metrics or self._is_metric_missed:
+            return
+        self._is_metric_missed = True
+        given = ", ".join(sorted(draft.metrics)) or "none"
+        self.notify(
+            f"step {draft.step} is saved without the metric {best.metric!r} (given: {given}): it "
+            "cannot be kept as the best"
         )
 
-    def _missing(self, step: int) -> CheckpointError:
-        return CheckpointError(
-            f"there is no checkpoint of step {step} in {self.directory}.\n"
-            f"  Steps there: {_listed(self.steps())}."
+    def _fail(self, step: int, error: Exception, *, is_raised: bool) -> None:
+        self._failures += 1
+        reason = str(error) if isinstance(error, CheckpointError) else first_line(error)
+        failure = CheckpointError(
+            f"the checkpoint of step {step} could not be written to {self.directory}: {reason}\n"
+            f"  Free space or restore access there; complete steps: {self._good_steps()}."
         )
+        if is_raised:
+            raise failure from error
+        self.notify(str(failure))
 
+    def _check_failures(self) -> None:
+        if self._failures >= self.config.max_failures:
+            last = self._good_steps().split(", ")[-1]
+            raise CheckpointError(
+                f"{self._failures} checkpoints in a row could not be written to {self.directory}; "
+                f"the last good step is {last}.\n"
+                "  Free space or restore access there, then start again."
+            )
 
-def _close_at_exit(checkpoints: RunCheckpoints) -> None:
-    """Completes the save in flight when the interpreter ends without `close`, or says it is lost.
+    def _good_steps(self) -> str:
+        try:
+            return listed(self.steps())
+        except CheckpointError:
+            return "unknown, for the directory cannot be listed"
 
-    `atexit` is too late: by then no thread pool takes work any more. `threading` has the earlier
-    hook that `concurrent.futures` itself uses. Python 3.12 starts no threads even there, so that
-    a save may fail; it is then reported.
-    """
-    reference = weakref.ref(checkpoints)
+    def _prune(self) -> None:
+        def prune() -> None:
+            found = self._steps.manifests()
+            stay = kept({step: manifest.metrics for step, manifest in found.items()}, self.config)
+            self._steps.discard([self._steps.of_step(step) for step in found if step not in stay])
 
-    def close() -> None:
-        alive = reference()
-        if alive is not None:
-            try:
-                alive.close()
-            except CheckpointError as error:
-                logging.getLogger(__name__).error(
-                    "%s\n  Call close() before the process ends, or use a with statement.",
-                    str(error).splitlines()[0],
-                )
+        self._tolerate("old checkpoints stay", prune)
 
-    register = getattr(threading, "_register_atexit", atexit.register)
-    register(close)
+    def _tolerate(self, consequence: str, work: Callable[[], None]) -> None:
+        """Does what a run can go on without."""
+        try:
+            work()
+        except (OSError, CheckpointError) as error:
+            self.notify(f"{consequence} in {self.directory}: {first_line(error)}")
 
 
 def _check_global(leaves: Mapping[str, Any]) -> None:
@@ -340,12 +344,3 @@ def _check_global(leaves: Mapping[str, Any]) -> None:
             + "".join(local)
             + "  Place them on the mesh: jax.device_put(array, NamedSharding(mesh, P()))."
         )
-
-
-def _listed(steps: list[int], without: int | None = None) -> str:
-    return ", ".join(str(step) for step in steps if step != without) or "none"
-
-
-def _first_line(error: Exception) -> str:
-    """Returns the kind and the first line of an error that may fill a page."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"

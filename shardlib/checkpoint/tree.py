@@ -8,6 +8,7 @@ the classes back.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -33,6 +34,11 @@ class LeafSpec:
 
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -108,6 +114,11 @@ def leaf_spec(leaf: Any) -> LeafSpec:
     if not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
     return LeafSpec(tuple(leaf.shape), str(leaf.dtype))
+
+
+def is_storable_path(path: str) -> bool:
+    """Whether a path is one that `flatten` may give."""
+    return path.isprintable() and "." not in path and all(path.split("/"))
 
 
 def is_key(leaf: Any) -> bool:

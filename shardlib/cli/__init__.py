@@ -2,7 +2,8 @@
 schema`.
 
 Exit codes: 0 when all is well; 2 when what was asked for is wrong (usage, config, mesh, rules,
-model); 1 for every other failure and for what `explain --strict` finds.
+model); 75 when the watchdog ended a process, or its peers have gone; 76 when training diverged; 1
+for every other failure and for what `explain --strict` finds.
 """
 
 import json
@@ -16,7 +17,15 @@ from typer.core import TyperCommand
 from shardlib.cli.arguments import AsJson, ConfigPath, Overrides, console, load_config
 from shardlib.cli.explain import explain
 from shardlib.cli.plan import calibrate, plan
-from shardlib.errors import ConfigError, MeshError, ModelError, RuleError, ShardlibError
+from shardlib.errors import (
+    ConfigError,
+    DivergedError,
+    MeshError,
+    ModelError,
+    RuleError,
+    ShardlibError,
+)
+from shardlib.exit_codes import DIVERGED, FAILED, WRONG_REQUEST
 
 # What each command needs is imported inside it, so that `shardlib --help` does not wait for JAX.
 
@@ -50,7 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if debug:
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        _exit(2 if isinstance(error, _ASKED_WRONG) else 1)
+        _exit(_code_of(error))
+
+
+def _code_of(error: ShardlibError) -> int:
+    if isinstance(error, _ASKED_WRONG):
+        return WRONG_REQUEST
+    if isinstance(error, DivergedError):
+        return DIVERGED
+    distributed = sys.modules.get("shardlib.distributed")
+    return distributed.exit_code(error) if distributed else FAILED
 
 
 def _exit(code: Any) -> None:
@@ -169,11 +187,21 @@ def launch(
         list[str],
         typer.Argument(metavar="-- ARGS...", help="What follows `shardlib` in each process."),
     ],
+    restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="Start a group that failed again, until more than N attempts in a row have saved "
+            "nothing new. What would only fail again is not.",
+        ),
+    ] = 0,
 ) -> None:
     """Run a command as several processes of one group on this machine."""
     from shardlib.launch import local
 
-    raise typer.Exit(local.run_local(local.shardlib_command(arguments), processes))
+    command = local.shardlib_command(arguments)
+    raise typer.Exit(local.run_local(command, processes, restarts=restarts))
 
 
 @app.command()

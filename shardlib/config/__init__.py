@@ -32,6 +32,8 @@ from shardlib.config.tree import COMMAND_LINE as _COMMAND_LINE
 from shardlib.config.tree import Item as _Item
 from shardlib.config.tree import apply_overrides as _apply_overrides
 from shardlib.config.tree import from_python as _from_python
+from shardlib.config.tree import natural as _natural
+from shardlib.config.tree import parse as _parse
 from shardlib.config.tree import read_file as _read_file
 from shardlib.errors import ConfigError as _ConfigError
 
@@ -69,6 +71,23 @@ def from_dict(cls: type[_T], data: _Mapping[str, _Any], source: str) -> _T:
         ConfigError: With one line for each fault.
     """
     return _filled(cls, _from_python(data, source), [])
+
+
+def from_yaml(text: str, name: str) -> _Any:
+    """Returns the plain data of a YAML document that is not a config, as safely as if it were one.
+
+    Args:
+        text: One YAML document.
+        name: What to call it in messages.
+
+    Raises:
+        ConfigError: If it is not one YAML document, holds a key twice or a tag, or stands for more
+            than any config does.
+    """
+    root, faults = _parse(text, name)
+    if faults:
+        raise _ConfigError("\n".join(faults))
+    return _natural(root)
 
 
 def _filled(cls: type[_T], root: _Item, faults: list[str]) -> _T:

@@ -19,6 +19,7 @@ from shardlib.config.classes import (
     variants_of,
 )
 from shardlib.config.tree import join
+from shardlib.errors import without_credentials
 
 _WORDS: dict[Any, str] = {
     int: "integer",
@@ -65,7 +66,7 @@ def shown(value: Any) -> str:
     if isinstance(value, list):
         return f"a list of {len(value)}" if value else "an empty list"
     if isinstance(value, str):
-        text = str(value)
+        text = without_credentials(value)  # Before it is cut: half a URL is known by no pattern.
         return repr(text if len(text) <= 60 else text[:57] + "...") if text else "nothing"
     return dump.inline(value)
 

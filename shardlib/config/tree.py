@@ -8,12 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardlib.config import bounds
 from shardlib.errors import ConfigError, did_you_mean
 
 COMMAND_LINE = "command line"
-
-# A document of a hundred bytes can expand to gigabytes through nested aliases.
-_MOST_NODES = 10_000
 
 _TAGS = ("null", "bool", "int", "float", "str", "timestamp", "seq", "map", "merge", "value")
 
@@ -48,12 +46,12 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Item, list[str]]:
     """Returns the content of a YAML file and its faults (keys given twice).
 
     Raises:
-        ConfigError: If the file is absent or unreadable, or is not YAML.
+        ConfigError: If the file is absent or unreadable, is not YAML, or is larger than any config.
     """
     name = os.fspath(path)
     try:
         with open(name, encoding="utf-8") as file:
-            text = file.read()
+            text = bounds.read_text(file, name)
     except FileNotFoundError:
         folder = os.path.dirname(name)
         beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
@@ -73,16 +71,14 @@ def parse(text: str, name: str) -> tuple[Item, list[str]]:
         name: What to call it in messages, usually the path of its file.
 
     Raises:
-        ConfigError: If the text is not one YAML document.
+        ConfigError: If the text is not one YAML document, or stands for more than any config does.
     """
     try:
-        node = _compose(text)
-        reader = _NodeReader(name)
-        root = Item({} if node is None else reader.value(node, ""), name)
+        node = _compose(text, name)
     except _NotYaml as error:
         raise ConfigError(f"{name}:{error.line}: not a YAML document: {error}.") from None
-    except RecursionError:
-        raise ConfigError(f"{name}: nested too deeply to be a config.") from None
+    reader = _NodeReader(name)
+    root = Item({} if node is None else reader.value(node, ""), name)
     if isinstance(root.value, Plain) and not root.value:
         root.value = {}
     return root, reader.faults
@@ -94,12 +90,12 @@ class _NotYaml(Exception):
         self.line = line
 
 
-def _compose(text: str) -> Any:
+def _compose(text: str, name: str) -> Any:
     """Returns PyYAML's tree of nodes, or None for an empty document."""
     import yaml
 
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise _NotYaml(error.problem or str(error), line) from None
@@ -107,6 +103,11 @@ def _compose(text: str) -> Any:
         position = error.position if isinstance(error.position, int) else 0
         line = text.count("\n", 0, position) + 1
         raise _NotYaml(f"the character #x{error.character:04x} is not allowed", line) from None
+    except RecursionError:
+        raise bounds.too_deep(name) from None
+    if node is not None:
+        bounds.check_size(node, name)
+    return node
 
 
 class _NodeReader:
@@ -114,7 +115,6 @@ class _NodeReader:
 
     def __init__(self, name: str):
         self.name = name
-        self.count = 0
         self.faults: list[str] = []
 
     def where(self, node: Any) -> str:
@@ -126,9 +126,6 @@ class _NodeReader:
     def value(self, node: Any, path: str) -> Any:
         import yaml
 
-        self.count += 1
-        if self.count > _MOST_NODES:
-            raise ConfigError(f"{self.name}: more than {_MOST_NODES} values, aliases included.")
         if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             self.fault(node, path, f"the tag {tag} is not allowed here.")
@@ -203,7 +200,7 @@ def _override_value(text: str, path: str, override: str) -> Any:
     if text[:1] in ("[", "{", '"', "'"):
         reader = _NodeReader(COMMAND_LINE)
         try:
-            value = reader.value(_compose(text), path)
+            value = reader.value(_compose(text, f"{COMMAND_LINE}: {path}"), path)
         except _NotYaml as error:
             raise ConfigError(f"{COMMAND_LINE}: {override}: not YAML: {error}.") from None
         if reader.faults:
@@ -244,6 +241,8 @@ def _write(root: Item, keys: list[str], value: Any, override: str) -> None:
         item = item.value[key]
 
 
+# Python refuses to read a few thousand; no number of a config needs as many.
+_MOST_DIGITS = 1000
 _INTEGER = re.compile(r"[-+]?\d+(_\d+)*")
 _NUMBER = re.compile(r"[-+]?(\d+(_\d+)*\.?(\d+(_\d+)*)?|\.\d+(_\d+)*)([eE][-+]?\d+)?")
 _SPECIAL = re.compile(r"[-+]?\.?inf|\.?nan", re.IGNORECASE)
@@ -263,7 +262,9 @@ def as_bool(text: str) -> bool | None:
 
 def as_integer(text: str) -> int | None:
     """Returns the integer (`12`, `1_000`) a plain scalar stands for, or None."""
-    return int(text) if _INTEGER.fullmatch(text) else None
+    if not _INTEGER.fullmatch(text) or len(text) > _MOST_DIGITS:
+        return None
+    return int(text)
 
 
 def as_number(text: str) -> float | None:

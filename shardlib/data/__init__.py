@@ -1,4 +1,4 @@
-"""Data: text and image sources whose global batch is a function of (config, seed, step) alone.
+"""Data: text and image sources whose batches are a function of config, seed and position alone.
 
 Names are imported when first used, so that reading a config imports neither JAX nor a tokenizer.
 """
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardlib.data.loader import MapSource as MapSource
     from shardlib.data.loader import Source as Source
     from shardlib.data.loader import open_data as open_data
+    from shardlib.data.position import StreamPosition as StreamPosition
     from shardlib.data.prefetch import Prefetcher as Prefetcher
     from shardlib.data.text import load_tokenizer as load_tokenizer
     from shardlib.data.text import tokenizer_at_hand as tokenizer_at_hand
@@ -28,6 +29,7 @@ _MODULES = {
     "MapSource": "loader",
     "Prefetcher": "prefetch",
     "Source": "loader",
+    "StreamPosition": "position",
     "TextData": "config",
     "Tokenizer": "tokenizer",
     "batch_spec": "known",

@@ -6,6 +6,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+
 from shardlib.cache_root import cache_root
 from shardlib.errors import DataError
 
@@ -45,6 +47,30 @@ def cached(kind: str, key: str, build: Callable[[Path], None]) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return final
+
+
+def read_array(file: Path) -> np.ndarray:
+    """Returns the array of a `.npy` file, for which no more is allocated than the file holds.
+
+    Raises:
+        ValueError: If the file does not hold what it declares, or objects.
+    """
+    return np.array(np.lib.format.open_memmap(file, mode="r"))
+
+
+@contextlib.contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """Reads a cached thing.
+
+    Raises:
+        DataError: If that fails because its files are not those that were written.
+    """
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(
+            f"{directory} in the cache is damaged: {error}.\n  Remove it; it will be made again."
+        ) from error
 
 
 def _publish(temporary: Path, final: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shardlib.data.augment import Transform
-from shardlib.data.cache import cached
+from shardlib.data.cache import cached, read_array, reading
 from shardlib.data.config import ImageData
 from shardlib.data.corpus import BUILTIN
 from shardlib.data.hashing import content_hash, derive_seed, digest, shuffled
@@ -21,6 +21,8 @@ from shardlib.registry import DataSpec
 
 DIGITS = "builtin:digits"
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+# Those of the suffixes, and no other by its content: Pillow runs Ghostscript for some.
+_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _EXTRA = "images"
 _EVAL_SEED = 1
 # Raise it when what is cached changes its layout.
@@ -205,7 +207,9 @@ def _digits() -> ImageSet:
         np.save(directory / "labels.npy", digits.target.astype(np.int32))
 
     directory = cached("images", digest(["digits", _DIGITS_FORMAT]), build)
-    pixels = np.load(directory / "pixels.npy")
+    with reading(directory):
+        pixels = read_array(directory / "pixels.npy")
+        labels = read_array(directory / "labels.npy")
     hashes = np.array([content_hash(image.tobytes()) for image in pixels], np.uint64)
 
     def load(index: int) -> Any:
@@ -213,7 +217,7 @@ def _digits() -> ImageSet:
 
         return Image.fromarray(pixels[index])
 
-    return ImageSet(tuple("0123456789"), np.load(directory / "labels.npy"), hashes, load)
+    return ImageSet(tuple("0123456789"), labels, hashes, load)
 
 
 def _folder(place: Path, key: str) -> ImageSet:
@@ -252,7 +256,8 @@ def _decode(file: Path) -> Any:
     from PIL import Image
 
     try:
-        with Image.open(file) as image:
+        # Pillow looks at the size that a file declares before it allocates any of it.
+        with Image.open(file, formats=_FORMATS) as image:
             image.load()
             if image.mode.startswith(("I", "F")):
                 raise DataError(
@@ -260,7 +265,9 @@ def _decode(file: Path) -> Any:
                     f"  Convert the image to 8 bits per channel."
                 )
             return image.copy()
-    except OSError as error:
+    except DataError:
+        raise
+    except Exception as error:  # Its decoders raise almost anything for damaged files.
         raise DataError(
-            f"{file} cannot be decoded: {error}.\n  Repair or remove the file."
+            f"{file} cannot be decoded: {str(error).rstrip('.')}.\n  Repair or remove the file."
         ) from error

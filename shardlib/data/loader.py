@@ -1,14 +1,16 @@
 """Batches by step: what a training loop reads, whoever asks for which rows of it."""
 
+import copy
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
 
 from shardlib.data.config import ImageData, TextData
+from shardlib.data.in_threads import in_threads
+from shardlib.data.position import StreamPosition
 from shardlib.data.tokenizer import Tokenizer
 from shardlib.registry import DataSpec
 
@@ -16,9 +18,10 @@ from shardlib.registry import DataSpec
 class Source(Protocol):
     """Batches of examples, any step and any rows of it at once.
 
-    The global batch of a step is a pure function of (config, seed, step). Processes read disjoint
-    or overlapping rows of it, so that their number does not change what is trained on, and a run
-    that resumes at a step needs no other state.
+    The global batch of a step is a pure function of (config, seed, position, step), where the
+    position says which sample of the stream comes first. Processes read disjoint or overlapping
+    rows of it, so that their number does not change what is trained on, and a run that resumes
+    needs no other state.
     """
 
     @property
@@ -33,7 +36,7 @@ class Source(Protocol):
 
     @property
     def num_steps(self) -> int | None:
-        """Batches in one pass; None where there is no end."""
+        """The step at which the pass is over; None where there is no end."""
         ...
 
     @property
@@ -61,7 +64,8 @@ def batch_of(
 
 
 class MapSource:
-    """A `Source` over examples by index: row r of step k is example `k * global_batch + r`.
+    """A `Source` over examples by index: row r of step k is example `k * global_batch + r`, and
+    with a position of its own example `position.samples_at(k, global_batch) + r`.
 
     The examples may be any sequence whose items are functions of their index alone, such as a
     `grain.MapDataset` (shuffled, mixed, mapped and repeated as one likes) of dicts of arrays.
@@ -108,14 +112,23 @@ class MapSource:
         self._make_examples = make_examples
         self._examples: Any = None
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(threads, "shardlib-read") if threads > 1 else None
+        self._threads = threads
+        self._position = StreamPosition()
+
+    def at(self, position: StreamPosition) -> "MapSource":
+        """Returns this source with its stream moved, so that the batch of step `position.step`
+        begins with example `position.samples_seen`. Earlier steps are not there."""
+        moved = copy.copy(self)
+        moved._position = position
+        return moved
 
     @property
     def num_steps(self) -> int | None:
-        """Batches in one pass, the last one padded; None where there is no end."""
+        """The step at which the pass is over, its last batch padded; None where there is no end."""
         if self.num_examples is None:
             return self._max_steps
-        steps = -(-self.num_examples // self.global_batch)
+        left = max(0, self.num_examples - self._position.samples_seen)
+        steps = self._position.step - (-left // self.global_batch)
         return steps if self._max_steps is None else min(steps, self._max_steps)
 
     def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -130,18 +143,20 @@ class MapSource:
         """
         if step < 0 or (self.num_steps is not None and step >= self.num_steps):
             raise ValueError(f"no step {step} in a pass of {self.num_steps} steps")
+        first = self._position.samples_at(step, self.global_batch)
         if not 0 <= start <= stop <= self.global_batch:
             raise ValueError(f"no rows [{start}, {stop}) in a batch of {self.global_batch}")
-        first = step * self.global_batch
-        indices = range(first + start, first + stop)
-        mapped = self._pool.map if self._pool else map
         batch = {
-            name: np.empty((len(indices), *value.shape), value.dtype)
+            name: np.empty((stop - start, *value.shape), value.dtype)
             for name, value in self._padding.items()
         }
-        for row, example in enumerate(mapped(self._example, indices)):
+
+        def fill(row: int) -> None:
+            example = self._example(first + start + row)
             for name, values in batch.items():
                 values[row] = example[name]
+
+        in_threads(fill, stop - start, threads=self._threads)
         return batch
 
     def _example(self, index: int) -> Mapping[str, np.ndarray]:

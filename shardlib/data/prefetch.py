@@ -1,5 +1,6 @@
 """Batches formed on the devices ahead of the step that uses them."""
 
+import logging
 import queue
 import threading
 import time
@@ -14,16 +15,22 @@ from jax.sharding import NamedSharding
 from shardlib.data.loader import Source
 
 _ERROR, _BATCH, _END = "error", "batch", "end"
+_LOG = logging.getLogger(__name__)
+
+MOST_CLOSE_SECONDS = 5.0
+"""How long closing waits for a read that is under way: less than any grace period of a cluster."""
 
 
 class Prefetcher:
     """Iterates over the batches of a source as global arrays, read ahead in a thread.
 
     Each process reads only the rows that its own devices hold, once each. An error in the thread is
-    raised by the `__next__` that would have given the batch, and by each one after it.
+    raised by the `__next__` that would have given the batch, and by each one after it. A read that
+    never ends keeps `__next__` waiting: whoever drives the loop must say how long is too long.
 
     Close it when done, or use it as a context manager; it also ends when it is collected or the
-    interpreter exits.
+    interpreter exits. A read that is under way is given `MOST_CLOSE_SECONDS` to end; then its
+    thread is left behind, with a warning, and cannot keep the process.
 
     Args:
         source: Where batches come from.
@@ -53,7 +60,7 @@ class Prefetcher:
             )
         if depth < 1:
             raise ValueError(f"depth must be at least 1, not {depth}")
-        reader = _Reader(source, spec, shardings)
+        reader = _Reader(source, spec, shardings, start_step)
         self.wait_seconds = 0.0
         self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
         self._stopped = threading.Event()
@@ -61,15 +68,22 @@ class Prefetcher:
         # The thread holds no reference to this object, so that it can be collected.
         self._thread = threading.Thread(
             target=_fill,
-            args=(reader, start_step, source.num_steps, self._queue, self._stopped),
+            args=(reader, source.num_steps, self._queue, self._stopped),
             name="shardlib-prefetch",
             daemon=True,
         )
         self._thread.start()
-        self._close = weakref.finalize(self, _stop, self._stopped, self._queue, self._thread)
+        self._close = weakref.finalize(
+            self, _stop, reader, self._stopped, self._queue, self._thread
+        )
 
     def __iter__(self) -> "Prefetcher":
         return self
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `__next__` will not wait."""
+        return self._last is not None or not self._queue.empty()
 
     def __next__(self) -> dict[str, jax.Array]:
         if not self._close.alive:
@@ -103,7 +117,10 @@ class _Reader:
         source: Source,
         spec: Mapping[str, jax.ShapeDtypeStruct],
         shardings: Mapping[str, NamedSharding],
+        step: int,
     ):
+        self.step = step
+        """The step that is read next."""
         self._source = source
         self._spec = spec
         self._shardings = shardings
@@ -116,9 +133,13 @@ class _Reader:
             needed.update(rows)
         self._ranges = merged(sorted(needed))
 
-    def __call__(self, step: int) -> dict[str, jax.Array]:
-        chunks = [(start, self._source.read(step, start, stop)) for start, stop in self._ranges]
-        return {name: self._array(name, chunks) for name in self._spec}
+    def __call__(self) -> dict[str, jax.Array]:
+        chunks = [
+            (start, self._source.read(self.step, start, stop)) for start, stop in self._ranges
+        ]
+        batch = {name: self._array(name, chunks) for name in self._spec}
+        self.step += 1
+        return batch
 
     def _array(self, name: str, chunks: Sequence[tuple[int, dict[str, np.ndarray]]]) -> jax.Array:
         spec = self._spec[name]
@@ -149,32 +170,42 @@ def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def _fill(
     reader: _Reader,
-    step: int,
     num_steps: int | None,
     batches: queue.Queue[tuple[str, Any]],
     stopped: threading.Event,
 ) -> None:
     try:
         while not stopped.is_set():
-            if num_steps is not None and step >= num_steps:
+            if num_steps is not None and reader.step >= num_steps:
                 batches.put((_END, None))
                 return
-            batches.put((_BATCH, reader(step)))
-            step += 1
+            batches.put((_BATCH, reader()))
     except BaseException as error:  # Whatever it is, the training loop must hear of it.
         batches.put((_ERROR, error))
 
 
 def _stop(
-    stopped: threading.Event, batches: queue.Queue[tuple[str, Any]], thread: threading.Thread
+    reader: _Reader,
+    stopped: threading.Event,
+    batches: queue.Queue[tuple[str, Any]],
+    thread: threading.Thread,
 ) -> None:
     stopped.set()
     _drain(batches)
     if thread is threading.current_thread():  # The garbage collector may run anywhere.
         return
+    deadline = time.monotonic() + MOST_CLOSE_SECONDS
     while thread.is_alive():  # It may wait for room in the queue.
         _drain(batches)
         thread.join(0.01)
+        if time.monotonic() > deadline:
+            _LOG.warning(
+                "the thread that reads the batch of step %d has not ended within %g s and is left "
+                "behind; it still holds what it has open",
+                reader.step,
+                MOST_CLOSE_SECONDS,
+            )
+            return
     _drain(batches)
 
 

@@ -1,16 +1,17 @@
 """Documents from files: plain text, JSONL, directories, globs and the embedded corpus."""
 
 import glob
-import gzip
+import io
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from shardlib.data.config import TextData, as_paths
 from shardlib.data.corpus import BUILTIN, builtin_files
+from shardlib.data.gunzip import Gunzipped
 from shardlib.data.hashing import digest
 from shardlib.errors import DataError, did_you_mean
 
@@ -42,7 +43,8 @@ class TextSource:
         """Yields the documents.
 
         Raises:
-            DataError: If a file is not UTF-8, or a line of a JSONL file does not hold a text.
+            DataError: If a file is not UTF-8 or cannot be decompressed, or a line of a JSONL file
+                does not hold a text.
         """
         for file in self.files:
             is_jsonl = file.name.removesuffix(".gz").endswith(".jsonl")
@@ -51,7 +53,7 @@ class TextSource:
 
     def _plain(self, file: Path) -> Iterator[str]:
         # newline="" keeps line ends as they are, so that bytes are counted as they are on disk.
-        with _open(file, "rt", encoding="utf-8", newline="") as stream:
+        with io.TextIOWrapper(_open(file), encoding="utf-8", newline="") as stream:
             try:
                 if self.separator is None:
                     yield stream.read()
@@ -65,7 +67,7 @@ class TextSource:
                 ) from None
 
     def _jsonl(self, file: Path) -> Iterator[str]:
-        with _open(file, "rb") as stream:
+        with _open(file) as stream:
             for number, line in enumerate(stream, 1):
                 if line.strip():
                     yield self._field(line, f"{file}:{number}")
@@ -73,7 +75,8 @@ class TextSource:
     def _field(self, line: bytes, where: str) -> str:
         try:
             record = json.loads(line)
-        except ValueError as error:  # Also raised for bytes that are not UTF-8.
+        # The first is also raised for bytes that are not UTF-8, the second for `[[[[...`.
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{where}: not JSON: {error}.\n"
                 f"  A .jsonl file holds one JSON object a line; repair or remove this one."
@@ -168,10 +171,10 @@ def _is_hidden(file: Path) -> bool:
     return any(part.startswith(".") for part in file.parts)
 
 
-def _open(file: Path, mode: str, **options: Any) -> IO[Any]:
+def _open(file: Path) -> io.BufferedReader:
     if file.name.endswith(".gz"):
-        return cast(IO[Any], gzip.open(file, mode, **options))
-    return open(file, mode, **options)
+        return io.BufferedReader(Gunzipped(file), 1 << 20)
+    return open(file, "rb")
 
 
 def _separated(stream: IO[str], separator: str) -> Iterator[str]:

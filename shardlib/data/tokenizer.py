@@ -158,7 +158,7 @@ def read_tokenizer(path: str | os.PathLike[str], end_of_text: str | None = None)
         text = Path(path).read_text(encoding="utf-8")
         if json.loads(text) == _BYTES_FORMAT:
             return BytesTokenizer()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"the tokenizer {os.fspath(path)!r} cannot be read: {error}.\n"
             f"  Set data.tokenizer to bpe, bytes or the path of a tokenizer.json."

@@ -9,7 +9,7 @@ from typing import IO
 
 import numpy as np
 
-from shardlib.data.cache import cached
+from shardlib.data.cache import cached, read_array, reading
 from shardlib.data.hashing import content_hash, digest
 from shardlib.data.sources import TextSource
 from shardlib.data.tokenizer import Encoded, Tokenizer
@@ -43,7 +43,7 @@ def open_tokens(source: TextSource, tokenizer: Tokenizer) -> TokenArray:
     """Returns the tokens of a source, from the cache where they are.
 
     Raises:
-        DataError: If a file of the source is malformed, or the cache cannot be written.
+        DataError: If a file of the source is malformed, or the cache damaged or not writable.
     """
 
     def build(directory: Path) -> None:
@@ -104,15 +104,21 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _read(directory: Path) -> TokenArray:
-    meta = json.loads((directory / "meta.json").read_text())
-    return TokenArray(
-        tokens=_map(directory / "tokens", meta["dtype"]),
-        num_bytes=_map(directory / "num_bytes", "uint32") if meta["has_num_bytes"] else None,
-        offsets=np.load(directory / "offsets.npy"),
-        hashes=np.load(directory / "hashes.npy"),
-        document_bytes=np.load(directory / "document_bytes.npy"),
-        fingerprint=meta["fingerprint"],
-    )
+    with reading(directory):
+        meta = json.loads((directory / "meta.json").read_text())
+        array = TokenArray(
+            tokens=_map(directory / "tokens", meta["dtype"]),
+            num_bytes=_map(directory / "num_bytes", "uint32") if meta["has_num_bytes"] else None,
+            offsets=read_array(directory / "offsets.npy"),
+            hashes=read_array(directory / "hashes.npy"),
+            document_bytes=read_array(directory / "document_bytes.npy"),
+            fingerprint=meta["fingerprint"],
+        )
+        expected = array.offsets[-1]
+        for name, values in (("tokens", array.tokens), ("num_bytes", array.num_bytes)):
+            if values is not None and len(values) != expected:
+                raise ValueError(f"the file {name} holds {len(values):,} of {expected:,}")
+        return array
 
 
 def _map(file: Path, dtype: str) -> np.ndarray:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from shardlib.config import from_yaml
 from shardlib.errors import ConfigError, did_you_mean
 from shardlib.explain.lint.findings import CODES, Finding
 
@@ -147,17 +148,15 @@ def write_baseline(baseline: Baseline, path: str | Path) -> None:
 
 def _parsed(path: Path, text: str) -> Any:
     if path.suffix in _YAML:
-        import yaml
-
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            problem = " ".join(str(error).split())
-            raise ConfigError(f"the baseline {path} is no YAML: {problem}.") from None
+        return from_yaml(text, f"the baseline {path}")
     try:
         return json.loads(text)
     except ValueError as error:
         raise ConfigError(f"the baseline {path} is no JSON: {error}.") from None
+    except RecursionError:
+        raise ConfigError(
+            f"the baseline {path} is no list of findings: it nests too deeply."
+        ) from None
 
 
 def _fault(entry: Any) -> str:

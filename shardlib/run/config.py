@@ -14,6 +14,7 @@ from shardlib.rules import AxisRules, preset
 from shardlib.train.config import EvalConfig, TrainConfig
 from shardlib.train.optim import OptimizerConfig
 from shardlib.train.reduction import ReductionConfig
+from shardlib.watchdog import WatchdogConfig
 
 AUTO = "auto"
 
@@ -87,8 +88,12 @@ class RunConfig:
     precision: Literal["f32", "bf16", "bf16_params"] = "f32"
     """f32; bf16: computes in bfloat16 with parameters in float32; bf16_params: all in bfloat16 but
     what routes tokens to experts."""
+    deterministic: bool = False
+    """Whether the same steps give the same bits each time, also on GPUs, where it costs speed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
+    watchdog: WatchdogConfig = WatchdogConfig()
+    """How long each phase may go on without progress before the process is ended."""
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out data."""
 
@@ -138,9 +143,14 @@ _MAY_CHANGE = (
     "model.moe.exchange",
     "model.moe.exchange_chunks",
     "train.steps",
+    "train.global_batch",
     "train.microbatches",
     "train.pipeline",
     "train.reduction",
+    "train.guards.nonfinite",
+    "train.guards.patience",
+    "train.guards.rewind",
+    "train.guards.max_rewinds",
     "train.offload_optimizer",
     "train.log_every",
     "train.sample_every",
@@ -153,6 +163,8 @@ _MAY_CHANGE = (
     "mesh",
     "rules",
     "checkpoint",
+    "watchdog",
+    "deterministic",
     "eval",
     "data.eval_steps",
     "data.threads",

@@ -15,7 +15,8 @@ def as_recorded(config: RunConfig, saved: RunConfig | None) -> RunConfig:
     if saved is None:
         return config
     train, began = config.train, saved.train
-    if train.microbatches == AUTO:
+    # Another batch may need more of them, or not fall into as many.
+    if train.microbatches == AUTO and train.global_batch == began.global_batch:
         train = dataclasses.replace(train, microbatches=began.microbatches)
     if train.local_sgd and began.local_sgd and train.local_sgd.groups is None:
         local = dataclasses.replace(train.local_sgd, groups=began.local_sgd.groups)

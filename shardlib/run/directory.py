@@ -18,9 +18,17 @@ class RunDirectory:
 
         config.yaml      the resolved config
         tokenizer.json   the tokenizer, where the data is text
-        metrics.jsonl    one object a step
+        metrics.jsonl    one object a step: see `shardlib.train.metrics`
+        events.jsonl     one object for each thing that befell the run, from `start` to `end`
         tensorboard/     event files, where they are asked for
         checkpoints/     one directory a step
+
+    An event has the keys `time` (ISO 8601, UTC), `kind` (such as `start`, `rewind`, `end`) and
+    `step`, the last that was over; and, where there are any, `text`, as it was shown on the
+    terminal, `facts`, an object, and `spent`, the account of the run's time so far, as in the rows
+    of metrics.jsonl. Non-finite numbers are written as they are there. Each attempt has a `start`,
+    and an `end` unless its process was killed, with the name of the `error` if there was one;
+    events of attempts whose steps are lost stay. `shardlib.run.events.read_events` reads them.
 
     Args:
         path: The directory, which need not exist yet.

@@ -1,5 +1,6 @@
 """What a run shows to a person and writes down of its steps."""
 
+import dataclasses
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -10,18 +11,30 @@ from shardlib.distributed import ProcessGroup
 from shardlib.explain import explain
 from shardlib.hardware import chip_for
 from shardlib.mesh import describe
+from shardlib.phases import PhaseClock
 from shardlib.placement import draw
 from shardlib.run.directory import RunDirectory
+from shardlib.run.events import Events, last_account
 from shardlib.run.setup import Setup
 from shardlib.train.display import Display, Header, StepStatus
+from shardlib.train.goodput import Account, goodput, summary
 from shardlib.train.loop import StepRecord
 from shardlib.train.metrics import MetricsWriter, mfu, read_metrics
 
 _EVAL = "eval/"
 
 
+@dataclasses.dataclass
+class _Row:
+    """The line of a step that may still have to wait for its evaluation."""
+
+    step: int
+    metrics: dict[str, Any]
+    account: dict[str, Any]
+
+
 class RunLog:
-    """The display and the metrics file of a run: silent on every process but the first.
+    """The display, metrics and events of a run: silent on every process but the first.
 
     A context manager; leaving it ends the display and closes the files, whatever has happened.
 
@@ -29,9 +42,16 @@ class RunLog:
         parts: The run.
         directory: Where it is written.
         group: Which process this is.
+        clock: What the run drives from its start, for the account of its time.
     """
 
-    def __init__(self, parts: Setup, directory: RunDirectory, group: ProcessGroup):
+    def __init__(
+        self,
+        parts: Setup,
+        directory: RunDirectory,
+        group: ProcessGroup,
+        clock: PhaseClock | None = None,
+    ):
         config = parts.config
         self._parts, self._directory, self._group = parts, directory, group
         self._display = Display(
@@ -41,6 +61,7 @@ class RunLog:
             enabled=group.is_primary,
         )
         self.notice = self._display.notice
+        self.warning = self._display.warning
         self.waiting = self._display.waiting
         self.sample = self._display.sample
         chip = chip_for(jax.devices()[0])
@@ -48,17 +69,24 @@ class RunLog:
         self._peak_flops = flops and flops * jax.device_count()
         self._flops_per_step = parts.flops_per_step()
         self._writer: MetricsWriter | None = None
-        self._held: tuple[int, dict[str, Any]] | None = None
+        self._held: _Row | None = None
+        self._account = Account(clock or PhaseClock())
+        self._events = Events()
+        self._at_step = 0
 
     def __enter__(self) -> "RunLog":
         self._display.__enter__()
         return self
 
-    def __exit__(self, *exc_info: Any) -> None:
-        self._display.__exit__(*exc_info)
-        self.flush()
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: Any) -> None:
+        self._display.__exit__(kind, *exc_info)
+        self._write_held()
         if self._writer is not None:
+            self.event("end", error=kind and kind.__name__)
             self._writer.close()
+        elif self._events.is_waiting and self._directory.path.is_dir():
+            self._events.open(self._directory.path, self.warning)
+        self._events.close()
 
     def header(self, start: int) -> None:
         """Prints what is known before the first step."""
@@ -81,16 +109,67 @@ class RunLog:
         )
 
     def open(self, start: int) -> None:
-        """Opens the metrics file, without the lines of steps after `start`."""
+        """Opens the files in the directory, which exists by now, to go on from a step.
+
+        Metrics of later steps are removed; the account of earlier attempts is taken over; events
+        so far are written.
+        """
+        self._at_step = start
+        if not self._group.is_primary:
+            return
+        path = self._directory.path
+        self._writer = MetricsWriter(
+            path,
+            tensorboard=self._parts.config.train.tensorboard,
+            resume_step=start,
+            warn=self.warning,
+        )
+        written = [x for x in (self._writer.last, last_account(path)) if x and "spent" in x]
+        # An account only grows; times of two hosts, or within a millisecond, say less.
+        last = max(written, key=lambda x: sum(x["spent"].values()), default=None)
+        self._account.resume(self._writer.kept, last)
+        self._events.open(path, self.warning)
+        mesh = describe(self._parts.scope.mesh)
+        self.event("start", mesh=mesh, devices=_devices_text(), processes=self._group.count)
+
+    def event(self, kind: str, text: str = "", *, step: int | None = None, **facts: Any) -> None:
+        """Says what has happened on the terminal, and writes it to `events.jsonl`.
+
+        May be called from any thread, and before `open`: what it writes is held back until then.
+
+        Args:
+            kind: What has happened, in a word for programs: `rewind`, `save_failed`.
+            text: The same for a person, in a line; not shown if empty.
+            step: The step that it is about; the last one that is over, when left out.
+            facts: What there is to know of it: numbers, texts, lists and dicts of them. Those that
+                are None are left out.
+        """
+        if text:
+            self.notice(text)
         if self._group.is_primary:
-            tensorboard = self._parts.config.train.tensorboard
-            self._writer = MetricsWriter(
-                self._directory.path, tensorboard=tensorboard, resume_step=start
-            )
+            given = {name: value for name, value in facts.items() if value is not None}
+            step = self._at_step if step is None else step
+            spent = self._account.stamp()["spent"] if self._events.is_open else None
+            self._events.add(kind, step=step, text=text, facts=given, spent=spent)
+
+    def rewind(self, step: int, text: str, **facts: Any) -> None:
+        """Says that the run goes back to a step, and forgets what was written of later ones.
+
+        Their rows leave the metrics file, and the time of their work counts as lost. Everything
+        else is written down as an event of kind `rewind`, whose `lost_steps` are forgotten.
+        """
+        self._held = None
+        facts = {"lost_steps": self._at_step - step, **facts}
+        self._display.forget(self._at_step - step)
+        if self._writer is not None:
+            self._account.rewound(self._writer.rewind(step))
+        self._at_step = step
+        self.event("rewind", text, **facts)
 
     def step(self, record: StepRecord) -> None:
         """Shows a step and writes the one before, which may have waited for an evaluation."""
-        self.flush()
+        self._write_held()
+        self._at_step = record.step
         metrics = dict(record.metrics)
         seconds = record.mean_step_seconds
         rate = self._parts.units_per_step() / seconds if seconds else None
@@ -104,7 +183,7 @@ class RunLog:
             "data_wait_seconds": record.data_wait_seconds,
             "mfu": utilisation,
         }
-        self._held = (record.step, row | metrics)
+        self._held = _Row(record.step, row | metrics, self._account.stamp())
         self._display.step(
             StepStatus(
                 step=record.step,
@@ -122,13 +201,22 @@ class RunLog:
         """Shows an evaluation, and adds it to the line of its step."""
         self._display.evaluation(step, values)
         if self._held is not None:
-            self._held[1].update({f"{_EVAL}{name}": value for name, value in values.items()})
+            self._held.metrics.update({f"{_EVAL}{name}": value for name, value in values.items()})
 
     def flush(self) -> None:
-        """Writes the line of the last step, which waited for an evaluation."""
+        """Writes the line of the last step, once all that belongs to the step is done.
+
+        The time since then counts as the step's: a run that goes on from it has it in its account.
+        """
+        if self._held is not None:
+            self._held.account = self._account.stamp()
+            self._write_held()
+
+    def _write_held(self) -> None:
         held, self._held = self._held, None
         if held is not None and self._writer is not None:
-            self._writer.write(*held)
+            row = held.metrics | {"goodput": round(goodput(held.account["spent"]), 4)}
+            self._writer.write(held.step, row, held.account)
 
     def closing(self, title: str, *, is_finished: bool, step: int, can_sample: bool) -> None:
         """Prints the closing card, of all steps that the metrics file holds, and what to do next.
@@ -139,14 +227,18 @@ class RunLog:
             step: How many it has taken.
             can_sample: Whether `shardlib generate` has something to say.
         """
-        self.flush()
+        self._write_held()
         rows = read_metrics(self._directory.path) if self._group.is_primary else []
         last = next((row for row in reversed(rows) if any(k.startswith(_EVAL) for k in row)), {})
-        results = {
+        results: dict[str, float | str] = {
             f"eval {name.removeprefix(_EVAL)}": value
             for name, value in last.items()
             if name.startswith(_EVAL)
         }
+        if self._writer is not None:
+            results["goodput"] = summary(self._account.seconds())
+        elif self._group.is_primary and (account := last_account(self._directory.path)):
+            results["goodput"] = summary(account["spent"])
         self._display.closing(
             title,
             results=results,

@@ -116,6 +116,7 @@ class Setup:
             pipeline=train.pipeline,
             reduction=self.config.reduction(),
             arranged=True,
+            guards=train.guards,
         )
         return step if train.local_sgd is None else make_local_sgd(step, train.local_sgd)
 
@@ -229,6 +230,7 @@ def setup(config: RunConfig, data: DataSpec, scope: Scope) -> Setup:
         model_maker(config, chosen, data),
         optimizer.transform,
         precision=config.precision,
+        guards=config.train.guards,
         mesh=scope.mesh,
         rules=scope.rules,
     )

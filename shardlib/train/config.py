@@ -4,6 +4,7 @@ from typing import Literal
 
 from shardlib.config import configclass
 from shardlib.pipeline.config import PipelineConfig
+from shardlib.train.guards import GuardsConfig
 from shardlib.train.local_sgd import LocalSGDConfig
 from shardlib.train.reduction import ReductionConfig
 
@@ -25,6 +26,8 @@ class TrainConfig:
     """How gradients are summed over the mesh axis `data`."""
     local_sgd: LocalSGDConfig | None = None
     """Groups along the mesh axis `data` that train apart and agree now and then; null for none."""
+    guards: GuardsConfig = GuardsConfig()
+    """Which updates are refused, and when the run goes back to a checkpoint."""
     offload_optimizer: bool = False
     """Whether the optimizer state stays in the memory of the hosts between updates."""
     label_smoothing: float = 0.0

@@ -144,6 +144,10 @@ class Display:
             self._drawn_at = now
             self._live.update(self._progress(status), refresh=True)
 
+    def forget(self, steps: int) -> None:
+        """Forgets the latest steps, which the run takes again."""
+        del self._losses[max(0, len(self._losses) - steps) :]
+
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Prints the results of an evaluation by name."""
         shown = "  ".join(f"{name} {humanize.value(value)}" for name, value in values.items())

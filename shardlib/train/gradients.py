@@ -17,7 +17,7 @@ from shardlib.train.state import Definition
 LossFn = Callable[[Any, Any, jax.Array], Any]
 Sums = dict[str, Mean]
 
-RESERVED_METRICS = frozenset({"loss", "grad_norm", "learning_rate", "pipeline_bubble"})
+RESERVED_METRICS = frozenset({"loss", "grad_norm", "learning_rate", "pipeline_bubble", "skipped"})
 
 
 class Gradients(NamedTuple):

@@ -46,7 +46,7 @@ from shardlib.train.reduce_hops import Hops, outer_degree
 from shardlib.train.reduce_uneven import check_rows
 from shardlib.train.reduction import AXIS, ReductionConfig
 from shardlib.train.state import Definition, TrainState, state_shardings
-from shardlib.train.step import TrainStep, batch_shardings, refuse_donated
+from shardlib.train.step import TrainStep, batch_shardings, check_window, refuse_donated
 
 
 @configclass
@@ -100,7 +100,7 @@ def make_local_sgd(step: TrainStep, config: LocalSGDConfig) -> "LocalSGD":
 
     Args:
         step: What one group does with its rows, from `make_train_step`. Its microbatches, its
-            gradient clipping and its schedule are those of a group.
+            gradient clipping, its schedule and its guards are those of a group.
         config: How many groups there are, when and how they agree.
 
     Raises:
@@ -208,6 +208,7 @@ class LocalSGD:
     def _jit(self, state: LocalSGDState, batch: Any) -> Any:
         scope = state.definition.scope
         count, parts = self._count(state.definition), self.inner.microbatches
+        check_window(self.inner.guards, state.groups)
         check_rows(batch, count * parts)
         one = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), batch
@@ -234,15 +235,18 @@ class LocalSGD:
         """Every group takes a step; devices along `data` hold one or several of them."""
         definition, step = groups.definition, groups.step
         count = self._count(definition)
-        own = (groups.params, groups.model_state, groups.opt_state, jnp.arange(count))
+        own = (
+            *(groups.params, groups.model_state, groups.opt_state, groups.spike_window),
+            jnp.arange(count),
+        )
 
         def held(own: Any, step: jax.Array, rng: jax.Array, rows: Any) -> Any:
             def one(group: Any) -> Any:
-                params, model_state, opt_state, index, rows = group
+                params, model_state, opt_state, window, index, rows = group
                 key = jax.random.fold_in(rng, index)
-                state = TrainState(step, params, model_state, opt_state, key, definition)
+                state = TrainState(step, params, model_state, opt_state, key, definition, window)
                 new, metrics = self.inner.apply(state, rows)
-                return new.params, new.model_state, new.opt_state, metrics
+                return new.params, new.model_state, new.opt_state, new.spike_window, metrics
 
             here = own[-1].shape[0]
             rows = jax.tree.map(lambda x: x.reshape(here, x.shape[0] // here, *x.shape[1:]), rows)
@@ -254,8 +258,9 @@ class LocalSGD:
         if mesh_sizes(definition.scope.mesh).get(AXIS, 1) > 1:
             split, shared = PartitionSpec(AXIS), PartitionSpec()
             held = manual(held, (AXIS,), (split, shared, shared, split), split)
-        params, model_state, opt_state, metrics = held(own, step, groups.rng, batch)
-        new = TrainState(step + 1, params, model_state, opt_state, groups.rng, definition)
+        *own, metrics = held(own, step, groups.rng, batch)
+        params, model_state, opt_state, window = own
+        new = TrainState(step + 1, params, model_state, opt_state, groups.rng, definition, window)
         return new, metrics
 
     def _agree(self, state: LocalSGDState) -> LocalSGDState:

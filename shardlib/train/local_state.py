@@ -25,8 +25,8 @@ class LocalSGDState:
     momentum: Any
     """The momentum of the outer optimizer, float32, alike."""
     groups: TrainState
-    """`params`, `model_state` and `opt_state` hold an array [groups, ...] for each of their leaves,
-    split over `data`; `step` and `rng` are common to all."""
+    """`params`, `model_state`, `opt_state` and `spike_window` hold an array [groups, ...] for each
+    of their leaves, split over `data`; `step` and `rng` are common to all."""
 
     @property
     def step(self) -> jax.Array:
@@ -82,7 +82,7 @@ def repeat(x: jax.Array, count: int) -> jax.Array:
 
 def replace_own(state: TrainState, fn: Callable[[Any], Any]) -> TrainState:
     """Applies a function to what each group has of its own."""
-    params, model_state, opt_state = jax.tree.map(
-        fn, (state.params, state.model_state, state.opt_state)
+    names = ("params", "model_state", "opt_state", "spike_window")
+    return dataclasses.replace(
+        state, **{name: jax.tree.map(fn, getattr(state, name)) for name in names}
     )
-    return dataclasses.replace(state, params=params, model_state=model_state, opt_state=opt_state)

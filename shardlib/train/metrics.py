@@ -5,18 +5,24 @@
 `data_wait_seconds`, `mfu`, and others such as `eval/loss` at the steps that have them. `null` means
 that there is no value (the peak of the device is not known). JSON has no NaN and no infinity: such
 a value is written as `null`, and under `nonfinite` by its name, `{"loss": "nan"}`.
+
+The account of the run's time up to a step (see `goodput.py`) is in three keys: `time`, in seconds
+since 1970; `goodput`, in [0, 1]; and `spent`, an object of seconds by share of the time since the
+run first began, over all attempts: `init`, `compile`, `data_wait`, `step`, `evaluate`, `save`,
+`restore`, `lost`, `idle`; those of zero are left out. Rows without them are read as well.
 """
 
 import collections
-import json
-import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardlib.errors import ShardlibError, require
+from shardlib.errors import ShardlibError
+from shardlib.train.append import AppendFile
+from shardlib.train.jsonl import decode, encode
+from shardlib.train.tensorboard import EventFile
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_DIRECTORY = "tensorboard"
@@ -26,12 +32,19 @@ class MetricsWriter:
     """Appends the metrics of a run to its directory. Only one process of a run has one.
 
     Lines are flushed one by one, so that others can follow the file. Steps are unique and
-    increase: when a run resumes, the lines of steps after its checkpoint are removed first.
+    increase: when a run resumes, the lines of steps after its checkpoint are removed first. A disk
+    that is full delays lines and ends nothing: see `AppendFile`.
 
     Args:
         run_dir: The directory of the run, which exists.
         tensorboard: Whether to write event files to `run_dir/tensorboard` too.
         resume_step: The step of the checkpoint that the run continues from; 0 for a new run.
+        warn: Told when lines cannot be written.
+
+    Attributes:
+        kept: The last row that was left from an earlier attempt, as `read_metrics` gives it, or
+            None.
+        last: The last row that was there, removed since or not, or None.
 
     Raises:
         MissingExtraError: If tensorboardX is asked for and absent.
@@ -39,25 +52,31 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, run_dir: str | os.PathLike[str], *, tensorboard: bool = False, resume_step: int = 0
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        tensorboard: bool = False,
+        resume_step: int = 0,
+        warn: Callable[[str], None] = lambda text: None,
     ):
-        self._events = None
-        board = (
-            require("tensorboardX", "tensorboard", "train.tensorboard=true")
-            if tensorboard
-            else None
-        )
         self.path = Path(run_dir) / METRICS_FILE
-        self._last_step = _drop_after(self.path, resume_step)
-        self._file = open(self.path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-        if board is not None:
-            # TensorBoard hides the events of a lost tail: those at `purge_step` and after.
-            self._events = board.SummaryWriter(
-                str(Path(run_dir) / EVENTS_DIRECTORY), purge_step=resume_step + 1
-            )
+        self._warn = warn
+        rows = _rows(self.path, self.path.read_bytes() if self.path.exists() else b"")
+        size, self.kept = _up_to(rows, resume_step)
+        self.last = rows[-1][0] if rows else None
+        self._last_step = self.kept["step"] if self.kept else 0
+        self._events = self._begin_events(resume_step) if tensorboard else None
+        self._file = AppendFile(self.path, size=size, warn=warn)
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def write(
+        self, step: int, metrics: Mapping[str, Any], account: Mapping[str, Any] | None = None
+    ) -> None:
         """Writes the metrics of one step: numbers (also 0-d arrays) or None by name.
+
+        Args:
+            step: The number of the step.
+            metrics: Its metrics.
+            account: What `goodput.Account.stamp` returns: for the file, not for TensorBoard.
 
         Raises:
             ValueError: If the step does not come after the last one written.
@@ -66,11 +85,19 @@ class MetricsWriter:
             raise ValueError(f"metrics of step {step} come after those of step {self._last_step}")
         self._last_step = step
         values = {name: _number(value) for name, value in metrics.items()}
-        self._file.write(_line(step, values) + "\n")
+        self._file.write(encode({"step": step, **values, **(account or {})}))
         if self._events is not None:
-            for name, value in values.items():
-                if value is not None:
-                    self._events.add_scalar(name, value, step)
+            self._events.scalars(step, {n: v for n, v in values.items() if v is not None})
+
+    def rewind(self, step: int) -> dict[str, Any] | None:
+        """Removes the rows of later steps, which are taken again; returns the last that is left."""
+        size, kept = _up_to(_rows(self.path, self._file.read()), step)
+        self._file.cut(size)
+        self._last_step = kept["step"] if kept else 0
+        if self._events is not None:
+            self._events.close()
+            self._events = self._begin_events(step)
+        return kept
 
     def close(self) -> None:
         """Closes the files; what was written stays."""
@@ -84,6 +111,11 @@ class MetricsWriter:
     def __exit__(self, *exc_info: Any) -> None:
         self.close()
 
+    def _begin_events(self, step: int) -> EventFile:
+        """Begins an event file, which hides those of a lost tail: after a step."""
+        directory = self.path.with_name(EVENTS_DIRECTORY)
+        return EventFile(directory, purge_step=step + 1, warn=self._warn)
+
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Returns the metrics of a run, one dict a step, with non-finite values as floats again.
@@ -94,61 +126,46 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         ShardlibError: If another line is not a step's metrics.
     """
     path = Path(run_dir) / METRICS_FILE
-    return [_restored(row) for row, _ in _rows(path)]
+    return [row for row, _ in _rows(path, path.read_bytes())] if path.exists() else []
 
 
-def _rows(path: Path) -> list[tuple[dict[str, Any], str]]:
-    """Returns every complete line, parsed and as it stands."""
-    if not path.exists():
-        return []
-    rows = []
+def _rows(path: Path, text: bytes) -> list[tuple[dict[str, Any], int]]:
+    """Returns the object of every complete line, and where the line ends."""
+    rows, end = [], 0
     # Split at line feeds alone: `splitlines` would also cut at separators inside of strings.
-    *lines, tail = path.read_text(encoding="utf-8").split("\n")
+    *lines, tail = text.split(b"\n")
     del tail  # Empty, or a line that was being written when the process ended.
     for number, line in enumerate(lines, start=1):
+        end += len(line) + 1
         try:
-            row = json.loads(line)
+            row = decode(line)
             assert isinstance(row["step"], int)
-        except (ValueError, KeyError, TypeError, AssertionError):
+        except (ValueError, KeyError, AssertionError):
+            shown = line.decode(errors="backslashreplace")[:60]
             raise ShardlibError(
-                f"{path}:{number}: not the metrics of a step: {line[:60]!r}.\n"
+                f"{path}:{number}: not the metrics of a step: {shown!r}.\n"
                 f"  Remove that line, or move the file away to begin a new one."
             ) from None
-        rows.append((row, line))
+        rows.append((row, end))
     return rows
 
 
-def _drop_after(path: Path, step: int) -> int:
-    """Removes the lines after a step, atomically; returns the last step that is left, or 0."""
-    rows = _rows(path)
-    kept = [(row, line) for row, line in rows if row["step"] <= step]
-    text = "".join(line + "\n" for _, line in kept)
-    if path.exists() and len(text.encode()) != path.stat().st_size:
-        beside = path.with_name(path.name + ".tmp")
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    return max((row["step"] for row, _ in kept), default=0)
+def _up_to(
+    rows: Sequence[tuple[dict[str, Any], int]], step: int
+) -> tuple[int, dict[str, Any] | None]:
+    """Returns how many bytes the lines up to a step take, and the last of their rows."""
+    kept: tuple[int, dict[str, Any] | None] = (0, None)
+    for row, end in rows:
+        if row["step"] > step:
+            break
+        kept = end, row
+    return kept
 
 
 def _number(value: Any) -> float | int | None:
     if value is None or isinstance(value, bool | int):
         return value
     return float(value)
-
-
-def _line(step: int, values: Mapping[str, float | int | None]) -> str:
-    wrong = {n: str(float(v)) for n, v in values.items() if v is not None and not math.isfinite(v)}
-    row: dict[str, Any] = {"step": step} | {n: None if n in wrong else v for n, v in values.items()}
-    if wrong:
-        row["nonfinite"] = wrong
-    return json.dumps(row, allow_nan=False)
-
-
-def _restored(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **{name: value for name, value in row.items() if name != "nonfinite"},
-        **{name: float(text) for name, text in row.get("nonfinite", {}).items()},
-    }
 
 
 class StepTimer:

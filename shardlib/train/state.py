@@ -21,6 +21,8 @@ from shardlib.partition import (
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
 from shardlib.rules import AxisRules
+from shardlib.train.guards import GuardsConfig
+from shardlib.train.spikes import SpikeWindow, empty_window
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,8 +50,9 @@ class Definition:
 class TrainState:
     """Everything that a step reads and writes.
 
-    `params` and `model_state` are nested dicts of arrays, `step` counts the optimizer updates so
-    far (int32 scalar), and `rng` is the key from which every step derives its own.
+    `params` and `model_state` are nested dicts of arrays, `step` counts the steps so far (int32
+    scalar), also those whose update the guards refused, and `rng` is the key from which every step
+    derives its own. `spike_window` is there where the guards look for spikes.
     """
 
     step: jax.Array
@@ -58,6 +61,7 @@ class TrainState:
     opt_state: Any
     rng: jax.Array
     definition: Definition = dataclasses.field(metadata={"static": True})
+    spike_window: SpikeWindow | None = None
 
     @property
     def model(self) -> Any:
@@ -75,6 +79,7 @@ def abstract_state(
     *,
     inputs: Inputs = (),
     precision: str | Precision = "f32",
+    guards: GuardsConfig | None = None,
     mesh: Mesh | None = None,
     rules: AxisRules | None = None,
 ) -> TrainState:
@@ -109,7 +114,8 @@ def abstract_state(
         places["gradients"],
         places["opt_state"],
     )
-    state = TrainState(step, params, model_state, opt_state, rng, definition)
+    window = jax.eval_shape(lambda: empty_window(guards))
+    state = TrainState(step, params, model_state, opt_state, rng, definition, window)
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         state,
@@ -124,6 +130,7 @@ def init_state(
     seed: int = 0,
     inputs: Inputs = (),
     precision: str | Precision = "f32",
+    guards: GuardsConfig | None = None,
     mesh: Mesh | None = None,
     rules: AxisRules | None = None,
 ) -> TrainState:
@@ -136,6 +143,7 @@ def init_state(
         inputs: For linen, example arguments of the module's `__call__`: a tuple, or a dict of
             keyword arguments.
         precision: A `Precision` or its name; here only the dtype of the parameters matters.
+        guards: Those of the step; here only whether they look for spikes matters.
         mesh: The mesh; the active one when left out.
         rules: The rules; the active ones when left out.
 
@@ -145,7 +153,13 @@ def init_state(
         ModelError: If the model cannot be made.
     """
     abstract = abstract_state(
-        make, optimizer, inputs=inputs, precision=precision, mesh=mesh, rules=rules
+        make,
+        optimizer,
+        inputs=inputs,
+        precision=precision,
+        guards=guards,
+        mesh=mesh,
+        rules=rules,
     )
     return materialize(abstract, seed=seed)
 
@@ -159,7 +173,8 @@ def materialize(abstract: TrainState, *, seed: int = 0) -> TrainState:
 
     def init(key: jax.Array) -> TrainState:
         step, *rest = _init(definition.module, definition.optimizer, store, key)
-        return TrainState(step, *rest, definition=definition)
+        window = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract.spike_window)
+        return TrainState(step, *rest, definition=definition, spike_window=window)
 
     placed = jax.tree.map(lambda x: x.sharding, abstract)
     return jax.jit(init, out_shardings=placed)(jax.random.key(seed))
@@ -190,4 +205,5 @@ def state_shardings(state: TrainState) -> TrainState:
         shardings(state.opt_state, definition.opt_state, mesh),
         replicated,
         definition,
+        jax.tree.map(lambda _: replicated, state.spike_window),
     )

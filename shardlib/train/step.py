@@ -28,6 +28,7 @@ from shardlib.train.gradients import (
     PartLoss,
     accumulate_gradients,
 )
+from shardlib.train.guards import SKIPPED, GuardsConfig
 from shardlib.train.offload import update_offloaded
 from shardlib.train.pipelined import pipelined_gradients, pipelined_groups
 from shardlib.train.reduction import (
@@ -37,6 +38,7 @@ from shardlib.train.reduction import (
     plan_reduction,
     reduced_gradients,
 )
+from shardlib.train.spikes import judge, keep_unless
 from shardlib.train.state import TrainState, state_shardings
 
 BatchAxes = Mapping[str, tuple[str | None, ...]]
@@ -52,6 +54,7 @@ def make_train_step(
     pipeline: PipelineConfig | str = "1f1b",
     reduction: ReductionConfig | None = None,
     arranged: bool = False,
+    guards: GuardsConfig | None = None,
 ) -> "TrainStep":
     """Returns `step(state, batch) -> (state, metrics)`, compiled at its first call.
 
@@ -64,18 +67,23 @@ def make_train_step(
         microbatches: In how many parts the batch is computed, one after the other, with their
             gradients added in float32.
         precision: In which dtype the loss is computed. The parameters are cast inside of the step.
-        schedule: Learning rate by optimizer step, to report it; it changes nothing.
+        schedule: Learning rate by applied update, to report it; it changes nothing. Where the
+            optimizer has a schedule, its own count of updates is what counts.
         batch_axes: Logical axes of batch leaves by path. A leaf that is not named has
             `("batch", None, ...)`.
         pipeline: The schedule of the stages, or its name; read where the mesh has `stage`.
         reduction: How gradients are summed over `data`; the compiler decides when left out.
         arranged: Whether batches come as `arrange_batch` lays them out, where the groups of
             `reduction` take unequal shares; else the step does it, at the cost of a copy.
+        guards: Which updates are refused: those with a loss or gradient norm that is not finite, or
+            a spike. A refused one leaves parameters, model state and optimizer state bit for bit as
+            they were, learning-rate schedules too, which count updates; only `state.step` goes on,
+            and with it dropout and data. None are refused when left out.
 
     Returns:
         A callable with `lower(state, batch)` for inspection. `metrics` holds float32 scalars on the
-        devices: `loss`, `grad_norm` (before clipping), with a schedule `learning_rate`, and
-        whatever is in `aux`.
+        devices: `loss`, `grad_norm` (before clipping), with a schedule `learning_rate`, with guards
+        `skipped` (1 for a refused update, else 0), and whatever is in `aux`.
         Read one of them now and then: XLA gives up on CPU devices with hundreds of steps in flight.
     """
     if not isinstance(microbatches, Integral) or microbatches < 1:
@@ -87,6 +95,11 @@ def make_train_step(
         raise ModelError(
             f"reduction is {reduction!r}, not a ReductionConfig.\n"
             "  Write it as ReductionConfig(dtype='bf16')."
+        )
+    if not isinstance(guards, GuardsConfig | None):
+        raise ModelError(
+            f"guards is {guards!r}, not a GuardsConfig.\n"
+            "  Write it as GuardsConfig(nonfinite='skip')."
         )
     if isinstance(pipeline, str):
         if pipeline not in SCHEDULES:
@@ -101,6 +114,7 @@ def make_train_step(
         pipeline,
         reduction or ReductionConfig(),
         arranged,
+        guards if guards and guards.refuses else None,
     )
 
 
@@ -116,6 +130,7 @@ class TrainStep:
     pipeline: PipelineConfig
     reduction: ReductionConfig
     arranged: bool = False
+    guards: GuardsConfig | None = None
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -145,7 +160,7 @@ class TrainStep:
 
         Raises:
             RuleError: If the mesh cannot share out the batch, or a microbatch of it.
-            ModelError: If the state was made under another precision.
+            ModelError: If the state was made under another precision or other guards.
         """
         key = structure(state, batch)
         if key not in self._programs:
@@ -157,6 +172,7 @@ class TrainStep:
         placed = state_shardings(state)
         replicated = NamedSharding(scope.mesh, PartitionSpec())
         _check_precision(self.precision, state)
+        check_window(self.guards, state)
         batch_placed = batch_shardings(batch, scope, self.batch_axes)
         # A microbatch must fall evenly on the devices too; refused here, before any tracing.
         reduction = self._reduction(state)
@@ -185,14 +201,21 @@ class TrainStep:
             weight = sums["loss"].weight
             grads = jax.tree.map(lambda g: g / jnp.where(weight == 0, 1.0, weight), grads)
             loss = sums["loss"].value
-            params, opt_state = update_offloaded(lambda old: _update(old, grads, loss), state)
+            grad_norm = optax.tree.norm(grads)
+            good, window = None, state.spike_window
+            if self.guards is not None:
+                good, window = judge(self.guards, window, loss, grad_norm)
+                model_state = keep_unless(good, model_state, state.model_state)
+            params, opt_state = update_offloaded(lambda old: _update(old, grads, loss, good), state)
         one = jnp.float32(1.0)
-        metrics = {**sums, "grad_norm": Mean(optax.tree.norm(grads), one)}
+        metrics = {**sums, "grad_norm": Mean(grad_norm, one)}
         if self.schedule is not None:
-            rate = jnp.asarray(self.schedule(state.step), jnp.float32)
+            rate = jnp.asarray(self.schedule(_updates_before(state)), jnp.float32)
             metrics["learning_rate"] = Mean(rate, one)
+        if good is not None:
+            metrics[SKIPPED] = Mean(1.0 - good.astype(jnp.float32), one)
         new_state = TrainState(
-            state.step + 1, params, model_state, opt_state, state.rng, definition
+            state.step + 1, params, model_state, opt_state, state.rng, definition, window
         )
         return new_state, metrics
 
@@ -256,24 +279,59 @@ def _check_precision(policy: Precision, state: TrainState) -> None:
         )
 
 
-def _update(state: TrainState, grads: Any, loss: jax.Array) -> tuple[Any, Any]:
+def check_window(guards: GuardsConfig | None, state: TrainState) -> None:
+    """Raises `ModelError` for a state that does not hold what the guards of its step need."""
+    if guards is None or guards.spike is None:
+        return
+    window = state.spike_window
+    held = 0 if window is None else window.values.shape[-1]
+    if held != guards.spike.window:
+        raise ModelError(
+            f"the step looks for spikes among the latest {guards.spike.window} values, but the "
+            f"state keeps {held or 'none'}.\n"
+            "  Give init_state and make_train_step the same guards."
+        )
+
+
+def _updates_before(state: TrainState) -> jax.Array:
+    """Returns how many updates a schedule inside of the optimizer has counted: fewer than steps,
+    where some were refused."""
+
+    def counts(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=counts)
+    return next((node.count for node in nodes if counts(node)), state.step)
+
+
+def _update(
+    state: TrainState, grads: Any, loss: jax.Array, good: jax.Array | None
+) -> tuple[Any, Any]:
     """Returns the parameters and optimizer state after an update, in the dtypes they had.
 
     `grads` are in float32 whatever the parameters are, and so is the arithmetic of the update. An
     optimizer that asks for the `value` of the loss gets it. Each device updates the part of a
-    parameter whose optimizer state it holds.
+    parameter whose optimizer state it holds. Where `good` is there and false, all stay as they are.
     """
     definition = state.definition
     optimizer = optax.with_extra_args_support(definition.optimizer)
     params = state.params
-    if definition.scope.rules.opt_state is not None:
+    is_apart = definition.scope.rules.opt_state is not None
+    if is_apart:
         grads = pin(grads, definition.updates, definition.scope)
         params = pin(params, definition.updates, definition.scope)
     # optax mixes dtypes freely, whatever the user's own code is held to.
     with jax.numpy_dtype_promotion("standard"):
         updates, opt_state = optimizer.update(grads, state.opt_state, params, value=loss)
-        params = optax.apply_updates(params, updates)
-    return params, jax.tree.map(lambda new, old: new.astype(old.dtype), opt_state, state.opt_state)
+        new_params = optax.apply_updates(params, updates)
+    opt_state = jax.tree.map(lambda new, old: new.astype(old.dtype), opt_state, state.opt_state)
+    if good is None:
+        return new_params, opt_state
+    new_params = keep_unless(good, new_params, params)
+    if is_apart:
+        # What is gathered is chosen before, so that no device holds both whole.
+        new_params = pin(new_params, definition.updates, definition.scope)
+    return new_params, keep_unless(good, opt_state, state.opt_state)
 
 
 def batch_shardings(batch: Any, scope: Scope, batch_axes: BatchAxes) -> Any:

@@ -1,7 +1,6 @@
 """One process: bit-equal round trips across meshes, what is kept, and what is refused."""
 
 import dataclasses
-import json
 import logging
 import os
 import pathlib
@@ -130,7 +129,8 @@ def test_bit_equal_on_every_mesh(name, tmp_path):
     state = shard(make_state(TRANSFORMS[name]), make_mesh(2, 4))
     with RunCheckpoints(tmp_path) as checkpoints:
         checkpoints.save(7, state, {"mesh": "data=2,fsdp=4"})
-        for sizes in ((2, 4), (1, 1), (4, 1), (8, 1), (1, 3)):
+        every = ((2, 4), (1, 1), (4, 1), (8, 1), (1, 3))
+        for sizes in every if name == "adamw" else every[-1:]:
             target = abstract(shard(state, make_mesh(*sizes)))
             restored = checkpoints.restore(7, target)
             assert_same_bits(restored, state)
@@ -202,63 +202,6 @@ def test_a_shard_larger_than_the_read_bound(tmp_path, monkeypatch):
         assert_same_bits(checkpoints.restore(1, target), state)
 
 
-def test_the_newest_are_kept_and_listed(tmp_path):
-    state = {"w": jnp.ones(4)}
-    with RunCheckpoints(tmp_path / "run" / "checkpoints", CheckpointConfig(keep=2)) as checkpoints:
-        assert checkpoints.steps() == []
-        assert checkpoints.latest() is None
-        for step in (0, 10, 20, 123_456_789):
-            checkpoints.save(step, state, {"samples_seen": step * 8}, wait=True)
-        assert checkpoints.steps() == [20, 123_456_789]
-        assert checkpoints.latest() == 123_456_789
-        assert checkpoints.metadata(20) == {"samples_seen": 160}
-    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["00000020", "123456789"]
-
-
-def test_foreign_entries_are_never_listed(tmp_path):
-    with RunCheckpoints(tmp_path, CheckpointConfig(keep=1)) as checkpoints:
-        checkpoints.save(5, {"w": jnp.ones(4)}, {}, wait=True)
-        (tmp_path / "00000099").mkdir()
-        (tmp_path / "100").mkdir()
-        (tmp_path / "00000101").write_text("a file")
-        (tmp_path / "notes").mkdir()
-        (tmp_path / "00000102").symlink_to(tmp_path / "00000005")
-        (tmp_path / "00000100").mkdir()
-        assert checkpoints.latest() == 5
-        assert checkpoints.steps() == [5]
-        checkpoints.save(6, {"w": jnp.ones(4)}, {}, wait=True)
-        assert checkpoints.steps() == [6]
-    left = {"00000006", "00000099", "100", "00000100", "00000101", "notes", "00000102"}
-    assert set(os.listdir(tmp_path)) == left
-
-
-def test_leftovers_of_a_killed_run_go_with_the_next_save(tmp_path):
-    (tmp_path / "00000003.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
-    (tmp_path / ".trash" / "00000001-x").mkdir(parents=True)
-    with RunCheckpoints(tmp_path) as checkpoints:
-        assert checkpoints.latest() is None
-        assert len(os.listdir(tmp_path)) == 2
-        checkpoints.save(3, {"w": jnp.ones(4)}, {})
-    assert os.listdir(tmp_path) == ["00000003"]
-
-
-def test_the_manifest(tmp_path):
-    run = {"config": {"seed": 0}, "mesh": "data=8", "rules": None, "samples_seen": 640}
-    with RunCheckpoints(tmp_path) as checkpoints:
-        checkpoints.save(10, {"w": jnp.ones((2, 3)), "key": jax.random.key(0)}, run, wait=True)
-        document = json.loads((tmp_path / "00000010" / "manifest.json").read_text())
-        assert document["schema"] == 1
-        assert document["step"] == 10
-        assert document["run"] == run == checkpoints.metadata(10)
-        assert document["leaves"] == {
-            "key": {"shape": [], "dtype": "key<fry>"},
-            "w": {"shape": [2, 3], "dtype": "float32"},
-        }
-        assert document["libraries"]["jax"] == jax.__version__
-        assert (document["processes"], document["devices"]) == (1, jax.device_count())
-        assert checkpoints.manifest(10).leaves["w"].shape == (2, 3)
-
-
 def test_another_model_is_refused_before_arrays_are_read(tmp_path):
     saved = {"a": jnp.ones((2, 3)), "b": jnp.ones(4), "c": jnp.ones(5), "key": jax.random.key(0)}
     target = {
@@ -299,30 +242,6 @@ def test_missing_steps_and_directories(tmp_path):
             checkpoints.metadata(7)
 
 
-def test_damage_is_named(tmp_path):
-    with RunCheckpoints(tmp_path) as checkpoints:
-        for step in (1, 2, 3, 4):
-            checkpoints.save(step, {"w": jnp.ones(1)}, {}, wait=True)
-        path = tmp_path / "00000002" / "manifest.json"
-        path.write_text(path.read_text()[:40])
-        with pytest.raises(CheckpointError) as caught:
-            checkpoints.restore(2, {"w": jnp.ones(1)})
-        assert str(caught.value).startswith(f"the manifest {path} is damaged: JSONDecodeError: ")
-        path = tmp_path / "00000003" / "manifest.json"
-        path.write_text(path.read_text().replace('"schema": 1', '"schema": 2'))
-        with pytest.raises(CheckpointError) as caught:
-            checkpoints.restore(3, {"w": jnp.ones(1)})
-        assert str(caught.value).splitlines()[0] == (
-            f"checkpoint {tmp_path}/00000003 has format 2; this shardlib reads formats up to 1."
-        )
-        (tmp_path / "00000004" / "state" / "manifest.ocdbt").unlink()
-        with pytest.raises(CheckpointError) as caught:
-            checkpoints.restore(4, {"w": jnp.ones(1)})
-        first, last = str(caught.value).splitlines()
-        assert first.startswith(f"checkpoint {tmp_path}/00000004 cannot be read: ")
-        assert last == "  Restore another step (2, 3)."
-
-
 def test_what_cannot_be_saved(tmp_path):
     with RunCheckpoints(tmp_path) as checkpoints:
         for metadata in ({"x": jnp.ones(1)}, {"x": float("nan")}):
@@ -341,24 +260,6 @@ def test_what_cannot_be_saved(tmp_path):
         assert str(caught.value) == (
             f"step 1 is already saved in {tmp_path}.\n  Save each step once, counted from 0."
         )
-
-
-def test_a_directory_that_cannot_be_written(tmp_path):
-    # A path below a file is refused to root as well.
-    (tmp_path / "file").write_text("")
-    checkpoints = RunCheckpoints(tmp_path / "file" / "checkpoints")
-    with pytest.raises(CheckpointError) as caught:
-        checkpoints.check_writable()
-    assert str(caught.value) == (
-        f"checkpoints cannot be written: Not a directory: {tmp_path}/file/checkpoints.\n"
-        "  Name a directory that this user may write as run_dir, or set checkpoint.enabled=false."
-    )
-    with pytest.raises(CheckpointError) as caught:
-        checkpoints.save(1, {"w": jnp.ones(1)}, {})
-    assert str(caught.value) == (
-        f"checkpoints cannot be listed: Not a directory: {tmp_path}/file/checkpoints.\n"
-        "  Name a directory that this user may read as run_dir."
-    )
 
 
 def test_check_writable_leaves_nothing(tmp_path):
@@ -408,13 +309,6 @@ def test_only_the_log_of_orbax_is_kept_quiet(tmp_path, caplog):
     assert [r.message for r in caplog.records if "orbax" in r.pathname or r.name == "absl"] == [
         "of the user"
     ]
-
-
-def test_config_faults():
-    with pytest.raises(ValueError, match="every_steps must be at least 1, not 0"):
-        CheckpointConfig(every_steps=0)
-    with pytest.raises(ValueError, match="keep must be at least 1, not -1"):
-        CheckpointConfig(keep=-1)
 
 
 def test_import_is_light_and_exit_completes_the_save(tmp_path):

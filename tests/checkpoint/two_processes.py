@@ -1,5 +1,8 @@
 """One of the processes that `test_checkpoint_processes.py` starts: DIRECTORY INDEX PORT."""
 
+import contextlib
+import os
+import resource
 import sys
 
 import jax
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardlib.checkpoint import RunCheckpoints
+from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
 from shardlib.errors import CheckpointError
 
 
@@ -60,11 +63,77 @@ def restore_save_and_refuse(checkpoints):
         "  Place them on the mesh: jax.device_put(array, NamedSharding(mesh, P()))."
     )
     checkpoints.save(4, moved, {})
+    checkpoints.settle()
+    return moved
+
+
+@contextlib.contextmanager
+def limited(resource_name, value, *, on_process):
+    """A limit of the operating system on one of the processes."""
+    kind = getattr(resource, resource_name)
+    former = resource.getrlimit(kind)
+    if jax.process_index() == on_process:
+        resource.setrlimit(kind, (value, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, former)
+
+
+def fail_on_one_process(checkpoints, state, told):
+    """What fails on one process fails on both, at once, and the next try works."""
+    for step, process in ((5, 1), (6, 0)):
+        with limited("RLIMIT_FSIZE", 50, on_process=process):
+            checkpoints.save(step, state, {})
+            checkpoints.settle()
+        (text,) = told
+        first = text.splitlines()[0]
+        where = f"could not be written to {checkpoints.directory}: process {process}: "
+        assert first.startswith(f"the checkpoint of step {step} {where}"), text
+        assert "File too large" in first, text
+        told.clear()
+    checkpoints.save(5, state, {}, wait=True)
+
+    target = make_target()
+    opened = len(os.listdir("/proc/self/fd"))
+    for process in (0, 1):
+        with limited("RLIMIT_NOFILE", opened, on_process=process):
+            # Before anything is logged from here: there is no file left for it.
+            try:
+                checkpoints.restore(5, target)
+            except CheckpointError as error:
+                text = str(error)
+            else:
+                text = ""
+        assert "oo many open files" in text or "cannot be read" in text, text
+    checkpoints.restore(5, target)
+    assert told == []
+
+
+def fall_back_together(checkpoints, told):
+    """One damaged file, seen by the first process: both restore the step before it."""
+    if jax.process_index() == 0:
+        (checkpoints.directory / "00000005" / "state" / "_METADATA").unlink()
+    assert checkpoints.latest() == 5
+    manifest, state = checkpoints.restore_newest(make_target())
+    assert manifest.step == 4
+    table = np.arange(128.0).reshape(16, 8) + 1
+    for shard in state["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, table[shard.index])
+    assert told[0].startswith("step 5 does not validate, trying the one before it: "), told
+    assert "state/_METADATA: missing" in told[0], told
+    assert checkpoints.latest() == 4
+    checkpoints.drop_after(4)
 
 
 if __name__ == "__main__":
     start(int(sys.argv[2]), sys.argv[3])
-    with RunCheckpoints(sys.argv[1]) as run_checkpoints:
-        restore_save_and_refuse(run_checkpoints)
+    notices = []
+    config = CheckpointConfig(keep=9)
+    with RunCheckpoints(sys.argv[1], config, notify=notices.append) as run_checkpoints:
+        last = restore_save_and_refuse(run_checkpoints)
+        assert notices == []
+        fail_on_one_process(run_checkpoints, last, notices)
+        fall_back_together(run_checkpoints, notices)
     jax.distributed.shutdown()
     print("done")

@@ -7,15 +7,18 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardlib.data import MapSource, Prefetcher
+from shardlib.data import MapSource, Prefetcher, prefetch
 from shardlib.data.prefetch import merged
+from shardlib.phases import PhaseClock
 from shardlib.registry import DataSpec
+from shardlib.train.loop import Loop
 
 PADDING = {"tokens": np.zeros((6,), np.int32), "weight": np.zeros((), np.float32)}
 
@@ -106,10 +109,12 @@ def test_wait_is_the_time_that_loading_was_not_hidden():
     numbers = Numbers(delay=0.05)
     with Prefetcher(source(numbers), shardings(), depth=1) as batches:
         assert batches.wait_seconds == 0
+        assert not batches.is_ready
         next(batches)
         assert batches.wait_seconds >= 0.05  # Eight examples of 0.05 s, not all behind us.
         while len(numbers.asked) < 17:  # The third batch is begun when the second is ready.
             time.sleep(0.01)
+        assert batches.is_ready
         next(batches)
         assert batches.wait_seconds < 0.05
 
@@ -160,6 +165,70 @@ def test_faults_are_found_before_the_thread_starts():
 def test_merged():
     assert merged([]) == []
     assert merged([(0, 2), (2, 4), (6, 8), (7, 9), (9, 9)]) == [(0, 4), (6, 9)]
+
+
+class Gate:
+    """Examples that do not come before the gate is opened, which may be never."""
+
+    def __init__(self):
+        self.opened = threading.Event()
+
+    def __getitem__(self, index):
+        assert self.opened.wait(60)
+        return Numbers()[index]
+
+
+def test_closing_leaves_a_read_without_end_behind(monkeypatch, caplog):
+    monkeypatch.setattr(prefetch, "MOST_CLOSE_SECONDS", 0.2)
+    gate = Gate()
+    batches = Prefetcher(source(gate), shardings(), start_step=3)
+    (thread,) = threads()
+    started = time.monotonic()
+    batches.close()
+    assert 0.2 <= time.monotonic() - started < 5
+    assert thread.is_alive()
+    assert caplog.messages == [
+        "the thread that reads the batch of step 3 has not ended within 0.2 s and is left behind; "
+        "it still holds what it has open"
+    ]
+    # Should the read end after all, so does the thread.
+    gate.opened.set()
+    thread.join(10)
+    assert threads() == []
+
+
+def test_a_read_that_takes_its_time_is_waited_for(caplog):
+    batches = Prefetcher(source(Numbers(delay=0.05)), shardings())
+    batches.close()
+    assert threads() == []
+    assert caplog.messages == []
+
+
+def test_a_read_without_end_is_time_waited_for_data():
+    """What a watchdog sees of it: the phase, and that nothing has moved since."""
+    clock, gate = PhaseClock(), Gate()
+    with Prefetcher(source(gate), shardings()) as batches:
+        loop = Loop(
+            lambda state, batch: (state, {"loss": np.float32(0)}),
+            batches,
+            on_step=lambda record: None,
+            is_due=lambda step: False,
+            after_step=lambda step, state: True,
+            clock=clock,
+        )
+        seen = []
+
+        def watch():
+            while not (clock.present[0] == "data_wait" and clock.present[1] > 0.2):
+                time.sleep(0.01)
+            seen.append(clock.present[0])
+            gate.opened.set()
+
+        watchdog = threading.Thread(target=watch, daemon=True)
+        watchdog.start()
+        loop.run(SimpleNamespace(step=0), 2)
+        watchdog.join(10)
+        assert seen == ["data_wait"]
 
 
 PROGRAM = """
@@ -235,3 +304,36 @@ def test_an_interpreter_exits_cleanly_though_nothing_was_closed():
     command = [sys.executable, "-X", "dev", "-W", "error", "-c", FORGETFUL]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "(8, 1000)\n", "")
+
+
+STUCK = """
+import threading, numpy as np, jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from shardlib.data import MapSource, Prefetcher, prefetch
+from shardlib.registry import DataSpec
+prefetch.MOST_CLOSE_SECONDS = 0.2
+begun = threading.Barrier(THREADS + 1)
+class Stuck:
+    def __getitem__(self, index):
+        begun.wait()
+        threading.Event().wait()
+padding = {"x": np.zeros(4, np.int32)}
+source = MapSource(Stuck, spec=DataSpec(), global_batch=8, padding=padding, threads=THREADS)
+mesh = Mesh(np.array(jax.devices()), ("data",))
+batches = Prefetcher(source, {"x": NamedSharding(mesh, PartitionSpec("data"))})
+begun.wait()
+print("over", flush=True)
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_interpreter_exits_though_a_read_never_ends(threads):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    program = STUCK.replace("THREADS", str(threads))
+    command = [sys.executable, "-X", "dev", "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "over\n")
+    assert done.stderr == (
+        "the thread that reads the batch of step 0 has not ended within 0.2 s and is left behind; "
+        "it still holds what it has open\n"
+    )

@@ -83,12 +83,16 @@ def test_entries_that_are_malformed_are_all_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.json", "[]", "holds no list 'accepted'.\n  Write {\"accepted\": [{\"code\": \"SL105\", "
-         "\"place\": \"jvp()/dot_general in model.py:*\"}]}."),
-        ("a.json", "{", "is no JSON: Expecting property name enclosed in double quotes: line 1 "
+        ("a.json", "[]", " holds no list 'accepted'.\n  Write {\"accepted\": [{\"code\": "
+         "\"SL105\", \"place\": \"jvp()/dot_general in model.py:*\"}]}."),
+        ("a.json", "{", " is no JSON: Expecting property name enclosed in double quotes: line 1 "
          "column 2 (char 1)."),
-        ("a.yaml", "{", "is no YAML: while parsing a flow node expected the node content, but "
-         "found '<stream end>' in \"<unicode string>\", line 1, column 2: { ^."),
+        ("a.yaml", "{", ":1: not a YAML document: expected the node content, but found "
+         "'<stream end>'."),
+        ("a.yaml", "accepted: !!python/name:os.system", ":1: accepted: the tag "
+         "!!python/name:os.system is not allowed here."),
+        pytest.param("a.json", "[" * 100_000, " is no list of findings: it nests too deeply.",
+                     id="deep"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_baseline(tmp_path, name, text, message):
@@ -96,7 +100,7 @@ def test_a_file_that_is_no_baseline(tmp_path, name, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         read_baseline(path)
-    assert str(caught.value) == f"the baseline {path} {message}"
+    assert str(caught.value) == f"the baseline {path}{message}"
 
 
 def test_the_same_operation_of_another_function_is_another_place():

@@ -62,7 +62,7 @@ def test_a_signal_to_one_of_two_processes_stops_both(launch, lab, finished, tmp_
     assert "[1] SIGTERM: stopping after this step.\n" in out
     step = len(losses(run_dir))
     assert 5 <= step < 20
-    assert f"─ stopped and saved at step {step} ─" in out
+    assert f"─ stopped by SIGTERM (process 1) and saved at step {step} ─" in out
     resume = f"shardlib launch --processes 2 -- train {run_dir}/config.yaml\n"
     assert f"\n[0]   resume   {resume}" in out
     assert "8 x cpu in 2 processes" in out

@@ -10,6 +10,7 @@ import pytest
 from shardlib import run
 from shardlib.config import load
 from shardlib.data import read_tokenizer
+from shardlib.run.events import read_events
 
 KEYS = [
     "step",
@@ -26,7 +27,8 @@ NAMES = ("accuracy", "bits_per_byte", "loss", "nll_nats")
 
 def test_a_run_leaves_config_tokenizer_metrics_and_checkpoints(finished, lab):
     names = {path.name for path in finished.run_dir.iterdir()}
-    assert names == {"config.yaml", "tokenizer.json", "metrics.jsonl", "checkpoints"}
+    files = {"config.yaml", "tokenizer.json", "metrics.jsonl", "events.jsonl"}
+    assert names == files | {"checkpoints"}
     steps = sorted(path.name for path in (finished.run_dir / "checkpoints").iterdir())
     assert steps == ["00000010", "00000020"]
     saved = load(run.RunConfig, finished.run_dir / "config.yaml")
@@ -94,8 +96,11 @@ def test_a_finished_run_says_so_and_changes_nothing(finished, lab, tmp_path, cap
     assert "\nalready trained to step 20; give a larger train.steps to go on\n" in out
     assert "─ finished at step 20 ─" in out
     assert "resumes" not in out
-    evaluation = finished.out[finished.out.index("│ eval accuracy") :].splitlines()[:4]
-    assert evaluation == out[out.index("│ eval accuracy") :].splitlines()[:4]
+    first, again = (  # The card is as wide as its longest line, the account of time.
+        [line.strip("│ ") for line in text[text.index("│ eval accuracy") :].splitlines()[:4]]
+        for text in (finished.out, out)
+    )
+    assert first == again
     assert {p: p.stat().st_mtime_ns for p in sorted(run_dir.rglob("*"))} == before
 
 
@@ -130,7 +135,8 @@ def test_images_are_counted_and_need_no_tokenizer(lab, tmp_path, rows, capsys):
     )
     run.train(load(run.RunConfig, config))
     assert [list(line)[4] for line in rows(tmp_path / "run")] == ["images_per_second"] * 2
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl"}
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"config.yaml", "metrics.jsonl", "events.jsonl"}
     out = capsys.readouterr().out
     assert "16 images" in out
     # Nothing was saved, so there is nothing to go on from.
@@ -163,7 +169,7 @@ main(sys.argv[1:])
 """
 
 
-def test_a_failure_ends_the_run_and_its_threads(lab, finished, tmp_path):
+def test_only_the_last_save_that_fails_ends_the_run(lab, finished, tmp_path):
     words = ("train", lab.config_file, f"run_dir={tmp_path / 'run'}", "eval.every_steps=0")
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, *map(str, words)],
@@ -177,13 +183,17 @@ def test_a_failure_ends_the_run_and_its_threads(lab, finished, tmp_path):
     at = next((i for i, x in enumerate(said) if x.startswith("CheckpointError: ")), None)
     assert at is not None, done.stderr
     place = f"{tmp_path}/run/checkpoints"
-    assert said[at].startswith(
-        f"CheckpointError: the checkpoint of step 10 could not be written to {place}: "
-    )
+    failed = "the checkpoint of step {} could not be written to " + f"{place}: "
+    assert said[at].startswith("CheckpointError: " + failed.format(20))
     assert said[at + 1] == "  Free space or restore access there; complete steps: none."
+    # The first was told of, and training went on.
+    told = [line for line in done.stdout.splitlines() if line.startswith(failed.format(10))]
+    assert len(told) == 1
     written = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert 10 <= len(written) <= 20  # It is noticed when the next one is due.
-    assert json.loads(written[-1])["step"] == len(written)
+    assert [json.loads(line)["step"] for line in written] == list(range(1, 21))
+    events = read_events(tmp_path / "run")
+    assert [event["kind"] for event in events] == ["start", "checkpoint", "end"]
+    assert events[-1]["facts"] == {"error": "CheckpointError"}
 
 
 def test_names_stay_callable_whatever_is_imported_first():

@@ -1,0 +1,20 @@
+"""What is told of checkpoints that are there and cannot be trusted."""
+
+from collections.abc import Sequence
+
+from shardlib.errors import CheckpointError
+
+
+class DamageError(CheckpointError):
+    """A checkpoint is damaged: files are missing or changed, or values are not what was saved."""
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the kind and the first line of an error that may fill a page."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+
+
+def listed(steps: Sequence[int], without: int | None = None) -> str:
+    """Returns steps as text, `none` without any."""
+    return ", ".join(str(step) for step in steps if step != without) or "none"

@@ -1,0 +1,197 @@
+"""One fingerprint per leaf: the same on any mesh, and another one for any changed element.
+
+The bits of a leaf are read as planes of 32-bit words: one plane for types of up to 32 bits, two for
+64 bits, the parts of a complex number one after the other. Each word is mixed with its flat
+(row-major) position, and the mixed words of a plane are summed modulo 2^32. A sum has no order, so
+that every device adds up what it holds, whatever the sharding.
+
+    plane = sum over positions p of  finalize(word[p] XOR p * 0x9E3779B9)   modulo 2^32
+
+`finalize` is the 32-bit finaliser of MurmurHash3, a bijection. So a change of any one element
+changes the fingerprint with certainty: in some plane exactly one word differs, hence exactly one
+term. Changes of several elements (swaps, shifts, lost blocks) go unnoticed with a chance of about
+2^-32; who wants to hide a change can. Bits count, not values: -0.0 is not 0.0, and each NaN is its
+own. Beyond 2^32 words positions repeat.
+
+Source of the finaliser: Appleby, MurmurHash3, `fmix32`,
+https://github.com/aappleby/smhasher/wiki/MurmurHash3; the factor of positions is 2^32 / phi, made
+odd (Knuth, The Art of Computer Programming, vol. 3, section 6.4).
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib.checkpoint.tree import is_key
+from shardlib.host_memory import HOST
+
+_POSITION = 0x9E3779B9
+_FIRST, _SECOND = 0x85EBCA6B, 0xC2B2AE35
+_WORD = 0xFFFFFFFF
+# Words that the host mixes at a time; a few buffers of this many stay in the processor's cache.
+_BLOCK = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """Fingerprints on their way; the leaves may be donated or changed meanwhile."""
+
+    _host: dict[str, str]
+    _device: list[tuple[list[tuple[str, int]], jax.Array]]
+    _order: list[str]
+
+    def result(self) -> dict[str, str]:
+        """Waits for the devices, and returns the fingerprints by path: 8 hex digits a plane."""
+        found = dict(self._host)
+        for planes_of, words in self._device:
+            values = iter(np.asarray(words).tolist())
+            for path, planes in planes_of:
+                found[path] = _text([next(values) for _ in range(planes)])
+        return {path: found[path] for path in self._order}
+
+
+def dispatch(leaves: Mapping[str, Any]) -> Pending:
+    """Starts to compute the fingerprints of leaves, and returns before they are there.
+
+    Arrays on the same devices are read by one compiled program. Numpy arrays, numbers, and arrays
+    of one process among several are read on the host, at once. Every process calls this with the
+    same leaves, in the same order relative to its other programs.
+
+    Args:
+        leaves: By path, arrays (typed PRNG keys among them) and numbers.
+    """
+    from shardlib.train.loop import must_block
+
+    on_host = {path: leaf for path, leaf in leaves.items() if not _on_devices(leaf)}
+    groups = _by_devices({path: leaf for path, leaf in leaves.items() if _on_devices(leaf)})
+    device = []
+    for group in groups:
+        words = _program(group)(list(group.values()))
+        if must_block():
+            jax.block_until_ready(words)
+        device.append(([(path, _planes_of(leaf)) for path, leaf in group.items()], words))
+    host = {path: of_host(leaf) for path, leaf in on_host.items()}
+    return Pending(host, device, list(leaves))
+
+
+def fingerprints(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the fingerprints of leaves by path; see `dispatch`."""
+    return dispatch(leaves).result()
+
+
+def of_host(leaf: Any) -> str:
+    """Returns the fingerprint of a numpy array or a number, computed by this process."""
+    if is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    array = np.ascontiguousarray(np.asarray(leaf))
+    if array.dtype.name == "int4":
+        array = array.astype(np.int8)
+    size = array.dtype.itemsize
+    words = array.reshape(-1).view({1: np.uint8, 2: np.uint16}.get(size, np.uint32))
+    planes = max(1, size // 4)
+    return _text([_sum_on_host(words[plane::planes]) for plane in range(planes)])
+
+
+def compile_ahead(leaves: Mapping[str, Any]) -> None:
+    """Compiles what `dispatch` will run, for leaves that may be abstract (with shardings)."""
+    for group in _by_devices({path: leaf for path, leaf in leaves.items() if _on_devices(leaf)}):
+        _program(group).lower(list(group.values())).compile()
+
+
+def _text(planes: Sequence[int]) -> str:
+    return "".join(f"{plane:08x}" for plane in planes)
+
+
+def _sum_on_host(words: np.ndarray) -> int:
+    total = 0
+    for start in range(0, words.size, _BLOCK):
+        block = words[start : start + _BLOCK].astype(np.uint32)
+        block ^= np.arange(start, start + block.size, dtype=np.uint64).astype(
+            np.uint32
+        ) * np.uint32(_POSITION)
+        total += int(_finalize(block).sum(dtype=np.uint64))
+    return total & _WORD
+
+
+def _finalize(words: Any) -> Any:
+    """Appleby's `fmix32`, of an array of uint32 on the host or on devices."""
+    u32 = np.uint32
+    words = words ^ (words >> u32(16))
+    words = words * u32(_FIRST)
+    words = words ^ (words >> u32(13))
+    words = words * u32(_SECOND)
+    return words ^ (words >> u32(16))
+
+
+def _on_devices(leaf: Any) -> bool:
+    if getattr(leaf, "sharding", None) is None or not math.prod(leaf.shape):
+        return False
+    return not (jax.process_count() > 1 and leaf.sharding.is_fully_addressable)
+
+
+def _by_devices(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns what one program reads: the leaves of one set of devices, mostly all there are.
+
+    A leaf in the hosts' memory is alone: the devices, which it would not fit beside the others,
+    have room for one at a time.
+    """
+    groups: dict[Any, dict[str, Any]] = {}
+    for path, leaf in leaves.items():
+        alone = path if leaf.sharding.memory_kind == HOST else None
+        groups.setdefault((frozenset(leaf.sharding.device_set), alone), {})[path] = leaf
+    return list(groups.values())
+
+
+def _program(group: Mapping[str, Any]) -> Any:
+    """Returns the compiled program for the leaves of one set of devices; every device has all."""
+    meshes = [x.sharding.mesh for x in group.values() if isinstance(x.sharding, NamedSharding)]
+    everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
+    if everywhere not in _programs:
+        _programs[everywhere] = jax.jit(_of_all, out_shardings=everywhere)
+    return _programs[everywhere]
+
+
+_programs: dict[NamedSharding | None, Any] = {}
+
+
+def _of_all(leaves: Sequence[jax.Array]) -> jax.Array:
+    leaves = jax.device_put(leaves, jax.memory.Space.Device)
+    return jnp.stack([_sum(plane) for leaf in leaves for plane in _planes(leaf)])
+
+
+def _sum(words: jax.Array) -> jax.Array:
+    position = jnp.zeros(words.shape, jnp.uint32)
+    stride = 1
+    for dim in reversed(range(words.ndim)):
+        index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+        position = position + index * np.uint32(stride & _WORD)
+        stride *= words.shape[dim]
+    return jnp.sum(_finalize(words ^ (position * np.uint32(_POSITION))), dtype=jnp.uint32)
+
+
+def _planes(leaf: jax.Array) -> list[jax.Array]:
+    """Returns the bits of an array as planes of uint32, each of its shape."""
+    if is_key(leaf):
+        leaf = jax.random.key_data(leaf)
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return [*_planes(jnp.real(leaf)), *_planes(jnp.imag(leaf))]
+    if leaf.dtype == jnp.bool_:
+        return [leaf.astype(jnp.uint32)]
+    if leaf.dtype == jnp.int4:
+        leaf = leaf.astype(jnp.int8)
+    size = leaf.dtype.itemsize
+    if size == 8:
+        words = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+        return [words[..., 0], words[..., 1]]
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]
+    return [jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)]
+
+
+def _planes_of(leaf: Any) -> int:
+    return 1 if is_key(leaf) else max(1, leaf.dtype.itemsize // 4)

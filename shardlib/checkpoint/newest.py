@@ -1,0 +1,70 @@
+"""The newest checkpoint that validates, of one directory or of several."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardlib.checkpoint.damage import DamageError
+from shardlib.checkpoint.manifest import Manifest
+from shardlib.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardlib.checkpoint.store import RunCheckpoints
+
+Accept = Callable[[Manifest], None]
+
+
+def restore_newest(
+    stores: Sequence["RunCheckpoints"], target: Any, accept: Accept
+) -> tuple[Manifest, Any] | None:
+    """Restores the newest step that validates; sets aside those newer ones that do not.
+
+    Args:
+        stores: Where to look. Of two checkpoints of one step, that of the first store is taken.
+        target: As of `RunCheckpoints.restore`.
+        accept: Sees the manifest before any array is read; what it raises is passed on.
+
+    Returns:
+        The manifest and the state; None if there is no checkpoint at all.
+
+    Raises:
+        CheckpointError: If there are checkpoints and none of them validates; all are left in place.
+            Or if the newest one is of another model, or of a later format.
+    """
+    damaged: list[tuple[RunCheckpoints, int]] = []
+    while (choice := _next(stores, damaged)) is not None:
+        store, step = choice
+        try:
+            manifest, state = store.restore_accepted(step, target, accept)
+        except DamageError as error:
+            store.notify(f"step {step} does not validate, trying the one before it: {error}")
+            damaged.append(choice)
+            continue
+        for faulty, damaged_step in damaged:
+            faulty.set_aside(damaged_step)
+        return manifest, state
+    if damaged:
+        raise CheckpointError(
+            "none of the checkpoints validates:\n"
+            + "".join(f"  {store.directory}, step {step}\n" for store, step in damaged)
+            + "  They are left as they are. Remove them to start anew, or train in another run_dir."
+        )
+    return None
+
+
+def _next(
+    stores: Sequence["RunCheckpoints"], damaged: Sequence[tuple["RunCheckpoints", int]]
+) -> tuple["RunCheckpoints", int] | None:
+    """Returns the newest checkpoint not known to be damaged, the same on every process."""
+
+    def newest(_: list[str]) -> str:
+        steps = [
+            (step, -index)
+            for index, store in enumerate(stores)
+            for step in store.candidates()
+            if (store, step) not in damaged
+        ]
+        step, index = max(steps, default=(-1, 0))
+        return f"{step} {-index}"
+
+    step, index = map(int, stores[0].peers.decide("newest", "", newest).split())
+    return None if step < 0 else (stores[index], step)

@@ -1,0 +1,107 @@
+"""What each host would read to restore a checkpoint onto a mesh, which need not be there."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from shardlib.errors import MeshError
+from shardlib.mesh import describe, entry_axes, mesh_sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class HostReads:
+    """What one host does in a restore, in bytes.
+
+    Attributes:
+        read_bytes: Read from storage. Storage gives whole chunks, and each different shard of a
+            host is read once, however many of its devices hold it.
+        held_bytes: Held by the devices of the host afterwards.
+        buffer_bytes: The most that is in the host's memory on its way to the devices.
+    """
+
+    read_bytes: int
+    held_bytes: int
+    buffer_bytes: int
+
+
+def plan_reads(
+    targets: Mapping[str, Any],
+    chunks: Mapping[str, Sequence[int]],
+    *,
+    num_hosts: int,
+    max_buffer_bytes: int,
+) -> list[HostReads]:
+    """Returns what each host reads, holds and buffers to restore arrays.
+
+    Args:
+        targets: By path, shape and dtype with a `NamedSharding`, of a mesh that may be abstract.
+            Its devices lie on the hosts in their order in the mesh, as many on each.
+        chunks: By path, the shape of the chunks that the array is stored in.
+        num_hosts: Hosts that share the devices.
+        max_buffer_bytes: What the reader keeps in flight at most, unless one shard is larger.
+
+    Raises:
+        MeshError: If the hosts do not divide the devices.
+    """
+    if not targets:
+        return [HostReads(0, 0, 0)] * num_hosts
+    mesh = next(iter(targets.values())).sharding.mesh
+    if math.prod(mesh_sizes(mesh).values()) % num_hosts:
+        raise MeshError(
+            f"{num_hosts} hosts cannot share the devices of mesh {describe(mesh)} evenly.\n"
+            "  Name a number of hosts that divides them."
+        )
+    read, held = np.zeros(num_hosts, np.int64), np.zeros(num_hosts, np.int64)
+    largest = 0
+    for path, target in targets.items():
+        footprints = _footprints(target, chunks[path])
+        shard_of = _shard_of_device(target.sharding).reshape(num_hosts, -1)
+        itemsize = np.dtype(target.dtype).itemsize
+        for host, shards in enumerate(shard_of):
+            read[host] += itemsize * sum(footprints[shard] for shard in set(shards.tolist()))
+        shard_bytes = itemsize * math.prod(_shard_shape(target))
+        held += shard_bytes * shard_of.shape[1]
+        largest = max(largest, itemsize * max(footprints))
+    return [
+        HostReads(int(r), int(h), int(min(r, max(max_buffer_bytes, largest))))
+        for r, h in zip(read, held, strict=True)
+    ]
+
+
+def _splits(target: Any) -> list[int]:
+    """Into how many parts each dim is cut."""
+    sizes = mesh_sizes(target.sharding.mesh)
+    entries = (*target.sharding.spec, *[None] * len(target.shape))[: len(target.shape)]
+    return [math.prod(sizes[name] for name in entry_axes(entry)) for entry in entries]
+
+
+def _shard_shape(target: Any) -> list[int]:
+    return [size // parts for size, parts in zip(target.shape, _splits(target), strict=True)]
+
+
+def _shard_of_device(sharding: NamedSharding) -> np.ndarray:
+    """Returns the number of the shard that each device holds, devices in the order of the mesh;
+    shards are counted with the last dim fastest."""
+    mesh: Mesh | AbstractMesh = sharding.mesh
+    sizes = mesh_sizes(mesh)
+    position = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
+    found = np.zeros(tuple(sizes.values()), np.int64)
+    for name in itertools.chain.from_iterable(entry_axes(entry) for entry in sharding.spec):
+        found = found * sizes[name] + position[name]
+    return found.reshape(-1)
+
+
+def _footprints(target: Any, chunk: Sequence[int]) -> list[int]:
+    """Returns the elements that reading each shard takes from storage: whole chunks."""
+    counts = []
+    for size, parts, step in zip(target.shape, _splits(target), chunk, strict=True):
+        starts = np.arange(parts) * (size // parts)
+        stops = starts + size // parts
+        counts.append((-(-stops // step) - starts // step).tolist())
+    of_chunk = math.prod(chunk)
+    return [of_chunk * math.prod(combination) for combination in itertools.product(*counts)]

@@ -1,0 +1,169 @@
+"""Checkpoints in a directory, as someone sees them who only reads: listed, proved, restored."""
+
+import logging
+import os
+import pathlib
+import threading
+from typing import Any
+
+from shardlib.checkpoint import newest
+from shardlib.checkpoint.agreement import Peers
+from shardlib.checkpoint.damage import DamageError, listed
+from shardlib.checkpoint.directory import Notify, StepDirectory
+from shardlib.checkpoint.files import check_contents
+from shardlib.checkpoint.manifest import Manifest
+from shardlib.checkpoint.restoring import Restoring
+from shardlib.checkpoint.saving import THREAD_NAME
+from shardlib.errors import CheckpointError
+
+
+def _log(text: str) -> None:
+    logging.getLogger(__name__).warning("%s", text)
+
+
+class SavedCheckpoints:
+    """The checkpoints in a directory; nothing in it is changed.
+
+    Under several processes each makes its own instance on the same shared directory, and all call
+    `latest` and `restore` together; see `RunCheckpoints`.
+
+    Args:
+        directory: Holds the checkpoints, for example `run/checkpoints`; need not exist.
+        notify: As of `RunCheckpoints`.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, notify: Notify | None = None) -> None:
+        self.directory = pathlib.Path(directory).absolute()
+        self.peers = Peers()
+        self._tell = notify or _log
+        self._later: list[str] = []
+        self._steps = StepDirectory(self.directory, self.notify)
+
+    def settle(self) -> None:
+        """Waits for what this object itself is writing, which for a reader is nothing."""
+
+    def notify(self, text: str) -> None:
+        """Tells a text: what the thread of a save has to say waits for the next call."""
+        if threading.current_thread().name == THREAD_NAME:
+            self._later.append(text)
+        else:
+            self._tell(text)
+
+    def steps(self) -> list[int]:
+        """Returns the steps of the complete checkpoints, oldest first.
+
+        Directories are listed if name and manifest are well-formed; `notify` is told once of each
+        symbolic link and each other directory, and none of them is ever touched.
+
+        Raises:
+            CheckpointError: If the directory cannot be listed.
+        """
+        return list(self._steps.manifests())
+
+    def candidates(self) -> list[int]:
+        """Returns the steps of what looks like a checkpoint, damaged or not, oldest first."""
+        return self._steps.candidates()
+
+    def latest(self) -> int | None:
+        """Returns the newest step, or None without any; the same on every process."""
+        decision = self.peers.decide("latest", "", lambda _: str(max(self.steps(), default=-1)))
+        return None if int(decision) < 0 else int(decision)
+
+    def manifest(self, step: int) -> Manifest:
+        """Returns what the checkpoint of `step` says of itself, arrays unread.
+
+        Raises:
+            CheckpointError: If there is no such checkpoint, or its manifest is damaged.
+        """
+        if step not in self._steps.candidates():
+            raise CheckpointError(
+                f"there is no checkpoint of step {step} in {self.directory}.\n"
+                f"  Steps there: {listed(self.steps())}."
+            )
+        return self._steps.read(step)
+
+    def metadata(self, step: int) -> dict[str, Any]:
+        """Returns the metadata that was given to `save`, as JSON gives it back."""
+        return self.manifest(step).run
+
+    def check(self, step: int, target: Any) -> None:
+        """Proves that `restore` would find the leaves of `target`; reads no array.
+
+        Raises:
+            CheckpointError: If there is no such checkpoint, or its leaves are not those of
+                `target`: each one that is missing, unexpected, or of other shape or dtype is named.
+        """
+        self._restoring(step, self.manifest(step)).check(target)
+
+    def restore(self, step: int, target: Any, *, cast: bool = False, partial: bool = False) -> Any:
+        """Returns the state saved at `step`, bit for bit, on the shardings of `target`.
+
+        What was read is proved by the fingerprints in the manifest.
+
+        Args:
+            step: One of `steps()`.
+            target: A tree of the structure of the state; leaves are `jax.ShapeDtypeStruct` with
+                a sharding of any mesh (or arrays, whose sharding is taken). A leaf without a
+                sharding is restored to a numpy array on the host.
+            cast: Whether leaves may have other dtypes in `target`: they are cast after they were
+                verified, and each one is told through `notify`.
+            partial: Whether leaves may be missing from the checkpoint, which then stay as they are
+                in `target`, or from `target`; each one is told through `notify`.
+
+        Raises:
+            CheckpointError: As `check`, before any array is read; or if the checkpoint is damaged:
+                files or leaves are named.
+        """
+        self.settle()
+        manifest = self.peers.all_or_none("manifest", lambda: self.manifest(step))
+        try:
+            return self._restoring(step, manifest, cast=cast, partial=partial).restore(target)
+        except DamageError as error:
+            body = str(error).removesuffix("\n  Restore another step.")
+            others = listed(self.steps(), without=step)
+            raise DamageError(f"{body}\n  Restore another step ({others}).") from error
+
+    def restore_accepted(
+        self, step: int, target: Any, accept: newest.Accept
+    ) -> tuple[Manifest, Any]:
+        """Restores one step if `accept` raises nothing on its manifest."""
+        self.settle()
+        manifest = self.peers.all_or_none("manifest", lambda: self.manifest(step))
+        refused: list[Exception] = []
+
+        def see() -> None:
+            try:
+                accept(manifest)
+            except Exception as error:
+                refused.append(error)
+                raise
+
+        try:
+            self.peers.all_or_none("accept", see)
+        except CheckpointError:
+            if refused:
+                raise refused[0] from None
+            raise
+        return manifest, self._restoring(step, manifest).restore(target)
+
+    def verify(self, step: int) -> Manifest:
+        """Reads every file of a checkpoint and compares it with its checksum; needs no devices.
+
+        Raises:
+            CheckpointError: If there is no such checkpoint, it was saved without checksums
+                (format 1), or files are missing or were changed: all are named.
+        """
+        manifest = self.manifest(step)
+        if not manifest.is_verifiable:
+            raise CheckpointError(
+                f"checkpoint {self._steps.of_step(step)} has format {manifest.schema}, without "
+                "checksums.\n  Restore it and save it again to have them."
+            )
+        check_contents(self._steps.of_step(step), manifest.files)
+        return manifest
+
+    def _restoring(
+        self, step: int, manifest: Manifest, *, cast: bool = False, partial: bool = False
+    ) -> Restoring:
+        place = self._steps.of_step(step)
+        return Restoring(place, manifest, self.peers, self.notify, cast=cast, partial=partial)

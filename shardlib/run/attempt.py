@@ -1,0 +1,283 @@
+"""One process's part in one attempt at a run, from the header to the closing card."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from shardlib import distributed
+from shardlib.checkpoint import Manifest, RunCheckpoints, TieredCheckpoints
+from shardlib.data import MapSource, Prefetcher
+from shardlib.launch.progress import report_progress
+from shardlib.phases import PhaseClock
+from shardlib.run.directory import RunDirectory
+from shardlib.run.log import RunLog
+from shardlib.run.programs import Programs
+from shardlib.run.setup import Setup
+from shardlib.run.standing import Standing, check_same_run
+from shardlib.train.evaluate import evaluate
+from shardlib.train.guards import GuardPolicy, GuardsConfig
+from shardlib.train.local_sgd import LocalSGD, group_means, merged
+from shardlib.train.loop import Loop, StepRecord
+from shardlib.train.state import TrainState, materialize
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """How a run ended. `evaluation` is the last one of this process, if there was any."""
+
+    state: TrainState
+    step: int
+    evaluation: dict[str, float]
+
+
+class Attempt:
+    """Trains from the newest checkpoint that validates to the end, a stop or an error.
+
+    Args:
+        parts: The run.
+        programs: Its programs, traced.
+        source: What it trains on.
+        held_out: What it is evaluated on, if it is.
+        checkpoints: Where it is saved.
+        directory: Where it is written.
+        log: What it shows and writes down.
+        clock: Told what the process is doing.
+    """
+
+    def __init__(
+        self,
+        parts: Setup,
+        programs: Programs,
+        source: MapSource,
+        held_out: MapSource | None,
+        checkpoints: RunCheckpoints | TieredCheckpoints,
+        directory: RunDirectory,
+        log: RunLog,
+        clock: PhaseClock,
+    ):
+        self.parts, self.config = parts, parts.config
+        self.source, self.held_out = source, held_out
+        self.checkpoints, self.directory = checkpoints, directory
+        self.log, self.clock = log, clock
+        self.evaluation: dict[str, float] = {}
+        self._step, self._eval_step, self._sampler = programs
+        self._standing = Standing()
+        self._policy = GuardPolicy(self._guards(), self._samples_of)
+        self._latest: dict[str, float] = {}
+        self._saved_step = -1
+        self._stop_step = -1
+        self._steps_done = 0
+        self._is_save_put_off = False
+
+    def go(self, newest: int, *, is_new: bool) -> TrainResult:
+        """Runs to the end, or to a stop.
+
+        Args:
+            newest: The step of the newest checkpoint, 0 without any.
+            is_new: Whether the directory held no run.
+        """
+        self.log.header(newest)
+        if not is_new and not newest:
+            self.log.notice(f"{self.directory} has no checkpoint yet: training from the start")
+        with distributed.StopRequest() as stop:
+            state = self._restored()
+            if int(state.step) < self.config.train.steps:
+                state = self._train(state, stop)
+            else:
+                self.log.notice(
+                    f"already trained to step {int(state.step)}; give a larger train.steps to go on"
+                )
+        step = int(state.step)
+        is_finished = step >= self.config.train.steps
+        by = f" by {stop.reason}" if stop.reason else ""
+        saved = "and saved " if self.config.checkpoint.enabled else ""
+        self.log.closing(
+            f"finished at step {step}" if is_finished else f"stopped{by} {saved}at step {step}",
+            is_finished=is_finished,
+            step=step,
+            can_sample=self._sampler is not None,
+        )
+        return TrainResult(merged(self._step, state), step, self.evaluation)
+
+    def _restored(self) -> Any:
+        """Returns the state of the newest checkpoint that validates, or that of step 0, and notes
+        where the run stands."""
+        self._standing = Standing()
+        with self.clock.within("restore"):
+            if steps := self.checkpoints.steps():
+                self.log.waiting(f"restoring step {steps[-1]}")
+            found = self.checkpoints.restore_newest(
+                self.parts.saved_state(), accept=check_same_run(self.parts, self.source)
+            )
+        if found is not None:
+            manifest, state = found
+            self._standing = Standing.of(manifest)
+            self._tell_batch(manifest)
+            self._policy.rewinds = self._standing.rewinds
+            self._saved_step = manifest.step
+            return state
+        state = materialize(self.parts.abstract, seed=self.config.seed)
+        return self._step.init(state) if isinstance(self._step, LocalSGD) else state
+
+    def _tell_batch(self, manifest: Manifest) -> None:
+        before = manifest.run["config"]["train"]["global_batch"]
+        now, seen = self.config.train.global_batch, self._standing.position.samples_seen
+        if before != now:
+            text = f"the global batch was {before} and is {now} from sample {seen} on"
+            self.log.event("batch", text, step=manifest.step, before=before, now=now, sample=seen)
+
+    def _train(self, state: Any, stop: distributed.StopRequest) -> Any:
+        if jax.process_index() == 0:
+            self.directory.write(self.config, self.source.tokenizer)
+        self.log.open(self._standing.position.step)
+        self.log.waiting("compiling the training step")
+        if self.config.checkpoint.enabled:
+            with self.clock.within("compile"):
+                self.checkpoints.prepare(self.parts.saved_state())
+        state = self._loop(state, stop, is_compiled=False)
+        while self._policy.wants_rewind:
+            bad_step = int(state.step)
+            # Two states would not fit into the memory of the devices.
+            state = None
+            state = self._loop(self._gone_back(bad_step), stop, is_compiled=True)
+        self._save(int(state.step), state)
+        with self.clock.within("save"):
+            self.checkpoints.wait()
+        self._report_progress()
+        return state
+
+    def _loop(self, state: Any, stop: distributed.StopRequest, *, is_compiled: bool) -> Any:
+        position = self._standing.position
+        rows = self.parts.rows(self.source.at(position))
+        with Prefetcher(rows, self.parts.shardings(rows), position.step) as batches:
+            loop = Loop(
+                self._step,
+                batches,
+                on_step=self._saw,
+                is_due=lambda step: self._is_due(step, stop),
+                after_step=self._after_step,
+                read=group_means if isinstance(self._step, LocalSGD) else None,
+                clock=self.clock,
+                is_compiled=is_compiled,
+            )
+            return loop.run(state, self.config.train.steps)
+
+    def _saw(self, record: StepRecord) -> None:
+        self._latest = {"loss": record.metrics["loss"]}
+        self.log.step(record)
+        self._policy.saw(record)
+        if self._policy.fault is not None:
+            first, end = self._samples_of(record.step)
+            self.log.event(
+                "skipped_update",
+                f"step {record.step}: its update is left out, for {self._policy.fault} "
+                f"(samples {first} to {end - 1})",
+                step=record.step,
+                samples=[first, end],
+            )
+
+    def _is_due(self, step: int, stop: distributed.StopRequest) -> bool:
+        self.checkpoints.poll()
+        # Not the step, which falls when the run goes back.
+        self._steps_done += 1
+        if stop.agreed(self._steps_done):
+            self._stop_step = step
+        return (
+            step in (self._stop_step, self.config.train.steps)
+            or self._policy.wants_rewind
+            or self._is_save_put_off
+            or self.checkpoints.is_due(step)
+            or _every(step, self.config.eval.every_steps)
+            or _every(step, self.config.train.sample_every)
+        )
+
+    def _after_step(self, step: int, state: Any) -> bool:
+        is_last = step == self.config.train.steps
+        if self._policy.wants_rewind or (step == self._stop_step and not is_last):
+            return False
+        evaluated = {}
+        if self.held_out is not None and (is_last or _every(step, self.config.eval.every_steps)):
+            evaluated = self._evaluate(step, state, self.held_out)
+        # Before the checkpoint is complete: a run that goes on from it has this line already.
+        self.log.flush()
+        if is_last or self._is_save_put_off or self.checkpoints.is_due(step):
+            # What is saved in the middle of refused updates is nothing to go back to.
+            self._is_save_put_off = not (is_last or self._policy.healthy)
+            if not self._is_save_put_off:
+                self._save(step, state, evaluated)
+        if self._sampler and (is_last or _every(step, self.config.train.sample_every)):
+            self._sample(step, state)
+        return True
+
+    def _evaluate(self, step: int, state: Any, source: MapSource) -> dict[str, float]:
+        with (
+            self.clock.within("evaluate"),
+            Prefetcher(source, self.parts.shardings(source)) as batches,
+        ):
+            self.evaluation = evaluate(self._eval_step, merged(self._step, state), batches)
+        self.log.evaluation(step, self.evaluation)
+        return {f"eval/{name}": value for name, value in self.evaluation.items()}
+
+    def _sample(self, step: int, state: Any) -> None:
+        options = self.config.train
+        assert self._sampler is not None
+        with self.clock.within("evaluate"):
+            text = self._sampler(
+                merged(self._step, state),
+                options.sample_prompt,
+                length=options.sample_length,
+                temperature=options.sample_temperature,
+                seed=self.config.seed,
+            )
+        self.log.sample(step, options.sample_prompt, text)
+
+    def _save(self, step: int, state: Any, evaluated: dict[str, float] | None = None) -> None:
+        if not self.config.checkpoint.enabled or step == self._saved_step:
+            return
+        metadata = self._standing.metadata(step, self.parts, self.source)
+        metrics = {**self._latest, **(evaluated or {})}
+        with self.clock.within("save"):
+            self.checkpoints.save(step, state, metadata, metrics=metrics)
+        self._saved_step = step
+        self._report_progress()
+
+    def _report_progress(self) -> None:
+        """Tells the launcher of the newest step that is complete, not of one on its way."""
+        if steps := self.checkpoints.steps():
+            report_progress(steps[-1])
+
+    def _gone_back(self, bad_step: int) -> Any:
+        """Returns the state of the last healthy checkpoint, and moves the data on: the same data
+        would lead to the same place again."""
+        samples = self._standing.position.samples_at(bad_step, self.config.train.global_batch)
+        rewinds, wrong = self._policy.rewinds, self._policy.fault
+        state = self._restored()
+        step = int(state.step)
+        self._policy.rewinds = rewinds
+        self._policy.rewound()
+        self._is_save_put_off = False
+        self._standing = self._standing.past(step, samples, self._policy.rewinds)
+        first = self._standing.skipped[-1][0]
+        self.log.rewind(
+            step,
+            f"went back from step {bad_step} to step {step}, for {wrong}; samples {first} to "
+            f"{samples - 1} are passed over",
+            samples=[first, samples],
+        )
+        return state
+
+    def _guards(self) -> GuardsConfig:
+        """Groups that train apart see only their own metrics: processes would not go back alike."""
+        guards = self.config.train.guards
+        if not isinstance(self._step, LocalSGD) or jax.process_count() == 1:
+            return guards
+        return dataclasses.replace(guards, rewind=False)
+
+    def _samples_of(self, step: int) -> tuple[int, int]:
+        position, batch = self._standing.position, self.config.train.global_batch
+        return position.samples_at(step - 1, batch), position.samples_at(step, batch)
+
+
+def _every(step: int, period: int | None) -> bool:
+    return bool(period) and step % period == 0

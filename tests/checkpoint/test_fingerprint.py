@@ -1,0 +1,194 @@
+"""Fingerprints: of the bits alone, whatever the sharding; any changed element changes them."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.checkpoint.fingerprint import (
+    _finalize,
+    compile_ahead,
+    dispatch,
+    fingerprints,
+    of_host,
+)
+from shardlib.checkpoint.tree import STORABLE
+
+WIDE = ("int64", "uint64", "float64", "complex128")
+
+
+def dtype_of(name):
+    return np.dtype(getattr(ml_dtypes, name, None) or name)
+
+
+def random_array(name, shape, seed=0):
+    """An array of random bits, NaNs of every kind among them."""
+    generator, dtype = np.random.default_rng(seed), dtype_of(name)
+    if name == "bool":
+        return generator.integers(0, 2, shape).astype(bool)
+    if name == "int4":
+        return generator.integers(-8, 8, shape).astype(dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    return np.frombuffer(generator.bytes(size), dtype).reshape(shape).copy()
+
+
+def mesh_of(*sizes, axis_type=AxisType.Auto):
+    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    return Mesh(devices, ("a", "b"), axis_types=(axis_type,) * 2)
+
+
+def reference(array):
+    """The definition, in integers of any size, element by element."""
+    size = max(array.dtype.itemsize, 1)
+    planes = [0] * max(1, size // 4)
+    if array.dtype == dtype_of("int4"):
+        array = array.astype(np.int8)
+    for position, element in enumerate(array.reshape(-1)):
+        raw = np.asarray(element).tobytes()
+        for plane in range(len(planes)):
+            word = int.from_bytes(raw[4 * plane : 4 * plane + 4], "little")
+            mixed = word ^ (position * 0x9E3779B9 & 0xFFFFFFFF)
+            for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+                mixed = (mixed ^ (mixed >> shift)) * factor & 0xFFFFFFFF
+            planes[plane] = (planes[plane] + mixed) & 0xFFFFFFFF
+    return "".join(f"{plane:08x}" for plane in planes)
+
+
+@pytest.mark.parametrize("name", STORABLE)
+def test_every_dtype_on_host_and_devices(name):
+    array = random_array(name, (6, 5))
+    expected = reference(array)
+    assert of_host(array) == expected
+    assert of_host(np.asfortranarray(array)) == expected
+    with jax.enable_x64(name in WIDE):
+        assert fingerprints({"x": jnp.asarray(array)}) == {"x": expected}
+
+
+@given(
+    st.sampled_from([name for name in STORABLE if name not in WIDE]),
+    st.sampled_from([(8,), (16, 3), (8, 8), (2, 4, 8)]),
+    st.sampled_from(["a", "b", "ab", None]),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=25, deadline=None)
+def test_sharding_changes_nothing(name, shape, axes, seed):
+    array = random_array(name, shape, seed)
+    spec = PartitionSpec(*[None] * (len(shape) - 1), tuple(axes) if axes else None)
+    if len(shape) > 1 and shape[-1] % 8:
+        spec = PartitionSpec(tuple(axes) if axes else None)
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        mesh = mesh_of(2, 4, axis_type=axis_type)
+        sharded = jax.device_put(array, NamedSharding(mesh, spec))
+        assert fingerprints({"x": sharded}) == {"x": of_host(array)}
+
+
+@given(
+    st.sampled_from([name for name in STORABLE if name not in ("bool", "int4")]),
+    st.integers(1, 40),
+    st.data(),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_one_flipped_bit_changes_it(name, size, data):
+    array = random_array(name, (size,), data.draw(st.integers(0, 2**32 - 1)))
+    changed = array.copy()
+    content = changed.view(np.uint8)
+    content[data.draw(st.integers(0, content.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert of_host(changed) != of_host(array)
+
+
+@given(st.sampled_from(STORABLE), st.integers(1, 40), st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_other_bits_of_one_element_change_it(name, size, data):
+    seeds = st.integers(0, 2**32 - 1)
+    array = random_array(name, (size,), data.draw(seeds))
+    changed = array.copy()
+    position = data.draw(st.integers(0, size - 1))
+    changed[position] = random_array(name, (1,), data.draw(seeds))[0]
+    is_same = changed.tobytes() == array.tobytes()
+    assert (of_host(changed) == of_host(array)) is is_same
+
+
+def test_the_finaliser_is_a_bijection():
+    # Each of its stages can be undone: shifts by unfolding, odd factors by their inverses.
+    words = np.random.default_rng(0).integers(0, 2**32, 10_000, dtype=np.uint32)
+
+    def unshift(mixed, shift):
+        found = mixed
+        for _ in range(32 // shift + 1):
+            found = mixed ^ (found >> np.uint32(shift))
+        return found
+
+    undone = unshift(_finalize(words), 16)
+    for factor, shift in ((0xC2B2AE35, 13), (0x85EBCA6B, 16)):
+        undone = unshift(undone * np.uint32(pow(factor, -1, 2**32)), shift)
+    np.testing.assert_array_equal(undone, words)
+
+
+def test_bits_count_and_not_values():
+    assert of_host(np.float32(0.0)) != of_host(np.float32(-0.0))
+    nans = np.array([0x7FC00000, 0x7FC00001, 0xFFC00000], np.uint32).view(np.float32)
+    assert len({of_host(nan) for nan in nans}) == 3
+    on_devices = {str(index): jnp.asarray(nan) for index, nan in enumerate(nans)}
+    assert list(fingerprints(on_devices).values()) == [of_host(nan) for nan in nans]
+
+
+def test_order_counts():
+    array = np.arange(1000, dtype=np.float32)
+    swapped = array.copy()
+    swapped[[3, 700]] = swapped[[700, 3]]
+    found = {of_host(x) for x in (array, swapped, np.roll(array, 1), array[::-1])}
+    assert len(found) == 4
+
+
+def test_numbers_are_not_truncated():
+    assert of_host(2**40) != of_host(0)
+    assert of_host(2**40) == of_host(np.int64(2**40))
+    assert of_host(0.1) == of_host(np.float64(0.1)) != of_host(np.float32(0.1))
+    assert of_host(True) != of_host(False)
+
+
+def test_keys_by_their_data():
+    keys = jax.random.split(jax.random.key(3, impl="rbg"), 8)
+    data = np.asarray(jax.random.key_data(keys))
+    sharded = jax.device_put(keys, NamedSharding(mesh_of(2, 4), PartitionSpec(("a", "b"))))
+    assert fingerprints({"k": sharded, "l": keys}) == dict.fromkeys("kl", of_host(data))
+
+
+def test_leaves_of_all_kinds_together_in_order():
+    mesh = mesh_of(2, 4)
+    on_host_memory = NamedSharding(mesh, PartitionSpec("a"), memory_kind="pinned_host")
+    table = random_array("float32", (8, 8))
+    leaves = {
+        "number": 3,
+        "offloaded": jax.device_put(table, on_host_memory),
+        "numpy": table,
+        "sharded": jax.device_put(table, NamedSharding(mesh, PartitionSpec("a", "b"))),
+        "local": jnp.int32(7),
+        "empty": jnp.zeros((0, 3)),
+        "other": jax.device_put(table, NamedSharding(mesh_of(1, 2), PartitionSpec("a", "b"))),
+    }
+    compile_ahead(leaves)
+    found = fingerprints(leaves)
+    assert list(found) == list(leaves)
+    assert found == {path: of_host(np.asarray(leaf)) for path, leaf in leaves.items()}
+
+
+def test_leaves_may_be_donated_before_the_result_is_there():
+    table = jnp.arange(1e5)
+    expected = of_host(np.asarray(table))
+    pending = dispatch({"x": table})
+    jax.jit(lambda x: x + 1, donate_argnums=0)(table)
+    assert table.is_deleted()
+    assert pending.result() == {"x": expected}
+
+
+def test_one_program_for_all_leaves_on_the_same_devices():
+    sharding = NamedSharding(mesh_of(2, 4), PartitionSpec("a", "b"))
+    leaves = {str(n): jax.device_put(np.ones((8, 4 * n), np.float32), sharding) for n in (1, 2, 3)}
+    pending = dispatch(leaves)
+    assert len(pending._device) == 1
+    assert pending.result() == {path: of_host(np.asarray(x)) for path, x in leaves.items()}

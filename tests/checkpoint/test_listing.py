@@ -1,0 +1,249 @@
+"""Which directories count as checkpoints, which are kept, and what a killed process has left."""
+
+import json
+import os
+import shutil
+
+import jax.numpy as jnp
+import pytest
+
+from shardlib.checkpoint import CheckpointConfig, KeepBest, LocalTier, RunCheckpoints
+from shardlib.checkpoint.retention import kept
+from shardlib.errors import CheckpointError
+
+STATE = {"w": jnp.ones(4)}
+
+
+def test_the_newest_are_kept_and_listed(tmp_path):
+    with RunCheckpoints(tmp_path / "run" / "checkpoints", CheckpointConfig(keep=2)) as checkpoints:
+        assert checkpoints.steps() == []
+        assert checkpoints.latest() is None
+        for step in (0, 10, 20, 123_456_789):
+            checkpoints.save(step, STATE, {"samples_seen": step * 8}, wait=True)
+        assert checkpoints.steps() == [20, 123_456_789]
+        assert checkpoints.latest() == 123_456_789
+        assert checkpoints.metadata(20) == {"samples_seen": 160}
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["00000020", "123456789"]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (CheckpointConfig(keep=2), {50, 60}),
+        (CheckpointConfig(keep=1, keep_every_steps=20), {20, 40, 60}),
+        (CheckpointConfig(keep=1, keep_best=KeepBest(metric="loss")), {30, 60}),
+        (CheckpointConfig(keep=1, keep_best=KeepBest(metric="loss", count=2)), {30, 50, 60}),
+        (CheckpointConfig(keep=1, keep_best=KeepBest(metric="loss", mode="max")), {10, 60}),
+        (CheckpointConfig(keep=1, keep_best=KeepBest(metric="accuracy")), {60}),
+        (
+            CheckpointConfig(keep=1, keep_every_steps=25, keep_best=KeepBest(metric="loss")),
+            {30, 50, 60},
+        ),
+    ],
+)
+def test_what_any_policy_keeps_stays(config, expected):
+    losses = {10: 5.0, 20: 4.0, 30: 2.0, 40: 2.5, 50: 2.5}
+    metrics = {step: {"loss": loss} for step, loss in losses.items()} | {60: {}}
+    assert kept(metrics, config) == expected
+
+
+def test_of_equally_good_checkpoints_the_newer_is_kept():
+    config = CheckpointConfig(keep=1, keep_best=KeepBest(metric="x"))
+    assert kept({1: {"x": 1.0}, 2: {"x": 1.0}, 3: {"x": 2.0}}, config) == {2, 3}
+
+
+def test_the_best_and_every_nth_survive_a_restart(tmp_path):
+    told = []
+    config = CheckpointConfig(keep=1, keep_every_steps=4, keep_best=KeepBest(metric="loss"))
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: 4.0, 6: 5.0}
+    for step, loss in losses.items():
+        with RunCheckpoints(tmp_path, config, notify=told.append) as checkpoints:
+            checkpoints.save(step, STATE, {}, metrics={"loss": loss, "z": 0})
+    assert checkpoints.steps() == [2, 4, 6]
+    assert checkpoints.manifest(2).metrics == {"loss": 1.0, "z": 0.0}
+    assert checkpoints.manifest(4).metrics == {"z": 0.0}
+    assert told == [
+        "step 4 is saved without the metric 'loss' (given: z): it cannot be kept as the best"
+    ]
+
+
+def test_foreign_entries_are_never_listed_and_told_of_once(tmp_path):
+    told = []
+    elsewhere = tmp_path / "elsewhere"
+    directory = tmp_path / "checkpoints"
+    with RunCheckpoints(directory, CheckpointConfig(keep=1), notify=told.append) as checkpoints:
+        checkpoints.save(5, STATE, {}, wait=True)
+        shutil.copytree(directory / "00000005", elsewhere)
+        (directory / "00000099").mkdir()
+        (directory / "100").mkdir()
+        (directory / "00000101").write_text("a file")
+        (directory / "notes").mkdir()
+        (directory / "00000102").symlink_to(elsewhere)
+        shutil.copytree(elsewhere, directory / "00000103")
+        shutil.copytree(elsewhere, directory / "00000104")
+        (directory / "00000104" / "manifest.json").unlink()
+        (directory / "00000104" / "manifest.json").symlink_to(elsewhere / "manifest.json")
+        for _ in range(2):
+            assert checkpoints.latest() == 5
+            assert checkpoints.steps() == [5]
+        checkpoints.save(6, STATE, {}, wait=True)
+        assert checkpoints.steps() == [6]
+    left = {"00000006", "00000099", "100", "00000101", "notes", "00000102", "00000103", "00000104"}
+    assert set(os.listdir(directory)) == left
+    incomplete = "is skipped: no complete checkpoint"
+    assert told == [
+        f"{directory}/00000102 is skipped: a symbolic link",
+        f"{directory}/100 is skipped: no checkpoint",
+        f"{directory}/notes is skipped: no checkpoint",
+        f"{directory}/00000099 {incomplete} ({directory}/00000099 cannot be read as a checkpoint: "
+        f"No such file or directory: {directory}/00000099/manifest.json.)",
+        f"{directory}/00000103 {incomplete} (the manifest {directory}/00000103/manifest.json is "
+        "damaged: it is of step 5.)",
+        f"{directory}/00000104 {incomplete} (the manifest {directory}/00000104/manifest.json is a "
+        "symbolic link.)",
+    ]
+
+
+def leave_behind(directory):
+    (directory / "00000003.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    (directory / ".trash" / "00000001-x").mkdir(parents=True)
+    (directory / ".probe-1234").write_text("shardlib")
+
+
+def test_leftovers_of_a_killed_run_go_with_the_next_save(tmp_path):
+    leave_behind(tmp_path)
+    with RunCheckpoints(tmp_path, notify=pytest.fail) as checkpoints:
+        assert checkpoints.latest() is None
+        assert len(os.listdir(tmp_path)) == 3
+        checkpoints.save(3, STATE, {})
+    assert os.listdir(tmp_path) == ["00000003"]
+
+
+def test_leftovers_go_when_a_run_starts_and_stay_when_someone_reads(tmp_path):
+    with RunCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, STATE, {})
+    leave_behind(tmp_path)
+    (tmp_path / "00000003.orbax-checkpoint-tmp.bak").mkdir()
+    with RunCheckpoints(tmp_path, notify=lambda text: None) as checkpoints:
+        checkpoints.restore(1, STATE)
+        assert len(os.listdir(tmp_path)) == 5
+        assert checkpoints.restore_newest(STATE) is not None
+    assert sorted(os.listdir(tmp_path)) == ["00000001", "00000003.orbax-checkpoint-tmp.bak"]
+
+
+def test_going_back_drops_the_later_steps(tmp_path):
+    with RunCheckpoints(tmp_path, CheckpointConfig(keep=9)) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, STATE, {})
+        (tmp_path / "00000004").mkdir()
+        checkpoints.drop_after(1)
+        assert checkpoints.steps() == [1]
+        checkpoints.save(2, STATE, {}, wait=True)
+        assert checkpoints.steps() == [1, 2]
+    assert sorted(os.listdir(tmp_path)) == ["00000001", "00000002"]
+
+
+def test_what_is_set_aside_does_not_pile_up(tmp_path):
+    with RunCheckpoints(tmp_path, notify=lambda text: None) as checkpoints:
+        checkpoints.save(1, STATE, {}, wait=True)
+        for step in (2, 3, 4):
+            checkpoints.save(step, STATE, {}, wait=True)
+            (tmp_path / f"{step:08d}" / "manifest.json").unlink()
+            manifest, _ = checkpoints.restore_newest(STATE)
+            assert manifest.step == 1
+    names = sorted(os.listdir(tmp_path / ".damaged"))
+    assert [name[:8] for name in names] == ["00000003", "00000004"]
+
+
+def test_what_accept_raises_is_passed_on_and_nothing_is_set_aside(tmp_path):
+    class WrongConfigError(Exception):
+        pass
+
+    def accept(manifest):
+        if manifest.run["seed"] == 2:
+            raise WrongConfigError
+
+    with RunCheckpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, STATE, {"seed": step}, wait=True)
+        with pytest.raises(WrongConfigError):
+            checkpoints.restore_newest(STATE, accept=accept)
+        with pytest.raises(CheckpointError, match="is of another model or optimizer"):
+            checkpoints.restore_newest({"v": jnp.ones(4)})
+        assert checkpoints.steps() == [1, 2]
+
+
+def test_a_later_format_is_not_damage(tmp_path):
+    with RunCheckpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, STATE, {}, wait=True)
+        path = tmp_path / "00000002" / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": 3}))
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.restore_newest(STATE)
+    version = json.loads(path.read_text())["libraries"]["shardlib"]
+    assert str(caught.value) == (
+        f"checkpoint {tmp_path}/00000002 has format 3; this shardlib reads formats up to 2.\n"
+        f"  Use the shardlib that wrote it: {version}."
+    )
+    assert sorted(os.listdir(tmp_path)) == ["00000001", "00000002"]
+
+
+def test_an_empty_directory_has_no_newest(tmp_path):
+    with RunCheckpoints(tmp_path / "nowhere") as checkpoints:
+        assert checkpoints.restore_newest(STATE) is None
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    # A path below a file is refused to root as well.
+    (tmp_path / "file").write_text("")
+    place = f"{tmp_path}/file/checkpoints"
+    told = []
+    checkpoints = RunCheckpoints(place, notify=told.append)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.check_writable()
+    assert str(caught.value) == (
+        f"checkpoints cannot be written: Not a directory: {place}.\n"
+        "  Name a directory that this user may write as run_dir, or set checkpoint.enabled=false."
+    )
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.steps()
+    assert str(caught.value) == (
+        f"checkpoints cannot be listed: Not a directory: {place}.\n"
+        "  Name a directory that this user may read as run_dir."
+    )
+    text = (
+        f"the checkpoint of step 1 could not be written to {place}: "
+        f"NotADirectoryError: [Errno 20] Not a directory: '{place}'\n"
+        "  Free space or restore access there; complete steps: unknown, for the directory cannot "
+        "be listed."
+    )
+    checkpoints.save(1, STATE, {})
+    assert told == [text]
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.save(1, STATE, {}, wait=True)
+    assert str(caught.value) == text
+
+
+def test_config_faults():
+    for faulty in (
+        lambda: CheckpointConfig(every_steps=0),
+        lambda: LocalTier(directory="x", every_steps=0),
+    ):
+        with pytest.raises(ValueError, match="every_steps must be at least 1, not 0"):
+            faulty()
+    for faulty in (
+        lambda: CheckpointConfig(keep=-1),
+        lambda: LocalTier(directory="x", keep=-1),
+    ):
+        with pytest.raises(ValueError, match="keep must be at least 1, not -1"):
+            faulty()
+    with pytest.raises(ValueError, match="max_failures must be at least 1, not 0"):
+        CheckpointConfig(max_failures=0)
+    with pytest.raises(ValueError, match="keep_every_steps must be at least 1, not 0"):
+        CheckpointConfig(keep_every_steps=0)
+    with pytest.raises(ValueError, match="count must be at least 1, not 0"):
+        KeepBest(metric="loss", count=0)
+    with pytest.raises(ValueError, match="local checkpoints are the more frequent ones"):
+        CheckpointConfig(every_steps=10, local=LocalTier(directory="x", every_steps=10))

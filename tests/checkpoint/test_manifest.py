@@ -1,0 +1,171 @@
+"""The document of a checkpoint: what it says, that any change is told, and what is refused."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlib.checkpoint import RunCheckpoints
+from shardlib.checkpoint import manifest as manifests
+from shardlib.checkpoint.files import FileRecord
+from shardlib.checkpoint.manifest import Manifest
+from shardlib.checkpoint.tree import LeafSpec
+from shardlib.errors import CheckpointError
+
+MANIFEST = Manifest(
+    step=7,
+    leaves={"a/w": LeafSpec((2, 3), "float32"), "rng": LeafSpec((), "key<fry>")},
+    run={"config": {"seed": 0, "names": ["ä", "b"]}, "data": {"samples_seen": 56}},
+    libraries={"jax": "0.10"},
+    saved_at="2026-01-31T12:00:00+00:00",
+    processes=1,
+    devices=8,
+    metrics={"loss": 1.5},
+    fingerprints={"a/w": "0123abcd", "rng": "00000000"},
+    files={"state/d/0": FileRecord(24, "89abcdef")},
+)
+
+
+def written(directory, text):
+    (directory / "manifest.json").write_text(text, encoding="utf-8")
+    return directory
+
+
+def changed(directory, **fields):
+    """Writes a document with other fields, and the digest that belongs to it."""
+    document = json.loads(MANIFEST.to_json()) | fields
+    return written(directory, json.dumps(document | {"digest": manifests.digest(document)}))
+
+
+def test_it_is_read_as_written(tmp_path):
+    assert manifests.read(written(tmp_path, MANIFEST.to_json())) == MANIFEST
+    assert manifests.read(changed(tmp_path, later={"x": 1})) == MANIFEST
+
+
+def test_what_it_says(tmp_path):
+    run = {"config": {"seed": 0}, "mesh": "data=8", "rules": None, "samples_seen": 640}
+    with RunCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(10, {"w": jnp.ones((2, 3)), "key": jax.random.key(0)}, run, wait=True)
+        manifest = checkpoints.manifest(10)
+        assert run == checkpoints.metadata(10)
+    place = tmp_path / "00000010"
+    document = json.loads((place / "manifest.json").read_text())
+    assert list(document)[:2] == ["schema", "step"]
+    assert (document["schema"], document["step"]) == (2, 10)
+    assert document["run"] == run
+    assert document["leaves"]["w"] == {
+        "shape": [2, 3],
+        "dtype": "float32",
+        "fingerprint": "fa078f8e",
+    }
+    assert document["leaves"]["key"]["dtype"] == "key<fry>"
+    assert document["libraries"]["jax"] == jax.__version__
+    assert (document["processes"], document["devices"]) == (1, jax.device_count())
+    files = {
+        str(path.relative_to(place)): path.stat().st_size
+        for path in place.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    }
+    assert {name: entry["bytes"] for name, entry in document["files"].items()} == files
+    assert manifest.state_bytes == sum(files.values())
+    assert manifest.leaves["w"].shape == (2, 3)
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_flipped_bit_is_told_or_harmless(tmp_path_factory, data):
+    directory = tmp_path_factory.getbasetemp() / "flipped"
+    directory.mkdir(exist_ok=True)
+    content = bytearray(MANIFEST.to_json().encode())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    (directory / "manifest.json").write_bytes(content)
+    try:
+        found = manifests.read(directory)
+    except CheckpointError:
+        return
+    assert found == MANIFEST
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"schema": "2"}, "ValueError: schema is '2'"),
+        ({"schema": 0}, "ValueError: schema is '0'"),
+        ({"step": -1}, "ValueError: step is '-1'"),
+        ({"step": True}, "ValueError: step is 'True'"),
+        ({"run": []}, "ValueError: run is '[]'"),
+        ({"devices": 0}, "ValueError: devices is '0'"),
+        ({"libraries": {"jax": 1}}, "ValueError: libraries is \"{'jax': 1}\""),
+        ({"leaves": {}}, "ValueError: leaves is '{}'"),
+        ({"leaves": {"../x": {}}}, "ValueError: the name of a leaf is '../x'"),
+        ({"leaves": {"/x": {}}}, "ValueError: the name of a leaf is '/x'"),
+        ({"leaves": {"x": {}}}, "KeyError: 'shape'"),
+        (
+            {"leaves": {"x": {"shape": [-1], "dtype": "int8", "fingerprint": "0" * 8}}},
+            "ValueError: shape of x is '[-1]'",
+        ),
+        (
+            {"leaves": {"x": {"shape": [1], "dtype": "object", "fingerprint": "0" * 8}}},
+            "ValueError: dtype of x is 'object'",
+        ),
+        (
+            {"leaves": {"x": {"shape": [1], "dtype": "int8", "fingerprint": "z"}}},
+            "ValueError: fingerprint of x is 'z'",
+        ),
+        ({"metrics": {"x": "1"}}, "ValueError: metrics is \"{'x': '1'}\""),
+        ({"files": {"../x": {}}}, "ValueError: the name of a file is '../x'"),
+        ({"files": {"/etc/passwd": {}}}, "ValueError: the name of a file is '/etc/passwd'"),
+        ({"files": {"a//b": {}}}, "ValueError: the name of a file is 'a//b'"),
+        ({"files": {"a/./b": {}}}, "ValueError: the name of a file is 'a/./b'"),
+        ({"files": {"a": {"bytes": 1.5}}}, "ValueError: bytes of a is '1.5'"),
+        ({"files": {"a": {"bytes": 1, "crc32": "0"}}}, "ValueError: crc32 of a is '0'"),
+        ({"files": []}, "ValueError: files is '[]'"),
+    ],
+)
+def test_faulty_fields_are_named(fields, reason, tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        manifests.read(changed(tmp_path, **fields))
+    assert str(caught.value) == (
+        f"the manifest {tmp_path}/manifest.json is damaged: {reason}.\n"
+        "  Restore another step; remove this one."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+        ("[]", "ValueError: the document is '[]'"),
+        ('{"schema": NaN}', "ValueError: NaN is no JSON"),
+        ('{"schema": 2}', "KeyError: 'digest'"),
+        ('{"schema": 1}', "KeyError: 'step'"),
+        (MANIFEST.to_json().replace("56", "57"), "ValueError: its digest is another one"),
+    ],
+)
+def test_damaged_documents(text, reason, tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        manifests.read(written(tmp_path, text))
+    assert str(caught.value).splitlines()[0] == (
+        f"the manifest {tmp_path}/manifest.json is damaged: {reason}."
+    )
+
+
+def test_depth_and_size_are_bounded(tmp_path, monkeypatch):
+    with pytest.raises(CheckpointError, match="is damaged: RecursionError: "):
+        manifests.read(written(tmp_path, "[" * 100_000))
+    monkeypatch.setattr(manifests, "MAX_BYTES", 100)
+    with pytest.raises(CheckpointError, match="is damaged: ValueError: more than 100 bytes"):
+        manifests.read(written(tmp_path, MANIFEST.to_json()))
+
+
+def test_a_missing_one_is_named(tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        manifests.read(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path} cannot be read as a checkpoint: No such file or directory: "
+        f"{tmp_path}/manifest.json.\n"
+        "  Name the directory of a step, for example run/checkpoints/00000100."
+    )

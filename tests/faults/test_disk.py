@@ -1,0 +1,181 @@
+"""Full disks, lost permission, writes that fail: told once, space given back, training goes on."""
+
+import contextlib
+import os
+import resource
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
+from shardlib.errors import CheckpointError
+
+MIB = 2**20
+
+
+def make_state(step):
+    return {"w": jnp.arange(MIB / 4) + step, "step": step}
+
+
+def assert_restores(checkpoints, step):
+    restored = checkpoints.restore(step, make_state(0))
+    assert restored["step"] == step
+    np.testing.assert_array_equal(restored["w"], make_state(step)["w"])
+
+
+def free_bytes(directory):
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MiB of its own."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a file system needs root")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@contextlib.contextmanager
+def failing_writes(num_bytes):
+    """No file of this process can grow beyond so many bytes: a write fails as on a bad disk."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, former[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
+def test_a_full_disk(small_disk, capfd):
+    told = []
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(2 * MIB))
+    checkpoints = RunCheckpoints(small_disk / "c", notify=told.append)
+    checkpoints.save(1, make_state(1), {}, wait=True)
+    free = free_bytes(small_disk)
+    checkpoints.save(2, make_state(2), {})
+    while not told:
+        checkpoints.poll()
+    assert free_bytes(small_disk) == free
+    assert os.listdir(small_disk / "c") == ["00000001"]
+    (text,) = told
+    first, last = text.splitlines()
+    assert first.startswith(f"the checkpoint of step 2 could not be written to {small_disk}/c: ")
+    assert "No space left on device" in first
+    assert last == "  Free space or restore access there; complete steps: 1."
+    filler.unlink()
+    checkpoints.save(3, make_state(3), {})
+    checkpoints.close()
+    assert checkpoints.steps() == [1, 3]
+    assert_restores(checkpoints, 3)
+    assert len(told) == 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_disk_without_room_for_anything(small_disk):
+    told = []
+    (small_disk / "c").mkdir()
+    with RunCheckpoints(small_disk / "c", notify=told.append) as checkpoints:
+        filler = small_disk / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        checkpoints.save(1, make_state(1), {})
+        checkpoints.settle()
+        assert len(told) == 1
+        assert os.listdir(small_disk / "c") == []
+        filler.unlink()
+        checkpoints.save(1, make_state(1), {}, wait=True)
+        assert_restores(checkpoints, 1)
+
+
+def test_a_disk_that_turns_read_only(small_disk):
+    told = []
+
+    def remount(mode):
+        subprocess.run(["mount", "-o", f"remount,{mode}", small_disk], check=True)
+
+    with RunCheckpoints(small_disk / "c", notify=told.append) as checkpoints:
+        checkpoints.save(1, make_state(1), {}, wait=True)
+        remount("ro")
+        for step in (2, 3):
+            checkpoints.save(step, make_state(step), {})
+        checkpoints.settle()
+        assert len(told) == 2
+        assert (
+            told[0]
+            .splitlines()[0]
+            .startswith(
+                f"the checkpoint of step 2 could not be written to {small_disk}/c: "
+                "OSError: [Errno 30] Read-only file system: "
+            )
+        )
+        assert_restores(checkpoints, 1)
+        remount("rw")
+        checkpoints.save(4, make_state(4), {}, wait=True)
+        assert checkpoints.steps() == [1, 4]
+        assert_restores(checkpoints, 4)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_write_that_fails_a_few_times(times, tmp_path, capfd):
+    told = []
+    with RunCheckpoints(tmp_path, notify=told.append) as checkpoints:
+        checkpoints.save(1, make_state(1), {}, wait=True)
+        with failing_writes(MIB // 2):
+            for step in range(2, 2 + times):
+                checkpoints.save(step, make_state(step), {})
+            checkpoints.settle()
+        assert len(told) == times
+        assert "File too large" in told[0]
+        assert os.listdir(tmp_path) == ["00000001"]
+        checkpoints.save(9, make_state(9), {}, wait=True)
+        assert_restores(checkpoints, 9)
+    assert len(told) == times
+    assert capfd.readouterr() == ("", "")
+
+
+def test_too_many_failures_in_a_row_end_the_run(tmp_path):
+    told = []
+    config = CheckpointConfig(max_failures=2)
+    with RunCheckpoints(tmp_path, config, notify=told.append) as checkpoints:
+        checkpoints.save(1, make_state(1), {}, wait=True)
+        with failing_writes(MIB // 2):
+            checkpoints.save(2, make_state(2), {})
+            checkpoints.settle()
+        checkpoints.save(3, make_state(3), {})  # A good one starts the count again.
+        checkpoints.settle()
+        with failing_writes(MIB // 2):
+            for step in (4, 5):
+                checkpoints.save(step, make_state(step), {})
+            with pytest.raises(CheckpointError) as caught:
+                checkpoints.save(6, make_state(6), {})
+    assert str(caught.value) == (
+        f"2 checkpoints in a row could not be written to {tmp_path}; the last good step is 3.\n"
+        "  Free space or restore access there, then start again."
+    )
+    assert [text.split(" could")[0] for text in told] == [
+        f"the checkpoint of step {step}" for step in (2, 4, 5)
+    ]
+
+
+def test_waiting_for_a_save_raises_its_failure(tmp_path):
+    with RunCheckpoints(tmp_path, notify=pytest.fail) as checkpoints:
+        with failing_writes(MIB // 2):
+            with pytest.raises(CheckpointError, match="step 1 could not be written"):
+                checkpoints.save(1, make_state(1), {}, wait=True)
+            checkpoints.save(2, make_state(2), {})
+            with pytest.raises(CheckpointError, match="step 2 could not be written"):
+                checkpoints.wait()
+        checkpoints.save(3, jax.block_until_ready(make_state(3)), {}, wait=True)
+        assert checkpoints.steps() == [3]

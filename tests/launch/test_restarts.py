@@ -1,0 +1,264 @@
+"""Groups that fail and are started again: real processes, which tell their progress by files."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from shardlib.errors import DistributedError
+from shardlib.exit_codes import DIVERGED, HUNG, WRONG_REQUEST
+from shardlib.launch import report_failure, report_progress, run_local
+from shardlib.launch.group import Ending
+from shardlib.launch.progress import Progress, read_progress
+from shardlib.launch.restarts import Restarts, Verdict
+
+PRELUDE = """
+import os, pathlib, signal, sys, time
+from shardlib.launch.progress import report_failure, report_progress
+index = int(os.environ["SHARDLIB_PROCESS_ID"])
+# How often this process has been started, counted in a file.
+file = pathlib.Path(os.environ["COUNTS"], str(index))
+attempt = len(file.read_text()) if file.exists() else 0
+file.write_text("x" * (attempt + 1))
+"""
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch):
+    """Runs code in each process; returns the exit code and the lines of the launcher."""
+    monkeypatch.setenv("COUNTS", str(tmp_path))
+
+    def launch(code, *, processes=1, restarts=2, **options):
+        output = io.StringIO()
+        command = [sys.executable, "-c", PRELUDE + textwrap.dedent(code)]
+        ended = run_local(command, processes, restarts=restarts, output=output, **options)
+        said = [
+            line.removeprefix("[launch] ")
+            for line in output.getvalue().splitlines()
+            if line.startswith("[launch] ")
+        ]
+        return ended, said
+
+    return launch
+
+
+@contextlib.contextmanager
+def running(code):
+    """A launcher in a process of its own, and what it writes."""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process, process.stdout
+        finally:
+            process.kill()
+
+
+def starts(tmp_path, index=0):
+    return len((tmp_path / str(index)).read_text())
+
+
+def test_a_group_is_started_again_until_it_ends_well(launch, tmp_path):
+    code, said = launch(
+        f"""
+        if attempt == 0 and index == 1:
+            sys.exit({HUNG})
+        if attempt == 0:
+            time.sleep(60)
+        """,
+        processes=2,
+    )
+    assert code == 0
+    assert said == [
+        "process 1 ended with exit code 75 (it hung, or lost its peers); ending the other 1",
+        "starting again in 1 s: process 1 ended with exit code 75 (it hung, or lost its peers); "
+        "nothing new was saved (1 of 2)",
+    ]
+    assert (starts(tmp_path, 0), starts(tmp_path, 1)) == (2, 2)
+
+
+def test_only_attempts_in_vain_count(launch, tmp_path):
+    code, said = launch(
+        """
+        if attempt < 2:
+            report_progress(10 * (attempt + 1))
+        if attempt == 3:
+            report_progress(20)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        restarts=1,
+    )
+    assert code == 128 + signal.SIGKILL
+    assert said == [
+        "process 0 ended by SIGKILL",
+        "starting again in 1 s: process 0 ended by SIGKILL; step 10 is saved",
+        "process 0 ended by SIGKILL",
+        "starting again in 1 s: process 0 ended by SIGKILL; step 20 is saved",
+        "process 0 ended by SIGKILL",
+        "starting again in 1 s: process 0 ended by SIGKILL; nothing new was saved (1 of 1)",
+        "process 0 ended by SIGKILL",
+        "not started again: 2 attempts in a row saved nothing new",
+    ]
+
+
+def test_what_is_wrong_stays_wrong(launch, tmp_path):
+    code, said = launch(f"sys.exit({WRONG_REQUEST})")
+    assert code == WRONG_REQUEST
+    assert said == [
+        "process 0 ended with exit code 2",
+        "not started again: process 0 ended with exit code 2: what was asked for is wrong",
+    ]
+    assert starts(tmp_path) == 1
+
+
+def test_the_same_failure_at_the_same_step_is_not_tried_a_third_time(launch, tmp_path):
+    """Though each attempt has saved something new."""
+    code, said = launch(f"""
+        report_progress(attempt)
+        report_failure("values that are not finite", 120)
+        sys.exit({DIVERGED})
+    """)
+    assert code == DIVERGED
+    assert said[1] == (
+        "starting again in 1 s: process 0 ended with exit code 76 (it diverged); step 0 is saved"
+    )
+    assert said[3] == (
+        "not started again: values that are not finite at step 120 for the second time"
+    )
+    assert starts(tmp_path) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_what_the_user_ends_is_not_started_again(launch, tmp_path, number):
+    run = f"""
+import sys
+from shardlib.launch import run_local
+sys.exit(run_local([sys.executable, "-c", {PRELUDE + 'print("up", flush=True); time.sleep(60)'!r}],
+    2, restarts=3))
+"""
+    with running(run) as (process, lines):
+        while "up" not in (line := lines.readline()):
+            assert line
+        process.send_signal(number)
+        rest = lines.read()
+        assert process.wait(30) == 128 + number
+    assert rest.endswith(f"[launch] not started again: {number.name} ended it\n")
+    assert starts(tmp_path) == 1
+
+
+def test_ctrl_c_between_two_attempts(tmp_path):
+    run = """
+import sys
+from shardlib.launch import run_local
+sys.exit(run_local([sys.executable, "-c", "import sys; sys.exit(7)"], 1, restarts=9))
+"""
+    with running(run) as (process, lines):
+        while "starting again in 2 s" not in (line := lines.readline()):
+            assert line
+        asked = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert lines.read() == "[launch] not started again: SIGINT ended it\n"
+        assert process.wait(30) == 7
+    assert time.monotonic() - asked < 1.5
+
+
+def test_who_lost_a_peer_is_not_who_failed(launch):
+    code, said = launch(
+        f"""
+        if index == 1:
+            time.sleep(0.5)
+            sys.exit(3)
+        sys.exit({HUNG})
+        """,
+        processes=2,
+        restarts=0,
+    )
+    assert (code, said) == (3, ["process 1 ended with exit code 3"])
+
+
+def test_restarts_below_zero():
+    with pytest.raises(DistributedError) as error:
+        run_local(["true"], 1, restarts=-1)
+    assert str(error.value) == "-1 restarts cannot be.\n  Give 0 for none."
+
+
+# What processes tell
+
+
+def test_progress_and_failure_are_kept_together(tmp_path, monkeypatch):
+    file = tmp_path / "told"
+    monkeypatch.delenv("SHARDLIB_PROGRESS_FILE", raising=False)
+    report_progress(1)
+    report_failure("x", 1)
+    assert os.listdir(tmp_path) == []
+    monkeypatch.setenv("SHARDLIB_PROGRESS_FILE", str(file))
+    assert read_progress(file) == Progress()
+    report_progress(3)
+    report_failure("not finite", 5)
+    report_progress(4)
+    assert read_progress(file) == Progress(4, ("not finite", 5))
+    assert json.loads(file.read_text()) == {"saved_step": 4, "failure": ["not finite", 5]}
+    assert os.listdir(tmp_path) == ["told"]
+
+
+# Verdicts
+
+
+def test_waits_grow_to_half_a_minute_and_start_over_with_progress():
+    judge = Restarts(100)
+    failed = Ending(1)
+    waits = [judge.judge(failed, Progress()).backoff_seconds for _ in range(7)]
+    assert waits == [1, 2, 4, 8, 16, 30, 30]
+    assert judge.judge(failed, Progress(5)).backoff_seconds == 1
+    assert judge.judge(failed, Progress(5)).backoff_seconds == 1
+    assert judge.judge(failed, Progress(5)).backoff_seconds == 2
+
+
+def test_a_step_lost_since_is_no_progress():
+    """A damaged checkpoint may throw a run back."""
+    judge = Restarts(1)
+    assert judge.judge(Ending(1), Progress(50)).again
+    assert judge.judge(Ending(1), Progress(40)).again
+    assert judge.judge(Ending(1), Progress(50)) == Verdict(
+        False, "not started again: 2 attempts in a row saved nothing new"
+    )
+
+
+def test_other_failures_in_between_do_not_hide_the_second_time():
+    judge = Restarts(9)
+    nan = Ending(DIVERGED), Progress(10, ("nan", 12))
+    assert judge.judge(*nan).again
+    assert judge.judge(Ending(DIVERGED), Progress(11, ("nan", 13))).again
+    assert judge.judge(Ending(DIVERGED), Progress(11, ("spike", 12))).again
+    assert judge.judge(Ending(HUNG), Progress()).again
+    assert not judge.judge(*nan).again
+
+
+def test_a_divergence_that_says_no_step():
+    judge = Restarts(9)
+    assert judge.judge(Ending(DIVERGED), Progress(10)).again
+    assert judge.judge(Ending(DIVERGED), Progress(20)).again
+    assert judge.judge(Ending(DIVERGED), Progress()).reason == (
+        "not started again: diverged at step 20 for the second time"
+    )
+
+
+def test_ctrl_c_in_a_process_itself():
+    assert Restarts(9).judge(Ending(130), Progress()) == Verdict(
+        False, "not started again: Ctrl-C ended it"
+    )
+    assert not Restarts(9).judge(Ending(-signal.SIGINT), Progress()).again
+
+
+def test_how_processes_end():
+    assert Ending(0, 3).code == 0
+    assert Ending(-9, 3).code == 137
+    assert Ending(-9, 3).who == "process 3 ended by SIGKILL"
+    assert Ending(-40, 3).who == "process 3 ended by signal 40"
+    assert Ending(1).who == "process 0 ended with exit code 1"

@@ -1,0 +1,247 @@
+"""What a run writes down of itself: events, rows with an account; and what a rewind does to it."""
+
+import contextlib
+import json
+import math
+import time
+
+import jax
+import pytest
+
+from shardlib.distributed import ProcessGroup
+from shardlib.errors import ShardlibError
+from shardlib.phases import PhaseClock
+from shardlib.run.directory import RunDirectory
+from shardlib.run.events import last_account, read_events
+from shardlib.run.log import RunLog
+from shardlib.run.setup import make_scope, open_source, setup
+from shardlib.train.loop import StepRecord
+from shardlib.train.metrics import read_metrics
+
+FIRST = ProcessGroup(count=1, index=0, started_by="single")
+
+
+@pytest.fixture(scope="module")
+def parts(lab):
+    config = lab.config(lab.root / "logged")
+    return setup(config, open_source(config, "train").spec, make_scope(config, jax.devices()))
+
+
+class Attempt:
+    """One attempt of a run that is said to take its steps, at 0.1 s of simulated time each."""
+
+    def __init__(self, parts, run_dir, group=FIRST):
+        self.now = 0.0
+        self.clock = PhaseClock(lambda: self.now)
+        self.directory = RunDirectory(run_dir)
+        self.log = RunLog(parts, self.directory, group, self.clock)
+
+    def go(self, start, steps):
+        self.directory.path.mkdir(exist_ok=True)
+        self.log.open(start)
+        self.steps(start, steps)
+
+    def steps(self, start, steps):
+        for step in range(start + 1, steps + 1):
+            self.spend("step", 0.1)
+            metrics = {"loss": 10.0 / step, "grad_norm": 1.0, "learning_rate": 0.5}
+            self.log.step(StepRecord(step, metrics, 0.1, 0.1, 0.0))
+
+    def spend(self, phase, seconds):
+        with self.clock.within(phase):
+            self.now += seconds
+
+
+def spent(record):
+    return {share: pytest.approx(seconds, abs=2e-3) for share, seconds in record["spent"].items()}
+
+
+def kinds(run_dir):
+    return [(event["kind"], event["step"]) for event in read_events(run_dir)]
+
+
+def test_events_wait_for_the_directory_and_are_one_line_each(parts, tmp_path, capsys):
+    attempt = Attempt(parts, tmp_path / "run")
+    with attempt.log as log:
+        log.event("damaged", "step 30 is damaged: set aside", step=30, leaves=["a/b"])
+        assert list(tmp_path.iterdir()) == []
+        attempt.go(20, 22)
+        began = time.time()
+        log.event("skipped", loss=math.nan, samples=[[176, 184], [0, math.inf]], why=None)
+    assert capsys.readouterr().out.splitlines()[0] == "step 30 is damaged: set aside"
+    damaged, start, skipped, end = read_events(tmp_path / "run")
+    assert damaged.pop("time") <= start["time"] <= skipped["time"] <= end["time"]
+    assert damaged == {
+        "kind": "damaged",
+        "step": 30,
+        "text": "step 30 is damaged: set aside",
+        "facts": {"leaves": ["a/b"]},
+    }
+    assert (start["kind"], start["step"]) == ("start", 20)
+    assert start["facts"] == {"mesh": "fsdp=8", "devices": "8 x cpu", "processes": 1}
+    assert skipped["step"] == 22
+    assert list(skipped["facts"]) == ["loss", "samples"]
+    assert math.isnan(skipped["facts"]["loss"])
+    assert skipped["facts"]["samples"] == [[176, 184], [0, math.inf]]
+    assert (end["kind"], end["step"], "facts" in end) == ("end", 22, False)
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert '"nonfinite": {"facts/loss": "nan", "facts/samples/1/1": "inf"}' in lines[2]
+    account = last_account(tmp_path / "run")
+    assert account is not None
+    assert account["spent"] == end["spent"]
+    assert began - 0.001 <= account["time"] <= time.time()
+
+
+def test_an_event_is_in_the_file_at_once(parts, tmp_path):
+    attempt = Attempt(parts, tmp_path / "run")
+    with attempt.log as log:
+        attempt.go(0, 1)
+        log.event("save_failed", "no space")
+        assert kinds(tmp_path / "run") == [("start", 0), ("save_failed", 1)]
+
+
+def test_an_error_ends_an_attempt_by_name_and_without_its_text(parts, tmp_path):
+    attempt = Attempt(parts, tmp_path / "run")
+    with contextlib.suppress(OSError), attempt.log:
+        attempt.go(0, 3)
+        raise OSError("hush")
+    assert read_events(tmp_path / "run")[-1]["facts"] == {"error": "OSError"}
+    assert "hush" not in (tmp_path / "run" / "events.jsonl").read_text()
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_events_of_an_attempt_that_never_began_are_written_where_there_is_a_run(parts, tmp_path):
+    for name in ("new", "old"):
+        attempt = Attempt(parts, tmp_path / name)
+        if name == "old":
+            attempt.directory.path.mkdir()
+        with attempt.log as log:
+            log.event("damaged", step=10)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert kinds(tmp_path / "old") == [("damaged", 10)]
+
+
+def test_other_processes_write_nothing(parts, tmp_path, capsys):
+    group = ProcessGroup(count=2, index=1, started_by="launch")
+    attempt = Attempt(parts, tmp_path / "run", group)
+    with attempt.log as log:
+        attempt.go(0, 2)
+        log.event("skipped", "an update was skipped")
+        log.rewind(1, "going back to step 1")
+        log.closing("finished", is_finished=True, step=2, can_sample=False)
+    assert list((tmp_path / "run").iterdir()) == []
+    assert capsys.readouterr().out == ""
+
+
+def test_a_foreign_line_is_named_and_keeps_no_run_from_going_on(parts, tmp_path):
+    path = tmp_path / "run" / "events.jsonl"
+    with Attempt(parts, tmp_path / "run").log:
+        pass
+    path.parent.mkdir()
+    path.write_text('{"time": "2026-01-01T00:00:00.000Z", "kind": "end"}\nhello\n{"ti')
+    attempt = Attempt(parts, tmp_path / "run")
+    with attempt.log:
+        attempt.go(0, 1)
+    with pytest.raises(ShardlibError) as error:
+        read_events(tmp_path / "run")
+    assert str(error.value) == (
+        f"{path}:2: not an event: 'hello'.\n  Remove that line, or move the file away."
+    )
+    path.write_text(path.read_text().replace("hello\n", ""))
+    assert [event["kind"] for event in read_events(path.parent)] == ["end", "start", "end"]
+    assert read_events(tmp_path / "nowhere") == []
+
+
+def test_a_row_holds_the_account_up_to_its_step(parts, tmp_path):
+    attempt = Attempt(parts, tmp_path / "run")
+    with attempt.log as log:
+        attempt.spend("restore", 2.0)
+        attempt.go(0, 2)
+        attempt.spend("save", 1.0)
+        attempt.spend("evaluate", 0.5)
+        log.evaluation(2, {"loss": 3.0})
+        log.flush()
+        attempt.steps(2, 4)
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert spent(rows[0]) == {"restore": 2.0, "step": 0.1}
+    assert spent(rows[1]) == {"restore": 2.0, "step": 0.2, "save": 1.0, "evaluate": 0.5}
+    assert spent(rows[2]) == {"restore": 2.0, "step": 0.3, "save": 1.0, "evaluate": 0.5}
+    assert rows[1]["eval/loss"] == 3.0
+    assert rows[3]["goodput"] == round(0.4 / 3.9, 4)
+    assert abs(rows[3]["time"] - time.time()) < 60
+
+
+def test_a_rewind_takes_rows_back_and_counts_them_as_lost(parts, tmp_path, capsys):
+    attempt = Attempt(parts, tmp_path / "run")
+    with attempt.log as log:
+        attempt.go(0, 7)
+        log.rewind(4, "going back to step 4", samples=[32, 56])
+        attempt.steps(4, 6)
+        log.closing("stopped", is_finished=False, step=6, can_sample=False)
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert spent(rows[-1]) == {"step": 0.6, "lost": 0.3}
+    rewound = read_events(tmp_path / "run")[1]
+    assert (rewound["kind"], rewound["step"]) == ("rewind", 4)
+    assert rewound["facts"] == {"lost_steps": 3, "samples": [32, 56]}
+    out = capsys.readouterr().out
+    assert "going back to step 4" in out
+    assert "goodput  67 % of 0:01: lost 33 %" in out
+
+
+def test_an_attempt_takes_over_where_the_one_before_was_killed(parts, tmp_path):
+    killed = Attempt(parts, tmp_path / "run")
+    killed.log.__enter__()
+    killed.go(0, 8)  # The row of step 8 waits, and is lost with the process.
+    last = read_metrics(tmp_path / "run")[-1]
+    time.sleep(0.3)
+    attempt = Attempt(parts, tmp_path / "run")
+    with attempt.log:
+        attempt.go(5, 6)
+    (row,) = [row for row in read_metrics(tmp_path / "run") if row["step"] == 6]
+    assert row["spent"]["step"] == pytest.approx(0.6)
+    assert row["spent"]["lost"] == pytest.approx(last["spent"]["step"] - 0.5)
+    # Written to the millisecond.
+    assert 0.298 <= row["spent"]["idle"] <= row["time"] - last["time"] + 0.002
+
+
+def test_what_follows_the_last_row_is_in_the_account_of_a_run_that_ended(parts, tmp_path):
+    first = Attempt(parts, tmp_path / "run")
+    with first.log as log:
+        first.go(0, 3)
+        log.flush()
+        first.spend("save", 9.0)
+    second = Attempt(parts, tmp_path / "run")
+    with second.log:
+        second.go(3, 4)
+    row = read_metrics(tmp_path / "run")[-1]
+    assert row["spent"]["save"] == 9.0
+    assert "lost" not in row["spent"]
+    assert row["spent"]["step"] == pytest.approx(0.4)
+
+
+def test_a_run_with_nothing_left_to_do_shows_its_account(parts, tmp_path, capsys):
+    first = Attempt(parts, tmp_path / "run")
+    with first.log:
+        first.go(0, 20)
+        first.spend("save", 6.0)
+    again = Attempt(parts, tmp_path / "run")
+    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    with again.log as log:
+        again.spend("restore", 50.0)
+        log.closing("finished", is_finished=True, step=20, can_sample=False)
+    assert "goodput  25 % of 0:08: save 75 %" in capsys.readouterr().out
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
+
+
+def test_rows_of_old_have_no_account(parts, tmp_path):
+    (tmp_path / "run").mkdir()
+    old = [{"step": step, "loss": 1.0} for step in (1, 2, 3)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in old))
+    attempt = Attempt(parts, tmp_path / "run")
+    with attempt.log:
+        attempt.go(2, 4)
+    rows = read_metrics(tmp_path / "run")
+    assert rows[:2] == old[:2]
+    assert [spent(row) for row in rows[2:]] == [{"step": 0.1}, {"step": 0.2}]
