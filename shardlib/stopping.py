@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -192,6 +191,7 @@ class _SignalReader(threading.Thread):
         super().__init__(name="shardlib-signals", daemon=True)
         self._stop_request = stop
         self.interrupts = 0
+        self._over = threading.Event()
         self._from, self._to = os.pipe()
         os.set_blocking(self._to, False)
 
@@ -211,6 +211,7 @@ class _SignalReader(threading.Thread):
     def end(self) -> None:
         signal.set_wakeup_fd(-1)
         _SignalReader._active = None
+        self._over.set()
         os.write(self._to, b"\0")
         self.join()
         self._close()
@@ -229,13 +230,14 @@ class _SignalReader(threading.Thread):
 
     def _came(self, number: int) -> None:
         self.interrupts += number == signal.SIGINT
-        time.sleep(_HANDLER_SECONDS)  # Rather the handler, if it can run.
+        if self._over.wait(_HANDLER_SECONDS):  # Rather the handler, if it can run.
+            return
         self._stop_request.noticed(signal.Signals(number).name)
-        if number == signal.SIGINT and self.interrupts > 1:
-            time.sleep(_UNREACHABLE_SECONDS)
-            if not self._stop_request.is_interrupted:
-                os.write(2, b"\nSIGINT: ending at once.\n")
-                os._exit(_INTERRUPTED)
+        if number != signal.SIGINT or self.interrupts < 2 or self._over.wait(_UNREACHABLE_SECONDS):
+            return
+        if not self._stop_request.is_interrupted:
+            os.write(2, b"\nSIGINT: ending at once.\n")
+            os._exit(_INTERRUPTED)
 
 
 def _leave_to_parent() -> None:

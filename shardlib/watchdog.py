@@ -172,7 +172,7 @@ def _exit_later() -> None:
 def _in_debugger(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _DEBUGGERS:
             return True
         frame = frame.f_back
     return False

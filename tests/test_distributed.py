@@ -2,11 +2,9 @@
 
 import io
 import os
-import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 
 import jax
@@ -15,7 +13,6 @@ import pytest
 from shardlib import distributed
 from shardlib.distributed import (
     ProcessGroup,
-    StopRequest,
     in_slurm_step,
     in_tpu_pod,
     launch_address,
@@ -355,57 +352,6 @@ def test_virtual_devices_get_threads(monkeypatch):
     monkeypatch.setenv("NPROC", "9")
     local_cpu_devices(8)
     assert os.environ["NPROC"] == "9"
-
-
-# Stopping a single process
-
-
-def test_a_signal_is_a_request(capfd):
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    for number in handled:
-        again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
-        before = [signal.getsignal(each) for each in handled]
-        with StopRequest() as stop:
-            assert not stop.requested
-            assert not stop.agreed(0)
-            os.kill(os.getpid(), number)
-            assert stop.requested
-            assert stop.agreed(1)
-            assert stop.reason == signal.Signals(number).name
-        assert before == [signal.getsignal(each) for each in handled]
-        assert capfd.readouterr().err == (
-            f"\n{signal.Signals(number).name}: stopping after this step{again}.\n"
-        )
-
-
-def test_the_second_interrupt_ends_at_once():
-    before = signal.getsignal(signal.SIGINT)
-    with StopRequest() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.requested
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_a_thread_can_ask_too():
-    before = signal.getsignal(signal.SIGINT)
-    seen = []
-
-    def work():
-        with StopRequest() as stop:
-            seen.append(signal.getsignal(signal.SIGINT) is before)
-            seen.append(stop.agreed(0))
-            stop.request("a thread")
-            seen.append(stop.agreed(1))
-            seen.append(stop.reason)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [True, False, True, "a thread"]
 
 
 def test_this_process_is_alone():

@@ -19,6 +19,7 @@ odd (Knuth, The Art of Computer Programming, vol. 3, section 6.4).
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardlib.checkpoint.tree import is_key
 from shardlib.host_memory import HOST
@@ -34,8 +35,10 @@ from shardlib.host_memory import HOST
 _POSITION = 0x9E3779B9
 _FIRST, _SECOND = 0x85EBCA6B, 0xC2B2AE35
 _WORD = 0xFFFFFFFF
-# Words that the host mixes at a time; a few buffers of this many stay in the processor's cache.
-_BLOCK = 2**16
+# Words that a processor mixes at a time: a few buffers of this many stay in its cache. Accelerators
+# take no buffers, so that fewer and longer blocks are better.
+_CPU_BLOCK = 2**16
+_DEVICE_BLOCK = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +113,8 @@ def _text(planes: Sequence[int]) -> str:
 
 def _sum_on_host(words: np.ndarray) -> int:
     total = 0
-    for start in range(0, words.size, _BLOCK):
-        block = words[start : start + _BLOCK].astype(np.uint32)
+    for start in range(0, words.size, _CPU_BLOCK):
+        block = words[start : start + _CPU_BLOCK].astype(np.uint32)
         block ^= np.arange(start, start + block.size, dtype=np.uint64).astype(
             np.uint32
         ) * np.uint32(_POSITION)
@@ -150,47 +153,123 @@ def _by_devices(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _program(group: Mapping[str, Any]) -> Any:
     """Returns the compiled program for the leaves of one set of devices; every device has all."""
-    meshes = [x.sharding.mesh for x in group.values() if isinstance(x.sharding, NamedSharding)]
+    return _compiled(tuple(leaf.sharding for leaf in group.values()))
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(shardings: tuple[Sharding, ...]) -> Any:
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
-    if everywhere not in _programs:
-        _programs[everywhere] = jax.jit(_of_all, out_shardings=everywhere)
-    return _programs[everywhere]
+
+    def of_all(leaves: Sequence[jax.Array]) -> jax.Array:
+        leaves = jax.device_put(leaves, jax.memory.Space.Device)
+        sums = [_sums(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)]
+        return jnp.concatenate(sums)
+
+    return jax.jit(of_all, out_shardings=everywhere)
 
 
-_programs: dict[NamedSharding | None, Any] = {}
-
-
-def _of_all(leaves: Sequence[jax.Array]) -> jax.Array:
-    leaves = jax.device_put(leaves, jax.memory.Space.Device)
-    return jnp.stack([_sum(plane) for leaf in leaves for plane in _planes(leaf)])
-
-
-def _sum(words: jax.Array) -> jax.Array:
-    position = jnp.zeros(words.shape, jnp.uint32)
-    stride = 1
-    for dim in reversed(range(words.ndim)):
-        index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
-        position = position + index * np.uint32(stride & _WORD)
-        stride *= words.shape[dim]
-    return jnp.sum(_finalize(words ^ (position * np.uint32(_POSITION))), dtype=jnp.uint32)
-
-
-def _planes(leaf: jax.Array) -> list[jax.Array]:
-    """Returns the bits of an array as planes of uint32, each of its shape."""
+def _sums(leaf: jax.Array, sharding: Sharding) -> jax.Array:
+    """Returns the sums of the planes of one leaf: each device its own shard, and then together."""
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        return [*_planes(jnp.real(leaf)), *_planes(jnp.imag(leaf))]
-    if leaf.dtype == jnp.bool_:
-        return [leaf.astype(jnp.uint32)]
-    if leaf.dtype == jnp.int4:
-        leaf = leaf.astype(jnp.int8)
-    size = leaf.dtype.itemsize
-    if size == 8:
-        words = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+    shape = leaf.shape
+    platform = next(iter(sharding.device_set)).platform
+    max_words = _CPU_BLOCK if platform == "cpu" else _DEVICE_BLOCK
+    if not isinstance(sharding, NamedSharding):
+        return _sums_of_shard(leaf, shape, [0] * leaf.ndim, max_words)
+    spec = (*sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
+    axes = [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]
+
+    def of_shard(shard: jax.Array) -> jax.Array:
+        starts = [
+            jax.lax.axis_index(names).astype(jnp.uint32) * np.uint32(size) if names else 0
+            for names, size in zip(axes, shard.shape, strict=True)
+        ]
+        sums = _sums_of_shard(shard, shape, starts, max_words)
+        split = tuple(name for names in axes for name in names)
+        return jax.lax.psum(sums, split) if split else sums
+
+    whole = PartitionSpec()
+    return jax.shard_map(
+        of_shard,
+        mesh=sharding.mesh,
+        in_specs=PartitionSpec(*spec),
+        out_specs=whole,
+        check_vma=False,
+    )(leaf)
+
+
+def _sums_of_shard(
+    shard: jax.Array, shape: tuple[int, ...], starts: Sequence[Any], max_words: int
+) -> jax.Array:
+    """Returns the sums of the planes of a shard that begins at `starts` of an array of `shape`.
+
+    Some rows at a time: XLA does not mix and add in one go on every device, and all mixed words
+    together would take as much memory as the array, or twice as much.
+    """
+    rows = shard.reshape(-1, *shard.shape[1:][-1:])
+    leading = shard.shape[: max(1, shard.ndim - 1)] or (1,)
+    step = max(1, min(rows.shape[0], max_words // max(1, math.prod(rows.shape[1:]))))
+
+    def of_block(first: Any, size: int) -> jax.Array:
+        position = _first_positions(first, size, leading, shape, starts)
+        if rows.ndim == 2:
+            column = jnp.arange(rows.shape[1], dtype=jnp.uint32) + _u32(starts[-1])
+            position = position[:, None] + column[None, :]
+        mixed = position * np.uint32(_POSITION)
+        planes = _planes(jax.lax.dynamic_slice_in_dim(rows, first, size))
+        return jnp.stack([jnp.sum(_finalize(p ^ mixed), dtype=jnp.uint32) for p in planes])
+
+    blocks, rest = divmod(rows.shape[0], step)
+    total = of_block(0, step)
+    if blocks > 1:
+        total = jax.lax.fori_loop(1, blocks, lambda n, sums: sums + of_block(n * step, step), total)
+    return total + of_block(blocks * step, rest) if rest else total
+
+
+def _first_positions(
+    first: Any, size: int, leading: tuple[int, ...], shape: tuple[int, ...], starts: Sequence[Any]
+) -> jax.Array:
+    """Returns the flat positions of what some rows of a shard begin with, modulo 2^32.
+
+    Args:
+        first: The first of the rows, counted over all the leading dims of the shard.
+        size: How many.
+        leading: The sizes of these dims in the shard.
+        shape: That of the whole array.
+        starts: Where the shard begins in it.
+    """
+    left = _u32(first) + jnp.arange(size, dtype=jnp.uint32)
+    position = jnp.zeros(size, jnp.uint32)
+    for dim in reversed(range(min(len(leading), len(shape)))):
+        extent = np.uint32(leading[dim])
+        index = jax.lax.rem(left, jnp.full(size, extent)) + _u32(starts[dim])
+        position = position + index * np.uint32(math.prod(shape[dim + 1 :]) & _WORD)
+        left = jax.lax.div(left, jnp.full(size, extent))
+    return position
+
+
+def _u32(number: Any) -> jax.Array:
+    return jnp.asarray(number).astype(jnp.uint32)
+
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+def _planes(array: jax.Array) -> list[jax.Array]:
+    """Returns the bits of an array as planes of uint32, each of its shape."""
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return [*_planes(jnp.real(array)), *_planes(jnp.imag(array))]
+    if array.dtype == jnp.bool_:
+        return [array.astype(jnp.uint32)]
+    if array.dtype == jnp.int4:
+        array = array.astype(jnp.int8)
+    if array.dtype.itemsize == 8:
+        words = jax.lax.bitcast_convert_type(array, jnp.uint32)
         return [words[..., 0], words[..., 1]]
-    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]
-    return [jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)]
+    unsigned = _UNSIGNED[array.dtype.itemsize]
+    return [jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)]
 
 
 def _planes_of(leaf: Any) -> int:

@@ -1,5 +1,5 @@
-"""The command line: `shardlib train | explain | plan | calibrate | generate | devices | launch |
-schema`.
+"""The command line: `shardlib train | explain | plan | calibrate | generate | checkpoint |
+devices | launch | schema`.
 
 Exit codes: 0 when all is well; 2 when what was asked for is wrong (usage, config, mesh, rules,
 model); 75 when the watchdog ended a process, or its peers have gone; 76 when training diverged; 1
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from shardlib.cli import checkpoint
 from shardlib.cli.arguments import AsJson, ConfigPath, Overrides, console, load_config
 from shardlib.cli.explain import explain
 from shardlib.cli.plan import calibrate, plan
@@ -141,6 +142,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 app.command()(explain)
 app.command()(plan)
 app.command()(calibrate)
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 @app.command()

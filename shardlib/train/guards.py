@@ -195,15 +195,15 @@ class GuardPolicy:
 
 def step_fault(config: GuardsConfig, record: Record) -> str | None:
     """Returns why the update of a step was refused, such as `loss is nan`, or None."""
-    if not record.metrics.get(SKIPPED):
+    share = record.metrics.get(SKIPPED, 0.0)
+    if not share:
         return None
+    where = f", in {share:.0%} of the groups" if share < 1 else ""
     wrong = _nonfinite(record) if config.nonfinite != "off" else {}
-    if wrong:
-        return " and ".join(f"{name} is {value}" for name, value in wrong.items())
-    if config.spike is not None:
+    if not wrong and config.spike is not None:
         name = config.spike.metric
-        return f"{name} is {record.metrics[name]:.4g}, a spike"
-    return "its update was refused"
+        return f"{name} is {record.metrics[name]:.4g}, a spike{where}"
+    return " and ".join(f"{name} is {value}" for name, value in wrong.items()) + where
 
 
 def _nonfinite(record: Record) -> dict[str, float]:

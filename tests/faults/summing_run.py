@@ -1,7 +1,8 @@
 """One process of a run that sums over all devices, step by step, and is easily made to fail.
 
 Arguments: directory for stacks, heartbeat in seconds, limit of a step in seconds, and what SIGUSR2
-makes of the process: `deadlock` (in Python) or `lock` (holds the interpreter's lock).
+makes of the process: `deadlock` (in Python), `lock` (holds the interpreter's lock), or `linger`
+(stays when its loop is over).
 """
 
 import ctypes
@@ -36,12 +37,14 @@ def main(directory, heartbeat, limit, fault):
             clock.progress()
             if step == 3:
                 sys.stdout.write(f"pid {os.getpid()}\n")
-            if faulty.is_set():
+            if faulty.is_set() and fault != "linger":
                 fail(fault)
             if stop.agreed(step):
                 break
             time.sleep(0.01)
         sys.stdout.write(f"stopped after step {step} by {stop.reason}\n")
+    if faulty.is_set():
+        fail(fault)
     distributed.shutdown()
 
 

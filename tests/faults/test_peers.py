@@ -165,6 +165,59 @@ def test_every_other_of_four_ends(start, victim, how):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_peer_that_dies_while_the_other_leaves(start, victim):
+    peers = start(heartbeat=5, fault="linger")
+    peers.processes[victim].send_signal(signal.SIGUSR2)
+    os.kill(peers.processes[0].pid, signal.SIGTERM)
+    peers.wait_for("faulty", victim)
+    peers.wait_for("stopped", 1 - victim)
+    time.sleep(0.5)
+    peers.processes[victim].kill()
+    codes, seconds = peers.codes(but=[victim])
+    assert codes == [HUNG], peers.output(1 - victim)
+    assert seconds < 5 + 5
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_launched_group_is_started_again(tmp_path, victim):
+    launcher = f"""
+import sys
+from shardlib.launch import run_local
+sys.exit(run_local([sys.executable, {str(RUN)!r}, {str(tmp_path)!r}, "60", "none", ""], 2,
+    restarts=1))
+"""
+    variables = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True, env=variables
+    ) as process:
+        try:
+            os.kill(until_running(process.stdout)[victim], signal.SIGKILL)
+            until_running(process.stdout)
+            process.send_signal(signal.SIGTERM)
+            rest = process.stdout.read()
+            assert process.wait(WAIT_SECONDS) == 0, rest
+            assert "[1] stopped after step " in rest
+        finally:
+            process.kill()
+
+
+def until_running(lines):
+    """Waits for both processes of an attempt; returns their ids by index."""
+    ids = {}
+    while len(ids) < 2:
+        line = lines.readline()
+        assert line
+        if found := re.match(r"\[(\d)\] pid (\d+)", line):
+            ids[int(found[1])] = int(found[2])
+        if line.startswith("[launch] process"):
+            # Who was killed is named, and not who lost a peer by it.
+            assert re.match(r"\[launch\] process \d ended by SIGKILL", line), line
+    return ids
+
+
+@pytest.mark.soak
 def test_a_process_frozen_for_a_moment_goes_on(start):
     """Not only its own watchdog forgives it: the others wait for it no longer than their limits."""
     peers = start(limit=6)

@@ -1,0 +1,125 @@
+"""A whole run whose data poisons it: updates left out, one rewind, and training that recovers.
+
+The model comes from a package of its own, found by entry point as any user's: the transformer,
+whose loss is infinite on some rows.
+"""
+
+import os
+
+import numpy as np
+import pytest
+
+from shardlib import run
+from shardlib.checkpoint import RunCheckpoints
+from shardlib.config import load
+from shardlib.exit_codes import DIVERGED
+from shardlib.run.events import read_events
+from shardlib.run.setup import open_source
+from shardlib.train.metrics import read_metrics
+
+MODULE = """
+import dataclasses
+from typing import Literal
+import jax.numpy as jnp
+from shardlib.config import configclass
+from shardlib.losses import Mean
+from shardlib_models.transformer import FAMILY as TRANSFORMER, TransformerConfig
+
+@configclass
+class PoisonedConfig(TransformerConfig):
+    name: Literal["poisoned"] = "poisoned"
+
+def loss(model, batch, rng, *, train, **options):
+    mean, metrics = TRANSFORMER.loss(model, batch, rng, train=train, **options)
+    sums = jnp.sum(batch["tokens"], axis=1)
+    is_bad = jnp.any(sums[:, None] == jnp.asarray(POISON, jnp.int32))
+    return Mean(jnp.where(is_bad, jnp.inf, mean.total), mean.weight), metrics
+
+POISON = {poison}
+FAMILY = dataclasses.replace(TRANSFORMER, config=PoisonedConfig, loss=loss, dims=None)
+"""
+FIRST_BAD, LAST_BAD = 14, 16
+QUIET = ("eval.every_steps=0", "train.sample_length=0")
+
+
+@pytest.fixture(scope="module")
+def poisoned(lab, tmp_path_factory):
+    """Runs the model whose loss is infinite in three steps, with other settings each time."""
+    config = load(run.RunConfig, lab.config_file)
+    rows = open_source(config, "train")
+    sums = {step: rows.read(step - 1, 0, 8)["tokens"].sum(axis=1) for step in range(1, 31)}
+    # One row of each bad step that no other step has.
+    bad = [
+        next(
+            int(total)
+            for total in sums[step]
+            if not any(total in sums[other] for other in sums if other != step)
+        )
+        for step in range(FIRST_BAD, LAST_BAD + 1)
+    ]
+    package = tmp_path_factory.mktemp("package")
+    (package / "poisoned.py").write_text(MODULE.replace("{poison}", repr(bad)))
+    info = package / "poisoned-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: poisoned\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[shardlib.models]\npoisoned = poisoned:FAMILY\n")
+    path = os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+
+    def start(run_dir, *words):
+        return lab.shardlib(
+            *("train", lab.config_file, f"run_dir={run_dir}", "model.name=poisoned", *QUIET),
+            *words,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+    return start
+
+
+def test_bad_steps_leave_the_state_alone_and_the_run_goes_on(poisoned, tmp_path):
+    done = poisoned(tmp_path / "run", "checkpoint.every_steps=1", "checkpoint.keep=30")
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows if row["skipped"]] == [14, 15, 16]
+    assert [row["step"] for row in rows if not np.isfinite(row["loss"])] == [14, 15, 16]
+    assert rows[-1]["loss"] < rows[12]["loss"]
+    said = [line for line in done.stdout.splitlines() if "its update is left out" in line]
+    assert said == [
+        f"step {step}: its update is left out, for loss is inf "
+        f"(samples {(step - 1) * 8} to {step * 8 - 1})"
+        for step in (14, 15, 16)
+    ]
+    with RunCheckpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        # While updates are left out nothing is saved; after the first good one it is.
+        assert checkpoints.steps() == [*range(1, 14), *range(17, 21)]
+
+
+def test_a_run_goes_back_once_and_past_the_data(poisoned, tmp_path):
+    words = ("train.guards.patience=3", "checkpoint.every_steps=5", "train.steps=25")
+    done = poisoned(tmp_path / "run", *words)
+    assert done.returncode == 0, done.stderr
+    text = "went back from step 16 to step 10, for loss is inf; samples 80 to 127 are passed over"
+    assert text in done.stdout.splitlines()
+    rewinds = [e for e in read_events(tmp_path / "run") if e["kind"] == "rewind"]
+    assert [event["facts"] for event in rewinds] == [{"lost_steps": 6, "samples": [80, 128]}]
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, 26))
+    assert not any(row["skipped"] for row in rows)
+    assert rows[-1]["loss"] < rows[9]["loss"]
+    assert rows[-1]["spent"]["lost"] > 0
+    with RunCheckpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        manifest = checkpoints.manifest(25)
+    # 25 steps of 8 samples, and 6 steps' worth passed over.
+    data = manifest.run["data"]
+    assert (data["samples_seen"], data["skipped"]) == (31 * 8, [[80, 128]])
+    assert manifest.run["rewinds"] == 1
+
+
+def test_without_rewinds_it_ends_with_a_code_of_its_own(poisoned, tmp_path):
+    words = ("train.guards.patience=3", "train.guards.rewind=false", "checkpoint.every_steps=5")
+    done = poisoned(tmp_path / "run", *words)
+    assert done.returncode == DIVERGED
+    assert done.stderr == (
+        "DivergedError: step 16: loss is inf; all 3 updates from step 14 on "
+        "were refused on samples 104 to 127, and train.guards.rewind is off.\n"
+        "  Lower optimizer.learning_rate, or begin anew without these samples.\n"
+    )

@@ -1,0 +1,89 @@
+"""The flags by which GPUs compute the same bits each time."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from shardlib.errors import ConfigError
+from shardlib.run.devices import deterministic_flags, make_deterministic
+
+BOTH = "--xla_gpu_exclude_nondeterministic_ops=true --xla_gpu_autotune_level=0"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("", BOTH),
+        ("--xla_dump_to=/tmp/x", f"--xla_dump_to=/tmp/x {BOTH}"),
+        (BOTH, BOTH),
+        (
+            "--xla_gpu_exclude_nondeterministic_ops",
+            "--xla_gpu_exclude_nondeterministic_ops --xla_gpu_autotune_level=0",
+        ),
+        (
+            "--xla_gpu_autotune_level=4 --xla_gpu_autotune_level=0",
+            "--xla_gpu_autotune_level=4 --xla_gpu_autotune_level=0 "
+            "--xla_gpu_exclude_nondeterministic_ops=true",
+        ),
+    ],
+)
+def test_flags_are_added_to_those_of_the_user(given, expected):
+    assert deterministic_flags(given) == expected
+    assert deterministic_flags(expected) == expected
+
+
+def test_flags_that_say_otherwise_are_all_named():
+    with pytest.raises(ConfigError) as error:
+        deterministic_flags("--xla_gpu_exclude_nondeterministic_ops=0 --xla_gpu_autotune_level=4")
+    assert str(error.value) == (
+        "deterministic: XLA_FLAGS hold --xla_gpu_exclude_nondeterministic_ops=0, but it takes "
+        "true; --xla_gpu_autotune_level=4, but it takes 0.\n"
+        "  Remove it from XLA_FLAGS, or leave deterministic out."
+    )
+
+
+def test_a_file_of_flags_is_left_alone():
+    with pytest.raises(ConfigError) as error:
+        deterministic_flags("/etc/flags.txt")
+    assert str(error.value) == (
+        "deterministic: XLA_FLAGS name a file, /etc/flags.txt, to which nothing is added.\n"
+        "  Write the flags into XLA_FLAGS themselves."
+    )
+
+
+def python(program, **environment):
+    kept = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**kept, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_this_jax_knows_the_flags_and_starts_with_them():
+    done = python(
+        "from shardlib.run.devices import make_deterministic\n"
+        "import jax, os\n"
+        "print(make_deterministic())\n"
+        "print(make_deterministic())\n"
+        "jax.config.update('jax_platforms', 'cpu')\n"
+        "print(os.environ['XLA_FLAGS'], jax.devices()[0].platform)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    said = f"deterministic: XLA_FLAGS are {BOTH}"
+    assert done.stdout.splitlines() == [said, said, f"{BOTH} cpu"]
+
+
+def test_a_cpu_needs_nothing(monkeypatch):
+    jax.devices()
+    flags = os.environ.get("XLA_FLAGS")
+    assert make_deterministic() == "deterministic: cpu needs nothing more for it"
+    # Where nobody says which platform it is, and JAX already runs: it is asked.
+    monkeypatch.setitem(jax.config.values, "jax_platforms", None)
+    assert make_deterministic() == "deterministic: cpu needs nothing more for it"
+    assert os.environ.get("XLA_FLAGS") == flags
