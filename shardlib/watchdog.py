@@ -32,7 +32,7 @@ class WatchdogConfig:
     step: float | None = 900.0
     """One training step, compiled."""
     evaluate: float | None = 3600.0
-    """One evaluation."""
+    """One batch of an evaluation, or one sample."""
     save: float | None = 3600.0
     """Writing one checkpoint, as far as the loop waits for it."""
     restore: float | None = 3600.0

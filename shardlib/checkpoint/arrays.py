@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 # Read in flight at a time by one process. Orbax's default of 96 GB doubles host memory; this
 # keeps a restore near the size of the state.
-READ_BYTES = 100_000_000
+READ_BYTES = 32_000_000
 # Stored chunks are at most this large: a reader of a small shard reads whole chunks.
 CHUNK_BYTES = 32 * 2**20
 # Replicas share the writing of an array only above this size per slice. Below it, slicing on the

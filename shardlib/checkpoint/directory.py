@@ -156,8 +156,10 @@ class StepDirectory:
             self._deletions = [thread for thread in self._deletions if thread.is_alive()]
             if trash.is_dir() and not trash.is_symlink():
                 thread = threading.Thread(target=self._empty, args=(trash, list(trash.iterdir())))
-                self._deletions.append(thread)
-                thread.start()
+                # An interpreter that is about to end starts none; the next start cleans up.
+                with contextlib.suppress(RuntimeError):
+                    thread.start()
+                    self._deletions.append(thread)
 
     def _empty(self, trash: pathlib.Path, entries: list[pathlib.Path]) -> None:
         for entry in entries:

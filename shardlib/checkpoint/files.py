@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from shardlib.checkpoint.damage import DamageError
 
 _BLOCK_BYTES = 2**20
+_PART_BYTES = 2**26
 _THREADS = 4
+_POLYNOMIAL = 0xEDB88320
 # Metadata, and whatever else is this small, is proved before anything parses it.
 SMALL_FILE_BYTES = 2**16
 
@@ -24,22 +26,65 @@ class FileRecord:
     crc32: str
 
 
-def checksum(path: pathlib.Path) -> FileRecord:
-    """Returns the record of one file."""
-    total, crc = 0, 0
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            total += len(block)
-            crc = zlib.crc32(block, crc)
-    return FileRecord(total, f"{crc:08x}")
-
-
 def checksums(root: pathlib.Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Returns the records of files below `root`, several read at a time."""
+    """Returns the records of files below `root`; parts of them are read at the same time."""
     names = list(names)
+    sizes = {name: (root / name).stat().st_size for name in names}
+    parts = [
+        (root / name, start)
+        for name in names
+        for start in range(0, max(1, sizes[name]), _PART_BYTES)
+    ]
     with ThreadPoolExecutor(_THREADS) as pool:
-        records = pool.map(checksum, [root / name for name in names])
-        return dict(zip(names, records, strict=True))
+        sums = dict(zip(parts, pool.map(_checksum_of_part, parts), strict=True))
+    records: dict[str, tuple[int, int]] = {}
+    for (path, _), (length, crc) in sums.items():
+        name = path.relative_to(root).as_posix()
+        so_far, before = records.get(name, (0, 0))
+        records[name] = (so_far + length, combined(before, crc, length))
+    return {name: FileRecord(length, f"{crc:08x}") for name, (length, crc) in records.items()}
+
+
+def _checksum_of_part(part: tuple[pathlib.Path, int]) -> tuple[int, int]:
+    """Returns length and CRC-32 of a part of a file that starts at some position."""
+    path, start = part
+    length, crc = 0, 0
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while block := file.read(min(_BLOCK_BYTES, _PART_BYTES - length)):
+            length += len(block)
+            crc = zlib.crc32(block, crc)
+    return length, crc
+
+
+def combined(first: int, second: int, second_bytes: int) -> int:
+    """Returns the CRC-32 of two pieces one after the other, from that of each.
+
+    Appending bytes multiplies the polynomial that is the first CRC by x^8 for each of them.
+
+    Source: Adler, zlib, `crc32_combine`, https://zlib.net (crc32.c).
+    """
+    return _times(_power_of_x(8 * second_bytes), first) ^ second
+
+
+def _times(a: int, b: int) -> int:
+    """Multiplies polynomials over two elements, modulo that of CRC-32; the top bit is x^0."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
+
+
+def _power_of_x(exponent: int) -> int:
+    power, square = 1 << 31, 1 << 30
+    while exponent:
+        if exponent & 1:
+            power = _times(square, power)
+        square = _times(square, square)
+        exponent >>= 1
+    return power
 
 
 def walk(root: pathlib.Path, below: str = "") -> dict[str, os.stat_result]:

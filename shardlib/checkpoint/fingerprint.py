@@ -21,6 +21,7 @@ odd (Knuth, The Art of Computer Programming, vol. 3, section 6.4).
 import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -104,7 +105,7 @@ def of_host(leaf: Any) -> str:
 def compile_ahead(leaves: Mapping[str, Any]) -> None:
     """Compiles what `dispatch` will run, for leaves that may be abstract (with shardings)."""
     for group in _by_devices({path: leaf for path, leaf in leaves.items() if _on_devices(leaf)}):
-        _program(group).lower(list(group.values())).compile()
+        _program(group)
 
 
 def _text(planes: Sequence[int]) -> str:
@@ -152,12 +153,27 @@ def _by_devices(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _program(group: Mapping[str, Any]) -> Any:
-    """Returns the compiled program for the leaves of one set of devices; every device has all."""
-    return _compiled(tuple(leaf.sharding for leaf in group.values()))
+    """Returns the compiled program for the leaves of one set of devices."""
+    structs = tuple(
+        jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=leaf.sharding,
+            weak_type=bool(getattr(leaf, "weak_type", False)),
+        )
+        for leaf in group.values()
+    )
+    with _compiling:  # Whoever comes second finds it done.
+        return _compiled(structs)
+
+
+_compiling = threading.Lock()
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(shardings: tuple[Sharding, ...]) -> Any:
+def _compiled(structs: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+    """Compiles the program that gives the sums of all leaves, in order, to every device."""
+    shardings = [struct.sharding for struct in structs]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
 
@@ -166,7 +182,10 @@ def _compiled(shardings: tuple[Sharding, ...]) -> Any:
         sums = [_sums(leaf, s) for leaf, s in zip(leaves, shardings, strict=True)]
         return jnp.concatenate(sums)
 
-    return jax.jit(of_all, out_shardings=everywhere)
+    program = jax.jit(of_all, out_shardings=everywhere)
+    # JAX lays int4 out in another way for programs that are compiled ahead.
+    is_ahead = all(struct.dtype != jnp.int4 for struct in structs)
+    return program.lower(list(structs)).compile() if is_ahead else program
 
 
 def _sums(leaf: jax.Array, sharding: Sharding) -> jax.Array:
@@ -218,7 +237,10 @@ def _sums_of_shard(
             column = jnp.arange(rows.shape[1], dtype=jnp.uint32) + _u32(starts[-1])
             position = position[:, None] + column[None, :]
         mixed = position * np.uint32(_POSITION)
-        planes = _planes(jax.lax.dynamic_slice_in_dim(rows, first, size))
+        # Bits first: XLA has processors take rows of bfloat16 as those of float32, which is a copy
+        # of all of them and not the same for every NaN. The barrier keeps it in the loop.
+        held, start = jax.lax.optimization_barrier((rows, first))
+        planes = _planes(jax.lax.dynamic_slice_in_dim(_as_unsigned(held), start, size))
         return jnp.stack([jnp.sum(_finalize(p ^ mixed), dtype=jnp.uint32) for p in planes])
 
     blocks, rest = divmod(rows.shape[0], step)
@@ -255,6 +277,13 @@ def _u32(number: Any) -> jax.Array:
 
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+
+
+def _as_unsigned(array: jax.Array) -> jax.Array:
+    """Returns the bits of floats of up to 32 bits, else the array as it is."""
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    unsigned = _UNSIGNED.get(array.dtype.itemsize) if is_float else None
+    return array if unsigned is None else jax.lax.bitcast_convert_type(array, unsigned)
 
 
 def _planes(array: jax.Array) -> list[jax.Array]:

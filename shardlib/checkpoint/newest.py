@@ -36,7 +36,8 @@ def restore_newest(
         try:
             manifest, state = store.restore_accepted(step, target, accept)
         except DamageError as error:
-            store.notify(f"step {step} does not validate, trying the one before it: {error}")
+            reason = str(error).rpartition("\n")[0]  # The last line says what is done here.
+            store.notify(f"step {step} does not validate, trying the one before it: {reason}")
             damaged.append(choice)
             continue
         for faulty, damaged_step in damaged:

@@ -1,6 +1,7 @@
 """One process's part in one attempt at a run, from the header to the closing card."""
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -215,9 +216,16 @@ class Attempt:
             self.clock.within("evaluate"),
             Prefetcher(source, self.parts.shardings(source)) as batches,
         ):
-            self.evaluation = evaluate(self._eval_step, merged(self._step, state), batches)
+            model = merged(self._step, state)
+            self.evaluation = evaluate(self._eval_step, model, self._watched(batches))
         self.log.evaluation(step, self.evaluation)
         return {f"eval/{name}": value for name, value in self.evaluation.items()}
+
+    def _watched(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The watchdog's limit is for one batch, not for all of them."""
+        for batch in batches:
+            self.clock.progress()
+            yield batch
 
     def _sample(self, step: int, state: Any) -> None:
         options = self.config.train

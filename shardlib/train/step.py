@@ -22,6 +22,7 @@ from shardlib.pipeline.config import PipelineConfig
 from shardlib.pipeline.schedules import SCHEDULES, schedule_faults
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
+from shardlib.train.gated import gated_update
 from shardlib.train.gradients import (
     Gradients,
     LossFn,
@@ -320,18 +321,29 @@ def _update(
     if is_apart:
         grads = pin(grads, definition.updates, definition.scope)
         params = pin(params, definition.updates, definition.scope)
+    update = functools.partial(_optimize, optimizer, loss)
+    if good is None:
+        updates, opt_state = update(grads, state.opt_state, params)
+    else:
+        updates, opt_state = gated_update(update, good, grads, state.opt_state, params)
+    with jax.numpy_dtype_promotion("standard"):
+        new_params = optax.apply_updates(params, updates)
+    if good is not None:
+        new_params = keep_unless(good, new_params, params)
+        if is_apart:
+            # What is gathered is chosen before, so that no device holds both whole.
+            new_params = pin(new_params, definition.updates, definition.scope)
+    return new_params, opt_state
+
+
+def _optimize(
+    optimizer: Any, loss: jax.Array, grads: Any, opt_state: Any, params: Any
+) -> tuple[Any, Any]:
+    """Returns updates and optimizer state, the state in the dtypes it had."""
     # optax mixes dtypes freely, whatever the user's own code is held to.
     with jax.numpy_dtype_promotion("standard"):
-        updates, opt_state = optimizer.update(grads, state.opt_state, params, value=loss)
-        new_params = optax.apply_updates(params, updates)
-    opt_state = jax.tree.map(lambda new, old: new.astype(old.dtype), opt_state, state.opt_state)
-    if good is None:
-        return new_params, opt_state
-    new_params = keep_unless(good, new_params, params)
-    if is_apart:
-        # What is gathered is chosen before, so that no device holds both whole.
-        new_params = pin(new_params, definition.updates, definition.scope)
-    return new_params, keep_unless(good, opt_state, state.opt_state)
+        updates, new = optimizer.update(grads, opt_state, params, value=loss)
+    return updates, jax.tree.map(lambda x, old: x.astype(old.dtype), new, opt_state)
 
 
 def batch_shardings(batch: Any, scope: Scope, batch_axes: BatchAxes) -> Any:

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from shardlib.checkpoint import fingerprint
 from shardlib.checkpoint.fingerprint import (
+    _compiled,
     _finalize,
     compile_ahead,
     dispatch,
@@ -84,6 +86,33 @@ def test_sharding_changes_nothing(name, shape, axes, seed):
         mesh = mesh_of(2, 4, axis_type=axis_type)
         sharded = jax.device_put(array, NamedSharding(mesh, spec))
         assert fingerprints({"x": sharded}) == {"x": of_host(array)}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of a few words, as large arrays have many of them."""
+    monkeypatch.setattr(fingerprint, "_CPU_BLOCK", 24)
+    fingerprint._compiled.cache_clear()
+    yield
+    fingerprint._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("name", STORABLE)
+def test_blocks_change_nothing(name, small_blocks):
+    for shape, spec in (((1000,), "a"), ((14, 5, 8), (None, None, "b")), ((40, 64), ("b", "a"))):
+        array = random_array(name, shape)
+        sharding = NamedSharding(mesh_of(2, 4), PartitionSpec(*spec))
+        with jax.enable_x64(name in WIDE):
+            sharded = jax.device_put(array, sharding)
+            assert fingerprints({"x": sharded}) == {"x": reference(array)}
+
+
+@pytest.mark.parametrize("name", [name for name in STORABLE if name not in (*WIDE, "int4")])
+def test_large_arrays_take_little_memory(name):
+    sharding = NamedSharding(mesh_of(2, 4), PartitionSpec("a", "b"))
+    leaf = jax.ShapeDtypeStruct((2048, 8192), dtype_of(name), sharding=sharding)
+    block_bytes = 4 * fingerprint._CPU_BLOCK
+    assert _compiled((leaf,)).memory_analysis().temp_size_in_bytes < 8 * block_bytes
 
 
 @given(
@@ -168,6 +197,7 @@ def test_leaves_of_all_kinds_together_in_order():
         "numpy": table,
         "sharded": jax.device_put(table, NamedSharding(mesh, PartitionSpec("a", "b"))),
         "local": jnp.int32(7),
+        "weak": jnp.asarray(0.5),
         "empty": jnp.zeros((0, 3)),
         "other": jax.device_put(table, NamedSharding(mesh_of(1, 2), PartitionSpec("a", "b"))),
     }
@@ -189,6 +219,9 @@ def test_leaves_may_be_donated_before_the_result_is_there():
 def test_one_program_for_all_leaves_on_the_same_devices():
     sharding = NamedSharding(mesh_of(2, 4), PartitionSpec("a", "b"))
     leaves = {str(n): jax.device_put(np.ones((8, 4 * n), np.float32), sharding) for n in (1, 2, 3)}
+    compile_ahead(leaves)
+    compiled = fingerprint._compiled.cache_info()
     pending = dispatch(leaves)
     assert len(pending._device) == 1
+    assert fingerprint._compiled.cache_info().misses == compiled.misses
     assert pending.result() == {path: of_host(np.asarray(x)) for path, x in leaves.items()}

@@ -108,11 +108,11 @@ def outcome(directory, name, expected):
 def test_changed_values_are_named_by_leaf(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(restoring, "SMALL_FILE_BYTES", 0)
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    data = (tmp_path / "00000002" / "state" / "ocdbt.process_0" / "d").iterdir()
-    largest = max(data, key=os.path.getsize)
-    kernel = np.asarray(make_state(2)["params"]["kernel"])
-    place = largest.read_bytes().index(kernel[:30].tobytes())
-    flip(largest, place + 5, 0)
+    rows = np.asarray(make_state(2)["params"]["kernel"])[:30].tobytes()
+    for file in (tmp_path / "00000002" / "state" / "ocdbt.process_0" / "d").iterdir():
+        place = file.read_bytes().find(rows)
+        if place >= 0:
+            flip(file, place + 5, 0)
     with (
         RunCheckpoints(tmp_path) as checkpoints,
         pytest.raises(CheckpointError) as caught,
@@ -176,8 +176,7 @@ def test_without_one_that_validates_nothing_is_touched(saved, tmp_path):
     assert told[0] == (
         "step 2 does not validate, trying the one before it: "
         f"checkpoint {tmp_path}/00000002 is damaged: 1 of its files are not as saved:\n"
-        "  state/manifest.ocdbt: missing\n"
-        "  Restore another step."
+        "  state/manifest.ocdbt: missing"
     )
     assert sorted(os.listdir(tmp_path)) == ["00000001", "00000002"]
 
