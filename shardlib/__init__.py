@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from shardlib.stack import stack_layers as stack_layers
     from shardlib.train.evaluate import make_eval_step as make_eval_step
     from shardlib.train.fit import fit_microbatches as fit_microbatches
+    from shardlib.train.guards import GuardsConfig as GuardsConfig
+    from shardlib.train.guards import SpikeConfig as SpikeConfig
     from shardlib.train.local_sgd import LocalSGDConfig as LocalSGDConfig
     from shardlib.train.local_sgd import make_local_sgd as make_local_sgd
     from shardlib.train.offload import offload_optimizer as offload_optimizer
@@ -56,6 +58,7 @@ __version__ = "0.1.0"
 # Imported at first use, so that `import shardlib` costs no more than its name.
 _HOME = {
     "AxisRules": "rules",
+    "GuardsConfig": "train.guards",
     "LocalSGDConfig": "train.local_sgd",
     "Mean": "losses",
     "MeshConfig": "mesh",
@@ -63,6 +66,7 @@ _HOME = {
     "Precision": "precision",
     "ReductionConfig": "train.reduction",
     "ShardlibError": "errors",
+    "SpikeConfig": "train.guards",
     "TrainState": "train.state",
     "abstract_state": "train.state",
     "constrain": "constrain",

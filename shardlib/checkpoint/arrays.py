@@ -28,9 +28,11 @@ from shardlib.checkpoint.tree import is_key, nest, unnest
 
 T = TypeVar("T")
 
-# Read in flight at a time by one process. Orbax's default of 96 GB doubles host memory; this
-# keeps a restore near the size of the state.
-READ_BYTES = 32_000_000
+# Read in flight at a time by one process: this much at least, and for a large state the given part
+# of what the process holds of it. Orbax's default of 96 GB doubles host memory; this keeps a restore
+# near the size of the state.
+READ_BYTES = 16_000_000
+READ_PART = 64
 # Stored chunks are at most this large: a reader of a small shard reads whole chunks.
 CHUNK_BYTES = 32 * 2**20
 # Replicas share the writing of an array only above this size per slice. Below it, slicing on the
@@ -158,6 +160,10 @@ class _StoredTarget:
     def shard_shape(self) -> tuple[int, ...]:
         return self.shape if self.sharding is None else self.sharding.shard_shape(self.shape)
 
+    def local_bytes(self) -> int:
+        devices = 1 if self.sharding is None else len(self.sharding.addressable_devices)
+        return devices * math.prod(self.shard_shape()) * np.dtype(self.dtype).itemsize
+
 
 def _state_handler(read_bytes: int) -> ocp.PyTreeCheckpointHandler:
     arrays = ocp.type_handlers.ArrayHandler(
@@ -220,7 +226,14 @@ def _read_bytes(directory: pathlib.Path, targets: Mapping[str, _StoredTarget]) -
         for dim, shard, step in zip(target.shape, target.shard_shape(), chunks[path], strict=True):
             footprint *= step * min(-(-dim // step), (shard - 1) // step + 2)
         largest = max(largest, footprint)
-    return max(READ_BYTES, largest + 1)
+    held = sum(target.local_bytes() for target in targets.values())
+    return max(read_bound(held), largest + 1)
+
+
+def read_bound(held_bytes: int) -> int:
+    """Returns the bytes in flight of a process whose devices will hold so many, unless one single
+    read is larger."""
+    return max(READ_BYTES, held_bytes // READ_PART)
 
 
 def _to_stored(leaf: Any) -> Any:

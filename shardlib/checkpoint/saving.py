@@ -7,6 +7,7 @@ any process failed. Every process learns which.
 """
 
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -174,9 +175,12 @@ def _write(path: pathlib.Path, text: str) -> None:
 
 
 def _sync(directory: pathlib.Path) -> None:
-    """Makes the names in a directory outlive a loss of power."""
+    """Makes the names in a directory outlive a loss of power, where the file system can."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

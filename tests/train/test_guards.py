@@ -1,152 +1,23 @@
-"""Updates refused on the devices: what keeps its bits, what goes on, and what the program sends."""
+"""Updates refused on the devices: what keeps its bits, and what goes on."""
 
-import collections
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from guarded import CASES, GUARDS, ROWS, SPIKES, Case, bad_batches, good_batch, loss_fn
 
 import shardlib as sl
 from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
 from shardlib.checkpoint.tree import flatten
 from shardlib.errors import ModelError
-from shardlib.explain.program import collectives
-from shardlib.losses import Mean
-from shardlib.stack import scan_layers, stack_layers
-from shardlib.train.gated import gated_update
 from shardlib.train.guards import GuardsConfig, SpikeConfig
 from shardlib.train.local_sgd import LocalSGDConfig, group_means, make_local_sgd
-from shardlib.train.offload import offload_optimizer
 from shardlib.train.optim import OptimizerConfig, build_optimizer
-from shardlib.train.reduction import ReductionConfig
 from shardlib.train.spikes import robust_score
-from shardlib.train.state import abstract_state, materialize
-
-ROWS, WIDTH, LAYERS = 16, 64, 4
-GUARDS = GuardsConfig()
-
-
-@jax.custom_vjp
-def scale_gradient(x, factor):
-    """`x`, whose gradient is multiplied by the mean of `factor`."""
-    return x
-
-
-scale_gradient.defvjp(
-    lambda x, factor: (x, factor),
-    lambda factor, g: (g * jnp.mean(factor).astype(g.dtype), jnp.zeros_like(factor)),
-)
-
-
-class Layer(nnx.Module):
-    def __init__(self, rngs):
-        kernel = jax.random.normal(rngs.params(), (WIDTH, WIDTH)) / WIDTH**0.5
-        self.kernel = nnx.Param(kernel, out_sharding=("embed", "mlp"), eager_sharding=False)
-        self.bias = nnx.Param(jnp.zeros(WIDTH), out_sharding=("norm",), eager_sharding=False)
-
-    def __call__(self, x):
-        x = sl.constrain(x, "batch", None) @ self.kernel[...]
-        return jnp.tanh(sl.constrain(x, "batch", "mlp") + self.bias[...][None])
-
-
-class Model(nnx.Module):
-    """A scanned stack between two layers, with dropout; `counts` gives it a state of its own."""
-
-    def __init__(self, rngs, counts=False, rate=0.25):
-        self.layers = stack_layers(Layer, LAYERS, rngs)
-        self.first, self.last = Layer(rngs), Layer(rngs)
-        self.dropout = nnx.Dropout(rate, rngs=rngs if rate else None)
-        self.counts = counts
-        if counts:
-            self.seen = nnx.BatchStat(jnp.zeros(WIDTH))
-
-    def __call__(self, x, factor):
-        self.last.bias.set_value(scale_gradient(self.last.bias[...], factor))
-        x = scan_layers(lambda layer, x, _=None: (layer(x), None), self.layers, self.first(x))[0]
-        if self.counts:
-            mean = jnp.mean(x.astype(jnp.float32), axis=0)
-            self.seen.set_value(0.9 * self.seen[...] + mean.astype(self.seen[...].dtype))
-        return self.last(self.dropout(x))
-
-
-def loss_fn(model, batch, rng):
-    error = jnp.square(model(batch["x"], batch["factor"]) - batch["y"]).astype(jnp.float32)
-    rows = jnp.sum(error, axis=1) + batch["add"].astype(jnp.float32)
-    return Mean(jnp.sum(rows), jnp.float32(rows.size))
-
-
-def good_batch(seed=0, scale=1.0):
-    random = np.random.default_rng(seed)
-    x, y = (random.standard_normal((ROWS, WIDTH), dtype=np.float32) for _ in range(2))
-    return {
-        "x": x,
-        "y": y * np.float32(scale),
-        "add": np.zeros(ROWS, np.float32),
-        "factor": np.ones(ROWS, np.float32),
-    }
-
-
-def bad_batches():
-    """Faults by name: of the loss alone, of one gradient alone, and of the last rows alone."""
-    faults = {
-        "nan in the loss": {"add": np.full(ROWS, np.nan, np.float32)},
-        "inf in the loss": {"add": np.full(ROWS, np.inf, np.float32)},
-        "nan in one gradient": {"factor": np.full(ROWS, np.nan, np.float32)},
-        "inf in one gradient": {"factor": np.full(ROWS, np.inf, np.float32)},
-    }
-    x = good_batch(5)["x"]
-    x[-1] = np.nan
-    return {
-        name: {**good_batch(5), **change}
-        for name, change in {**faults, "nan in one microbatch": {"x": x}}.items()
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    mesh: str
-    num_devices: int = 8
-    rules: str = "standard"
-    precision: str = "f32"
-    counts: bool = False
-    offloads: bool = False
-    step: dict = dataclasses.field(default_factory=dict)
-
-    def abstract(self, optimizer, guards=GUARDS, rate=0.25):
-        abstract = abstract_state(
-            lambda rngs: Model(rngs, self.counts, rate),
-            optimizer,
-            precision=self.precision,
-            guards=guards,
-            mesh=sl.make_mesh(self.mesh, devices=jax.devices()[: self.num_devices]),
-            rules=sl.rules.preset(self.rules),
-        )
-        return offload_optimizer(abstract) if self.offloads else abstract
-
-    def state(self, *args, **kwargs):
-        return materialize(self.abstract(*args, **kwargs), seed=0)
-
-    def make_step(self, guards=GUARDS, schedule=None):
-        options = {"precision": self.precision, "schedule": schedule, "guards": guards}
-        return sl.make_train_step(loss_fn, **options, **self.step)
-
-
-CASES = {
-    "one device": Case("data=1", 1, counts=True, step={"microbatches": 2}),
-    "fsdp": Case("fsdp=8", counts=True),
-    "three axes": Case("data=2,fsdp=2,tensor=2", counts=True, step={"microbatches": 2}),
-    "pipeline": Case("data=2,stage=2,fsdp=2", step={"microbatches": 2}),
-    "zero1": Case("fsdp=8", rules="zero1"),
-    "zero2": Case("data=2,fsdp=4", rules="zero2"),
-    "bf16 params": Case("fsdp=8", precision="bf16_params", counts=True),
-    "reduced in bf16": Case("data=2,fsdp=4", step={"reduction": ReductionConfig(dtype="bf16")}),
-    "offloaded": Case("fsdp=8", offloads=True),
-}
+from shardlib.train.state import materialize
 
 
 def decayed_adamw():
@@ -243,9 +114,6 @@ def test_a_step_without_guards_applies_what_it_gets():
         state, metrics = step(state, bad_batches()["nan in one gradient"])
         assert "skipped" not in metrics
     assert np.isnan(state.params["last"]["bias"]).any()
-
-
-SPIKES = GuardsConfig(spike=SpikeConfig(metric="grad_norm", threshold=8.0, window=16, warmup=8))
 
 
 def trained(case, guards, spikes, left_out=(), steps=28):
@@ -369,96 +237,3 @@ def test_guards_of_another_kind_are_refused():
     assert str(error.value) == (
         "guards is 'skip', not a GuardsConfig.\n  Write it as GuardsConfig(nonfinite='skip')."
     )
-
-
-LOCAL = Case("data=2,fsdp=2,tensor=2", counts=True)
-
-
-def program(case, state, guards):
-    step = case.make_step(guards)
-    if case is LOCAL:
-        step = make_local_sgd(step, LocalSGDConfig(inner_steps=4))
-        state = step.init(state)
-    return step.lower(state, good_batch())
-
-
-def sent(case, guards, *, clips):
-    """What a step sends: its collectives, and the arrays that they carry by kind and axes."""
-    clip = [optax.clip_by_global_norm(1.0)] if clips else []
-    state = case.abstract(optax.chain(*clip, optax.adamw(1e-2)), guards)
-    text = program(case, state, guards).compile().as_text()
-    whole, arrays = collections.Counter(), collections.Counter()
-    for c in collectives(text, state.definition.scope.mesh):
-        whole[c.kind, c.mesh_axes, tuple(sorted(c.shapes)), c.count] += 1
-        for shape in c.shapes:
-            arrays[c.kind, c.mesh_axes, shape] += c.count
-    return whole, arrays
-
-
-@pytest.mark.parametrize("name", ["fsdp", "three axes", "pipeline", "zero1", "local sgd"])
-def test_guards_send_nothing(name):
-    case = CASES.get(name, LOCAL)
-    assert sent(case, SPIKES, clips=True)[0] == sent(case, None, clips=True)[0]
-
-
-def test_without_clipping_what_they_send_may_only_be_combined_otherwise():
-    """Then it is the guards that make updates wait for the norm of all gradients, and XLA puts
-    other arrays into one message."""
-    case = CASES["fsdp"]
-    assert sent(case, GUARDS, clips=False)[1] == sent(case, None, clips=False)[1]
-
-
-@pytest.mark.parametrize("name", ["fsdp", "zero1", "offloaded"])
-def test_guards_take_no_memory(name):
-    case = CASES.get(name, LOCAL)
-
-    def needed(guards):
-        state = case.abstract(
-            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), guards
-        )
-        compiled = program(case, state, guards).compile().memory_analysis()
-        return compiled.temp_size_in_bytes + compiled.output_size_in_bytes
-
-    # A second copy of one moment would take 12 KiB; of a single kernel 2 KiB.
-    before = needed(None)
-    assert needed(GUARDS) <= before + 4096
-    assert needed(SPIKES) <= before + 4096
-
-
-def momentum_twice():
-    """Hands out its state as its update, and the same count twice; one leaf never changes."""
-
-    def init(params):
-        return {"trace": params, "counts": (jnp.int32(0), jnp.int32(0)), "seed": jnp.int32(7)}
-
-    def update(grads, state, params=None):
-        trace = jax.tree.map(lambda t, g: 0.9 * t + g, state["trace"], grads)
-        count = state["counts"][0] + 1
-        return trace, {"trace": trace, "counts": (count, count), "seed": state["seed"]}
-
-    return optax.GradientTransformation(init, update)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [momentum_twice(), optax.adamw(1e-2), optax.MultiSteps(optax.adam(1e-2), 2), optax.sgd(0.1)],
-    ids=["odd", "adamw", "multi steps", "no state"],
-)
-def test_a_gated_update_is_the_update_or_nothing(optimizer):
-    params, grads = {"w": jnp.arange(3.0), "b": jnp.ones(2)}, {"w": jnp.ones(3), "b": -jnp.ones(2)}
-    state = optimizer.init(params)
-
-    def update(*arguments):
-        # optax mixes dtypes.
-        with jax.numpy_dtype_promotion("standard"):
-            return optimizer.update(*arguments)
-
-    gated = jax.jit(functools.partial(gated_update, update))
-    for _ in range(2):
-        expected = jax.jit(update)(grads, state, params)
-        good = gated(jnp.bool_(True), grads, state, params)
-        jax.tree.map(np.testing.assert_array_equal, good, expected)
-        nan = jax.tree.map(lambda x: x * jnp.nan, grads)
-        _, refused = gated(jnp.bool_(False), nan, state, params)
-        jax.tree.map(np.testing.assert_array_equal, refused, state)
-        state = expected[1]
