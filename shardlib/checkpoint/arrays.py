@@ -29,8 +29,8 @@ from shardlib.checkpoint.tree import is_key, nest, unnest
 T = TypeVar("T")
 
 # Read in flight at a time by one process: this much at least, and for a large state the given part
-# of what the process holds of it. Orbax's default of 96 GB doubles host memory; this keeps a restore
-# near the size of the state.
+# of what the process holds of it. Orbax's default of 96 GB doubles host memory; this keeps a
+# restore near the size of the state.
 READ_BYTES = 16_000_000
 READ_PART = 64
 # Stored chunks are at most this large: a reader of a small shard reads whole chunks.
@@ -176,6 +176,16 @@ def _state_handler(read_bytes: int) -> ocp.PyTreeCheckpointHandler:
             (np.ndarray, ocp.type_handlers.NumpyHandler()), (jax.Array, arrays)
         ),
     )
+
+
+def stored_structs(targets: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns, by path, what is stored for the leaves that have elements and a sharding."""
+    stored = {path: _StoredTarget(target) for path, target in targets.items()}
+    return {
+        path: jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=target.sharding)
+        for path, target in stored.items()
+        if math.prod(target.shape) and target.sharding is not None
+    }
 
 
 def chunk_shapes(

@@ -6,14 +6,17 @@ import pathlib
 import threading
 from typing import Any
 
+import jax
+
 from shardlib.checkpoint import newest
 from shardlib.checkpoint.agreement import Peers
-from shardlib.checkpoint.damage import DamageError, listed
+from shardlib.checkpoint.damage import DamageError, first_line, listed
 from shardlib.checkpoint.directory import Notify, StepDirectory
 from shardlib.checkpoint.files import check_contents
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.restoring import Restoring
 from shardlib.checkpoint.saving import THREAD_NAME
+from shardlib.checkpoint.tree import flatten
 from shardlib.errors import CheckpointError
 
 
@@ -122,6 +125,37 @@ class SavedCheckpoints:
             body = str(error).removesuffix("\n  Restore another step.")
             others = listed(self.steps(), without=step)
             raise DamageError(f"{body}\n  Restore another step ({others}).") from error
+
+    def stored(
+        self, step: int, target: Any
+    ) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, tuple[int, ...]]]:
+        """Returns what a restore onto `target` would read; no array is, and no device is used.
+
+        Args:
+            step: One of `steps()`.
+            target: As of `restore`; its meshes may be abstract.
+
+        Returns:
+            By path, the leaves that have elements and a sharding, PRNG keys as the integers that
+            are stored for them; and the shapes of the chunks that each is stored in.
+
+        Raises:
+            CheckpointError: As `check`; or if the index of the arrays is damaged.
+        """
+        from shardlib.checkpoint import arrays
+
+        self.check(step, target)
+        structs = arrays.stored_structs(flatten(target))
+        try:
+            chunks = arrays.chunk_shapes(
+                self._steps.of_step(step), {path: struct.shape for path, struct in structs.items()}
+            )
+        except Exception as error:
+            raise DamageError(
+                f"checkpoint {self._steps.of_step(step)} cannot be read: {first_line(error)}\n"
+                f"  Name another step ({listed(self.steps(), without=step)})."
+            ) from error
+        return structs, chunks
 
     def restore_accepted(
         self, step: int, target: Any, accept: newest.Accept

@@ -228,6 +228,35 @@ def test_another_model_is_refused_before_arrays_are_read(tmp_path):
     )
 
 
+def test_what_a_restore_would_read(tmp_path, monkeypatch):
+    from shardlib.checkpoint import arrays
+
+    monkeypatch.setattr(arrays, "CHUNK_BYTES", 2048)
+    state = {
+        "w": jnp.zeros((64, 64)),
+        "keys": jax.random.split(jax.random.key(0), 8),
+        "host": np.ones(3),
+        "none": jnp.zeros((0, 2)),
+    }
+    target = abstract(shard(state, make_mesh(2, 4)))
+    with RunCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, shard(state, make_mesh(2, 4)), {}, wait=True)
+        structs, chunks = checkpoints.stored(1, target)
+        assert {path: (x.shape, str(x.dtype)) for path, x in structs.items()} == {
+            "w": ((64, 64), "float32"),
+            "keys": ((8, 2), "uint32"),
+        }
+        assert structs["keys"].sharding.spec == PartitionSpec("fsdp")
+        assert np.prod(chunks["w"]) * 4 <= 2048
+        assert chunks["keys"] == (2, 2)
+        (tmp_path / "00000001" / "state" / "manifest.ocdbt").unlink()
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.stored(1, target)
+    first, last = str(caught.value).splitlines()
+    assert first.startswith(f"checkpoint {tmp_path}/00000001 cannot be read: ")
+    assert last == "  Name another step (none)."
+
+
 def test_missing_steps_and_directories(tmp_path):
     checkpoints = RunCheckpoints(tmp_path / "nowhere")
     with pytest.raises(CheckpointError) as caught:
