@@ -205,10 +205,9 @@ def chunk_shapes(
             that nobody saved.
         Exception: Of many kinds, if the index is damaged.
     """
-    place = {"driver": "file", "path": f"{directory / 'state'}/"}
-    store = ts.KvStore.open({"driver": "ocdbt", "base": place}).result()
+    store = ts.KvStore.open(_store(directory)).result()
     store.list().result()
-    reads = {path: store.read(f"{path.replace('/', '.')}/.zarray") for path in shapes}
+    reads = {path: store.read(f"{_name(path)}/.zarray") for path in shapes}
     chunks = {}
     for path, shape in shapes.items():
         stored = json.loads(reads[path].result().value)
@@ -221,6 +220,26 @@ def chunk_shapes(
             )
         chunks[path] = chunk
     return chunks
+
+
+def read_whole(directory: pathlib.Path, path: str) -> np.ndarray:
+    """Reads one array of the checkpoint `directory` to the host, as it is stored, with no device;
+    PRNG keys as the integers behind them.
+
+    Raises:
+        Exception: Of many kinds, if it is damaged.
+    """
+    kvstore = {**_store(directory), "path": f"{_name(path)}/"}
+    return ts.open({"driver": "zarr", "kvstore": kvstore}, open=True).result().read().result()
+
+
+def _store(directory: pathlib.Path) -> dict[str, Any]:
+    """Where TensorStore finds what Orbax has written."""
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory / 'state'}/"}}
+
+
+def _name(path: str) -> str:
+    return path.replace("/", ".")
 
 
 def _read_bytes(directory: pathlib.Path, targets: Mapping[str, _StoredTarget]) -> int:

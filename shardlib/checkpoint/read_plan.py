@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ def plan_reads(
     chunks: Mapping[str, Sequence[int]],
     *,
     num_hosts: int,
-    max_buffer_bytes: int,
+    read_bound: Callable[[int], int],
 ) -> list[HostReads]:
     """Returns what each host reads, holds and buffers to restore arrays.
 
@@ -43,7 +43,8 @@ def plan_reads(
             Its devices lie on the hosts in their order in the mesh, as many on each.
         chunks: By path, the shape of the chunks that the array is stored in.
         num_hosts: Hosts that share the devices.
-        max_buffer_bytes: What the reader keeps in flight at most, unless one shard is larger.
+        read_bound: What the reader of a host keeps in flight at most, unless one shard is larger,
+            by the bytes that the host will hold.
 
     Raises:
         MeshError: If the hosts do not divide the devices.
@@ -68,7 +69,7 @@ def plan_reads(
         held += shard_bytes * shard_of.shape[1]
         largest = max(largest, itemsize * max(footprints))
     return [
-        HostReads(int(r), int(h), int(min(r, max(max_buffer_bytes, largest))))
+        HostReads(int(r), int(h), int(min(r, max(read_bound(int(h)), largest))))
         for r, h in zip(read, held, strict=True)
     ]
 

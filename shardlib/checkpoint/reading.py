@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 
-from shardlib.checkpoint import newest
+from shardlib.checkpoint import fingerprint, newest
 from shardlib.checkpoint.agreement import Peers
 from shardlib.checkpoint.damage import DamageError, first_line, listed
 from shardlib.checkpoint.directory import Notify, StepDirectory
 from shardlib.checkpoint.files import check_contents
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.checkpoint.restoring import Restoring
+from shardlib.checkpoint.restoring import Restoring, check_fingerprints
 from shardlib.checkpoint.saving import THREAD_NAME
 from shardlib.checkpoint.tree import flatten
 from shardlib.errors import CheckpointError
@@ -181,19 +181,30 @@ class SavedCheckpoints:
         return manifest, self._restoring(step, manifest).restore(target)
 
     def verify(self, step: int) -> Manifest:
-        """Reads every file of a checkpoint and compares it with its checksum; needs no devices.
+        """Reads every file and then every array of a checkpoint, one array at a time and on the
+        host, and compares them with what was saved.
 
         Raises:
             CheckpointError: If there is no such checkpoint, it was saved without checksums
-                (format 1), or files are missing or were changed: all are named.
+                (format 1), or files are missing or were changed, or arrays: all are named.
         """
+        from shardlib.checkpoint import arrays
+
         manifest = self.manifest(step)
         if not manifest.is_verifiable:
             raise CheckpointError(
                 f"checkpoint {self._steps.of_step(step)} has format {manifest.schema}, without "
                 "checksums.\n  Restore it and save it again to have them."
             )
-        check_contents(self._steps.of_step(step), manifest.files)
+        place = self._steps.of_step(step)
+        check_contents(place, manifest.files)
+        # Of arrays without elements nothing is stored.
+        found = {
+            path: fingerprint.of_host(arrays.read_whole(place, path))
+            for path, spec in manifest.leaves.items()
+            if spec.size
+        }
+        check_fingerprints(place, manifest, found)
         return manifest
 
     def _restoring(

@@ -139,15 +139,19 @@ class Restoring:
         self.peers.all_or_none("verify", lambda: self._compare(found.result()))
 
     def _compare(self, found: Mapping[str, str]) -> None:
-        saved, specs = self.manifest.fingerprints, self.manifest.leaves
-        changed = [path for path in found if found[path] != saved[path]]
-        if changed:
-            raise DamageError(
-                f"checkpoint {self.place} is damaged: {len(changed)} of {len(found)} leaves are "
-                "not what was saved:\n"
-                + "".join(f"  {path}: {specs[path]}\n" for path in changed)
-                + "  Restore another step."
-            )
+        check_fingerprints(self.place, self.manifest, found)
+
+
+def check_fingerprints(place: pathlib.Path, manifest: Manifest, found: Mapping[str, str]) -> None:
+    """Raises `DamageError`, naming them all, for leaves that are not what was saved."""
+    changed = [path for path in found if found[path] != manifest.fingerprints[path]]
+    if changed:
+        raise DamageError(
+            f"checkpoint {place} is damaged: {len(changed)} of {len(found)} leaves are "
+            "not what was saved:\n"
+            + "".join(f"  {path}: {manifest.leaves[path]}\n" for path in changed)
+            + "  Restore another step."
+        )
 
 
 def _check_given(leaves: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from shardlib.checkpoint import Manifest, RunCheckpoints
-from shardlib.checkpoint.arrays import READ_BYTES
+from shardlib.checkpoint.arrays import read_bound
 from shardlib.checkpoint.read_plan import HostReads, plan_reads
 from shardlib.config import to_dict
 from shardlib.data import read_tokenizer
@@ -69,7 +69,7 @@ def plan_reshard(
         manifest = checkpoints.manifest(step)
         parts = _parts(manifest, dataclasses.replace(config, mesh=mesh), cluster, directory)
         targets, chunks = checkpoints.stored(step, parts.saved_state())
-    hosts = plan_reads(targets, chunks, num_hosts=cluster.num_hosts, max_buffer_bytes=READ_BYTES)
+    hosts = plan_reads(targets, chunks, num_hosts=cluster.num_hosts, read_bound=read_bound)
     return ReshardPlan(
         step=step,
         saved_on=manifest.run["mesh"],

@@ -18,7 +18,7 @@ def target(shape, spec, dtype=jnp.float32, **sizes):
 
 def reads(struct, chunk, num_hosts, max_buffer_bytes=10**9):
     return plan_reads(
-        {"x": struct}, {"x": chunk}, num_hosts=num_hosts, max_buffer_bytes=max_buffer_bytes
+        {"x": struct}, {"x": chunk}, num_hosts=num_hosts, read_bound=lambda _: max_buffer_bytes
     )
 
 
@@ -59,4 +59,4 @@ def test_hosts_that_do_not_divide_the_devices():
         "3 hosts cannot share the devices of mesh fsdp=4 evenly.\n"
         "  Name a number of hosts that divides them."
     )
-    assert plan_reads({}, {}, num_hosts=2, max_buffer_bytes=1) == [HostReads(0, 0, 0)] * 2
+    assert plan_reads({}, {}, num_hosts=2, read_bound=lambda held: held) == [HostReads(0, 0, 0)] * 2

@@ -1,0 +1,207 @@
+"""`shardlib checkpoint`: what a person sees of what is saved."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardlib as sl
+from shardlib import run
+from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
+from shardlib.checkpoint.arrays import read_bound
+from shardlib.checkpoint.read_plan import plan_reads
+from shardlib.cli import main
+from shardlib.config import load
+
+CONFIG = """
+run_dir: {run_dir}
+model: {{name: transformer, num_layers: 1, embed_dim: 16, num_heads: 2, vocab_size: 264}}
+data: {{path: {text}, tokenizer: bytes, sequence_length: 16, eval_fraction: 0}}
+train: {{steps: 4, global_batch: 8, sample_length: 0, compilation_cache: null}}
+mesh: fsdp=8
+checkpoint: {{every_steps: 2}}
+eval: {{every_steps: 0}}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    root = tmp_path_factory.mktemp("trained")
+    text = root / "text.txt"
+    text.write_text("all that is gold does not glitter\n" * 200)
+    config = root / "config.yaml"
+    config.write_text(CONFIG.format(run_dir=root / "run", text=text))
+    run.train(load(run.RunConfig, config))
+    return root / "run"
+
+
+@pytest.fixture
+def shardlib(capfd):
+    def run(*words):
+        with pytest.raises(SystemExit) as ended:
+            main(["checkpoint", *map(str, words)])
+        out, err = capfd.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+def flip_a_bit(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def largest_file(checkpoint):
+    files = [path for path in (checkpoint / "state").rglob("*") if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def test_ls(trained, shardlib):
+    code, out, err = shardlib("ls", trained)
+    assert (code, err) == (0, "")
+    lines = [line for line in out.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    assert [[row[0], *row[3:6]] for row in cells] == [
+        ["2", "40", "fsdp=8", "16"],
+        ["4", "40", "fsdp=8", "32"],
+    ]
+    code, out, err = shardlib("ls", trained / "checkpoints", "--json")
+    assert (code, err) == (0, "")
+    facts = json.loads(out)
+    assert [(each["step"], each["samples_seen"], each["format"]) for each in facts] == [
+        (2, 16, 2),
+        (4, 32, 2),
+    ]
+    assert list(facts[0]["metrics"]) == ["loss"]
+
+
+def test_places_without_checkpoints(shardlib, tmp_path):
+    assert shardlib("ls", tmp_path) == (0, f"no checkpoint in {tmp_path}\n", "")
+    assert shardlib("verify", tmp_path) == (0, f"no checkpoint in {tmp_path}\n", "")
+    assert shardlib("ls", tmp_path / "none") == (
+        1,
+        "",
+        f"CheckpointError: {tmp_path}/none is no directory.\n"
+        "  Name the run_dir of a `shardlib train`.\n",
+    )
+    assert shardlib("diff", tmp_path, tmp_path)[2] == (
+        f"CheckpointError: no checkpoint in {tmp_path}.\n  Name another run.\n"
+    )
+    assert shardlib("reshard", tmp_path, "--mesh", "fsdp=2", "--dry-run")[2] == (
+        f"CheckpointError: {tmp_path} holds no run: there is no config.yaml.\n"
+        "  Name the run_dir of a `shardlib train`.\n"
+    )
+
+
+def test_verify_names_what_was_changed(trained, shardlib, tmp_path):
+    code, out, err = shardlib("verify", trained)
+    assert (code, err) == (0, "")
+    assert [line.split(":")[0] for line in out.splitlines()] == ["step 2", "step 4"]
+    assert out.count(" files and 40 arrays are as saved\n") == 2
+    damaged = tmp_path / "run"
+    shutil.copytree(trained, damaged)
+    place = damaged / "checkpoints" / "00000002"
+    file = largest_file(place)
+    flip_a_bit(file)
+    code, out, err = shardlib("verify", damaged)
+    assert (code, err) == (1, "")
+    assert out.startswith(
+        f"step 2: checkpoint {place} is damaged: 1 of its files are not as saved:\n"
+        f"  {file.relative_to(place)}: other contents\n"
+        "  Restore another step.\n"
+        "step 4: "
+    )
+    code, out, _ = shardlib("verify", damaged, "--step", 4, "--json")
+    assert (code, json.loads(out)) == (0, [{"step": 4, "fault": None}])
+
+
+def test_diff(trained, shardlib):
+    code, out, err = shardlib("diff", f"{trained}@2", trained)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "1 arrays are equal, 39 are not:"  # The key of all randomness.
+    assert "  params/head/kernel: other values" in lines
+    assert lines[-2:] == [
+        "  and 19 more (--json lists all)",
+        "data.samples_seen: 16 and 32",
+    ]
+    code, out, _ = shardlib("diff", trained, trained, "--json")
+    assert (code, json.loads(out)) == (
+        0,
+        {"shapes": [], "values": [], "unknown": [], "same": 40, "run": [], "libraries": []},
+    )
+
+
+def test_reshard_says_what_a_restore_takes(trained, shardlib):
+    words = ("reshard", trained, "--mesh", "fsdp=4,tensor=2", "--dry-run")
+    code, out, err = shardlib(*words, "--on", "2x4xh100")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[1] == "onto fsdp=4,tensor=2 on 2 hosts"
+    code, out, _ = shardlib(*words, "--step", 2, "--json")
+    plan = json.loads(out)
+    assert (plan["step"], plan["saved_on"], plan["mesh"]) == (2, "fsdp=8", "fsdp=4,tensor=2")
+    assert len(plan["hosts"]) == 1
+    assert plan["hosts"][0]["read_bytes"] >= plan["state_bytes"]
+    code, out, err = shardlib("reshard", trained, "--mesh", "fsdp=-1", "--dry-run")
+    assert (code, out, err) == (
+        2,
+        "",
+        "MeshError: mesh 'fsdp=-1' leaves a size open, and no cluster says how many devices there "
+        "are.\n  Give every size, or name the cluster with --on.\n",
+    )
+
+
+def test_reshard_copies_a_run(trained, shardlib, tmp_path):
+    copy = tmp_path / "copy"
+    code, out, err = shardlib("reshard", trained, "--mesh", "data=4,tensor=2", "--to", copy)
+    assert (code, err) == (0, "")
+    assert out == f"step 4 is now in {copy}\n  train on  shardlib train {copy}/config.yaml\n"
+    code, out, _ = shardlib("diff", trained, copy, "--json")
+    found = json.loads(out)
+    assert (found["same"], found["shapes"], found["values"]) == (40, [], [])
+    assert {each["name"] for each in found["run"]} == {"config.mesh", "config.run_dir", "mesh"}
+    result = run.train(load(run.RunConfig, copy / "config.yaml", ["train.steps=5"]))
+    assert result.step == 5
+    code, out, err = shardlib("reshard", trained, "--mesh", "fsdp=8", "--to", copy)
+    assert (code, out) == (2, "")
+    assert err == f"ConfigError: {copy} holds a run already.\n  Name a directory that does not.\n"
+
+
+def test_a_restore_reads_what_was_planned(tmp_path):
+    saved_on, mesh = sl.make_mesh("fsdp=8"), sl.make_mesh("data=2,fsdp=2,tensor=2")
+    values = jnp.arange(2**21, dtype=jnp.float32).reshape(2048, 1024)
+    state = {
+        "a": jax.device_put(values, NamedSharding(saved_on, P("fsdp"))),
+        "b": jax.device_put(values, NamedSharding(saved_on, P(None, "fsdp"))),
+    }
+    target = {
+        "a": jax.ShapeDtypeStruct(values.shape, jnp.float32, sharding=NamedSharding(mesh, P())),
+        "b": jax.ShapeDtypeStruct(
+            values.shape, jnp.float32, sharding=NamedSharding(mesh, P(("tensor", "fsdp")))
+        ),
+    }
+    with RunCheckpoints(tmp_path, CheckpointConfig()) as checkpoints:
+        checkpoints.save(1, state, {}, wait=True)
+        targets, chunks = checkpoints.stored(1, target)
+        plan = plan_reads(targets, chunks, num_hosts=1, read_bound=read_bound)
+        checkpoints.restore(1, target)
+        before = read_so_far()
+        restored = checkpoints.restore(1, target)
+        read = read_so_far() - before
+    np.testing.assert_array_equal(restored["b"], values)
+    # Each of the four shards of `b` is a part of every one of the eight chunks it was saved in.
+    assert plan[0].read_bytes == values.nbytes + 4 * values.nbytes
+    assert plan[0].held_bytes == 8 * values.nbytes + 2 * values.nbytes
+    # Indices and manifests are read besides.
+    assert plan[0].read_bytes <= read <= plan[0].read_bytes + 2**20
+
+
+def read_so_far():
+    with open("/proc/self/io") as file:
+        return int(file.readline().removeprefix("rchar: "))
