@@ -44,7 +44,7 @@ def diff(first: Manifest, second: Manifest) -> CheckpointDiff:
     values: list[str] = []
     unknown: list[str] = []
     same = 0
-    for path in sorted({*first.leaves, *second.leaves}):
+    for path in dict.fromkeys([*first.leaves, *second.leaves]):
         a, b = first.leaves.get(path), second.leaves.get(path)
         if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
             shapes.append(Difference(path, _text(a), _text(b)))

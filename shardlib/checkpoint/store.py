@@ -69,6 +69,8 @@ class RunCheckpoints(SavedCheckpoints):
         self._writer: ArrayWriter | None = None
         self._saving: Saving | None = None
         self._failures = 0
+        self.last_saved: int | None = None
+        """The last step that this object has saved completely, as far as it has looked."""
         self._is_metric_missed = False
 
     def is_due(self, step: int) -> bool:
@@ -169,7 +171,7 @@ class RunCheckpoints(SavedCheckpoints):
         while self._later:
             self._tell(self._later.pop(0))
         if failure is None:
-            self._failures = 0
+            self._failures, self.last_saved = 0, saving.step
         else:
             self._fail(saving.step, failure, is_raised=is_raised)
 

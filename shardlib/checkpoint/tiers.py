@@ -80,6 +80,13 @@ class TieredCheckpoints:
             (step for store in self._both if (step := store.latest()) is not None), default=None
         )
 
+    @property
+    def last_saved(self) -> int | None:
+        """As of `RunCheckpoints`, in either place."""
+        return max(
+            (store.last_saved for store in self._both if store.last_saved is not None), default=None
+        )
+
     def is_due(self, step: int) -> bool:
         """Whether either place asks for a checkpoint after this step."""
         return self.far.is_due(step) or (self.config.enabled and self.near.is_due(step))

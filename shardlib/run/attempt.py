@@ -67,6 +67,7 @@ class Attempt:
         self._policy = GuardPolicy(self._guards(), self._samples_of)
         self._latest: dict[str, float] = {}
         self._saved_step = -1
+        self._reported_step: int | None = None
         self._stop_step = -1
         self._steps_done = 0
         self._is_save_put_off = False
@@ -180,6 +181,7 @@ class Attempt:
 
     def _is_due(self, step: int, stop: distributed.StopRequest) -> bool:
         self.checkpoints.poll()
+        self._report_progress()
         # Not the step, which falls when the run goes back.
         self._steps_done += 1
         if stop.agreed(self._steps_done):
@@ -248,12 +250,13 @@ class Attempt:
         with self.clock.within("save"):
             self.checkpoints.save(step, state, metadata, metrics=metrics)
         self._saved_step = step
-        self._report_progress()
 
     def _report_progress(self) -> None:
         """Tells the launcher of the newest step that is complete, not of one on its way."""
-        if steps := self.checkpoints.steps():
-            report_progress(steps[-1])
+        saved = self.checkpoints.last_saved
+        if saved is not None and saved != self._reported_step:
+            self._reported_step = saved
+            report_progress(saved)
 
     def _gone_back(self, bad_step: int) -> Any:
         """Returns the state of the last healthy checkpoint, and moves the data on: the same data

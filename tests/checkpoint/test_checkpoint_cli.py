@@ -168,8 +168,8 @@ def test_reshard_copies_a_run(trained, shardlib, tmp_path):
     assert {each["name"] for each in found["run"]} == {"config.mesh", "config.run_dir", "mesh"}
     result = run.train(load(run.RunConfig, copy / "config.yaml", ["train.steps=5"]))
     assert result.step == 5
-    code, out, err = shardlib("reshard", trained, "--mesh", "fsdp=8", "--to", copy)
-    assert (code, out) == (2, "")
+    code, _, err = shardlib("reshard", trained, "--mesh", "fsdp=8", "--to", copy)
+    assert code == 2
     assert err == f"ConfigError: {copy} holds a run already.\n  Name a directory that does not.\n"
 
 
