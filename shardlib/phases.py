@@ -3,10 +3,22 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 Phase = Literal["init", "compile", "data_wait", "step", "evaluate", "save", "restore"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+class _State(NamedTuple):
+    """All that a clock knows: replaced as one, so that other threads see what belongs together."""
+
+    phase: Phase
+    since: float
+    """When the phase began."""
+    beat: float
+    """When it last made progress."""
+    spent: dict[Phase, float]
+    """Seconds in each phase until `since`; never changed in place."""
 
 
 class PhaseClock:
@@ -20,32 +32,28 @@ class PhaseClock:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._spent: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
-        self._since = clock()
-        # Replaced as one, so that another thread never sees a phase with the beat of another.
-        self._present: tuple[Phase, float] = ("init", self._since)
+        now = clock()
+        self._state = _State("init", now, now, dict.fromkeys(PHASES, 0.0))
 
     @property
     def present(self) -> tuple[Phase, float]:
         """The phase now, and the seconds since it began or last made progress."""
-        phase, beat = self._present
-        return phase, self._clock() - beat
+        state = self._state
+        return state.phase, self._clock() - state.beat
 
     def progress(self) -> None:
         """Says that the phase goes on as it should, such as after each step."""
-        self._present = self._present[0], self._clock()
+        self._state = self._state._replace(beat=self._clock())
 
     def enter(self, phase: Phase) -> None:
         """Ends the present phase and begins another."""
         now = self._clock()
-        self._spent[self._present[0]] += now - self._since
-        self._since = now
-        self._present = phase, now
+        self._state = _State(phase, now, now, self._spent_until(now, self._state))
 
     @contextlib.contextmanager
     def within(self, phase: Phase) -> Iterator[None]:
         """Goes through a phase, and back to the one before."""
-        before = self._present[0]
+        before = self._state.phase
         self.enter(phase)
         try:
             yield
@@ -54,7 +62,11 @@ class PhaseClock:
 
     def seconds(self) -> dict[Phase, float]:
         """Returns the seconds spent in each phase so far; together, since this clock was made."""
-        now = self._clock()
-        spent = dict(self._spent)
-        spent[self._present[0]] += now - self._since
+        state = self._state  # Before the time is read, which is then no earlier than `since`.
+        return self._spent_until(self._clock(), state)
+
+    @staticmethod
+    def _spent_until(now: float, state: _State) -> dict[Phase, float]:
+        spent = state.spent.copy()
+        spent[state.phase] += now - state.since
         return spent

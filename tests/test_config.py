@@ -309,7 +309,7 @@ def levels(count, line):
 
 TOO_DEEP = "x.yaml: values nest more than 64 deep, which no config does."
 PART_OF_ITSELF = "x.yaml:2: an alias stands for something that it is part of."
-TOO_MANY = "values, aliases included, but a config has at most 10,000."
+TOO_MANY = "values, keys and aliases included, but a config has at most 10,000."
 BOUNDS = {
     "deep": ("[" * 65 + "]" * 65, TOO_DEEP),
     "just not too deep": (
@@ -321,10 +321,17 @@ BOUNDS = {
     "deeper than the stack by aliases": (levels(5000, "k{0}: &k{0} [[*k{1}]]"), TOO_DEEP),
     "part of itself": ("a:\n  &a [*a]", PART_OF_ITSELF),
     "merged into itself": ("a:\n  &a\n  <<: *a", PART_OF_ITSELF),
-    # 1 + (k0) 1 + (k1) 11 + (k2) 111 + (k3) 1,111 + (k4) 11,111 lists.
+    "deep in a key": ("? " + "[" * 300 + "]" * 300 + "\n: 1", TOO_DEEP),
+    "a key that is part of itself": ("a:\n  &a\n  ? [*a]\n  : 1", PART_OF_ITSELF),
+    # 5 keys + 1 + (k0) 1 + (k1) 11 + (k2) 111 + (k3) 1,111 + (k4) 11,111 lists.
     "many": (
         levels(5, "k{0}: &k{0} [" + ",".join(["*k{1}"] * 10) + "]"),
-        f"x.yaml: 12,346 {TOO_MANY}",
+        f"x.yaml: 12,351 {TOO_MANY}",
+    ),
+    "many in a key": (
+        # As above, and 5 keys; in the last line 11,111 lists and two values once more.
+        levels(5, "k{0}: &k{0} [" + ",".join(["*k{1}"] * 10) + "]") + "\n? *k4\n: 1",
+        f"x.yaml: 23,463 {TOO_MANY}",
     ),
     "a trillion": (
         levels(50, "k{0}: &k{0} [" + ",".join(["*k{1}"] * 10) + "]"),

@@ -1,6 +1,7 @@
 """Which phase each second belongs to."""
 
 import contextlib
+import sys
 
 from shardlib.phases import PHASES, PhaseClock
 
@@ -37,3 +38,32 @@ def test_an_error_ends_a_phase():
     with contextlib.suppress(OSError), clock.within("save"):
         raise OSError
     assert clock.present[0] == "init"
+
+
+def test_another_thread_counts_every_second_once_at_whatever_moment_it_looks():
+    """Between any two instructions of the thread that drives the clock."""
+    now = [0.0]
+    clock = PhaseClock(lambda: now[0])
+    seen = []
+
+    def look(frame, event, argument):
+        frame.f_trace_opcodes = True
+        if frame.f_globals is PhaseClock.enter.__globals__:
+            seen.append((now[0], sum(clock.seconds().values()), *clock.present))
+        return look
+
+    former = sys.gettrace()
+    try:
+        for phase in ("compile", "step", "step", "save"):
+            now[0] += 5.0
+            sys.settrace(look)
+            clock.enter(phase)
+            clock.progress()
+            sys.settrace(former)
+    finally:
+        sys.settrace(former)
+    assert len(seen) > 100
+    assert [total for _, total, _, _ in seen] == [wall for wall, _, _, _ in seen]
+    assert {(phase, age) for _, _, phase, age in seen} == {
+        (phase, age) for phase in ("init", "compile", "step", "save") for age in (0.0, 5.0)
+    } - {("init", 0.0), ("save", 5.0)}

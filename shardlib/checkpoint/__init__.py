@@ -15,5 +15,7 @@ from shardlib.checkpoint.config import LocalTier as LocalTier
 from shardlib.checkpoint.manifest import Manifest as Manifest
 from shardlib.checkpoint.reading import SavedCheckpoints as SavedCheckpoints
 from shardlib.checkpoint.store import RunCheckpoints as RunCheckpoints
+from shardlib.checkpoint.tiers import SavedTiers as SavedTiers
 from shardlib.checkpoint.tiers import TieredCheckpoints as TieredCheckpoints
 from shardlib.checkpoint.tiers import open_checkpoints as open_checkpoints
+from shardlib.checkpoint.tiers import open_saved as open_saved

@@ -102,6 +102,25 @@ class Peers:
         return outcome
 
 
+def one_step(texts: list[str]) -> str:
+    """Returns the step that every process gave, as a decision.
+
+    Raises:
+        CheckpointError: If they gave different ones: what each wrote would be mixed.
+    """
+    givers = {text: [i for i, other in enumerate(texts) if other == text] for text in texts}
+    if len(givers) > 1:
+        raise CheckpointError(
+            "the processes save different steps:\n"
+            + "".join(
+                f"  step {step}: {len(them)} of {len(texts)}, such as process {them[0]}\n"
+                for step, them in sorted(givers.items(), key=lambda each: int(each[0]))
+            )
+            + "  Call save on every process after the same step."
+        )
+    return texts[0]
+
+
 def _sealed_error(error: Exception) -> str:
     text = str(error) if isinstance(error, CheckpointError) else first_line(error)
     where = "" if isinstance(error, CheckpointError) else f"process {jax.process_index()}: "

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import pathlib
+import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
@@ -38,6 +39,7 @@ CHUNK_BYTES = 32 * 2**20
 # Replicas share the writing of an array only above this size per slice. Below it, slicing on the
 # device (a program to compile for each shape) costs more than it saves.
 REPLICA_SLICE_BYTES = 64 * 2**20
+_CLOSED = "Event loop is closed"
 
 
 class Future(Protocol):
@@ -51,6 +53,7 @@ class ArrayWriter:
 
     def __init__(self) -> None:
         _quiet_orbax()
+        _quiet_late_writes()
         self._handler = _state_handler(READ_BYTES)
 
     def start(self, directory: pathlib.Path, arrays: Mapping[str, Any]) -> Sequence[Future]:
@@ -325,6 +328,35 @@ class _OrbaxRecords(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return "orbax" not in pathlib.PurePath(record.pathname).parts
+
+
+def _quiet_late_writes() -> None:
+    """Keeps what comes too late of a failed save off the terminal.
+
+    Orbax gives up at the first write that fails and closes its event loop. Each write that is still
+    under way then finds the loop closed, in a thread that has nobody to raise to, and fails in a
+    task that nobody asks any more; `ArrayWriter` has told of the first by then.
+    """
+    former = sys.unraisablehook
+    if not hasattr(former, "of_late_writes"):
+
+        def hook(late: Any, /) -> None:
+            if not isinstance(late.exc_value, RuntimeError) or str(late.exc_value) != _CLOSED:
+                former(late)
+
+        hook.of_late_writes = True  # type: ignore[attr-defined]
+        sys.unraisablehook = hook
+    logger = logging.getLogger("asyncio")
+    if not any(isinstance(present, _LateTasks) for present in logger.filters):
+        logger.addFilter(_LateTasks())
+
+
+class _LateTasks(logging.Filter):
+    """Drops what asyncio says of Orbax's own writes that nobody waits for."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "never retrieved" not in text or "orbax" not in text
 
 
 def _quiet_orbax() -> None:

@@ -10,7 +10,7 @@ class KeepBest:
     """Which checkpoints are kept for their metrics."""
 
     metric: str
-    """Name of a metric that is given with each save, such as eval_loss."""
+    """Name of a metric that is given with each save, such as eval/loss."""
 
     mode: Literal["min", "max"] = "min"
     """Whether the smallest or the largest values are the best."""

@@ -30,6 +30,7 @@ Notify = Callable[[str], None]
 STEP_NAME = re.compile(r"\d{8,}")
 # Orbax's own tools know directories of this name as incomplete.
 TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
+STATE = "state"
 TRASH, DAMAGED, PROBE = ".trash", ".damaged", ".probe-"
 # Of those set aside the newest stay, for whoever wants to look at them.
 DAMAGED_KEPT = 2
@@ -60,7 +61,10 @@ class StepDirectory:
         return self.path / f"{step:08d}{TEMPORARY_SUFFIX}"
 
     def candidates(self) -> list[int]:
-        """Returns the steps of what looks like a checkpoint by its name, oldest first.
+        """Returns the steps of what looks like a checkpoint, damaged or not, oldest first.
+
+        That is by its name, and by a manifest or arrays in it: a directory with neither has never
+        been one.
 
         Raises:
             CheckpointError: If the directory cannot be listed.
@@ -81,9 +85,11 @@ class StepDirectory:
                 self._skip(entry.name, "a symbolic link")
             elif not entry.is_dir(follow_symlinks=False):
                 continue
-            elif STEP_NAME.fullmatch(entry.name) and entry.name == f"{int(entry.name):08d}":
+            elif _is_step(entry.name) and not _is_foreign(entry.path):
                 steps.append(int(entry.name))
-            elif not (_is_temporary(entry.name) or entry.name in (TRASH, DAMAGED)):
+            elif _is_temporary(entry.name) or entry.name in (TRASH, DAMAGED):
+                continue
+            elif os.path.isdir(entry.path):  # It may have left since it was listed.
                 self._skip(entry.name, "no checkpoint")
         return sorted(steps)
 
@@ -190,6 +196,23 @@ class StepDirectory:
             self._told.add(name)
         if is_new:
             self._notify(f"{self.path / name} is skipped: {what}")
+
+
+def _is_step(name: str) -> bool:
+    return STEP_NAME.fullmatch(name) is not None and name == f"{int(name):08d}"
+
+
+def _is_foreign(path: str) -> bool:
+    """Whether a directory is known to hold nothing of a checkpoint."""
+    for name in (manifests.FILE_NAME, STATE):
+        try:
+            os.lstat(os.path.join(path, name))
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return False  # What may not be looked at may be one.
+        return False
+    return True
 
 
 def _is_temporary(name: str) -> bool:

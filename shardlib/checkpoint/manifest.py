@@ -5,8 +5,8 @@
       "step": 1200,
       "saved_at": "2026-01-31T12:00:00+00:00",
       "run": {...},                     whatever the run wants to know: config, mesh, rules,
-                                        position in the data
-      "metrics": {"eval_loss": 2.31},   finite numbers; what is kept as best goes by them
+                                        position in the data; nested at most 64 deep
+      "metrics": {"eval/loss": 2.31},   finite numbers; what is kept as best goes by them
       "leaves": {"params/layers/kernel":
           {"shape": [4, 8], "dtype": "bfloat16", "fingerprint": "6f2b68c7"}, ...},
       "files": {"state/manifest.ocdbt": {"bytes": 240, "crc32": "0c3e5ab1"}, ...},
@@ -37,6 +37,7 @@ import math
 import pathlib
 import platform
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,6 +53,8 @@ FILE_NAME = "manifest.json"
 LIBRARIES = ("shardlib", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 # A leaf takes some 150 bytes; a million of them still fit.
 MAX_BYTES = 2**28
+# Of what the run says; whoever walks it need not fear for the stack.
+MAX_DEPTH = 64
 
 _KEY_DTYPE = re.compile(r"key<\w+>")
 _FINGERPRINT = re.compile(r"([0-9a-f]{8}){1,4}")
@@ -91,16 +94,18 @@ class Manifest:
         """Returns the document.
 
         Raises:
-            CheckpointError: If `run` holds what JSON cannot (an array, NaN, a set).
+            CheckpointError: If `run` holds what JSON cannot (an array, NaN, a set), or is nested
+                too deep.
         """
-        document = {"schema": self.schema, **dataclasses.asdict(self)}
-        fingerprints = document.pop("fingerprints")
-        for path, leaf in document["leaves"].items():
-            leaf["fingerprint"] = fingerprints.get(path)
         try:
+            document = {"schema": self.schema, **dataclasses.asdict(self)}
+            fingerprints = document.pop("fingerprints")
+            for path, leaf in document["leaves"].items():
+                leaf["fingerprint"] = fingerprints.get(path)
             # As JSON gives it back: tuples become lists, keys become text.
             document = json.loads(json.dumps(document, allow_nan=False))
-        except (TypeError, ValueError) as error:
+            _check_depth(document["run"])
+        except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"the metadata of step {self.step} is not JSON: {error}.\n"
                 "  Pass dicts, lists, strings, finite numbers, booleans and None."
@@ -190,6 +195,7 @@ def _parsed(document: dict[str, Any]) -> Manifest:
         raise ValueError("its digest is another one")
     for key, is_valid in _FIELDS.items():
         _check(is_valid(document[key]), key, document[key])
+    _check_depth(document["run"])
     leaves, fingerprints = {}, {}
     for path, leaf in document["leaves"].items():
         leaves[path], fingerprint = _leaf(path, leaf, schema)
@@ -240,7 +246,8 @@ def _is_count(value: Any, *, least: int = 0) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def _is_text_by_name(value: Any) -> bool:
@@ -261,6 +268,19 @@ _FIELDS = {
 def _check(is_valid: bool, what: str, value: Any) -> None:
     if not is_valid:
         raise ValueError(f"{what} is {str(value)[:80]!r}")
+
+
+def _check_depth(run: dict[str, Any]) -> None:
+    level: list[Any] = [run]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    if level:
+        raise ValueError(f"run is nested more than {MAX_DEPTH} deep")
 
 
 def _refuse_constant(name: str) -> None:

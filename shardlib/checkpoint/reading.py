@@ -61,7 +61,11 @@ class SavedCheckpoints:
         Raises:
             CheckpointError: If the directory cannot be listed.
         """
-        return list(self._steps.manifests())
+        return list(self.manifests())
+
+    def manifests(self) -> dict[int, Manifest]:
+        """Returns what the complete checkpoints say of themselves, by step as of `steps`."""
+        return self._steps.manifests()
 
     def candidates(self) -> list[int]:
         """Returns the steps of what looks like a checkpoint, damaged or not, oldest first."""

@@ -1,19 +1,29 @@
-"""Which checkpoints stay: the newest, every n-th for good, and the best by a metric."""
+"""Which checkpoints stay: the newest, every n-th for good, and the best by a metric.
 
-from collections.abc import Mapping
+A run saves `"healthy": false` with what is no state to go back to, being in the middle of updates
+that it refuses. Such checkpoints count as all others do, but the newest of the others stays too.
+"""
+
+from collections.abc import Container, Mapping
 
 from shardlib.checkpoint.config import CheckpointConfig
 
 
-def kept(metrics: Mapping[int, Mapping[str, float]], config: CheckpointConfig) -> set[int]:
-    """Returns the steps that any of the policies keeps.
+def kept(
+    metrics: Mapping[int, Mapping[str, float]],
+    config: CheckpointConfig,
+    unhealthy: Container[int] = (),
+) -> set[int]:
+    """Returns the steps that any of the policies keeps, and the newest healthy one.
 
     Args:
         metrics: By step of every checkpoint there is, the metrics saved with it.
         config: The policies. Of equally good checkpoints the newer is the better one; one without
             the metric is never the best.
+        unhealthy: Steps that are nothing to go back to.
     """
     stay = set(sorted(metrics)[-config.keep :])
+    stay |= set(sorted(step for step in metrics if step not in unhealthy)[-1:])
     if config.keep_every_steps is not None:
         stay |= {step for step in metrics if step % config.keep_every_steps == 0}
     if config.keep_best is not None:

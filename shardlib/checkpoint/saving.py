@@ -22,7 +22,7 @@ from shardlib.checkpoint import fingerprint
 from shardlib.checkpoint import manifest as manifests
 from shardlib.checkpoint.agreement import Peers
 from shardlib.checkpoint.damage import first_line
-from shardlib.checkpoint.directory import StepDirectory
+from shardlib.checkpoint.directory import STATE, StepDirectory
 from shardlib.checkpoint.files import FileRecord, checksums, walk
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.errors import CheckpointError
@@ -30,7 +30,6 @@ from shardlib.errors import CheckpointError
 if TYPE_CHECKING:
     from shardlib.checkpoint.arrays import ArrayWriter, Future
 
-STATE = "state"
 THREAD_NAME = "shardlib-save"
 
 

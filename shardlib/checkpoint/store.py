@@ -26,6 +26,7 @@ import jax
 
 from shardlib.checkpoint import fingerprint, newest
 from shardlib.checkpoint import manifest as manifests
+from shardlib.checkpoint.agreement import one_step
 from shardlib.checkpoint.at_exit import close_at_exit
 from shardlib.checkpoint.config import CheckpointConfig
 from shardlib.checkpoint.damage import first_line, listed
@@ -70,7 +71,8 @@ class RunCheckpoints(SavedCheckpoints):
         self._saving: Saving | None = None
         self._failures = 0
         self.last_saved: int | None = None
-        """The last step that this object has saved completely, as far as it has looked."""
+        """The last step that this object has saved completely, as far as it has looked; None once
+        that checkpoint has been dropped or set aside."""
         self._is_metric_missed = False
 
     def is_due(self, step: int) -> bool:
@@ -127,8 +129,9 @@ class RunCheckpoints(SavedCheckpoints):
             wait: Whether to return only when the checkpoint is complete, and to raise if it fails.
 
         Raises:
-            CheckpointError: If the step is saved already, the state or the metadata cannot be
-                stored, or too many saves have failed; of the last good step the message says.
+            CheckpointError: If the step is saved already, or is not the same on every process; the
+                state or the metadata cannot be stored; or too many saves have failed: of the last
+                good step the message says.
         """
         self.settle()
         self._check_failures()
@@ -141,7 +144,7 @@ class RunCheckpoints(SavedCheckpoints):
             raise CheckpointError(
                 f"the state of step {step} holds no array.\n  Pass the state of the training step."
             )
-        self.peers.decide("save", "", lambda _: self._check_new(step))
+        self.peers.decide("save", str(step), lambda steps: self._check_new(int(one_step(steps))))
         self._tell_missed_metric(draft)
         saving = Saving(self._steps, self.peers, self._open_writer(), draft, self._prune)
         try:
@@ -215,6 +218,7 @@ class RunCheckpoints(SavedCheckpoints):
 
         if self.peers.is_first:
             self._tolerate(f"step {step} cannot be set aside", move)
+        self._forget_saved(step)
         self.peers.decide("aside", "", lambda _: "")
 
     def drop_after(self, step: int) -> None:
@@ -225,7 +229,12 @@ class RunCheckpoints(SavedCheckpoints):
             later = [found for found in self._steps.candidates() if found > step]
             self._steps.discard([self._steps.of_step(found) for found in reversed(later)])
 
+        self._forget_saved(step + 1)
         self.peers.all_or_none("drop", drop if self.peers.is_first else lambda: None)
+
+    def _forget_saved(self, since: int) -> None:
+        if self.last_saved is not None and self.last_saved >= since:
+            self.last_saved = None
 
     def close(self) -> None:
         """Waits for the save in flight and for deletions; ends all threads."""
@@ -318,7 +327,9 @@ class RunCheckpoints(SavedCheckpoints):
     def _prune(self) -> None:
         def prune() -> None:
             found = self._steps.manifests()
-            stay = kept({step: manifest.metrics for step, manifest in found.items()}, self.config)
+            metrics = {step: manifest.metrics for step, manifest in found.items()}
+            sick = {step for step, each in found.items() if not each.run.get("healthy", True)}
+            stay = kept(metrics, self.config, sick)
             self._steps.discard([self._steps.of_step(step) for step in found if step not in stay])
 
         self._tolerate("old checkpoints stay", prune)

@@ -8,6 +8,7 @@ for every other failure and for what `explain --strict` finds.
 
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -58,8 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _exit(ended.code)
     except ShardlibError as error:
         if debug:
-            raise
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            traceback.print_exception(error)
+        else:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
         _exit(_code_of(error))
 
 
@@ -130,11 +132,15 @@ def keys_text(cls: type, width: int) -> str:
 @app.command(cls=_CommandWithKeys)
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train a model; the same command again resumes."""
+    from shardlib.phases import PhaseClock
+
+    # Before the libraries are imported, which takes a while: the run waits for that too.
+    clock = PhaseClock()
     loaded = load_config(config, overrides)
     from shardlib.run.training import train as run_train
 
     try:
-        run_train(loaded)
+        run_train(loaded, clock=clock)
     except KeyboardInterrupt:  # Before there was anything to save, or for the second time.
         raise typer.Exit(130) from None
 

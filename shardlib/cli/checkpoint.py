@@ -2,17 +2,16 @@
 
 import dataclasses
 import json
-import pathlib
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardlib.cli.arguments import AsJson, console
-from shardlib.errors import CheckpointError
+from shardlib.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from shardlib.checkpoint import Manifest, SavedCheckpoints
+    from shardlib.checkpoint import Manifest, SavedTiers
     from shardlib.checkpoint.diff import CheckpointDiff
     from shardlib.run.resharding import ReshardPlan
 
@@ -35,13 +34,18 @@ Step = Annotated[int | None, typer.Option(help="The checkpoint; the newest when 
 def list_(run: Run, as_json: AsJson = False) -> None:
     """List the checkpoints: step, time, size, mesh, samples seen and metrics."""
     saved = _open(run)
-    rows = [_facts(saved, saved.manifest(step)) for step in saved.steps()]
+    rows = [
+        _facts(manifest, tier)
+        for tier, place in saved.tiers.items()
+        for manifest in place.manifests().values()
+    ]
+    rows.sort(key=lambda row: row["step"])
     if as_json:
         print(json.dumps(rows, indent=2))
     elif not rows:
         print(f"no checkpoint in {saved.directory}")
     else:
-        console().print(_table(rows))
+        console().print(_table(rows, with_tier=len(saved.tiers) > 1))
 
 
 @app.command()
@@ -52,23 +56,23 @@ def verify(
 ) -> None:
     """Read every file and every array, and compare them with what was saved; exit 1 for damage."""
     saved = _open(run)
-    faults: dict[int, str | None] = {}
-    for each in saved.candidates() if step is None else [step]:
+    found = []
+    for each, tier in _candidates(saved, step):
+        fault = None
         try:
-            manifest = saved.verify(each)
-        except CheckpointError as error:
-            faults[each] = str(error)
-            said = str(error)
-        else:
-            faults[each] = None
+            manifest = saved.tiers[tier].verify(each)
             said = f"{len(manifest.files)} files and {len(manifest.leaves)} arrays are as saved"
+        except CheckpointError as error:
+            said = fault = str(error)
+        found.append({"step": each, "in": tier, "fault": fault})
         if not as_json:
-            print(f"step {each}: {said}")
+            where = f" in {tier}" if len(saved.tiers) > 1 else ""
+            print(f"step {each}{where}: {said}")
     if as_json:
-        print(json.dumps([{"step": s, "fault": fault} for s, fault in faults.items()], indent=2))
-    elif not faults:
+        print(json.dumps(found, indent=2))
+    elif not found:
         print(f"no checkpoint in {saved.directory}")
-    if any(faults.values()):
+    if any(each["fault"] for each in found):
         raise typer.Exit(1)
 
 
@@ -109,7 +113,7 @@ def reshard(
     from shardlib.run import resharding
 
     if dry_run:
-        plan = resharding.plan_reshard(run, mesh, on=on, step=step)
+        plan = resharding.plan_reshard(run, mesh, on=on, step=step, notify=_warn)
         if as_json:
             print(json.dumps(dataclasses.asdict(plan), indent=2))
         else:
@@ -118,24 +122,50 @@ def reshard(
     if to is None or on is not None:
         wrong = "--on is for --dry-run" if to else "nothing says where the copy goes"
         raise typer.BadParameter(f"{wrong}; give --to DIRECTORY, or --dry-run.")
-    copied = resharding.reshard(run, mesh, to, step=step)
+    copied = resharding.reshard(run, mesh, to, step=step, notify=_warn)
     if as_json:
-        print(json.dumps({"run_dir": to, "step": copied}))
-    else:
-        print(f"step {copied} is now in {to}\n  train on  shardlib train {to}/config.yaml")
+        print(json.dumps({"run_dir": to, **dataclasses.asdict(copied)}))
+        return
+    print(f"step {copied.step} is now in {to}\n  train on  shardlib train {to}/config.yaml")
+    for setting in copied.left_out:
+        print(f"{setting} is left out of its config, being for the other run alone")
 
 
-def _open(run: str) -> "SavedCheckpoints":
-    from shardlib.checkpoint import SavedCheckpoints
+def _open(run: str) -> "SavedTiers":
+    from shardlib.checkpoint import SavedCheckpoints, SavedTiers, open_saved
     from shardlib.run.directory import RunDirectory
 
-    place = pathlib.Path(run)
-    inside = RunDirectory(place).checkpoints
-    if not place.is_dir():
+    directory = RunDirectory(run)
+    if not directory.path.is_dir():
         raise CheckpointError(f"{run} is no directory.\n  Name the run_dir of a `shardlib train`.")
-    return SavedCheckpoints(
-        inside if inside.is_dir() else place, notify=lambda text: print(text, file=sys.stderr)
+    try:
+        config = directory.read_config()
+    except ConfigError as error:
+        config = None
+        reason = str(error).splitlines()[0]
+        _warn(f"checkpoint.local, if there is one, is not known and left out: {reason}")
+    inside = directory.checkpoints
+    if config is not None and (inside.is_dir() or config.checkpoint.local is not None):
+        return open_saved(inside, config.checkpoint, notify=_warn, owner=directory.identity)
+    place = inside if inside.is_dir() else directory.path
+    return SavedTiers({"run": SavedCheckpoints(place, notify=_warn)})
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _candidates(saved: "SavedTiers", step: int | None) -> list[tuple[int, str]]:
+    """Returns every step, or the one asked for, with each place that it is in."""
+    found = sorted(
+        (each, rank, tier)
+        for rank, (tier, place) in enumerate(saved.tiers.items())
+        for each in place.candidates()
+        if step in (None, each)
     )
+    if step is not None and not found:
+        return [(step, next(iter(saved.tiers)))]
+    return [(each, tier) for each, _, tier in found]
 
 
 def _manifest(place: str) -> "Manifest":
@@ -149,12 +179,13 @@ def _manifest(place: str) -> "Manifest":
     return saved.manifest(int(step) if step else newest)
 
 
-def _facts(saved: "SavedCheckpoints", manifest: "Manifest") -> dict[str, Any]:
+def _facts(manifest: "Manifest", tier: str) -> dict[str, Any]:
     """What `ls` says of a checkpoint; what another program saved may lack some of it."""
     run = manifest.run
     data = run.get("data")
     return {
         "step": manifest.step,
+        "in": tier,
         "saved_at": manifest.saved_at,
         "bytes": manifest.state_bytes,
         "leaves": len(manifest.leaves),
@@ -165,16 +196,18 @@ def _facts(saved: "SavedCheckpoints", manifest: "Manifest") -> dict[str, Any]:
     }
 
 
-def _table(rows: list[dict[str, Any]]) -> Any:
+def _table(rows: list[dict[str, Any]], *, with_tier: bool) -> Any:
     from rich.table import Table
 
     from shardlib.train.humanize import size
 
-    table = Table("step", "saved at", "size", "arrays", "mesh", "samples seen", "metrics")
+    where = ["in"] if with_tier else []
+    table = Table("step", *where, "saved at", "size", "arrays", "mesh", "samples seen", "metrics")
     for row in rows:
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in row["metrics"].items())
         table.add_row(
             str(row["step"]),
+            *(row[name] for name in where),
             row["saved_at"],
             size(row["bytes"]),
             str(row["leaves"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any, TextIO
 
@@ -10,7 +11,7 @@ from shardlib.errors import ConfigError
 MOST_BYTES = 1 << 18
 """Of a file. PyYAML needs some seconds for as much."""
 MOST_VALUES = 10_000
-"""After aliases are expanded: a document of a hundred bytes can stand for gigabytes."""
+"""And keys, after aliases are expanded: a document of a hundred bytes can stand for gigabytes."""
 MOST_DEPTH = 64
 """Of values in values: far below where Python's own stack ends."""
 
@@ -46,7 +47,7 @@ def check_size(root: Any, name: str) -> None:
         # The exact count may have thousands of digits.
         count_text = f"{count:,}" if count < 10**12 else "more than a trillion"
         raise ConfigError(
-            f"{name}: {count_text} values, aliases included, but a config has at most "
+            f"{name}: {count_text} values, keys and aliases included, but a config has at most "
             f"{MOST_VALUES:,}."
         )
 
@@ -57,7 +58,7 @@ def too_deep(name: str) -> ConfigError:
 
 
 def _measured(node: Any, known: dict[int, tuple[int, int] | None], name: str) -> tuple[int, int]:
-    """Returns how many values a node stands for and how deep they nest; each node is met once."""
+    """Returns how many values and keys a node stands for, how deep they nest; meets each once."""
     import yaml
 
     if isinstance(node, yaml.ScalarNode):
@@ -70,7 +71,8 @@ def _measured(node: Any, known: dict[int, tuple[int, int] | None], name: str) ->
         return found
     known[id(node)] = None
     is_mapping = isinstance(node, yaml.MappingNode)
-    children = [child for _, child in node.value] if is_mapping else node.value
+    # A key is refused later on unless it is plain, but only once it has been expanded.
+    children = itertools.chain.from_iterable(node.value) if is_mapping else node.value
     measures = [_measured(child, known, name) for child in children]
     count = 1 + sum(count for count, _ in measures)
     depth = 1 + max((depth for _, depth in measures), default=0)

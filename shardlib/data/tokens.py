@@ -13,6 +13,7 @@ from shardlib.data.cache import cached, read_array, reading
 from shardlib.data.hashing import content_hash, digest
 from shardlib.data.sources import TextSource
 from shardlib.data.tokenizer import Encoded, Tokenizer
+from shardlib.errors import DataError
 
 # Part of every cache key: raise it when the layout or the meaning of what is cached changes.
 FORMAT = 1
@@ -43,7 +44,8 @@ def open_tokens(source: TextSource, tokenizer: Tokenizer) -> TokenArray:
     """Returns the tokens of a source, from the cache where they are.
 
     Raises:
-        DataError: If a file of the source is malformed, or the cache damaged or not writable.
+        DataError: If a file of the source or the tokenizer is malformed, or the cache damaged or
+            not writable.
     """
 
     def build(directory: Path) -> None:
@@ -86,7 +88,11 @@ def _append_num_bytes(
     file: IO[bytes], encoded: Encoded, table: np.ndarray | None, expected: int
 ) -> None:
     if table is not None:
-        assert table[encoded.ids].sum() == expected, "the byte table must be exact"
+        if (found := int(table[encoded.ids].sum())) != expected:
+            raise DataError(
+                f"the tokens of a document of {expected:,} bytes stand for {found:,} bytes.\n"
+                "  Repair the tokenizer.json: each id is to stand for one token."
+            )
     elif encoded.num_bytes is not None:
         _append(file, encoded.num_bytes, np.dtype(np.uint32))
 

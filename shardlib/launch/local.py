@@ -13,7 +13,7 @@ from typing import TextIO
 
 from shardlib.errors import DistributedError
 from shardlib.launch.group import POLL_SECONDS, Ending, Group, Output, Signals, passed_on
-from shardlib.launch.progress import PROGRESS_VARIABLE, Progress, read_progress
+from shardlib.launch.progress import PROGRESS_VARIABLE, RESTARTS_VARIABLE, Progress, read_progress
 from shardlib.launch.restarts import Restarts
 
 
@@ -62,6 +62,7 @@ def run_local(
     if restarts < 0:
         raise DistributedError(f"{restarts} restarts cannot be.\n  Give 0 for none.")
     given = dict(os.environ if environment is None else environment)
+    given[RESTARTS_VARIABLE] = str(restarts)
     lines, judge = Output(output or sys.stdout), Restarts(restarts)
     with passed_on() as signals:
         while True:

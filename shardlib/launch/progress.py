@@ -1,15 +1,21 @@
 """What a run tells the launcher that started it: how far it is, and how it failed.
 
 By a file, named by the variable SHARDLIB_PROGRESS_FILE: a process that is gone cannot be asked.
-Without the variable nothing is written.
+Without the variable nothing is written. Where the file cannot be written, standard error has it
+once, and the run goes on: the launcher may then judge it by less than it has saved.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
+import sys
 
 PROGRESS_VARIABLE = "SHARDLIB_PROGRESS_FILE"
+RESTARTS_VARIABLE = "SHARDLIB_RESTARTS"
+"""What the launcher tells the run: its `restarts`, for the command to start it with again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +42,16 @@ def report_failure(kind: str, step: int) -> None:
 
 
 def read_progress(path: str | os.PathLike[str]) -> Progress:
-    """Returns what a process has said; nothing if it has said nothing."""
+    """Returns what a process has said; nothing if there is no such file, or it is broken."""
     try:
-        said = json.loads(pathlib.Path(path).read_text())
-    except FileNotFoundError:
-        return Progress()
-    failure = said["failure"]
-    return Progress(said["saved_step"], None if failure is None else (failure[0], failure[1]))
+        match json.loads(pathlib.Path(path).read_text()):
+            case {"saved_step": int() | None as saved_step, "failure": None}:
+                return Progress(saved_step)
+            case {"saved_step": int() | None as saved_step, "failure": [str(kind), int(step)]}:
+                return Progress(saved_step, (kind, step))
+    except (OSError, ValueError):
+        pass
+    return Progress()
 
 
 def _report(**said: int | tuple[str, int]) -> None:
@@ -51,5 +60,17 @@ def _report(**said: int | tuple[str, int]) -> None:
         return
     progress = dataclasses.replace(read_progress(path), **said)  # type: ignore[arg-type]
     part = f"{path}.part"
-    pathlib.Path(part).write_text(json.dumps(dataclasses.asdict(progress)))
-    os.replace(part, path)
+    try:
+        pathlib.Path(part).write_text(json.dumps(dataclasses.asdict(progress)))
+        os.replace(part, path)
+    except OSError as error:
+        _say_once(
+            f"{path} cannot be written: {error.strerror}. "
+            "The launcher is not told how far this run is."
+        )
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    with contextlib.suppress(OSError):  # Nobody listens any more.
+        print(text, file=sys.stderr, flush=True)

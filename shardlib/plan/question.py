@@ -216,14 +216,14 @@ def tokens_of(given: float | str | None, units: Mapping[str, float]) -> float | 
         return None
     match = re.fullmatch(r"\s*([\d_.]+(?:e\+?\d+)?)\s*([a-z]?)\s*", str(given).lower())
     try:
-        assert match is not None
-        number = float(match[1].replace("_", "")) * units[match[2]]
-        assert number > 0
-    except (AssertionError, KeyError, ValueError):
+        number = float(match[1].replace("_", "")) * units[match[2]] if match else 0.0
+    except (KeyError, ValueError):
+        number = 0.0
+    if number <= 0:
         raise ConfigError(
             f"{given!r} is no number of tokens.\n"
             f"  Write one as in 4M, with {', '.join(u.upper() for u in units if u)} or none."
-        ) from None
+        )
     return number
 
 

@@ -44,6 +44,7 @@ class Attempt:
         directory: Where it is written.
         log: What it shows and writes down.
         clock: Told what the process is doing.
+        stop: Says when to end early.
     """
 
     def __init__(
@@ -56,20 +57,21 @@ class Attempt:
         directory: RunDirectory,
         log: RunLog,
         clock: PhaseClock,
+        stop: distributed.StopRequest,
     ):
         self.parts, self.config = parts, parts.config
         self.source, self.held_out = source, held_out
         self.checkpoints, self.directory = checkpoints, directory
-        self.log, self.clock = log, clock
+        self.log, self.clock, self._stop = log, clock, stop
         self.evaluation: dict[str, float] = {}
         self._step, self._eval_step, self._sampler = programs
         self._standing = Standing()
+        self._acts_on_guards = not isinstance(self._step, LocalSGD) or jax.process_count() == 1
         self._policy = GuardPolicy(self._guards(), self._samples_of)
         self._latest: dict[str, float] = {}
-        self._saved_step = -1
         self._reported_step: int | None = None
-        self._stop_step = -1
-        self._steps_done = 0
+        self._asked = 0
+        self._stopping = False
         self._is_save_put_off = False
 
     def go(self, newest: int, *, is_new: bool) -> TrainResult:
@@ -82,18 +84,18 @@ class Attempt:
         self.log.header(newest)
         if not is_new and not newest:
             self.log.notice(f"{self.directory} has no checkpoint yet: training from the start")
-        with distributed.StopRequest() as stop:
-            state = self._restored()
-            if int(state.step) < self.config.train.steps:
-                state = self._train(state, stop)
-            else:
-                self.log.notice(
-                    f"already trained to step {int(state.step)}; give a larger train.steps to go on"
-                )
+        state = self._restored()
+        saved = ""
+        if int(state.step) >= self.config.train.steps:
+            self.log.notice(
+                f"already trained to step {int(state.step)}; give a larger train.steps to go on"
+            )
+        elif not self._is_stopped():
+            state = self._train(state)
+            saved = "and saved " if self.config.checkpoint.enabled else ""
         step = int(state.step)
         is_finished = step >= self.config.train.steps
-        by = f" by {stop.reason}" if stop.reason else ""
-        saved = "and saved " if self.config.checkpoint.enabled else ""
+        by = f" by {self._stop.reason}" if self._stop.reason else ""
         self.log.closing(
             f"finished at step {step}" if is_finished else f"stopped{by} {saved}at step {step}",
             is_finished=is_finished,
@@ -105,7 +107,6 @@ class Attempt:
     def _restored(self) -> Any:
         """Returns the state of the newest checkpoint that validates, or that of step 0, and notes
         where the run stands."""
-        self._standing = Standing()
         with self.clock.within("restore"):
             if steps := self.checkpoints.steps():
                 self.log.waiting(f"restoring step {steps[-1]}")
@@ -115,21 +116,21 @@ class Attempt:
         if found is not None:
             manifest, state = found
             self._standing = Standing.of(manifest)
+            self._policy.resume(manifest.run.get("guards", {}))
             self._tell_batch(manifest)
-            self._policy.rewinds = self._standing.rewinds
-            self._saved_step = manifest.step
             return state
+        self._standing = Standing()
         state = materialize(self.parts.abstract, seed=self.config.seed)
         return self._step.init(state) if isinstance(self._step, LocalSGD) else state
 
     def _tell_batch(self, manifest: Manifest) -> None:
         before = manifest.run["config"]["train"]["global_batch"]
         now, seen = self.config.train.global_batch, self._standing.position.samples_seen
-        if before != now:
+        if before != now and not self._policy.rewinds:
             text = f"the global batch was {before} and is {now} from sample {seen} on"
             self.log.event("batch", text, step=manifest.step, before=before, now=now, sample=seen)
 
-    def _train(self, state: Any, stop: distributed.StopRequest) -> Any:
+    def _train(self, state: Any) -> Any:
         if jax.process_index() == 0:
             self.directory.write(self.config, self.source.tokenizer)
         self.log.open(self._standing.position.step)
@@ -137,19 +138,16 @@ class Attempt:
         if self.config.checkpoint.enabled:
             with self.clock.within("compile"):
                 self.checkpoints.prepare(self.parts.saved_state())
-        state = self._loop(state, stop, is_compiled=False)
-        while self._policy.wants_rewind:
+        state = self._loop(state, is_compiled=False)
+        while self._policy.wants_rewind and not self._stopping:
             bad_step = int(state.step)
             # Two states would not fit into the memory of the devices.
             state = None
-            state = self._loop(self._gone_back(bad_step), stop, is_compiled=True)
-        self._save(int(state.step), state)
-        with self.clock.within("save"):
-            self.checkpoints.wait()
-        self._report_progress()
+            state = self._loop(self._gone_back(bad_step), is_compiled=True)
+        self._save_at_last(int(state.step), state)
         return state
 
-    def _loop(self, state: Any, stop: distributed.StopRequest, *, is_compiled: bool) -> Any:
+    def _loop(self, state: Any, *, is_compiled: bool) -> Any:
         position = self._standing.position
         rows = self.parts.rows(self.source.at(position))
         with Prefetcher(rows, self.parts.shardings(rows), position.step) as batches:
@@ -157,7 +155,7 @@ class Attempt:
                 self._step,
                 batches,
                 on_step=self._saw,
-                is_due=lambda step: self._is_due(step, stop),
+                is_due=self._is_due,
                 after_step=self._after_step,
                 read=group_means if isinstance(self._step, LocalSGD) else None,
                 clock=self.clock,
@@ -179,15 +177,19 @@ class Attempt:
                 samples=[first, end],
             )
 
-    def _is_due(self, step: int, stop: distributed.StopRequest) -> bool:
+    def _is_stopped(self) -> bool:
+        """Whether to stop now. All processes ask equally often, and get the same answer."""
+        # Not the step, which falls when the run goes back, and stands still in an evaluation.
+        self._asked += 1
+        self._stopping = self._stopping or self._stop.agreed(self._asked)
+        return self._stopping
+
+    def _is_due(self, step: int) -> bool:
         self.checkpoints.poll()
         self._report_progress()
-        # Not the step, which falls when the run goes back.
-        self._steps_done += 1
-        if stop.agreed(self._steps_done):
-            self._stop_step = step
         return (
-            step in (self._stop_step, self.config.train.steps)
+            self._is_stopped()
+            or step == self.config.train.steps
             or self._policy.wants_rewind
             or self._is_save_put_off
             or self.checkpoints.is_due(step)
@@ -197,16 +199,18 @@ class Attempt:
 
     def _after_step(self, step: int, state: Any) -> bool:
         is_last = step == self.config.train.steps
-        if self._policy.wants_rewind or (step == self._stop_step and not is_last):
+        if self._policy.wants_rewind or (self._stopping and not is_last):
             return False
         evaluated = {}
         if self.held_out is not None and (is_last or _every(step, self.config.eval.every_steps)):
             evaluated = self._evaluate(step, state, self.held_out)
         # Before the checkpoint is complete: a run that goes on from it has this line already.
         self.log.flush()
+        if self._stopping:
+            return False
         if is_last or self._is_save_put_off or self.checkpoints.is_due(step):
             # What is saved in the middle of refused updates is nothing to go back to.
-            self._is_save_put_off = not (is_last or self._policy.healthy)
+            self._is_save_put_off = self._acts_on_guards and not (is_last or self._policy.healthy)
             if not self._is_save_put_off:
                 self._save(step, state, evaluated)
         if self._sampler and (is_last or _every(step, self.config.train.sample_every)):
@@ -219,14 +223,20 @@ class Attempt:
             Prefetcher(source, self.parts.shardings(source)) as batches,
         ):
             model = merged(self._step, state)
-            self.evaluation = evaluate(self._eval_step, model, self._watched(batches))
-        self.log.evaluation(step, self.evaluation)
-        return {f"eval/{name}": value for name, value in self.evaluation.items()}
+            found = evaluate(self._eval_step, model, self._until_stopped(batches))
+        if self._stopping:
+            return {}
+        self.evaluation = found
+        self.log.evaluation(step, found)
+        return {f"eval/{name}": value for name, value in found.items()}
 
-    def _watched(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The watchdog's limit is for one batch, not for all of them."""
+    def _until_stopped(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """A machine that goes away does not wait for an evaluation."""
         for batch in batches:
+            # The watchdog's limit is for one batch, not for all of them.
             self.clock.progress()
+            if self._is_stopped():
+                return
             yield batch
 
     def _sample(self, step: int, state: Any) -> None:
@@ -242,14 +252,24 @@ class Attempt:
             )
         self.log.sample(step, options.sample_prompt, text)
 
-    def _save(self, step: int, state: Any, evaluated: dict[str, float] | None = None) -> None:
-        if not self.config.checkpoint.enabled or step == self._saved_step:
+    def _save(
+        self, step: int, state: Any, evaluated: dict[str, float], *, wait: bool = False
+    ) -> None:
+        if not self.config.checkpoint.enabled:
             return
-        metadata = self._standing.metadata(step, self.parts, self.source)
-        metrics = {**self._latest, **(evaluated or {})}
+        metadata = self._standing.metadata(step, self.parts, self.source, self._policy)
+        metadata["id"] = self.directory.identity
+        metrics = {**self._latest, **evaluated}
         with self.clock.within("save"):
-            self.checkpoints.save(step, state, metadata, metrics=metrics)
-        self._saved_step = step
+            self.checkpoints.save(step, state, metadata, metrics=metrics, wait=wait)
+
+    def _save_at_last(self, step: int, state: Any) -> None:
+        """Sees to it that the last step is saved, or raises; a save that failed is tried again."""
+        with self.clock.within("save"):
+            self.checkpoints.settle()
+        if self.checkpoints.last_saved != step:
+            self._save(step, state, {}, wait=True)
+        self._report_progress()
 
     def _report_progress(self) -> None:
         """Tells the launcher of the newest step that is complete, not of one on its way."""
@@ -262,14 +282,18 @@ class Attempt:
         """Returns the state of the last healthy checkpoint, and moves the data on: the same data
         would lead to the same place again."""
         samples = self._standing.position.samples_at(bad_step, self.config.train.global_batch)
-        rewinds, wrong = self._policy.rewinds, self._policy.fault
+        rewinds, wrong = self._policy.rewinds, self._policy.wrong
+        with self.clock.within("restore"):
+            self.checkpoints.settle()
+            steps = self.checkpoints.steps()
+            healthy = [s for s in steps if self.checkpoints.metadata(s).get("healthy", True)]
+            self.checkpoints.drop_after(max(healthy, default=-1))
         state = self._restored()
-        step = int(state.step)
         self._policy.rewinds = rewinds
         self._policy.rewound()
         self._is_save_put_off = False
-        self._standing = self._standing.past(step, samples, self._policy.rewinds)
-        first = self._standing.skipped[-1][0]
+        step, first = int(state.step), self._standing.position.samples_seen
+        self._standing = self._standing.past(samples)
         self.log.rewind(
             step,
             f"went back from step {bad_step} to step {step}, for {wrong}; samples {first} to "
@@ -279,11 +303,12 @@ class Attempt:
         return state
 
     def _guards(self) -> GuardsConfig:
-        """Groups that train apart see only their own metrics: processes would not go back alike."""
+        """The guards, of groups that train apart in several processes without patience: each
+        process knows the metrics of its own groups alone, and they would not go back alike."""
         guards = self.config.train.guards
-        if not isinstance(self._step, LocalSGD) or jax.process_count() == 1:
+        if self._acts_on_guards:
             return guards
-        return dataclasses.replace(guards, rewind=False)
+        return dataclasses.replace(guards, patience=self.config.train.steps + 1)
 
     def _samples_of(self, step: int) -> tuple[int, int]:
         position, batch = self._standing.position, self.config.train.global_batch

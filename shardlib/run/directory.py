@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import tempfile
+import uuid
 
 from shardlib.config import load, to_yaml
 from shardlib.data import Tokenizer
@@ -16,19 +17,22 @@ class RunDirectory:
 
     On disk:
 
+        run_id           who the run is: 32 hex digits, made with the first config and kept
         config.yaml      the resolved config
         tokenizer.json   the tokenizer, where the data is text
         metrics.jsonl    one object a step: see `shardlib.train.metrics`
         events.jsonl     one object for each thing that befell the run, from `start` to `end`
         tensorboard/     event files, where they are asked for
         checkpoints/     one directory a step
+        stacks-process<i>.txt  what process i was doing when the watchdog last found it hung
 
     An event has the keys `time` (ISO 8601, UTC), `kind` (such as `start`, `rewind`, `end`) and
     `step`, the last that was over; and, where there are any, `text`, as it was shown on the
     terminal, `facts`, an object, and `spent`, the account of the run's time so far, as in the rows
     of metrics.jsonl. Non-finite numbers are written as they are there. Each attempt has a `start`,
-    and an `end` unless its process was killed, with the name of the `error` if there was one;
-    events of attempts whose steps are lost stay. `shardlib.run.events.read_events` reads them.
+    and an `end` unless its process was killed, with the facts `error`, the name of the error if
+    there was one, and `finished`, true once the run has taken all of its steps. Events of attempts
+    whose steps are lost stay. `shardlib.run.events.read_events` reads them.
 
     Args:
         path: The directory, which need not exist yet.
@@ -36,12 +40,22 @@ class RunDirectory:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
+        self.identity_file = self.path / "run_id"
         self.config_file = self.path / "config.yaml"
         self.tokenizer_file = self.path / "tokenizer.json"
         self.checkpoints = self.path / "checkpoints"
 
     def __str__(self) -> str:
         return str(self.path)
+
+    @property
+    def identity(self) -> str | None:
+        """What tells this run from all others; None where nothing valid is written down."""
+        try:
+            text = self.identity_file.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return text.decode().strip() if re.fullmatch(rb"[0-9a-f]{32}\n?", text) else None
 
     def check_writable(self) -> None:
         """Proves that the run can be written, and leaves nothing behind.
@@ -78,8 +92,10 @@ class RunDirectory:
         return load(RunConfig, self.config_file) if self.config_file.is_file() else None
 
     def write(self, config: RunConfig, tokenizer: Tokenizer | None) -> None:
-        """Makes the directory, and writes the config and the tokenizer."""
+        """Makes the directory, and writes config and tokenizer, and an identity if it has none."""
         self.path.mkdir(parents=True, exist_ok=True)
+        if self.identity is None:  # Before the config: where that is, there is a run.
+            _replace(self.identity_file, f"{uuid.uuid4().hex}\n")
         _replace(self.config_file, to_yaml(config))
         if tokenizer is not None:
             _replace(self.tokenizer_file, tokenizer.to_json())

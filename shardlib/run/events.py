@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,46 +15,71 @@ EVENTS_FILE = "events.jsonl"
 
 
 class Events:
-    """Appends events to a run's directory; those before it is there are held back until then."""
+    """Appends events to a run's directory; those before it is there are held back until then.
+
+    Those that come after `close`, such as what another thread has to say at the very end, are
+    written as well. Any thread may add one.
+    """
 
     def __init__(self):
+        self._lock = threading.RLock()
         self._file: AppendFile | None = None
         self._held: list[bytes] = []
+        self._closed: tuple[Path, Callable[[str], None]] | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether the directory is there."""
+        """Whether the directory is there, and `close` has not been called."""
         return self._file is not None
 
     @property
     def is_waiting(self) -> bool:
         """Whether there are events that wait for the directory."""
-        return self._file is None and bool(self._held)
+        return bool(self._held)
 
     def open(self, run_dir: str | os.PathLike[str], warn: Callable[[str], None]) -> None:
         """Opens the file of a directory that exists, and writes what was held back."""
-        if self._file is None:
+        with self._lock:
+            if self._file is not None:
+                return
             path = Path(run_dir) / EVENTS_FILE
-            # Without a last line that was cut off.
-            size = sum(len(line) + 1 for line in _lines(path))
-            self._file = AppendFile(path, size=size, warn=warn)
-            for line in self._held:
-                self._file.write(line)
+            self._file = _opened(path, warn)
+            self._write_held(self._file)
+            self._closed = path, warn
 
     def add(self, kind: str, **entries: Any) -> None:
         """Writes an event that happens now; entries that are None or empty are left out."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         given = {name: value for name, value in entries.items() if value not in (None, "", {})}
         line = encode({"time": now.replace("+00:00", "Z"), "kind": kind, **given})
-        if self._file is None:
+        with self._lock:
             self._held.append(line)
-        else:
-            self._file.write(line)
+            if self._file is not None:
+                self._write_held(self._file)
+            elif self._closed is not None:
+                self._write_late(*self._closed)
 
     def close(self) -> None:
         """Closes the file; what was written stays."""
-        if self._file is not None:
-            self._file.close()
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _write_held(self, file: AppendFile) -> None:
+        while self._held:
+            file.write(self._held.pop(0))
+
+    def _write_late(self, path: Path, warn: Callable[[str], None]) -> None:
+        """Opens the file once more; what does not get into it is lost, and said to be."""
+        try:
+            file = _opened(path, warn)
+        except OSError as error:
+            lost = self._held.pop().decode().rstrip()
+            warn(f"{path} cannot be written: {error.strerror}. It lacks {lost}")
+        else:
+            self._write_held(file)
+            file.close()
 
 
 def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -70,8 +96,9 @@ def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for number, line in enumerate(_lines(path), start=1):
         try:
             event = decode(line)
-            assert {"time", "kind"} <= event.keys()
-        except (ValueError, AssertionError):
+            if not {"time", "kind"} <= event.keys():
+                raise ValueError("an event has a time and a kind")
+        except (ValueError, TypeError):
             shown = line.decode(errors="backslashreplace")[:60]
             raise ShardlibError(
                 f"{path}:{number}: not an event: {shown!r}.\n"
@@ -82,18 +109,26 @@ def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def last_account(run_dir: str | os.PathLike[str]) -> Mapping[str, Any] | None:
-    """Returns the account of the last event that has one: `time`, Unix, and `spent`.
+    """Returns the account of the last event that has one: `time`, Unix, `spent`, and `finished`.
 
-    Other lines are passed over, for this decides nothing but who spent which seconds.
+    The last says whether the run had taken all of its steps by then. Other lines are passed over,
+    for this decides nothing but who spent which seconds.
     """
     for line in reversed(_lines(Path(run_dir) / EVENTS_FILE)):
         try:
             event = decode(line)
             time = datetime.datetime.fromisoformat(event["time"]).timestamp()
-            return {"time": time, "spent": event["spent"]}
-        except (ValueError, KeyError, TypeError):
+            spent = {share: float(seconds) for share, seconds in event["spent"].items()}
+            finished = event.get("facts", {}).get("finished") is True
+            return {"time": time, "spent": spent, "finished": finished}
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue
     return None
+
+
+def _opened(path: Path, warn: Callable[[str], None]) -> AppendFile:
+    """Opens the file without a last line that was cut off."""
+    return AppendFile(path, size=sum(len(line) + 1 for line in _lines(path)), warn=warn)
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -1,6 +1,7 @@
 """What a run shows to a person and writes down of its steps."""
 
 import dataclasses
+import os
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 from shardlib.distributed import ProcessGroup
 from shardlib.explain import explain
 from shardlib.hardware import chip_for
+from shardlib.launch.progress import RESTARTS_VARIABLE
 from shardlib.mesh import describe
 from shardlib.phases import PhaseClock
 from shardlib.placement import draw
@@ -73,6 +75,7 @@ class RunLog:
         self._account = Account(clock or PhaseClock())
         self._events = Events()
         self._at_step = 0
+        self._is_finished = False
 
     def __enter__(self) -> "RunLog":
         self._display.__enter__()
@@ -82,7 +85,8 @@ class RunLog:
         self._display.__exit__(kind, *exc_info)
         self._write_held()
         if self._writer is not None:
-            self.event("end", error=kind and kind.__name__)
+            finished = self._is_finished or None
+            self.event("end", error=kind and kind.__name__, finished=finished)
             self._writer.close()
         elif self._events.is_waiting and self._directory.path.is_dir():
             self._events.open(self._directory.path, self.warning)
@@ -124,8 +128,9 @@ class RunLog:
             resume_step=start,
             warn=self.warning,
         )
-        written = [x for x in (self._writer.last, last_account(path)) if x and "spent" in x]
-        # An account only grows; times of two hosts, or within a millisecond, say less.
+        written = [x for x in (last_account(path), self._writer.last) if x and "spent" in x]
+        # An account only grows; times of two hosts, or within a millisecond, say less. Of two that
+        # are the same, the event knows more: whether the run had ended.
         last = max(written, key=lambda x: sum(x["spent"].values()), default=None)
         self._account.resume(self._writer.kept, last)
         self._events.open(path, self.warning)
@@ -228,6 +233,7 @@ class RunLog:
             can_sample: Whether `shardlib generate` has something to say.
         """
         self._write_held()
+        self._is_finished = is_finished
         rows = read_metrics(self._directory.path) if self._group.is_primary else []
         last = next((row for row in reversed(rows) if any(k.startswith(_EVAL) for k in row)), {})
         results: dict[str, float | str] = {
@@ -248,11 +254,11 @@ class RunLog:
         )
 
     def _commands(self, is_finished: bool, step: int, can_sample: bool) -> dict[str, str]:
-        launch = (
-            f"launch --processes {self._group.count} -- "
-            if self._group.started_by == "launch"
-            else ""
-        )
+        launch = ""
+        if self._group.started_by == "launch":
+            restarts = os.environ.get(RESTARTS_VARIABLE, "0")
+            again = "" if restarts == "0" else f"--restarts {shlex.quote(restarts)} "
+            launch = f"launch --processes {self._group.count} {again}-- "
         config = shlex.quote(str(self._directory.config_file))
         train = f"shardlib {launch}train {config}"
         commands = {"train on": f"{train} train.steps={2 * step}"} if is_finished else {}

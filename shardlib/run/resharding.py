@@ -5,11 +5,13 @@ import dataclasses
 import math
 import pathlib
 import shutil
+import uuid
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from shardlib.checkpoint import Manifest, RunCheckpoints
+from shardlib.checkpoint import Manifest, RunCheckpoints, SavedTiers, open_saved
 from shardlib.checkpoint.arrays import read_bound
 from shardlib.checkpoint.read_plan import HostReads, plan_reads
 from shardlib.config import to_dict
@@ -23,6 +25,8 @@ from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
 from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup
 from shardlib.train.metrics import METRICS_FILE
+
+Notify = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +50,26 @@ class ReshardPlan:
     hosts: tuple[HostReads, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Resharded:
+    """A copy of a run.
+
+    Attributes:
+        step: The step of its checkpoint.
+        left_out: Settings of the run that are no longer in the config of the copy.
+    """
+
+    step: int
+    left_out: tuple[str, ...]
+
+
 def plan_reshard(
-    run_dir: str, mesh: str, *, on: str | None = None, step: int | None = None
+    run_dir: str,
+    mesh: str,
+    *,
+    on: str | None = None,
+    step: int | None = None,
+    notify: Notify | None = None,
 ) -> ReshardPlan:
     """Returns what a restore onto a mesh takes; reads no array, and starts no device.
 
@@ -55,7 +77,8 @@ def plan_reshard(
         run_dir: Directory of the run.
         mesh: The mesh, such as `fsdp=4,tensor=2`.
         on: The cluster that holds the mesh, such as `v5p-128`; one host when left out.
-        step: The checkpoint; the newest when left out.
+        step: The checkpoint; the newest of all places when left out.
+        notify: Told of what is skipped in the directories; by default it is logged.
 
     Raises:
         CheckpointError: If there is no such run or checkpoint.
@@ -64,11 +87,11 @@ def plan_reshard(
     """
     directory, config = _run(run_dir)
     cluster = parse_cluster(on or f"cpu:{_num_devices(mesh)}")
-    with RunCheckpoints(directory.checkpoints, config.checkpoint) as checkpoints:
-        step = _step(checkpoints, step)
-        manifest = checkpoints.manifest(step)
-        parts = _parts(manifest, dataclasses.replace(config, mesh=mesh), cluster, directory)
-        targets, chunks = checkpoints.stored(step, parts.saved_state())
+    checkpoints = _saved(directory, config, notify)
+    step = _step(checkpoints, step)
+    manifest = checkpoints.manifest(step)
+    parts = _parts(manifest, dataclasses.replace(config, mesh=mesh), cluster)
+    targets, chunks = checkpoints.stored(step, parts.saved_state())
     hosts = plan_reads(targets, chunks, num_hosts=cluster.num_hosts, read_bound=read_bound)
     return ReshardPlan(
         step=step,
@@ -80,19 +103,28 @@ def plan_reshard(
     )
 
 
-def reshard(run_dir: str, mesh: str, to: str, *, step: int | None = None) -> int:
+def reshard(
+    run_dir: str,
+    mesh: str,
+    to: str,
+    *,
+    step: int | None = None,
+    notify: Notify | None = None,
+) -> Resharded:
     """Copies a run into a new directory whose one checkpoint is laid out for another mesh.
 
-    The copy trains on by `shardlib train TO`; the run itself is left as it is.
+    The copy trains on by `shardlib train TO`; the run itself is left as it is. The copy is a run of
+    its own: it has another id, and no `checkpoint.local`, which is for one run alone.
 
     Args:
         run_dir: Directory of the run.
         mesh: The mesh; on a machine without accelerators, of as many virtual CPU devices.
         to: The new directory, which must not hold a run.
-        step: The checkpoint; the newest when left out.
+        step: The checkpoint; the newest of all places when left out.
+        notify: Told of what is skipped in the directories; by default it is logged.
 
     Returns:
-        The step of the checkpoint.
+        What was copied, and what of the config was not.
 
     Raises:
         CheckpointError: If there is no such run or checkpoint, or it is damaged.
@@ -108,18 +140,25 @@ def reshard(run_dir: str, mesh: str, to: str, *, step: int | None = None) -> int
     train = config.train
     if train.cpu_devices is not None:
         train = dataclasses.replace(train, cpu_devices=_num_devices(mesh))
-    config = dataclasses.replace(config, run_dir=to, mesh=mesh, train=train)
+    checkpoints = _saved(directory, config, notify)
+    left_out = () if config.checkpoint.local is None else ("checkpoint.local",)
+    own = dataclasses.replace(config.checkpoint, local=None)
+    config = dataclasses.replace(config, run_dir=to, mesh=mesh, train=train, checkpoint=own)
     start_devices(config)
-    with RunCheckpoints(directory.checkpoints, config.checkpoint) as checkpoints:
-        step = _step(checkpoints, step)
-        manifest = checkpoints.manifest(step)
-        parts = _parts(manifest, config, jax.devices(), directory)
-        state = checkpoints.restore(step, parts.saved_state())
-    metadata = {**manifest.run, "config": to_dict(config), "mesh": describe(parts.scope.mesh)}
-    with RunCheckpoints(new.checkpoints, config.checkpoint) as copy:
+    step = _step(checkpoints, step)
+    manifest = checkpoints.manifest(step)
+    parts = _parts(manifest, config, jax.devices())
+    state = checkpoints.restore(step, parts.saved_state())
+    metadata = {
+        **manifest.run,
+        "id": _identify(new),
+        "config": to_dict(config),
+        "mesh": describe(parts.scope.mesh),
+    }
+    with RunCheckpoints(new.checkpoints, own) as copy:
         copy.save(step, state, metadata, metrics=manifest.metrics, wait=True)
     _copy_beside(directory, new, config)
-    return step
+    return Resharded(step, left_out)
 
 
 def _run(run_dir: str) -> tuple[RunDirectory, RunConfig]:
@@ -133,7 +172,21 @@ def _run(run_dir: str) -> tuple[RunDirectory, RunConfig]:
     return directory, config
 
 
-def _step(checkpoints: RunCheckpoints, step: int | None) -> int:
+def _saved(directory: RunDirectory, config: RunConfig, notify: Notify | None) -> SavedTiers:
+    return open_saved(
+        directory.checkpoints, config.checkpoint, notify=notify, owner=directory.identity
+    )
+
+
+def _identify(new: RunDirectory) -> str:
+    """Gives a directory an id before it holds a run, which it does once the config is there."""
+    identity = uuid.uuid4().hex
+    new.path.mkdir(parents=True, exist_ok=True)
+    new.identity_file.write_text(f"{identity}\n", encoding="utf-8")
+    return identity
+
+
+def _step(checkpoints: SavedTiers, step: int | None) -> int:
     found = checkpoints.latest() if step is None else step
     if found is None:
         raise CheckpointError(
@@ -153,7 +206,7 @@ def _num_devices(mesh: str) -> int:
     return math.prod(axis.size for axis in axes)
 
 
-def _parts(manifest: Manifest, config: RunConfig, devices: Devices, at: RunDirectory) -> Setup:
+def _parts(manifest: Manifest, config: RunConfig, devices: Devices) -> Setup:
     """Returns the parts of a run on another mesh; its data is not read if it need not be."""
     known: dict[str, Any] | None = manifest.run["data"].get("spec")
     spec = DataSpec(**known) if known else open_source(config, "train").spec

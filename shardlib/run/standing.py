@@ -12,6 +12,7 @@ from shardlib.errors import DataError
 from shardlib.mesh import describe
 from shardlib.run.config import RunConfig, check_resumable
 from shardlib.run.setup import Setup
+from shardlib.train.guards import GuardPolicy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +22,10 @@ class Standing:
     Attributes:
         position: The step, and the samples seen by then.
         skipped: Ranges [first, end) of samples that rewinds have passed over.
-        rewinds: How often the run has gone back.
     """
 
     position: StreamPosition = dataclasses.field(default_factory=StreamPosition)
     skipped: tuple[tuple[int, int], ...] = ()
-    rewinds: int = 0
 
     @staticmethod
     def of(manifest: Manifest) -> "Standing":
@@ -35,18 +34,22 @@ class Standing:
         return Standing(
             StreamPosition(manifest.step, data["samples_seen"]),
             tuple((first, end) for first, end in data.get("skipped", ())),
-            manifest.run.get("rewinds", 0),
         )
 
-    def past(self, step: int, samples: int, rewinds: int) -> "Standing":
-        """Returns where a run stands that goes back to here from a later step, whose samples up to
-        `samples` it is not to see again."""
+    def past(self, samples: int) -> "Standing":
+        """Returns where a run stands that has come back to here and is not to see the samples up to
+        `samples` again."""
         gap = (self.position.samples_seen, samples)
-        return Standing(StreamPosition(step, samples), (*self.skipped, gap), rewinds)
+        return Standing(StreamPosition(self.position.step, samples), (*self.skipped, gap))
 
-    def metadata(self, step: int, parts: Setup, source: MapSource) -> dict[str, Any]:
+    def metadata(
+        self, step: int, parts: Setup, source: MapSource, guards: GuardPolicy
+    ) -> dict[str, Any]:
         """Returns what a checkpoint of `step`, reached from here by equal batches, says of the
-        run."""
+        run.
+
+        `healthy` says whether it is one to go back to; see `shardlib.checkpoint.retention`.
+        """
         rules = parts.scope.rules
         batch = parts.config.train.global_batch
         return {
@@ -60,7 +63,8 @@ class Standing:
                 "fingerprint": source.fingerprint,
                 "spec": dataclasses.asdict(source.spec),
             },
-            "rewinds": self.rewinds,
+            "guards": guards.state(),
+            "healthy": guards.healthy,
         }
 
 

@@ -1,15 +1,18 @@
 """The main job: a config in, a trained run directory out; the same again resumes."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 
-from shardlib import distributed
-from shardlib.checkpoint import open_checkpoints
+from shardlib import distributed, preemption
+from shardlib.checkpoint import RunCheckpoints, TieredCheckpoints, open_checkpoints
 from shardlib.errors import DivergedError
 from shardlib.launch.progress import report_failure
 from shardlib.phases import PhaseClock
-from shardlib.run.attempt import Attempt, TrainResult
+from shardlib.preemption import Notice
+from shardlib.run.attempt import Attempt
+from shardlib.run.attempt import TrainResult as TrainResult
 from shardlib.run.checks import check_config
 from shardlib.run.config import RunConfig, check_resumable
 from shardlib.run.decide import as_recorded, decide
@@ -17,15 +20,23 @@ from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
 from shardlib.run.log import RunLog
 from shardlib.run.programs import traced
-from shardlib.run.setup import make_scope, open_source, setup
+from shardlib.run.setup import Setup, make_scope, open_source, setup
 from shardlib.watchdog import Watchdog
 
 
-def train(config: RunConfig) -> TrainResult:
+def train(
+    config: RunConfig, *, clock: PhaseClock | None = None, notices: Sequence[Notice] = ()
+) -> TrainResult:
     """Trains until `config.train.steps`, from the newest checkpoint of `config.run_dir` if any.
 
     Everything is checked before anything is written. Ctrl-C, SIGTERM and notices of preemption save
     and return.
+
+    Args:
+        config: The config.
+        clock: What the time of the run counts from; this call, when left out.
+        notices: What else to ask whether this machine goes away, beside what it offers itself; see
+            `shardlib.preemption`.
 
     Raises:
         ConfigError: If the directory holds a run of another config or cannot be written, or model
@@ -38,7 +49,7 @@ def train(config: RunConfig) -> TrainResult:
         DivergedError: If training does not recover by what `train.guards` may do.
         MissingExtraError: If something asked for is not installed.
     """
-    clock = PhaseClock()
+    clock = clock or PhaseClock()
     directory = RunDirectory(config.run_dir)
     directory.check_writable()
     saved = directory.read_config()
@@ -46,29 +57,39 @@ def train(config: RunConfig) -> TrainResult:
     if saved is not None:
         check_resumable(saved, config)
     group = start_devices(config)
-    with Watchdog(clock, config.watchdog, directory.path):
+    stop = distributed.StopRequest(notices=(*preemption.notices(), *notices))
+    with Watchdog(clock, config.watchdog, directory.path), stop:
         check_config(config, lambda: make_scope(config, jax.devices()))
         source = open_source(config, "train")
         held_out = None if config.eval.every_steps == 0 else open_source(config, "eval")
         parts = decide(setup(config, source.spec, make_scope(config, jax.devices())), source, asked)
         evaluated = None if held_out is None else held_out.element_spec()
         programs = traced(parts, source.element_spec(), evaluated, source.tokenizer)
-        log = RunLog(parts, directory, group, clock)
-        notify = functools.partial(log.event, "checkpoint")
-        with open_checkpoints(
-            directory.checkpoints, parts.config.checkpoint, notify=notify
-        ) as checkpoints:
+        with (
+            RunLog(parts, directory, group, clock) as log,
+            _checkpoints(parts, directory, log) as checkpoints,
+        ):
             newest = checkpoints.latest() or 0
             if parts.config.checkpoint.enabled and newest < config.train.steps:
                 checkpoints.check_writable()
-            with log:
-                attempt = Attempt(
-                    parts, programs, source, held_out, checkpoints, directory, log, clock
-                )
-                try:
-                    result = attempt.go(newest, is_new=saved is None)
-                except DivergedError as error:
-                    report_failure("diverged", error.step)
-                    raise
+            attempt = Attempt(
+                parts, programs, source, held_out, checkpoints, directory, log, clock, stop
+            )
+            try:
+                result = attempt.go(newest, is_new=saved is None)
+            except DivergedError as error:
+                report_failure("diverged", error.step)
+                raise
         distributed.barrier("shardlib/run/end")
     return result
+
+
+def _checkpoints(
+    parts: Setup, directory: RunDirectory, log: RunLog
+) -> RunCheckpoints | TieredCheckpoints:
+    return open_checkpoints(
+        directory.checkpoints,
+        parts.config.checkpoint,
+        notify=functools.partial(log.event, "checkpoint"),
+        owner=directory.identity,
+    )

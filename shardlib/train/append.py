@@ -37,8 +37,14 @@ class AppendFile:
             os.ftruncate(self._descriptor, size)
 
     def write(self, data: bytes) -> None:
-        """Appends bytes."""
+        """Appends bytes.
+
+        Raises:
+            ValueError: If the file is closed.
+        """
         with self._lock:
+            if self._descriptor < 0:
+                raise ValueError(f"{self.path} is closed")
             self._waiting += data
             problem = self._try()
         if problem is None:
@@ -52,7 +58,8 @@ class AppendFile:
 
     def read(self) -> bytes:
         """Returns what is in the file, with what could not be written yet."""
-        return self.path.read_bytes() + self._waiting
+        with self._lock:
+            return self.path.read_bytes() + self._waiting
 
     def cut(self, size: int) -> None:
         """Removes what comes after the first `size` bytes of what `read` returns."""
@@ -64,11 +71,12 @@ class AppendFile:
 
     def close(self) -> None:
         """Closes the file; what was written stays. May be called again."""
-        if self._descriptor < 0:
-            return
-        problem = self._try()
-        os.close(self._descriptor)
-        self._descriptor = -1
+        with self._lock:
+            if self._descriptor < 0:
+                return
+            problem = self._try()
+            os.close(self._descriptor)
+            self._descriptor = -1
         if problem is not None:
             lost = len(self._waiting)
             self._warn(f"{self.path} lacks its last {lost:,} bytes: {problem.strerror}.")

@@ -13,8 +13,11 @@ to one share:
                 whatever becomes of the steps after it.
     idle        from the last thing that an attempt wrote down (a row or an event) to the start of
                 the next attempt; so what a killed process did since its last row is in here too.
+                Nothing was waited for after an attempt that had taken all steps: a run that is
+                given more of them later on goes on as if at once.
 
-Shares add up to the time since the first attempt began, which is when its `PhaseClock` was made.
+Shares add up to the time since the first attempt began, which is when its `PhaseClock` was made,
+but for that.
 Goodput is `step` over the sum of all.
 
 Each row of metrics.jsonl and each event holds the account so far, so that a kill loses none of it:
@@ -50,15 +53,17 @@ class Account:
 
         Args:
             kept: The row of the step that the run goes on from, None for the start.
-            last: The last thing that was written, a row or an event. Without `time` and `spent`, as
-                in rows of old, the account begins with this attempt.
+            last: The last thing that was written, a row or an event, with `finished` if the run had
+                taken all of its steps. Without `time` and `spent`, as in rows of old, the account
+                begins with this attempt.
         """
         if last is None or "spent" not in last:
             return
         started = self._now() - sum(self._clock.seconds().values())
         self._carried = _shares(last)
-        # Not negative where another host, or a clock put right, says that it is earlier.
-        self._carried["idle"] += max(0.0, started - last["time"])
+        if not last.get("finished"):
+            # Not negative where another host, or a clock put right, says that it is earlier.
+            self._carried["idle"] += max(0.0, started - last["time"])
         self.rewound(kept)
 
     def rewound(self, kept: Mapping[str, Any] | None) -> None:
@@ -70,7 +75,7 @@ class Account:
             self._carried["lost"] += lost
 
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds of each share; together, since the run first began."""
+        """Returns the seconds of each share."""
         shares = dict(self._carried)
         for phase, seconds in self._clock.seconds().items():
             shares[phase] += seconds

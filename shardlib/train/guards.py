@@ -13,7 +13,7 @@ them, which do no harm elsewhere).
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from shardlib.config import configclass
 from shardlib.errors import DivergedError
@@ -127,6 +127,7 @@ class GuardPolicy:
         self.config, self.rewinds = config, rewinds
         self._samples = samples
         self._streak = 0
+        self._wrong: str | None = None
         self.first_bad_step: int | None = None
         """The first step of the open streak of refused updates, or None."""
         self.fault: str | None = None
@@ -139,8 +140,30 @@ class GuardPolicy:
 
     @property
     def wants_rewind(self) -> bool:
-        """Whether the run shall go back now; until `rewound` is called."""
-        return self._streak >= self.config.patience
+        """Whether the run shall go back now; until `rewound` is called, whatever the steps that
+        were on their way by then do."""
+        return self._wrong is not None
+
+    @property
+    def wrong(self) -> str | None:
+        """Why the run shall go back."""
+        return self._wrong
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a resumed run needs to judge as one that went on, as JSON."""
+        return {
+            "rewinds": self.rewinds,
+            "streak": self._streak,
+            "first_bad_step": self.first_bad_step,
+            "wrong": self._wrong,
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state` returned."""
+        self.rewinds = state.get("rewinds", 0)
+        self._streak = state.get("streak", 0)
+        self.first_bad_step = state.get("first_bad_step")
+        self._wrong = state.get("wrong")
 
     def saw(self, record: Record) -> None:
         """Takes in the metrics of a step.
@@ -164,15 +187,15 @@ class GuardPolicy:
                 "their update.",
                 record.step,
             )
-        if self.wants_rewind and not (
-            self.config.rewind and self.rewinds < self.config.max_rewinds
-        ):
-            raise DivergedError(self._ended(record), record.step)
+        if self._streak >= self.config.patience:
+            self._wrong = self.fault
+            if not self.config.rewind or self.rewinds >= self.config.max_rewinds:
+                raise DivergedError(self._ended(record), record.step)
 
     def rewound(self) -> None:
         """Says that the run has gone back: the streak is over, and one rewind used."""
         self.rewinds += 1
-        self._streak, self.first_bad_step, self.fault = 0, None, None
+        self._streak, self.first_bad_step, self.fault, self._wrong = 0, None, None, None
 
     def _read(self, first: int, last: int) -> str:
         if self._samples is None:

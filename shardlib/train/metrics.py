@@ -139,8 +139,9 @@ def _rows(path: Path, text: bytes) -> list[tuple[dict[str, Any], int]]:
         end += len(line) + 1
         try:
             row = decode(line)
-            assert isinstance(row["step"], int)
-        except (ValueError, KeyError, AssertionError):
+            if not isinstance(row["step"], int):
+                raise ValueError("a step is a whole number")
+        except (ValueError, KeyError, TypeError):
             shown = line.decode(errors="backslashreplace")[:60]
             raise ShardlibError(
                 f"{path}:{number}: not the metrics of a step: {shown!r}.\n"

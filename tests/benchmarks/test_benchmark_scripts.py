@@ -87,3 +87,21 @@ def test_both_first_steps(tmp_path):
 def test_rule_resolution():
     found = figures("rule_resolution.py")
     assert found["repeated_tensors_per_second"] > 100_000
+
+
+def test_checkpoints():
+    found = figures("checkpoints.py", "--megabytes=16", "--repeats=1", "--devices=4")
+    # Eight layers of 204 rows of 1024, two bytes of parameter and eight of moments each.
+    assert found["state_bytes"] == 8 * 204 * 1024 * 10
+    seconds = found["state_bytes"] / found["raw_bytes_per_second"]
+    saving = found["state_bytes"] / found["save_bytes_per_second"]
+    assert found["save_over_raw"] == pytest.approx(seconds / saving, rel=1e-2)
+    assert found["save_peak_over_state"] >= 1
+    assert found["restore_peak_over_state"] > 1, "less than the state itself cannot be"
+
+
+@pytest.mark.soak
+def test_recovery():
+    found = figures("recovery.py", "--repeats=1")
+    assert 0 < found["stop_seconds"] < found["start_seconds"]
+    assert found["hang_seconds"] > 0

@@ -1,5 +1,6 @@
 """`shardlib checkpoint`: what a person sees of what is saved."""
 
+import dataclasses
 import json
 import shutil
 
@@ -12,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from shardlib import run
-from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
+from shardlib.checkpoint import CheckpointConfig, LocalTier, RunCheckpoints
 from shardlib.checkpoint.arrays import read_bound
 from shardlib.checkpoint.read_plan import plan_reads
 from shardlib.cli import main
-from shardlib.config import load
+from shardlib.config import load, to_yaml
+from shardlib.run.directory import RunDirectory
 
 CONFIG = """
 run_dir: {run_dir}
@@ -118,7 +120,7 @@ def test_verify_names_what_was_changed(trained, shardlib, tmp_path):
         "step 4: "
     )
     code, out, _ = shardlib("verify", damaged, "--step", 4, "--json")
-    assert (code, json.loads(out)) == (0, [{"step": 4, "fault": None}])
+    assert (code, json.loads(out)) == (0, [{"step": 4, "in": "run", "fault": None}])
 
 
 def test_diff(trained, shardlib):
@@ -165,12 +167,93 @@ def test_reshard_copies_a_run(trained, shardlib, tmp_path):
     code, out, _ = shardlib("diff", trained, copy, "--json")
     found = json.loads(out)
     assert (found["same"], found["shapes"], found["values"]) == (40, [], [])
-    assert {each["name"] for each in found["run"]} == {"config.mesh", "config.run_dir", "mesh"}
+    assert {each["name"] for each in found["run"]} == {
+        *("config.mesh", "config.run_dir", "id", "mesh")
+    }
+    identities = {RunDirectory(place).identity for place in (trained, copy)}
+    assert len(identities) == 2
+    assert {each["second"] for each in found["run"] if each["name"] == "id"} <= identities
     result = run.train(load(run.RunConfig, copy / "config.yaml", ["train.steps=5"]))
     assert result.step == 5
     code, _, err = shardlib("reshard", trained, "--mesh", "fsdp=8", "--to", copy)
     assert code == 2
     assert err == f"ConfigError: {copy} holds a run already.\n  Name a directory that does not.\n"
+
+
+@pytest.fixture
+def in_two_places(trained, tmp_path):
+    """A run whose newest checkpoint is on the local disk."""
+    directory = RunDirectory(shutil.copytree(trained, tmp_path / "run"))
+    shutil.move(directory.checkpoints / "00000004", tmp_path / "local" / "00000004")
+    config = load(run.RunConfig, directory.config_file)
+    local = LocalTier(directory=str(tmp_path / "local"), every_steps=1)
+    own = dataclasses.replace(config.checkpoint, local=local)
+    directory.config_file.write_text(to_yaml(dataclasses.replace(config, checkpoint=own)))
+    return directory.path
+
+
+def test_both_places_of_a_run_are_seen(in_two_places, trained, shardlib, tmp_path):
+    code, out, err = shardlib("ls", in_two_places)
+    assert (code, err) == (0, "")
+    lines = [line for line in out.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    assert [row[:2] for row in cells] == [["2", "run"], ["4", "local"]]
+    code, out, _ = shardlib("ls", in_two_places, "--json")
+    assert [(each["step"], each["in"]) for each in json.loads(out)] == [(2, "run"), (4, "local")]
+    # A directory of checkpoints alone says nothing of another.
+    code, out, err = shardlib("ls", tmp_path / "local", "--json")
+    assert (code, err) == (0, "")
+    assert [(each["step"], each["in"]) for each in json.loads(out)] == [(4, "run")]
+
+    (tmp_path / "local" / "00000004" / "state" / "_METADATA").unlink()
+    code, out, err = shardlib("verify", in_two_places)
+    assert (code, err) == (1, "")
+    assert out.startswith("step 2 in run: ")
+    assert (
+        f"\nstep 4 in local: checkpoint {tmp_path}/local/00000004 is damaged: 1 of its files are "
+        "not as saved:\n  state/_METADATA: missing\n"
+    ) in out
+    code, out, _ = shardlib("diff", trained, in_two_places, "--json")
+    assert (code, json.loads(out)["same"]) == (0, 40)
+    code, out, _ = shardlib("diff", f"{trained}@2", f"{in_two_places}@2", "--json")
+    assert (code, json.loads(out)["same"]) == (0, 40)
+
+
+def test_reshard_takes_the_newest_of_both_places(in_two_places, shardlib, tmp_path):
+    words = ("reshard", in_two_places, "--mesh", "data=8")
+    code, out, err = shardlib(*words, "--dry-run", "--json")
+    assert (code, err, json.loads(out)["step"]) == (0, "", 4)
+    copy = tmp_path / "copy"
+    code, out, err = shardlib(*words, "--to", copy)
+    assert (code, err) == (0, "")
+    assert out == (
+        f"step 4 is now in {copy}\n  train on  shardlib train {copy}/config.yaml\n"
+        "checkpoint.local is left out of its config, being for the other run alone\n"
+    )
+    assert load(run.RunConfig, copy / "config.yaml").checkpoint.local is None
+    saved = RunCheckpoints(copy / "checkpoints").metadata(4)
+    assert saved["config"]["checkpoint"]["local"] is None
+    assert saved["id"] == RunDirectory(copy).identity
+    assert saved["id"] != RunDirectory(in_two_places).identity
+    code, out, _ = shardlib(
+        "reshard", in_two_places, "--mesh", "data=8", "--to", f"{copy}2", "--json"
+    )
+    assert (code, json.loads(out)) == (
+        0,
+        {"run_dir": f"{copy}2", "step": 4, "left_out": ["checkpoint.local"]},
+    )
+
+
+def test_a_local_place_that_cannot_be_read_is_told_of(in_two_places, shardlib, tmp_path):
+    (tmp_path / "local").rename(tmp_path / "lost")
+    code, out, err = shardlib("ls", in_two_places, "--json")
+    assert (code, [each["step"] for each in json.loads(out)]) == (0, [2])
+    assert err == f"checkpoint.local.directory is not here, and left out: {tmp_path}/local\n"
+    config = in_two_places / "config.yaml"
+    config.write_text("mesh: {")
+    code, out, err = shardlib("ls", in_two_places, "--json")
+    assert (code, [each["step"] for each in json.loads(out)]) == (0, [2])
+    assert err.startswith("checkpoint.local, if there is one, is not known and left out: ")
 
 
 def test_a_restore_reads_what_was_planned(tmp_path):

@@ -52,6 +52,24 @@ def test_of_equally_good_checkpoints_the_newer_is_kept():
     assert kept({1: {"x": 1.0}, 2: {"x": 1.0}, 3: {"x": 2.0}}, config) == {2, 3}
 
 
+def test_the_newest_healthy_one_is_kept():
+    metrics = {10: {}, 20: {}, 30: {}, 40: {}}
+    assert kept(metrics, CheckpointConfig(keep=1), {30, 40}) == {20, 40}
+    assert kept(metrics, CheckpointConfig(keep=2), {20, 40}) == {30, 40}
+    assert kept(metrics, CheckpointConfig(keep=2), {10, 20, 30, 40}) == {30, 40}
+
+
+def test_an_unhealthy_save_leaves_the_last_healthy_one(tmp_path):
+    with RunCheckpoints(tmp_path, CheckpointConfig(keep=1)) as checkpoints:
+        left = []
+        for step, run in enumerate(({}, {"healthy": True}, {"healthy": False}, {"healthy": False})):
+            checkpoints.save(step, STATE, run, wait=True)
+            left.append(checkpoints.steps())
+        assert left == [[0], [1], [1, 2], [1, 3]]
+        checkpoints.save(4, STATE, {"healthy": True}, wait=True)
+        assert checkpoints.steps() == [4]
+
+
 def test_the_best_and_every_nth_survive_a_restart(tmp_path):
     told = []
     config = CheckpointConfig(keep=1, keep_every_steps=4, keep_best=KeepBest(metric="loss"))
@@ -74,7 +92,8 @@ def test_foreign_entries_are_never_listed_and_told_of_once(tmp_path):
     with RunCheckpoints(directory, CheckpointConfig(keep=1), notify=told.append) as checkpoints:
         checkpoints.save(5, STATE, {}, wait=True)
         shutil.copytree(directory / "00000005", elsewhere)
-        (directory / "00000099").mkdir()
+        (directory / "00000098").mkdir()
+        (directory / "00000099" / "state").mkdir(parents=True)
         (directory / "100").mkdir()
         (directory / "00000101").write_text("a file")
         (directory / "notes").mkdir()
@@ -88,10 +107,11 @@ def test_foreign_entries_are_never_listed_and_told_of_once(tmp_path):
             assert checkpoints.steps() == [5]
         checkpoints.save(6, STATE, {}, wait=True)
         assert checkpoints.steps() == [6]
-    left = {"00000006", "00000099", "100", "00000101", "notes", "00000102", "00000103", "00000104"}
-    assert set(os.listdir(directory)) == left
+    steps = {f"{step:08d}" for step in (6, 98, 99, 101, 102, 103, 104)}
+    assert set(os.listdir(directory)) == steps | {"100", "notes"}
     incomplete = "is skipped: no complete checkpoint"
     assert told == [
+        f"{directory}/00000098 is skipped: no checkpoint",
         f"{directory}/00000102 is skipped: a symbolic link",
         f"{directory}/100 is skipped: no checkpoint",
         f"{directory}/notes is skipped: no checkpoint",
@@ -135,11 +155,16 @@ def test_going_back_drops_the_later_steps(tmp_path):
     with RunCheckpoints(tmp_path, CheckpointConfig(keep=9)) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, STATE, {})
-        (tmp_path / "00000004").mkdir()
+        (tmp_path / "00000004" / "state").mkdir(parents=True)
+        checkpoints.wait()
+        assert checkpoints.last_saved == 3
         checkpoints.drop_after(1)
+        assert checkpoints.last_saved is None
         assert checkpoints.steps() == [1]
         checkpoints.save(2, STATE, {}, wait=True)
         assert checkpoints.steps() == [1, 2]
+        checkpoints.drop_after(2)
+        assert checkpoints.last_saved == 2
     assert sorted(os.listdir(tmp_path)) == ["00000001", "00000002"]
 
 
@@ -193,6 +218,45 @@ def test_an_empty_directory_has_no_newest(tmp_path):
     with RunCheckpoints(tmp_path / "nowhere") as checkpoints:
         assert checkpoints.restore_newest(STATE) is None
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_what_never_was_a_checkpoint_is_none_that_fails(tmp_path):
+    told = []
+    (tmp_path / "00000007" / "notes").mkdir(parents=True)
+    with RunCheckpoints(tmp_path, notify=told.append) as checkpoints:
+        assert checkpoints.latest() is None
+        assert checkpoints.restore_newest(STATE) is None
+        assert checkpoints.steps() == []
+    assert told == [f"{tmp_path}/00000007 is skipped: no checkpoint"]
+    assert os.listdir(tmp_path) == ["00000007"]
+
+
+@pytest.mark.parametrize("entry", ["state", "manifest.json"])
+def test_parts_of_a_checkpoint_are_one_that_is_damaged(entry, tmp_path):
+    (tmp_path / "00000007" / entry).mkdir(parents=True)
+    with RunCheckpoints(tmp_path, notify=lambda text: None) as checkpoints:
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.restore_newest(STATE)
+        assert str(caught.value) == (
+            "none of the checkpoints validates:\n"
+            f"  {tmp_path}, step 7\n"
+            "  They are left as they are. Remove them to start anew, or train in another run_dir."
+        )
+
+
+def test_a_hostile_manifest_is_damage(tmp_path):
+    told = []
+    with RunCheckpoints(tmp_path, notify=told.append) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, STATE, {}, wait=True)
+        (tmp_path / "00000002" / "manifest.json").write_text("[" * 100_000)
+        assert checkpoints.restore_newest(STATE)[0].step == 1
+        assert checkpoints.last_saved is None  # Step 2 is set aside.
+        assert checkpoints.steps() == [1]
+    assert told[0].startswith(
+        "step 2 does not validate, trying the one before it: the manifest "
+        f"{tmp_path}/00000002/manifest.json is damaged: RecursionError: "
+    )
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):

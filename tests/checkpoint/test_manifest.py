@@ -1,5 +1,7 @@
 """The document of a checkpoint: what it says, that any change is told, and what is refused."""
 
+import dataclasses
+import functools
 import json
 
 import jax
@@ -116,6 +118,7 @@ def test_any_flipped_bit_is_told_or_harmless(tmp_path_factory, data):
             "ValueError: fingerprint of x is 'z'",
         ),
         ({"metrics": {"x": "1"}}, "ValueError: metrics is \"{'x': '1'}\""),
+        ({"metrics": {"x": 10**400}}, f"ValueError: metrics is \"{{'x': 1{'0' * 73}\""),
         ({"files": {"../x": {}}}, "ValueError: the name of a file is '../x'"),
         ({"files": {"/etc/passwd": {}}}, "ValueError: the name of a file is '/etc/passwd'"),
         ({"files": {"a//b": {}}}, "ValueError: the name of a file is 'a//b'"),
@@ -159,6 +162,22 @@ def test_depth_and_size_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(manifests, "MAX_BYTES", 100)
     with pytest.raises(CheckpointError, match="is damaged: ValueError: more than 100 bytes"):
         manifests.read(written(tmp_path, MANIFEST.to_json()))
+
+
+def test_what_the_run_says_may_be_nested_so_deep(tmp_path):
+    def nested(depth):
+        return functools.reduce(lambda inner, _: [inner], range(depth - 1), {"x": 1})
+
+    fitting, too_deep = {"a": nested(63)}, {"a": nested(64)}
+    assert manifests.read(changed(tmp_path, run=fitting)).run == fitting
+    with pytest.raises(CheckpointError, match="ValueError: run is nested more than 64 deep"):
+        manifests.read(changed(tmp_path, run=too_deep))
+    assert dataclasses.replace(MANIFEST, run=fitting).to_json()
+    endless = {}
+    endless["a"] = endless
+    for run in (too_deep, {"a": nested(100_000)}, endless):
+        with pytest.raises(CheckpointError, match=r"^the metadata of step 7 is not JSON: "):
+            dataclasses.replace(MANIFEST, run=run).to_json()
 
 
 def test_a_missing_one_is_named(tmp_path):

@@ -12,6 +12,7 @@ from shardlib.checkpoint import (
     RunCheckpoints,
     TieredCheckpoints,
     open_checkpoints,
+    open_saved,
 )
 from shardlib.checkpoint.tiers import _check_one_host
 from shardlib.errors import CheckpointError
@@ -21,10 +22,13 @@ def state_of(step):
     return {"w": jnp.full(4, float(step))}
 
 
-def open_both(directory, **options):
+def config_of(directory):
     local = LocalTier(directory=str(directory / "near"), every_steps=2, keep=2)
-    config = CheckpointConfig(every_steps=10, keep=2, local=local)
-    return open_checkpoints(directory / "far", config, **options)
+    return CheckpointConfig(every_steps=10, keep=2, local=local)
+
+
+def open_both(directory, **options):
+    return open_checkpoints(directory / "far", config_of(directory), **options)
 
 
 def train(checkpoints, steps):
@@ -89,6 +93,75 @@ def test_a_lost_local_disk_costs_the_steps_on_it(tmp_path):
         assert checkpoints.steps() == [10, 20, 22, 24]
         checkpoints.drop_after(20)
         assert checkpoints.steps() == [10, 20]
+
+
+def test_what_was_saved_last_in_either_place(tmp_path):
+    with open_both(tmp_path) as checkpoints:
+        assert checkpoints.last_saved is None
+        for step, expected in ((10, 10), (12, 12), (14, 14)):
+            train(checkpoints, [step])
+            checkpoints.settle()
+            assert checkpoints.last_saved == expected
+        checkpoints.drop_after(12)  # One that the local disk has no more to say of.
+        assert checkpoints.last_saved == 10
+        train(checkpoints, [14])
+        checkpoints.settle()
+        assert checkpoints.last_saved == 14
+        assert checkpoints.steps() == [10, 12, 14]
+
+
+def test_a_local_place_belongs_to_one_run(tmp_path):
+    def save(step, run):
+        RunCheckpoints(tmp_path / "near").save(step, state_of(step), run, wait=True)
+
+    save(2, {})
+    for owner in (None, "a"):  # One without an id may be anyone's.
+        with open_both(tmp_path, owner=owner):
+            pass
+    save(4, {"id": "a"})
+    save(6, {"id": "a"})
+    with open_both(tmp_path, owner="a") as checkpoints:
+        assert checkpoints.latest() == 6
+    told = []
+    for owner in (None, "b"):
+        with pytest.raises(CheckpointError) as caught:
+            open_both(tmp_path, owner=owner)
+        assert str(caught.value) == (
+            f"checkpoint.local.directory {tmp_path}/near holds checkpoints of another run: "
+            "steps 4, 6.\n"
+            "  Name another checkpoint.local.directory, or remove this one if that run is over."
+        )
+        saved = open_saved(tmp_path, config_of(tmp_path), notify=told.append, owner=owner)
+        assert list(saved.tiers) == ["run"]
+    assert told == 2 * [
+        "checkpoint.local.directory holds checkpoints of another run, and is left out: "
+        f"{tmp_path}/near"
+    ]
+
+
+def test_who_only_reads_sees_both_places(tmp_path):
+    with open_both(tmp_path) as checkpoints:
+        train(checkpoints, range(1, 25))
+    saved = open_saved(tmp_path / "far", config_of(tmp_path), notify=pytest.fail)
+    assert {tier: place.steps() for tier, place in saved.tiers.items()} == {
+        "run": [10, 20],
+        "local": [22, 24],
+    }
+    assert (saved.latest(), saved.steps()) == (24, [10, 20, 22, 24])
+    for step in (20, 24):
+        assert saved.metadata(step) == {"step": step}
+        saved.check(step, state_of(0))
+        assert list(saved.stored(step, state_of(0))[1]) == ["w"]
+        np.testing.assert_array_equal(saved.restore(step, state_of(0))["w"], [float(step)] * 4)
+    (tmp_path / "near" / "00000022" / "manifest.json").unlink()
+    saved = open_saved(tmp_path / "far", config_of(tmp_path), notify=lambda text: None)
+    with pytest.raises(CheckpointError, match=r"near/00000022 cannot be read as a checkpoint"):
+        saved.manifest(22)
+    os.rename(tmp_path / "near", tmp_path / "lost")
+    told = []
+    saved = open_saved(tmp_path / "far", config_of(tmp_path), notify=told.append)
+    assert saved.latest() == 20
+    assert told == [f"checkpoint.local.directory is not here, and left out: {tmp_path}/near"]
 
 
 def test_several_hosts_are_refused():

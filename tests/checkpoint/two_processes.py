@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
+from shardlib.checkpoint import CheckpointConfig, LocalTier, RunCheckpoints, open_checkpoints
 from shardlib.errors import CheckpointError
 
 
@@ -62,9 +62,26 @@ def restore_save_and_refuse(checkpoints):
         "  local: float32[3]\n"
         "  Place them on the mesh: jax.device_put(array, NamedSharding(mesh, P()))."
     )
+    refuse_different_steps(checkpoints, moved)
     checkpoints.save(4, moved, {})
     checkpoints.settle()
     return moved
+
+
+def refuse_different_steps(checkpoints, state):
+    """One process is a step ahead; and so that another of two places is its own."""
+    local = LocalTier(directory=str(checkpoints.directory / "near"), every_steps=2)
+    config = CheckpointConfig(every_steps=3, local=local)
+    tiers = open_checkpoints(checkpoints.directory / "far", config)
+    for store in (checkpoints, tiers):
+        with pytest.raises(CheckpointError) as caught:
+            store.save(8 + jax.process_index(), state, {})
+        assert str(caught.value) == (
+            "the processes save different steps:\n"
+            "  step 8: 1 of 2, such as process 0\n"
+            "  step 9: 1 of 2, such as process 1\n"
+            "  Call save on every process after the same step."
+        )
 
 
 @contextlib.contextmanager

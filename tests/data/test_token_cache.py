@@ -1,5 +1,6 @@
 """The cache: computed once, by one of several processes, and again when something changes."""
 
+import json
 import logging
 import os
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 from shardlib.cache_root import cache_root
 from shardlib.data import TextData, open_data
 from shardlib.data.cache import cached
+from shardlib.data.tokenizer import train_bpe
 from shardlib.errors import DataError
 
 PROGRAM = """
@@ -104,6 +106,26 @@ def test_a_cache_built_meanwhile_is_taken(cache):
         (directory / "whole").write_text("ours")
 
     assert (cached("things", "key", build) / "whole").read_text() == "theirs"
+
+
+def test_a_tokenizer_with_two_tokens_of_one_id(tmp_path):
+    """Bits per byte would be wrong."""
+    content = json.loads(train_bpe(["ab"] * 20, 300).to_json())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["ab"] = vocabulary["a"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "text.txt").write_text("ab a")
+    with pytest.raises(DataError) as caught:
+        open_data(
+            TextData(path=str(tmp_path / "text.txt"), tokenizer=str(tmp_path / "tokenizer.json")),
+            global_batch=4, seed=0, split="train",
+        )  # fmt: skip
+    # Of the two, the one whose length counts is up to the order of a hash table.
+    assert str(caught.value) in [
+        f"the tokens of a document of 4 bytes stand for {found} bytes.\n"
+        "  Repair the tokenizer.json: each id is to stand for one token."
+        for found in (3, 5)
+    ]
 
 
 def test_place_of_the_cache(monkeypatch, tmp_path):

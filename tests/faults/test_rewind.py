@@ -65,9 +65,16 @@ def poisoned(lab, tmp_path_factory):
     (info / "entry_points.txt").write_text("[shardlib.models]\npoisoned = poisoned:FAMILY\n")
     path = os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
-    def start(run_dir, *words):
+    def start(run_dir, *words, launch=()):
         return lab.shardlib(
-            *("train", lab.config_file, f"run_dir={run_dir}", "model.name=poisoned", *QUIET),
+            *(
+                *launch,
+                "train",
+                lab.config_file,
+                f"run_dir={run_dir}",
+                "model.name=poisoned",
+                *QUIET,
+            ),
             *words,
             env={**os.environ, "PYTHONPATH": path},
         )
@@ -111,7 +118,47 @@ def test_a_run_goes_back_once_and_past_the_data(poisoned, tmp_path):
     # 25 steps of 8 samples, and 6 steps' worth passed over.
     data = manifest.run["data"]
     assert (data["samples_seen"], data["skipped"]) == (31 * 8, [[80, 128]])
-    assert manifest.run["rewinds"] == 1
+    assert manifest.run["guards"]["rewinds"] == 1
+
+
+def test_it_goes_back_also_when_a_good_step_is_on_its_way_already(poisoned, tmp_path):
+    words = ("train.guards.patience=3", "checkpoint.every_steps=12", "train.steps=20")
+    done = poisoned(tmp_path / "run", *words)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "went back from step 17 to step 12, for loss is inf; samples 96 to 135 are " in done.stdout
+    )
+
+
+def test_a_run_that_stops_among_bad_steps_goes_on_as_one_that_did_not(poisoned, tmp_path):
+    words = ("train.guards.patience=3", "checkpoint.every_steps=5", "checkpoint.keep=1")
+    alone = poisoned(tmp_path / "alone", *words, "train.steps=22")
+    stopped = poisoned(tmp_path / "run", *words, "train.steps=14")
+    assert (alone.returncode, stopped.returncode) == (0, 0)
+    with RunCheckpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        # The last healthy one is kept, whatever is newer.
+        healthy = {step: checkpoints.metadata(step)["healthy"] for step in checkpoints.steps()}
+    assert healthy == {10: True, 14: False}
+    done = poisoned(tmp_path / "run", *words, "train.steps=22")
+    assert (
+        "went back from step 16 to step 10, for loss is inf; samples 80 to 127 are" in done.stdout
+    )
+    rows, expected = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "alone")
+    assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
+
+
+def test_groups_that_train_apart_in_two_processes_save_together(poisoned, tmp_path):
+    """Each process knows of the updates that its own groups refused, and of no others."""
+    words = ("mesh=data=2", "train.cpu_devices=2", "train.local_sgd.inner_steps=2")
+    words += ("checkpoint.every_steps=2", "train.guards.patience=2", "train.steps=20")
+    launch = ("launch", "--processes", 2, "--")
+    done = poisoned(tmp_path / "run", *words, launch=launch)
+    assert done.returncode == 0, done.stdout
+    assert "its update is left out, for loss is inf" in done.stdout
+    with RunCheckpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == [16, 18, 20]
+        for step in checkpoints.steps():
+            checkpoints.verify(step)
 
 
 def test_without_rewinds_it_ends_with_a_code_of_its_own(poisoned, tmp_path):

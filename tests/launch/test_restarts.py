@@ -143,8 +143,11 @@ sys.exit(run_local([sys.executable, "-c", {PRELUDE + 'print("up", flush=True); t
     2, restarts=3))
 """
     with running(run) as (process, lines):
-        while "up" not in (line := lines.readline()):
+        up = 0
+        while up < 2:
+            line = lines.readline()
             assert line
+            up += "up" in line
         process.send_signal(number)
         rest = lines.read()
         assert process.wait(30) == 128 + number
@@ -205,6 +208,39 @@ def test_progress_and_failure_are_kept_together(tmp_path, monkeypatch):
     assert read_progress(file) == Progress(4, ("not finite", 5))
     assert json.loads(file.read_text()) == {"saved_step": 4, "failure": ["not finite", 5]}
     assert os.listdir(tmp_path) == ["told"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", '{"saved_step": 3', "[]", '{"saved_step": "3", "failure": null}', '{"saved_step": 3}',
+     '{"saved_step": 3, "failure": ["nan"]}', "\udcff"],
+)  # fmt: skip
+def test_a_broken_file_says_nothing(tmp_path, monkeypatch, text):
+    file = tmp_path / "told"
+    file.write_text(text, errors="surrogateescape")
+    assert read_progress(file) == Progress()
+    monkeypatch.setenv("SHARDLIB_PROGRESS_FILE", str(file))
+    report_progress(7)
+    assert read_progress(file) == Progress(7)
+
+
+def test_a_run_goes_on_when_it_cannot_tell(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("SHARDLIB_PROGRESS_FILE", str(tmp_path / "gone" / "told"))
+    report_progress(1)
+    report_progress(2)
+    report_failure("not finite", 3)
+    assert capfd.readouterr() == (
+        "",
+        f"{tmp_path}/gone/told cannot be written: No such file or directory. "
+        "The launcher is not told how far this run is.\n",
+    )
+
+
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_a_run_knows_how_often_it_may_be_started_again(launch, monkeypatch, restarts):
+    monkeypatch.setenv("SHARDLIB_RESTARTS", "9")  # Of a launcher around this one.
+    code = f'sys.exit(0 if os.environ["SHARDLIB_RESTARTS"] == "{restarts}" else 2)'
+    assert launch(code, restarts=restarts) == (0, [])
 
 
 # Verdicts

@@ -1,8 +1,10 @@
 """What a run writes down of itself: events, rows with an account; and what a rewind does to it."""
 
 import contextlib
+import itertools
 import json
 import math
+import threading
 import time
 
 import jax
@@ -121,6 +123,65 @@ def test_events_of_an_attempt_that_never_began_are_written_where_there_is_a_run(
     assert kinds(tmp_path / "old") == [("damaged", 10)]
 
 
+def test_an_event_after_the_end_is_written_too(parts, tmp_path, capsys):
+    attempt = Attempt(parts, tmp_path / "run")
+    with attempt.log as log:
+        attempt.go(0, 1)
+    ended = last_account(tmp_path / "run")
+    with (tmp_path / "run" / "events.jsonl").open("a") as file:
+        file.write('{"ti')  # As a full disk leaves a line behind.
+    log.event("save_failed", "no space")
+    log.event("save_failed", "no space")
+    assert kinds(tmp_path / "run") == [
+        ("start", 0), ("end", 1), ("save_failed", 1), ("save_failed", 1)
+    ]  # fmt: skip
+    # The account is that of the end.
+    assert last_account(tmp_path / "run") == ended
+    assert capsys.readouterr().out.splitlines()[-2:] == ["no space", "no space"]
+
+
+def test_an_event_after_the_end_that_has_no_place_is_said(parts, tmp_path, capsys):
+    attempt = Attempt(parts, tmp_path / "run")
+    with attempt.log as log:
+        attempt.go(0, 1)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    log.event("save_failed", step=7)
+    said = capsys.readouterr().out.splitlines()[-1]
+    path = tmp_path / "run" / "events.jsonl"
+    assert said.startswith(
+        f'warning: {path} cannot be written: No such file or directory. It lacks {{"time": "'
+    )
+    assert said.endswith('"kind": "save_failed", "step": 7}')
+
+
+def test_events_of_many_threads_are_all_there(parts, tmp_path):
+    """From before the directory is there until after the end."""
+    attempt = Attempt(parts, tmp_path / "run")
+    over = threading.Event()
+
+    def tell(name):
+        for number in itertools.count():
+            attempt.log.event(name, step=number)
+            if over.wait(0.002):
+                return
+
+    threads = [threading.Thread(target=tell, args=(name,)) for name in "ab"]
+    with attempt.log:
+        for thread in threads:
+            thread.start()
+        time.sleep(0.05)
+        attempt.go(0, 2)
+        time.sleep(0.05)
+    time.sleep(0.05)
+    over.set()
+    for thread in threads:
+        thread.join()
+    for name in "ab":
+        steps = [event["step"] for event in read_events(tmp_path / "run") if event["kind"] == name]
+        assert steps == list(range(len(steps)))
+        assert len(steps) > 10
+
+
 def test_other_processes_write_nothing(parts, tmp_path, capsys):
     group = ProcessGroup(count=2, index=1, started_by="launch")
     attempt = Attempt(parts, tmp_path / "run", group)
@@ -219,6 +280,46 @@ def test_what_follows_the_last_row_is_in_the_account_of_a_run_that_ended(parts, 
     assert row["spent"]["save"] == 9.0
     assert "lost" not in row["spent"]
     assert row["spent"]["step"] == pytest.approx(0.4)
+
+
+def test_the_time_before_a_finished_run_is_given_more_steps_is_not_its_own(parts, tmp_path):
+    first = Attempt(parts, tmp_path / "run")
+    with first.log as log:
+        first.go(0, 3)
+        log.flush()
+        log.closing("finished", is_finished=True, step=3, can_sample=False)
+    assert read_events(tmp_path / "run")[-1]["facts"] == {"finished": True}
+    with Attempt(parts, tmp_path / "run").log as log:
+        log.closing("finished", is_finished=True, step=3, can_sample=False)
+    time.sleep(0.1)
+    second = Attempt(parts, tmp_path / "run")
+    with second.log as log:
+        second.go(3, 4)
+        log.closing("stopped", is_finished=False, step=4, can_sample=False)
+    assert spent(read_metrics(tmp_path / "run")[-1]) == {"step": 0.4}
+    assert "facts" not in read_events(tmp_path / "run")[-1]
+    time.sleep(0.1)
+    third = Attempt(parts, tmp_path / "run")
+    with third.log:
+        third.go(4, 5)
+    assert read_metrics(tmp_path / "run")[-1]["spent"]["idle"] >= 0.098
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [(None, ""), ("0", ""), ("3", "--restarts 3 "), ("a b", "--restarts 'a b' ")],
+)
+def test_who_launched_a_run_resumes_it_alike(parts, tmp_path, capsys, monkeypatch, given, shown):
+    monkeypatch.delenv("SHARDLIB_RESTARTS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("SHARDLIB_RESTARTS", given)
+    attempt = Attempt(parts, tmp_path / "run", ProcessGroup(0, 2, "launch"))
+    with attempt.log as log:
+        attempt.go(0, 3)
+        log.closing("stopped", is_finished=False, step=3, can_sample=False)
+    config = tmp_path / "run" / "config.yaml"
+    resume = f"resume   shardlib launch --processes 2 {shown}-- train {config}"
+    assert resume in capsys.readouterr().out.replace("\n", "")
 
 
 def test_a_run_with_nothing_left_to_do_shows_its_account(parts, tmp_path, capsys):

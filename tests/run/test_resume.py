@@ -25,7 +25,7 @@ def wait_for_step(run_dir, step, process, seconds=100):
     while time.monotonic() < deadline:
         if metrics.exists() and metrics.read_text().count("\n") >= step:
             return
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, "\n".join(process.communicate())
         time.sleep(0.02)
     raise AssertionError(f"step {step} was not reached")
 

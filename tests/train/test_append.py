@@ -1,5 +1,13 @@
 """A file that is appended to while its disk is full."""
 
+import contextlib
+import itertools
+import re
+import threading
+import time
+
+import pytest
+
 from shardlib.train.append import AppendFile
 
 
@@ -39,3 +47,38 @@ def test_what_waits_can_be_cut_too(tmp_path, small_files):
     file.write(b"e\n")
     file.close()
     assert (tmp_path / "log").read_text() == "a\ne\n"
+
+
+def test_a_closed_file_is_not_taken_for_a_full_disk(tmp_path):
+    said = []
+    file = AppendFile(tmp_path / "log", warn=said.append)
+    file.write(b"a\n")
+    file.close()
+    file.close()
+    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))}/log is closed$"):
+        file.write(b"b\n")
+    assert (file.read(), said) == (b"a\n", [])
+
+
+def test_a_file_is_closed_between_two_writes(tmp_path):
+    """Threads write until the file is closed: all that a write has taken is there, once."""
+    file = AppendFile(tmp_path / "log", warn=pytest.fail)
+    written = []
+
+    def write(name):
+        with contextlib.suppress(ValueError):
+            for number in itertools.count():
+                line = f"{name} {number}\n"
+                file.write(line.encode())
+                written.append(line)
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    while len(written) < 300:
+        time.sleep(0.001)
+    file.close()
+    for thread in threads:
+        thread.join()
+    lines = (tmp_path / "log").read_text().splitlines(keepends=True)
+    assert sorted(lines) == sorted(written)

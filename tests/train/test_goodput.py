@@ -161,6 +161,18 @@ def test_a_wall_clock_put_back_makes_no_time_negative():
     assert {k: v for k, v in account.seconds().items() if v} == {"init": 1.0, "lost": 4.0}
 
 
+def test_what_follows_the_end_of_a_finished_run_is_nobodys():
+    now = [50.0]
+    clock = PhaseClock(lambda: now[0])
+    account = Account(clock, now=lambda: now[0])
+    now[0] += 2.0
+    ended = {"time": 40.0, "spent": {"step": 4.0}}
+    account.resume({"spent": {"step": 4.0}}, ended | {"finished": True})
+    assert {k: v for k, v in account.seconds().items() if v} == {"init": 2.0, "step": 4.0}
+    account.resume({"spent": {"step": 4.0}}, ended | {"finished": False})
+    assert account.seconds()["idle"] == 10.0
+
+
 def test_a_stamp_is_short():
     now = [12.3456]
     clock = PhaseClock(lambda: now[0])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import sys
 
 import jax.numpy as jnp
@@ -89,16 +90,43 @@ def test_nothing_is_rewritten_when_nothing_is_lost(tmp_path):
     assert (tmp_path / "metrics.jsonl").stat().st_ino == before
 
 
-def test_a_foreign_line_is_named(tmp_path):
+@pytest.mark.parametrize("foreign", ["hello", '{"loss": 2.0}', '{"step": "2"}', '{"step": null}'])
+def test_a_foreign_line_is_named(tmp_path, foreign):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 2.0}\nhello\n{"step": 2}\n')
+    path.write_text(f'{{"step": 1, "loss": 2.0}}\n{foreign}\n{{"step": 2}}\n')
     with pytest.raises(ShardlibError) as error:
         MetricsWriter(tmp_path, resume_step=2)
     assert str(error.value) == (
-        f"{path}:2: not the metrics of a step: 'hello'.\n"
+        f"{path}:2: not the metrics of a step: {foreign!r}.\n"
         "  Remove that line, or move the file away to begin a new one."
     )
-    assert "hello" in path.read_text()
+    assert foreign in path.read_text()
+
+
+def test_foreign_lines_are_named_without_asserts(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": "1"}\n')
+    (tmp_path / "events.jsonl").write_text('{"step": 1}\n')
+    code = """
+import sys
+from shardlib.errors import ShardlibError
+from shardlib.run.events import read_events
+from shardlib.train.metrics import read_metrics
+for read in (read_metrics, read_events):
+    try:
+        read(sys.argv[1])
+    except ShardlibError as error:
+        print(str(error).splitlines()[0])
+"""
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        f"""{tmp_path}/metrics.jsonl:1: not the metrics of a step: '{{"step": "1"}}'.""",
+        f"""{tmp_path}/events.jsonl:1: not an event: '{{"step": 1}}'.""",
+    ]
 
 
 def test_steps_must_increase(tmp_path):
