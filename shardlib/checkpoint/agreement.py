@@ -29,12 +29,13 @@ _instances = itertools.count()
 class Peers:
     """The processes of a run, as seen by one of them.
 
-    Every process makes its instances in the same order, and takes part in the same rounds of each
-    name in the same order; rounds of different names may run in different threads.
+    Every process first decides something with its instances in the same order (one that never does
+    may be there on some processes only), and takes part in the same rounds of each name in the same
+    order; rounds of different names may run in different threads.
     """
 
     def __init__(self) -> None:
-        self._prefix = f"shardlib/checkpoint/{next(_instances)}"
+        self._prefix: str | None = None
         self._rounds: Counter[str] = Counter()
 
     @property
@@ -83,6 +84,8 @@ class Peers:
 
     def _exchange(self, name: str, mine: str, decide: Callable[[list[str]], str]) -> str:
         client, index = coordination_client(), jax.process_index()
+        if self._prefix is None:
+            self._prefix = f"shardlib/checkpoint/{next(_instances)}"
         self._rounds[name] += 1
         place = f"{self._prefix}/{name}/{self._rounds[name]}"
         if index:

@@ -32,6 +32,7 @@ STEP_NAME = re.compile(r"\d{8,}")
 TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
 STATE = "state"
 TRASH, DAMAGED, PROBE = ".trash", ".damaged", ".probe-"
+_ASIDE = re.compile(r"\d{8,}-[0-9a-f]{8}")
 # Of those set aside the newest stay, for whoever wants to look at them.
 DAMAGED_KEPT = 2
 
@@ -177,11 +178,16 @@ class StepDirectory:
     def set_aside(self, step: int) -> pathlib.Path:
         """Moves a damaged checkpoint away, so that its step can be saved again; says where to."""
         damaged = self.path / DAMAGED
+        if damaged.is_symlink():
+            raise CheckpointError(
+                f"{damaged} is a symbolic link.\n  Remove it: damaged checkpoints go there."
+            )
         damaged.mkdir(exist_ok=True)
         place = damaged / f"{step:08d}-{uuid.uuid4().hex[:8]}"
         self.of_step(step).rename(place)
         os.utime(place)
-        entries = sorted(os.scandir(damaged), key=lambda entry: entry.stat().st_mtime_ns)
+        ours = [entry for entry in os.scandir(damaged) if _ASIDE.fullmatch(entry.name)]
+        entries = sorted(ours, key=lambda entry: entry.stat().st_mtime_ns)
         self.discard([pathlib.Path(entry.path) for entry in entries[:-DAMAGED_KEPT]])
         return place
 

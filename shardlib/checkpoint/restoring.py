@@ -20,11 +20,8 @@ from shardlib.checkpoint.agreement import Peers
 from shardlib.checkpoint.damage import DamageError, first_line
 from shardlib.checkpoint.files import SMALL_FILE_BYTES, check_contents, check_sizes
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.checkpoint.tree import check_leaves, flatten, leaf_spec, unflatten
+from shardlib.checkpoint.tree import check_leaves, flatten, is_key, leaf_spec, unflatten
 from shardlib.errors import CheckpointError
-
-# Up to this much, the files are read once more to name the one to blame for arrays that cannot be.
-BLAME_BYTES = 2**33
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +85,19 @@ class Restoring:
     def _as_saved(self, path: str, target: Any) -> Any:
         """Returns the target that the arrays are read into: of the dtype that they have."""
         spec = self.manifest.leaves[path]
-        if leaf_spec(target) == spec:
+        sharding = getattr(target, "sharding", None)
+        if is_key(target):
             return target
         dtype = np.dtype(spec.dtype)
-        sharding = getattr(target, "sharding", None)
-        if dtype != jax.dtypes.canonicalize_dtype(dtype):
+        is_wide = dtype != jax.dtypes.canonicalize_dtype(dtype)
+        if leaf_spec(target) == spec:
+            if is_wide and sharding is not None:
+                raise CheckpointError(
+                    f"{path}: {spec} cannot be restored onto devices while jax_enable_x64 is off.\n"
+                    "  Turn it on, leave the sharding out, or ask for another dtype with cast=True."
+                )
+            return target
+        if is_wide:
             sharding = None  # Without x64 there are no such arrays on devices.
         return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
 
@@ -121,8 +126,6 @@ class Restoring:
         if not self.manifest.is_verifiable:
             raise DamageError(f"{text}\n  Restore another step.") from error
         check_sizes(self.place, self.manifest.files)
-        if self.manifest.state_bytes > BLAME_BYTES:
-            raise DamageError(f"{text}\n  Restore another step.") from error
         check_contents(self.place, self.manifest.files)
         raise CheckpointError(
             f"{text}\n  Its files are as they were saved: look at what this machine lacks."

@@ -154,6 +154,8 @@ class Saving:
         }
         rest = [name for name in walk(self._temporary) if name not in files]
         files |= checksums(self._temporary, rest)
+        for name in rest:  # Not all of it is synchronized by who wrote it.
+            _sync(self._temporary / name)
         manifest = dataclasses.replace(
             self._draft,
             fingerprints=self._fingerprints.result(),
@@ -173,9 +175,10 @@ def _write(path: pathlib.Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(directory: pathlib.Path) -> None:
-    """Makes the names in a directory outlive a loss of power, where the file system can."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def _sync(path: pathlib.Path) -> None:
+    """Makes a file, or the names in a directory, outlive a loss of power, where the file system
+    can."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

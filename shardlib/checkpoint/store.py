@@ -70,10 +70,16 @@ class RunCheckpoints(SavedCheckpoints):
         self._writer: ArrayWriter | None = None
         self._saving: Saving | None = None
         self._failures = 0
+        self._untold: CheckpointError | None = None
         self.last_saved: int | None = None
         """The last step that this object has saved completely, as far as it has looked; None once
         that checkpoint has been dropped or set aside."""
         self._is_metric_missed = False
+
+    @property
+    def last_kept(self) -> int | None:
+        """The last step that this object has saved where it outlives this machine."""
+        return self.last_saved
 
     def is_due(self, step: int) -> bool:
         """Whether the config asks for a checkpoint after this step."""
@@ -135,6 +141,7 @@ class RunCheckpoints(SavedCheckpoints):
         """
         self.settle()
         self._check_failures()
+        self._untold = None
         leaves = flatten(state)
         check_leaves(leaves)
         _check_global(leaves)
@@ -146,7 +153,9 @@ class RunCheckpoints(SavedCheckpoints):
             )
         self.peers.decide("save", str(step), lambda steps: self._check_new(int(one_step(steps))))
         self._tell_missed_metric(draft)
-        saving = Saving(self._steps, self.peers, self._open_writer(), draft, self._prune)
+        saving = Saving(
+            self._steps, self.peers, self._open_writer(), draft, lambda: self._prune(step)
+        )
         try:
             saving.begin(leaves)
         except Exception as error:
@@ -164,6 +173,9 @@ class RunCheckpoints(SavedCheckpoints):
             CheckpointError: If that save failed; what it had written is removed.
         """
         self.settle(is_raised=True)
+        failure, self._untold = self._untold, None
+        if failure is not None:
+            raise failure
 
     def settle(self, *, is_raised: bool = False) -> None:
         """Waits for the save in flight; tells of its failure, or raises it."""
@@ -307,10 +319,12 @@ class RunCheckpoints(SavedCheckpoints):
         )
         if is_raised:
             raise failure from error
+        self._untold = failure
         self.notify(str(failure))
 
     def _check_failures(self) -> None:
         if self._failures >= self.config.max_failures:
+            self._untold = None
             last = self._good_steps().split(", ")[-1]
             raise CheckpointError(
                 f"{self._failures} checkpoints in a row could not be written to {self.directory}; "
@@ -324,12 +338,12 @@ class RunCheckpoints(SavedCheckpoints):
         except CheckpointError:
             return "unknown, for the directory cannot be listed"
 
-    def _prune(self) -> None:
+    def _prune(self, step: int) -> None:
         def prune() -> None:
             found = self._steps.manifests()
             metrics = {step: manifest.metrics for step, manifest in found.items()}
             sick = {step for step, each in found.items() if not each.run.get("healthy", True)}
-            stay = kept(metrics, self.config, sick)
+            stay = {step, *kept(metrics, self.config, sick)}
             self._steps.discard([self._steps.of_step(step) for step in found if step not in stay])
 
         self._tolerate("old checkpoints stay", prune)

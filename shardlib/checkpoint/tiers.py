@@ -188,6 +188,11 @@ class TieredCheckpoints(SavedTiers):
             (store.last_saved for store in self._both if store.last_saved is not None), default=None
         )
 
+    @property
+    def last_kept(self) -> int | None:
+        """The last step that this object has saved in the run directory."""
+        return self.far.last_saved
+
     def is_due(self, step: int) -> bool:
         """Whether either place asks for a checkpoint after this step."""
         return self.far.is_due(step) or (self.config.enabled and self.near.is_due(step))
@@ -210,9 +215,10 @@ class TieredCheckpoints(SavedTiers):
         metrics: Mapping[str, float] | None = None,
         wait: bool = False,
     ) -> None:
-        """As of `RunCheckpoints`, in the place that asks for the step."""
+        """As of `RunCheckpoints`, in the place that asks for the step; in the run directory if it
+        is waited for, as the last one is: the local disk may go away with its machine."""
         self.far.peers.decide("tier", str(step), one_step)
-        is_near = self.near.is_due(step) and not self.far.is_due(step)
+        is_near = self.near.is_due(step) and not self.far.is_due(step) and not wait
         store, other = (self.near, self.far) if is_near else (self.far, self.near)
         # One copy of the state on the host at a time.
         other.settle()

@@ -54,7 +54,8 @@ def verify(
     step: Annotated[int | None, typer.Option(help="Only this one; all when left out.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every file and every array, and compare them with what was saved; exit 1 for damage."""
+    """Read every file and every array, and compare them with what was saved; exit 1 for damage, or
+    where there is nothing to verify."""
     saved = _open(run)
     found = []
     for each, tier in _candidates(saved, step):
@@ -72,7 +73,7 @@ def verify(
         print(json.dumps(found, indent=2))
     elif not found:
         print(f"no checkpoint in {saved.directory}")
-    if any(each["fault"] for each in found):
+    if not found or any(each["fault"] for each in found):
         raise typer.Exit(1)
 
 

@@ -8,7 +8,9 @@ import jax
 
 from shardlib import distributed
 from shardlib.checkpoint import Manifest, RunCheckpoints, TieredCheckpoints
+from shardlib.checkpoint.damage import DamageError
 from shardlib.data import MapSource, Prefetcher
+from shardlib.errors import CheckpointError
 from shardlib.launch.progress import report_progress
 from shardlib.phases import PhaseClock
 from shardlib.run.directory import RunDirectory
@@ -114,19 +116,44 @@ class Attempt:
                 self.parts.saved_state(), accept=check_same_run(self.parts, self.source)
             )
         if found is not None:
+            self._tell_batch(found[0])
+        return self._begun_at(found)
+
+    def _begun_at(self, found: tuple[Manifest, Any] | None) -> Any:
+        """Returns the state of a checkpoint, or of step 0, and notes where the run stands there."""
+        if found is not None:
             manifest, state = found
             self._standing = Standing.of(manifest)
             self._policy.resume(manifest.run.get("guards", {}))
-            self._tell_batch(manifest)
             return state
         self._standing = Standing()
         state = materialize(self.parts.abstract, seed=self.config.seed)
         return self._step.init(state) if isinstance(self._step, LocalSGD) else state
 
+    def _last_healthy(self) -> tuple[Manifest, Any] | None:
+        """Restores the newest checkpoint that was not saved in the middle of refused updates.
+
+        Raises:
+            CheckpointError: If there are such checkpoints, and none of them validates.
+        """
+        manifests = [self.checkpoints.manifest(step) for step in self.checkpoints.steps()]
+        healthy = [found for found in manifests if found.run.get("healthy", True)]
+        for manifest in reversed(healthy):
+            try:
+                return manifest, self.checkpoints.restore(manifest.step, self.parts.saved_state())
+            except DamageError as error:
+                self.log.event("checkpoint", str(error), step=manifest.step)
+        if healthy:
+            raise CheckpointError(
+                f"no checkpoint in {self.checkpoints.directory} validates that the run could go "
+                "back to.\n  Look at them with `shardlib checkpoint verify`."
+            )
+        return None
+
     def _tell_batch(self, manifest: Manifest) -> None:
         before = manifest.run["config"]["train"]["global_batch"]
         now, seen = self.config.train.global_batch, self._standing.position.samples_seen
-        if before != now and not self._policy.rewinds:
+        if before != now:
             text = f"the global batch was {before} and is {now} from sample {seen} on"
             self.log.event("batch", text, step=manifest.step, before=before, now=now, sample=seen)
 
@@ -267,7 +294,7 @@ class Attempt:
         """Sees to it that the last step is saved, or raises; a save that failed is tried again."""
         with self.clock.within("save"):
             self.checkpoints.settle()
-        if self.checkpoints.last_saved != step:
+        if self.checkpoints.last_kept != step:
             self._save(step, state, {}, wait=True)
         self._report_progress()
 
@@ -285,10 +312,9 @@ class Attempt:
         rewinds, wrong = self._policy.rewinds, self._policy.wrong
         with self.clock.within("restore"):
             self.checkpoints.settle()
-            steps = self.checkpoints.steps()
-            healthy = [s for s in steps if self.checkpoints.metadata(s).get("healthy", True)]
-            self.checkpoints.drop_after(max(healthy, default=-1))
-        state = self._restored()
+            found = self._last_healthy()
+            state = self._begun_at(found)
+            self.checkpoints.drop_after(int(state.step) if found else -1)
         self._policy.rewinds = rewinds
         self._policy.rewound()
         self._is_save_put_off = False

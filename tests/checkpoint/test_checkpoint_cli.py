@@ -85,7 +85,7 @@ def test_ls(trained, shardlib):
 
 def test_places_without_checkpoints(shardlib, tmp_path):
     assert shardlib("ls", tmp_path) == (0, f"no checkpoint in {tmp_path}\n", "")
-    assert shardlib("verify", tmp_path) == (0, f"no checkpoint in {tmp_path}\n", "")
+    assert shardlib("verify", tmp_path) == (1, f"no checkpoint in {tmp_path}\n", "")
     assert shardlib("ls", tmp_path / "none") == (
         1,
         "",
