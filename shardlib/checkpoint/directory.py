@@ -85,7 +85,8 @@ class StepDirectory:
             if entry.is_symlink():
                 self._skip(entry.name, "a symbolic link")
             elif not entry.is_dir(follow_symlinks=False):
-                continue
+                if _is_step(entry.name):  # It is in the way of that step.
+                    self._skip(entry.name, "a file")
             elif _is_step(entry.name) and not _is_foreign(entry.path):
                 steps.append(int(entry.name))
             elif _is_temporary(entry.name) or entry.name in (TRASH, DAMAGED):

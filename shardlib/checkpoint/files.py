@@ -137,9 +137,22 @@ def check_contents(
     """
     check_sizes(directory, expected)
     names = [name for name, r in expected.items() if largest is None or r.bytes <= largest]
-    found = checksums(directory, names)
+    try:
+        found = checksums(directory, names)
+    except OSError:
+        unreadable = [_unreadable(directory, name) for name in sorted(names)]
+        _raise(directory, [fault for fault in unreadable if fault])
+        raise
     faults = [f"{name}: other contents" for name in sorted(names) if found[name] != expected[name]]
     _raise(directory, faults)
+
+
+def _unreadable(directory: pathlib.Path, name: str) -> str | None:
+    try:
+        checksums(directory, [name])
+    except OSError as error:
+        return f"{name}: cannot be read: {error.strerror}"
+    return None
 
 
 def _regular_files(directory: pathlib.Path) -> dict[str, int]:

@@ -130,7 +130,8 @@ class RunCheckpoints(SavedCheckpoints):
             step: Number of optimizer steps that led to the state; not saved before.
             state: Any pytree of arrays and numbers, typed PRNG keys among them. A scalar that
                 lives on one process only is taken from the first process.
-            metadata: Any JSON: config, mesh, rules, position in the data.
+            metadata: Any JSON: config, mesh, rules, position in the data. `healthy: false` in it
+                marks a state that is none to go back to: the newest other one is never deleted.
             metrics: What `config.keep_best` may go by; numbers that are not finite are left out.
             wait: Whether to return only when the checkpoint is complete, and to raise if it fails.
 

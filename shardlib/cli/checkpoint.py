@@ -137,6 +137,11 @@ def _open(run: str) -> "SavedTiers":
     from shardlib.run.directory import RunDirectory
 
     directory = RunDirectory(run)
+    if (directory.path / "manifest.json").is_file():
+        raise CheckpointError(
+            f"{run} is one checkpoint of a run.\n"
+            "  Name the directory of the run; --step, or RUN@STEP for diff, names its checkpoints."
+        )
     if not directory.path.is_dir():
         raise CheckpointError(f"{run} is no directory.\n  Name the run_dir of a `shardlib train`.")
     try:

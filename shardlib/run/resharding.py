@@ -20,6 +20,7 @@ from shardlib.errors import CheckpointError, ConfigError, MeshError
 from shardlib.hardware import parse_cluster
 from shardlib.mesh import MeshConfig, describe
 from shardlib.registry import DataSpec
+from shardlib.run.checks import check_config
 from shardlib.run.config import RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
@@ -208,9 +209,11 @@ def _num_devices(mesh: str) -> int:
 
 def _parts(manifest: Manifest, config: RunConfig, devices: Devices) -> Setup:
     """Returns the parts of a run on another mesh; its data is not read if it need not be."""
+    scope = make_scope(config, devices)
+    check_config(config, lambda: scope)
     known: dict[str, Any] | None = manifest.run["data"].get("spec")
     spec = DataSpec(**known) if known else open_source(config, "train").spec
-    return setup(config, spec, make_scope(config, devices))
+    return setup(config, spec, scope)
 
 
 def _copy_beside(old: RunDirectory, new: RunDirectory, config: RunConfig) -> None:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.checkpoint import RunCheckpoints
+from shardlib.checkpoint import open_saved
 from shardlib.constrain import Scope, use
 from shardlib.data import Tokenizer, read_tokenizer
 from shardlib.errors import CheckpointError, MeshError, ModelError
@@ -116,24 +116,22 @@ def generate(
             "  Name the run_dir of a `shardlib train`."
         )
     start_devices(config)
-    with RunCheckpoints(directory.checkpoints, config.checkpoint) as checkpoints:
-        step = checkpoints.latest()
-        if step is None:
-            raise CheckpointError(
-                f"{run_dir} has no checkpoint yet.\n  Train on with `shardlib train` until it has."
-            )
-        if not directory.tokenizer_file.is_file():
-            raise ModelError(
-                f"{run_dir} holds a run of model {config.model.name!r}, which was not trained on "
-                "text.\n  Name the run_dir of a language model."
-            )
-        tokenizer = read_tokenizer(directory.tokenizer_file, config.data.end_of_text)
-        spec = DataSpec(
-            vocab_size=tokenizer.vocab_size, sequence_length=config.data.sequence_length
+    checkpoints = open_saved(directory.checkpoints, config.checkpoint, owner=directory.identity)
+    step = checkpoints.latest()
+    if step is None:
+        raise CheckpointError(
+            f"{run_dir} has no checkpoint yet.\n  Train on with `shardlib train` until it has."
         )
-        parts = setup(config, spec, _scope(config, mesh))
-        sampler = Sampler(parts, tokenizer)
-        state = merged(parts.train_step(), checkpoints.restore(step, parts.saved_state()))
+    if not directory.tokenizer_file.is_file():
+        raise ModelError(
+            f"{run_dir} holds a run of model {config.model.name!r}, which was not trained on "
+            "text.\n  Name the run_dir of a language model."
+        )
+    tokenizer = read_tokenizer(directory.tokenizer_file, config.data.end_of_text)
+    spec = DataSpec(vocab_size=tokenizer.vocab_size, sequence_length=config.data.sequence_length)
+    parts = setup(config, spec, _scope(config, mesh))
+    sampler = Sampler(parts, tokenizer)
+    state = merged(parts.train_step(), checkpoints.restore(step, parts.saved_state()))
     return sampler(state, prompt, length=length, temperature=temperature, seed=seed)
 
 

@@ -7,7 +7,6 @@ follows reads what was chosen. Where the update is applied the two are the same;
 refused, what follows is thrown away.
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -65,10 +64,9 @@ def _evaluate(closed: Any, arguments: list[Any], choose: Callable[[Any, Any], An
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        # What the equation was traced under, such as a place to compute it at.
-        context = getattr(equation.ctx, "manager", contextlib.nullcontext())
         options = equation.primitive.get_bind_params(equation.params)
-        with context:
+        # What the equation was traced under, such as a place to compute it at.
+        with equation.ctx.manager:
             found = equation.primitive.bind(*map(read, equation.invars), **options)
         if not equation.primitive.multiple_results:
             found = [found]
