@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import jax
 import pytest
@@ -49,12 +50,35 @@ def wait_for(text, directory, processes):
         time.sleep(0.005)
 
 
+def wait_for_deletion(directory, processes):
+    deadline = time.monotonic() + START_SECONDS
+    while not (directory / "checkpoints" / ".trash").is_dir():
+        assert all(process.poll() is None for process in processes)
+        assert time.monotonic() < deadline
+
+
+def found_by_kill(directory, count):
+    """What the processes were at when they were killed, by what they have left."""
+    names = os.listdir(directory / "checkpoints") if (directory / "checkpoints").is_dir() else []
+    said = [(directory / f"out-{index}").read_text() for index in range(count)]
+    return {
+        "save": any(name.endswith("-tmp") for name in names),
+        "deletion": ".trash" in names,
+        "restore": any("restoring" in text and "restored" not in text for text in said),
+    }
+
+
 def kill_once(directory, count, chance, moments):
-    """Starts processes on what is there, and kills them some time after one of the moments."""
+    """Starts processes on what is there, and kills them at one of the moments or soon after it."""
     processes = start(directory, count)
     try:
-        wait_for(chance.choice(moments), directory, processes)
-        time.sleep(chance.uniform(0, 0.4))
+        moment = chance.choice(moments)
+        if moment == "deleting":
+            wait_for_deletion(directory, processes)
+        else:
+            wait_for(moment, directory, processes)
+            # A restore is over soon.
+            time.sleep(chance.uniform(0, 0.1 if moment == "restoring" else 0.4))
         assert all(process.poll() is None for process in processes)
         chance.shuffle(processes)
         for process in processes:
@@ -64,6 +88,7 @@ def kill_once(directory, count, chance, moments):
         for process in processes:
             process.kill()
             process.wait()
+    return found_by_kill(directory, count)
 
 
 def check(directory):
@@ -99,14 +124,16 @@ def check_nothing_is_left(directory):
 )
 def test_killed_at_any_moment(count, kills, tmp_path):
     seed = int.from_bytes(os.urandom(4)) if kills > 4 else count
-    chance, newest = random.Random(seed), 0
+    chance, newest, hit = random.Random(seed), 0, Counter()
     print("seed", seed)
     for _ in range(kills):
         # Within saves and deletions; within a restore too, once there is something to restore.
-        moments = ["saving"] if newest == 0 else ["restoring", "saving", "saving"]
-        kill_once(tmp_path, count, chance, moments)
+        moments = ["saving"] if newest == 0 else ["restoring", "saving", "deleting"]
+        hit.update(kill_once(tmp_path, count, chance, moments))
         found = check(tmp_path)
         assert found >= newest
         newest = found
     assert newest > 0
+    if kills > 4:
+        assert min(hit["save"], hit["deletion"], hit["restore"]) > 0, hit
     check_nothing_is_left(tmp_path)
