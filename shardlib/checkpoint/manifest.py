@@ -38,7 +38,7 @@ import pathlib
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -47,6 +47,9 @@ from shardlib.checkpoint.damage import DamageError
 from shardlib.checkpoint.files import FileRecord
 from shardlib.checkpoint.tree import STORABLE, LeafSpec, is_storable_path, leaf_spec
 from shardlib.errors import CheckpointError
+
+Partial = bool | Callable[[str], bool]
+"""Whether leaves may be missing or unexpected: any, or those of some paths."""
 
 SCHEMA = 2
 FILE_NAME = "manifest.json"
@@ -293,7 +296,7 @@ def check_same_leaves(
     expected: Mapping[str, LeafSpec],
     *,
     cast: bool = False,
-    partial: bool = False,
+    partial: Partial = False,
 ) -> list[str]:
     """Refuses a checkpoint whose leaves are not those of the state it should be restored into.
 
@@ -302,7 +305,7 @@ def check_same_leaves(
         found: Its leaves.
         expected: The leaves of the state.
         cast: Accepts other dtypes, but for PRNG keys.
-        partial: Accepts missing and unexpected leaves.
+        partial: Accepts missing and unexpected leaves: all, or those of some paths.
 
     Returns:
         A line for each difference that was accepted.
@@ -311,13 +314,15 @@ def check_same_leaves(
         CheckpointError: If any other leaf is missing, unexpected, or has another shape or dtype;
             all such leaves are listed with what was expected and what was found.
     """
+    is_optional = partial if callable(partial) else lambda path: partial
     faults, accepted = [], []
     for path in sorted({*found, *expected}):
         if path not in found:
             line = f"{path}: expected {expected[path]}, missing from the checkpoint"
-            (accepted if partial else faults).append(line)
+            (accepted if is_optional(path) else faults).append(line)
         elif path not in expected:
-            (accepted if partial else faults).append(f"{path}: not expected, found {found[path]}")
+            line = f"{path}: not expected, found {found[path]}"
+            (accepted if is_optional(path) else faults).append(line)
         elif found[path] != expected[path]:
             dtypes = (found[path].dtype, expected[path].dtype)
             is_cast = found[path].shape == expected[path].shape and "key<" not in "".join(dtypes)

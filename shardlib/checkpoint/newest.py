@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardlib.checkpoint.damage import DamageError
-from shardlib.checkpoint.manifest import Manifest
+from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ Accept = Callable[[Manifest], None]
 
 
 def restore_newest(
-    stores: Sequence["RunCheckpoints"], target: Any, accept: Accept
+    stores: Sequence["RunCheckpoints"], target: Any, accept: Accept, partial: Partial
 ) -> tuple[Manifest, Any] | None:
     """Restores the newest step that validates; sets aside those newer ones that do not.
 
@@ -22,6 +22,7 @@ def restore_newest(
         stores: Where to look. Of two checkpoints of one step, that of the first store is taken.
         target: As of `RunCheckpoints.restore`.
         accept: Sees the manifest before any array is read; what it raises is passed on.
+        partial: As of `RunCheckpoints.restore`.
 
     Returns:
         The manifest and the state; None if there is no checkpoint at all.
@@ -34,7 +35,7 @@ def restore_newest(
     while (choice := _next(stores, damaged)) is not None:
         store, step = choice
         try:
-            manifest, state = store.restore_accepted(step, target, accept)
+            manifest, state = store.restore_accepted(step, target, accept, partial=partial)
         except DamageError as error:
             reason = str(error).rpartition("\n")[0]  # The last line says what is done here.
             store.notify(f"step {step} does not validate, trying the one before it: {reason}")

@@ -13,7 +13,7 @@ from shardlib.checkpoint.agreement import Peers
 from shardlib.checkpoint.damage import DamageError, first_line, listed
 from shardlib.checkpoint.directory import Notify, StepDirectory
 from shardlib.checkpoint.files import check_contents
-from shardlib.checkpoint.manifest import Manifest
+from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.checkpoint.restoring import Restoring, check_fingerprints
 from shardlib.checkpoint.saving import THREAD_NAME
 from shardlib.checkpoint.tree import flatten
@@ -102,7 +102,9 @@ class SavedCheckpoints:
         """
         self._restoring(step, self.manifest(step)).check(target)
 
-    def restore(self, step: int, target: Any, *, cast: bool = False, partial: bool = False) -> Any:
+    def restore(
+        self, step: int, target: Any, *, cast: bool = False, partial: Partial = False
+    ) -> Any:
         """Returns the state saved at `step`, bit for bit, on the shardings of `target`.
 
         What was read is proved by the fingerprints in the manifest.
@@ -114,8 +116,9 @@ class SavedCheckpoints:
                 sharding is restored to a numpy array on the host.
             cast: Whether leaves may have other dtypes in `target`: they are cast after they were
                 verified, and each one is told through `notify`.
-            partial: Whether leaves may be missing from the checkpoint, which then stay as they are
-                in `target`, or from `target`; each one is told through `notify`.
+            partial: Whether leaves (or those whose paths it returns True for) may be missing from
+                the checkpoint, which then stay as they are in `target`, or from `target`; each one
+                is told through `notify`.
 
         Raises:
             CheckpointError: As `check`, before any array is read; or if the checkpoint is damaged:
@@ -162,7 +165,7 @@ class SavedCheckpoints:
         return structs, chunks
 
     def restore_accepted(
-        self, step: int, target: Any, accept: newest.Accept
+        self, step: int, target: Any, accept: newest.Accept, *, partial: Partial = False
     ) -> tuple[Manifest, Any]:
         """Restores one step if `accept` raises nothing on its manifest."""
         self.settle()
@@ -182,7 +185,7 @@ class SavedCheckpoints:
             if refused:
                 raise refused[0] from None
             raise
-        return manifest, self._restoring(step, manifest).restore(target)
+        return manifest, self._restoring(step, manifest, partial=partial).restore(target)
 
     def verify(self, step: int) -> Manifest:
         """Reads every file and then every array of a checkpoint, one array at a time and on the
@@ -212,7 +215,7 @@ class SavedCheckpoints:
         return manifest
 
     def _restoring(
-        self, step: int, manifest: Manifest, *, cast: bool = False, partial: bool = False
+        self, step: int, manifest: Manifest, *, cast: bool = False, partial: Partial = False
     ) -> Restoring:
         place = self._steps.of_step(step)
         return Restoring(place, manifest, self.peers, self.notify, cast=cast, partial=partial)

@@ -19,7 +19,7 @@ from shardlib.checkpoint import manifest as manifests
 from shardlib.checkpoint.agreement import Peers
 from shardlib.checkpoint.damage import DamageError, first_line
 from shardlib.checkpoint.files import SMALL_FILE_BYTES, check_contents, check_sizes
-from shardlib.checkpoint.manifest import Manifest
+from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.checkpoint.tree import check_leaves, flatten, is_key, leaf_spec, unflatten
 from shardlib.errors import CheckpointError
 
@@ -42,7 +42,7 @@ class Restoring:
     peers: Peers
     notify: Callable[[str], None]
     cast: bool = False
-    partial: bool = False
+    partial: Partial = False
 
     def check(self, target: Any) -> list[str]:
         """Proves that the leaves of `target` are there; returns accepted differences as lines."""

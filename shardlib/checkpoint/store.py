@@ -31,7 +31,7 @@ from shardlib.checkpoint.at_exit import close_at_exit
 from shardlib.checkpoint.config import CheckpointConfig
 from shardlib.checkpoint.damage import first_line, listed
 from shardlib.checkpoint.directory import PROBE, Notify
-from shardlib.checkpoint.manifest import Manifest
+from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.checkpoint.reading import SavedCheckpoints
 from shardlib.checkpoint.retention import kept
 from shardlib.checkpoint.saving import Saving
@@ -197,7 +197,11 @@ class RunCheckpoints(SavedCheckpoints):
             self.settle()
 
     def restore_newest(
-        self, target: Any, *, accept: newest.Accept = lambda manifest: None
+        self,
+        target: Any,
+        *,
+        accept: newest.Accept = lambda manifest: None,
+        partial: Partial = False,
     ) -> tuple[Manifest, Any] | None:
         """Returns the newest step that validates, or None if there is no checkpoint.
 
@@ -209,13 +213,14 @@ class RunCheckpoints(SavedCheckpoints):
             target: As of `restore`.
             accept: Sees the manifest before any array is read. What it raises is passed on: a
                 checkpoint of another config is not a damaged one.
+            partial: As of `restore`.
 
         Raises:
             CheckpointError: If there are checkpoints and none validates, or the newest one is of
                 another model.
         """
         self.clean()
-        return newest.restore_newest([self], target, accept)
+        return newest.restore_newest([self], target, accept, partial)
 
     def clean(self) -> None:
         """Removes what processes that were killed have left: for the run itself, not a reader."""

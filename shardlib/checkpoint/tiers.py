@@ -14,7 +14,7 @@ from shardlib.checkpoint.agreement import one_step
 from shardlib.checkpoint.config import CheckpointConfig, LocalTier
 from shardlib.checkpoint.damage import listed
 from shardlib.checkpoint.directory import Notify
-from shardlib.checkpoint.manifest import Manifest
+from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.checkpoint.reading import SavedCheckpoints
 from shardlib.checkpoint.store import RunCheckpoints
 from shardlib.errors import CheckpointError
@@ -124,7 +124,9 @@ class SavedTiers:
         """As of `SavedCheckpoints`, wherever the step is."""
         return self._places[self._index_of(step)].stored(step, target)
 
-    def restore(self, step: int, target: Any, *, cast: bool = False, partial: bool = False) -> Any:
+    def restore(
+        self, step: int, target: Any, *, cast: bool = False, partial: Partial = False
+    ) -> Any:
         """As of `SavedCheckpoints`, wherever the step is."""
         peers = self._places[0].peers
         index = int(peers.decide("place", "", lambda _: str(self._index_of(step))))
@@ -240,12 +242,16 @@ class TieredCheckpoints(SavedTiers):
             store.poll()
 
     def restore_newest(
-        self, target: Any, *, accept: newest.Accept = lambda manifest: None
+        self,
+        target: Any,
+        *,
+        accept: newest.Accept = lambda manifest: None,
+        partial: Partial = False,
     ) -> tuple[Manifest, Any] | None:
         """As of `RunCheckpoints`, of both places together."""
         for store in self._both:
             store.clean()
-        return newest.restore_newest(self._both, target, accept)
+        return newest.restore_newest(self._both, target, accept, partial)
 
     def drop_after(self, step: int) -> None:
         """As of `RunCheckpoints`, in both places."""

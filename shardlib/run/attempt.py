@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from shardlib import distributed
 from shardlib.checkpoint import Manifest, RunCheckpoints, TieredCheckpoints
@@ -12,6 +13,7 @@ from shardlib.checkpoint.damage import DamageError
 from shardlib.data import MapSource, Prefetcher
 from shardlib.errors import CheckpointError
 from shardlib.launch.progress import report_progress
+from shardlib.paths import path_string
 from shardlib.phases import PhaseClock
 from shardlib.run.directory import RunDirectory
 from shardlib.run.log import RunLog
@@ -113,7 +115,9 @@ class Attempt:
             if steps := self.checkpoints.steps():
                 self.log.waiting(f"restoring step {steps[-1]}")
             found = self.checkpoints.restore_newest(
-                self.parts.saved_state(), accept=check_same_run(self.parts, self.source)
+                self._target(),
+                accept=check_same_run(self.parts, self.source),
+                partial=_is_of_window,
             )
         if found is not None:
             self._tell_batch(found[0])
@@ -130,6 +134,17 @@ class Attempt:
         state = materialize(self.parts.abstract, seed=self.config.seed)
         return self._step.init(state) if isinstance(self._step, LocalSGD) else state
 
+    def _target(self) -> Any:
+        """What to restore into. Where checkpoints have no window for spikes, because none were
+        looked for, an empty one stands in."""
+
+        def target(path: Any, leaf: Any) -> Any:
+            if not _is_of_window(path_string(path)):
+                return leaf
+            return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+
+        return jax.tree_util.tree_map_with_path(target, self.parts.saved_state())
+
     def _last_healthy(self) -> tuple[Manifest, Any] | None:
         """Restores the newest checkpoint that was not saved in the middle of refused updates.
 
@@ -140,7 +155,8 @@ class Attempt:
         healthy = [found for found in manifests if found.run.get("healthy", True)]
         for manifest in reversed(healthy):
             try:
-                return manifest, self.checkpoints.restore(manifest.step, self.parts.saved_state())
+                step, target = manifest.step, self._target()
+                return manifest, self.checkpoints.restore(step, target, partial=_is_of_window)
             except DamageError as error:
                 self.log.event("checkpoint", str(error), step=manifest.step)
         if healthy:
@@ -339,6 +355,10 @@ class Attempt:
     def _samples_of(self, step: int) -> tuple[int, int]:
         position, batch = self._standing.position, self.config.train.global_batch
         return position.samples_at(step - 1, batch), position.samples_at(step, batch)
+
+
+def _is_of_window(path: str) -> bool:
+    return "spike_window" in path.split("/")
 
 
 def _every(step: int, period: int | None) -> bool:

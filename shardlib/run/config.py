@@ -147,10 +147,7 @@ _MAY_CHANGE = (
     "train.microbatches",
     "train.pipeline",
     "train.reduction",
-    "train.guards.nonfinite",
-    "train.guards.patience",
-    "train.guards.rewind",
-    "train.guards.max_rewinds",
+    "train.guards",
     "train.offload_optimizer",
     "train.log_every",
     "train.sample_every",
@@ -170,6 +167,9 @@ _MAY_CHANGE = (
     "data.threads",
 )
 
+# The window of values that the state holds is one of these.
+_MUST_STAY = ("train.guards.spike.metric", "train.guards.spike.window")
+
 
 def check_resumable(saved: RunConfig, now: RunConfig) -> None:
     """Raises `ConfigError`, naming each key, when `now` is not a continuation of `saved`."""
@@ -178,7 +178,8 @@ def check_resumable(saved: RunConfig, now: RunConfig) -> None:
     changes = [
         change
         for change in diff(saved, now)
-        if not any(change.path == key or change.path.startswith(f"{key}.") for key in _MAY_CHANGE)
+        if change.path in _MUST_STAY
+        or not any(change.path == key or change.path.startswith(f"{key}.") for key in _MAY_CHANGE)
     ]
     if changes:
         lines = [f"{c.path}: {c.old!r} in the run, {c.new!r} now" for c in changes]

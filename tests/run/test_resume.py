@@ -151,3 +151,20 @@ def test_a_directory_without_a_checkpoint_starts_anew(finished, lab, tmp_path, r
     assert f"{run_dir} has no checkpoint yet: training from the start" in capsys.readouterr().out
     found = [(line["step"], line["loss"]) for line in rows(run_dir)]
     assert found == [(line["step"], line["loss"]) for line in rows(finished.run_dir)]
+
+
+def test_spikes_may_be_looked_for_from_now_on_and_no_more(finished, lab, tmp_path, capsys):
+    run_dir = finished.copy(tmp_path / "run", at=10)
+    spikes = ("train.guards.spike.warmup=8", *QUIET)
+    run.train(lab.config(run_dir, "train.steps=12", *spikes))
+    out = capsys.readouterr().out
+    for leaf in ("accepted: expected int32[]", "values: expected float32[128]"):
+        line = f"restoring step 10: spike_window/{leaf}, missing from the checkpoint\n"
+        assert line in out
+    with pytest.raises(ConfigError) as refused:
+        run.train(lab.config(run_dir, "train.guards.spike.window=64", *spikes))
+    assert "\n  train.guards.spike.window: 128 in the run, 64 now\n" in str(refused.value)
+    capsys.readouterr()
+    assert run.train(lab.config(run_dir, "train.steps=14", *QUIET)).step == 14
+    out = capsys.readouterr().out
+    assert "restoring step 12: spike_window/accepted: not expected, found int32[]\n" in out
