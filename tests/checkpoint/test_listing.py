@@ -112,6 +112,7 @@ def test_foreign_entries_are_never_listed_and_told_of_once(tmp_path):
     incomplete = "is skipped: no complete checkpoint"
     assert told == [
         f"{directory}/00000098 is skipped: no checkpoint",
+        f"{directory}/00000101 is skipped: a file",
         f"{directory}/00000102 is skipped: a symbolic link",
         f"{directory}/100 is skipped: no checkpoint",
         f"{directory}/notes is skipped: no checkpoint",
