@@ -119,9 +119,10 @@ class Attempt:
                 accept=check_same_run(self.parts, self.source),
                 partial=_is_of_window,
             )
+        state = self._begun_at(found)
         if found is not None:
             self._tell_batch(found[0])
-        return self._begun_at(found)
+        return state
 
     def _begun_at(self, found: tuple[Manifest, Any] | None) -> Any:
         """Returns the state of a checkpoint, or of step 0, and notes where the run stands there."""
