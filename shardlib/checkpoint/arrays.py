@@ -341,7 +341,9 @@ def _quiet_late_writes() -> None:
     if not hasattr(former, "of_late_writes"):
 
         def hook(late: Any, /) -> None:
-            if not isinstance(late.exc_value, RuntimeError) or str(late.exc_value) != _CLOSED:
+            # What Python itself cannot raise, it names the object of.
+            is_late = isinstance(late.exc_value, RuntimeError) and str(late.exc_value) == _CLOSED
+            if not is_late or late.object is not None:
                 former(late)
 
         hook.of_late_writes = True  # type: ignore[attr-defined]

@@ -88,6 +88,11 @@ class Attempt:
         self.log.header(newest)
         if not is_new and not newest:
             self.log.notice(f"{self.directory} has no checkpoint yet: training from the start")
+        if not self._acts_on_guards and self.config.train.guards.refuses:
+            self.log.notice(
+                "groups that train apart in several processes see only their own metrics: refused "
+                "updates are told, but the run does not go back for them"
+            )
         state = self._restored()
         saved = ""
         if int(state.step) >= self.config.train.steps:
@@ -269,6 +274,7 @@ class Attempt:
             model = merged(self._step, state)
             found = evaluate(self._eval_step, model, self._until_stopped(batches))
         if self._stopping:
+            self.log.notice(f"the evaluation of step {step} is left out, to stop in time")
             return {}
         self.evaluation = found
         self.log.evaluation(step, found)

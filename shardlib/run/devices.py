@@ -49,25 +49,25 @@ def make_deterministic() -> str:
     operation for which GPUs have no such kernel (the gradient of max pooling) does not compile.
 
     Returns:
-        What was done, for the log.
+        What makes it so, the same each time it is called.
 
     Raises:
         ConfigError: If XLA_FLAGS hold another value, or JAX runs on GPUs without them already.
     """
     platforms = (jax.config.values["jax_platforms"] or "gpu").split(",")
     if not {"gpu", "cuda", "rocm"} & set(platforms):
-        return f"deterministic: {' and '.join(platforms)} needs nothing more for it"
+        return f"{' and '.join(platforms)} needs nothing more for it"
     flags = deterministic_flags(os.environ.get("XLA_FLAGS", ""))
     if flags != os.environ.get("XLA_FLAGS", ""):
         if _is_running():
             if jax.default_backend() != "gpu":
-                return f"deterministic: {jax.default_backend()} needs nothing more for it"
+                return f"{jax.default_backend()} needs nothing more for it"
             raise ConfigError(
                 "deterministic: JAX has started its GPUs without the flags for it.\n"
                 f"  Set XLA_FLAGS={flags!r} before Python starts."
             )
         os.environ["XLA_FLAGS"] = flags
-    return f"deterministic: XLA_FLAGS are {flags}"
+    return f"XLA_FLAGS are {flags}"
 
 
 def deterministic_flags(given: str) -> str:

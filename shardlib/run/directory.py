@@ -8,7 +8,7 @@ import uuid
 
 from shardlib.config import load, to_yaml
 from shardlib.data import Tokenizer
-from shardlib.errors import ConfigError
+from shardlib.errors import CheckpointError, ConfigError
 from shardlib.run.config import RunConfig
 
 
@@ -90,6 +90,21 @@ class RunDirectory:
             ConfigError: If the file is damaged.
         """
         return load(RunConfig, self.config_file) if self.config_file.is_file() else None
+
+    def config_of_run(self) -> RunConfig:
+        """Returns the config of the run that the directory must hold.
+
+        Raises:
+            CheckpointError: If it holds none.
+            ConfigError: If the file is damaged.
+        """
+        config = self.read_config()
+        if config is None:
+            raise CheckpointError(
+                f"{self} holds no run: there is no {self.config_file.name}.\n"
+                "  Name the run_dir of a `shardlib train`."
+            )
+        return config
 
     def write(self, config: RunConfig, tokenizer: Tokenizer | None) -> None:
         """Makes the directory, and writes config and tokenizer, and an identity if it has none."""

@@ -86,7 +86,8 @@ def plan_reshard(
         MeshError: If the mesh is malformed or does not fit the cluster.
         RuleError: If tensors cannot be placed on it.
     """
-    directory, config = _run(run_dir)
+    directory = RunDirectory(run_dir)
+    config = directory.config_of_run()
     cluster = parse_cluster(on or f"cpu:{_num_devices(mesh)}")
     checkpoints = _saved(directory, config, notify)
     step = _step(checkpoints, step)
@@ -133,7 +134,8 @@ def reshard(
         MeshError: If the mesh is malformed or does not fit the devices.
         RuleError: If tensors cannot be placed on it.
     """
-    directory, config = _run(run_dir)
+    directory = RunDirectory(run_dir)
+    config = directory.config_of_run()
     new = RunDirectory(to)
     new.check_writable()
     if new.config_file.exists() or new.checkpoints.exists():
@@ -160,17 +162,6 @@ def reshard(
         copy.save(step, state, metadata, metrics=manifest.metrics, wait=True)
     _copy_beside(directory, new, config)
     return Resharded(step, left_out)
-
-
-def _run(run_dir: str) -> tuple[RunDirectory, RunConfig]:
-    directory = RunDirectory(run_dir)
-    config = directory.read_config()
-    if config is None:
-        raise CheckpointError(
-            f"{run_dir} holds no run: there is no {directory.config_file.name}.\n"
-            "  Name the run_dir of a `shardlib train`."
-        )
-    return directory, config
 
 
 def _saved(directory: RunDirectory, config: RunConfig, notify: Notify | None) -> SavedTiers:

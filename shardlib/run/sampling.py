@@ -109,12 +109,7 @@ def generate(
         ModelError: If its model does not generate text, or prompt and length exceed its positions.
     """
     directory = RunDirectory(run_dir)
-    config = directory.read_config()
-    if config is None:
-        raise CheckpointError(
-            f"{run_dir} holds no run: there is no {directory.config_file.name}.\n"
-            "  Name the run_dir of a `shardlib train`."
-        )
+    config = directory.config_of_run()
     start_devices(config)
     checkpoints = open_saved(directory.checkpoints, config.checkpoint, owner=directory.identity)
     step = checkpoints.latest()

@@ -1,5 +1,6 @@
 """The main job: a config in, a trained run directory out; the same again resumes."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ from shardlib.run.attempt import TrainResult as TrainResult
 from shardlib.run.checks import check_config
 from shardlib.run.config import RunConfig, check_resumable
 from shardlib.run.decide import as_recorded, decide
-from shardlib.run.devices import start_devices
+from shardlib.run.devices import make_deterministic, start_devices
 from shardlib.run.directory import RunDirectory
 from shardlib.run.log import RunLog
 from shardlib.run.programs import traced
@@ -63,6 +64,9 @@ def train(
         source = open_source(config, "train")
         held_out = None if config.eval.every_steps == 0 else open_source(config, "eval")
         parts = decide(setup(config, source.spec, make_scope(config, jax.devices())), source, asked)
+        if config.deterministic:
+            decided = {**parts.decided, "deterministic": make_deterministic()}
+            parts = dataclasses.replace(parts, decided=decided)
         evaluated = None if held_out is None else held_out.element_spec()
         programs = traced(parts, source.element_spec(), evaluated, source.tokenizer)
         with (

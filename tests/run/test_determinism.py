@@ -75,15 +75,15 @@ def test_this_jax_knows_the_flags_and_starts_with_them():
         "print(os.environ['XLA_FLAGS'], jax.devices()[0].platform)\n"
     )
     assert done.returncode == 0, done.stderr
-    said = f"deterministic: XLA_FLAGS are {BOTH}"
+    said = f"XLA_FLAGS are {BOTH}"
     assert done.stdout.splitlines() == [said, said, f"{BOTH} cpu"]
 
 
 def test_a_cpu_needs_nothing(monkeypatch):
     jax.devices()
     flags = os.environ.get("XLA_FLAGS")
-    assert make_deterministic() == "deterministic: cpu needs nothing more for it"
+    assert make_deterministic() == "cpu needs nothing more for it"
     # Where nobody says which platform it is, and JAX already runs: it is asked.
     monkeypatch.setitem(jax.config.values, "jax_platforms", None)
-    assert make_deterministic() == "deterministic: cpu needs nothing more for it"
+    assert make_deterministic() == "cpu needs nothing more for it"
     assert os.environ.get("XLA_FLAGS") == flags
