@@ -141,7 +141,7 @@ class RunCheckpoints(SavedCheckpoints):
                 good step the message says.
         """
         self.settle()
-        self._check_failures()
+        self.check_failures()
         self._untold = None
         leaves = flatten(state)
         check_leaves(leaves)
@@ -161,7 +161,7 @@ class RunCheckpoints(SavedCheckpoints):
             saving.begin(leaves)
         except Exception as error:
             self._fail(step, error, is_raised=wait)
-            self._check_failures()
+            self.check_failures()
             return
         self._saving = saving
         if wait or not self.config.asynchronous:
@@ -195,6 +195,27 @@ class RunCheckpoints(SavedCheckpoints):
         """Tells of a save that has failed meanwhile; never waits. Any process may call it alone."""
         if self._saving is not None and self._saving.is_over:
             self.settle()
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether `config.max_failures` saves in a row have failed, as far as it has looked."""
+        return self._failures >= self.config.max_failures
+
+    def check_failures(self) -> None:
+        """Raises if it has given up.
+
+        Raises:
+            CheckpointError: Names the last good step.
+        """
+        if self.has_given_up:
+            self._untold = None
+            last = self._good_steps().split(", ")[-1]
+            count = self._failures
+            what = "a checkpoint" if count == 1 else f"{count} checkpoints in a row"
+            raise CheckpointError(
+                f"{what} could not be written to {self.directory}; the last good step is {last}.\n"
+                "  Free space or restore access there, then start again."
+            )
 
     def restore_newest(
         self,
@@ -327,16 +348,6 @@ class RunCheckpoints(SavedCheckpoints):
             raise failure from error
         self._untold = failure
         self.notify(str(failure))
-
-    def _check_failures(self) -> None:
-        if self._failures >= self.config.max_failures:
-            self._untold = None
-            last = self._good_steps().split(", ")[-1]
-            raise CheckpointError(
-                f"{self._failures} checkpoints in a row could not be written to {self.directory}; "
-                f"the last good step is {last}.\n"
-                "  Free space or restore access there, then start again."
-            )
 
     def _good_steps(self) -> str:
         try:

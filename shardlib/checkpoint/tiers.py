@@ -241,6 +241,16 @@ class TieredCheckpoints(SavedTiers):
         for store in self._both:
             store.poll()
 
+    @property
+    def has_given_up(self) -> bool:
+        """As of `RunCheckpoints`, of either place."""
+        return any(store.has_given_up for store in self._both)
+
+    def check_failures(self) -> None:
+        """As of `RunCheckpoints`, for both places."""
+        for store in self._both:
+            store.check_failures()
+
     def restore_newest(
         self,
         target: Any,

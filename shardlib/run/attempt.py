@@ -235,6 +235,8 @@ class Attempt:
 
     def _is_due(self, step: int) -> bool:
         self.checkpoints.poll()
+        if self.checkpoints.has_given_up:
+            self._stop.request("saves that failed")
         self._report_progress()
         return (
             self._is_stopped()
@@ -320,6 +322,7 @@ class Attempt:
         if self.checkpoints.last_kept != step:
             self._save(step, state, {}, wait=True)
         self._report_progress()
+        self.checkpoints.check_failures()
 
     def _report_progress(self) -> None:
         """Tells the launcher of the newest step that is complete, not of one on its way."""

@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import subprocess
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 
 from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
 from shardlib.errors import CheckpointError
+from shardlib.train.metrics import read_metrics
 
 MIB = 2**20
 
@@ -80,6 +82,33 @@ def test_a_full_disk(small_disk, capfd):
     assert_restores(checkpoints, 3)
     assert len(told) == 1
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_run_outlives_a_full_disk(small_disk, lab, tmp_path):
+    """Saves fail until there is room again; metrics, which have room, are all written."""
+    filler, run_dir, output = small_disk / "filler", small_disk / "run", tmp_path / "output.txt"
+    filler.write_bytes(bytes(3 * MIB))
+    words = ("train.steps=300", "checkpoint.every_steps=10", "checkpoint.max_failures=1000")
+    words += (f"run_dir={run_dir}", "eval.every_steps=0", "train.sample_length=0")
+    with (
+        open(output, "w") as file,
+        subprocess.Popen(
+            lab.command("train", lab.config_file, *words), stdout=file, stderr=file
+        ) as trained,
+    ):
+        while "could not be written" not in output.read_text() and trained.poll() is None:
+            time.sleep(0.01)
+        filler.unlink()
+        assert trained.wait(120) == 0, output.read_text()
+    told = [line for line in output.read_text().splitlines() if "could not be written" in line]
+    assert told
+    assert all("checkpoint of step" in line and "No space left" in line for line in told)
+    assert [row["step"] for row in read_metrics(run_dir)] == list(range(1, 301))
+    with RunCheckpoints(run_dir / "checkpoints") as checkpoints:
+        assert checkpoints.steps()[-1] == 300
+        for step in checkpoints.steps():
+            checkpoints.verify(step)
+    assert sorted(os.listdir(run_dir / "checkpoints")) == [f"{s:08d}" for s in checkpoints.steps()]
 
 
 def test_a_disk_without_room_for_anything(small_disk):

@@ -87,6 +87,6 @@ def test_a_run_that_is_killed(lab, tmp_path):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_runs_that_are_killed_fifty_times(processes, lab, tmp_path):
     count = check_killed_runs(
-        lab, tmp_path, processes=processes, kills=25, steps=6000, seed=processes
+        lab, tmp_path, processes=processes, kills=25, steps=600, seed=processes
     )
     assert count == 25

@@ -121,6 +121,20 @@ def test_a_run_goes_back_once_and_past_the_data(poisoned, tmp_path):
     assert manifest.run["guards"]["rewinds"] == 1
 
 
+def test_two_processes_go_back_together(poisoned, tmp_path):
+    words = ("train.guards.patience=3", "checkpoint.every_steps=5", "train.steps=18")
+    words += ("mesh=fsdp=2", "train.cpu_devices=2")
+    launch = ("launch", "--processes", 2, "--")
+    done = poisoned(tmp_path / "run", *words, launch=launch)
+    assert done.returncode == 0, done.stdout
+    text = "went back from step 16 to step 10, for loss is inf; samples 80 to 127 are passed over"
+    assert done.stdout.count(text) == 1
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(1, 19))
+    with RunCheckpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        data = checkpoints.verify(18).run["data"]
+    assert (data["samples_seen"], data["skipped"]) == (24 * 8, [[80, 128]])
+
+
 def test_it_goes_back_also_when_a_good_step_is_on_its_way_already(poisoned, tmp_path):
     words = ("train.guards.patience=3", "checkpoint.every_steps=12", "train.steps=20")
     done = poisoned(tmp_path / "run", *words)

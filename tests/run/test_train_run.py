@@ -169,8 +169,8 @@ main(sys.argv[1:])
 """
 
 
-def test_only_the_last_save_that_fails_ends_the_run(lab, finished, tmp_path):
-    words = ("train", lab.config_file, f"run_dir={tmp_path / 'run'}", "eval.every_steps=0")
+def train_on_a_full_disk(lab, run_dir, *words):
+    words = ("train", lab.config_file, f"run_dir={run_dir}", "eval.every_steps=0", *words)
     # JAX would leave the half of a program where others look for it.
     words += ("train.compilation_cache=null",)
     done = subprocess.run(
@@ -181,6 +181,11 @@ def test_only_the_last_save_that_fails_ends_the_run(lab, finished, tmp_path):
         check=False,
     )
     assert done.returncode == 1
+    return done
+
+
+def test_only_the_last_save_that_fails_ends_the_run(lab, finished, tmp_path):
+    done = train_on_a_full_disk(lab, tmp_path / "run")
     said = done.stderr.splitlines()
     at = next((i for i, x in enumerate(said) if x.startswith("CheckpointError: ")), None)
     assert at is not None, done.stderr
@@ -196,6 +201,18 @@ def test_only_the_last_save_that_fails_ends_the_run(lab, finished, tmp_path):
     events = read_events(tmp_path / "run")
     assert [event["kind"] for event in events] == ["start", "checkpoint", "checkpoint", "end"]
     assert events[-1]["facts"] == {"error": "CheckpointError"}
+
+
+def test_saves_that_fail_too_often_end_the_run_before_the_next(lab, finished, tmp_path, rows):
+    words = ("checkpoint.max_failures=1", "checkpoint.asynchronous=false", "train.sample_length=0")
+    done = train_on_a_full_disk(lab, tmp_path / "run", *words)
+    *_, first, last = done.stderr.splitlines()
+    assert first == (
+        "CheckpointError: a checkpoint could not be written to "
+        f"{tmp_path}/run/checkpoints; the last good step is none."
+    )
+    assert last == "  Free space or restore access there, then start again."
+    assert rows(tmp_path / "run")[-1]["step"] == 11
 
 
 def test_names_stay_callable_whatever_is_imported_first():
