@@ -132,10 +132,10 @@ def keys_text(cls: type, width: int) -> str:
 @app.command(cls=_CommandWithKeys)
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train a model; the same command again resumes."""
-    from shardlib.phases import PhaseClock
+    from shardlib.phases import PhaseClock, process_age_seconds
 
-    # Before the libraries are imported, which takes a while: the run waits for that too.
-    clock = PhaseClock()
+    # Python's own start and that of the libraries take a while: the run waits for them too.
+    clock = PhaseClock(age_seconds=process_age_seconds())
     loaded = load_config(config, overrides)
     from shardlib.run.training import train as run_train
 

@@ -16,8 +16,8 @@ to one share:
                 Nothing was waited for after an attempt that had taken all steps: a run that is
                 given more of them later on goes on as if at once.
 
-Shares add up to the time since the first attempt began, which is when its `PhaseClock` was made,
-but for that.
+Shares add up to the time since the first attempt began, which is when its `PhaseClock` says (for
+`shardlib train`, when the process was started), but for that.
 Goodput is `step` over the sum of all.
 
 Each row of metrics.jsonl and each event holds the account so far, so that a kill loses none of it:

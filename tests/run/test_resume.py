@@ -1,6 +1,7 @@
 """Runs that stop and go on: at a signal, on another mesh, on other devices, with another config."""
 
 import dataclasses
+import datetime
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from shardlib import run
 from shardlib.checkpoint import RunCheckpoints
 from shardlib.errors import CheckpointError, ConfigError, DataError
+from shardlib.run.events import read_events
 
 QUIET = ("eval.every_steps=0", "train.sample_length=0")
 # Sums in another order differ by float32 rounding, which ten steps of training carry on.
@@ -63,6 +65,25 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(
         assert checkpoints.latest() == len(stopped)
     run.train(lab.config(run_dir, "train.steps=200", *QUIET))
     assert losses(run_dir) == losses(long_run)
+
+
+def test_the_account_of_a_stopped_run_adds_up_to_its_wall_time(lab, finished, tmp_path):
+    run_dir = tmp_path / "run"
+    start = time.time()
+    for steps in (1000, 60):
+        words = ("train", lab.config_file, f"run_dir={run_dir}", f"train.steps={steps}", *QUIET)
+        process = subprocess.Popen(lab.command(*words), stdout=subprocess.PIPE)
+        if steps == 1000:
+            wait_for_step(run_dir, 2, process)
+            process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+        time.sleep(1)  # Idle, between the two.
+    last = read_events(run_dir)[-1]
+    wall = datetime.datetime.fromisoformat(last["time"]).timestamp() - start
+    assert last["kind"] == "end"
+    assert sum(last["spent"].values()) == pytest.approx(wall, rel=0.01)
+    assert last["spent"]["idle"] > 1
 
 
 @pytest.fixture(scope="session")
