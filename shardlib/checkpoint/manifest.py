@@ -53,7 +53,8 @@ Partial = bool | Callable[[str], bool]
 
 SCHEMA = 2
 FILE_NAME = "manifest.json"
-LIBRARIES = ("shardlib", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+# Grain decides the order of the samples.
+LIBRARIES = ("shardlib", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
 # A leaf takes some 150 bytes; a million of them still fit.
 MAX_BYTES = 2**28
 # Of what the run says; whoever walks it need not fear for the stack.

@@ -133,12 +133,20 @@ class SavedTiers:
         return self._places[index].restore(step, target, cast=cast, partial=partial)
 
     def _index_of(self, step: int) -> int:
-        """Returns which place has a step: complete if possible, damaged otherwise."""
+        """Returns which place has a step: complete if possible, damaged otherwise.
+
+        Raises:
+            CheckpointError: If none has it.
+        """
         for has in (SavedCheckpoints.steps, SavedCheckpoints.candidates):
             for index, place in enumerate(self._places):
                 if step in has(place):
                     return index
-        return 0
+        where = " and ".join(str(place.directory) for place in self._places)
+        raise CheckpointError(
+            f"there is no checkpoint of step {step} in {where}.\n"
+            f"  Steps there: {listed(self.steps())}."
+        )
 
 
 class TieredCheckpoints(SavedTiers):

@@ -170,7 +170,7 @@ def _candidates(saved: "SavedTiers", step: int | None) -> list[tuple[int, str]]:
         if step in (None, each)
     )
     if step is not None and not found:
-        return [(step, next(iter(saved.tiers)))]
+        saved.manifest(step)  # Says that it is not there, and which ones are.
     return [(each, tier) for each, _, tier in found]
 
 

@@ -55,6 +55,19 @@ def test_each_step_is_in_the_place_that_asks_for_it(tmp_path):
     assert sorted(os.listdir(tmp_path / "far")) == ["00000020", "00000025"]
 
 
+def test_a_step_that_neither_has(tmp_path):
+    with open_both(tmp_path) as checkpoints:
+        train(checkpoints, range(1, 15))
+        checkpoints.wait()
+        for ask in (checkpoints.manifest, lambda step: checkpoints.restore(step, state_of(0))):
+            with pytest.raises(CheckpointError) as caught:
+                ask(7)
+            assert str(caught.value) == (
+                f"there is no checkpoint of step 7 in {tmp_path}/far and {tmp_path}/near.\n"
+                "  Steps there: 10, 12, 14."
+            )
+
+
 def test_the_newest_of_both_that_validates_is_restored(tmp_path):
     told = []
     with open_both(tmp_path) as checkpoints:
