@@ -14,6 +14,7 @@ CODES: Mapping[str, str] = {
     "SL202": "a collective is repeated though its operand never changes",
     "SL203": "communication follows no mesh axis",
     "SL204": "a mesh axis of fast collectives leaves the fast domain",
+    "SL205": "rows of the batch change their order: the result can be wrong",
     "SL301": "a donated buffer is not reused",
     "SL302": "a state is not donated",
     "SL401": "float32 travels where bfloat16 is computed",

@@ -10,26 +10,14 @@ from shardlib.explain.lint.activations import (
     shape_of_leaf,
     vocabularies,
 )
+from shardlib.explain.lint.explicit import is_explicit
 from shardlib.explain.lint.findings import Finding
+from shardlib.explain.lint.reordering import reorders_rows
 from shardlib.explain.lint.shardings import dims
 from shardlib.explain.lint.subject import Placed, Subject, largest
 from shardlib.explain.params import bytes_text
 from shardlib.explain.places import Where, is_library
 from shardlib.explain.program import axes_text
-
-EXPLICIT = frozenset(
-    (
-        *("ppermute", "all_to_all", "ragged_all_to_all", "all_gather", "psum", "psum_scatter"),
-        *("reduce_scatter", "pmax", "pmin", "all_gather_invariant", "psum_invariant", "pbroadcast"),
-        *("all_gather_reduced", "psum2", "pcast"),
-    )
-)
-"""JAX's collectives that a program calls by name."""
-
-
-def is_explicit(name: str) -> bool:
-    """Whether an operation is a collective that the program calls by name."""
-    return name.rpartition("/")[2] in EXPLICIT
 
 
 def resharded(subject: Subject) -> Iterator[Finding]:
@@ -39,7 +27,9 @@ def resharded(subject: Subject) -> Iterator[Finding]:
         where = subject.where(placed)
         large = placed.bytes >= subject.limits.activation_bytes
         implied = where.name and not is_explicit(where.name)
-        if large and implied and _changes_sharding(subject, placed, where):
+        # Rows of the batch in another order are SL205's.
+        other = not reorders_rows(subject, placed, where)
+        if large and implied and other and _changes_sharding(subject, placed, where):
             found[placed.collective.kind, where].append(placed)
     for (kind, where), members in found.items():
         first = max(members, key=lambda placed: placed.bytes).collective
