@@ -29,6 +29,8 @@ LAUNCH_VARIABLES = ("SHARDLIB_COORDINATOR", "SHARDLIB_PROCESS_ID", "SHARDLIB_NUM
 """What `shardlib launch` sets for each process: host:port, index from 0, and count."""
 
 _barriers: Counter[str] = Counter()
+# A wait that the watchdog may end, but no limit of its own.
+_NO_LIMIT_SECONDS = 7 * 24 * 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +106,12 @@ def process_group() -> ProcessGroup:
     return ProcessGroup(jax.process_index(), jax.process_count(), started_by)
 
 
-def barrier(name: str, *, timeout_seconds: float = 600.0) -> None:
+def barrier(name: str, *, timeout_seconds: float | None = 600.0) -> None:
     """Waits until every process has come to the barrier of this name; devices take no part.
+
+    Args:
+        name: The same on every process, and so is how often each has come to it.
+        timeout_seconds: How long to wait; None leaves that to the watchdog.
 
     Raises:
         PeerLostError: If some process does not come in time; the message says which.
@@ -113,13 +119,14 @@ def barrier(name: str, *, timeout_seconds: float = 600.0) -> None:
     if not jax.distributed.is_initialized():
         return
     _barriers[name] += 1
+    limit = _NO_LIMIT_SECONDS if timeout_seconds is None else timeout_seconds
     try:
         coordination_client().wait_at_barrier(
-            f"shardlib/barrier/{name}/{_barriers[name]}", int(timeout_seconds * 1000)
+            f"shardlib/barrier/{name}/{_barriers[name]}", int(limit * 1000)
         )
     except jax.errors.JaxRuntimeError as error:
         raise PeerLostError(
-            f"not all processes came to the barrier {name!r} within {timeout_seconds:g} s: "
+            f"not all processes came to the barrier {name!r} within {limit:g} s: "
             f"{str(error).splitlines()[0]}\n"
             "  Look at the output of the processes named: one has failed or is still busy."
         ) from None

@@ -6,8 +6,9 @@ end of time), SIGINT, and SIGUSR1, which Slurm sends ahead of time when told to:
 `--signal=B:USR1@90` to the batch script, which passes it on if it is `exec shardlib launch ...`.
 
 Ray tells its workers of a node to be drained by `ray.train.get_preemption_info()` (alpha). It may
-wait until all workers have asked, so it is not asked in a thread here but by the worker's own loop,
-which then calls `StopRequest.request("preemption of a Ray node")`. A worker that returns has
+wait until all workers have asked, so it is not asked in a thread here but by the worker's own loop:
+by `shardlib.run.train(config, after_step=...)`, whose function returns "preemption of a Ray node"
+when Ray has said so, or by `StopRequest.request` in a loop of one's own. A worker that returns has
 finished for Ray Train: to be started again after such a stop it must raise.
 """
 

@@ -1,5 +1,6 @@
 """A watchdog over the phases of a run: what makes no progress leaves its stacks behind and ends."""
 
+import contextlib
 import dataclasses
 import faulthandler
 import os
@@ -7,6 +8,7 @@ import pathlib
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from shardlib.config import configclass
 from shardlib.exit_codes import HUNG
@@ -81,6 +83,9 @@ class Watchdog:
         clock: Says what the process is doing.
         config: The limits.
         report_dir: Where stacks are written; made if need be.
+
+    `on_end` may be set to what is called with the phase just before the process ends, in the
+    watchdog's thread; where it hangs, the process ends all the same.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class Watchdog:
         self._interval = min(1.0, min(limits, default=0.0) / 10)
         self._has_last_resort = not os.isatty(0)
         self._main = threading.main_thread()
+        self.on_end: Callable[[Phase], None] = lambda phase: None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="shardlib-watchdog", daemon=True)
 
@@ -161,6 +167,8 @@ class Watchdog:
                     faulthandler.dump_traceback(report, all_threads=True)
             except OSError as error:
                 os.write(2, f"stacks cannot be written to {self._report}: {error}\n".encode())
+            with contextlib.suppress(Exception):  # It ends for what it did before.
+                self.on_end(phase)
             os._exit(HUNG)
 
 

@@ -3,7 +3,11 @@
     with RunCheckpoints("run/checkpoints", CheckpointConfig(keep=2)) as checkpoints:
         checkpoints.save(100, state, {"mesh": "fsdp=8", "samples_seen": 12_800})
         ...
-        manifest, state = checkpoints.restore_newest(target)
+        if found := checkpoints.restore_newest(target):  # None before the first save.
+            manifest, state = found
+
+    saved = SavedCheckpoints("run/checkpoints")  # Only reads; here, nested dicts of numpy arrays.
+    arrays = saved.restore(100, saved.target(100))
 
 The format is described in `store.py` (directories), `manifest.py` (the document beside the arrays),
 `fingerprint.py` (what proves values) and `tree.py` (names of leaves).

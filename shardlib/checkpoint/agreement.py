@@ -124,6 +124,22 @@ def one_step(texts: list[str]) -> str:
     return texts[0]
 
 
+def one_checkpoint(texts: list[str]) -> str:
+    """Returns nothing, as a decision, where every process gave the same step and identity.
+
+    Raises:
+        CheckpointError: If they did not: parts of several states would make up one.
+    """
+    if len(set(texts)) > 1:
+        steps = [text.split()[0] for text in texts]
+        seen = ", ".join(f"process {i}: step {step}" for i, step in enumerate(steps))
+        raise CheckpointError(
+            f"the processes would restore different checkpoints ({seen}).\n"
+            "  Ask for the same step on every process, of a directory that all of them share."
+        )
+    return ""
+
+
 def _sealed_error(error: Exception) -> str:
     text = str(error) if isinstance(error, CheckpointError) else first_line(error)
     where = "" if isinstance(error, CheckpointError) else f"process {jax.process_index()}: "

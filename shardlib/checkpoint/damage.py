@@ -1,5 +1,6 @@
 """What is told of checkpoints that are there and cannot be trusted."""
 
+import re
 from collections.abc import Sequence
 
 from shardlib.errors import CheckpointError
@@ -11,8 +12,10 @@ class DamageError(CheckpointError):
 
 def first_line(error: BaseException) -> str:
     """Returns the kind and the first line of an error that may fill a page."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+    line = str(error).strip().partition("\n")[0]
+    # TensorStore adds the spec of each driver that an error has passed through.
+    line = re.sub(r" \[(os_error_code|source locations|tensorstore_spec)=.*", "", line)
+    return f"{type(error).__name__}: {line}"
 
 
 def listed(steps: Sequence[int], without: int | None = None) -> str:

@@ -92,7 +92,7 @@ class StepDirectory:
             elif _is_temporary(entry.name) or entry.name in (TRASH, DAMAGED):
                 continue
             elif os.path.isdir(entry.path):  # It may have left since it was listed.
-                self._skip(entry.name, "no checkpoint")
+                self._skip(entry.name, _no_checkpoint(entry.path))
         return sorted(steps)
 
     def manifests(self) -> dict[int, Manifest]:
@@ -207,6 +207,16 @@ class StepDirectory:
 
 def _is_step(name: str) -> bool:
     return STEP_NAME.fullmatch(name) is not None and name == f"{int(name):08d}"
+
+
+def _no_checkpoint(path: str) -> str:
+    """Returns what a directory is that has no name of a checkpoint."""
+    if os.path.isfile(os.path.join(path, manifests.FILE_NAME)):
+        return "no checkpoint (a step is named by 8 digits, such as 00000031)"
+    with contextlib.suppress(OSError):
+        if any(_is_step(name) for name in os.listdir(path)):
+            return "no checkpoint (it holds some: name it in place of this directory)"
+    return "no checkpoint"
 
 
 def _is_foreign(path: str) -> bool:

@@ -1,6 +1,7 @@
 """The files of a checkpoint: sizes and checksums, taken by who wrote them and proved later."""
 
 import dataclasses
+import errno
 import os
 import pathlib
 import stat
@@ -24,6 +25,19 @@ class FileRecord:
 
     bytes: int
     crc32: str
+
+
+def sync(path: pathlib.Path) -> None:
+    """Makes a file, or the names in a directory, outlive a loss of power, where the file system
+    can."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def checksums(root: pathlib.Path, names: Iterable[str]) -> dict[str, FileRecord]:

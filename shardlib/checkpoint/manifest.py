@@ -101,6 +101,15 @@ class Manifest:
             CheckpointError: If `run` holds what JSON cannot (an array, NaN, a set), or is nested
                 too deep.
         """
+        document = self._document()
+        return json.dumps(document | {"digest": digest(document)}, indent=1)
+
+    @property
+    def identity(self) -> str:
+        """SHA-256 of what it says: the same for every process that reads the same checkpoint."""
+        return digest(self._document())
+
+    def _document(self) -> dict[str, Any]:
         try:
             document = {"schema": self.schema, **dataclasses.asdict(self)}
             fingerprints = document.pop("fingerprints")
@@ -109,12 +118,12 @@ class Manifest:
             # As JSON gives it back: tuples become lists, keys become text.
             document = json.loads(json.dumps(document, allow_nan=False))
             _check_depth(document["run"])
+            return document
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"the metadata of step {self.step} is not JSON: {error}.\n"
                 "  Pass dicts, lists, strings, finite numbers, booleans and None."
             ) from None
-        return json.dumps(document | {"digest": digest(document)}, indent=1)
 
 
 def digest(document: Mapping[str, Any]) -> str:
@@ -181,9 +190,9 @@ def read(directory: pathlib.Path) -> Manifest:
     except OSError as error:
         # That there is none is damage; that it cannot be read may pass.
         is_gone = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+        fix = "Restore another step; remove this one." if is_gone else "Make it readable."
         raise (DamageError if is_gone else CheckpointError)(
-            f"{directory} cannot be read as a checkpoint: {error.strerror}: {path}.\n"
-            "  Name the directory of a step, for example run/checkpoints/00000100."
+            f"{directory} cannot be read as a checkpoint: {error.strerror}: {path}.\n  {fix}"
         ) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamageError(
@@ -316,24 +325,41 @@ def check_same_leaves(
             all such leaves are listed with what was expected and what was found.
     """
     is_optional = partial if callable(partial) else lambda path: partial
-    faults, accepted = [], []
+    faults, accepted, means = [], [], set()
     for path in sorted({*found, *expected}):
-        if path not in found:
-            line = f"{path}: expected {expected[path]}, missing from the checkpoint"
-            (accepted if is_optional(path) else faults).append(line)
-        elif path not in expected:
-            line = f"{path}: not expected, found {found[path]}"
-            (accepted if is_optional(path) else faults).append(line)
-        elif found[path] != expected[path]:
-            dtypes = (found[path].dtype, expected[path].dtype)
-            is_cast = found[path].shape == expected[path].shape and "key<" not in "".join(dtypes)
-            line = f"{path}: expected {expected[path]}, found {found[path]}"
-            (accepted if cast and is_cast else faults).append(line)
+        line, mean = _difference(path, found.get(path), expected.get(path))
+        if line is None:
+            continue
+        is_accepted = (mean == "cast" and cast) or (mean == "partial" and is_optional(path))
+        (accepted if is_accepted else faults).append(line)
+        if not is_accepted:
+            means.add(mean)
     if faults:
+        asked = " and ".join(f"{mean}=True" for mean in sorted(filter(None, means)))
         raise CheckpointError(
             f"checkpoint {directory} is of another model or optimizer: "
             f"{len(faults)} of {len({*found, *expected})} leaves differ:\n"
             + "".join(f"  {fault}\n" for fault in faults)
-            + "  Restore it with the configuration it was saved with, or start another run."
+            + "  Restore it with the configuration it was saved with, or start another run"
+            + (
+                f"; in code, restore(..., {asked}) accepts these."
+                if asked and None not in means
+                else "."
+            )
         )
     return accepted
+
+
+def _difference(
+    path: str, found: LeafSpec | None, expected: LeafSpec | None
+) -> tuple[str | None, str | None]:
+    """Returns a line about a leaf, None if it is as expected, and what `restore` may be asked for
+    to accept it, if there is such a thing."""
+    if found is None:
+        return f"{path}: expected {expected}, missing from the checkpoint", "partial"
+    if expected is None:
+        return f"{path}: not expected, found {found}", "partial"
+    if found == expected:
+        return None, None
+    is_cast = found.shape == expected.shape and "key<" not in found.dtype + expected.dtype
+    return f"{path}: expected {expected}, found {found}", "cast" if is_cast else None

@@ -10,7 +10,9 @@ from shardlib.errors import CheckpointError
 if TYPE_CHECKING:
     from shardlib.checkpoint.store import RunCheckpoints
 
-Accept = Callable[[Manifest], None]
+Accept = Callable[[Manifest], bool | None]
+"""Sees a manifest before any array is read: False passes the checkpoint over, what it raises ends
+the search."""
 
 
 def restore_newest(
@@ -21,29 +23,35 @@ def restore_newest(
     Args:
         stores: Where to look. Of two checkpoints of one step, that of the first store is taken.
         target: As of `RunCheckpoints.restore`.
-        accept: Sees the manifest before any array is read; what it raises is passed on.
+        accept: Which checkpoints would do; see `Accept`.
         partial: As of `RunCheckpoints.restore`.
 
     Returns:
-        The manifest and the state; None if there is no checkpoint at all.
+        The manifest and the state; None if there is no checkpoint but those that are passed over.
 
     Raises:
         CheckpointError: If there are checkpoints and none of them validates; all are left in place.
             Or if the newest one is of another model, or of a later format.
     """
     damaged: list[tuple[RunCheckpoints, int]] = []
-    while (choice := _next(stores, damaged)) is not None:
+    passed_over: list[tuple[RunCheckpoints, int]] = []
+    while (choice := _next(stores, [*damaged, *passed_over])) is not None:
         store, step = choice
         try:
-            manifest, state = store.restore_accepted(step, target, accept, partial=partial)
+            found = store.restore_accepted(step, target, accept, partial=partial)
         except DamageError as error:
             reason = str(error).rpartition("\n")[0]  # The last line says what is done here.
             store.notify(f"step {step} does not validate, trying the one before it: {reason}")
             damaged.append(choice)
             continue
+        if found is None:
+            passed_over.append(choice)
+            continue
         for faulty, damaged_step in damaged:
             faulty.set_aside(damaged_step)
-        return manifest, state
+        if damaged:
+            store.notify(f"step {step} is restored in its place")
+        return found
     if damaged:
         raise CheckpointError(
             "none of the checkpoints validates:\n"
@@ -54,16 +62,16 @@ def restore_newest(
 
 
 def _next(
-    stores: Sequence["RunCheckpoints"], damaged: Sequence[tuple["RunCheckpoints", int]]
+    stores: Sequence["RunCheckpoints"], tried: Sequence[tuple["RunCheckpoints", int]]
 ) -> tuple["RunCheckpoints", int] | None:
-    """Returns the newest checkpoint not known to be damaged, the same on every process."""
+    """Returns the newest checkpoint that has not been tried, the same on every process."""
 
     def newest(_: list[str]) -> str:
         steps = [
             (step, -index)
             for index, store in enumerate(stores)
             for step in store.candidates()
-            if (store, step) not in damaged
+            if (store, step) not in tried
         ]
         step, index = max(steps, default=(-1, 0))
         return f"{step} {-index}"

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 
 from shardlib.checkpoint import fingerprint, newest
-from shardlib.checkpoint.agreement import Peers
+from shardlib.checkpoint.agreement import Peers, one_checkpoint
 from shardlib.checkpoint.damage import DamageError, first_line, listed
 from shardlib.checkpoint.directory import Notify, StepDirectory
 from shardlib.checkpoint.files import check_contents
 from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.checkpoint.restoring import Restoring, check_fingerprints
 from shardlib.checkpoint.saving import THREAD_NAME
-from shardlib.checkpoint.tree import flatten
+from shardlib.checkpoint.tree import dtype_of, flatten, nest
 from shardlib.errors import CheckpointError
 
 
@@ -37,6 +37,8 @@ class SavedCheckpoints:
 
     def __init__(self, directory: str | os.PathLike[str], *, notify: Notify | None = None) -> None:
         self.directory = pathlib.Path(directory).absolute()
+        if ".." in self.directory.parts:  # TensorStore takes no such paths.
+            self.directory = self.directory.resolve()
         self.peers = Peers()
         self._tell = notify or _log
         self._later: list[str] = []
@@ -93,6 +95,25 @@ class SavedCheckpoints:
         """Returns the metadata that was given to `save`, as JSON gives it back."""
         return self.manifest(step).run
 
+    def target(self, step: int, sharding: jax.sharding.Sharding | None = None) -> dict[str, Any]:
+        """Returns what to restore a step into where its classes are not at hand: nested dicts of
+        `jax.ShapeDtypeStruct`.
+
+        Args:
+            step: One of `steps()`.
+            sharding: Of every leaf; on the host, as numpy arrays, without.
+
+        Raises:
+            CheckpointError: If there is no such checkpoint, or its manifest is damaged.
+        """
+        leaves = self.manifest(step).leaves
+        return nest(
+            {
+                path: jax.ShapeDtypeStruct(spec.shape, dtype_of(spec), sharding=sharding)
+                for path, spec in leaves.items()
+            }
+        )
+
     def check(self, step: int, target: Any) -> None:
         """Proves that `restore` would find the leaves of `target`; reads no array.
 
@@ -125,7 +146,7 @@ class SavedCheckpoints:
                 files or leaves are named.
         """
         self.settle()
-        manifest = self.peers.all_or_none("manifest", lambda: self.manifest(step))
+        manifest = self._same_manifest(step)
         try:
             return self._restoring(step, manifest, cast=cast, partial=partial).restore(target)
         except DamageError as error:
@@ -166,26 +187,35 @@ class SavedCheckpoints:
 
     def restore_accepted(
         self, step: int, target: Any, accept: newest.Accept, *, partial: Partial = False
-    ) -> tuple[Manifest, Any]:
-        """Restores one step if `accept` raises nothing on its manifest."""
+    ) -> tuple[Manifest, Any] | None:
+        """Restores one step, or returns None if `accept` passes it over."""
         self.settle()
-        manifest = self.peers.all_or_none("manifest", lambda: self.manifest(step))
+        manifest = self._same_manifest(step)
         refused: list[Exception] = []
 
-        def see() -> None:
+        def see() -> bool:
             try:
-                accept(manifest)
+                return accept(manifest) is not False
             except Exception as error:
                 refused.append(error)
                 raise
 
         try:
-            self.peers.all_or_none("accept", see)
+            if not self.peers.all_or_none("accept", see):
+                return None
         except CheckpointError:
             if refused:
                 raise refused[0] from None
             raise
         return manifest, self._restoring(step, manifest, partial=partial).restore(target)
+
+    def _same_manifest(self, step: int) -> Manifest:
+        """Returns the manifest of a step, which has to be the same on every process: each verifies
+        what it reads by its own."""
+        manifest = self.peers.all_or_none("manifest", lambda: self.manifest(step))
+        if self.peers.count > 1:
+            self.peers.decide("same", f"{step} {manifest.identity}", one_checkpoint)
+        return manifest
 
     def verify(self, step: int) -> Manifest:
         """Reads every file and then every array of a checkpoint, one array at a time and on the

@@ -7,7 +7,6 @@ any process failed. Every process learns which.
 """
 
 import dataclasses
-import errno
 import json
 import os
 import pathlib
@@ -23,7 +22,7 @@ from shardlib.checkpoint import manifest as manifests
 from shardlib.checkpoint.agreement import Peers
 from shardlib.checkpoint.damage import first_line
 from shardlib.checkpoint.directory import STATE, StepDirectory
-from shardlib.checkpoint.files import FileRecord, checksums, walk
+from shardlib.checkpoint.files import FileRecord, checksums, sync, walk
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.errors import CheckpointError
 
@@ -41,7 +40,8 @@ class Saving:
         peers: The processes.
         writer: Writes the arrays.
         draft: The manifest, but for what is known only later.
-        after: Called by the first process once the checkpoint is there.
+        after: Called by the first process once the checkpoint is there, in the thread of the save;
+            must not fail. That the new name outlives a loss of power is still to be seen to.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Saving:
         rest = [name for name in walk(self._temporary) if name not in files]
         files |= checksums(self._temporary, rest)
         for name in rest:  # Not all of it is synchronized by who wrote it.
-            _sync(self._temporary / name)
+            sync(self._temporary / name)
         manifest = dataclasses.replace(
             self._draft,
             fingerprints=self._fingerprints.result(),
@@ -163,9 +163,8 @@ class Saving:
         )
         _write(self._temporary / manifests.FILE_NAME, manifest.to_json())
         for directory in (self._temporary / STATE, self._temporary):
-            _sync(directory)
+            sync(directory)
         self._temporary.rename(self._directory.of_step(self.step))
-        _sync(self._directory.path)
 
 
 def _write(path: pathlib.Path, text: str) -> None:
@@ -173,16 +172,3 @@ def _write(path: pathlib.Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(path: pathlib.Path) -> None:
-    """Makes a file, or the names in a directory, outlive a loss of power, where the file system
-    can."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)

@@ -16,6 +16,7 @@ What comes and goes in it, and why a kill does no harm, is said in `directory.py
 what proves a checkpoint on its way back, in `restoring.py`.
 """
 
+import errno
 import os
 import types
 import uuid
@@ -31,6 +32,7 @@ from shardlib.checkpoint.at_exit import close_at_exit
 from shardlib.checkpoint.config import CheckpointConfig
 from shardlib.checkpoint.damage import first_line, listed
 from shardlib.checkpoint.directory import PROBE, Notify
+from shardlib.checkpoint.files import sync
 from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.checkpoint.reading import SavedCheckpoints
 from shardlib.checkpoint.retention import kept
@@ -97,10 +99,12 @@ class RunCheckpoints(SavedCheckpoints):
             probe.write_bytes(b"shardlib")
             probe.unlink()
         except OSError as error:
+            fix = "Name a directory that this user may write"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                fix = "Free space there"
             raise CheckpointError(
                 f"checkpoints cannot be written: {error.strerror}: {self.directory}.\n"
-                "  Name a directory that this user may write as run_dir, or set "
-                "checkpoint.enabled=false."
+                f"  {fix}, or set checkpoint.enabled=false."
             ) from error
 
     def prepare(self, state: Any) -> None:
@@ -357,6 +361,8 @@ class RunCheckpoints(SavedCheckpoints):
 
     def _prune(self, step: int) -> None:
         def prune() -> None:
+            # First: the new checkpoint is to outlive a loss of power before old ones go.
+            sync(self.directory)
             found = self._steps.manifests()
             metrics = {step: manifest.metrics for step, manifest in found.items()}
             sick = {step for step, each in found.items() if not each.run.get("healthy", True)}

@@ -17,7 +17,7 @@ from shardlib.checkpoint.directory import Notify
 from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.checkpoint.reading import SavedCheckpoints
 from shardlib.checkpoint.store import RunCheckpoints
-from shardlib.errors import CheckpointError
+from shardlib.errors import CheckpointError, ConfigError
 
 # Names of the places, for people.
 RUN, LOCAL = "run", "local"
@@ -39,8 +39,9 @@ def open_checkpoints(
         owner: The id of the run, which its checkpoints give as `run["id"]`; None for a new run.
 
     Raises:
-        CheckpointError: If there is to be a local place, and the processes are on several hosts, or
-            it holds checkpoints of another run.
+        ConfigError: If there is to be a local place, and it overlaps with that of the run.
+        CheckpointError: If there is to be one, and the processes are on several hosts, or it holds
+            checkpoints of another run.
     """
     if config.local is None:
         return RunCheckpoints(directory, config, notify=notify)
@@ -164,6 +165,7 @@ class TieredCheckpoints(SavedTiers):
         owner: As of `open_checkpoints`.
 
     Raises:
+        ConfigError: If one of the directories lies within the other.
         CheckpointError: If the processes are on several hosts, or the local directory holds
             checkpoints of another run.
     """
@@ -177,6 +179,7 @@ class TieredCheckpoints(SavedTiers):
         notify: Notify | None = None,
         owner: str | None = None,
     ) -> None:
+        _check_apart(pathlib.Path(directory), pathlib.Path(local.directory))
         self.config = config
         self.far = RunCheckpoints(directory, config, notify=notify)
         fast = CheckpointConfig(
@@ -296,6 +299,16 @@ class TieredCheckpoints(SavedTiers):
             self.near.__exit__(kind, error, traceback)
         finally:
             self.far.__exit__(kind, error, traceback)
+
+
+def _check_apart(far: pathlib.Path, near: pathlib.Path) -> None:
+    one, other = far.resolve(), near.resolve()
+    if one.is_relative_to(other) or other.is_relative_to(one):
+        raise ConfigError(
+            f"checkpoint.local.directory {near} and the checkpoints of the run, in {far}, lie in "
+            "each other.\n"
+            "  Name a directory outside of run_dir, on a disk of this machine."
+        )
 
 
 def _foreign_steps(store: SavedCheckpoints, owner: str | None) -> list[int]:

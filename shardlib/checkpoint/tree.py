@@ -26,6 +26,7 @@ STORABLE = (
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz"),
 )
+_KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,24 @@ def leaf_spec(leaf: Any) -> LeafSpec:
     if not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
     return LeafSpec(tuple(leaf.shape), str(leaf.dtype))
+
+
+def dtype_of(spec: LeafSpec) -> Any:
+    """Returns the dtype that a spec names, also that of PRNG keys.
+
+    Raises:
+        CheckpointError: If it is of keys that this JAX does not know.
+    """
+    if not spec.dtype.startswith("key<"):
+        return np.dtype(spec.dtype)
+    for impl in _KEY_IMPLS:
+        dtype = jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype
+        if str(dtype) == spec.dtype:
+            return dtype
+    raise CheckpointError(
+        f"{spec.dtype} is no dtype of PRNG keys of {', '.join(_KEY_IMPLS)}.\n"
+        "  Restore into a target of your own, with keys of that kind."
+    )
 
 
 def is_storable_path(path: str) -> bool:

@@ -27,8 +27,9 @@ _NOISE = re.compile(r"\[Gloo\] Rank \d|Expected number of connected peer ranks")
 class Ending:
     """How a group ended.
 
-    `index` is the process that failed first, `status` its exit code or the negative number of the
-    signal that ended it; 0 where all ended well.
+    `index` is the process that failed first, leaving out those that merely lost their peers; of
+    several that ended between two looks, the lowest. `status` is its exit code or the negative
+    number of the signal that ended it; 0 where all ended well.
     """
 
     status: int

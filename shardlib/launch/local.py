@@ -50,8 +50,8 @@ def run_local(
         output: Where lines go; default `sys.stdout`.
 
     Returns:
-        0, or the exit code of the process that failed first in the last attempt (128 + n when
-        signal n ended it). Those that only lost their peers do not count as first.
+        0, or the exit code of the process that failed first in the last attempt, as `Ending` says
+        (128 + n when signal n ended it). Those that only lost their peers do not count as first.
 
     Raises:
         DistributedError: If there is no process to start, the command does not exist, or the
@@ -96,10 +96,13 @@ def _told(processes: int) -> Iterator[list[pathlib.Path]]:
 def _progress(files: Sequence[pathlib.Path], ending: Ending) -> Progress:
     """What the processes of an attempt have said together."""
     said = [read_progress(file) for file in files]
-    saved = [each.saved_step for each in said if each.saved_step is not None]
     own = said[ending.index].failure
     failure = own or next((each.failure for each in said if each.failure), None)
-    return Progress(max(saved, default=None), failure)
+    # Some may have ended before they could tell that the run went back.
+    back = [each for each in said if each.rewound_to is not None]
+    saved = [each.saved_step for each in back or said if each.saved_step is not None]
+    places = [each.rewound_to for each in back if each.rewound_to is not None]
+    return Progress(max(saved, default=None), failure, min(places, default=None))
 
 
 def _back_off(seconds: float, signals: Signals) -> bool:

@@ -23,20 +23,40 @@ class Progress:
     """What a process has said last."""
 
     saved_step: int | None = None
-    failure: tuple[str, int] | None = None
+    failure: tuple[str, int | None] | None = None
     """Kind and step."""
+    rewound_to: int | None = None
+    """The step that the run has gone back to; `saved_step` is at least this one."""
 
 
 def report_progress(saved_step: int) -> None:
-    """Says that all up to a step is saved, and would not be lost."""
+    """Says that all up to a step is saved: the next attempt goes on from there.
+
+    Unless that checkpoint turns out to be damaged, or was on a disk that has gone. Of a run that
+    goes back on purpose `report_rewind` tells.
+    """
     _report(saved_step=saved_step)
 
 
-def report_failure(kind: str, step: int) -> None:
+def report_rewind(step: int) -> None:
+    """Says that the run has given up all after a step, 0 for all of it, to take another way.
+
+    What is saved later on that way is progress, though other steps were saved before. How often a
+    run may go back is for the run to limit.
+    """
+    _report(saved_step=step or None, rewound_to=step)
+
+
+def report_failure(kind: str, step: int | None = None) -> None:
     """Says that this process is about to fail, at which step and of what.
 
     The same again at the same step counts as bound to happen a third time: report what follows from
     config, data and state alone, such as values that are not finite.
+
+    Args:
+        kind: What has failed, in words: `diverged`.
+        step: Where; None for what has failed at no step, which is the same again if nothing new was
+            saved since.
     """
     _report(failure=(kind, step))
 
@@ -45,16 +65,24 @@ def read_progress(path: str | os.PathLike[str]) -> Progress:
     """Returns what a process has said; nothing if there is no such file, or it is broken."""
     try:
         match json.loads(pathlib.Path(path).read_text()):
-            case {"saved_step": int() | None as saved_step, "failure": None}:
-                return Progress(saved_step)
-            case {"saved_step": int() | None as saved_step, "failure": [str(kind), int(step)]}:
-                return Progress(saved_step, (kind, step))
+            case {
+                "saved_step": int() | None as saved_step,
+                "failure": None,
+                "rewound_to": int() | None as rewound_to,
+            }:
+                return Progress(saved_step, None, rewound_to)
+            case {
+                "saved_step": int() | None as saved_step,
+                "failure": [str(kind), int() | None as step],
+                "rewound_to": int() | None as rewound_to,
+            }:
+                return Progress(saved_step, (kind, step), rewound_to)
     except (OSError, ValueError):
         pass
     return Progress()
 
 
-def _report(**said: int | tuple[str, int]) -> None:
+def _report(**said: int | tuple[str, int | None] | None) -> None:
     path = os.environ.get(PROGRESS_VARIABLE)
     if not path:
         return

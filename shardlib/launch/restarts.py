@@ -23,9 +23,10 @@ class Verdict:
 class Restarts:
     """Judges the failed attempts of one launch, in order.
 
-    Only attempts that saved no later step than those before them are counted: a group that gets on
-    is started again as often as it takes. What would fail again at the same place is not tried
-    again: a wrong request, and the same kind of failure at the same step for the second time.
+    Only attempts that saved no later step than those before them are counted, or than the step that
+    the run went back to: a group that gets on is started again as often as it takes. What would
+    fail again at the same place is not tried again: a wrong request, and the same kind of failure
+    for the second time at the same step, or, if it has none, with nothing new saved in between.
 
     Args:
         allowed: How many attempts in a row may gain nothing and still be followed by another.
@@ -44,7 +45,7 @@ class Restarts:
             ending: How it ended.
             progress: The latest step that any process has saved, and the failure reported.
         """
-        gained = self._gained(progress.saved_step)
+        gained = self._gained(progress)
         if forbidden := self._forbidden(ending, progress.failure):
             return Verdict(False, f"not started again: {forbidden}")
         self._in_vain = 0 if gained else self._in_vain + 1
@@ -58,24 +59,30 @@ class Restarts:
             saved = f"step {progress.saved_step} is saved"
         return Verdict(True, f"starting again in {backoff:g} s: {ending.who}; {saved}", backoff)
 
-    def _gained(self, saved_step: int | None) -> bool:
-        if saved_step is None or (self._saved_step is not None and saved_step <= self._saved_step):
+    def _gained(self, progress: Progress) -> bool:
+        saved, before = progress.saved_step, self._saved_step
+        if before is not None and progress.rewound_to is not None:
+            self._saved_step = before = min(before, progress.rewound_to)
+        if saved is None or (before is not None and saved <= before):
             return False
-        self._saved_step = saved_step
+        self._saved_step = saved
         return True
 
-    def _forbidden(self, ending: Ending, failure: tuple[str, int] | None) -> str | None:
+    def _forbidden(self, ending: Ending, failure: tuple[str, int | None] | None) -> str | None:
         """What speaks against another attempt, whatever was gained."""
         if ending.asked or ending.code == _INTERRUPTED:
             return f"{ending.asked or 'Ctrl-C'} ended it"
         if ending.code == WRONG_REQUEST:
             return f"{ending.who}: what was asked for is wrong"
+        # Where it has not said where: after what is saved, as far as is known.
+        saved_step = self._saved_step or 0
         if failure is None and ending.code == DIVERGED:
-            # It has not said where: after what is saved, as far as is known.
-            failure = ("diverged", self._saved_step or 0)
-        if failure in self._failures:
-            kind, step = failure  # type: ignore[misc]
-            return f"{kind} at step {step} for the second time"
-        if failure is not None:
-            self._failures.add(failure)
+            failure = ("diverged", saved_step)
+        if failure is None:
+            return None
+        kind, step = failure
+        place = (kind, saved_step if step is None else step)
+        if place in self._failures:
+            return f"{kind}{',' if step is None else f' at step {step}'} for the second time"
+        self._failures.add(place)
         return None

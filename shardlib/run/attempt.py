@@ -1,7 +1,7 @@
 """One process's part in one attempt at a run, from the header to the closing card."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -9,10 +9,8 @@ import jax.numpy as jnp
 
 from shardlib import distributed
 from shardlib.checkpoint import Manifest, RunCheckpoints, TieredCheckpoints
-from shardlib.checkpoint.damage import DamageError
 from shardlib.data import MapSource, Prefetcher
-from shardlib.errors import CheckpointError
-from shardlib.launch.progress import report_progress
+from shardlib.launch.progress import report_progress, report_rewind
 from shardlib.paths import path_string
 from shardlib.phases import PhaseClock
 from shardlib.run.directory import RunDirectory
@@ -21,10 +19,13 @@ from shardlib.run.programs import Programs
 from shardlib.run.setup import Setup
 from shardlib.run.standing import Standing, check_same_run
 from shardlib.train.evaluate import evaluate
-from shardlib.train.guards import GuardPolicy, GuardsConfig
+from shardlib.train.guards import GuardPolicy, GuardsConfig, Rewind
 from shardlib.train.local_sgd import LocalSGD, group_means, merged
 from shardlib.train.loop import Loop, StepRecord
 from shardlib.train.state import TrainState, materialize
+
+AfterStep = Callable[[int], str | None]
+"""Called with the number of each step that was dispatched; a text asks to stop, for that reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Attempt:
         log: What it shows and writes down.
         clock: Told what the process is doing.
         stop: Says when to end early.
+        after_step: As of `shardlib.run.train`.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class Attempt:
         log: RunLog,
         clock: PhaseClock,
         stop: distributed.StopRequest,
+        after_step: AfterStep | None = None,
     ):
         self.parts, self.config = parts, parts.config
         self.source, self.held_out = source, held_out
         self.checkpoints, self.directory = checkpoints, directory
         self.log, self.clock, self._stop = log, clock, stop
+        self._ask = after_step
         self.evaluation: dict[str, float] = {}
         self._step, self._eval_step, self._sampler = programs
         self._standing = Standing()
@@ -86,14 +90,14 @@ class Attempt:
             is_new: Whether the directory held no run.
         """
         self.log.header(newest)
-        if not is_new and not newest:
-            self.log.notice(f"{self.directory} has no checkpoint yet: training from the start")
         if not self._acts_on_guards and self.config.train.guards.refuses:
             self.log.notice(
                 "groups that train apart in several processes see only their own metrics: refused "
                 "updates are told, but the run does not go back for them"
             )
         state = self._restored()
+        if not is_new and not int(state.step):
+            self.log.notice(f"{self.directory} has no checkpoint yet: training from the start")
         saved = ""
         if int(state.step) >= self.config.train.steps:
             self.log.notice(
@@ -135,6 +139,7 @@ class Attempt:
             manifest, state = found
             self._standing = Standing.of(manifest)
             self._policy.resume(manifest.run.get("guards", {}))
+            self._is_save_put_off = manifest.run.get("save_put_off", False)
             return state
         self._standing = Standing()
         state = materialize(self.parts.abstract, seed=self.config.seed)
@@ -150,27 +155,6 @@ class Attempt:
             return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
 
         return jax.tree_util.tree_map_with_path(target, self.parts.saved_state())
-
-    def _last_healthy(self) -> tuple[Manifest, Any] | None:
-        """Restores the newest checkpoint that was not saved in the middle of refused updates.
-
-        Raises:
-            CheckpointError: If there are such checkpoints, and none of them validates.
-        """
-        manifests = [self.checkpoints.manifest(step) for step in self.checkpoints.steps()]
-        healthy = [found for found in manifests if found.run.get("healthy", True)]
-        for manifest in reversed(healthy):
-            try:
-                step, target = manifest.step, self._target()
-                return manifest, self.checkpoints.restore(step, target, partial=_is_of_window)
-            except DamageError as error:
-                self.log.event("checkpoint", str(error), step=manifest.step)
-        if healthy:
-            raise CheckpointError(
-                f"no checkpoint in {self.checkpoints.directory} validates that the run could go "
-                "back to.\n  Look at them with `shardlib checkpoint verify`."
-            )
-        return None
 
     def _tell_batch(self, manifest: Manifest) -> None:
         before = manifest.run["config"]["train"]["global_batch"]
@@ -188,11 +172,10 @@ class Attempt:
             with self.clock.within("compile"):
                 self.checkpoints.prepare(self.parts.saved_state())
         state = self._loop(state, is_compiled=False)
-        while self._policy.wants_rewind and not self._stopping:
-            bad_step = int(state.step)
+        while (rewind := self._policy.rewind) and not self._stopping:
             # Two states would not fit into the memory of the devices.
             state = None
-            state = self._loop(self._gone_back(bad_step), is_compiled=True)
+            state = self._loop(self._gone_back(rewind), is_compiled=True)
         self._save_at_last(int(state.step), state)
         return state
 
@@ -237,11 +220,13 @@ class Attempt:
         self.checkpoints.poll()
         if self.checkpoints.has_given_up:
             self._stop.request("saves that failed")
+        if self._ask is not None and (reason := self._ask(step)):
+            self._stop.request(reason)
         self._report_progress()
         return (
             self._is_stopped()
             or step == self.config.train.steps
-            or self._policy.wants_rewind
+            or self._policy.rewind is not None
             or self._is_save_put_off
             or self.checkpoints.is_due(step)
             or _every(step, self.config.eval.every_steps)
@@ -250,7 +235,13 @@ class Attempt:
 
     def _after_step(self, step: int, state: Any) -> bool:
         is_last = step == self.config.train.steps
-        if self._policy.wants_rewind or (self._stopping and not is_last):
+        # What is saved in the middle of refused updates is nothing to go back to.
+        is_asked = self._is_save_put_off or self.checkpoints.is_due(step)
+        self._is_save_put_off = is_asked and self._acts_on_guards and not self._policy.healthy
+        if self._policy.rewind:
+            return False
+        if self._stopping and not is_last:
+            self.log.flush()
             return False
         evaluated = {}
         if self.held_out is not None and (is_last or _every(step, self.config.eval.every_steps)):
@@ -259,11 +250,8 @@ class Attempt:
         self.log.flush()
         if self._stopping:
             return False
-        if is_last or self._is_save_put_off or self.checkpoints.is_due(step):
-            # What is saved in the middle of refused updates is nothing to go back to.
-            self._is_save_put_off = self._acts_on_guards and not (is_last or self._policy.healthy)
-            if not self._is_save_put_off:
-                self._save(step, state, evaluated)
+        if is_last or (is_asked and not self._is_save_put_off):
+            self._save(step, state, evaluated)
         if self._sampler and (is_last or _every(step, self.config.train.sample_every)):
             self._sample(step, state)
         return True
@@ -311,6 +299,7 @@ class Attempt:
             return
         metadata = self._standing.metadata(step, self.parts, self.source, self._policy)
         metadata["id"] = self.directory.identity
+        metadata["save_put_off"] = self._is_save_put_off
         metrics = {**self._latest, **evaluated}
         with self.clock.within("save"):
             self.checkpoints.save(step, state, metadata, metrics=metrics, wait=wait)
@@ -331,26 +320,30 @@ class Attempt:
             self._reported_step = saved
             report_progress(saved)
 
-    def _gone_back(self, bad_step: int) -> Any:
+    def _gone_back(self, rewind: Rewind) -> Any:
         """Returns the state of the last healthy checkpoint, and moves the data on: the same data
         would lead to the same place again."""
-        samples = self._standing.position.samples_at(bad_step, self.config.train.global_batch)
-        rewinds, wrong = self._policy.rewinds, self._policy.wrong
+        rewinds = self._policy.rewinds
         with self.clock.within("restore"):
-            self.checkpoints.settle()
-            found = self._last_healthy()
+            found = self.checkpoints.restore_newest(
+                self._target(),
+                accept=lambda manifest: manifest.run.get("healthy", True),
+                partial=_is_of_window,
+            )
             state = self._begun_at(found)
             self.checkpoints.drop_after(int(state.step) if found else -1)
+        self._reported_step = None
+        report_rewind(int(state.step))
         self._policy.rewinds = rewinds
         self._policy.rewound()
         self._is_save_put_off = False
         step, first = int(state.step), self._standing.position.samples_seen
-        self._standing = self._standing.past(samples)
+        self._standing = self._standing.past(rewind.end)
         self.log.rewind(
             step,
-            f"went back from step {bad_step} to step {step}, for {wrong}; samples {first} to "
-            f"{samples - 1} are passed over",
-            samples=[first, samples],
+            f"went back from step {rewind.step} to step {step}, for {rewind.why}; samples {first} "
+            f"to {rewind.end - 1} are passed over",
+            samples=[first, rewind.end],
         )
         return state
 

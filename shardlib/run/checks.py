@@ -129,6 +129,13 @@ def _check_groups(config: RunConfig, scope: Scope) -> None:
     microbatches = 1 if train.microbatches == "auto" else train.microbatches
     plan_reduction(config.reduction(), scope.mesh, microbatches=microbatches)
     if train.local_sgd is not None:
+        is_group = jax.distributed.is_initialized() and jax.process_count() > 1
+        if train.guards.nonfinite == "stop" and is_group:
+            raise ConfigError(
+                "train.guards.nonfinite=stop cannot be with train.local_sgd in several processes: "
+                "each knows the metrics of its own groups alone, and would stop alone.\n"
+                "  Set train.guards.nonfinite to skip or off."
+            )
         sizes = mesh_sizes(scope.mesh)
         train.local_sgd.count(sizes.get("data", 1))
         if min(sizes.get("data", 1), sizes.get("stage", 1)) > 1 and NESTS_IN_MESH_ORDER_ONLY:

@@ -18,6 +18,7 @@ class RunDirectory:
     On disk:
 
         run_id           who the run is: 32 hex digits, made with the first config and kept
+        run.lock         which process is using the directory, while one is: see `shardlib.run.lock`
         config.yaml      the resolved config
         tokenizer.json   the tokenizer, where the data is text
         metrics.jsonl    one object a step: see `shardlib.train.metrics`
@@ -30,8 +31,9 @@ class RunDirectory:
     `step`, the last that was over; and, where there are any, `text`, as it was shown on the
     terminal, `facts`, an object, and `spent`, the account of the run's time so far, as in the rows
     of metrics.jsonl. Non-finite numbers are written as they are there. Each attempt has a `start`,
-    and an `end` unless its process was killed, with the facts `error`, the name of the error if
-    there was one, and `finished`, true once the run has taken all of its steps. Events of attempts
+    and an `end` unless its process was killed (`hung` where the watchdog ended the first process),
+    with the facts `how`, in words; `error` and `message`, if there was one; and `finished`, true
+    once the run has taken all of its steps. Events of attempts
     whose steps are lost stay. `shardlib.run.events.read_events` reads them.
 
     Args:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from shardlib.distributed import ProcessGroup
+from shardlib.errors import ShardlibError
 from shardlib.explain import explain
 from shardlib.hardware import chip_for
 from shardlib.launch.progress import RESTARTS_VARIABLE
@@ -76,17 +77,24 @@ class RunLog:
         self._events = Events()
         self._at_step = 0
         self._is_finished = False
+        self._ending: str | None = None
 
     def __enter__(self) -> "RunLog":
         self._display.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc_info: Any) -> None:
-        self._display.__exit__(kind, *exc_info)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any
+    ) -> None:
+        self._display.__exit__(kind, error, traceback)
         self._write_held()
         if self._writer is not None:
-            finished = self._is_finished or None
-            self.event("end", error=kind and kind.__name__, finished=finished)
+            facts: dict[str, Any] = {"how": self._ending, "finished": self._is_finished or None}
+            if kind is not None:
+                facts["error"] = kind.__name__
+            if isinstance(error, ShardlibError):  # What others say may hold anything.
+                facts["message"] = str(error).partition("\n")[0]
+            self.event("end", **facts)
             self._writer.close()
         elif self._events.is_waiting and self._directory.path.is_dir():
             self._events.open(self._directory.path, self.warning)
@@ -233,7 +241,7 @@ class RunLog:
             can_sample: Whether `shardlib generate` has something to say.
         """
         self._write_held()
-        self._is_finished = is_finished
+        self._is_finished, self._ending = is_finished, title
         rows = read_metrics(self._directory.path) if self._group.is_primary else []
         last = next((row for row in reversed(rows) if any(k.startswith(_EVAL) for k in row)), {})
         results: dict[str, float | str] = {

@@ -13,7 +13,7 @@ them, which do no harm elsewhere).
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from shardlib.config import configclass
 from shardlib.errors import DivergedError
@@ -104,6 +104,15 @@ Samples = Callable[[int], tuple[int, int]]
 """Of a step, the first sample of the stream that it read, and the first that it did not."""
 
 
+class Rewind(NamedTuple):
+    """That a run shall go back: from which step, past which samples of its stream, and why."""
+
+    step: int
+    end: int
+    """The first sample that is not passed over."""
+    why: str
+
+
 class GuardPolicy:
     """Counts refused updates as their metrics arrive, and says what the run shall do.
 
@@ -112,24 +121,28 @@ class GuardPolicy:
 
     ```python
     policy.saw(record)
-    if policy.wants_rewind:
+    if policy.rewind:
         ...  # restore a checkpoint saved while `policy.healthy`, move the data on
         policy.rewound()
     ```
 
     Args:
         config: The guards.
-        samples: Which samples a step read, for the message of an error.
-        rewinds: How often the run has gone back before, in this process or another.
+        samples: Which samples a step read that is just over.
     """
 
-    def __init__(self, config: GuardsConfig, samples: Samples | None = None, rewinds: int = 0):
-        self.config, self.rewinds = config, rewinds
+    def __init__(self, config: GuardsConfig, samples: Samples):
+        self.config = config
         self._samples = samples
+        self.rewinds = 0
+        """How often the run has gone back."""
+        self.rewind: Rewind | None = None
+        """That the run shall go back now; until `rewound` is called, whatever the steps that were
+        on their way by then do."""
         self._streak = 0
-        self._wrong: str | None = None
-        self.first_bad_step: int | None = None
-        """The first step of the open streak of refused updates, or None."""
+        # The first step of the open streak of refused updates, and its first sample. Not asked for
+        # later on: a run that was resumed knows nothing of steps before.
+        self._first: tuple[int, int] | None = None
         self.fault: str | None = None
         """What was wrong with the latest step, for the log, or None."""
 
@@ -138,32 +151,23 @@ class GuardPolicy:
         """Whether the latest update was applied, so that a checkpoint now is one to go back to."""
         return self._streak == 0
 
-    @property
-    def wants_rewind(self) -> bool:
-        """Whether the run shall go back now; until `rewound` is called, whatever the steps that
-        were on their way by then do."""
-        return self._wrong is not None
-
-    @property
-    def wrong(self) -> str | None:
-        """Why the run shall go back."""
-        return self._wrong
-
     def state(self) -> dict[str, Any]:
         """Returns what a resumed run needs to judge as one that went on, as JSON."""
         return {
             "rewinds": self.rewinds,
             "streak": self._streak,
-            "first_bad_step": self.first_bad_step,
-            "wrong": self._wrong,
+            "first": self._first,
+            "rewind": self.rewind,
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state` returned."""
         self.rewinds = state.get("rewinds", 0)
-        self._streak = state.get("streak", 0)
-        self.first_bad_step = state.get("first_bad_step")
-        self._wrong = state.get("wrong")
+        first, rewind = state.get("first"), state.get("rewind")
+        self._first = tuple(first) if first else None
+        # Of a checkpoint that does not say where its streak began, the streak begins anew.
+        self._streak = state.get("streak", 0) if first else 0
+        self.rewind = Rewind(*rewind) if rewind else None
 
     def saw(self, record: Record) -> None:
         """Takes in the metrics of a step.
@@ -174,45 +178,43 @@ class GuardPolicy:
         """
         self.fault = step_fault(self.config, record)
         if self.fault is None:
-            self._streak, self.first_bad_step = 0, None
+            self._streak, self._first = 0, None
             return
-        if self.first_bad_step is None:
-            self.first_bad_step = record.step
+        begin, end = self._samples(record.step)
+        if self._first is None:
+            self._first = record.step, begin
         self._streak += 1
         if self.config.nonfinite == "stop" and _nonfinite(record):
             raise DivergedError(
-                f"step {record.step}: {self.fault}{self._read(record.step, record.step)}; "
+                f"step {record.step}: {self.fault} on samples {begin} to {end - 1}; "
                 "train.guards.nonfinite is stop.\n"
                 "  Look at these samples, or set train.guards.nonfinite to skip to go on without "
                 "their update.",
                 record.step,
             )
-        if self._streak >= self.config.patience:
-            self._wrong = self.fault
+        if self._streak >= self.config.patience and self.rewind is None:
             if not self.config.rewind or self.rewinds >= self.config.max_rewinds:
-                raise DivergedError(self._ended(record), record.step)
+                raise DivergedError(self._ended(record.step, end), record.step)
+            self.rewind = Rewind(record.step, end, self.fault)
 
     def rewound(self) -> None:
         """Says that the run has gone back: the streak is over, and one rewind used."""
         self.rewinds += 1
-        self._streak, self.first_bad_step, self.fault, self._wrong = 0, None, None, None
+        self._streak, self._first, self.fault, self.rewind = 0, None, None, None
 
-    def _read(self, first: int, last: int) -> str:
-        if self._samples is None:
-            return ""
-        return f" on samples {self._samples(first)[0]} to {self._samples(last)[1] - 1}"
-
-    def _ended(self, record: Record) -> str:
-        first = self.first_bad_step or record.step
+    def _ended(self, step: int, end: int) -> str:
+        assert self._first is not None
+        first, begin = self._first
         why = (
             f"it went back {self.rewinds} times before, as often as train.guards.max_rewinds allows"
             if self.config.rewind
             else "train.guards.rewind is off"
         )
+        spikes = ", raise train.guards.spike.threshold" if self.config.spike is not None else ""
         return (
-            f"step {record.step}: {self.fault}; all {self._streak} updates from step {first} on "
-            f"were refused{self._read(first, record.step)}, and {why}.\n"
-            "  Lower optimizer.learning_rate, or begin anew without these samples."
+            f"step {step}: {self.fault}; all {self._streak} updates from step {first} on were "
+            f"refused on samples {begin} to {end - 1}, and {why}.\n"
+            f"  Lower optimizer.learning_rate{spikes}, or begin anew without these samples."
         )
 
 

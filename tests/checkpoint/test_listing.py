@@ -7,7 +7,13 @@ import shutil
 import jax.numpy as jnp
 import pytest
 
-from shardlib.checkpoint import CheckpointConfig, KeepBest, LocalTier, RunCheckpoints
+from shardlib.checkpoint import (
+    CheckpointConfig,
+    KeepBest,
+    LocalTier,
+    RunCheckpoints,
+    SavedCheckpoints,
+)
 from shardlib.checkpoint.retention import kept
 from shardlib.errors import CheckpointError
 
@@ -194,9 +200,33 @@ def test_what_accept_raises_is_passed_on_and_nothing_is_set_aside(tmp_path):
             checkpoints.save(step, STATE, {"seed": step}, wait=True)
         with pytest.raises(WrongConfigError):
             checkpoints.restore_newest(STATE, accept=accept)
+        found = checkpoints.restore_newest(STATE, accept=lambda manifest: manifest.run["seed"] < 2)
+        assert found is not None
+        assert found[0].step == 1
+        assert checkpoints.restore_newest(STATE, accept=lambda manifest: False) is None
         with pytest.raises(CheckpointError, match="is of another model or optimizer"):
             checkpoints.restore_newest({"v": jnp.ones(4)})
         assert checkpoints.steps() == [1, 2]
+
+
+def test_what_directories_without_a_name_of_a_step_are(tmp_path):
+    with RunCheckpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(31, STATE, {}, wait=True)
+    (tmp_path / "checkpoints" / "00000031").rename(tmp_path / "checkpoints" / "31")
+    told = []
+    saved = SavedCheckpoints(tmp_path / "checkpoints", notify=told.append)
+    assert saved.steps() == []
+    assert told == [
+        f"{tmp_path}/checkpoints/31 is skipped: no checkpoint (a step is named by 8 digits, such "
+        "as 00000031)"
+    ]
+    (tmp_path / "checkpoints" / "31").rename(tmp_path / "checkpoints" / "00000031")
+    told.clear()
+    assert SavedCheckpoints(tmp_path, notify=told.append).steps() == []
+    assert told == [
+        f"{tmp_path}/checkpoints is skipped: no checkpoint (it holds some: name it in place of "
+        "this directory)"
+    ]
 
 
 def test_a_later_format_is_not_damage(tmp_path):
@@ -270,7 +300,7 @@ def test_a_directory_that_cannot_be_written(tmp_path):
         checkpoints.check_writable()
     assert str(caught.value) == (
         f"checkpoints cannot be written: Not a directory: {place}.\n"
-        "  Name a directory that this user may write as run_dir, or set checkpoint.enabled=false."
+        "  Name a directory that this user may write, or set checkpoint.enabled=false."
     )
     with pytest.raises(CheckpointError) as caught:
         checkpoints.steps()

@@ -186,5 +186,5 @@ def test_a_missing_one_is_named(tmp_path):
     assert str(caught.value) == (
         f"{tmp_path} cannot be read as a checkpoint: No such file or directory: "
         f"{tmp_path}/manifest.json.\n"
-        "  Name the directory of a step, for example run/checkpoints/00000100."
+        "  Restore another step; remove this one."
     )

@@ -15,7 +15,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
+from shardlib.checkpoint import CheckpointConfig, RunCheckpoints, SavedCheckpoints
 from shardlib.errors import CheckpointError
 
 
@@ -255,6 +255,54 @@ def test_what_a_restore_would_read(tmp_path, monkeypatch):
     first, last = str(caught.value).splitlines()
     assert first.startswith(f"checkpoint {tmp_path}/00000001 cannot be read: ")
     assert last == "  Name another step (none)."
+
+
+def test_differences_that_may_be_asked_for(tmp_path):
+    cases = (
+        ({"a": jnp.ones(4, jnp.bfloat16)}, "cast=True and partial=True"),
+        ({"a": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(2)}, "cast=True"),
+        ({"a": jnp.ones(4)}, "partial=True"),
+    )
+    with RunCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"a": jnp.ones(4), "b": jnp.ones(2)}, {}, wait=True)
+        for target, asked in cases:
+            with pytest.raises(CheckpointError) as caught:
+                checkpoints.restore(1, target)
+            assert str(caught.value).endswith(
+                "  Restore it with the configuration it was saved with, or start another run; "
+                f"in code, restore(..., {asked}) accepts these."
+            )
+            options = {word.removesuffix("=True"): True for word in asked.split(" and ")}
+            restored = checkpoints.restore(1, target, **options)
+            assert restored["a"].dtype == target["a"].dtype
+
+
+def test_a_directory_above(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with RunCheckpoints("../run/checkpoints") as checkpoints:
+        checkpoints.save(1, {"a": jnp.ones(4)}, {}, wait=True)
+        np.testing.assert_array_equal(checkpoints.restore(1, {"a": jnp.zeros(4)})["a"], [1.0] * 4)
+        checkpoints.verify(1)
+    assert os.listdir(tmp_path / "run" / "checkpoints") == ["00000001"]
+
+
+def test_a_step_is_read_without_its_classes(tmp_path):
+    keys = jax.random.split(jax.random.key(3, impl="rbg"), 2)
+    state = {"layers": [jnp.arange(3), {"w": jnp.ones((2, 2), jnp.bfloat16)}], "keys": keys}
+    with RunCheckpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, {}, wait=True)
+    saved = SavedCheckpoints(tmp_path)
+    on_host = saved.restore(1, saved.target(1))
+    assert isinstance(on_host["layers"]["0"], np.ndarray)
+    np.testing.assert_array_equal(on_host["layers"]["0"], [0, 1, 2])
+    assert on_host["layers"]["1"]["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(jax.random.key_data(on_host["keys"]), jax.random.key_data(keys))
+    replicated = NamedSharding(
+        jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec()
+    )
+    placed = saved.restore(1, saved.target(1, replicated))
+    assert placed["layers"]["1"]["w"].sharding == replicated
 
 
 def test_missing_steps_and_directories(tmp_path):

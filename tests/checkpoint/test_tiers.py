@@ -15,7 +15,7 @@ from shardlib.checkpoint import (
     open_saved,
 )
 from shardlib.checkpoint.tiers import _check_one_host
-from shardlib.errors import CheckpointError
+from shardlib.errors import CheckpointError, ConfigError
 
 
 def state_of(step):
@@ -55,6 +55,18 @@ def test_each_step_is_in_the_place_that_asks_for_it(tmp_path):
     assert sorted(os.listdir(tmp_path / "far")) == ["00000020", "00000025"]
 
 
+@pytest.mark.parametrize("near", ["far", "far/near", "."])
+def test_places_within_each_other_are_refused(near, tmp_path):
+    local = LocalTier(directory=str(tmp_path / near), every_steps=2)
+    with pytest.raises(ConfigError) as caught:
+        open_checkpoints(tmp_path / "far", CheckpointConfig(every_steps=10, local=local))
+    assert str(caught.value) == (
+        f"checkpoint.local.directory {tmp_path / near} and the checkpoints of the run, in "
+        f"{tmp_path}/far, lie in each other.\n"
+        "  Name a directory outside of run_dir, on a disk of this machine."
+    )
+
+
 def test_a_step_that_neither_has(tmp_path):
     with open_both(tmp_path) as checkpoints:
         train(checkpoints, range(1, 15))
@@ -82,8 +94,10 @@ def test_the_newest_of_both_that_validates_is_restored(tmp_path):
     assert [text.split(": ")[0] for text in told] == [
         "step 24 does not validate, trying the one before it",
         f"step 24 is now {_aside(tmp_path / 'near', 24)}",
+        "step 22 is restored in its place",
         "step 22 does not validate, trying the one before it",
         f"step 22 is now {_aside(tmp_path / 'near', 22)}",
+        "step 20 is restored in its place",
     ]
 
 

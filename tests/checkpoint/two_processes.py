@@ -82,6 +82,12 @@ def refuse_different_steps(checkpoints, state):
             "  step 9: 1 of 2, such as process 1\n"
             "  Call save on every process after the same step."
         )
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.restore(1 + jax.process_index(), make_target())
+    assert str(caught.value) == (
+        "the processes would restore different checkpoints (process 0: step 1, process 1: step 2)."
+        "\n  Ask for the same step on every process, of a directory that all of them share."
+    )
 
 
 @contextlib.contextmanager

@@ -88,7 +88,8 @@ def test_a_run_outlives_a_full_disk(small_disk, lab, tmp_path):
     """Saves fail until there is room again; metrics, which have room, are all written."""
     filler, run_dir, output = small_disk / "filler", small_disk / "run", tmp_path / "output.txt"
     filler.write_bytes(bytes(3 * MIB))
-    words = ("train.steps=300", "checkpoint.every_steps=10", "checkpoint.max_failures=1000")
+    words = ("train.steps=300", "checkpoint.every_steps=10", "checkpoint.keep=1")
+    words += ("checkpoint.max_failures=1000",)
     words += (f"run_dir={run_dir}", "eval.every_steps=0", "train.sample_length=0")
     with (
         open(output, "w") as file,

@@ -39,6 +39,7 @@ POISON = {poison}
 FAMILY = dataclasses.replace(TRANSFORMER, config=PoisonedConfig, loss=loss, dims=None)
 """
 FIRST_BAD, LAST_BAD = 14, 16
+PATIENT = ("train.guards.patience=3", "checkpoint.every_steps=5", "checkpoint.keep=1")
 QUIET = ("eval.every_steps=0", "train.sample_length=0")
 
 
@@ -139,26 +140,65 @@ def test_it_goes_back_also_when_a_good_step_is_on_its_way_already(poisoned, tmp_
     words = ("train.guards.patience=3", "checkpoint.every_steps=12", "train.steps=20")
     done = poisoned(tmp_path / "run", *words)
     assert done.returncode == 0, done.stderr
+    # The good step is undone, and its data comes again.
     assert (
-        "went back from step 17 to step 12, for loss is inf; samples 96 to 135 are " in done.stdout
+        "went back from step 16 to step 12, for loss is inf; samples 96 to 127 are " in done.stdout
     )
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(1, 21))
 
 
-def test_a_run_that_stops_among_bad_steps_goes_on_as_one_that_did_not(poisoned, tmp_path):
-    words = ("train.guards.patience=3", "checkpoint.every_steps=5", "checkpoint.keep=1")
-    alone = poisoned(tmp_path / "alone", *words, "train.steps=22")
-    stopped = poisoned(tmp_path / "run", *words, "train.steps=14")
-    assert (alone.returncode, stopped.returncode) == (0, 0)
+@pytest.fixture(scope="module")
+def never_stopped(poisoned, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("never_stopped") / "run"
+    done = poisoned(run_dir, *PATIENT, "train.steps=22")
+    assert done.returncode == 0, done.stderr
+    return read_metrics(run_dir)
+
+
+# After step 15, a save that was due has been put off.
+@pytest.mark.parametrize("last", [14, 15])
+def test_a_run_that_stops_among_bad_steps_goes_on_as_one_that_did_not(
+    last, poisoned, never_stopped, tmp_path
+):
+    stopped = poisoned(tmp_path / "run", *PATIENT, f"train.steps={last}")
+    assert stopped.returncode == 0, stopped.stderr
     with RunCheckpoints(tmp_path / "run" / "checkpoints") as checkpoints:
         # The last healthy one is kept, whatever is newer.
         healthy = {step: checkpoints.metadata(step)["healthy"] for step in checkpoints.steps()}
-    assert healthy == {10: True, 14: False}
-    done = poisoned(tmp_path / "run", *words, "train.steps=22")
+    assert healthy == {10: True, last: False}
+    done = poisoned(tmp_path / "run", *PATIENT, "train.steps=22")
     assert (
         "went back from step 16 to step 10, for loss is inf; samples 80 to 127 are" in done.stdout
     )
-    rows, expected = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "alone")
-    assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
+    rows = read_metrics(tmp_path / "run")
+    assert [row["loss"] for row in rows] == [row["loss"] for row in never_stopped]
+
+
+def test_what_a_run_would_go_back_to_is_never_removed_for_damage(poisoned, tmp_path):
+    """Arrays whose manifest is damaged may still be of use: a run does not begin anew on them."""
+    run_dir = tmp_path / "run"
+    assert poisoned(run_dir, *PATIENT, "train.steps=14").returncode == 0
+    manifest = run_dir / "checkpoints" / "00000010" / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-10])
+    done = poisoned(run_dir, *PATIENT, "train.steps=22")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "CheckpointError: none of the checkpoints validates:\n"
+        f"  {run_dir}/checkpoints, step 10\n"
+        "  They are left as they are. Remove them to start anew, or train in another run_dir.\n"
+    )
+    assert (run_dir / "checkpoints" / "00000010" / "state").is_dir()
+
+
+def test_a_streak_that_a_stop_interrupts_may_end_the_run(poisoned, tmp_path):
+    words = ("train.guards.patience=3", "train.guards.rewind=false")
+    assert poisoned(tmp_path / "run", *words, "train.steps=14").returncode == 0
+    done = poisoned(tmp_path / "run", *words, "train.steps=22")
+    assert done.returncode == DIVERGED
+    assert done.stderr.startswith(
+        "DivergedError: step 16: loss is inf; all 3 updates from step 14 on "
+        "were refused on samples 104 to 127, and train.guards.rewind is off.\n"
+    )
 
 
 def test_groups_that_train_apart_in_two_processes_save_together(poisoned, tmp_path):
@@ -173,6 +213,19 @@ def test_groups_that_train_apart_in_two_processes_save_together(poisoned, tmp_pa
         assert checkpoints.steps() == [16, 18, 20]
         for step in checkpoints.steps():
             checkpoints.verify(step)
+
+
+def test_groups_that_train_apart_in_two_processes_cannot_stop_alone(lab, tmp_path):
+    words = ("mesh=data=2", "train.cpu_devices=2", "train.local_sgd.inner_steps=2")
+    words += (f"run_dir={tmp_path / 'run'}", "train.guards.nonfinite=stop")
+    done = lab.shardlib("launch", "--processes", 2, "--", "train", lab.config_file, *words)
+    assert done.returncode == 2
+    assert (
+        "ConfigError: train.guards.nonfinite=stop cannot be with train.local_sgd in several "
+        "processes: each knows the metrics of its own groups alone, and would stop alone.\n"
+    ) in done.stdout
+    assert "  Set train.guards.nonfinite to skip or off.\n" in done.stdout
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_rewinds_it_ends_with_a_code_of_its_own(poisoned, tmp_path):

@@ -14,14 +14,20 @@ import pytest
 
 from shardlib.errors import DistributedError
 from shardlib.exit_codes import DIVERGED, HUNG, WRONG_REQUEST
-from shardlib.launch import report_failure, report_progress, run_local
+from shardlib.launch import (
+    report_failure,
+    report_progress,
+    report_rewind,
+    run_local,
+    shardlib_command,
+)
 from shardlib.launch.group import Ending
 from shardlib.launch.progress import Progress, read_progress
 from shardlib.launch.restarts import Restarts, Verdict
 
 PRELUDE = """
 import os, pathlib, signal, sys, time
-from shardlib.launch.progress import report_failure, report_progress
+from shardlib.launch.progress import report_failure, report_progress, report_rewind
 index = int(os.environ["SHARDLIB_PROCESS_ID"])
 # How often this process has been started, counted in a file.
 file = pathlib.Path(os.environ["COUNTS"], str(index))
@@ -134,6 +140,51 @@ def test_the_same_failure_at_the_same_step_is_not_tried_a_third_time(launch, tmp
     assert starts(tmp_path) == 2
 
 
+def test_a_run_that_went_back_gets_on(launch):
+    """The process that was killed first could not tell."""
+    code, said = launch(
+        """
+        if attempt < 2:
+            report_progress(100)
+        if attempt == 1 and index == 0:
+            report_rewind(50)
+            report_progress(60)
+        if index == 1:
+            time.sleep(0.5)  # The other has told by then.
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+        """,
+        processes=2,
+        restarts=1,
+        grace_seconds=0.1,
+    )
+    assert code == 128 + signal.SIGKILL
+    assert [line for line in said if "start" in line] == [
+        "starting again in 1 s: process 1 ended by SIGKILL; step 100 is saved",
+        "starting again in 1 s: process 1 ended by SIGKILL; step 60 is saved",
+        "starting again in 1 s: process 1 ended by SIGKILL; nothing new was saved (1 of 1)",
+        "not started again: 2 attempts in a row saved nothing new",
+    ]
+
+
+def test_what_cannot_work_is_tried_twice(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"run_dir: {tmp_path}/run\n"
+        "model: {name: transformer}\n"
+        f"data: {{path: {tmp_path}/corpus, tokenizer: bytes}}\n"
+        "train: {steps: 2, global_batch: 8, cpu_devices: 1, compilation_cache: null}\n"
+    )
+    output = io.StringIO()
+    command = shardlib_command(["train", str(config)])
+    assert run_local(command, 1, restarts=9, output=output) == 1
+    fault = f"DataError: data.path: there is nothing at '{tmp_path}/corpus'"
+    assert output.getvalue().count(f"[0] {fault}.\n") == 2
+    assert output.getvalue().splitlines()[-1] == (
+        f"[launch] not started again: {fault}, for the second time"
+    )
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_what_the_user_ends_is_not_started_again(launch, tmp_path, number):
     run = f"""
@@ -206,14 +257,25 @@ def test_progress_and_failure_are_kept_together(tmp_path, monkeypatch):
     report_failure("not finite", 5)
     report_progress(4)
     assert read_progress(file) == Progress(4, ("not finite", 5))
-    assert json.loads(file.read_text()) == {"saved_step": 4, "failure": ["not finite", 5]}
+    report_rewind(2)
+    assert read_progress(file) == Progress(2, ("not finite", 5), 2)
+    report_rewind(0)
+    assert read_progress(file) == Progress(None, ("not finite", 5), 0)
+    report_progress(1)
+    report_failure("missing")
+    assert read_progress(file) == Progress(1, ("missing", None), 0)
+    assert json.loads(file.read_text()) == {
+        "saved_step": 1,
+        "failure": ["missing", None],
+        "rewound_to": 0,
+    }
     assert os.listdir(tmp_path) == ["told"]
 
 
 @pytest.mark.parametrize(
     "text",
     ["", '{"saved_step": 3', "[]", '{"saved_step": "3", "failure": null}', '{"saved_step": 3}',
-     '{"saved_step": 3, "failure": ["nan"]}', "\udcff"],
+     '{"saved_step": 3, "failure": ["nan"], "rewound_to": null}', "\udcff"],
 )  # fmt: skip
 def test_a_broken_file_says_nothing(tmp_path, monkeypatch, text):
     file = tmp_path / "told"
@@ -263,6 +325,37 @@ def test_a_step_lost_since_is_no_progress():
     assert judge.judge(Ending(1), Progress(40)).again
     assert judge.judge(Ending(1), Progress(50)) == Verdict(
         False, "not started again: 2 attempts in a row saved nothing new"
+    )
+
+
+def test_progress_on_another_way_is_progress():
+    judge = Restarts(1)
+    assert judge.judge(Ending(1), Progress(100)).reason.endswith("; step 100 is saved")
+    assert judge.judge(Ending(1), Progress(60, None, 50)).reason.endswith("; step 60 is saved")
+    assert judge.judge(Ending(1), Progress(70)).reason.endswith("; step 70 is saved")
+    # From the last place it went back to, and not from where it was before.
+    assert judge.judge(Ending(1), Progress(150, None, 120)).reason.endswith("; step 150 is saved")
+
+
+def test_going_back_is_no_progress():
+    judge = Restarts(2)
+    assert judge.judge(Ending(1), Progress(100)).again
+    for place in (Progress(50, None, 50), Progress(None, None, 0)):
+        assert "nothing new was saved" in judge.judge(Ending(1), place).reason
+    assert judge.judge(Ending(1), Progress(None, None, 0)) == Verdict(
+        False, "not started again: 3 attempts in a row saved nothing new"
+    )
+
+
+def test_a_failure_at_no_step_is_the_same_until_something_is_saved():
+    judge = Restarts(9)
+    missing = ("data are missing", None)
+    assert judge.judge(Ending(1), Progress(None, missing)).again
+    assert judge.judge(Ending(1), Progress(10, missing)).again
+    assert judge.judge(Ending(1), Progress(20, missing)).again
+    assert judge.judge(Ending(1), Progress(None, ("another", None))).again
+    assert judge.judge(Ending(1), Progress(20, missing)).reason == (
+        "not started again: data are missing, for the second time"
     )
 
 

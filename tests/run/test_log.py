@@ -102,7 +102,7 @@ def test_an_event_is_in_the_file_at_once(parts, tmp_path):
         assert kinds(tmp_path / "run") == [("start", 0), ("save_failed", 1)]
 
 
-def test_an_error_ends_an_attempt_by_name_and_without_its_text(parts, tmp_path):
+def test_an_error_of_others_ends_an_attempt_by_name_and_without_its_text(parts, tmp_path):
     attempt = Attempt(parts, tmp_path / "run")
     with contextlib.suppress(OSError), attempt.log:
         attempt.go(0, 3)
@@ -288,7 +288,8 @@ def test_the_time_before_a_finished_run_is_given_more_steps_is_not_its_own(parts
         first.go(0, 3)
         log.flush()
         log.closing("finished", is_finished=True, step=3, can_sample=False)
-    assert read_events(tmp_path / "run")[-1]["facts"] == {"finished": True}
+    facts = read_events(tmp_path / "run")[-1]["facts"]
+    assert facts == {"finished": True, "how": "finished"}
     with Attempt(parts, tmp_path / "run").log as log:
         log.closing("finished", is_finished=True, step=3, can_sample=False)
     time.sleep(0.1)
@@ -297,7 +298,7 @@ def test_the_time_before_a_finished_run_is_given_more_steps_is_not_its_own(parts
         second.go(3, 4)
         log.closing("stopped", is_finished=False, step=4, can_sample=False)
     assert spent(read_metrics(tmp_path / "run")[-1]) == {"step": 0.4}
-    assert "facts" not in read_events(tmp_path / "run")[-1]
+    assert read_events(tmp_path / "run")[-1]["facts"] == {"how": "stopped"}
     time.sleep(0.1)
     third = Attempt(parts, tmp_path / "run")
     with third.log:

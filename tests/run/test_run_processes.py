@@ -11,6 +11,7 @@ import pytest
 
 from shardlib import run
 from shardlib.checkpoint import RunCheckpoints
+from shardlib.run.events import read_events
 
 QUIET = ("eval.every_steps=0", "train.sample_length=0")
 # Sums over processes are taken in another order; twenty steps of training carry the rounding on.
@@ -56,9 +57,13 @@ def test_a_signal_to_one_of_two_processes_stops_both(launch, lab, finished, tmp_
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
+    asked = time.monotonic()
     os.kill(children(process)[1], signal.SIGTERM)
     out, err = process.communicate(timeout=60)
+    seconds = time.monotonic() - asked
     assert (process.returncode, err) == (0, "")
+    spent = read_events(run_dir)[-1]["spent"]
+    assert seconds < 5 + spent["save"]
     assert "[1] SIGTERM: stopping after this step.\n" in out
     step = len(losses(run_dir))
     assert 5 <= step < 20

@@ -1,16 +1,24 @@
 """A run from its first line to its closing card, and what it leaves in its directory."""
 
 import json
+import math
 import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 from shardlib import run
+from shardlib.checkpoint import SavedCheckpoints
+from shardlib.checkpoint.tree import flatten
 from shardlib.config import load
 from shardlib.data import read_tokenizer
+from shardlib.exit_codes import HUNG
+from shardlib.mesh import MeshConfig
+from shardlib.phases import PhaseClock
 from shardlib.run.events import read_events
+from shardlib.run.setup import make_scope, open_source, setup
 
 KEYS = [
     "step",
@@ -159,6 +167,42 @@ def test_event_files_are_written_when_asked_for(lab, tmp_path):
     assert b"tokens_per_second" in events[0].read_bytes()
 
 
+def test_what_is_asked_after_each_step_stops_a_run(lab, finished, tmp_path, losses, capsys):
+    asked = []
+
+    def ask(step):
+        asked.append(step)
+        return "its owner" if step == 3 else None
+
+    clock = PhaseClock()
+    result = run.train(lab.config(tmp_path / "run"), clock=clock, after_step=ask)
+    assert (result.step, asked) == (3, [1, 2, 3])
+    assert "─ stopped by its owner and saved at step 3 ─" in capsys.readouterr().out
+    assert losses(tmp_path / "run") == losses(finished.run_dir)[:3]
+    assert read_events(tmp_path / "run")[-1]["facts"] == {
+        "how": "stopped by its owner and saved at step 3"
+    }
+    # In which it waits for deletions and for the other processes.
+    assert clock.present[0] == "save"
+
+
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2", "data=1", "fsdp=2,tensor=4"])
+def test_what_is_restored_elsewhere_is_what_was_in_memory(mesh, finished, lab):
+    config = lab.config(finished.run_dir, f"mesh={mesh}")
+    num_devices = math.prod(MeshConfig.parse(mesh).sizes.values())
+    scope = make_scope(config, jax.devices()[:num_devices])
+    parts = setup(config, open_source(config, "train").spec, scope)
+    restored = SavedCheckpoints(finished.run_dir / "checkpoints").restore(20, parts.saved_state())
+    assert restored.params["head"]["kernel"].sharding.mesh == scope.mesh
+    kept, found = (
+        {path: np.asarray(jax.random.key_data(x) if path == "rng" else x) for path, x in leaves}
+        for leaves in (flatten(finished.result.state).items(), flatten(restored).items())
+    )
+    assert kept.keys() == found.keys()
+    for path, leaf in kept.items():
+        assert leaf.tobytes() == found[path].tobytes(), path
+
+
 LIMITED = """
 import resource, signal, sys
 # A file system that is full: from here on no file may grow over 20 kB.
@@ -200,7 +244,9 @@ def test_only_the_last_save_that_fails_ends_the_run(lab, finished, tmp_path):
     assert [json.loads(line)["step"] for line in written] == list(range(1, 21))
     events = read_events(tmp_path / "run")
     assert [event["kind"] for event in events] == ["start", "checkpoint", "checkpoint", "end"]
-    assert events[-1]["facts"] == {"error": "CheckpointError"}
+    facts = events[-1]["facts"]
+    assert facts["error"] == "CheckpointError"
+    assert facts["message"].startswith(failed.format(20))
 
 
 def test_saves_that_fail_too_often_end_the_run_before_the_next(lab, finished, tmp_path, rows):
@@ -213,6 +259,17 @@ def test_saves_that_fail_too_often_end_the_run_before_the_next(lab, finished, tm
     )
     assert last == "  Free space or restore access there, then start again."
     assert rows(tmp_path / "run")[-1]["step"] == 11
+
+
+def test_a_run_that_hangs_is_ended_and_says_so(lab, tmp_path):
+    run_dir = tmp_path / "run"
+    words = (f"run_dir={run_dir}", "watchdog.compile=0.3", "train.compilation_cache=null")
+    done = lab.shardlib("train", lab.config_file, *words)
+    assert done.returncode == HUNG
+    assert "no progress in phase 'compile'" in done.stderr
+    *_, last = read_events(run_dir)
+    assert (last["kind"], last["facts"]) == ("hung", {"phase": "compile"})
+    assert last["spent"]["compile"] >= 0.3
 
 
 def test_names_stay_callable_whatever_is_imported_first():

@@ -1,6 +1,7 @@
 """Guards on the host: their configs, and when a run goes back or ends."""
 
 import dataclasses
+import json
 import math
 import re
 
@@ -8,7 +9,7 @@ import pytest
 
 from shardlib.errors import DivergedError
 from shardlib.train.config import TrainConfig
-from shardlib.train.guards import GuardPolicy, GuardsConfig, SpikeConfig, step_fault
+from shardlib.train.guards import GuardPolicy, GuardsConfig, Rewind, SpikeConfig, step_fault
 from shardlib.train.loop import StepRecord
 
 NAN = math.nan
@@ -62,17 +63,17 @@ def test_all_faults_of_a_config_at_once(make, faults):
 
 
 def test_a_healthy_run_wants_nothing():
-    policy = fed(GuardPolicy(GuardsConfig()), map(record, range(1, 50)))
-    assert (policy.healthy, policy.wants_rewind, policy.first_bad_step) == (True, False, None)
+    policy = fed(GuardPolicy(GuardsConfig(), samples), map(record, range(1, 50)))
+    assert (policy.healthy, policy.rewind) == (True, None)
     assert policy.fault is None
 
 
 def test_a_streak_ends_with_a_step_that_is_applied():
-    policy = fed(GuardPolicy(GuardsConfig(patience=3)), [record(1), bad(2), bad(3)])
-    assert (policy.healthy, policy.wants_rewind, policy.first_bad_step) == (False, False, 2)
+    policy = fed(GuardPolicy(GuardsConfig(patience=3), samples), [record(1), bad(2), bad(3)])
+    assert (policy.healthy, policy.rewind) == (False, None)
     assert policy.fault == "loss is nan and grad_norm is nan"
     fed(policy, [record(4), bad(5), bad(6)])
-    assert (policy.healthy, policy.wants_rewind, policy.first_bad_step) == (False, False, 5)
+    assert (policy.healthy, policy.rewind) == (False, None)
     fed(policy, [record(7)])
     assert policy.healthy
 
@@ -81,10 +82,12 @@ def test_patience_leads_back_and_rewinds_are_used_up():
     policy = GuardPolicy(GuardsConfig(patience=2, max_rewinds=2), samples)
     for _ in range(2):
         fed(policy, [record(8), bad(9), bad(10)])
-        assert (policy.wants_rewind, policy.first_bad_step) == (True, 9)
+        asked = Rewind(10, 320, "loss is nan and grad_norm is nan")
+        assert policy.rewind == asked
+        fed(policy, [record(11), bad(12), bad(13)])  # On their way by then.
+        assert policy.rewind == asked
         policy.rewound()
-        assert (policy.wants_rewind, policy.first_bad_step) == (False, None)
-        assert policy.healthy
+        assert (policy.healthy, policy.rewind) == (True, None)
     policy.saw(bad(9))
     with pytest.raises(DivergedError) as error:
         policy.saw(bad(10))
@@ -97,10 +100,36 @@ def test_patience_leads_back_and_rewinds_are_used_up():
     )
 
 
-def test_rewinds_of_an_earlier_process_count():
-    policy = GuardPolicy(GuardsConfig(patience=1, max_rewinds=3), rewinds=3)
-    with pytest.raises(DivergedError, match="it went back 3 times before"):
+def resumed(policy, since):
+    """What goes on from a checkpoint: it knows of no sample before."""
+
+    def later(step):
+        assert step > since
+        return samples(step)
+
+    there = GuardPolicy(policy.config, later)
+    there.resume(json.loads(json.dumps(policy.state())))
+    return there
+
+
+def test_a_resumed_run_counts_on():
+    config = GuardsConfig(patience=3, max_rewinds=1)
+    policy = fed(GuardPolicy(config, samples), [bad(4), bad(5), bad(6)])
+    policy.rewound()
+    policy = resumed(fed(policy, [bad(3), bad(4)]), 4)
+    assert not policy.healthy
+    with pytest.raises(DivergedError) as error:
         policy.saw(bad(5))
+    assert str(error.value).splitlines()[0] == (
+        "step 5: loss is nan and grad_norm is nan; all 3 updates from step 3 on were refused on "
+        "samples 64 to 159, and it went back 1 times before, as often as "
+        "train.guards.max_rewinds allows."
+    )
+
+
+def test_a_run_resumed_before_it_went_back_goes_back():
+    policy = fed(GuardPolicy(GuardsConfig(patience=1), samples), [bad(4), record(5)])
+    assert resumed(policy, 5).rewind == policy.rewind == Rewind(4, 128, policy.rewind.why)
 
 
 def test_without_rewinds_patience_is_the_end():
@@ -137,6 +166,6 @@ def test_faults_by_policy():
 
 
 def test_without_guards_there_is_nothing_to_see():
-    policy = GuardPolicy(GuardsConfig(nonfinite="off"))
+    policy = GuardPolicy(GuardsConfig(nonfinite="off"), samples)
     policy.saw(StepRecord(1, {"loss": NAN}, 0.1, None, 0.0))
     assert policy.healthy
