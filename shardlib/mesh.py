@@ -163,7 +163,7 @@ def make_mesh(
     found = list(jax.devices() if devices is None else devices)
     if not found:
         raise MeshError("a mesh needs at least one device.\n  Leave devices out to use them all.")
-    config = _resolved(spec, len(found), count_groups(found), at_hand=True)
+    config = _resolved(spec, len(found), count_groups(found), at_hand=devices is None)
     grid = arrange(
         found,
         names=config.names,

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from shardlib import cli
+from shardlib.cli.arguments import load_config
 from shardlib.config import configclass
 from shardlib.errors import CheckpointError
 
@@ -198,6 +200,28 @@ def tiny(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY.format(run_dir=tmp_path / "run", text=text))
     return str(path)
+
+
+def test_the_config_of_a_run_is_for_where_the_run_is(tiny, tmp_path, monkeypatch):
+    place = tmp_path / "moved" / "run"
+    place.mkdir(parents=True)
+    shutil.copy(tiny, place / "config.yaml")
+    shutil.copy(tiny, place / "other.yaml")
+
+    def run_dir(path, *overrides):
+        return load_config(str(path), list(overrides)).run_dir
+
+    written = str(tmp_path / "run")
+    assert run_dir(place) == run_dir(place / "config.yaml") == written  # No run has been there.
+    (place / "run_id").write_text(f"{'0' * 32}\n")
+    assert run_dir(place) == run_dir(f"{place}/") == run_dir(place / "config.yaml") == str(place)
+    assert run_dir(place / "other.yaml") == run_dir(tiny) == written
+    assert run_dir(place, "train.steps=2", "run_dir=there") == "there"
+    monkeypatch.chdir(tmp_path)
+    assert run_dir("moved/run") == "moved/run"
+    monkeypatch.chdir(place)
+    assert run_dir("../run") == run_dir("../run/config.yaml") == "../run"
+    assert run_dir(".") == run_dir("config.yaml") == "."
 
 
 def test_explain_prints_a_table_or_json_and_writes_nothing(capfd, tiny, tmp_path):

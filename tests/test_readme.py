@@ -16,7 +16,8 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
 
 
-def test_the_python_runs(capsys):
+def test_the_python_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     batch = {name: rng.standard_normal((16, 64), dtype=np.float32) for name in "xy"}
     names = {"batches": [batch] * 3}
@@ -28,6 +29,8 @@ def test_the_python_runs(capsys):
     assert "fsdp, tensor" in table
     assert "│ all-gather │ fsdp      │" in table
     assert "Plan 1, in code:\n  mesh = sl.make_mesh(" in table
+    up = names["arrays"]["params"]["up"]["kernel"]
+    np.testing.assert_array_equal(up, names["state"].params["up"]["kernel"])
 
 
 def test_it_opens_with_the_two_commands():

@@ -164,11 +164,17 @@ def generate(
         str | None,
         typer.Option(help="Where to sample; that of the run if it fits the devices, else auto."),
     ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="The checkpoint; the newest that validates when left out.")
+    ] = None,
 ) -> None:
-    """Continue a prompt with the newest checkpoint of a run."""
+    """Continue a prompt with a checkpoint of a run."""
     from shardlib.run.sampling import generate as run_generate
 
-    print(prompt + run_generate(run_dir, prompt, length, temperature, seed, mesh))
+    def notify(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    print(prompt + run_generate(run_dir, prompt, length, temperature, seed, mesh, step, notify))
 
 
 @app.command()

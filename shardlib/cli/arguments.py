@@ -1,7 +1,9 @@
 """What the commands share: arguments, and how a config is read and a report printed."""
 
 import contextlib
+import dataclasses
 import os
+import pathlib
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
@@ -27,12 +29,21 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def load_config(path: str, overrides: list[str] | None) -> Any:
-    """Returns the config of a run, before what runs it is imported: its faults come sooner."""
+    """Returns the config of a run, before what runs it is imported: its faults come sooner.
+
+    That of a run's directory, by its name or by its config.yaml, is for the run there, wherever it
+    was before, unless an override says run_dir.
+    """
     from shardlib.config import load
     from shardlib.run.config import RunConfig
+    from shardlib.run.directory import RunDirectory
 
-    of_run = os.path.join(path, "config.yaml")
-    return load(RunConfig, of_run if os.path.isfile(of_run) else path, overrides or ())
+    here = RunDirectory(path if os.path.isdir(path) else os.path.dirname(path))
+    file = str(here.config_file) if os.path.isdir(path) and here.config_file.is_file() else path
+    config = load(RunConfig, file, overrides or ())
+    is_of_run = pathlib.Path(file) == here.config_file and here.identity is not None
+    is_said = any(word.partition("=")[0].strip() == "run_dir" for word in overrides or ())
+    return dataclasses.replace(config, run_dir=str(here)) if is_of_run and not is_said else config
 
 
 def check_writable(option: str, path: str) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,10 +23,15 @@ app = typer.Typer(
 )
 
 _MOST_LEAVES = 20
+_MOST_CHARACTERS = 60
 
 Run = Annotated[
     str,
     typer.Argument(metavar="RUN", help="A run's directory, or that of its checkpoints."),
+]
+RunAtStep = Annotated[
+    str,
+    typer.Argument(metavar="RUN[@STEP]", help="A run's directory, or one checkpoint of it."),
 ]
 Step = Annotated[int | None, typer.Option(help="The checkpoint; the newest when left out.")]
 
@@ -33,6 +39,7 @@ Step = Annotated[int | None, typer.Option(help="The checkpoint; the newest when 
 @app.command("ls")
 def list_(run: Run, as_json: AsJson = False) -> None:
     """List the checkpoints: step, time, size, mesh, samples seen and metrics."""
+    _check_whole(run)
     saved = _open(run)
     rows = [
         _facts(manifest, tier)
@@ -40,29 +47,34 @@ def list_(run: Run, as_json: AsJson = False) -> None:
         for manifest in place.manifests().values()
     ]
     rows.sort(key=lambda row: row["step"])
+    is_damaged = not rows and bool(_candidates(saved, None))
     if as_json:
         print(json.dumps(rows, indent=2))
-    elif not rows:
-        print(f"no checkpoint in {saved.directory}")
-    else:
+    elif rows:
         console().print(_table(rows, with_tier=len(saved.tiers) > 1))
+    elif not is_damaged:
+        print(f"no checkpoint in {saved.directory}")
+    if is_damaged:
+        raise _nothing_complete(saved, run)
 
 
 @app.command()
 def verify(
-    run: Run,
+    run: RunAtStep,
     step: Annotated[int | None, typer.Option(help="Only this one; all when left out.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every file and every array, and compare them with what was saved; exit 1 for damage, or
     where there is nothing to verify."""
+    run, step = _one_step(run, step)
     saved = _open(run)
     found = []
     for each, tier in _candidates(saved, step):
         fault = None
         try:
             manifest = saved.tiers[tier].verify(each)
-            said = f"{len(manifest.files)} files and {len(manifest.leaves)} arrays are as saved"
+            counted = {"file": len(manifest.files), "array": len(manifest.leaves)}
+            said = " and ".join(_count(n, what) for what, n in counted.items()) + " are as saved"
         except CheckpointError as error:
             said = fault = str(error)
         found.append({"step": each, "in": tier, "fault": fault})
@@ -95,7 +107,7 @@ def diff(
 
 @app.command()
 def reshard(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's directory.")],
+    run: RunAtStep,
     mesh: Annotated[str, typer.Option(help="The mesh, such as fsdp=4,tensor=2.")],
     to: Annotated[str | None, typer.Option(help="Directory of the copy.")] = None,
     on: Annotated[
@@ -113,6 +125,7 @@ def reshard(
     """
     from shardlib.run import resharding
 
+    run, step = _one_step(run, step)
     if dry_run:
         plan = resharding.plan_reshard(run, mesh, on=on, step=step, notify=_warn)
         if as_json:
@@ -139,8 +152,7 @@ def _open(run: str) -> "SavedTiers":
     directory = RunDirectory(run)
     if (directory.path / "manifest.json").is_file():
         raise CheckpointError(
-            f"{run} is one checkpoint of a run.\n"
-            "  Name the directory of the run; --step, or RUN@STEP for diff, names its checkpoints."
+            f"{run} is one checkpoint of a run.\n  Name the directory of the run, or RUN@STEP."
         )
     if not directory.path.is_dir():
         raise CheckpointError(f"{run} is no directory.\n  Name the run_dir of a `shardlib train`.")
@@ -174,15 +186,55 @@ def _candidates(saved: "SavedTiers", step: int | None) -> list[tuple[int, str]]:
     return [(each, tier) for each, _, tier in found]
 
 
-def _manifest(place: str) -> "Manifest":
+def _split(place: str) -> tuple[str, int | None]:
+    """Returns the run and the step of RUN, RUN@STEP or the directory of one checkpoint."""
+    path = pathlib.Path(place)
+    if path.is_dir():
+        is_one = any((path / name).exists() for name in ("manifest.json", "state"))
+        if not (is_one and path.name.isdecimal()):
+            return place, None
+        holder = path.parent
+        return str(holder.parent if holder.name == "checkpoints" else holder), int(path.name)
     run, at, step = place.rpartition("@")
-    if not (at and step.isdecimal()):
-        run, step = place, ""
+    return (run, int(step)) if at and step.isdecimal() else (place, None)
+
+
+def _one_step(place: str, step: int | None) -> tuple[str, int | None]:
+    """Returns the run and the step that an argument and --step say between them."""
+    run, named = _split(place)
+    if None not in (named, step) and named != step:
+        raise ConfigError(
+            f"{place} is step {named}, and --step says {step}.\n  Leave one of them out."
+        )
+    return run, named if step is None else step
+
+
+def _check_whole(place: str) -> None:
+    run, step = _split(place)
+    if step is not None and pathlib.Path(run).is_dir():
+        raise ConfigError(
+            f"{place} is one checkpoint, and ls lists all of a run.\n"
+            f"  Name the run ({run}), or use: shardlib checkpoint verify {run} --step {step}"
+        )
+
+
+def _manifest(place: str) -> "Manifest":
+    run, step = _split(place)
     saved = _open(run)
-    newest = saved.latest()
-    if newest is None:
-        raise CheckpointError(f"no checkpoint in {saved.directory}.\n  Name another run.")
-    return saved.manifest(int(step) if step else newest)
+    found = saved.latest() if step is None else step
+    if found is None:
+        raise _nothing_complete(saved, run)
+    return saved.manifest(found)
+
+
+def _nothing_complete(saved: "SavedTiers", run: str) -> CheckpointError:
+    damaged = len(_candidates(saved, None))
+    if not damaged:
+        return CheckpointError(f"no checkpoint in {saved.directory}.\n  Name another run.")
+    return CheckpointError(
+        f"no complete checkpoint in {saved.directory}; {_are(damaged)} damaged.\n"
+        f"  See what is wrong: shardlib checkpoint verify {run}"
+    )
 
 
 def _facts(manifest: "Manifest", tier: str) -> dict[str, Any]:
@@ -228,13 +280,34 @@ def _print_diff(found: "CheckpointDiff") -> None:
     lines = [f"{d.name}: {d.first or 'absent'} and {d.second or 'absent'}" for d in found.shapes]
     lines += [f"{path}: other values" for path in found.values]
     lines += [f"{path}: not known, for want of fingerprints" for path in found.unknown]
-    print(f"{found.same} arrays are equal" + (f", {len(lines)} are not:" if lines else ""))
+    print(_are(found.same, "array") + " equal" + (f", {_are(len(lines))} not:" if lines else ""))
     for line in lines[:_MOST_LEAVES]:
         print(f"  {line}")
     if len(lines) > _MOST_LEAVES:
         print(f"  and {len(lines) - _MOST_LEAVES} more (--json lists all)")
-    for each in (*found.run, *found.libraries):
-        print(f"{each.name}: {json.dumps(each.first)} and {json.dumps(each.second)}")
+    others = [*found.run, *found.libraries]
+    for each in others:
+        print(f"{each.name}: {_brief(each.first)} and {_brief(each.second)}")
+    if any(_brief(value) != json.dumps(value) for d in others for value in (d.first, d.second)):
+        print("long values are shortened (--json has all)")
+
+
+def _brief(value: Any) -> str:
+    """Returns a value as JSON; of a long dict the keys, of any other long value the beginning."""
+    text = json.dumps(value)
+    if len(text) > _MOST_CHARACTERS and isinstance(value, dict):
+        text = f"{{{', '.join(value)}}}"
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+
+
+def _count(number: int, what: str) -> str:
+    """Returns `1 file` or `2 files`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _are(number: int, what: str = "") -> str:
+    """Returns `1 array is` or `2 arrays are`; without what they are `1 is` or `2 are`."""
+    return f"{_count(number, what) if what else number} {'is' if number == 1 else 'are'}"
 
 
 def _print_plan(plan: "ReshardPlan") -> None:
@@ -243,10 +316,10 @@ def _print_plan(plan: "ReshardPlan") -> None:
     from shardlib.train.humanize import size
 
     print(
-        f"step {plan.step}: {plan.num_leaves} arrays, {size(plan.state_bytes)}, "
+        f"step {plan.step}: {_count(plan.num_leaves, 'array')}, {size(plan.state_bytes)}, "
         f"saved on {plan.saved_on}"
     )
-    print(f"onto {plan.mesh} on {len(plan.hosts)} host{'s' if len(plan.hosts) > 1 else ''}")
+    print(f"onto {plan.mesh} on {_count(len(plan.hosts), 'host')}")
     table = Table("hosts", "each reads", "its devices hold", "peak of buffers in its memory")
     for kind in dict.fromkeys(plan.hosts):
         hosts = [i for i, host in enumerate(plan.hosts) if host == kind]

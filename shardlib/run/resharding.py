@@ -3,7 +3,6 @@ it."""
 
 import dataclasses
 import math
-import pathlib
 import shutil
 import uuid
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from shardlib.checkpoint.arrays import read_bound
 from shardlib.checkpoint.read_plan import HostReads, plan_reads
 from shardlib.config import to_dict
 from shardlib.data import read_tokenizer
-from shardlib.errors import CheckpointError, ConfigError, MeshError
+from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import parse_cluster
 from shardlib.mesh import MeshConfig, describe
 from shardlib.registry import DataSpec
@@ -24,7 +23,9 @@ from shardlib.run.checks import check_config
 from shardlib.run.config import RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
+from shardlib.run.events import EVENTS_FILE
 from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup
+from shardlib.run.standing import as_saved, no_checkpoint
 from shardlib.train.metrics import METRICS_FILE
 
 Notify = Callable[[str], None]
@@ -90,7 +91,7 @@ def plan_reshard(
     config = directory.config_of_run()
     cluster = parse_cluster(on or f"cpu:{_num_devices(mesh)}")
     checkpoints = _saved(directory, config, notify)
-    step = _step(checkpoints, step)
+    step = _step(run_dir, checkpoints, step)
     manifest = checkpoints.manifest(step)
     parts = _parts(manifest, dataclasses.replace(config, mesh=mesh), cluster)
     targets, chunks = checkpoints.stored(step, parts.saved_state())
@@ -148,14 +149,14 @@ def reshard(
     own = dataclasses.replace(config.checkpoint, local=None)
     config = dataclasses.replace(config, run_dir=to, mesh=mesh, train=train, checkpoint=own)
     start_devices(config)
-    step = _step(checkpoints, step)
+    step = _step(run_dir, checkpoints, step)
     manifest = checkpoints.manifest(step)
     parts = _parts(manifest, config, jax.devices())
     state = checkpoints.restore(step, parts.saved_state())
     metadata = {
         **manifest.run,
         "id": _identify(new),
-        "config": to_dict(config),
+        "config": to_dict(parts.config),
         "mesh": describe(parts.scope.mesh),
     }
     with RunCheckpoints(new.checkpoints, own) as copy:
@@ -178,13 +179,10 @@ def _identify(new: RunDirectory) -> str:
     return identity
 
 
-def _step(checkpoints: SavedTiers, step: int | None) -> int:
+def _step(run_dir: str, checkpoints: SavedTiers, step: int | None) -> int:
     found = checkpoints.latest() if step is None else step
     if found is None:
-        raise CheckpointError(
-            f"{checkpoints.directory} holds no checkpoint.\n"
-            "  Train on with `shardlib train` until it has."
-        )
+        raise no_checkpoint(run_dir, checkpoints)
     return found
 
 
@@ -199,7 +197,9 @@ def _num_devices(mesh: str) -> int:
 
 
 def _parts(manifest: Manifest, config: RunConfig, devices: Devices) -> Setup:
-    """Returns the parts of a run on another mesh; its data is not read if it need not be."""
+    """Returns the parts of a run on another mesh, with the state of a checkpoint; its data is not
+    read if it need not be."""
+    config = as_saved(config, manifest)
     scope = make_scope(config, devices)
     check_config(config, lambda: scope)
     known: dict[str, Any] | None = manifest.run["data"].get("spec")
@@ -212,6 +212,7 @@ def _copy_beside(old: RunDirectory, new: RunDirectory, config: RunConfig) -> Non
     if old.tokenizer_file.is_file():
         tokenizer = read_tokenizer(old.tokenizer_file, config.data.end_of_text)
     new.write(config, tokenizer)
-    metrics = pathlib.Path(old.path, METRICS_FILE)
-    if metrics.is_file():
-        shutil.copyfile(metrics, new.path / METRICS_FILE)
+    # The account of the run's time is in both: the last event says whether anything was waited for.
+    for name in (METRICS_FILE, EVENTS_FILE):
+        if (old.path / name).is_file():
+            shutil.copyfile(old.path / name, new.path / name)

@@ -1,16 +1,20 @@
-"""Text sampled from a model: while it trains, or from the newest checkpoint of a run."""
+"""Text sampled from a model: while it trains, or from a checkpoint of a run."""
 
 import dataclasses
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.checkpoint import open_saved
+from shardlib.checkpoint import SavedTiers, open_saved
+from shardlib.checkpoint.damage import DamageError
+from shardlib.checkpoint.tree import flatten
 from shardlib.constrain import Scope, use
 from shardlib.data import Tokenizer, read_tokenizer
-from shardlib.errors import CheckpointError, MeshError, ModelError
+from shardlib.errors import MeshError, ModelError
 from shardlib.mesh import MeshConfig
 from shardlib.precision import precision
 from shardlib.registry import DataSpec
@@ -18,9 +22,13 @@ from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
 from shardlib.run.setup import Setup, make_scope, setup
+from shardlib.run.standing import no_checkpoint
+from shardlib.train.ema import EmaState
 from shardlib.train.local_sgd import merged
 from shardlib.train.offload import fetch
 from shardlib.train.state import TrainState
+
+Notify = Callable[[str], None]
 
 
 class Sampler:
@@ -90,10 +98,13 @@ def generate(
     temperature: float = 0.8,
     seed: int = 0,
     mesh: str | None = None,
+    step: int | None = None,
+    notify: Notify | None = None,
 ) -> str:
-    """Returns the continuation of a prompt by the newest checkpoint of a run.
+    """Returns the continuation of a prompt by a checkpoint of a run, which is left as it is.
 
-    The run may have trained on other devices: its parameters are placed on those at hand.
+    The run may have trained on other devices: its parameters are placed on those at hand. Of
+    the checkpoint no other arrays are read.
 
     Args:
         run_dir: Directory of the run.
@@ -102,21 +113,32 @@ def generate(
         temperature: 0 takes the likeliest token each time.
         seed: Decides what is sampled.
         mesh: The mesh; that of the run where it fits the devices, or else `auto`, when left out.
+        step: The checkpoint; the newest that validates, of all places, when left out.
+        notify: Told of checkpoints that are passed over; by default it is logged.
 
     Raises:
-        CheckpointError: If the directory holds no run, or the run has no checkpoint.
+        CheckpointError: If the directory holds no run, or the run has no checkpoint that validates,
+            or not that of `step`.
         MeshError: If the mesh does not fit the devices.
         ModelError: If its model does not generate text, or prompt and length exceed its positions.
     """
     directory = RunDirectory(run_dir)
     config = directory.config_of_run()
     start_devices(config)
-    checkpoints = open_saved(directory.checkpoints, config.checkpoint, owner=directory.identity)
-    step = checkpoints.latest()
-    if step is None:
-        raise CheckpointError(
-            f"{run_dir} has no checkpoint yet.\n  Train on with `shardlib train` until it has."
-        )
+    tell = notify or logging.getLogger(__name__).warning
+
+    def say(text: str) -> None:
+        # What sampling does not need of a checkpoint would be told leaf by leaf.
+        if not text.startswith("restoring step"):
+            tell(text)
+
+    saved = open_saved(
+        directory.checkpoints, config.checkpoint, notify=say, owner=directory.identity
+    )
+    if step is not None:
+        saved.manifest(step)
+    elif not any(place.candidates() for place in saved.tiers.values()):
+        raise no_checkpoint(run_dir, saved)
     if not directory.tokenizer_file.is_file():
         raise ModelError(
             f"{run_dir} holds a run of model {config.model.name!r}, which was not trained on "
@@ -126,8 +148,39 @@ def generate(
     spec = DataSpec(vocab_size=tokenizer.vocab_size, sequence_length=config.data.sequence_length)
     parts = setup(config, spec, _scope(config, mesh))
     sampler = Sampler(parts, tokenizer)
-    state = merged(parts.train_step(), checkpoints.restore(step, parts.saved_state()))
+    state = _restored(saved, parts, step, say)
+    if state is None:
+        raise no_checkpoint(run_dir, saved)
+    state = merged(parts.train_step(), state)
     return sampler(state, prompt, length=length, temperature=temperature, seed=seed)
+
+
+def _restored(saved: SavedTiers, parts: Setup, step: int | None, notify: Notify) -> Any:
+    """Returns what `Sampler` needs of a step, or of the newest that validates; None without any."""
+    abstract = parts.abstract
+    averages = jax.tree.map(
+        lambda node: node if isinstance(node, EmaState) else None,
+        abstract.opt_state,
+        is_leaf=lambda node: isinstance(node, EmaState),
+    )
+    needed = dataclasses.replace(abstract, opt_state=averages, spike_window=None)
+    target = dataclasses.replace(parts, abstract=needed).saved_state()
+    wanted = flatten(target)
+
+    def partial(path: str) -> bool:
+        return path not in wanted
+
+    if step is not None:
+        return saved.restore(step, target, partial=partial)
+    found = [(each, place) for place in saved.tiers.values() for each in place.candidates()]
+    # Of one step in two places, that of the first.
+    for each, place in sorted(found, key=lambda found: -found[0]):
+        try:
+            return place.restore(each, target, partial=partial)
+        except DamageError as error:
+            reason = str(error).splitlines()[0].rstrip(":.")
+            notify(f"step {each} does not validate and is passed over: {reason}")
+    return None
 
 
 def _scope(config: RunConfig, mesh: str | None) -> Scope:

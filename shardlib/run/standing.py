@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from shardlib import __version__
-from shardlib.checkpoint import Manifest
+from shardlib.checkpoint import Manifest, SavedTiers
+from shardlib.checkpoint.damage import listed
 from shardlib.config import from_dict, to_dict
 from shardlib.data import MapSource, StreamPosition
-from shardlib.errors import DataError
+from shardlib.errors import CheckpointError, DataError
 from shardlib.mesh import describe
 from shardlib.run.config import RunConfig, check_resumable
 from shardlib.run.setup import Setup
@@ -66,6 +67,27 @@ class Standing:
             "guards": guards.state(),
             "healthy": guards.healthy,
         }
+
+
+def no_checkpoint(run_dir: str, saved: SavedTiers) -> CheckpointError:
+    """Returns the error that a run has nothing to read: no checkpoint yet, or only damaged ones."""
+    steps = sorted({step for place in saved.tiers.values() for step in place.candidates()})
+    if not steps:
+        return CheckpointError(
+            f"{run_dir} has no checkpoint yet.\n  Train on with `shardlib train` until it has."
+        )
+    return CheckpointError(
+        f"none of the checkpoints of {run_dir} is readable (steps {listed(steps)}).\n"
+        f"  `shardlib checkpoint verify {run_dir}` says what is wrong with each."
+    )
+
+
+def as_saved(config: RunConfig, manifest: Manifest) -> RunConfig:
+    """Returns the config of a run with the guards that a checkpoint of it was saved with: they may
+    have changed since, and decide which leaves it has."""
+    place = f"{config.run_dir}, step {manifest.step}"
+    guards = from_dict(RunConfig, manifest.run["config"], place).train.guards
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, guards=guards))
 
 
 def check_same_run(parts: Setup, source: MapSource) -> Callable[[Manifest], None]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from shardlib.checkpoint.read_plan import plan_reads
 from shardlib.cli import main
 from shardlib.config import load, to_yaml
 from shardlib.run.directory import RunDirectory
+from shardlib.run.events import read_events
 
 CONFIG = """
 run_dir: {run_dir}
@@ -29,6 +31,7 @@ mesh: fsdp=8
 checkpoint: {{every_steps: 2}}
 eval: {{every_steps: 0}}
 """
+STEP = "train.steps=5"
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +130,7 @@ def test_diff(trained, shardlib):
     code, out, err = shardlib("diff", f"{trained}@2", trained)
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0] == "1 arrays are equal, 39 are not:"  # The key of all randomness.
+    assert lines[0] == "1 array is equal, 39 are not:"  # The key of all randomness.
     assert "  params/head/kernel: other values" in lines
     assert lines[-2:] == [
         "  and 19 more (--json lists all)",
@@ -137,6 +140,72 @@ def test_diff(trained, shardlib):
     assert (code, json.loads(out)) == (
         0,
         {"shapes": [], "values": [], "unknown": [], "same": 40, "run": [], "libraries": []},
+    )
+
+
+def test_long_values_of_a_diff_are_shortened(trained, shardlib, tmp_path):
+    other = shutil.copytree(trained, tmp_path / "run")
+    with RunCheckpoints(other / "checkpoints") as checkpoints:
+        metadata = checkpoints.metadata(4)
+        rules = {"preset": "standard", "params": {"mlp": None}, "activations": {"mlp": "tensor"}}
+        metadata["config"]["rules"] = rules
+        metadata["data"]["skipped"] = [[first, first + 1] for first in range(50)]
+        checkpoints.save(5, {"x": np.zeros(2)}, metadata, wait=True)
+    code, out, err = shardlib("diff", f"{trained}@4", f"{other}@5")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert 'config.rules: "standard" and {preset, params, activations}' in lines
+    assert f"data.skipped: [] and {json.dumps(metadata['data']['skipped'])[:57]}..." in lines
+    assert lines[-1] == "long values are shortened (--json has all)"
+    found = json.loads(shardlib("diff", f"{trained}@4", f"{other}@5", "--json")[1])
+    assert rules in [each["second"] for each in found["run"]]
+
+
+def test_one_checkpoint_is_named_by_its_step_or_its_directory(trained, shardlib, tmp_path):
+    for name in (f"{trained}@2", trained / "checkpoints" / "00000002"):
+        code, out, err = shardlib("verify", name)
+        assert (code, err) == (0, "")
+        assert [line.split(":")[0] for line in out.splitlines()] == ["step 2"]
+        code, out, _ = shardlib("reshard", name, "--mesh", "fsdp=2", "--dry-run", "--json")
+        assert (code, json.loads(out)["step"]) == (0, 2)
+        assert shardlib("verify", name, "--step", 2)[0] == 0
+        assert shardlib("verify", name, "--step", 4) == (
+            2,
+            "",
+            f"ConfigError: {name} is step 2, and --step says 4.\n  Leave one of them out.\n",
+        )
+        assert shardlib("ls", name) == (
+            2,
+            "",
+            f"ConfigError: {name} is one checkpoint, and ls lists all of a run.\n"
+            f"  Name the run ({trained}), or use: "
+            f"shardlib checkpoint verify {trained} --step 2\n",
+        )
+        assert shardlib("diff", name, f"{trained}@2")[1] == "40 arrays are equal\n"
+    # A run may have such a name itself.
+    odd = shutil.copytree(trained, tmp_path / "run@2")
+    code, out, _ = shardlib("verify", odd)
+    assert (code, out.count("are as saved")) == (0, 2)
+
+
+def test_checkpoints_that_are_all_damaged_are_not_nothing(trained, shardlib, tmp_path):
+    damaged = shutil.copytree(trained, tmp_path / "run")
+    for step in (2, 4):
+        flip_a_bit(damaged / "checkpoints" / f"0000000{step}" / "manifest.json")
+    message = (
+        f"CheckpointError: no complete checkpoint in {damaged}/checkpoints; 2 are damaged.\n"
+        f"  See what is wrong: shardlib checkpoint verify {damaged}\n"
+    )
+    for words in ("ls",), ("ls", "--json"), ("diff", trained):
+        code, out, err = shardlib(*words, damaged)
+        assert (code, json.loads(out or "[]")) == (1, [])
+        assert err.endswith(f")\n{message}")
+    code, out, _ = shardlib("verify", damaged)
+    assert (code, out.count("is damaged")) == (1, 2)
+    _, _, err = shardlib("reshard", damaged, "--mesh", "fsdp=2", "--dry-run")
+    assert err.endswith(
+        f"CheckpointError: none of the checkpoints of {damaged} is readable (steps 2, 4).\n"
+        f"  `shardlib checkpoint verify {damaged}` says what is wrong with each.\n"
     )
 
 
@@ -178,6 +247,46 @@ def test_reshard_copies_a_run(trained, shardlib, tmp_path):
     code, _, err = shardlib("reshard", trained, "--mesh", "fsdp=8", "--to", copy)
     assert code == 2
     assert err == f"ConfigError: {copy} holds a run already.\n  Name a directory that does not.\n"
+
+
+@pytest.mark.parametrize("is_on", [True, False], ids=["on", "off"])
+def test_reshard_takes_guards_that_have_changed_since_the_last_save(
+    trained, shardlib, tmp_path, capfd, is_on
+):
+    directory = RunDirectory(shutil.copytree(trained, tmp_path / "run"))
+    here, spikes = f"run_dir={directory}", ["train.guards.spike.warmup=8"]
+    now = load(run.RunConfig, directory.config_file, [here, *spikes * is_on])
+    if not is_on:  # What is saved has a window.
+        run.train(load(run.RunConfig, directory.config_file, [here, *spikes, STEP]))
+        capfd.readouterr()
+    directory.config_file.write_text(to_yaml(now))
+    words = ("reshard", directory, "--mesh", "data=8")
+    code, out, err = shardlib(*words, "--dry-run", "--json")
+    assert (code, err, json.loads(out)["num_leaves"]) == (0, "", 40 if is_on else 42)
+    # A copy of a copy, too.
+    copies = [tmp_path / "copy", tmp_path / "another"]
+    assert shardlib(*words, "--to", copies[0])[0] == 0
+    assert shardlib("reshard", copies[0], "--mesh", "fsdp=8", "--to", copies[1])[0] == 0
+    config = load(run.RunConfig, copies[1] / "config.yaml", ["train.steps=7"])
+    assert config.train.guards == now.train.guards
+    assert run.train(config).step == 7
+
+
+def test_the_copy_of_a_finished_run_has_waited_for_nothing(trained, shardlib, tmp_path):
+    copy = tmp_path / "copy"
+    time.sleep(1)
+    assert shardlib("reshard", trained, "--mesh", "fsdp=8", "--to", copy)[0] == 0
+    run.train(load(run.RunConfig, copy / "config.yaml", [STEP]))
+    assert read_events(copy)[-1]["spent"].get("idle", 0.0) == 0.0
+    # One that has not ended has waited.
+    unfinished = shutil.copytree(trained, tmp_path / "run")
+    events = (unfinished / "events.jsonl").read_text()
+    (unfinished / "events.jsonl").write_text(
+        events.replace('"finished": true', '"finished": false')
+    )
+    assert shardlib("reshard", unfinished, "--mesh", "fsdp=8", "--to", f"{copy}2")[0] == 0
+    run.train(load(run.RunConfig, f"{copy}2/config.yaml", [STEP]))
+    assert read_events(f"{copy}2")[-1]["spent"]["idle"] > 1
 
 
 @pytest.fixture

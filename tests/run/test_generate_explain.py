@@ -5,9 +5,12 @@ import json
 import math
 import os
 
+import jax
 import pytest
 
 from shardlib import run
+from shardlib.checkpoint import RunCheckpoints
+from shardlib.config import load, to_yaml
 from shardlib.data import ImageData, batch_spec, open_data
 from shardlib.errors import (
     CheckpointError,
@@ -18,6 +21,8 @@ from shardlib.errors import (
     RuleError,
 )
 from shardlib.mesh import make_mesh
+from shardlib.run.sampling import Sampler
+from shardlib.run.setup import make_scope, open_source, setup
 from shardlib.train.reduction import ReductionConfig
 
 
@@ -29,6 +34,61 @@ def test_text_comes_from_the_newest_checkpoint(finished, tmp_path):
     # Neither the text nor the place of the run is needed, and the mesh may be another one.
     assert run.generate(str(run_dir), **options, mesh="data=4,tensor=2") == text
     assert run.generate(str(run_dir), length=12, seed=1) != run.generate(str(run_dir), length=12)
+
+
+@pytest.mark.parametrize("option", ["local_sgd.inner_steps=2", "offload_optimizer=true"])
+def test_text_comes_from_averages_and_from_groups_that_train_apart(lab, tmp_path, option):
+    words = ("mesh=data=2,fsdp=4", "train.steps=3", "optimizer.ema_decay=0.9", "eval.every_steps=0")
+    config = lab.config(tmp_path / "run", f"train.{option}", *words, "train.sample_length=0")
+    result = run.train(config)
+    source = open_source(config, "train")
+    parts = setup(config, source.spec, make_scope(config, jax.devices()))
+    assert source.tokenizer is not None
+    how = {"length": 12, "temperature": 0.8, "seed": 3}
+    expected = Sampler(parts, source.tokenizer)(result.state, "the ", **how)
+    assert run.generate(config.run_dir, "the ", **how) == expected
+
+
+def test_text_takes_nothing_but_the_parameters(finished, tmp_path):
+    run_dir = finished.copy(tmp_path / "run")
+    told = []
+    state = dataclasses.replace(finished.result.state, opt_state=())
+    with RunCheckpoints(run_dir / "checkpoints") as checkpoints:
+        checkpoints.save(21, state, checkpoints.metadata(20), wait=True)
+    texts = {run.generate(str(run_dir), step=step, notify=told.append) for step in (20, 21, None)}
+    assert (len(texts), told) == (1, [])
+    # Whether spikes are looked for may have changed since the last save.
+    file = run_dir / "config.yaml"
+    file.write_text(to_yaml(load(run.RunConfig, file, ["train.guards.spike.warmup=8"])))
+    assert run.generate(str(run_dir), notify=told.append) in texts
+    assert told == []
+
+
+def test_text_comes_from_the_newest_checkpoint_that_validates(finished, tmp_path):
+    run_dir = finished.copy(tmp_path / "run")
+    places = [run_dir / "checkpoints" / name for name in ("00000010", "00000020")]
+    before = run.generate(str(run_dir), step=10)
+    assert run.generate(str(run_dir), step=20) == run.generate(str(run_dir)) != before
+    (places[1] / "state" / "manifest.ocdbt").write_bytes(b"")
+    told = []
+    assert run.generate(str(run_dir), notify=told.append) == before
+    assert told == [
+        f"step 20 does not validate and is passed over: checkpoint {places[1]} is damaged: "
+        "1 of its files are not as saved"
+    ]
+    with pytest.raises(CheckpointError, match=r"\n  Restore another step \(10\)\.$"):
+        run.generate(str(run_dir), step=20)
+    with pytest.raises(CheckpointError, match="there is no checkpoint of step 15 in"):
+        run.generate(str(run_dir), step=15)
+    # Nothing is set aside.
+    assert all(place.is_dir() for place in places)
+    (places[0] / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError) as refused:
+        run.generate(str(run_dir))
+    assert str(refused.value) == (
+        f"none of the checkpoints of {run_dir} is readable (steps 10, 20).\n"
+        f"  `shardlib checkpoint verify {run_dir}` says what is wrong with each."
+    )
 
 
 def test_rows_of_the_model_that_stand_for_no_token_are_left_out(finished):

@@ -13,6 +13,7 @@ import pytest
 
 from shardlib import run
 from shardlib.checkpoint import RunCheckpoints
+from shardlib.cli import main
 from shardlib.errors import CheckpointError, ConfigError, DataError
 from shardlib.run.events import read_events
 
@@ -101,6 +102,22 @@ def test_another_mesh_goes_on(finished, lab, tmp_path, losses):
     np.testing.assert_allclose(losses(run_dir), expected, rtol=RELATIVE)
 
 
+def test_a_run_goes_on_where_it_was_moved_to(finished, tmp_path, losses, monkeypatch):
+    finished.copy(tmp_path / "run", at=10)
+    before = sorted(finished.run_dir.rglob("*"))
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path)
+    # By its directory, and by the config in it, as the closing card says.
+    for config, steps in (("run", 12), ("run/config.yaml", 14)):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", config, f"train.steps={steps}", *QUIET])
+        assert not ended.value.code
+        assert len(losses(tmp_path / "run")) == steps
+    assert sorted(finished.run_dir.rglob("*")) == before
+    assert losses(tmp_path / "run") == losses(finished.run_dir)[:14]
+    assert run.generate("run")
+
+
 def test_fewer_devices_go_on(finished, lab, tmp_path, losses):
     run_dir = finished.copy(tmp_path / "run", at=10)
     words = ("train", lab.config_file, f"run_dir={run_dir}", "mesh=auto", "train.cpu_devices=2")
@@ -144,7 +161,8 @@ def test_a_checkpoint_of_another_model_is_refused_by_leaf(finished, lab, tmp_pat
         f"2 of {leaves} leaves differ:\n"
         "  params/head/kernel: expected float32[32,264], missing from the checkpoint\n"
         "  params/head/weight: not expected, found float32[32,264]\n"
-        "  Restore it with the configuration it was saved with, or start another run."
+        "  Restore it with the configuration it was saved with, or start another run; "
+        "in code, restore(..., partial=True) accepts these."
     )
 
 
