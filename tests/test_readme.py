@@ -37,7 +37,7 @@ def test_it_opens_with_the_two_commands():
     commands = [block.strip() for block in blocks("bash")]
     assert commands == [
         "pip install -e . && shardlib train configs/quickstart.yaml",
-        "pip install -e '.[dev]' && pytest",
+        "pip install -e '.[dev]' && pytest -n 2 --dist loadfile",
     ]
 
 

@@ -47,7 +47,7 @@ def test_mesh_that_does_not_multiply_out(refused):
     assert refused("mesh=data=3,fsdp=2") == (
         USAGE,
         "MeshError: mesh data=3,fsdp=2 needs 6 devices but 8 are available.\n"
-        "  Set one axis to -1 (data=-1,fsdp=2 gives 4x2) or pass devices=jax.devices()[:6].\n",
+        "  Set one axis to -1 (data=-1,fsdp=2 gives 4x2) or run on 6 devices.\n",
     )
 
 
@@ -153,7 +153,7 @@ def test_faults_of_several_kinds_come_at_once(refused, tmp_path):
         USAGE,
         "ConfigError: the run has 3 faults:\n"
         "  mesh fsdp=3 needs 3 devices but 8 are available.\n"
-        "    Set one axis to -1 (fsdp=-1 gives 8) or pass devices=jax.devices()[:3].\n"
+        "    Set one axis to -1 (fsdp=-1 gives 8) or run on 3 devices.\n"
         "  model: sequences of 16 tokens are longer than max_positions=8; "
         "shorten data.sequence_length or raise model.max_positions.\n"
         "  optimizer.warmup_steps is 20 but the run has 20 steps.\n"
