@@ -53,6 +53,10 @@ class CheckpointError(ShardlibError):
     """A checkpoint is missing, belongs to something else, or cannot be restored as asked."""
 
 
+class SaveFailedError(CheckpointError):
+    """A checkpoint could not be written: the same may work later."""
+
+
 class RunDirError(ShardlibError):
     """Another run holds the directory, or it cannot be written now: the same may work later."""
 

@@ -14,6 +14,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 def process_age_seconds() -> float:
     """Returns how long ago this process was started; 0 where the system does not tell.
 
+    What it was before it became this program (`exec`) counts.
+
     Source: proc_pid_stat(5), of which `starttime` is the 22nd field.
     """
     try:
@@ -49,8 +51,9 @@ class PhaseClock:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, age_seconds: float = 0.0):
         self._clock = clock
-        now = clock() - age_seconds
-        self._state = _State("init", now, now, dict.fromkeys(PHASES, 0.0))
+        now = clock()
+        # Nothing of what was before can hang any more.
+        self._state = _State("init", now - age_seconds, now, dict.fromkeys(PHASES, 0.0))
 
     @property
     def present(self) -> tuple[Phase, float]:

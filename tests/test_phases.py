@@ -33,6 +33,12 @@ def test_a_phase_begins_anew_with_each_progress():
     assert clock.seconds()["step"] == 7.0
 
 
+def test_what_was_before_the_clock_has_not_hung():
+    clock = PhaseClock(lambda: 5.0, age_seconds=3600.0)
+    assert clock.present == ("init", 0.0)
+    assert clock.seconds()["init"] == 3600.0
+
+
 def test_an_error_ends_a_phase():
     clock = PhaseClock()
     with contextlib.suppress(OSError), clock.within("save"):

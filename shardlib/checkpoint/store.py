@@ -38,7 +38,7 @@ from shardlib.checkpoint.reading import SavedCheckpoints
 from shardlib.checkpoint.retention import kept
 from shardlib.checkpoint.saving import Saving
 from shardlib.checkpoint.tree import check_leaves, flatten, leaf_spec
-from shardlib.errors import CheckpointError
+from shardlib.errors import CheckpointError, SaveFailedError
 
 if TYPE_CHECKING:
     from shardlib.checkpoint.arrays import ArrayWriter
@@ -72,7 +72,7 @@ class RunCheckpoints(SavedCheckpoints):
         self._writer: ArrayWriter | None = None
         self._saving: Saving | None = None
         self._failures = 0
-        self._untold: CheckpointError | None = None
+        self._untold: SaveFailedError | None = None
         self.last_saved: int | None = None
         """The last step that this object has saved completely, as far as it has looked; None once
         that checkpoint has been dropped or set aside."""
@@ -91,7 +91,7 @@ class RunCheckpoints(SavedCheckpoints):
         """Proves that checkpoints can be written, before any training is spent on them.
 
         Raises:
-            CheckpointError: If the directory cannot be made, or no file can be written there.
+            SaveFailedError: If the directory cannot be made, or no file can be written there.
         """
         probe = self.directory / f"{PROBE}{uuid.uuid4().hex}"
         try:
@@ -102,7 +102,7 @@ class RunCheckpoints(SavedCheckpoints):
             fix = "Name a directory that this user may write"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 fix = "Free space there"
-            raise CheckpointError(
+            raise SaveFailedError(
                 f"checkpoints cannot be written: {error.strerror}: {self.directory}.\n"
                 f"  {fix}, or set checkpoint.enabled=false."
             ) from error
@@ -140,9 +140,9 @@ class RunCheckpoints(SavedCheckpoints):
             wait: Whether to return only when the checkpoint is complete, and to raise if it fails.
 
         Raises:
-            CheckpointError: If the step is saved already, or is not the same on every process; the
-                state or the metadata cannot be stored; or too many saves have failed: of the last
-                good step the message says.
+            CheckpointError: If the step is saved already, or is not the same on every process; or
+                the state or the metadata cannot be stored.
+            SaveFailedError: If too many saves have failed; the message names the last good step.
         """
         self.settle()
         self.check_failures()
@@ -175,7 +175,7 @@ class RunCheckpoints(SavedCheckpoints):
         """Blocks until the last save is complete and what is not to be kept is being deleted.
 
         Raises:
-            CheckpointError: If that save failed; what it had written is removed.
+            SaveFailedError: If that save failed; what it had written is removed.
         """
         self.settle(is_raised=True)
         failure, self._untold = self._untold, None
@@ -209,14 +209,14 @@ class RunCheckpoints(SavedCheckpoints):
         """Raises if it has given up.
 
         Raises:
-            CheckpointError: Names the last good step.
+            SaveFailedError: Names the last good step.
         """
         if self.has_given_up:
             self._untold = None
             last = self._good_steps().split(", ")[-1]
             count = self._failures
             what = "a checkpoint" if count == 1 else f"{count} checkpoints in a row"
-            raise CheckpointError(
+            raise SaveFailedError(
                 f"{what} could not be written to {self.directory}; the last good step is {last}.\n"
                 "  Free space or restore access there, then start again."
             )
@@ -228,7 +228,8 @@ class RunCheckpoints(SavedCheckpoints):
         accept: newest.Accept = lambda manifest: None,
         partial: Partial = False,
     ) -> tuple[Manifest, Any] | None:
-        """Returns the newest step that validates, or None if there is no checkpoint.
+        """Returns the newest step that validates, or None if there is no checkpoint but those that
+        are passed over.
 
         Each newer step that is damaged is named through `notify`, and set aside in `.damaged` once
         an older one is restored, so that its step can be saved again. What processes that were
@@ -236,8 +237,8 @@ class RunCheckpoints(SavedCheckpoints):
 
         Args:
             target: As of `restore`.
-            accept: Sees the manifest before any array is read. What it raises is passed on: a
-                checkpoint of another config is not a damaged one.
+            accept: Sees the manifest before any array is read. False passes the checkpoint over;
+                what it raises is passed on: one of another config is not a damaged one.
             partial: As of `restore`.
 
         Raises:
@@ -344,7 +345,7 @@ class RunCheckpoints(SavedCheckpoints):
     def _fail(self, step: int, error: Exception, *, is_raised: bool) -> None:
         self._failures += 1
         reason = str(error) if isinstance(error, CheckpointError) else first_line(error)
-        failure = CheckpointError(
+        failure = SaveFailedError(
             f"the checkpoint of step {step} could not be written to {self.directory}: {reason}\n"
             f"  Free space or restore access there; complete steps: {self._good_steps()}."
         )

@@ -99,7 +99,7 @@ class Attempt:
         if not is_new and not int(state.step):
             self.log.notice(f"{self.directory} has no checkpoint yet: training from the start")
         saved = ""
-        if int(state.step) >= self.config.train.steps:
+        if int(state.step) >= self.config.train.steps and self._policy.rewind is None:
             self.log.notice(
                 f"already trained to step {int(state.step)}; give a larger train.steps to go on"
             )
@@ -107,7 +107,7 @@ class Attempt:
             state = self._train(state)
             saved = "and saved " if self.config.checkpoint.enabled else ""
         step = int(state.step)
-        is_finished = step >= self.config.train.steps
+        is_finished = step >= self.config.train.steps and self._policy.rewind is None
         by = f" by {self._stop.reason}" if self._stop.reason else ""
         self.log.closing(
             f"finished at step {step}" if is_finished else f"stopped{by} {saved}at step {step}",
@@ -171,11 +171,15 @@ class Attempt:
         if self.config.checkpoint.enabled:
             with self.clock.within("compile"):
                 self.checkpoints.prepare(self.parts.saved_state())
-        state = self._loop(state, is_compiled=False)
-        while (rewind := self._policy.rewind) and not self._stopping:
-            # Two states would not fit into the memory of the devices.
-            state = None
-            state = self._loop(self._gone_back(rewind), is_compiled=True)
+        is_compiled, is_over = False, False
+        while not is_over:
+            if rewind := self._policy.rewind:  # Of the attempt before, the first time.
+                # Two states would not fit into the memory of the devices.
+                jax.tree.map(lambda leaf: leaf.delete(), state)
+                state = self._gone_back(rewind)
+            state = self._loop(state, is_compiled=is_compiled)
+            is_compiled = True
+            is_over = self._stopping or self._policy.rewind is None
         self._save_at_last(int(state.step), state)
         return state
 

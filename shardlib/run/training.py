@@ -8,7 +8,7 @@ import jax
 
 from shardlib import distributed, preemption
 from shardlib.checkpoint import RunCheckpoints, TieredCheckpoints, open_checkpoints
-from shardlib.errors import DivergedError, RunDirError, ShardlibError
+from shardlib.errors import DivergedError, RunDirError, SaveFailedError, ShardlibError
 from shardlib.launch.progress import report_failure
 from shardlib.peers import lost_peers
 from shardlib.phases import PhaseClock
@@ -53,8 +53,8 @@ def train(
         DataError: If the data is missing, empty or malformed.
         MeshError: If mesh, devices and batch do not fit each other.
         RuleError: If tensors cannot be placed.
-        CheckpointError: If the checkpoint is of another model, none can be read, or saving has
-            failed too often.
+        CheckpointError: If the checkpoint is of another model, or none can be read.
+        SaveFailedError: If saving has failed too often.
         DivergedError: If training does not recover by what `train.guards` may do.
         MissingExtraError: If something asked for is not installed.
         RunDirError: If another run is using the directory.
@@ -129,7 +129,8 @@ def _tell_launcher(error: ShardlibError) -> None:
         report_failure("diverged", error.step)
         return
     is_of_system = isinstance(error.__cause__ or error.__context__, OSError)
-    if not (is_of_system or isinstance(error, RunDirError) or lost_peers(error)):
+    may_pass = is_of_system or isinstance(error, RunDirError | SaveFailedError)
+    if not (may_pass or lost_peers(error)):
         text = str(error).partition("\n")[0].rstrip(".:")
         report_failure(f"{type(error).__name__}: {text}")
 

@@ -148,8 +148,9 @@ class GuardPolicy:
 
     @property
     def healthy(self) -> bool:
-        """Whether the latest update was applied, so that a checkpoint now is one to go back to."""
-        return self._streak == 0
+        """Whether the latest update was applied and the run is not to go back, so that a checkpoint
+        now is one to go back to."""
+        return self._streak == 0 and self.rewind is None
 
     def state(self) -> dict[str, Any]:
         """Returns what a resumed run needs to judge as one that went on, as JSON."""

@@ -5,6 +5,8 @@ whose loss is infinite on some rows.
 """
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -38,8 +40,18 @@ def loss(model, batch, rng, *, train, **options):
 POISON = {poison}
 FAMILY = dataclasses.replace(TRANSFORMER, config=PoisonedConfig, loss=loss, dims=None)
 """
+# Stops after a step, as a signal would that comes in it.
+STOPPED = """
+import sys
+from shardlib import run
+from shardlib.config import load
+last, file, *overrides = sys.argv[1:]
+config = load(run.RunConfig, file, overrides)
+run.train(config, after_step=lambda step: "a test" if step == int(last) else None)
+"""
 FIRST_BAD, LAST_BAD = 14, 16
 PATIENT = ("train.guards.patience=3", "checkpoint.every_steps=5", "checkpoint.keep=1")
+SELDOM = ("train.guards.patience=3", "checkpoint.every_steps=12", "checkpoint.keep=1")
 QUIET = ("eval.every_steps=0", "train.sample_length=0")
 
 
@@ -66,18 +78,18 @@ def poisoned(lab, tmp_path_factory):
     (info / "entry_points.txt").write_text("[shardlib.models]\npoisoned = poisoned:FAMILY\n")
     path = os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
-    def start(run_dir, *words, launch=()):
-        return lab.shardlib(
-            *(
-                *launch,
-                "train",
-                lab.config_file,
-                f"run_dir={run_dir}",
-                "model.name=poisoned",
-                *QUIET,
-            ),
-            *words,
-            env={**os.environ, "PYTHONPATH": path},
+    def start(run_dir, *words, launch=(), stop_after=None):
+        env = {**os.environ, "PYTHONPATH": path}
+        words = (lab.config_file, f"run_dir={run_dir}", "model.name=poisoned", *QUIET, *words)
+        if stop_after is None:
+            return lab.shardlib(*launch, "train", *words, env=env)
+        return subprocess.run(
+            [sys.executable, "-W", "error", "-c", STOPPED, str(stop_after), *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env=env,
         )
 
     return start
@@ -136,17 +148,6 @@ def test_two_processes_go_back_together(poisoned, tmp_path):
     assert (data["samples_seen"], data["skipped"]) == (24 * 8, [[80, 128]])
 
 
-def test_it_goes_back_also_when_a_good_step_is_on_its_way_already(poisoned, tmp_path):
-    words = ("train.guards.patience=3", "checkpoint.every_steps=12", "train.steps=20")
-    done = poisoned(tmp_path / "run", *words)
-    assert done.returncode == 0, done.stderr
-    # The good step is undone, and its data comes again.
-    assert (
-        "went back from step 16 to step 12, for loss is inf; samples 96 to 127 are " in done.stdout
-    )
-    assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(1, 21))
-
-
 @pytest.fixture(scope="module")
 def never_stopped(poisoned, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("never_stopped") / "run"
@@ -172,6 +173,43 @@ def test_a_run_that_stops_among_bad_steps_goes_on_as_one_that_did_not(
     )
     rows = read_metrics(tmp_path / "run")
     assert [row["loss"] for row in rows] == [row["loss"] for row in never_stopped]
+
+
+@pytest.fixture(scope="module")
+def went_back_past_a_good_step(poisoned, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("went_back") / "run"
+    done = poisoned(run_dir, *SELDOM, "train.steps=22")
+    assert done.returncode == 0, done.stderr
+    # The good step 17, which was on its way, is undone, and its data comes again.
+    assert (
+        "went back from step 16 to step 12, for loss is inf; samples 96 to 127 are " in done.stdout
+    )
+    return read_metrics(run_dir)
+
+
+@pytest.mark.parametrize(("stop_after", "steps"), [(17, 22), (16, 16)])
+def test_a_stop_before_the_run_went_back_changes_nothing(
+    stop_after, steps, poisoned, went_back_past_a_good_step, tmp_path
+):
+    words = (*SELDOM, f"train.steps={steps}")
+    done = poisoned(tmp_path / "run", *words, stop_after=stop_after)
+    assert done.returncode == 0, done.stderr
+    assert f"stopped by a test and saved at step {stop_after}" in done.stdout
+    with RunCheckpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        healthy = {step: checkpoints.metadata(step)["healthy"] for step in checkpoints.steps()}
+    assert healthy == {12: True, stop_after: False}
+    done = poisoned(tmp_path / "run", *words)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "went back from step 16 to step 12, for loss is inf; samples 96 to 127 are " in done.stdout
+    )
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    expected = went_back_past_a_good_step[:steps]
+    assert [row["loss"] for row in rows] == [row["loss"] for row in expected]
+    with RunCheckpoints(tmp_path / "run" / "checkpoints") as checkpoints:
+        data = checkpoints.metadata(steps)["data"]
+    assert (data["samples_seen"], data["skipped"]) == ((steps + 4) * 8, [[96, 128]])
 
 
 def test_what_a_run_would_go_back_to_is_never_removed_for_damage(poisoned, tmp_path):

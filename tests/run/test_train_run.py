@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from shardlib.checkpoint.tree import flatten
 from shardlib.config import load
 from shardlib.data import read_tokenizer
 from shardlib.exit_codes import HUNG
+from shardlib.launch.progress import PROGRESS_VARIABLE, Progress, read_progress
 from shardlib.mesh import MeshConfig
 from shardlib.phases import PhaseClock
 from shardlib.run.events import read_events
@@ -213,12 +215,13 @@ main(sys.argv[1:])
 """
 
 
-def train_on_a_full_disk(lab, run_dir, *words):
+def train_on_a_full_disk(lab, run_dir, *words, **variables):
     words = ("train", lab.config_file, f"run_dir={run_dir}", "eval.every_steps=0", *words)
     # JAX would leave the half of a program where others look for it.
     words += ("train.compilation_cache=null",)
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, *map(str, words)],
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=120,
@@ -231,11 +234,11 @@ def train_on_a_full_disk(lab, run_dir, *words):
 def test_only_the_last_save_that_fails_ends_the_run(lab, finished, tmp_path):
     done = train_on_a_full_disk(lab, tmp_path / "run")
     said = done.stderr.splitlines()
-    at = next((i for i, x in enumerate(said) if x.startswith("CheckpointError: ")), None)
+    at = next((i for i, x in enumerate(said) if x.startswith("SaveFailedError: ")), None)
     assert at is not None, done.stderr
     place = f"{tmp_path}/run/checkpoints"
     failed = "the checkpoint of step {} could not be written to " + f"{place}: "
-    assert said[at].startswith("CheckpointError: " + failed.format(20))
+    assert said[at].startswith("SaveFailedError: " + failed.format(20))
     assert said[at + 1] == "  Free space or restore access there; complete steps: none."
     # The first was told of, and training went on.
     told = [line for line in done.stdout.splitlines() if line.startswith(failed.format(10))]
@@ -245,16 +248,20 @@ def test_only_the_last_save_that_fails_ends_the_run(lab, finished, tmp_path):
     events = read_events(tmp_path / "run")
     assert [event["kind"] for event in events] == ["start", "checkpoint", "checkpoint", "end"]
     facts = events[-1]["facts"]
-    assert facts["error"] == "CheckpointError"
+    assert facts["error"] == "SaveFailedError"
     assert facts["message"].startswith(failed.format(20))
 
 
 def test_saves_that_fail_too_often_end_the_run_before_the_next(lab, finished, tmp_path, rows):
     words = ("checkpoint.max_failures=1", "checkpoint.asynchronous=false", "train.sample_length=0")
-    done = train_on_a_full_disk(lab, tmp_path / "run", *words)
+    progress = tmp_path / "progress"
+    variables = {PROGRESS_VARIABLE: str(progress)}
+    done = train_on_a_full_disk(lab, tmp_path / "run", *words, **variables)
+    # There may be room the next time: nothing that is bound to happen again.
+    assert read_progress(progress) == Progress()
     *_, first, last = done.stderr.splitlines()
     assert first == (
-        "CheckpointError: a checkpoint could not be written to "
+        "SaveFailedError: a checkpoint could not be written to "
         f"{tmp_path}/run/checkpoints; the last good step is none."
     )
     assert last == "  Free space or restore access there, then start again."

@@ -85,7 +85,9 @@ def test_patience_leads_back_and_rewinds_are_used_up():
         asked = Rewind(10, 320, "loss is nan and grad_norm is nan")
         assert policy.rewind == asked
         fed(policy, [record(11), bad(12), bad(13)])  # On their way by then.
-        assert policy.rewind == asked
+        assert (policy.healthy, policy.rewind) == (False, asked)
+        fed(policy, [record(14)])
+        assert (policy.healthy, policy.rewind) == (False, asked)
         policy.rewound()
         assert (policy.healthy, policy.rewind) == (True, None)
     policy.saw(bad(9))
@@ -129,6 +131,7 @@ def test_a_resumed_run_counts_on():
 
 def test_a_run_resumed_before_it_went_back_goes_back():
     policy = fed(GuardPolicy(GuardsConfig(patience=1), samples), [bad(4), record(5)])
+    assert not policy.healthy
     assert resumed(policy, 5).rewind == policy.rewind == Rewind(4, 128, policy.rewind.why)
 
 
