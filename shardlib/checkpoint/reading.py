@@ -124,7 +124,13 @@ class SavedCheckpoints:
         self._restoring(step, self.manifest(step)).check(target)
 
     def restore(
-        self, step: int, target: Any, *, cast: bool = False, partial: Partial = False
+        self,
+        step: int,
+        target: Any,
+        *,
+        cast: bool = False,
+        partial: Partial = False,
+        on_difference: Notify | None = None,
     ) -> Any:
         """Returns the state saved at `step`, bit for bit, on the shardings of `target`.
 
@@ -136,10 +142,11 @@ class SavedCheckpoints:
                 a sharding of any mesh (or arrays, whose sharding is taken). A leaf without a
                 sharding is restored to a numpy array on the host.
             cast: Whether leaves may have other dtypes in `target`: they are cast after they were
-                verified, and each one is told through `notify`.
+                verified, and each one is told.
             partial: Whether leaves (or those whose paths it returns True for) may be missing from
                 the checkpoint, which then stay as they are in `target`, or from `target`; each one
-                is told through `notify`.
+                is told.
+            on_difference: Whom they are told to; `notify`, when left out.
 
         Raises:
             CheckpointError: As `check`, before any array is read; or if the checkpoint is damaged:
@@ -148,7 +155,7 @@ class SavedCheckpoints:
         self.settle()
         manifest = self._same_manifest(step)
         try:
-            return self._restoring(step, manifest, cast=cast, partial=partial).restore(target)
+            return self._restoring(step, manifest, cast, partial, on_difference).restore(target)
         except DamageError as error:
             body = str(error).removesuffix("\n  Restore another step.")
             others = listed(self.steps(), without=step)
@@ -207,7 +214,7 @@ class SavedCheckpoints:
             if refused:
                 raise refused[0] from None
             raise
-        return manifest, self._restoring(step, manifest, partial=partial).restore(target)
+        return manifest, self._restoring(step, manifest, False, partial).restore(target)
 
     def _same_manifest(self, step: int) -> Manifest:
         """Returns the manifest of a step, which has to be the same on every process: each verifies
@@ -245,7 +252,19 @@ class SavedCheckpoints:
         return manifest
 
     def _restoring(
-        self, step: int, manifest: Manifest, *, cast: bool = False, partial: Partial = False
+        self,
+        step: int,
+        manifest: Manifest,
+        cast: bool = False,
+        partial: Partial = False,
+        on_difference: Notify | None = None,
     ) -> Restoring:
-        place = self._steps.of_step(step)
-        return Restoring(place, manifest, self.peers, self.notify, cast=cast, partial=partial)
+        return Restoring(
+            self._steps.of_step(step),
+            manifest,
+            self.peers,
+            self.notify,
+            on_difference or self.notify,
+            cast,
+            partial,
+        )

@@ -18,7 +18,7 @@ from shardlib.checkpoint import fingerprint
 from shardlib.checkpoint import manifest as manifests
 from shardlib.checkpoint.agreement import Peers
 from shardlib.checkpoint.damage import DamageError, first_line
-from shardlib.checkpoint.files import SMALL_FILE_BYTES, check_contents, check_sizes
+from shardlib.checkpoint.files import SMALL_FILE_BYTES, check_contents
 from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.checkpoint.tree import check_leaves, flatten, is_key, leaf_spec, unflatten
 from shardlib.errors import CheckpointError
@@ -32,7 +32,8 @@ class Restoring:
         place: Its directory.
         manifest: What it says of itself.
         peers: The processes.
-        notify: Told of leaves that change, and of what cannot be verified.
+        notify: Told of what cannot be verified.
+        on_difference: Told of each leaf that changes, stays as it is or is left out.
         cast: Whether dtypes may differ from those saved.
         partial: Whether leaves may be missing from the checkpoint, or unexpected.
     """
@@ -41,6 +42,7 @@ class Restoring:
     manifest: Manifest
     peers: Peers
     notify: Callable[[str], None]
+    on_difference: Callable[[str], None]
     cast: bool = False
     partial: Partial = False
 
@@ -66,7 +68,7 @@ class Restoring:
             CheckpointError: If it has other leaves than `target`.
         """
         for line in self.peers.all_or_none("check", lambda: self.check(target)):
-            self.notify(f"restoring step {self.manifest.step}: {line}")
+            self.on_difference(f"restoring step {self.manifest.step}: {line}")
         targets = flatten(target)
         wanted = {
             path: self._as_saved(path, leaf)
@@ -125,7 +127,6 @@ class Restoring:
         text = f"checkpoint {self.place} cannot be read: {reason}"
         if not self.manifest.is_verifiable:
             raise DamageError(f"{text}\n  Restore another step.") from error
-        check_sizes(self.place, self.manifest.files)
         check_contents(self.place, self.manifest.files)
         raise CheckpointError(
             f"{text}\n  Its files are as they were saved: look at what this machine lacks."

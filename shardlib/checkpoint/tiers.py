@@ -126,12 +126,20 @@ class SavedTiers:
         return self._places[self._index_of(step)].stored(step, target)
 
     def restore(
-        self, step: int, target: Any, *, cast: bool = False, partial: Partial = False
+        self,
+        step: int,
+        target: Any,
+        *,
+        cast: bool = False,
+        partial: Partial = False,
+        on_difference: Notify | None = None,
     ) -> Any:
         """As of `SavedCheckpoints`, wherever the step is."""
         peers = self._places[0].peers
         index = int(peers.decide("place", "", lambda _: str(self._index_of(step))))
-        return self._places[index].restore(step, target, cast=cast, partial=partial)
+        return self._places[index].restore(
+            step, target, cast=cast, partial=partial, on_difference=on_difference
+        )
 
     def _index_of(self, step: int) -> int:
         """Returns which place has a step: complete if possible, damaged otherwise.

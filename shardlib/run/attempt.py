@@ -175,7 +175,8 @@ class Attempt:
         while not is_over:
             if rewind := self._policy.rewind:  # Of the attempt before, the first time.
                 # Two states would not fit into the memory of the devices.
-                jax.tree.map(lambda leaf: leaf.delete(), state)
+                for leaf in jax.tree.leaves(state):
+                    leaf.delete()
                 state = self._gone_back(rewind)
             state = self._loop(state, is_compiled=is_compiled)
             is_compiled = True

@@ -125,15 +125,9 @@ def generate(
     directory = RunDirectory(run_dir)
     config = directory.config_of_run()
     start_devices(config)
-    tell = notify or logging.getLogger(__name__).warning
-
-    def say(text: str) -> None:
-        # What sampling does not need of a checkpoint would be told leaf by leaf.
-        if not text.startswith("restoring step"):
-            tell(text)
-
+    notify = notify or logging.getLogger(__name__).warning
     saved = open_saved(
-        directory.checkpoints, config.checkpoint, notify=say, owner=directory.identity
+        directory.checkpoints, config.checkpoint, notify=notify, owner=directory.identity
     )
     if step is not None:
         saved.manifest(step)
@@ -148,7 +142,7 @@ def generate(
     spec = DataSpec(vocab_size=tokenizer.vocab_size, sequence_length=config.data.sequence_length)
     parts = setup(config, spec, _scope(config, mesh))
     sampler = Sampler(parts, tokenizer)
-    state = _restored(saved, parts, step, say)
+    state = _restored(saved, parts, step, notify)
     if state is None:
         raise no_checkpoint(run_dir, saved)
     state = merged(parts.train_step(), state)
@@ -170,13 +164,16 @@ def _restored(saved: SavedTiers, parts: Setup, step: int | None, notify: Notify)
     def partial(path: str) -> bool:
         return path not in wanted
 
+    def on_difference(line: str) -> None:
+        """Says nothing: what sampling does not need is no news."""
+
     if step is not None:
-        return saved.restore(step, target, partial=partial)
+        return saved.restore(step, target, partial=partial, on_difference=on_difference)
     found = [(each, place) for place in saved.tiers.values() for each in place.candidates()]
     # Of one step in two places, that of the first.
     for each, place in sorted(found, key=lambda found: -found[0]):
         try:
-            return place.restore(each, target, partial=partial)
+            return place.restore(each, target, partial=partial, on_difference=on_difference)
         except DamageError as error:
             reason = str(error).splitlines()[0].rstrip(":.")
             notify(f"step {each} does not validate and is passed over: {reason}")
