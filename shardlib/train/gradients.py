@@ -12,6 +12,8 @@ from shardlib.losses import Mean
 from shardlib.microbatch import accumulate
 from shardlib.partition import Placement, pin
 from shardlib.precision import Precision
+from shardlib.train import partitioning
+from shardlib.train.batch import BatchAxes
 from shardlib.train.state import Definition
 
 LossFn = Callable[[Any, Any, jax.Array], Any]
@@ -59,6 +61,10 @@ class PartLoss:
     precision: Precision
     gradients_at: Mapping[str, Placement] | None = None
     """Where gradients are summed up; `Definition.gradients` when left out."""
+    batch_axes: BatchAxes = dataclasses.field(default_factory=dict)
+    """Logical axes of batch leaves by path, as in `make_train_step`."""
+    constrain: partitioning.Constrain = "user"
+    """Who partitions the loss, as in `make_train_step`."""
 
     def __call__(
         self, params: Any, model_state: Any, part: Any, key: jax.Array
@@ -84,12 +90,22 @@ class PartLoss:
     def gradients(self, params: Any, model_state: Any, part: Any, key: jax.Array) -> Gradients:
         """Returns the gradients of one part."""
 
-        def total(params: Any) -> tuple[jax.Array, Any]:
-            sums, new = self(params, model_state, part, key)
+        def total(params: Any, *rest: Any) -> tuple[jax.Array, Any]:
+            sums, new = self(params, *rest)
             return sums["loss"].total, (sums, new)
 
-        grads, (sums, new) = jax.grad(total, has_aux=True)(params)
+        grad = jax.grad(total, has_aux=True)
+        arguments = params, model_state, part, key
+        grads, (sums, new) = partitioning.gradients(self, grad, arguments)
         return Gradients(self.pin(grads), sums, new)
+
+    def sums(self, params: Any, model_state: Any, part: Any, key: jax.Array) -> Sums:
+        """Returns the sums of one part, without gradients."""
+
+        def forward(*arguments: Any) -> Sums:
+            return self(*arguments)[0]
+
+        return partitioning.sums(self, forward, (params, model_state, part, key))
 
     def pin(self, grads: Any) -> Any:
         """Returns gradients in float32 where the rules want them.

@@ -1,0 +1,32 @@
+"""Whether the constraints of a model decide where its values lie, or leave it to a partitioner."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from shardlib.partitioner.analyze import Program, Step, where
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+def undecided(program: Program) -> str | None:
+    """Returns why a program is not decided by its own constraints; None where it is.
+
+    It is where the model constrains activations and no product has to move one of them: then
+    operands and results of every product are cut alike, and a partitioner has nothing to choose.
+    """
+    steps = list(program.walk())
+    if not any(step.equation.primitive.name == "sharding_constraint" for step in steps):
+        return "the model constrains no activation"
+    return next(_faults(steps), None)
+
+
+def _faults(steps: Iterable[Step]) -> Any:
+    for step in steps:
+        name = step.equation.primitive.name
+        if name not in _PRODUCTS:
+            continue
+        if step.moved:
+            yield f"no constraint decides where {name} at {where(step.equation)} lies"
+        params = step.equation.params
+        if params.get("feature_group_count", 1) > 1 or params.get("batch_group_count", 1) > 1:
+            yield f"XLA gets gradients of grouped convolutions wrong: {where(step.equation)}"
