@@ -12,11 +12,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.source_info_util import summarize
 
-from shardlib.jaxprs import scan_parts
-from shardlib.partitioner.choose import Assignment, Operation, choose, dims_of
-from shardlib.partitioner.factors import Factors, factors_of
+from shardlib.jaxprs import REMAT, Operation, flatten, is_literal, scan_parts
+from shardlib.jaxprs import Program as Flat
+from shardlib.partitioner.choose import Assignment, Choice, choose, dims_of
+from shardlib.partitioner.factors import ELEMENTWISE, Factors, factors_of
 from shardlib.partitioner.layout import (
     Dims,
     Layout,
@@ -27,10 +28,8 @@ from shardlib.partitioner.layout import (
     num_bytes,
     whole,
 )
-from shardlib.partitioner.wanted import wanted_layouts
+from shardlib.partitioner.wanted import Readers, wanted_layouts
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
-REMAT = ("remat", "remat2", "checkpoint")
 _UNSUPPORTED = ("shard_map", "pallas_call", "custom_partitioning", "run_state")
 _MAX_TRIPS = 6
 
@@ -41,9 +40,9 @@ class Unsupported(Exception):
 
 @dataclasses.dataclass
 class Step:
-    """One equation: where its operands go, and where its results lie."""
+    """One operation: where its operands go, and where its results lie."""
 
-    equation: Any
+    operation: Operation
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     assignment: Assignment = dataclasses.field(default_factory=dict)
@@ -57,9 +56,9 @@ class Step:
 
 @dataclasses.dataclass
 class Program:
-    """A partitioned jaxpr."""
+    """A partitioned jaxpr, its calls written out."""
 
-    jaxpr: Any
+    flat: Flat
     inputs: tuple[Layout, ...]
     steps: list[Step]
     outputs: tuple[Layout, ...]
@@ -102,9 +101,10 @@ class Analysis:
         Raises:
             Unsupported: If it holds an operation that sees the mesh itself or has effects.
         """
-        key = (id(jaxpr), tuple(inputs), tuple(wanted))
+        key = (jaxpr, tuple(inputs), tuple(wanted))
         if key not in self._programs:
-            self._programs[key] = _Walk(self, jaxpr, inputs, wanted).run()
+            flat = flatten(jaxpr, fenced=True)
+            self._programs[key] = _Walk(self, flat, inputs, wanted).run()
         return self._programs[key]
 
 
@@ -112,77 +112,79 @@ class _Walk:
     """One pass over a jaxpr."""
 
     def __init__(
-        self, analysis: Analysis, jaxpr: Any, inputs: Sequence[Layout], wanted: Sequence[Any]
+        self, analysis: Analysis, flat: Flat, inputs: Sequence[Layout], wanted: Sequence[Any]
     ):
-        self.analysis, self.sizes, self.jaxpr = analysis, analysis.sizes, jaxpr
+        self.analysis, self.sizes, self.flat = analysis, analysis.sizes, flat
         self.inputs = tuple(inputs)
-        variables = [*jaxpr.constvars, *jaxpr.invars]
-        self.at: dict[Any, Layout] = dict(zip(variables, inputs, strict=True))
-        self.wanted = wanted_layouts(jaxpr, wanted)
-        self.uses = _uses(jaxpr)
+        self.at: dict[Any, Layout] = dict(zip(flat.invars, inputs, strict=True))
+        self.wanted = wanted_layouts(flat, wanted)
+        self.uses = _uses(flat)
+        self.readers = Readers(flat, self.at)
 
     def run(self) -> Program:
         steps = []
-        for equation in self.jaxpr.eqns:
-            step = self._step(equation, [self.read(v) for v in equation.invars])
+        for operation in self.flat.operations:
+            step = self._step(operation, [self.read(v) for v in operation.invars])
             self._settle(step)
             steps.append(step)
             layouts = step.settled or step.results
-            self.at.update(zip(equation.outvars, layouts, strict=True))
-        outputs = tuple(self.read(v) for v in self.jaxpr.outvars)
-        return Program(self.jaxpr, self.inputs, steps, outputs)
+            self.at.update(zip(operation.outvars, layouts, strict=True))
+        outputs = tuple(self.read(v) for v in self.flat.outvars)
+        return Program(self.flat, self.inputs, steps, outputs)
 
     def read(self, atom: Any) -> Layout:
-        if isinstance(atom, Literal):
+        if is_literal(atom):
             rank = len(atom.aval.shape)
             return Layout(((),) * rank, made=True, zero=_is_zero(atom.val))
+        if atom not in self.at:
+            self.at[atom] = whole(len(atom.aval.shape))  # a constant that a call within holds
         return self.at[atom]
 
-    # -- one equation
+    # -- one operation
 
-    def _step(self, equation: Any, ins: list[Layout]) -> Step:
-        name = equation.primitive.name
-        if name in _UNSUPPORTED or equation.effects or is_placed(equation):
-            raise Unsupported(f"{name} at {where(equation)}")
-        if name in CALLS or name in REMAT:
-            return self._call(equation, ins)
+    def _step(self, operation: Operation, ins: list[Layout]) -> Step:
+        name = operation.primitive.name
+        if name in _UNSUPPORTED or operation.equation.effects or is_placed(operation):
+            raise Unsupported(f"{name} at {where(operation)}")
+        if name in REMAT:
+            return self._again(operation, ins)
         if name == "scan":
-            return self._scan(equation, ins)
+            return self._scan(operation, ins)
         if name == "while":
-            return self._while(equation, ins)
+            return self._while(operation, ins)
         if name == "cond":
-            return self._cond(equation, ins)
+            return self._cond(operation, ins)
         if name == "sharding_constraint":
-            return self._constraint(equation, ins[0])
+            return self._constraint(operation, ins[0])
         if name in ("optimization_barrier", "device_put"):
             settled = tuple(self._complete(layout) for layout in ins)
-            return Step(equation, settled, settled)
-        factors = factors_of(equation)
+            return Step(operation, settled, settled)
+        factors = factors_of(operation)
         if factors is None:
-            return self._whole(equation, ins)
-        return self._operation(equation, ins, factors)
+            return self._whole(operation, ins)
+        return self._operation(operation, ins, factors)
 
-    def _operation(self, equation: Any, ins: list[Layout], factors: Factors) -> Step:
-        avals = [v.aval for v in equation.invars]
-        if _stays_stored(equation, ins):
-            return self._stored(equation, ins[0], factors)
-        ins = [self.used(layout) for layout in ins] if _gathers(equation, ins) else ins
+    def _operation(self, operation: Operation, ins: list[Layout], factors: Factors) -> Step:
+        avals = [v.aval for v in operation.invars]
+        if _stays_stored(operation, ins):
+            return self._stored(operation, ins[0], factors)
+        ins = [self.used(layout) for layout in ins] if _gathers(operation, ins) else ins
         kept = self._kept(ins, factors)
         ins = [dataclasses.replace(x, pending=k) for x, k in zip(ins, kept, strict=True)]
         if not any(layout.axes or layout.pending for layout in ins):
-            made = all(layout.made for layout in ins) and _can_be_made(equation)
-            made = made or _spreads(equation)
+            made = all(layout.made for layout in ins) and _can_be_made(operation)
+            made = made or _spreads(operation)
             if made:
-                return self._make(equation, ins, factors)
-        outs = [v.aval for v in equation.outvars]
-        operation = Operation(
+                return self._make(operation, ins, factors)
+        outs = [v.aval for v in operation.outvars]
+        choice = Choice(
             factors,
             tuple(ins),
             tuple(map(num_bytes, avals)),
             tuple(map(num_bytes, outs)),
-            tuple(self.wanted.get(v) for v in equation.outvars),
+            tuple(self._wants(v, operation, ins) for v in operation.outvars),
         )
-        found = choose(operation, self.sizes)
+        found = choose(choice, self.sizes)
         pending = frozenset().union(*kept) if kept else frozenset()
         operands = tuple(
             layout.at(dims_of(dims, found), layout.pending)
@@ -195,7 +197,16 @@ class _Walk:
             for aval, have, want in zip(avals, ins, operands, strict=True)
             if not have.made
         )
-        return Step(equation, operands, results, found, factors, moved=moved)
+        return Step(operation, operands, results, found, factors, moved=moved)
+
+    def _wants(self, var: Any, operation: Operation, ins: list[Layout]) -> Dims | None:
+        """Returns where a result should lie: where the program's end wants it, or, for one that is
+        written into a value which is made here, where its reader has its other operand."""
+        is_made_here = ins and ins[0].made and operation.invars[0].aval.shape
+        return self._wanted(var) if is_made_here else self.wanted.get(var)
+
+    def _wanted(self, var: Any) -> Dims | None:
+        return self.wanted.get(var) or self.readers.wants(var)
 
     def _kept(self, ins: list[Layout], factors: Factors) -> list[frozenset[str]]:
         """Returns the sums that stay pending in each operand, since the operation is linear."""
@@ -217,16 +228,16 @@ class _Walk:
         alike -= {axis for layout in ins for axis in layout.axes}
         return [frozenset() if layout.zero else alike for layout in ins]
 
-    def _make(self, equation: Any, ins: list[Layout], factors: Factors) -> Step:
+    def _make(self, operation: Operation, ins: list[Layout], factors: Factors) -> Step:
         """A value that any device can make any part of is made where it is read."""
-        is_zero = ins and all(layout.zero for layout in ins) and _keeps_zero(equation)
+        is_zero = ins and all(layout.zero for layout in ins) and _keeps_zero(operation)
         results = tuple(
             Layout(((),) * len(v.aval.shape), made=True, zero=bool(is_zero))
-            for v in equation.outvars
+            for v in operation.outvars
         )
-        return Step(equation, tuple(ins), results, factors=factors)
+        return Step(operation, tuple(ins), results, factors=factors)
 
-    def _stored(self, equation: Any, layout: Layout, factors: Factors) -> Step:
+    def _stored(self, operation: Operation, layout: Layout, factors: Factors) -> Step:
         """A parameter that only changes its dtype or the order of its dims stays as it is stored."""
         found: Assignment = {}
         for factor, axes in zip(factors.operands[0], layout.dims, strict=True):
@@ -238,52 +249,48 @@ class _Walk:
                 found[factor] = axes
         operand = dataclasses.replace(layout, dims=dims_of(factors.operands[0], found))
         result = Layout(dims_of(factors.results[0], found), stored=True)
-        return Step(equation, (operand,), (result,), found, factors)
+        return Step(operation, (operand,), (result,), found, factors)
 
-    def _whole(self, equation: Any, ins: list[Layout]) -> Step:
+    def _whole(self, operation: Operation, ins: list[Layout]) -> Step:
         """An operation that is not known is computed whole, on every device alike."""
-        avals = [v.aval for v in equation.invars]
+        avals = [v.aval for v in operation.invars]
         operands = tuple(whole(len(aval.shape)) for aval in avals)
         moved = sum(
             moved_bytes(num_bytes(aval), have, want.dims, self.sizes)
             for aval, have, want in zip(avals, ins, operands, strict=True)
         )
-        results = tuple(whole(len(v.aval.shape)) for v in equation.outvars)
-        return Step(equation, operands, results, moved=moved)
+        results = tuple(whole(len(v.aval.shape)) for v in operation.outvars)
+        return Step(operation, operands, results, moved=moved)
 
-    def _constraint(self, equation: Any, layout: Layout) -> Step:
+    def _constraint(self, operation: Operation, layout: Layout) -> Step:
         """A constraint of the user's: dims that it leaves open stay as they are."""
-        sharding = equation.params["sharding"]
+        sharding = operation.params["sharding"]
         rank = len(layout.dims)
         if not hasattr(sharding, "spec"):
-            raise Unsupported(f"a constraint to {sharding} at {where(equation)}")
-        unconstrained = equation.params.get("unconstrained_dims") or set()
+            raise Unsupported(f"a constraint to {sharding} at {where(operation)}")
+        unconstrained = operation.params.get("unconstrained_dims") or set()
         asked = from_spec(_named(sharding.spec), rank)
         if set(asked.axes) - set(self.sizes):
-            raise Unsupported(f"a constraint over axes of another mesh at {where(equation)}")
+            raise Unsupported(f"a constraint over axes of another mesh at {where(operation)}")
         taken = set(asked.axes)
         dims = tuple(
             tuple(a for a in layout.dims[dim] if a not in taken) if dim in unconstrained else axes
             for dim, axes in enumerate(asked.dims)
         )
-        return Step(equation, (Layout(dims),), (Layout(dims),))
+        return Step(operation, (Layout(dims),), (Layout(dims),))
 
     # -- programs within
 
-    def _call(self, equation: Any, ins: list[Layout]) -> Step:
-        closed = called(equation)
-        # What is read more than once inside is added up once, outside.
-        uses = _uses(closed.jaxpr)
-        operands = [
-            layout if uses[v] == 1 or not layout.pending else self._complete(layout)
-            for v, layout in zip(closed.jaxpr.invars, ins, strict=True)
-        ]
-        body = self._closed(closed, operands, [self.wanted.get(v) for v in equation.outvars])
-        return Step(equation, tuple(operands), body.outputs, bodies=(body,))
+    def _again(self, operation: Operation, ins: list[Layout]) -> Step:
+        """What is computed again in the backward pass, from what was kept."""
+        operands = [self._complete(layout) for layout in ins]
+        wanted = [self._wanted(v) for v in operation.outvars]
+        body = self.analysis.program(operation.params["jaxpr"], operands, wanted)
+        return Step(operation, tuple(operands), body.outputs, bodies=(body,))
 
-    def _scan(self, equation: Any, ins: list[Layout]) -> Step:
-        closed = equation.params["jaxpr"]
-        num_consts, num_carry = scan_parts(equation)
+    def _scan(self, operation: Operation, ins: list[Layout]) -> Step:
+        closed = operation.params["jaxpr"]
+        num_consts, num_carry = scan_parts(operation)
         # What every trip uses is gathered once, before the loop.
         consts = [self._complete(self.used(layout)) for layout in ins[:num_consts]]
         init = [self.used(layout) for layout in ins[num_consts : num_consts + num_carry]]
@@ -294,7 +301,7 @@ class _Walk:
         rows = [dataclasses.replace(x, dims=x.dims[1:]) for x in xs]
         ys_wanted = [
             None if (dims := self.wanted.get(v)) is None else dims[1:]
-            for v in equation.outvars[num_carry:]
+            for v in operation.outvars[num_carry:]
         ]
         wanted = [None] * num_carry + ys_wanted
 
@@ -305,10 +312,10 @@ class _Walk:
         ys = [
             Layout(((), *self._complete(self._solid(y)).dims)) for y in program.outputs[num_carry:]
         ]
-        return Step(equation, (*consts, *carry, *xs), (*carry, *ys), bodies=(program,))
+        return Step(operation, (*consts, *carry, *xs), (*carry, *ys), bodies=(program,))
 
-    def _while(self, equation: Any, ins: list[Layout]) -> Step:
-        params = equation.params
+    def _while(self, operation: Operation, ins: list[Layout]) -> Step:
+        params = operation.params
         num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
         consts = [self._complete(self.used(x)) for x in ins[: num_cond + num_body]]
         init = [self.used(layout) for layout in ins[num_cond + num_body :]]
@@ -318,7 +325,7 @@ class _Walk:
 
         carry, body = self._fixpoint(trip, init, len(init), pending=False)
         cond = self._closed(params["cond_jaxpr"], [*consts[:num_cond], *carry])
-        return Step(equation, (*consts, *carry), tuple(carry), bodies=(cond, body))
+        return Step(operation, (*consts, *carry), tuple(carry), bodies=(cond, body))
 
     def _closed(self, closed: Any, inputs: list[Layout], wanted: Any = None) -> Program:
         consts = [whole(len(v.aval.shape)) for v in closed.jaxpr.constvars]
@@ -359,17 +366,17 @@ class _Walk:
             dims = tuple(a if a == b else () for a, b in zip(old.dims, new.dims, strict=True))
         return Layout(dims, frozenset(keeps) - {axis for dim in dims for axis in dim})
 
-    def _cond(self, equation: Any, ins: list[Layout]) -> Step:
+    def _cond(self, operation: Operation, ins: list[Layout]) -> Step:
         index = whole(0)
         operands = [self._complete(self.used(self._solid(layout))) for layout in ins[1:]]
-        wanted = [self.wanted.get(v) for v in equation.outvars]
-        bodies = [self._closed(b, operands, wanted) for b in equation.params["branches"]]
+        wanted = [self.wanted.get(v) for v in operation.outvars]
+        bodies = [self._closed(b, operands, wanted) for b in operation.params["branches"]]
         results = []
         for branches in zip(*(body.outputs for body in bodies), strict=True):
             solid = [self._complete(self._solid(layout)) for layout in branches]
             fixed = [x for x, given in zip(solid, branches, strict=True) if not given.made]
             results.append(_plain(max(fixed or solid, key=lambda layout: len(layout.axes))))
-        return Step(equation, (index, *operands), tuple(results), bodies=tuple(bodies))
+        return Step(operation, (index, *operands), tuple(results), bodies=tuple(bodies))
 
     # -- layouts
 
@@ -391,7 +398,7 @@ class _Walk:
     def _settle(self, step: Step) -> None:
         """Takes sums at once that cannot wait, into the layout that the reader wants."""
         settled = []
-        for var, layout in zip(step.equation.outvars, step.results, strict=True):
+        for var, layout in zip(step.operation.outvars, step.results, strict=True):
             if layout.pending:
                 wanted = self.wanted.get(var)
                 into = (
@@ -427,30 +434,21 @@ def _plain(layout: Layout) -> Layout:
     return Layout(layout.dims, layout.pending)
 
 
-def _uses(jaxpr: Any) -> collections.Counter[Any]:
-    """Returns how often each variable is read."""
-    atoms = [atom for equation in jaxpr.eqns for atom in equation.invars]
-    return collections.Counter(a for a in (*atoms, *jaxpr.outvars) if not isinstance(a, Literal))
+def _uses(flat: Flat) -> collections.Counter[Any]:
+    """Returns how often each value is read."""
+    atoms = [atom for operation in flat.operations for atom in operation.invars]
+    return collections.Counter(a for a in (*atoms, *flat.outvars) if not is_literal(a))
 
 
-def called(equation: Any) -> ClosedJaxpr:
-    """Returns the jaxpr that an equation calls as it is."""
-    params = equation.params
-    found = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-    return found if hasattr(found, "consts") else ClosedJaxpr(found, ())
+def is_placed(operation: Operation) -> bool:
+    """Whether an operation puts values on devices or into memories that it names."""
+    is_put = operation.primitive.name == "device_put"
+    return is_put and any(device is not None for device in operation.params["devices"])
 
 
-def is_placed(equation: Any) -> bool:
-    """Whether an equation puts values on devices or into memories that it names."""
-    is_put = equation.primitive.name == "device_put"
-    return is_put and any(device is not None for device in equation.params["devices"])
-
-
-def where(equation: Any) -> str:
-    """Returns the source line that an equation comes from."""
-    from jax.extend.source_info_util import summarize
-
-    return summarize(equation.source_info)
+def where(operation: Operation) -> str:
+    """Returns the source line that an operation comes from."""
+    return summarize(operation.equation.source_info)
 
 
 def _named(spec: Any) -> list[Any]:
@@ -465,34 +463,30 @@ def _is_zero(value: Any) -> bool:
 _MOVES = frozenset(["convert_element_type", "copy", "copy_p", "transpose", "squeeze", "name"])
 
 
-def _stays_stored(equation: Any, ins: list[Layout]) -> bool:
-    is_cast = equation.primitive.name in _MOVES
+def _stays_stored(operation: Operation, ins: list[Layout]) -> bool:
+    is_cast = operation.primitive.name in _MOVES
     return is_cast and len(ins) == 1 and ins[0].stored
 
 
-def _gathers(equation: Any, ins: list[Layout]) -> bool:
+def _gathers(operation: Operation, ins: list[Layout]) -> bool:
     """Whether an operation uses parameters beside activations, or as more than a list of numbers."""
-    from shardlib.partitioner.factors import ELEMENTWISE
-
     rest = [x for x in ins if not x.stored and not (x.made or not x.dims)]
-    pointwise = equation.primitive.name in ELEMENTWISE or equation.primitive.name == "reduce_sum"
+    pointwise = operation.primitive.name in ELEMENTWISE or operation.primitive.name == "reduce_sum"
     return bool(rest) or not pointwise
 
 
-def _can_be_made(equation: Any) -> bool:
-    from shardlib.partitioner.factors import ELEMENTWISE
-
-    name = equation.primitive.name
-    shape = equation.outvars[0].aval.shape
+def _can_be_made(operation: Operation) -> bool:
+    name = operation.primitive.name
+    shape = operation.outvars[0].aval.shape
     return bool(shape) and (name in ELEMENTWISE or name in ("iota", "broadcast_in_dim"))
 
 
-def _spreads(equation: Any) -> bool:
+def _spreads(operation: Operation) -> bool:
     """Whether an operation makes a value of any shape from scalars that all devices have."""
-    name = equation.primitive.name
-    scalars = all(not v.aval.shape for v in equation.invars)
+    name = operation.primitive.name
+    scalars = all(not v.aval.shape for v in operation.invars)
     return name in ("iota", "random_bits") or (name == "broadcast_in_dim" and scalars)
 
 
-def _keeps_zero(equation: Any) -> bool:
-    return equation.primitive.name in ("broadcast_in_dim", "convert_element_type", "copy", "copy_p")
+def _keeps_zero(operation: Operation) -> bool:
+    return operation.primitive.name in ("broadcast_in_dim", "convert_element_type", "copy", "copy_p")

@@ -15,18 +15,18 @@ def undecided(program: Program) -> str | None:
     operands and results of every product are cut alike, and a partitioner has nothing to choose.
     """
     steps = list(program.walk())
-    if not any(step.equation.primitive.name == "sharding_constraint" for step in steps):
+    if not any(step.operation.name == "sharding_constraint" for step in steps):
         return "the model constrains no activation"
     return next(_faults(steps), None)
 
 
 def _faults(steps: Iterable[Step]) -> Any:
     for step in steps:
-        name = step.equation.primitive.name
+        name = step.operation.name
         if name not in _PRODUCTS:
             continue
         if step.moved:
-            yield f"no constraint decides where {name} at {where(step.equation)} lies"
-        params = step.equation.params
+            yield f"no constraint decides where {name} at {where(step.operation)} lies"
+        params = step.operation.params
         if params.get("feature_group_count", 1) > 1 or params.get("batch_group_count", 1) > 1:
-            yield f"XLA gets gradients of grouped convolutions wrong: {where(step.equation)}"
+            yield f"XLA gets gradients of grouped convolutions wrong: {where(step.operation)}"

@@ -7,10 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import Literal
 
-from shardlib.jaxprs import scan_parts
-from shardlib.partitioner.analyze import CALLS, REMAT, Program, Step, called
+from shardlib.jaxprs import REMAT, is_literal, scan_parts
+from shardlib.partitioner.analyze import Program, Step
 from shardlib.partitioner.choose import Assignment, dims_of
 from shardlib.partitioner.factors import Dim, bind
 from shardlib.partitioner.layout import Layout, Sizes, degree, move, whole
@@ -62,27 +61,30 @@ class Lowering:
 
     def run(self, program: Program, values: Sequence[Value]) -> list[Value]:
         """Returns the results of a program, given its constants and then its arguments."""
-        jaxpr = program.jaxpr
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+        flat = program.flat
+        env = dict(zip(flat.invars, values, strict=True))
 
         def read(atom: Any) -> Value:
-            if not isinstance(atom, Literal):
-                return env[atom]
-            layout = Layout(((),) * len(atom.aval.shape), made=True)
-            return Value(layout, make=lambda _, a=atom: jnp.asarray(a.val, a.aval.dtype))
+            if is_literal(atom):
+                layout = Layout(((),) * len(atom.aval.shape), made=True)
+                return Value(layout, make=lambda _: jnp.asarray(atom.val, atom.aval.dtype))
+            if atom not in env:  # a constant that a call within holds
+                env[atom] = _whole_values([atom.const])[0]
+            return env[atom]
 
         for step in program.steps:
-            info = step.equation.source_info
-            stack = source_info_util.current_name_stack() + info.name_stack
-            with source_info_util.user_context(info.traceback, name_stack=stack):
-                results = self._step(step, [read(v) for v in step.equation.invars])
+            operation = step.operation
+            stack = source_info_util.current_name_stack() + operation.names
+            traceback = operation.equation.source_info.traceback
+            with source_info_util.user_context(traceback, name_stack=stack):
+                results = self._step(step, [read(v) for v in operation.invars])
                 if step.settled:
                     results = [
                         Value(layout, self.shard(v, layout))
                         for v, layout in zip(results, step.settled, strict=True)
                     ]
-            env.update(zip(step.equation.outvars, results, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+            env.update(zip(operation.outvars, results, strict=True))
+        return [read(v) for v in flat.outvars]
 
     def shard(self, value: Value, want: Layout) -> Any:
         """Returns the shard of a value in another layout."""
@@ -109,9 +111,9 @@ class Lowering:
     # -- one equation
 
     def _step(self, step: Step, ins: list[Value]) -> list[Value]:
-        equation, name = step.equation, step.equation.primitive.name
-        if name in CALLS or name in REMAT:
-            return self._call(step, ins)
+        operation, name = step.operation, step.operation.name
+        if name in REMAT:
+            return self._again(step, ins)
         if step.factors is not None and all(layout.made for layout in step.results):
             return [self._lazily(step, ins, i) for i in range(len(step.results))]
         shards = [self.shard(v, want) for v, want in zip(ins, step.operands, strict=True)]
@@ -121,13 +123,13 @@ class Lowering:
         if name == "sharding_constraint":
             return _values(step.results, shards)
         if step.factors is None:
-            return _values(step.results, bind(equation, shards))
+            return _values(step.results, bind(operation, shards))
         return _values(step.results, self._operation(step, shards))
 
     def _operation(self, step: Step, shards: Sequence[Any]) -> Sequence[Any]:
         factors, cut = step.factors, DeviceCut(step.assignment, self.sizes)
         assert factors is not None
-        results = (factors.local or _as_it_is)(step.equation, list(shards), cut)
+        results = (factors.local or _as_it_is)(step.operation, list(shards), cut)
         for factor, kind in factors.reduced.items():
             axes = step.assignment.get(factor, ())
             if axes and kind != "sum":
@@ -147,30 +149,26 @@ class Lowering:
                 for v, dims in zip(ins, factors.operands, strict=True)
             ]
             cut = DeviceCut(found, self.sizes)
-            return (factors.local or _as_it_is)(step.equation, shards, cut)[number]
+            return (factors.local or _as_it_is)(step.operation, shards, cut)[number]
 
         return Value(step.results[number], make=make)
 
     # -- programs within
 
-    def _call(self, step: Step, ins: list[Value]) -> list[Value]:
-        equation, (body,) = step.equation, step.bodies
+    def _again(self, step: Step, ins: list[Value]) -> list[Value]:
+        """Computes again what was not kept, fenced off from where it was computed before."""
         values = [
-            v if v.make or v.layout == want else Value(want, self.shard(v, want))
+            v if v.make else Value(want, self.shard(v, want))
             for v, want in zip(ins, step.operands, strict=True)
         ]
-        params = equation.params
-        if params.get("differentiated") and params.get("prevent_cse"):
-            # Else the compiler would merge what is computed again with what was computed before.
-            solid = [v for v in values if v.make is None]
-            fenced = lax.optimization_barrier([v.x for v in solid])
-            new = iter(_values([v.layout for v in solid], fenced))
-            values = [v if v.make else next(new) for v in values]
-        return self.run(body, [*_whole_values(called(equation).consts), *values])
+        solid = [v for v in values if v.make is None]
+        fenced = lax.optimization_barrier([v.x for v in solid])
+        new = iter(_values([v.layout for v in solid], fenced))
+        return self.run(step.bodies[0], [v if v.make else next(new) for v in values])
 
     def _scan(self, step: Step, shards: list[Any]) -> Sequence[Any]:
-        params = step.equation.params
-        num_consts, num_carry = scan_parts(step.equation)
+        params = step.operation.params
+        num_consts, num_carry = scan_parts(step.operation)
         end = num_consts + num_carry
         consts, carry, xs = shards[:num_consts], shards[num_consts:end], shards[end:]
         (body,) = step.bodies
@@ -186,7 +184,7 @@ class Lowering:
         return [*carry, *ys]
 
     def _while(self, step: Step, shards: list[Any]) -> Sequence[Any]:
-        params = step.equation.params
+        params = step.operation.params
         num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
         cond, body = step.bodies
         of_cond, of_body = shards[:num_cond], shards[num_cond : num_cond + num_body]
@@ -207,13 +205,13 @@ class Lowering:
         def branch(body: Program, closed: Any) -> Any:
             return lambda *xs: self._body(body, closed.consts, xs, step.results)
 
-        pairs = zip(step.bodies, step.equation.params["branches"], strict=True)
+        pairs = zip(step.bodies, step.operation.params["branches"], strict=True)
         return lax.switch(index, [branch(*pair) for pair in pairs], *operands)
 
     def _body(
         self, program: Program, consts: Sequence[Any], xs: Sequence[Any], out: Sequence[Layout]
     ) -> list[Any]:
-        layouts = program.inputs[len(program.jaxpr.constvars) :]
+        layouts = program.inputs[len(consts) :]
         results = self.run(program, [*_whole_values(consts), *_values(layouts, xs)])
         return [self.shard(v, want) for v, want in zip(results, out, strict=True)]
 

@@ -191,7 +191,7 @@ def random_bits(equation: Any) -> Factors | None:
     """
     (key,) = equation.invars
     shape, width = equation.params["shape"], equation.params["bit_width"]
-    is_threefry = "fry" in str(key.aval.dtype) and equation.ctx.threefry_partitionable
+    is_threefry = "fry" in str(key.aval.dtype) and equation.equation.ctx.threefry_partitionable
     if key.aval.shape or not is_threefry or width != 32 or math.prod(shape) >= 2**32:
         return None
     every = tuple(range(len(shape)))
