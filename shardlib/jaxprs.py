@@ -43,7 +43,7 @@ def _more_dims(outside: Any, inside: Any) -> int:
 
 
 class Value:
-    """What an operation gives. `const` holds the array of a captured constant, where it is known."""
+    """What an operation gives. `const` holds the array of a captured constant."""
 
     __slots__ = ("aval", "const")
 

@@ -1,4 +1,4 @@
-"""Which mesh axis cuts which factor of one operation: the assignment that moves the fewest bytes."""
+"""Which mesh axis cuts which factor of an operation: the assignment that moves the fewest bytes."""
 
 import dataclasses
 import itertools
@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardlib.partitioner.factors import Dim, Factors
 from shardlib.partitioner.layout import Dims, Layout, Sizes, degree, moved_bytes
 
-# What an operation costs besides what is sent, as bytes on a link: about 1e14 FLOP/s and 3e12 B/s of
-# memory to 5e10 B/s of link (NVIDIA H100: 9.9e14, 3.35e12, 4.5e11; TPU v5e: 1.97e14, 8.2e11, 4.5e10).
+# What an operation costs besides what it sends, in bytes on a link, with rounded figures of one
+# accelerator: 1e14 FLOP/s, 8e11 B/s of memory, 5e10 B/s of link (TPU v5e: 1.97e14, 8.2e11, 4.5e10).
 # Only ratios matter, and only where layouts conflict.
-_FLOPS_PER_LINK_BYTE = 3000.0
+_FLOPS_PER_LINK_BYTE = 2000.0
 _MEMORY_PER_LINK_BYTE = 16.0
 _MAX_COMBINATIONS = 512
 
@@ -65,7 +65,7 @@ def choose(choice: Choice, sizes: Sizes) -> Assignment:
 
 
 def _votes(choice: Choice) -> dict[str, list[Dim]]:
-    """Returns the factors that each axis cuts in some operand, those of the largest operand first."""
+    """Returns the factors that each axis cuts in some operand, of the largest operand first."""
     votes: dict[str, list[Dim]] = {}
     order = sorted(range(len(choice.operands)), key=lambda i: -choice.bytes[i])
     for i in order:

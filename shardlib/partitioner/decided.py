@@ -1,9 +1,19 @@
 """Whether the constraints of a model decide where its values lie, or leave it to a partitioner."""
 
+import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
-from shardlib.partitioner.analyze import Program, Step, where
+from shardlib.partitioner.program import Program, Step, source_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """Who partitions a function, and why."""
+
+    by: Literal["shardlib", "XLA"]
+    why: str
+
 
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
@@ -25,8 +35,8 @@ def _faults(steps: Iterable[Step]) -> Any:
         name = step.operation.name
         if name not in _PRODUCTS:
             continue
-        if step.moved:
-            yield f"no constraint decides where {name} at {where(step.operation)} lies"
+        if step.moved_bytes:
+            yield f"no constraint decides where {name} at {source_of(step.operation)} lies"
         params = step.operation.params
         if params.get("feature_group_count", 1) > 1 or params.get("batch_group_count", 1) > 1:
-            yield f"XLA gets gradients of grouped convolutions wrong: {where(step.operation)}"
+            yield f"XLA gets gradients of grouped convolutions wrong: {source_of(step.operation)}"

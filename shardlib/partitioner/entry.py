@@ -12,9 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.constrain import Scope, active_or, manual_axes
 from shardlib.mesh import entry_axes
 from shardlib.partitioner import indexing, products, reductions, shapes  # noqa: F401 (rules)
-from shardlib.partitioner.analyze import Analysis, Program
+from shardlib.partitioner.analyze import Analysis
 from shardlib.partitioner.layout import Layout, from_spec
 from shardlib.partitioner.lower import Lowering, Value
+from shardlib.partitioner.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ def analyze(
         batch_axes: The mesh axes of the batch.
 
     Raises:
-        Unsupported: If it holds what cannot be partitioned.
+        PartitionError: If it holds what cannot be partitioned.
     """
     closed, shape = jax.make_jaxpr(fn, return_shape=True)(*arguments)
     wanted = tuple(outputs(shape))

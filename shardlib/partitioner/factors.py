@@ -18,8 +18,8 @@ Dim = int | None
 """The factor of a dim; None for one that must be whole."""
 Reduction = Literal["sum", "max", "min", "and", "or"]
 Linear = Literal["no", "first", "each", "all"]
-"""In which operands an operation passes a pending sum on: none, the first, any one of them while the
-others are complete (`each`), or all of them alike (`all`)."""
+"""In which operands an operation passes a pending sum on: none, the first, any one of them while
+the others are complete (`each`), or all of them alike (`all`)."""
 
 
 class Cut(Protocol):
@@ -94,7 +94,8 @@ def factors_of(equation: Any) -> Factors | None:
 
 
 _NAMES = """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type cbrt ceil clamp
     clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc
     exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to
     lgamma log log1p logistic lt lt_to max min mul name ne neg nextafter not or polygamma
@@ -146,9 +147,9 @@ def _linearity(equation: Any) -> Linear:
         return "each"
     if name == "div":
         return "first"
-    # A sum is taken in the narrow dtype, before it is widened: fewer bytes are sent.
-    narrows = out.itemsize <= first.itemsize
-    return "first" if name in _UNARY_LINEAR and narrows else "no"
+    # Before it is widened a sum sends fewer bytes; narrowed first, its terms would be rounded.
+    same = out.itemsize == first.itemsize
+    return "first" if name in _UNARY_LINEAR and same else "no"
 
 
 @dataclasses.dataclass(frozen=True)

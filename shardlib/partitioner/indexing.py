@@ -165,7 +165,7 @@ def scatter_add(equation: Any) -> Factors:
     return _scatter(equation, adds=True)
 
 
-@rule("scatter", "scatter-mul", "scatter-min", "scatter-max", "scatter_mul", "scatter_min", "scatter_max")  # fmt: skip
+@rule("scatter", *(f"scatter{dash}{kind}" for dash in "-_" for kind in ("mul", "min", "max")))
 def scatter(equation: Any) -> Factors:
     """Updates are whole but along window dims and batching dims: their order may matter."""
     return _scatter(equation, adds=False)
@@ -203,7 +203,7 @@ def _scatter(equation: Any, *, adds: bool) -> Factors:
         for factor in sums:
             if cut.parts(factor) > 1:
                 # The operand counts once in the sum: on the first device along the factor.
-                x = x * (cut.index(factor) == 0).astype(dtype)
+                x = jnp.where(cut.index(factor) == 0, x, jnp.zeros((), dtype))
         if row is None or cut.parts(target[row]) == 1:
             return bind(equation, [x, at, new])
         if equation.params["mode"] == GatherScatterMode.CLIP:

@@ -1,7 +1,7 @@
 """Where a value of a traced program lies, and the moves from one place to another.
 
-A device holds one shard of each value. The mesh axes of each dim say which; `pending` holds the axes
-along which the shards are terms of a sum that has not been taken yet.
+A device holds one shard of each value. The mesh axes of each dim say which; `pending` holds the
+axes along which the shards are terms of a sum that has not been taken yet.
 """
 
 import dataclasses
@@ -52,9 +52,13 @@ class Layout:
     def spec(self) -> PartitionSpec:
         return PartitionSpec(*[dim or None for dim in self.dims])
 
-    def at(self, dims: Dims, pending: frozenset[str] = frozenset()) -> "Layout":
-        """Returns a plain layout with other axes."""
-        return Layout(dims, pending)
+    def complete(self) -> "Layout":
+        """Returns the same layout with no sum pending."""
+        return dataclasses.replace(self, pending=frozenset()) if self.pending else self
+
+    def solid(self, keep_zero: bool = False) -> "Layout":
+        """Returns the same layout of a value that is held, not made."""
+        return dataclasses.replace(self, made=False, zero=self.zero and keep_zero)
 
 
 def whole(rank: int) -> Layout:
@@ -118,6 +122,21 @@ def moved_bytes(size: float, have: Layout, want: Dims, sizes: Sizes) -> float:
                 total += shard * (n - 1)
                 shard *= n
     return total
+
+
+def scattered(layout: Layout, wanted: Dims, shape: Sequence[int], sizes: Sizes) -> Layout | None:
+    """Returns a layout in which pending axes cut the dims that the reader wants them to cut, with
+    no sum pending; None if there are none."""
+    dims = list(layout.dims)
+    for dim, target in enumerate(wanted):
+        here = dims[dim]
+        while len(here) < len(target) and here == target[: len(here)]:
+            more = target[: len(here) + 1]
+            if more[-1] not in layout.pending or shape[dim] % degree(more, sizes):
+                break
+            here = more
+        dims[dim] = here
+    return None if tuple(dims) == layout.dims else Layout(tuple(dims))
 
 
 def move(x: jax.Array, have: Layout, want: Layout, sizes: Sizes) -> jax.Array:

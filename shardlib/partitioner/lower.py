@@ -9,10 +9,10 @@ from jax import lax
 from jax.extend import source_info_util
 
 from shardlib.jaxprs import REMAT, is_literal, scan_parts
-from shardlib.partitioner.analyze import Program, Step
 from shardlib.partitioner.choose import Assignment, dims_of
 from shardlib.partitioner.factors import Dim, bind
 from shardlib.partitioner.layout import Layout, Sizes, degree, move, whole
+from shardlib.partitioner.program import Program, Step
 
 
 @dataclasses.dataclass
@@ -114,7 +114,7 @@ class Lowering:
         operation, name = step.operation, step.operation.name
         if name in REMAT:
             return self._again(step, ins)
-        if step.factors is not None and all(layout.made for layout in step.results):
+        if step.made:
             return [self._lazily(step, ins, i) for i in range(len(step.results))]
         shards = [self.shard(v, want) for v, want in zip(ins, step.operands, strict=True)]
         if name in ("scan", "while", "cond"):

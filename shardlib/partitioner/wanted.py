@@ -1,7 +1,7 @@
 """Where what reads a value would have it, followed backwards through a program.
 
-A gradient is a sum over the batch. Where the optimizer state is cut, only a part of each gradient
-is read on a device: a sum that is taken straight into that part is a reduce-scatter, half of what an
+A gradient is a sum over the batch. Where the optimizer state is cut, a device reads only a part of
+each gradient: a sum that is taken straight into that part is a reduce-scatter, half of what an
 all-reduce sends, and a loop that stacks gradients of layers stacks parts of them.
 """
 

@@ -11,9 +11,10 @@ from shardlib.errors import ModelError
 from shardlib.losses import Mean
 from shardlib.microbatch import accumulate
 from shardlib.partition import Placement, pin
+from shardlib.partitioner import Layout, from_spec
 from shardlib.precision import Precision
-from shardlib.train import partitioning
 from shardlib.train.batch import BatchAxes
+from shardlib.train.partitioning import Constrain, LossPartitioner, placed_layouts
 from shardlib.train.state import Definition
 
 LossFn = Callable[[Any, Any, jax.Array], Any]
@@ -63,7 +64,7 @@ class PartLoss:
     """Where gradients are summed up; `Definition.gradients` when left out."""
     batch_axes: BatchAxes = dataclasses.field(default_factory=dict)
     """Logical axes of batch leaves by path, as in `make_train_step`."""
-    constrain: partitioning.Constrain = "user"
+    constrain: Constrain = "user"
     """Who partitions the loss, as in `make_train_step`."""
 
     def __call__(
@@ -96,16 +97,21 @@ class PartLoss:
 
         grad = jax.grad(total, has_aux=True)
         arguments = params, model_state, part, key
-        grads, (sums, new) = partitioning.gradients(self, grad, arguments)
+        grads, (sums, new) = self.partitioner.run(grad, self, arguments, self._gradients_at)
         return Gradients(self.pin(grads), sums, new)
 
-    def sums(self, params: Any, model_state: Any, part: Any, key: jax.Array) -> Sums:
-        """Returns the sums of one part, without gradients."""
+    @property
+    def partitioner(self) -> LossPartitioner:
+        return LossPartitioner(self.definition, self.batch_axes, self.constrain)
 
-        def forward(*arguments: Any) -> Sums:
-            return self(*arguments)[0]
-
-        return partitioning.sums(self, forward, (params, model_state, part, key))
+    def _gradients_at(self, shape: Any) -> list[Layout | None]:
+        grads, (sums, new) = shape
+        places = self.gradients_at or self.definition.gradients
+        return [
+            *placed_layouts(grads, places),
+            *[from_spec((), 0)] * len(jax.tree.leaves(sums)),
+            *placed_layouts(new, self.definition.model_state),
+        ]
 
     def pin(self, grads: Any) -> Any:
         """Returns gradients in float32 where the rules want them.

@@ -1,4 +1,4 @@
-"""Who partitions the loss of a step: shardlib, or XLA by the constraints of the model."""
+"""Who partitions a loss: shardlib, or XLA by the constraints of the model."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.constrain import manual_axes
-from shardlib.errors import ModelError, did_you_mean
+from shardlib.errors import ModelError, PartitionError, did_you_mean
 from shardlib.mesh import entry_axes
 from shardlib.partition import Placement
-from shardlib.partitioner import entry
-from shardlib.partitioner.analyze import Unsupported
-from shardlib.partitioner.decided import undecided
-from shardlib.partitioner.layout import Layout, from_spec
+from shardlib.partitioner import Layout, Partition, analyze, execute, from_spec, undecided
 from shardlib.paths import path_string
-from shardlib.train.batch import batch_shardings
+from shardlib.train.batch import BatchAxes, batch_shardings
+from shardlib.train.state import Definition
 
 Constrain = Literal["auto", "user"]
 """`auto`: shardlib partitions what the constraints of the model leave open. `user`: XLA does."""
@@ -24,113 +22,88 @@ Constrain = Literal["auto", "user"]
 
 def check_constrain(constrain: Any) -> None:
     """Raises `ModelError` for what is not a `Constrain`."""
-    if constrain not in get_args(Constrain):
+    known = get_args(Constrain)
+    if constrain not in known:
         raise ModelError(
-            f"constrain={constrain!r} is not one of {', '.join(map(repr, get_args(Constrain)))}."
-            f"{did_you_mean(str(constrain), get_args(Constrain))}\n"
+            f"constrain={constrain!r} is not one of {', '.join(map(repr, known))}."
+            f"{did_you_mean(str(constrain), known)}\n"
             "  Leave it out: 'auto' lets shardlib partition what the model leaves open."
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class Partition:
-    """Who partitions a loss, and why."""
-
-    by: Literal["shardlib", "XLA"]
-    why: str
-
-
-def gradients(loss: Any, fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Returns `fn(*arguments)`, partitioned by shardlib where the model leaves layouts open.
+class LossPartitioner:
+    """Runs functions of `(params, model_state, part, key)` of one state, partitioned.
 
     Args:
-        loss: The `PartLoss`.
-        fn: Returns `(grads, (sums, model_state))` of the loss of the arguments.
-        arguments: `params, model_state, part, key`.
+        definition: What the state is the state of.
+        batch_axes: Logical axes of batch leaves by path, as in `make_train_step`.
+        constrain: Who partitions, as in `make_train_step`.
     """
-    definition = loss.definition
-    places = loss.gradients_at or definition.gradients
 
-    def outputs(shape: Any) -> list[Layout | None]:
-        grads, (sums, model_state) = shape
-        return [
-            *_placed(grads, places),
-            *[from_spec((), 0)] * len(jax.tree.leaves(sums)),
-            *_placed(model_state, definition.model_state),
+    definition: Definition
+    batch_axes: BatchAxes
+    constrain: Constrain
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        forward: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        outputs: Callable[[Any], list[Layout | None]] = lambda shape: _anywhere(shape),
+    ) -> Any:
+        """Returns `fn(*arguments)`.
+
+        Args:
+            fn: The function.
+            forward: The loss alone, with no derivative: whether its layouts are decided is read
+                from it.
+            arguments: `params, model_state, part, key`.
+            outputs: Where the leaves of the result go, from the abstract result; None for one that
+                stays where it is computed.
+        """
+        if self.constrain == "user" or self.decide(forward, arguments).by == "XLA":
+            return fn(*arguments)
+        inputs, batch = self.layouts(arguments)
+        scope = self.definition.scope
+        return execute(analyze(fn, arguments, scope, inputs, outputs, batch), scope, arguments)
+
+    def decide(self, forward: Callable[..., Any], arguments: tuple[Any, ...]) -> Partition:
+        """Returns who partitions a loss, and why; see `run`. Arguments may be abstract."""
+        scope = self.definition.scope
+        sizes = {name: n for name, n in scope.sizes.items() if name not in manual_axes()}
+        if all(n == 1 for n in sizes.values()):
+            return Partition("XLA", "nothing is left to cut here")
+        if sizes.get("stage", 1) > 1 or "stage" in manual_axes():
+            return Partition("XLA", "the layers are cut into stages")
+        inputs, batch = self.layouts(arguments)
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), arguments)
+        try:
+            traced = analyze(forward, abstract, scope, inputs, _anywhere, batch)
+        except PartitionError as error:
+            return Partition("XLA", str(error).splitlines()[0])
+        why = undecided(traced.program)
+        if why is None:
+            return Partition("XLA", "the constraints of the model decide where each product lies")
+        return Partition("shardlib", why)
+
+    def layouts(self, arguments: tuple[Any, ...]) -> tuple[list[Layout], tuple[str, ...]]:
+        """Returns where each leaf of the arguments lies, and the mesh axes of the batch."""
+        params, model_state, part, key = arguments
+        placed = batch_shardings(part, self.definition.scope, self.batch_axes)
+        leaves = zip(jax.tree.leaves(part), jax.tree.leaves(placed), strict=True)
+        batch = [from_spec(sharding.spec, len(leaf.shape)) for leaf, sharding in leaves]
+        axes = dict.fromkeys(axis for layout in batch for axis in (layout.dims or ((),))[0])
+        layouts = [
+            *placed_layouts(params, self.definition.params, stored=True),
+            *placed_layouts(model_state, self.definition.model_state),
+            *batch,
+            *[from_spec((), len(leaf.shape)) for leaf in jax.tree.leaves(key)],
         ]
-
-    return _run(loss, fn, arguments, outputs)
-
-
-def sums(loss: Any, fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Returns the sums of a loss, without gradients; see `gradients`."""
-    return _run(loss, fn, arguments, lambda shape: [None] * len(jax.tree.leaves(shape)))
+        return layouts, tuple(axes)
 
 
-def _run(loss: Any, fn: Any, arguments: tuple[Any, ...], outputs: Any) -> Any:
-    scope = loss.definition.scope
-    if loss.constrain == "user" or decide(loss, arguments).by == "XLA":
-        return fn(*arguments)
-    inputs, batch = input_layouts(loss, arguments)
-    traced = entry.analyze(fn, arguments, scope, inputs, outputs, batch)
-    return entry.execute(traced, scope, arguments)
-
-
-def decide(loss: Any, arguments: tuple[Any, ...]) -> Partition:
-    """Returns who partitions a loss: XLA, where the constraints of the model leave nothing open.
-
-    Args:
-        loss: The `PartLoss`.
-        arguments: `params, model_state, part, key`; arrays or `ShapeDtypeStruct`s.
-    """
-    scope = loss.definition.scope
-    sizes = {name: n for name, n in scope.sizes.items() if name not in manual_axes()}
-    if all(n == 1 for n in sizes.values()):
-        return Partition("XLA", "there is one device")
-    if sizes.get("stage", 1) > 1 or "stage" in manual_axes():
-        return Partition("XLA", "the layers are cut into stages")
-    inputs, batch = input_layouts(loss, arguments)
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), arguments)
-    try:
-        traced = entry.analyze(
-            loss.__call__,
-            abstract,
-            scope,
-            inputs,
-            lambda shape: [None] * len(jax.tree.leaves(shape)),
-            batch,
-        )
-    except Unsupported as error:
-        return Partition("XLA", f"it holds {error}")
-    open_ = undecided(traced.program)
-    if open_ is None:
-        return Partition("XLA", "its own constraints decide where every product lies")
-    return Partition("shardlib", open_)
-
-
-def input_layouts(loss: Any, arguments: tuple[Any, ...]) -> tuple[list[Layout], tuple[str, ...]]:
-    """Returns where each leaf of the arguments of a loss lies, and the mesh axes of the batch."""
-    definition = loss.definition
-    params, model_state, part, key = arguments
-    batch = [
-        from_spec(sharding.spec, len(leaf.shape))
-        for leaf, sharding in zip(
-            jax.tree.leaves(part),
-            jax.tree.leaves(batch_shardings(part, definition.scope, loss.batch_axes)),
-            strict=True,
-        )
-    ]
-    axes = dict.fromkeys(axis for layout in batch for axis in (layout.dims or ((),))[0])
-    layouts = [
-        *_placed(params, definition.params, stored=True),
-        *_placed(model_state, definition.model_state),
-        *batch,
-        *[from_spec((), 0)] * len(jax.tree.leaves(key)),
-    ]
-    return layouts, tuple(axes)
-
-
-def _placed(tree: Any, places: Mapping[str, Placement], **flags: bool) -> list[Layout]:
+def placed_layouts(tree: Any, places: Mapping[str, Placement], **flags: bool) -> list[Layout]:
     """Returns where leaves lie by their placements, less the axes that a region around handles."""
     gone = manual_axes()
     layouts = []
@@ -139,3 +112,7 @@ def _placed(tree: Any, places: Mapping[str, Placement], **flags: bool) -> list[L
         spec = [tuple(axis for axis in names if axis not in gone) for names in entries]
         layouts.append(from_spec(spec, len(leaf.shape), **flags))
     return layouts
+
+
+def _anywhere(shape: Any) -> list[Layout | None]:
+    return [None] * len(jax.tree.leaves(shape))
