@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.constrain import Scope, active_or, manual_axes
+from shardlib.errors import ModelError
 from shardlib.mesh import entry_axes
 from shardlib.partitioner import indexing, products, reductions, shapes  # noqa: F401 (rules)
 from shardlib.partitioner.analyze import Analysis
@@ -142,9 +143,24 @@ def partitioned(
             return [from_spec(s, len(x.shape)) for s, x in zip(specs, leaves, strict=True)]
 
         traced = analyze(fn, arguments, scope, inputs, outputs, batch_mesh_axes(scope))
-        return execute(traced, scope, arguments)
+        return _underived(lambda *leaves: execute(traced, scope, leaves))(*arguments)
 
     return call
+
+
+def _underived(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` with an error in place of its derivative: JAX would differentiate the manual
+    region with its collectives as they stand, and lose terms."""
+    guarded = jax.custom_jvp(fn)
+
+    @guarded.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise ModelError(
+            "the result of `partitioned` was differentiated.\n"
+            "  Take the derivative inside: partitioned(jax.value_and_grad(loss), ...)."
+        )
+
+    return guarded
 
 
 def batch_mesh_axes(scope: Scope) -> tuple[str, ...]:

@@ -13,14 +13,23 @@ from shardlib.partitioner.shapes import same_dims
 
 @rule("dynamic_slice")
 def dynamic_slice(equation: Any) -> Factors:
-    """A dim of which all is taken is a factor; the start is then 0 whatever the index says."""
-    sizes = equation.params["slice_sizes"]
+    """A dim of which all is taken is a factor; the start is then 0 whatever the index says.
+
+    Starts are clamped here, as the operation itself does: XLA of jax before 0.12 forgets it where a
+    piece of the result is sliced next.
+    """
+    sizes, whole = equation.params["slice_sizes"], equation.invars[0].aval.shape
     rank = len(sizes)
     found = same_dims(_first(equation, 1), ())
     dims = found.operands[0]
 
     def local(equation: Any, values: list[Any], cut: Cut) -> Any:
-        return bind(equation, values, slice_sizes=pieces(sizes, dims, cut))
+        x, *starts = values
+        room = (n - size for n, size in zip(whole, sizes, strict=True))
+        starts = [
+            jnp.clip(s, 0, most).astype(s.dtype) for s, most in zip(starts, room, strict=True)
+        ]
+        return bind(equation, [x, *starts], slice_sizes=pieces(sizes, dims, cut))
 
     return Factors((dims, *[()] * rank), found.results, found.sizes, local=local)
 

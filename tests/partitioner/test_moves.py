@@ -1,0 +1,92 @@
+"""Moves from layout to layout keep the value, and cost what ring collectives send."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import shardlib as sl
+from shardlib.partitioner.layout import Layout, from_spec, move, moved_bytes, scattered
+
+SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
+SPECS = (
+    (),
+    ("data",),
+    (None, "data"),
+    (("data", "fsdp"),),
+    (("fsdp", "data"),),
+    ("fsdp", "data"),
+    ("data", "fsdp"),
+    (("data", "fsdp"), "tensor"),
+    ("tensor", ("data", "fsdp")),
+    (None, ("tensor", "data")),
+    ("fsdp", ("tensor", "data")),
+)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return sl.make_mesh(",".join(f"{name}={n}" for name, n in SIZES.items()))
+
+
+def test_every_move_keeps_the_value(mesh):
+    x = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
+    pairs = list(itertools.permutations(SPECS, 2))
+    layouts = [(from_spec(a, 2), from_spec(b, 2)) for a, b in pairs]
+
+    def run(*xs):
+        return [move(x, have, want, SIZES) for x, (have, want) in zip(xs, layouts, strict=True)]
+
+    region = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=tuple(have.spec for have, _ in layouts),
+        out_specs=[want.spec for _, want in layouts],
+        check_vma=False,
+    )
+    for pair, moved in zip(pairs, jax.jit(region)(*[x] * len(pairs)), strict=True):
+        np.testing.assert_array_equal(moved, x, err_msg=str(pair))
+
+
+@pytest.mark.parametrize("want", [(), ("data",), ("fsdp", "data"), (("tensor", "fsdp"),)])
+def test_pending_sums_are_taken_once(mesh, want):
+    """Each device along `data` and `fsdp` holds a term: the sum counts every term once."""
+    x = np.arange(8 * 4, dtype=np.float32).reshape(8, 4)
+    have, to = Layout(((), ()), frozenset({"data", "fsdp"})), from_spec(want, 2)
+
+    def run(x):
+        rank = jax.lax.axis_index("data") * 2 + jax.lax.axis_index("fsdp")
+        return move(x * (rank + 1).astype(x.dtype), have, to, SIZES)
+
+    region = jax.shard_map(
+        run, mesh=mesh, in_specs=PartitionSpec(), out_specs=to.spec, check_vma=False
+    )
+    np.testing.assert_array_equal(jax.jit(region)(x), x * (1 + 2 + 3 + 4))
+
+
+def test_bytes_of_ring_collectives():
+    """Of n devices with shards of s bytes: all-gather (n - 1) s, all-to-all (n - 1) / n s,
+    reduce-scatter (n - 1) / n s, all-reduce twice that (Thakur et al. 2005)."""
+    cut, whole = from_spec(("data",), 2), from_spec((), 2)
+    pending = Layout(((), ()), frozenset({"data"}))
+    assert moved_bytes(800, cut, whole.dims, SIZES) == 400
+    assert moved_bytes(800, cut, from_spec((None, "data"), 2).dims, SIZES) == 200
+    assert moved_bytes(800, pending, cut.dims, SIZES) == 400
+    assert moved_bytes(800, pending, whole.dims, SIZES) == 800
+    assert moved_bytes(800, whole, cut.dims, SIZES) == 0
+
+
+def test_sums_are_taken_into_the_part_that_is_read():
+    layout = Layout((("tensor",), ()), frozenset({"data", "fsdp"}))
+    wanted = (("tensor", "fsdp"), ())
+    assert scattered(layout, wanted, (8, 4), SIZES) == Layout((("tensor", "fsdp"), ()))
+    assert scattered(layout, (("fsdp",), ()), (8, 4), SIZES) is None
+    assert scattered(layout, wanted, (2, 4), SIZES) is None
+
+
+def test_an_axis_cuts_one_dim_or_is_pending():
+    for wrong in (((("data",), ("data",)), frozenset()), ((("data",),), frozenset({"data"}))):
+        with pytest.raises(AssertionError, match="used twice"):
+            Layout(*wrong)

@@ -1,0 +1,225 @@
+"""Functions that shardlib partitions compute what one device does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import shardlib as sl
+from shardlib.errors import ModelError, PartitionError
+from shardlib.partitioner import partitioned
+
+P = PartitionSpec
+BATCH = ("data", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return sl.make_mesh("data=2,fsdp=2,tensor=2")
+
+
+def numbers(*shape):
+    return (np.random.default_rng(shape).standard_normal(shape) / 2).astype(np.float32)
+
+
+def same(mesh, fn, args, specs, out_specs=None, params=(), tolerance=2e-5):
+    """Compares a function with itself on one device; returns the compiled text."""
+    want = jax.jit(fn)(*args)
+    with sl.use(mesh, sl.rules.STANDARD):
+        jitted = jax.jit(partitioned(fn, specs, out_specs, params=params))
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)
+        ]
+        compiled = jitted.lower(*placed).compile()
+        got = compiled(*placed)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        # Sums of at most 64 float32 terms in another order: 64 roundings of 6e-8, chained.
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+    return compiled.as_text()
+
+
+def gradient(fn, count):
+    return jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(fn(*a))), argnums=tuple(range(count)))
+
+
+def test_the_matmul_whose_rows_are_permuted(mesh):
+    """Fault A of XLA's partitioner: operands and result pinned, rows in another order."""
+    specs = (P(BATCH, "tensor"), P("tensor", "fsdp"))
+    same(mesh, jnp.matmul, (numbers(16, 16), numbers(16, 16)), specs, P(BATCH, "tensor"))
+
+
+@pytest.mark.parametrize("kernel", [P("fsdp", "tensor"), P("tensor", "fsdp"), P(("fsdp", "data"))])
+def test_dense_chains(mesh, kernel):
+    def chain(x, *kernels):
+        for w in kernels:
+            x = jnp.tanh(x @ w)
+        return x
+
+    args = (numbers(16, 16), *[numbers(16, 16)] * 4)
+    specs = (P(BATCH), *[kernel] * 4)
+    text = same(mesh, gradient(chain, 5), args, specs, (P(), specs), params=range(1, 5))
+    # What the compiler did not decide it does not send: rows stay where they are.
+    assert "collective-permute" not in text
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize(
+    "image", [P(BATCH), P("data"), P(None, "data"), P(None, None, None, "tensor")]
+)
+def test_convolutions(mesh, groups, image):
+    def conv(x, w):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(
+            x, w, (2, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+        )
+
+    args = numbers(8, 8, 8, 8), numbers(3, 3, 8 // groups, 16)
+    same(mesh, gradient(conv, 2), args, (image, P(None, None, None, "fsdp")), params=(1,))
+
+
+def test_pools_and_scans_along_cut_dims(mesh):
+    def pools(x):
+        top = lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 1), (1, 1, 1), "SAME")
+        mean = lax.reduce_window(
+            top, 0.0, lax.add, (3, 2, 1), (2, 1, 2), [(0, 0), (0, 1), (2, 2)], (1, 2, 2), (2, 2, 2)
+        )
+        return jnp.sum(mean) * lax.associative_scan(jnp.multiply, x, axis=1)
+
+    spec = P("data", "fsdp", "tensor")
+    same(mesh, gradient(pools, 1), (numbers(8, 8, 8),), (spec,), (P(), (spec,)))
+
+
+def test_slices_beyond_the_end_are_clamped(mesh):
+    """Fault D: the sliced dim is cut in the result."""
+
+    def fn(x, start):
+        return lax.dynamic_slice(x, (start[0], start[1]), (4, 8))
+
+    start = np.array([13, -3], np.int32)
+    same(mesh, fn, (numbers(16, 16), start), (P("data", "fsdp"), P()), P("tensor", "data"))
+
+
+def test_a_sum_that_starts_at_zero_is_complete_where_it_is_read(mesh):
+    """The carry is zero on the first trip alone: what a trip computes from it is not a term."""
+
+    def fn(x, w):
+        def body(total, row):
+            total = total + row @ w
+            return jnp.tanh(total), total
+
+        return lax.scan(body, jnp.zeros((8, 8)), x)
+
+    specs = P(None, None, "tensor"), P("tensor")
+    same(mesh, gradient(lambda *a: fn(*a)[1], 2), (numbers(3, 8, 8), numbers(8, 8)), specs)
+    same(mesh, fn, (numbers(3, 8, 8), numbers(8, 8)), specs)
+
+
+def test_a_recurrent_kernel_sends_its_gradient_once(mesh):
+    def fn(w, x):
+        return lax.scan(lambda h, row: (jnp.tanh(row + h @ w), None), x[0] * 0, x)[0]
+
+    specs = P("fsdp", "tensor"), P(None, BATCH)
+    grad = jax.grad(lambda *a: jnp.sum(fn(*a) ** 2))
+    text = same(mesh, grad, (numbers(16, 16), numbers(4, 16, 16)), specs, specs[0], params=(0,))
+    body = [line for line in text.splitlines() if "reduce-scatter(" in line]
+    assert not any("while/body" in line for line in body)
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+def test_recomputed_layers(mesh, policy):
+    def fn(stack, x):
+        layer = jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w[0]) @ w[1], None), policy=policy)
+        return lax.scan(layer, x, stack)[0]
+
+    kernels = jnp.stack([numbers(3, 16, 16), numbers(3, 16, 16)], 1)
+    specs = P(None, None, "fsdp", "tensor"), P(BATCH)
+    same(mesh, gradient(fn, 2), (kernels, numbers(8, 16)), specs, (P(), specs), params=(0,))
+
+
+def test_dropout_is_bit_for_bit_that_of_one_device(mesh):
+    def fn(x, w):
+        y = x @ w
+        keep = jax.random.bernoulli(jax.random.key(3), 0.5, y.shape)
+        return jnp.where(keep, y, 0), keep
+
+    args, specs = (numbers(16, 8), numbers(8, 8)), (P(BATCH), P(None, "tensor"))
+    with sl.use(mesh, sl.rules.STANDARD):
+        kept, keep = jax.jit(partitioned(fn, specs))(*args)
+    np.testing.assert_array_equal(keep, fn(*args)[1])
+    assert kept.sharding.spec == P(BATCH, "tensor")
+
+
+def test_branches_and_loops(mesh):
+    def fn(x, w):
+        y = lax.cond(jnp.sum(x) > 0, lambda: jnp.tanh(x @ w), lambda: x @ w * 2)
+        _, z = lax.while_loop(
+            lambda s: (s[0] < 9) & (jnp.sum(s[1]) < 50), lambda s: (s[0] + 1, s[1] @ w), (0, y)
+        )
+        return z, lax.switch(2, [jnp.sin, jnp.cos, lambda v: v * 2], y)
+
+    args = numbers(16, 16), numbers(16, 16)
+    same(mesh, fn, args, (P(BATCH, "tensor"), P("tensor", "fsdp")), tolerance=2e-4)
+
+
+def test_custom_derivatives_are_kept(mesh):
+    @jax.custom_vjp
+    def doubled(x):
+        return jnp.sin(x)
+
+    doubled.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (2 * ct * jnp.cos(x),))
+
+    def fn(x, w):
+        y = doubled(x @ w)
+        return jax.nn.relu(y) + jax.nn.logsumexp(y, -1, keepdims=True)
+
+    specs = P(BATCH, None), P("fsdp", "tensor")
+    same(mesh, gradient(fn, 2), (numbers(8, 16), numbers(16, 16)), specs, params=(1,))
+
+
+def test_what_has_no_rule_is_computed_whole(mesh):
+    def fn(x, w):
+        eigen = jnp.linalg.eigvalsh(x @ x.T + w @ w.T)
+        return eigen, lax.reduce(x, jnp.float32(0), lambda a, b: jnp.maximum(a, b), (0,))
+
+    same(mesh, fn, (numbers(8, 8), numbers(8, 8)), (P(BATCH), P("tensor")), tolerance=2e-4)
+
+
+def test_constraints_of_the_user_stand(mesh):
+    sharding = NamedSharding(mesh, P("tensor", None))
+
+    def fn(x, w):
+        return lax.with_sharding_constraint(jnp.tanh(x @ w), sharding)
+
+    args = numbers(16, 16), numbers(16, 16)
+    specs = P(BATCH), P(None, "tensor")
+    same(mesh, gradient(fn, 2), args, specs)
+    with sl.use(mesh, sl.rules.STANDARD):
+        assert jax.jit(partitioned(fn, specs))(*args).sharding.spec == P("tensor")
+
+
+def test_source_lines_survive(mesh):
+    def fn(x, w):
+        return jnp.tanh(x @ w)  # this line
+
+    text = same(mesh, fn, (numbers(8, 8), numbers(8, 8)), (P(BATCH), P("tensor")))
+    assert __file__.rsplit("/", 1)[-1] in text
+
+
+def test_refusals(mesh):
+    def region(x):
+        return jax.shard_map(lambda v: v * 2, mesh=mesh, in_specs=P(), out_specs=P())(x)
+
+    def prints(x):
+        jax.debug.print("{}", x)
+        return x
+
+    with sl.use(mesh, sl.rules.STANDARD):
+        for fn, name in ((region, "shard_map"), (prints, "debug_")):
+            with pytest.raises(PartitionError, match=rf"{name}.*test_partitioned.py") as error:
+                jax.jit(partitioned(fn, (P(),)))(numbers(8))
+            assert "leave the function to XLA" in str(error.value)
+        with pytest.raises(ModelError, match="was differentiated.\n.*derivative inside"):
+            jax.grad(lambda x: partitioned(lambda v: jnp.sum(v**2), (P(),))(x))(numbers(8))
