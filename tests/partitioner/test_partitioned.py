@@ -221,5 +221,5 @@ def test_refusals(mesh):
             with pytest.raises(PartitionError, match=rf"{name}.*test_partitioned.py") as error:
                 jax.jit(partitioned(fn, (P(),)))(numbers(8))
             assert "leave the function to XLA" in str(error.value)
-        with pytest.raises(ModelError, match="was differentiated.\n.*derivative inside"):
+        with pytest.raises(ModelError, match="was differentiated"):
             jax.grad(lambda x: partitioned(lambda v: jnp.sum(v**2), (P(),))(x))(numbers(8))
