@@ -100,16 +100,11 @@ def supervise(seeds: list[int], modes: list[str]) -> Iterator[dict[str, Any]]:
         if process.wait() == 0:
             left = left[len(batch) :]
             continue
+        crashed, *later = [mode for mode in modes if mode not in done]
+        text = f"exit status {process.returncode}: {last_line(complaint)}"
+        yield {"seed": seed, "constrain": crashed, "status": "crashed", "refused": text}
+        yield from supervise([seed] if later else [], later)
         left = left[left.index(seed) + 1 :]
-        for mode in modes:
-            if mode not in done:
-                yield {
-                    "seed": seed,
-                    "constrain": mode,
-                    "status": "crashed",
-                    "refused": f"exit status {process.returncode}: {last_line(complaint)}",
-                }
-                break
 
 
 def last_line(text: str) -> str:

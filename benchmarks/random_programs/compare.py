@@ -96,8 +96,8 @@ def run(program: Program, mesh: str, constrain: str = "user") -> tuple[float, Gr
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     with sl.use(sl.make_mesh(mesh, devices=devices), program.placement.rules):
         state = initial_state(program)
-        # Left out where the option is not there yet.
-        options = {"constrain": constrain} if constrain_is_known() else {}
+        # The option is left out where it is not there yet.
+        options: Any = {"constrain": constrain} if constrain_is_known() else {}
         batch_axes = program.placement.batch_axes
         step = sl.make_train_step(program.loss, batch_axes=batch_axes, **options)
         state, metrics = step(state, dict(program.batch))

@@ -119,20 +119,22 @@ def _value(path: str, shape: tuple[int, ...], random: Random) -> np.ndarray:
 
 def _named(model: linen.Module, names: Mapping[str, tuple[str | None, ...]]) -> linen.Module:
     """Returns the model with logical axes as metadata of its parameters."""
+    kind = type(model)
 
-    def boxed(variables: Any) -> Any:
-        if not variables:
-            return variables
+    class Named(kind):
+        pass
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        variables = kind.init(self, *args, **kwargs)
         leaves = named_leaves(variables["params"]).items()
         boxes = [linen.Partitioned(x, names[path]) for path, x in leaves]
         treedef = jax.tree.structure(variables["params"])
         return {**variables, "params": jax.tree.unflatten(treedef, boxes)}
 
-    kind = linen.map_variables(
-        type(model), "params", linen.meta.unbox, boxed, init=True, mutable=True
-    )
-    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
-    return kind(**{name: x for name, x in fields.items() if name not in ("parent", "name")})
+    # Flax would wrap a method of the class body as one that runs inside of the module.
+    Named.init = init
+    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(kind) if f.init}
+    return Named(**{name: x for name, x in fields.items() if name not in ("parent", "name")})
 
 
 def _named_nnx(make: Callable[[nnx.Rngs], Any], names: Mapping[str, tuple[str | None, ...]]) -> Any:
