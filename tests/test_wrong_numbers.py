@@ -1,6 +1,7 @@
 """Random programs have the loss and the gradients of one device, whatever the mesh and placement.
 
-Most of these are wrong where XLA decides where values lie; `benchmarks/wrong_numbers.py` shows it.
+The programs of `WRONG_BY_XLA` are wrong where XLA decides where values lie; run
+`benchmarks/wrong_numbers.py --constrain user --only ...` to see it.
 """
 
 import sys
@@ -14,11 +15,15 @@ from random_programs.compare import compare, constrain_is_known, run
 from random_programs.model import KINDS
 from random_programs.program import draw_program, kind_of
 
-SEEDS = (0, 3)
+WRONG_BY_XLA = (
+    *(6, 9, 20, 21, 25, 30, 33, 45, 51, 54, 57, 60, 62, 64, 66, 69, 72, 73, 78, 89, 91, 95, 96),
+    *(103, 117, 118, 123, 129, 131, 143, 144, 147),
+)
+RIGHT = (38, 48, 56, 63, 70, 75, 109, 158)
 
 
 @pytest.mark.skipif(not constrain_is_known(), reason="needs make_train_step(constrain=)")
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", (*WRONG_BY_XLA, *RIGHT))
 def test_numbers_are_right(seed):
     program = draw_program(seed)
     result = compare(program, "auto", run(program, "data=1"))

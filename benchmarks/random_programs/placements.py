@@ -21,6 +21,8 @@ MESHES = (
     "data=2,context=4",
     "data=2,fsdp=4",
 )
+WITH_CONTEXT = tuple(mesh for mesh in MESHES if "context" in mesh)
+"""Meshes over which sequences are cut along their length, and images along their height."""
 STYLES = ("fsdp_tensor", "joined", "random", "auto", "replicated")
 
 Dims = tuple[tuple[str, ...], ...]

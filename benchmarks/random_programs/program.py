@@ -13,7 +13,13 @@ from flax import linen, nnx
 import shardlib as sl
 from random_programs.draws import Random
 from random_programs.model import KINDS, draw_model
-from random_programs.placements import MESHES, STYLES, Placement, draw_placement
+from random_programs.placements import (
+    MESHES,
+    STYLES,
+    WITH_CONTEXT,
+    Placement,
+    draw_placement,
+)
 from shardlib.mesh import MeshConfig
 from shardlib.paths import named_leaves
 from shardlib.rules import DATA
@@ -57,7 +63,9 @@ def draw_program(seed: int) -> Program:
     shapes, outputs = _shapes(model, inputs)
     mesh, style = MESHES[0], "fsdp_tensor"
     if seed % 3:
-        mesh, style = random.pick(*MESHES), random.pick(*STYLES, "fsdp_tensor", "random")
+        within = WITH_CONTEXT * 2 if kind in ("images", "tokens", "scans") else ()
+        mesh = random.pick(*MESHES, *within)
+        style = random.pick(*STYLES, "fsdp_tensor", "random")
     own_names = style != "auto" and random.chance(0.25)
     placement = draw_placement(style, own_names, _sizes(mesh), shapes, inputs, random)
     if own_names:
