@@ -24,7 +24,7 @@ class Stack(nnx.Module):
 
     def __init__(self, width: int, depth: int, remat: bool, rngs: nnx.Rngs):
         make = nnx.vmap(lambda rngs: Layer(width, rngs), in_axes=0, out_axes=0)
-        self.layers, self.remat = make(rngs.fork(split=depth)), remat
+        self.layers, self.remat = make(rngs.split(depth)), remat
 
     def __call__(self, x: jax.Array) -> jax.Array:
         def apply(x: jax.Array, layer: Layer) -> jax.Array:
