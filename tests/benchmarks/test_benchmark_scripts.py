@@ -100,6 +100,17 @@ def test_checkpoints():
     assert found["restore_peak_over_state"] > 1, "less than the state itself cannot be"
 
 
+def test_wrong_numbers(tmp_path):
+    # The second one has a matmul whose rows XLA permutes.
+    out = tmp_path / "programs.jsonl"
+    found = figures("wrong_numbers.py", "--only=4,15", "--constrain=user", f"--out={out}")["user"]
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["seed"] for record in records] == [4, 15]
+    assert found["programs"] == found["right"] + found["wrong"] == 2
+    assert found["wrong_seeds"] == [r["seed"] for r in records if r["status"] == "wrong"]
+    assert all(record["gradient_error"] < 1e-5 for record in records if record["status"] == "right")
+
+
 @pytest.mark.soak
 def test_recovery():
     found = figures("recovery.py", "--repeats=1")

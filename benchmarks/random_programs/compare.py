@@ -1,0 +1,128 @@
+"""The gradients of a program on its mesh against those on one device."""
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import shardlib as sl
+from random_programs.faults import likely_faults
+from random_programs.program import Program
+from shardlib.paths import named_leaves
+
+LIMIT = 1e-3
+"""A relative error of gradients above this is a wrong number: rounding gives less than 1e-4."""
+LOSS_LIMIT = 1e-4
+FLOOR = 1e-2
+"""The error of a leaf is relative to its norm, or to this share of the norm of all leaves: some
+gradients are zero in theory."""
+
+Gradients = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How far a program on its mesh is from one device, or with which text it was refused.
+
+    The errors are relative: `gradient_error` of the norm over all leaves, `leaf_error` of the worst
+    leaf.
+    """
+
+    loss_error: float = 0.0
+    gradient_error: float = 0.0
+    leaf_error: float = 0.0
+    worst_leaf: str = ""
+    faults: str = ""
+    refused: str = ""
+    seconds: float = 0.0
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the numbers are wrong by more than rounding."""
+        gradients = max(self.gradient_error, self.leaf_error)
+        return not (self.refused or (gradients <= LIMIT and self.loss_error <= LOSS_LIMIT))
+
+
+def constrain_is_known() -> bool:
+    """Whether `make_train_step` can be told who constrains activations."""
+    return "constrain" in inspect.signature(sl.make_train_step).parameters
+
+
+def compare(program: Program, constrain: str, expected: tuple[float, Gradients]) -> Outcome:
+    """Runs a program on its mesh and compares it with what one device gave."""
+    start = time.perf_counter()
+    try:
+        loss, gradients = run(program, program.mesh, constrain)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        return Outcome(refused=text[:2000], seconds=time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return dataclasses.replace(outcome(program, expected, (loss, gradients)), seconds=seconds)
+
+
+def outcome(
+    program: Program, expected: tuple[float, Gradients], found: tuple[float, Gradients]
+) -> Outcome:
+    """Returns the errors of one result against another."""
+    norms = {path: float(np.linalg.norm(x)) for path, x in expected[1].items()}
+    apart = {path: float(np.linalg.norm(found[1][path] - x)) for path, x in expected[1].items()}
+    total = float(np.linalg.norm(list(norms.values())))
+    leaves = {path: apart[path] / max(norms[path], FLOOR * total) for path in apart}
+    # A leaf that is not a number comes first.
+    worst = max(leaves, key=lambda path: np.inf if np.isnan(leaves[path]) else leaves[path])
+    result = Outcome(
+        loss_error=abs(found[0] / expected[0] - 1),
+        gradient_error=float(np.linalg.norm(list(apart.values()))) / total,
+        leaf_error=leaves[worst],
+        worst_leaf=worst,
+    )
+    if not result.is_wrong:
+        return result
+    faults = likely_faults(program, expected[1], found[1], forward=result.loss_error > LOSS_LIMIT)
+    return dataclasses.replace(result, faults=faults)
+
+
+def run(program: Program, mesh: str, constrain: str = "user") -> tuple[float, Gradients]:
+    """Returns the loss and the gradients of a program's first step, by path, float64.
+
+    The momentum after the first step is the gradient itself.
+    """
+    sizes = sl.MeshConfig.parse(mesh).sizes
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    with sl.use(sl.make_mesh(mesh, devices=devices), program.placement.rules):
+        state = initial_state(program)
+        # The option is left out where it is not there yet.
+        options: Any = {"constrain": constrain} if constrain_is_known() else {}
+        batch_axes = program.placement.batch_axes
+        step = sl.make_train_step(program.loss, batch_axes=batch_axes, **options)
+        state, metrics = step(state, dict(program.batch))
+    gradients = jax.device_get(state.opt_state[0].trace)
+    gradients = {path: x.astype(np.float64) for path, x in named_leaves(gradients).items()}
+    return float(metrics["loss"]), gradients
+
+
+def initial_state(program: Program) -> Any:
+    """Returns the state with the program's own parameters on the active mesh.
+
+    They are made by numpy: compiling an initialisation would take as long as compiling the step.
+    """
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    abstract = sl.abstract_state(program.module, optimizer, inputs=program.inputs)
+
+    def value(path: str, leaf: jax.ShapeDtypeStruct) -> Any:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.key(0)
+        inside, _, name = path.partition("/")
+        is_param = inside == "params"
+        return program.params[name] if is_param else np.zeros(leaf.shape, leaf.dtype)
+
+    leaves = [
+        jax.device_put(value(path, leaf), leaf.sharding)
+        for path, leaf in named_leaves(abstract).items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
