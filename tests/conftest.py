@@ -60,9 +60,9 @@ def pytest_collection_modifyitems(config, items):
     """Runs `gpu` tests only where a GPU is at hand, and `soak` tests only when asked for."""
     asked = config.getoption("-m")
     for item in items:
-        if "gpu" in item.keywords and not ON_GPU:
+        if item.get_closest_marker("gpu") and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason="needs JAX_PLATFORMS=cuda and an NVIDIA GPU"))
-        if "soak" in item.keywords and "soak" not in asked:
+        if item.get_closest_marker("soak") and "soak" not in asked:
             item.add_marker(pytest.mark.skip(reason="runs with -m soak"))
 
 
