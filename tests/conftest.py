@@ -29,6 +29,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import pytest
+from ids import faulty_ids
 from jax.experimental import topologies
 
 ON_GPU = "cuda" in os.environ["JAX_PLATFORMS"]
@@ -57,7 +58,14 @@ def pytest_runtest_teardown():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Runs `gpu` tests only where a GPU is at hand, and `soak` tests only when asked for."""
+    """Runs `gpu` tests only where a GPU is at hand, and `soak` tests only when asked for; refuses
+    ids that two processes may not agree on."""
+    if faults := faulty_ids(item.nodeid for item in items):
+        lines = "\n  ".join(faults)
+        raise pytest.UsageError(
+            f"{len(faults)} test ids are not short printable text that is always the same:\n  "
+            f"{lines}\n  Name these cases: pytest.param(..., id='cut short'), or ids=[...]."
+        )
     asked = config.getoption("-m")
     for item in items:
         if item.get_closest_marker("gpu") and not ON_GPU:
