@@ -56,7 +56,7 @@ def restore_newest(
         raise CheckpointError(
             "none of the checkpoints validates:\n"
             + "".join(f"  {store.directory}, step {step}\n" for store, step in damaged)
-            + "  They are left as they are. Remove them to start anew, or train in another run_dir."
+            + "  They are left as they are. Restore them from a copy, or train in another run_dir."
         )
     return None
 

@@ -271,7 +271,7 @@ def test_parts_of_a_checkpoint_are_one_that_is_damaged(entry, tmp_path):
         assert str(caught.value) == (
             "none of the checkpoints validates:\n"
             f"  {tmp_path}, step 7\n"
-            "  They are left as they are. Remove them to start anew, or train in another run_dir."
+            "  They are left as they are. Restore them from a copy, or train in another run_dir."
         )
 
 

@@ -184,8 +184,9 @@ def test_data_that_has_changed_is_refused(finished, lab, tmp_path):
 
 def test_a_directory_without_a_checkpoint_starts_anew(finished, lab, tmp_path, rows, capsys):
     run_dir = finished.copy(tmp_path / "run", at=10)
-    for name in os.listdir(run_dir / "checkpoints"):
-        os.rename(run_dir / "checkpoints" / name, tmp_path / name)
+    # Without its events nothing says that it had some.
+    for name in ("checkpoints", "events.jsonl"):
+        os.rename(run_dir / name, tmp_path / name)
     run.train(lab.config(run_dir, *QUIET, "checkpoint.enabled=false"))
     assert f"{run_dir} has no checkpoint yet: training from the start" in capsys.readouterr().out
     found = [(line["step"], line["loss"]) for line in rows(run_dir)]
