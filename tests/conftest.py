@@ -29,6 +29,7 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import pytest
+from ids import faulty_ids
 from jax.experimental import topologies
 
 ON_GPU = "cuda" in os.environ["JAX_PLATFORMS"]
@@ -57,12 +58,19 @@ def pytest_runtest_teardown():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Runs `gpu` tests only where a GPU is at hand, and `soak` tests only when asked for."""
+    """Runs `gpu` tests only where a GPU is at hand, and `soak` tests only when asked for; refuses
+    ids that two processes may not agree on."""
+    if faults := faulty_ids(item.nodeid for item in items):
+        lines = "\n  ".join(faults)
+        raise pytest.UsageError(
+            f"{len(faults)} test ids are not short printable text that is always the same:\n  "
+            f"{lines}\n  Name these cases: pytest.param(..., id='cut short'), or ids=[...]."
+        )
     asked = config.getoption("-m")
     for item in items:
-        if "gpu" in item.keywords and not ON_GPU:
+        if item.get_closest_marker("gpu") and not ON_GPU:
             item.add_marker(pytest.mark.skip(reason="needs JAX_PLATFORMS=cuda and an NVIDIA GPU"))
-        if "soak" in item.keywords and "soak" not in asked:
+        if item.get_closest_marker("soak") and "soak" not in asked:
             item.add_marker(pytest.mark.skip(reason="runs with -m soak"))
 
 

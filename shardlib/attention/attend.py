@@ -20,6 +20,9 @@ from shardlib.constrain import active
 from shardlib.errors import ModelError
 from shardlib.manual import axis_size
 
+_KERNELS = ("cudnn", "splash")
+"""What the compiler cannot partition: cuDNN at least not where an axis is manual already."""
+
 
 def attend(
     query: jax.Array,
@@ -153,11 +156,11 @@ def _by_plan(
         lengths=(query.shape[1], key.shape[1]),
     )
     local = functools.partial(_on_device, resolved.backend, mask)
-    kernel = resolved.backend == "splash"
+    kernel = resolved.backend in _KERNELS
     if plan.method == "ulysses":
         share = functools.partial(ulysses_attention, local, order=plan.order)
         return in_region(share, *arrays, over_context=True, whole_mesh=kernel)
-    if resolved.backend in ("blockwise", "splash"):
+    if kernel or resolved.backend == "blockwise":
         return in_region(local, *arrays, over_context=False, whole_mesh=kernel)
     return local(*arrays)
 

@@ -13,7 +13,7 @@ from shardlib.attention.order import AXIS
 from shardlib.attention.ulysses import kv_heads_of
 from shardlib.constrain import active, manual_axes
 from shardlib.manual import manual
-from shardlib.mesh import entry_axes
+from shardlib.mesh import entry_axes, mesh_sizes
 
 Local = Callable[[jax.Array, jax.Array, jax.Array, Segments], jax.Array]
 
@@ -39,7 +39,8 @@ def in_region(
         value: As `key`.
         segments: [batch, length] and [batch, kv_length] int32, or None.
         over_context: Whether length is split over `context`; otherwise it is whole.
-        whole_mesh: Whether to handle every axis by hand, those too that split nothing.
+        whole_mesh: Whether to handle every axis by hand, those too that split nothing or have one
+            device: a kernel that cannot be partitioned wants none of them left to the compiler.
     """
     scope = active()
     if scope is None:
@@ -50,9 +51,11 @@ def in_region(
     kv_heads = scope.sharding(names, key.shape, "activations").spec[2]
     length = AXIS if over_context else None
     axes = entry_axes(batch) + entry_axes(length) + entry_axes(heads)
-    if whole_mesh:
+    if whole_mesh and math.prod(mesh_sizes(scope.mesh).values()) > 1:
         axes = tuple(name for name in scope.sizes if name not in manual_axes())
-    if all(scope.sizes[name] == 1 for name in axes):
+    elif all(scope.sizes[name] == 1 for name in axes):
+        axes = ()
+    if not axes:
         return local(query, key, value, segments)
 
     devices = math.prod(scope.sizes[name] for name in entry_axes(heads))

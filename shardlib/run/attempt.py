@@ -78,6 +78,7 @@ class Attempt:
         self._policy = GuardPolicy(self._guards(), self._samples_of)
         self._latest: dict[str, float] = {}
         self._reported_step: int | None = None
+        self._recorded_step: int | None = None
         self._asked = 0
         self._stopping = False
         self._is_save_put_off = False
@@ -319,11 +320,16 @@ class Attempt:
         self.checkpoints.check_failures()
 
     def _report_progress(self) -> None:
-        """Tells the launcher of the newest step that is complete, not of one on its way."""
-        saved = self.checkpoints.last_saved
+        """Tells the launcher of the newest step that is complete, not of one on its way, and writes
+        down which one is in the run's directory: a start that finds none there knows what it lacks.
+        """
+        saved, kept = self.checkpoints.last_saved, self.checkpoints.last_kept
         if saved is not None and saved != self._reported_step:
             self._reported_step = saved
             report_progress(saved)
+        if kept is not None and kept != self._recorded_step:
+            self._recorded_step = kept
+            self.log.event("saved", step=kept)
 
     def _gone_back(self, rewind: Rewind) -> Any:
         """Returns the state of the last healthy checkpoint, and moves the data on: the same data
@@ -337,7 +343,7 @@ class Attempt:
             )
             state = self._begun_at(found)
             self.checkpoints.drop_after(int(state.step) if found else -1)
-        self._reported_step = None
+        self._reported_step = self._recorded_step = None
         report_rewind(int(state.step))
         self._policy.rewinds = rewinds
         self._policy.rewound()

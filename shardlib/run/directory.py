@@ -27,14 +27,15 @@ class RunDirectory:
         checkpoints/     one directory a step
         stacks-process<i>.txt  what process i was doing when the watchdog last found it hung
 
-    An event has the keys `time` (ISO 8601, UTC), `kind` (such as `start`, `rewind`, `end`) and
-    `step`, the last that was over; and, where there are any, `text`, as it was shown on the
+    An event has the keys `time` (ISO 8601, UTC), `kind` (such as `start`, `saved`, `rewind`, `end`)
+    and `step`, the last that was over; and, where there are any, `text`, as it was shown on the
     terminal, `facts`, an object, and `spent`, the account of the run's time so far, as in the rows
-    of metrics.jsonl. Non-finite numbers are written as they are there. Each attempt has a `start`,
-    and an `end` unless its process was killed (`hung` where the watchdog ended the first process),
-    with the facts `how`, in words; `error` and `message`, if there was one; and `finished`, true
-    once the run has taken all of its steps. Events of attempts
-    whose steps are lost stay. `shardlib.run.events.read_events` reads them.
+    of metrics.jsonl. Non-finite numbers are written as they are there. A `saved` names the step of
+    a checkpoint that is complete in `checkpoints/`. Each attempt has a `start`, and an `end` unless
+    its process was killed (`hung` where the watchdog ended the first process), with the facts
+    `how`, in words; `error` and `message`, if there was one; and `finished`, true once the run has
+    taken all of its steps. Events of attempts whose steps are lost stay.
+    `shardlib.run.events.read_events` reads them.
 
     Args:
         path: The directory, which need not exist yet.

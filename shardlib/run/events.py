@@ -126,6 +126,26 @@ def last_account(run_dir: str | os.PathLike[str]) -> Mapping[str, Any] | None:
     return None
 
 
+def saved_step(run_dir: str | os.PathLike[str]) -> int | None:
+    """Returns the newest step that the events of a run record as saved in its directory; None if
+    none is, or the run has gone back to its start since.
+
+    What cannot be read is passed over, so that a broken line keeps no run from going on.
+    """
+    saved = None
+    for line in _lines(Path(run_dir) / EVENTS_FILE):
+        try:
+            event = decode(line)
+            kind, step = event["kind"], int(event["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if kind == "saved":
+            saved = step
+        elif kind == "rewind" and saved is not None:
+            saved = min(saved, step) or None
+    return saved
+
+
 def _opened(path: Path, warn: Callable[[str], None]) -> AppendFile:
     """Opens the file without a last line that was cut off."""
     return AppendFile(path, size=sum(len(line) + 1 for line in _lines(path)), warn=warn)

@@ -7,13 +7,17 @@ from typing import Any
 from shardlib import __version__
 from shardlib.checkpoint import Manifest, SavedTiers
 from shardlib.checkpoint.damage import listed
+from shardlib.checkpoint.directory import StepDirectory
 from shardlib.config import from_dict, to_dict
 from shardlib.data import MapSource, StreamPosition
 from shardlib.errors import CheckpointError, DataError
 from shardlib.mesh import describe
 from shardlib.run.config import RunConfig, check_resumable
+from shardlib.run.directory import RunDirectory
+from shardlib.run.events import EVENTS_FILE, saved_step
 from shardlib.run.setup import Setup
 from shardlib.train.guards import GuardPolicy
+from shardlib.train.metrics import METRICS_FILE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +83,27 @@ def no_checkpoint(run_dir: str, saved: SavedTiers) -> CheckpointError:
     return CheckpointError(
         f"none of the checkpoints of {run_dir} is readable (steps {listed(steps)}).\n"
         f"  `shardlib checkpoint verify {run_dir}` says what is wrong with each."
+    )
+
+
+def check_not_lost(directory: RunDirectory) -> None:
+    """Refuses to start a run anew over what one has written whose checkpoints are out of sight, for
+    example on a disk that is not mounted.
+
+    Raises:
+        CheckpointError: If the run has saved checkpoints in its directory, and none is there.
+    """
+    step, place = saved_step(directory.path), directory.checkpoints
+    listing = StepDirectory(place, lambda _: None)
+    # Damaged ones and links are there: who restores them says what is wrong.
+    if step is None or listing.candidates() or listing.links():
+        return
+    what = "holds no checkpoint" if place.is_dir() else "is not there"
+    raise CheckpointError(
+        f"{place} {what}, but {directory}/{EVENTS_FILE} records that step {step} was saved: to go "
+        "on without it would start at step 1 and overwrite the metrics.\n"
+        f"  Mount the disk that holds the checkpoints, or set run_dir to another directory; to "
+        f"start over in this one, move its {EVENTS_FILE} and {METRICS_FILE} away."
     )
 
 

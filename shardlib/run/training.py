@@ -24,6 +24,7 @@ from shardlib.run.lock import hold
 from shardlib.run.log import RunLog
 from shardlib.run.programs import traced
 from shardlib.run.setup import Setup, make_scope, open_source, setup
+from shardlib.run.standing import check_not_lost
 from shardlib.watchdog import Watchdog
 
 
@@ -53,7 +54,8 @@ def train(
         DataError: If the data is missing, empty or malformed.
         MeshError: If mesh, devices and batch do not fit each other.
         RuleError: If tensors cannot be placed.
-        CheckpointError: If the checkpoint is of another model, or none can be read.
+        CheckpointError: If the checkpoint is of another model, none can be read, or the run has
+            saved some and none is there.
         SaveFailedError: If saving has failed too often.
         DivergedError: If training does not recover by what `train.guards` may do.
         MissingExtraError: If something asked for is not installed.
@@ -97,6 +99,8 @@ def _train(
             _checkpoints(parts, directory, log) as checkpoints,
         ):
             newest = checkpoints.latest() or 0
+            if not newest:
+                check_not_lost(directory)
             if parts.config.checkpoint.enabled and newest < config.train.steps:
                 checkpoints.check_writable()
             attempt = Attempt(

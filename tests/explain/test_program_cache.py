@@ -38,26 +38,46 @@ def test_it_is_made_once(folder):
     assert json.loads(gzip.decompress(file.read_bytes()))["memory"] == {"peak": 3}
 
 
+BROKEN = {
+    "empty": lambda entry: b"",
+    "not gzip": lambda entry: b"not gzip",
+    "not JSON": lambda entry: gzip.compress(b"not JSON"),
+    "a list": lambda entry: gzip.compress(b"[1, 2]"),
+    "keys missing": lambda entry: gzip.compress(b'{"text": "HloModule"}'),
+    "cut short": lambda entry: entry[:-9],
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)
+def test_what_cannot_be_read_is_made_anew(folder, damage):
+    cached(KEY, lambda: PROGRAM)
+    (file,) = folder.iterdir()
+    file.write_bytes(damage(file.read_bytes()))
+    other = dataclasses.replace(PROGRAM, text="made anew")
+    assert cached(KEY, lambda: other) == other
+    assert cached(KEY, never) == other
+
+
 @pytest.mark.parametrize(
-    "content",
+    ("name", "value"),
     [
-        b"",
-        b"not gzip",
-        gzip.compress(b"not JSON"),
-        gzip.compress(b"[1, 2]"),
-        gzip.compress(b'{"text": "HloModule"}'),
-        gzip.compress(b'{"key": "K", "text": 1, "memory": {}, "warnings": ""}'),
-        gzip.compress(b'{"key": "K", "text": "t", "memory": {"peak": "x"}, "warnings": ""}'),
-        gzip.compress(b'{"key": "another", "text": "t", "memory": {}, "warnings": ""}'),
-        gzip.compress(b'{"key": "K", "text": "t", "memory": {}, "warnings": ""}')[:-9],
+        ("key", "another"),
+        ("text", 1),
+        ("memory", {"peak": "x"}),
+        ("warnings", None),
+        ("compiled_for", 3),
     ],
 )
-def test_what_cannot_be_read_is_made_anew(folder, content):
-    folder.mkdir()
-    file = folder / f"{KEY}.json.gz"
-    file.write_bytes(content.replace(b'"K"', json.dumps(KEY).encode()))
-    assert cached(KEY, lambda: PROGRAM) == PROGRAM
+def test_an_entry_of_another_kind_is_made_anew(folder, name, value):
+    cached(KEY, lambda: PROGRAM)
+    (file,) = folder.iterdir()
+    entry = json.loads(gzip.decompress(file.read_bytes()))
+    file.write_bytes(gzip.compress(json.dumps(entry).encode()))
     assert cached(KEY, never) == PROGRAM
+    file.write_bytes(gzip.compress(json.dumps(entry | {name: value}).encode()))
+    other = dataclasses.replace(PROGRAM, text="made anew")
+    assert cached(KEY, lambda: other) == other
+    assert cached(KEY, never) == other
 
 
 def test_a_directory_that_cannot_be_written_keeps_nothing(tmp_path, monkeypatch):

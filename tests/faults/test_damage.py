@@ -171,7 +171,7 @@ def test_without_one_that_validates_nothing_is_touched(saved, tmp_path):
             "none of the checkpoints validates:\n"
             f"  {tmp_path}, step 2\n"
             f"  {tmp_path}, step 1\n"
-            "  They are left as they are. Remove them to start anew, or train in another run_dir."
+            "  They are left as they are. Restore them from a copy, or train in another run_dir."
         )
     assert told[0] == (
         "step 2 does not validate, trying the one before it: "

@@ -223,7 +223,7 @@ def test_what_a_run_would_go_back_to_is_never_removed_for_damage(poisoned, tmp_p
     assert done.stderr == (
         "CheckpointError: none of the checkpoints validates:\n"
         f"  {run_dir}/checkpoints, step 10\n"
-        "  They are left as they are. Remove them to start anew, or train in another run_dir.\n"
+        "  They are left as they are. Restore them from a copy, or train in another run_dir.\n"
     )
     assert (run_dir / "checkpoints" / "00000010" / "state").is_dir()
 

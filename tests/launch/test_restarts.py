@@ -275,7 +275,8 @@ def test_progress_and_failure_are_kept_together(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "text",
     ["", '{"saved_step": 3', "[]", '{"saved_step": "3", "failure": null}', '{"saved_step": 3}',
-     '{"saved_step": 3, "failure": ["nan"], "rewound_to": null}', "\udcff"],
+     '{"saved_step": 3, "failure": ["nan"], "rewound_to": null}',
+     pytest.param("\udcff", id="not UTF-8")],
 )  # fmt: skip
 def test_a_broken_file_says_nothing(tmp_path, monkeypatch, text):
     file = tmp_path / "told"

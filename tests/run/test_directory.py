@@ -21,9 +21,18 @@ def test_a_run_has_one_identity_from_its_first_config_on(lab, tmp_path):
     assert names == {"run_id", "config.yaml"}
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"0" * 31, b"0" * 33, b"G" * 32, b"A" * 32, b"\xff" * 32, b"0" * 32 + b"\n\n"]
-)
+MALFORMED = {
+    "empty": b"",
+    "31 digits": b"0" * 31,
+    "33 digits": b"0" * 33,
+    "not a digit": b"G" * 32,
+    "upper case": b"A" * 32,
+    "not text": b"\xff" * 32,
+    "two lines": b"0" * 32 + b"\n\n",
+}
+
+
+@pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_identity_is_none_and_replaced(lab, tmp_path, content):
     directory = RunDirectory(tmp_path)
     directory.identity_file.write_bytes(content)

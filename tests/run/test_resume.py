@@ -118,6 +118,26 @@ def test_a_run_goes_on_where_it_was_moved_to(finished, tmp_path, losses, monkeyp
     assert run.generate("run")
 
 
+def test_a_copy_that_does_not_say_who_it_is_does_not_train_the_original(
+    finished, tmp_path, losses, capsys
+):
+    run_dir = finished.copy(tmp_path / "run", at=10)
+    (run_dir / "run_id").unlink()
+    before = sorted(finished.run_dir.rglob("*"))
+    for config in (run_dir, run_dir / "config.yaml"):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", str(config), "train.steps=30", *QUIET])
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        assert f"ConfigError: {run_dir}/config.yaml gives run_dir {finished.run_dir}, " in said
+        assert f"\n  Add run_dir={run_dir} to train what is here, or run_dir=" in said
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(run_dir), f"run_dir={run_dir}", "train.steps=12", *QUIET])
+    assert not ended.value.code
+    assert losses(run_dir) == losses(finished.run_dir)[:12]
+    assert sorted(finished.run_dir.rglob("*")) == before
+
+
 def test_fewer_devices_go_on(finished, lab, tmp_path, losses):
     run_dir = finished.copy(tmp_path / "run", at=10)
     words = ("train", lab.config_file, f"run_dir={run_dir}", "mesh=auto", "train.cpu_devices=2")
@@ -184,8 +204,9 @@ def test_data_that_has_changed_is_refused(finished, lab, tmp_path):
 
 def test_a_directory_without_a_checkpoint_starts_anew(finished, lab, tmp_path, rows, capsys):
     run_dir = finished.copy(tmp_path / "run", at=10)
-    for name in os.listdir(run_dir / "checkpoints"):
-        os.rename(run_dir / "checkpoints" / name, tmp_path / name)
+    # Without its events nothing says that it had some.
+    for name in ("checkpoints", "events.jsonl"):
+        os.rename(run_dir / name, tmp_path / name)
     run.train(lab.config(run_dir, *QUIET, "checkpoint.enabled=false"))
     assert f"{run_dir} has no checkpoint yet: training from the start" in capsys.readouterr().out
     found = [(line["step"], line["loss"]) for line in rows(run_dir)]
