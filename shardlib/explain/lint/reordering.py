@@ -18,7 +18,7 @@ import numpy as np
 
 from shardlib.explain.hlo import Instruction
 from shardlib.explain.lint.activations import in_loss, is_parameter
-from shardlib.explain.lint.explicit import is_explicit
+from shardlib.explain.explicit import is_explicit
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import Placed, Subject, largest
 from shardlib.explain.params import bytes_text

@@ -10,7 +10,7 @@ from shardlib.explain.lint.activations import (
     shape_of_leaf,
     vocabularies,
 )
-from shardlib.explain.lint.explicit import is_explicit
+from shardlib.explain.explicit import is_explicit
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.reordering import reorders_rows
 from shardlib.explain.lint.shardings import dims

@@ -1,0 +1,225 @@
+"""Which part of a whole array each device holds: the type that the check gives to every value.
+
+A dim of a value is a list of *factors* `(size, stride, axis)`, the major one first. With index `i`
+in a factor, a device stands at `offset + i * stride` of the factor's axis, and the offset of an
+axis is a vector over the devices. So `f32[4]` as rows of 16 that four devices share is one factor
+(4, 1, 0) whose axis has the offsets 0, 4, 8, 12 and the extent 16. An axis `UNKNOWN` stands for a
+dim that nothing is known of, or that is constant; it agrees with every other.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardlib.explain.wrong_numbers.vectors import SAME, Vectors
+
+UNKNOWN = -1
+
+
+class Factor(NamedTuple):
+    """A part of a dim."""
+
+    size: int
+    stride: int = 0
+    axis: int = UNKNOWN
+
+
+class Axis(NamedTuple):
+    """A dim of a whole array: the number of the offsets of the devices, and its extent."""
+
+    offsets: int
+    extent: int
+
+
+Dim = tuple[Factor, ...]
+
+
+class Layout(NamedTuple):
+    """The dims of a value, and the axes that they lie on."""
+
+    dims: tuple[Dim, ...]
+    axes: tuple[Axis, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What one device holds."""
+        return tuple(math.prod(factor.size for factor in dim) for dim in self.dims)
+
+
+def unknown(shape: Iterable[int]) -> Layout:
+    """Returns the layout of a value that nothing is known of."""
+    return Layout(tuple((Factor(size),) for size in shape))
+
+
+def is_known(dim: Dim) -> bool:
+    """Whether it is known where each part of a dim stands."""
+    return all(factor.axis != UNKNOWN for factor in dim)
+
+
+def assembled(parts: Iterable[tuple[Layout, Dim]]) -> Layout:
+    """Returns the layout whose dims are taken from other layouts, with their axes."""
+    numbers: dict[tuple[int, int], int] = {}
+    axes: list[Axis] = []
+    dims = []
+    layouts: list[Layout] = []
+    for layout, dim in parts:
+        source = next((n for n, one in enumerate(layouts) if one is layout), len(layouts))
+        if source == len(layouts):
+            layouts.append(layout)
+        factors = []
+        for size, stride, axis in dim:
+            number = UNKNOWN
+            if axis != UNKNOWN:
+                if (source, axis) not in numbers:
+                    numbers[source, axis] = len(axes)
+                    axes.append(layout.axes[axis])
+                number = numbers[source, axis]
+            factors.append(Factor(size, stride, number))
+        dims.append(tuple(factors))
+    return Layout(tuple(dims), tuple(axes))
+
+
+def forget(layout: Layout, shape: Sequence[int], dims: Iterable[int]) -> Layout:
+    """Returns a layout of a shape that keeps every dim but some."""
+    lost = set(dims)
+    return assembled(
+        (layout, (Factor(size),) if n in lost else layout.dims[n]) for n, size in enumerate(shape)
+    )
+
+
+def reshape(layout: Layout, shape: Sequence[int]) -> Layout:
+    """Returns the layout of the same elements in row-major order as another shape."""
+    if layout.shape == tuple(shape):
+        return layout
+    waiting = [factor for dim in layout.dims for factor in dim][::-1]
+    dims: list[Dim] = []
+    for size in shape:
+        dim, left = [], size
+        while waiting and (left > 1 or (not dim and waiting[-1].size == 1)):
+            factor = waiting.pop()
+            common = math.gcd(factor.size, left)
+            if common != factor.size and common != left:
+                return unknown(shape)
+            if factor.size > left:
+                inner = factor.size // left
+                waiting.append(Factor(inner, factor.stride, factor.axis))
+                factor = Factor(left, factor.stride * inner, factor.axis)
+            dim.append(factor)
+            left //= factor.size
+        if left > 1:
+            return unknown(shape)
+        dims.append(_joined(dim) or (Factor(1),))
+    return Layout(tuple(dims), layout.axes)
+
+
+def _joined(dim: Sequence[Factor]) -> Dim:
+    """Returns a dim whose neighbouring factors of one axis are one factor where they can be."""
+    found: list[Factor] = []
+    for factor in dim:
+        last = found[-1] if found else None
+        if last and last.axis == factor.axis and last.stride == factor.stride * factor.size:
+            found[-1] = Factor(last.size * factor.size, factor.stride, factor.axis)
+        elif factor.size > 1 or factor.axis != UNKNOWN:
+            found.append(factor)
+    return tuple(found)
+
+
+def gathered(layout: Layout, dim: int, members: np.ndarray, vectors: Vectors) -> Layout:
+    """Returns the layout of the parts of several devices, put together along a dim.
+
+    Args:
+        layout: The layout of the parts.
+        dim: The dim along which they are put together.
+        members: For each device, those whose parts it receives, in order: `[devices, parts]`.
+        vectors: Those of the program.
+    """
+    parts = members.shape[1]
+    shape = [size * (parts if n == dim else 1) for n, size in enumerate(layout.shape)]
+    met = {axis: vectors[layout.axes[axis].offsets][members] for axis in axes_of(layout)}
+    differ = [axis for axis, offsets in met.items() if np.ptp(offsets, axis=1).any()]
+    steps = np.diff(met[differ[0]], axis=1) if len(differ) == 1 else np.arange(2)
+    if np.ptp(steps) or steps.flat[0] <= 0:
+        return forget(layout, shape, {dim, *dims_on(layout, differ)})
+    (axis,), axes, dims = differ, list(layout.axes), list(layout.dims)
+    axes[axis] = Axis(vectors.number(met[axis][:, 0]), axes[axis].extent)
+    dims[dim] = _joined((Factor(parts, int(steps.flat[0]), axis), *dims[dim]))
+    return Layout(tuple(dims), tuple(axes))
+
+
+def axes_of(layout: Layout) -> list[int]:
+    """Returns the numbers of the axes that the dims lie on."""
+    return sorted({factor.axis for dim in layout.dims for factor in dim} - {UNKNOWN})
+
+
+def dims_on(layout: Layout, axes: Iterable[int]) -> set[int]:
+    """Returns the dims with a factor on one of some axes."""
+    lost = set(axes)
+    return {n for n, dim in enumerate(layout.dims) if any(f.axis in lost for f in dim)}
+
+
+def moved(layout: Layout, dim: int, offsets: int, size: int, vectors: Vectors) -> Layout:
+    """Returns the layout of a part of a dim: `size` from the offsets on, which differ by device."""
+    factors = layout.dims[dim]
+    shape = [size if n == dim else whole for n, whole in enumerate(layout.shape)]
+    if len(factors) != 1 or factors[0].axis == UNKNOWN:
+        return forget(layout, shape, (dim,))
+    factor, axes, dims = factors[0], list(layout.axes), list(layout.dims)
+    axis = axes[factor.axis]
+    axes[factor.axis] = Axis(vectors.add(axis.offsets, offsets, factor.stride), axis.extent)
+    dims[dim] = (Factor(size, factor.stride, factor.axis),)
+    return Layout(tuple(dims), tuple(axes))
+
+
+def merged(one: Layout, other: Layout) -> Layout:
+    """Returns the layout of two values of one shape that are read element by element."""
+    if not other.axes or one == other:
+        return one
+    if all(is_known(dim) for dim in one.dims):
+        return one
+    return assembled(
+        (one, dim) if is_known(dim) else (other, other.dims[n]) for n, dim in enumerate(one.dims)
+    )
+
+
+class Place(NamedTuple):
+    """Where a dim stands, whatever its axes are called: sizes and strides of its factors, and the
+    number of the offsets."""
+
+    factors: tuple[tuple[int, int], ...]
+    offsets: int
+
+
+def place_of(layout: Layout, dim: int, vectors: Vectors) -> Place | None:
+    """Returns where a dim stands in the dim of the whole array, or None if that is not known."""
+    if not is_known(layout.dims[dim]):
+        return None
+    factors: list[tuple[int, int]] = []
+    offsets, extent = SAME, 1
+    for axis in dict.fromkeys(factor.axis for factor in reversed(layout.dims[dim])):
+        own = [factor for factor in layout.dims[dim] if factor.axis == axis]
+        low = min(factor.stride for factor in own)
+        if low <= 0:
+            return None
+        others = [f for d in layout.dims for f in d if f.axis == axis and f not in own]
+        high = min((f.stride for f in others if f.stride > low), default=layout.axes[axis].extent)
+        part = vectors[layout.axes[axis].offsets] % high // low
+        offsets = vectors.number(vectors[offsets] + part * extent)
+        factors = [(f.size, f.stride // low * extent) for f in own] + factors
+        extent *= max(high // low, 1)
+    joined: list[tuple[int, int]] = []
+    for size, stride in factors:
+        if joined and joined[-1][1] == size * stride:
+            joined[-1] = (joined[-1][0] * size, stride)
+        elif size > 1:
+            joined.append((size, stride))
+    return Place(tuple(joined), offsets)
+
+
+def are_reordered(one: Place | None, other: Place | None, vectors: Vectors) -> bool:
+    """Whether devices hold the same blocks of a dim, but not each its own."""
+    if one is None or other is None or one == other or one.factors != other.factors:
+        return False
+    first, second = vectors[one.offsets], vectors[other.offsets]
+    return bool(np.ptp(first)) and np.array_equal(np.sort(first), np.sort(second))
