@@ -10,6 +10,7 @@ until nothing changes. What is not understood is unknown, and an unknown contrad
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from shardlib.explain.explicit import is_explicit
 from shardlib.explain.hlo import Instruction, Module
@@ -40,15 +41,30 @@ class Contradiction:
             value several times.
         computation: Where the instruction stands.
         instruction: The one that reads the parts, or the sum.
+        shape: Of what is read, on one device.
+        vectors: Numbers of the vectors that tell: where the parts of either operand begin, or
+            which devices hold the same summand.
         times: How often a value is counted.
-        shape: Of what is read.
     """
 
     kind: str
     computation: str
     instruction: Instruction
-    times: int = 1
     shape: tuple[int, ...] = ()
+    vectors: tuple[int, ...] = ()
+    times: int = 1
+
+
+class Start(NamedTuple):
+    """A dynamic slice whose start differs between devices."""
+
+    instruction: Instruction
+    dims: tuple[int, ...]
+    """Along which it differs."""
+    is_data: bool
+    """Whether it is computed from data, and not from the number of the device alone."""
+    cuts_whole: bool
+    """Whether it takes several parts of what devices hold alike."""
 
 
 class Reader:
@@ -58,9 +74,7 @@ class Reader:
         self.module = module
         self.context = Context(devices)
         self.contradictions: dict[tuple[str, str], Contradiction] = {}
-        self.starts: list[tuple[str, Instruction]] = []
-        """Dynamic slices whose start is data that differs between devices."""
-        self.permuted = False
+        self.starts: dict[str, Start] = {}
         self._silent = 0
         self._memory: dict[tuple, AnyValue] = {}
 
@@ -138,7 +152,7 @@ class Reader:
         if instruction.shape.startswith("("):
             return self._several(instruction, operands, same)
         if opcode == "dynamic-slice":
-            self._note_start(where, instruction, operands)
+            self._note_start(instruction, operands)
         layout, pairs = operations.layout_of(instruction, operands, shapes, self.context)
         self._compare(where, instruction, pairs)
         return Value(layout, same, None, _is_zero(instruction, operands), is_data)
@@ -174,7 +188,8 @@ class Reader:
                 times = collectives.copies_summed(operand, members, self.context)
                 if times > 1:
                     shape = operand.layout.shape
-                    self._note(Contradiction("copies", where, instruction, times, shape))
+                    same = (operand.same,)
+                    self._note(Contradiction("copies", where, instruction, shape, same, times))
         found = tuple(
             collectives.result_of(instruction, kind, operand, n, members, self.context)
             for n, operand in enumerate(operands)
@@ -192,23 +207,33 @@ class Reader:
         if not self._silent and not is_manual(found.instruction):
             self.contradictions.setdefault((found.kind, found.instruction.name), found)
 
-    def _note_start(self, where: str, instruction: Instruction, operands: list[Value]) -> None:
+    def _note_start(self, instruction: Instruction, operands: list[Value]) -> None:
         starts = operands[1:]
-        if not self._silent and any(start.is_data and start.same != SAME for start in starts):
-            self.starts.append((where, instruction))
+        dims = tuple(n for n, start in enumerate(starts) if start.same != SAME)
+        if self._silent or not dims:
+            return
+        vectors, whole = self.context.vectors, operands[0].same
+        start = vectors.all_of([start.same for start in starts])
+        is_data = any(starts[dim].is_data for dim in dims)
+        cuts_whole = vectors.both(whole, start) != whole
+        self.starts[instruction.name] = Start(instruction, dims, is_data, cuts_whole)
 
     def _compare(self, where: str, instruction: Instruction, pairs: operations.Pairs) -> None:
         if self._silent:
             return
         for (one, dim), (other, at) in pairs:
-            if one.axes and other.axes and self.differ(one, dim, other, at):
-                self._note(Contradiction("rows", where, instruction, shape=one.shape))
+            if one.axes and other.axes:
+                self.compare(where, instruction, (one, dim), (other, at))
 
-    def differ(self, one: Layout, dim: int, other: Layout, at: int) -> bool:
-        """Whether two dims that should be one hold the same parts on other devices."""
+    def compare(
+        self, where: str, instruction: Instruction, one: tuple[Layout, int], other: tuple[Layout, int]
+    ) -> None:
+        """Notes two dims that should be one, if they hold the same parts on other devices."""
         vectors = self.context.vectors
-        places = place_of(one, dim, vectors), place_of(other, at, vectors)
-        return are_reordered(*places, vectors)
+        places = place_of(*one, vectors), place_of(*other, vectors)
+        if are_reordered(*places, vectors):
+            offsets = tuple(place.offsets for place in places if place)
+            self._note(Contradiction("rows", where, instruction, one[0].shape, offsets))
 
     def _loop(self, instruction: Instruction, start: AnyValue) -> AnyValue:
         body = instruction.attributes["body"].lstrip("%")
