@@ -16,6 +16,7 @@ from shardlib.manual import axis_size
 from shardlib.pipeline.config import PipelineConfig
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
+from shardlib.train.checked import ProgramCheck
 from shardlib.train.gradients import LossFn, PartLoss, loss_sums
 from shardlib.train.loop import must_block
 from shardlib.train.offload import fetch
@@ -31,16 +32,19 @@ def make_eval_step(
     batch_axes: BatchAxes | None = None,
     params_of: Callable[[TrainState], Any] = lambda state: state.params,
     pipeline: PipelineConfig | None = None,
+    allow_wrong_numbers: tuple[str, ...] = (),
 ) -> "EvalStep":
     """Returns `step(state, batch) -> sums`, which changes nothing.
 
     `sums` holds a `Mean` for the loss and for every metric, to be added over batches. `params_of`
     picks other parameters than the trained ones, such as their moving average. On a mesh with
     `stage` a batch goes through the stages in microbatches, as many as keep them busy; of
-    `pipeline` only `skip_idle` is read, since without gradients there is one schedule.
+    `pipeline` only `skip_idle` is read, since without gradients there is one schedule. With the
+    faults of the compiler in `allow_wrong_numbers` it runs all the same; see `make_train_step`.
     """
     dtypes, axes = precision_named(precision), dict(batch_axes or {})
-    return EvalStep(loss_fn, dtypes, axes, params_of, pipeline or PipelineConfig())
+    check = ProgramCheck(tuple(allow_wrong_numbers))
+    return EvalStep(loss_fn, dtypes, axes, params_of, pipeline or PipelineConfig(), check)
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,10 +56,13 @@ class EvalStep:
     batch_axes: BatchAxes
     params_of: Callable[[TrainState], Any]
     pipeline: PipelineConfig
+    check: ProgramCheck = dataclasses.field(default_factory=ProgramCheck)
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> dict[str, Mean]:
-        return self.program(state, batch)(state, batch)
+        program = self.program(state, batch)
+        self.check(program, (state, batch), state.definition.scope.mesh)
+        return program(state, batch)
 
     def program(self, state: TrainState, batch: Any) -> Any:
         """Returns the jitted step for states and batches of this structure.

@@ -22,6 +22,7 @@ from shardlib.pipeline.config import PipelineConfig
 from shardlib.pipeline.schedules import SCHEDULES, schedule_faults
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
+from shardlib.train.checked import ProgramCheck
 from shardlib.train.gated import gated_update
 from shardlib.train.gradients import (
     Gradients,
@@ -56,6 +57,7 @@ def make_train_step(
     reduction: ReductionConfig | None = None,
     arranged: bool = False,
     guards: GuardsConfig | None = None,
+    allow_wrong_numbers: tuple[str, ...] = (),
 ) -> "TrainStep":
     """Returns `step(state, batch) -> (state, metrics)`, compiled at its first call.
 
@@ -80,6 +82,9 @@ def make_train_step(
             a spike. A refused one leaves parameters, model state and optimizer state bit for bit as
             they were, learning-rate schedules too, which count updates; only `state.step` goes on,
             and with it dropout and data. None are refused when left out.
+        allow_wrong_numbers: Codes of faults of the compiler, such as `"SL205"`, with which the step
+            runs all the same. A step is checked when it is first called, and raises
+            `WrongProgramError` where it would compute other numbers than one device.
 
     Returns:
         A callable with `lower(state, batch)` for inspection. `metrics` holds float32 scalars on the
@@ -116,6 +121,7 @@ def make_train_step(
         reduction or ReductionConfig(),
         arranged,
         guards if guards and guards.refuses else None,
+        ProgramCheck(tuple(allow_wrong_numbers)),
     )
 
 
@@ -132,12 +138,15 @@ class TrainStep:
     reduction: ReductionConfig
     arranged: bool = False
     guards: GuardsConfig | None = None
+    check: ProgramCheck = dataclasses.field(default_factory=ProgramCheck)
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         refuse_donated(state)
         batch = self.arrange(state, batch)
-        return self.program(state, batch)(state, batch)
+        program = self.program(state, batch)
+        self.check(program, (state, batch), state.definition.scope.mesh)
+        return program(state, batch)
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lowers the step for arguments that may be abstract."""

@@ -9,13 +9,14 @@ from shardlib.explain.groups import read_rows
 from shardlib.explain.hlo import Instruction
 from shardlib.explain.slices import permutation_of
 from shardlib.explain.wrong_numbers.layout import (
-    Axis,
     Layout,
     axes_of,
+    chosen,
     dims_on,
     forget,
-    gathered,
     moved,
+    put_together,
+    taken_from,
     unknown,
 )
 from shardlib.explain.wrong_numbers.operations import numbers
@@ -100,13 +101,28 @@ def result_of(
         return Value(_agreed(value.layout, members, context), same, None, value.is_zero)
     (along,) = (numbers(instruction, "dimensions") or [0])[:1]
     if kind == "all-gather":
-        return Value(gathered(value.layout, along, members.of, vectors), vectors.classes(classes))
+        parts = [taken_from(value.layout, sources, vectors) for sources in members.of.T]
+        return Value(put_together(parts, along, vectors), vectors.classes(classes))
     if kind == "reduce-scatter":
         layout = _agreed(value.layout, members, context)
         start = vectors.number(members.rank * shape[along])
         layout = moved(layout, along, start, shape[along], vectors)
         return Value(layout, vectors.classes(ranked), None, value.is_zero)
     return Value(unknown(shape), vectors.classes(ranked))
+
+
+def exchanged(values: list[Value], members: Members, context: Context) -> tuple[Value, ...]:
+    """Returns what an all-to-all of as many arrays as members gives: the n-th result is what the
+    n-th member has for the device."""
+    vectors = context.vectors
+    classes = np.stack([vectors[value.same] for value in values])
+    found = []
+    for sources in members.of.T:
+        layouts = [taken_from(value.layout, sources, vectors) for value in values]
+        same = np.stack([classes[members.rank, sources], members.rank], 1)
+        layout = chosen(layouts, members.rank, vectors)
+        found.append(Value(layout, vectors.classes(same)))
+    return tuple(found)
 
 
 def _agreed(layout: Layout, members: Members, context: Context) -> Layout:
@@ -135,8 +151,4 @@ def _permuted(instruction: Instruction, value: Value, context: Context) -> Value
     same = vectors.classes(classes[:, None])
     if sources[0] != 0 or (sources < 0).any():
         return Value(unknown(value.layout.shape), same)
-    axes = tuple(
-        Axis(vectors.number(vectors[axis.offsets][sources]), axis.extent)
-        for axis in value.layout.axes
-    )
-    return Value(Layout(value.layout.dims, axes), same, None, value.is_zero)
+    return Value(taken_from(value.layout, sources, vectors), same, None, value.is_zero)

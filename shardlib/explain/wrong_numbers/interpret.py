@@ -190,10 +190,13 @@ class Reader:
                     shape = operand.layout.shape
                     same = (operand.same,)
                     self._note(Contradiction("copies", where, instruction, shape, same, times))
-        found = tuple(
-            collectives.result_of(instruction, kind, operand, n, members, self.context)
-            for n, operand in enumerate(operands)
-        )
+        if kind == "all-to-all" and members and len(operands) == members.of.shape[1] > 1:
+            found = collectives.exchanged(operands, members, self.context)
+        else:
+            found = tuple(
+                collectives.result_of(instruction, kind, operand, n, members, self.context)
+                for n, operand in enumerate(operands)
+            )
         if is_manual(instruction) and kind != "all-reduce":
             found = tuple(v._replace(layout=unknown(v.layout.shape)) for v in found)
         return found if len(found) > 1 or _returns_tuple(instruction, kind) else found[0]

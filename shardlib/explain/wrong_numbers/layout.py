@@ -126,26 +126,47 @@ def _joined(dim: Sequence[Factor]) -> Dim:
     return tuple(found)
 
 
-def gathered(layout: Layout, dim: int, members: np.ndarray, vectors: Vectors) -> Layout:
-    """Returns the layout of the parts of several devices, put together along a dim.
+def put_together(parts: Sequence[Layout], dim: int, vectors: Vectors) -> Layout:
+    """Returns the layout of parts of one shape that follow each other along a dim.
 
-    Args:
-        layout: The layout of the parts.
-        dim: The dim along which they are put together.
-        members: For each device, those whose parts it receives, in order: `[devices, parts]`.
-        vectors: Those of the program.
+    Where the parts stand apart in one axis, by one step, they are a new major factor of the dim.
     """
-    parts = members.shape[1]
-    shape = [size * (parts if n == dim else 1) for n, size in enumerate(layout.shape)]
-    met = {axis: vectors[layout.axes[axis].offsets][members] for axis in axes_of(layout)}
-    differ = [axis for axis, offsets in met.items() if np.ptp(offsets, axis=1).any()]
-    steps = np.diff(met[differ[0]], axis=1) if len(differ) == 1 else np.arange(2)
-    if np.ptp(steps) or steps.flat[0] <= 0:
-        return forget(layout, shape, {dim, *dims_on(layout, differ)})
-    (axis,), axes, dims = differ, list(layout.axes), list(layout.dims)
-    axes[axis] = Axis(vectors.number(met[axis][:, 0]), axes[axis].extent)
-    dims[dim] = _joined((Factor(parts, int(steps.flat[0]), axis), *dims[dim]))
-    return Layout(tuple(dims), tuple(axes))
+    first, count = parts[0], len(parts)
+    shape = [size * (count if n == dim else 1) for n, size in enumerate(first.shape)]
+    if any(part.dims != first.dims for part in parts):
+        return forget(first, shape, range(len(shape)))
+    steps = {}
+    for axis in axes_of(first):
+        offsets = np.stack([vectors[part.axes[axis].offsets] for part in parts])
+        if np.ptp(offsets, axis=0).any():
+            steps[axis] = np.diff(offsets, axis=0)
+    step = next(iter(steps.values())) if len(steps) == 1 else np.arange(2)
+    if np.ptp(step) or step.flat[0] <= 0:
+        return forget(first, shape, {dim, *dims_on(first, steps)})
+    (axis,), dims = steps, list(first.dims)
+    dims[dim] = _joined((Factor(count, int(step.flat[0]), axis), *dims[dim]))
+    return Layout(tuple(dims), first.axes)
+
+
+def taken_from(layout: Layout, sources: np.ndarray, vectors: Vectors) -> Layout:
+    """Returns the layout of what each device receives from another one, `sources` [devices]."""
+    axes = (
+        Axis(vectors.number(vectors[axis.offsets][sources]), axis.extent) for axis in layout.axes
+    )
+    return Layout(layout.dims, tuple(axes))
+
+
+def chosen(layouts: Sequence[Layout], choice: np.ndarray, vectors: Vectors) -> Layout:
+    """Returns the layout of what is one of several values, another one on each device."""
+    first = layouts[0]
+    if any(other.dims != first.dims for other in layouts):
+        return unknown(first.shape)
+    devices = np.arange(vectors.devices)
+    axes = []
+    for n, axis in enumerate(first.axes):
+        offsets = np.stack([vectors[other.axes[n].offsets] for other in layouts])
+        axes.append(Axis(vectors.number(offsets[choice, devices]), axis.extent))
+    return Layout(first.dims, tuple(axes))
 
 
 def axes_of(layout: Layout) -> list[int]:

@@ -4,6 +4,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from shardlib.explain.hlo import Instruction
 from shardlib.explain.wrong_numbers.layout import (
     Dim,
@@ -11,8 +13,10 @@ from shardlib.explain.wrong_numbers.layout import (
     Layout,
     assembled,
     forget,
+    is_known,
     merged,
     moved,
+    put_together,
     reshape,
     unknown,
 )
@@ -54,10 +58,12 @@ def layout_of(
         return (_dot if opcode == "dot" else _convolution)(instruction, operands, shape)
     if opcode == "bitcast" and operands:
         return _bitcast(instruction, operands[0].layout, shapes[0]), []
+    if opcode == "slice":
+        return _sliced(instruction, operands, shape, context), []
     if opcode in _MOVES and operands:
         return _MOVES[opcode](instruction, operands, shape), []
     if opcode == "concatenate":
-        return _concatenated(instruction, operands, shape)
+        return _concatenated(instruction, operands, shape, context)
     if opcode == "dynamic-slice":
         return _part(instruction, operands, shape, context), []
     return unknown(shape), []
@@ -132,9 +138,12 @@ def _convolution(
 
 
 def _concatenated(
-    instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...]
+    instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...], context: Context
 ) -> tuple[Layout, Pairs]:
     (along,) = numbers(instruction, "dimensions") or [0]
+    parts = [operand.layout for operand in operands]
+    if len({(part.shape, part.dims) for part in parts}) == 1 and is_known(parts[0].dims[along]):
+        return put_together(parts, along, context.vectors), []
     found, pairs = forget(operands[0].layout, shape, (along,)), []
     for other in operands[1:]:
         rest = forget(other.layout, shape, (along,))
@@ -163,6 +172,26 @@ def _part(
         else:
             clipped = context.vectors[start].clip(0, whole[dim] - size)
             found = moved(found, dim, context.vectors.number(clipped), size, context.vectors)
+    return found
+
+
+def _sliced(
+    instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...], context: Context
+) -> Layout:
+    """Returns the layout of a slice, the same on all devices."""
+    found = operands[0].layout
+    bounds = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", instruction.attributes.get("slice", ""))
+    if len(bounds) != len(shape):
+        return unknown(shape)
+    for dim, (start, _, step) in enumerate(bounds):
+        if shape[dim] == found.shape[dim]:
+            continue
+        if step not in ("", "1"):
+            now = [shape[n] if n == dim else size for n, size in enumerate(found.shape)]
+            found = forget(found, now, (dim,))
+        else:
+            offset = context.vectors.number(np.full(context.vectors.devices, int(start)))
+            found = moved(found, dim, offset, shape[dim], context.vectors)
     return found
 
 
@@ -219,7 +248,6 @@ _MOVES: dict[str, Callable[[Instruction, Sequence[Value], Sequence[int]], Layout
     "transpose": _transposed,
     "reshape": lambda _, operands, shape: reshape(operands[0].layout, shape),
     "broadcast": _broadcast,
-    "slice": _kept,
     "pad": _kept,
     "reverse": _kept,
     "sort": _kept,
