@@ -55,10 +55,10 @@ def _number(text: str) -> int:
 
 def computed(context: Context, instruction: Instruction, operands: list[Value]) -> Value | None:
     """Returns what an operation makes of integers that are known, or None where it is not known."""
+    if not operands or any(operand.numbers is None for operand in operands):
+        return None
     shape = (shapes_of(instruction.shape) or [()])[0]
     arrays = [context.numbers(operand) for operand in operands]
-    if not arrays or any(array is None for array in arrays):
-        return None
     if instruction.shape[:1] not in ("s", "u", "p") or np.prod(shape, dtype=np.int64) > LARGEST:
         return None
     found = _array(instruction, [a for a in arrays if a is not None], shape, context)

@@ -14,7 +14,7 @@ from shardlib.explain.explicit import is_explicit
 from shardlib.explain.hlo import Instruction, Module
 from shardlib.explain.places import Where, where_of
 from shardlib.explain.wrong_numbers.collectives import KINDS, members_of
-from shardlib.explain.wrong_numbers.interpret import Contradiction, Reader
+from shardlib.explain.wrong_numbers.interpret import Contradiction, Reader, Start
 from shardlib.explain.wrong_numbers.operations import numbers
 from shardlib.explain.wrong_numbers.values import shapes_of
 
@@ -76,7 +76,7 @@ def faults_of(
         jaxpr: What it was traced from; without it SL207 and SL210 are not looked for.
     """
     found = [
-        *(_contradiction(module, reader, mesh, one) for one in reader.contradictions.values()),
+        *(_contradiction(module, reader, mesh, one) for one in _each(reader, Contradiction)),
         *_batch_groups(module, jaxpr),
         *_pools(module),
         *_starts(module, reader, jaxpr),
@@ -86,6 +86,11 @@ def faults_of(
         if (fault.code, fault.where) not in seen:
             seen.add((fault.code, fault.where))
             yield fault
+
+
+def _each(reader: Reader, kind: type[Any]) -> list[Any]:
+    """Returns the notes of a kind, one of each instruction: a computation may run several times."""
+    return list({n.instruction.name: n for n in reader.notes if isinstance(n, kind)}.values())
 
 
 def _contradiction(
@@ -181,7 +186,7 @@ def _window(instruction: Instruction) -> tuple[list[int], list[int]]:
 
 def _starts(module: Module, reader: Reader, jaxpr: Any) -> Iterator[Fault]:
     padded = _interior(jaxpr)
-    for start in reader.starts.values():
+    for start in _each(reader, Start):
         name = start.instruction.op_name
         if "shard_map" in name:
             continue

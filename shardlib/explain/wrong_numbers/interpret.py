@@ -15,7 +15,14 @@ from typing import NamedTuple
 from shardlib.explain.explicit import is_explicit
 from shardlib.explain.hlo import Instruction, Module
 from shardlib.explain.wrong_numbers import arithmetic, collectives, operations
-from shardlib.explain.wrong_numbers.layout import Layout, are_reordered, merged, place_of, unknown
+from shardlib.explain.wrong_numbers.layout import (
+    Layout,
+    Place,
+    are_reordered,
+    merged,
+    place_of,
+    unknown,
+)
 from shardlib.explain.wrong_numbers.values import (
     AnyValue,
     Context,
@@ -68,22 +75,26 @@ class Start(NamedTuple):
 
 
 class Reader:
-    """Reads a program; `contradictions` holds what was noticed, by instruction."""
+    """Reads a program; `notes` holds what was noticed."""
 
     def __init__(self, module: Module, devices: int):
         self.module = module
         self.context = Context(devices)
-        self.contradictions: dict[tuple[str, str], Contradiction] = {}
-        self.starts: dict[str, Start] = {}
-        self._silent = 0
-        self._memory: dict[tuple, AnyValue] = {}
+        self.notes: list[Contradiction | Start] = []
+        self._places: dict[tuple[Layout, int], Place | None] = {}
+        self._memory: dict[tuple, tuple[AnyValue, list[Contradiction | Start]]] = {}
 
     def run(self, computation: str, arguments: Sequence[AnyValue]) -> AnyValue:
         """Returns what a computation makes of its arguments."""
-        key = (computation, tuple(arguments), self._silent > 0)
+        key = (computation, *arguments)
         if key not in self._memory:
-            self._memory[key] = self._run(computation, arguments)
-        return self._memory[key]
+            before, self.notes = self.notes, []
+            found = self._run(computation, arguments)
+            self._memory[key] = found, self.notes
+            self.notes = before
+        found, notes = self._memory[key]
+        self.notes += notes
+        return found
 
     def _run(self, computation: str, arguments: Sequence[AnyValue]) -> AnyValue:
         values: dict[str, AnyValue] = {}
@@ -207,25 +218,23 @@ class Reader:
         return opcodes == {"add"}
 
     def _note(self, found: Contradiction) -> None:
-        if not self._silent and not is_manual(found.instruction):
-            self.contradictions.setdefault((found.kind, found.instruction.name), found)
+        if not is_manual(found.instruction):
+            self.notes.append(found)
 
     def _note_start(self, instruction: Instruction, operands: list[Value]) -> None:
         starts = operands[1:]
         dims = tuple(n for n, start in enumerate(starts) if start.same != SAME)
-        if self._silent or not dims:
+        if not dims:
             return
         vectors, whole = self.context.vectors, operands[0].same
         start = vectors.all_of([start.same for start in starts])
         is_data = any(starts[dim].is_data for dim in dims)
         cuts_whole = vectors.both(whole, start) != whole
-        self.starts[instruction.name] = Start(instruction, dims, is_data, cuts_whole)
+        self.notes.append(Start(instruction, dims, is_data, cuts_whole))
 
     def _compare(self, where: str, instruction: Instruction, pairs: operations.Pairs) -> None:
-        if self._silent:
-            return
         for (one, dim), (other, at) in pairs:
-            if one.axes and other.axes:
+            if one.axes and other.axes and (one is not other or dim != at):
                 self.compare(where, instruction, (one, dim), (other, at))
 
     def compare(
@@ -233,27 +242,30 @@ class Reader:
     ) -> None:
         """Notes two dims that should be one, if they hold the same parts on other devices."""
         vectors = self.context.vectors
-        places = place_of(*one, vectors), place_of(*other, vectors)
+        places = self._place(*one), self._place(*other)
         if are_reordered(*places, vectors):
             offsets = tuple(place.offsets for place in places if place)
             self._note(Contradiction("rows", where, instruction, one[0].shape, offsets))
 
+    def _place(self, layout: Layout, dim: int) -> Place | None:
+        key = layout, dim
+        if key not in self._places:
+            self._places[key] = place_of(layout, dim, self.context.vectors)
+        return self._places[key]
+
     def _loop(self, instruction: Instruction, start: AnyValue) -> AnyValue:
         body = instruction.attributes["body"].lstrip("%")
-        condition = instruction.attributes["condition"].lstrip("%")
-        carried = start
-        self._silent += 1
+        carried, before = start, self.notes
         for _ in range(_ROUNDS):
+            # Only of what the loop comes to rest at it is certain what its body reads.
+            self.notes = []
             after = self.joined(carried, self.run(body, [carried]))
             if after == carried:
                 break
             carried = after
         else:
-            carried = self.given_up(carried)
-        self._silent -= 1
-        if not self._silent:
-            self.run(body, [carried])
-        self.run(condition, [carried])
+            self.notes, carried = [], self.given_up(carried)
+        self.notes = before + self.notes
         return carried
 
     def _branches(self, instruction: Instruction, operands: list[AnyValue]) -> AnyValue:

@@ -190,6 +190,9 @@ def moved(layout: Layout, dim: int, offsets: int, size: int, vectors: Vectors) -
     axis = axes[factor.axis]
     axes[factor.axis] = Axis(vectors.add(axis.offsets, offsets, factor.stride), axis.extent)
     dims[dim] = (Factor(size, factor.stride, factor.axis),)
+    if size == 1 and any(f.axis == factor.axis for n, d in enumerate(dims) if n != dim for f in d):
+        # One position of a part of an axis: what is left of the axis says where it stands.
+        dims[dim] = (Factor(1),)
     return Layout(tuple(dims), tuple(axes))
 
 
@@ -205,11 +208,12 @@ def merged(one: Layout, other: Layout) -> Layout:
 
 
 class Place(NamedTuple):
-    """Where a dim stands, whatever its axes are called: sizes and strides of its factors, and the
-    number of the offsets."""
+    """Where a dim stands, whatever its axes are called: sizes and strides of its factors, the
+    number of the offsets, and how long the whole dim is."""
 
     factors: tuple[tuple[int, int], ...]
     offsets: int
+    extent: int
 
 
 def place_of(layout: Layout, dim: int, vectors: Vectors) -> Place | None:
@@ -223,7 +227,7 @@ def place_of(layout: Layout, dim: int, vectors: Vectors) -> Place | None:
         low = min(factor.stride for factor in own)
         if low <= 0:
             return None
-        others = [f for d in layout.dims for f in d if f.axis == axis and f not in own]
+        others = [f for n, d in enumerate(layout.dims) if n != dim for f in d if f.axis == axis]
         high = min((f.stride for f in others if f.stride > low), default=layout.axes[axis].extent)
         part = vectors[layout.axes[axis].offsets] % high // low
         offsets = vectors.number(vectors[offsets] + part * extent)
@@ -235,12 +239,19 @@ def place_of(layout: Layout, dim: int, vectors: Vectors) -> Place | None:
             joined[-1] = (joined[-1][0] * size, stride)
         elif size > 1:
             joined.append((size, stride))
-    return Place(tuple(joined), offsets)
+    return Place(tuple(joined), offsets, extent)
 
 
 def are_reordered(one: Place | None, other: Place | None, vectors: Vectors) -> bool:
-    """Whether devices hold the same blocks of a dim, but not each its own."""
-    if one is None or other is None or one == other or one.factors != other.factors:
+    """Whether devices hold other parts of one dim, each of which is cut into such parts whole."""
+    if one is None or other is None or one == other or one.extent != other.extent:
         return False
-    first, second = vectors[one.offsets], vectors[other.offsets]
-    return bool(np.ptp(first)) and np.array_equal(np.sort(first), np.sort(second))
+    return _tiles(one, vectors) and _tiles(other, vectors)
+
+
+def _tiles(place: Place, vectors: Vectors) -> bool:
+    """Whether the parts of the devices, in ascending order each, make up a dim that is cut."""
+    strides = [stride for _, stride in place.factors]
+    parts = len(np.unique(vectors[place.offsets]))
+    size = math.prod(size for size, _ in place.factors)
+    return parts > 1 and parts * size == place.extent and strides == sorted(strides, reverse=True)

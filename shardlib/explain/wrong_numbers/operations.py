@@ -75,6 +75,8 @@ def _together(operands: Sequence[Value], shape: tuple[int, ...]) -> tuple[Layout
         return unknown(shape), []
     found, pairs = alike[0], []
     for other in alike[1:]:
+        if other == found or not other.axes:
+            continue
         pairs += [((found, dim), (other, dim)) for dim in range(len(shape))]
         found = merged(found, other)
     return found, pairs
@@ -142,7 +144,8 @@ def _concatenated(
 ) -> tuple[Layout, Pairs]:
     (along,) = numbers(instruction, "dimensions") or [0]
     parts = [operand.layout for operand in operands]
-    if len({(part.shape, part.dims) for part in parts}) == 1 and is_known(parts[0].dims[along]):
+    apart = parts[0].shape[along] == 1 or is_known(parts[0].dims[along])
+    if apart and len({part.dims for part in parts}) == 1:
         return put_together(parts, along, context.vectors), []
     found, pairs = forget(operands[0].layout, shape, (along,)), []
     for other in operands[1:]:

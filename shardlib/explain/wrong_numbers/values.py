@@ -1,5 +1,6 @@
 """What the check knows of a value of a partitioned program, on every device at once."""
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -71,11 +72,13 @@ class Context:
         return self.vectors.number(np.broadcast_to(array.reshape(-1), (self.vectors.devices,)))
 
 
-def shapes_of(shape: str) -> list[tuple[int, ...]]:
+@functools.cache
+def shapes_of(shape: str) -> tuple[tuple[int, ...], ...]:
     """Returns the dims of the arrays of a shape: `(f32[4,8], s32[])` has (4, 8) and ()."""
-    return [_ints(dims.replace("<=", "")) for _, dims, _ in _SHAPE.findall(shape)]
+    return tuple(_ints(dims.replace("<=", "")) for _, dims, _ in _SHAPE.findall(shape))
 
 
+@functools.cache
 def dims_and_order(shape: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the dims of an array, and these in the order of memory, the major one first."""
     found = _SHAPE.search(shape)
