@@ -14,6 +14,7 @@ from shardlib.explain.wrong_numbers.layout import (
     chosen,
     dims_on,
     forget,
+    is_shuffled,
     moved,
     put_together,
     taken_from,
@@ -21,7 +22,7 @@ from shardlib.explain.wrong_numbers.layout import (
 )
 from shardlib.explain.wrong_numbers.operations import numbers
 from shardlib.explain.wrong_numbers.values import Context, Value, shapes_of
-from shardlib.explain.wrong_numbers.vectors import APART
+from shardlib.explain.wrong_numbers.vectors import APART, SAME
 
 KINDS = frozenset(
     (
@@ -109,6 +110,15 @@ def result_of(
         layout = moved(layout, along, start, shape[along], vectors)
         return Value(layout, vectors.classes(ranked), None, value.is_zero)
     return Value(unknown(shape), vectors.classes(ranked))
+
+
+def shuffled(instruction: Instruction, value: Value, members: Members, context: Context) -> int:
+    """Returns the number of the offsets of parts that an all-gather puts together out of order, or
+    the number of zeros."""
+    (along,) = (numbers(instruction, "dimensions") or [0])[:1]
+    parts = [taken_from(value.layout, sources, context.vectors) for sources in members.of.T]
+    axis = is_shuffled(parts, along, context.vectors)
+    return SAME if axis is None else value.layout.axes[axis].offsets
 
 
 def exchanged(values: list[Value], members: Members, context: Context) -> tuple[Value, ...]:

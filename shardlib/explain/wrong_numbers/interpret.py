@@ -201,6 +201,12 @@ class Reader:
                     shape = operand.layout.shape
                     same = (operand.same,)
                     self._note(Contradiction("copies", where, instruction, shape, same, times))
+        if kind == "all-gather" and members:
+            for operand in operands:
+                offsets = collectives.shuffled(instruction, operand, members, self.context)
+                if offsets != SAME:
+                    shape = operand.layout.shape
+                    self._note(Contradiction("rows", where, instruction, shape, (offsets,)))
         if kind == "all-to-all" and members and len(operands) == members.of.shape[1] > 1:
             found = collectives.exchanged(operands, members, self.context)
         else:

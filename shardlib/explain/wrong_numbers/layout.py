@@ -148,6 +148,21 @@ def put_together(parts: Sequence[Layout], dim: int, vectors: Vectors) -> Layout:
     return Layout(tuple(dims), first.axes)
 
 
+def is_shuffled(parts: Sequence[Layout], dim: int, vectors: Vectors) -> int | None:
+    """Returns the axis whose parts follow each other out of order along a dim, or None.
+
+    They are all parts of one stretch of the axis, without a gap between them.
+    """
+    factors = parts[0].dims[dim]
+    if len(factors) != 1 or factors[0].axis == UNKNOWN:
+        return None
+    size, stride, axis = factors[0]
+    offsets = np.stack([vectors[part.axes[axis].offsets] for part in parts])
+    ascending = np.sort(offsets, axis=0)
+    is_whole = (np.diff(ascending, axis=0) == size * stride).all()
+    return axis if is_whole and not np.array_equal(ascending, offsets) else None
+
+
 def taken_from(layout: Layout, sources: np.ndarray, vectors: Vectors) -> Layout:
     """Returns the layout of what each device receives from another one, `sources` [devices]."""
     axes = (
