@@ -29,8 +29,7 @@ def groups_of_axes(sizes: Mapping[str, int]) -> dict[Groups, tuple[str, ...]]:
     wide = [name for name in names if sizes[name] > 1]
     subsets = (s for n in range(len(wide) + 1) for s in itertools.combinations(wide, n))
     return found | {
-        as_groups(_along(ids, [names.index(name) for name in subset])): subset
-        for subset in subsets
+        as_groups(_along(ids, [names.index(name) for name in subset])): subset for subset in subsets
     }
 
 

@@ -91,9 +91,7 @@ def _array(
     if opcode in ("bitcast", "reshape"):
         return arrays[0].reshape(len(arrays[0]), *shape)
     if opcode == "broadcast" and not arrays[0][0].shape:
-        return np.broadcast_to(
-            arrays[0].reshape(-1, *[1] * len(shape)), (len(arrays[0]), *shape)
-        )
+        return np.broadcast_to(arrays[0].reshape(-1, *[1] * len(shape)), (len(arrays[0]), *shape))
     if opcode == "dynamic-slice" and arrays[0].ndim == 2:
         return _looked_up(arrays[0], arrays[1], shape[0], context.vectors.devices)
     return None

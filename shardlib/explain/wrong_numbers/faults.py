@@ -154,7 +154,7 @@ def _batch_groups(module: Module, jaxpr: Any) -> Iterator[Fault]:
 
 def _pools(module: Module) -> Iterator[Fault]:
     """A window of twice its stride or more, along a dim over which its devices trade halos."""
-    halos = [one for one in _implied(module, "select_and_scatter")]
+    halos = list(_implied(module, "select_and_scatter"))
     windows = [
         one
         for instructions in (module.computations.values() if halos else ())
@@ -192,9 +192,13 @@ def _starts(module: Module, reader: Reader, jaxpr: Any) -> Iterator[Fault]:
             continue
         rank = len(numbers(start.instruction, "dynamic_slice_sizes"))
         if start.is_data and name.endswith("/dynamic_slice") and jax.__version_info__ < (0, 12):
-            what = "a slice from a start that is data is cut: a start beyond the end is not clamped."
+            what = (
+                "a slice from a start that is data is cut: a start beyond the end is not clamped."
+            )
             yield Fault("SL209", what, where_of(module, start.instruction))
-        elif start.cuts_whole and name.endswith("/pad") and padded & {(rank, d) for d in start.dims}:
+        elif (
+            start.cuts_whole and name.endswith("/pad") and padded & {(rank, d) for d in start.dims}
+        ):
             what = (
                 "the gradient of a strided slice or window is cut where its operand is whole: "
                 "its elements come to stand elsewhere."
@@ -220,7 +224,7 @@ def _equations(jaxpr: Any, primitive: str) -> list[Any]:
 def is_automatic(text: str) -> bool:
     """Whether a program holds collectives, or asks for its place on the mesh, on the compiler's
     account; what is inside of manual regions is the user's own."""
-    asked = re.compile(r"\b(?:partition-id|%s)(?:-start)?\(" % "|".join(KINDS))
+    asked = re.compile(rf"\b(?:partition-id|{'|'.join(KINDS)})(?:-start)?\(")
     for line in text.splitlines():
         if asked.search(line):
             name = re.search(r'op_name="([^"]*)"', line)

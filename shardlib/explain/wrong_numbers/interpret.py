@@ -244,7 +244,11 @@ class Reader:
                 self.compare(where, instruction, (one, dim), (other, at))
 
     def compare(
-        self, where: str, instruction: Instruction, one: tuple[Layout, int], other: tuple[Layout, int]
+        self,
+        where: str,
+        instruction: Instruction,
+        one: tuple[Layout, int],
+        other: tuple[Layout, int],
     ) -> None:
         """Notes two dims that should be one, if they hold the same parts on other devices."""
         vectors = self.context.vectors

@@ -198,7 +198,9 @@ def _sliced(
     return found
 
 
-def _transposed(instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]) -> Layout:
+def _transposed(
+    instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]
+) -> Layout:
     layout = operands[0].layout
     return Layout(
         tuple(layout.dims[dim] for dim in numbers(instruction, "dimensions")), layout.axes

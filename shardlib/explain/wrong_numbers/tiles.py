@@ -29,7 +29,9 @@ def by_sharding(sharding: Any, shape: Sequence[int], context: Context) -> Value 
     count = math.prod(sizes.values())
     if count != context.vectors.devices:
         return None
-    coordinates = dict(zip(sizes, np.unravel_index(np.arange(count), [*sizes.values()]), strict=True))
+    coordinates = dict(
+        zip(sizes, np.unravel_index(np.arange(count), [*sizes.values()]), strict=True)
+    )
     tiles, counts = [], []
     for n in range(len(shape)):
         names = sharding.spec[n] if n < len(sharding.spec) else None
