@@ -54,9 +54,9 @@ def test_the_fault_is_still_there(title, code, program, capsys):
 @pytest.mark.parametrize(("title", "code", "program"), faults(), ids=[f[0] for f in faults()])
 def test_the_check_finds_it(title, code, program):
     names = {}
-    exec(program, names)
+    exec(compile(program, "fault.py", "exec"), names)
     traced = names["f"].trace(*names["arguments"])
     told = wrong_numbers(traced.lower().compile(), names["mesh"], traced.jaxpr)
     is_mended = code in MENDED and jax.__version_info__ >= MENDED[code]
     assert {fault.code for fault in told} == (set() if is_mended else {code})
-    assert all(fault.where.source and fault.fix for fault in told)
+    assert {fault.where.source.rpartition(":")[0] for fault in told} <= {"fault.py"}

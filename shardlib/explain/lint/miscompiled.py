@@ -9,7 +9,8 @@ from shardlib.explain.wrong_numbers import read
 
 def miscompiled(subject: Subject) -> Iterator[Finding]:
     """SL205 to SL210: operations of which the compiler makes something else, of any size."""
-    for fault in read(subject.module, subject.mesh, subject.jaxpr):
+    specs = {number: leaf.spec for number, leaf in subject.by_number.items() if leaf.spec}
+    for fault in read(subject.module, subject.mesh, subject.jaxpr, specs):
         yield Finding(
             fault.code,
             fault.where.place(),

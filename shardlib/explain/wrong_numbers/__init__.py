@@ -3,7 +3,9 @@
 `wrong_numbers(compiled, mesh)` reads a compiled program and returns what is wrong in it.
 """
 
+import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,6 +18,8 @@ from shardlib.explain.wrong_numbers.faults import faults_of, is_automatic
 from shardlib.explain.wrong_numbers.interpret import Reader
 from shardlib.explain.wrong_numbers.values import Value, shapes_of
 from shardlib.mesh import mesh_sizes
+
+NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 def wrong_numbers(compiled: Any, mesh: Any, jaxpr: Any = None) -> tuple[Fault, ...]:
@@ -34,11 +38,17 @@ def wrong_numbers(compiled: Any, mesh: Any, jaxpr: Any = None) -> tuple[Fault, .
     text = compiled.as_text() or ""
     if not is_automatic(text):
         return ()
-    return read(parse(text), mesh_sizes(mesh), jaxpr, compiled.output_shardings)
+    sizes, module = mesh_sizes(mesh), parse(text)
+    inputs, outputs = map(jax.tree.leaves, (compiled.input_shardings, compiled.output_shardings))
+    return read(module, sizes, jaxpr, dict(enumerate(inputs)), dict(enumerate(outputs)))
 
 
 def read(
-    module: Module, mesh: Mapping[str, int], jaxpr: Any = None, outputs: Any = None
+    module: Module,
+    mesh: Mapping[str, int],
+    jaxpr: Any = None,
+    inputs: Mapping[int, Any] = NOTHING,
+    outputs: Mapping[int, Any] = NOTHING,
 ) -> tuple[Fault, ...]:
     """Returns what is wrong in the text of a program; see `wrong_numbers`.
 
@@ -46,8 +56,10 @@ def read(
         module: The program.
         mesh: Sizes of the mesh axes, in mesh order.
         jaxpr: What it was traced from.
-        outputs: The shardings of what it returns, as a pytree. Without them a result is compared
-            with the argument whose memory it takes.
+        inputs: The shardings of its parameters by number, or the mesh axes of their dims. Those
+            that are left out are read in the text, where it has them.
+        outputs: Those of its results. One that is left out is compared with the parameter whose
+            memory it takes.
     """
     devices = _partitions(module)
     if devices < 2 or module.entry not in module.computations:
@@ -57,41 +69,47 @@ def read(
     parameters = {int(one.operands): one for one in entry if one.opcode == "parameter"}
     arguments = []
     for number in range(len(parameters)):
-        shape = (shapes_of(parameters[number].shape) or [()])[0]
-        sharding = parameters[number].attributes.get("sharding", "")
-        value = tiles.by_text(sharding, shape, reader.context)
+        shape = (shapes_of(parameters[number].shape) or ((),))[0]
+        value = _placed(inputs.get(number), mesh, shape, reader)
+        text = parameters[number].attributes.get("sharding", "")
+        value = value or tiles.by_text(text, shape, reader.context)
         arguments.append(value or tiles.nothing_known(shape))
     found = reader.run(module.entry, arguments)
     results = (found,) if isinstance(found, Value) else found
-    _compare_results(reader, module, results, arguments, jax.tree.leaves(outputs))
+    expected = {
+        output[0] if output else 0: arguments[number] for output, number, _ in module.donations()
+    }
+    for n, sharding in outputs.items():
+        if n < len(results) and isinstance(results[n], Value):
+            value = _placed(sharding, mesh, results[n].layout.shape, reader)
+            expected |= {} if value is None else {n: value}
+    _compare_results(reader, module, results, expected)
     return tuple(faults_of(module, reader, mesh, jaxpr))
 
 
+def _placed(
+    sharding: Any, mesh: Mapping[str, int], shape: tuple[int, ...], reader: Reader
+) -> Value | None:
+    if not isinstance(sharding, tuple):
+        sharding = tiles.axes_of(sharding, len(shape), mesh)
+    return None if sharding is None else tiles.by_axes(sharding, mesh, shape, reader.context)
+
+
 def _compare_results(
-    reader: Reader, module: Module, results: Any, arguments: list[Value], outputs: list[Any]
+    reader: Reader, module: Module, results: Any, expected: Mapping[int, Value]
 ) -> None:
     """Compares what comes out with where it is said to lie."""
-    root = next(one for one in module.computations[module.entry] if one.root)
-    expected: dict[int, Value] = {}
-    if len(outputs) == len(results):
-        for n, (value, sharding) in enumerate(zip(results, outputs, strict=True)):
-            if isinstance(value, Value):
-                known = tiles.by_sharding(sharding, value.layout.shape, reader.context)
-                expected |= {} if known is None else {n: known}
-    else:
-        for output, number, _ in module.donations():
-            expected[output[0] if output else 0] = arguments[number]
     by_name = {one.name: one for one in module.computations[module.entry]}
+    root = next(one for one in by_name.values() if one.root)
     for n, value in expected.items():
         result = results[n]
         if isinstance(result, Value) and result.layout.shape == value.layout.shape:
-            named = root.operand_names[n] if root.opcode == "tuple" else root.name
+            name = root.operand_names[n] if root.opcode == "tuple" else root.name
             for dim in range(len(value.layout.dims)):
-                at = by_name.get(named, root)
+                at = by_name.get(name, root)
                 reader.compare(module.entry, at, (result.layout, dim), (value.layout, dim))
 
 
 def _partitions(module: Module) -> int:
-    _, _, rest = module.header.partition("num_partitions=")
-    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
-    return int(digits or 1)
+    found = re.search(r"num_partitions=(\d+)", module.header)
+    return int(found[1]) if found else 1

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,36 +11,53 @@ from jax.sharding import NamedSharding
 from shardlib.explain.wrong_numbers.layout import Axis, Factor, Layout, unknown
 from shardlib.explain.wrong_numbers.values import Context, Value
 from shardlib.explain.wrong_numbers.vectors import APART
+from shardlib.mesh import entry_axes
+
+Spec = tuple[tuple[str, ...], ...]
+"""The mesh axes of each dim of an array."""
 
 _TILED = re.compile(r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))")
 
 
-def by_sharding(sharding: Any, shape: Sequence[int], context: Context) -> Value | None:
-    """Returns what a `NamedSharding` says of an array, or None for another kind.
+def axes_of(sharding: Any, rank: int, mesh: Mapping[str, int]) -> Spec | None:
+    """Returns the mesh axes of each dim by a `NamedSharding` on a mesh, or None for another kind.
 
     Args:
         sharding: The sharding.
+        rank: Of the array.
+        mesh: Sizes of the axes of the mesh, in its order.
+    """
+    if not isinstance(sharding, NamedSharding) or list(sharding.mesh.shape.items()) != [
+        *mesh.items()
+    ]:
+        return None
+    entries = [entry_axes(entry) for entry in sharding.spec]
+    return tuple(tuple(entry) for entry in entries) + ((),) * (rank - len(entries))
+
+
+def by_axes(
+    spec: Spec, mesh: Mapping[str, int], shape: Sequence[int], context: Context
+) -> Value | None:
+    """Returns what the mesh axes of its dims say of an array, or None where they do not fit.
+
+    Args:
+        spec: The mesh axes of each dim.
+        mesh: Sizes of the axes, in mesh order.
         shape: Of the part on one device.
         context: That of the program.
     """
-    if not isinstance(sharding, NamedSharding):
+    count = math.prod(mesh.values())
+    if count != context.vectors.devices or len(spec) != len(shape):
         return None
-    sizes = dict(sharding.mesh.shape)
-    count = math.prod(sizes.values())
-    if count != context.vectors.devices:
-        return None
-    coordinates = dict(
-        zip(sizes, np.unravel_index(np.arange(count), [*sizes.values()]), strict=True)
-    )
-    tiles, counts = [], []
-    for n in range(len(shape)):
-        names = sharding.spec[n] if n < len(sharding.spec) else None
-        names = (names,) if isinstance(names, str) else (names or ())
+    places = np.unravel_index(np.arange(count), tuple(mesh.values()))
+    coordinates = dict(zip(mesh, places, strict=True))
+    tiles = []
+    for names in spec:
         tile = np.zeros(count, np.int64)
         for name in names:
-            tile = tile * sizes[name] + coordinates[name]
+            tile = tile * mesh[name] + coordinates[name]
         tiles.append(tile)
-        counts.append(math.prod(sizes[name] for name in names))
+    counts = [math.prod(mesh[name] for name in names) for names in spec]
     return _value(tiles, counts, shape, context)
 
 
