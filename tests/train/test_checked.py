@@ -48,7 +48,7 @@ def test_a_wrong_step_is_refused_and_names_what_is_wrong():
     assert {fault.code for fault in refused.value.faults} == {"SL205"}
     assert "test_checked.py:" in text
     assert "over data+fsdp" in text
-    first, fix = text.split("\n", 1)
+    _, fix = text.split("\n", 1)
     assert fix.startswith("  ")
     assert 'constrain="auto"' in fix
     assert "allow_wrong_numbers=('SL205',)" in fix
@@ -104,4 +104,4 @@ def test_an_evaluation_step_is_checked_too():
 
 def test_a_step_inside_of_another_program_is_left_alone():
     state, step = state_on(WRONG, axes=("mlp", "embed")), sl.make_eval_step(loss)
-    assert jax.eval_shape(step, state, BATCH)["loss"].value.shape == ()
+    assert set(jax.eval_shape(step, state, BATCH)) == {"loss"}

@@ -224,11 +224,16 @@ def merged(one: Layout, other: Layout) -> Layout:
 
 class Place(NamedTuple):
     """Where a dim stands, whatever its axes are called: sizes and strides of its factors, the
-    number of the offsets, and how long the whole dim is."""
+    number of the offsets, and how long the whole dim is.
+
+    Axes of which a device holds one position are kept apart, with extent and offsets: in which
+    order they and the others make up the dim is not to be seen.
+    """
 
     factors: tuple[tuple[int, int], ...]
     offsets: int
     extent: int
+    single: tuple[tuple[int, int], ...] = ()
 
 
 def place_of(layout: Layout, dim: int, vectors: Vectors) -> Place | None:
@@ -237,7 +242,9 @@ def place_of(layout: Layout, dim: int, vectors: Vectors) -> Place | None:
         return None
     factors: list[tuple[int, int]] = []
     offsets, extent = SAME, 1
-    for axis in dict.fromkeys(factor.axis for factor in reversed(layout.dims[dim])):
+    single: list[tuple[int, int]] = []
+    axes = list(dict.fromkeys(factor.axis for factor in reversed(layout.dims[dim])))
+    for axis in axes:
         own = [factor for factor in layout.dims[dim] if factor.axis == axis]
         low = min(factor.stride for factor in own)
         if low <= 0:
@@ -245,6 +252,9 @@ def place_of(layout: Layout, dim: int, vectors: Vectors) -> Place | None:
         others = [f for n, d in enumerate(layout.dims) if n != dim for f in d if f.axis == axis]
         high = min((f.stride for f in others if f.stride > low), default=layout.axes[axis].extent)
         part = vectors[layout.axes[axis].offsets] % high // low
+        if len(axes) > 1 and all(factor.size == 1 for factor in own):
+            single.append((max(high // low, 1), vectors.number(part)))
+            continue
         offsets = vectors.number(vectors[offsets] + part * extent)
         factors = [(f.size, f.stride // low * extent) for f in own] + factors
         extent *= max(high // low, 1)
@@ -254,13 +264,18 @@ def place_of(layout: Layout, dim: int, vectors: Vectors) -> Place | None:
             joined[-1] = (joined[-1][0] * size, stride)
         elif size > 1:
             joined.append((size, stride))
-    return Place(tuple(joined), offsets, extent)
+    return Place(tuple(joined), offsets, extent, tuple(sorted(single)))
 
 
 def are_reordered(one: Place | None, other: Place | None, vectors: Vectors) -> bool:
     """Whether devices hold other parts of one dim, each of which is cut into such parts whole."""
     if one is None or other is None or one == other or one.extent != other.extent:
         return False
+    if [extent for extent, _ in one.single] != [extent for extent, _ in other.single]:
+        return False
+    if one[:3] == other[:3]:
+        positions = (*one.single, *other.single)
+        return all(len(np.unique(vectors[n])) == extent for extent, n in positions)
     return _tiles(one, vectors) and _tiles(other, vectors)
 
 
