@@ -5,6 +5,7 @@ import importlib
 import re
 from collections.abc import Iterable
 from types import ModuleType
+from typing import Any
 
 # What stands before the host of a URL, however many slashes a path of it has kept, and what its
 # query says to prove who asks: the signatures of object stores, tokens of hubs.
@@ -51,6 +52,17 @@ class ModelError(ShardlibError):
 
 class PartitionError(ShardlibError):
     """A function holds an operation that shardlib cannot partition."""
+
+
+class WrongProgramError(ShardlibError):
+    """A compiled program computes other numbers than what was written.
+
+    `faults` holds what is wrong, one `Fault` for each operation.
+    """
+
+    def __init__(self, message: str, faults: tuple[Any, ...] = ()):
+        super().__init__(message)
+        self.faults = faults
 
 
 class CheckpointError(ShardlibError):

@@ -1,4 +1,4 @@
-"""The command line: `shardlib train | explain | plan | calibrate | generate | checkpoint |
+"""The command line: `shardlib train | explain | check | plan | calibrate | generate | checkpoint |
 devices | launch | schema`.
 
 Exit codes: 0 when all is well; 2 when what was asked for is wrong (usage, config, mesh, rules,
@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 from shardlib.cli import checkpoint
 from shardlib.cli.arguments import AsJson, ConfigPath, Overrides, check_named, console, load_config
+from shardlib.cli.check import check
 from shardlib.cli.explain import explain
 from shardlib.cli.plan import calibrate, plan
 from shardlib.errors import (
@@ -147,6 +148,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 app.command()(explain)
+app.command()(check)
 app.command()(plan)
 app.command()(calibrate)
 app.add_typer(checkpoint.app, name="checkpoint")

@@ -10,6 +10,8 @@ import numpy as np
 from shardlib.explain.hlo import Instruction
 
 Groups = frozenset[frozenset[int]]
+Rows = list[list[int]]
+"""Groups in the order of the text, and their members in that order."""
 
 
 def groups_of_axes(sizes: Mapping[str, int]) -> dict[Groups, tuple[str, ...]]:
@@ -23,11 +25,11 @@ def groups_of_axes(sizes: Mapping[str, int]) -> dict[Groups, tuple[str, ...]]:
             if width > 1 and size % (before * width) == 0:
                 dim = names.index(name)
                 shape = (*ids.shape[:dim], before, width, -1, *ids.shape[dim + 1 :])
-                found[_along(ids.reshape(shape), [dim + 1])] = (name,)
+                found[as_groups(_along(ids.reshape(shape), [dim + 1]))] = (name,)
     wide = [name for name in names if sizes[name] > 1]
     subsets = (s for n in range(len(wide) + 1) for s in itertools.combinations(wide, n))
     return found | {
-        _along(ids, [names.index(name) for name in subset]): subset for subset in subsets
+        as_groups(_along(ids, [names.index(name) for name in subset])): subset for subset in subsets
     }
 
 
@@ -35,11 +37,11 @@ def _divisors(size: int) -> list[int]:
     return [n for n in range(1, size + 1) if size % n == 0]
 
 
-def _along(ids: np.ndarray, dims: list[int]) -> Groups:
-    """Returns the groups of ids that differ in `dims` only."""
+def _along(ids: np.ndarray, dims: list[int]) -> Rows:
+    """Returns the groups of ids that differ in `dims` only, the last of these the fastest."""
     rest = [dim for dim in range(ids.ndim) if dim not in dims]
     rows = ids.transpose([*rest, *dims]).reshape(-1, math.prod(ids.shape[dim] for dim in dims))
-    return as_groups(rows.tolist())
+    return rows.tolist()
 
 
 def as_groups(rows: Iterable[Iterable[int]]) -> Groups:
@@ -48,26 +50,33 @@ def as_groups(rows: Iterable[Iterable[int]]) -> Groups:
 
 def read_groups(instruction: Instruction, kind: str, num_devices: int) -> Groups | None:
     """Returns the groups of partitions of a collective, or None for an unknown spelling."""
+    rows = read_rows(instruction, kind, num_devices)
+    return None if rows is None else as_groups(rows)
+
+
+def read_rows(instruction: Instruction, kind: str, num_devices: int) -> Rows | None:
+    """Returns the groups of partitions of a collective in order: a gather puts the parts of a
+    group together as its members stand. None for an unknown spelling."""
     text = instruction.attributes.get("replica_groups", "{}")
-    everyone = as_groups([range(num_devices)])
+    everyone = [list(range(num_devices))]
     # Without global ids, the ids are replicas, of which SPMD has one, and each group holds all
     # partitions; the exchanges name partitions all the same.
     per_replica = kind in ("all-reduce", "all-gather", "reduce-scatter")
     if per_replica and "use_global_device_ids" not in instruction.attributes:
         if text in ("{}", "{{0}}"):
             in_one_replica = "channel_id" in instruction.attributes
-            return everyone if in_one_replica else as_groups([i] for i in range(num_devices))
+            return everyone if in_one_replica else [[i] for i in range(num_devices)]
     elif text == "{}":
         return everyone
     if text.startswith("{{"):
         rows = re.findall(r"\{([\d,\s]*)\}", text[1:-1])
-        return as_groups([int(i) for i in row.split(",")] for row in rows if row.strip())
+        return [[int(i) for i in row.split(",")] for row in rows if row.strip()]
     if text.startswith("["):
         return _iota_groups(text)
     return _mesh_groups(text)
 
 
-def _iota_groups(text: str) -> Groups | None:
+def _iota_groups(text: str) -> Rows | None:
     """Reads `[groups,members]<=[dims]T(permutation)`: an iota, reshaped, transposed, reshaped."""
     form = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if form is None:
@@ -76,10 +85,10 @@ def _iota_groups(text: str) -> Groups | None:
     ids = np.arange(math.prod(dims)).reshape(dims)
     if form[3]:
         ids = ids.transpose(_ints(form[3]))
-    return as_groups(ids.reshape(rows[0], -1).tolist()) if ids.size % rows[0] == 0 else None
+    return ids.reshape(rows[0], -1).tolist() if ids.size % rows[0] == 0 else None
 
 
-def _mesh_groups(text: str) -> Groups | None:
+def _mesh_groups(text: str) -> Rows | None:
     """Reads `mesh['a'=2,'b'=8], device_ids=(...) {'a','b':(2)4}`.
 
     `'b':(2)4` is the part of size 4 of axis b that two coarser parts stand before. The ids are a
@@ -94,7 +103,7 @@ def _mesh_groups(text: str) -> Groups | None:
     if ids is None:
         return None
     shape: list[int] = []
-    grouped: list[int] = []
+    grouped: dict[str, int] = {}
     named = re.findall(r"['\"]?([^'\",:]+)['\"]?(?::\((\d+)\)(\d+))?(?:,|$)", form[3])
     parts = {
         name: (int(before or 1), int(size or sizes.get(name, 1))) for name, before, size in named
@@ -106,9 +115,11 @@ def _mesh_groups(text: str) -> Groups | None:
     for name, size in sizes.items():
         before, width = parts.get(name, (size, 1))
         if name in parts:
-            grouped.append(len(shape) + 1)
+            grouped[name] = len(shape) + 1
         shape += [before, width, size // (before * width)]
-    return _along(ids.reshape(shape), grouped) if math.prod(shape) == ids.size else None
+    if math.prod(shape) != ids.size:
+        return None
+    return _along(ids.reshape(shape), [grouped[name] for name in parts])
 
 
 def _device_ids(text: str | None, count: int) -> np.ndarray | None:

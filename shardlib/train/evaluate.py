@@ -16,6 +16,7 @@ from shardlib.manual import axis_size
 from shardlib.pipeline.config import PipelineConfig
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
+from shardlib.train.checked import ProgramCheck
 from shardlib.train.gradients import LossFn, PartLoss, loss_sums
 from shardlib.train.loop import must_block
 from shardlib.train.offload import fetch
@@ -33,6 +34,7 @@ def make_eval_step(
     params_of: Callable[[TrainState], Any] = lambda state: state.params,
     pipeline: PipelineConfig | None = None,
     constrain: Constrain = "auto",
+    allow_wrong_numbers: tuple[str, ...] = (),
 ) -> "EvalStep":
     """Returns `step(state, batch) -> sums`, which changes nothing.
 
@@ -40,11 +42,13 @@ def make_eval_step(
     picks other parameters than the trained ones, such as their moving average. On a mesh with
     `stage` a batch goes through the stages in microbatches, as many as keep them busy; of
     `pipeline` only `skip_idle` is read, since without gradients there is one schedule. `constrain`
-    says who partitions the loss, as in `make_train_step`.
+    and `allow_wrong_numbers` are those of `make_train_step`.
     """
     check_constrain(constrain)
     dtypes, axes = precision_named(precision), dict(batch_axes or {})
-    return EvalStep(loss_fn, dtypes, axes, params_of, pipeline or PipelineConfig(), constrain)
+    check = ProgramCheck(tuple(allow_wrong_numbers))
+    pipeline = pipeline or PipelineConfig()
+    return EvalStep(loss_fn, dtypes, axes, params_of, pipeline, constrain, check)
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,10 +61,13 @@ class EvalStep:
     params_of: Callable[[TrainState], Any]
     pipeline: PipelineConfig
     constrain: Constrain = "auto"
+    check: ProgramCheck = dataclasses.field(default_factory=ProgramCheck)
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> dict[str, Mean]:
-        return self.program(state, batch)(state, batch)
+        program = self.program(state, batch)
+        self.check(program, (state, batch), state.definition.scope.mesh)
+        return program(state, batch)
 
     def program(self, state: TrainState, batch: Any) -> Any:
         """Returns the jitted step for states and batches of this structure.

@@ -163,7 +163,9 @@ class LocalSGD:
                 "  Make groups of it once: groups = local.init(state)."
             )
         refuse_donated(state)
-        return self.program(state, batch)(state, batch)
+        program = self.program(state, batch)
+        self.inner.check(program, (state, batch), state.definition.scope.mesh)
+        return program(state, batch)
 
     def lower(self, state: LocalSGDState, batch: Any) -> jax.stages.Lowered:
         """Lowers the step for arguments that may be abstract."""

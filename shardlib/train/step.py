@@ -23,6 +23,7 @@ from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
 from shardlib.train.batch import BatchAxes as BatchAxes
 from shardlib.train.batch import batch_shardings as batch_shardings
+from shardlib.train.checked import ProgramCheck
 from shardlib.train.gated import gated_update
 from shardlib.train.gradients import (
     Gradients,
@@ -57,6 +58,7 @@ def make_train_step(
     arranged: bool = False,
     guards: GuardsConfig | None = None,
     constrain: Constrain = "auto",
+    allow_wrong_numbers: tuple[str, ...] = (),
 ) -> "TrainStep":
     """Returns `step(state, batch) -> (state, metrics)`, compiled at its first call.
 
@@ -85,6 +87,9 @@ def make_train_step(
             where they decide all of it, and else shardlib, which lowers the loss into one manual
             program, so that XLA's partitioner has no say. `"user"`: XLA's partitioner, which has
             been measured to return wrong gradients without a word (docs/xla_faults.md).
+        allow_wrong_numbers: Codes of faults of the compiler, such as `"SL205"`, with which the step
+            runs all the same. A step is checked when it is first called, and raises
+            `WrongProgramError` where it would compute other numbers than one device.
 
     Returns:
         A callable with `lower(state, batch)` for inspection. `metrics` holds float32 scalars on the
@@ -123,6 +128,7 @@ def make_train_step(
         arranged,
         guards if guards and guards.refuses else None,
         constrain,
+        ProgramCheck(tuple(allow_wrong_numbers)),
     )
 
 
@@ -140,12 +146,15 @@ class TrainStep:
     arranged: bool = False
     guards: GuardsConfig | None = None
     constrain: Constrain = "auto"
+    check: ProgramCheck = dataclasses.field(default_factory=ProgramCheck)
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         refuse_donated(state)
         batch = self.arrange(state, batch)
-        return self.program(state, batch)(state, batch)
+        program = self.program(state, batch)
+        self.check(program, (state, batch), state.definition.scope.mesh)
+        return program(state, batch)
 
     def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
         """Lowers the step for arguments that may be abstract."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from shardlib.explain.equations import Placed as PlacedEquation
 from shardlib.explain.equations import equations, matmul_flops
+from shardlib.explain.explicit import is_explicit
 from shardlib.explain.hlo import Instruction, array_bytes
 from shardlib.explain.lint.activations import in_loss, shape_of_leaf
-from shardlib.explain.lint.explicit import is_explicit
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.shardings import dims
 from shardlib.explain.lint.subject import Placed, Subject, array_text, largest

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from shardlib.explain.wrong_numbers import FAULTS
+
 CODES: Mapping[str, str] = {
     "SL101": "a leaf is replicated by accident",
     "SL102": "the batch is whole on every device",
@@ -14,7 +16,7 @@ CODES: Mapping[str, str] = {
     "SL202": "a collective is repeated though its operand never changes",
     "SL203": "communication follows no mesh axis",
     "SL204": "a mesh axis of fast collectives leaves the fast domain",
-    "SL205": "rows of the batch change their order: the result can be wrong",
+    **FAULTS,
     "SL301": "a donated buffer is not reused",
     "SL302": "a state is not donated",
     "SL401": "float32 travels where bfloat16 is computed",

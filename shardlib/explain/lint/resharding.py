@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Iterator
 
+from shardlib.explain.explicit import is_explicit
 from shardlib.explain.lint.activations import (
     in_loss,
     is_parameter,
@@ -10,9 +11,7 @@ from shardlib.explain.lint.activations import (
     shape_of_leaf,
     vocabularies,
 )
-from shardlib.explain.lint.explicit import is_explicit
 from shardlib.explain.lint.findings import Finding
-from shardlib.explain.lint.reordering import reorders_rows
 from shardlib.explain.lint.shardings import dims
 from shardlib.explain.lint.subject import Placed, Subject, largest
 from shardlib.explain.params import bytes_text
@@ -27,9 +26,7 @@ def resharded(subject: Subject) -> Iterator[Finding]:
         where = subject.where(placed)
         large = placed.bytes >= subject.limits.activation_bytes
         implied = where.name and not is_explicit(where.name)
-        # Rows of the batch in another order are SL205's.
-        other = not reorders_rows(subject, placed, where)
-        if large and implied and other and _changes_sharding(subject, placed, where):
+        if large and implied and _changes_sharding(subject, placed, where):
             found[placed.collective.kind, where].append(placed)
     for (kind, where), members in found.items():
         first = max(members, key=lambda placed: placed.bytes).collective

@@ -1,7 +1,5 @@
 """Rows of the batch that the compiler puts into another order: told where the result is wrong."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -11,7 +9,7 @@ from planted import line_of
 
 import shardlib as sl
 from shardlib.explain.ahead import compile_step
-from shardlib.explain.lint import Limits, Subject, lint
+from shardlib.explain.lint import Subject, lint
 from shardlib.testing import Reference
 
 ROWS = 64
@@ -108,65 +106,3 @@ def test_where_it_is_from():
 def test_a_tpu_program_is_read_too(tpu_devices):
     subject = subject_of((64, 256, 64, 64), "up up up", devices=tpu_devices("v5e:2x4"))
     assert bool(told(subject)) == (("data", "fsdp") in permuted(subject))
-
-
-SIZES = {"data": 2, "fsdp": 4, "tensor": 2}
-NAME = "jit(step)/transpose(jvp())/dot_general"
-# Row blocks of the order data, fsdp go to that of fsdp, data; each is on two devices of tensor.
-ORDERS = [(2 * i, 2 * (i % 2 * 4 + i // 2)) for i in range(8)]
-REORDERED = ORDERS + [(a + 1, b + 1) for a, b in ORDERS]
-SHIFTED = [(i, (i + 2) % 16) for i in range(16)]
-
-
-def program(pairs, name=NAME):
-    """Returns a program with one permutation of what is computed."""
-    text = ",".join(f"{{{a},{b}}}" for a, b in pairs)
-    return f"""HloModule jit_step, num_partitions=16
-
-ENTRY %main (p: f32[16,32]) -> f32[16,32] {{
-  %p = f32[16,32]{{1,0}} parameter(0), metadata={{op_name="x"}}
-  %tanh = f32[16,32]{{1,0}} tanh(%p), metadata={{op_name="jit(step)/jvp()/tanh"}}
-  ROOT %permute = f32[16,32]{{1,0}} collective-permute(%tanh), channel_id=1, \
-source_target_pairs={{{text}}}, metadata={{op_name="{name}" source_file="model.py" source_line=12}}
-}}
-"""
-
-
-# What moves to its own place may be left out.
-@pytest.mark.parametrize("pairs", [REORDERED, [(b, a) for a, b in REORDERED], REORDERED[1:]])
-def test_rows_in_another_order(pairs):
-    # Without arguments to ask, the axes of the batch are those of the presets.
-    (found,) = lint(Subject(program(pairs), SIZES))
-    assert str(found) == (
-        "model.py:12: SL205 f32[16,32] (2.0 KiB), rows of the batch, change their order over "
-        "data+fsdp between two operations. The compiler is known to lose the way back and to "
-        "multiply rows of different samples: the loss, or its gradients, can be wrong.\n  "
-        "Constrain the output of every layer to the sharding of the batch with sl.constrain, then "
-        "compare with one device by sl.testing.assert_equivalent."
-    )
-    assert (found.place, found.bytes) == ("transpose(jvp())/dot_general in model.py", 2048)
-    assert found.title == "rows of the batch change their order: the result can be wrong"
-
-
-def test_it_is_not_told_twice():
-    limits = dataclasses.replace(Limits(), activation_bytes=1)
-    found = lint(Subject(program(REORDERED), SIZES, limits=limits))
-    assert [finding.code for finding in found] == ["SL205"]
-    found = lint(Subject(program(SHIFTED), SIZES, limits=limits))
-    assert [finding.code for finding in found] == ["SL201"]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "pairs", "name"),
-    [
-        (SIZES, SHIFTED, NAME),
-        # The axes of the batch are data, fsdp and expert.
-        ({"data": 2, "context": 4, "tensor": 2}, REORDERED, NAME),
-        ({"fsdp": 8, "tensor": 2}, REORDERED, NAME),
-        (SIZES, REORDERED, "jit(step)/transpose(jvp())/ppermute"),
-        # No loss is computed there.
-        (SIZES, REORDERED, "jit(step)/mul"),
-    ],
-)
-def test_what_is_another_thing(sizes, pairs, name):
-    assert lint(Subject(program(pairs, name), sizes)) == ()

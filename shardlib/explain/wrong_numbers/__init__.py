@@ -1,0 +1,115 @@
+"""Numbers that XLA's partitioner gets wrong, found in the program that it made.
+
+`wrong_numbers(compiled, mesh)` reads a compiled program and returns what is wrong in it.
+"""
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from shardlib.explain.hlo import Module, parse
+from shardlib.explain.wrong_numbers import tiles
+from shardlib.explain.wrong_numbers.faults import FAULTS as FAULTS
+from shardlib.explain.wrong_numbers.faults import Fault as Fault
+from shardlib.explain.wrong_numbers.faults import faults_of, is_automatic
+from shardlib.explain.wrong_numbers.interpret import Reader
+from shardlib.explain.wrong_numbers.values import Value, shapes_of
+from shardlib.mesh import mesh_sizes
+
+NOTHING: Mapping[int, Any] = MappingProxyType({})
+
+
+def wrong_numbers(compiled: Any, mesh: Any, jaxpr: Any = None) -> tuple[Fault, ...]:
+    """Returns the places where a compiled program computes other numbers than what was written.
+
+    Args:
+        compiled: A `jax.stages.Compiled`.
+        mesh: The mesh that it was compiled for.
+        jaxpr: What it was traced from, a `ClosedJaxpr`; without it SL207 and SL210 are not looked
+            for.
+
+    Returns:
+        One fault for each operation, ordered by code; none for a program on one device, or for one
+        whose collectives are the user's own.
+    """
+    text = compiled.as_text() or ""
+    if not is_automatic(text):
+        return ()
+    sizes, module = mesh_sizes(mesh), parse(text)
+    inputs, outputs = map(jax.tree.leaves, (compiled.input_shardings, compiled.output_shardings))
+    return read(module, sizes, jaxpr, dict(enumerate(inputs)), dict(enumerate(outputs)))
+
+
+def read(
+    module: Module,
+    mesh: Mapping[str, int],
+    jaxpr: Any = None,
+    inputs: Mapping[int, Any] = NOTHING,
+    outputs: Mapping[int, Any] = NOTHING,
+) -> tuple[Fault, ...]:
+    """Returns what is wrong in the text of a program; see `wrong_numbers`.
+
+    Args:
+        module: The program.
+        mesh: Sizes of the mesh axes, in mesh order.
+        jaxpr: What it was traced from.
+        inputs: The shardings of its parameters by number, or the mesh axes of their dims. Those
+            that are left out are read in the text, where it has them.
+        outputs: Those of its results. One that is left out is compared with the parameter whose
+            memory it takes.
+    """
+    devices = _partitions(module)
+    if devices < 2 or module.entry not in module.computations:
+        return ()
+    reader = Reader(module, devices)
+    entry = module.computations[module.entry]
+    parameters = {int(one.operands): one for one in entry if one.opcode == "parameter"}
+    arguments = []
+    for number in range(len(parameters)):
+        shape = (shapes_of(parameters[number].shape) or ((),))[0]
+        value = _placed(inputs.get(number), mesh, shape, reader)
+        text = parameters[number].attributes.get("sharding", "")
+        value = value or tiles.by_text(text, shape, reader.context)
+        arguments.append(value or tiles.nothing_known(shape))
+    found = reader.run(module.entry, arguments)
+    results = (found,) if isinstance(found, Value) else found
+    expected = {
+        output[0] if output else 0: arguments[number] for output, number, _ in module.donations()
+    }
+    for n, sharding in outputs.items():
+        if n < len(results) and isinstance(results[n], Value):
+            value = _placed(sharding, mesh, results[n].layout.shape, reader)
+            expected |= {} if value is None else {n: value}
+    _compare_results(reader, module, results, expected)
+    return tuple(faults_of(module, reader, mesh, jaxpr))
+
+
+def _placed(
+    sharding: Any, mesh: Mapping[str, int], shape: tuple[int, ...], reader: Reader
+) -> Value | None:
+    if not isinstance(sharding, tuple):
+        sharding = tiles.axes_of(sharding, len(shape), mesh)
+    return None if sharding is None else tiles.by_axes(sharding, mesh, shape, reader.context)
+
+
+def _compare_results(
+    reader: Reader, module: Module, results: Any, expected: Mapping[int, Value]
+) -> None:
+    """Compares what comes out with where it is said to lie."""
+    by_name = {one.name: one for one in module.computations[module.entry]}
+    root = next(one for one in by_name.values() if one.root)
+    for n, value in expected.items():
+        result = results[n]
+        if isinstance(result, Value) and result.layout.shape == value.layout.shape:
+            name = root.operand_names[n] if root.opcode == "tuple" else root.name
+            for dim in range(len(value.layout.dims)):
+                at = by_name.get(name, root)
+                reader.compare(module.entry, at, (result.layout, dim), (value.layout, dim))
+
+
+def _partitions(module: Module) -> int:
+    found = re.search(r"num_partitions=(\d+)", module.header)
+    return int(found[1]) if found else 1

@@ -1,0 +1,233 @@
+"""The known faults of XLA's partitioner, as findings about a compiled program."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardlib.explain.equations import equations
+from shardlib.explain.explicit import is_explicit
+from shardlib.explain.hlo import Instruction, Module
+from shardlib.explain.places import Where, where_of
+from shardlib.explain.wrong_numbers.collectives import KINDS, members_of
+from shardlib.explain.wrong_numbers.interpret import Contradiction, Reader, Start
+from shardlib.explain.wrong_numbers.operations import numbers
+from shardlib.explain.wrong_numbers.values import shapes_of
+
+FAULTS: Mapping[str, str] = {
+    "SL205": "rows change their order: operations read parts of different rows",
+    "SL206": "a sum over devices counts one value several times",
+    "SL207": "the gradient of a convolution with batch groups whose batch is cut",
+    "SL208": "the gradient of a max-pool whose window overlaps itself and is cut",
+    "SL209": "a dynamic slice of a cut dim that is not clamped",
+    "SL210": "the gradient of a strided slice or window is cut where its operand is whole",
+}
+"""What is wrong in a program that a fault is found in, by code."""
+_FIXES = {
+    "SL205": "Constrain the output of the operation to the sharding of the batch, without the axes "
+    "that its contraction is cut over.",
+    "SL206": "Split the batch over all mesh axes at this operation, or replicate its operands.",
+    "SL207": "Replicate the batch at this operation, or call it inside of a shard_map.",
+    "SL208": "Constrain the operand of the pool so that its window dims are whole.",
+    "SL209": "Clip the start to its range, or use jax 0.12, where this is mended.",
+    "SL210": "Constrain operand and result of the operation to one sharding.",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A place where a compiled program computes wrong numbers, or is known to.
+
+    Attributes:
+        code: A key of `FAULTS`.
+        what: What happens to which array.
+        where: The operation, its source line and its function.
+        axes: The mesh axes that it happens over; empty where they are not known.
+    """
+
+    code: str
+    what: str
+    where: Where
+    axes: tuple[str, ...] = ()
+
+    @property
+    def fix(self) -> str:
+        """One action that avoids it."""
+        return _FIXES[self.code]
+
+    def __str__(self) -> str:
+        place = f"{self.where.source}: " if self.where.source else ""
+        return f"{place}{self.code} {self.what}"
+
+
+def faults_of(
+    module: Module, reader: Reader, mesh: Mapping[str, int], jaxpr: Any = None
+) -> Iterator[Fault]:
+    """Yields the faults of a program that a reader has read, each place once.
+
+    Args:
+        module: The program.
+        reader: What was noticed in it.
+        mesh: Sizes of the mesh axes, in mesh order.
+        jaxpr: What it was traced from; without it SL207 and SL210 are not looked for.
+    """
+    found = [
+        *(_contradiction(module, reader, mesh, one) for one in _each(reader, Contradiction)),
+        *_batch_groups(module, jaxpr),
+        *_pools(module),
+        *_starts(module, reader, jaxpr),
+    ]
+    seen = set()
+    for fault in sorted(found, key=lambda fault: fault.code):
+        if (fault.code, fault.where) not in seen:
+            seen.add((fault.code, fault.where))
+            yield fault
+
+
+def _each(reader: Reader, kind: type[Any]) -> list[Any]:
+    """Returns the notes of a kind, one of each instruction: a computation may run several times."""
+    return list({n.instruction.name: n for n in reader.notes if isinstance(n, kind)}.values())
+
+
+def _contradiction(
+    module: Module, reader: Reader, mesh: Mapping[str, int], found: Contradiction
+) -> Fault:
+    origin = module.origin(found.computation, found.instruction)
+    where = where_of(module, origin)
+    name = where.name.rpartition("/")[2] or found.instruction.opcode
+    shape = f"[{','.join(map(str, found.shape))}]"
+    axes = _axes(reader, mesh, found)
+    over = f" over {'+'.join(axes)}" if axes else ""
+    if found.kind == "rows":
+        what = f"{name} reads parts {shape} that lie in two orders{over}: rows meet other rows."
+        return Fault("SL205", what, where, axes)
+    what = f"the sum of {name}, parts {shape}, counts each value {found.times} times{over}."
+    return Fault("SL206", what, where, axes)
+
+
+def _axes(reader: Reader, mesh: Mapping[str, int], found: Contradiction) -> tuple[str, ...]:
+    """Returns the axes along which parts of rows lie, or along which a summand is the same."""
+    vectors = reader.context.vectors
+    if math.prod(mesh.values()) != vectors.devices:
+        return ()
+    grids = [vectors[number].reshape(tuple(mesh.values())) for number in found.vectors]
+    varies = [any(np.ptp(grid, axis=n).any() for grid in grids) for n in range(len(mesh))]
+    if found.kind == "rows":
+        return tuple(name for name, differs in zip(mesh, varies, strict=True) if differs)
+    kind = found.instruction.opcode.removesuffix("-start")
+    members = members_of(found.instruction, kind, vectors.devices)
+    assert members is not None
+    groups = members.of.min(axis=1).reshape(tuple(mesh.values()))
+    return tuple(
+        name
+        for n, name in enumerate(mesh)
+        if not varies[n] and not np.ptp(groups, axis=n).any() and mesh[name] > 1
+    )
+
+
+def _implied(module: Module, suffix: str) -> Iterator[Instruction]:
+    """Yields the collectives that the compiler made for an operation of JAX."""
+    for instructions in module.computations.values():
+        for one in instructions:
+            if one.opcode.removesuffix("-start") in KINDS and one.op_name.endswith(f"/{suffix}"):
+                yield one
+
+
+def _batch_groups(module: Module, jaxpr: Any) -> Iterator[Fault]:
+    grouped = [
+        placed
+        for placed in _equations(jaxpr, "conv_general_dilated")
+        if placed.equation.params["batch_group_count"] > 1 and "transpose(" not in placed.name
+    ]
+    if not grouped:
+        return
+    for one in _implied(module, "conv_general_dilated"):
+        if "transpose(" in one.op_name:
+            groups = grouped[0].equation.params["batch_group_count"]
+            what = f"the gradient of a convolution with {groups} batch groups is cut."
+            yield Fault("SL207", what, where_of(module, one))
+
+
+def _pools(module: Module) -> Iterator[Fault]:
+    """A window of twice its stride or more, along a dim over which its devices trade halos."""
+    halos = list(_implied(module, "select_and_scatter"))
+    windows = [
+        one
+        for instructions in (module.computations.values() if halos else ())
+        for one in instructions
+        if one.opcode == "select-and-scatter"
+        or (one.opcode == "reduce-window" and one.shape.startswith("("))
+    ]
+    for window in windows:
+        sizes, strides = _window(window)
+        whole = shapes_of(window.shape)[0]
+        wide = [n for n, size in enumerate(sizes) if size > 1 and size >= 2 * strides[n]]
+        for halo in halos:
+            shape = shapes_of(halo.shape)[0]
+            if len(shape) == len(whole) and any(shape[n] < whole[n] for n in wide):
+                size, stride = sizes[wide[0]], strides[wide[0]]
+                what = (
+                    f"the gradient of a max-pool of window {size} and stride {stride} is cut along "
+                    "the window: what reaches over the edge is lost."
+                )
+                yield Fault("SL208", what, where_of(module, halo))
+
+
+def _window(instruction: Instruction) -> tuple[list[int], list[int]]:
+    text = instruction.attributes.get("window", "")
+    sizes, strides = (re.search(rf"\b{name}=([\dx]+)", text) for name in ("size", "stride"))
+    found = [int(part) for part in sizes[1].split("x")] if sizes else []
+    return found, [int(part) for part in strides[1].split("x")] if strides else [1] * len(found)
+
+
+def _starts(module: Module, reader: Reader, jaxpr: Any) -> Iterator[Fault]:
+    padded = _interior(jaxpr)
+    for start in _each(reader, Start):
+        name = start.instruction.op_name
+        if "shard_map" in name:
+            continue
+        rank = len(numbers(start.instruction, "dynamic_slice_sizes"))
+        if start.is_data and name.endswith("/dynamic_slice") and jax.__version_info__ < (0, 12):
+            what = (
+                "a slice from a start that is data is cut: a start beyond the end is not clamped."
+            )
+            yield Fault("SL209", what, where_of(module, start.instruction))
+        elif (
+            start.cuts_whole and name.endswith("/pad") and padded & {(rank, d) for d in start.dims}
+        ):
+            what = (
+                "the gradient of a strided slice or window is cut where its operand is whole: "
+                "its elements come to stand elsewhere."
+            )
+            yield Fault("SL210", what, where_of(module, start.instruction))
+
+
+def _interior(jaxpr: Any) -> set[tuple[int, int]]:
+    """Returns the dims that a program pads between elements, with the ranks of their arrays."""
+    found = set()
+    for placed in _equations(jaxpr, "pad"):
+        config: Sequence[tuple[int, int, int]] = placed.equation.params["padding_config"]
+        found |= {(len(config), dim) for dim, (_, _, inner) in enumerate(config) if inner > 0}
+    return found
+
+
+def _equations(jaxpr: Any, primitive: str) -> list[Any]:
+    if jaxpr is None:
+        return []
+    return [one for one in equations(jaxpr) if one.equation.primitive.name == primitive]
+
+
+def is_automatic(text: str) -> bool:
+    """Whether a program holds collectives, or asks for its place on the mesh, on the compiler's
+    account; what is inside of manual regions is the user's own."""
+    asked = re.compile(rf"\b(?:partition-id|{'|'.join(KINDS)})(?:-start)?\(")
+    for line in text.splitlines():
+        if asked.search(line):
+            name = re.search(r'op_name="([^"]*)"', line)
+            if name is None or not (is_explicit(name[1]) or name[1].endswith("axis_index")):
+                return True
+    return False

@@ -1,0 +1,342 @@
+"""A partitioned program, read once for all devices: where the parts of its values lie, which
+devices hold the same, and where that contradicts what the program does with them.
+
+The compiler cuts one program into parts for the devices. In a right one the parts that meet in an
+operation are the same part of both operands, and a sum over devices adds what differs between them.
+Both can be read off the program's text, whatever the partitioner meant: each value gets a layout
+and the classes of devices that hold the same, by the operation that makes it, and loops are read
+until nothing changes. What is not understood is unknown, and an unknown contradicts nothing.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from shardlib.explain.explicit import is_explicit
+from shardlib.explain.hlo import Instruction, Module
+from shardlib.explain.wrong_numbers import arithmetic, collectives, operations
+from shardlib.explain.wrong_numbers.layout import (
+    Layout,
+    Place,
+    are_reordered,
+    merged,
+    place_of,
+    unknown,
+)
+from shardlib.explain.wrong_numbers.values import (
+    AnyValue,
+    Context,
+    Value,
+    blank,
+    shapes_of,
+)
+from shardlib.explain.wrong_numbers.vectors import APART, SAME
+
+_ROUNDS = 6
+"""In which a loop comes to rest; what still changes then is unknown."""
+_DISTINCT = ("rng", "rng-get-and-update-state", "infeed", "recv", "recv-done", "send")
+_THROUGH = ("async-done", "async-update", "all-gather-done", "all-reduce-done", "copy-done",
+            "collective-permute-done", "copy-start", "optimization-barrier", "domain")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Contradiction:
+    """Where a program contradicts itself.
+
+    Attributes:
+        kind: `rows` where parts meet that are not the same part, `copies` where a sum counts a
+            value several times.
+        computation: Where the instruction stands.
+        instruction: The one that reads the parts, or the sum.
+        shape: Of what is read, on one device.
+        vectors: Numbers of the vectors that tell: where the parts of either operand begin, or
+            which devices hold the same summand.
+        times: How often a value is counted.
+    """
+
+    kind: str
+    computation: str
+    instruction: Instruction
+    shape: tuple[int, ...] = ()
+    vectors: tuple[int, ...] = ()
+    times: int = 1
+
+
+class Start(NamedTuple):
+    """A dynamic slice whose start differs between devices."""
+
+    instruction: Instruction
+    dims: tuple[int, ...]
+    """Along which it differs."""
+    is_data: bool
+    """Whether it is computed from data, and not from the number of the device alone."""
+    cuts_whole: bool
+    """Whether it takes several parts of what devices hold alike."""
+
+
+class Reader:
+    """Reads a program; `notes` holds what was noticed."""
+
+    def __init__(self, module: Module, devices: int):
+        self.module = module
+        self.context = Context(devices)
+        self.notes: list[Contradiction | Start] = []
+        self._places: dict[tuple[Layout, int], Place | None] = {}
+        self._memory: dict[tuple, tuple[AnyValue, list[Contradiction | Start]]] = {}
+
+    def run(self, computation: str, arguments: Sequence[AnyValue]) -> AnyValue:
+        """Returns what a computation makes of its arguments."""
+        key = (computation, *arguments)
+        if key not in self._memory:
+            before, self.notes = self.notes, []
+            found = self._run(computation, arguments)
+            self._memory[key] = found, self.notes
+            self.notes = before
+        found, notes = self._memory[key]
+        self.notes += notes
+        return found
+
+    def _run(self, computation: str, arguments: Sequence[AnyValue]) -> AnyValue:
+        values: dict[str, AnyValue] = {}
+        shapes: dict[str, str] = {}
+        found: AnyValue = ()
+        for instruction in self.module.computations[computation]:
+            shapes[instruction.name] = instruction.shape
+            if instruction.opcode == "parameter":
+                number = int(instruction.operands)
+                found = arguments[number] if number < len(arguments) else blank(instruction.shape)
+            else:
+                operands = [values.get(n, Value(unknown(()))) for n in instruction.operand_names]
+                read = [shapes.get(name, "") for name in instruction.operand_names]
+                found = self._value(computation, instruction, operands, read)
+            values[instruction.name] = found
+            if instruction.root:
+                return found
+        return found
+
+    def _value(
+        self, where: str, instruction: Instruction, operands: list[AnyValue], shapes: list[str]
+    ) -> AnyValue:
+        opcode = instruction.opcode
+        if opcode == "tuple":
+            return tuple(operands)
+        if opcode == "get-tuple-element":
+            return self._element(instruction, operands[0])
+        if opcode in _THROUGH and operands:
+            return operands[0] if len(operands) == 1 else tuple(operands)
+        if opcode in ("fusion", "call", "async-start"):
+            return self.run(instruction.called()[0], operands)
+        if opcode == "while":
+            return self._loop(instruction, operands[0])
+        if opcode == "conditional":
+            return self._branches(instruction, operands)
+        kind = opcode.removesuffix("-start")
+        flat = list(_flat(operands))
+        if kind in collectives.KINDS:
+            return self._collective(where, instruction, kind, flat)
+        return self._operation(where, instruction, flat, shapes)
+
+    def _element(self, instruction: Instruction, value: AnyValue) -> AnyValue:
+        index = int(instruction.attributes.get("index", "0"))
+        if isinstance(value, Value):
+            return value if index == 0 else blank(instruction.shape, value.same)
+        return value[index] if index < len(value) else blank(instruction.shape)
+
+    def _operation(
+        self, where: str, instruction: Instruction, operands: list[Value], shapes: list[str]
+    ) -> AnyValue:
+        opcode = instruction.opcode
+        if opcode == "constant":
+            return self._constant(instruction)
+        if opcode == "partition-id":
+            return self.context.known(self.context.vectors[APART], ())
+        if opcode in ("iota", "replica-id"):
+            (shape,) = shapes_of(instruction.shape)
+            return Value(unknown(shape), SAME, is_data=False)
+        if opcode in _DISTINCT:
+            return blank(instruction.shape, APART)
+        known = arithmetic.computed(self.context, instruction, operands)
+        if known is not None:
+            return known
+        same = self.context.vectors.all_of([operand.same for operand in operands])
+        is_data = any(operand.is_data for operand in operands)
+        if instruction.shape.startswith("("):
+            return self._several(instruction, operands, same)
+        if opcode == "dynamic-slice":
+            self._note_start(instruction, operands)
+        layout, pairs = operations.layout_of(instruction, operands, shapes, self.context)
+        self._compare(where, instruction, pairs)
+        return Value(layout, same, None, _is_zero(instruction, operands), is_data)
+
+    def _several(self, instruction: Instruction, operands: list[Value], same: int) -> AnyValue:
+        """The results of a variadic reduction or sort lie as its operands do."""
+        layouts = [unknown(shape) for shape in shapes_of(instruction.shape)]
+        if instruction.opcode in ("reduce", "sort"):
+            for n, shape in enumerate(shapes_of(instruction.shape)):
+                one = dataclasses.replace(instruction, shape=f"f32[{','.join(map(str, shape))}]")
+                layouts[n], _ = operations.layout_of(one, operands[n:], [], self.context)
+        return tuple(Value(layout, same) for layout in layouts)
+
+    def _constant(self, instruction: Instruction) -> AnyValue:
+        if instruction.shape.startswith("("):
+            return blank(instruction.shape, SAME)
+        known = arithmetic.constant(self.context, instruction)
+        if known is not None:
+            return known
+        is_zero = instruction.operands.strip() in ("0", "-0", "false")
+        (shape,) = shapes_of(instruction.shape)[:1] or [()]
+        return Value(unknown(shape), SAME, None, is_zero, is_data=False)
+
+    def _collective(
+        self, where: str, instruction: Instruction, kind: str, operands: list[Value]
+    ) -> AnyValue:
+        devices = self.context.vectors.devices
+        members = None
+        if kind != "collective-permute":
+            members = collectives.members_of(instruction, kind, devices)
+        if kind in ("all-reduce", "reduce-scatter") and members and self._adds(instruction):
+            for operand in operands:
+                times = collectives.copies_summed(operand, members, self.context)
+                if times > 1:
+                    shape = operand.layout.shape
+                    same = (operand.same,)
+                    self._note(Contradiction("copies", where, instruction, shape, same, times))
+        if kind == "all-gather" and members:
+            for operand in operands:
+                offsets = collectives.shuffled(instruction, operand, members, self.context)
+                if offsets != SAME:
+                    shape = operand.layout.shape
+                    self._note(Contradiction("rows", where, instruction, shape, (offsets,)))
+        if kind == "all-to-all" and members and len(operands) == members.of.shape[1] > 1:
+            found = collectives.exchanged(operands, members, self.context)
+        else:
+            found = tuple(
+                collectives.result_of(instruction, kind, operand, n, members, self.context)
+                for n, operand in enumerate(operands)
+            )
+        if is_manual(instruction) and kind != "all-reduce":
+            found = tuple(v._replace(layout=unknown(v.layout.shape)) for v in found)
+        return found if len(found) > 1 or _returns_tuple(instruction, kind) else found[0]
+
+    def _adds(self, instruction: Instruction) -> bool:
+        called = self.module.computations.get((instruction.called() or [""])[0], ())
+        opcodes = {one.opcode for one in called} - {"parameter", "convert", "copy", "bitcast"}
+        return opcodes == {"add"}
+
+    def _note(self, found: Contradiction) -> None:
+        if not is_manual(found.instruction):
+            self.notes.append(found)
+
+    def _note_start(self, instruction: Instruction, operands: list[Value]) -> None:
+        starts = operands[1:]
+        dims = tuple(n for n, start in enumerate(starts) if start.same != SAME)
+        if not dims:
+            return
+        vectors, whole = self.context.vectors, operands[0].same
+        start = vectors.all_of([start.same for start in starts])
+        is_data = any(starts[dim].is_data for dim in dims)
+        cuts_whole = vectors.both(whole, start) != whole
+        self.notes.append(Start(instruction, dims, is_data, cuts_whole))
+
+    def _compare(self, where: str, instruction: Instruction, pairs: operations.Pairs) -> None:
+        for (one, dim), (other, at) in pairs:
+            if one.axes and other.axes and (one is not other or dim != at):
+                self.compare(where, instruction, (one, dim), (other, at))
+
+    def compare(
+        self,
+        where: str,
+        instruction: Instruction,
+        one: tuple[Layout, int],
+        other: tuple[Layout, int],
+    ) -> None:
+        """Notes two dims that should be one, if they hold the same parts on other devices."""
+        vectors = self.context.vectors
+        places = self._place(*one), self._place(*other)
+        if are_reordered(*places, vectors):
+            offsets = tuple(place.offsets for place in places if place)
+            self._note(Contradiction("rows", where, instruction, one[0].shape, offsets))
+
+    def _place(self, layout: Layout, dim: int) -> Place | None:
+        key = layout, dim
+        if key not in self._places:
+            self._places[key] = place_of(layout, dim, self.context.vectors)
+        return self._places[key]
+
+    def _loop(self, instruction: Instruction, start: AnyValue) -> AnyValue:
+        body = instruction.attributes["body"].lstrip("%")
+        carried, before = start, self.notes
+        for _ in range(_ROUNDS):
+            # Only of what the loop comes to rest at it is certain what its body reads.
+            self.notes = []
+            after = self.joined(carried, self.run(body, [carried]))
+            if after == carried:
+                break
+            carried = after
+        else:
+            self.notes, carried = [], self.given_up(carried)
+        self.notes = before + self.notes
+        return carried
+
+    def _branches(self, instruction: Instruction, operands: list[AnyValue]) -> AnyValue:
+        names = instruction.called()
+        found = [self.run(name, [value]) for name, value in zip(names, operands[1:], strict=False)]
+        chosen = operands[0].same if isinstance(operands[0], Value) else APART
+        joined = found[0] if found else blank(instruction.shape)
+        for other in found[1:]:
+            joined = self.joined(joined, other)
+        return self._refined(joined, chosen)
+
+    def joined(self, one: AnyValue, other: AnyValue) -> AnyValue:
+        """Returns what is known of a value that is one or the other."""
+        if one == other:
+            return one
+        if not isinstance(one, Value) or not isinstance(other, Value):
+            pairs = zip(one, other, strict=False)
+            return tuple(self.joined(a, b) for a, b in pairs)  # type: ignore[arg-type]
+        vectors = self.context.vectors
+        layout = one.layout
+        if one.layout.shape == other.layout.shape:
+            layout = merged(one.layout, other.layout)
+        same = vectors.both(one.same, other.same)
+        is_zero = one.is_zero and other.is_zero
+        numbers = one.numbers if one.numbers == other.numbers else None
+        return Value(layout, same, numbers, is_zero, one.is_data or other.is_data)
+
+    def given_up(self, value: AnyValue) -> AnyValue:
+        """Returns a value of which nothing is known but its shape."""
+        if isinstance(value, Value):
+            return Value(unknown(value.layout.shape), APART)
+        return tuple(self.given_up(part) for part in value)
+
+    def _refined(self, value: AnyValue, same: int) -> AnyValue:
+        if isinstance(value, Value):
+            return value._replace(same=self.context.vectors.both(value.same, same), numbers=None)
+        return tuple(self._refined(part, same) for part in value)
+
+
+def is_manual(instruction: Instruction) -> bool:
+    """Whether an operation is a collective that the user's own code calls by name."""
+    return is_explicit(instruction.op_name)
+
+
+def _is_zero(instruction: Instruction, operands: list[Value]) -> bool:
+    zeros = [operand.is_zero for operand in operands]
+    if instruction.opcode in ("multiply", "dot", "and"):
+        return any(zeros)
+    if instruction.opcode == "select":
+        return all(zeros[1:])
+    passes = ("add", "broadcast", "bitcast", "reshape", "transpose", "copy", "convert", "slice")
+    return instruction.opcode in (*passes, "concatenate", "reduce") and all(zeros)
+
+
+def _returns_tuple(instruction: Instruction, kind: str) -> bool:
+    return instruction.shape.startswith("(") and kind in ("all-reduce", "all-to-all")
+
+
+def _flat(values: Sequence[AnyValue]) -> Iterator[Value]:
+    for value in values:
+        if isinstance(value, Value):
+            yield value
+        else:
+            yield from _flat(value)

@@ -1,0 +1,287 @@
+"""Which part of a whole array each device holds: the type that the check gives to every value.
+
+A dim of a value is a list of *factors* `(size, stride, axis)`, the major one first. With index `i`
+in a factor, a device stands at `offset + i * stride` of the factor's axis, and the offset of an
+axis is a vector over the devices. So `f32[4]` as rows of 16 that four devices share is one factor
+(4, 1, 0) whose axis has the offsets 0, 4, 8, 12 and the extent 16. An axis `UNKNOWN` stands for a
+dim that nothing is known of, or that is constant; it agrees with every other.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardlib.explain.wrong_numbers.vectors import SAME, Vectors
+
+UNKNOWN = -1
+
+
+class Factor(NamedTuple):
+    """A part of a dim."""
+
+    size: int
+    stride: int = 0
+    axis: int = UNKNOWN
+
+
+class Axis(NamedTuple):
+    """A dim of a whole array: the number of the offsets of the devices, and its extent."""
+
+    offsets: int
+    extent: int
+
+
+Dim = tuple[Factor, ...]
+
+
+class Layout(NamedTuple):
+    """The dims of a value, and the axes that they lie on."""
+
+    dims: tuple[Dim, ...]
+    axes: tuple[Axis, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What one device holds."""
+        return tuple(math.prod(factor.size for factor in dim) for dim in self.dims)
+
+
+def unknown(shape: Iterable[int]) -> Layout:
+    """Returns the layout of a value that nothing is known of."""
+    return Layout(tuple((Factor(size),) for size in shape))
+
+
+def is_known(dim: Dim) -> bool:
+    """Whether it is known where each part of a dim stands."""
+    return all(factor.axis != UNKNOWN for factor in dim)
+
+
+def assembled(parts: Iterable[tuple[Layout, Dim]]) -> Layout:
+    """Returns the layout whose dims are taken from other layouts, with their axes."""
+    numbers: dict[tuple[int, int], int] = {}
+    axes: list[Axis] = []
+    dims = []
+    layouts: list[Layout] = []
+    for layout, dim in parts:
+        source = next((n for n, one in enumerate(layouts) if one is layout), len(layouts))
+        if source == len(layouts):
+            layouts.append(layout)
+        factors = []
+        for size, stride, axis in dim:
+            number = UNKNOWN
+            if axis != UNKNOWN:
+                if (source, axis) not in numbers:
+                    numbers[source, axis] = len(axes)
+                    axes.append(layout.axes[axis])
+                number = numbers[source, axis]
+            factors.append(Factor(size, stride, number))
+        dims.append(tuple(factors))
+    return Layout(tuple(dims), tuple(axes))
+
+
+def forget(layout: Layout, shape: Sequence[int], dims: Iterable[int]) -> Layout:
+    """Returns a layout of a shape that keeps every dim but some."""
+    lost = set(dims)
+    return assembled(
+        (layout, (Factor(size),) if n in lost else layout.dims[n]) for n, size in enumerate(shape)
+    )
+
+
+def reshape(layout: Layout, shape: Sequence[int]) -> Layout:
+    """Returns the layout of the same elements in row-major order as another shape."""
+    if layout.shape == tuple(shape):
+        return layout
+    waiting = [factor for dim in layout.dims for factor in dim][::-1]
+    dims: list[Dim] = []
+    for size in shape:
+        dim, left = [], size
+        while waiting and (left > 1 or (not dim and waiting[-1].size == 1)):
+            factor = waiting.pop()
+            common = math.gcd(factor.size, left)
+            if common != factor.size and common != left:
+                return unknown(shape)
+            if factor.size > left:
+                inner = factor.size // left
+                waiting.append(Factor(inner, factor.stride, factor.axis))
+                factor = Factor(left, factor.stride * inner, factor.axis)
+            dim.append(factor)
+            left //= factor.size
+        if left > 1:
+            return unknown(shape)
+        dims.append(_joined(dim) or (Factor(1),))
+    return Layout(tuple(dims), layout.axes)
+
+
+def _joined(dim: Sequence[Factor]) -> Dim:
+    """Returns a dim whose neighbouring factors of one axis are one factor where they can be."""
+    found: list[Factor] = []
+    for factor in dim:
+        last = found[-1] if found else None
+        if last and last.axis == factor.axis and last.stride == factor.stride * factor.size:
+            found[-1] = Factor(last.size * factor.size, factor.stride, factor.axis)
+        elif factor.size > 1 or factor.axis != UNKNOWN:
+            found.append(factor)
+    return tuple(found)
+
+
+def put_together(parts: Sequence[Layout], dim: int, vectors: Vectors) -> Layout:
+    """Returns the layout of parts of one shape that follow each other along a dim.
+
+    Where the parts stand apart in one axis, by one step, they are a new major factor of the dim.
+    """
+    first, count = parts[0], len(parts)
+    shape = [size * (count if n == dim else 1) for n, size in enumerate(first.shape)]
+    if any(part.dims != first.dims for part in parts):
+        return forget(first, shape, range(len(shape)))
+    steps = {}
+    for axis in axes_of(first):
+        offsets = np.stack([vectors[part.axes[axis].offsets] for part in parts])
+        if np.ptp(offsets, axis=0).any():
+            steps[axis] = np.diff(offsets, axis=0)
+    step = next(iter(steps.values())) if len(steps) == 1 else np.arange(2)
+    if np.ptp(step) or step.flat[0] <= 0:
+        return forget(first, shape, {dim, *dims_on(first, steps)})
+    (axis,), dims = steps, list(first.dims)
+    dims[dim] = _joined((Factor(count, int(step.flat[0]), axis), *dims[dim]))
+    return Layout(tuple(dims), first.axes)
+
+
+def is_shuffled(parts: Sequence[Layout], dim: int, vectors: Vectors) -> int | None:
+    """Returns the axis whose parts follow each other out of order along a dim, or None.
+
+    They are all parts of one stretch of the axis, without a gap between them.
+    """
+    factors = parts[0].dims[dim]
+    if len(factors) != 1 or factors[0].axis == UNKNOWN:
+        return None
+    size, stride, axis = factors[0]
+    offsets = np.stack([vectors[part.axes[axis].offsets] for part in parts])
+    ascending = np.sort(offsets, axis=0)
+    is_whole = (np.diff(ascending, axis=0) == size * stride).all()
+    return axis if is_whole and not np.array_equal(ascending, offsets) else None
+
+
+def taken_from(layout: Layout, sources: np.ndarray, vectors: Vectors) -> Layout:
+    """Returns the layout of what each device receives from another one, `sources` [devices]."""
+    axes = (
+        Axis(vectors.number(vectors[axis.offsets][sources]), axis.extent) for axis in layout.axes
+    )
+    return Layout(layout.dims, tuple(axes))
+
+
+def chosen(layouts: Sequence[Layout], choice: np.ndarray, vectors: Vectors) -> Layout:
+    """Returns the layout of what is one of several values, another one on each device."""
+    first = layouts[0]
+    if any(other.dims != first.dims for other in layouts):
+        return unknown(first.shape)
+    devices = np.arange(vectors.devices)
+    axes = []
+    for n, axis in enumerate(first.axes):
+        offsets = np.stack([vectors[other.axes[n].offsets] for other in layouts])
+        axes.append(Axis(vectors.number(offsets[choice, devices]), axis.extent))
+    return Layout(first.dims, tuple(axes))
+
+
+def axes_of(layout: Layout) -> list[int]:
+    """Returns the numbers of the axes that the dims lie on."""
+    return sorted({factor.axis for dim in layout.dims for factor in dim} - {UNKNOWN})
+
+
+def dims_on(layout: Layout, axes: Iterable[int]) -> set[int]:
+    """Returns the dims with a factor on one of some axes."""
+    lost = set(axes)
+    return {n for n, dim in enumerate(layout.dims) if any(f.axis in lost for f in dim)}
+
+
+def moved(layout: Layout, dim: int, offsets: int, size: int, vectors: Vectors) -> Layout:
+    """Returns the layout of a part of a dim: `size` from the offsets on, which differ by device."""
+    factors = layout.dims[dim]
+    shape = [size if n == dim else whole for n, whole in enumerate(layout.shape)]
+    if len(factors) != 1 or factors[0].axis == UNKNOWN:
+        return forget(layout, shape, (dim,))
+    factor, axes, dims = factors[0], list(layout.axes), list(layout.dims)
+    axis = axes[factor.axis]
+    axes[factor.axis] = Axis(vectors.add(axis.offsets, offsets, factor.stride), axis.extent)
+    dims[dim] = (Factor(size, factor.stride, factor.axis),)
+    if size == 1 and any(f.axis == factor.axis for n, d in enumerate(dims) if n != dim for f in d):
+        # One position of a part of an axis: what is left of the axis says where it stands.
+        dims[dim] = (Factor(1),)
+    return Layout(tuple(dims), tuple(axes))
+
+
+def merged(one: Layout, other: Layout) -> Layout:
+    """Returns the layout of two values of one shape that are read element by element."""
+    if not other.axes or one == other:
+        return one
+    if all(is_known(dim) for dim in one.dims):
+        return one
+    return assembled(
+        (one, dim) if is_known(dim) else (other, other.dims[n]) for n, dim in enumerate(one.dims)
+    )
+
+
+class Place(NamedTuple):
+    """Where a dim stands, whatever its axes are called: sizes and strides of its factors, the
+    number of the offsets, and how long the whole dim is.
+
+    Axes of which a device holds one position are kept apart, with extent and offsets: in which
+    order they and the others make up the dim is not to be seen.
+    """
+
+    factors: tuple[tuple[int, int], ...]
+    offsets: int
+    extent: int
+    single: tuple[tuple[int, int], ...] = ()
+
+
+def place_of(layout: Layout, dim: int, vectors: Vectors) -> Place | None:
+    """Returns where a dim stands in the dim of the whole array, or None if that is not known."""
+    if not is_known(layout.dims[dim]):
+        return None
+    factors: list[tuple[int, int]] = []
+    offsets, extent = SAME, 1
+    single: list[tuple[int, int]] = []
+    axes = list(dict.fromkeys(factor.axis for factor in reversed(layout.dims[dim])))
+    for axis in axes:
+        own = [factor for factor in layout.dims[dim] if factor.axis == axis]
+        low = min(factor.stride for factor in own)
+        if low <= 0:
+            return None
+        others = [f for n, d in enumerate(layout.dims) if n != dim for f in d if f.axis == axis]
+        high = min((f.stride for f in others if f.stride > low), default=layout.axes[axis].extent)
+        part = vectors[layout.axes[axis].offsets] % high // low
+        if len(axes) > 1 and all(factor.size == 1 for factor in own):
+            single.append((max(high // low, 1), vectors.number(part)))
+            continue
+        offsets = vectors.number(vectors[offsets] + part * extent)
+        factors = [(f.size, f.stride // low * extent) for f in own] + factors
+        extent *= max(high // low, 1)
+    joined: list[tuple[int, int]] = []
+    for size, stride in factors:
+        if joined and joined[-1][1] == size * stride:
+            joined[-1] = (joined[-1][0] * size, stride)
+        elif size > 1:
+            joined.append((size, stride))
+    return Place(tuple(joined), offsets, extent, tuple(sorted(single)))
+
+
+def are_reordered(one: Place | None, other: Place | None, vectors: Vectors) -> bool:
+    """Whether devices hold other parts of one dim, each of which is cut into such parts whole."""
+    if one is None or other is None or one == other or one.extent != other.extent:
+        return False
+    if [extent for extent, _ in one.single] != [extent for extent, _ in other.single]:
+        return False
+    if one[:3] == other[:3]:
+        positions = (*one.single, *other.single)
+        return all(len(np.unique(vectors[n])) == extent for extent, n in positions)
+    return _tiles(one, vectors) and _tiles(other, vectors)
+
+
+def _tiles(place: Place, vectors: Vectors) -> bool:
+    """Whether the parts of the devices, in ascending order each, make up a dim that is cut."""
+    strides = [stride for _, stride in place.factors]
+    parts = len(np.unique(vectors[place.offsets]))
+    size = math.prod(size for size, _ in place.factors)
+    return parts > 1 and parts * size == place.extent and strides == sorted(strides, reverse=True)

@@ -1,0 +1,271 @@
+"""What an operation within one device does to the layouts of the values it reads."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from shardlib.explain.hlo import Instruction
+from shardlib.explain.wrong_numbers.layout import (
+    Dim,
+    Factor,
+    Layout,
+    assembled,
+    forget,
+    is_known,
+    merged,
+    moved,
+    put_together,
+    reshape,
+    unknown,
+)
+from shardlib.explain.wrong_numbers.values import Context, Value, dims_and_order, shapes_of
+
+Pairs = list[tuple[tuple[Layout, int], tuple[Layout, int]]]
+"""Dims that an operation takes to be the same one: a layout and the number of its dim, twice."""
+
+ELEMENTWISE = frozenset(
+    (
+        *("abs", "add", "and", "atan2", "cbrt", "ceil", "clamp", "compare", "complex", "convert"),
+        *("copy", "cosine", "divide", "erf", "exponential", "exponential-minus-one", "floor"),
+        *("imag", "is-finite", "log", "log-plus-one", "logistic", "map", "maximum", "minimum"),
+        *("multiply", "negate", "not", "or", "popcnt", "power", "real", "reduce-precision"),
+        *("remainder", "round-nearest-afz", "round-nearest-even", "rsqrt", "select", "shift-left"),
+        *("shift-right-arithmetic", "shift-right-logical", "sign", "sine", "sqrt", "subtract"),
+        *("tan", "tanh", "xor", "optimization-barrier", "domain", "copy-start", "copy-done"),
+        "bitcast-convert",
+    )
+)
+
+
+def layout_of(
+    instruction: Instruction, operands: Sequence[Value], shapes: Sequence[str], context: Context
+) -> tuple[Layout, Pairs]:
+    """Returns the layout of a result, and the dims of operands that must agree for it.
+
+    Args:
+        instruction: The operation.
+        operands: What it reads.
+        shapes: The shapes of what it reads, with their layouts in memory.
+        context: That of the program.
+    """
+    shape, _ = dims_and_order(instruction.shape)
+    opcode = instruction.opcode
+    if opcode in ELEMENTWISE or opcode == "dynamic-update-slice":
+        return _together(operands, shape)
+    if opcode in ("dot", "convolution"):
+        return (_dot if opcode == "dot" else _convolution)(instruction, operands, shape)
+    if opcode == "bitcast" and operands:
+        return _bitcast(instruction, operands[0].layout, shapes[0]), []
+    if opcode == "slice":
+        return _sliced(instruction, operands, shape, context), []
+    if opcode in _MOVES and operands:
+        return _MOVES[opcode](instruction, operands, shape), []
+    if opcode == "concatenate":
+        return _concatenated(instruction, operands, shape, context)
+    if opcode == "dynamic-slice":
+        return _part(instruction, operands, shape, context), []
+    return unknown(shape), []
+
+
+def _together(operands: Sequence[Value], shape: tuple[int, ...]) -> tuple[Layout, Pairs]:
+    alike = [operand.layout for operand in operands if operand.layout.shape == shape]
+    if not alike:
+        return unknown(shape), []
+    found, pairs = alike[0], []
+    for other in alike[1:]:
+        if other == found or not other.axes:
+            continue
+        pairs += [((found, dim), (other, dim)) for dim in range(len(shape))]
+        found = merged(found, other)
+    return found, pairs
+
+
+def _dot(
+    instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...]
+) -> tuple[Layout, Pairs]:
+    if len(operands) < 2:
+        return unknown(shape), []
+    left, right = operands[0].layout, operands[1].layout
+    batch = numbers(instruction, "lhs_batch_dims"), numbers(instruction, "rhs_batch_dims")
+    summed = (
+        numbers(instruction, "lhs_contracting_dims"),
+        numbers(instruction, "rhs_contracting_dims"),
+    )
+    return product(left, right, batch, summed, shape)
+
+
+def product(
+    left: Layout,
+    right: Layout,
+    batch: tuple[Sequence[int], Sequence[int]],
+    summed: tuple[Sequence[int], Sequence[int]],
+    shape: tuple[int, ...],
+) -> tuple[Layout, Pairs]:
+    """Returns the layout of a product: dims of the batch, then what is left of either operand."""
+    both = [*zip(*batch, strict=True), *zip(*summed, strict=True)]
+    pairs: Pairs = [((left, one), (right, other)) for one, other in both]
+    parts: list[tuple[Layout, Dim]] = [(left, left.dims[dim]) for dim in batch[0]]
+    # The axes of two operands are not the same axes, even where the operands are one value.
+    right = Layout(*right)
+    for layout, taken in ((left, (*batch[0], *summed[0])), (right, (*batch[1], *summed[1]))):
+        parts += [(layout, dim) for n, dim in enumerate(layout.dims) if n not in taken]
+    found = assembled(parts)
+    return (found if found.shape == shape else unknown(shape)), pairs
+
+
+def _convolution(
+    instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...]
+) -> tuple[Layout, Pairs]:
+    """Batch and features lie as in a matmul; what is known of the window's dims is given up."""
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.attributes.get("dim_labels", ""))
+    if labels is None or len(operands) < 2:
+        return unknown(shape), []
+    left, right = operands[0].layout, operands[1].layout
+    right = Layout(*right)
+    lhs, rhs, out = labels[1], labels[2], labels[3]
+    groups = [instruction.attributes.get(f"{n}_group_count", "1") for n in ("feature", "batch")]
+    parts: list[tuple[Layout, Dim]] = [(left, (Factor(size),)) for size in shape]
+    if groups == ["1", "1"]:
+        parts[out.index("b")] = (left, left.dims[lhs.index("b")])
+        parts[out.index("f")] = (right, right.dims[rhs.index("o")])
+        pairs: Pairs = [((left, lhs.index("f")), (right, rhs.index("i")))]
+    else:
+        pairs = []
+        if groups[1] == "1":
+            parts[out.index("b")] = (left, left.dims[lhs.index("b")])
+    found = assembled(parts)
+    return (found if found.shape == shape else unknown(shape)), pairs
+
+
+def _concatenated(
+    instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...], context: Context
+) -> tuple[Layout, Pairs]:
+    (along,) = numbers(instruction, "dimensions") or [0]
+    parts = [operand.layout for operand in operands]
+    apart = parts[0].shape[along] == 1 or is_known(parts[0].dims[along])
+    if apart and len({part.dims for part in parts}) == 1:
+        return put_together(parts, along, context.vectors), []
+    found, pairs = forget(operands[0].layout, shape, (along,)), []
+    for other in operands[1:]:
+        rest = forget(other.layout, shape, (along,))
+        pairs += [((found, dim), (rest, dim)) for dim in range(len(shape))]
+        found = merged(found, rest)
+    return found, pairs
+
+
+def _part(
+    instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...], context: Context
+) -> Layout:
+    """Returns the layout of a dynamic slice. Where each device has its own known start, it is the
+    device's part of a whole dim; else it is known of whole dims alone."""
+    found = operands[0].layout
+    whole = found.shape
+    starts = operands[1:]
+    if len(whole) != len(shape):
+        return unknown(shape)
+    for dim, size in enumerate(shape):
+        if size == whole[dim]:
+            continue
+        start = context.offsets(starts[dim]) if len(starts) == len(shape) else None
+        if start is None or not starts[dim].same:
+            now = [size if n == dim else length for n, length in enumerate(found.shape)]
+            found = forget(found, now, (dim,))
+        else:
+            clipped = context.vectors[start].clip(0, whole[dim] - size)
+            found = moved(found, dim, context.vectors.number(clipped), size, context.vectors)
+    return found
+
+
+def _sliced(
+    instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...], context: Context
+) -> Layout:
+    """Returns the layout of a slice, the same on all devices."""
+    found = operands[0].layout
+    bounds = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", instruction.attributes.get("slice", ""))
+    if len(bounds) != len(shape):
+        return unknown(shape)
+    for dim, (start, _, step) in enumerate(bounds):
+        if shape[dim] == found.shape[dim]:
+            continue
+        if step not in ("", "1"):
+            now = [shape[n] if n == dim else size for n, size in enumerate(found.shape)]
+            found = forget(found, now, (dim,))
+        else:
+            offset = context.vectors.number(np.full(context.vectors.devices, int(start)))
+            found = moved(found, dim, offset, shape[dim], context.vectors)
+    return found
+
+
+def _transposed(
+    instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]
+) -> Layout:
+    layout = operands[0].layout
+    return Layout(
+        tuple(layout.dims[dim] for dim in numbers(instruction, "dimensions")), layout.axes
+    )
+
+
+def _bitcast(instruction: Instruction, layout: Layout, shape_before: str) -> Layout:
+    """A bitcast reads the same memory as another shape: a reshape of what lies in order there."""
+    dims, after = dims_and_order(instruction.shape)
+    _, before = dims_and_order(shape_before)
+    if len(before) != len(layout.dims):
+        return unknown(dims)
+    physical = Layout(tuple(layout.dims[dim] for dim in before), layout.axes)
+    found = reshape(physical, [dims[dim] for dim in after])
+    return Layout(tuple(found.dims[after.index(n)] for n in range(len(dims))), found.axes)
+
+
+def _broadcast(instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]) -> Layout:
+    layout = operands[0].layout
+    at = numbers(instruction, "dimensions")
+    return assembled(
+        (layout, layout.dims[at.index(n)])
+        if n in at and layout.shape[at.index(n)] == size
+        else (layout, (Factor(size),))
+        for n, size in enumerate(shape)
+    )
+
+
+def _kept(instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]) -> Layout:
+    """Keeps the dims that are as long as they were: those of a slice, a pad, a window."""
+    layout = operands[0].layout
+    if len(layout.dims) != len(shape):
+        return unknown(shape)
+    changed = {n for n, size in enumerate(layout.shape) if size != shape[n]}
+    if instruction.opcode == "pad":
+        padded = [part != "0_0" for part in instruction.attributes.get("padding", "").split("x")]
+        changed |= {n for n, is_padded in enumerate(padded) if is_padded}
+    if instruction.opcode == "reverse":
+        changed |= set(numbers(instruction, "dimensions"))
+    return forget(layout, shape, changed)
+
+
+def _reduced(instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]) -> Layout:
+    layout, gone = operands[0].layout, numbers(instruction, "dimensions")
+    del shape
+    return assembled((layout, dim) for n, dim in enumerate(layout.dims) if n not in gone)
+
+
+_MOVES: dict[str, Callable[[Instruction, Sequence[Value], Sequence[int]], Layout]] = {
+    "transpose": _transposed,
+    "reshape": lambda _, operands, shape: reshape(operands[0].layout, shape),
+    "broadcast": _broadcast,
+    "pad": _kept,
+    "reverse": _kept,
+    "sort": _kept,
+    "scatter": _kept,
+    "reduce": _reduced,
+}
+
+
+def numbers(instruction: Instruction, name: str) -> list[int]:
+    """Returns the integers of an attribute such as `dimensions={0,1}`."""
+    return [int(part) for part in re.findall(r"\d+", instruction.attributes.get(name, ""))]
+
+
+def size_of(instruction: Instruction) -> int:
+    """Returns the elements of the first array of a result, on one device."""
+    return math.prod((shapes_of(instruction.shape) or [()])[0])

@@ -1,0 +1,101 @@
+"""What the check knows of a value of a partitioned program, on every device at once."""
+
+import functools
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from shardlib.explain.wrong_numbers.layout import Layout, unknown
+from shardlib.explain.wrong_numbers.vectors import APART, SAME, Vectors
+
+LARGEST = 4096
+"""Of integers that are followed, on one device: tables of offsets have one for each device."""
+_SHAPE = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\](?:\{([\d,]*))?")
+
+
+class Value(NamedTuple):
+    """An array of the program.
+
+    Attributes:
+        layout: Which part of a whole array each device holds.
+        same: The classes of devices that surely hold the same.
+        numbers: Where it is known, what it holds: a number of `Context.numbers`.
+        is_zero: Whether it is zero throughout.
+        is_data: Whether it depends on what the program is given, and not on the device alone.
+    """
+
+    layout: Layout
+    same: int = SAME
+    numbers: int | None = None
+    is_zero: bool = False
+    is_data: bool = True
+
+
+AnyValue = Value | tuple["AnyValue", ...]
+
+
+class Context:
+    """What is shared by all values of a program."""
+
+    def __init__(self, devices: int):
+        self.vectors = Vectors(devices)
+        self._numbers: list[np.ndarray] = []
+        self._known: dict[tuple[bytes, tuple[int, ...]], int] = {}
+
+    def numbers(self, value: Value) -> np.ndarray | None:
+        """Returns what a value holds, `[devices or 1, *shape]`, or None if that is not known."""
+        return None if value.numbers is None else self._numbers[value.numbers]
+
+    def known(self, array: np.ndarray, shape: tuple[int, ...]) -> Value:
+        """Returns a value that is known: integers, `[devices or 1, *shape]`."""
+        array = np.ascontiguousarray(array, np.int64)
+        if array.size > LARGEST * len(array):
+            return Value(unknown(shape), self._classes(array), is_data=False)
+        key = (array.tobytes(), array.shape)
+        if key not in self._known:
+            self._known[key] = len(self._numbers)
+            self._numbers.append(array)
+        is_zero = not array.any()
+        return Value(unknown(shape), self._classes(array), self._known[key], is_zero, False)
+
+    def _classes(self, array: np.ndarray) -> int:
+        if len(array) == 1:
+            return SAME
+        return self.vectors.classes(array.reshape(len(array), -1))
+
+    def offsets(self, value: Value) -> int | None:
+        """Returns the number of the vector of a scalar that is known, one number a device."""
+        array = self.numbers(value)
+        if array is None or array[0].size != 1:
+            return None
+        return self.vectors.number(np.broadcast_to(array.reshape(-1), (self.vectors.devices,)))
+
+
+@functools.cache
+def shapes_of(shape: str) -> tuple[tuple[int, ...], ...]:
+    """Returns the dims of the arrays of a shape: `(f32[4,8], s32[])` has (4, 8) and ()."""
+    return tuple(_ints(dims.replace("<=", "")) for _, dims, _ in _SHAPE.findall(shape))
+
+
+@functools.cache
+def dims_and_order(shape: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the dims of an array, and these in the order of memory, the major one first."""
+    found = _SHAPE.search(shape)
+    if found is None:
+        return (), ()
+    dims = _ints(found[2].replace("<=", ""))
+    minor_to_major = _ints(found[3] or "")
+    if len(minor_to_major) != len(dims):
+        minor_to_major = tuple(reversed(range(len(dims))))
+    return dims, minor_to_major[::-1]
+
+
+def blank(shape: str, same: int = APART) -> AnyValue:
+    """Returns the value of a shape that nothing is known of."""
+    found = tuple(Value(unknown(dims), same) for dims in shapes_of(shape))
+    return found if shape.startswith("(") else (found or (Value(unknown(())),))[0]
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part)

@@ -1,0 +1,74 @@
+"""Vectors of one integer for each device, stored once and named by a number.
+
+A program of thousands of values has few different ones of them, so that what is done with two is
+done once and remembered.
+"""
+
+import numpy as np
+
+SAME, APART = 0, 1
+"""The vector of zeros, and that of 0, 1, 2, …: as classes, all devices alike, and none."""
+
+
+class Vectors:
+    """The vectors of a program for `devices` devices.
+
+    A vector is used in two ways. As *offsets* it says where each device's block begins. As
+    *classes* it says which devices hold the same value: those of equal numbers. The numbers of
+    classes go by first occurrence, so that equal classes are equal vectors.
+    """
+
+    def __init__(self, devices: int):
+        self.devices = devices
+        self._numbers: dict[bytes, int] = {}
+        self._vectors: list[np.ndarray] = []
+        self._memory: dict[tuple, int] = {}
+        self.number(np.zeros(devices, np.int64))
+        self.number(np.arange(devices))
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        return self._vectors[number]
+
+    def number(self, vector: np.ndarray) -> int:
+        """Returns the number of a vector."""
+        vector = np.ascontiguousarray(vector, np.int64)
+        key = vector.tobytes()
+        if key not in self._numbers:
+            self._numbers[key] = len(self._vectors)
+            self._vectors.append(vector)
+        return self._numbers[key]
+
+    def add(self, one: int, other: int, factor: int = 1) -> int:
+        """Returns the offsets `one + factor * other`."""
+        key = ("add", one, other, factor)
+        if key not in self._memory:
+            self._memory[key] = self.number(self[one] + factor * self[other])
+        return self._memory[key]
+
+    def classes(self, rows: np.ndarray) -> int:
+        """Returns the classes of devices whose rows are equal.
+
+        Args:
+            rows: Integers, `[devices, anything]`.
+        """
+        order: dict[bytes, int] = {}
+        rows = np.ascontiguousarray(rows, np.int64)
+        return self.number(np.array([order.setdefault(row.tobytes(), len(order)) for row in rows]))
+
+    def both(self, one: int, other: int) -> int:
+        """Returns the classes of devices that are alike in two ways."""
+        if one == other or other == SAME:
+            return one
+        if one == SAME:
+            return other
+        key = ("both", one, other)
+        if key not in self._memory:
+            self._memory[key] = self.classes(np.stack([self[one], self[other]], 1))
+        return self._memory[key]
+
+    def all_of(self, numbers: "list[int] | tuple[int, ...]") -> int:
+        """Returns the classes of devices that are alike in every way."""
+        found = SAME
+        for number in numbers:
+            found = self.both(found, number)
+        return found

@@ -1,0 +1,218 @@
+"""`shardlib check`: a run's numbers on its mesh are one device's, proven at a reduced size."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardlib.errors import ConfigError, MeshError, ShardlibError
+from shardlib.mesh import MeshConfig, describe, make_mesh
+from shardlib.registry import DataSpec, family
+from shardlib.run.checks import expected_spec
+from shardlib.run.config import AUTO, RunConfig
+from shardlib.run.setup import Setup, make_scope, setup
+from shardlib.testing.equivalent import Comparison, Reference
+
+DEVICES = 8
+"""Virtual devices on which a config is proven, and the most that its mesh keeps."""
+_SMALLEST = 16
+"""Below which a size is not reduced further, times the devices of the largest axis of the mesh."""
+_KEPT = ("head_dim", "window", "loss_chunks", "depth", "experts_per_token")
+"""Sizes that are no widths or counts of the model: they stay as they are."""
+_LENGTH, _VOCABULARY, _CLASSES, _PIXELS = 32, 64, 8, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What was compared on a mesh, and at which sizes."""
+
+    comparison: Comparison
+    sizes: str
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing differs by more than rounding explains."""
+        return not self.comparison.deviations
+
+    def rows(self, most: int = 10) -> list[tuple[str, ...]]:
+        """Returns what differs most against its bound: quantity, error, scale, bound."""
+        worst = sorted(self.comparison.deviations, key=lambda d: -d.error / max(d.bound, 1e-30))
+        return [
+            (str(d.quantity), f"{d.error:.1e}", f"{d.scale:.1e}", f"{d.bound:.1e}")
+            for d in worst[:most]
+        ]
+
+
+def prove(config: RunConfig, mesh: str | None = None, *, steps: int = 3) -> Proof:
+    """Trains a reduced model on virtual devices and on one device, and compares every leaf.
+
+    Args:
+        config: The config of a run. Its widths, layers and lengths are halved as long as the model
+            and the mesh allow it; rules, optimizer, schedule of the stages and losses stay. It
+            computes in float32, whatever its precision is.
+        mesh: Another mesh than the config's.
+        steps: How many steps to train.
+
+    Raises:
+        ConfigError: If the groups of the run train apart, whose numbers are not one device's.
+        MeshError: If there are fewer devices than the mesh needs.
+    """
+    if config.train.local_sgd is not None:
+        raise ConfigError(
+            "check compares a run with one device, but with train.local_sgd groups train apart.\n"
+            "  Set train.local_sgd=null to check the rest."
+        )
+    spec = small_mesh(config.mesh if mesh is None else mesh)
+    needed = math.prod(MeshConfig.parse(spec).sizes.values())
+    if needed > jax.device_count():
+        raise MeshError(
+            f"mesh {spec} needs {needed} devices, but JAX has started with {jax.device_count()}.\n"
+            "  Call sl.local_cpu_devices(8) before JAX is first used."
+        )
+    small = reduced(config, spec)
+    devices = jax.devices()[:needed]
+    parts = setup(small, _data(small), make_scope(small, devices))
+    step = parts.train_step()
+    reference = Reference(
+        lambda rngs: parts.family.make(small.model, parts.data, rngs),
+        parts.loss(train=True),
+        _batches(parts, steps),
+        optimizer=parts.optimizer.transform,
+        microbatches=_number(small),
+        batch_axes=parts.batch_axes,
+        seed=small.seed,
+        device=devices[0],
+    )
+    comparison = reference.compare(
+        make_mesh(spec, devices=devices),
+        rules=small.axis_rules(),
+        steps=steps,
+        pipeline=step.pipeline,  # type: ignore[union-attr]
+        reduction=small.reduction(),
+    )
+    return Proof(comparison, _sizes(small))
+
+
+def small_mesh(spec: Any) -> str:
+    """Returns a mesh of at most `DEVICES` devices with the same axes, the largest ones halved."""
+    if spec == AUTO:
+        return describe(make_mesh(AUTO, devices=jax.devices()[:DEVICES]))
+    sizes = MeshConfig.parse(spec).sizes
+    fixed = math.prod(size for size in sizes.values() if size > 0)
+    if any(size < 0 for size in sizes.values()):
+        rest = max(DEVICES // fixed, 1)
+        sizes = {name: rest if size < 0 else size for name, size in sizes.items()}
+    while math.prod(sizes.values()) > DEVICES:
+        largest = max(sizes, key=lambda name: sizes[name])
+        if sizes[largest] % 2:
+            raise MeshError(
+                f"mesh {spec} cannot be halved to {DEVICES} devices: {largest}={sizes[largest]} is "
+                "odd.\n  Name a smaller mesh: --mesh data=2,fsdp=2,tensor=2."
+            )
+        sizes[largest] //= 2
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def reduced(config: RunConfig, mesh: str) -> RunConfig:
+    """Returns a config whose model is halved in each of its sizes as long as it remains valid.
+
+    A size that counts layers or heads goes down to what the mesh divides, a width to 16 times that.
+    """
+    widest = max(MeshConfig.parse(mesh).sizes.values())
+    stages = MeshConfig.parse(mesh).sizes.get("stage", 1) * config.train.pipeline.chunks
+    model = config.model
+    for field in dataclasses.fields(model):
+        size = getattr(model, field.name)
+        if not isinstance(size, int) or isinstance(size, bool) or field.name in _KEPT:
+            continue
+        counts = field.name.startswith("num_")
+        least = 2 * stages if field.name == "num_layers" else widest * (1 if counts else _SMALLEST)
+        while size % 2 == 0 and size // 2 >= least:
+            size //= 2
+            smaller = dataclasses.replace(model, **{field.name: size})
+            if not _is_valid(config, smaller):
+                break
+            model = smaller
+    rows = DEVICES * _number(config)
+    train = dataclasses.replace(config.train, global_batch=rows, microbatches=_number(config))
+    return dataclasses.replace(config, model=model, train=train, precision="f32", mesh=mesh)
+
+
+def _is_valid(config: RunConfig, model: Any) -> bool:
+    try:
+        small = dataclasses.replace(config, model=model)
+        return not family(model.name).validate(model, _data(small))
+    except (ValueError, ShardlibError):
+        return False
+
+
+def _number(config: RunConfig) -> int:
+    microbatches = config.train.microbatches
+    return 1 if microbatches == AUTO else microbatches
+
+
+def _data(config: RunConfig) -> DataSpec:
+    known = expected_spec(config)
+    if family(config.model.name).inputs == "text":
+        length = min(known.sequence_length or _LENGTH, _LENGTH)
+        return DataSpec(getattr(config.model, "vocab_size", None) or _VOCABULARY, length)
+    height, width, channels = known.image_shape or (_PIXELS, _PIXELS, 3)
+    shape = (min(height, _PIXELS), min(width, _PIXELS), channels)
+    return DataSpec(num_classes=known.num_classes or _CLASSES, image_shape=shape)
+
+
+def _batches(parts: Setup, count: int) -> list[dict[str, np.ndarray]]:
+    """Returns random batches of the kind that the model takes."""
+    random, rows, data = np.random.default_rng(0), parts.config.train.global_batch, parts.data
+    if parts.family.inputs == "text":
+        return [_text(random, rows, data) for _ in range(count)]
+    assert data.image_shape is not None
+    shape, classes = (rows, *data.image_shape), data.num_classes or _CLASSES
+    return [
+        {
+            "images": random.standard_normal(shape, np.float32),
+            "labels": random.integers(0, classes, rows, dtype=np.int32),
+        }
+        for _ in range(count)
+    ]
+
+
+def _text(random: np.random.Generator, rows: int, data: DataSpec) -> dict[str, np.ndarray]:
+    """Returns rows of up to three documents each."""
+    length, vocabulary = data.sequence_length or _LENGTH, data.vocab_size or _VOCABULARY
+    tokens = random.integers(0, vocabulary, (2, rows, length), dtype=np.int32)
+    segments = np.sort(random.integers(1, 4, (rows, length)), axis=1).astype(np.int32)
+    starts = np.stack([np.searchsorted(row, row) for row in segments])
+    return {
+        "tokens": tokens[0],
+        "targets": tokens[1],
+        "segment_ids": segments,
+        "positions": (np.arange(length)[None] - starts).astype(np.int32),
+        "num_bytes": np.full(rows, length, np.int32),
+    }
+
+
+def _sizes(config: RunConfig) -> str:
+    """Returns the sizes of a model as text."""
+    model = config.model
+    sizes = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
+    named = {n: s for n, s in sizes.items() if isinstance(s, int) and not isinstance(s, bool) and s}
+    return ", ".join(f"{name}={size}" for name, size in named.items())
+
+
+def tables(proofs: Sequence[Proof]) -> str:
+    """Returns what was proven as text, mesh by mesh, with the worst leaves of a wrong one."""
+    lines = []
+    for proof in proofs:
+        lines += [str(proof.comparison).split("\n")[0], f"  at {proof.sizes}"]
+        rows = [("quantity", "error", "magnitude", "rounding"), *proof.rows()]
+        if len(rows) > 1:
+            widths = [max(len(row[n]) for row in rows) for n in range(4)]
+            lines += [
+                "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+                for row in rows
+            ]
+    return "\n".join(lines)
