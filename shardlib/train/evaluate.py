@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.constrain import Scope, use
 from shardlib.errors import RuleError
+from shardlib.functional import call
 from shardlib.losses import Mean
 from shardlib.manual import axis_size
 from shardlib.pipeline.config import PipelineConfig
@@ -85,9 +86,15 @@ class EvalStep:
                     microbatches=_eval_microbatches(batch, definition.scope, self.batch_axes),
                     config=self.pipeline,
                 )
-            params = dtypes.cast_params(params, definition.module.float32)
-            model = definition.module.merge(params, state.model_state, state.rng)
-            return loss_sums(self.loss_fn(model, dtypes.cast_batch(batch), state.rng))
+            batch = dtypes.cast_batch(batch)
+            return call(
+                definition.module,
+                params,
+                state.model_state,
+                state.rng,
+                lambda model: loss_sums(self.loss_fn(model, batch, state.rng)),
+                precision=dtypes,
+            )[0]
 
 
 def _eval_microbatches(batch: Any, scope: Scope, batch_axes: BatchAxes) -> int:
