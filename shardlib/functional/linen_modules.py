@@ -52,14 +52,12 @@ class LinenFunctional:
         self._params, self._rest = (_layout(part) for part in self._parts(held))
         self.float32 = frozenset[str]()
         leaves = _named(held)
-        self.axes: AxesByPath = {"/".join(path): names for path, (_, names) in leaves.items()}
-        self.kinds: Mapping[str, str] = {
-            "/".join(path): collection for path, (collection, _) in leaves.items()
-        }
+        self.axes: AxesByPath = {path: names for path, (_, names) in leaves.items()}
+        self.kinds: Mapping[str, str] = {path: kind for path, (kind, _) in leaves.items()}
         self.frozen = frozenset(
             path
-            for path, collection in self.kinds.items()
-            if collection == "params" and collection not in self._trained
+            for path, kind in self.kinds.items()
+            if kind == "params" and kind not in self._trained
         )
 
     def _traced(self) -> tuple[dict[str, Any], frozenset[str]]:
