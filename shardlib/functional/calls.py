@@ -1,6 +1,7 @@
 """A call of a merged module inside of a trace, and what it leaves behind."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from shardlib.functional.protocol import FunctionalModule, Tree
 from shardlib.paths import named_leaves, path_string
 from shardlib.precision import Precision
 
-_UNBOUND = "unbound axis name"
+_UNBOUND = re.compile(r"unbound axis name: ([^\s.]+)")
 
 
 def call(
@@ -76,11 +77,11 @@ def with_axes(names: frozenset[str], fn: Callable[..., Any]) -> Callable[..., An
 
 def unbound_axis(model: str, error: NameError) -> Exception:
     """Returns what to raise for a `NameError`: a `ModelError` if an axis of JAX is not bound."""
-    _, said, name = str(error).partition(_UNBOUND)
-    if not said:
+    unbound = _UNBOUND.search(str(error))
+    if unbound is None:
         return error
     return ModelError(
-        f"{model} or its loss reduces over the axis {name.strip(': ')!r}, which no vmap, pmap or "
+        f"{model} or its loss reduces over the axis {unbound[1]!r}, which no vmap, pmap or "
         "`axis_name` of a layer binds.\n"
         "  Drop the reduction: a batch is global here, so that its mean is that of all devices."
     )
