@@ -53,7 +53,7 @@ class Attention(linen.Module):
         init = linen.with_logical_partitioning(
             linen.initializers.lecun_normal(), ("embed", "joined_kv")
         )
-        x = x[:, None] + linen.Embed(4, 16)(jnp.arange(4))
+        x = x[:, None] + linen.Embed(4, 16)(jnp.arange(4))[None]
         return linen.MultiHeadDotProductAttention(4, kernel_init=init)(x, x).mean(1)
 
 

@@ -105,7 +105,8 @@ class NnxFunctional:
 def _trained(wrt: Any) -> Any:
     try:
         wanted = nnx.filterlib.to_predicate(nnx.Param if wrt is None else wrt)
-    except TypeError:
+    # Flax fails to format its own message for some of them.
+    except (TypeError, ValueError):
         raise ModelError(
             f"wrt is {wrt!r}, which is not a filter of NNX variables.\n"
             "  Give a type of variable, such as nnx.Param or a class of your own, a function of "
