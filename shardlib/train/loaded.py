@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -119,4 +120,5 @@ def _placed(leaf: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
         placed = jax.make_array_from_callback(
             whole.shape, sharding, lambda index: np.array(whole[index])
         )
-    return placed if placed.dtype == like.dtype else placed.astype(like.dtype)
+    # A shard on the device where an array lay is that array, whatever `may_alias` says.
+    return jnp.array(placed, like.dtype, copy=isinstance(leaf, jax.Array))
