@@ -49,7 +49,9 @@ class LinenFunctional:
         )
         held = {name: tree for name, tree in boxed.items() if name not in self._sown}
         self._trained = _trained(self.name, wrt, held)
-        self._params, self._rest = (_layout(part) for part in self._parts(held))
+        parts = self._parts(_unboxed(held))
+        self._params, self._rest = map(_layout, parts)
+        self._shapes = self._params.to_tree(parts[0]), self._rest.to_tree(parts[1])
         self.float32 = frozenset[str]()
         leaves = _named(held)
         self.axes: AxesByPath = {path: names for path, (_, names) in leaves.items()}
@@ -110,7 +112,7 @@ class LinenFunctional:
         )
 
     def shapes(self) -> tuple[Tree, Tree]:
-        return jax.eval_shape(self.init, jax.random.key(0))
+        return self._shapes
 
     def init(self, key: jax.Array) -> tuple[Tree, Tree]:
         params, rest = self._parts(_unboxed(self._boxed(key)))
@@ -123,24 +125,17 @@ class LinenFunctional:
         )
 
     def collect(self, module: linen.Module) -> Tree:
-        found: dict[Keys, Any] = {}
-        made: dict[Keys, bool] = {}
-        leaves, _ = jax.tree_util.tree_flatten_with_path(_unboxed(module.variables))
-        for path, leaf in leaves:
-            name = str(path[0].key)
-            if name in self._trained or name in self._sown or name == _INTERMEDIATES:
-                continue
-            found[_path(keys_of(path))] = leaf
-            made[_path(keys_of(path))] = any(hasattr(key, "idx") for key in path)
+        passed = {_INTERMEDIATES, *self._sown, *self._trained}
+        held = {name: tree for name, tree in module.variables.items() if name not in passed}
         known = set(self._rest.paths)
         kept = {path[0] for path in known}
-        # By default what is sown is a tuple, so that a collection of tuples alone is an output.
-        changed = {
-            path
-            for path in found.keys() ^ known
-            if path in known or path[0] in kept or not made[path]
-        }
-        if changed:
+        found: dict[Keys, Any] = {}
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(_unboxed(held))[0]:
+            path = _path(keys_of(keys))
+            # What is sown is a tuple as a rule, and so an output in a collection without state.
+            if path[0] in kept or not any(hasattr(key, "idx") for key in keys):
+                found[path] = leaf
+        if changed := found.keys() ^ known:
             raise ModelError(
                 f"the call of {self.name} added or removed variables: "
                 f"{', '.join(sorted('/'.join(path) for path in changed))}.\n"
@@ -173,7 +168,7 @@ def _path(keys: Keys) -> Keys:
 
 
 def _layout(variables: Any) -> Layout:
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(_unboxed(variables))
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(variables)
     return Layout(treedef, tuple(_path(keys_of(path)) for path, _ in leaves))
 
 
