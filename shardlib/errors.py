@@ -49,6 +49,10 @@ class ModelError(ShardlibError):
     """A model is unknown, or cannot be built or applied as asked."""
 
 
+class PartitionError(ShardlibError):
+    """A function holds an operation that shardlib cannot partition."""
+
+
 class CheckpointError(ShardlibError):
     """A checkpoint is missing, belongs to something else, or cannot be restored as asked."""
 

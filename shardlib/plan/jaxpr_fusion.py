@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from shardlib.plan.jaxpr_flat import Operation, Program, is_literal
+from shardlib.jaxprs import Operation, Program, is_literal
 from shardlib.plan.jaxpr_layout import nbytes
 from shardlib.plan.jaxpr_products import PRODUCTS
 

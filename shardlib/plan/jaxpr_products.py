@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from shardlib.plan.jaxpr_flat import Operation
+from shardlib.jaxprs import Operation
 from shardlib.plan.jaxpr_layout import Laid, Spreading
 from shardlib.plan.jaxpr_rules import product_layout
 

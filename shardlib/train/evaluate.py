@@ -20,8 +20,9 @@ from shardlib.precision import precision as precision_named
 from shardlib.train.gradients import LossFn, PartLoss, loss_sums
 from shardlib.train.loop import must_block
 from shardlib.train.offload import fetch
+from shardlib.train.partitioning import Constrain, LossPartitioner, check_constrain
 from shardlib.train.pipelined import pipelined_sums
-from shardlib.train.state import TrainState, state_shardings
+from shardlib.train.state import Definition, TrainState, state_shardings
 from shardlib.train.step import BatchAxes, batch_shardings, structure
 
 
@@ -32,16 +33,19 @@ def make_eval_step(
     batch_axes: BatchAxes | None = None,
     params_of: Callable[[TrainState], Any] = lambda state: state.params,
     pipeline: PipelineConfig | None = None,
+    constrain: Constrain = "auto",
 ) -> "EvalStep":
     """Returns `step(state, batch) -> sums`, which changes nothing.
 
     `sums` holds a `Mean` for the loss and for every metric, to be added over batches. `params_of`
     picks other parameters than the trained ones, such as their moving average. On a mesh with
     `stage` a batch goes through the stages in microbatches, as many as keep them busy; of
-    `pipeline` only `skip_idle` is read, since without gradients there is one schedule.
+    `pipeline` only `skip_idle` is read, since without gradients there is one schedule. `constrain`
+    says who partitions the loss, as in `make_train_step`.
     """
+    check_constrain(constrain)
     dtypes, axes = precision_named(precision), dict(batch_axes or {})
-    return EvalStep(loss_fn, dtypes, axes, params_of, pipeline or PipelineConfig())
+    return EvalStep(loss_fn, dtypes, axes, params_of, pipeline or PipelineConfig(), constrain)
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,6 +57,7 @@ class EvalStep:
     batch_axes: BatchAxes
     params_of: Callable[[TrainState], Any]
     pipeline: PipelineConfig
+    constrain: Constrain = "auto"
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> dict[str, Mean]:
@@ -86,15 +91,23 @@ class EvalStep:
                     microbatches=_eval_microbatches(batch, definition.scope, self.batch_axes),
                     config=self.pipeline,
                 )
+            partitioner = LossPartitioner(definition, self.batch_axes, self.constrain)
+            forward = self._forward(definition)
+            arguments = params, state.model_state, batch, state.rng
+            return partitioner.run(forward, forward, arguments)
+
+    def _forward(self, definition: Definition) -> Callable[..., dict[str, Mean]]:
+        dtypes, module = self.precision, definition.module
+
+        def forward(params: Any, model_state: Any, batch: Any, key: jax.Array) -> dict[str, Mean]:
             batch = dtypes.cast_batch(batch)
-            return call(
-                definition.module,
-                params,
-                state.model_state,
-                state.rng,
-                lambda model: loss_sums(self.loss_fn(model, batch, state.rng)),
-                precision=dtypes,
-            )[0]
+
+            def sums(model: Any) -> dict[str, Mean]:
+                return loss_sums(self.loss_fn(model, batch, key))
+
+            return call(module, params, model_state, key, sums, precision=dtypes)[0]
+
+        return forward
 
 
 def _eval_microbatches(batch: Any, scope: Scope, batch_axes: BatchAxes) -> int:

@@ -12,7 +12,10 @@ from shardlib.functional import call
 from shardlib.losses import Mean
 from shardlib.microbatch import accumulate
 from shardlib.partition import Placement, pin
+from shardlib.partitioner import Layout, from_spec
 from shardlib.precision import Precision
+from shardlib.train.batch import BatchAxes
+from shardlib.train.partitioning import Constrain, LossPartitioner, placed_layouts
 from shardlib.train.state import Definition
 
 LossFn = Callable[[Any, Any, jax.Array], Any]
@@ -60,6 +63,10 @@ class PartLoss:
     precision: Precision
     gradients_at: Mapping[str, Placement] | None = None
     """Where gradients are summed up; `Definition.gradients` when left out."""
+    batch_axes: BatchAxes = dataclasses.field(default_factory=dict)
+    """Logical axes of batch leaves by path, as in `make_train_step`."""
+    constrain: Constrain = "user"
+    """Who partitions the loss, as in `make_train_step`."""
 
     def __call__(
         self, params: Any, model_state: Any, part: Any, key: jax.Array
@@ -84,12 +91,27 @@ class PartLoss:
     def gradients(self, params: Any, model_state: Any, part: Any, key: jax.Array) -> Gradients:
         """Returns the gradients of one part."""
 
-        def total(params: Any) -> tuple[jax.Array, Any]:
-            sums, new = self(params, model_state, part, key)
+        def total(params: Any, *rest: Any) -> tuple[jax.Array, Any]:
+            sums, new = self(params, *rest)
             return sums["loss"].total, (sums, new)
 
-        grads, (sums, new) = jax.grad(total, has_aux=True)(params)
+        grad = jax.grad(total, has_aux=True)
+        arguments = params, model_state, part, key
+        grads, (sums, new) = self.partitioner.run(grad, self, arguments, self._gradients_at)
         return Gradients(self.pin(grads), sums, new)
+
+    @property
+    def partitioner(self) -> LossPartitioner:
+        return LossPartitioner(self.definition, self.batch_axes, self.constrain)
+
+    def _gradients_at(self, shape: Any) -> list[Layout | None]:
+        grads, (sums, new) = shape
+        places = self.gradients_at or self.definition.gradients
+        return [
+            *placed_layouts(grads, places),
+            *[from_spec((), 0)] * len(jax.tree.leaves(sums)),
+            *placed_layouts(new, self.definition.model_state),
+        ]
 
     def pin(self, grads: Any) -> Any:
         """Returns gradients in float32 where the rules want them.

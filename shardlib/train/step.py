@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 
@@ -11,18 +11,19 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.constrain import Scope, use
-from shardlib.errors import ModelError, RuleError, did_you_mean
+from shardlib.constrain import use
+from shardlib.errors import ModelError
 from shardlib.functional import updated
 from shardlib.losses import Mean
 from shardlib.manual import axis_size
 from shardlib.microbatch import split
 from shardlib.partition import pin
-from shardlib.paths import named_leaves, path_string
 from shardlib.pipeline.config import PipelineConfig
 from shardlib.pipeline.schedules import SCHEDULES, schedule_faults
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
+from shardlib.train.batch import BatchAxes as BatchAxes
+from shardlib.train.batch import batch_shardings as batch_shardings
 from shardlib.train.gated import gated_update
 from shardlib.train.gradients import (
     Gradients,
@@ -32,6 +33,7 @@ from shardlib.train.gradients import (
 )
 from shardlib.train.guards import SKIPPED, GuardsConfig
 from shardlib.train.offload import update_offloaded
+from shardlib.train.partitioning import Constrain, check_constrain
 from shardlib.train.pipelined import pipelined_gradients, pipelined_groups
 from shardlib.train.reduction import (
     Reduction,
@@ -42,8 +44,6 @@ from shardlib.train.reduction import (
 )
 from shardlib.train.spikes import judge, keep_unless
 from shardlib.train.state import TrainState, state_shardings
-
-BatchAxes = Mapping[str, tuple[str | None, ...]]
 
 
 def make_train_step(
@@ -57,6 +57,7 @@ def make_train_step(
     reduction: ReductionConfig | None = None,
     arranged: bool = False,
     guards: GuardsConfig | None = None,
+    constrain: Constrain = "auto",
 ) -> "TrainStep":
     """Returns `step(state, batch) -> (state, metrics)`, compiled at its first call.
 
@@ -81,6 +82,10 @@ def make_train_step(
             a spike. A refused one leaves parameters, model state and optimizer state bit for bit as
             they were, learning-rate schedules too, which count updates; only `state.step` goes on,
             and with it dropout and data. None are refused when left out.
+        constrain: Who decides where values of the loss lie. `"auto"`: the constraints of the model
+            where they decide all of it, and else shardlib, which lowers the loss into one manual
+            program, so that XLA's partitioner has no say. `"user"`: XLA's partitioner, which has
+            been measured to return wrong gradients without a word (docs/xla_faults.md).
 
     Returns:
         A callable with `lower(state, batch)` for inspection. `metrics` holds float32 scalars on the
@@ -103,6 +108,7 @@ def make_train_step(
             f"guards is {guards!r}, not a GuardsConfig.\n"
             "  Write it as GuardsConfig(nonfinite='skip')."
         )
+    check_constrain(constrain)
     if isinstance(pipeline, str):
         if pipeline not in SCHEDULES:
             raise ModelError(schedule_faults(pipeline, stages=1, microbatches=1)[0])
@@ -117,6 +123,7 @@ def make_train_step(
         reduction or ReductionConfig(),
         arranged,
         guards if guards and guards.refuses else None,
+        constrain,
     )
 
 
@@ -133,6 +140,7 @@ class TrainStep:
     reduction: ReductionConfig
     arranged: bool = False
     guards: GuardsConfig | None = None
+    constrain: Constrain = "auto"
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -239,7 +247,9 @@ class TrainStep:
         # What is summed once goes straight to where it is used.
         is_one = reduction is None and microbatches == 1
         sums_at = definition.updates if is_one else definition.gradients
-        loss = PartLoss(definition, self.loss_fn, self.precision, sums_at)
+        loss = PartLoss(
+            definition, self.loss_fn, self.precision, sums_at, self.batch_axes, self.constrain
+        )
         arguments = (loss, state.params, state.model_state, batch, key)
         if axis_size("stage") > 1:
             pipelined: Any = {"microbatches": microbatches, "config": self.pipeline}
@@ -345,26 +355,3 @@ def _optimize(
     with jax.numpy_dtype_promotion("standard"):
         updates, new = optimizer.update(grads, opt_state, params, value=loss)
     return updates, jax.tree.map(lambda x, old: x.astype(old.dtype), new, opt_state)
-
-
-def batch_shardings(batch: Any, scope: Scope, batch_axes: BatchAxes) -> Any:
-    """Returns the sharding of every leaf of a batch.
-
-    Raises:
-        RuleError: If the rules cannot place a leaf, for example because the mesh does not divide
-            the batch, or `batch_axes` names a leaf that is not there.
-    """
-    paths = named_leaves(batch)
-    unknown = [name for name in batch_axes if name not in paths]
-    if unknown:
-        raise RuleError(
-            f"batch_axes names {', '.join(map(repr, unknown))}, but the batch holds "
-            f"{', '.join(paths)}.{did_you_mean(unknown[0], paths)}\n  Name leaves of the batch."
-        )
-
-    def sharding(path: Any, leaf: Any) -> NamedSharding:
-        rank = len(leaf.shape)
-        axes = batch_axes.get(path_string(path), ("batch", *[None] * (rank - 1))[:rank])
-        return scope.sharding(axes, tuple(leaf.shape), "activations")
-
-    return jax.tree_util.tree_map_with_path(sharding, batch)

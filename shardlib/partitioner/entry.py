@@ -1,0 +1,161 @@
+"""Functions that shardlib partitions."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib.constrain import Scope, active_or, manual_axes
+from shardlib.mesh import entry_axes
+from shardlib.partitioner import indexing, products, reductions, shapes  # noqa: F401 (rules)
+from shardlib.partitioner.analyze import Analysis
+from shardlib.partitioner.layout import Layout, from_spec
+from shardlib.partitioner.lower import Lowering, Value
+from shardlib.partitioner.program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function that was traced, and where its values lie."""
+
+    closed: ClosedJaxpr
+    program: Program
+    outputs: tuple[Layout, ...]
+    shape: Any
+
+
+def analyze(
+    fn: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    scope: Scope,
+    inputs: Sequence[Layout],
+    outputs: Callable[[Any], Sequence[Layout | None]],
+    batch_axes: Sequence[str],
+) -> Traced:
+    """Traces a function and decides where its values lie.
+
+    Args:
+        fn: Any function of pytrees of arrays.
+        arguments: What it is called with; arrays, tracers or `ShapeDtypeStruct`s.
+        scope: The mesh and rules.
+        inputs: Where each leaf of the arguments lies.
+        outputs: Where each leaf of the result is to lie, from the abstract result.
+        batch_axes: The mesh axes of the batch.
+
+    Raises:
+        PartitionError: If it holds what cannot be partitioned.
+    """
+    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*arguments)
+    wanted = tuple(outputs(shape))
+    consts = [_const_layout(x, scope) for x in closed.consts]
+    analysis = Analysis(scope.sizes, batch_axes)
+    dims = [None if layout is None else layout.dims for layout in wanted]
+    program = analysis.program(closed.jaxpr, [*consts, *inputs], dims)
+    left = [Layout(layout.dims) for layout in program.outputs]
+    outs = tuple(
+        here if layout is None else layout for here, layout in zip(left, wanted, strict=True)
+    )
+    return Traced(closed, program, outs, shape)
+
+
+def _const_layout(x: Any, scope: Scope) -> Layout:
+    """Returns where a captured array lies: as it is on this mesh, else whole."""
+    rank = len(jax.numpy.shape(x))
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.mesh == scope.mesh:
+        return from_spec(sharding.spec, rank)
+    return from_spec((), rank)
+
+
+def execute(traced: Traced, scope: Scope, arguments: tuple[Any, ...]) -> Any:
+    """Returns what a traced function computes, as one manual region over all axes that are left.
+
+    Args:
+        traced: The function.
+        scope: The mesh and rules.
+        arguments: What it is called with; laid out as said to `analyze`.
+    """
+    closed, program = traced.closed, traced.program
+    sizes = {name: n for name, n in scope.sizes.items() if name not in manual_axes()}
+
+    def local(*shards: Any) -> list[Any]:
+        lowering = Lowering(sizes)
+        values = [Value(layout, x) for layout, x in zip(program.inputs, shards, strict=True)]
+        results = lowering.run(program, values)
+        return [lowering.shard(v, want) for v, want in zip(results, traced.outputs, strict=True)]
+
+    leaves = [*closed.consts, *jax.tree.leaves(arguments)]
+    region = jax.shard_map(
+        local,
+        mesh=scope.mesh_here,
+        in_specs=tuple(layout.spec for layout in program.inputs),
+        out_specs=[layout.spec for layout in traced.outputs],
+        axis_names=set(sizes),
+        check_vma=False,
+    )
+    return jax.tree.unflatten(jax.tree.structure(traced.shape), region(*leaves))
+
+
+def partitioned(
+    fn: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any = None,
+    *,
+    params: Sequence[int] = (),
+) -> Callable[..., Any]:
+    """Returns `fn` partitioned by shardlib: XLA runs what it is given and decides nothing.
+
+    The result is called inside of `sl.use(mesh, rules)`, and computes what `fn` does. Take
+    derivatives inside of `fn`: `partitioned(jax.value_and_grad(loss), ...)`.
+
+    Args:
+        fn: A function of pytrees of arrays.
+        in_specs: A `PartitionSpec` of mesh axes for each argument, or a pytree of them that is a
+            prefix of the argument.
+        out_specs: The same for the result; left where the computation leaves it when left out.
+        params: Positions of arguments that hold parameters: these are gathered over the axes of the
+            batch where they are used.
+
+    Raises:
+        RuleError: Outside of `sl.use`.
+        PartitionError: If `fn` holds an operation that cannot be partitioned.
+    """
+
+    def call(*arguments: Any) -> Any:
+        scope = active_or(None, None)
+        inputs = []
+        for number, (specs, argument) in enumerate(zip(in_specs, arguments, strict=True)):
+            for leaf, spec in zip(
+                jax.tree.leaves(argument), _leaf_specs(specs, argument), strict=True
+            ):
+                inputs.append(from_spec(spec, leaf.ndim, stored=number in params))
+
+        def outputs(shape: Any) -> list[Layout | None]:
+            leaves = jax.tree.leaves(shape)
+            if out_specs is None:
+                return [None] * len(leaves)
+            specs = _leaf_specs(out_specs, shape)
+            return [from_spec(s, len(x.shape)) for s, x in zip(specs, leaves, strict=True)]
+
+        traced = analyze(fn, arguments, scope, inputs, outputs, batch_mesh_axes(scope))
+        return execute(traced, scope, arguments)
+
+    return call
+
+
+def batch_mesh_axes(scope: Scope) -> tuple[str, ...]:
+    """Returns the mesh axes that the rules cut the batch with."""
+    every = math.prod(scope.sizes.values())
+    return tuple(entry_axes(scope.sharding(("batch",), (every,), "activations").spec[0]))
+
+
+def _leaf_specs(specs: Any, tree: Any) -> list[Any]:
+    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
+    return jax.tree.leaves(
+        jax.tree.map(lambda s, t: jax.tree.map(lambda _: s, t), specs, tree, is_leaf=is_spec),
+        is_leaf=is_spec,
+    )

@@ -1,0 +1,165 @@
+"""Operations as factors: which of their dims may be cut, and what is left to do when they are.
+
+A factor is one loop of an operation. A matmul `[m, k] @ [k, n]` has three: m and n, which run
+through an operand and the result, and k, which is contracted. Cut along a factor, an operation is
+the same operation on pieces: the pieces of a result are parts of it, or, for a contracted factor,
+terms of a sum. A dim without a factor must be whole. This is how Shardy describes operations too
+(openxla.org/shardy, "Sharding rules").
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import jax.numpy as jnp
+
+Dim = int | None
+"""The factor of a dim; None for one that must be whole."""
+Reduction = Literal["sum", "max", "min", "and", "or"]
+Linear = Literal["no", "first", "each", "all"]
+"""In which operands an operation passes a pending sum on: none, the first, any one of them while
+the others are complete (`each`), or all of them alike (`all`)."""
+
+
+class Cut(Protocol):
+    """How an operation is cut on this device."""
+
+    def parts(self, factor: Dim) -> int:
+        """Returns the number of pieces along a factor; 1 for one that is not cut, or None."""
+        ...
+
+    def index(self, factor: Dim) -> Any:
+        """Returns which of these pieces this device computes, an int32 scalar."""
+        ...
+
+
+Local = Callable[[Any, list[Any], Cut], Sequence[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """The factors of one operation."""
+
+    operands: tuple[tuple[Dim, ...], ...]
+    """The factor of each dim of each operand."""
+    results: tuple[tuple[Dim, ...], ...]
+    """The factor of each dim of each result."""
+    sizes: tuple[int, ...]
+    """The size of each factor."""
+    reduced: dict[int, Reduction] = dataclasses.field(default_factory=dict)
+    """Contracted factors, and how pieces of the results add up."""
+    flops: float = 0.0
+    linear: Linear = "no"
+    local: Local | None = None
+    """`local(equation, pieces, cut)` computes the operation on pieces; None binds it as it is."""
+
+
+def bind(equation: Any, values: Sequence[Any], **changes: Any) -> Sequence[Any]:
+    """Returns the results of an equation's primitive on other operands, with some parameters
+    changed. Shardings that parameters name are left out: they are of the whole value."""
+    params = {**equation.params, **changes}
+    params |= {name: None for name in ("out_sharding", "sharding") if name in params}
+    options = equation.primitive.get_bind_params(params)
+    found = equation.primitive.bind(*values, **options)
+    return found if equation.primitive.multiple_results else [found]
+
+
+def pieces(shape: Sequence[int], dims: Sequence[Dim], cut: Cut) -> tuple[int, ...]:
+    """Returns the shape of a piece of a value whose dims have these factors."""
+    return tuple(n // cut.parts(factor) for n, factor in zip(shape, dims, strict=True))
+
+
+Rule = Callable[[Any], Factors | None]
+RULES: dict[str, Rule] = {}
+"""By the name of a primitive, its factors; None where an equation must be computed whole."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a function of an equation as the rule of primitives."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def factors_of(equation: Any) -> Factors | None:
+    """Returns the factors of an equation; None if it is unknown and must be computed whole."""
+    name = equation.primitive.name
+    if name in RULES:
+        return RULES[name](equation)
+    return _elementwise(equation) if name in ELEMENTWISE else None
+
+
+_NAMES = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type cbrt ceil clamp
+    clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc
+    exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to
+    lgamma log log1p logistic lt lt_to max min mul name ne neg nextafter not or polygamma
+    population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
+    sub tan tanh threefry2x32 xor zeta
+"""
+ELEMENTWISE = frozenset(_NAMES.split())
+"""Primitives that compute each element from the elements at its place."""
+_UNARY_LINEAR = frozenset({"convert_element_type", "copy", "copy_p", "imag", "name", "neg", "real"})
+
+
+def _elementwise(equation: Any) -> Factors | None:
+    """Every dim of the result is a factor; an operand's dim of size 1 or a scalar is repeated."""
+    avals = [var.aval for var in equation.invars]
+    shape = equation.outvars[0].aval.shape
+    if any(out.aval.shape != shape for out in equation.outvars):
+        return None
+    if not all(a.shape == () or _repeats(a.shape, shape) for a in avals):
+        return None
+    operands = tuple(
+        tuple(dim if n == shape[dim] else None for dim, n in enumerate(a.shape)) for a in avals
+    )
+    every = tuple(range(len(shape)))
+    size = float(math.prod(shape))
+    return Factors(
+        operands,
+        (every,) * len(equation.outvars),
+        tuple(shape),
+        flops=size,
+        linear=_linearity(equation),
+    )
+
+
+def _repeats(small: Sequence[int], shape: Sequence[int]) -> bool:
+    return len(small) == len(shape) and all(
+        n in (1, full) for n, full in zip(small, shape, strict=True)
+    )
+
+
+def _linearity(equation: Any) -> Linear:
+    name, (first, *_) = equation.primitive.name, [var.aval.dtype for var in equation.invars]
+    out = equation.outvars[0].aval.dtype
+    if not jnp.issubdtype(out, jnp.inexact) or not jnp.issubdtype(first, jnp.inexact):
+        return "no"
+    if name in ("add", "add_any", "sub"):
+        return "all"
+    if name == "mul":
+        return "each"
+    if name == "div":
+        return "first"
+    # Before it is widened a sum sends fewer bytes; narrowed first, its terms would be rounded.
+    same = out.itemsize == first.itemsize
+    return "first" if name in _UNARY_LINEAR and same else "no"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """A `Cut` that is known while tracing: (parts, index) by factor."""
+
+    at: dict[int, tuple[int, int]]
+
+    def parts(self, factor: Dim) -> int:
+        return self.at.get(factor, (1, 0))[0] if factor is not None else 1
+
+    def index(self, factor: Dim) -> Any:
+        return jnp.int32(self.at.get(factor, (1, 0))[1] if factor is not None else 0)

@@ -1,0 +1,208 @@
+"""Where a value of a traced program lies, and the moves from one place to another.
+
+A device holds one shard of each value. The mesh axes of each dim say which; `pending` holds the
+axes along which the shards are terms of a sum that has not been taken yet.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from shardlib.mesh import entry_axes
+
+Dims = tuple[tuple[str, ...], ...]
+"""The mesh axes of each dim, major to minor."""
+Sizes = Mapping[str, int]
+"""Devices along each mesh axis."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a value lies.
+
+    An axis cuts one dim, or is pending, or neither: a device would otherwise hold a term of a part
+    of the sum, which no collective can finish.
+    """
+
+    dims: Dims
+    pending: frozenset[str] = frozenset()
+    stored: bool = False
+    """Whether it is a parameter where it is stored, to be gathered where it is used."""
+    made: bool = False
+    """Whether each device can make the shard of any layout by itself, with no word from others."""
+    zero: bool = False
+    """Whether it is known to hold zeros only, which are a pending sum over any axes."""
+
+    def __post_init__(self) -> None:
+        used = [*self.axes, *self.pending]
+        assert len(set(used)) == len(used), f"a mesh axis is used twice: {self}"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes that cut a dim."""
+        return tuple(axis for dim in self.dims for axis in dim)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return PartitionSpec(*[dim or None for dim in self.dims])
+
+    def complete(self) -> "Layout":
+        """Returns the same layout with no sum pending."""
+        return dataclasses.replace(self, pending=frozenset()) if self.pending else self
+
+    def solid(self, keep_zero: bool = False) -> "Layout":
+        """Returns the same layout of a value that is held, not made."""
+        return dataclasses.replace(self, made=False, zero=self.zero and keep_zero)
+
+
+def whole(rank: int) -> Layout:
+    """Returns the layout of a value that every device holds whole."""
+    return Layout(((),) * rank)
+
+
+def from_spec(spec: Any, rank: int, **flags: bool) -> Layout:
+    """Returns the layout of a `PartitionSpec`."""
+    entries = [entry_axes(entry) for entry in spec or ()]
+    dims = tuple(tuple(entry) for entry in entries) + ((),) * (rank - len(entries))
+    return Layout(dims, **flags)
+
+
+def degree(axes: Sequence[str], sizes: Sizes) -> int:
+    """Returns the number of devices along some axes together."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
+def num_bytes(aval: Any) -> int:
+    """Returns the bytes of an array of this shape and dtype; a random key counts as 8."""
+    return math.prod(aval.shape) * (
+        8 if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else aval.dtype.itemsize
+    )
+
+
+def _common(have: Sequence[str], want: Sequence[str]) -> int:
+    count = 0
+    while count < min(len(have), len(want)) and have[count] == want[count]:
+        count += 1
+    return count
+
+
+def moved_bytes(size: float, have: Layout, want: Dims, sizes: Sizes) -> float:
+    """Returns the bytes that a device receives in a move, by ring collectives.
+
+    Args:
+        size: Bytes of the whole value.
+        have: Where it lies.
+        want: Where it is to lie, with no sum pending.
+        sizes: Devices along each mesh axis.
+    """
+    if have.made:
+        return 0.0
+    shard = size / degree(have.axes, sizes)
+    wanted = {axis for dim in want for axis in dim}
+    total = 0.0
+    # Pending axes that the target cuts are reduce-scattered; the others are reduced whole after.
+    for axis in have.pending & wanted:
+        n = sizes[axis]
+        total += shard * (n - 1) / n
+        shard /= n
+    rest = degree(tuple(have.pending - wanted), sizes)
+    total += 2 * shard * (rest - 1) / rest
+    for dim, target in zip(have.dims, want, strict=True):
+        for axis in reversed(dim[_common(dim, target) :]):
+            n = sizes[axis]
+            if axis in wanted:
+                total += shard * (n - 1) / n  # all-to-all
+            else:
+                total += shard * (n - 1)
+                shard *= n
+    return total
+
+
+def scattered(layout: Layout, wanted: Dims, shape: Sequence[int], sizes: Sizes) -> Layout | None:
+    """Returns a layout in which pending axes cut the dims that the reader wants them to cut, with
+    no sum pending; None if there are none."""
+    dims = list(layout.dims)
+    for dim, target in enumerate(wanted):
+        here = dims[dim]
+        while len(here) < len(target) and here == target[: len(here)]:
+            more = target[: len(here) + 1]
+            if more[-1] not in layout.pending or shape[dim] % degree(more, sizes):
+                break
+            here = more
+        dims[dim] = here
+    return None if tuple(dims) == layout.dims else Layout(tuple(dims))
+
+
+def move(x: jax.Array, have: Layout, want: Layout, sizes: Sizes) -> jax.Array:
+    """Returns the shard of `want` from that of `have`, inside of a manual region.
+
+    Args:
+        x: This device's shard.
+        have: Where the value lies.
+        want: Where it is to lie. Its pending axes are among those of `have`.
+        sizes: Devices along each mesh axis.
+    """
+    assert want.pending <= have.pending, f"{have} cannot become {want}"
+    if have.dims == want.dims and have.pending == want.pending:
+        return x
+    dims = [list(dim) for dim in have.dims]
+    x, pending = _scatter_sums(x, dims, have.pending - want.pending, want.dims)
+    if pending:
+        # In the order of the mesh, so that every device names them alike.
+        x = lax.psum(x, tuple(axis for axis in sizes if axis in pending))
+    x = _exchange(x, dims, want.dims)
+    for dim, target in enumerate(want.dims):
+        for axis in target[len(dims[dim]) :]:
+            shard = x.shape[dim] // sizes[axis]
+            x = lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * shard, shard, dim)
+            dims[dim].append(axis)
+    assert tuple(map(tuple, dims)) == want.dims
+    return x
+
+
+def _scatter_sums(
+    x: jax.Array, dims: list[list[str]], pending: frozenset[str], want: Dims
+) -> tuple[jax.Array, frozenset[str]]:
+    """Takes the pending sums whose axis the target cuts a dim with, minor to what cuts it now."""
+    left = set(pending)
+    for dim, target in enumerate(want):
+        here = dims[dim]
+        while len(here) < len(target) and here == list(target[: len(here)]):
+            axis = target[len(here)]
+            if axis not in left:
+                break
+            x = lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+            here.append(axis)
+            left.discard(axis)
+    return x, frozenset(left)
+
+
+def _exchange(x: jax.Array, dims: list[list[str]], want: Dims) -> jax.Array:
+    """Moves axes from dim to dim by all-to-all where the order allows it, and gathers the rest."""
+    for dim, target in enumerate(want):
+        here, kept = dims[dim], _common(dims[dim], target)
+        while len(here) > kept:
+            axis = here[-1]
+            to = next(
+                (
+                    other
+                    for other, goal in enumerate(want)
+                    if other != dim and [*dims[other], axis] == list(goal[: len(dims[other]) + 1])
+                ),
+                None,
+            )
+            if to is None:
+                break
+            x = lax.all_to_all(x, axis, split_axis=to, concat_axis=dim, tiled=True)
+            here.pop()
+            dims[to].append(axis)
+        if len(here) > kept:
+            x = lax.all_gather(x, tuple(here[kept:]), axis=dim, tiled=True)
+            del here[kept:]
+    return x

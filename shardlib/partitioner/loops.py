@@ -1,0 +1,109 @@
+"""Layouts through loops, branches and recomputation.
+
+What a loop carries must lie alike before and after each trip. It begins where its first value lies
+and is walked until a trip leaves it where it was, or else is brought back there.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from shardlib.jaxprs import Operation, scan_parts
+from shardlib.partitioner.layout import Layout, whole
+from shardlib.partitioner.program import Program, Step
+
+if TYPE_CHECKING:
+    from shardlib.partitioner.analyze import Walk
+
+_MAX_TRIPS = 6
+
+
+def again(walk: "Walk", operation: Operation, ins: list[Layout]) -> Step:
+    """What is computed again in the backward pass, from what was kept."""
+    operands = [layout.complete() for layout in ins]
+    wanted = [walk.wanted(v) for v in operation.outvars]
+    body = walk.analysis.program(operation.params["jaxpr"], operands, wanted)
+    return Step(operation, tuple(operands), body.outputs, bodies=(body,))
+
+
+def scan(walk: "Walk", operation: Operation, ins: list[Layout]) -> Step:
+    """Rows of operands are whole along the loop; rows of results are stacked as they are made."""
+    closed = operation.params["jaxpr"]
+    num_consts, num_carry = scan_parts(operation)
+    # What every trip uses is gathered once, before the loop.
+    consts = [walk.used(layout).complete() for layout in ins[:num_consts]]
+    init = [walk.used(layout) for layout in ins[num_consts : num_consts + num_carry]]
+    xs = [
+        dataclasses.replace(layout.complete(), dims=((), *layout.dims[1:]))
+        for layout in ins[num_consts + num_carry :]
+    ]
+    rows = [dataclasses.replace(x, dims=x.dims[1:]) for x in xs]
+    found = [walk.wanted(v) for v in operation.outvars[num_carry:]]
+    wanted = [None] * num_carry + [dims[1:] if dims else None for dims in found]
+
+    def trip(carry: Sequence[Layout]) -> Program:
+        return walk.analysis.closed(closed, [*consts, *carry, *rows], wanted)
+
+    carry, body = _fixpoint(trip, init, sums_may_wait=True)
+    ys = [Layout(((), *y.dims)) for y in body.outputs[num_carry:]]
+    return Step(operation, (*consts, *carry, *xs), (*carry, *ys), bodies=(body,))
+
+
+def while_loop(walk: "Walk", operation: Operation, ins: list[Layout]) -> Step:
+    """The condition is computed whole, so that all devices make as many trips."""
+    params = operation.params
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    consts = [walk.used(x).complete() for x in ins[: num_cond + num_body]]
+    init = [walk.used(layout) for layout in ins[num_cond + num_body :]]
+
+    def trip(carry: Sequence[Layout]) -> Program:
+        return walk.analysis.closed(params["body_jaxpr"], [*consts[num_cond:], *carry])
+
+    carry, body = _fixpoint(trip, init, sums_may_wait=False)
+    cond = walk.analysis.closed(params["cond_jaxpr"], [*consts[:num_cond], *carry])
+    return Step(operation, (*consts, *carry), tuple(carry), bodies=(cond, body))
+
+
+def cond(walk: "Walk", operation: Operation, ins: list[Layout]) -> Step:
+    """All branches leave a result where the one that cuts it most does."""
+    operands = [walk.used(layout).solid().complete() for layout in ins[1:]]
+    wanted = [walk.wanted(v) for v in operation.outvars]
+    bodies = [walk.analysis.closed(b, operands, wanted) for b in operation.params["branches"]]
+    outputs = zip(*(body.outputs for body in bodies), strict=True)
+    results = [Layout(max(branches, key=lambda x: len(x.axes)).dims) for branches in outputs]
+    return Step(operation, (whole(0), *operands), tuple(results), bodies=tuple(bodies))
+
+
+def _fixpoint(
+    trip: Callable[[Sequence[Layout]], Program], init: Sequence[Layout], *, sums_may_wait: bool
+) -> tuple[list[Layout], Program]:
+    """Returns layouts of the carry that a trip keeps or can be brought back to, and the trip.
+
+    A sum may stay pending through a loop that begins at zero: the weights of a recurrent network
+    gather their gradient over all trips, and it is sent once.
+    """
+    carry = [layout.complete().solid(keep_zero=sums_may_wait) for layout in init]
+    for number in range(_MAX_TRIPS):
+        body = trip(carry)
+        pairs = zip(carry, body.outputs, strict=False)
+        found = [_next(old, new, number, sums_may_wait) for old, new in pairs]
+        # Zeros are zeros on the first trip alone: layouts that rest on them are walked once more.
+        if found == carry:
+            return found, body
+        carry = found
+    carry = [Layout(layout.dims) for layout in carry]
+    return carry, trip(carry)
+
+
+def _next(old: Layout, new: Layout, number: int, sums_may_wait: bool) -> Layout:
+    """Returns where a carry lies on the next trip, from where it lay and where a trip left it.
+
+    It follows the trip at first; later it only loses axes, so that the walk ends.
+    """
+    pending = new.pending if sums_may_wait and (old.zero or old.pending) else frozenset[str]()
+    if number >= 2:
+        pending &= old.pending
+    dims = new.dims if number == 1 or len(new.axes) > len(old.axes) else old.dims
+    if number >= 3:
+        dims = tuple(a if a == b else () for a, b in zip(old.dims, new.dims, strict=True))
+    return Layout(dims, pending.difference(*dims))

@@ -1,0 +1,231 @@
+"""Factors of operations that change the shape of a value, or where its elements stand."""
+
+import functools
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.random import threefry2x32_p
+
+from shardlib.partitioner.factors import Cut, Dim, Factors, Linear, Local, bind, pieces, rule
+
+
+@rule("broadcast_in_dim")
+def broadcast_in_dim(equation: Any) -> Factors | None:
+    """Dims that come from the operand are factors, and so are those that are new."""
+    shape = equation.outvars[0].aval.shape
+    source = equation.invars[0].aval.shape
+    at = equation.params["broadcast_dimensions"]
+    if len(equation.invars) > 1:
+        return None  # a dynamic shape
+    operand = tuple(
+        to if source[dim] == shape[to] else None for dim, to in enumerate(at)
+    )  # what is repeated along a dim has size 1 there
+    every = tuple(range(len(shape)))
+
+    def local(equation: Any, values: list[Any], cut: Cut) -> Any:
+        return bind(equation, values, shape=pieces(shape, every, cut))
+
+    # A copy of a pending sum is pending too, but larger: it is taken first.
+    linear: Linear = "first" if math.prod(shape) == math.prod(source) else "no"
+    return Factors((operand,), (every,), tuple(shape), linear=linear, local=local)
+
+
+@rule("transpose")
+def transpose(equation: Any) -> Factors:
+    shape = equation.invars[0].aval.shape
+    order = tuple(equation.params["permutation"])
+    return Factors((tuple(range(len(shape))),), (order,), tuple(shape), linear="first")
+
+
+@rule("squeeze")
+def squeeze(equation: Any) -> Factors:
+    shape, gone = equation.invars[0].aval.shape, equation.params["dimensions"]
+    operand = tuple(None if dim in gone else dim for dim in range(len(shape)))
+    kept = tuple(dim for dim in operand if dim is not None)
+    return Factors((operand,), (kept,), tuple(shape), linear="first")
+
+
+@rule("reshape")
+def reshape(equation: Any) -> Factors | None:
+    """The major dims of each group of dims that is merged or split go along with each other.
+
+    `[a * b, c] -> [a, b, c]` has the factors a and c: cut into parts that divide a, the rows of a
+    piece are whole rows of a.
+    """
+    if equation.params.get("dimensions") is not None or len(equation.invars) > 1:
+        return None
+    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    if 0 in old:
+        return None
+    operand, result, sizes = _reshape_factors(old, new)
+
+    def local(equation: Any, values: list[Any], cut: Cut) -> Any:
+        return bind(equation, values, new_sizes=pieces(new, result, cut))
+
+    return Factors((operand,), (result,), sizes, linear="first", local=local)
+
+
+def _reshape_factors(
+    old: Sequence[int], new: Sequence[int]
+) -> tuple[tuple[Dim, ...], tuple[Dim, ...], tuple[int, ...]]:
+    operand: list[Dim] = [None] * len(old)
+    result: list[Dim] = [None] * len(new)
+    sizes: list[int] = []
+    i = j = 0
+    while i < len(old) and j < len(new):
+        first, start, left, right = i, j, old[i], new[j]
+        while left != right:
+            if left < right:
+                i += 1
+                left *= old[i]
+            else:
+                j += 1
+                right *= new[j]
+        major = next((d for d in range(first, i + 1) if old[d] > 1), None)
+        goes = next((d for d in range(start, j + 1) if new[d] > 1), None)
+        if major is not None and goes is not None:
+            operand[major] = result[goes] = len(sizes)
+            sizes.append(math.gcd(old[major], new[goes]))
+        i, j = i + 1, j + 1
+    return tuple(operand), tuple(result), tuple(sizes)
+
+
+def same_dims(
+    equation: Any,
+    held: Collection[int],
+    *,
+    local: Local | None = None,
+    linear: Linear = "no",
+    flops: float = 0.0,
+) -> Factors:
+    """Returns the factors of an operation that runs along some dims and leaves the others alone.
+
+    Dims are factors that have one size in all operands and results of the full rank; those in
+    `held`, and all dims of operands of another rank, are whole.
+    """
+    avals = [var.aval for var in (*equation.invars, *equation.outvars)]
+    rank = max(len(aval.shape) for aval in avals)
+    full = [aval.shape for aval in avals if len(aval.shape) == rank]
+    dims: list[Dim] = [
+        dim if dim not in held and len({shape[dim] for shape in full}) == 1 else None
+        for dim in range(rank)
+    ]
+
+    def of(var: Any) -> tuple[Dim, ...]:
+        n = len(var.aval.shape)
+        return tuple(dims) if n == rank else (None,) * n
+
+    return Factors(
+        tuple(map(of, equation.invars)),
+        tuple(map(of, equation.outvars)),
+        tuple(full[0]),
+        flops=flops,
+        linear=linear,
+        local=local,
+    )
+
+
+@rule("concatenate")
+def concatenate(equation: Any) -> Factors:
+    return same_dims(equation, {equation.params["dimension"]}, linear="all")
+
+
+@rule("split")
+def split(equation: Any) -> Factors:
+    return same_dims(equation, {equation.params["axis"]}, linear="first")
+
+
+@rule("rev")
+def rev(equation: Any) -> Factors:
+    return same_dims(equation, set(equation.params["dimensions"]), linear="first")
+
+
+@rule("pad")
+def pad(equation: Any) -> Factors:
+    padding = equation.params["padding_config"]
+    return same_dims(equation, {d for d, p in enumerate(padding) if tuple(p) != (0, 0, 0)})
+
+
+@rule("slice")
+def slice_(equation: Any) -> Factors:
+    """A dim of which all is taken is a factor."""
+    shape, params = equation.invars[0].aval.shape, equation.params
+    starts, ends = params["start_indices"], params["limit_indices"]
+    strides = params["strides"] or (1,) * len(shape)
+    held = {
+        dim for dim, n in enumerate(shape) if (starts[dim], ends[dim], strides[dim]) != (0, n, 1)
+    }
+
+    def local(equation: Any, values: list[Any], cut: Cut) -> Any:
+        here = values[0].shape
+        limits = tuple(end if dim in held else here[dim] for dim, end in enumerate(ends))
+        return bind(equation, values, limit_indices=limits)
+
+    return same_dims(equation, held, local=local, linear="first")
+
+
+@rule("iota")
+def iota(equation: Any) -> Factors:
+    """Numbers along a dim: each piece counts from where it begins."""
+    params = equation.params
+    shape, along, dtype = params["shape"], params["dimension"], params["dtype"]
+    every = tuple(range(len(shape)))
+
+    def local(equation: Any, values: list[Any], cut: Cut) -> Any:
+        here = pieces(shape, every, cut)
+        count = lax.broadcasted_iota(jnp.int32, here, along)
+        return [(count + cut.index(along) * here[along]).astype(dtype)]
+
+    return Factors((), (every,), tuple(shape), local=local)
+
+
+@rule("random_bits")
+def random_bits(equation: Any) -> Factors | None:
+    """Bits of one threefry key: element i depends on the key and on i alone, so that any piece can
+    be made by itself (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+
+    True of JAX's keys while `jax_threefry_partitionable` is set, as it is by default.
+    """
+    (key,) = equation.invars
+    shape, width = equation.params["shape"], equation.params["bit_width"]
+    is_threefry = "fry" in str(key.aval.dtype) and equation.equation.ctx.threefry_partitionable
+    if key.aval.shape or not is_threefry or width != 32 or math.prod(shape) >= 2**32:
+        return None
+    every = tuple(range(len(shape)))
+
+    def local(equation: Any, values: list[Any], cut: Cut) -> Any:
+        if all(cut.parts(factor) == 1 for factor in every):
+            return bind(equation, values)
+        return [_bits(values[0], shape, cut)]
+
+    return Factors(((),), (every,), tuple(shape), local=local)
+
+
+def _bits(key: Any, shape: Sequence[int], cut: Cut) -> Any:
+    """Returns this piece of `random_bits(key, 32, shape)`, uint32."""
+    import jax
+
+    here = pieces(shape, tuple(range(len(shape))), cut)
+    number = functools.reduce(
+        jnp.add,
+        [
+            (
+                lax.broadcasted_iota(jnp.uint32, here, dim)
+                + jnp.asarray(cut.index(dim), jnp.uint32) * jnp.uint32(here[dim])
+            )
+            * jnp.uint32(math.prod(shape[dim + 1 :]))
+            for dim in range(len(shape))
+        ],
+        jnp.zeros(here, jnp.uint32),
+    )
+    first, second = jax.random.key_data(key)
+    words = threefry2x32_p.bind(
+        jnp.broadcast_to(first, here),
+        jnp.broadcast_to(second, here),
+        jnp.zeros_like(number),
+        number,
+    )
+    return words[0] ^ words[1]

@@ -1,0 +1,101 @@
+"""Where what reads a value would have it, followed backwards through a program.
+
+A gradient is a sum over the batch. Where the optimizer state is cut, a device reads only a part of
+each gradient: a sum that is taken straight into that part is a reduce-scatter, half of what an
+all-reduce sends, and a loop that stacks gradients of layers stacks parts of them.
+"""
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardlib.jaxprs import Operation, Program, is_literal
+from shardlib.partitioner.factors import ELEMENTWISE, Factors, factors_of
+from shardlib.partitioner.layout import Dims, Layout
+
+_FAR = 8
+"""How many operations ahead are looked at."""
+_FOLLOWED = ELEMENTWISE | {"transpose", "squeeze", "reshape", "broadcast_in_dim"}
+
+
+def wanted_layouts(flat: Program, outputs: Sequence[Dims | None]) -> dict[Any, Dims]:
+    """Returns the dims that readers want, by variable.
+
+    Args:
+        flat: The program.
+        outputs: What is wanted of its results.
+    """
+    wanted: dict[Any, Dims] = {}
+
+    def want(atom: Any, dims: Dims | None) -> None:
+        if dims is not None and any(dims) and not is_literal(atom):
+            wanted.setdefault(atom, dims)
+
+    for atom, dims in zip(flat.outvars, outputs, strict=True):
+        want(atom, dims)
+    if not wanted:
+        return wanted
+    for operation in reversed(flat.operations):
+        if operation.name not in _FOLLOWED:
+            continue
+        found = wanted.get(operation.outvars[0])
+        factors = factors_of(operation) if found is not None else None
+        if found is None or factors is None:
+            continue
+        for number, atom in enumerate(operation.invars):
+            want(atom, _through(factors, number, found))
+    return wanted
+
+
+def _through(factors: Factors, operand: int, result: Dims) -> Dims:
+    axes = {
+        factor: dim
+        for factor, dim in zip(factors.results[0], result, strict=True)
+        if factor is not None
+    }
+    return tuple(
+        axes.get(factor, ()) if factor is not None else () for factor in factors.operands[operand]
+    )
+
+
+class Readers:
+    """What is known ahead of the walk of what reads a value.
+
+    `at` are the layouts known by now, which grow as the walk goes on.
+    """
+
+    def __init__(self, flat: Program, at: Mapping[Any, Layout]):
+        self.at = at
+        self._readers: dict[Any, list[Operation]] = collections.defaultdict(list)
+        self._makers: dict[Any, Operation] = {}
+        for operation in flat.operations:
+            self._makers.update(dict.fromkeys(operation.outvars, operation))
+            for atom in operation.invars:
+                if not is_literal(atom):
+                    self._readers[atom].append(operation)
+
+    def wants(self, var: Any, depth: int = _FAR) -> Dims | None:
+        """Returns the dims in which a reader has its other operand; None if that is not known."""
+        for operation in self._readers[var] if depth else ():
+            if operation.name not in _FOLLOWED:
+                continue
+            others = [v for v in operation.invars if v is not var and not is_literal(v)]
+            peers = (self._guess(v, depth) for v in others if v.aval.shape == var.aval.shape)
+            found = next(filter(None, peers), None)
+            if found is None and (onward := self.wants(operation.outvars[0], depth - 1)):
+                factors = factors_of(operation)
+                number = operation.invars.index(var)
+                found = _through(factors, number, onward) if factors else None
+            if found is not None and any(found):
+                return found
+        return None
+
+    def _guess(self, var: Any, depth: int) -> Dims | None:
+        """Returns where a value will lie that is computed, element by element, from known ones."""
+        known, maker = self.at.get(var), self._makers.get(var)
+        if known is not None:
+            return known.dims if known.axes and not known.made else None
+        if maker is None or maker.name not in ELEMENTWISE or not depth:
+            return None
+        same = (v for v in maker.invars if not is_literal(v) and v.aval.shape == var.aval.shape)
+        return next(filter(None, (self._guess(v, depth - 1) for v in same)), None)
