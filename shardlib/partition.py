@@ -2,32 +2,36 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.constrain import Scope, active_or, manual_axes
 from shardlib.errors import RuleError
-from shardlib.functional import AxesByPath
+from shardlib.functional import AxesByPath, axis_names_of
 from shardlib.mesh import entry_axes, mesh_sizes
 from shardlib.paths import key_string, matches, named_leaves, path_string
-from shardlib.rules import AxisRules, Resolution
+from shardlib.rules import AxisRules, Choice, Resolution
 
 Section = Literal["params", "model_state", "opt_state"]
+
+OVERRIDES = ", in place of metadata "
+"""Stands in `Placement.origin` between a path pattern and what it overrides."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Where one leaf lives.
 
-    `origin` says where its logical axes came from: `"metadata"`, the path pattern that matched,
-    `"auto"`, or the parameter that an optimizer leaf belongs to. `asked_for` is false when the
-    rules would have sharded the leaf further and something kept them from it. `memory_kind` is None
-    for the devices' own memory.
+    `origin` says where its logical axes came from: the path pattern that matched, with the metadata
+    in whose place it stands, `"metadata"`, `"auto"`, or the parameter that an optimizer leaf
+    belongs to. `asked_for` is false when the rules would have sharded the leaf further and
+    something kept them from it. `memory_kind` is None for the devices' own memory.
     """
 
     path: str
@@ -62,8 +66,8 @@ class Placement:
 def place(tree: Any, axes: AxesByPath, rules: AxisRules, mesh: Any) -> dict[str, Placement]:
     """Places every leaf of a tree of parameters or model state.
 
-    The logical axes of a leaf are those in `axes`, else those of the first path pattern of the
-    rules that matches, else `rules.auto` decides.
+    The logical axes of a leaf are those of the first path pattern of the rules that matches, which
+    are the words of whoever trains the model, else those in `axes`, else `rules.auto` decides.
 
     Args:
         tree: Arrays or `ShapeDtypeStruct`s.
@@ -85,23 +89,33 @@ def place(tree: Any, axes: AxesByPath, rules: AxisRules, mesh: Any) -> dict[str,
 
 
 def place_model_state(
-    tree: Any, axes: AxesByPath, rules: AxisRules, mesh: Any
+    tree: Any,
+    axes: AxesByPath,
+    rules: AxisRules,
+    mesh: Any,
+    frozen: Collection[str] = (),
 ) -> dict[str, Placement]:
     """Places model state: what names no axes (statistics, counters) is small and is replicated.
 
-    The arguments and errors are those of `place`; no path pattern and no `auto` applies.
+    The arguments and errors are those of `place`, with the paths of `frozen` parameters, which are
+    not trained and lie as if they were. To other leaves that name no axes, no path pattern and no
+    `auto` applies.
     """
-    unnamed = {path for path in named_leaves(tree) if axes.get(path) is None}
-    named = {
-        path: (None,) * len(leaf.shape) if path in unnamed else axes[path]
-        for path, leaf in named_leaves(tree).items()
-    }
-    return {
-        path: dataclasses.replace(p, logical_axes=None, origin="model state without names")
-        if path in unnamed
-        else p
-        for path, p in place(tree, named, rules, mesh).items()
-    }
+    leaves = named_leaves(tree)
+    placed = {p: x for p, x in leaves.items() if p in frozen or axes.get(p) is not None}
+    found = place(placed, axes, rules, mesh)
+    for path in frozen:
+        note = "; ".join(filter(None, ("not trained", found[path].note)))
+        found[path] = dataclasses.replace(found[path], note=note)
+    return {path: found.get(path) or _unnamed_state(path, leaf) for path, leaf in leaves.items()}
+
+
+def _unnamed_state(path: str, leaf: Any) -> Placement:
+    rank = len(leaf.shape)
+    choices = tuple(Choice(dim, None, None, ()) for dim in range(rank))
+    resolution = Resolution(PartitionSpec(*[None] * rank), choices)
+    origin = "model state without names"
+    return Placement(path, tuple(leaf.shape), leaf.dtype, None, origin, resolution)
 
 
 def _raise_faults(placements: Iterable[Placement]) -> None:
@@ -129,16 +143,23 @@ def _place_leaf(
     def placed(axes: Sequence[str | None], origin: str) -> Placement:
         resolution = rules.resolve(axes, shape, sizes)
         asked_for = not any(choice.refused for choice in resolution.choices)
-        return Placement(
-            path, shape, leaf.dtype, tuple(axes), origin, resolution, asked_for=asked_for
-        )
+        axes, note = tuple(axes), _mesh_axes_note(resolution)
+        return Placement(path, shape, leaf.dtype, axes, origin, resolution, note, asked_for)
 
-    if logical is not None:
-        return placed(logical, "metadata")
     for pattern, axes in rules.paths:
         if matches(pattern, path):
-            return placed(axes or (None,) * len(shape), f"path {pattern}")
+            named = axes or (None,) * len(shape)
+            overridden = f"{OVERRIDES}{logical}" if logical not in (None, named) else ""
+            return placed(named, f"path {pattern}{overridden}")
+    if logical is not None:
+        return placed(logical, "metadata")
     return _auto(path, shape, leaf.dtype, rules, sizes)
+
+
+def _mesh_axes_note(resolution: Resolution) -> str:
+    """Says which names are those of mesh axes, so that no rule stands between them."""
+    names = [c.logical_axis for c in resolution.choices if c.logical_axis and c.rule is None]
+    return f"{', '.join(names)}: no rule, but of the mesh itself" if names else ""
 
 
 def _auto(
@@ -162,8 +183,7 @@ def _auto(
         return placed(replicated, f"{auto.mesh_axis} has size 1 in this mesh", asked_for=False)
     fitting = [dim for dim, n in enumerate(shape) if n % size == 0]
     if not fitting:
-        fault = f"shape {shape} has no dim that {auto.mesh_axis}={size} divides.\n{fix}"
-        return placed(Resolution(PartitionSpec(), (), (fault,)))
+        return placed(replicated, f"{auto.mesh_axis}={size} divides none of its dims", False)
     best = max(fitting, key=lambda dim: shape[dim])
     axes = tuple("auto" if dim == best else None for dim in range(len(shape)))
     return placed(
@@ -278,26 +298,43 @@ def shard(model: Any, mesh: Any = None, rules: AxisRules | None = None) -> Any:
 
 
 def _put(tree: Any, scope: Scope) -> Any:
-    flat: dict[str, Any] = {}
-    axes: AxesByPath = {}
-    # Paths are those of `init_state`: a linen collection of parameters adds nothing to them.
-    collections = isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)
+    leaves = weights_by_path(tree)
+    params = {leaf.path for leaf in leaves if leaf.is_param}
+    axes = {leaf.path: leaf.axes for leaf in leaves}
+    flat = {leaf.path: leaf.value for leaf in leaves}
+    placements = place_model_state(flat, axes, scope.rules, scope.mesh, frozen=params)
+    placed = jax.device_put(
+        [leaf.value for leaf in leaves],
+        [NamedSharding(scope.mesh, placements[leaf.path].spec) for leaf in leaves],
+    )
+    return jax.tree.unflatten(jax.tree.structure(tree), placed)
+
+
+class Weight(NamedTuple):
+    """A leaf of a tree of weights that somebody made or loaded."""
+
+    path: str
+    """Its path as in a state: a linen collection of parameters adds nothing to it."""
+    value: Any
+    axes: tuple[str | None, ...] | None
+    is_param: bool
+
+
+def weights_by_path(tree: Any) -> list[Weight]:
+    """Returns the leaves of an `nnx.State`, of linen variables (boxed or not) or of any other tree
+    of arrays, in tree order."""
+    is_mapping = isinstance(tree, Mapping) and not isinstance(tree, nnx.State)
+    collections = is_mapping and isinstance(tree.get("params"), Mapping)
+    found = []
     for path, box in named_leaves(tree, is_leaf=_names_axes).items():
         is_param = isinstance(box, nnx.Param) or not isinstance(box, nnx.Variable)
         if collections:
             is_param = path.startswith("params/")
             path = path.removeprefix("params/")
         for inner, leaf in named_leaves(_value(box)).items():
-            name = f"{path}/{inner}" if inner else path
-            flat[name] = leaf
-            names = _axis_names(box)
-            axes[name] = (None,) * len(leaf.shape) if names is None and not is_param else names
-    placements = place(flat, axes, scope.rules, scope.mesh)
-    leaves = jax.device_put(
-        list(flat.values()),
-        [NamedSharding(scope.mesh, placements[path].spec) for path in flat],
-    )
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+            axes = axis_names_of(_axis_names(box), np.ndim(leaf))
+            found.append(Weight(f"{path}/{inner}" if inner else path, leaf, axes, is_param))
+    return found
 
 
 def _names_axes(node: Any) -> bool:
@@ -310,10 +347,7 @@ def _value(box: Any) -> Any:
     return box.value if _names_axes(box) else box
 
 
-def _axis_names(box: Any) -> tuple[str | None, ...] | None:
-    names = (
-        box.get_metadata().get("out_sharding")
-        if isinstance(box, nnx.Variable)
-        else getattr(box, "names", None)
-    )
-    return None if names is None else tuple(names)
+def _axis_names(box: Any) -> Any:
+    if isinstance(box, nnx.Variable):
+        return box.get_metadata().get("out_sharding")
+    return getattr(box, "names", None)

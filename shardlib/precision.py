@@ -23,18 +23,23 @@ class Precision:
     compute: Any
     """Dtype of parameters and floating batch leaves inside of the loss function."""
 
-    def store(self, params: Any, float32: Collection[str] = ()) -> Any:
+    def store(
+        self, params: Any, float32: Collection[str] = (), only: Collection[str] | None = None
+    ) -> Any:
         """Returns parameters in the dtype in which they are stored; integers stay as they are.
 
         Args:
             params: The parameters.
             float32: Paths of those that no policy rounds: `FunctionalModule.float32`.
+            only: Paths of those that are cast, where the others are not parameters.
         """
-        return _cast_params(params, self.params, float32)
+        return _cast_params(params, self.params, float32, only)
 
-    def cast_params(self, params: Any, float32: Collection[str] = ()) -> Any:
+    def cast_params(
+        self, params: Any, float32: Collection[str] = (), only: Collection[str] | None = None
+    ) -> Any:
         """Returns parameters in the dtype of the computation; with the arguments of `store`."""
-        return _cast_params(params, self.compute, float32)
+        return _cast_params(params, self.compute, float32, only)
 
     def cast_batch(self, batch: Any) -> Any:
         """Returns a batch with its floating leaves in the dtype of the computation."""
@@ -69,10 +74,15 @@ def _cast(x: Any, dtype: Any) -> Any:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _cast_params(params: Any, dtype: Any, float32: Collection[str]) -> Any:
+def _cast_params(
+    params: Any, dtype: Any, float32: Collection[str], only: Collection[str] | None
+) -> Any:
     wide = jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
     def cast(path: Any, x: Any) -> Any:
-        return _cast(x, wide if path_string(path) in float32 else dtype)
+        name = path_string(path)
+        if only is not None and name not in only:
+            return x
+        return _cast(x, wide if name in float32 else dtype)
 
     return jax.tree_util.tree_map_with_path(cast, params)

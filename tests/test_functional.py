@@ -220,13 +220,13 @@ class NotAModule:
         ),
         (
             lambda rngs: NotAModule(),
-            "the model function returned NotAModule, which is no Flax module.\n"
+            "the model function returned NotAModule, which is not a Flax module.\n"
             "  Return an `nnx.Module` or a `flax.linen.Module`.",
         ),
         (
             Linen(),
             "Linen is a linen module: its parameters are known only from example inputs.\n"
-            "  Pass them: sl.init_state(model, optimizer, inputs=(x,)).",
+            "  Pass them: inputs=(x,), as in sl.init_state(model, optimizer, inputs=(x,)).",
         ),
     ],
 )
@@ -236,11 +236,16 @@ def test_refuses(make, message):
     assert str(caught.value) == message
 
 
-def test_refuses_a_module_that_is_in_memory():
-    with pytest.raises(ModelError) as caught:
-        functional(Nnx(nnx.Rngs(0)))
-    assert str(caught.value) == (
-        "Nnx is an NNX module that already holds its arrays on one device.\n"
-        "  Pass a function that makes it, `lambda rngs: Model(..., rngs=rngs)`, or place what is "
-        "in memory with `sl.shard(model)`."
-    )
+def test_a_module_in_memory_has_a_view_but_is_not_made_anew():
+    view, made = functional(Nnx(nnx.Rngs(0))), functional(Nnx)
+    assert view.shapes() == made.shapes()
+    assert (view.axes, view.name) == (made.axes, made.name)
+    with pytest.raises(ModelError, match=r"Nnx was given as a module in memory.*\n  Place its"):
+        view.init(KEY)
+
+
+def test_refuses_a_function_that_returns_arrays_placed_before():
+    model = Nnx(nnx.Rngs(0))
+    nnx.update(model, jax.device_put(nnx.state(model), jax.devices()[1]))
+    with pytest.raises(ModelError, match=r"Nnx returned arrays.*into/bias.*\n  Pass the module"):
+        functional(lambda rngs: model)

@@ -71,7 +71,8 @@ def test_every_fault_of_a_tensor_is_told_at_once():
         "params={'embed': ['fsdp', None]}.\n"
         "logical axis 'mpl' (dim 1 of ('embed', 'mpl')) has no rule among the params. "
         "Did you mean 'mlp'?\n"
-        "  Add one, for example params={'mpl': None}, or use one of: embed, mlp."
+        "  Add one, for example params={'mpl': None}, or use one of: embed, mlp, data, "
+        "fsdp, tensor."
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardlib.mesh import entry_axes, mesh_sizes
-from shardlib.partition import Placement
+from shardlib.partition import OVERRIDES, Placement
 from shardlib.rules import AxisRules, Choice
 
 _SECTIONS = ("params", "model_state", "opt_state")
@@ -241,7 +241,7 @@ def _unused(
     rules: AxisRules, placements: list[Placement]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     used = {c.rule for p in placements for c in p.resolution.choices}
-    origins = {p.origin for p in placements}
+    origins = {p.origin.partition(OVERRIDES)[0] for p in placements}
     return (
         tuple(name for name, _ in rules.params if name not in used),
         tuple(pattern for pattern, _ in rules.paths if f"path {pattern}" not in origins),

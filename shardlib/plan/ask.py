@@ -50,6 +50,7 @@ def plan(
     loss: Any = None,
     batch: Any = None,
     rules: AxisRules | None = None,
+    inputs: Any = None,
 ) -> Plans | MixedPlans:
     """Returns the best plans for a model on a cluster, by the cost model.
 
@@ -69,8 +70,8 @@ def plan(
     Args:
         model: A name such as `llama3-70b`, the config of a model or of a run, a
             `shardlib.plan.Transformer`, any `shardlib.plan.Workload`, or what makes a module:
-            `make(rngs) -> module`. `shardlib.plan.trace_workload` has more options for one (inputs
-            of linen modules, logical axes of the batch); what it returns is a model here.
+            `make(rngs) -> module`, or a linen module. `shardlib.plan.trace_workload` has more
+            options for one (logical axes of the batch); what it returns is a model here.
         on: A cluster, such as `v5p-128` or `64x8xh100`; a chip alone (`v5p`) stands for clusters of
             every size, of which `objective`, or `tokens` and `days`, take one; `8xh100+16xa100-80`
             for GPUs of several kinds, whose shares of a batch are unequal.
@@ -91,6 +92,7 @@ def plan(
         loss: Of a module, as for `make_train_step`: `loss(model, batch, rng)`.
         batch: Of a module: a batch of a whole step, as arrays or `ShapeDtypeStruct`s.
         rules: Of a module, where they are not to be `sl.rules.STANDARD` or its ZeRO variants.
+        inputs: Of a linen module: example arguments of its `__call__`, as for `init_state`.
 
     Raises:
         MeshError: If the cluster is unknown, or nothing fits it.
@@ -102,7 +104,7 @@ def plan(
         global_batch=global_batch, global_batch_tokens=global_batch_tokens, length=length,
         precision=precision, why_not=why_not, top=top, of_run=hasattr(model, "planned"),
     )  # fmt: skip
-    parts = {"optimizer": optimizer, "loss": loss, "batch": batch, "rules": rules}
+    parts = {"optimizer": optimizer, "loss": loss, "batch": batch, "rules": rules, "inputs": inputs}
     return _answered(model, question, parts)
 
 

@@ -19,6 +19,7 @@ def of_module(
     loss: Any,
     batch: Any,
     rules: AxisRules | None,
+    inputs: Any,
     precision: str,
 ) -> Any:
     """Returns what was given as a model: where it makes a module, the workload of its traced step.
@@ -29,13 +30,15 @@ def of_module(
         loss: As for `make_train_step`.
         batch: A batch of a whole step.
         rules: None for `STANDARD`.
+        inputs: Of a linen module: example arguments; None for NNX.
         precision: As for `make_train_step`.
 
     Raises:
         ModelError: If a module lacks its optimizer, loss or batch, or what is none has one.
     """
     parts = {"optimizer": optimizer, "loss": loss, "batch": batch}
-    given = [name for name, part in {**parts, "rules": rules}.items() if part is not None]
+    options = {"rules": rules, "inputs": inputs}
+    given = [name for name, part in {**parts, **options}.items() if part is not None]
     if not callable(model):
         if given:
             raise ModelError(
@@ -52,9 +55,8 @@ def of_module(
     # Flax is imported for none of the other models.
     from shardlib.plan.tracing import trace_workload
 
-    return trace_workload(
-        model, optimizer, loss, batch, rules=rules or STANDARD, precision=precision
-    )
+    options = {"rules": rules or STANDARD, "inputs": inputs or (), "precision": precision}
+    return trace_workload(model, optimizer, loss, batch, **options)
 
 
 def as_code(plan: Plan, workload: Workload) -> str:
@@ -65,6 +67,7 @@ def as_code(plan: Plan, workload: Workload) -> str:
         rules = PRESETS[f"zero{layout.zero}"]
     named = next((name.upper() for name, preset in PRESETS.items() if preset == rules), None)
     policy = getattr(workload, "precision", None)
+    inputs = ["inputs=inputs"] if getattr(workload, "takes_inputs", False) else []
     stored = [f'precision="{name}"' for name, one in POLICIES.items() if one == policy]
     options = [f"microbatches={layout.microbatches}"] if layout.microbatches > 1 else []
     options += stored
@@ -73,7 +76,7 @@ def as_code(plan: Plan, workload: Workload) -> str:
     lines = [
         f'mesh = sl.make_mesh("{mesh_text(layout)}")',
         f"with sl.use(mesh, {'rules' if named is None else f'sl.rules.{named}'}):",
-        f"    state = sl.init_state({', '.join(['make_model', 'optimizer', *stored])})",
+        f"    state = sl.init_state({', '.join(['make_model', 'optimizer', *inputs, *stored])})",
         f"    step = sl.make_train_step({', '.join(['loss', *options])})",
     ]
     return "\n".join(lines)

@@ -40,6 +40,8 @@ class TracedWorkload:
     """Traces the same for a batch of other shapes."""
     software: Software = SHARDLIB
     constants: Mapping[str, float] = dataclasses.field(default_factory=committed)
+    takes_inputs: bool = False
+    """Whether its module is made from example inputs."""
 
     @property
     def rules(self) -> AxisRules:

@@ -14,7 +14,7 @@ of more than one device (`jax.shard_map`, rings over `context`, experts that exc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ import optax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 from shardlib.constrain import recording, use
-from shardlib.functional import FunctionalModule, Inputs, functional
+from shardlib.functional import FunctionalModule, Inputs, call, functional, refuse_no_params
 from shardlib.losses import Mean
 from shardlib.mesh import abstract_mesh
 from shardlib.plan.jaxpr_rules import PARAMS_TABLE, constrained_names
@@ -70,14 +70,14 @@ def trace_workload(
     """
     module, dtypes = functional(make, inputs), precision_named(precision)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    params, model_state = jax.eval_shape(module.init, key)
+    params, model_state = module.shapes()
+    refuse_no_params(module, params)
     params = jax.eval_shape(lambda p: dtypes.store(p, module.float32), params)
     opt_state = jax.eval_shape(optimizer.init, params)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    name: list[str] = []
 
     def gradient(*arguments: Any) -> Any:
-        return _gradient(module, dtypes, loss_fn, *arguments, made=name.append)
+        return _gradient(module, dtypes, loss_fn, *arguments)
 
     arguments = (params, model_state, batch, key)
     # JAX would give the first trace of a function again: each is of a function of its own.
@@ -100,7 +100,10 @@ def trace_workload(
         platform=platform,
         software=software,
     )
-    return TracedWorkload(name[0], step, step.batch, dtypes, retrace, software)
+    takes_inputs = bool(inputs)
+    return TracedWorkload(
+        module.name, step, step.batch, dtypes, retrace, software, takes_inputs=takes_inputs
+    )
 
 
 def _gradient(
@@ -111,19 +114,19 @@ def _gradient(
     model_state: Any,
     batch: Any,
     key: Any,
-    *,
-    made: Callable[[str], None],
 ) -> Any:
-    """The gradients of a batch, in float32; tells the name of the model's class."""
+    """The gradients of a batch, in float32."""
 
     def loss(params: Any) -> Any:
         model_key, loss_key = jax.random.split(key)
-        model = module.merge(dtypes.cast_params(params, module.float32), model_state, model_key)
-        made(type(model).__name__)
-        found = loss_fn(model, dtypes.cast_batch(batch), loss_key)
-        if isinstance(found, tuple) and not isinstance(found, Mean):
-            found = found[0]
-        return jnp.asarray(found.total if isinstance(found, Mean) else found, jnp.float32)
+
+        def total(model: Any) -> Any:
+            found = loss_fn(model, dtypes.cast_batch(batch), loss_key)
+            if isinstance(found, tuple) and not isinstance(found, Mean):
+                found = found[0]
+            return jnp.asarray(found.total if isinstance(found, Mean) else found, jnp.float32)
+
+        return call(module, params, model_state, model_key, total, precision=dtypes)[0]
 
     return jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(params))
 

@@ -7,6 +7,10 @@ A table of rules is an ordered mapping from a logical axis to one of
 * `None`: replicated on purpose;
 * a list of such alternatives, tried in order.
 
+A logical axis without a rule whose name is that of a mesh axis, or of several (`"data+fsdp"`), goes
+to that axis: a model annotated for one mesh by hand lies as it says. A rule of that name, or for
+every other name (`"*"`), comes before.
+
 Resolution takes the logical axes of a tensor in the order of the table. An alternative is refused
 when one of its mesh axes already shards another dim of the tensor, or when their product does not
 divide the dim; the first that fits wins. A standard mesh axis that the mesh does not have counts as

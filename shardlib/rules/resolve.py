@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
@@ -35,7 +35,8 @@ class Refusal(NamedTuple):
 class Choice(NamedTuple):
     """What one dim of a tensor was given.
 
-    `rule` is the key of the table that decided, or `None` for a dim without a logical axis.
+    `rule` is the key of the table that decided. It is `None` for a dim without a logical axis, and
+    for one whose name has no rule and is that of a mesh axis: the dim goes to that axis.
     """
 
     dim: int
@@ -98,9 +99,10 @@ class _Candidate(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """A rule on one mesh. `rank` is its place in the table."""
+    """A rule on one mesh. `rank` is its place in the table. What is not of the table has no name
+    and comes first, as nothing else is possible."""
 
-    name: str
+    name: str | None
     rank: int
     candidates: tuple[_Candidate, ...]
 
@@ -112,6 +114,14 @@ def _on_mesh(rules: "AxisRules", kind: Kind, mesh: MeshSizes) -> dict[str, _Rule
         name: _Rule(name, rank, tuple(_candidate(a, sizes) for a in alternatives))
         for rank, (name, alternatives) in enumerate(rules.table(kind))
     }
+
+
+def _mesh_axis(name: str, sizes: Mapping[str, int]) -> _Rule | None:
+    """The rule for a name that is a mesh axis, or a product of some (`data+fsdp`): to go there."""
+    axes = tuple(name.split("+"))
+    if not all(axis in sizes or axis in STANDARD_AXES for axis in axes):
+        return None
+    return _Rule(None, -1, (_candidate(axes, sizes),))
 
 
 def _candidate(alternative: Alternative, sizes: Mapping[str, int]) -> _Candidate:
@@ -172,9 +182,12 @@ def resolve(
         )
         return Resolution(PartitionSpec(), (), tuple(faults))
     table = _on_mesh(rules, kind, mesh)
-    default = table.get(ANY)
+    default, sizes = table.get(ANY), dict(mesh)
+    named = [
+        (table.get(name) or default or _mesh_axis(name, sizes)) if name else None
+        for name in logical_axes
+    ]
     # A dim without a name stands behind all others, and gets nothing.
-    named = [(table.get(name, default) if name else None) for name in logical_axes]
     ranks = [(rule.rank if rule else len(table)) for rule in named]
     choices: list[Choice | None] = [None] * len(shape)
     used: dict[str, int] = {}
@@ -183,7 +196,7 @@ def resolve(
         if logical is None:
             choices[dim] = Choice(dim, None, None, ())
         elif rule is None:
-            faults.append(_no_rule(dim, logical_axes, kind, table))
+            faults.append(_no_rule(dim, logical_axes, kind, [*table, *sizes]))
         else:
             choice, met = _choose(dim, logical, rule, shape[dim], used)
             choices[dim] = choice
@@ -199,12 +212,12 @@ def _entry(mesh_axes: Alternative) -> Any:
     return mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes
 
 
-def _no_rule(dim: int, logical_axes: LogicalAxes, kind: Kind, table: Mapping[str, Any]) -> str:
+def _no_rule(dim: int, logical_axes: LogicalAxes, kind: Kind, known: Sequence[str]) -> str:
     logical = logical_axes[dim]
     return (
         f"logical axis {logical!r} (dim {dim} of {logical_axes}) has no rule among the "
-        f"{kind}.{did_you_mean(str(logical), table)}\n"
-        f"  Add one, for example {kind}={{{logical!r}: None}}, or use one of: {', '.join(table)}."
+        f"{kind}.{did_you_mean(str(logical), known)}\n"
+        f"  Add one, for example {kind}={{{logical!r}: None}}, or use one of: {', '.join(known)}."
     )
 
 

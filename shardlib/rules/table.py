@@ -25,7 +25,8 @@ class Auto:
     """How a parameter without logical axes is placed.
 
     The largest dim that `mesh_axis` divides is sharded over it, when the parameter has at least
-    `min_elements` elements; smaller ones are replicated. `mesh_axis=None` replicates all of them.
+    `min_elements` elements; smaller ones are replicated, and so is one none of whose dims divides,
+    which `explain` reports. `mesh_axis=None` replicates all of them.
     """
 
     mesh_axis: str | None = "fsdp"
@@ -69,9 +70,9 @@ class AxisRules:
     Args:
         params: Rules for parameters, and so for gradients and optimizer state.
         activations: Rules for activations and for the batch.
-        paths: Logical axes of parameters that carry none of their own, by a pattern over their
-            path (`*` stays within a segment, `**` crosses segments); the first match wins. An empty
-            tuple of axes replicates.
+        paths: Logical axes of parameters by a pattern over their path (`*` stays within a segment,
+            `**` crosses segments); the first match wins, and stands in place of what the model
+            itself says. An empty tuple of axes replicates.
         auto: What happens to a parameter that has no logical axes and matches no path. `None` makes
             such a parameter an error.
         gradients: Rules for gradients, by their `params` table; `None`: those of the parameters.

@@ -41,7 +41,7 @@ class RulesConfig:
     activations: dict[str, AxisRule] = dataclasses.field(default_factory=dict)
     """Rules for activations, by logical axis."""
     paths: dict[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
-    """Logical axes of parameters that have none of their own, by pattern over their path."""
+    """Logical axes of parameters by pattern over their path, in place of those that they have."""
 
     def __post_init__(self) -> None:
         try:

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.constrain import Scope, use
 from shardlib.errors import RuleError
+from shardlib.functional import call
 from shardlib.losses import Mean
 from shardlib.manual import axis_size
 from shardlib.pipeline.config import PipelineConfig
@@ -103,12 +104,15 @@ class EvalStep:
             return partitioner.run(forward, forward, arguments)
 
     def _forward(self, definition: Definition) -> Callable[..., dict[str, Mean]]:
-        dtypes = self.precision
+        dtypes, module = self.precision, definition.module
 
         def forward(params: Any, model_state: Any, batch: Any, key: jax.Array) -> dict[str, Mean]:
-            params = dtypes.cast_params(params, definition.module.float32)
-            model = definition.module.merge(params, model_state, key)
-            return loss_sums(self.loss_fn(model, dtypes.cast_batch(batch), key))
+            batch = dtypes.cast_batch(batch)
+
+            def sums(model: Any) -> dict[str, Mean]:
+                return loss_sums(self.loss_fn(model, batch, key))
+
+            return call(module, params, model_state, key, sums, precision=dtypes)[0]
 
         return forward
 

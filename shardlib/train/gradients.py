@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.errors import ModelError
+from shardlib.functional import call
 from shardlib.losses import Mean
 from shardlib.microbatch import accumulate
 from shardlib.partition import Placement, pin
@@ -79,14 +80,13 @@ class PartLoss:
             key: The key of the part, from `part_key`.
         """
         model_key, loss_key = jax.random.split(key)
+        batch = self.precision.cast_batch(part)
+
+        def sums(model: Any) -> Sums:
+            return loss_sums(self.loss_fn(model, batch, loss_key))
+
         module = self.definition.module
-        model = module.merge(
-            self.precision.cast_params(params, module.float32), model_state, model_key
-        )
-        sums = loss_sums(self.loss_fn(model, self.precision.cast_batch(part), loss_key))
-        # A dtype that drifted would compile the next step anew.
-        new = jax.tree.map(lambda x, old: x.astype(old.dtype), module.collect(model), model_state)
-        return sums, new
+        return call(module, params, model_state, model_key, sums, precision=self.precision)
 
     def gradients(self, params: Any, model_state: Any, part: Any, key: jax.Array) -> Gradients:
         """Returns the gradients of one part."""

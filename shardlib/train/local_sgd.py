@@ -29,10 +29,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.config import configclass
 from shardlib.constrain import use
 from shardlib.errors import ConfigError, MeshError, ModelError
+from shardlib.functional import updated
 from shardlib.losses import Mean
 from shardlib.manual import manual
 from shardlib.mesh import mesh_sizes
 from shardlib.partition import Placement
+from shardlib.paths import path_string
 from shardlib.train.local_state import (
     LocalSGDState,
     check_whole,
@@ -290,18 +292,22 @@ class LocalSGD:
         return LocalSGDState(params, momentum, groups)
 
     def _mean_state(self, model_state: Any, definition: Definition, count: int) -> Any:
-        """Statistics become their mean over groups; each group keeps its integers."""
-        if not jax.tree.leaves(model_state):
+        """Statistics become their mean over groups; each group keeps what is not a floating
+        number, and parameters that are not trained."""
+        statistics = {
+            path: x.astype(jnp.float32)
+            for path, x in updated(definition.module, model_state).items()
+            if jnp.issubdtype(x.dtype, jnp.floating)
+        }
+        if not statistics:
             return model_state
-        wide = jax.tree.map(lambda x: x.astype(jnp.float32), model_state)
-        means = self._mean(wide, definition.model_state, definition, bf16=False)
-        return jax.tree.map(
-            lambda mean, x: (
-                repeat(mean.astype(x.dtype), count) if jnp.issubdtype(x.dtype, jnp.floating) else x
-            ),
-            means,
-            model_state,
-        )
+        means = self._mean(statistics, definition.model_state, definition, bf16=False)
+
+        def agreed(path: Any, x: jax.Array) -> jax.Array:
+            mean = means.get(path_string(path))
+            return x if mean is None else repeat(mean.astype(x.dtype), count)
+
+        return jax.tree_util.tree_map_with_path(agreed, model_state)
 
     def _mean(
         self, tree: Any, places: Mapping[str, Placement], definition: Definition, bf16: bool

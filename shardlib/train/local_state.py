@@ -53,7 +53,7 @@ def local_shardings(state: LocalSGDState) -> LocalSGDState:
 
 def check_whole(definition: Definition) -> None:
     """Raises `RuleError` for what is split over the groups, or is in the hosts' memory."""
-    for section in ("params", "opt_state"):
+    for section in ("params", "model_state", "opt_state"):
         places: Mapping[str, Placement] = getattr(definition, section)
         paths = [path for path, p in places.items() if kept_dim(p.spec, AXIS) is not None]
         if paths:

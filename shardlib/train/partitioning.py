@@ -1,7 +1,7 @@
 """Who partitions a loss: shardlib, or XLA by the constraints of the model."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -95,22 +95,30 @@ class LossPartitioner:
         batch = [from_spec(sharding.spec, len(leaf.shape)) for leaf, sharding in leaves]
         axes = dict.fromkeys(axis for layout in batch for axis in (layout.dims or ((),))[0])
         layouts = [
-            *placed_layouts(params, self.definition.params, stored=True),
-            *placed_layouts(model_state, self.definition.model_state),
+            *placed_layouts(params, self.definition.params, self.definition.params),
+            *placed_layouts(
+                model_state, self.definition.model_state, self.definition.module.frozen
+            ),
             *batch,
             *[from_spec((), len(leaf.shape)) for leaf in jax.tree.leaves(key)],
         ]
         return layouts, tuple(axes)
 
 
-def placed_layouts(tree: Any, places: Mapping[str, Placement], **flags: bool) -> list[Layout]:
-    """Returns where leaves lie by their placements, less the axes that a region around handles."""
+def placed_layouts(
+    tree: Any, places: Mapping[str, Placement], stored: Collection[str] = ()
+) -> list[Layout]:
+    """Returns where leaves lie by their placements, less the axes that a region around handles.
+
+    `stored` are the paths of parameters, which are gathered where they are used.
+    """
     gone = manual_axes()
     layouts = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         entries = [entry_axes(entry) for entry in places[path_string(path)].spec]
         spec = [tuple(axis for axis in names if axis not in gone) for names in entries]
-        layouts.append(from_spec(spec, len(leaf.shape), **flags))
+        is_stored = path_string(path) in stored
+        layouts.append(from_spec(spec, len(leaf.shape), stored=is_stored))
     return layouts
 
 

@@ -113,7 +113,7 @@ def plan_reduction(
         mesh: The mesh of the state.
         microbatches: Microbatches of each group.
         params: `Definition.params`, to check that groups hold whole parameters.
-        model_state: The model state, to check that there is none.
+        model_state: The model state that a call updates, to check that there is none.
 
     Raises:
         ConfigError: If the config does not fit the mesh or the microbatches; all faults at once.
@@ -227,7 +227,7 @@ def reduced_gradients(
             engine, or `pipelined_groups`.
         loss: The loss.
         params: The parameters.
-        model_state: What `plan_reduction` found to be empty.
+        model_state: The model state, of which no call updates anything.
         batch: Pytree of arrays [b, ...]: plain where groups are equal, else from `arrange_batch`.
         key: The key of the step.
         reduction: From `plan_reduction`.

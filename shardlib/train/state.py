@@ -1,16 +1,17 @@
 """The state of a training run: one pytree, made on its shards."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlib.constrain import Scope, active_or
-from shardlib.functional import FunctionalModule, Inputs, functional
+from shardlib.functional import FunctionalModule, Inputs, functional, refuse_no_params
 from shardlib.partition import (
     Placement,
     place,
@@ -18,10 +19,12 @@ from shardlib.partition import (
     place_optimizer,
     shardings,
 )
+from shardlib.paths import named_leaves, path_string
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
 from shardlib.rules import AxisRules
 from shardlib.train.guards import GuardsConfig
+from shardlib.train.loaded import place_weights
 from shardlib.train.spikes import SpikeWindow, empty_window
 
 
@@ -78,6 +81,7 @@ def abstract_state(
     optimizer: optax.GradientTransformation,
     *,
     inputs: Inputs = (),
+    wrt: Any = None,
     precision: str | Precision = "f32",
     guards: GuardsConfig | None = None,
     mesh: Mesh | None = None,
@@ -90,16 +94,22 @@ def abstract_state(
 
     Raises:
         RuleError: If tensors cannot be placed; the message lists all of them.
-        ModelError: If the model cannot be made.
+        ModelError: If the model cannot be made, or has no parameter to train.
     """
     scope = active_or(mesh, rules)
-    module = functional(make, inputs)
+    module = functional(make, inputs, wrt)
     dtypes = precision_named(precision)
+    shapes, rng = module.shapes(), jax.random.key(0)
+    refuse_no_params(module, shapes[0])
 
-    def init(key: jax.Array) -> tuple[Any, ...]:
-        return _init(module, optimizer, lambda params: dtypes.store(params, module.float32), key)
+    def start(params: Any, model_state: Any, rng: jax.Array) -> tuple[Any, ...]:
+        stored = (
+            dtypes.store(params, module.float32),
+            dtypes.store(model_state, module.float32, only=module.frozen),
+        )
+        return _start(optimizer, *stored, rng)
 
-    step, params, model_state, opt_state, rng = jax.eval_shape(init, jax.random.key(0))
+    step, params, model_state, opt_state, rng = jax.eval_shape(start, *shapes, rng)
     places = {
         section: place(params, module.axes, scope.rules.of(section), scope.mesh)
         for section in ("params", "gradients", "opt_state")
@@ -109,7 +119,7 @@ def abstract_state(
         optimizer,
         scope,
         places["params"],
-        place_model_state(model_state, module.axes, scope.rules, scope.mesh),
+        place_model_state(model_state, module.axes, scope.rules, scope.mesh, module.frozen),
         place_optimizer(opt_state, places["opt_state"]),
         places["gradients"],
         places["opt_state"],
@@ -129,6 +139,9 @@ def init_state(
     *,
     seed: int = 0,
     inputs: Inputs = (),
+    wrt: Any = None,
+    params: Any = None,
+    fresh: Sequence[str] = (),
     precision: str | Precision = "f32",
     guards: GuardsConfig | None = None,
     mesh: Mesh | None = None,
@@ -136,12 +149,31 @@ def init_state(
 ) -> TrainState:
     """Makes a training state, every leaf on its shards inside of one compiled program.
 
+    ```python
+    state = sl.init_state(lambda rngs: Model(rngs=rngs), optimizer)       # fresh
+    state = sl.init_state(model, optimizer)                               # an NNX module in memory
+    state = sl.init_state(Net(), optimizer, inputs=(x,), params=loaded)   # loaded weights
+    ```
+
     Args:
-        make: `make(rngs) -> module` for an NNX or linen module, or a linen module itself.
+        make: `make(rngs) -> module` for an NNX or linen module, a linen module itself, or an NNX
+            module in memory, whose arrays are copied onto their shards: it stays as it is.
         optimizer: Any optax transformation, except those that evaluate the loss themselves.
         seed: Decides the parameters and all later randomness, equally on every mesh.
         inputs: For linen, example arguments of the module's `__call__`: a tuple, or a dict of
             keyword arguments.
+        wrt: What is trained: for NNX a filter of variables (a type of your own, a function of path
+            and variable, a tuple of these), `nnx.Param` when left out; for linen the name of a
+            collection or several, `"params"` when left out. Parameters that are not trained
+            (`nnx.Param`s, the collection `params`) lie in `model_state`, placed and cast as if they
+            were, and stay as they are.
+        params: Weights to start from: arrays of numpy or JAX by path, as nested or flat mappings,
+            an `nnx.State`, an NNX module, or the variables of a linen module; wherever they lie.
+            They are copied onto their shards, bit for bit. All parameters belong to them, also
+            those that are not trained; model state (batch statistics) does so altogether or not at
+            all, and is fresh then.
+        fresh: Patterns over the paths of parameters that `params` leaves out, as in
+            `("**/lora_*",)`: these are initialised.
         precision: A `Precision` or its name; here only the dtype of the parameters matters.
         guards: Those of the step; here only whether they look for spikes matters.
         mesh: The mesh; the active one when left out.
@@ -150,45 +182,61 @@ def init_state(
     Raises:
         RuleError: If tensors cannot be placed; the message lists all of them. Nothing is allocated
             then.
-        ModelError: If the model cannot be made.
+        ModelError: If the model cannot be made or has no parameter to train, or weights are
+            missing, left over, or of another shape or dtype; the message lists all of them, and
+            nothing is allocated.
     """
     abstract = abstract_state(
         make,
         optimizer,
         inputs=inputs,
+        wrt=wrt,
         precision=precision,
         guards=guards,
         mesh=mesh,
         rules=rules,
     )
-    return materialize(abstract, seed=seed)
+    if params is None and isinstance(make, nnx.Module):
+        params = make
+    return materialize(abstract, seed=seed, params=params, fresh=fresh)
 
 
-def materialize(abstract: TrainState, *, seed: int = 0) -> TrainState:
+def materialize(
+    abstract: TrainState, *, seed: int = 0, params: Any = None, fresh: Sequence[str] = ()
+) -> TrainState:
     """Makes the state that `abstract_state` described; see `init_state`."""
     definition = abstract.definition
+    leaves = {**named_leaves(abstract.params), **named_leaves(abstract.model_state)}
+    given = {} if params is None else place_weights(definition.module, leaves, params, fresh)
 
-    def store(params: Any) -> Any:
-        return jax.tree.map(lambda p, like: p.astype(like.dtype), params, abstract.params)
-
-    def init(key: jax.Array) -> TrainState:
-        step, *rest = _init(definition.module, definition.optimizer, store, key)
+    def init(given: Mapping[str, jax.Array], key: jax.Array) -> TrainState:
+        init_key, rng = jax.random.split(key)
+        trees = abstract.params, abstract.model_state
+        if leaves.keys() - given.keys():
+            trees = definition.module.init(init_key)
+        made = _filled(trees[0], abstract.params, given)
+        held = _filled(trees[1], abstract.model_state, given)
         window = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract.spike_window)
+        step, *rest = _start(definition.optimizer, made, held, rng)
         return TrainState(step, *rest, definition=definition, spike_window=window)
 
     placed = jax.tree.map(lambda x: x.sharding, abstract)
-    return jax.jit(init, out_shardings=placed)(jax.random.key(seed))
+    return jax.jit(init, out_shardings=placed, donate_argnums=0)(given, jax.random.key(seed))
 
 
-def _init(
-    module: FunctionalModule,
-    optimizer: optax.GradientTransformation,
-    store: Callable[[Any], Any],
-    key: jax.Array,
+def _filled(tree: Any, abstract: Any, given: Mapping[str, jax.Array]) -> Any:
+    """Returns a tree with the leaves that are given, the others in the dtypes of `abstract`."""
+
+    def leaf(path: Any, x: Any, like: Any) -> Any:
+        name = path_string(path)
+        return given[name] if name in given else jax.lax.convert_element_type(x, like.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree, abstract)
+
+
+def _start(
+    optimizer: optax.GradientTransformation, params: Any, model_state: Any, rng: jax.Array
 ) -> tuple[Any, ...]:
-    init_key, rng = jax.random.split(key)
-    params, model_state = module.init(init_key)
-    params = store(params)
     state = (jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), rng)
     # A weakly typed leaf would come out of the first step as another type, and compile it twice.
     return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), state)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.constrain import use
 from shardlib.errors import ModelError
+from shardlib.functional import updated
 from shardlib.losses import Mean
 from shardlib.manual import axis_size
 from shardlib.microbatch import split
@@ -244,7 +245,7 @@ class TrainStep:
             definition.scope.mesh,
             microbatches=self.microbatches,
             params=definition.params,
-            model_state=state.model_state,
+            model_state=updated(definition.module, state.model_state),
         )
 
     def _gradients(self, state: TrainState, batch: Any) -> Gradients:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import shardlib as sl
 from shardlib.errors import ModelError
@@ -47,6 +47,31 @@ def run(plans, plan=None):
     batch = {name: jax.random.normal(jax.random.key(0), (4096, 64)) for name in "xy"}
     state, metrics = names["step"](names["state"], batch)
     return code, state, metrics
+
+
+class LinenModel(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(64)(linen.relu(linen.Dense(256)(x)))
+
+
+def test_a_linen_module_is_planned_from_its_inputs():
+    inputs = (jax.ShapeDtypeStruct((8, 64), jnp.float32),)
+    plans = sl.plan(LinenModel(), inputs=inputs, on="8xh100", **STEP)
+    code = as_code(plans.best, plans.workload)
+    assert "sl.init_state(make_model, optimizer, inputs=inputs, precision=" in code
+    names = {"sl": sl, "make_model": LinenModel(), "inputs": inputs, "loss": loss}
+    exec(code, names | {"optimizer": STEP["optimizer"]})
+    alike = sl.plan(lambda rngs: LinenModel(), inputs=inputs, on="8xh100", **STEP)
+    assert alike.best.layout == plans.best.layout
+    assert str(plans).startswith("LinenModel on 8xh100")
+
+
+def test_refuses_a_linen_module_without_inputs_and_others_with_them():
+    with pytest.raises(sl.ShardlibError, match=r"LinenModel is a linen .*\n  Pass them: inputs="):
+        sl.plan(LinenModel(), on="8xh100", **STEP)
+    with pytest.raises(sl.ShardlibError, match=r"inputs can only be given with a module.*\n  Lea"):
+        sl.plan("llama3-8b", on="8xh100", inputs=(1,))
 
 
 def test_the_docstring_runs(capsys):

@@ -90,7 +90,7 @@ def test_no_device_holds_a_whole_parameter_while_they_are_made(monkeypatch):
         jitted = jit(function, **options)
         if "out_shardings" not in options:
             return jitted
-        return lambda key: compiled.append(jitted.lower(key).compile()) or jitted(key)
+        return lambda *args: compiled.append(jitted.lower(*args).compile()) or jitted(*args)
 
     monkeypatch.setattr(jax, "jit", spy)
     state = state_on("fsdp=8")
@@ -165,7 +165,7 @@ def test_all_faults_are_told_and_nothing_is_made():
     with pytest.raises(sl.ShardlibError) as caught:
         sl.init_state(Odd, optax.sgd(0.1), mesh=sl.make_mesh("fsdp=8"), rules=sl.rules.FSDP)
     assert len(jax.live_arrays()) <= before + 1
-    known = ", ".join(name for name, _ in sl.rules.FSDP.params)
+    known = ", ".join([*(name for name, _ in sl.rules.FSDP.params), "fsdp"])
     replicate = (
         "  Change the dim or the mesh (fsdp=8), or allow replication: "
         "params={'embed': ['fsdp', None]}."

@@ -1,0 +1,98 @@
+"""A call of a merged module inside of a trace, and what it leaves behind."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from shardlib.errors import ModelError
+from shardlib.functional.protocol import FunctionalModule, Tree
+from shardlib.paths import named_leaves, path_string
+from shardlib.precision import Precision
+
+_UNBOUND = re.compile(r"unbound axis name: ([^\s.]+)")
+
+
+def call(
+    module: FunctionalModule,
+    params: Tree,
+    model_state: Tree,
+    key: jax.Array,
+    fn: Callable[[Any], Any],
+    *,
+    precision: Precision | None = None,
+) -> tuple[Any, Tree]:
+    """Calls `fn(model)` on the module over these arrays.
+
+    The batch of a step is the global one, so a layer that reduces over the devices of a `pmap`
+    (`BatchNorm(axis_name="batch")`) has nothing left to reduce: its axes are bound to size 1.
+
+    Args:
+        module: The functional view.
+        params: The trained parameters, in the dtype in which they are stored.
+        model_state: What calls update, and parameters that are not trained.
+        key: Decides the module's random streams.
+        fn: Returns a pytree of arrays.
+        precision: In which dtype parameters enter the model; as they are when left out.
+
+    Returns:
+        What `fn` returned, and the model state after it: in the dtypes that it had, with the
+        parameters that are not trained as they were.
+
+    Raises:
+        ModelError: If `fn` reduces over an axis that nothing binds.
+    """
+
+    def run(params: Tree, model_state: Tree, key: jax.Array) -> tuple[Any, Tree]:
+        held = model_state
+        if precision is not None:
+            params = precision.cast_params(params, module.float32)
+            held = precision.cast_params(held, module.float32, only=module.frozen)
+        model = module.merge(params, held, key)
+        return fn(model), _after(module, model, model_state)
+
+    try:
+        return with_axes(module.reduces_over, run)(params, model_state, key)
+    except NameError as error:
+        raise unbound_axis(module.name, error) from error
+
+
+def updated(module: FunctionalModule, model_state: Tree) -> dict[str, Any]:
+    """Returns the leaves of the model state that a call may update, by path."""
+    leaves = named_leaves(model_state)
+    return {path: leaf for path, leaf in leaves.items() if path not in module.frozen}
+
+
+def with_axes(names: frozenset[str], fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` with the axes of these names bound to size 1, over which sums and means are
+    identities. An axis that is manual here is bound already."""
+    for name in sorted(names - set(jax.sharding.get_abstract_mesh().manual_axes)):
+        fn = functools.partial(
+            jax.vmap, in_axes=None, out_axes=None, axis_name=name, axis_size=1
+        )(fn)  # fmt: skip
+    return fn
+
+
+def unbound_axis(model: str, error: NameError) -> Exception:
+    """Returns what to raise for a `NameError`: a `ModelError` if an axis of JAX is not bound."""
+    unbound = _UNBOUND.search(str(error))
+    if unbound is None:
+        return error
+    return ModelError(
+        f"{model} or its loss reduces over the axis {unbound[1]!r}, which no vmap, pmap or "
+        "`axis_name` of a layer binds.\n"
+        "  Drop the reduction: a batch is global here, so that its mean is that of all devices."
+    )
+
+
+def _after(module: FunctionalModule, model: Any, before: Tree) -> Tree:
+    new = named_leaves(module.collect(model))
+
+    def after(path: Any, old: jax.Array) -> jax.Array:
+        name = path_string(path)
+        # A dtype that drifted would compile the next step anew.
+        return old if name in module.frozen else new[name].astype(old.dtype)
+
+    return jax.tree_util.tree_map_with_path(after, before)

@@ -1,0 +1,72 @@
+"""From whatever a user calls a model to its functional view."""
+
+from typing import Any
+
+import jax
+from flax import linen, nnx
+
+from shardlib.errors import ModelError
+from shardlib.functional.linen_modules import LinenFunctional
+from shardlib.functional.nnx_modules import NnxFunctional, made_by
+from shardlib.functional.protocol import FunctionalModule, Inputs, Tree
+
+
+def functional(make: Any, inputs: Inputs = (), wrt: Any = None) -> FunctionalModule:
+    """Returns the functional view of a module, without allocating an array.
+
+    Args:
+        make: `make(rngs) -> module` for an NNX or linen module, a linen module itself, or an NNX
+            module that is in memory, whose arrays are looked at and not kept.
+        inputs: For linen, example arguments of its `__call__` (arrays or `ShapeDtypeStruct`s): a
+            tuple, or a dict of keyword arguments.
+        wrt: What is trained: for NNX a filter, `nnx.Param` when left out; for linen the name of a
+            collection or several, `"params"` when left out.
+
+    Raises:
+        ModelError: If `make` returns neither kind of module, a linen module comes without inputs,
+            an NNX module holds arrays outside of its variables, or `wrt` is not a filter or names
+            a collection that is not there.
+    """
+    if isinstance(make, linen.Module):
+        return LinenFunctional(make, inputs, wrt)
+    if isinstance(make, nnx.Module):
+        return NnxFunctional(make, wrt)
+    if not callable(make):
+        raise ModelError(_not_a_module(f"the model is {make!r}"))
+    made: list[Any] = []
+
+    def trace(key: jax.Array) -> None:
+        module = made_by(make, key)
+        is_nnx = isinstance(module, nnx.Module)
+        made.append(NnxFunctional(module, wrt, make) if is_nnx else module)
+
+    jax.eval_shape(trace, jax.random.key(0))
+    if isinstance(made[0], NnxFunctional):
+        return made[0]
+    if isinstance(made[0], linen.Module):
+        return LinenFunctional(made[0], inputs, wrt)
+    raise ModelError(_not_a_module(f"the model function returned {type(made[0]).__name__}"))
+
+
+def _not_a_module(what: str) -> str:
+    return (
+        f"{what}, which is not a Flax module.\n  Return an `nnx.Module` or a `flax.linen.Module`."
+    )
+
+
+def refuse_no_params(module: FunctionalModule, params: Tree) -> None:
+    """Raises `ModelError` for a module of which nothing would be trained."""
+    if jax.tree.leaves(params):
+        return
+    by_kind: dict[str, list[str]] = {}
+    for path, kind in module.kinds.items():
+        by_kind.setdefault(kind, []).append(path)
+    found = "; ".join(
+        f"{kind} ({', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''})"
+        for kind, paths in by_kind.items()
+    )
+    raise ModelError(
+        f"{module.name} has no parameter to train: its variables are {found or 'none'}.\n"
+        "  Say which of them to train, as in sl.init_state(..., wrt=MyVariable) for NNX or "
+        'wrt=("params", "my_collection") for linen, or make them nnx.Param.'
+    )

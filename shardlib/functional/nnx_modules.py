@@ -1,0 +1,196 @@
+"""The functional view of NNX modules."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from shardlib.errors import ModelError
+from shardlib.functional.protocol import AxesByPath, Layout, Tree, axis_names_of, keys_of
+
+Make = Callable[[nnx.Rngs], Any]
+
+
+def made_by(make: Make, key: jax.Array) -> Any:
+    """Returns the module that a function makes from a key."""
+    # NNX would read logical names as mesh axes and place every variable as it is made.
+    with nnx.use_eager_sharding(False):
+        return make(nnx.Rngs(key))
+
+
+class NnxFunctional:
+    """The functional view of an NNX module."""
+
+    def __init__(self, module: nnx.Module, wrt: Any = None, make: Make | None = None):
+        """Looks at a module, whose arrays may be traced and are not kept.
+
+        Args:
+            module: The module.
+            wrt: A filter of the variables to train; `nnx.Param` when left out.
+            make: What made the module; None for one that is in memory.
+        """
+        _refuse_loose_arrays(module)
+        if make is not None:
+            _refuse_placed_arrays(module)
+        self.name = type(module).__name__
+        self._make = make
+        self._trained = _trained(wrt)
+        self._graphdef, params, rngs, rest = self._split(module)
+        self._params, self._rest = _layout(params), _layout(rest)
+        self._rngs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rngs)
+        trees = self._params.to_tree(params), self._rest.to_tree(rest)
+        self._shapes = jax.eval_shape(lambda trees: trees, trees)
+        self.axes: AxesByPath = {**_axes(params), **_axes(rest)}
+        self.kinds: Mapping[str, str] = {**_of_each(params, _kind), **_of_each(rest, _kind)}
+        self.frozen = frozenset(p for p, is_param in _of_each(rest, _is_param).items() if is_param)
+        kept = {**_of_each(params, _keeps_float32), **_of_each(rest, _keeps_float32)}
+        self.float32 = frozenset(path for path, is_kept in kept.items() if is_kept)
+        self.reduces_over = frozenset(
+            name
+            for _, node in nnx.iter_graph(module)
+            if isinstance(node, nnx.Module)
+            and isinstance(name := getattr(node, "axis_name", None), str)
+        )
+
+    def _split(self, module: nnx.Module) -> tuple[Any, ...]:
+        return nnx.split(module, self._trained, nnx.RngState, ...)
+
+    def shapes(self) -> tuple[Tree, Tree]:
+        return self._shapes
+
+    def init(self, key: jax.Array) -> tuple[Tree, Tree]:
+        if self._make is None:
+            raise ModelError(
+                f"{self.name} was given as a module in memory, which cannot be made anew.\n"
+                "  Place its arrays with sl.init_state(model, optimizer) or "
+                "sl.materialize(abstract, params=model), or pass the function that makes it."
+            )
+        _, params, _, rest = self._split(made_by(self._make, key))
+        return self._params.to_tree(params), self._rest.to_tree(rest)
+
+    def merge(self, params: Tree, model_state: Tree, key: jax.Array) -> nnx.Module:
+        leaves, treedef = jax.tree.flatten(self._rngs)
+        fresh = [_fresh_rng(leaf, key, i) for i, leaf in enumerate(leaves)]
+        return nnx.merge(
+            self._graphdef,
+            self._params.to_variables(params),
+            jax.tree.unflatten(treedef, fresh),
+            self._rest.to_variables(model_state),
+        )
+
+    def collect(self, module: nnx.Module) -> Tree:
+        # What a module sows during a call is an output of that call, not state.
+        rest = nnx.state(module, nnx.Not(nnx.Any(self._trained, nnx.RngState, nnx.Intermediate)))
+        known = set(self._rest.paths)
+        variables, _ = jax.tree_util.tree_flatten_with_path(rest, is_leaf=_is_variable)
+        flat: dict[tuple[str, ...], Any] = {}
+        for path, variable in variables:
+            inner, _ = jax.tree_util.tree_flatten_with_path(variable.get_value())
+            leaves = {(*keys_of(path), *keys_of(within)): leaf for within, leaf in inner}
+            is_sown = isinstance(variable.get_value(), tuple) and known.isdisjoint(leaves)
+            flat |= {} if is_sown else leaves
+        if flat.keys() != known:
+            changed = sorted("/".join(path) for path in flat.keys() ^ known)
+            raise ModelError(
+                f"the call of {self.name} added or removed variables: {', '.join(changed)}.\n"
+                "  Make them in __init__, with the shape they keep."
+            )
+        return self._rest.to_tree([flat[path] for path in self._rest.paths])
+
+
+def _trained(wrt: Any) -> Any:
+    try:
+        wanted = nnx.filterlib.to_predicate(nnx.Param if wrt is None else wrt)
+    # Flax fails to format its own message for some of them.
+    except (TypeError, ValueError):
+        raise ModelError(
+            f"wrt is {wrt!r}, which is not a filter of NNX variables.\n"
+            "  Give a type of variable, such as nnx.Param or a class of your own, a function of "
+            "(path, variable), or a tuple of these."
+        ) from None
+    return nnx.All(wanted, nnx.Not(nnx.RngState))
+
+
+def _fresh_rng(template: jax.ShapeDtypeStruct, key: jax.Array, index: int) -> jax.Array:
+    """A key for each key variable (one for each layer of a stack); a zero for each counter."""
+    if not jnp.issubdtype(template.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(template.shape, template.dtype)
+    key = jax.random.fold_in(key, index)
+    return jax.random.split(key, template.shape) if template.shape else key
+
+
+def _refuse_loose_arrays(module: nnx.Module) -> None:
+    """An array outside of a variable would be a constant of the compiled step, and untrained."""
+    loose = [
+        "/".join(str(part) for part in path)
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, jax.Array | np.ndarray)
+    ]
+    if loose:
+        raise ModelError(
+            f"{type(module).__name__} holds arrays outside of variables: {', '.join(loose)}.\n"
+            "  Wrap each in nnx.Param (trained) or nnx.Variable (not trained)."
+        )
+
+
+def _refuse_placed_arrays(module: nnx.Module) -> None:
+    """A program that makes a state on all devices cannot take arrays that are bound to one."""
+    placed = [
+        "/".join(keys_of(path))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(module))
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.committed
+    ]
+    if placed:
+        raise ModelError(
+            f"the function that makes {type(module).__name__} returned arrays that were placed on "
+            f"devices before: {', '.join(placed[:4])}{', ...' if len(placed) > 4 else ''}.\n"
+            "  Pass the module itself, sl.init_state(model, optimizer), which moves them."
+        )
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _layout(state: Any) -> Layout:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable)
+    paths = []
+    for path, variable in leaves:
+        inner, _ = jax.tree_util.tree_flatten_with_path(variable.get_value())
+        paths += [(*keys_of(path), *keys_of(within)) for within, _ in inner]
+    return Layout(jax.tree.structure(state), tuple(paths))
+
+
+def _of_each(state: Any, say: Callable[[nnx.Variable, Any], Any]) -> dict[str, Any]:
+    """What the variables of an `nnx.State` say of each of their leaves, by its path."""
+    found = {}
+    variables, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable)
+    for path, variable in variables:
+        for inner, leaf in jax.tree_util.tree_flatten_with_path(variable.get_value())[0]:
+            found["/".join((*keys_of(path), *keys_of(inner)))] = say(variable, leaf)
+    return found
+
+
+def _axes(state: Any) -> AxesByPath:
+    return _of_each(
+        state,
+        lambda variable, leaf: axis_names_of(
+            variable.get_metadata().get("out_sharding"), np.ndim(leaf)
+        ),
+    )
+
+
+def _kind(variable: nnx.Variable, _: Any) -> str:
+    return type(variable).__name__
+
+
+def _is_param(variable: nnx.Variable, _: Any) -> bool:
+    return isinstance(variable, nnx.Param)
+
+
+def _keeps_float32(variable: nnx.Variable, _: Any) -> bool:
+    return bool(variable.get_metadata().get("float32"))

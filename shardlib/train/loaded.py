@@ -1,0 +1,124 @@
+"""Weights that somebody loaded or made: checked as a whole, then copied onto their shards."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from shardlib.errors import ModelError, did_you_mean
+from shardlib.functional import FunctionalModule
+from shardlib.partition import weights_by_path
+from shardlib.paths import matches, named_leaves
+
+
+def place_weights(
+    module: FunctionalModule,
+    expected: Mapping[str, jax.ShapeDtypeStruct],
+    weights: Any,
+    fresh: Sequence[str] = (),
+) -> dict[str, jax.Array]:
+    """Returns weights by path, each a copy on its shards.
+
+    Args:
+        module: The model.
+        expected: Every leaf of `params` and `model_state`, with its sharding.
+        weights: As the `params` of `init_state`.
+        fresh: Patterns over the paths of parameters that are left out.
+
+    Raises:
+        ModelError: If a weight is missing, left over, of another type, shape or dtype, or a pattern
+            matches nothing; the message lists all of them, and nothing is allocated.
+    """
+    given = _by_path(weights)
+    made = {path: leaf for tree in module.shapes() for path, leaf in named_leaves(tree).items()}
+    required = _required(module, made, given)
+    skipped = {path for path in required for pattern in fresh if matches(pattern, path)}
+    faults = [
+        *_path_faults(required, skipped, given, made),
+        *(
+            f"fresh={pattern!r} matches no parameter."
+            for pattern in fresh
+            if not any(matches(pattern, path) for path in required)
+        ),
+    ]
+    for path in given.keys() & made.keys():
+        dtypes = {np.dtype(made[path].dtype), np.dtype(expected[path].dtype)}
+        faults += _leaf_faults(path, given[path], made[path].shape, dtypes)
+    if faults:
+        raise ModelError(
+            "\n".join(faults) + f"\n  Give every weight of {module.name} under its path, with its "
+            "shape and dtype (cast with x.astype), and name by patterns those to be initialised: "
+            'fresh=("head/**",).'
+        )
+    return {path: _placed(leaf, expected[path]) for path, leaf in given.items()}
+
+
+def _by_path(weights: Any) -> dict[str, Any]:
+    if isinstance(weights, nnx.Module):
+        weights = nnx.state(weights)
+    if isinstance(weights, nnx.State):
+        weights = nnx.filter_state(weights, nnx.Not(nnx.Any(nnx.RngState, nnx.Intermediate)))
+    return {leaf.path: leaf.value for leaf in weights_by_path(weights)}
+
+
+def _required(
+    module: FunctionalModule, made: Mapping[str, Any], given: Collection[str]
+) -> list[str]:
+    """The parameters, and all of the model state where some of it is given."""
+    params = {*named_leaves(module.shapes()[0]), *module.frozen}
+    has_state = any(path in given for path in made if path not in params)
+    return [path for path in made if has_state or path in params]
+
+
+def _path_faults(
+    required: Sequence[str],
+    skipped: Collection[str],
+    given: Collection[str],
+    made: Collection[str],
+) -> list[str]:
+    missing = [path for path in required if path not in given and path not in skipped]
+    extra = [path for path in given if path not in made]
+    twice = [path for path in skipped if path in given]
+    return [
+        *(f"{path}: missing." for path in missing),
+        *(f"{path}: not a weight of the model.{did_you_mean(path, missing)}" for path in extra),
+        *(f"{path}: given, and to be initialised afresh as well." for path in sorted(twice)),
+    ]
+
+
+def _leaf_faults(
+    path: str, leaf: Any, shape: tuple[int, ...], dtypes: Collection[np.dtype]
+) -> list[str]:
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
+        return [f"{path}: a {kind}, expected an array of numpy or JAX."]
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        return [f"{path}: an array that a step took or that was deleted, expected one in memory."]
+    faults = []
+    if tuple(leaf.shape) != tuple(shape):
+        faults.append(f"{path}: shape {tuple(leaf.shape)}, expected {tuple(shape)}.")
+    if leaf.dtype not in dtypes:
+        expected = " or ".join(sorted(map(str, dtypes)))
+        faults.append(f"{path}: dtype {leaf.dtype}, expected {expected}.")
+    return faults
+
+
+def _placed(leaf: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """A copy of a weight on its shards, since a step takes the memory of the state.
+
+    Where other processes hold shards too, each copies its own out of what it has whole.
+    """
+    sharding: Any = like.sharding
+    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    if is_global or sharding.is_fully_addressable:
+        placed = jax.device_put(leaf, sharding, may_alias=False)
+    else:
+        whole = np.asarray(leaf)
+        placed = jax.make_array_from_callback(
+            whole.shape, sharding, lambda index: np.array(whole[index])
+        )
+    # A shard on the device where an array lay is that array, whatever `may_alias` says.
+    return jnp.array(placed, like.dtype, copy=isinstance(leaf, jax.Array))

@@ -1,0 +1,281 @@
+"""Models with names of their own: helped from outside, or taken for the mesh axes that they are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardlib as sl
+from shardlib.paths import named_leaves
+
+STEPS = 4
+X = jax.ShapeDtypeStruct((4, 16), jnp.float32)
+
+
+def batch():
+    x = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
+    return {"x": x, "y": np.tanh(x)}
+
+
+def loss_fn(model, batch, rng):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def train(make, mesh, rules, **options):
+    mesh = sl.make_mesh(mesh, devices=jax.devices()[: 1 if mesh == "data=1" else 8])
+    with sl.use(mesh, rules):
+        state = sl.init_state(make, optax.sgd(0.1), **options)
+        step, losses = sl.make_train_step(loss_fn), []
+        for _ in range(STEPS):
+            state, metrics = step(state, batch())
+            losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def specs(state):
+    return {path: tuple(x.sharding.spec) for path, x in named_leaves(state.params).items()}
+
+
+def row(state, path):
+    (found,) = (r for r in sl.explain(state).rows if r.section == "params" and r.path == path)
+    return found
+
+
+class Attention(linen.Module):
+    """As in Flax's example lm1b: two names on kernels of three dims, one of them unknown here."""
+
+    @linen.compact
+    def __call__(self, x):
+        init = linen.with_logical_partitioning(
+            linen.initializers.lecun_normal(), ("embed", "joined_kv")
+        )
+        x = x[:, None] + linen.Embed(4, 16)(jnp.arange(4))[None]
+        return linen.MultiHeadDotProductAttention(4, kernel_init=init)(x, x).mean(1)
+
+
+def test_wrong_names_of_linen_are_overridden():
+    paths = {
+        "**/out/kernel": ("heads", "head_dim", "embed"),
+        "**/kernel": ("embed", "heads", "head_dim"),
+    }
+    with pytest.raises(sl.ShardlibError, match="MultiHeadDotProductAttention_0/query/kernel: log"):
+        train(Attention(), "fsdp=4,tensor=2", sl.rules.STANDARD, inputs=(X,))
+    rules = sl.rules.STANDARD.override(paths=paths)
+    state, losses = train(Attention(), "fsdp=4,tensor=2", rules, inputs=(X,))
+    kernels = [spec for path, spec in specs(state).items() if path.endswith("kernel")]
+    assert kernels == [
+        ("fsdp", "tensor", None),
+        ("tensor", None, "fsdp"),
+        ("fsdp", "tensor", None),
+        ("fsdp", "tensor", None),
+    ]
+    _, alone = train(Attention(), "data=1", rules, inputs=(X,))
+    np.testing.assert_allclose(losses, alone, rtol=1e-5)
+
+
+PATHS = {
+    "query/kernel": ("embed", "heads", "head_dim"),
+    "out/kernel": ("heads", "head_dim", "embed"),
+}
+
+
+class TestPathRulesComeFirst:
+    def make(self):
+        class Misnamed(nnx.Module):
+            def __init__(self, rngs):
+                def param(*shape, names):
+                    value = 0.1 * jax.random.normal(rngs.params(), shape)
+                    return nnx.Param(value, out_sharding=names, eager_sharding=False)
+
+                self.query = nnx.Dict(kernel=param(16, 4, 8, names=("fused", "joined_kv")))
+                self.out = nnx.Dict(kernel=param(4, 8, 16, names=("x", "y", "z")))
+
+            def __call__(self, x):
+                x = jnp.einsum("be,ehd->bhd", x, self.query.kernel[...])
+                return jnp.einsum("bhd,hde->be", nnx.tanh(x), self.out.kernel[...])
+
+        return Misnamed
+
+    def test_a_misnamed_model_is_helped_from_outside(self):
+        rules = sl.rules.STANDARD.override(paths=PATHS)
+        state, losses = train(self.make(), "fsdp=4,tensor=2", rules)
+        assert specs(state) == {
+            "out/kernel": ("tensor", None, "fsdp"),
+            "query/kernel": ("fsdp", "tensor", None),
+        }
+        _, alone = train(self.make(), "data=1", rules)
+        np.testing.assert_allclose(losses, alone, rtol=1e-5)
+        assert losses[-1] < losses[0]
+
+    def test_explain_names_what_was_overridden(self):
+        rules = sl.rules.STANDARD.override(paths={**PATHS, "unused/*": ("embed",)})
+        with sl.use(sl.make_mesh("fsdp=4,tensor=2"), rules):
+            state = sl.abstract_state(self.make(), optax.sgd(0.1))
+        said = "path query/kernel, in place of metadata ('fused', 'joined_kv')"
+        assert row(state, "query/kernel").origin == said
+        assert sl.explain(state).unused_paths == ("unused/*",)
+
+    def test_without_them_all_faults_are_told(self):
+        with pytest.raises(sl.ShardlibError) as caught:
+            train(self.make(), "fsdp=4,tensor=2", sl.rules.STANDARD)
+        for part in ("query/kernel", "'joined_kv'", "3.\n  Give one name", "out/kernel", "'z'"):
+            assert part in str(caught.value)
+
+    def test_names_that_agree_are_not_called_overridden(self):
+        rules = sl.rules.STANDARD.override(paths={"kernel": ("embed", "mlp")})
+        init = nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp"))
+
+        def make(rngs):
+            return nnx.Linear(16, 16, kernel_init=init, rngs=rngs)
+
+        with sl.use(sl.make_mesh("fsdp=4,tensor=2"), rules):
+            state = sl.abstract_state(make, optax.sgd(0.1))
+        assert row(state, "kernel").origin == "path kernel"
+
+    def test_statistics_without_names_match_no_pattern(self):
+        rules = sl.rules.FSDP.override(paths={"**": ("embed",)})
+        with sl.use(sl.make_mesh("fsdp=8"), rules):
+            state = sl.abstract_state(lambda rngs: nnx.BatchNorm(16, rngs=rngs), optax.sgd(0.1))
+        assert state.params["scale"].sharding.spec == P("fsdp")
+        assert state.model_state["mean"].sharding.is_fully_replicated
+
+
+def annotated(kind):
+    """The same two layers, placed on mesh axes in each of the ways that Flax has."""
+    init = jax.nn.initializers.lecun_normal()
+    if kind == "linen":
+
+        class Net(linen.Module):
+            @linen.compact
+            def __call__(self, x):
+                into = linen.with_partitioning(init, ("fsdp", "tensor"))
+                out_of = linen.with_partitioning(init, ("tensor", ("fsdp",)))
+                x = linen.Dense(32, kernel_init=into, use_bias=False)(x)
+                return linen.Dense(16, kernel_init=out_of, use_bias=False)(linen.relu(x))
+
+        return Net(), {"inputs": (X,)}
+
+    def place(spec):
+        if kind == "nnx sharding":
+            spec = NamedSharding(sl.make_mesh("fsdp=4,tensor=2"), spec)
+        return nnx.with_metadata(init, out_sharding=spec, eager_sharding=False)
+
+    def make(rngs):
+        options = {"use_bias": False, "rngs": rngs}
+        return nnx.Sequential(
+            nnx.Linear(16, 32, kernel_init=place(P("fsdp", "tensor")), **options),
+            nnx.relu,
+            nnx.Linear(32, 16, kernel_init=place(P("tensor", "fsdp")), **options),
+        )
+
+    return make, {}
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx", "nnx sharding"])
+def test_names_of_mesh_axes_are_those_mesh_axes(kind):
+    make, options = annotated(kind)
+    state, losses = train(make, "fsdp=4,tensor=2", sl.rules.STANDARD, **options)
+    assert sorted(specs(state).values()) == [("fsdp", "tensor"), ("tensor", "fsdp")]
+    for leaf in jax.tree.leaves(state.params):
+        assert {s.data.size for s in leaf.addressable_shards} == {leaf.size // 8}
+    _, alone = train(make, "data=1", sl.rules.STANDARD, **options)
+    np.testing.assert_allclose(losses, alone, rtol=1e-5)
+    for path in specs(state):
+        found = row(state, path)
+        assert found.origin == "metadata"
+        assert set(found.logical_axes) == {"fsdp", "tensor"}
+        assert found.note.endswith(": no rule, but of the mesh itself")
+        assert found.asked_for
+
+
+def only(*names, shape=(16, 16), mesh="fsdp=4,tensor=2", rules=sl.rules.STANDARD):
+    def make(rngs):
+        model = nnx.Dict()
+        model.w = nnx.Param(jnp.zeros(shape), out_sharding=names, eager_sharding=False)
+        return model
+
+    state = sl.abstract_state(make, optax.sgd(0.1), mesh=sl.make_mesh(mesh), rules=rules)
+    return state.params["w"].sharding.spec
+
+
+class TestMeshAxesAsNames:
+    def test_a_product(self):
+        assert only(("fsdp", "tensor"), None) == P(("fsdp", "tensor"), None)
+
+    def test_a_spec_may_be_shorter_than_the_rank(self):
+        def make(rngs):
+            w = nnx.Param(jnp.zeros((8, 3)), out_sharding=P("fsdp"), eager_sharding=False)
+            return nnx.Dict(w=w)
+
+        with sl.use(sl.make_mesh("fsdp=8"), sl.rules.FSDP):
+            assert sl.abstract_state(make, optax.sgd(0.1)).params["w"].sharding.spec[0] == "fsdp"
+
+    def test_a_standard_axis_that_this_mesh_has_not(self):
+        assert only("fsdp", "tensor", mesh="fsdp=8") == P("fsdp", None)
+
+    def test_a_rule_of_that_name_comes_first(self):
+        rules = sl.rules.STANDARD.override(params={"fsdp": None})
+        assert only("fsdp", "tensor", rules=rules) == P(None, "tensor")
+
+    def test_a_rule_for_every_name_comes_first(self):
+        assert only("fsdp", "tensor", rules=sl.rules.DATA) == P(None, None)
+
+    def test_the_devices_must_divide_it(self):
+        with pytest.raises(sl.ShardlibError, match=r"w: .*'fsdp'.*fsdp=4 does not divide 6.\n  "):
+            only("fsdp", None, shape=(6, 4))
+
+    def test_two_dims_cannot_have_one(self):
+        with pytest.raises(sl.ShardlibError, match=r"'embed'.*'fsdp' already shards dim 1.\n  "):
+            only("embed", "fsdp")
+
+    def test_an_unknown_name_is_still_a_fault(self):
+        with pytest.raises(sl.ShardlibError, match=r"'fdsp' .*Did you mean 'fsdp'\?\n  Add one"):
+            only("fdsp", None)
+
+    def test_activations(self):
+        with sl.use(sl.make_mesh("fsdp=4,tensor=2"), sl.rules.STANDARD):
+            x = jax.jit(lambda x: sl.constrain(x, "fsdp", "tensor"))(jnp.ones((8, 8)))
+        assert x.sharding.spec == P("fsdp", "tensor")
+
+
+class TestAutoWithoutADimThatDivides:
+    """A table of 1.7 million elements, of which eight devices divide no dim."""
+
+    @staticmethod
+    def state(rules=sl.rules.FSDP, make=sl.init_state):
+        class Table(linen.Module):
+            @linen.compact
+            def __call__(self, x):
+                return linen.Embed(50257, 33, name="table")(x)
+
+        tokens = jax.ShapeDtypeStruct((8, 4), jnp.int32)
+        with sl.use(sl.make_mesh("fsdp=8"), rules):
+            return make(Table(), optax.sgd(0.1), inputs=(tokens,))
+
+    def test_it_trains_replicated(self):
+        def loss(model, batch, rng):
+            return jnp.mean((model(batch["tokens"]) - 1.0) ** 2)
+
+        state, step = self.state(), sl.make_train_step(loss)
+        assert state.params["table"]["embedding"].sharding.is_fully_replicated
+        tokens = np.arange(64, dtype=np.int32).reshape(16, 4)
+        for _ in range(2):
+            state, metrics = step(state, {"tokens": tokens})
+        assert float(metrics["loss"]) < 1.1
+
+    def test_explain_reports_it(self):
+        state = self.state(make=sl.abstract_state)
+        found = row(state, "table/embedding")
+        assert (found.origin, found.asked_for) == ("auto", False)
+        (fault,) = sl.explain(state).faults()
+        assert str(fault) == (
+            "table/embedding (6.3 MiB) is replicated: fsdp=8 divides none of its dims"
+        )
+
+    def test_a_path_rule_asks_for_it(self):
+        state = self.state(sl.rules.FSDP.override(paths={"table/*": ()}), sl.abstract_state)
+        assert sl.explain(state).faults() == []
