@@ -21,7 +21,7 @@ class Precision:
     params: Any
     """Dtype in which parameters are stored; the state of shardlib's optimizers is in float32."""
     compute: Any
-    """Dtype of parameters and floating batch leaves inside of the loss function."""
+    """Dtype of the parameters in the loss function, and of what the loss hands to the model."""
 
     def store(self, params: Any, float32: Collection[str] = ()) -> Any:
         """Returns parameters in the dtype in which they are stored; integers stay as they are.
@@ -37,8 +37,9 @@ class Precision:
         return _cast_params(params, self.compute, float32)
 
     def cast_batch(self, batch: Any) -> Any:
-        """Returns a batch with its floating leaves in the dtype of the computation."""
-        return jax.tree.map(lambda x: _cast(x, self.compute), batch)
+        """Returns a batch with its floating leaves in float32, or in a wider dtype of the
+        computation: targets are never rounded, and `boundary` casts what enters the model."""
+        return jax.tree.map(lambda x: _cast(x, _wide(self.compute)), batch)
 
 
 POLICIES = {
@@ -69,8 +70,12 @@ def _cast(x: Any, dtype: Any) -> Any:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
+def _wide(dtype: Any) -> Any:
+    return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+
+
 def _cast_params(params: Any, dtype: Any, float32: Collection[str]) -> Any:
-    wide = jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+    wide = _wide(dtype)
 
     def cast(path: Any, x: Any) -> Any:
         return _cast(x, wide if path_string(path) in float32 else dtype)

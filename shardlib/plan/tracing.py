@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
+from shardlib.boundary import boundary
 from shardlib.constrain import recording, use
 from shardlib.functional import FunctionalModule, Inputs, functional
 from shardlib.losses import Mean
@@ -120,7 +121,9 @@ def _gradient(
         model_key, loss_key = jax.random.split(key)
         model = module.merge(dtypes.cast_params(params, module.float32), model_state, model_key)
         made(type(model).__name__)
-        found = loss_fn(model, dtypes.cast_batch(batch), loss_key)
+        given = dtypes.cast_batch(batch)
+        with boundary(model, dtypes.compute, given):
+            found = loss_fn(model, given, loss_key)
         if isinstance(found, tuple) and not isinstance(found, Mean):
             found = found[0]
         return jnp.asarray(found.total if isinstance(found, Mean) else found, jnp.float32)

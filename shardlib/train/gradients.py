@@ -7,15 +7,19 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from shardlib.aggregate import Aggregate, Max, Mean, Min, Output, Sum
+from shardlib.boundary import boundary
 from shardlib.errors import ModelError
-from shardlib.losses import Mean
 from shardlib.microbatch import accumulate
 from shardlib.partition import Placement, pin
 from shardlib.precision import Precision
 from shardlib.train.state import Definition
 
-LossFn = Callable[[Any, Any, jax.Array], Any]
-Sums = dict[str, Mean]
+LossFn = Callable[..., Any]
+"""`loss_fn(model, batch, rng, *inputs)`; see `make_train_step`."""
+Sums = dict[str, Aggregate]
+Inputs = tuple[Any, ...]
+"""What a loss reads besides the batch: pytrees of arrays, the same for every part of a batch."""
 
 RESERVED_METRICS = frozenset({"loss", "grad_norm", "learning_rate", "pipeline_bubble", "skipped"})
 
@@ -45,6 +49,7 @@ class Engine(Protocol):
         model_state: Any,
         batch: Any,
         key: jax.Array,
+        inputs: Inputs = (),
         *,
         first_index: jax.Array | int = 0,
     ) -> Gradients: ...
@@ -61,7 +66,7 @@ class PartLoss:
     """Where gradients are summed up; `Definition.gradients` when left out."""
 
     def __call__(
-        self, params: Any, model_state: Any, part: Any, key: jax.Array
+        self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
     ) -> tuple[Sums, Any]:
         """Returns the sums of a part, and the model state after it.
 
@@ -70,23 +75,43 @@ class PartLoss:
             model_state: What a forward pass updates.
             part: A batch, or a microbatch of it.
             key: The key of the part, from `part_key`.
+            inputs: What else the loss reads.
         """
-        model_key, loss_key = jax.random.split(key)
-        module = self.definition.module
-        model = module.merge(
-            self.precision.cast_params(params, module.float32), model_state, model_key
-        )
-        sums = loss_sums(self.loss_fn(model, self.precision.cast_batch(part), loss_key))
+        keys = jax.random.split(key)
+        model, sums = self.call(params, model_state, part, (keys[0], keys[1]), inputs)
+        new = self.definition.module.collect(model)
         # A dtype that drifted would compile the next step anew.
-        new = jax.tree.map(lambda x, old: x.astype(old.dtype), module.collect(model), model_state)
-        return sums, new
+        return sums, jax.tree.map(lambda x, old: x.astype(old.dtype), new, model_state)
 
-    def gradients(self, params: Any, model_state: Any, part: Any, key: jax.Array) -> Gradients:
+    def call(
+        self,
+        params: Any,
+        model_state: Any,
+        part: Any,
+        keys: tuple[jax.Array, jax.Array],
+        inputs: Inputs = (),
+    ) -> tuple[Any, Sums]:
+        """Returns the model after the loss has called it, and the sums of a part.
+
+        Args:
+            params, model_state, part, inputs: As for a call of the whole.
+            keys: The key of the model's random streams, and the one that the loss is given.
+        """
+        dtypes, module = self.precision, self.definition.module
+        model = module.merge(dtypes.cast_params(params, module.float32), model_state, keys[0])
+        part = dtypes.cast_batch(part)
+        with boundary(model, dtypes.compute, part):
+            result = self.loss_fn(model, part, keys[1], *inputs)
+        return model, loss_sums(result, part)
+
+    def gradients(
+        self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
+    ) -> Gradients:
         """Returns the gradients of one part."""
 
         def total(params: Any) -> tuple[jax.Array, Any]:
-            sums, new = self(params, model_state, part, key)
-            return sums["loss"].total, (sums, new)
+            sums, new = self(params, model_state, part, key, inputs)
+            return loss_mean(sums).total, (sums, new)
 
         grads, (sums, new) = jax.grad(total, has_aux=True)(params)
         return Gradients(self.pin(grads), sums, new)
@@ -113,6 +138,7 @@ def accumulate_gradients(
     model_state: Any,
     batch: Any,
     key: jax.Array,
+    inputs: Inputs = (),
     *,
     microbatches: int = 1,
     first_index: jax.Array | int = 0,
@@ -125,6 +151,7 @@ def accumulate_gradients(
         model_state: What the first microbatch is given; each hands its own on to the next.
         batch: Pytree of arrays [b, ...].
         key: The key of the step.
+        inputs: What else the loss reads; every microbatch is given all of it.
         microbatches: Their number; it divides b.
         first_index: Index of the first microbatch among all parts of the step.
 
@@ -133,44 +160,108 @@ def accumulate_gradients(
     """
 
     def one(model_state: Any, part: Any, index: Any) -> tuple[Any, Any]:
-        found = loss.gradients(params, model_state, part, part_key(key, first_index + index))
+        key_of_part = part_key(key, first_index + index)
+        found = loss.gradients(params, model_state, part, key_of_part, inputs)
         return found.model_state, (found.grads, found.sums)
 
     model_state, (grads, sums) = accumulate(one, batch, microbatches, model_state)
     return Gradients(grads, sums, model_state)
 
 
-def loss_sums(result: Any) -> Sums:
-    """Returns what a loss function returned as one dict of `Mean`s, with the loss as `"loss"`.
+def loss_mean(sums: Sums) -> Mean:
+    """Returns the loss among the sums."""
+    mean = sums["loss"]
+    assert isinstance(mean, Mean)
+    return mean
+
+
+def loss_sums(result: Any, part: Any) -> Sums:
+    """Returns what a loss function returned as one dict, with the loss as `"loss"`.
+
+    Nested dicts become names with slashes.
+
+    Args:
+        result: The loss, or `(loss, aux)`.
+        part: The batch that it was computed from, for the number of rows of an `Output`.
 
     Raises:
-        ModelError: If it is not a scalar or `Mean`, alone or with a dict of these.
+        ModelError: If it is something else; names every fault of the metrics.
     """
-    is_pair = isinstance(result, tuple) and not isinstance(result, Mean)
-    loss, aux = result if is_pair and len(result) == 2 else (result, {})
+    is_aggregate = isinstance(result, Mean | Sum | Max | Min | Output)
+    is_pair = isinstance(result, tuple) and not is_aggregate and len(result) == 2
+    loss, aux = result if is_pair else (result, {})
     if not isinstance(aux, Mapping):
         raise ModelError(
             f"the loss function returned {type(aux).__name__} beside the loss.\n"
             "  Return the loss, or (loss, {name: scalar or Mean})."
         )
-    taken = sorted(RESERVED_METRICS & set(aux))
+    flat = _flat(aux)
+    names = [name for name, _ in flat]
+    taken = sorted(RESERVED_METRICS & set(names))
     if taken:
         raise ModelError(
             f"the loss function names a metric {', '.join(map(repr, taken))}, which the step "
             "reports itself.\n  Rename it."
         )
-    return {name: _as_mean(name, value) for name, value in {**aux, "loss": loss}.items()}
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ModelError(
+            f"the loss function names {', '.join(map(repr, twice))} twice, once inside of a nested "
+            "dict.\n  Rename one of the two."
+        )
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(part) if leaf.shape}
+    return {**{name: _aggregate(name, x, rows) for name, x in flat}, "loss": _loss(loss)}
+
+
+def _flat(aux: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in aux.items():
+        path = f"{prefix}{name}"
+        found += _flat(value, f"{path}/") if isinstance(value, Mapping) else [(path, value)]
+    return found
+
+
+def _loss(value: Any) -> Mean:
+    if isinstance(value, Sum | Max | Min | Output):
+        raise ModelError(
+            f"the loss is a {type(value).__name__}, of which no gradient is taken.\n"
+            "  Return a scalar, or Mean(total, weight) of two scalars."
+        )
+    return _as_mean("loss", value)
+
+
+def _aggregate(name: str, value: Any, rows: set[int]) -> Aggregate:
+    if isinstance(value, Output):
+        array = jnp.asarray(value.value)
+        if not array.shape or array.shape[0] not in rows:
+            raise ModelError(
+                f"the loss function returned the output {name!r} of shape {array.shape}, but the "
+                f"batch has {' or '.join(map(str, sorted(rows)))} rows here.\n"
+                "  Return an array [rows, ...]; report what is not by rows as Sum, Max or Min."
+            )
+        return Output(array)
+    if isinstance(value, Sum | Max | Min):
+        array = jnp.asarray(value.value)
+        if array.dtype == jnp.bool:
+            array = array.astype(jnp.int32)
+        is_float = jnp.issubdtype(array.dtype, jnp.floating)
+        return type(value)(array.astype(jnp.float32) if is_float else array)
+    return _as_mean(name, value)
 
 
 def _as_mean(name: str, value: Any) -> Mean:
-    if isinstance(value, Mean):
-        total, weight = value
-    else:
-        total, weight = value, 1.0
-    total, weight = jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32)
+    pair = value if isinstance(value, Mean) else (value, 1.0)
+    try:
+        total, weight = (jnp.asarray(x, jnp.float32) for x in pair)
+    except (TypeError, ValueError):
+        raise ModelError(
+            f"the loss function returned {name!r} as {type(value).__name__}, which is not a "
+            "number.\n  Return a scalar or a Mean; leave out what is neither."
+        ) from None
     if total.shape or weight.shape:
         raise ModelError(
             f"the loss function returned {name!r} of shape {total.shape or weight.shape}.\n"
-            "  Reduce it to a scalar, or to Mean(total, weight) of two scalars."
+            "  Reduce it to a scalar, or to Mean(total, weight) of two scalars"
+            + ("." if name == "loss" else "; return rows as Output(array).")
         )
     return Mean(total, weight)
