@@ -45,10 +45,7 @@ def check_batch(batch: Any) -> None:
     faults, fixes = [], {}
     for path, leaf in named_leaves(batch).items():
         name = f"the batch's {path}" if path else "the batch"
-        if (
-            isinstance(leaf, str | bytes)
-            or getattr(getattr(leaf, "dtype", None), "kind", "") in "OSU"
-        ):
+        if isinstance(leaf, str | bytes) or _is_object(leaf):
             faults.append(f"{name} is text or an object ({type(leaf).__name__}).")
             fixes["Leave out of the batch what is not a number."] = True
         elif not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
@@ -159,8 +156,12 @@ def _is_on(x: Any, scope: Scope) -> bool:
 def _is_numeric(x: Any) -> bool:
     if isinstance(x, bool | int | float | complex):
         return True
-    dtype = getattr(x, "dtype", None)
-    return hasattr(x, "shape") and dtype is not None and getattr(dtype, "kind", "") not in "OSU"
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not _is_object(x)
+
+
+def _is_object(x: Any) -> bool:
+    """Whether it is a NumPy array of text, times or Python objects."""
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSUMm"
 
 
 @dataclasses.dataclass
