@@ -214,9 +214,9 @@ def moved(tree: Any, placed: Any) -> Any | None:
 def _moved(x: Any, sharding: Any) -> Any:
     if _is_tensor(x):
         return _from_torch(x)
-    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+    if not isinstance(x, jax.Array) or not x.committed:
         return x
-    if not x.committed or x.sharding.is_equivalent_to(sharding, x.ndim):
+    if x.sharding.is_equivalent_to(sharding, x.ndim):
         return x
     try:
         return jax.device_put(x, sharding)
@@ -249,15 +249,20 @@ def _from_torch(x: Any) -> np.ndarray:
 def refuse_shared(state: Any, inputs: tuple[Any, ...]) -> None:
     """Raises `ModelError` for inputs whose memory the step takes, or took before."""
     donated = {id(x) for x in jax.tree.leaves(state)}
-    for path, x in named_leaves(inputs).items():
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-            if id(x) in donated:
-                raise ModelError(
-                    f"the input {path} is an array of the state, whose memory the step takes.\n"
-                    "  Pass a copy: jax.tree.map(jax.numpy.copy, ...)."
-                )
-            if x.is_deleted():
-                raise ModelError(
-                    f"the input {path} was given to a step as its state before, which took its "
-                    "memory.\n  Pass what that step returned."
-                )
+    for x in jax.tree.leaves(inputs):
+        if not isinstance(x, jax.Array):
+            continue
+        if id(x) in donated:
+            raise ModelError(
+                f"the input {_path_of(x, inputs)} is an array of the state, whose memory the step "
+                "takes.\n  Pass a copy: jax.tree.map(jax.numpy.copy, ...)."
+            )
+        if x.is_deleted():
+            raise ModelError(
+                f"the input {_path_of(x, inputs)} was given to a step as its state before, which "
+                "took its memory.\n  Pass what that step returned."
+            )
+
+
+def _path_of(leaf: Any, tree: Any) -> str:
+    return next(path for path, x in named_leaves(tree).items() if x is leaf)

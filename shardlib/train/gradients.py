@@ -187,12 +187,12 @@ def loss_sums(result: Any, part: Any) -> Sums:
     Raises:
         ModelError: If it is something else; names every fault of the metrics.
     """
-    is_aggregate = isinstance(result, Mean | Sum | Max | Min | Output)
-    is_pair = isinstance(result, tuple) and not is_aggregate and len(result) == 2
-    loss, aux = result if is_pair else (result, {})
+    loss, aux = result, {}
+    if isinstance(result, tuple) and not isinstance(result, Aggregate) and len(result) == 2:
+        loss, aux = result
     if not isinstance(aux, Mapping):
         raise ModelError(
-            f"the loss function returned {type(aux).__name__} beside the loss.\n"
+            f"the loss function returned the loss and {type(aux).__name__}, not a dict.\n"
             "  Return the loss, or (loss, {name: scalar or Mean})."
         )
     flat = _flat(aux)

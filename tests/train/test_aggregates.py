@@ -131,7 +131,7 @@ def test_batches_of_an_evaluation_are_joined(expected):
 
 def test_groups_that_train_apart(expected):
     local = sl.make_local_sgd(sl.make_train_step(loss_fn), sl.LocalSGDConfig(inner_steps=2))
-    groups, metrics = local(local.init(start("data=4,fsdp=2")), BATCH)
+    _, metrics = local(local.init(start("data=4,fsdp=2")), BATCH)
     names = ("largest", "smallest", "largest_id", "of_features/rows")
     found = group_means({name: metrics[name] for name in names})
     check(found, {name: expected[name] for name in names})
