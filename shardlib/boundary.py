@@ -54,6 +54,22 @@ def boundary(model: Any, dtype: Any, batch: Any) -> Iterator[None]:
         _open.reset(token)
 
 
+def carried(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that casts as it would if it were called here, wherever it is called."""
+    border = _open.get()
+    if border is None:
+        return fn
+
+    def here(*args: Any, **kwargs: Any) -> Any:
+        token = _open.set(border)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            _open.reset(token)
+
+    return here
+
+
 class _Boundary:
     def __init__(self, dtype: Any, batch: Any):
         self.dtype = dtype

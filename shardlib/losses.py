@@ -8,11 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from shardlib.aggregate import Max as Max
 from shardlib.aggregate import Mean as Mean
-from shardlib.aggregate import Min as Min
-from shardlib.aggregate import Output as Output
-from shardlib.aggregate import Sum as Sum
 from shardlib.constrain import active
 from shardlib.errors import ModelError
 from shardlib.manual import axis_size, manual

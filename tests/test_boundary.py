@@ -13,6 +13,7 @@ from flax import linen, nnx
 
 import shardlib as sl
 from shardlib.boundary import boundary
+from shardlib.stack import scan_layers, stack_layers
 
 X = np.random.default_rng(0).standard_normal((16, 64), dtype=np.float32)
 TARGETS = np.full((16, 64), 1001.0, np.float32) + np.arange(16, dtype=np.float32)[:, None] / 64
@@ -226,3 +227,27 @@ def test_a_linen_module_of_its_own_is_left_as_it_is():
     forward = re.findall(r":(\w+)\[16,(?:64|256)\] = dot_general", jaxpr)
     assert forward.count("f32") == 1
     assert forward.count("bf16") >= 4
+
+
+class Stacked(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = stack_layers(lambda rngs: nnx.Linear(64, 64, rngs=rngs), 2, rngs)
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "stage=2,data=4"])
+def test_layers_that_a_loss_runs_itself(mesh):
+    def loss_fn(model, batch):
+        call = lambda layer, x, _: (jnp.tanh(layer(x)), None)  # noqa: E731
+        y, _ = scan_layers(call, model.layers, batch["x"])
+        return jnp.mean((y - batch["y"]) ** 2)
+
+    with sl.use(sl.make_mesh(mesh), sl.rules.STANDARD):
+        state = sl.init_state(Stacked, optax.sgd(1e-3))
+    step = sl.make_train_step(loss_fn, precision="bf16", microbatches=2)
+    batch = {"x": X, "y": TARGETS}
+    jaxpr = str(step.program(state, batch).trace(state, batch).jaxpr)
+    dots = re.findall(r":(\w+)\[[\d,]*\] = dot_general", jaxpr)
+    assert set(dots) == {"bf16"}
+    _, metrics = step(state, batch)
+    # The targets, less values below 1, squared.
+    assert float(metrics["loss"]) == pytest.approx(float(np.mean(TARGETS**2)), rel=1e-2)

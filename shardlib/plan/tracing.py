@@ -25,6 +25,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 from shardlib.boundary import boundary
 from shardlib.constrain import recording, use
 from shardlib.functional import FunctionalModule, Inputs, functional
+from shardlib.loss_signature import called_by_position
 from shardlib.losses import Mean
 from shardlib.mesh import abstract_mesh
 from shardlib.plan.jaxpr_rules import PARAMS_TABLE, constrained_names
@@ -55,7 +56,8 @@ def trace_workload(
     Args:
         make: As for `init_state`: `make(rngs) -> module`, or a linen module.
         optimizer: Any optax transformation.
-        loss_fn: As for `make_train_step`: `loss_fn(model, batch, rng) -> loss | (loss, aux)`.
+        loss_fn: As for `make_train_step`, without further inputs: `loss_fn(model, batch)` or
+            `loss_fn(model, batch, rng)` returns the loss or `(loss, aux)`.
         batch: A batch of a whole step, as arrays or `ShapeDtypeStruct`s.
         rules: Which logical axis goes to which mesh axis. With `STANDARD` plans may keep parameters
             whole over `fsdp`, as `ZERO1` and `ZERO2` do; other rules are kept.
@@ -70,6 +72,7 @@ def trace_workload(
         RuleError: If the model names an axis that has no rule.
     """
     module, dtypes = functional(make, inputs), precision_named(precision)
+    loss_fn = called_by_position(loss_fn)
     key = jax.eval_shape(lambda: jax.random.key(0))
     params, model_state = jax.eval_shape(module.init, key)
     params = jax.eval_shape(lambda p: dtypes.store(p, module.float32), params)

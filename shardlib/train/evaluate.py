@@ -10,6 +10,7 @@ import jax
 from shardlib.aggregate import Aggregate, is_output, join
 from shardlib.constrain import Scope, use
 from shardlib.errors import ModelError, RuleError
+from shardlib.loss_signature import called_by_position, check_arity
 from shardlib.manual import axis_size
 from shardlib.pipeline.config import PipelineConfig
 from shardlib.precision import Precision
@@ -24,7 +25,6 @@ from shardlib.train.batches import (
 )
 from shardlib.train.gradients import Inputs, LossFn, PartLoss
 from shardlib.train.loop import must_block
-from shardlib.train.loss_signature import called_by_position, check_arity
 from shardlib.train.offload import fetch
 from shardlib.train.pipelined import pipelined_sums
 from shardlib.train.reported import Reported, reported_shardings

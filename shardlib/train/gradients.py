@@ -1,7 +1,7 @@
 """The gradients of one step: what every schedule and every way of reducing computes."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -10,16 +10,14 @@ import jax.numpy as jnp
 from shardlib.aggregate import Aggregate, Max, Mean, Min, Output, Sum
 from shardlib.boundary import boundary
 from shardlib.errors import ModelError
+from shardlib.loss_signature import Inputs as Inputs
+from shardlib.loss_signature import LossFn as LossFn
 from shardlib.microbatch import accumulate
 from shardlib.partition import Placement, pin
 from shardlib.precision import Precision
 from shardlib.train.state import Definition
 
-LossFn = Callable[..., Any]
-"""`loss_fn(model, batch, rng, *inputs)`; see `make_train_step`."""
 Sums = dict[str, Aggregate]
-Inputs = tuple[Any, ...]
-"""What a loss reads besides the batch: pytrees of arrays, the same for every part of a batch."""
 
 RESERVED_METRICS = frozenset({"loss", "grad_norm", "learning_rate", "pipeline_bubble", "skipped"})
 

@@ -30,6 +30,7 @@ from shardlib.aggregate import Aggregate, Max, Mean, Min, is_output
 from shardlib.config import configclass
 from shardlib.constrain import use
 from shardlib.errors import ConfigError, MeshError, ModelError
+from shardlib.loss_signature import check_arity
 from shardlib.manual import manual
 from shardlib.mesh import mesh_sizes
 from shardlib.partition import Placement
@@ -50,7 +51,6 @@ from shardlib.train.local_state import (
     repeat,
     replace_own,
 )
-from shardlib.train.loss_signature import check_arity
 from shardlib.train.reduce_groups import sum_groups
 from shardlib.train.reduce_hops import Hops, outer_degree
 from shardlib.train.reduce_uneven import check_rows

@@ -10,10 +10,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.constrain import use
 from shardlib.errors import ModelError
+from shardlib.loss_signature import check_arity
 from shardlib.manual import manual
 from shardlib.mesh import mesh_sizes
 from shardlib.train.gradients import PartLoss, part_key
-from shardlib.train.loss_signature import check_arity
 from shardlib.train.reduce_uneven import check_rows
 from shardlib.train.reduction import AXIS
 from shardlib.train.state import TrainState, state_shardings

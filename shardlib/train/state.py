@@ -138,7 +138,7 @@ def init_state(
 
     Args:
         make: `make(rngs) -> module` for an NNX or linen module, or a linen module itself.
-        optimizer: Any optax transformation, except those that evaluate the loss themselves.
+        optimizer: Any optax transformation, also those that evaluate the loss themselves.
         seed: Decides the parameters and all later randomness, equally on every mesh.
         inputs: For linen, example arguments of the module's `__call__`: a tuple, or a dict of
             keyword arguments.

@@ -13,6 +13,7 @@ import optax
 from shardlib.aggregate import Aggregate, Mean
 from shardlib.constrain import use
 from shardlib.errors import ModelError
+from shardlib.loss_signature import called_by_position, check_arity
 from shardlib.manual import axis_size
 from shardlib.microbatch import split
 from shardlib.paths import named_leaves
@@ -38,7 +39,6 @@ from shardlib.train.gradients import (
     loss_mean,
 )
 from shardlib.train.guards import SKIPPED, GuardsConfig
-from shardlib.train.loss_signature import called_by_position, check_arity
 from shardlib.train.offload import update_offloaded
 from shardlib.train.pipelined import pipelined_gradients, pipelined_groups
 from shardlib.train.reduction import (

@@ -1,12 +1,17 @@
 """With how many arguments a loss function is called."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from shardlib.errors import ModelError
-from shardlib.train.gradients import Inputs, LossFn
+
+LossFn = Callable[..., Any]
+"""`loss_fn(model, batch, rng, *inputs)`; see `make_train_step`."""
+Inputs = tuple[Any, ...]
+"""What a loss reads besides the batch: pytrees of arrays, the same for every part of a batch."""
 
 
 def called_by_position(loss_fn: LossFn) -> LossFn:
