@@ -22,13 +22,17 @@ if TYPE_CHECKING:
     from shardlib import remat as remat
     from shardlib import rules as rules
     from shardlib import testing as testing
+    from shardlib.aggregate import Max as Max
+    from shardlib.aggregate import Mean as Mean
+    from shardlib.aggregate import Min as Min
+    from shardlib.aggregate import Output as Output
+    from shardlib.aggregate import Sum as Sum
     from shardlib.constrain import constrain as constrain
     from shardlib.constrain import use as use
     from shardlib.distributed import local_cpu_devices as local_cpu_devices
     from shardlib.errors import ShardlibError as ShardlibError
     from shardlib.explain import draw as draw
     from shardlib.explain import explain as explain
-    from shardlib.losses import Mean as Mean
     from shardlib.mesh import MeshConfig as MeshConfig
     from shardlib.mesh import make_mesh as make_mesh
     from shardlib.partition import shard as shard
@@ -60,13 +64,17 @@ _HOME = {
     "AxisRules": "rules",
     "GuardsConfig": "train.guards",
     "LocalSGDConfig": "train.local_sgd",
-    "Mean": "losses",
+    "Max": "aggregate",
+    "Mean": "aggregate",
     "MeshConfig": "mesh",
+    "Min": "aggregate",
+    "Output": "aggregate",
     "PipelineConfig": "pipeline.config",
     "Precision": "precision",
     "ReductionConfig": "train.reduction",
     "ShardlibError": "errors",
     "SpikeConfig": "train.guards",
+    "Sum": "aggregate",
     "TrainState": "train.state",
     "abstract_state": "train.state",
     "constrain": "constrain",

@@ -2,32 +2,18 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from shardlib.aggregate import Mean as Mean
 from shardlib.constrain import active
 from shardlib.errors import ModelError
 from shardlib.manual import axis_size, manual
 from shardlib.mesh import entry_axes
 from shardlib.microbatch import widened
-
-
-class Mean(NamedTuple):
-    """A mean that is not divided yet: sums of microbatches add up to the mean of the batch."""
-
-    total: jax.Array
-    """Weighted sum, scalar float32."""
-    weight: jax.Array
-    """Sum of the weights, scalar float32."""
-
-    @property
-    def value(self) -> jax.Array:
-        """`total / weight`; 0 where the weight is 0, so that a batch of padding has no gradient."""
-        empty = self.weight == 0
-        return jnp.where(empty, 0.0, self.total / jnp.where(empty, 1.0, self.weight))
 
 
 def cross_entropy(

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from shardlib.aggregate import join, map_outputs, nothing, split_outputs, with_outputs
 from shardlib.errors import ModelError
 from shardlib.paths import named_leaves
 
@@ -31,6 +32,11 @@ def split(batch: Any, n: int) -> Any:
     return jax.tree.map(strided, batch)
 
 
+def unsplit(parts: jax.Array) -> jax.Array:
+    """Returns the rows [b, ...] of microbatches [n, b // n, ...], in the order before `split`."""
+    return jnp.moveaxis(parts, 0, 1).reshape(parts.shape[0] * parts.shape[1], *parts.shape[2:])
+
+
 def accumulate(
     fn: Callable[[C, Any, Any], tuple[C, T]], batch: Any, n: int, carry: C
 ) -> tuple[C, T]:
@@ -41,8 +47,8 @@ def accumulate(
 
     Args:
         fn: `fn(carry, microbatch, index) -> (carry, sums)`; the sums are a pytree of sums (not
-            means) of one microbatch. `index` is a scalar int32, to derive each microbatch's
-            randomness from.
+            means) of one microbatch, and of what `shardlib.aggregate` knows to join. `index` is a
+            scalar int32, to derive each microbatch's randomness from.
         batch: Pytree of arrays [b, ...].
         n: Number of microbatches; divides b.
         carry: What the first microbatch is given; each hands its own on to the next, as batch
@@ -50,7 +56,8 @@ def accumulate(
 
     Returns:
         The last carry, and the summed pytree. Floating-point leaves are summed in float32 and
-        returned in it (also for `n == 1`), others in their own dtype.
+        returned in it (also for `n == 1`), others in their own dtype. Each `Output` holds the rows
+        of all microbatches, in their dtype and in the order of the batch.
 
     Raises:
         ModelError: If `n` does not divide the batch.
@@ -58,17 +65,24 @@ def accumulate(
     if n == 1:
         _check(batch, n)
         carry, sums = fn(carry, batch, jnp.int32(0))
-        return carry, jax.tree.map(widened, sums)
+        rest, rows = split_outputs(sums)
+        return carry, with_outputs(jax.tree.map(widened, rest), rows)
     parts = split(batch, n)
 
-    def body(carry_and_sums: tuple[C, T], part_and_index: Any) -> tuple[tuple[C, T], None]:
-        carry, sums = carry_and_sums
-        carry, new = fn(carry, *part_and_index)
-        return (carry, jax.tree.map(lambda s, x: s + widened(x), sums, new)), None
+    def part_sums(carry: C, part: Any, index: Any) -> tuple[C, Any, Any]:
+        carry, new = fn(carry, part, index)
+        rest, rows = split_outputs(new)
+        return carry, jax.tree.map(widened, rest), rows
 
-    _, first = jax.eval_shape(fn, carry, _first(parts), jnp.int32(0))
-    zeros = jax.tree.map(lambda x: widened(jnp.zeros(x.shape, x.dtype)), first)
-    return jax.lax.scan(body, (carry, zeros), (parts, jnp.arange(n, dtype=jnp.int32)))[0]
+    def body(carry_and_sums: tuple[C, Any], part_and_index: Any) -> tuple[tuple[C, Any], Any]:
+        carry, sums = carry_and_sums
+        carry, new, rows = part_sums(carry, *part_and_index)
+        return (carry, join(sums, new)), rows
+
+    _, first, _ = jax.eval_shape(part_sums, carry, _first(parts), jnp.int32(0))
+    indexed = (parts, jnp.arange(n, dtype=jnp.int32))
+    (carry, sums), rows = jax.lax.scan(body, (carry, nothing(first)), indexed)
+    return carry, with_outputs(sums, map_outputs(unsplit, rows))
 
 
 def _first(parts: Any) -> Any:

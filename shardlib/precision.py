@@ -21,7 +21,7 @@ class Precision:
     params: Any
     """Dtype in which parameters are stored; the state of shardlib's optimizers is in float32."""
     compute: Any
-    """Dtype of parameters and floating batch leaves inside of the loss function."""
+    """Dtype of the parameters in the loss function, and of what the loss hands to the model."""
 
     def store(
         self, params: Any, float32: Collection[str] = (), only: Collection[str] | None = None
@@ -42,8 +42,9 @@ class Precision:
         return _cast_params(params, self.compute, float32, only)
 
     def cast_batch(self, batch: Any) -> Any:
-        """Returns a batch with its floating leaves in the dtype of the computation."""
-        return jax.tree.map(lambda x: _cast(x, self.compute), batch)
+        """Returns a batch with its floating leaves in float32, or in a wider dtype of the
+        computation: targets are never rounded, and `boundary` casts what enters the model."""
+        return jax.tree.map(lambda x: _cast(x, _wide(self.compute)), batch)
 
 
 POLICIES = {
@@ -74,10 +75,14 @@ def _cast(x: Any, dtype: Any) -> Any:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
+def _wide(dtype: Any) -> Any:
+    return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+
+
 def _cast_params(
     params: Any, dtype: Any, float32: Collection[str], only: Collection[str] | None
 ) -> Any:
-    wide = jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+    wide = _wide(dtype)
 
     def cast(path: Any, x: Any) -> Any:
         name = path_string(path)

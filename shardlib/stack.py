@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from shardlib import remat as remat_policies
+from shardlib.boundary import carried
 from shardlib.errors import ModelError
 
 L = TypeVar("L", bound=nnx.Module)
@@ -91,7 +92,8 @@ def scan_layers(
         ModelError: If a layer makes new variables when it is called.
     """
     graphdef, state = nnx.split(layers)
-    stack = LayerStack(call, graphdef, state, carry, per_layer, remat, tags)
+    # The layers of a pipeline run later, where the loss that called them is over.
+    stack = LayerStack(carried(call), graphdef, state, carry, per_layer, remat, tags)
     run = _interceptor.get()
     carry, outputs, changed = stack.run(state, carry, per_layer) if run is None else run(stack)
     if changed:

@@ -38,8 +38,9 @@ def test_only_floating_leaves_are_cast(name, stored, computed):
     policy = precision(name)
     unchanged = {"table": "int32", "mask": "bool", "key": "key<fry>"}
     assert dtypes(policy.store(PARAMS)) == {"kernel": stored, "half": stored} | unchanged
-    for cast in (policy.cast_params, policy.cast_batch):
-        assert dtypes(cast(PARAMS)) == {"kernel": computed, "half": computed} | unchanged
+    assert dtypes(policy.cast_params(PARAMS)) == {"kernel": computed, "half": computed} | unchanged
+    wide = {"kernel": "float32", "half": "float32"}
+    assert dtypes(policy.cast_batch(PARAMS)) == wide | unchanged
 
 
 @pytest.mark.parametrize("name", ["bf16", "bf16_params"])
@@ -74,7 +75,7 @@ def test_which_parameters_stay_in_float32_the_model_says():
 def test_a_batch_of_numpy_arrays_keeps_its_integers():
     batch = {"images": np.ones((2, 4, 4, 1), np.float32), "labels": np.arange(2, dtype=np.int32)}
     cast = precision("bf16").cast_batch(batch)
-    assert dtypes(cast) == {"images": "bfloat16", "labels": "int32"}
+    assert dtypes(cast) == {"images": "float32", "labels": "int32"}
 
 
 @pytest.mark.parametrize(("name", "expected"), [("bf16", "float32"), ("bf16_params", "bfloat16")])

@@ -66,11 +66,11 @@ def whole(rank: int) -> Layout:
     return Layout(((),) * rank)
 
 
-def from_spec(spec: Any, rank: int, **flags: bool) -> Layout:
-    """Returns the layout of a `PartitionSpec`."""
+def from_spec(spec: Any, rank: int, *, stored: bool = False) -> Layout:
+    """Returns the layout of a `PartitionSpec`; `stored` for a parameter."""
     entries = [entry_axes(entry) for entry in spec or ()]
     dims = tuple(tuple(entry) for entry in entries) + ((),) * (rank - len(entries))
-    return Layout(dims, **flags)
+    return Layout(dims, stored=stored)
 
 
 def degree(axes: Sequence[str], sizes: Sizes) -> int:

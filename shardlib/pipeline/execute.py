@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardlib.aggregate import join, nothing, over_axis
 from shardlib.pipeline.schedules import Schedule
 from shardlib.pipeline.turns import Tick, Turn
 
@@ -54,7 +55,7 @@ class Cut:
     chunk: Callable[[Leaves, Leaves, Any, Part, jax.Array], Any]
     """`chunk(layers, shared, x, part, first_layer) -> x` for leaves [n, ...] of n layers."""
     post: Callable[[Leaves, Any, Part], tuple[jax.Array, Any]]
-    """`post(shared, x, part) -> (loss, sums)`: a scalar float32 and a pytree of scalars."""
+    """`post(shared, x, part) -> (loss, sums)`: a scalar float32 and a pytree that `join` joins."""
     reads: "Reads"
 
 
@@ -108,7 +109,7 @@ class Pipeline:
         """
         run = _Run(self, layers, shared, _parts(batch, self.schedule.microbatches))
         carry, _ = jax.lax.scan(run.tick, run.start(ticks), ticks)
-        shared_grads, sums = jax.lax.psum((carry.shared, carry.sums), AXIS)
+        shared_grads, sums = over_axis((carry.shared, carry.sums), AXIS)
         return Result(carry.layers, self.pin(shared_grads), sums, carry.turns[None])
 
     def sums(self, ticks: Tick, layers: Leaves, shared: Leaves, batch: Any) -> Any:
@@ -116,7 +117,7 @@ class Pipeline:
         run = _Run(self, layers, shared, _parts(batch, self.schedule.microbatches))
         zeros = (run.zero_x(ticks), run.zero_sums(ticks))
         (_, sums), _ = jax.lax.scan(run.forward_tick, zeros, ticks)
-        return jax.lax.psum(sums, AXIS)
+        return over_axis(sums, AXIS)
 
 
 class _Carry(NamedTuple):
@@ -178,7 +179,7 @@ class _Run:
             part, cut = self.part(first), self.pipeline.cut
             return cut.post(self.shared, cut.pre(self.shared, part), part)[1]
 
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(sums))
+        return nothing(jax.eval_shape(sums))
 
     def part(self, turn: Turn) -> Part:
         def pick(leaf: jax.Array) -> jax.Array:
@@ -209,7 +210,7 @@ class _Run:
             carry.dx,
             _zeros(self.chunk_of(backward)),
             _zeros(carry.shared),
-            jax.tree.map(jnp.zeros_like, carry.sums),
+            nothing(carry.sums),
             jnp.zeros(2, jnp.int32),
         )
         found = self.when(
@@ -235,7 +236,7 @@ class _Run:
             kept,
             pin({path: add(path, total) for path, total in carry.layers.items()}),
             pin({path: g + found.shared[path] for path, g in carry.shared.items()}),
-            _sum(carry.sums, found.sums),
+            join(carry.sums, found.sums),
             carry.turns + found.turns + jnp.stack([forwards, jnp.zeros_like(forwards)]),
         )
 
@@ -247,11 +248,14 @@ class _Run:
         def run() -> Any:
             part = self.part(turn)
             y = self.apply(turn, self.input(turn, x, part), part)
-            nothing = jax.tree.map(jnp.zeros_like, sums)
-            return y, self.when(turn.is_last, lambda: cut.post(self.shared, y, part)[1], nothing)
 
-        y, found = self.when(turn.runs, run, (x, jax.tree.map(jnp.zeros_like, sums)))
-        return (_send(y, 1, self.pipeline.schedule), _sum(sums, found)), None
+            def post() -> Any:
+                return cut.post(self.shared, y, part)[1]
+
+            return y, self.when(turn.is_last, post, nothing(sums))
+
+        y, found = self.when(turn.runs, run, (x, nothing(sums)))
+        return (_send(y, 1, self.pipeline.schedule), join(sums, found)), None
 
     def input(self, turn: Turn, x: Any, part: Part) -> Any:
         """The input of a chunk: `x`, but of the first chunk what `pre` makes."""
@@ -288,11 +292,11 @@ class _Run:
             _, vjp = jax.vjp(pre, _only(shared, cut.reads.pre))
             return self.wide(vjp(dx)[0])
 
-        nothing = _only(idle.shared, cut.reads.post)
-        dy, post_grads, sums = self.when(turn.is_last, last, (dy, nothing, idle.sums))
+        no_grads = _only(idle.shared, cut.reads.post)
+        dy, post_grads, sums = self.when(turn.is_last, last, (dy, no_grads, idle.sums))
         layer_grads, chunk_grads, dx = chunk_vjp(_cotangent(y, dy))
-        nothing = _only(idle.shared, cut.reads.pre)
-        pre_grads = self.when(turn.is_first, lambda: first(dx), nothing)
+        no_grads = _only(idle.shared, cut.reads.pre)
+        pre_grads = self.when(turn.is_first, lambda: first(dx), no_grads)
         shared_grads = dict(idle.shared)
         for grads in (post_grads, self.wide(chunk_grads), pre_grads):
             shared_grads |= {path: shared_grads[path] + g for path, g in grads.items()}
@@ -348,10 +352,6 @@ def _only(leaves: Leaves, paths: frozenset[str]) -> dict[str, jax.Array]:
 
 def _zeros(leaves: Leaves) -> dict[str, jax.Array]:
     return {path: jnp.zeros(leaf.shape, jnp.float32) for path, leaf in leaves.items()}
-
-
-def _sum(sums: Any, more: Any) -> Any:
-    return jax.tree.map(jnp.add, sums, more)
 
 
 def _is_float(x: Any) -> bool:

@@ -22,8 +22,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
+from shardlib.boundary import boundary
 from shardlib.constrain import recording, use
 from shardlib.functional import FunctionalModule, Inputs, call, functional, refuse_no_params
+from shardlib.loss_signature import called_by_position
 from shardlib.losses import Mean
 from shardlib.mesh import abstract_mesh
 from shardlib.plan.jaxpr_rules import PARAMS_TABLE, constrained_names
@@ -54,7 +56,8 @@ def trace_workload(
     Args:
         make: As for `init_state`: `make(rngs) -> module`, or a linen module.
         optimizer: Any optax transformation.
-        loss_fn: As for `make_train_step`: `loss_fn(model, batch, rng) -> loss | (loss, aux)`.
+        loss_fn: As for `make_train_step`, without further inputs: `loss_fn(model, batch)` or
+            `loss_fn(model, batch, rng)` returns the loss or `(loss, aux)`.
         batch: A batch of a whole step, as arrays or `ShapeDtypeStruct`s.
         rules: Which logical axis goes to which mesh axis. With `STANDARD` plans may keep parameters
             whole over `fsdp`, as `ZERO1` and `ZERO2` do; other rules are kept.
@@ -69,6 +72,7 @@ def trace_workload(
         RuleError: If the model names an axis that has no rule.
     """
     module, dtypes = functional(make, inputs), precision_named(precision)
+    loss_fn = called_by_position(loss_fn)
     key = jax.eval_shape(lambda: jax.random.key(0))
     params, model_state = module.shapes()
     refuse_no_params(module, params)
@@ -121,7 +125,9 @@ def _gradient(
         model_key, loss_key = jax.random.split(key)
 
         def total(model: Any) -> Any:
-            found = loss_fn(model, dtypes.cast_batch(batch), loss_key)
+            given = dtypes.cast_batch(batch)
+            with boundary(model, dtypes.compute, given):
+                found = loss_fn(model, given, loss_key)
             if isinstance(found, tuple) and not isinstance(found, Mean):
                 found = found[0]
             return jnp.asarray(found.total if isinstance(found, Mean) else found, jnp.float32)

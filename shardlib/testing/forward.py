@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib.constrain import use
+from shardlib.loss_signature import called_by_position
 from shardlib.paths import named_leaves
 from shardlib.precision import precision
 from shardlib.stack import LayerStack, intercept
@@ -55,7 +56,8 @@ def where_forward_differs(reference: Program, program: Program, relative: float)
 def _forward(program: Program) -> Callable[[Change | None], dict[Quantity, np.ndarray]]:
     """Returns what gives the inputs of all stacks, what each layer hands on, and the loss."""
     scope, batch = program.definition.scope, program.problem.batches[0]
-    loss = PartLoss(program.definition, program.problem.loss_fn, precision("f32"))
+    loss_fn = called_by_position(program.problem.loss_fn)
+    loss = PartLoss(program.definition, loss_fn, precision("f32"))
 
     def forward(state: Any, batch: Any) -> Any:
         seen: list[tuple[Any, Any]] = []

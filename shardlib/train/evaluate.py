@@ -6,25 +6,31 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
+from shardlib.aggregate import Aggregate, is_output, join
 from shardlib.constrain import Scope, use
-from shardlib.errors import RuleError
-from shardlib.functional import call
-from shardlib.losses import Mean
+from shardlib.errors import ModelError, RuleError
+from shardlib.loss_signature import called_by_position, check_arity
 from shardlib.manual import axis_size
 from shardlib.pipeline.config import PipelineConfig
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
+from shardlib.train.batches import (
+    BatchAxes,
+    Program,
+    batch_shardings,
+    host_arrays,
+    input_shardings,
+    structure,
+)
 from shardlib.train.checked import ProgramCheck
-from shardlib.train.gradients import LossFn, PartLoss, loss_sums
+from shardlib.train.gradients import Inputs, LossFn, PartLoss
 from shardlib.train.loop import must_block
 from shardlib.train.offload import fetch
-from shardlib.train.partitioning import Constrain, LossPartitioner, check_constrain
+from shardlib.train.partitioning import Constrain, check_constrain
 from shardlib.train.pipelined import pipelined_sums
-from shardlib.train.state import Definition, TrainState, state_shardings
-from shardlib.train.step import BatchAxes, batch_shardings, structure
+from shardlib.train.reported import Reported, reported_shardings
+from shardlib.train.state import TrainState, state_shardings
 
 
 def make_eval_step(
@@ -37,9 +43,12 @@ def make_eval_step(
     constrain: Constrain = "auto",
     allow_wrong_numbers: tuple[str, ...] = (),
 ) -> "EvalStep":
-    """Returns `step(state, batch) -> sums`, which changes nothing.
+    """Returns `step(state, batch, *inputs) -> sums`, which changes nothing.
 
-    `sums` holds a `Mean` for the loss and for every metric, to be added over batches. `params_of`
+    Arguments of the same name, losses, batches and inputs are those of `make_train_step`. `sums`
+    holds a `Mean` for the loss, and for every metric the `Mean`, `Sum`, `Max`, `Min` or `Output`
+    that the loss reports, whose `value` is the metric; `evaluate` joins them over batches.
+    `params_of`
     picks other parameters than the trained ones, such as their moving average. On a mesh with
     `stage` a batch goes through the stages in microbatches, as many as keep them busy; of
     `pipeline` only `skip_idle` is read, since without gradients there is one schedule. `constrain`
@@ -49,6 +58,7 @@ def make_eval_step(
     dtypes, axes = precision_named(precision), dict(batch_axes or {})
     check = ProgramCheck(tuple(allow_wrong_numbers))
     pipeline = pipeline or PipelineConfig()
+    loss_fn = called_by_position(loss_fn)
     return EvalStep(loss_fn, dtypes, axes, params_of, pipeline, constrain, check)
 
 
@@ -65,56 +75,70 @@ class EvalStep:
     check: ProgramCheck = dataclasses.field(default_factory=ProgramCheck)
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
-    def __call__(self, state: TrainState, batch: Any) -> dict[str, Mean]:
-        program = self.program(state, batch)
-        self.check(program, (state, batch), state.definition.scope.mesh)
-        return program(state, batch)
+    def __call__(self, state: TrainState, batch: Any, *inputs: Any) -> dict[str, Aggregate]:
+        program = self._program(state, batch, inputs)
+        self.check(program.jitted, (state, batch, *inputs), state.definition.scope.mesh)
+        return program(state, batch, *inputs)
 
-    def program(self, state: TrainState, batch: Any) -> Any:
-        """Returns the jitted step for states and batches of this structure.
+    def program(self, state: TrainState, batch: Any, *inputs: Any) -> Any:
+        """Returns the jitted step for states, batches and inputs of this structure.
 
         Raises:
+            DataError: If the batch holds what is not an array [batch, ...].
             RuleError: If the mesh cannot share out the batch.
+            ModelError: If the loss takes another number of inputs.
         """
-        key = structure(state, batch)
+        return self._program(state, batch, inputs).jitted
+
+    def _program(self, state: TrainState, batch: Any, inputs: Inputs) -> Program:
+        key = structure(state, batch, inputs)
         if key not in self._programs:
-            scope = state.definition.scope
-            placed = (state_shardings(state), batch_shardings(batch, scope, self.batch_axes))
-            replicated = NamedSharding(scope.mesh, PartitionSpec())
-            self._programs[key] = jax.jit(self._sums, in_shardings=placed, out_shardings=replicated)
+            self._programs[key] = self._jit(state, host_arrays(batch), inputs)
         return self._programs[key]
 
-    def _sums(self, state: TrainState, batch: Any) -> dict[str, Mean]:
-        definition, dtypes = state.definition, self.precision
+    def _jit(self, state: TrainState, batch: Any, inputs: Inputs) -> Program:
+        scope = state.definition.scope
+        check_arity(self.loss_fn, inputs)
+        given = batch_shardings(batch, scope, self.batch_axes), *input_shardings(inputs, scope)
+
+        def sums(state: TrainState, batch: Any, *inputs: Any) -> dict[str, Aggregate]:
+            return self._sums(state, batch, inputs, given[1:])
+
+        jitted = jax.jit(
+            sums,
+            in_shardings=(state_shardings(state), *given),
+            out_shardings=reported_shardings(given[0], scope),
+        )
+        return Program(jitted, given)
+
+    def _sums(
+        self, state: TrainState, batch: Any, inputs: Inputs, inputs_at: Any
+    ) -> dict[str, Aggregate]:
+        definition = state.definition
+        loss = PartLoss(
+            definition,
+            self.loss_fn,
+            self.precision,
+            batch_axes=self.batch_axes,
+            constrain=self.constrain,
+            inputs_at=inputs_at,
+        )
         with use(definition.scope.mesh, definition.scope.rules):
             params = fetch(self.params_of(state))
             if axis_size("stage") > 1:
-                return pipelined_sums(
-                    PartLoss(definition, self.loss_fn, dtypes),
+                sums = pipelined_sums(
+                    loss,
                     params,
                     state.model_state,
                     batch,
                     state.rng,
+                    inputs,
                     microbatches=_eval_microbatches(batch, definition.scope, self.batch_axes),
                     config=self.pipeline,
                 )
-            partitioner = LossPartitioner(definition, self.batch_axes, self.constrain)
-            forward = self._forward(definition)
-            arguments = params, state.model_state, batch, state.rng
-            return partitioner.run(forward, forward, arguments)
-
-    def _forward(self, definition: Definition) -> Callable[..., dict[str, Mean]]:
-        dtypes, module = self.precision, definition.module
-
-        def forward(params: Any, model_state: Any, batch: Any, key: jax.Array) -> dict[str, Mean]:
-            batch = dtypes.cast_batch(batch)
-
-            def sums(model: Any) -> dict[str, Mean]:
-                return loss_sums(self.loss_fn(model, batch, key))
-
-            return call(module, params, model_state, key, sums, precision=dtypes)[0]
-
-        return forward
+            else:
+                sums = loss.sums(params, state.model_state, batch, state.rng, inputs)
+        return Reported.of(sums, divided=False)
 
 
 def _eval_microbatches(batch: Any, scope: Scope, batch_axes: BatchAxes) -> int:
@@ -132,24 +156,40 @@ def _eval_microbatches(batch: Any, scope: Scope, batch_axes: BatchAxes) -> int:
 
 
 def evaluate(
-    step: Callable[[TrainState, Any], dict[str, Mean]], state: TrainState, batches: Iterable[Any]
+    step: Callable[..., dict[str, Aggregate]],
+    state: TrainState,
+    batches: Iterable[Any],
+    *inputs: Any,
 ) -> dict[str, float]:
-    """Returns the weighted mean of each metric over batches.
+    """Returns each metric over all batches: means are weighted, sums, maxima and minima exact.
 
     Args:
         step: What `make_eval_step` returns.
         state: The state to evaluate.
         batches: Held-out batches; padding weighs nothing.
+        inputs: What the loss reads besides each batch.
+
+    Raises:
+        ModelError: If the loss returns arrays, which are no number for all batches.
     """
-    totals: dict[str, Mean] | None = None
+    totals: dict[str, Aggregate] | None = None
     for batch in batches:
-        sums = step(state, batch)
-        before, totals = totals, sums if totals is None else _add(totals, sums)
+        sums = step(state, batch, *inputs)
+        if totals is None:
+            _refuse_arrays(sums)
+        before, totals = totals, sums if totals is None else _join(totals, sums)
         # One batch is worked on while the next is read: with more, they would fill the devices.
         jax.block_until_ready(totals if must_block() else before)
-    return {name: float(mean.value) for name, mean in jax.device_get(totals or {}).items()}
+    return {name: float(found.value) for name, found in jax.device_get(totals or {}).items()}
 
 
-@jax.jit
-def _add(totals: dict[str, Mean], sums: dict[str, Mean]) -> dict[str, Mean]:
-    return jax.tree.map(jnp.add, totals, sums)
+_join = jax.jit(join)
+
+
+def _refuse_arrays(sums: dict[str, Aggregate]) -> None:
+    wrong = [name for name, x in sums.items() if is_output(x) or jax.numpy.shape(x.value)]
+    if wrong:
+        raise ModelError(
+            f"the loss returns arrays: {', '.join(wrong)}; evaluate gives one number a metric.\n"
+            "  Call the evaluation step batch by batch, or evaluate a loss without them."
+        )

@@ -1,25 +1,27 @@
 """The gradients of one step: what every schedule and every way of reducing computes."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from shardlib.aggregate import Aggregate, Max, Mean, Min, Output, Sum
+from shardlib.boundary import boundary
 from shardlib.errors import ModelError
 from shardlib.functional import call
-from shardlib.losses import Mean
+from shardlib.loss_signature import Inputs as Inputs
+from shardlib.loss_signature import LossFn as LossFn
 from shardlib.microbatch import accumulate
 from shardlib.partition import Placement, pin
-from shardlib.partitioner import Layout, from_spec
+from shardlib.partitioner import Layout, Partition
 from shardlib.precision import Precision
-from shardlib.train.batch import BatchAxes
+from shardlib.train.batches import BatchAxes
 from shardlib.train.partitioning import Constrain, LossPartitioner, placed_layouts
 from shardlib.train.state import Definition
 
-LossFn = Callable[[Any, Any, jax.Array], Any]
-Sums = dict[str, Mean]
+Sums = dict[str, Aggregate]
 
 RESERVED_METRICS = frozenset({"loss", "grad_norm", "learning_rate", "pipeline_bubble", "skipped"})
 
@@ -49,6 +51,7 @@ class Engine(Protocol):
         model_state: Any,
         batch: Any,
         key: jax.Array,
+        inputs: Inputs = (),
         *,
         first_index: jax.Array | int = 0,
     ) -> Gradients: ...
@@ -67,9 +70,11 @@ class PartLoss:
     """Logical axes of batch leaves by path, as in `make_train_step`."""
     constrain: Constrain = "user"
     """Who partitions the loss, as in `make_train_step`."""
+    inputs_at: Any = ()
+    """The shardings of the leaves of `inputs`; where they are not known, inputs are whole."""
 
     def __call__(
-        self, params: Any, model_state: Any, part: Any, key: jax.Array
+        self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
     ) -> tuple[Sums, Any]:
         """Returns the sums of a part, and the model state after it.
 
@@ -78,38 +83,77 @@ class PartLoss:
             model_state: What a forward pass updates.
             part: A batch, or a microbatch of it.
             key: The key of the part, from `part_key`.
+            inputs: What else the loss reads.
         """
-        model_key, loss_key = jax.random.split(key)
-        batch = self.precision.cast_batch(part)
+        keys = jax.random.split(key)
+        return self.call(params, model_state, part, (keys[0], keys[1]), inputs)
+
+    def call(
+        self,
+        params: Any,
+        model_state: Any,
+        part: Any,
+        keys: tuple[jax.Array, jax.Array],
+        inputs: Inputs = (),
+    ) -> tuple[Sums, Any]:
+        """Returns what `__call__` does.
+
+        Args:
+            params, model_state, part, inputs: As there.
+            keys: The key of the model's random streams, and the one that the loss is given.
+        """
+        part = self.precision.cast_batch(part)
 
         def sums(model: Any) -> Sums:
-            return loss_sums(self.loss_fn(model, batch, loss_key))
+            with boundary(model, self.precision.compute, part):
+                result = self.loss_fn(model, part, keys[1], *inputs)
+            return loss_sums(result, part)
 
         module = self.definition.module
-        return call(module, params, model_state, model_key, sums, precision=self.precision)
+        return call(module, params, model_state, keys[0], sums, precision=self.precision)
 
-    def gradients(self, params: Any, model_state: Any, part: Any, key: jax.Array) -> Gradients:
+    def gradients(
+        self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
+    ) -> Gradients:
         """Returns the gradients of one part."""
 
         def total(params: Any, *rest: Any) -> tuple[jax.Array, Any]:
             sums, new = self(params, *rest)
-            return sums["loss"].total, (sums, new)
+            return loss_mean(sums).total, (sums, new)
 
         grad = jax.grad(total, has_aux=True)
-        arguments = params, model_state, part, key
-        grads, (sums, new) = self.partitioner.run(grad, self, arguments, self._gradients_at)
+        arguments = params, model_state, part, key, inputs
+        grads, (sums, new) = self._partitioner.run(grad, self, arguments, self._gradients_at)
         return Gradients(self.pin(grads), sums, new)
 
+    def sums(
+        self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
+    ) -> Sums:
+        """Returns the sums of one part, the model's random streams and the loss given one key."""
+
+        def forward(params: Any, model_state: Any, part: Any, key: Any, inputs: Any) -> Sums:
+            return self.call(params, model_state, part, (key, key), inputs)[0]
+
+        arguments = params, model_state, part, key, inputs
+        return self._partitioner.run(forward, forward, arguments)
+
+    def partition(
+        self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
+    ) -> Partition:
+        """Returns who partitions the loss of these arguments, which may be abstract, and why."""
+        arguments = params, model_state, part, key, inputs
+        return self._partitioner.decide(self, arguments)
+
     @property
-    def partitioner(self) -> LossPartitioner:
-        return LossPartitioner(self.definition, self.batch_axes, self.constrain)
+    def _partitioner(self) -> LossPartitioner:
+        return LossPartitioner(self.definition, self.batch_axes, self.constrain, self.inputs_at)
 
     def _gradients_at(self, shape: Any) -> list[Layout | None]:
         grads, (sums, new) = shape
         places = self.gradients_at or self.definition.gradients
         return [
             *placed_layouts(grads, places),
-            *[from_spec((), 0)] * len(jax.tree.leaves(sums)),
+            *[None] * len(jax.tree.leaves(sums)),
             *placed_layouts(new, self.definition.model_state),
         ]
 
@@ -135,6 +179,7 @@ def accumulate_gradients(
     model_state: Any,
     batch: Any,
     key: jax.Array,
+    inputs: Inputs = (),
     *,
     microbatches: int = 1,
     first_index: jax.Array | int = 0,
@@ -147,6 +192,7 @@ def accumulate_gradients(
         model_state: What the first microbatch is given; each hands its own on to the next.
         batch: Pytree of arrays [b, ...].
         key: The key of the step.
+        inputs: What else the loss reads; every microbatch is given all of it.
         microbatches: Their number; it divides b.
         first_index: Index of the first microbatch among all parts of the step.
 
@@ -155,44 +201,108 @@ def accumulate_gradients(
     """
 
     def one(model_state: Any, part: Any, index: Any) -> tuple[Any, Any]:
-        found = loss.gradients(params, model_state, part, part_key(key, first_index + index))
+        key_of_part = part_key(key, first_index + index)
+        found = loss.gradients(params, model_state, part, key_of_part, inputs)
         return found.model_state, (found.grads, found.sums)
 
     model_state, (grads, sums) = accumulate(one, batch, microbatches, model_state)
     return Gradients(grads, sums, model_state)
 
 
-def loss_sums(result: Any) -> Sums:
-    """Returns what a loss function returned as one dict of `Mean`s, with the loss as `"loss"`.
+def loss_mean(sums: Sums) -> Mean:
+    """Returns the loss among the sums."""
+    mean = sums["loss"]
+    assert isinstance(mean, Mean)
+    return mean
+
+
+def loss_sums(result: Any, part: Any) -> Sums:
+    """Returns what a loss function returned as one dict, with the loss as `"loss"`.
+
+    Nested dicts become names with slashes.
+
+    Args:
+        result: The loss, or `(loss, aux)`.
+        part: The batch that it was computed from, for the number of rows of an `Output`.
 
     Raises:
-        ModelError: If it is not a scalar or `Mean`, alone or with a dict of these.
+        ModelError: If it is something else; names every fault of the metrics.
     """
-    is_pair = isinstance(result, tuple) and not isinstance(result, Mean)
-    loss, aux = result if is_pair and len(result) == 2 else (result, {})
+    loss, aux = result, {}
+    if isinstance(result, tuple) and not isinstance(result, Aggregate) and len(result) == 2:
+        loss, aux = result
     if not isinstance(aux, Mapping):
         raise ModelError(
-            f"the loss function returned {type(aux).__name__} beside the loss.\n"
+            f"the loss function returned the loss and {type(aux).__name__}, not a dict.\n"
             "  Return the loss, or (loss, {name: scalar or Mean})."
         )
-    taken = sorted(RESERVED_METRICS & set(aux))
+    flat = _flat(aux)
+    names = [name for name, _ in flat]
+    taken = sorted(RESERVED_METRICS & set(names))
     if taken:
         raise ModelError(
             f"the loss function names a metric {', '.join(map(repr, taken))}, which the step "
             "reports itself.\n  Rename it."
         )
-    return {name: _as_mean(name, value) for name, value in {**aux, "loss": loss}.items()}
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ModelError(
+            f"the loss function names {', '.join(map(repr, twice))} twice, once inside of a nested "
+            "dict.\n  Rename one of the two."
+        )
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(part) if leaf.shape}
+    return {**{name: _aggregate(name, x, rows) for name, x in flat}, "loss": _loss(loss)}
+
+
+def _flat(aux: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in aux.items():
+        path = f"{prefix}{name}"
+        found += _flat(value, f"{path}/") if isinstance(value, Mapping) else [(path, value)]
+    return found
+
+
+def _loss(value: Any) -> Mean:
+    if isinstance(value, Sum | Max | Min | Output):
+        raise ModelError(
+            f"the loss is a {type(value).__name__}, of which no gradient is taken.\n"
+            "  Return a scalar, or Mean(total, weight) of two scalars."
+        )
+    return _as_mean("loss", value)
+
+
+def _aggregate(name: str, value: Any, rows: set[int]) -> Aggregate:
+    if isinstance(value, Output):
+        array = jnp.asarray(value.value)
+        if not array.shape or array.shape[0] not in rows:
+            raise ModelError(
+                f"the loss function returned the output {name!r} of shape {array.shape}, but the "
+                f"batch has {' or '.join(map(str, sorted(rows)))} rows here.\n"
+                "  Return an array [rows, ...]; report what is not by rows as Sum, Max or Min."
+            )
+        return Output(array)
+    if isinstance(value, Sum | Max | Min):
+        array = jnp.asarray(value.value)
+        if array.dtype == jnp.bool:
+            array = array.astype(jnp.int32)
+        is_float = jnp.issubdtype(array.dtype, jnp.floating)
+        return type(value)(array.astype(jnp.float32) if is_float else array)
+    return _as_mean(name, value)
 
 
 def _as_mean(name: str, value: Any) -> Mean:
-    if isinstance(value, Mean):
-        total, weight = value
-    else:
-        total, weight = value, 1.0
-    total, weight = jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32)
+    pair = value if isinstance(value, Mean) else (value, 1.0)
+    try:
+        total, weight = (jnp.asarray(x, jnp.float32) for x in pair)
+    except (TypeError, ValueError):
+        raise ModelError(
+            f"the loss function returned {name!r} as {type(value).__name__}, which is not a "
+            "number.\n  Return a scalar or a Mean; leave out what is neither."
+        ) from None
     if total.shape or weight.shape:
         raise ModelError(
             f"the loss function returned {name!r} of shape {total.shape or weight.shape}.\n"
-            "  Reduce it to a scalar, or to Mean(total, weight) of two scalars."
+            "  Reduce it to a scalar, or to Mean(total, weight) of two scalars"
+            + ("." if name == "loss" else "; return rows as Output(array).")
         )
     return Mean(total, weight)

@@ -26,15 +26,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardlib.aggregate import Aggregate, Max, Mean, Min, is_output
 from shardlib.config import configclass
 from shardlib.constrain import use
 from shardlib.errors import ConfigError, MeshError, ModelError
 from shardlib.functional import updated
-from shardlib.losses import Mean
+from shardlib.loss_signature import check_arity
 from shardlib.manual import manual
 from shardlib.mesh import mesh_sizes
 from shardlib.partition import Placement
 from shardlib.paths import path_string
+from shardlib.train.batches import (
+    Program,
+    batch_shardings,
+    host_arrays,
+    input_shardings,
+    refuse_shared,
+    structure,
+)
+from shardlib.train.gradients import Inputs
 from shardlib.train.local_state import (
     LocalSGDState,
     check_whole,
@@ -48,7 +58,7 @@ from shardlib.train.reduce_hops import Hops, outer_degree
 from shardlib.train.reduce_uneven import check_rows
 from shardlib.train.reduction import AXIS, ReductionConfig
 from shardlib.train.state import Definition, TrainState, state_shardings
-from shardlib.train.step import TrainStep, batch_shardings, check_window, refuse_donated
+from shardlib.train.step import TrainStep, check_window, refuse_donated
 
 
 @configclass
@@ -148,16 +158,20 @@ class LocalSGD:
             )
         return jax.jit(start, out_shardings=placed)(state)
 
-    def __call__(self, state: LocalSGDState, batch: Any) -> tuple[LocalSGDState, dict[str, Mean]]:
+    def __call__(
+        self, state: LocalSGDState, batch: Any, *inputs: Any
+    ) -> tuple[LocalSGDState, dict[str, Aggregate]]:
         """Returns every group after a step, all agreed if it was the last of `inner_steps`.
 
         Args:
             state: The groups, which are donated.
             batch: Pytree of arrays [b, ...]; group g takes the g-th of `groups` equal runs of rows.
+            inputs: What else the loss reads, the same for all groups; see `make_train_step`.
 
         Returns:
-            The groups, and the metrics of the step as `Mean`s of arrays [groups], split over
-            `data`: no device waits for another group to report its own. `group_means` reads them.
+            The groups, and the metrics of the step as `Mean`s and other aggregates of arrays
+            [groups, ...], split over `data`: no device waits for another group to report its own.
+            `group_means` reads them.
         """
         if not isinstance(state, LocalSGDState):
             raise ModelError(
@@ -165,25 +179,29 @@ class LocalSGD:
                 "  Make groups of it once: groups = local.init(state)."
             )
         refuse_donated(state)
-        program = self.program(state, batch)
-        self.inner.check(program, (state, batch), state.definition.scope.mesh)
-        return program(state, batch)
+        if inputs:
+            refuse_shared(state, inputs)
+        program = self._program(state, batch, inputs)
+        self.inner.check(program.jitted, (state, batch, *inputs), state.definition.scope.mesh)
+        return program(state, batch, *inputs)
 
-    def lower(self, state: LocalSGDState, batch: Any) -> jax.stages.Lowered:
+    def lower(self, state: LocalSGDState, batch: Any, *inputs: Any) -> jax.stages.Lowered:
         """Lowers the step for arguments that may be abstract."""
-        return self.program(state, batch).lower(state, batch)
+        return self.program(state, batch, *inputs).lower(state, batch, *inputs)
 
-    def program(self, state: LocalSGDState, batch: Any) -> Any:
-        """Returns the jitted step for groups and batches of this structure.
+    def program(self, state: LocalSGDState, batch: Any, *inputs: Any) -> Any:
+        """Returns the jitted step for groups, batches and inputs of this structure.
 
         Raises:
             ModelError: If groups and microbatches do not divide the rows.
             RuleError: If the mesh cannot share out the batch, or a microbatch of it.
         """
-        leaves, treedef = jax.tree.flatten(batch)
-        key = state.definition, treedef, tuple(leaf.shape for leaf in leaves)
+        return self._program(state, batch, inputs).jitted
+
+    def _program(self, state: LocalSGDState, batch: Any, inputs: Inputs) -> Program:
+        key = structure(state, batch, inputs)
         if key not in self._programs:
-            self._programs[key] = self._jit(state, batch)
+            self._programs[key] = self._jit(state, host_arrays(batch), inputs)
         return self._programs[key]
 
     def merge(self, state: LocalSGDState) -> TrainState:
@@ -209,10 +227,15 @@ class LocalSGD:
             self._programs[key] = jax.jit(merged, out_shardings=placed)
         return self._programs[key](state)
 
-    def _jit(self, state: LocalSGDState, batch: Any) -> Any:
+    def _jit(self, state: LocalSGDState, batch: Any, inputs: Inputs) -> Program:
         scope = state.definition.scope
         count, parts = self._count(state.definition), self.inner.microbatches
         check_window(self.inner.guards, state.groups)
+        check_arity(self.inner.loss_fn, inputs)
+        given = (
+            batch_shardings(batch, scope, self.inner.batch_axes),
+            *input_shardings(inputs, scope),
+        )
         check_rows(batch, count * parts)
         one = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), batch
@@ -220,22 +243,23 @@ class LocalSGD:
         batch_shardings(one, scope, self.inner.batch_axes)
         placed = local_shardings(state)
         by_group = NamedSharding(scope.mesh, PartitionSpec(*over_groups(scope.mesh)))
-        return jax.jit(
+        jitted = jax.jit(
             self._step,
             donate_argnums=0,
-            in_shardings=(placed, batch_shardings(batch, scope, self.inner.batch_axes)),
+            in_shardings=(placed, *given),
             out_shardings=(placed, by_group),
         )
+        return Program(jitted, given)
 
-    def _step(self, state: LocalSGDState, batch: Any) -> tuple[LocalSGDState, Any]:
+    def _step(self, state: LocalSGDState, batch: Any, *inputs: Any) -> tuple[LocalSGDState, Any]:
         definition = state.definition
         with use(definition.scope.mesh, definition.scope.rules):
-            groups, metrics = self._inner_step(state.groups, batch)
+            groups, metrics = self._inner_step(state.groups, batch, inputs)
             state = dataclasses.replace(state, groups=groups)
             is_last = groups.step % self.config.inner_steps == 0
             return jax.lax.cond(is_last, self._agree, lambda state: state, state), metrics
 
-    def _inner_step(self, groups: TrainState, batch: Any) -> tuple[TrainState, Any]:
+    def _inner_step(self, groups: TrainState, batch: Any, inputs: Inputs) -> tuple[TrainState, Any]:
         """Every group takes a step; devices along `data` hold one or several of them."""
         definition, step = groups.definition, groups.step
         count = self._count(definition)
@@ -244,12 +268,12 @@ class LocalSGD:
             jnp.arange(count),
         )
 
-        def held(own: Any, step: jax.Array, rng: jax.Array, rows: Any) -> Any:
+        def held(own: Any, step: jax.Array, rng: jax.Array, rows: Any, inputs: Inputs) -> Any:
             def one(group: Any) -> Any:
                 params, model_state, opt_state, window, index, rows = group
                 key = jax.random.fold_in(rng, index)
                 state = TrainState(step, params, model_state, opt_state, key, definition, window)
-                new, metrics = self.inner.apply(state, rows)
+                new, metrics = self.inner.apply(state, rows, inputs)
                 return new.params, new.model_state, new.opt_state, new.spike_window, metrics
 
             here = own[-1].shape[0]
@@ -261,8 +285,8 @@ class LocalSGD:
 
         if mesh_sizes(definition.scope.mesh).get(AXIS, 1) > 1:
             split, shared = PartitionSpec(AXIS), PartitionSpec()
-            held = manual(held, (AXIS,), (split, shared, shared, split), split)
-        *own, metrics = held(own, step, groups.rng, batch)
+            held = manual(held, (AXIS,), (split, shared, shared, split, shared), split)
+        *own, metrics = held(own, step, groups.rng, batch, inputs)
         params, model_state, opt_state, window = own
         new = TrainState(step + 1, params, model_state, opt_state, groups.rng, definition, window)
         return new, metrics
@@ -335,12 +359,31 @@ def merged(step: TrainStep | LocalSGD, state: Any) -> TrainState:
     return step.merge(state) if isinstance(step, LocalSGD) else state
 
 
-def group_means(metrics: Mapping[str, Mean]) -> dict[str, float]:
+def group_means(metrics: Mapping[str, Aggregate]) -> dict[str, float]:
     """Returns each metric over all that went into it in the groups whose devices this process
-    holds: groups with more tokens count for more."""
+    holds: in a mean, groups with more tokens count for more.
 
-    def added(groups: jax.Array) -> float:
-        here = {shard.index[0].start: np.asarray(shard.data) for shard in groups.addressable_shards}
-        return sum(float(np.sum(values)) for values in here.values())
+    Raises:
+        ModelError: If the loss returns arrays; names them.
+    """
+    wrong = [name for name, x in metrics.items() if is_output(x) or jnp.ndim(x[0]) > 1]
+    if wrong:
+        raise ModelError(
+            f"the loss returns arrays: {', '.join(wrong)}; groups report numbers.\n"
+            "  Read metrics[name].value, [groups, ...], by yourself."
+        )
+    return {name: _over_groups(found) for name, found in metrics.items()}
 
-    return {name: added(mean.total) / (added(mean.weight) or 1.0) for name, mean in metrics.items()}
+
+def _over_groups(found: Aggregate) -> float:
+    def here(groups: jax.Array) -> np.ndarray:
+        # Devices may hold copies of one group.
+        parts = {
+            shard.index[0].start: np.asarray(shard.data) for shard in groups.addressable_shards
+        }
+        return np.concatenate(list(parts.values()))
+
+    if isinstance(found, Mean):
+        return float(np.sum(here(found.total))) / (float(np.sum(here(found.weight))) or 1.0)
+    how = {Max: np.max, Min: np.min}.get(type(found), np.sum)
+    return float(how(here(found.value)))

@@ -25,8 +25,9 @@ def must_block() -> bool:
 
 
 def read_scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns scalars on the host; waits until they are there."""
-    return {name: float(value) for name, value in jax.device_get(dict(metrics)).items()}
+    """Returns scalars on the host; waits until they are there. Arrays stay on the devices."""
+    scalars = {name: value for name, value in metrics.items() if not jax.numpy.ndim(value)}
+    return {name: float(value) for name, value in jax.device_get(scalars).items()}
 
 
 class Batches(Protocol):

@@ -1,7 +1,7 @@
 """Who partitions a loss: shardlib, or XLA by the constraints of the model."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -12,8 +12,8 @@ from shardlib.errors import ModelError, PartitionError, did_you_mean
 from shardlib.mesh import entry_axes
 from shardlib.partition import Placement
 from shardlib.partitioner import Layout, Partition, analyze, execute, from_spec, undecided
-from shardlib.paths import path_string
-from shardlib.train.batch import BatchAxes, batch_shardings
+from shardlib.paths import named_leaves
+from shardlib.train.batches import BatchAxes, batch_shardings
 from shardlib.train.state import Definition
 
 Constrain = Literal["auto", "user"]
@@ -33,17 +33,19 @@ def check_constrain(constrain: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LossPartitioner:
-    """Runs functions of `(params, model_state, part, key)` of one state, partitioned.
+    """Runs functions of `(params, model_state, part, key, inputs)` of one state, partitioned.
 
     Args:
         definition: What the state is the state of.
         batch_axes: Logical axes of batch leaves by path, as in `make_train_step`.
         constrain: Who partitions, as in `make_train_step`.
+        inputs_at: The shardings of the leaves of `inputs`; those not named are whole.
     """
 
     definition: Definition
     batch_axes: BatchAxes
     constrain: Constrain
+    inputs_at: Any = ()
 
     def run(
         self,
@@ -58,7 +60,7 @@ class LossPartitioner:
             fn: The function.
             forward: The loss alone, with no derivative: whether its layouts are decided is read
                 from it.
-            arguments: `params, model_state, part, key`.
+            arguments: `params, model_state, part, key, inputs`.
             outputs: Where the leaves of the result go, from the abstract result; None for one that
                 stays where it is computed.
         """
@@ -89,37 +91,50 @@ class LossPartitioner:
 
     def layouts(self, arguments: tuple[Any, ...]) -> tuple[list[Layout], tuple[str, ...]]:
         """Returns where each leaf of the arguments lies, and the mesh axes of the batch."""
-        params, model_state, part, key = arguments
+        params, model_state, part, key, inputs = arguments
         placed = batch_shardings(part, self.definition.scope, self.batch_axes)
         leaves = zip(jax.tree.leaves(part), jax.tree.leaves(placed), strict=True)
         batch = [from_spec(sharding.spec, len(leaf.shape)) for leaf, sharding in leaves]
         axes = dict.fromkeys(axis for layout in batch for axis in (layout.dims or ((),))[0])
+        definition = self.definition
+        frozen = definition.module.frozen.__contains__
         layouts = [
-            *placed_layouts(params, self.definition.params, self.definition.params),
-            *placed_layouts(
-                model_state, self.definition.model_state, self.definition.module.frozen
-            ),
+            *placed_layouts(params, definition.params, lambda path: True),
+            *placed_layouts(model_state, definition.model_state, frozen),
             *batch,
             *[from_spec((), len(leaf.shape)) for leaf in jax.tree.leaves(key)],
+            *self._input_layouts(inputs),
         ]
         return layouts, tuple(axes)
 
+    def _input_layouts(self, inputs: Any) -> list[Layout]:
+        leaves, placed = jax.tree.leaves(inputs), jax.tree.leaves(self.inputs_at)
+        if len(placed) != len(leaves):
+            return [from_spec((), jnp.ndim(leaf)) for leaf in leaves]
+        pairs = zip(leaves, placed, strict=True)
+        return [_layout(sharding.spec, jnp.ndim(leaf), stored=True) for leaf, sharding in pairs]
+
 
 def placed_layouts(
-    tree: Any, places: Mapping[str, Placement], stored: Collection[str] = ()
+    tree: Any, places: Mapping[str, Placement], stored: Callable[[str], bool] = lambda path: False
 ) -> list[Layout]:
     """Returns where leaves lie by their placements, less the axes that a region around handles.
 
-    `stored` are the paths of parameters, which are gathered where they are used.
+    Args:
+        tree: Arrays.
+        places: Placements by path.
+        stored: Which paths are of parameters, to be gathered where they are used.
     """
+    return [
+        _layout(places[path].spec, len(leaf.shape), stored(path))
+        for path, leaf in named_leaves(tree).items()
+    ]
+
+
+def _layout(spec: Any, rank: int, stored: bool) -> Layout:
     gone = manual_axes()
-    layouts = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        entries = [entry_axes(entry) for entry in places[path_string(path)].spec]
-        spec = [tuple(axis for axis in names if axis not in gone) for names in entries]
-        is_stored = path_string(path) in stored
-        layouts.append(from_spec(spec, len(leaf.shape), stored=is_stored))
-    return layouts
+    entries = [tuple(axis for axis in entry_axes(e) if axis not in gone) for e in spec]
+    return from_spec(entries, rank, stored=stored)
 
 
 def _anywhere(shape: Any) -> list[Layout | None]:

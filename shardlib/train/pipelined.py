@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from shardlib.aggregate import Mean, map_outputs
 from shardlib.constrain import platform
 from shardlib.errors import ModelError
-from shardlib.losses import Mean
 from shardlib.manual import axis_size, manual
 from shardlib.mesh import entry_axes
-from shardlib.microbatch import split
+from shardlib.microbatch import split, unsplit
 from shardlib.partition import pin
 from shardlib.paths import named_leaves
 from shardlib.pipeline import exchange
@@ -33,7 +33,7 @@ from shardlib.pipeline.schedules import (
     make_schedule,
 )
 from shardlib.pipeline.turns import ticks
-from shardlib.train.gradients import Gradients, PartLoss, Sums, part_key
+from shardlib.train.gradients import Gradients, Inputs, PartLoss, Sums, loss_mean, part_key
 
 BUBBLE_METRIC = "pipeline_bubble"
 
@@ -44,6 +44,7 @@ def pipelined_gradients(
     model_state: Any,
     batch: Any,
     key: jax.Array,
+    inputs: Inputs = (),
     *,
     microbatches: int,
     config: PipelineConfig | None = None,
@@ -60,6 +61,7 @@ def pipelined_gradients(
         model_state: What the model keeps beside; no call may update it.
         batch: Pytree of arrays [b, ...].
         key: The key of the step.
+        inputs: What else the loss reads; every stage holds all of it.
         microbatches: Their number M; it divides b.
         config: The schedule; 1F1B when left out.
         first_index: Index of the first microbatch among all parts of the step.
@@ -68,7 +70,7 @@ def pipelined_gradients(
         ModelError: If the model cannot be cut into stages, or the schedule does not fit layers,
             stages and microbatches; while tracing, before anything is compiled.
     """
-    arguments = loss, params, model_state, batch, key
+    arguments = loss, params, model_state, batch, key, inputs
     grads, sums = _gradients(arguments, first_index, microbatches, config, None)
     return Gradients(loss.pin(grads), sums, model_state)
 
@@ -79,6 +81,7 @@ def pipelined_groups(
     model_state: Any,
     batch: Any,
     key: jax.Array,
+    inputs: Inputs = (),
     *,
     microbatches: int,
     axis: str,
@@ -90,7 +93,8 @@ def pipelined_groups(
     in microbatches that follow those of the groups before. The results are arrays [groups, ...],
     split over `axis`. Both axes are handled in one region, as regions nest in mesh order only.
     """
-    return _gradients((loss, params, model_state, batch, key), 0, microbatches, config, axis)
+    arguments = loss, params, model_state, batch, key, inputs
+    return _gradients(arguments, 0, microbatches, config, axis)
 
 
 def pipelined_sums(
@@ -99,6 +103,7 @@ def pipelined_sums(
     model_state: Any,
     batch: Any,
     key: jax.Array,
+    inputs: Inputs = (),
     *,
     microbatches: int,
     config: PipelineConfig | None = None,
@@ -118,18 +123,19 @@ def pipelined_sums(
     def stage(pipeline: Pipeline, *arguments: Any) -> Any:
         return pipeline.sums(*arguments)
 
-    return job.run(stage, params, model_state, batch, key, first_index, PartitionSpec())
+    arguments = params, model_state, batch, key, inputs
+    return _rows(job.run(stage, *arguments, first_index, PartitionSpec()), 0)
 
 
 def _gradients(
-    arguments: tuple[PartLoss, Any, Any, Any, jax.Array],
+    arguments: tuple[PartLoss, Any, Any, Any, jax.Array, Inputs],
     first_index: jax.Array | int,
     microbatches: int,
     config: PipelineConfig | None,
     axis: str | None,
 ) -> tuple[Any, Sums]:
     """The gradients and sums of a batch, or of each group along `axis`, side by side."""
-    loss, params, model_state, batch, key = arguments
+    loss, params, model_state, batch, key, inputs = arguments
     config, stages = config or PipelineConfig(), _stages()
     schedule = make_schedule(
         config.schedule, stages=stages, microbatches=microbatches, chunks=config.chunks
@@ -148,8 +154,9 @@ def _gradients(
     over, every = PartitionSpec(*outer, AXIS), PartitionSpec(*outer)
     specs = (over, every, every, over)
     layer_grads, shared_grads, sums, turns = job.run(
-        stage, params, model_state, batch, key, first_index, specs
+        stage, params, model_state, batch, key, inputs, first_index, specs
     )
+    sums = _rows(sums, len(outer))
     found = {**layer_grads, **shared_grads}
     groups = turns.shape[: len(outer)]
     grads = {
@@ -183,6 +190,7 @@ class _Job:
         model_state: Any,
         batch: Any,
         key: jax.Array,
+        inputs: Inputs,
         first_index: Any,
         out_specs: Any,
     ) -> Any:
@@ -192,31 +200,45 @@ class _Job:
         shared = {path: x for path, x in leaves.items() if path not in self.layer_paths}
 
         def region(
-            tick: Any, layers: Any, shared: Any, batch: Any, state: Any, key: Any, first: Any
+            tick: Any,
+            layers: Any,
+            shared: Any,
+            batch: Any,
+            state: Any,
+            key: Any,
+            first: Any,
+            inputs: Any,
         ) -> Any:
             if self.axis is not None:
                 first = first + jax.lax.axis_index(self.axis) * self.schedule.microbatches
             tick = jax.tree.map(lambda column: column[:, 0], tick)
-            pipeline = self.pipeline(layers, batch, state, key, first)
+            pipeline = self.pipeline(layers, batch, state, key, first, inputs)
             return stage(pipeline, tick, layers, shared, batch)
 
         every, axes = PartitionSpec(), (AXIS,) if self.axis is None else (AXIS, self.axis)
         rows = PartitionSpec(*axes[1:])
-        specs = (PartitionSpec(None, AXIS), PartitionSpec(AXIS), every, rows, every, every, every)
+        by_stage = (PartitionSpec(None, AXIS), PartitionSpec(AXIS))
+        specs = (*by_stage, every, rows, every, every, every, every)
         first = jnp.asarray(first_index, jnp.int32)
         return manual(region, axes, specs, out_specs)(
-            ticks(self.schedule), layers, shared, batch, model_state, key, first
+            ticks(self.schedule), layers, shared, batch, model_state, key, first, inputs
         )
 
     def pipeline(
-        self, layers: Any, batch: Any, model_state: Any, key: Any, first_index: Any
+        self,
+        layers: Any,
+        batch: Any,
+        model_state: Any,
+        key: Any,
+        first_index: Any,
+        inputs: Inputs,
     ) -> Pipeline:
         """Returns the pipeline of one stage, from arrays that it sees."""
         schedule = self.schedule
         parts = jax.eval_shape(lambda batch: split(batch, schedule.microbatches), batch)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
         part = Part(one, jax.ShapeDtypeStruct((), jnp.int32))  # type: ignore[arg-type]
-        loss = self.loss_by_path(model_state, key, first_index)
+        loss = self.loss_by_path(model_state, key, first_index, inputs)
         planned = plan(loss, self.shapes, self.layer_paths, part)  # type: ignore[arg-type]
         faults = layer_faults(planned.num_layers, stages=schedule.stages, chunks=schedule.chunks)
         if faults:
@@ -226,17 +248,25 @@ class _Job:
         skip_idle = _skip_idle(self.config, planned)
         return Pipeline(parts, schedule, planned.num_layers, skip_idle, self.pin)
 
-    def loss_by_path(self, model_state: Any, key: Any, first_index: Any) -> Loss:
+    def loss_by_path(self, model_state: Any, key: Any, first_index: Any, inputs: Inputs) -> Loss:
         """The loss of a microbatch as a function of parameters by path."""
 
         def run(leaves: Any, part: Part) -> tuple[jax.Array, Sums]:
             tree = jax.tree.unflatten(self.treedef, [leaves[path] for path in self.shapes])
             part_at = part_key(key, first_index + part.index)
-            sums, new = self.loss(tree, model_state, part.batch, part_at)
+            sums, new = self.loss(tree, model_state, part.batch, part_at, inputs)
             _refuse_updates(model_state, new)
-            return sums["loss"].total, sums
+            slots = map_outputs(lambda rows: self._slot(rows, part.index), sums)
+            return loss_mean(sums).total, slots
 
         return run
+
+    def _slot(self, rows: jax.Array, index: jax.Array) -> jax.Array:
+        """Rows of a microbatch [r, ...] as [microbatches, r, ...], zeros but for their own: these
+        add up over turns and stages. Truth values as int8."""
+        rows = rows.astype(jnp.int8) if rows.dtype == jnp.bool else rows
+        zeros = jnp.zeros((self.schedule.microbatches, *rows.shape), rows.dtype)
+        return jax.lax.dynamic_update_index_in_dim(zeros, rows, index, 0)
 
     def pin(self, grads: dict[str, jax.Array]) -> dict[str, jax.Array]:
         definition = self.loss.definition
@@ -260,6 +290,14 @@ def _job(
     )
     treedef = jax.tree.structure(params)
     return _Job(loss, shapes, treedef, schedule, config or PipelineConfig(), layer_paths, axis)
+
+
+def _rows(sums: Sums, num_outer: int) -> Sums:
+    """Outputs [groups?, microbatches, r, ...] as rows in the order of the batch, [groups?, b, ...].
+
+    `num_outer` is 1 where there are groups, and else 0.
+    """
+    return map_outputs(jax.vmap(unsplit) if num_outer else unsplit, sums)
 
 
 def _refuse_updates(old: Any, new: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from shardlib.aggregate import over_axis
 from shardlib.constrain import active
 from shardlib.manual import manual
 from shardlib.mesh import entry_axes
@@ -22,7 +23,7 @@ def sum_groups(tree: Any, scalars: Any, places: Mapping[str, Placement], hops: H
     Args:
         tree: Float32 arrays [groups, ...]. A leaf that is placed over the axis of `hops` along one
             of its dims stays split there: each device gets the sum of its own part.
-        scalars: Float32 scalars of each group, [groups], summed without rounding.
+        scalars: What each group reports, [groups, ...], which `aggregate.join` joins.
         places: Where each leaf of `tree` lies, by path, its first dim apart.
         hops: The axis, and the way along it.
 
@@ -34,7 +35,7 @@ def sum_groups(tree: Any, scalars: Any, places: Mapping[str, Placement], hops: H
     dims = [kept_dim(spec, hops.axis) for spec in specs]
 
     def add(leaves: list[jax.Array], scalars: Any) -> Any:
-        total = jax.lax.psum(jax.tree.map(lambda x: x[0], scalars), hops.axis)
+        total = over_axis(jax.tree.map(lambda x: x[0], scalars), hops.axis)
         return sum_leaves([x[0] for x in leaves], dims, hops), total
 
     # Every axis by hand: each device sends the shard that it holds, with nothing gathered before.

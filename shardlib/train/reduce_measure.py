@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.constrain import use
 from shardlib.errors import ModelError
+from shardlib.loss_signature import check_arity
 from shardlib.manual import manual
 from shardlib.mesh import mesh_sizes
 from shardlib.train.gradients import PartLoss, part_key
@@ -66,6 +67,7 @@ def measure_groups(
 def _program(step: TrainStep, state: TrainState, batch: Any) -> Any:
     definition = state.definition
     scope = definition.scope
+    check_arity(step.loss_fn, ())
     loss = PartLoss(definition, step.loss_fn, step.precision)
 
     def group(params: Any, model_state: Any, rows: Any, key: jax.Array) -> Any:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from shardlib.aggregate import join, map_outputs, nothing, split_outputs, with_outputs
 from shardlib.config import configclass
 from shardlib.errors import ConfigError, ModelError, RuleError
 from shardlib.manual import manual
@@ -20,7 +21,7 @@ from shardlib.mesh import mesh_sizes
 from shardlib.microbatch import split
 from shardlib.partition import Placement, pin
 from shardlib.paths import named_leaves
-from shardlib.train.gradients import Engine, Gradients, PartLoss, Sums
+from shardlib.train.gradients import Engine, Gradients, Inputs, PartLoss, Sums
 from shardlib.train.reduce_groups import kept_dim, sum_groups
 from shardlib.train.reduce_hops import Hops, outer_degree
 from shardlib.train.reduce_uneven import arrange_batch, balance
@@ -213,6 +214,7 @@ def reduced_gradients(
     model_state: Any,
     batch: Any,
     key: jax.Array,
+    inputs: Inputs = (),
     *,
     reduction: Reduction,
 ) -> Gradients:
@@ -222,18 +224,23 @@ def reduced_gradients(
     of the whole batch whatever each group holds of it.
 
     Args:
-        groups: `groups(loss, params, model_state, batch, key)` returns the gradients and sums of
-            all groups side by side, arrays [groups, ...] split over `data`: `groups_apart` of any
-            engine, or `pipelined_groups`.
+        groups: `groups(loss, params, model_state, batch, key, inputs)` returns the gradients and
+            sums of all groups side by side, arrays [groups, ...] split over `data`: `groups_apart`
+            of any engine, or `pipelined_groups`.
         loss: The loss.
         params: The parameters.
         model_state: The model state, of which no call updates anything.
         batch: Pytree of arrays [b, ...]: plain where groups are equal, else from `arrange_batch`.
         key: The key of the step.
+        inputs: What else the loss reads; every group holds all of it.
         reduction: From `plan_reduction`.
     """
-    grads, sums = groups(loss, params, model_state, batch, key)
+    grads, sums = groups(loss, params, model_state, batch, key, inputs)
+    sums, outputs = split_outputs(sums)
     grads, sums = sum_groups(grads, sums, loss.definition.gradients, reduction.hops)
+    # Groups hold runs of rows, so that theirs follow one another.
+    outputs = map_outputs(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), outputs)
+    sums = with_outputs(sums, outputs)
     return Gradients(
         pin(grads, loss.definition.gradients, loss.definition.scope), sums, model_state
     )
@@ -246,6 +253,7 @@ def groups_apart(
     model_state: Any,
     batch: Any,
     key: jax.Array,
+    inputs: Inputs = (),
     *,
     reduction: Reduction,
 ) -> tuple[Any, Sums]:
@@ -256,16 +264,16 @@ def groups_apart(
             first_index=i)`, where i is the index of its first microbatch among those of all groups
             in order. Where groups take unequal numbers of microbatches it is called with one
             microbatch at a time, and must not split it further.
-        loss, params, model_state, batch, key, reduction: As in `reduced_gradients`.
+        loss, params, model_state, batch, key, inputs, reduction: As in `reduced_gradients`.
     """
     counts = jnp.asarray(reduction.counts, jnp.int32)
     firsts = jnp.cumsum(counts) - counts
 
-    def group(params: Any, rows: Any, key: jax.Array) -> Any:
+    def group(params: Any, rows: Any, key: jax.Array, inputs: Inputs) -> Any:
         index = jax.lax.axis_index(AXIS)
 
         def run(rows: Any, first: jax.Array) -> tuple[Any, Any]:
-            found = inner(loss, params, model_state, rows, key, first_index=first)
+            found = inner(loss, params, model_state, rows, key, inputs, first_index=first)
             return found.grads, found.sums
 
         if reduction.even:
@@ -276,7 +284,8 @@ def groups_apart(
         return jax.tree.map(lambda x: x[None], added)
 
     shared, own = PartitionSpec(), PartitionSpec(AXIS)
-    return manual(group, (AXIS,), (shared, own, shared), own)(params, batch, key)
+    arguments = params, batch, key, inputs
+    return manual(group, (AXIS,), (shared, own, shared, shared), own)(*arguments)
 
 
 def _add_up(run: Any, parts: Any, first: jax.Array, count: jax.Array) -> Any:
@@ -284,11 +293,16 @@ def _add_up(run: Any, parts: Any, first: jax.Array, count: jax.Array) -> Any:
 
     def body(at: jax.Array, added: Any) -> Any:
         part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, keepdims=False), parts)
-        return jax.tree.map(jnp.add, added, run(part, first + at))
+        return join(added, run(part, first + at))
 
     zero = jnp.zeros((), jnp.int32)
     shapes = jax.eval_shape(
         run, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts), zero
     )
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.fori_loop(zero, count, body, zeros)
+    if jax.tree.leaves(split_outputs(shapes)[1]):
+        raise ModelError(
+            "the loss returns outputs, and groups take unequal numbers of microbatches: the rows "
+            "of the batch do not lie in their order.\n"
+            "  Give every group the same number of microbatches, or return no outputs."
+        )
+    return jax.lax.fori_loop(zero, count, body, nothing(shapes))

@@ -158,7 +158,7 @@ def init_state(
     Args:
         make: `make(rngs) -> module` for an NNX or linen module, a linen module itself, or an NNX
             module in memory, whose arrays are copied onto their shards: it stays as it is.
-        optimizer: Any optax transformation, except those that evaluate the loss themselves.
+        optimizer: Any optax transformation, also those that evaluate the loss themselves.
         seed: Decides the parameters and all later randomness, equally on every mesh.
         inputs: For linen, example arguments of the module's `__call__`: a tuple, or a dict of
             keyword arguments.

@@ -9,28 +9,36 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
+from shardlib.aggregate import Aggregate, Mean
 from shardlib.constrain import use
 from shardlib.errors import ModelError
 from shardlib.functional import updated
-from shardlib.losses import Mean
+from shardlib.loss_signature import called_by_position, check_arity
 from shardlib.manual import axis_size
 from shardlib.microbatch import split
-from shardlib.partition import pin
+from shardlib.paths import named_leaves
 from shardlib.pipeline.config import PipelineConfig
 from shardlib.pipeline.schedules import SCHEDULES, schedule_faults
 from shardlib.precision import Precision
 from shardlib.precision import precision as precision_named
-from shardlib.train.batch import BatchAxes as BatchAxes
-from shardlib.train.batch import batch_shardings as batch_shardings
+from shardlib.train.batches import BatchAxes as BatchAxes
+from shardlib.train.batches import (
+    Program,
+    host_arrays,
+    input_shardings,
+    refuse_shared,
+)
+from shardlib.train.batches import batch_shardings as batch_shardings
+from shardlib.train.batches import structure as structure
 from shardlib.train.checked import ProgramCheck
-from shardlib.train.gated import gated_update
 from shardlib.train.gradients import (
     Gradients,
+    Inputs,
     LossFn,
     PartLoss,
     accumulate_gradients,
+    loss_mean,
 )
 from shardlib.train.guards import SKIPPED, GuardsConfig
 from shardlib.train.offload import update_offloaded
@@ -43,8 +51,10 @@ from shardlib.train.reduction import (
     plan_reduction,
     reduced_gradients,
 )
+from shardlib.train.reported import Reported, reported_shardings
 from shardlib.train.spikes import judge, keep_unless
 from shardlib.train.state import TrainState, state_shardings
+from shardlib.train.update import update
 
 
 def make_train_step(
@@ -61,17 +71,47 @@ def make_train_step(
     constrain: Constrain = "auto",
     allow_wrong_numbers: tuple[str, ...] = (),
 ) -> "TrainStep":
-    """Returns `step(state, batch) -> (state, metrics)`, compiled at its first call.
+    """Returns `step(state, batch, *inputs) -> (state, metrics)`, compiled at its first call.
 
     The step donates the state, runs on the mesh of the state, and leaves every leaf where it was.
+    A batch is a pytree of arrays [batch, ...]: of NumPy, of JAX wherever they lie, or torch tensors
+    on the CPU.
+
+    `inputs` are pytrees of arrays and numbers that no microbatch divides: the parameters of a
+    teacher, a target network, a weight of a loss that changes. They may change with each call
+    without a new compilation, are neither trained nor donated, and keep their dtypes. What lies on
+    the mesh is taken as it lies; other arrays are placed as parameters are, at each call, so place
+    large ones once (`sl.shard`). A `TrainState` is such a pytree, and its `model` can be called in
+    the loss. So two models train each other, as in a GAN, by two states and two steps:
+
+    ```python
+    def generator_loss(generator, batch, rng, critic):
+        return -jnp.mean(critic.model(generator(batch["noise"])))
+
+    def critic_loss(critic, batch, rng, generator):
+        fake = generator.model(batch["noise"])
+        return jnp.mean(critic(fake)) - jnp.mean(critic(batch["real"]))
+
+    for batch in batches:
+        critic, _ = critic_step(critic, batch, generator)
+        generator, _ = generator_step(generator, batch, critic)
+    ```
+
+    Several optimizers for parts of one model, and one loss, are one `optax.multi_transform`.
 
     Args:
-        loss_fn: `loss_fn(model, batch, rng)` returns the loss or `(loss, aux)`. The loss is a
-            scalar, or a `Mean`, which stays exact when microbatches have unequal weights; `aux` is
-            a dict of scalars and `Mean`s, reported as metrics.
+        loss_fn: `loss_fn(model, batch, rng, *inputs)`, or `loss_fn(model, batch)`, returns the loss
+            or `(loss, aux)`. The loss is a scalar, or a `Mean`, which stays exact when microbatches
+            have unequal weights. `aux` is a dict, which may be nested, of what is reported as
+            metrics: scalars and `Mean`s are averaged over the batch, `Sum`, `Max` and `Min` are
+            what their names say, elementwise, and the rows of an `Output` come back as one array
+            [batch, ...], sharded on the batch.
         microbatches: In how many parts the batch is computed, one after the other, with their
             gradients added in float32.
-        precision: In which dtype the loss is computed. The parameters are cast inside of the step.
+        precision: In which dtype the model is computed. Parameters are cast inside of the step, and
+            floating arrays where the loss hands them to the model; the batch itself, what the model
+            returns and so the loss are in float32. A batch that is handed to the model whole may
+            hold targets, and is not cast.
         schedule: Learning rate by applied update, to report it; it changes nothing. Where the
             optimizer has a schedule, its own count of updates is what counts.
         batch_axes: Logical axes of batch leaves by path. A leaf that is not named has
@@ -93,10 +133,15 @@ def make_train_step(
             `WrongProgramError` where it would compute other numbers than one device.
 
     Returns:
-        A callable with `lower(state, batch)` for inspection. `metrics` holds float32 scalars on the
-        devices: `loss`, `grad_norm` (before clipping), with a schedule `learning_rate`, with guards
-        `skipped` (1 for a refused update, else 0), and whatever is in `aux`.
+        A callable with `lower(state, batch, *inputs)` for inspection. `metrics` holds float32
+        scalars on the devices: `loss`, `grad_norm` (before clipping), with a schedule
+        `learning_rate`, with guards `skipped` (1 for a refused update, else 0), and whatever is in
+        `aux`.
         Read one of them now and then: XLA gives up on CPU devices with hundreds of steps in flight.
+
+    Raises:
+        ModelError: If an option is of a wrong kind, or `loss_fn` takes fewer than two arguments.
+        ConfigError: If no precision has that name.
     """
     if not isinstance(microbatches, Integral) or microbatches < 1:
         raise ModelError(
@@ -119,7 +164,7 @@ def make_train_step(
             raise ModelError(schedule_faults(pipeline, stages=1, microbatches=1)[0])
         pipeline = PipelineConfig(schedule=pipeline)  # type: ignore[arg-type]
     return TrainStep(
-        loss_fn,
+        called_by_position(loss_fn),
         int(microbatches),
         precision_named(precision),
         schedule,
@@ -150,17 +195,21 @@ class TrainStep:
     check: ProgramCheck = dataclasses.field(default_factory=ProgramCheck)
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def __call__(
+        self, state: TrainState, batch: Any, *inputs: Any
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         refuse_donated(state)
+        if inputs:
+            refuse_shared(state, inputs)
         batch = self.arrange(state, batch)
-        program = self.program(state, batch)
-        self.check(program, (state, batch), state.definition.scope.mesh)
-        return program(state, batch)
+        program = self._program(state, batch, inputs)
+        self.check(program.jitted, (state, batch, *inputs), state.definition.scope.mesh)
+        return program(state, batch, *inputs)
 
-    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+    def lower(self, state: TrainState, batch: Any, *inputs: Any) -> jax.stages.Lowered:
         """Lowers the step for arguments that may be abstract."""
         batch = self.arrange(state, batch)
-        return self.program(state, batch).lower(state, batch)
+        return self.program(state, batch, *inputs).lower(state, batch, *inputs)
 
     def arrange(self, state: TrainState, batch: Any) -> Any:
         """Returns a batch whose rows lie as groups of unequal speed need them."""
@@ -174,25 +223,32 @@ class TrainStep:
             return jax.eval_shape(reduction.arrange, batch)
         return reduction.arrange(batch)
 
-    def program(self, state: TrainState, batch: Any) -> Any:
-        """Returns the jitted step for states and batches of this structure, rows as they lie.
+    def program(self, state: TrainState, batch: Any, *inputs: Any) -> Any:
+        """Returns the jitted step for states, batches and inputs of this structure, rows as they
+        lie.
 
         Raises:
+            DataError: If the batch holds what is not an array [batch, ...].
             RuleError: If the mesh cannot share out the batch, or a microbatch of it.
-            ModelError: If the state was made under another precision or other guards.
+            ModelError: If the state was made under another precision or other guards, or holds
+                parameters that cannot be trained.
         """
-        key = structure(state, batch)
+        return self._program(state, batch, inputs).jitted
+
+    def _program(self, state: TrainState, batch: Any, inputs: Inputs) -> Program:
+        key = structure(state, batch, inputs)
         if key not in self._programs:
-            self._programs[key] = self._jit(state, batch)
+            self._programs[key] = self._jit(state, host_arrays(batch), inputs)
         return self._programs[key]
 
-    def _jit(self, state: TrainState, batch: Any) -> Any:
+    def _jit(self, state: TrainState, batch: Any, inputs: Inputs) -> Program:
         scope = state.definition.scope
         placed = state_shardings(state)
-        replicated = NamedSharding(scope.mesh, PartitionSpec())
+        _check_trainable(state)
         _check_precision(self.precision, state)
         check_window(self.guards, state)
-        batch_placed = batch_shardings(batch, scope, self.batch_axes)
+        check_arity(self.loss_fn, inputs)
+        given = batch_shardings(batch, scope, self.batch_axes), *input_shardings(inputs, scope)
         # A microbatch must fall evenly on the devices too; refused here, before any tracing.
         reduction = self._reduction(state)
         microbatches = reduction.microbatches if reduction else self.microbatches
@@ -200,32 +256,46 @@ class TrainStep:
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
         batch_shardings(one, scope, self.batch_axes)
 
-        def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-            new_state, means = self.apply(state, batch)
-            return new_state, {name: mean.value for name, mean in means.items()}
+        def train_step(
+            state: TrainState, batch: Any, *inputs: Any
+        ) -> tuple[TrainState, dict[str, jax.Array]]:
+            new_state, found = self.apply(state, batch, inputs, given[1:])
+            return new_state, Reported.of(found, divided=True)
 
-        return jax.jit(
+        jitted = jax.jit(
             train_step,
             donate_argnums=0,
-            in_shardings=(placed, batch_placed),
-            out_shardings=(placed, replicated),
+            in_shardings=(placed, *given),
+            out_shardings=(placed, reported_shardings(given[0], scope)),
         )
+        return Program(jitted, given)
 
-    def apply(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Mean]]:
+    def apply(
+        self, state: TrainState, batch: Any, inputs: Inputs = (), inputs_at: Any = ()
+    ) -> tuple[TrainState, dict[str, Aggregate]]:
         """What the compiled program computes, as a function to be traced; its metrics are not
-        divided yet."""
+        divided yet. `inputs_at` are the shardings of the inputs."""
         definition = state.definition
+        gradients = functools.partial(
+            self._gradients, state, batch=batch, inputs=inputs, inputs_at=inputs_at
+        )
         with use(definition.scope.mesh, definition.scope.rules):
-            grads, sums, model_state = self._gradients(state, batch)
-            weight = sums["loss"].weight
-            grads = jax.tree.map(lambda g: g / jnp.where(weight == 0, 1.0, weight), grads)
-            loss = sums["loss"].value
+            found = gradients(state.params)
+            sums, model_state = found.sums, found.model_state
+            grads, loss = _divided(found)
             grad_norm = optax.tree.norm(grads)
             good, window = None, state.spike_window
             if self.guards is not None:
                 good, window = judge(self.guards, window, loss, grad_norm)
                 model_state = keep_unless(good, model_state, state.model_state)
-            params, opt_state = update_offloaded(lambda old: _update(old, grads, loss, good), state)
+
+            def evaluate(params: Any) -> tuple[jax.Array, Any]:
+                at_params = _divided(gradients(params))
+                return at_params[1], at_params[0]
+
+            params, opt_state = update_offloaded(
+                lambda old: update(old, grads, loss, evaluate, good), state
+            )
         one = jnp.float32(1.0)
         metrics = {**sums, "grad_norm": Mean(grad_norm, one)}
         if self.schedule is not None:
@@ -248,7 +318,10 @@ class TrainStep:
             model_state=updated(definition.module, state.model_state),
         )
 
-    def _gradients(self, state: TrainState, batch: Any) -> Gradients:
+    def _gradients(
+        self, state: TrainState, params: Any, batch: Any, inputs: Inputs, inputs_at: Any
+    ) -> Gradients:
+        """The gradients of a batch at parameters which need not be those of the state."""
         definition = state.definition
         key = jax.random.fold_in(state.rng, state.step)
         reduction = self._reduction(state)
@@ -257,9 +330,15 @@ class TrainStep:
         is_one = reduction is None and microbatches == 1
         sums_at = definition.updates if is_one else definition.gradients
         loss = PartLoss(
-            definition, self.loss_fn, self.precision, sums_at, self.batch_axes, self.constrain
+            definition,
+            self.loss_fn,
+            self.precision,
+            sums_at,
+            self.batch_axes,
+            self.constrain,
+            inputs_at,
         )
-        arguments = (loss, state.params, state.model_state, batch, key)
+        arguments = (loss, params, state.model_state, batch, key, inputs)
         if axis_size("stage") > 1:
             pipelined: Any = {"microbatches": microbatches, "config": self.pipeline}
             if reduction is None:
@@ -273,6 +352,13 @@ class TrainStep:
         return reduced_gradients(groups, *arguments, reduction=reduction)
 
 
+def _divided(found: Gradients) -> tuple[Any, jax.Array]:
+    """Returns the gradients of the mean loss, and the mean loss."""
+    loss = loss_mean(found.sums)
+    scale = jnp.where(loss.weight == 0, 1.0, loss.weight)
+    return jax.tree.map(lambda g: g / scale, found.grads), loss.value
+
+
 def refuse_donated(state: Any) -> None:
     """Raises `ModelError` for a state that a step has taken already, on which XLA would crash."""
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
@@ -282,10 +368,18 @@ def refuse_donated(state: Any) -> None:
         )
 
 
-def structure(state: TrainState, batch: Any) -> Any:
-    """Returns what a program is made for: whose state, and the shapes of a batch."""
-    leaves, treedef = jax.tree.flatten(batch)
-    return state.definition, treedef, tuple(leaf.shape for leaf in leaves)
+def _check_trainable(state: TrainState) -> None:
+    wrong = [
+        f"{path} ({leaf.dtype})"
+        for path, leaf in named_leaves(state.params).items()
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    if wrong:
+        raise ModelError(
+            f"parameters that are not floating have no gradient: {', '.join(wrong)}.\n"
+            "  Hold them in an nnx.Variable instead of an nnx.Param, or for linen in a collection "
+            "of their own: self.variable('constants', ...)."
+        )
 
 
 def _check_precision(policy: Precision, state: TrainState) -> None:
@@ -323,44 +417,3 @@ def _updates_before(state: TrainState) -> jax.Array:
 
     nodes = jax.tree.leaves(state.opt_state, is_leaf=counts)
     return next((node.count for node in nodes if counts(node)), state.step)
-
-
-def _update(
-    state: TrainState, grads: Any, loss: jax.Array, good: jax.Array | None
-) -> tuple[Any, Any]:
-    """Returns the parameters and optimizer state after an update, in the dtypes they had.
-
-    `grads` are in float32 whatever the parameters are, and so is the arithmetic of the update. An
-    optimizer that asks for the `value` of the loss gets it. Each device updates the part of a
-    parameter whose optimizer state it holds. Where `good` is there and false, all stay as they are.
-    """
-    definition = state.definition
-    optimizer = optax.with_extra_args_support(definition.optimizer)
-    params = state.params
-    is_apart = definition.scope.rules.opt_state is not None
-    if is_apart:
-        grads = pin(grads, definition.updates, definition.scope)
-        params = pin(params, definition.updates, definition.scope)
-    update = functools.partial(_optimize, optimizer, loss)
-    if good is None:
-        updates, opt_state = update(grads, state.opt_state, params)
-    else:
-        updates, opt_state = gated_update(update, good, grads, state.opt_state, params)
-    with jax.numpy_dtype_promotion("standard"):
-        new_params = optax.apply_updates(params, updates)
-    if good is not None:
-        new_params = keep_unless(good, new_params, params)
-        if is_apart:
-            # What is gathered is chosen before, so that no device holds both whole.
-            new_params = pin(new_params, definition.updates, definition.scope)
-    return new_params, opt_state
-
-
-def _optimize(
-    optimizer: Any, loss: jax.Array, grads: Any, opt_state: Any, params: Any
-) -> tuple[Any, Any]:
-    """Returns updates and optimizer state, the state in the dtypes it had."""
-    # optax mixes dtypes freely, whatever the user's own code is held to.
-    with jax.numpy_dtype_promotion("standard"):
-        updates, new = optimizer.update(grads, opt_state, params, value=loss)
-    return updates, jax.tree.map(lambda x, old: x.astype(old.dtype), new, opt_state)

@@ -1,0 +1,218 @@
+"""Metrics that are not means, and outputs: the same however the batch is cut."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardlib as sl
+from shardlib.aggregate import join, nothing
+from shardlib.errors import ModelError
+from shardlib.stack import scan_layers, stack_layers
+from shardlib.train.evaluate import evaluate
+from shardlib.train.local_sgd import group_means
+
+ROWS = 16
+BATCH = {
+    "x": np.random.default_rng(0).standard_normal((ROWS, 8), dtype=np.float32),
+    "id": np.arange(ROWS, dtype=np.int32),
+}
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.dense(x))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = stack_layers(Block, 2, rngs)
+
+    def __call__(self, x):
+        return scan_layers(lambda layer, x, _: (layer(x), None), self.layers, x)[0]
+
+
+def loss_fn(model, batch):
+    y = model(batch["x"])
+    bins = jnp.sum(jax.nn.one_hot(batch["id"] % 4, 4, dtype=jnp.int32), axis=0)
+    aux = {
+        "largest": sl.Max(jnp.max(y)),
+        "smallest": sl.Min(jnp.min(y)),
+        "largest_id": sl.Max(jnp.max(batch["id"])),
+        "of_features": {"max": sl.Max(jnp.max(y, axis=0)), "rows": sl.Sum(jnp.float32(len(y)))},
+        "histogram": sl.Sum(bins),
+        "y": sl.Output(y),
+        "id": sl.Output(batch["id"]),
+        "even": sl.Output(batch["id"] % 2 == 0),
+    }
+    return jnp.mean(jnp.square(y)), aux
+
+
+def start(mesh):
+    rules = sl.rules.STANDARD
+    with sl.use(sl.make_mesh(mesh), rules):
+        return sl.init_state(Model, optax.sgd(0.0), seed=0)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with jax.default_matmul_precision("highest"):
+        y = np.asarray(start({"data": 8}).model(BATCH["x"]))
+    return {
+        "largest": y.max(),
+        "smallest": y.min(),
+        "largest_id": ROWS - 1,
+        "of_features/max": y.max(axis=0),
+        "of_features/rows": ROWS,
+        "histogram": np.full(4, ROWS // 4),
+        "y": y,
+        "id": BATCH["id"],
+        "even": BATCH["id"] % 2 == 0,
+    }
+
+
+def check(found, expected):
+    for name, value in expected.items():
+        # Sums of 8 products in float32.
+        np.testing.assert_allclose(np.asarray(found[name]), value, rtol=1e-5, atol=1e-6)
+
+
+ONCE = sl.ReductionConfig(dtype="f32")  # Summed once a step, over groups.
+CASES = {
+    "whole": ("data=2,fsdp=2,tensor=2", {}),
+    "microbatches": ("data=2,fsdp=2,tensor=2", {"microbatches": 4}),
+    "groups": ("data=2,fsdp=4", {"microbatches": 2, "reduction": ONCE}),
+    "stages": ("stage=2,data=2,tensor=2", {"microbatches": 4}),
+    "stages of groups": ("stage=2,data=4", {"microbatches": 2, "reduction": ONCE}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_reports_those_of_the_whole_batch(case, expected):
+    mesh, options = CASES[case]
+    state = start(mesh)
+    rows = state.definition.scope.sharding(("batch",), (ROWS,), "activations").spec
+    _, metrics = sl.make_train_step(loss_fn, **options)(state, BATCH)
+    check(metrics, expected)
+    assert metrics["y"].sharding.spec == rows
+    assert metrics["largest"].sharding.is_fully_replicated
+    assert metrics["histogram"].dtype == metrics["id"].dtype == jnp.int32
+
+
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "stage=2,data=2,tensor=2"])
+def test_an_evaluation_step_reports_the_same(mesh, expected):
+    sums = sl.make_eval_step(loss_fn)(start(mesh), BATCH)
+    assert isinstance(sums["largest"], sl.Max)
+    check({name: x.value for name, x in sums.items()}, expected)
+
+
+def numbers_only(model, batch):
+    loss, aux = loss_fn(model, batch)
+    return loss, {name: aux[name] for name in ("largest", "smallest", "largest_id")}
+
+
+def test_batches_of_an_evaluation_are_joined(expected):
+    step, state = sl.make_eval_step(numbers_only), start("data=4,fsdp=2")
+    parts = [{k: v[i : i + 8] for k, v in BATCH.items()} for i in (8, 0)]
+    found = evaluate(step, state, parts)
+    check(found, {name: expected[name] for name in ("largest", "smallest", "largest_id")})
+    with pytest.raises(ModelError) as error:
+        evaluate(sl.make_eval_step(loss_fn), state, parts)
+    first, fix = str(error.value).splitlines()
+    names = first.removeprefix("the loss returns arrays: ").partition(";")[0].split(", ")
+    assert set(names) == {"of_features/max", "histogram", "y", "id", "even"}
+    assert fix == ("  Call the evaluation step batch by batch, or evaluate a loss without them.")
+
+
+def test_groups_that_train_apart(expected):
+    local = sl.make_local_sgd(sl.make_train_step(loss_fn), sl.LocalSGDConfig(inner_steps=2))
+    _, metrics = local(local.init(start("data=4,fsdp=2")), BATCH)
+    names = ("largest", "smallest", "largest_id", "of_features/rows")
+    found = group_means({name: metrics[name] for name in names})
+    check(found, {name: expected[name] for name in names})
+    check({"y": metrics["y"].value.reshape(ROWS, 8)}, {"y": expected["y"]})
+    with pytest.raises(ModelError, match="the loss returns arrays: "):
+        group_means(metrics)
+
+
+def test_groups_of_unequal_shares():
+    options = {"reduction": sl.ReductionConfig(group_microbatches=(3, 1))}
+    state = start("data=2,fsdp=4")
+    _, metrics = sl.make_train_step(numbers_only, **options)(state, BATCH)
+    _, whole = sl.make_train_step(numbers_only)(start("data=2,fsdp=4"), BATCH)
+    np.testing.assert_allclose(metrics["largest"], whole["largest"], rtol=1e-5)
+    assert float(metrics["largest_id"]) == ROWS - 1
+    with pytest.raises(ModelError) as error:
+        sl.make_train_step(loss_fn, **options)(start("data=2,fsdp=4"), BATCH)
+    assert str(error.value).startswith("the loss returns outputs, and groups take unequal numbers")
+    assert "\n  Give every group the same number" in str(error.value)
+
+
+def test_what_changes_nothing():
+    for kind, dtype in [(sl.Max, jnp.float32), (sl.Min, jnp.float32), (sl.Max, jnp.int32)]:
+        tree = {"a": kind(jnp.asarray([-3, 5], dtype)), "b": sl.Sum(jnp.asarray(2.0))}
+        found = join(nothing(tree), tree)
+        jax.tree.map(np.testing.assert_array_equal, found, tree)
+    nan = join(sl.Max(jnp.float32(jnp.nan)), sl.Max(jnp.float32(1)))
+    assert np.isnan(nan.value)
+
+
+def faulty(aux):
+    state = start("data=8")
+    return sl.make_train_step(lambda model, batch: (jnp.mean(model(batch["x"])), aux(batch)))(
+        state, BATCH
+    )
+
+
+@pytest.mark.parametrize(
+    ("aux", "first", "fix"),
+    [
+        (
+            lambda batch: {"a": {"x": 1.0}, "a/x": 2.0},
+            "the loss function names 'a/x' twice, once inside of a nested dict.",
+            "  Rename one of the two.",
+        ),
+        (
+            lambda batch: {"text": "none"},
+            "the loss function returned 'text' as str, which is not a number.",
+            "  Return a scalar or a Mean; leave out what is neither.",
+        ),
+        (
+            lambda batch: {"logits": batch["x"]},
+            "the loss function returned 'logits' of shape (16, 8).",
+            "  Reduce it to a scalar, or to Mean(total, weight) of two scalars; return rows as "
+            "Output(array).",
+        ),
+        (
+            lambda batch: {"features": sl.Output(jnp.ones(8))},
+            "the loss function returned the output 'features' of shape (8,), but the batch has 16 "
+            "rows here.",
+            "  Return an array [rows, ...]; report what is not by rows as Sum, Max or Min.",
+        ),
+        (
+            lambda batch: {"loss": {"grad": 1.0}, "grad_norm": 1.0},
+            "the loss function names a metric 'grad_norm', which the step reports itself.",
+            "  Rename it.",
+        ),
+    ],
+)
+def test_what_a_loss_may_not_report(aux, first, fix):
+    with pytest.raises(ModelError) as error:
+        faulty(aux)
+    assert str(error.value).splitlines() == [first, fix]
+
+
+def test_a_loss_that_has_no_gradient():
+    with pytest.raises(ModelError) as error:
+        sl.make_train_step(lambda model, batch: sl.Max(jnp.max(model(batch["x"]))))(
+            start("data=8"), BATCH
+        )
+    assert str(error.value).splitlines() == [
+        "the loss is a Max, of which no gradient is taken.",
+        "  Return a scalar, or Mean(total, weight) of two scalars.",
+    ]
