@@ -132,16 +132,16 @@ def describe(record: dict[str, Any]) -> str:
     return f"{head} {where} {errors}{fault} {record['kind']}: {what}"
 
 
-def summarize(found: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns counts and the largest errors of the right programs of one mode."""
     from random_programs.compare import LOSS_LIMIT
 
-    status = collections.Counter(record["status"] for record in found)
-    wrong = [record for record in found if record["status"] == "wrong"]
-    right = [record for record in found if record["status"] == "right"]
-    refused = [r["refused"] for r in found if r["status"] in ("refused", "crashed")]
+    status = collections.Counter(record["status"] for record in results)
+    wrong = [record for record in results if record["status"] == "wrong"]
+    right = [record for record in results if record["status"] == "right"]
+    refused = [r["refused"] for r in results if r["status"] in ("refused", "crashed")]
     return {
-        "programs": len(found),
+        "programs": len(results),
         **{name: status[name] for name in ("right", "wrong", "refused", "crashed")},
         "wrong_forward": sum(record["loss_error"] > LOSS_LIMIT for record in wrong),
         "faults": collections.Counter(record["faults"] for record in wrong),
@@ -150,7 +150,7 @@ def summarize(found: list[dict[str, Any]]) -> dict[str, Any]:
         "largest_right_error": max((r["gradient_error"] for r in right), default=0.0),
         "largest_right_leaf_error": max((r["leaf_error"] for r in right), default=0.0),
         "refusals": collections.Counter(text.splitlines()[0][:160] for text in refused),
-        "seconds": round(sum(record.get("seconds", 0.0) for record in found), 1),
+        "seconds": round(sum(record.get("seconds", 0.0) for record in results), 1),
     }
 
 
@@ -182,11 +182,11 @@ def main() -> None:
 
 def measure(seeds: list[int], modes: list[str], workers: int, out: str | None) -> dict[str, Any]:
     """Runs programs, says how each ended, and returns the summary of each mode."""
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
 
     def share(part: list[int]) -> None:
         for record in supervise(part, modes):
-            found.append(record)
+            results.append(record)
             print(describe(record), flush=True)
             if out:
                 with open(out, "a") as file:
@@ -195,7 +195,7 @@ def measure(seeds: list[int], modes: list[str], workers: int, out: str | None) -
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         for future in [pool.submit(share, seeds[i::workers]) for i in range(workers)]:
             future.result()
-    return {mode: summarize([r for r in found if r["constrain"] == mode]) for mode in modes}
+    return {mode: summarize([r for r in results if r["constrain"] == mode]) for mode in modes}
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -66,24 +67,24 @@ def compare(program: Program, constrain: str, expected: tuple[float, Gradients])
 
 
 def outcome(
-    program: Program, expected: tuple[float, Gradients], found: tuple[float, Gradients]
+    program: Program, expected: tuple[float, Gradients], actual: tuple[float, Gradients]
 ) -> Outcome:
     """Returns the errors of one result against another."""
     norms = {path: float(np.linalg.norm(x)) for path, x in expected[1].items()}
-    apart = {path: float(np.linalg.norm(found[1][path] - x)) for path, x in expected[1].items()}
+    apart = {path: float(np.linalg.norm(actual[1][path] - x)) for path, x in expected[1].items()}
     total = float(np.linalg.norm(list(norms.values())))
     leaves = {path: apart[path] / max(norms[path], FLOOR * total) for path in apart}
     # A leaf that is not a number comes first.
     worst = max(leaves, key=lambda path: np.inf if np.isnan(leaves[path]) else leaves[path])
     result = Outcome(
-        loss_error=abs(found[0] / expected[0] - 1),
+        loss_error=abs(actual[0] / expected[0] - 1),
         gradient_error=float(np.linalg.norm(list(apart.values()))) / total,
         leaf_error=leaves[worst],
         worst_leaf=worst,
     )
     if not result.is_wrong:
         return result
-    faults = likely_faults(program, expected[1], found[1], forward=result.loss_error > LOSS_LIMIT)
+    faults = likely_faults(program, expected[1], actual[1], forward=result.loss_error > LOSS_LIMIT)
     return dataclasses.replace(result, faults=faults)
 
 
@@ -115,7 +116,7 @@ def initial_state(program: Program) -> Any:
     abstract = sl.abstract_state(program.module, optimizer, inputs=program.inputs)
 
     def value(path: str, leaf: jax.ShapeDtypeStruct) -> Any:
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.key(0)
         inside, _, name = path.partition("/")
         is_param = inside == "params"

@@ -36,7 +36,7 @@ class Chain(linen.Module):
 
 
 class Residual(linen.Module):
-    """A norm, an expansion and a contraction beside the identity, as in a transformer."""
+    """A norm, an expansion and a contraction added to the input, as in a transformer."""
 
     hidden: int
     activation: str
@@ -255,4 +255,4 @@ PIECES = {
     "cond": lambda r: Either(),
     "custom_vjp": lambda r: Rounded(r.pick(16, 32)),
 }
-"""What draws each piece: `draw(random) -> module`."""
+"""A function of each piece that draws it: `draw(random) -> module`."""

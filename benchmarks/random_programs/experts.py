@@ -79,4 +79,4 @@ PIECES = {
     "sorted_experts": lambda r: Ragged(r.pick(4, 8)),
     "scattered_experts": lambda r: Scattered(r.pick(4, 8)),
 }
-"""What draws each piece: `draw(random) -> module`."""
+"""A function of each piece that draws it: `draw(random) -> module`."""

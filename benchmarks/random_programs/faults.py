@@ -17,7 +17,7 @@ _SUSPECTS = {
 def likely_faults(
     program: Program,
     expected: Mapping[str, np.ndarray],
-    found: Mapping[str, np.ndarray],
+    actual: Mapping[str, np.ndarray],
     *,
     forward: bool,
 ) -> str:
@@ -27,7 +27,7 @@ def likely_faults(
     forward pass or the gradient. C, D and E: the program has the operation, and a mesh axis that
     may cut it along its window (C, E).
     """
-    pairs = [(expected[path], found[path]) for path in expected]
+    pairs = [(expected[path], actual[path]) for path in expected]
     if any(_is_multiple(*pair) for pair in pairs):
         return "B"
     cuts_within = any(len(axes) > 1 and axes[1] for axes in program.placement.batch_axes.values())
@@ -45,10 +45,10 @@ def likely_faults(
     return "".join(suspects) or "unknown"
 
 
-def _is_multiple(expected: np.ndarray, found: np.ndarray) -> bool:
+def _is_multiple(expected: np.ndarray, actual: np.ndarray) -> bool:
     """Whether a gradient is 2, 4 or 8 times what it should be."""
     norm = np.linalg.norm(expected)
-    return any(np.linalg.norm(found - n * expected) < 1e-3 * norm for n in (2, 4, 8))
+    return any(np.linalg.norm(actual - n * expected) < 1e-3 * norm for n in (2, 4, 8))
 
 
 def _has_crossed_axes(program: Program) -> bool:

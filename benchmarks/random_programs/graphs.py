@@ -60,4 +60,4 @@ PIECES = {
     "gcn": lambda r: Degrees(),
     "gat": lambda r: Attended(r.pick(2, 4)),
 }
-"""What draws each piece: `draw(random) -> module`."""
+"""A function of each piece that draws it: `draw(random) -> module`."""

@@ -57,7 +57,7 @@ class Transposed(linen.Module):
 
 
 class ResidualConvolutions(linen.Module):
-    """Two convolutions beside the identity, after ResNet."""
+    """Two convolutions added to the input, after ResNet."""
 
     channels: int
     norm: str
@@ -148,4 +148,4 @@ PIECES = {
     "unet": lambda r: Skip(r.pick(8, 16)),
     "pixel_attention": lambda r: Patches(r.pick(2, 4)),
 }
-"""What draws each piece: `draw(random) -> module`."""
+"""A function of each piece that draws it: `draw(random) -> module`."""

@@ -78,7 +78,7 @@ PIECES = {
     "nnx_batch_norm": lambda r: (NormalizedDense, r.pick(1, 2, 3)),
     "nnx_attention": lambda r: (Attended, r.pick(2, 4)),
 }
-"""What draws each piece: `draw(random) -> (class, arguments after the width)`."""
+"""A function of each piece that draws it, as its class and arguments after the width."""
 
 
 def draw_nnx(names: tuple[str, ...], features: int, random: Random):

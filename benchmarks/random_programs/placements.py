@@ -90,7 +90,7 @@ def _batch_axes(inputs: tuple[Any, ...], mesh: Mapping[str, int], random: Random
         return {}
     if rank == 4:
         return {"x0": ("batch", "height", None, None)}
-    # What is no sequence has features in its second dim; they are not cut.
+    # Vectors have features in their second dim, which are not cut.
     is_sequence = rank == 3 or inputs[0].dtype == "int32"
     return {"x0": ("batch", "length", None)[:rank]} if is_sequence else {}
 

@@ -231,4 +231,4 @@ PIECES = {
     "shift": lambda r: Shifted(),
     "top_tokens": lambda r: TopTokens(),
 }
-"""What draws each piece: `draw(random) -> module`."""
+"""A function of each piece that draws it: `draw(random) -> module`."""
