@@ -37,9 +37,10 @@ def wrong_numbers(compiled: Any, mesh: Any, jaxpr: Any = None) -> tuple[Fault, .
         whose collectives are the user's own.
     """
     text = compiled.as_text() or ""
-    if not is_suspect(text):
+    sizes = mesh_sizes(mesh)
+    if not is_suspect(text, sizes):
         return ()
-    sizes, module = mesh_sizes(mesh), parse(text)
+    module = parse(text)
     inputs, outputs = map(jax.tree.leaves, (compiled.input_shardings, compiled.output_shardings))
     return read(module, sizes, jaxpr, dict(enumerate(inputs)), dict(enumerate(outputs)))
 
