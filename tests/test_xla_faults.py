@@ -23,6 +23,13 @@ def faults():
     return re.findall(program, text, re.DOTALL | re.MULTILINE)
 
 
+def run(program):
+    """Runs a program and returns its names."""
+    names = {}
+    exec(compile(program, "fault.py", "exec"), names)
+    return names
+
+
 def error(expected, got):
     """Returns the largest relative error of a leaf."""
     return max(
@@ -38,8 +45,7 @@ def test_every_fault_is_documented():
 @pytest.mark.parametrize(("title", "code", "program"), faults(), ids=[f[0] for f in faults()])
 def test_the_fault_is_still_there(title, code, program, capsys):
     assert len(program.splitlines()) <= 15
-    names = {}
-    exec(program, names)
+    names = run(program)
     assert capsys.readouterr().out
     found = error(names["expected"], names["f"](*names["arguments"]))
     if code in MENDED and jax.__version_info__ >= MENDED[code]:
@@ -53,8 +59,7 @@ def test_the_fault_is_still_there(title, code, program, capsys):
 
 @pytest.mark.parametrize(("title", "code", "program"), faults(), ids=[f[0] for f in faults()])
 def test_the_check_finds_it(title, code, program):
-    names = {}
-    exec(compile(program, "fault.py", "exec"), names)
+    names = run(program)
     traced = names["f"].trace(*names["arguments"])
     told = wrong_numbers(traced.lower().compile(), names["mesh"], traced.jaxpr)
     is_mended = code in MENDED and jax.__version_info__ >= MENDED[code]

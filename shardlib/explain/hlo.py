@@ -24,6 +24,8 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _OPERAND = re.compile(r"%?([\w.\-]+)$")
 _DONATED = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _OPENING, _CLOSING = "([{", ")]}"
+_NESTED, _MARKS = re.compile(r"[(\[{\"]"), re.compile(r"[()\[\]{},\"]")
+_BRACKETS = re.compile(r"[()\[\]{}]")
 # What runs its computation once, as a part of itself.
 _WRAPS = ("fusion", "call", "async-start")
 # Attributes that name the computations an instruction runs.
@@ -276,8 +278,11 @@ def array_bytes(shape: str) -> int:
 
 def split(text: str) -> list[str]:
     """Splits at commas that stand outside of brackets and quotes."""
+    if not _NESTED.search(text):
+        return [part for part in map(str.strip, text.split(",")) if part]
     parts, depth, start, quoted = [], 0, 0, False
-    for at, mark in enumerate(text):
+    for found in _MARKS.finditer(text):
+        mark, at = found[0], found.start()
         if mark == '"' and text[at - 1 : at] != "\\":
             quoted = not quoted
         elif quoted:
@@ -289,7 +294,7 @@ def split(text: str) -> list[str]:
         elif mark == "," and depth == 0:
             parts.append(text[start:at])
             start = at + 1
-    return [part.strip() for part in (*parts, text[start:]) if part.strip()]
+    return [part for part in map(str.strip, (*parts, text[start:])) if part]
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -314,10 +319,10 @@ def _instruction(line: str) -> Instruction | None:
 def _closed(text: str, start: int) -> int:
     """Returns the position behind the bracket that closes the one at `start`, or -1."""
     depth = 0
-    for at in range(start, len(text)):
-        depth += (text[at] in _OPENING) - (text[at] in _CLOSING)
+    for found in _BRACKETS.finditer(text, start):
+        depth += 1 if found[0] in _OPENING else -1
         if depth == 0:
-            return at + 1
+            return found.end()
     return -1
 
 

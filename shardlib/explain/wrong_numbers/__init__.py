@@ -14,8 +14,9 @@ from shardlib.explain.hlo import Module, parse
 from shardlib.explain.wrong_numbers import tiles
 from shardlib.explain.wrong_numbers.faults import FAULTS as FAULTS
 from shardlib.explain.wrong_numbers.faults import Fault as Fault
-from shardlib.explain.wrong_numbers.faults import faults_of, is_automatic
+from shardlib.explain.wrong_numbers.faults import faults_of
 from shardlib.explain.wrong_numbers.interpret import Reader
+from shardlib.explain.wrong_numbers.suspects import is_suspect
 from shardlib.explain.wrong_numbers.values import Value, shapes_of
 from shardlib.mesh import mesh_sizes
 
@@ -36,9 +37,10 @@ def wrong_numbers(compiled: Any, mesh: Any, jaxpr: Any = None) -> tuple[Fault, .
         whose collectives are the user's own.
     """
     text = compiled.as_text() or ""
-    if not is_automatic(text):
+    sizes = mesh_sizes(mesh)
+    if not is_suspect(text, sizes):
         return ()
-    sizes, module = mesh_sizes(mesh), parse(text)
+    module = parse(text)
     inputs, outputs = map(jax.tree.leaves, (compiled.input_shardings, compiled.output_shardings))
     return read(module, sizes, jaxpr, dict(enumerate(inputs)), dict(enumerate(outputs)))
 
@@ -80,8 +82,9 @@ def read(
         output[0] if output else 0: arguments[number] for output, number, _ in module.donations()
     }
     for n, sharding in outputs.items():
-        if n < len(results) and isinstance(results[n], Value):
-            value = _placed(sharding, mesh, results[n].layout.shape, reader)
+        result = results[n] if n < len(results) else None
+        if isinstance(result, Value):
+            value = _placed(sharding, mesh, result.layout.shape, reader)
             expected |= {} if value is None else {n: value}
     _compare_results(reader, module, results, expected)
     return tuple(faults_of(module, reader, mesh, jaxpr))

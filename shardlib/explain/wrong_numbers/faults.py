@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from shardlib.explain.equations import equations
-from shardlib.explain.explicit import is_explicit
 from shardlib.explain.hlo import Instruction, Module
 from shardlib.explain.places import Where, where_of
 from shardlib.explain.wrong_numbers.collectives import KINDS, members_of
@@ -219,15 +218,3 @@ def _equations(jaxpr: Any, primitive: str) -> list[Any]:
     if jaxpr is None:
         return []
     return [one for one in equations(jaxpr) if one.equation.primitive.name == primitive]
-
-
-def is_automatic(text: str) -> bool:
-    """Whether a program holds collectives, or asks for its place on the mesh, on the compiler's
-    account; what is inside of manual regions is the user's own."""
-    asked = re.compile(rf"\b(?:partition-id|{'|'.join(KINDS)})(?:-start)?\(")
-    for line in text.splitlines():
-        if asked.search(line):
-            name = re.search(r'op_name="([^"]*)"', line)
-            if name is None or not (is_explicit(name[1]) or name[1].endswith("axis_index")):
-                return True
-    return False

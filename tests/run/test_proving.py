@@ -1,0 +1,68 @@
+"""`shardlib check`: what it proves, what it refuses, and how it exits."""
+
+import json
+
+import pytest
+
+from shardlib import cli
+from shardlib.cli.arguments import load_config
+from shardlib.errors import MeshError
+from shardlib.run.proving import reduced, small_mesh
+
+CONFIG = """
+model: {name: transformer, num_layers: 16, embed_dim: 512, num_heads: 8, mlp_dim: 1024}
+data: {path: builtin:python, sequence_length: 4096}
+train: {global_batch: 256, steps: 1000}
+mesh: data=64,fsdp=8,tensor=4
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    return str(file)
+
+
+def check(capfd, *words):
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["check", *words])
+    out, err = capfd.readouterr()
+    return exited.value.code, out, err
+
+
+def test_a_mesh_keeps_its_axes():
+    assert small_mesh("data=64,fsdp=8,tensor=4") == "data=2,fsdp=2,tensor=2"
+    assert small_mesh("fsdp=-1") == "fsdp=8"
+    assert small_mesh("data=2,tensor=2") == "data=2,tensor=2"
+    with pytest.raises(MeshError, match=r"data=9.*\n  Name a smaller mesh"):
+        small_mesh("data=9")
+
+
+def test_a_config_is_halved_as_far_as_its_mesh_allows(config):
+    small = reduced(load_config(config, []), "data=2,fsdp=2,tensor=2")
+    model = small.model
+    assert (model.num_layers, model.embed_dim, model.num_heads, model.mlp_dim) == (2, 32, 2, 32)
+    assert (small.precision, small.train.global_batch, small.mesh) == (
+        "f32",
+        8,
+        "data=2,fsdp=2,tensor=2",
+    )
+
+
+def test_a_right_config_exits_0(capfd, config):
+    code, out, err = check(capfd, config, "--mesh", "fsdp=4,tensor=2", "--json")
+    assert code == 0, err
+    (facts,) = json.loads(out)
+    assert facts["mesh"] == {"fsdp": 4, "tensor": 2}
+    assert facts["right"]
+    assert facts["compared"] > 50
+
+
+def test_wrong_requests_exit_2(capfd, config):
+    code, out, err = check(capfd, config, "--mesh", "data=two")
+    assert (code, out) == (2, "")
+    assert "data=two" in err
+    code, _, err = check(capfd, config, "train.local_sgd.inner_steps=2")
+    assert code == 2
+    assert "train.local_sgd=null" in err
