@@ -95,6 +95,16 @@ class StepDirectory:
                 self._skip(entry.name, _no_checkpoint(entry.path))
         return sorted(steps)
 
+    def links(self) -> list[int]:
+        """Returns the steps whose checkpoint is a symbolic link, oldest first. None is followed:
+        what it leads to is not this directory's to remove or set aside."""
+        try:
+            with os.scandir(self.path) as entries:
+                names = [entry.name for entry in entries if entry.is_symlink()]
+        except OSError:  # Who lists the checkpoints is told why.
+            return []
+        return sorted(int(name) for name in names if _is_step(name))
+
     def manifests(self) -> dict[int, Manifest]:
         """Returns the manifests of the complete checkpoints by step, oldest first.
 
@@ -116,9 +126,15 @@ class StepDirectory:
         """Returns the manifest of one checkpoint.
 
         Raises:
-            CheckpointError: If it has none, it is damaged, of another step, or of a later format.
+            CheckpointError: If it is a symbolic link, or has none, or that is damaged, of another
+                step, or of a later format.
         """
         place = self.of_step(step)
+        if place.is_symlink():
+            raise CheckpointError(
+                f"{place} is a symbolic link, which is not followed.\n"
+                "  Put the directory that it leads to in its place, or remove the link."
+            )
         path = place / manifests.FILE_NAME
         if path.is_symlink():
             raise DamageError(

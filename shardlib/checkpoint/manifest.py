@@ -34,9 +34,11 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import pathlib
 import platform
 import re
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -172,7 +174,9 @@ def read(directory: pathlib.Path) -> Manifest:
     """
     path = directory / FILE_NAME
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ValueError("it is not a regular file")
             content = file.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ValueError(f"more than {MAX_BYTES} bytes")
@@ -199,6 +203,11 @@ def read(directory: pathlib.Path) -> Manifest:
             f"the manifest {path} is damaged: {type(error).__name__}: {error}.\n"
             "  Restore another step; remove this one."
         ) from error
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; a FIFO would wait for somebody to write to it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _parsed(document: dict[str, Any]) -> Manifest:

@@ -31,7 +31,8 @@ def restore_newest(
 
     Raises:
         CheckpointError: If there are checkpoints and none of them validates; all are left in place.
-            Or if the newest one is of another model, or of a later format.
+            Or if the newest one is of another model, or of a later format, or one is a symbolic
+            link.
     """
     damaged: list[tuple[RunCheckpoints, int]] = []
     passed_over: list[tuple[RunCheckpoints, int]] = []
@@ -67,6 +68,9 @@ def _next(
     """Returns the newest checkpoint that has not been tried, the same on every process."""
 
     def newest(_: list[str]) -> str:
+        for store in stores:
+            for step in store.links():  # To go on from one before it would lose what it leads to.
+                store.manifest(step)
         steps = [
             (step, -index)
             for index, store in enumerate(stores)

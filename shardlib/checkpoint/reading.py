@@ -73,6 +73,10 @@ class SavedCheckpoints:
         """Returns the steps of what looks like a checkpoint, damaged or not, oldest first."""
         return self._steps.candidates()
 
+    def links(self) -> list[int]:
+        """Returns the steps whose checkpoint is a symbolic link, which is not among the others."""
+        return self._steps.links()
+
     def latest(self) -> int | None:
         """Returns the newest step, or None without any; the same on every process."""
         decision = self.peers.decide("latest", "", lambda _: str(max(self.steps(), default=-1)))
@@ -84,7 +88,7 @@ class SavedCheckpoints:
         Raises:
             CheckpointError: If there is no such checkpoint, or its manifest is damaged.
         """
-        if step not in self._steps.candidates():
+        if step not in (*self.candidates(), *self.links()):
             raise CheckpointError(
                 f"there is no checkpoint of step {step} in {self.directory}.\n"
                 f"  Steps there: {listed(self.steps())}."

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from shardlib.cli import checkpoint
-from shardlib.cli.arguments import AsJson, ConfigPath, Overrides, console, load_config
+from shardlib.cli.arguments import AsJson, ConfigPath, Overrides, check_named, console, load_config
 from shardlib.cli.explain import explain
 from shardlib.cli.plan import calibrate, plan
 from shardlib.errors import (
@@ -137,6 +137,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
     # Python's own start and that of the libraries take a while: the run waits for them too.
     clock = PhaseClock(age_seconds=process_age_seconds())
     loaded = load_config(config, overrides)
+    check_named(config, overrides, loaded.run_dir)
     from shardlib.run.training import train as run_train
 
     try:

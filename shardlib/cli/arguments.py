@@ -46,6 +46,29 @@ def load_config(path: str, overrides: list[str] | None) -> Any:
     return dataclasses.replace(config, run_dir=str(here)) if is_of_run and not is_said else config
 
 
+def check_named(path: str, overrides: list[str] | None, run_dir: str) -> None:
+    """Refuses to train in another directory than that of the run that was named.
+
+    Raises:
+        ConfigError: If `path` names a run, by its directory or its config.yaml, which has no valid
+            id and whose config gives another run_dir: it may be a copy of that one.
+    """
+    from shardlib.run.directory import RunDirectory
+
+    here = RunDirectory(path if os.path.isdir(path) else os.path.dirname(path))
+    is_said = any(word.partition("=")[0].strip() == "run_dir" for word in overrides or ())
+    is_run = os.path.isdir(path) or (
+        pathlib.Path(path) == here.config_file and here.checkpoints.is_dir()
+    )
+    if is_said or not is_run or os.path.realpath(run_dir) == os.path.realpath(here.path):
+        return
+    raise ConfigError(
+        f"{here.config_file} gives run_dir {run_dir}, which is not the directory that it lies in, "
+        f"and there is no valid {here.identity_file.name} beside it.\n"
+        f"  Add run_dir={here} to train what is here, or run_dir={run_dir} to train that."
+    )
+
+
 def check_writable(option: str, path: str) -> None:
     """Raises before anything is computed where a file could not be written in the end.
 

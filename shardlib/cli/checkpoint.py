@@ -178,7 +178,7 @@ def _candidates(saved: "SavedTiers", step: int | None) -> list[tuple[int, str]]:
     found = sorted(
         (each, rank, tier)
         for rank, (tier, place) in enumerate(saved.tiers.items())
-        for each in place.candidates()
+        for each in (*place.candidates(), *place.links())
         if step in (None, each)
     )
     if step is not None and not found:

@@ -94,7 +94,9 @@ def check_not_lost(directory: RunDirectory) -> None:
         CheckpointError: If the run has saved checkpoints in its directory, and none is there.
     """
     step, place = saved_step(directory.path), directory.checkpoints
-    if step is None or StepDirectory(place, lambda _: None).candidates():
+    listing = StepDirectory(place, lambda _: None)
+    # Damaged ones and links are there: who restores them says what is wrong.
+    if step is None or listing.candidates() or listing.links():
         return
     what = "holds no checkpoint" if place.is_dir() else "is not there"
     raise CheckpointError(

@@ -131,6 +131,42 @@ def test_foreign_entries_are_never_listed_and_told_of_once(tmp_path):
     ]
 
 
+def test_a_run_does_not_pass_over_a_checkpoint_that_is_a_link(tmp_path):
+    directory = tmp_path / "checkpoints"
+    with RunCheckpoints(directory, notify=lambda text: None) as checkpoints:
+        for step in (5, 6):
+            checkpoints.save(step, STATE, {}, wait=True)
+        (directory / "00000006").rename(tmp_path / "moved")
+        (directory / "00000006").symlink_to(tmp_path / "moved")
+        (directory / "latest").symlink_to(directory / "00000005")
+        for use in (lambda: checkpoints.restore_newest(STATE), lambda: checkpoints.verify(6)):
+            with pytest.raises(CheckpointError) as refused:
+                use()
+            assert str(refused.value) == (
+                f"{directory}/00000006 is a symbolic link, which is not followed.\n"
+                "  Put the directory that it leads to in its place, or remove the link."
+            )
+        assert checkpoints.links() == [6]
+        (directory / "00000006").unlink()
+        manifest, _ = checkpoints.restore_newest(STATE)
+        assert manifest.step == 5
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
+def test_a_manifest_that_nobody_writes_to_is_damaged(tmp_path):
+    told = []
+    with RunCheckpoints(tmp_path, notify=told.append) as checkpoints:
+        for step in (5, 6):
+            checkpoints.save(step, STATE, {}, wait=True)
+        manifest = tmp_path / "00000006" / "manifest.json"
+        manifest.unlink()
+        os.mkfifo(manifest)
+        assert checkpoints.steps() == [5]
+        assert "it is not a regular file" in told[0]
+        found, _ = checkpoints.restore_newest(STATE)
+    assert found.step == 5
+
+
 def leave_behind(directory):
     (directory / "00000003.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     (directory / ".trash" / "00000001-x").mkdir(parents=True)

@@ -118,6 +118,26 @@ def test_a_run_goes_on_where_it_was_moved_to(finished, tmp_path, losses, monkeyp
     assert run.generate("run")
 
 
+def test_a_copy_that_does_not_say_who_it_is_does_not_train_the_original(
+    finished, tmp_path, losses, capsys
+):
+    run_dir = finished.copy(tmp_path / "run", at=10)
+    (run_dir / "run_id").unlink()
+    before = sorted(finished.run_dir.rglob("*"))
+    for config in (run_dir, run_dir / "config.yaml"):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", str(config), "train.steps=30", *QUIET])
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        assert f"ConfigError: {run_dir}/config.yaml gives run_dir {finished.run_dir}, " in said
+        assert f"\n  Add run_dir={run_dir} to train what is here, or run_dir=" in said
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(run_dir), f"run_dir={run_dir}", "train.steps=12", *QUIET])
+    assert not ended.value.code
+    assert losses(run_dir) == losses(finished.run_dir)[:12]
+    assert sorted(finished.run_dir.rglob("*")) == before
+
+
 def test_fewer_devices_go_on(finished, lab, tmp_path, losses):
     run_dir = finished.copy(tmp_path / "run", at=10)
     words = ("train", lab.config_file, f"run_dir={run_dir}", "mesh=auto", "train.cpu_devices=2")
