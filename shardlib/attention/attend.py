@@ -20,8 +20,9 @@ from shardlib.constrain import active
 from shardlib.errors import ModelError
 from shardlib.manual import axis_size
 
-_KERNELS = ("cudnn", "splash")
-"""What the compiler cannot partition: cuDNN at least not where an axis is manual already."""
+_BY_HAND = ("cudnn", "splash")
+"""Kernels that run in a region over the whole mesh: the compiler cannot partition splash anywhere,
+nor cuDNN where a region around handles an axis by hand already."""
 
 
 def attend(
@@ -156,7 +157,7 @@ def _by_plan(
         lengths=(query.shape[1], key.shape[1]),
     )
     local = functools.partial(_on_device, resolved.backend, mask)
-    kernel = resolved.backend in _KERNELS
+    kernel = resolved.backend in _BY_HAND
     if plan.method == "ulysses":
         share = functools.partial(ulysses_attention, local, order=plan.order)
         return in_region(share, *arrays, over_context=True, whole_mesh=kernel)

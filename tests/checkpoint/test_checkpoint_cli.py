@@ -104,6 +104,18 @@ def test_places_without_checkpoints(shardlib, tmp_path):
     )
 
 
+def test_verify_names_a_checkpoint_that_is_a_link(trained, shardlib, tmp_path):
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    shutil.copytree(trained, run)
+    link = run / "checkpoints" / "00000004"
+    link.rename(moved)
+    link.symlink_to(moved)
+    code, out, _ = shardlib("verify", run)
+    assert code == 1
+    assert f"step 4: {link} is a symbolic link, which is not followed." in out
+    assert "step 2: " in out
+
+
 def test_verify_names_what_was_changed(trained, shardlib, tmp_path):
     code, out, err = shardlib("verify", trained)
     assert (code, err) == (0, "")
