@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from shardlib.jaxprs import scan_parts
-from shardlib.jaxprs import Operation, Program, flatten, is_literal
+from shardlib.jaxprs import Operation, Program, flatten, is_literal, scan_parts
 from shardlib.plan.jaxpr_fusion import LOOPS, Live, fusion
 from shardlib.plan.jaxpr_layout import Laid, Moved, Spec, Spreading, replicated
 from shardlib.plan.jaxpr_products import PRODUCTS, Product, product

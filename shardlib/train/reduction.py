@@ -261,7 +261,7 @@ def groups_apart(
     counts = jnp.asarray(reduction.counts, jnp.int32)
     firsts = jnp.cumsum(counts) - counts
 
-    def group(params: Any, rows: Any, key: jax.Array) -> Any:
+    def group(params: Any, model_state: Any, rows: Any, key: jax.Array) -> Any:
         index = jax.lax.axis_index(AXIS)
 
         def run(rows: Any, first: jax.Array) -> tuple[Any, Any]:
@@ -276,7 +276,8 @@ def groups_apart(
         return jax.tree.map(lambda x: x[None], added)
 
     shared, own = PartitionSpec(), PartitionSpec(AXIS)
-    return manual(group, (AXIS,), (shared, own, shared), own)(params, batch, key)
+    specs = (shared, shared, own, shared)
+    return manual(group, (AXIS,), specs, own)(params, model_state, batch, key)
 
 
 def _add_up(run: Any, parts: Any, first: jax.Array, count: jax.Array) -> Any:
