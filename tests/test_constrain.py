@@ -70,7 +70,7 @@ def test_places_eagerly_and_under_vmap_and_grad():
             "logical axis 'embd' (dim 1 of ('batch', 'embd')) has no rule among the activations. "
             "Did you mean 'embed'?\n"
             "  Add one, for example activations={'embd': None}, or use one of: batch, embed, "
-            "length.",
+            "length, data, fsdp, tensor.",
         ),
         (
             ("batch", "embed"),

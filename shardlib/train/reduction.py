@@ -269,7 +269,7 @@ def groups_apart(
     counts = jnp.asarray(reduction.counts, jnp.int32)
     firsts = jnp.cumsum(counts) - counts
 
-    def group(params: Any, rows: Any, key: jax.Array, inputs: Inputs) -> Any:
+    def group(params: Any, model_state: Any, rows: Any, key: jax.Array, inputs: Inputs) -> Any:
         index = jax.lax.axis_index(AXIS)
 
         def run(rows: Any, first: jax.Array) -> tuple[Any, Any]:
@@ -284,8 +284,9 @@ def groups_apart(
         return jax.tree.map(lambda x: x[None], added)
 
     shared, own = PartitionSpec(), PartitionSpec(AXIS)
-    arguments = params, batch, key, inputs
-    return manual(group, (AXIS,), (shared, own, shared, shared), own)(*arguments)
+    specs = shared, shared, own, shared, shared
+    arguments = params, model_state, batch, key, inputs
+    return manual(group, (AXIS,), specs, own)(*arguments)
 
 
 def _add_up(run: Any, parts: Any, first: jax.Array, count: jax.Array) -> Any:
