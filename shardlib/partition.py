@@ -157,9 +157,9 @@ def _place_leaf(
 
 
 def _mesh_axes_note(resolution: Resolution) -> str:
-    """Says which names are those of mesh axes, so that no rule stands between them."""
+    """Says which names have no rule and are taken as the mesh axes of that name."""
     names = [c.logical_axis for c in resolution.choices if c.logical_axis and c.rule is None]
-    return f"{', '.join(names)}: no rule, but of the mesh itself" if names else ""
+    return f"taken as mesh axes: {', '.join(names)}" if names else ""
 
 
 def _auto(
