@@ -59,7 +59,9 @@ class Model(nnx.Module):
 
 def nll(model, x, batch):
     """The summed loss of the tokens that count, and how many do."""
-    logits = constrain(x @ constrain(model.table[...], "vocab", "embed").T, "batch", "vocab")
+    table = constrain(model.table[...], "vocab", "embed")
+    # What a model returns is in float32, whatever its parameters are computed in.
+    logits = constrain(x.astype(table.dtype) @ table.T, "batch", "vocab")
     is_target = jnp.arange(VOCAB)[None] == batch["targets"][:, None]
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
     found = jnp.sum(jnp.where(is_target, log_p, 0.0), axis=1)
