@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from shardlib.explain.stacks import TABLES, Stacks, field
 from shardlib.explain.stacks import Frame as Frame
@@ -21,8 +22,13 @@ _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{\s*$")
 _ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\]")
 _TABLE_ROW = re.compile(r"(\d+) (?:\"(?P<text>.*)\"|\{(?P<fields>.*)\})\s*$")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+_CALLED = re.compile(r"[\w.\-]+")
 _OPERAND = re.compile(r"%?([\w.\-]+)$")
+_PLAIN = re.compile(r"%?[\w.\-]+(?:, %?[\w.\-]+)*")
 _DONATED = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
+_COMMENT, _NAMED = re.compile(r"/\*.*?\*/"), re.compile(r"([a-z_-]+)=")
+# An attribute that is a word or one block; most instructions have no others.
+_SIMPLE = re.compile(r', ([a-z_-]+)=(\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\}|[^,{}"\[\]() ]+)')
 _OPENING, _CLOSING = "([{", ")]}"
 _NESTED, _MARKS = re.compile(r"[(\[{\"]"), re.compile(r"[()\[\]{},\"]")
 _BRACKETS = re.compile(r"[()\[\]{}]")
@@ -56,13 +62,15 @@ class Instruction:
     @functools.cached_property
     def operand_names(self) -> tuple[str, ...]:
         """The names of its operands, in order; `""` for one that is not a name."""
+        if _PLAIN.fullmatch(self.operands):
+            return tuple(self.operands.replace("%", "").split(", "))
         ends = (_OPERAND.search(operand) for operand in split(self.operands))
         return tuple(end[1] if end else "" for end in ends)
 
     def called(self) -> list[str]:
         """Returns the names of the computations that it runs."""
         texts = (self.attributes.get(key, "") for key in _CALLS)
-        return [name for text in texts for name in re.findall(r"[\w.\-]+", text)]
+        return [name for text in texts if text for name in _CALLED.findall(text)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +309,9 @@ def _instruction(line: str) -> Instruction | None:
     head = _INSTRUCTION.match(line)
     if head is None:
         return None
-    rest = re.sub(r"/\*.*?\*/", "", line[head.end() :])
+    rest = line[head.end() :]
+    if "/*" in rest:
+        rest = _COMMENT.sub("", rest)
     end = _closed(rest, 0) if rest.startswith("(") else rest.find(" ")
     opening = rest.find("(", max(end, 0))
     if end < 0 or opening < 0:
@@ -309,7 +319,7 @@ def _instruction(line: str) -> Instruction | None:
     closing = _closed(rest, opening)
     if closing < 0:
         return None
-    attributes = dict(_attributes(rest[closing:]))
+    attributes = _Attributes(rest[closing:].rstrip())
     opcode = rest[end:opening].strip()
     operands = rest[opening + 1 : closing - 1]
     is_root = head["root"] is not None
@@ -326,11 +336,37 @@ def _closed(text: str, start: int) -> int:
     return -1
 
 
+class _Attributes(Mapping[str, str]):
+    """The attributes of an instruction, read when one is asked for: most never are."""
+
+    def __init__(self, text: str):
+        self._text = text
+
+    @functools.cached_property
+    def _found(self) -> dict[str, str]:
+        pairs = _SIMPLE.findall(self._text)
+        if sum(len(name) + len(value) + 3 for name, value in pairs) == len(self._text):
+            return dict(pairs)
+        return dict(_attributes(self._text))
+
+    def __getitem__(self, name: str) -> str:
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._found.get(name, default)
+
+
 def _attributes(text: str) -> Iterator[tuple[str, str]]:
     """Yields attributes by name; a part without a name belongs to the one before it."""
     key, value = "", ""
     for part in split(text):
-        named = re.match(r"([a-z_-]+)=", part)
+        named = _NAMED.match(part)
         # `replica_groups=mesh['x'=2], device_ids=(0,1) {'x'}` is one attribute.
         if named and named[1] != "device_ids":
             if key:

@@ -148,6 +148,8 @@ _MAY_CHANGE = (
     "train.pipeline",
     "train.reduction",
     "train.guards",
+    "train.constrain",
+    "train.allow_wrong_numbers",
     "train.offload_optimizer",
     "train.log_every",
     "train.sample_every",

@@ -53,6 +53,8 @@ def traced(parts: Setup, batch: Any, held_out: Any, tokenizer: Tokenizer | None)
         batch_axes=parts.batch_axes,
         params_of=parts.best_params,
         pipeline=options.pipeline,
+        constrain=options.constrain,
+        allow_wrong_numbers=options.allow_wrong_numbers,
     )
     if held_out is not None:
         evaluate.program(parts.abstract, held_out).trace(parts.abstract, held_out)

@@ -117,6 +117,8 @@ class Setup:
             reduction=self.config.reduction(),
             arranged=True,
             guards=train.guards,
+            constrain=train.constrain,
+            allow_wrong_numbers=train.allow_wrong_numbers,
         )
         return step if train.local_sgd is None else make_local_sgd(step, train.local_sgd)
 

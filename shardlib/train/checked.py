@@ -25,13 +25,8 @@ class ProgramCheck:
     _checked: set[Any] = dataclasses.field(default_factory=set, repr=False)
 
     def __post_init__(self) -> None:
-        unknown = [code for code in self.allowed if code not in FAULTS]
-        if unknown:
-            hint = did_you_mean(str(unknown[0]), FAULTS)
-            raise ModelError(
-                f"allow_wrong_numbers names {', '.join(map(repr, unknown))}, but the codes are "
-                f"{', '.join(FAULTS)}.{hint}\n  Name codes of faults, such as ('SL205',)."
-            )
+        for fault in unknown_codes(self.allowed):
+            raise ModelError(f"{fault}\n  Name codes of faults, such as ('SL205',).")
 
     def __call__(self, program: Any, arguments: Sequence[Any], mesh: Any) -> None:
         """Compiles a jitted program and refuses it if it computes wrong numbers.
@@ -55,6 +50,18 @@ class ProgramCheck:
             if refused:
                 raise WrongProgramError(_message(refused), tuple(refused))
         self._checked.add(program)
+
+
+def unknown_codes(codes: Sequence[str]) -> list[str]:
+    """Returns what is wrong with codes that are to be allowed: one text that names those which are
+    not codes of `FAULTS`, or nothing."""
+    unknown = [code for code in codes if code not in FAULTS]
+    if not unknown:
+        return []
+    return [
+        f"allow_wrong_numbers names {', '.join(map(repr, unknown))}, but the codes are "
+        f"{', '.join(FAULTS)}.{did_you_mean(str(unknown[0]), FAULTS)}"
+    ]
 
 
 def _is_traced(leaf: Any) -> bool:

@@ -28,6 +28,11 @@ class TrainConfig:
     """Groups along the mesh axis `data` that train apart and agree now and then; null for none."""
     guards: GuardsConfig = GuardsConfig()
     """Which updates are refused, and when the run goes back to a checkpoint."""
+    constrain: Literal["auto", "user"] = "auto"
+    """Who decides where values of the loss lie, in training and evaluation. auto: shardlib, where
+    the constraints of the model leave it open; user: XLA's partitioner."""
+    allow_wrong_numbers: tuple[str, ...] = ()
+    """Codes of faults of the compiler, such as SL205, with which a step runs all the same."""
     offload_optimizer: bool = False
     """Whether the optimizer state stays in the memory of the hosts between updates."""
     label_smoothing: float = 0.0
@@ -59,6 +64,7 @@ class TrainConfig:
             for name in ("steps", "global_batch", "microbatches", "log_every")
             if getattr(self, name) != "auto" and getattr(self, name) < 1
         ]
+        faults += unknown_codes(self.allow_wrong_numbers)
         if self.sample_every is not None and self.sample_every < 1:
             faults.append(f"sample_every must be at least 1, or null, not {self.sample_every}")
         if self.microbatches != "auto" and self.global_batch % max(self.microbatches, 1):

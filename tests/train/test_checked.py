@@ -43,7 +43,7 @@ def state_on(mesh, **options):
 def test_a_wrong_step_is_refused_and_names_what_is_wrong():
     state = state_on(WRONG)
     with pytest.raises(WrongProgramError) as refused:
-        sl.make_train_step(loss)(state, BATCH)
+        sl.make_train_step(loss, constrain="user")(state, BATCH)
     text = str(refused.value)
     assert {fault.code for fault in refused.value.faults} == {"SL205"}
     assert "test_checked.py:" in text
@@ -57,14 +57,14 @@ def test_a_wrong_step_is_refused_and_names_what_is_wrong():
 
 
 def test_it_is_refused_each_time():
-    state, step = state_on(WRONG), sl.make_train_step(loss)
+    state, step = state_on(WRONG), sl.make_train_step(loss, constrain="user")
     for _ in range(2):
         with pytest.raises(WrongProgramError):
             step(state, BATCH)
 
 
 def test_an_allowed_fault_runs():
-    step = sl.make_train_step(loss, allow_wrong_numbers=("SL205",))
+    step = sl.make_train_step(loss, constrain="user", allow_wrong_numbers=("SL205",))
     _, metrics = step(state_on(WRONG), BATCH)
     assert np.isfinite(metrics["loss"])
 
@@ -97,8 +97,8 @@ def test_an_evaluation_step_is_checked_too():
     assert np.isfinite(sl.make_eval_step(loss)(state_on(WRONG), BATCH)["loss"].value)
     state = state_on(WRONG, axes=("mlp", "embed"))
     with pytest.raises(WrongProgramError, match="SL205"):
-        sl.make_eval_step(loss)(state, BATCH)
-    step = sl.make_eval_step(loss, allow_wrong_numbers=("SL205",))
+        sl.make_eval_step(loss, constrain="user")(state, BATCH)
+    step = sl.make_eval_step(loss, constrain="user", allow_wrong_numbers=("SL205",))
     assert np.isfinite(step(state, BATCH)["loss"].value)
 
 

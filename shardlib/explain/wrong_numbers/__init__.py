@@ -12,6 +12,7 @@ import jax
 
 from shardlib.explain.hlo import Module, parse
 from shardlib.explain.wrong_numbers import tiles
+from shardlib.explain.wrong_numbers.alike import without_copies
 from shardlib.explain.wrong_numbers.faults import FAULTS as FAULTS
 from shardlib.explain.wrong_numbers.faults import Fault as Fault
 from shardlib.explain.wrong_numbers.faults import faults_of
@@ -40,9 +41,10 @@ def wrong_numbers(compiled: Any, mesh: Any, jaxpr: Any = None) -> tuple[Fault, .
     sizes = mesh_sizes(mesh)
     if not is_suspect(text, sizes):
         return ()
-    module = parse(text)
+    text, stands_for = without_copies(text)
     inputs, outputs = map(jax.tree.leaves, (compiled.input_shardings, compiled.output_shardings))
-    return read(module, sizes, jaxpr, dict(enumerate(inputs)), dict(enumerate(outputs)))
+    places = dict(enumerate(inputs)), dict(enumerate(outputs))
+    return read(parse(text), sizes, jaxpr, *places, stands_for)
 
 
 def read(
@@ -51,6 +53,7 @@ def read(
     jaxpr: Any = None,
     inputs: Mapping[int, Any] = NOTHING,
     outputs: Mapping[int, Any] = NOTHING,
+    stands_for: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Fault, ...]:
     """Returns what is wrong in the text of a program; see `wrong_numbers`.
 
@@ -62,11 +65,12 @@ def read(
             that are left out are read in the text, where it has them.
         outputs: Those of its results. One that is left out is compared with the parameter whose
             memory it takes.
+        stands_for: Of computations that the text has no more, which one is read for each.
     """
     devices = _partitions(module)
     if devices < 2 or module.entry not in module.computations:
         return ()
-    reader = Reader(module, devices)
+    reader = Reader(module, devices, stands_for)
     entry = module.computations[module.entry]
     parameters = {int(one.operands): one for one in entry if one.opcode == "parameter"}
     arguments = []

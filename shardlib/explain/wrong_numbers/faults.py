@@ -137,18 +137,18 @@ def _implied(module: Module, suffix: str) -> Iterator[Instruction]:
 
 
 def _batch_groups(module: Module, jaxpr: Any) -> Iterator[Fault]:
+    traded = [
+        one for one in _implied(module, "conv_general_dilated") if "transpose(" in one.op_name
+    ]
     grouped = [
         placed
-        for placed in _equations(jaxpr, "conv_general_dilated")
+        for placed in (_equations(jaxpr, "conv_general_dilated") if traded else ())
         if placed.equation.params["batch_group_count"] > 1 and "transpose(" not in placed.name
     ]
-    if not grouped:
-        return
-    for one in _implied(module, "conv_general_dilated"):
-        if "transpose(" in one.op_name:
-            groups = grouped[0].equation.params["batch_group_count"]
-            what = f"the gradient of a convolution with {groups} batch groups is cut."
-            yield Fault("SL207", what, where_of(module, one))
+    for one in traded if grouped else ():
+        groups = grouped[0].equation.params["batch_group_count"]
+        what = f"the gradient of a convolution with {groups} batch groups is cut."
+        yield Fault("SL207", what, where_of(module, one))
 
 
 def _pools(module: Module) -> Iterator[Fault]:
@@ -184,8 +184,10 @@ def _window(instruction: Instruction) -> tuple[list[int], list[int]]:
 
 
 def _starts(module: Module, reader: Reader, jaxpr: Any) -> Iterator[Fault]:
-    padded = _interior(jaxpr)
-    for start in _each(reader, Start):
+    starts = _each(reader, Start)
+    is_pad = any(start.instruction.op_name.endswith("/pad") for start in starts)
+    padded = _interior(jaxpr) if is_pad else set()
+    for start in starts:
         name = start.instruction.op_name
         if "shard_map" in name:
             continue

@@ -9,7 +9,7 @@ until nothing changes. What is not understood is unknown, and an unknown contrad
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from shardlib.explain.explicit import is_explicit
@@ -32,6 +32,7 @@ from shardlib.explain.wrong_numbers.values import (
 )
 from shardlib.explain.wrong_numbers.vectors import APART, SAME
 
+_NOTHING = Value(unknown(()))
 _ROUNDS = 6
 """In which a loop comes to rest; what still changes then is unknown."""
 _DISTINCT = ("rng", "rng-get-and-update-state", "infeed", "recv", "recv-done", "send")
@@ -75,17 +76,26 @@ class Start(NamedTuple):
 
 
 class Reader:
-    """Reads a program; `notes` holds what was noticed."""
+    """Reads a program; `notes` holds what was noticed.
 
-    def __init__(self, module: Module, devices: int):
+    Args:
+        module: The program.
+        devices: Their number.
+        stands_for: Of computations that the program has no more, which one is read for each.
+    """
+
+    def __init__(self, module: Module, devices: int, stands_for: Mapping[str, str] | None = None):
         self.module = module
+        self.stands_for = stands_for or {}
         self.context = Context(devices)
         self.notes: list[Contradiction | Start] = []
+        self._groups: dict[tuple, collectives.Members | None] = {}
         self._places: dict[tuple[Layout, int], Place | None] = {}
         self._memory: dict[tuple, tuple[AnyValue, list[Contradiction | Start]]] = {}
 
     def run(self, computation: str, arguments: Sequence[AnyValue]) -> AnyValue:
         """Returns what a computation makes of its arguments."""
+        computation = self.stands_for.get(computation, computation)
         key = (computation, *arguments)
         if key not in self._memory:
             before, self.notes = self.notes, []
@@ -106,7 +116,7 @@ class Reader:
                 number = int(instruction.operands)
                 found = arguments[number] if number < len(arguments) else blank(instruction.shape)
             else:
-                operands = [values.get(n, Value(unknown(()))) for n in instruction.operand_names]
+                operands = [values.get(name, _NOTHING) for name in instruction.operand_names]
                 read = [shapes.get(name, "") for name in instruction.operand_names]
                 found = self._value(computation, instruction, operands, read)
             values[instruction.name] = found
@@ -125,7 +135,9 @@ class Reader:
         if opcode in _THROUGH and operands:
             return operands[0] if len(operands) == 1 else tuple(operands)
         if opcode in ("fusion", "call", "async-start"):
-            return self.run(instruction.called()[0], operands)
+            attributes = instruction.attributes
+            name = attributes.get("calls") or attributes.get("to_apply") or ""
+            return self.run(name.lstrip("%"), operands)
         if opcode == "while":
             return self._loop(instruction, operands[0])
         if opcode == "conditional":
@@ -190,10 +202,9 @@ class Reader:
     def _collective(
         self, where: str, instruction: Instruction, kind: str, operands: list[Value]
     ) -> AnyValue:
-        devices = self.context.vectors.devices
         members = None
         if kind != "collective-permute":
-            members = collectives.members_of(instruction, kind, devices)
+            members = self._members(instruction, kind)
         if kind in ("all-reduce", "reduce-scatter") and members and self._adds(instruction):
             for operand in operands:
                 times = collectives.copies_summed(operand, members, self.context)
@@ -218,8 +229,18 @@ class Reader:
             found = tuple(v._replace(layout=unknown(v.layout.shape)) for v in found)
         return found if len(found) > 1 or _returns_tuple(instruction, kind) else found[0]
 
+    def _members(self, instruction: Instruction, kind: str) -> collectives.Members | None:
+        attributes = instruction.attributes
+        marks = (name in attributes for name in ("use_global_device_ids", "channel_id"))
+        key = (kind, attributes.get("replica_groups"), *marks)
+        if key not in self._groups:
+            devices = self.context.vectors.devices
+            self._groups[key] = collectives.members_of(instruction, kind, devices)
+        return self._groups[key]
+
     def _adds(self, instruction: Instruction) -> bool:
-        called = self.module.computations.get((instruction.called() or [""])[0], ())
+        name = (instruction.called() or [""])[0]
+        called = self.module.computations.get(self.stands_for.get(name, name), ())
         opcodes = {one.opcode for one in called} - {"parameter", "convert", "copy", "bitcast"}
         return opcodes == {"add"}
 

@@ -46,6 +46,15 @@ def by_axes(
         shape: Of the part on one device.
         context: That of the program.
     """
+    key = spec, tuple(shape)
+    if key not in context.placed:
+        context.placed[key] = _by_axes(spec, mesh, shape, context)
+    return context.placed[key]
+
+
+def _by_axes(
+    spec: Spec, mesh: Mapping[str, int], shape: Sequence[int], context: Context
+) -> Value | None:
     count = math.prod(mesh.values())
     if count != context.vectors.devices or len(spec) != len(shape):
         return None

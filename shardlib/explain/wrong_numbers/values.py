@@ -2,7 +2,7 @@
 
 import functools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,8 @@ class Context:
 
     def __init__(self, devices: int):
         self.vectors = Vectors(devices)
+        self.placed: dict[Any, Value | None] = {}
+        """Arguments and results by the mesh axes of their dims, and their shapes."""
         self._numbers: list[np.ndarray] = []
         self._known: dict[tuple[bytes, tuple[int, ...]], int] = {}
 

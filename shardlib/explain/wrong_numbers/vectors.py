@@ -51,9 +51,13 @@ class Vectors:
         Args:
             rows: Integers, `[devices, anything]`.
         """
-        order: dict[bytes, int] = {}
         rows = np.ascontiguousarray(rows, np.int64)
-        return self.number(np.array([order.setdefault(row.tobytes(), len(order)) for row in rows]))
+        key = ("classes", rows.tobytes())
+        if key not in self._memory:
+            order: dict[bytes, int] = {}
+            found = [order.setdefault(row.tobytes(), len(order)) for row in rows]
+            self._memory[key] = self.number(np.array(found))
+        return self._memory[key]
 
     def both(self, one: int, other: int) -> int:
         """Returns the classes of devices that are alike in two ways."""
