@@ -234,7 +234,10 @@ def test_explain_prints_a_table_or_json_and_writes_nothing(capfd, tiny, tmp_path
     assert (code, err) == (0, "")
     facts = json.loads(out)
     assert facts["mesh"] == {"data": 4}
-    assert facts["choices"] == {"attention": "xla: the platform is cpu"}
+    assert facts["choices"] == {
+        "attention": "xla: the platform is cpu",
+        "partition": "XLA: the constraints of the model decide where each product lies",
+    }
     assert not (tmp_path / "run").exists()
 
 

@@ -17,9 +17,9 @@ MENDED = {"SL209": (0, 12)}
 
 
 def faults():
-    """Returns title, code and program of each fault."""
+    """Returns title, code and program of each fault; no code where the check does not tell it."""
     text = DOCUMENT.read_text() if DOCUMENT.exists() else ""
-    program = r"^## ([^\n]*) \((SL\d+)\)$.*?```python\n(.*?)```"
+    program = r"^## ([^\n]*?)(?: \((SL\d+)\))?$.*?```python\n(.*?)```"
     return re.findall(program, text, re.DOTALL | re.MULTILINE)
 
 
@@ -39,7 +39,7 @@ def error(expected, got):
 
 
 def test_every_fault_is_documented():
-    assert {code for _, code, _ in faults()} == {f"SL2{n:02}" for n in range(5, 11)}
+    assert {code for _, code, _ in faults() if code} == {f"SL2{n:02}" for n in range(5, 11)}
 
 
 @pytest.mark.parametrize(("title", "code", "program"), faults(), ids=[f[0] for f in faults()])
@@ -63,5 +63,5 @@ def test_the_check_finds_it(title, code, program):
     traced = names["f"].trace(*names["arguments"])
     told = wrong_numbers(traced.lower().compile(), names["mesh"], traced.jaxpr)
     is_mended = code in MENDED and jax.__version_info__ >= MENDED[code]
-    assert {fault.code for fault in told} == (set() if is_mended else {code})
+    assert {fault.code for fault in told} == ({code} if code and not is_mended else set())
     assert {fault.where.source.rpartition(":")[0] for fault in told} <= {"fault.py"}

@@ -1,6 +1,7 @@
 """What a config would place where, on devices that need not be there."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -130,7 +131,19 @@ def _traced(config: RunConfig, devices: Devices) -> Setup:
         rows = config.eval.global_batch or config.train.global_batch
         held_out = batch_spec(config.data, rows)
     traced(parts, batch, held_out, tokenizer)
-    return parts
+    return dataclasses.replace(parts, decided={**parts.decided, **_partition(parts, batch)})
+
+
+def _partition(parts: Setup, batch: Any) -> dict[str, str]:
+    """Returns who partitions the loss and why, as an entry of `Setup.decided`; nothing on one
+    device, and for groups that train apart."""
+    step, reduction = parts.train_step(), parts.reduction()
+    if not isinstance(step, TrainStep) or math.prod(mesh_sizes(parts.scope.mesh).values()) == 1:
+        return {}
+    if reduction is not None and not reduction.even:
+        batch = jax.eval_shape(reduction.arrange, batch)
+    found = step.partition(parts.abstract, batch)
+    return {"partition": f"{found.by}: {found.why.rstrip('.')}"}
 
 
 def _data(config: RunConfig) -> tuple[DataSpec, Tokenizer | None]:

@@ -4,6 +4,7 @@ from typing import Literal
 
 from shardlib.config import configclass
 from shardlib.pipeline.config import PipelineConfig
+from shardlib.train.checked import unknown_codes
 from shardlib.train.guards import GuardsConfig
 from shardlib.train.local_sgd import LocalSGDConfig
 from shardlib.train.reduction import ReductionConfig

@@ -64,7 +64,7 @@ class LossPartitioner:
             outputs: Where the leaves of the result go, from the abstract result; None for one that
                 stays where it is computed.
         """
-        if self.constrain == "user" or self.decide(forward, arguments).by == "XLA":
+        if self.decide(forward, arguments).by == "XLA":
             return fn(*arguments)
         inputs, batch = self.layouts(arguments)
         scope = self.definition.scope
@@ -72,6 +72,8 @@ class LossPartitioner:
 
     def decide(self, forward: Callable[..., Any], arguments: tuple[Any, ...]) -> Partition:
         """Returns who partitions a loss, and why; see `run`. Arguments may be abstract."""
+        if self.constrain == "user":
+            return Partition("XLA", "constrain is 'user'")
         scope = self.definition.scope
         sizes = {name: n for name, n in scope.sizes.items() if name not in manual_axes()}
         if all(n == 1 for n in sizes.values()):

@@ -2,21 +2,24 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from shardlib.aggregate import Aggregate, Mean
 from shardlib.constrain import use
 from shardlib.errors import ModelError
 from shardlib.functional import updated
 from shardlib.loss_signature import called_by_position, check_arity
-from shardlib.manual import axis_size
+from shardlib.manual import axis_size, manual
 from shardlib.microbatch import split
+from shardlib.partition import Placement
+from shardlib.partitioner import Partition
 from shardlib.paths import named_leaves
 from shardlib.pipeline.config import PipelineConfig
 from shardlib.pipeline.schedules import SCHEDULES, schedule_faults
@@ -318,6 +321,44 @@ class TrainStep:
             model_state=updated(definition.module, state.model_state),
         )
 
+    def partition(self, state: TrainState, batch: Any, *inputs: Any) -> Partition:
+        """Returns who partitions the loss of the step, `by`, and `why`; arguments may be abstract.
+
+        Args:
+            state, batch, inputs: Those of the step, rows as they lie.
+        """
+        scope = state.definition.scope
+        reduction = self._reduction(state)
+        microbatches = reduction.inner_microbatches if reduction else self.microbatches
+        loss = self._loss(state, input_shardings(inputs, scope))
+        found: list[Partition] = []
+
+        def decide(rows: Any) -> jax.Array:
+            part = jax.tree.map(lambda x: x[0], split(rows, microbatches))
+            arguments = state.params, state.model_state, part, state.rng, inputs
+            found.append(loss.partition(*arguments))
+            return jnp.int32(0)
+
+        with use(scope.mesh, scope.rules):
+            if reduction is not None:
+                axis = reduction.hops.axis
+                decide = manual(decide, (axis,), (PartitionSpec(axis),), PartitionSpec())
+            jax.eval_shape(decide, host_arrays(batch))
+        return found[-1]
+
+    def _loss(
+        self, state: TrainState, inputs_at: Any, sums_at: Mapping[str, Placement] | None = None
+    ) -> PartLoss:
+        return PartLoss(
+            state.definition,
+            self.loss_fn,
+            self.precision,
+            sums_at,
+            self.batch_axes,
+            self.constrain,
+            inputs_at,
+        )
+
     def _gradients(
         self, state: TrainState, params: Any, batch: Any, inputs: Inputs, inputs_at: Any
     ) -> Gradients:
@@ -329,15 +370,7 @@ class TrainStep:
         # What is summed once goes straight to where it is used.
         is_one = reduction is None and microbatches == 1
         sums_at = definition.updates if is_one else definition.gradients
-        loss = PartLoss(
-            definition,
-            self.loss_fn,
-            self.precision,
-            sums_at,
-            self.batch_axes,
-            self.constrain,
-            inputs_at,
-        )
+        loss = self._loss(state, inputs_at, sums_at)
         arguments = (loss, params, state.model_state, batch, key, inputs)
         if axis_size("stage") > 1:
             pipelined: Any = {"microbatches": microbatches, "config": self.pipeline}

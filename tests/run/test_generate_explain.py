@@ -325,10 +325,10 @@ def test_the_shapes_of_a_batch_are_known_before_the_data_is_read(lab):
 def test_explain_chooses_for_the_platform_of_the_cluster(lab, cluster, attention):
     words = ("precision=bf16", "data.sequence_length=128", "train.sample_length=0")
     config = lab.config("unused", *words)
-    assert run.explain(config, cluster).choices == {"attention": attention}
+    assert run.explain(config, cluster).choices["attention"] == attention
     kernel = attention.partition(":")[0]
     asked = lab.config("unused", *words, f"model.attention={kernel}")
-    assert run.explain(asked, cluster).choices == {"attention": f"{kernel}: asked for"}
+    assert run.explain(asked, cluster).choices["attention"] == f"{kernel}: asked for"
 
 
 def test_a_kernel_for_other_devices_is_refused(lab):
@@ -347,6 +347,7 @@ def test_explain_says_what_a_run_chooses(lab):
         "attention": "xla: the platform is cpu",
         "pipeline": "1f1b, 2 microbatches over 2 stages: 33% idle",
         "microbatches": "2 or more: a run takes the fewest whose step fits into memory",
+        "partition": "XLA: the layers are cut into stages",
     }
     report = run.explain(config)
     assert report.choices == report.to_dict()["choices"] == chosen
@@ -398,3 +399,22 @@ def test_explain_prints_json(finished, lab):
     kernel = next(row for row in facts["rows"] if row["path"] == "head/kernel")
     assert kernel["logical_axes"] == ["embed", "vocab"]
     assert kernel["spec"] == ["fsdp", None]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "partition"),
+    [
+        (("mesh=fsdp=8",), "XLA: the constraints of the model decide where each product lies"),
+        (("mesh=fsdp=8", "train.constrain=user"), "XLA: constrain is 'user'"),
+        (("mesh=data=8", "train.reduction.dtype=bf16"), "XLA: nothing is left to cut here"),
+    ],
+)
+def test_explain_says_who_partitions_the_loss(lab, overrides, partition):
+    report = run.explain(lab.config("unused", *overrides))
+    assert report.choices["partition"] == partition
+    assert f"\npartition: {partition}\n" in str(report)
+
+
+def test_nobody_partitions_the_loss_of_one_device(lab):
+    report = run.explain(lab.config("unused", "mesh=data=1"), "cpu:1")
+    assert "partition" not in report.choices

@@ -41,10 +41,14 @@ def wrong_numbers(compiled: Any, mesh: Any, jaxpr: Any = None) -> tuple[Fault, .
     sizes = mesh_sizes(mesh)
     if not is_suspect(text, sizes):
         return ()
-    text, stands_for = without_copies(text)
     inputs, outputs = map(jax.tree.leaves, (compiled.input_shardings, compiled.output_shardings))
     places = dict(enumerate(inputs)), dict(enumerate(outputs))
-    return read(parse(text), sizes, jaxpr, *places, stands_for)
+    shorter, stands_for = without_copies(text)
+    found = read(parse(shorter), sizes, jaxpr, *places, stands_for)
+    if found and len(shorter) < len(text):
+        # Which of several alike it is in, the whole text tells.
+        return read(parse(text), sizes, jaxpr, *places)
+    return found
 
 
 def read(

@@ -26,6 +26,8 @@ FAULTS: Mapping[str, str] = {
     "SL210": "the gradient of a strided slice or window is cut where its operand is whole",
 }
 """What is wrong in a program that a fault is found in, by code."""
+_NUMPY_PAD = "jit(_pad)"
+"""In the names of what `jnp.pad` does, which never pads between elements."""
 _FIXES = {
     "SL205": "Constrain the output of the operation to the sharding of the batch, without the axes "
     "that its contraction is cut over.",
@@ -198,7 +200,10 @@ def _starts(module: Module, reader: Reader, jaxpr: Any) -> Iterator[Fault]:
             )
             yield Fault("SL209", what, where_of(module, start.instruction))
         elif (
-            start.cuts_whole and name.endswith("/pad") and padded & {(rank, d) for d in start.dims}
+            start.cuts_whole
+            and name.endswith("/pad")
+            and _NUMPY_PAD not in name
+            and padded & {(rank, d) for d in start.dims}
         ):
             what = (
                 "the gradient of a strided slice or window is cut where its operand is whole: "

@@ -1,0 +1,69 @@
+"""A step says who partitions its loss, and why; nothing is compiled or run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardlib as sl
+
+INIT = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+BATCH = {name: np.ones((64, 16), np.float32) for name in "xy"}
+MESH = "data=2,fsdp=2,tensor=2"
+
+
+class Chain(nnx.Module):
+    """Two matmuls, whose results are constrained where `names` are given."""
+
+    def __init__(self, names, rngs):
+        self.names = names
+        self.layers = nnx.List(nnx.Linear(16, 16, kernel_init=INIT, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            x = sl.constrain(x, *self.names) if self.names else x
+        return x
+
+
+def loss(model, batch, rng):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def partition(names=(), mesh=MESH, abstract=True, **options):
+    with sl.use(sl.make_mesh(mesh), sl.rules.STANDARD):
+        make = sl.abstract_state if abstract else sl.init_state
+        state = make(lambda rngs: Chain(names, rngs), optax.sgd(0.1))
+    batch = jax.eval_shape(lambda: BATCH) if abstract else BATCH
+    found = sl.make_train_step(loss, **options).partition(state, batch)
+    return found.by, found.why
+
+
+def test_shardlib_where_nothing_is_constrained():
+    assert partition() == ("shardlib", "the model constrains no activation")
+    assert partition(abstract=False) == partition()
+
+
+def test_shardlib_where_a_product_is_open():
+    by, why = partition(("batch", "mlp"))
+    assert by == "shardlib"
+    assert why.startswith("no constraint decides where dot_general at ")
+
+
+def test_the_compiler_where_the_constraints_decide():
+    by, why = partition(("batch", "mlp"), mesh="data=8")
+    assert (by, why) == ("XLA", "the constraints of the model decide where each product lies")
+
+
+def test_the_compiler_where_the_user_says_so():
+    assert partition(constrain="user") == ("XLA", "constrain is 'user'")
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_inside_of_groups_that_sum_their_gradients_there_is_less_to_cut(microbatches):
+    options = {"reduction": sl.ReductionConfig(dtype="bf16"), "microbatches": microbatches}
+    found = partition(mesh="data=8", **options)
+    assert found == ("XLA", "nothing is left to cut here")
+    assert partition(mesh="data=8", microbatches=microbatches)[0] == "shardlib"
