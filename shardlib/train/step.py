@@ -349,15 +349,8 @@ class TrainStep:
     def _loss(
         self, state: TrainState, inputs_at: Any, sums_at: Mapping[str, Placement] | None = None
     ) -> PartLoss:
-        return PartLoss(
-            state.definition,
-            self.loss_fn,
-            self.precision,
-            sums_at,
-            self.batch_axes,
-            self.constrain,
-            inputs_at,
-        )
+        rest = sums_at, self.batch_axes, self.constrain, inputs_at
+        return PartLoss(state.definition, self.loss_fn, self.precision, *rest)
 
     def _gradients(
         self, state: TrainState, params: Any, batch: Any, inputs: Inputs, inputs_at: Any

@@ -116,3 +116,11 @@ def test_recovery():
     found = figures("recovery.py", "--repeats=1")
     assert 0 < found["stop_seconds"] < found["start_seconds"]
     assert found["hang_seconds"] > 0
+
+
+def test_check_time():
+    sizes = ("--layers=2", "--embed=32", "--batch=8", "--length=8", "--repeats=1")
+    found = figures("check_time.py", *sizes)
+    for name in ("scanned", "unrolled"):
+        assert found[name]["lines"] > 100
+        assert 0 < found[name]["check_seconds"] < found[name]["compile_seconds"]

@@ -1,7 +1,7 @@
 """Whether a program holds what the known faults need: most hold none of it, and are not read.
 
-Reading a program costs some 30 microseconds an instruction, which is much for one of thousands of
-layers; a look at the lines that could matter costs a twentieth of that.
+Reading a program costs much for one of thousands of layers; a look at the lines that could matter
+costs a hundredth of that.
 """
 
 import re
