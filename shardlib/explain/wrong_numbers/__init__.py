@@ -39,7 +39,7 @@ def wrong_numbers(compiled: Any, mesh: Any, jaxpr: Any = None) -> tuple[Fault, .
     """
     text = compiled.as_text() or ""
     sizes = mesh_sizes(mesh)
-    if not is_suspect(text, sizes):
+    if not is_suspect(text, sizes, jaxpr):
         return ()
     inputs, outputs = map(jax.tree.leaves, (compiled.input_shardings, compiled.output_shardings))
     places = dict(enumerate(inputs)), dict(enumerate(outputs))
