@@ -65,7 +65,7 @@ def unknown_codes(codes: Sequence[str]) -> list[str]:
 
 
 def _is_traced(leaf: Any) -> bool:
-    return isinstance(leaf, jax.core.Tracer)
+    return isinstance(leaf, jax.core.Tracer)  # type: ignore[attr-defined]
 
 
 def _message(faults: Sequence[Fault]) -> str:
