@@ -131,33 +131,18 @@ def test_evaluation():
     np.testing.assert_allclose(*sums, rtol=2e-5)
 
 
-def test_groups_that_train_apart():
-    """Local SGD: shardlib's region over fsdp and tensor stands inside of one over data."""
-    case, found = CASES["dense"], []
-    for mesh in (MESH, ONE):
-        local = sl.make_local_sgd(
-            sl.make_train_step(case.loss), sl.LocalSGDConfig(groups=2, inner_steps=2)
-        )
-        groups, losses = local.init(start(case, mesh)), []
-        for _ in range(3):
-            groups, metrics = local(groups, case.batch(ROWS))
-            losses.append(group_means(metrics)["loss"])
-        found.append((losses, groups.params, groups.momentum, groups.groups.opt_state))
-        if mesh == MESH:
-            text = local.lower(groups, case.batch(ROWS)).compile().as_text()
-            assert "/shard_map" + REGION in text
-    close(*found)
-
-
 def distilled(model, batch, rng, teacher):
     difference = model(batch["x"]) - teacher.model(batch["x"])
     outputs = {"rows": sl.Output(difference), "largest": sl.Max(jnp.max(jnp.abs(difference)))}
     return jnp.mean(difference**2), outputs
 
 
+DISTILLED = dataclasses.replace(CASES["dense"], loss=distilled)
+
+
 def test_a_teacher_on_the_mesh_and_what_is_reported():
     """The teacher is a state whose parameters lie as the student's."""
-    case = dataclasses.replace(CASES["dense"], loss=distilled)
+    case = DISTILLED
     (state, metrics), (expected, expected_metrics) = (
         train(case, mesh, inputs=lambda _, mesh=mesh: (start(case, mesh, seed=1),), microbatches=2)
         for mesh in (MESH, ONE)
@@ -167,11 +152,30 @@ def test_a_teacher_on_the_mesh_and_what_is_reported():
     close((state.params, state.opt_state), (expected.params, expected.opt_state))
 
 
-def programs(make, loss, batch, rules, **options):
+def test_groups_that_train_apart():
+    """Local SGD: shardlib's region over fsdp and tensor stands inside of one over data."""
+    case, found = DISTILLED, []
+    for mesh in (MESH, ONE):
+        local = sl.make_local_sgd(
+            sl.make_train_step(case.loss), sl.LocalSGDConfig(groups=2, inner_steps=2)
+        )
+        groups, losses = local.init(start(case, mesh)), []
+        teacher = start(case, mesh, seed=1)
+        for _ in range(3):
+            groups, metrics = local(groups, case.batch(ROWS), teacher)
+            losses.append(group_means({"loss": metrics["loss"]})["loss"])
+        found.append((losses, groups.params, groups.momentum, groups.groups.opt_state))
+        if mesh == MESH:
+            text = local.lower(groups, case.batch(ROWS), teacher).compile().as_text()
+            assert "/shard_map" + REGION in text
+    close(*found)
+
+
+def programs(make, loss, batch, rules, inputs=(), **options):
     """Returns the step as shardlib gives it to XLA, partitioned by shardlib where it will or not
     at all."""
     with sl.use(sl.make_mesh(MESH), rules):
-        state = sl.abstract_state(make, SGD, **options.pop("state", {}))
+        state = sl.abstract_state(make, SGD, inputs=inputs)
     steps = [sl.make_train_step(loss, constrain=who, **options) for who in ("auto", "user")]
     return [step.lower(state, batch).as_text() for step in steps]
 
@@ -212,6 +216,5 @@ def test_models_whose_constraints_decide_are_left_as_they_are(name):
 
 def test_models_that_constrain_nothing_are_not():
     case = CASES["dense"]
-    given = {"state": {"inputs": case.inputs}}
-    auto, user = programs(case.model, case.loss, case.batch(ROWS), case.rules, **given)
+    auto, user = programs(case.model, case.loss, case.batch(ROWS), case.rules, case.inputs)
     assert auto != user
