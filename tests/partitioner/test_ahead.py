@@ -5,6 +5,7 @@ nothing with it and looks at the sums of every gradient.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -25,7 +26,8 @@ CLUSTERS = {
     "v5p-128": ("v5p:4x4x4", "data=4,fsdp=8,tensor=2"),
     "8xh100": (None, "data=2,fsdp=2,tensor=2"),
 }
-ROWS = 64
+ROWS = 4
+"""Of the batch, on each device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ def compile_step(name, mesh, **options):
     with sl.use(mesh, case.rules):
         state = sl.abstract_state(case.model, optax.adamw(1e-3), inputs=case.inputs)
     step = sl.make_train_step(case.loss, **options)
-    host = case.batch(ROWS)
+    host = case.batch(ROWS * math.prod(mesh.shape[axis] for axis in BATCH))
     batch = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in host.items()}
     traced = step.program(state, batch).trace(state, batch)
     return Compiled(traced.lower().compile(), traced.jaxpr, mesh, state)
@@ -85,6 +87,13 @@ def test_nothing_is_summed_twice_or_permuted(cluster, name, mesh_on):
     assert "collective-permute" not in step.text
     # One sum over each axis of the batch, and over nothing else: idle axes hold copies.
     assert step.sums() == {path: {BATCH} for path in named_leaves(step.state.params)}
+
+
+def test_both_readers_find_permuted_rows(mesh_on):
+    """Fault A: XLA brings the rows of the batch into another order, and not back."""
+    step = compile_step("dense", mesh_on("v5e-8"), constrain="user")
+    assert {fault.code for fault in step.faults} == {"SL205"}
+    assert "collective-permute" in step.text
 
 
 def test_both_readers_find_a_sum_over_copies(mesh_on):
