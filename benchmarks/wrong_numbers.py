@@ -14,7 +14,8 @@ by which of the faults A to E; the first has to show none.
 
 Every program is a line of text, and of JSON in the file of `--out`. The last line of the output is
 JSON: for each of `--constrain` how many were right, wrong, refused (an error) and crashed (the
-compiler ended the process), the wrong ones by fault, and the largest error of a right one.
+compiler ended the process), the wrong ones by fault, how many of the wrong and of the right ones
+the check of the compiled step tells, and the largest error of a right one.
 """
 
 import argparse
@@ -129,7 +130,8 @@ def describe(record: dict[str, Any]) -> str:
         return f"{head} {where} {what}: {record['refused'].splitlines()[0][:120]}"
     errors = f"loss {record['loss_error']:.0e} gradients {record['gradient_error']:.0e}"
     fault = f" fault {record['faults']}" if record["faults"] else ""
-    return f"{head} {where} {errors}{fault} {record['kind']}: {what}"
+    told = f" told {record['told']}" if record["told"] else ""
+    return f"{head} {where} {errors}{fault}{told} {record['kind']}: {what}"
 
 
 def summarize(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -145,6 +147,9 @@ def summarize(results: list[dict[str, Any]]) -> dict[str, Any]:
         **{name: status[name] for name in ("right", "wrong", "refused", "crashed")},
         "wrong_forward": sum(record["loss_error"] > LOSS_LIMIT for record in wrong),
         "faults": collections.Counter(record["faults"] for record in wrong),
+        "wrong_told": sum(bool(record["told"]) for record in wrong),
+        "wrong_not_told": sorted(record["seed"] for record in wrong if not record["told"]),
+        "right_told": sum(bool(record["told"]) for record in right),
         "wrong_kinds": collections.Counter(record["kind"] for record in wrong),
         "wrong_seeds": sorted(record["seed"] for record in wrong),
         "largest_right_error": max((r["gradient_error"] for r in right), default=0.0),

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shardlib.mesh import MeshConfig as MeshConfig
     from shardlib.mesh import make_mesh as make_mesh
     from shardlib.partition import shard as shard
+    from shardlib.partitioner import partitioned as partitioned
     from shardlib.pipeline.config import PipelineConfig as PipelineConfig
     from shardlib.plan import plan as plan
     from shardlib.precision import Precision as Precision
@@ -90,6 +91,7 @@ _HOME = {
     "materialize": "train.state",
     "measure_groups": "train.reduce_measure",
     "offload_optimizer": "train.offload",
+    "partitioned": "partitioner",
     "plan": "plan",
     "scan_layers": "stack",
     "shard": "partition",

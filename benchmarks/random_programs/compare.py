@@ -1,7 +1,6 @@
 """The gradients of a program on its mesh against those on one device."""
 
 import dataclasses
-import inspect
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,10 @@ import optax
 import shardlib as sl
 from random_programs.faults import likely_faults
 from random_programs.program import Program
+from shardlib.errors import WrongProgramError
+from shardlib.explain.wrong_numbers import FAULTS
 from shardlib.paths import named_leaves
+from shardlib.train.checked import ProgramCheck
 
 LIMIT = 1e-3
 """A relative error of gradients above this is a wrong number: rounding gives less than 1e-4."""
@@ -40,6 +42,8 @@ class Outcome:
     worst_leaf: str = ""
     faults: str = ""
     refused: str = ""
+    told: str = ""
+    """Codes of the faults that the check of the compiled step tells; it is not left to raise."""
     seconds: float = 0.0
 
     @property
@@ -49,21 +53,18 @@ class Outcome:
         return not (self.refused or (gradients <= LIMIT and self.loss_error <= LOSS_LIMIT))
 
 
-def constrain_is_known() -> bool:
-    """Whether `make_train_step` can be told who constrains activations."""
-    return "constrain" in inspect.signature(sl.make_train_step).parameters
-
-
 def compare(program: Program, constrain: str, expected: tuple[float, Gradients]) -> Outcome:
     """Runs a program on its mesh and compares it with what one device gave."""
     start = time.perf_counter()
     try:
-        loss, gradients = run(program, program.mesh, constrain)
+        told: list[str] = []
+        loss, gradients = run(program, program.mesh, constrain, told)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         return Outcome(refused=text[:2000], seconds=time.perf_counter() - start)
     seconds = time.perf_counter() - start
-    return dataclasses.replace(outcome(program, expected, (loss, gradients)), seconds=seconds)
+    result = outcome(program, expected, (loss, gradients))
+    return dataclasses.replace(result, told=" ".join(told), seconds=seconds)
 
 
 def outcome(
@@ -88,20 +89,33 @@ def outcome(
     return dataclasses.replace(result, faults=faults)
 
 
-def run(program: Program, mesh: str, constrain: str = "user") -> tuple[float, Gradients]:
+def run(
+    program: Program, mesh: str, constrain: str = "user", told: list[str] | None = None
+) -> tuple[float, Gradients]:
     """Returns the loss and the gradients of a program's first step, by path, float64.
 
-    The momentum after the first step is the gradient itself.
+    The momentum after the first step is the gradient itself. The codes of faults that the check of
+    the compiled step finds are added to `told`; the step runs all the same.
     """
     sizes = sl.MeshConfig.parse(mesh).sizes
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     with sl.use(sl.make_mesh(mesh, devices=devices), program.placement.rules):
         state = initial_state(program)
-        # The option is left out where it is not there yet.
-        options: Any = {"constrain": constrain} if constrain_is_known() else {}
-        batch_axes = program.placement.batch_axes
-        step = sl.make_train_step(program.loss, batch_axes=batch_axes, **options)
-        state, metrics = step(state, dict(program.batch))
+        step = sl.make_train_step(
+            program.loss,
+            batch_axes=program.placement.batch_axes,
+            constrain=constrain,  # type: ignore[arg-type]
+            allow_wrong_numbers=tuple(FAULTS),
+        )
+        batch = dict(program.batch)
+        if told is not None:
+            try:
+                ProgramCheck()(
+                    step.program(state, batch), (state, batch), state.definition.scope.mesh
+                )
+            except WrongProgramError as error:
+                told += sorted({fault.code for fault in error.faults})
+        state, metrics = step(state, batch)
     gradients = jax.device_get(state.opt_state[0].trace)
     gradients = {path: x.astype(np.float64) for path, x in named_leaves(gradients).items()}
     return float(metrics["loss"]), gradients

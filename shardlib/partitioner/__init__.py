@@ -7,9 +7,10 @@ executes that as one fully manual program whose collectives are written out.
 """
 
 from shardlib.partitioner.decided import Partition as Partition
-from shardlib.partitioner.decided import undecided as undecided
+from shardlib.partitioner.decided import who_partitions as who_partitions
 from shardlib.partitioner.entry import analyze as analyze
 from shardlib.partitioner.entry import execute as execute
 from shardlib.partitioner.entry import partitioned as partitioned
+from shardlib.partitioner.entry import trace as trace
 from shardlib.partitioner.layout import Layout as Layout
 from shardlib.partitioner.layout import from_spec as from_spec

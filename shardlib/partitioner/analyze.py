@@ -134,7 +134,7 @@ class Walk:
 
     def _step(self, operation: Operation, ins: list[Layout]) -> Step:
         name = operation.name
-        if name in _UNSUPPORTED or operation.equation.effects or _is_placed(operation):
+        if is_unsupported(operation):
             raise _refusal(name, operation)
         if name in REMAT:
             return loops.again(self, operation, ins)
@@ -287,10 +287,12 @@ def _can_be_made(operation: Operation, ins: Sequence[Layout]) -> bool:
     return is_pointwise and all(layout.made for layout in ins)
 
 
-def _is_placed(operation: Operation) -> bool:
-    """Whether an operation puts values on devices or into memories that it names."""
-    is_put = operation.name == "device_put"
-    return is_put and any(device is not None for device in operation.params["devices"])
+def is_unsupported(operation: Operation) -> bool:
+    """Returns whether an operation sees the mesh itself, has effects, or puts values on devices or
+    into memories that it names."""
+    if operation.name == "device_put":
+        return any(device is not None for device in operation.params["devices"])
+    return operation.name in _UNSUPPORTED or bool(operation.equation.effects)
 
 
 def _refusal(what: str, operation: Operation) -> PartitionError:

@@ -21,27 +21,38 @@ from shardlib.partitioner.program import Program
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A function that was traced, and where its values lie."""
+    """A function that was traced for some arguments."""
 
     closed: ClosedJaxpr
+    shape: Any
+    """Its result, with shapes in place of arrays."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Laid:
+    """A traced function, and where its values lie."""
+
+    traced: Traced
     program: Program
     outputs: tuple[Layout, ...]
-    shape: Any
+
+
+def trace(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Traced:
+    """Traces a function of pytrees; arguments are arrays, tracers or `ShapeDtypeStruct`s."""
+    return Traced(*jax.make_jaxpr(fn, return_shape=True)(*arguments))
 
 
 def analyze(
-    fn: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    traced: Traced,
     scope: Scope,
     inputs: Sequence[Layout],
     outputs: Callable[[Any], Sequence[Layout | None]],
     batch_axes: Sequence[str],
-) -> Traced:
-    """Traces a function and decides where its values lie.
+) -> Laid:
+    """Decides where the values of a function lie.
 
     Args:
-        fn: Any function of pytrees of arrays.
-        arguments: What it is called with; arrays, tracers or `ShapeDtypeStruct`s.
+        traced: The function.
         scope: The mesh and rules.
         inputs: Where each leaf of the arguments lies.
         outputs: Where each leaf of the result is to lie, from the abstract result.
@@ -50,8 +61,8 @@ def analyze(
     Raises:
         PartitionError: If it holds what cannot be partitioned.
     """
-    closed, shape = jax.make_jaxpr(fn, return_shape=True)(*arguments)
-    wanted = tuple(outputs(shape))
+    closed = traced.closed
+    wanted = tuple(outputs(traced.shape))
     consts = [_const_layout(x, scope) for x in closed.consts]
     analysis = Analysis(scope.sizes, batch_axes)
     dims = [None if layout is None else layout.dims for layout in wanted]
@@ -60,7 +71,7 @@ def analyze(
     outs = tuple(
         here if layout is None else layout for here, layout in zip(left, wanted, strict=True)
     )
-    return Traced(closed, program, outs, shape)
+    return Laid(traced, program, outs)
 
 
 def _const_layout(x: Any, scope: Scope) -> Layout:
@@ -72,29 +83,29 @@ def _const_layout(x: Any, scope: Scope) -> Layout:
     return from_spec((), rank)
 
 
-def execute(traced: Traced, scope: Scope, arguments: tuple[Any, ...]) -> Any:
-    """Returns what a traced function computes, as one manual region over all axes that are left.
+def execute(laid: Laid, scope: Scope, arguments: tuple[Any, ...]) -> Any:
+    """Returns what a function computes, as one manual region over all axes that are left.
 
     Args:
-        traced: The function.
+        laid: The function.
         scope: The mesh and rules.
         arguments: What it is called with; laid out as said to `analyze`.
     """
-    closed, program = traced.closed, traced.program
+    traced, program = laid.traced, laid.program
     sizes = {name: n for name, n in scope.sizes.items() if name not in manual_axes()}
 
     def local(*shards: Any) -> list[Any]:
         lowering = Lowering(sizes)
         values = [Value(layout, x) for layout, x in zip(program.inputs, shards, strict=True)]
         results = lowering.run(program, values)
-        return [lowering.shard(v, want) for v, want in zip(results, traced.outputs, strict=True)]
+        return [lowering.shard(v, want) for v, want in zip(results, laid.outputs, strict=True)]
 
-    leaves = [*closed.consts, *jax.tree.leaves(arguments)]
+    leaves = [*traced.closed.consts, *jax.tree.leaves(arguments)]
     region = jax.shard_map(
         local,
         mesh=scope.mesh_here,
         in_specs=tuple(layout.spec for layout in program.inputs),
-        out_specs=[layout.spec for layout in traced.outputs],
+        out_specs=[layout.spec for layout in laid.outputs],
         axis_names=set(sizes),
         check_vma=False,
     )
@@ -142,8 +153,9 @@ def partitioned(
             specs = _leaf_specs(out_specs, shape)
             return [from_spec(s, len(x.shape)) for s, x in zip(specs, leaves, strict=True)]
 
-        traced = analyze(fn, arguments, scope, inputs, outputs, batch_mesh_axes(scope))
-        return _underived(lambda *leaves: execute(traced, scope, leaves))(*arguments)
+        traced = trace(fn, arguments)
+        laid = analyze(traced, scope, inputs, outputs, batch_mesh_axes(scope))
+        return _underived(lambda *leaves: execute(laid, scope, leaves))(*arguments)
 
     return call
 

@@ -58,7 +58,7 @@ class ProgramCheck:
 
 
 def _is_traced(leaf: Any) -> bool:
-    return isinstance(leaf, jax.core.Tracer)
+    return isinstance(leaf, jax.core.Tracer)  # type: ignore[attr-defined]
 
 
 def _message(faults: Sequence[Fault]) -> str:

@@ -1,6 +1,7 @@
 """Who partitions a loss: shardlib, or XLA by the constraints of the model."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
@@ -11,11 +12,20 @@ from shardlib.constrain import manual_axes
 from shardlib.errors import ModelError, PartitionError, did_you_mean
 from shardlib.mesh import entry_axes
 from shardlib.partition import Placement
-from shardlib.partitioner import Layout, Partition, analyze, execute, from_spec, undecided
+from shardlib.partitioner import (
+    Layout,
+    Partition,
+    analyze,
+    execute,
+    from_spec,
+    trace,
+    who_partitions,
+)
 from shardlib.paths import named_leaves
 from shardlib.train.batches import BatchAxes, batch_shardings
 from shardlib.train.state import Definition
 
+_LOG = logging.getLogger(__name__)
 Constrain = Literal["auto", "user"]
 """`auto`: shardlib partitions what the constraints of the model leave open. `user`: XLA does."""
 
@@ -68,7 +78,13 @@ class LossPartitioner:
             return fn(*arguments)
         inputs, batch = self.layouts(arguments)
         scope = self.definition.scope
-        return execute(analyze(fn, arguments, scope, inputs, outputs, batch), scope, arguments)
+        try:
+            laid = analyze(trace(fn, arguments), scope, inputs, outputs, batch)
+        except PartitionError as error:
+            # A derivative of the user's own can hold what the loss does not.
+            _LOG.warning("XLA partitions the loss: %s", str(error).partition("\n")[0])
+            return fn(*arguments)
+        return execute(laid, scope, arguments)
 
     def decide(self, forward: Callable[..., Any], arguments: tuple[Any, ...]) -> Partition:
         """Returns who partitions a loss, and why; see `run`. Arguments may be abstract."""
@@ -78,16 +94,12 @@ class LossPartitioner:
             return Partition("XLA", "nothing is left to cut here")
         if sizes.get("stage", 1) > 1 or "stage" in manual_axes():
             return Partition("XLA", "the layers are cut into stages")
-        inputs, batch = self.layouts(arguments)
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), arguments)
-        try:
-            traced = analyze(forward, abstract, scope, inputs, _anywhere, batch)
-        except PartitionError as error:
-            return Partition("XLA", str(error).splitlines()[0])
-        why = undecided(traced.program)
-        if why is None:
-            return Partition("XLA", "the constraints of the model decide where each product lies")
-        return Partition("shardlib", why)
+        traced = trace(forward, abstract)
+        inputs, batch = self.layouts(arguments)
+        return who_partitions(
+            traced, lambda: analyze(traced, scope, inputs, _anywhere, batch).program
+        )
 
     def layouts(self, arguments: tuple[Any, ...]) -> tuple[list[Layout], tuple[str, ...]]:
         """Returns where each leaf of the arguments lies, and the mesh axes of the batch."""

@@ -200,6 +200,7 @@ def faulty(aux):
             "  Rename it.",
         ),
     ],
+    ids=["same name", "text", "rows", "rows of another batch", "reserved"],
 )
 def test_what_a_loss_may_not_report(aux, first, fix):
     with pytest.raises(ModelError) as error:
