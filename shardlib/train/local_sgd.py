@@ -182,7 +182,7 @@ class LocalSGD:
         if inputs:
             refuse_shared(state, inputs)
         program = self._program(state, batch, inputs)
-        self.inner.check(program.jitted, (state, batch, *inputs), state.definition.scope.mesh)
+        self.inner.check(program, (state, batch, *inputs), state.definition.scope.mesh)
         return program(state, batch, *inputs)
 
     def lower(self, state: LocalSGDState, batch: Any, *inputs: Any) -> jax.stages.Lowered:
