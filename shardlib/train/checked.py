@@ -8,6 +8,7 @@ import jax
 
 from shardlib.errors import ModelError, WrongProgramError, did_you_mean
 from shardlib.explain.wrong_numbers import FAULTS, Fault, wrong_numbers
+from shardlib.train.batches import Program, moved
 
 _SHOWN = 5
 """Faults that a message lists; one operation seldom comes alone."""
@@ -28,28 +29,30 @@ class ProgramCheck:
         for fault in unknown_codes(self.allowed):
             raise ModelError(f"{fault}\n  Name codes of faults, such as ('SL205',).")
 
-    def __call__(self, program: Any, arguments: Sequence[Any], mesh: Any) -> None:
+    def __call__(self, program: Program, arguments: Sequence[Any], mesh: Any) -> None:
         """Compiles a jitted program and refuses it if it computes wrong numbers.
 
         JAX keeps what is compiled here and runs it when the program is called.
 
         Args:
-            program: What `jax.jit` returned.
-            arguments: What it is called with.
+            program: The program.
+            arguments: What it is called with, wherever it lies.
             mesh: The mesh that it runs on.
 
         Raises:
             WrongProgramError: If the compiler made another program of it than what was written.
         """
-        if program in self._checked or any(map(_is_traced, jax.tree.leaves(arguments))):
+        if program.jitted in self._checked or any(map(_is_traced, jax.tree.leaves(arguments))):
             return
         if mesh.size > 1:
-            traced = program.trace(*arguments)
+            state, *others = arguments
+            others = moved(tuple(others), program.placed) or others
+            traced = program.jitted.trace(state, *others)
             found = wrong_numbers(traced.lower().compile(), mesh, traced.jaxpr)
             refused = [fault for fault in found if fault.code not in self.allowed]
             if refused:
                 raise WrongProgramError(_message(refused), tuple(refused))
-        self._checked.add(program)
+        self._checked.add(program.jitted)
 
 
 def unknown_codes(codes: Sequence[str]) -> list[str]:

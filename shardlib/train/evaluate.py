@@ -77,7 +77,7 @@ class EvalStep:
 
     def __call__(self, state: TrainState, batch: Any, *inputs: Any) -> dict[str, Aggregate]:
         program = self._program(state, batch, inputs)
-        self.check(program.jitted, (state, batch, *inputs), state.definition.scope.mesh)
+        self.check(program, (state, batch, *inputs), state.definition.scope.mesh)
         return program(state, batch, *inputs)
 
     def program(self, state: TrainState, batch: Any, *inputs: Any) -> Any:

@@ -182,7 +182,7 @@ class LocalSGD:
         if inputs:
             refuse_shared(state, inputs)
         program = self._program(state, batch, inputs)
-        self.inner.check(program.jitted, (state, batch, *inputs), state.definition.scope.mesh)
+        self.inner.check(program, (state, batch, *inputs), state.definition.scope.mesh)
         return program(state, batch, *inputs)
 
     def lower(self, state: LocalSGDState, batch: Any, *inputs: Any) -> jax.stages.Lowered:
@@ -243,23 +243,31 @@ class LocalSGD:
         batch_shardings(one, scope, self.inner.batch_axes)
         placed = local_shardings(state)
         by_group = NamedSharding(scope.mesh, PartitionSpec(*over_groups(scope.mesh)))
+
+        def local_step(state: LocalSGDState, batch: Any, *inputs: Any) -> tuple[LocalSGDState, Any]:
+            return self._step(state, batch, inputs, given[1:])
+
         jitted = jax.jit(
-            self._step,
+            local_step,
             donate_argnums=0,
             in_shardings=(placed, *given),
             out_shardings=(placed, by_group),
         )
         return Program(jitted, given)
 
-    def _step(self, state: LocalSGDState, batch: Any, *inputs: Any) -> tuple[LocalSGDState, Any]:
+    def _step(
+        self, state: LocalSGDState, batch: Any, inputs: Inputs, inputs_at: Any
+    ) -> tuple[LocalSGDState, Any]:
         definition = state.definition
         with use(definition.scope.mesh, definition.scope.rules):
-            groups, metrics = self._inner_step(state.groups, batch, inputs)
+            groups, metrics = self._inner_step(state.groups, batch, inputs, inputs_at)
             state = dataclasses.replace(state, groups=groups)
             is_last = groups.step % self.config.inner_steps == 0
             return jax.lax.cond(is_last, self._agree, lambda state: state, state), metrics
 
-    def _inner_step(self, groups: TrainState, batch: Any, inputs: Inputs) -> tuple[TrainState, Any]:
+    def _inner_step(
+        self, groups: TrainState, batch: Any, inputs: Inputs, inputs_at: Any
+    ) -> tuple[TrainState, Any]:
         """Every group takes a step; devices along `data` hold one or several of them."""
         definition, step = groups.definition, groups.step
         count = self._count(definition)
@@ -273,7 +281,7 @@ class LocalSGD:
                 params, model_state, opt_state, window, index, rows = group
                 key = jax.random.fold_in(rng, index)
                 state = TrainState(step, params, model_state, opt_state, key, definition, window)
-                new, metrics = self.inner.apply(state, rows, inputs)
+                new, metrics = self.inner.apply(state, rows, inputs, inputs_at)
                 return new.params, new.model_state, new.opt_state, new.spike_window, metrics
 
             here = own[-1].shape[0]

@@ -206,7 +206,7 @@ class TrainStep:
             refuse_shared(state, inputs)
         batch = self.arrange(state, batch)
         program = self._program(state, batch, inputs)
-        self.check(program.jitted, (state, batch, *inputs), state.definition.scope.mesh)
+        self.check(program, (state, batch, *inputs), state.definition.scope.mesh)
         return program(state, batch, *inputs)
 
     def lower(self, state: TrainState, batch: Any, *inputs: Any) -> jax.stages.Lowered:
