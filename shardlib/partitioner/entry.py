@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.constrain import Scope, active_or, manual_axes
+from shardlib.constrain import Scope, active_or, manual_axes, platform
 from shardlib.errors import ModelError
 from shardlib.mesh import entry_axes
 from shardlib.partitioner import indexing, products, reductions, shapes  # noqa: F401 (rules)
@@ -95,7 +95,7 @@ def execute(laid: Laid, scope: Scope, arguments: tuple[Any, ...]) -> Any:
     sizes = {name: n for name, n in scope.sizes.items() if name not in manual_axes()}
 
     def local(*shards: Any) -> list[Any]:
-        lowering = Lowering(sizes)
+        lowering = Lowering(sizes, ordered=platform() == "cpu")
         values = [Value(layout, x) for layout, x in zip(program.inputs, shards, strict=True)]
         results = lowering.run(program, values)
         return [lowering.shard(v, want) for v, want in zip(results, laid.outputs, strict=True)]

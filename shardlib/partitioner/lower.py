@@ -1,6 +1,7 @@
 """Executes a partitioned program on the shards of one device, inside of a fully manual region."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from jax.extend import source_info_util
 from shardlib.jaxprs import REMAT, is_literal, scan_parts
 from shardlib.partitioner.choose import Assignment, dims_of
 from shardlib.partitioner.factors import Dim, bind
-from shardlib.partitioner.layout import Layout, Sizes, degree, move, whole
+from shardlib.partitioner.layout import Layout, Sizes, degree, move, moved_bytes, whole
+from shardlib.partitioner.order import CollectiveOrder
 from shardlib.partitioner.program import Program, Step
 
 
@@ -54,10 +56,16 @@ def _index(axes: Sequence[str], sizes: Sizes) -> Any:
 
 
 class Lowering:
-    """Runs programs on shards. `sizes` are the devices along each mesh axis."""
+    """Runs programs on shards.
 
-    def __init__(self, sizes: Sizes):
+    Args:
+        sizes: Devices along each mesh axis.
+        ordered: Whether loops wait for collectives, as CPU devices need it.
+    """
+
+    def __init__(self, sizes: Sizes, *, ordered: bool = False):
         self.sizes = sizes
+        self._order = CollectiveOrder() if ordered else None
 
     def run(self, program: Program, values: Sequence[Value]) -> list[Value]:
         """Returns the results of a program, given its constants and then its arguments."""
@@ -106,7 +114,13 @@ class Lowering:
         if have.zero:
             # Zeros are a pending sum over any axes.
             have = dataclasses.replace(have, pending=have.pending | want.pending, zero=False)
-        return move(value.x, have, want, self.sizes)
+        return self._send(value.x, lambda x: move(x, have, want, self.sizes), have, want)
+
+    def _send(self, x: Any, collective: Any, have: Layout, want: Layout) -> Any:
+        is_sent = moved_bytes(1.0, have, want.dims, self.sizes) > 0 or have.pending - want.pending
+        if self._order is None or not is_sent:
+            return collective(x)
+        return self._order.send(x, collective)
 
     # -- one equation
 
@@ -118,8 +132,8 @@ class Lowering:
             return [self._lazily(step, ins, i) for i in range(len(step.results))]
         shards = [self.shard(v, want) for v, want in zip(ins, step.operands, strict=True)]
         if name in ("scan", "while", "cond"):
-            run = {"scan": self._scan, "while": self._while, "cond": self._cond}[name]
-            return _values(step.results, run(step, shards))
+            loop = {"scan": self._scan, "while": self._while, "cond": self._cond}[name]
+            return _values(step.results, self._in_order(functools.partial(loop, step), shards))
         if name == "sharding_constraint":
             return _values(step.results, shards)
         if step.factors is None:
@@ -133,8 +147,17 @@ class Lowering:
         for factor, kind in factors.reduced.items():
             axes = step.assignment.get(factor, ())
             if axes and kind != "sum":
-                results = [_extreme(x, kind, axes) for x in results]
+                results = [self._extreme(x, kind, axes) for x in results]
         return results
+
+    def _extreme(self, x: Any, kind: str, axes: tuple[str, ...]) -> Any:
+        def collective(x: Any) -> Any:
+            return _extreme(x, kind, axes)
+
+        return collective(x) if self._order is None else self._order.send(x, collective)
+
+    def _in_order(self, loop: Any, shards: list[Any]) -> Sequence[Any]:
+        return loop(shards) if self._order is None else self._order.loop(shards, loop)
 
     def _lazily(self, step: Step, ins: list[Value], number: int) -> Value:
         """A value that is made, shard by shard, in the layouts in which it is read."""
@@ -212,8 +235,13 @@ class Lowering:
         self, program: Program, consts: Sequence[Any], xs: Sequence[Any], out: Sequence[Layout]
     ) -> list[Any]:
         layouts = program.inputs[len(consts) :]
+        order = self._order
+        # Bodies are traced on their own: nothing in them waits for what is outside.
+        self._order = None if order is None else CollectiveOrder()
         results = self.run(program, [*_whole_values(consts), *_values(layouts, xs)])
-        return [self.shard(v, want) for v, want in zip(results, out, strict=True)]
+        shards = [self.shard(v, want) for v, want in zip(results, out, strict=True)]
+        self._order = order
+        return shards
 
 
 def _values(layouts: Sequence[Layout], shards: Sequence[Any]) -> list[Value]:

@@ -223,3 +223,25 @@ def test_refusals(mesh):
             assert "leave the function to XLA" in str(error.value)
         with pytest.raises(ModelError, match="was differentiated"):
             jax.grad(lambda x: partitioned(lambda v: jnp.sum(v**2), (P(),))(x))(numbers(8))
+
+
+def test_loops_and_collectives_keep_one_order_on_cpu_devices(mesh):
+    """Two loops that do not read each other, and sums outside of them: in another order on each
+    device they would take each other's data."""
+
+    def fn(x, w, v):
+        def loop(w):
+            return lax.scan(lambda h, row: (jnp.tanh(row @ w + h @ w), None), x[0] * 0, x)[0]
+
+        return jnp.sum(loop(w) * loop(v)), jnp.sum(x @ w @ v), jnp.sum(jnp.tanh(x) ** 2)
+
+    args = numbers(12, 16, 16), numbers(16, 16), numbers(16, 16)
+    specs = P(None, "data", "tensor"), P("tensor", "fsdp"), P("fsdp", "tensor")
+    with sl.use(mesh, sl.rules.STANDARD):
+        grad = jax.value_and_grad(lambda *a: sum(fn(*a)), argnums=(0, 1, 2))
+        step = jax.jit(partitioned(grad, specs))
+        first = jax.device_get(step(*args))
+        for _ in range(10):
+            again = jax.device_get(step(*args))
+            jax.tree.map(np.testing.assert_array_equal, again, first)
+    same(mesh, grad, args, specs, tolerance=2e-4)
