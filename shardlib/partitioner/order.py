@@ -51,4 +51,4 @@ def _after(x: Any, done: Sequence[Any]) -> Any:
         first = lax.slice(other, (0,) * other.ndim, (1,) * other.ndim).reshape(())
         number = first.astype(jnp.float32)
         never |= (number != number) & (number == number)
-    return jnp.where(never, jnp.zeros_like(x), x)
+    return jnp.where(never, jnp.zeros(x.shape, x.dtype), x)
