@@ -124,3 +124,13 @@ def test_check_time():
     for name in ("scanned", "unrolled"):
         assert found[name]["lines"] > 100
         assert 0 < found[name]["check_seconds"] < found[name]["compile_seconds"]
+
+
+def test_unannotated():
+    found = figures("unannotated.py", "--models=mlp", "--meshes", "fsdp=8", "--platform=cpu")
+    (row,) = found["rows"]
+    assert found["largest_sent_ratio"] == row["sent_ratio"]
+    # Four pairs of kernels of 1024 x 4096 float32 are gathered, and their gradients scattered. For
+    # the backward pass the compiler keeps what it gathered, or gathers it again.
+    kernels = 4 * 2 * 1024 * 4096 * 4 * 7 / 8
+    assert 2 <= row["sent"][1] / kernels < 3.1
