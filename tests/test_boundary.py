@@ -222,7 +222,7 @@ def test_a_linen_module_of_its_own_is_left_as_it_is():
         return jnp.mean((twice - wide) ** 2)
 
     state = start("linen", "bf16")
-    step = sl.make_train_step(loss_fn, precision="bf16")
+    step = sl.make_train_step(loss_fn, precision="bf16", constrain="user")
     jaxpr = str(step.program(state, {"x": X}).trace(state, {"x": X}).jaxpr)
     forward = re.findall(r":(\w+)\[16,(?:64|256)\] = dot_general", jaxpr)
     assert forward.count("f32") == 1

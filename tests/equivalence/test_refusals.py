@@ -253,18 +253,18 @@ CASES = {
     "batch": (
         Asked("data=4,fsdp=2", rows=12),
         RuleError,
-        "logical axis 'batch' (dim 0 of ('batch',), shape (12,)) cannot be sharded: "
-        "data+fsdp+expert=8 does not divide 12.\n"
-        "  Change the dim or the mesh (data=4,fsdp=2), or allow replication: "
-        "activations={'batch': ['data+fsdp+expert', None]}.",
+        "the batch's num_bytes: logical axis 'batch' (dim 0 of ('batch',), shape (12,)) cannot be "
+        "sharded: data+fsdp+expert=8 does not divide 12.\n"
+        "  Leave out a last batch of fewer rows (drop_last=True in most loaders) or pad it, choose "
+        "another batch size, or change the mesh or the rules of the batch.",
     ),
     "microbatch": (
         Asked("data=4,tensor=2", options={"microbatches": 4}),
         RuleError,
-        "logical axis 'batch' (dim 0 of ('batch',), shape (2,)) cannot be sharded: "
-        "data+fsdp+expert=4 does not divide 2.\n"
-        "  Change the dim or the mesh (data=4,tensor=2), or allow replication: "
-        "activations={'batch': ['data+fsdp+expert', None]}.",
+        "the batch's num_bytes: logical axis 'batch' (dim 0 of ('batch',), shape (2,)) cannot be "
+        "sharded: data+fsdp+expert=4 does not divide 2.\n"
+        "  Leave out a last batch of fewer rows (drop_last=True in most loaders) or pad it, choose "
+        "another batch size, or change the mesh or the rules of the batch.",
     ),
     "number of microbatches": (
         Asked("data=2,tensor=4", options={"microbatches": 3}),

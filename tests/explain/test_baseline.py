@@ -72,7 +72,7 @@ def test_entries_that_are_malformed_are_all_named(tmp_path):
         read_baseline(path)
     assert str(caught.value) == (
         f"the baseline {path} is malformed:\n"
-        "  entry 1: 'SL10' is no code. Did you mean 'SL105'?\n"
+        "  entry 1: 'SL10' is no code. Did you mean 'SL210'?\n"
         "  entry 2: it has no 'place'\n"
         "  entry 3: 'SL102' is no mapping with 'code' and 'place'\n"
         "  entry 4: 'wy' is unknown. Did you mean 'why'?\n"

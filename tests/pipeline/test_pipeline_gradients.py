@@ -3,14 +3,16 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from pipelines import Model, loss, make_batch, make_job
+from pipelines import Model, loss, make_batch, make_job, nll
 
 import shardlib as sl
 from shardlib.manual import NESTS_IN_MESH_ORDER_ONLY, manual
 from shardlib.paths import named_leaves
 from shardlib.pipeline import PipelineConfig, bubble_fraction
+from shardlib.stack import scan_layers
 from shardlib.train.gradients import accumulate_gradients
 from shardlib.train.pipelined import pipelined_gradients, pipelined_groups
 from shardlib.train.reduction import ReductionConfig, plan_reduction, reduced_gradients
@@ -182,8 +184,22 @@ def test_inside_of_another_region():
     assert_close(jax.device_get(grads), jax.tree.map(lambda g: 2 * np.asarray(g), once.grads))
 
 
+class Whole(Model):
+    """Runs its layers itself: what travels between them does not leave the model."""
+
+    def __call__(self, tokens):
+        def call(layer, x, _):
+            return layer(x, jnp.zeros(x.shape[0], x.dtype)), None
+
+        return scan_layers(call, self.layers, self.embed(tokens))[0]
+
+
 def test_bfloat16_travels_between_stages():
-    job = make_job("stage=2,data=4", num_layers=2, dtypes="bf16")
+    def loss(model, batch, rng):
+        return nll(model, model(batch["tokens"]), batch)
+
+    make = functools.partial(Whole, 2)
+    job = make_job("stage=2,data=4", make=make, loss=loss, dtypes="bf16")
     program = job.gradients(PipelineConfig(), 2).lower(*job.arguments)
     sent = [line for line in program.as_text().splitlines() if "collective_permute" in line]
     assert sum("bf16>" in line for line in sent) == 2, "activations and their gradients"

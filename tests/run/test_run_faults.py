@@ -59,12 +59,12 @@ def test_malformed_mesh(refused):
 
 
 def test_unknown_logical_axis_in_a_rule(refused):
-    assert refused("rules.params.embd=fsdp", "rules.paths={'**/kernel': [embed, mlp]}") == (
+    assert refused("rules.params.embd=fsdp", "rules.paths={'**/kernels': [embed, mlp]}") == (
         USAGE,
         "RuleError: rules.params.embd: no parameter has the logical axis 'embd'. "
         "Did you mean 'embed'?\n"
         "  Those of this model: embed, head_dim, heads, kv_heads, layers, mlp, norm, vocab.\n"
-        "rules.paths: '**/kernel' gives no parameter its axes: none without axes of its own has "
+        "rules.paths: '**/kernels' gives no parameter its axes: none without axes of its own has "
         "such a path.\n"
         "  Remove it or correct it.\n",
     )
