@@ -252,11 +252,12 @@ def check_rules_used(config: RunConfig, definition: Definition) -> None:
         for name in config.rules.params
         if name not in known
     ]
-    origins = {placement.origin for placement in placements}
+    # A pattern that overrides metadata says so after its name.
+    origins = {placement.origin.partition(", in place of")[0] for placement in placements}
     unnamed = [placement.path for placement in placements if placement.origin != "metadata"]
     faults += [
-        f"rules.paths: {pattern!r} gives no parameter its axes: none without axes of its own has "
-        f"such a path.{did_you_mean(pattern, unnamed)}\n  Remove it or correct it."
+        f"rules.paths: {pattern!r} gives no parameter its axes: none has such a path, or another "
+        f"pattern comes first.{did_you_mean(pattern, unnamed)}\n  Remove it or correct it."
         for pattern in config.rules.paths
         if f"path {pattern}" not in origins
     ]

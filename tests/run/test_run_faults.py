@@ -64,10 +64,20 @@ def test_unknown_logical_axis_in_a_rule(refused):
         "RuleError: rules.params.embd: no parameter has the logical axis 'embd'. "
         "Did you mean 'embed'?\n"
         "  Those of this model: embed, head_dim, heads, kv_heads, layers, mlp, norm, vocab.\n"
-        "rules.paths: '**/kernels' gives no parameter its axes: none without axes of its own has "
-        "such a path.\n"
+        "rules.paths: '**/kernels' gives no parameter its axes: none has such a path, or another "
+        "pattern comes first.\n"
         "  Remove it or correct it.\n",
     )
+
+
+def test_a_pattern_that_overrides_metadata_is_in_use(refused):
+    axes = "[layers, embed, kv_heads, head_dim]"
+    code, err = refused(
+        "rules.params.embd=fsdp", f"rules.paths={{'**/attention/key/kernel': {axes}}}"
+    )
+    assert code == USAGE
+    assert "rules.params.embd: no parameter" in err
+    assert "rules.paths" not in err
 
 
 def test_misspelt_mesh_axis_in_a_rule(refused):
