@@ -227,7 +227,7 @@ class Reader:
             )
         if is_manual(instruction) and kind != "all-reduce":
             found = tuple(v._replace(layout=unknown(v.layout.shape)) for v in found)
-        return found if len(found) > 1 or _returns_tuple(instruction, kind) else found[0]
+        return found if len(found) > 1 or _returns_tuple(instruction, kind) else found[0]  # type: ignore[misc]
 
     def _members(self, instruction: Instruction, kind: str) -> collectives.Members | None:
         attributes = instruction.attributes
