@@ -29,7 +29,7 @@ with hold(pathlib.Path(sys.argv[1]), print):
     sys.stdin.read()
 """
 FORK = """subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
-    if not os.fork():
+    if os.fork():
         time.sleep(60)"""
 
 
