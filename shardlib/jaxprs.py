@@ -9,11 +9,13 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-CALLS = frozenset(
-    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()  # noqa: SIM905
-)
+_CALLS = """
+    jit pjit closed_call core_call eval_jaxpr composite linear_call custom_jvp_call custom_vjp_call
+    custom_vjp_call_jaxpr
+"""
+CALLS = frozenset(_CALLS.split())
 REMAT = frozenset({"remat", "remat2", "checkpoint"})
-_PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "callee")
 
 
 def subprograms(equation: Any) -> Iterator[Any]:

@@ -164,7 +164,7 @@ def _fill_value(given: Any, dtype: Any) -> Any:
     return jnp.asarray(extreme.min if extreme.min < 0 else extreme.max, dtype)
 
 
-@rule("scatter-add", "scatter_add")
+@rule(*(f"scatter{dash}{kind}" for dash in "-_" for kind in ("add", "sub")))
 def scatter_add(equation: Any) -> Factors:
     """Updates are contracted: each device adds those that it has, onto the operand on one of them.
 

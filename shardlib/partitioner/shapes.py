@@ -138,6 +138,32 @@ def split(equation: Any) -> Factors:
     return same_dims(equation, {equation.params["axis"]}, linear="first")
 
 
+@rule("stack")
+def stack(equation: Any) -> Factors:
+    """The new dim is whole."""
+    axis, rank = equation.params["axis"], len(equation.invars[0].aval.shape)
+    every = tuple(range(rank))
+    operands = (every,) * len(equation.invars)
+    shape = equation.invars[0].aval.shape
+    return Factors(operands, ((*every[:axis], None, *every[axis:]),), tuple(shape), linear="all")
+
+
+@rule("unstack")
+def unstack(equation: Any) -> Factors:
+    """The dim that goes is whole."""
+    axis, shape = equation.params["axis"], equation.invars[0].aval.shape
+    operand = tuple(None if dim == axis else dim for dim in range(len(shape)))
+    kept = tuple(dim for dim in operand if dim is not None)
+    results = (kept,) * len(equation.outvars)
+    return Factors((operand,), results, tuple(shape), linear="first")
+
+
+@rule("tile")
+def tile(equation: Any) -> Factors:
+    """A dim that is not repeated is a factor."""
+    return same_dims(equation, {dim for dim, n in enumerate(equation.params["reps"]) if n != 1})
+
+
 @rule("rev")
 def rev(equation: Any) -> Factors:
     return same_dims(equation, set(equation.params["dimensions"]), linear="first")

@@ -34,12 +34,12 @@ def loss_fn(model, batch, rng):
     return jax.numpy.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
-def train(preset, mesh, num_devices=8, constrain="auto"):
+def train(preset, mesh, num_devices=8):
     devices = jax.devices()[:num_devices]
     with sl.use(sl.make_mesh(mesh, devices=devices), sl.rules.preset(preset)):
         optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))
         state = sl.init_state(MLP, optimizer, seed=0)
-        step = sl.make_train_step(loss_fn, microbatches=2, constrain=constrain)
+        step = sl.make_train_step(loss_fn, microbatches=2)
     report = sl.explain(step, state, BATCH)
     held = sl.explain(state)
     for _ in range(3):
@@ -71,7 +71,7 @@ def test_stages_split_more_and_more():
 
 def test_stage_one_and_two_gather_parameters_once_a_step():
     for preset in ("zero1", "zero2"):
-        _, _, _, report = train(preset, "fsdp=8", constrain="user")
+        _, _, _, report = train(preset, "fsdp=8")
         gathered = [c for c in report.collectives if c.kind == "all-gather"]
         assert sum(c.total_bytes for c in gathered) == KERNELS
         assert not any(c.in_loop for c in gathered)
@@ -82,7 +82,7 @@ def test_stage_two_reduces_across_groups_only_what_a_device_keeps():
     2 within a group and then, across groups, a quarter."""
 
     def reduced(preset):
-        _, _, _, report = train(preset, "data=2,fsdp=4", constrain="user")
+        _, _, _, report = train(preset, "data=2,fsdp=4")
         # The norm and the loss may travel along: a few bytes.
         totals = report.totals(at_least_bytes=1024)
         found = {t.mesh_axes: t.bytes // 1024 * 1024 for t in totals}
