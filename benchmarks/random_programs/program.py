@@ -20,7 +20,7 @@ from random_programs.placements import (
     Placement,
     draw_placement,
 )
-from shardlib.mesh import MeshConfig
+from shardlib.mesh import MeshConfig, abstract_mesh
 from shardlib.paths import named_leaves
 from shardlib.rules import DATA
 
@@ -99,7 +99,7 @@ def loss(inputs: int) -> Callable[..., jax.Array]:
 
 def _shapes(model: Any, inputs: tuple[Any, ...]) -> tuple[dict[str, tuple[int, ...]], Any]:
     """Returns the shapes of the parameters by path, and of what the model returns."""
-    mesh = jax.sharding.AbstractMesh((1,), ("data",))
+    mesh = abstract_mesh("data=1", 1)
     with sl.use(mesh, DATA):
         state = sl.abstract_state(model, optax.identity(), inputs=inputs)
         outputs = jax.eval_shape(lambda state, *x: state.model(*x), state, *inputs)

@@ -8,6 +8,8 @@ executes that as one fully manual program whose collectives are written out.
 
 from shardlib.partitioner.decided import Partition as Partition
 from shardlib.partitioner.decided import who_partitions as who_partitions
+from shardlib.partitioner.entry import Laid as Laid
+from shardlib.partitioner.entry import Traced as Traced
 from shardlib.partitioner.entry import analyze as analyze
 from shardlib.partitioner.entry import execute as execute
 from shardlib.partitioner.entry import partitioned as partitioned

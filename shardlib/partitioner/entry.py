@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.constrain import Scope, active_or, manual_axes, platform
@@ -26,6 +26,11 @@ class Traced:
     closed: ClosedJaxpr
     shape: Any
     """Its result, with shapes in place of arrays."""
+
+    def __call__(self, arguments: tuple[Any, ...]) -> Any:
+        """Returns what the function computes, its operations left to XLA."""
+        results = jaxpr_as_fun(self.closed)(*jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(self.shape), results)
 
 
 @dataclasses.dataclass(frozen=True)

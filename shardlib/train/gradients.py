@@ -117,14 +117,16 @@ class PartLoss:
     ) -> Gradients:
         """Returns the gradients of one part."""
 
-        def total(params: Any, *rest: Any) -> tuple[jax.Array, Any]:
+        arguments = params, model_state, part, key, inputs
+        grads, (sums, new) = self._partitioner.run(self._grad, arguments, self._gradients_at)
+        return Gradients(self.pin(grads), sums, new)
+
+    def _grad(self, params: Any, *rest: Any) -> Any:
+        def total(params: Any) -> tuple[jax.Array, Any]:
             sums, new = self(params, *rest)
             return loss_mean(sums).total, (sums, new)
 
-        grad = jax.grad(total, has_aux=True)
-        arguments = params, model_state, part, key, inputs
-        grads, (sums, new) = self._partitioner.run(grad, self, arguments, self._gradients_at)
-        return Gradients(self.pin(grads), sums, new)
+        return jax.grad(total, has_aux=True)(params)
 
     def sums(
         self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
@@ -135,14 +137,14 @@ class PartLoss:
             return self.call(params, model_state, part, (key, key), inputs)[0]
 
         arguments = params, model_state, part, key, inputs
-        return self._partitioner.run(forward, forward, arguments)
+        return self._partitioner.run(forward, arguments)
 
     def partition(
         self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
     ) -> Partition:
-        """Returns who partitions the loss of these arguments, which may be abstract, and why."""
+        """Returns who partitions the gradients of these arguments, which may be abstract, and why."""
         arguments = params, model_state, part, key, inputs
-        return self._partitioner.decide(self, arguments)
+        return self._partitioner.decide(self._grad, arguments, self._gradients_at)
 
     @property
     def _partitioner(self) -> LossPartitioner:

@@ -1,20 +1,21 @@
 """Who partitions a loss: shardlib, or XLA by the constraints of the model."""
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from shardlib.constrain import manual_axes
-from shardlib.errors import ModelError, PartitionError, did_you_mean
+from shardlib.constrain import Scope, manual_axes
+from shardlib.errors import ModelError, did_you_mean
 from shardlib.mesh import entry_axes
 from shardlib.partition import Placement
 from shardlib.partitioner import (
+    Laid,
     Layout,
     Partition,
+    Traced,
     analyze,
     execute,
     from_spec,
@@ -25,7 +26,6 @@ from shardlib.paths import named_leaves
 from shardlib.train.batches import BatchAxes, batch_shardings
 from shardlib.train.state import Definition
 
-_LOG = logging.getLogger(__name__)
 Constrain = Literal["auto", "user"]
 """`auto`: shardlib partitions what the constraints of the model leave open. `user`: XLA does."""
 
@@ -60,7 +60,6 @@ class LossPartitioner:
     def run(
         self,
         fn: Callable[..., Any],
-        forward: Callable[..., Any],
         arguments: tuple[Any, ...],
         outputs: Callable[[Any], list[Layout | None]] = lambda shape: _anywhere(shape),
     ) -> Any:
@@ -68,45 +67,56 @@ class LossPartitioner:
 
         Args:
             fn: The function.
-            forward: The loss alone, with no derivative: whether its layouts are decided is read
-                from it.
             arguments: `params, model_state, part, key, inputs`.
             outputs: Where the leaves of the result go, from the abstract result; None for one that
                 stays where it is computed.
         """
-        if self.decide(forward, arguments).by == "XLA":
+        if self._beforehand() is not None:
             return fn(*arguments)
-        inputs, batch = self.layouts(arguments)
-        scope = self.definition.scope
-        try:
-            laid = analyze(trace(fn, arguments), scope, inputs, outputs, batch)
-        except PartitionError as error:
-            # A derivative of the user's own can hold what the loss does not.
-            _LOG.warning("XLA partitions the loss: %s", str(error).partition("\n")[0])
-            return fn(*arguments)
-        return execute(laid, scope, arguments)
+        traced = trace(fn, arguments)
+        _, laid = self._decide(traced, arguments, outputs)
+        return traced(arguments) if laid is None else execute(laid, self._scope, arguments)
 
-    def decide(self, forward: Callable[..., Any], arguments: tuple[Any, ...]) -> Partition:
-        """Returns who partitions a loss, and why; see `run`. Arguments may be abstract."""
+    def decide(
+        self,
+        fn: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        outputs: Callable[[Any], list[Layout | None]],
+    ) -> Partition:
+        """Returns who partitions a function, and why; see `run`. Arguments may be abstract."""
+        beforehand = self._beforehand()
+        if beforehand is not None:
+            return beforehand
+        return self._decide(trace(fn, arguments), arguments, outputs)[0]
+
+    @property
+    def _scope(self) -> Scope:
+        return self.definition.scope
+
+    def _beforehand(self) -> Partition | None:
+        """Returns who partitions a loss if that does not depend on the loss."""
         if self.constrain == "user":
             return Partition("XLA", "constrain is 'user'")
-        scope = self.definition.scope
-        sizes = {name: n for name, n in scope.sizes.items() if name not in manual_axes()}
+        sizes = {name: n for name, n in self._scope.sizes.items() if name not in manual_axes()}
         if all(n == 1 for n in sizes.values()):
             return Partition("XLA", "nothing is left to cut here")
         if sizes.get("stage", 1) > 1 or "stage" in manual_axes():
             return Partition("XLA", "the layers are cut into stages")
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), arguments)
-        traced = trace(forward, abstract)
+        return None
+
+    def _decide(
+        self,
+        traced: Traced,
+        arguments: tuple[Any, ...],
+        outputs: Callable[[Any], list[Layout | None]],
+    ) -> tuple[Partition, Laid | None]:
         inputs, batch = self.layouts(arguments)
-        return who_partitions(
-            traced, lambda: analyze(traced, scope, inputs, _anywhere, batch).program
-        )
+        return who_partitions(traced, lambda: analyze(traced, self._scope, inputs, outputs, batch))
 
     def layouts(self, arguments: tuple[Any, ...]) -> tuple[list[Layout], tuple[str, ...]]:
         """Returns where each leaf of the arguments lies, and the mesh axes of the batch."""
         params, model_state, part, key, inputs = arguments
-        placed = batch_shardings(part, self.definition.scope, self.batch_axes)
+        placed = batch_shardings(part, self._scope, self.batch_axes)
         leaves = zip(jax.tree.leaves(part), jax.tree.leaves(placed), strict=True)
         batch = [from_spec(sharding.spec, len(leaf.shape)) for leaf, sharding in leaves]
         axes = dict.fromkeys(axis for layout in batch for axis in (layout.dims or ((),))[0])

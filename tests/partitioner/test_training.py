@@ -218,3 +218,28 @@ def test_models_that_constrain_nothing_are_not():
     case = CASES["dense"]
     auto, user = programs(case.model, case.loss, case.batch(ROWS), case.rules, case.inputs)
     assert auto != user
+
+
+def test_a_derivative_that_shardlib_cannot_partition_is_reported():
+    """The loss itself could be partitioned; what its derivative holds is part of the decision."""
+
+    @jax.custom_vjp
+    def same(x):
+        return x
+
+    def backward(_, gradient):
+        jax.debug.callback(lambda: None)
+        return (gradient,)
+
+    same.defvjp(lambda x: (x, None), backward)
+    case = CASES["dense"]
+
+    def loss(model, batch, rng):
+        return same(case.loss(model, batch, rng))
+
+    state = start(case, MESH)
+    found = sl.make_train_step(loss).partition(state, case.batch(ROWS))
+    assert found.by == "XLA"
+    assert "debug_callback" in found.why
+    assert "test_training.py" in found.why
+    assert sl.make_train_step(case.loss).partition(state, case.batch(ROWS)).by == "shardlib"
