@@ -142,7 +142,7 @@ class PartLoss:
     def partition(
         self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
     ) -> Partition:
-        """Returns who partitions the gradients of these arguments, which may be abstract, and why."""
+        """Returns who partitions the gradients, and why; arguments may be abstract."""
         arguments = params, model_state, part, key, inputs
         return self._partitioner.decide(self._grad, arguments, self._gradients_at)
 
