@@ -71,7 +71,7 @@ class PartLoss:
     constrain: Constrain = "user"
     """Who partitions the loss, as in `make_train_step`."""
     inputs_at: Any = ()
-    """The shardings of the leaves of `inputs`; where they are not known, inputs are whole."""
+    """The shardings of the leaves of `inputs`."""
 
     def __call__(
         self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()

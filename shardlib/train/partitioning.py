@@ -49,7 +49,7 @@ class LossPartitioner:
         definition: What the state is the state of.
         batch_axes: Logical axes of batch leaves by path, as in `make_train_step`.
         constrain: Who partitions, as in `make_train_step`.
-        inputs_at: The shardings of the leaves of `inputs`; those not named are whole.
+        inputs_at: The shardings of the leaves of `inputs`.
     """
 
     definition: Definition
@@ -120,6 +120,7 @@ class LossPartitioner:
         leaves = zip(jax.tree.leaves(part), jax.tree.leaves(placed), strict=True)
         batch = [from_spec(sharding.spec, len(leaf.shape)) for leaf, sharding in leaves]
         axes = dict.fromkeys(axis for layout in batch for axis in (layout.dims or ((),))[0])
+        further = zip(jax.tree.leaves(inputs), jax.tree.leaves(self.inputs_at), strict=True)
         definition = self.definition
         frozen = definition.module.frozen.__contains__
         layouts = [
@@ -127,16 +128,9 @@ class LossPartitioner:
             *placed_layouts(model_state, definition.model_state, frozen),
             *batch,
             *[from_spec((), len(leaf.shape)) for leaf in jax.tree.leaves(key)],
-            *self._input_layouts(inputs),
+            *[_layout(sharding.spec, jnp.ndim(leaf), stored=True) for leaf, sharding in further],
         ]
         return layouts, tuple(axes)
-
-    def _input_layouts(self, inputs: Any) -> list[Layout]:
-        leaves, placed = jax.tree.leaves(inputs), jax.tree.leaves(self.inputs_at)
-        if len(placed) != len(leaves):
-            return [from_spec((), jnp.ndim(leaf)) for leaf in leaves]
-        pairs = zip(leaves, placed, strict=True)
-        return [_layout(sharding.spec, jnp.ndim(leaf), stored=True) for leaf, sharding in pairs]
 
 
 def placed_layouts(
