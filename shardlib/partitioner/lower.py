@@ -11,6 +11,7 @@ from jax.extend import source_info_util
 
 from shardlib.jaxprs import REMAT, is_literal, scan_parts
 from shardlib.partitioner.choose import Assignment, dims_of
+from shardlib.partitioner.extremes import Extreme, extreme
 from shardlib.partitioner.factors import Dim, bind
 from shardlib.partitioner.layout import Layout, Sizes, degree, move, moved_bytes, whole
 from shardlib.partitioner.order import CollectiveOrder
@@ -150,9 +151,9 @@ class Lowering:
                 results = [self._extreme(x, kind, axes) for x in results]
         return results
 
-    def _extreme(self, x: Any, kind: str, axes: tuple[str, ...]) -> Any:
+    def _extreme(self, x: Any, kind: Extreme, axes: tuple[str, ...]) -> Any:
         def collective(x: Any) -> Any:
-            return _extreme(x, kind, axes)
+            return extreme(x, kind, axes)
 
         return collective(x) if self._order is None else self._order.send(x, collective)
 
@@ -254,11 +255,3 @@ def _whole_values(arrays: Sequence[Any]) -> list[Value]:
 
 def _as_it_is(equation: Any, shards: list[Any], cut: Any) -> Sequence[Any]:
     return bind(equation, shards)
-
-
-def _extreme(x: Any, kind: str, axes: tuple[str, ...]) -> Any:
-    """Returns the extreme or the conjunction of what the devices along axes hold."""
-    if kind in ("and", "or"):
-        join = lax.pmin if kind == "and" else lax.pmax
-        return join(x.astype(jnp.uint8), axes).astype(x.dtype)
-    return (lax.pmax if kind == "max" else lax.pmin)(x, axes)
