@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
+from shardlib.errors import PartitionError
 from shardlib.jaxprs import REMAT, Operation, flatten, subprograms
 from shardlib.partitioner.analyze import is_unsupported
 from shardlib.partitioner.entry import Traced
@@ -38,7 +39,11 @@ def who_partitions(traced: Traced, analyze: Callable[[], Program]) -> Partition:
         return Partition("XLA", f"it holds {refused.name} at {source_of(refused)}")
     if all(operation.name != "sharding_constraint" for operation in operations):
         return Partition("shardlib", "the model constrains no activation")
-    why = next(_open(analyze().walk()), None)
+    try:
+        program = analyze()
+    except PartitionError as error:  # a constraint that shardlib cannot keep
+        return Partition("XLA", str(error).partition("\n")[0])
+    why = next(_open(program.walk()), None)
     if why is not None:
         return Partition("shardlib", why)
     return Partition("XLA", "the constraints of the model decide where each product lies")
