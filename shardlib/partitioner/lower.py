@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
 
+from shardlib.extremes import Extreme, extreme
 from shardlib.jaxprs import REMAT, is_literal, scan_parts
 from shardlib.partitioner.choose import Assignment, dims_of
-from shardlib.partitioner.extremes import Extreme, extreme
 from shardlib.partitioner.factors import Dim, bind
 from shardlib.partitioner.layout import Layout, Sizes, degree, move, moved_bytes, whole
 from shardlib.partitioner.order import CollectiveOrder
