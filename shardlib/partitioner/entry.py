@@ -1,6 +1,7 @@
 """Functions that shardlib partitions."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from shardlib.partitioner.layout import Layout, from_spec
 from shardlib.partitioner.lower import Lowering, Value
 from shardlib.partitioner.program import Program
 from shardlib.partitioner.specs import argument_layouts, result_layouts
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +96,10 @@ def execute(laid: Laid, scope: Scope, arguments: tuple[Any, ...]) -> Any:
         arguments: What it is called with; laid out as said to `analyze`.
     """
     traced, program = laid.traced, laid.program
+    if held := program.held_whole():
+        _LOG.warning(
+            "no rule says how to cut what every device computes whole: %s", "; ".join(held)
+        )
     sizes = {name: n for name, n in scope.sizes.items() if name not in manual_axes()}
 
     def local(*shards: Any) -> list[Any]:
