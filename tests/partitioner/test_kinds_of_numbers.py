@@ -42,6 +42,11 @@ def test_the_largest_of_numbers_and_nan_is_nan(mesh, dtype):
     same(mesh, fn, (P("data", ("fsdp", "tensor")),), jnp.asarray(x, dtype))
 
 
+def test_terms_that_overflow_are_summed_before_they_grow(mesh):
+    x = np.float16([[200], [-150]] * 4)
+    same(mesh, lambda x: (jnp.sum(x, 0) * np.float16(300), x[0]), (P(ALL),), x)
+
+
 def test_bits_of_integers_are_joined_by_bits(mesh):
     x = np.random.default_rng(0).integers(-(2**20), 2**20, (8, 8), np.int32) | 0x0FF000
 
