@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from shardlib.extremes import extreme
+
 
 class Mean(NamedTuple):
     """A mean that is not divided yet: sums of microbatches add up to the mean of the batch."""
@@ -101,9 +103,9 @@ def over_axis(tree: Any, axis: str) -> Any:
 
     def joined(x: Any) -> Any:
         if isinstance(x, Max):
-            return Max(jax.lax.pmax(x.value, axis))
+            return Max(extreme(x.value, "max", (axis,)))
         if isinstance(x, Min):
-            return Min(jax.lax.pmin(x.value, axis))
+            return Min(extreme(x.value, "min", (axis,)))
         return next(sums)
 
     return treedef.unflatten([joined(x) for x in leaves])

@@ -22,7 +22,7 @@ FLOORS = (
     (
         "functional", "partition", "constrain", "manual", "precision", "remat", "microbatch",
         "stack", "host_memory", "jaxprs", "losses", "registry", "attention", "pipeline", "moe",
-        "partitioner", "aggregate", "boundary", "loss_signature",
+        "partitioner", "aggregate", "boundary", "loss_signature", "extremes",
     ),
     # 2: knowing
     ("explain", "plan"),

@@ -220,6 +220,9 @@ class Walk:
         asked = from_spec(entries, len(layout.dims))
         if not set(asked.axes) <= set(self.sizes):
             raise _refusal(f"a constraint to axes of another mesh, {sharding.spec},", operation)
+        shape = operation.invars[0].aval.shape
+        if any(n % degree(axes, self.sizes) for n, axes in zip(shape, asked.dims, strict=True)):
+            raise _refusal(f"a constraint of an array {shape} to {sharding.spec}", operation)
         dims = tuple(
             tuple(a for a in layout.dims[dim] if a not in asked.axes) if dim in open_dims else axes
             for dim, axes in enumerate(asked.dims)

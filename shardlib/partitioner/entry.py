@@ -1,13 +1,14 @@
 """Functions that shardlib partitions."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from shardlib.constrain import Scope, active_or, manual_axes, platform
 from shardlib.errors import ModelError
@@ -17,6 +18,9 @@ from shardlib.partitioner.analyze import Analysis
 from shardlib.partitioner.layout import Layout, from_spec
 from shardlib.partitioner.lower import Lowering, Value
 from shardlib.partitioner.program import Program
+from shardlib.partitioner.specs import argument_layouts, result_layouts
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +101,10 @@ def execute(laid: Laid, scope: Scope, arguments: tuple[Any, ...]) -> Any:
         arguments: What it is called with; laid out as said to `analyze`.
     """
     traced, program = laid.traced, laid.program
+    if held := program.held_whole():
+        _LOG.warning(
+            "no rule says how to cut what every device computes whole: %s", "; ".join(held)
+        )
     sizes = {name: n for name, n in scope.sizes.items() if name not in manual_axes()}
 
     def local(*shards: Any) -> list[Any]:
@@ -131,32 +139,24 @@ def partitioned(
 
     Args:
         fn: A function of pytrees of arrays.
-        in_specs: A `PartitionSpec` of mesh axes for each argument, or a pytree of them that is a
-            prefix of the argument.
+        in_specs: A tuple with a `PartitionSpec` of mesh axes for each argument, or a pytree of them
+            that is a prefix of the argument; None for what every device holds whole.
         out_specs: The same for the result; left where the computation leaves it when left out.
         params: Positions of arguments that hold parameters: these are gathered over the axes of the
             batch where they are used.
 
     Raises:
-        RuleError: Outside of `sl.use`.
+        RuleError: Outside of `sl.use`, or if specs do not fit the mesh or what they are of.
         PartitionError: If `fn` holds an operation that cannot be partitioned.
     """
 
     def call(*arguments: Any) -> Any:
         scope = active_or(None, None)
-        inputs = []
-        for number, (specs, argument) in enumerate(zip(in_specs, arguments, strict=True)):
-            for leaf, spec in zip(
-                jax.tree.leaves(argument), _leaf_specs(specs, argument), strict=True
-            ):
-                inputs.append(from_spec(spec, leaf.ndim, stored=number in params))
+        sizes = {name: n for name, n in scope.sizes.items() if name not in manual_axes()}
+        inputs = argument_layouts(in_specs, arguments, sizes, params)
 
         def outputs(shape: Any) -> list[Layout | None]:
-            leaves = jax.tree.leaves(shape)
-            if out_specs is None:
-                return [None] * len(leaves)
-            specs = _leaf_specs(out_specs, shape)
-            return [from_spec(s, len(x.shape)) for s, x in zip(specs, leaves, strict=True)]
+            return result_layouts(out_specs, shape, sizes)
 
         traced = trace(fn, arguments)
         laid = analyze(traced, scope, inputs, outputs, batch_mesh_axes(scope))
@@ -184,11 +184,3 @@ def batch_mesh_axes(scope: Scope) -> tuple[str, ...]:
     """Returns the mesh axes that the rules cut the batch with."""
     every = math.prod(scope.sizes.values())
     return tuple(entry_axes(scope.sharding(("batch",), (every,), "activations").spec[0]))
-
-
-def _leaf_specs(specs: Any, tree: Any) -> list[Any]:
-    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
-    return jax.tree.leaves(
-        jax.tree.map(lambda s, t: jax.tree.map(lambda _: s, t), specs, tree, is_leaf=is_spec),
-        is_leaf=is_spec,
-    )

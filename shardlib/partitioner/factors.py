@@ -116,6 +116,8 @@ def _elementwise(equation: Any) -> Factors | None:
         return None
     if not all(a.shape == () or _repeats(a.shape, shape) for a in avals):
         return None
+    if all(a.shape != shape for a in avals):
+        return None  # the bits of a number as several smaller ones
     operands = tuple(
         tuple(dim if n == shape[dim] else None for dim, n in enumerate(a.shape)) for a in avals
     )
@@ -143,6 +145,8 @@ def _linearity(equation: Any) -> Linear:
         return "no"
     if name in ("add", "add_any", "sub"):
         return "all"
+    if name in ("mul", "div") and jnp.finfo(out).maxexp < 128:
+        return "no"  # in float16 terms overflow whose sum does not
     if name == "mul":
         return "each"
     if name == "div":

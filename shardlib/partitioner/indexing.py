@@ -24,7 +24,7 @@ def dynamic_slice(equation: Any) -> Factors:
     dims = found.operands[0]
 
     def local(equation: Any, values: list[Any], cut: Cut) -> Any:
-        x, *starts = values
+        x, *starts = values[0], *map(_wide, values[1:])
         room = (n - size for n, size in zip(whole, sizes, strict=True))
         starts = [
             jnp.clip(s, 0, most).astype(s.dtype) for s, most in zip(starts, room, strict=True)
@@ -46,6 +46,11 @@ class _first:
 
     def __init__(self, equation: Any, count: int):
         self.invars, self.outvars = equation.invars[:count], equation.outvars
+
+
+def _wide(at: Any) -> Any:
+    """Returns indices in a dtype that holds where pieces begin: 8 and 16 bits may not."""
+    return at.astype(jnp.int32) if at.dtype.itemsize < 4 else at
 
 
 class _Factory:
@@ -127,7 +132,7 @@ def _rows_here(
     looped: list[int],
 ) -> Any:
     """Looks up the rows of this piece of the table; zeros stand for the others'."""
-    x, at = values
+    x, at = values[0], _wide(values[1])
     mode = equation.params["mode"]
     if mode == GatherScatterMode.CLIP:
         at = jnp.clip(at, 0, num_rows - 1)
@@ -215,6 +220,7 @@ def _scatter(equation: Any, *, adds: bool) -> Factors:
                 x = jnp.where(cut.index(factor) == 0, x, jnp.zeros((), dtype))
         if row is None or cut.parts(target[row]) == 1:
             return bind(equation, [x, at, new])
+        at = _wide(at)
         if equation.params["mode"] == GatherScatterMode.CLIP:
             at = jnp.clip(at, 0, operand[row] - 1)
         here = at - (cut.index(target[row]) * x.shape[row]).astype(at.dtype)

@@ -6,7 +6,12 @@ and is walked until a trip leaves it where it was, or else is brought back there
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from shardlib.jaxprs import Operation, scan_parts
 from shardlib.partitioner.layout import Layout, whole
@@ -51,6 +56,7 @@ def scan(walk: "Walk", operation: Operation, ins: list[Layout]) -> Step:
 
 def while_loop(walk: "Walk", operation: Operation, ins: list[Layout]) -> Step:
     """The condition is computed whole, so that all devices make as many trips."""
+    operation, ins = _with_one_condition(operation, ins)
     params = operation.params
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
     consts = [walk.used(x).complete() for x in ins[: num_cond + num_body]]
@@ -62,6 +68,41 @@ def while_loop(walk: "Walk", operation: Operation, ins: list[Layout]) -> Step:
     carry, body = _fixpoint(trip, init, sums_may_wait=False)
     cond = walk.analysis.closed(params["cond_jaxpr"], [*consts[:num_cond], *carry])
     return Step(operation, (*consts, *carry), tuple(carry), bodies=(cond, body))
+
+
+def _with_one_condition(operation: Operation, ins: list[Layout]) -> tuple[Operation, list[Layout]]:
+    """Returns a loop that goes on while any of its rows does.
+
+    The `vmap` of a loop may have a condition for each row: a row keeps its values once it has
+    ended.
+    """
+    params = operation.params
+    cond, body, count = params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"]
+    if not cond.out_avals[0].shape:
+        return operation, ins
+    start = -len(body.out_avals)
+
+    def any_goes_on(*arguments: Any) -> jax.Array:
+        return jnp.any(jaxpr_as_fun(cond)(*arguments)[0])
+
+    def trip(*arguments: Any) -> list[jax.Array]:
+        carry = arguments[start:]
+        goes_on = jaxpr_as_fun(cond)(*arguments[:count], *carry)[0]
+        rows = range(goes_on.ndim)
+        return [
+            lax.select(lax.broadcast_in_dim(goes_on, new.shape, rows), new, old)
+            for new, old in zip(jaxpr_as_fun(body)(*arguments[count:]), carry, strict=True)
+        ]
+
+    changed = {
+        **params,
+        "cond_jaxpr": jax.make_jaxpr(any_goes_on)(*cond.in_avals),
+        "body_jaxpr": jax.make_jaxpr(trip)(*cond.in_avals[:count], *body.in_avals),
+        "body_nconsts": count + params["body_nconsts"],
+    }
+    equation = operation.equation.replace(params=changed)
+    invars = operation.invars[:count] + operation.invars
+    return dataclasses.replace(operation, equation=equation, invars=invars), ins[:count] + ins
 
 
 def cond(walk: "Walk", operation: Operation, ins: list[Layout]) -> Step:

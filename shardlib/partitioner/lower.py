@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
 
+from shardlib.extremes import Extreme, extreme
 from shardlib.jaxprs import REMAT, is_literal, scan_parts
 from shardlib.partitioner.choose import Assignment, dims_of
 from shardlib.partitioner.factors import Dim, bind
@@ -150,9 +151,9 @@ class Lowering:
                 results = [self._extreme(x, kind, axes) for x in results]
         return results
 
-    def _extreme(self, x: Any, kind: str, axes: tuple[str, ...]) -> Any:
+    def _extreme(self, x: Any, kind: Extreme, axes: tuple[str, ...]) -> Any:
         def collective(x: Any) -> Any:
-            return _extreme(x, kind, axes)
+            return extreme(x, kind, axes)
 
         return collective(x) if self._order is None else self._order.send(x, collective)
 
@@ -254,11 +255,3 @@ def _whole_values(arrays: Sequence[Any]) -> list[Value]:
 
 def _as_it_is(equation: Any, shards: list[Any], cut: Any) -> Sequence[Any]:
     return bind(equation, shards)
-
-
-def _extreme(x: Any, kind: str, axes: tuple[str, ...]) -> Any:
-    """Returns the extreme or the conjunction of what the devices along axes hold."""
-    if kind in ("and", "or"):
-        join = lax.pmin if kind == "and" else lax.pmax
-        return join(x.astype(jnp.uint8), axes).astype(x.dtype)
-    return (lax.pmax if kind == "max" else lax.pmin)(x, axes)

@@ -49,6 +49,6 @@ def _after(x: Any, done: Sequence[Any]) -> Any:
     never = jnp.zeros((), bool)
     for other in filter(_is_plain, done):
         first = lax.slice(other, (0,) * other.ndim, (1,) * other.ndim).reshape(())
-        number = first.astype(jnp.float32)
+        number = jnp.real(first).astype(jnp.float32)
         never |= (number != number) & (number == number)
     return jnp.where(never, jnp.zeros(x.shape, x.dtype), x)

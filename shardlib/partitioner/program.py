@@ -10,7 +10,10 @@ from shardlib.jaxprs import Operation
 from shardlib.jaxprs import Program as Flat
 from shardlib.partitioner.choose import Assignment
 from shardlib.partitioner.factors import Factors
-from shardlib.partitioner.layout import Layout
+from shardlib.partitioner.layout import Layout, num_bytes
+
+_LARGE = 2**20
+"""Bytes from which on it matters that every device holds a value whole."""
 
 
 @dataclasses.dataclass
@@ -53,7 +56,18 @@ class Program:
             for body in step.bodies:
                 yield from body.walk()
 
+    def held_whole(self) -> list[str]:
+        """Returns what every device computes whole, where that is large: operations with lines."""
+        found: dict[str, int] = {}
+        for step in self.walk():
+            operation = step.operation
+            most = max(num_bytes(var.aval) for var in (*operation.invars, *operation.outvars))
+            if step.is_whole and most >= _LARGE:
+                name = f"{operation.name} at {source_of(operation)}"
+                found[name] = max(most, found.get(name, 0))
+        return [f"{name} ({size / 2**20:.1f} MiB)" for name, size in found.items()]
+
 
 def source_of(operation: Any) -> str:
     """Returns the source line that an operation comes from."""
-    return summarize(operation.equation.source_info)
+    return summarize(operation.equation.source_info) or "a line that JAX did not record"

@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+import jax.numpy as jnp
+
 from shardlib.partitioner.factors import Factors, Linear, Reduction, rule
 from shardlib.partitioner.shapes import same_dims
 
@@ -16,10 +18,17 @@ _KINDS: dict[str, Reduction] = {
 
 
 @rule("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
-def reduce(equation: Any) -> Factors:
-    """Reduced dims are contracted factors, the others free ones."""
-    shape, axes = equation.invars[0].aval.shape, equation.params["axes"]
+def reduce(equation: Any) -> Factors | None:
+    """Reduced dims are contracted factors, the others free ones.
+
+    No collective joins the bits of integers, or finds the largest of complex numbers.
+    """
+    operand = equation.invars[0].aval
+    shape, axes = operand.shape, equation.params["axes"]
     kind = _KINDS[equation.primitive.name]
+    of_bits = kind in ("and", "or") and operand.dtype != bool
+    if of_bits or (kind in ("max", "min") and jnp.issubdtype(operand.dtype, jnp.complexfloating)):
+        return reduce_whole(equation)
     linear: Linear = "first" if kind == "sum" else "no"
     return Factors(
         (tuple(range(len(shape))),),

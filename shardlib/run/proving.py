@@ -24,6 +24,9 @@ _KEPT = ("head_dim", "window", "loss_chunks", "depth", "experts_per_token")
 """Sizes that are no widths or counts of the model: they stay as they are."""
 _LENGTH, _VOCABULARY, _CLASSES, _PIXELS = 32, 64, 8, 16
 
+_SHOWN = 10
+"""Leaves that a table lists of those that differ."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
@@ -37,12 +40,11 @@ class Proof:
         """Whether nothing differs by more than rounding explains."""
         return not self.comparison.deviations
 
-    def rows(self, most: int = 10) -> list[tuple[str, ...]]:
-        """Returns what differs most against its bound: quantity, error, scale, bound."""
+    def rows(self) -> list[tuple[str, ...]]:
+        """Returns what differs, most against its bound first: quantity, error, scale, bound."""
         worst = sorted(self.comparison.deviations, key=lambda d: -d.error / max(d.bound, 1e-30))
         return [
-            (str(d.quantity), f"{d.error:.1e}", f"{d.scale:.1e}", f"{d.bound:.1e}")
-            for d in worst[:most]
+            (str(d.quantity), f"{d.error:.1e}", f"{d.scale:.1e}", f"{d.bound:.1e}") for d in worst
         ]
 
 
@@ -92,6 +94,7 @@ def prove(config: RunConfig, mesh: str | None = None, *, steps: int = 3) -> Proo
         steps=steps,
         pipeline=step.pipeline,  # type: ignore[union-attr]
         reduction=small.reduction(),
+        constrain=small.train.constrain,
     )
     return Proof(comparison, _sizes(small))
 
@@ -208,11 +211,14 @@ def tables(proofs: Sequence[Proof]) -> str:
     lines = []
     for proof in proofs:
         lines += [str(proof.comparison).split("\n")[0], f"  at {proof.sizes}"]
-        rows = [("quantity", "error", "magnitude", "rounding"), *proof.rows()]
+        found = proof.rows()
+        rows = [("quantity", "error", "magnitude", "rounding"), *found[:_SHOWN]]
         if len(rows) > 1:
             widths = [max(len(row[n]) for row in rows) for n in range(4)]
             lines += [
                 "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
                 for row in rows
             ]
+        if len(found) > _SHOWN:
+            lines.append(f"  and {len(found) - _SHOWN} more; --json lists all")
     return "\n".join(lines)

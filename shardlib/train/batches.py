@@ -19,15 +19,15 @@ BatchAxes = Mapping[str, tuple[str | None, ...]]
 
 
 def structure(state: Any, batch: Any, inputs: tuple[Any, ...] = ()) -> Any:
-    """Returns what a program is made for: whose state, the shapes of a batch, and the shapes and
-    places of further inputs.
+    """Returns what a program is made for: whose state, the shapes and dtypes of a batch, and those
+    and the places of further inputs.
 
     Raises:
         DataError: If a leaf of the batch is not an array; names all that are not.
     """
     leaves, treedef = jax.tree.flatten(batch)
     try:
-        shapes = tuple(leaf.shape for leaf in leaves)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     except AttributeError:
         check_batch(batch)
         raise
@@ -37,7 +37,9 @@ def structure(state: Any, batch: Any, inputs: tuple[Any, ...] = ()) -> Any:
 
 def _structure_of_inputs(inputs: tuple[Any, ...]) -> Any:
     leaves, treedef = jax.tree.flatten(inputs)
-    return treedef, tuple((np.shape(x), getattr(x, "sharding", None)) for x in leaves)
+    return treedef, tuple(
+        (np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "sharding", None)) for x in leaves
+    )
 
 
 def check_batch(batch: Any) -> None:

@@ -104,6 +104,22 @@ def test_a_step_reports_those_of_the_whole_batch(case, expected):
     assert metrics["histogram"].dtype == metrics["id"].dtype == jnp.int32
 
 
+@pytest.mark.parametrize("case", ["whole", "microbatches", "groups"])
+def test_nan_in_a_part_is_the_extreme_of_the_whole(case):
+    def largest(model, batch):
+        loss, aux = loss_fn(model, batch)
+        extremes = {"top": sl.Max(jnp.max(batch["z"], 0)), "least": sl.Min(jnp.min(batch["z"]))}
+        return loss, {**extremes, "id": aux["largest_id"]}
+
+    mesh, options = CASES[case]
+    z = np.arange(4.0 * ROWS, dtype=np.float32).reshape(ROWS, 4)
+    z[3, 2] = np.nan
+    _, metrics = sl.make_train_step(largest, **options)(start(mesh), {**BATCH, "z": z})
+    np.testing.assert_array_equal(metrics["top"], np.max(z, 0))
+    assert np.isnan(metrics["least"])
+    assert metrics["id"] == ROWS - 1
+
+
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "stage=2,data=2,tensor=2"])
 def test_an_evaluation_step_reports_the_same(mesh, expected):
     sums = sl.make_eval_step(loss_fn)(start(mesh), BATCH)

@@ -93,6 +93,17 @@ def test_a_right_step_is_compiled_once():
     assert len(compiled) == first
 
 
+def test_a_batch_of_another_dtype_is_another_program():
+    def by_dtype(model, batch, rng):
+        is_whole = jnp.issubdtype(batch["x"].dtype, jnp.integer)
+        return jnp.mean(model.layers[0].bias[...] ** 2) if is_whole else loss(model, batch, rng)
+
+    step = sl.make_train_step(by_dtype, constrain="user")
+    state, _ = step(state_on(WRONG), {name: x.astype(np.int32) for name, x in BATCH.items()})
+    with pytest.raises(WrongProgramError):
+        step(state, BATCH)
+
+
 def test_an_evaluation_step_is_checked_too():
     assert np.isfinite(sl.make_eval_step(loss)(state_on(WRONG), BATCH)["loss"].value)
     state = state_on(WRONG, axes=("mlp", "embed"))

@@ -67,3 +67,18 @@ def test_inside_of_groups_that_sum_their_gradients_there_is_less_to_cut(microbat
     found = partition(mesh="data=8", **options)
     assert found == ("XLA", "nothing is left to cut here")
     assert partition(mesh="data=8", microbatches=microbatches)[0] == "shardlib"
+
+
+def test_the_compiler_where_shardlib_cannot_keep_a_constraint():
+    mesh = sl.make_mesh(MESH)
+
+    def uneven(model, batch, rng):
+        y = model(batch["x"])[:63]
+        placed = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+        return jnp.mean(jax.lax.with_sharding_constraint(y, placed) ** 2)
+
+    with sl.use(mesh, sl.rules.STANDARD):
+        state = sl.abstract_state(lambda rngs: Chain((), rngs), optax.sgd(0.1))
+    found = sl.make_train_step(uneven).partition(state, jax.eval_shape(lambda: BATCH))
+    assert found.by == "XLA"
+    assert found.why.startswith("a constraint of an array (63, 16)")
