@@ -22,7 +22,9 @@ class Partition:
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
-def who_partitions(traced: Traced, analyze: Callable[[], Laid]) -> tuple[Partition, Laid | None]:
+def who_partitions(
+    traced: Traced, analyze: Callable[[], Laid], constrains: bool | None = None
+) -> tuple[Partition, Laid | None]:
     """Returns who partitions a function, and why; and its layouts if it is shardlib.
 
     XLA does where the function holds what shardlib cannot partition, and where constraints decide
@@ -32,6 +34,8 @@ def who_partitions(traced: Traced, analyze: Callable[[], Laid]) -> tuple[Partiti
     Args:
         traced: The function.
         analyze: Returns the layouts of its values.
+        constrains: Whether the model constrains an activation; None if all constraints that the
+            function holds are the model's.
     """
     operations = list(_operations(traced.closed.jaxpr))
     refused = next(filter(is_unsupported, operations), None)
@@ -41,7 +45,9 @@ def who_partitions(traced: Traced, analyze: Callable[[], Laid]) -> tuple[Partiti
         laid = analyze()
     except PartitionError as error:
         return Partition("XLA", str(error).partition("\n")[0]), None
-    if all(operation.name != "sharding_constraint" for operation in operations):
+    if constrains is None:
+        constrains = any(operation.name == "sharding_constraint" for operation in operations)
+    if not constrains:
         return Partition("shardlib", "the model constrains no activation"), laid
     why = next(_open(laid.program), None)
     if why is not None:

@@ -8,6 +8,7 @@ terms of a sum. A dim without a factor must be whole. This is how Shardy describ
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
@@ -130,6 +131,20 @@ def _elementwise(equation: Any) -> Factors | None:
         flops=size,
         linear=_linearity(equation),
     )
+
+
+COLLECTIVES = ("psum", "pmax", "pmin", "ppermute")
+
+
+@rule(*COLLECTIVES)
+def collective(equation: Any) -> Factors:
+    """A collective over axes of a region around: it does the same with every element."""
+    shapes = [var.aval.shape for var in equation.invars]
+    starts = list(itertools.accumulate((len(shape) for shape in shapes), initial=0))
+    dims = tuple(tuple(range(at, at + len(s))) for at, s in zip(starts, shapes, strict=False))
+    is_sum = equation.primitive.name in ("psum", "ppermute") and len(shapes) == 1
+    sizes = tuple(n for shape in shapes for n in shape)
+    return Factors(dims, dims, sizes, linear="first" if is_sum else "no")
 
 
 def _repeats(small: Sequence[int], shape: Sequence[int]) -> bool:

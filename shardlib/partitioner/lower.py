@@ -12,7 +12,7 @@ from jax.extend import source_info_util
 from shardlib.extremes import Extreme, extreme
 from shardlib.jaxprs import REMAT, is_literal, scan_parts
 from shardlib.partitioner.choose import Assignment, dims_of
-from shardlib.partitioner.factors import Dim, bind
+from shardlib.partitioner.factors import COLLECTIVES, Dim, bind
 from shardlib.partitioner.layout import Layout, Sizes, degree, move, moved_bytes, whole
 from shardlib.partitioner.order import CollectiveOrder
 from shardlib.partitioner.program import Program, Step
@@ -144,7 +144,10 @@ class Lowering:
     def _operation(self, step: Step, shards: Sequence[Any]) -> Sequence[Any]:
         factors, cut = step.factors, DeviceCut(step.assignment, self.sizes)
         assert factors is not None
-        results = (factors.local or _as_it_is)(step.operation, list(shards), cut)
+        compute = factors.local or _as_it_is
+        if step.operation.name in COLLECTIVES and self._order is not None:
+            return self._order.send_all(shards, lambda xs: compute(step.operation, xs, cut))
+        results = compute(step.operation, list(shards), cut)
         for factor, kind in factors.reduced.items():
             axes = step.assignment.get(factor, ())
             if axes and kind != "sum":

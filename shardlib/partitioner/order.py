@@ -24,9 +24,15 @@ class CollectiveOrder:
 
     def send(self, x: Any, collective: Any) -> Any:
         """Returns `collective(x)`, after the last loop."""
-        result = collective(x if self._loop is None else _after(x, [self._loop]))
-        self._sent.append(result)
+        (result,) = self.send_all([x], lambda operands: [collective(operands[0])])
         return result
+
+    def send_all(self, operands: Sequence[Any], collective: Any) -> Sequence[Any]:
+        """Returns `collective(operands)`, one or more results, after the last loop."""
+        first, *rest = operands
+        results = collective([first if self._loop is None else _after(first, [self._loop]), *rest])
+        self._sent.extend(results)
+        return results
 
     def loop(self, operands: Sequence[Any], run: Any) -> Sequence[Any]:
         """Returns `run(operands)`, which loops, after the collectives before it."""

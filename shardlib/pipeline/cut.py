@@ -35,6 +35,8 @@ class Plan:
     """Structure of what the layers return beside the carry, which has no leaves."""
     sends: bool
     """Whether the model itself sends by collective-permute, as ring attention does."""
+    constrains: bool
+    """Whether the model constrains an activation."""
 
 
 class _Reached(BaseException):
@@ -90,8 +92,11 @@ def plan(loss: Loss, params: Leaves, layers: frozenset[str], part: Part) -> Plan
             "  Read them inside of the layers only, or use a mesh without stage."
         )
     reads = reads._replace(chunk=reads.chunk - layers)
-    sends = any(_sends(traced.jaxpr) for traced in (first, middle, last))
-    return Plan(_num_layers(made[0]), reads, made[1], sends)
+    sends, constrains = (
+        any(_holds(traced.jaxpr, name) for traced in (first, middle, last))
+        for name in ("ppermute", "sharding_constraint")
+    )
+    return Plan(_num_layers(made[0]), reads, made[1], sends, constrains)
 
 
 def cut(loss: Loss, plan: Plan, layers: Leaves, layers_per_chunk: int) -> Cut:
@@ -207,10 +212,10 @@ def _num_layers(stack: LayerStack) -> int:
     return jax.tree.leaves(stack.state)[0].shape[0]
 
 
-def _sends(jaxpr: Jaxpr) -> bool:
-    """Whether a program sends by collective-permute, in itself or in what it calls."""
+def _holds(jaxpr: Jaxpr, name: str) -> bool:
+    """Whether a program holds an operation, in itself or in what it calls."""
     return any(
-        equation.primitive.name == "ppermute" or any(map(_sends, subprograms(equation)))
+        equation.primitive.name == name or any(_holds(s, name) for s in subprograms(equation))
         for equation in jaxpr.eqns
     )
 

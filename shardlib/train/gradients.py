@@ -1,7 +1,7 @@
 """The gradients of one step: what every schedule and every way of reducing computes."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -18,7 +18,7 @@ from shardlib.partition import Placement, pin
 from shardlib.partitioner import Layout, Partition
 from shardlib.precision import Precision
 from shardlib.train.batches import BatchAxes
-from shardlib.train.partitioning import Constrain, LossPartitioner, placed_layouts
+from shardlib.train.partitioning import Constrain, LossPartitioner, anywhere, placed_layouts
 from shardlib.train.state import Definition
 
 Sums = dict[str, Aggregate]
@@ -72,6 +72,8 @@ class PartLoss:
     """Who partitions the loss, as in `make_train_step`."""
     inputs_at: Any = ()
     """The shardings of the leaves of `inputs`."""
+    decided: Callable[[Partition], None] = lambda partition: None
+    """Is given who partitions the loss, and why, while the loss is traced."""
 
     def __call__(
         self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
@@ -118,7 +120,7 @@ class PartLoss:
         """Returns the gradients of one part."""
 
         arguments = params, model_state, part, key, inputs
-        grads, (sums, new) = self._partitioner.run(self._grad, arguments, self._gradients_at)
+        grads, (sums, new) = self.partitioner.run(self._grad, arguments, self._gradients_at)
         return Gradients(self.pin(grads), sums, new)
 
     def _grad(self, params: Any, *rest: Any) -> Any:
@@ -137,18 +139,14 @@ class PartLoss:
             return self.call(params, model_state, part, (key, key), inputs)[0]
 
         arguments = params, model_state, part, key, inputs
-        return self._partitioner.run(forward, arguments)
-
-    def partition(
-        self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
-    ) -> Partition:
-        """Returns who partitions the gradients, and why; arguments may be abstract."""
-        arguments = params, model_state, part, key, inputs
-        return self._partitioner.decide(self._grad, arguments, self._gradients_at)
+        return self.partitioner.run(forward, arguments, anywhere)
 
     @property
-    def _partitioner(self) -> LossPartitioner:
-        return LossPartitioner(self.definition, self.batch_axes, self.constrain, self.inputs_at)
+    def partitioner(self) -> LossPartitioner:
+        """Runs functions of the state's parameters, partitioned."""
+        return LossPartitioner(
+            self.definition, self.batch_axes, self.constrain, self.inputs_at, self.decided
+        )
 
     def _gradients_at(self, shape: Any) -> list[Layout | None]:
         grads, (sums, new) = shape

@@ -15,7 +15,6 @@ from shardlib.partitioner import (
     Laid,
     Layout,
     Partition,
-    Traced,
     analyze,
     execute,
     from_spec,
@@ -41,6 +40,9 @@ def check_constrain(constrain: Any) -> None:
         )
 
 
+Outputs = Callable[[Any], list[Layout | None]]
+
+
 @dataclasses.dataclass(frozen=True)
 class LossPartitioner:
     """Runs functions of `(params, model_state, part, key, inputs)` of one state, partitioned.
@@ -56,38 +58,50 @@ class LossPartitioner:
     batch_axes: BatchAxes
     constrain: Constrain
     inputs_at: Any = ()
+    decided: Callable[[Partition], None] = lambda partition: None
+    """Is given who partitions, and why."""
 
-    def run(
+    def run(self, fn: Callable[..., Any], arguments: tuple[Any, ...], outputs: Outputs) -> Any:
+        """Returns `fn(*arguments)`.
+
+        Args:
+            fn: A function of `params, model_state, part, key, inputs`.
+            arguments: These; rows of a batch lie as the rules say.
+            outputs: As in `run_at`.
+        """
+        return self.run_at(fn, arguments, lambda: self.layouts(arguments), outputs)
+
+    def run_at(
         self,
         fn: Callable[..., Any],
         arguments: tuple[Any, ...],
-        outputs: Callable[[Any], list[Layout | None]] = lambda shape: _anywhere(shape),
+        layouts: Callable[[], tuple[list[Layout], tuple[str, ...]]],
+        outputs: Outputs,
+        constrains: bool | None = None,
     ) -> Any:
         """Returns `fn(*arguments)`.
 
         Args:
             fn: The function.
-            arguments: `params, model_state, part, key, inputs`.
+            arguments: Pytrees of arrays.
+            layouts: Returns where each leaf of the arguments lies, and the mesh axes of the batch.
             outputs: Where the leaves of the result go, from the abstract result; None for one that
                 stays where it is computed.
+            constrains: As in `who_partitions`.
         """
-        if self._beforehand() is not None:
-            return fn(*arguments)
-        traced = trace(fn, arguments)
-        _, laid = self._decide(traced, arguments, outputs)
-        return traced(arguments) if laid is None else execute(laid, self._scope, arguments)
-
-    def decide(
-        self,
-        fn: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        outputs: Callable[[Any], list[Layout | None]],
-    ) -> Partition:
-        """Returns who partitions a function, and why; see `run`. Arguments may be abstract."""
         beforehand = self._beforehand()
         if beforehand is not None:
-            return beforehand
-        return self._decide(trace(fn, arguments), arguments, outputs)[0]
+            self.decided(beforehand)
+            return fn(*arguments)
+        traced = trace(fn, arguments)
+        inputs, batch = layouts()
+
+        def layouts_of_values() -> Laid:
+            return analyze(traced, self._scope, inputs, outputs, batch)
+
+        partition, laid = who_partitions(traced, layouts_of_values, constrains)
+        self.decided(partition)
+        return traced(arguments) if laid is None else execute(laid, self._scope, arguments)
 
     @property
     def _scope(self) -> Scope:
@@ -100,37 +114,43 @@ class LossPartitioner:
         sizes = {name: n for name, n in self._scope.sizes.items() if name not in manual_axes()}
         if all(n == 1 for n in sizes.values()):
             return Partition("XLA", "nothing is left to cut here")
-        if sizes.get("stage", 1) > 1 or "stage" in manual_axes():
-            return Partition("XLA", "the layers are cut into stages")
         return None
 
-    def _decide(
-        self,
-        traced: Traced,
-        arguments: tuple[Any, ...],
-        outputs: Callable[[Any], list[Layout | None]],
-    ) -> tuple[Partition, Laid | None]:
-        inputs, batch = self.layouts(arguments)
-        return who_partitions(traced, lambda: analyze(traced, self._scope, inputs, outputs, batch))
-
     def layouts(self, arguments: tuple[Any, ...]) -> tuple[list[Layout], tuple[str, ...]]:
-        """Returns where each leaf of the arguments lies, and the mesh axes of the batch."""
+        """Returns where each leaf of the arguments of `run` lies, and the axes of the batch."""
         params, model_state, part, key, inputs = arguments
+        batch, axes = self.batch_layouts(part)
+        layouts = [
+            *placed_layouts(params, self.definition.params, lambda path: True),
+            *self.state_layouts(model_state),
+            *batch,
+            *whole_layouts(key),
+            *self.input_layouts(inputs),
+        ]
+        return layouts, axes
+
+    def batch_layouts(self, part: Any) -> tuple[list[Layout], tuple[str, ...]]:
+        """Returns where each leaf of a batch lies, and the mesh axes that cut its rows."""
         placed = batch_shardings(part, self._scope, self.batch_axes)
         leaves = zip(jax.tree.leaves(part), jax.tree.leaves(placed), strict=True)
-        batch = [from_spec(sharding.spec, len(leaf.shape)) for leaf, sharding in leaves]
+        batch = [_layout(sharding.spec, len(leaf.shape), stored=False) for leaf, sharding in leaves]
         axes = dict.fromkeys(axis for layout in batch for axis in (layout.dims or ((),))[0])
-        further = zip(jax.tree.leaves(inputs), jax.tree.leaves(self.inputs_at), strict=True)
-        definition = self.definition
-        frozen = definition.module.frozen.__contains__
-        layouts = [
-            *placed_layouts(params, definition.params, lambda path: True),
-            *placed_layouts(model_state, definition.model_state, frozen),
-            *batch,
-            *[from_spec((), len(leaf.shape)) for leaf in jax.tree.leaves(key)],
-            *[_layout(sharding.spec, jnp.ndim(leaf), stored=True) for leaf, sharding in further],
-        ]
-        return layouts, tuple(axes)
+        return batch, tuple(axes)
+
+    def state_layouts(self, model_state: Any) -> list[Layout]:
+        """Returns where each leaf of the model state lies."""
+        frozen = self.definition.module.frozen.__contains__
+        return placed_layouts(model_state, self.definition.model_state, frozen)
+
+    def input_layouts(self, inputs: Any) -> list[Layout]:
+        """Returns where each leaf of further inputs lies."""
+        pairs = zip(jax.tree.leaves(inputs), jax.tree.leaves(self.inputs_at), strict=True)
+        return [_layout(sharding.spec, jnp.ndim(leaf), stored=True) for leaf, sharding in pairs]
+
+
+def whole_layouts(tree: Any) -> list[Layout]:
+    """Returns the layouts of leaves that every device holds whole."""
+    return [from_spec((), len(leaf.shape)) for leaf in jax.tree.leaves(tree)]
 
 
 def placed_layouts(
@@ -155,5 +175,6 @@ def _layout(spec: Any, rank: int, stored: bool) -> Layout:
     return from_spec(entries, rank, stored=stored)
 
 
-def _anywhere(shape: Any) -> list[Layout | None]:
+def anywhere(shape: Any) -> list[Layout | None]:
+    """The `outputs` of a function whose results stay where they are computed."""
     return [None] * len(jax.tree.leaves(shape))

@@ -21,6 +21,7 @@ from shardlib.manual import axis_size, manual
 from shardlib.mesh import entry_axes
 from shardlib.microbatch import split, unsplit
 from shardlib.partition import pin
+from shardlib.partitioner import Layout
 from shardlib.paths import named_leaves
 from shardlib.pipeline import exchange
 from shardlib.pipeline.config import PipelineConfig
@@ -34,6 +35,7 @@ from shardlib.pipeline.schedules import (
 )
 from shardlib.pipeline.turns import ticks
 from shardlib.train.gradients import Gradients, Inputs, PartLoss, Sums, loss_mean, part_key
+from shardlib.train.partitioning import Outputs, anywhere, placed_layouts, whole_layouts
 
 BUBBLE_METRIC = "pipeline_bubble"
 
@@ -124,7 +126,7 @@ def pipelined_sums(
         return pipeline.sums(*arguments)
 
     arguments = params, model_state, batch, key, inputs
-    return _rows(job.run(stage, *arguments, first_index, PartitionSpec()), 0)
+    return _rows(job.run(stage, *arguments, first_index, PartitionSpec(), anywhere), 0)
 
 
 def _gradients(
@@ -147,14 +149,22 @@ def _gradients(
             layers = exchange.to_run(layers, AXIS, stages, v)
         found = pipeline.gradients(tick, layers, shared, batch)
         grads = exchange.to_store(found.layers, AXIS, stages, v) if v > 1 else found.layers
-        results = job.pin(grads), found.shared, found.sums, found.turns
-        return results if axis is None else jax.tree.map(lambda x: x[None], results)
+        return job.pin(grads), found.shared, found.sums, found.turns
+
+    def outputs(shape: Any) -> list[Layout | None]:
+        places = loss.definition.gradients
+        layers, shared, sums, turns = shape
+        return [
+            *placed_layouts(layers, places),
+            *placed_layouts(shared, places),
+            *anywhere((sums, turns)),
+        ]
 
     outer = () if axis is None else (axis,)
     over, every = PartitionSpec(*outer, AXIS), PartitionSpec(*outer)
     specs = (over, every, every, over)
     layer_grads, shared_grads, sums, turns = job.run(
-        stage, params, model_state, batch, key, inputs, first_index, specs
+        stage, params, model_state, batch, key, inputs, first_index, specs, outputs
     )
     sums = _rows(sums, len(outer))
     found = {**layer_grads, **shared_grads}
@@ -193,27 +203,40 @@ class _Job:
         inputs: Inputs,
         first_index: Any,
         out_specs: Any,
+        outputs: Outputs,
     ) -> Any:
-        """Calls `stage(pipeline, tick, layers, shared, batch)` on all stages."""
+        """Calls `stage(pipeline, tick, layers, shared, batch)` on all stages.
+
+        Args:
+            stage: The function.
+            params, model_state, batch, key, inputs, first_index: As in `pipelined_gradients`.
+            out_specs: Where the results go along the axes of the region.
+            outputs: Where they go along the others, as in `LossPartitioner.run_at`.
+        """
         leaves = named_leaves(params)
         layers = {path: x for path, x in leaves.items() if path in self.layer_paths}
         shared = {path: x for path, x in leaves.items() if path not in self.layer_paths}
 
-        def region(
-            tick: Any,
-            layers: Any,
-            shared: Any,
-            batch: Any,
-            state: Any,
-            key: Any,
-            first: Any,
-            inputs: Any,
-        ) -> Any:
+        def on_stage(planned: Plan, *arguments: Any) -> Any:
+            tick, layers, shared, batch, *of_loss = arguments
+            pipeline = self.pipeline(planned, layers, self.loss_by_path(*of_loss))
+            return stage(pipeline, tick, layers, shared, batch)
+
+        def region(tick: Any, *rest: Any) -> Any:
+            layers, shared, batch, state, key, first, inputs = rest
             if self.axis is not None:
                 first = first + jax.lax.axis_index(self.axis) * self.schedule.microbatches
             tick = jax.tree.map(lambda column: column[:, 0], tick)
-            pipeline = self.pipeline(layers, batch, state, key, first, inputs)
-            return stage(pipeline, tick, layers, shared, batch)
+            planned = self.plan(batch, self.loss_by_path(state, key, first, inputs))
+            arguments = tick, layers, shared, batch, state, key, first, inputs
+            found = self.loss.partitioner.run_at(
+                lambda *arguments: on_stage(planned, *arguments),
+                arguments,
+                lambda: self._layouts(arguments),
+                outputs,
+                planned.constrains,
+            )
+            return found if self.axis is None else jax.tree.map(lambda x: x[None], found)
 
         every, axes = PartitionSpec(), (AXIS,) if self.axis is None else (AXIS, self.axis)
         rows = PartitionSpec(*axes[1:])
@@ -224,25 +247,37 @@ class _Job:
             ticks(self.schedule), layers, shared, batch, model_state, key, first, inputs
         )
 
-    def pipeline(
-        self,
-        layers: Any,
-        batch: Any,
-        model_state: Any,
-        key: Any,
-        first_index: Any,
-        inputs: Inputs,
-    ) -> Pipeline:
-        """Returns the pipeline of one stage, from arrays that it sees."""
+    def _layouts(self, arguments: tuple[Any, ...]) -> tuple[list[Layout], tuple[str, ...]]:
+        """Where arguments of a stage lie along the axes that are left, and those of the batch."""
+        tick, layers, shared, batch, state, key, first, inputs = arguments
+        partitioner, places = self.loss.partitioner, self.loss.definition.params
+        rows, axes = partitioner.batch_layouts(batch)
+        layouts = [
+            *whole_layouts(tick),
+            *placed_layouts(layers, places, lambda path: True),
+            *placed_layouts(shared, places, lambda path: True),
+            *rows,
+            *partitioner.state_layouts(state),
+            *whole_layouts((key, first)),
+            *partitioner.input_layouts(inputs),
+        ]
+        return layouts, axes
+
+    def plan(self, batch: Any, loss: Loss) -> Plan:
+        """Returns where the loss is cut, once it is known that its layers fit the stages."""
         schedule = self.schedule
         parts = jax.eval_shape(lambda batch: split(batch, schedule.microbatches), batch)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
         part = Part(one, jax.ShapeDtypeStruct((), jnp.int32))  # type: ignore[arg-type]
-        loss = self.loss_by_path(model_state, key, first_index, inputs)
         planned = plan(loss, self.shapes, self.layer_paths, part)  # type: ignore[arg-type]
         faults = layer_faults(planned.num_layers, stages=schedule.stages, chunks=schedule.chunks)
         if faults:
             raise ModelError("\n".join(faults))
+        return planned
+
+    def pipeline(self, planned: Plan, layers: Any, loss: Loss) -> Pipeline:
+        """Returns the pipeline of one stage, from arrays that it sees."""
+        schedule = self.schedule
         per_chunk = planned.num_layers // (schedule.stages * schedule.chunks)
         parts = cut(loss, planned, layers, per_chunk)
         skip_idle = _skip_idle(self.config, planned)

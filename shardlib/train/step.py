@@ -9,14 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
 from shardlib.aggregate import Aggregate, Mean
 from shardlib.constrain import use
 from shardlib.errors import ModelError
 from shardlib.functional import updated
 from shardlib.loss_signature import called_by_position, check_arity
-from shardlib.manual import axis_size, manual
+from shardlib.manual import axis_size
 from shardlib.microbatch import split
 from shardlib.partition import Placement
 from shardlib.partitioner import Partition
@@ -196,6 +195,8 @@ class TrainStep:
     guards: GuardsConfig | None = None
     constrain: Constrain = "auto"
     check: ProgramCheck = dataclasses.field(default_factory=ProgramCheck)
+    decided: Callable[[Partition], None] = lambda partition: None
+    """Is given who partitions the loss, and why, whenever the step is traced."""
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(
@@ -327,29 +328,20 @@ class TrainStep:
         Args:
             state, batch, inputs: Those of the step, rows as they lie.
         """
-        scope = state.definition.scope
-        reduction = self._reduction(state)
-        microbatches = reduction.inner_microbatches if reduction else self.microbatches
-        loss = self._loss(state, input_shardings(inputs, scope))
+        inputs_at = input_shardings(inputs, state.definition.scope)
         found: list[Partition] = []
+        step = dataclasses.replace(self, decided=found.append)
 
-        def decide(rows: Any) -> jax.Array:
-            part = jax.tree.map(lambda x: x[0], split(rows, microbatches))
-            arguments = state.params, state.model_state, part, state.rng, inputs
-            found.append(loss.partition(*arguments))
-            return jnp.int32(0)
+        def traced(state: TrainState, batch: Any, *inputs: Any) -> Any:
+            return step.apply(state, batch, inputs, inputs_at)
 
-        with use(scope.mesh, scope.rules):
-            if reduction is not None:
-                axis = reduction.hops.axis
-                decide = manual(decide, (axis,), (PartitionSpec(axis),), PartitionSpec())
-            jax.eval_shape(decide, host_arrays(batch))
+        jax.eval_shape(traced, state, host_arrays(batch), *inputs)
         return found[-1]
 
     def _loss(
         self, state: TrainState, inputs_at: Any, sums_at: Mapping[str, Placement] | None = None
     ) -> PartLoss:
-        rest = sums_at, self.batch_axes, self.constrain, inputs_at
+        rest = sums_at, self.batch_axes, self.constrain, inputs_at, self.decided
         return PartLoss(state.definition, self.loss_fn, self.precision, *rest)
 
     def _gradients(
