@@ -14,7 +14,7 @@ from shardlib.explain.hlo import Instruction, Module
 from shardlib.explain.places import Where, where_of
 from shardlib.explain.wrong_numbers.collectives import KINDS, members_of
 from shardlib.explain.wrong_numbers.interpret import Contradiction, Reader, Start
-from shardlib.explain.wrong_numbers.operations import numbers
+from shardlib.explain.wrong_numbers.operations import numbers, window_of
 from shardlib.explain.wrong_numbers.values import shapes_of
 
 FAULTS: Mapping[str, str] = {
@@ -164,7 +164,7 @@ def _pools(module: Module) -> Iterator[Fault]:
         or (one.opcode == "reduce-window" and one.shape.startswith("("))
     ]
     for window in windows:
-        sizes, strides = _window(window)
+        sizes, strides = window_of(window)
         whole = shapes_of(window.shape)[0]
         wide = [n for n, size in enumerate(sizes) if size > 1 and size >= 2 * strides[n]]
         for halo in halos:
@@ -176,13 +176,6 @@ def _pools(module: Module) -> Iterator[Fault]:
                     "the window: what reaches over the edge is lost."
                 )
                 yield Fault("SL208", what, where_of(module, halo))
-
-
-def _window(instruction: Instruction) -> tuple[list[int], list[int]]:
-    text = instruction.attributes.get("window", "")
-    sizes, strides = (re.search(rf"\b{name}=([\dx]+)", text) for name in ("size", "stride"))
-    found = [int(part) for part in sizes[1].split("x")] if sizes else []
-    return found, [int(part) for part in strides[1].split("x")] if strides else [1] * len(found)
 
 
 def _starts(module: Module, reader: Reader, jaxpr: Any) -> Iterator[Fault]:

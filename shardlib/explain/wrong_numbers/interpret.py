@@ -20,6 +20,7 @@ from shardlib.explain.wrong_numbers.layout import (
     Place,
     are_reordered,
     merged,
+    pieces,
     place_of,
     unknown,
 )
@@ -181,12 +182,19 @@ class Reader:
         return Value(layout, same, None, _is_zero(instruction, operands), is_data)
 
     def _several(self, instruction: Instruction, operands: list[Value], same: int) -> AnyValue:
-        """The results of a variadic reduction or sort lie as its operands do."""
+        """The results of a variadic reduction or sort lie as its operands do, and the values and
+        the positions of the largest elements as their one operand."""
+        is_top = instruction.attributes.get("custom_call_target") == '"TopK"'
         layouts = [unknown(shape) for shape in shapes_of(instruction.shape)]
-        if instruction.opcode in ("reduce", "sort"):
+        if is_top or instruction.opcode in ("reduce", "reduce-window", "sort", "topk"):
             for n, shape in enumerate(shapes_of(instruction.shape)):
-                one = dataclasses.replace(instruction, shape=f"f32[{','.join(map(str, shape))}]")
-                layouts[n], _ = operations.layout_of(one, operands[n:], [], self.context)
+                one = dataclasses.replace(
+                    instruction,
+                    opcode="sort" if is_top else instruction.opcode,
+                    shape=f"f32[{','.join(map(str, shape))}]",
+                )
+                read = operands[:1] if len(operands) == 1 else operands[n:]
+                layouts[n], _ = operations.layout_of(one, read, [], self.context)
         return tuple(Value(layout, same) for layout in layouts)
 
     def _constant(self, instruction: Instruction) -> AnyValue:
@@ -272,11 +280,11 @@ class Reader:
         other: tuple[Layout, int],
     ) -> None:
         """Notes two dims that should be one, if they hold the same parts on other devices."""
-        vectors = self.context.vectors
-        places = self._place(*one), self._place(*other)
-        if are_reordered(*places, vectors):
-            offsets = tuple(place.offsets for place in places if place)
-            self._note(Contradiction("rows", where, instruction, one[0].shape, offsets))
+        for pair in pieces(one, other):
+            places = self._place(*pair[0]), self._place(*pair[1])
+            if are_reordered(*places, self.context.vectors):
+                offsets = tuple(place.offsets for place in places if place)
+                self._note(Contradiction("rows", where, instruction, one[0].shape, offsets))
 
     def _place(self, layout: Layout, dim: int) -> Place | None:
         key = layout, dim
