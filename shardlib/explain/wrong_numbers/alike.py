@@ -39,8 +39,8 @@ def _but_for_names(body: str, stands_for: Mapping[str, str]) -> tuple:
     """Returns a key that two bodies share where they are one another with other names of values. A
     computation that is called has the name of the one that stands for it."""
     pieces = _NAME.split(body)
-    numbers: dict[str | None, int] = {}
     names = pieces[2::3]
-    order = [numbers.setdefault(name, len(numbers)) for name in names]
-    called = [stands_for.get(name or "") for name in numbers]
-    return (*pieces[0::3], None, *pieces[1::3], *order, *called)
+    numbers = {name: n for n, name in enumerate(dict.fromkeys(names))}
+    order = map(numbers.__getitem__, names)
+    called = map(stands_for.get, numbers)
+    return tuple(pieces[0::3]), tuple(pieces[1::3]), tuple(order), tuple(called)

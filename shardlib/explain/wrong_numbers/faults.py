@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

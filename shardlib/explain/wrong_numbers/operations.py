@@ -19,7 +19,7 @@ from shardlib.explain.wrong_numbers.layout import (
     reshape,
     unknown,
 )
-from shardlib.explain.wrong_numbers.values import Context, Value, dims_and_order, shapes_of
+from shardlib.explain.wrong_numbers.values import Context, Value, dims_and_order
 
 Pairs = list[tuple[tuple[Layout, int], tuple[Layout, int]]]
 """Dims that an operation takes to be the same one: a layout and the number of its dim, twice."""
