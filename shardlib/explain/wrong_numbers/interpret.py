@@ -227,7 +227,7 @@ class Reader:
                     shape = operand.layout.shape
                     self._note(Contradiction("rows", where, instruction, shape, (offsets,)))
         if kind == "all-to-all" and members and len(operands) == members.of.shape[1] > 1:
-            found = collectives.exchanged(operands, members, self.context)
+            found = self.context.once(collectives.exchanged, tuple(operands), members)
         else:
             found = tuple(
                 collectives.result_of(instruction, kind, operand, n, members, self.context)

@@ -58,7 +58,7 @@ def layout_of(
     if opcode in ("dot", "convolution"):
         return (_dot if opcode == "dot" else _convolution)(instruction, operands, shape)
     if opcode == "bitcast" and operands:
-        return _bitcast(instruction, operands[0].layout, shapes[0]), []
+        return context.once(_bitcast, instruction.shape, operands[0].layout, shapes[0]), []
     if opcode == "slice":
         return _sliced(instruction, operands, shape, context), []
     if opcode in _MOVES and operands:
@@ -218,9 +218,9 @@ def _transposed(
     )
 
 
-def _bitcast(instruction: Instruction, layout: Layout, shape_before: str) -> Layout:
+def _bitcast(shape: str, layout: Layout, shape_before: str, _: Context) -> Layout:
     """A bitcast reads the same memory as another shape: a reshape of what lies in order there."""
-    dims, after = dims_and_order(instruction.shape)
+    dims, after = dims_and_order(shape)
     _, before = dims_and_order(shape_before)
     if len(before) != len(layout.dims):
         return unknown(dims)
