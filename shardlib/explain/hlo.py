@@ -345,6 +345,8 @@ def _closed(text: str, start: int) -> int:
 class _Attributes(Mapping[str, str]):
     """The attributes of an instruction, read as far as one that is asked for: most never are."""
 
+    __slots__ = ("_at", "_read", "_text")
+
     def __init__(self, text: str):
         self._text, self._at = text, 0
         self._read: dict[str, str] = {}

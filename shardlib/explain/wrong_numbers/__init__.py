@@ -94,7 +94,7 @@ def read(
         if isinstance(result, Value):
             value = _placed(sharding, mesh, result.layout.shape, reader)
             expected |= {} if value is None else {n: value}
-    _compare_results(reader, module, results, expected)
+    reader.compare_results(module.entry, results, expected)
     return tuple(faults_of(module, reader, mesh, jaxpr))
 
 
@@ -104,21 +104,6 @@ def _placed(
     if not isinstance(sharding, tuple):
         sharding = tiles.axes_of(sharding, len(shape), mesh)
     return None if sharding is None else tiles.by_axes(sharding, mesh, shape, reader.context)
-
-
-def _compare_results(
-    reader: Reader, module: Module, results: Any, expected: Mapping[int, Value]
-) -> None:
-    """Compares what comes out with where it is said to lie."""
-    by_name = {one.name: one for one in module.computations[module.entry]}
-    root = next(one for one in by_name.values() if one.root)
-    for n, value in expected.items():
-        result = results[n]
-        if isinstance(result, Value) and result.layout.shape == value.layout.shape:
-            name = root.operand_names[n] if root.opcode == "tuple" else root.name
-            for dim in range(len(value.layout.dims)):
-                at = by_name.get(name, root)
-                reader.compare(module.entry, at, (result.layout, dim), (value.layout, dim))
 
 
 def _partitions(module: Module) -> int:

@@ -10,7 +10,7 @@ until nothing changes. What is not understood is unknown, and an unknown contrad
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardlib.explain.explicit import is_explicit
 from shardlib.explain.hlo import Instruction, Module
@@ -286,6 +286,23 @@ class Reader:
                 offsets = tuple(place.offsets for place in places if place)
                 self._note(Contradiction("rows", where, instruction, one[0].shape, offsets))
 
+    def compare_results(
+        self, computation: str, results: Any, expected: Mapping[int, AnyValue]
+    ) -> None:
+        """Compares what comes out of a computation with where it is said to lie, by its number."""
+        computation = self.stands_for.get(computation, computation)
+        by_name = {one.name: one for one in self.module.computations[computation]}
+        root = next(one for one in by_name.values() if one.root)
+        for n, value in expected.items():
+            result = results[n]
+            if not isinstance(result, Value) or not isinstance(value, Value):
+                continue
+            if result.layout != value.layout and result.layout.shape == value.layout.shape:
+                name = root.operand_names[n] if root.opcode == "tuple" else root.name
+                for dim in range(len(value.layout.dims)):
+                    ends = (result.layout, dim), (value.layout, dim)
+                    self.compare(computation, by_name.get(name, root), *ends)
+
     def _place(self, layout: Layout, dim: int) -> Place | None:
         key = layout, dim
         if key not in self._places:
@@ -298,8 +315,12 @@ class Reader:
         for _ in range(_ROUNDS):
             # Only of what the loop comes to rest at it is certain what its body reads.
             self.notes = []
-            after = self.joined(carried, self.run(body, [carried]))
+            results = self.run(body, [carried])
+            after = self.joined(carried, results)
             if after == carried:
+                # What one iteration gives, the next one takes for what the first one took.
+                if not isinstance(carried, Value):
+                    self.compare_results(body, results, dict(enumerate(carried)))
                 break
             carried = after
         else:
