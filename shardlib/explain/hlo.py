@@ -316,8 +316,9 @@ def _instruction(line: str) -> Instruction | None:
     is_root = head["root"] is not None
     common = _COMMON.match(line, head.end())
     if common and "/*" not in line:
+        shape, opcode, operands = common.groups()
         attributes = _Attributes(line[common.end() :].rstrip())
-        return Instruction(head["name"], *common.groups(), attributes, is_root)
+        return Instruction(head["name"], shape, opcode, operands, attributes, is_root)
     rest = _COMMENT.sub("", line[head.end() :])
     end = _closed(rest, 0) if rest.startswith("(") else rest.find(" ")
     opening = rest.find("(", max(end, 0))

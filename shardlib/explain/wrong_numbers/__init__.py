@@ -3,8 +3,10 @@
 `wrong_numbers(compiled, mesh)` reads a compiled program and returns what is wrong in it.
 """
 
+import contextlib
+import gc
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -37,8 +39,12 @@ def wrong_numbers(compiled: Any, mesh: Any, jaxpr: Any = None) -> tuple[Fault, .
         One fault for each operation, ordered by code; none for a program on one device, or for one
         whose collectives are the user's own.
     """
+    with _garbage_left():
+        return _wrong_numbers(compiled, mesh_sizes(mesh), jaxpr)
+
+
+def _wrong_numbers(compiled: Any, sizes: Mapping[str, int], jaxpr: Any) -> tuple[Fault, ...]:
     text = compiled.as_text() or ""
-    sizes = mesh_sizes(mesh)
     if not is_suspect(text, sizes, jaxpr):
         return ()
     inputs, outputs = map(jax.tree.leaves, (compiled.input_shardings, compiled.output_shardings))
@@ -49,6 +55,19 @@ def wrong_numbers(compiled: Any, mesh: Any, jaxpr: Any = None) -> tuple[Fault, .
         # Which of several alike it is in, the whole text tells.
         return read(parse(text), sizes, jaxpr, *places)
     return found
+
+
+@contextlib.contextmanager
+def _garbage_left() -> Iterator[None]:
+    """Collects no garbage meanwhile: a reading makes many objects, all of which it needs to its
+    end, and going through all of a large process takes as long as the reading."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def read(

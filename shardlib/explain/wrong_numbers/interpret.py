@@ -18,12 +18,14 @@ from shardlib.explain.wrong_numbers import arithmetic, collectives, operations
 from shardlib.explain.wrong_numbers.layout import (
     Layout,
     Place,
+    Side,
     are_reordered,
     merged,
     pieces,
     place_of,
     unknown,
 )
+from shardlib.explain.wrong_numbers.operations import Shapes
 from shardlib.explain.wrong_numbers.values import (
     AnyValue,
     Context,
@@ -37,8 +39,12 @@ _NOTHING = Value(unknown(()))
 _ROUNDS = 6
 """In which a loop comes to rest; what still changes then is unknown."""
 _DISTINCT = ("rng", "rng-get-and-update-state", "infeed", "recv", "recv-done", "send")
-_THROUGH = ("async-done", "async-update", "all-gather-done", "all-reduce-done", "copy-done",
-            "collective-permute-done", "copy-start", "optimization-barrier", "domain")  # fmt: skip
+_THROUGH = frozenset(
+    (
+        *("async-done", "async-update", "all-gather-done", "all-reduce-done", "copy-done"),
+        *("collective-permute-done", "copy-start", "optimization-barrier", "domain"),
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,27 +124,26 @@ class Reader:
                 found = arguments[number] if number < len(arguments) else blank(instruction.shape)
             else:
                 operands = [values.get(name, _NOTHING) for name in instruction.operand_names]
-                read = [shapes.get(name, "") for name in instruction.operand_names]
-                found = self._value(computation, instruction, operands, read)
+                found = self._value(computation, instruction, operands, shapes)
             values[instruction.name] = found
             if instruction.root:
                 return found
         return found
 
     def _value(
-        self, where: str, instruction: Instruction, operands: list[AnyValue], shapes: list[str]
+        self, where: str, instruction: Instruction, operands: list[AnyValue], shapes: Shapes
     ) -> AnyValue:
         opcode = instruction.opcode
+        if opcode in ("fusion", "call", "async-start"):
+            attributes = instruction.attributes
+            name = attributes.get("calls") or attributes.get("to_apply") or ""
+            return self.run(name.lstrip("%"), operands)
         if opcode == "tuple":
             return tuple(operands)
         if opcode == "get-tuple-element":
             return self._element(instruction, operands[0])
         if opcode in _THROUGH and operands:
             return operands[0] if len(operands) == 1 else tuple(operands)
-        if opcode in ("fusion", "call", "async-start"):
-            attributes = instruction.attributes
-            name = attributes.get("calls") or attributes.get("to_apply") or ""
-            return self.run(name.lstrip("%"), operands)
         if opcode == "while":
             return self._loop(instruction, operands[0])
         if opcode == "conditional":
@@ -156,7 +161,7 @@ class Reader:
         return value[index] if index < len(value) else blank(instruction.shape)
 
     def _operation(
-        self, where: str, instruction: Instruction, operands: list[Value], shapes: list[str]
+        self, where: str, instruction: Instruction, operands: list[Value], shapes: Shapes
     ) -> AnyValue:
         opcode = instruction.opcode
         if opcode == "constant":
@@ -194,7 +199,7 @@ class Reader:
                     shape=f"f32[{','.join(map(str, shape))}]",
                 )
                 read = operands[:1] if len(operands) == 1 else operands[n:]
-                layouts[n], _ = operations.layout_of(one, read, [], self.context)
+                layouts[n], _ = operations.layout_of(one, read, {}, self.context)
         return tuple(Value(layout, same) for layout in layouts)
 
     def _constant(self, instruction: Instruction) -> AnyValue:
@@ -272,13 +277,7 @@ class Reader:
             if one.axes and other.axes and (one is not other or dim != at):
                 self.compare(where, instruction, (one, dim), (other, at))
 
-    def compare(
-        self,
-        where: str,
-        instruction: Instruction,
-        one: tuple[Layout, int],
-        other: tuple[Layout, int],
-    ) -> None:
+    def compare(self, where: str, instruction: Instruction, one: Side, other: Side) -> None:
         """Notes two dims that should be one, if they hold the same parts on other devices."""
         for pair in pieces(one, other):
             places = self._place(*pair[0]), self._place(*pair[1])

@@ -48,6 +48,10 @@ class Layout(NamedTuple):
         return tuple(math.prod(factor.size for factor in dim) for dim in self.dims)
 
 
+Side = tuple[Layout, int]
+"""A layout and the number of one of its dims."""
+
+
 def unknown(shape: Iterable[int]) -> Layout:
     """Returns the layout of a value that nothing is known of."""
     return Layout(tuple((Factor(size),) for size in shape))
@@ -233,22 +237,20 @@ def merged(one: Layout, other: Layout) -> Layout:
     )
 
 
-def pieces(
-    one: tuple[Layout, int], other: tuple[Layout, int]
-) -> Iterator[tuple[tuple[Layout, int], tuple[Layout, int]]]:
+def pieces(one: Side, other: Side) -> Iterator[tuple[Side, Side]]:
     """Yields two dims that should be one, factor by factor where one of them is known in part."""
     for layout, dim in (one, other):
         sizes = [factor.size for factor in layout.dims[dim] if factor.size > 1]
         if len(sizes) > 1 and not is_known(layout.dims[dim]):
-            cut = [
-                (reshape(layout, (*layout.shape[:at], *sizes, *layout.shape[at + 1 :])), at)
-                for layout, at in (one, other)
-            ]
+            left, right = (_cut(*side, sizes) for side in (one, other))
             for n in range(len(sizes)):
-                (one, at), (other, to) = cut
-                yield (one, at + n), (other, to + n)
+                yield (left, one[1] + n), (right, other[1] + n)
             return
     yield one, other
+
+
+def _cut(layout: Layout, dim: int, sizes: Sequence[int]) -> Layout:
+    return reshape(layout, (*layout.shape[:dim], *sizes, *layout.shape[dim + 1 :]))
 
 
 class Place(NamedTuple):

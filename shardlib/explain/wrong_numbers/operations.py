@@ -1,7 +1,7 @@
 """What an operation within one device does to the layouts of the values it reads."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from shardlib.explain.wrong_numbers.layout import (
     Dim,
     Factor,
     Layout,
+    Side,
     assembled,
     forget,
     is_known,
@@ -21,8 +22,10 @@ from shardlib.explain.wrong_numbers.layout import (
 )
 from shardlib.explain.wrong_numbers.values import Context, Value, dims_and_order
 
-Pairs = list[tuple[tuple[Layout, int], tuple[Layout, int]]]
-"""Dims that an operation takes to be the same one: a layout and the number of its dim, twice."""
+Pairs = list[tuple[Side, Side]]
+"""Dims that an operation takes to be the same one."""
+Shapes = Mapping[str, str]
+"""The shapes of values by name, with their layouts in memory."""
 
 ELEMENTWISE = frozenset(
     (
@@ -39,14 +42,14 @@ ELEMENTWISE = frozenset(
 
 
 def layout_of(
-    instruction: Instruction, operands: Sequence[Value], shapes: Sequence[str], context: Context
+    instruction: Instruction, operands: Sequence[Value], shapes: Shapes, context: Context
 ) -> tuple[Layout, Pairs]:
     """Returns the layout of a result, and the dims of operands that must agree for it.
 
     Args:
         instruction: The operation.
         operands: What it reads.
-        shapes: The shapes of what it reads, with their layouts in memory.
+        shapes: The shapes of what it reads.
         context: That of the program.
     """
     shape, _ = dims_and_order(instruction.shape)
@@ -58,7 +61,8 @@ def layout_of(
     if opcode in ("dot", "convolution"):
         return (_dot if opcode == "dot" else _convolution)(instruction, operands, shape)
     if opcode == "bitcast" and operands:
-        return context.once(_bitcast, instruction.shape, operands[0].layout, shapes[0]), []
+        before = shapes.get(instruction.operand_names[0], "")
+        return context.once(_bitcast, instruction.shape, operands[0].layout, before), []
     if opcode == "slice":
         return _sliced(instruction, operands, shape, context), []
     if opcode in _MOVES and operands:
@@ -221,7 +225,7 @@ def _transposed(
 def _bitcast(shape: str, layout: Layout, shape_before: str, _: Context) -> Layout:
     """A bitcast reads the same memory as another shape: a reshape of what lies in order there."""
     dims, after = dims_and_order(shape)
-    _, before = dims_and_order(shape_before)
+    before = dims_and_order(shape_before)[1]
     if len(before) != len(layout.dims):
         return unknown(dims)
     physical = Layout(tuple(layout.dims[dim] for dim in before), layout.axes)
