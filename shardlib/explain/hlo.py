@@ -27,8 +27,12 @@ _OPERAND = re.compile(r"%?([\w.\-]+)$")
 _PLAIN = re.compile(r"%?[\w.\-]+(?:, %?[\w.\-]+)*")
 _DONATED = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _COMMENT, _NAMED = re.compile(r"/\*.*?\*/"), re.compile(r"([a-z_-]+)=")
-# An attribute that is a word or one block; most instructions have no others.
-_SIMPLE = re.compile(r', ([a-z_-]+)=(\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\}|[^,{}"\[\]() ]+)')
+# An attribute that is a word or one block, and an instruction whose shape and operands hold no
+# brackets within brackets; most are so.
+_SIMPLE = re.compile(
+    r', ([a-z_-]+)=(\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\}|[^,{}"\[\]() ]+)(?=, [a-z_-]+=|$)'
+)
+_COMMON = re.compile(r"([^ (]+) ([\w\-]+)\(([^()]*)\)")
 _OPENING, _CLOSING = "([{", ")]}"
 _NESTED, _MARKS = re.compile(r"[(\[{\"]"), re.compile(r"[()\[\]{},\"]")
 _BRACKETS = re.compile(r"[()\[\]{}]")
@@ -309,9 +313,13 @@ def _instruction(line: str) -> Instruction | None:
     head = _INSTRUCTION.match(line)
     if head is None:
         return None
-    rest = line[head.end() :]
-    if "/*" in rest:
-        rest = _COMMENT.sub("", rest)
+    is_root = head["root"] is not None
+    common = _COMMON.match(line, head.end())
+    if common and "/*" not in line:
+        shape, opcode, operands = common.groups()
+        attributes = _Attributes(line[common.end() :].rstrip())
+        return Instruction(head["name"], shape, opcode, operands, attributes, is_root)
+    rest = _COMMENT.sub("", line[head.end() :])
     end = _closed(rest, 0) if rest.startswith("(") else rest.find(" ")
     opening = rest.find("(", max(end, 0))
     if end < 0 or opening < 0:
@@ -322,7 +330,6 @@ def _instruction(line: str) -> Instruction | None:
     attributes = _Attributes(rest[closing:].rstrip())
     opcode = rest[end:opening].strip()
     operands = rest[opening + 1 : closing - 1]
-    is_root = head["root"] is not None
     return Instruction(head["name"], rest[:end], opcode, operands, attributes, is_root)
 
 
@@ -337,29 +344,41 @@ def _closed(text: str, start: int) -> int:
 
 
 class _Attributes(Mapping[str, str]):
-    """The attributes of an instruction, read when one is asked for: most never are."""
+    """The attributes of an instruction, read as far as one that is asked for: most never are."""
+
+    __slots__ = ("_at", "_read", "_text")
 
     def __init__(self, text: str):
-        self._text = text
-
-    @functools.cached_property
-    def _found(self) -> dict[str, str]:
-        pairs = _SIMPLE.findall(self._text)
-        if sum(len(name) + len(value) + 3 for name, value in pairs) == len(self._text):
-            return dict(pairs)
-        return dict(_attributes(self._text))
-
-    def __getitem__(self, name: str) -> str:
-        return self._found[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
+        self._text, self._at = text, 0
+        self._read: dict[str, str] = {}
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self._found.get(name, default)
+        if name not in self._read and f", {name}=" in self._text:
+            self._read_to(name)
+        return self._read.get(name, default)
+
+    def _read_to(self, name: str) -> None:
+        while simple := _SIMPLE.match(self._text, self._at):
+            self._at = simple.end()
+            self._read[simple[1]] = simple[2]
+            if simple[1] == name:
+                return
+        self._read.update(_attributes(self._text[self._at :]))
+        self._at = len(self._text)
+
+    def __getitem__(self, name: str) -> str:
+        value = self.get(name)
+        if value is None:
+            raise KeyError(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        self._read_to("")
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        self._read_to("")
+        return len(self._read)
 
 
 def _attributes(text: str) -> Iterator[tuple[str, str]]:

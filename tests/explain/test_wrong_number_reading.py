@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding
@@ -9,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from shardlib.explain.hlo import parse
+from shardlib.explain.wrong_numbers import wrong_numbers
 from shardlib.explain.wrong_numbers.alike import without_copies
 from shardlib.explain.wrong_numbers.suspects import is_suspect
 
@@ -91,3 +93,58 @@ def test_a_region_that_handles_all_axes_is_not_read(axes, suspect):
     text = traced.lower().compile().as_text()
     assert is_suspect(text, {"data": 4, "fsdp": 2}, traced.jaxpr) == suspect
     assert is_suspect(text, {"data": 4, "fsdp": 2})
+
+
+def layers(ws, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+
+def products(w, xs):
+    return jax.lax.map(lambda x: x @ w, xs)
+
+
+def recurrent(w, xs):
+    def cell(h, x):
+        h = jnp.tanh(x + h @ w)
+        return h, h
+
+    return jax.lax.scan(cell, jnp.zeros_like(xs[0]), xs)[1]
+
+
+def window(w, x):
+    return jnp.tanh(lax.reduce_window(x @ w, 0.0, lax.add, (1, 4), (1, 1), "SAME") @ w)
+
+
+def gradient(function):
+    return jax.grad(lambda w, x: jnp.sum(jnp.sin(function(w, x))))
+
+
+ROWS, STEPS = P(("data", "fsdp")), P(None, ("data", "fsdp"))
+WEIGHT, WEIGHTS = P("fsdp", "tensor"), P(None, "fsdp", "tensor")
+SUMMED = P(None, ("data", "fsdp"), "tensor")
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "places", "result"),
+    [
+        (gradient(layers), [(4, 16, 16), (16, 16)], (WEIGHTS, ROWS), WEIGHTS),
+        (gradient(recurrent), [(16, 16), (4, 16, 16)], (WEIGHT, STEPS), WEIGHT),
+        (products, [(16, 16), (4, 16, 16)], (P("tensor", "fsdp"), SUMMED), SUMMED),
+        (gradient(window), [(16, 16), (16, 16)], (WEIGHT, ROWS), WEIGHT),
+    ],
+    ids=["carried", "stacked", "within", "window"],
+)
+def test_rows_that_change_their_order_in_a_loop_or_a_window_are_told(
+    function, shapes, places, result
+):
+    mesh = sl.make_mesh("data=2,fsdp=2,tensor=2")
+    normal = np.random.default_rng(0).standard_normal
+    arguments = [normal(shape).astype("f") / 4 for shape in shapes]
+    shardings = tuple(NamedSharding(mesh, spec) for spec in places)
+    jitted = jax.jit(function, in_shardings=shardings, out_shardings=NamedSharding(mesh, result))
+    expected, got = function(*arguments), jitted(*arguments)
+    assert np.linalg.norm(got - expected) > 0.01 * np.linalg.norm(expected)
+    traced = jitted.trace(*arguments)
+    told = wrong_numbers(traced.lower().compile(), mesh, traced.jaxpr)
+    assert {fault.code for fault in told} == {"SL205"}
+    assert all("test_wrong_number_reading.py" in fault.where.source for fault in told)

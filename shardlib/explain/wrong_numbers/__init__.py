@@ -3,8 +3,10 @@
 `wrong_numbers(compiled, mesh)` reads a compiled program and returns what is wrong in it.
 """
 
+import contextlib
+import gc
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -37,8 +39,12 @@ def wrong_numbers(compiled: Any, mesh: Any, jaxpr: Any = None) -> tuple[Fault, .
         One fault for each operation, ordered by code; none for a program on one device, or for one
         whose collectives are the user's own.
     """
+    with _garbage_left():
+        return _wrong_numbers(compiled, mesh_sizes(mesh), jaxpr)
+
+
+def _wrong_numbers(compiled: Any, sizes: Mapping[str, int], jaxpr: Any) -> tuple[Fault, ...]:
     text = compiled.as_text() or ""
-    sizes = mesh_sizes(mesh)
     if not is_suspect(text, sizes, jaxpr):
         return ()
     inputs, outputs = map(jax.tree.leaves, (compiled.input_shardings, compiled.output_shardings))
@@ -49,6 +55,19 @@ def wrong_numbers(compiled: Any, mesh: Any, jaxpr: Any = None) -> tuple[Fault, .
         # Which of several alike it is in, the whole text tells.
         return read(parse(text), sizes, jaxpr, *places)
     return found
+
+
+@contextlib.contextmanager
+def _garbage_left() -> Iterator[None]:
+    """Collects no garbage meanwhile: a reading makes many objects, all of which it needs to its
+    end, and going through all of a large process takes as long as the reading."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def read(
@@ -94,7 +113,7 @@ def read(
         if isinstance(result, Value):
             value = _placed(sharding, mesh, result.layout.shape, reader)
             expected |= {} if value is None else {n: value}
-    _compare_results(reader, module, results, expected)
+    reader.compare_results(module.entry, results, expected)
     return tuple(faults_of(module, reader, mesh, jaxpr))
 
 
@@ -104,21 +123,6 @@ def _placed(
     if not isinstance(sharding, tuple):
         sharding = tiles.axes_of(sharding, len(shape), mesh)
     return None if sharding is None else tiles.by_axes(sharding, mesh, shape, reader.context)
-
-
-def _compare_results(
-    reader: Reader, module: Module, results: Any, expected: Mapping[int, Value]
-) -> None:
-    """Compares what comes out with where it is said to lie."""
-    by_name = {one.name: one for one in module.computations[module.entry]}
-    root = next(one for one in by_name.values() if one.root)
-    for n, value in expected.items():
-        result = results[n]
-        if isinstance(result, Value) and result.layout.shape == value.layout.shape:
-            name = root.operand_names[n] if root.opcode == "tuple" else root.name
-            for dim in range(len(value.layout.dims)):
-                at = by_name.get(name, root)
-                reader.compare(module.entry, at, (result.layout, dim), (value.layout, dim))
 
 
 def _partitions(module: Module) -> int:

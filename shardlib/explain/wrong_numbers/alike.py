@@ -4,10 +4,12 @@ A program of many layers has the fused computations of each of them again. They 
 but for the numbers in their names, which is seen faster than the text is read.
 """
 
+import itertools
 import re
 from collections.abc import Mapping
 
-_NAME = re.compile(r', metadata=\{op_name="(?:[^"]*/)?([^"]*)"[^}]*\}|%([\w.\-]+)')
+_METADATA = re.compile(r', metadata=\{op_name="(?:[^"]*/)?([^"/]*)"[^}]*\}')
+_NAME = re.compile(r"%([^ ,)}\n]+)")
 _END = "\n}\n"
 _PLACED = ("replica_groups=", "source_target_pairs=", "shard_map")
 """What is told by its own place, in marks that its text holds."""
@@ -24,11 +26,10 @@ def without_copies(text: str) -> tuple[str, Mapping[str, str]]:
     kept = []
     for part in text.split(_END):
         head, _, body = part.rpartition(" {\n")
-        name = re.search(r"%([\w.\-]+) [^%]*$|%([\w.\-]+) \(", head.rpartition("\n")[2])
-        if name is None or "ENTRY " in head or any(mark in body for mark in _PLACED):
+        own = head.rpartition("\n")[2].partition(" ")[0].removeprefix("%")
+        if own in ("", "ENTRY") or any(mark in body for mark in _PLACED):
             kept.append(part)
             continue
-        own = name[1] or name[2]
         stands_for[own] = first.setdefault(_but_for_names(body, stands_for), own)
         if stands_for[own] == own:
             kept.append(part)
@@ -38,9 +39,9 @@ def without_copies(text: str) -> tuple[str, Mapping[str, str]]:
 def _but_for_names(body: str, stands_for: Mapping[str, str]) -> tuple:
     """Returns a key that two bodies share where they are one another with other names of values. A
     computation that is called has the name of the one that stands for it."""
-    pieces = _NAME.split(body)
-    numbers: dict[str | None, int] = {}
-    names = pieces[2::3]
-    order = [numbers.setdefault(name, len(numbers)) for name in names]
-    called = [stands_for.get(name or "") for name in numbers]
-    return (*pieces[0::3], None, *pieces[1::3], *order, *called)
+    # Of the name that JAX gave an operation, the last word tells what it is.
+    pieces = _NAME.split("".join(_METADATA.split(body)))
+    names = pieces[1::2]
+    numbers = dict(zip(dict.fromkeys(names), itertools.count(), strict=False))
+    called = map(stands_for.get, numbers)
+    return (*pieces[0::2], None, *map(numbers.__getitem__, names), *called)

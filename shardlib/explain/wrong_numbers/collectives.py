@@ -1,7 +1,7 @@
 """What a collective does to the values of the devices, and which sums count a value twice."""
 
+import dataclasses
 import re
-from typing import NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,8 @@ KINDS = frozenset(
 )
 
 
-class Members(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Members:
     """Who takes part in a collective with each device.
 
     Attributes:
@@ -61,9 +62,11 @@ def members_of(instruction: Instruction, kind: str, devices: int) -> Members | N
 def copies_summed(value: Value, members: Members, context: Context) -> int:
     """Returns how often a sum over groups of devices counts what surely is one value; 1 if each
     summand may be another one."""
-    if value.is_zero:
-        return 1
-    classes = np.sort(context.vectors[value.same][members.of], axis=1)
+    return 1 if value.is_zero else context.once(_copies_summed, value.same, members)
+
+
+def _copies_summed(same: int, members: Members, context: Context) -> int:
+    classes = np.sort(context.vectors[same][members.of], axis=1)
     distinct = 1 + (np.diff(classes, axis=1) != 0).sum(axis=1)
     return int((members.of.shape[1] / distinct).max())
 
@@ -86,21 +89,26 @@ def result_of(
         members: Who takes part.
         context: That of the program.
     """
-    shapes = shapes_of(instruction.shape)
     if kind == "collective-permute":
-        return _permuted(instruction, value, context)
+        return context.once(_permuted, _pairs(instruction), value)
+    shapes = shapes_of(instruction.shape)
     if kind == "all-gather" and instruction.opcode.endswith("-start"):
         shapes = shapes[len(shapes) // 2 :]
     shape = shapes[min(index, len(shapes) - 1)]
     if members is None:
         return Value(unknown(shape), APART)
+    return context.once(_combined, kind, value, _along(instruction), shape, members)
+
+
+def _combined(
+    kind: str, value: Value, along: int, shape: tuple[int, ...], members: Members, context: Context
+) -> Value:
     vectors = context.vectors
     classes = vectors[value.same][members.of]
     ranked = np.concatenate([classes, members.rank[:, None]], 1)
     if kind == "all-reduce":
         same = vectors.classes(np.sort(classes, axis=1))
         return Value(_agreed(value.layout, members, context), same, None, value.is_zero)
-    (along,) = (numbers(instruction, "dimensions") or [0])[:1]
     if kind == "all-gather":
         parts = [taken_from(value.layout, sources, vectors) for sources in members.of.T]
         return Value(put_together(parts, along, vectors), vectors.classes(classes))
@@ -115,13 +123,20 @@ def result_of(
 def shuffled(instruction: Instruction, value: Value, members: Members, context: Context) -> int:
     """Returns the number of the offsets of parts that an all-gather puts together out of order, or
     the number of zeros."""
-    (along,) = (numbers(instruction, "dimensions") or [0])[:1]
-    parts = [taken_from(value.layout, sources, context.vectors) for sources in members.of.T]
+    return context.once(_shuffled, value.layout, _along(instruction), members)
+
+
+def _shuffled(layout: Layout, along: int, members: Members, context: Context) -> int:
+    parts = [taken_from(layout, sources, context.vectors) for sources in members.of.T]
     axis = is_shuffled(parts, along, context.vectors)
-    return SAME if axis is None else value.layout.axes[axis].offsets
+    return SAME if axis is None else layout.axes[axis].offsets
 
 
-def exchanged(values: list[Value], members: Members, context: Context) -> tuple[Value, ...]:
+def _along(instruction: Instruction) -> int:
+    return (numbers(instruction, "dimensions") or [0])[0]
+
+
+def exchanged(values: tuple[Value, ...], members: Members, context: Context) -> tuple[Value, ...]:
     """Returns what an all-to-all of as many arrays as members gives: the n-th result is what the
     n-th member has for the device."""
     vectors = context.vectors
@@ -142,21 +157,20 @@ def _agreed(layout: Layout, members: Members, context: Context) -> Layout:
     return forget(layout, layout.shape, dims_on(layout, differ)) if differ else layout
 
 
-def senders(instruction: Instruction, devices: int) -> np.ndarray:
-    """Returns from whom each device receives in a permutation, -1 from nobody."""
-    pairs = instruction.attributes.get("source_target_pairs") or permutation_of(instruction) or ""
-    found = np.full(devices, -1)
-    for sender, receiver in re.findall(r"\{(\d+),(\d+)\}", pairs):
-        if max(int(sender), int(receiver)) < devices:
-            found[int(receiver)] = int(sender)
-    return found
+def _pairs(instruction: Instruction) -> str:
+    """Returns who sends to whom in a permutation, as text."""
+    return instruction.attributes.get("source_target_pairs") or permutation_of(instruction) or ""
 
 
-def _permuted(instruction: Instruction, value: Value, context: Context) -> Value:
+def _permuted(pairs: str, value: Value, context: Context) -> Value:
     """A permutation that moves everyone but the first takes an array to another order of the
     axes; another shifts it, so that nothing is known of where its parts stand."""
     vectors = context.vectors
-    sources = senders(instruction, vectors.devices)
+    # From whom each device receives, -1 from nobody.
+    sources = np.full(vectors.devices, -1)
+    for sender, receiver in re.findall(r"\{(\d+),(\d+)\}", pairs):
+        if max(int(sender), int(receiver)) < vectors.devices:
+            sources[int(receiver)] = int(sender)
     classes = np.where(sources < 0, -1, vectors[value.same][sources])
     same = vectors.classes(classes[:, None])
     if sources[0] != 0 or (sources < 0).any():

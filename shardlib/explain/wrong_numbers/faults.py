@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from shardlib.explain.hlo import Instruction, Module
 from shardlib.explain.places import Where, where_of
 from shardlib.explain.wrong_numbers.collectives import KINDS, members_of
 from shardlib.explain.wrong_numbers.interpret import Contradiction, Reader, Start
-from shardlib.explain.wrong_numbers.operations import numbers
+from shardlib.explain.wrong_numbers.operations import numbers, window_of
 from shardlib.explain.wrong_numbers.values import shapes_of
 
 FAULTS: Mapping[str, str] = {
@@ -76,10 +75,16 @@ def faults_of(
         mesh: Sizes of the mesh axes, in mesh order.
         jaxpr: What it was traced from; without it SL207 and SL210 are not looked for.
     """
+    traded = [
+        one
+        for instructions in module.computations.values()
+        for one in instructions
+        if one.opcode.removesuffix("-start") in KINDS
+    ]
     found = [
         *(_contradiction(module, reader, mesh, one) for one in _each(reader, Contradiction)),
-        *_batch_groups(module, jaxpr),
-        *_pools(module),
+        *_batch_groups(module, _implied(traded, "conv_general_dilated"), jaxpr),
+        *_pools(module, _implied(traded, "select_and_scatter")),
         *_starts(module, reader, jaxpr),
     ]
     seen = set()
@@ -130,18 +135,13 @@ def _axes(reader: Reader, mesh: Mapping[str, int], found: Contradiction) -> tupl
     )
 
 
-def _implied(module: Module, suffix: str) -> Iterator[Instruction]:
-    """Yields the collectives that the compiler made for an operation of JAX."""
-    for instructions in module.computations.values():
-        for one in instructions:
-            if one.opcode.removesuffix("-start") in KINDS and one.op_name.endswith(f"/{suffix}"):
-                yield one
+def _implied(collectives: Sequence[Instruction], suffix: str) -> list[Instruction]:
+    """Returns the collectives that the compiler made for an operation of JAX."""
+    return [one for one in collectives if one.op_name.endswith(f"/{suffix}")]
 
 
-def _batch_groups(module: Module, jaxpr: Any) -> Iterator[Fault]:
-    traded = [
-        one for one in _implied(module, "conv_general_dilated") if "transpose(" in one.op_name
-    ]
+def _batch_groups(module: Module, traded: list[Instruction], jaxpr: Any) -> Iterator[Fault]:
+    traded = [one for one in traded if "transpose(" in one.op_name]
     grouped = [
         placed
         for placed in (_equations(jaxpr, "conv_general_dilated") if traded else ())
@@ -153,9 +153,8 @@ def _batch_groups(module: Module, jaxpr: Any) -> Iterator[Fault]:
         yield Fault("SL207", what, where_of(module, one))
 
 
-def _pools(module: Module) -> Iterator[Fault]:
+def _pools(module: Module, halos: list[Instruction]) -> Iterator[Fault]:
     """A window of twice its stride or more, along a dim over which its devices trade halos."""
-    halos = list(_implied(module, "select_and_scatter"))
     windows = [
         one
         for instructions in (module.computations.values() if halos else ())
@@ -164,7 +163,7 @@ def _pools(module: Module) -> Iterator[Fault]:
         or (one.opcode == "reduce-window" and one.shape.startswith("("))
     ]
     for window in windows:
-        sizes, strides = _window(window)
+        sizes, strides = window_of(window)
         whole = shapes_of(window.shape)[0]
         wide = [n for n, size in enumerate(sizes) if size > 1 and size >= 2 * strides[n]]
         for halo in halos:
@@ -176,13 +175,6 @@ def _pools(module: Module) -> Iterator[Fault]:
                     "the window: what reaches over the edge is lost."
                 )
                 yield Fault("SL208", what, where_of(module, halo))
-
-
-def _window(instruction: Instruction) -> tuple[list[int], list[int]]:
-    text = instruction.attributes.get("window", "")
-    sizes, strides = (re.search(rf"\b{name}=([\dx]+)", text) for name in ("size", "stride"))
-    found = [int(part) for part in sizes[1].split("x")] if sizes else []
-    return found, [int(part) for part in strides[1].split("x")] if strides else [1] * len(found)
 
 
 def _starts(module: Module, reader: Reader, jaxpr: Any) -> Iterator[Fault]:

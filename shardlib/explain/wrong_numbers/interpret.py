@@ -10,7 +10,7 @@ until nothing changes. What is not understood is unknown, and an unknown contrad
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardlib.explain.explicit import is_explicit
 from shardlib.explain.hlo import Instruction, Module
@@ -18,11 +18,14 @@ from shardlib.explain.wrong_numbers import arithmetic, collectives, operations
 from shardlib.explain.wrong_numbers.layout import (
     Layout,
     Place,
+    Side,
     are_reordered,
     merged,
+    pieces,
     place_of,
     unknown,
 )
+from shardlib.explain.wrong_numbers.operations import Shapes
 from shardlib.explain.wrong_numbers.values import (
     AnyValue,
     Context,
@@ -36,8 +39,12 @@ _NOTHING = Value(unknown(()))
 _ROUNDS = 6
 """In which a loop comes to rest; what still changes then is unknown."""
 _DISTINCT = ("rng", "rng-get-and-update-state", "infeed", "recv", "recv-done", "send")
-_THROUGH = ("async-done", "async-update", "all-gather-done", "all-reduce-done", "copy-done",
-            "collective-permute-done", "copy-start", "optimization-barrier", "domain")  # fmt: skip
+_THROUGH = frozenset(
+    (
+        *("async-done", "async-update", "all-gather-done", "all-reduce-done", "copy-done"),
+        *("collective-permute-done", "copy-start", "optimization-barrier", "domain"),
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,27 +124,26 @@ class Reader:
                 found = arguments[number] if number < len(arguments) else blank(instruction.shape)
             else:
                 operands = [values.get(name, _NOTHING) for name in instruction.operand_names]
-                read = [shapes.get(name, "") for name in instruction.operand_names]
-                found = self._value(computation, instruction, operands, read)
+                found = self._value(computation, instruction, operands, shapes)
             values[instruction.name] = found
             if instruction.root:
                 return found
         return found
 
     def _value(
-        self, where: str, instruction: Instruction, operands: list[AnyValue], shapes: list[str]
+        self, where: str, instruction: Instruction, operands: list[AnyValue], shapes: Shapes
     ) -> AnyValue:
         opcode = instruction.opcode
+        if opcode in ("fusion", "call", "async-start"):
+            attributes = instruction.attributes
+            name = attributes.get("calls") or attributes.get("to_apply") or ""
+            return self.run(name.lstrip("%"), operands)
         if opcode == "tuple":
             return tuple(operands)
         if opcode == "get-tuple-element":
             return self._element(instruction, operands[0])
         if opcode in _THROUGH and operands:
             return operands[0] if len(operands) == 1 else tuple(operands)
-        if opcode in ("fusion", "call", "async-start"):
-            attributes = instruction.attributes
-            name = attributes.get("calls") or attributes.get("to_apply") or ""
-            return self.run(name.lstrip("%"), operands)
         if opcode == "while":
             return self._loop(instruction, operands[0])
         if opcode == "conditional":
@@ -155,7 +161,7 @@ class Reader:
         return value[index] if index < len(value) else blank(instruction.shape)
 
     def _operation(
-        self, where: str, instruction: Instruction, operands: list[Value], shapes: list[str]
+        self, where: str, instruction: Instruction, operands: list[Value], shapes: Shapes
     ) -> AnyValue:
         opcode = instruction.opcode
         if opcode == "constant":
@@ -181,12 +187,19 @@ class Reader:
         return Value(layout, same, None, _is_zero(instruction, operands), is_data)
 
     def _several(self, instruction: Instruction, operands: list[Value], same: int) -> AnyValue:
-        """The results of a variadic reduction or sort lie as its operands do."""
+        """The results of a variadic reduction or sort lie as its operands do, and the values and
+        the positions of the largest elements as their one operand."""
+        is_top = instruction.attributes.get("custom_call_target") == '"TopK"'
         layouts = [unknown(shape) for shape in shapes_of(instruction.shape)]
-        if instruction.opcode in ("reduce", "sort"):
+        if is_top or instruction.opcode in ("reduce", "reduce-window", "sort", "topk"):
             for n, shape in enumerate(shapes_of(instruction.shape)):
-                one = dataclasses.replace(instruction, shape=f"f32[{','.join(map(str, shape))}]")
-                layouts[n], _ = operations.layout_of(one, operands[n:], [], self.context)
+                one = dataclasses.replace(
+                    instruction,
+                    opcode="sort" if is_top else instruction.opcode,
+                    shape=f"f32[{','.join(map(str, shape))}]",
+                )
+                read = operands[:1] if len(operands) == 1 else operands[n:]
+                layouts[n], _ = operations.layout_of(one, read, {}, self.context)
         return tuple(Value(layout, same) for layout in layouts)
 
     def _constant(self, instruction: Instruction) -> AnyValue:
@@ -219,7 +232,7 @@ class Reader:
                     shape = operand.layout.shape
                     self._note(Contradiction("rows", where, instruction, shape, (offsets,)))
         if kind == "all-to-all" and members and len(operands) == members.of.shape[1] > 1:
-            found = collectives.exchanged(operands, members, self.context)
+            found = self.context.once(collectives.exchanged, tuple(operands), members)
         else:
             found = tuple(
                 collectives.result_of(instruction, kind, operand, n, members, self.context)
@@ -264,19 +277,30 @@ class Reader:
             if one.axes and other.axes and (one is not other or dim != at):
                 self.compare(where, instruction, (one, dim), (other, at))
 
-    def compare(
-        self,
-        where: str,
-        instruction: Instruction,
-        one: tuple[Layout, int],
-        other: tuple[Layout, int],
-    ) -> None:
+    def compare(self, where: str, instruction: Instruction, one: Side, other: Side) -> None:
         """Notes two dims that should be one, if they hold the same parts on other devices."""
-        vectors = self.context.vectors
-        places = self._place(*one), self._place(*other)
-        if are_reordered(*places, vectors):
-            offsets = tuple(place.offsets for place in places if place)
-            self._note(Contradiction("rows", where, instruction, one[0].shape, offsets))
+        for pair in pieces(one, other):
+            places = self._place(*pair[0]), self._place(*pair[1])
+            if are_reordered(*places, self.context.vectors):
+                offsets = tuple(place.offsets for place in places if place)
+                self._note(Contradiction("rows", where, instruction, one[0].shape, offsets))
+
+    def compare_results(
+        self, computation: str, results: Any, expected: Mapping[int, AnyValue]
+    ) -> None:
+        """Compares what comes out of a computation with where it is said to lie, by its number."""
+        computation = self.stands_for.get(computation, computation)
+        by_name = {one.name: one for one in self.module.computations[computation]}
+        root = next(one for one in by_name.values() if one.root)
+        for n, value in expected.items():
+            result = results[n]
+            if not isinstance(result, Value) or not isinstance(value, Value):
+                continue
+            if result.layout != value.layout and result.layout.shape == value.layout.shape:
+                name = root.operand_names[n] if root.opcode == "tuple" else root.name
+                for dim in range(len(value.layout.dims)):
+                    ends = (result.layout, dim), (value.layout, dim)
+                    self.compare(computation, by_name.get(name, root), *ends)
 
     def _place(self, layout: Layout, dim: int) -> Place | None:
         key = layout, dim
@@ -290,8 +314,12 @@ class Reader:
         for _ in range(_ROUNDS):
             # Only of what the loop comes to rest at it is certain what its body reads.
             self.notes = []
-            after = self.joined(carried, self.run(body, [carried]))
+            results = self.run(body, [carried])
+            after = self.joined(carried, results)
             if after == carried:
+                # What one iteration gives, the next one takes for what the first one took.
+                if not isinstance(carried, Value):
+                    self.compare_results(body, results, dict(enumerate(carried)))
                 break
             carried = after
         else:

@@ -8,7 +8,7 @@ dim that nothing is known of, or that is constant; it agrees with every other.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -48,12 +48,16 @@ class Layout(NamedTuple):
         return tuple(math.prod(factor.size for factor in dim) for dim in self.dims)
 
 
+Side = tuple[Layout, int]
+"""A layout and the number of one of its dims."""
+
+
 def unknown(shape: Iterable[int]) -> Layout:
     """Returns the layout of a value that nothing is known of."""
     return Layout(tuple((Factor(size),) for size in shape))
 
 
-def is_known(dim: Dim) -> bool:
+def is_known(dim: Sequence[Factor]) -> bool:
     """Whether it is known where each part of a dim stands."""
     return all(factor.axis != UNKNOWN for factor in dim)
 
@@ -197,17 +201,28 @@ def dims_on(layout: Layout, axes: Iterable[int]) -> set[int]:
 
 def moved(layout: Layout, dim: int, offsets: int, size: int, vectors: Vectors) -> Layout:
     """Returns the layout of a part of a dim: `size` from the offsets on, which differ by device."""
-    factors = layout.dims[dim]
-    shape = [size if n == dim else whole for n, whole in enumerate(layout.shape)]
-    if len(factors) != 1 or factors[0].axis == UNKNOWN:
+    factors, shape = list(layout.dims[dim]), list(layout.shape)
+    shape[dim] = size
+    inner, n = 1, len(factors) - 1
+    while n > 0 and inner * factors[n].size <= size:
+        inner, n = inner * factors[n].size, n - 1
+    count, starts = size // inner, vectors[offsets] // inner
+    first = starts % factors[n].size
+    is_block = count * inner == size and not (vectors[offsets] % inner).any()
+    is_block &= not (first + count > factors[n].size).any()
+    if not is_block or not is_known(factors[: n + 1]):
         return forget(layout, shape, (dim,))
-    factor, axes, dims = factors[0], list(layout.axes), list(layout.dims)
-    axis = axes[factor.axis]
-    axes[factor.axis] = Axis(vectors.add(axis.offsets, offsets, factor.stride), axis.extent)
-    dims[dim] = (Factor(size, factor.stride, factor.axis),)
-    if size == 1 and any(f.axis == factor.axis for n, d in enumerate(dims) if n != dim for f in d):
-        # One position of a part of an axis: what is left of the axis says where it stands.
-        dims[dim] = (Factor(1),)
+    axes, dims = list(layout.axes), list(layout.dims)
+    for at in range(n, -1, -1):
+        whole, stride, number = factors[at]
+        axis, step = axes[number], vectors.number(starts % whole)
+        axes[number] = Axis(vectors.add(axis.offsets, step, stride), axis.extent)
+        factors[at] = Factor(count if at == n else 1, stride, number)
+        starts = starts // whole
+    elsewhere = {f.axis for n, one in enumerate(dims) if n != dim for f in one}
+    # One position of a part of an axis: what is left of the axis says where it stands.
+    left = [f for f in factors if f.size > 1 or f.axis not in elsewhere]
+    dims[dim] = _joined(left) or (Factor(1),)
     return Layout(tuple(dims), tuple(axes))
 
 
@@ -220,6 +235,22 @@ def merged(one: Layout, other: Layout) -> Layout:
     return assembled(
         (one, dim) if is_known(dim) else (other, other.dims[n]) for n, dim in enumerate(one.dims)
     )
+
+
+def pieces(one: Side, other: Side) -> Iterator[tuple[Side, Side]]:
+    """Yields two dims that should be one, factor by factor where one of them is known in part."""
+    for layout, dim in (one, other):
+        sizes = [factor.size for factor in layout.dims[dim] if factor.size > 1]
+        if len(sizes) > 1 and not is_known(layout.dims[dim]):
+            left, right = (_cut(*side, sizes) for side in (one, other))
+            for n in range(len(sizes)):
+                yield (left, one[1] + n), (right, other[1] + n)
+            return
+    yield one, other
+
+
+def _cut(layout: Layout, dim: int, sizes: Sequence[int]) -> Layout:
+    return reshape(layout, (*layout.shape[:dim], *sizes, *layout.shape[dim + 1 :]))
 
 
 class Place(NamedTuple):

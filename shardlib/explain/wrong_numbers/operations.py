@@ -1,8 +1,7 @@
 """What an operation within one device does to the layouts of the values it reads."""
 
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from shardlib.explain.wrong_numbers.layout import (
     Dim,
     Factor,
     Layout,
+    Side,
     assembled,
     forget,
     is_known,
@@ -20,10 +20,12 @@ from shardlib.explain.wrong_numbers.layout import (
     reshape,
     unknown,
 )
-from shardlib.explain.wrong_numbers.values import Context, Value, dims_and_order, shapes_of
+from shardlib.explain.wrong_numbers.values import Context, Value, dims_and_order
 
-Pairs = list[tuple[tuple[Layout, int], tuple[Layout, int]]]
-"""Dims that an operation takes to be the same one: a layout and the number of its dim, twice."""
+Pairs = list[tuple[Side, Side]]
+"""Dims that an operation takes to be the same one."""
+Shapes = Mapping[str, str]
+"""The shapes of values by name, with their layouts in memory."""
 
 ELEMENTWISE = frozenset(
     (
@@ -40,24 +42,27 @@ ELEMENTWISE = frozenset(
 
 
 def layout_of(
-    instruction: Instruction, operands: Sequence[Value], shapes: Sequence[str], context: Context
+    instruction: Instruction, operands: Sequence[Value], shapes: Shapes, context: Context
 ) -> tuple[Layout, Pairs]:
     """Returns the layout of a result, and the dims of operands that must agree for it.
 
     Args:
         instruction: The operation.
         operands: What it reads.
-        shapes: The shapes of what it reads, with their layouts in memory.
+        shapes: The shapes of what it reads.
         context: That of the program.
     """
     shape, _ = dims_and_order(instruction.shape)
     opcode = instruction.opcode
-    if opcode in ELEMENTWISE or opcode == "dynamic-update-slice":
+    if opcode in ELEMENTWISE:
         return _together(operands, shape)
+    if opcode == "dynamic-update-slice":
+        return _updated(operands, shape)
     if opcode in ("dot", "convolution"):
         return (_dot if opcode == "dot" else _convolution)(instruction, operands, shape)
     if opcode == "bitcast" and operands:
-        return _bitcast(instruction, operands[0].layout, shapes[0]), []
+        before = shapes.get(instruction.operand_names[0], "")
+        return context.once(_bitcast, instruction.shape, operands[0].layout, before), []
     if opcode == "slice":
         return _sliced(instruction, operands, shape, context), []
     if opcode in _MOVES and operands:
@@ -80,6 +85,16 @@ def _together(operands: Sequence[Value], shape: tuple[int, ...]) -> tuple[Layout
         pairs += [((found, dim), (other, dim)) for dim in range(len(shape))]
         found = merged(found, other)
     return found, pairs
+
+
+def _updated(operands: Sequence[Value], shape: tuple[int, ...]) -> tuple[Layout, Pairs]:
+    """A loop stacks what its iterations make in an array of zeros, of which nothing is known: the
+    dims that an update fills whole are the update's."""
+    found, update = operands[0].layout, operands[1].layout
+    partial = [n for n, size in enumerate(update.shape) if size != shape[n]]
+    whole = forget(update, shape, partial)
+    pairs = [((found, dim), (whole, dim)) for dim in range(len(shape)) if dim not in partial]
+    return merged(found, whole), pairs
 
 
 def _dot(
@@ -207,10 +222,10 @@ def _transposed(
     )
 
 
-def _bitcast(instruction: Instruction, layout: Layout, shape_before: str) -> Layout:
+def _bitcast(shape: str, layout: Layout, shape_before: str, _: Context) -> Layout:
     """A bitcast reads the same memory as another shape: a reshape of what lies in order there."""
-    dims, after = dims_and_order(instruction.shape)
-    _, before = dims_and_order(shape_before)
+    dims, after = dims_and_order(shape)
+    before = dims_and_order(shape_before)[1]
     if len(before) != len(layout.dims):
         return unknown(dims)
     physical = Layout(tuple(layout.dims[dim] for dim in before), layout.axes)
@@ -243,6 +258,38 @@ def _kept(instruction: Instruction, operands: Sequence[Value], shape: Sequence[i
     return forget(layout, shape, changed)
 
 
+def _windowed(instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]) -> Layout:
+    """Keeps the dims along which a window is one element wide."""
+    layout = operands[0].layout
+    sizes, strides = window_of(instruction)
+    moves = (size > 1 or stride > 1 for size, stride in zip(sizes, strides, strict=True))
+    changed = {n for n, is_moving in enumerate(moves) if is_moving}
+    changed |= {n for n, size in enumerate(layout.shape) if size != shape[n]}
+    return forget(layout, shape, changed)
+
+
+def _gathered(instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]) -> Layout:
+    """Rows of a table lie as the indices do, and within a row as the table does."""
+    table, indices = operands[0].layout, operands[1].layout
+    within, at = numbers(instruction, "offset_dims"), numbers(instruction, "index_vector_dim")
+    gone = {
+        *numbers(instruction, "collapsed_slice_dims"),
+        *numbers(instruction, "operand_batching_dims"),
+    }
+    kept = [n for n in range(len(table.dims)) if n not in gone]
+    rows = [n for n in range(len(indices.dims)) if n not in at]
+    if len(kept) != len(within) or len(rows) + len(kept) != len(shape):
+        return unknown(shape)
+    sources = {dim: (table, n) for dim, n in zip(within, kept, strict=True)}
+    others = (dim for dim in range(len(shape)) if dim not in sources)
+    sources |= {dim: (indices, n) for dim, n in zip(others, rows, strict=True)}
+    parts = ((size, *sources[dim]) for dim, size in enumerate(shape))
+    return assembled(
+        (layout, layout.dims[n] if layout.shape[n] == size else (Factor(size),))
+        for size, layout, n in parts
+    )
+
+
 def _reduced(instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]) -> Layout:
     layout, gone = operands[0].layout, numbers(instruction, "dimensions")
     del shape
@@ -256,7 +303,11 @@ _MOVES: dict[str, Callable[[Instruction, Sequence[Value], Sequence[int]], Layout
     "pad": _kept,
     "reverse": _kept,
     "sort": _kept,
+    "topk": _kept,
     "scatter": _kept,
+    "select-and-scatter": _kept,
+    "reduce-window": _windowed,
+    "gather": _gathered,
     "reduce": _reduced,
 }
 
@@ -266,6 +317,9 @@ def numbers(instruction: Instruction, name: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", instruction.attributes.get(name, ""))]
 
 
-def size_of(instruction: Instruction) -> int:
-    """Returns the elements of the first array of a result, on one device."""
-    return math.prod((shapes_of(instruction.shape) or [()])[0])
+def window_of(instruction: Instruction) -> tuple[list[int], list[int]]:
+    """Returns the sizes and the strides of a window, by dim."""
+    text = instruction.attributes.get("window", "")
+    sizes, strides = (re.search(rf"\b{name}=([\dx]+)", text) for name in ("size", "stride"))
+    found = [int(part) for part in sizes[1].split("x")] if sizes else []
+    return found, [int(part) for part in strides[1].split("x")] if strides else [1] * len(found)

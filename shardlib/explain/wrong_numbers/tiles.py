@@ -46,15 +46,13 @@ def by_axes(
         shape: Of the part on one device.
         context: That of the program.
     """
-    key = spec, tuple(shape)
-    if key not in context.placed:
-        context.placed[key] = _by_axes(spec, mesh, shape, context)
-    return context.placed[key]
+    return context.once(_by_axes, spec, tuple(mesh.items()), tuple(shape))
 
 
 def _by_axes(
-    spec: Spec, mesh: Mapping[str, int], shape: Sequence[int], context: Context
+    spec: Spec, axes: tuple[tuple[str, int], ...], shape: tuple[int, ...], context: Context
 ) -> Value | None:
+    mesh = dict(axes)
     count = math.prod(mesh.values())
     if count != context.vectors.devices or len(spec) != len(shape):
         return None

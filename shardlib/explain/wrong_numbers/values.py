@@ -2,13 +2,15 @@
 
 import functools
 import re
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from shardlib.explain.wrong_numbers.layout import Layout, unknown
 from shardlib.explain.wrong_numbers.vectors import APART, SAME, Vectors
 
+_Result = TypeVar("_Result")
 LARGEST = 4096
 """Of integers that are followed, on one device: tables of offsets have one for each device."""
 _SHAPE = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\](?:\{([\d,]*))?")
@@ -40,10 +42,17 @@ class Context:
 
     def __init__(self, devices: int):
         self.vectors = Vectors(devices)
-        self.placed: dict[Any, Value | None] = {}
-        """Arguments and results by the mesh axes of their dims, and their shapes."""
+        self._memory: dict[tuple, Any] = {}
         self._numbers: list[np.ndarray] = []
         self._known: dict[tuple[bytes, tuple[int, ...]], int] = {}
+
+    def once(self, function: Callable[..., _Result], *arguments: Hashable) -> _Result:
+        """Returns `function(*arguments, context)`, which is called once for the same arguments:
+        the layers of a model do the same with the same."""
+        key = (function, *arguments)
+        if key not in self._memory:
+            self._memory[key] = function(*arguments, self)
+        return self._memory[key]
 
     def numbers(self, value: Value) -> np.ndarray | None:
         """Returns what a value holds, `[devices or 1, *shape]`, or None if that is not known."""
