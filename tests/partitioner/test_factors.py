@@ -300,8 +300,8 @@ WHOLE = """
 """
 # What is followed by other means, or belongs to regions and references that XLA keeps.
 ELSEWHERE = """
-    after_all all_gather all_to_all axis_index call cond create_token device_put get pmax pmin
-    ppermute psum ragged_all_to_all scan sharding_constraint swap while
+    after_all all_gather all_to_all axis_index call cond create_token device_put get
+    ragged_all_to_all scan sharding_constraint swap while
 """
 
 
