@@ -137,14 +137,31 @@ COLLECTIVES = ("psum", "pmax", "pmin", "ppermute")
 
 
 @rule(*COLLECTIVES)
-def collective(equation: Any) -> Factors:
-    """A collective over axes of a region around: it does the same with every element."""
+def collective(equation: Any) -> Factors | None:
+    """A collective over axes of a region around does the same with every element.
+
+    Over an axis of `jax.vmap` it is a reduction: `axes` holds the position of the dim.
+    """
+    axes = equation.params.get("axes", ())
     shapes = [var.aval.shape for var in equation.invars]
-    starts = list(itertools.accumulate((len(shape) for shape in shapes), initial=0))
+    if any(isinstance(axis, int) for axis in axes):
+        return _over_dims(equation, axes) if len(shapes) == 1 else None
+    starts = itertools.accumulate((len(shape) for shape in shapes), initial=0)
     dims = tuple(tuple(range(at, at + len(s))) for at, s in zip(starts, shapes, strict=False))
-    is_sum = equation.primitive.name in ("psum", "ppermute") and len(shapes) == 1
+    is_linear = equation.primitive.name in ("psum", "ppermute") and len(shapes) == 1
     sizes = tuple(n for shape in shapes for n in shape)
-    return Factors(dims, dims, sizes, linear="first" if is_sum else "no")
+    return Factors(dims, dims, sizes, linear="first" if is_linear else "no")
+
+
+def _over_dims(equation: Any, axes: Sequence[Any]) -> Factors | None:
+    kinds: dict[str, Reduction] = {"psum": "sum", "pmax": "max", "pmin": "min"}
+    shape, kind = equation.invars[0].aval.shape, kinds[equation.primitive.name]
+    if not all(isinstance(axis, int) for axis in axes) or equation.params["axis_index_groups"]:
+        return None
+    every = tuple(range(len(shape)))
+    kept = tuple(dim for dim in every if dim not in axes)
+    reduced = dict.fromkeys(axes, kind)
+    return Factors((every,), (kept,), tuple(shape), reduced, float(math.prod(shape)))
 
 
 def _repeats(small: Sequence[int], shape: Sequence[int]) -> bool:

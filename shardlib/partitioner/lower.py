@@ -146,8 +146,9 @@ class Lowering:
         assert factors is not None
         compute = factors.local or _as_it_is
         if step.operation.name in COLLECTIVES and self._order is not None:
-            return self._order.send_all(shards, lambda xs: compute(step.operation, xs, cut))
-        results = compute(step.operation, list(shards), cut)
+            results = self._order.send_all(shards, lambda xs: compute(step.operation, xs, cut))
+        else:
+            results = compute(step.operation, list(shards), cut)
         for factor, kind in factors.reduced.items():
             axes = step.assignment.get(factor, ())
             if axes and kind != "sum":

@@ -313,6 +313,15 @@ def test_every_public_primitive_is_known():
     assert not (RULES.keys() | ELEMENTWISE) & {*WHOLE.split(), *ELSEWHERE.split()}
 
 
+def test_sums_over_an_axis_of_vmap():
+    def fn(x):
+        sums = jax.vmap(lambda x: x / lax.psum(x**2, "rows"), axis_name="rows")(x)
+        extremes = jax.vmap(lambda x: x - lax.pmax(x, "rows"), axis_name="rows")(x)
+        return sums, extremes, jax.vmap(lambda x: lax.pmean(x, "rows"), axis_name="rows")(x)
+
+    assert {"psum", "pmax"} <= check(fn, numbers(4, 6, 2))
+
+
 def test_unknown_operations_have_no_factors():
     traced = jax.make_jaxpr(lambda x: lax.reduce(x, jnp.float32(0), lambda a, b: a * b + a, (0,)))
     flat = flatten(traced(jnp.ones((4, 2))).jaxpr)

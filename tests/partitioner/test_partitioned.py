@@ -199,6 +199,16 @@ def test_what_is_large_and_computed_whole_is_said(mesh, caplog):
         assert bool(said) == ("test_partitioned.py" in caplog.text) == ("1.0 MiB" in caplog.text)
 
 
+def test_collectives_over_an_axis_of_vmap(mesh):
+    def fn(x):
+        def row(x):
+            return (x - lax.pmean(x, "rows")) / (1 + lax.pmax(x, "rows")), lax.psum(x, "rows")
+
+        return jax.vmap(row, axis_name="rows")(x)
+
+    same(mesh, fn, (numbers(16, 8),), (P(BATCH, "tensor"),))
+
+
 def test_constraints_of_the_user_stand(mesh):
     sharding = NamedSharding(mesh, P("tensor", None))
 
