@@ -347,7 +347,7 @@ def test_explain_says_what_a_run_chooses(lab):
         "attention": "xla: the platform is cpu",
         "pipeline": "1f1b, 2 microbatches over 2 stages: 33% idle",
         "microbatches": "2 or more: a run takes the fewest whose step fits into memory",
-        "partition": "XLA: the layers are cut into stages",
+        "partition": "XLA: the constraints of the model decide where each product lies",
     }
     report = run.explain(config)
     assert report.choices == report.to_dict()["choices"] == chosen
