@@ -6,7 +6,8 @@ batch and loss, a mesh of 8 devices, and where parameters and batch lie. Its los
 leaf by leaf, are compared with those of one device; they are wrong where a relative error is above
 1e-3. Each program runs with `constrain="auto"`, where shardlib decides where values lie, and with
 `"user"`, where XLA does. The second shows how often the partitioner of XLA gives wrong numbers, and
-by which of the faults A to E; the first has to show none.
+by which of the faults A to E; the first has to show none. A ReLU whose input is within rounding of
+zero can pass the limit on its own: such a program is right with a smooth activation in its place.
 
     python benchmarks/wrong_numbers.py --programs 60
     python benchmarks/wrong_numbers.py --only 17 --constrain user     # one program

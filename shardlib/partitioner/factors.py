@@ -117,7 +117,7 @@ def _elementwise(equation: Any) -> Factors | None:
         return None
     if not all(a.shape == () or _repeats(a.shape, shape) for a in avals):
         return None
-    if all(a.shape != shape for a in avals):
+    if shape and all(a.shape == () for a in avals):
         return None  # the bits of a number as several smaller ones
     operands = tuple(
         tuple(dim if n == shape[dim] else None for dim, n in enumerate(a.shape)) for a in avals

@@ -313,6 +313,10 @@ def test_every_public_primitive_is_known():
     assert not (RULES.keys() | ELEMENTWISE) & {*WHOLE.split(), *ELSEWHERE.split()}
 
 
+def test_operands_that_repeat_each_other():
+    assert check(lambda x, y: x * y, numbers(4, 1), numbers(1, 6)) == {"mul"}
+
+
 def test_sums_over_an_axis_of_vmap():
     def fn(x):
         sums = jax.vmap(lambda x: x / lax.psum(x**2, "rows"), axis_name="rows")(x)
