@@ -208,6 +208,14 @@ def iota(equation: Any) -> Factors:
     return Factors((), (every,), tuple(shape), local=local)
 
 
+@rule("reshard")
+def reshard(equation: Any) -> Factors | None:
+    """JAX tells a key by this on which mesh of a region around it is; that moves nothing."""
+    if any(entry is not None for entry in equation.params["dst_sharding"].spec):
+        return None
+    return same_dims(equation, (), linear="first", local=lambda equation, values, cut: values)
+
+
 @rule("random_bits")
 def random_bits(equation: Any) -> Factors | None:
     """Bits of one threefry key: element i depends on the key and on i alone, so that any piece can

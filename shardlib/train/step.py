@@ -326,8 +326,9 @@ class TrainStep:
         """Returns who partitions the loss of the step, `by`, and `why`; arguments may be abstract.
 
         Args:
-            state, batch, inputs: Those of the step, rows as they lie.
+            state, batch, inputs: Those of the step.
         """
+        batch = self.arrange(state, batch)
         inputs_at = input_shardings(inputs, state.definition.scope)
         found: list[Partition] = []
         step = dataclasses.replace(self, decided=found.append)

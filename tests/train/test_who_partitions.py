@@ -82,3 +82,9 @@ def test_the_compiler_where_shardlib_cannot_keep_a_constraint():
     found = sl.make_train_step(uneven).partition(state, jax.eval_shape(lambda: BATCH))
     assert found.by == "XLA"
     assert found.why.startswith("a constraint of an array (63, 16)")
+
+
+def test_the_batch_of_unequal_groups_is_arranged_first():
+    options = {"reduction": sl.ReductionConfig(group_microbatches=(1, 3))}
+    assert partition(**options) == ("shardlib", "the model constrains no activation")
+    assert partition(abstract=False, **options) == partition(**options)
