@@ -295,6 +295,8 @@ def is_unsupported(operation: Operation) -> bool:
     into memories that it names."""
     if operation.name == "device_put":
         return any(device is not None for device in operation.params["devices"])
+    if operation.name == "reshard":
+        return any(entry is not None for entry in operation.params["dst_sharding"].spec)
     effects = {type(effect).__name__ for effect in operation.equation.effects}
     # A collective over an axis of a region around is no effect on anything.
     return operation.name in _UNSUPPORTED or bool(effects - {"NamedAxisEffect"})

@@ -160,7 +160,7 @@ def _over_dims(equation: Any, axes: Sequence[Any]) -> Factors | None:
         return None
     every = tuple(range(len(shape)))
     kept = tuple(dim for dim in every if dim not in axes)
-    reduced = dict.fromkeys(axes, kind)
+    reduced: dict[int, Reduction] = dict.fromkeys(axes, kind)
     return Factors((every,), (kept,), tuple(shape), reduced, float(math.prod(shape)))
 
 

@@ -209,10 +209,9 @@ def iota(equation: Any) -> Factors:
 
 
 @rule("reshard")
-def reshard(equation: Any) -> Factors | None:
-    """JAX tells a key by this on which mesh of a region around it is; that moves nothing."""
-    if any(entry is not None for entry in equation.params["dst_sharding"].spec):
-        return None
+def reshard(equation: Any) -> Factors:
+    """JAX says by this on which mesh a key is. That moves nothing where the spec names no axis, and
+    `is_unsupported` refuses the others."""
     return same_dims(equation, (), linear="first", local=lambda equation, values, cut: values)
 
 

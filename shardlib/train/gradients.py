@@ -72,8 +72,8 @@ class PartLoss:
     """Who partitions the loss, as in `make_train_step`."""
     inputs_at: Any = ()
     """The shardings of the leaves of `inputs`."""
-    decided: Callable[[Partition], None] = lambda partition: None
-    """Is given who partitions the loss, and why, while the loss is traced."""
+    on_partition: Callable[[Partition], None] = lambda partition: None
+    """Called while the loss is traced, with who partitions it and why."""
 
     def __call__(
         self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
@@ -145,7 +145,7 @@ class PartLoss:
     def partitioner(self) -> LossPartitioner:
         """Runs functions of the state's parameters, partitioned."""
         return LossPartitioner(
-            self.definition, self.batch_axes, self.constrain, self.inputs_at, self.decided
+            self.definition, self.batch_axes, self.constrain, self.inputs_at, self.on_partition
         )
 
     def _gradients_at(self, shape: Any) -> list[Layout | None]:

@@ -58,8 +58,8 @@ class LossPartitioner:
     batch_axes: BatchAxes
     constrain: Constrain
     inputs_at: Any = ()
-    decided: Callable[[Partition], None] = lambda partition: None
-    """Is given who partitions, and why."""
+    on_partition: Callable[[Partition], None] = lambda partition: None
+    """Called with who partitions, and why."""
 
     def run(self, fn: Callable[..., Any], arguments: tuple[Any, ...], outputs: Outputs) -> Any:
         """Returns `fn(*arguments)`.
@@ -91,7 +91,7 @@ class LossPartitioner:
         """
         beforehand = self._beforehand()
         if beforehand is not None:
-            self.decided(beforehand)
+            self.on_partition(beforehand)
             return fn(*arguments)
         traced = trace(fn, arguments)
         inputs, batch = layouts()
@@ -100,7 +100,7 @@ class LossPartitioner:
             return analyze(traced, self._scope, inputs, outputs, batch)
 
         partition, laid = who_partitions(traced, layouts_of_values, constrains)
-        self.decided(partition)
+        self.on_partition(partition)
         return traced(arguments) if laid is None else execute(laid, self._scope, arguments)
 
     @property

@@ -195,8 +195,8 @@ class TrainStep:
     guards: GuardsConfig | None = None
     constrain: Constrain = "auto"
     check: ProgramCheck = dataclasses.field(default_factory=ProgramCheck)
-    decided: Callable[[Partition], None] = lambda partition: None
-    """Is given who partitions the loss, and why, whenever the step is traced."""
+    on_partition: Callable[[Partition], None] = lambda partition: None
+    """Called whenever the step is traced, with who partitions the loss and why."""
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(
@@ -331,7 +331,7 @@ class TrainStep:
         batch = self.arrange(state, batch)
         inputs_at = input_shardings(inputs, state.definition.scope)
         found: list[Partition] = []
-        step = dataclasses.replace(self, decided=found.append)
+        step = dataclasses.replace(self, on_partition=found.append)
 
         def traced(state: TrainState, batch: Any, *inputs: Any) -> Any:
             return step.apply(state, batch, inputs, inputs_at)
@@ -342,7 +342,7 @@ class TrainStep:
     def _loss(
         self, state: TrainState, inputs_at: Any, sums_at: Mapping[str, Placement] | None = None
     ) -> PartLoss:
-        rest = sums_at, self.batch_axes, self.constrain, inputs_at, self.decided
+        rest = sums_at, self.batch_axes, self.constrain, inputs_at, self.on_partition
         return PartLoss(state.definition, self.loss_fn, self.precision, *rest)
 
     def _gradients(
