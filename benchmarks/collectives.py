@@ -155,7 +155,7 @@ def measure(name: str, row: Row, base: Sizes, platform: str, devices: Any) -> di
     """Compiles one step and returns what it sends, in bytes for each device."""
     width = 2 if platform == "tpu" else 4
     sizes = dataclasses.replace(base, compute_bytes=width, **row.changes)
-    from shardlib.explain.program import axes_text, read_program
+    from shardlib.explain.analysis.collectives import axes_text, read_program
 
     compiled, mesh = compile_step(row, sizes, platform, devices)
     report = read_program(compiled, mesh)
@@ -197,7 +197,7 @@ def compile_step(row: Row, sizes: Sizes, platform: str, devices: Any) -> tuple[A
 
     import shardlib as sl
     from shardlib.registry import DataSpec
-    from shardlib.train.reduction import ReductionConfig
+    from shardlib.train.reduce.reduction import ReductionConfig
     from shardlib_models.transformer import loss, make
 
     mesh = sl.make_mesh(row.mesh, devices=devices)
@@ -264,7 +264,7 @@ def excess(row: Row, platform: str, collectives: list[Any]) -> str:
 
 
 def bytes_of(shape: str) -> int:
-    from shardlib.explain.hlo import array_bytes
+    from shardlib.explain.hlo.text import array_bytes
 
     return array_bytes(shape)
 

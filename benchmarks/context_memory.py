@@ -50,7 +50,7 @@ def attention_bytes(flags: argparse.Namespace, mesh: Any, length: int) -> int:
     from jax.sharding import NamedSharding, PartitionSpec
 
     import shardlib as sl
-    from shardlib.attention import attend
+    from shardlib.nn.attention import attend
 
     def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         with sl.use(mesh, sl.rules.STANDARD):
@@ -100,7 +100,7 @@ def step_bytes(flags: argparse.Namespace, mesh: Any, length: int, backend: str) 
 
 def work_ratio(length: int, devices: int, order: Any) -> float:
     """Returns the scores of the busiest device over the mean of all devices."""
-    from shardlib.attention import scores_per_device
+    from shardlib.nn.attention import scores_per_device
 
     totals = [sum(steps) for steps in scores_per_device(length, devices, order)]
     return max(totals) * len(totals) / sum(totals)

@@ -28,10 +28,10 @@ MICROBATCHES = (16, 64)
 def temp_bytes(schedule: str, microbatches: int, flags: argparse.Namespace) -> int:
     """Returns the temporary bytes per device of the compiled gradients."""
     import shardlib as sl
-    from shardlib.pipeline import PipelineConfig
-    from shardlib.precision import precision
+    from shardlib.functional.precision import precision
     from shardlib.registry import DataSpec
     from shardlib.train.gradients import PartLoss
+    from shardlib.train.pipeline import PipelineConfig
     from shardlib.train.pipelined import pipelined_gradients
     from shardlib_models.transformer import FAMILY
 

@@ -36,21 +36,21 @@ import jax
 import numpy as np
 
 from shardlib.config import from_dict
+from shardlib.cost.transformer.memory import Memory
 from shardlib.data import batch_spec
 from shardlib.errors import DoesNotFitError, ShardlibError
-from shardlib.explain.ahead import CompiledStep, compile_step
-from shardlib.explain.capacity import capacity
-from shardlib.explain.memory import read_memory
-from shardlib.explain.topology import devices_of
+from shardlib.explain.analysis.memory import read_memory
+from shardlib.explain.aot.compile import CompiledStep, compile_step
+from shardlib.explain.aot.topology import devices_of
 from shardlib.hardware import Cluster, parse_cluster
-from shardlib.plan.memory import Memory
-from shardlib.plan.named_models import named_model
+from shardlib.hardware.capacity import capacity
 from shardlib.plan.search import capacity_bytes
+from shardlib.plan.workloads.named_models import named_model
 from shardlib.run.checks import expected_spec
 from shardlib.run.config import RunConfig
-from shardlib.run.fixing import choice_of, layout_of
 from shardlib.run.planning import workload_of
 from shardlib.run.setup import make_scope, setup
+from shardlib.run.suggest_fixes import choice_of, layout_of
 
 STORED = Path(__file__).parent / "data" / "compiled_memory.json"
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
@@ -176,7 +176,7 @@ READ = (
     Cell("llama3.2-3b", "v5e-16", "data=2,fsdp=8", 64, microbatches=4, loss_chunks=8),
     Cell("llama3-70b", "8x8xh100", "fsdp=64", 64, remat=_SAVE, loss_chunks=8),
 )
-"""Whose programs the rules of `shardlib.plan.program_memory` were read from."""
+"""Whose programs the rules of `shardlib.cost.transformer.program_memory` were read from."""
 HELD_OUT = (
     Cell("qwen3-8b", "8xh100", "fsdp=8", 16, remat="dots"),
     Cell("qwen3-32b", "4x8xh100", "fsdp=8,tensor=4", 32),
@@ -227,7 +227,7 @@ class Scored:
 
     cell: Cell
     compiled: Mapping[str, int]
-    """The peak, and what it holds by the categories of `shardlib.explain.memory`."""
+    """The peak, and what it holds by the categories of `shardlib.explain.analysis.memory`."""
     predicted: Memory
     usable: int
 

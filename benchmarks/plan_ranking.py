@@ -32,11 +32,11 @@ import jax
 import numpy as np
 
 from shardlib.config import load
+from shardlib.cost.machine.measured import load as load_calibration
+from shardlib.cost.machine.measured import measured_cluster
 from shardlib.data import batch_spec
 from shardlib.hardware import parse_cluster
 from shardlib.plan import Job, Layout, StepTime, Transformer, step_time
-from shardlib.plan.measured import load as load_calibration
-from shardlib.plan.measured import measured_cluster
 from shardlib.run.calibrating import calibrate
 from shardlib.run.checks import expected_spec
 from shardlib.run.config import RunConfig

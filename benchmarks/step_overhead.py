@@ -55,8 +55,8 @@ class Trainer:
 def shardlib_trainer(config: PlainConfig, mesh: Any, *, length: int, steps: int) -> Trainer:
     """Returns shardlib's transformer of these sizes with its optimizer and step."""
     import shardlib as sl
+    from shardlib.optim.named import OptimizerConfig, build_optimizer
     from shardlib.registry import DataSpec
-    from shardlib.train.optim import OptimizerConfig, build_optimizer
     from shardlib_models.transformer import FAMILY
 
     sizes = dataclasses.asdict(config)

@@ -150,7 +150,7 @@ def measure(name: str, mesh_text: str, platform: str, devices: Any, mode: Any) -
     import optax
 
     import shardlib as sl
-    from shardlib.explain.program import read_program
+    from shardlib.explain.analysis.collectives import read_program
 
     model, batch = MODELS[name], batch_of(name)
     mesh = sl.make_mesh(mesh_text, devices=devices)

@@ -16,42 +16,42 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardlib import attention as attention
     from shardlib import losses as losses
-    from shardlib import moe as moe
-    from shardlib import remat as remat
     from shardlib import rules as rules
     from shardlib import testing as testing
-    from shardlib.aggregate import Max as Max
-    from shardlib.aggregate import Mean as Mean
-    from shardlib.aggregate import Min as Min
-    from shardlib.aggregate import Output as Output
-    from shardlib.aggregate import Sum as Sum
-    from shardlib.constrain import constrain as constrain
-    from shardlib.constrain import use as use
-    from shardlib.distributed import local_cpu_devices as local_cpu_devices
     from shardlib.errors import ShardlibError as ShardlibError
     from shardlib.explain import draw as draw
     from shardlib.explain import explain as explain
+    from shardlib.functional.precision import Precision as Precision
+    from shardlib.losses.aggregate import Max as Max
+    from shardlib.losses.aggregate import Mean as Mean
+    from shardlib.losses.aggregate import Min as Min
+    from shardlib.losses.aggregate import Output as Output
+    from shardlib.losses.aggregate import Sum as Sum
     from shardlib.mesh import MeshConfig as MeshConfig
     from shardlib.mesh import make_mesh as make_mesh
-    from shardlib.partition import shard as shard
+    from shardlib.nn import attention as attention
+    from shardlib.nn import moe as moe
+    from shardlib.nn import remat as remat
+    from shardlib.nn.stack import scan_layers as scan_layers
+    from shardlib.nn.stack import stack_layers as stack_layers
     from shardlib.partitioner import partitioned as partitioned
-    from shardlib.pipeline.config import PipelineConfig as PipelineConfig
     from shardlib.plan import plan as plan
-    from shardlib.precision import Precision as Precision
     from shardlib.rules import AxisRules as AxisRules
-    from shardlib.stack import scan_layers as scan_layers
-    from shardlib.stack import stack_layers as stack_layers
+    from shardlib.runtime.distributed import local_cpu_devices as local_cpu_devices
+    from shardlib.sharding.constrain import constrain as constrain
+    from shardlib.sharding.constrain import use as use
+    from shardlib.sharding.partition import shard as shard
     from shardlib.train.evaluate import make_eval_step as make_eval_step
-    from shardlib.train.fit import fit_microbatches as fit_microbatches
+    from shardlib.train.fit_microbatches import fit_microbatches as fit_microbatches
     from shardlib.train.guards import GuardsConfig as GuardsConfig
     from shardlib.train.guards import SpikeConfig as SpikeConfig
-    from shardlib.train.local_sgd import LocalSGDConfig as LocalSGDConfig
-    from shardlib.train.local_sgd import make_local_sgd as make_local_sgd
+    from shardlib.train.local_sgd.outer import LocalSGDConfig as LocalSGDConfig
+    from shardlib.train.local_sgd.outer import make_local_sgd as make_local_sgd
+    from shardlib.train.measure_groups import measure_groups as measure_groups
     from shardlib.train.offload import offload_optimizer as offload_optimizer
-    from shardlib.train.reduce_measure import measure_groups as measure_groups
-    from shardlib.train.reduction import ReductionConfig as ReductionConfig
+    from shardlib.train.pipeline.config import PipelineConfig as PipelineConfig
+    from shardlib.train.reduce.reduction import ReductionConfig as ReductionConfig
     from shardlib.train.state import TrainState as TrainState
     from shardlib.train.state import abstract_state as abstract_state
     from shardlib.train.state import init_state as init_state
@@ -60,54 +60,61 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported at first use, so that `import shardlib` costs no more than its name.
+# Imported at first use, so that `import shardlib` stays cheap.
 _HOME = {
     "AxisRules": "rules",
     "GuardsConfig": "train.guards",
-    "LocalSGDConfig": "train.local_sgd",
-    "Max": "aggregate",
-    "Mean": "aggregate",
+    "LocalSGDConfig": "train.local_sgd.outer",
+    "Max": "losses.aggregate",
+    "Mean": "losses.aggregate",
     "MeshConfig": "mesh",
-    "Min": "aggregate",
-    "Output": "aggregate",
-    "PipelineConfig": "pipeline.config",
-    "Precision": "precision",
-    "ReductionConfig": "train.reduction",
+    "Min": "losses.aggregate",
+    "Output": "losses.aggregate",
+    "PipelineConfig": "train.pipeline.config",
+    "Precision": "functional.precision",
+    "ReductionConfig": "train.reduce.reduction",
     "ShardlibError": "errors",
     "SpikeConfig": "train.guards",
-    "Sum": "aggregate",
+    "Sum": "losses.aggregate",
     "TrainState": "train.state",
     "abstract_state": "train.state",
-    "constrain": "constrain",
+    "constrain": "sharding.constrain",
     "draw": "explain",
     "explain": "explain",
-    "fit_microbatches": "train.fit",
+    "fit_microbatches": "train.fit_microbatches",
     "init_state": "train.state",
-    "local_cpu_devices": "distributed",
+    "local_cpu_devices": "runtime.distributed",
     "make_eval_step": "train.evaluate",
-    "make_local_sgd": "train.local_sgd",
+    "make_local_sgd": "train.local_sgd.outer",
     "make_mesh": "mesh",
     "make_train_step": "train.step",
     "materialize": "train.state",
-    "measure_groups": "train.reduce_measure",
+    "measure_groups": "train.measure_groups",
     "offload_optimizer": "train.offload",
     "partitioned": "partitioner",
     "plan": "plan",
-    "scan_layers": "stack",
-    "shard": "partition",
-    "stack_layers": "stack",
-    "use": "constrain",
+    "scan_layers": "nn.stack",
+    "shard": "sharding.partition",
+    "stack_layers": "nn.stack",
+    "use": "sharding.constrain",
 }
-_MODULES = ("attention", "losses", "moe", "remat", "rules", "testing")
+_MODULES = {
+    "attention": "nn.attention",
+    "losses": "losses",
+    "moe": "nn.moe",
+    "remat": "nn.remat",
+    "rules": "rules",
+    "testing": "testing",
+}
 
 __all__ = [*_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 class _Package(ModuleType):
-    """Keeps `shardlib.constrain`, `shardlib.explain` and `shardlib.plan` the functions.
+    """A package that keeps `shardlib.explain` and `shardlib.plan` functions.
 
-    Importing a submodule binds it to its name in the package; where a public function has that
-    name, the function is bound instead.
+    Importing a submodule binds it to its name in the package. If a public function has that name,
+    the function is bound instead.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -120,7 +127,7 @@ sys.modules[__name__].__class__ = _Package
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"shardlib.{name}")
+        return importlib.import_module(f"shardlib.{_MODULES[name]}")
     if name in _HOME:
         value = getattr(importlib.import_module(f"shardlib.{_HOME[name]}"), name)
         globals()[name] = value

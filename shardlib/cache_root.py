@@ -1,11 +1,11 @@
-"""Where shardlib keeps what it computes once."""
+"""The cache directory of shardlib."""
 
 import os
 from pathlib import Path
 
 
 def cache_root() -> Path:
-    """Returns the cache directory: `SHARDLIB_CACHE`, or `~/.cache/shardlib` where it is unset."""
+    """Returns the cache directory: `SHARDLIB_CACHE`, or `~/.cache/shardlib` if it is unset."""
     chosen = os.environ.get("SHARDLIB_CACHE")
     if chosen:
         return Path(chosen).expanduser()

@@ -1,4 +1,4 @@
-"""Errors a user can act on: each names the offending thing, what was expected, and one fix."""
+"""Errors that users can act on: each names the cause, the expected value, and one fix."""
 
 import difflib
 import importlib
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-# What stands before the host of a URL, however many slashes a path of it has kept, and what its
-# query says to prove who asks: the signatures of object stores, tokens of hubs.
+# The user info before the host of a URL, with any number of slashes after the scheme, and the
+# credentials in its query: signatures of object stores, tokens of hubs.
 _CREDENTIALS = re.compile(
     r"(?P<before>\w:/{1,2})[^/\s'\"]+(?P<after>@)"
     r"|(?P<name>[?&][\w.-]*(?:token|key|secret|password|sig|signature)[\w.-]*=)[^&\s'\"]+",
@@ -17,14 +17,14 @@ _CREDENTIALS = re.compile(
 
 
 class ShardlibError(Exception):
-    """Base of every error that shardlib raises on purpose; credentials in URLs are not shown."""
+    """Base class of all deliberate shardlib errors; credentials in URLs are not shown."""
 
     def __str__(self) -> str:
         return without_credentials(super().__str__())
 
 
 def without_credentials(text: str) -> str:
-    """Returns a text with the user, the password and the tokens of its URLs as `***`."""
+    """Returns a text with the user, the password and the tokens in its URLs as `***`."""
     return _CREDENTIALS.sub(
         lambda found: f"{found['before'] or found['name']}***{found['after'] or ''}", text
     )
@@ -35,7 +35,7 @@ class MeshError(ShardlibError):
 
 
 class RuleError(ShardlibError):
-    """Sharding rules cannot be applied to a tensor, or name what does not exist."""
+    """Sharding rules cannot be applied to a tensor, or contain unknown names."""
 
 
 class ConfigError(ShardlibError):
@@ -47,7 +47,7 @@ class DataError(ShardlibError):
 
 
 class ModelError(ShardlibError):
-    """A model is unknown, or cannot be built or applied as asked."""
+    """A model is unknown, or cannot be built or applied as requested."""
 
 
 class PartitionError(ShardlibError):
@@ -55,9 +55,9 @@ class PartitionError(ShardlibError):
 
 
 class WrongProgramError(ShardlibError):
-    """A compiled program computes other numbers than what was written.
+    """A compiled program computes different numbers than the traced one.
 
-    `faults` holds what is wrong, one `Fault` for each operation.
+    `faults` holds one `Fault` for each wrong operation.
     """
 
     def __init__(self, message: str, faults: tuple[Any, ...] = ()):
@@ -66,15 +66,15 @@ class WrongProgramError(ShardlibError):
 
 
 class CheckpointError(ShardlibError):
-    """A checkpoint is missing, belongs to something else, or cannot be restored as asked."""
+    """A checkpoint is missing, belongs to something else, or cannot be restored as requested."""
 
 
 class SaveFailedError(CheckpointError):
-    """A checkpoint could not be written: the same may work later."""
+    """A checkpoint could not be written; a retry may succeed."""
 
 
 class RunDirError(ShardlibError):
-    """Another run holds the directory, or it cannot be written now: the same may work later."""
+    """Another run holds the directory, or it cannot be written; a retry may succeed."""
 
 
 class DistributedError(ShardlibError):
@@ -82,13 +82,13 @@ class DistributedError(ShardlibError):
 
 
 class PeerLostError(DistributedError):
-    """Another process of the group has gone, or does not answer: the same may work another time."""
+    """Another process of the group has gone or does not answer; a retry may succeed."""
 
 
 class DivergedError(ShardlibError):
-    """Training went wrong for too long: values that are not finite, or spikes.
+    """Training diverged for too long: values that are not finite, or spikes.
 
-    `step` is the step at which that was decided.
+    `step` is the step at which training was stopped.
     """
 
     def __init__(self, message: str, step: int):
@@ -97,9 +97,9 @@ class DivergedError(ShardlibError):
 
 
 class DoesNotFitError(ShardlibError):
-    """A step needs more memory than its devices have, so much more that it cannot be compiled.
+    """A step needs so much more memory than its devices have that it cannot be compiled.
 
-    `needed_bytes` is what it needs on one device, by the message of the compiler.
+    `needed_bytes` is the memory it needs on one device, according to the compiler's message.
     """
 
     def __init__(self, message: str, needed_bytes: int):
@@ -108,13 +108,23 @@ class DoesNotFitError(ShardlibError):
 
 
 class MissingExtraError(ShardlibError, ImportError):
-    """An optional dependency is absent; the message names the extra that brings it."""
+    """An optional dependency is missing; the message names the extra that installs it."""
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Returns `" Did you mean 'x'?"` for the candidate nearest to `name`, or `""`."""
-    near = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    """Returns `" Did you mean 'x'?"` for the nearest candidate, or `""` if none is near.
+
+    A candidate is near if it is spelt alike, or if the name is made of the first letters of its
+    words, as `lr` is of `learning_rate`.
+    """
+    candidates = list(candidates)
+    near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
+    near = near or [one for one in candidates if len(name) > 1 and name == _initials(one)]
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in name.split("_"))
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:
@@ -123,7 +133,7 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
     Args:
         module: Dotted module name, for example `"transformers"`.
         extra: The extra of shardlib that installs it, for example `"hf"`.
-        purpose: What needs it, as a noun phrase that starts the message.
+        purpose: The feature that needs it, as a noun phrase that starts the message.
 
     Raises:
         MissingExtraError: If the module is not installed.

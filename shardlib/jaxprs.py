@@ -1,7 +1,7 @@
-"""Walking through traced programs.
+"""Walks over traced programs.
 
-The layout of jaxprs is no stable interface of JAX: parameters of equations are called otherwise
-from version to version, so that what can be is read from shapes.
+The structure of jaxprs is not a stable interface of JAX: the names of equation parameters change
+between versions. Facts are therefore read from shapes where possible.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ def subprograms(equation: Any) -> Iterator[Any]:
 
 
 def scan_parts(equation: Any) -> tuple[int, int]:
-    """Returns how many operands of a scan are the same in each trip, and how many are carried from
-    trip to trip; the others are cut along their first dim."""
+    """Returns the number of operands of a scan that are constant over trips, and the number carried
+    from trip to trip; the others are sliced along their first dim."""
     body = equation.params["jaxpr"].jaxpr
     cut = _more_dims(equation.invars, body.invars)
     carried = len(body.outvars) - _more_dims(equation.outvars, body.outvars)
@@ -37,7 +37,7 @@ def scan_parts(equation: Any) -> tuple[int, int]:
 
 
 def _more_dims(outside: Any, inside: Any) -> int:
-    """What is cut, or stacked from the results of trips, has one dim more than in the body."""
+    """Returns the number of sliced or stacked values, which have one more dim outside the body."""
     return sum(
         len(out.aval.shape) > len(within.aval.shape)
         for out, within in zip(outside, inside, strict=True)
@@ -45,7 +45,7 @@ def _more_dims(outside: Any, inside: Any) -> int:
 
 
 class Value:
-    """What an operation gives. `const` holds the array of a captured constant."""
+    """The result of an operation. `const` holds the array of a captured constant."""
 
     __slots__ = ("aval", "const")
 
@@ -59,14 +59,14 @@ class Operation:
     """One operation, as an equation of a jaxpr."""
 
     equation: Any
-    """The equation; its variables are those of the jaxpr that it stood in."""
+    """The equation; its variables belong to the jaxpr that it came from."""
     invars: tuple[Any, ...]
     """Values, or literals with `val`."""
     outvars: tuple[Value, ...]
     stack: str
-    """Names of what JAX transformed, from the outermost."""
+    """Names of JAX transformations, from the outermost."""
     names: Any
-    """The same as a `NameStack`, to trace the operation under."""
+    """The same names as a `NameStack`, to trace the operation under."""
 
     @property
     def primitive(self) -> Any:
@@ -78,13 +78,13 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """Name of the primitive."""
+        """The name of the primitive."""
         return self.equation.primitive.name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Operations in order, with no call among them but loops and branches."""
+    """Operations in order, with calls inlined except loops and branches."""
 
     invars: tuple[Value, ...]
     """Constants, then arguments."""
@@ -94,12 +94,12 @@ class Program:
 
 @functools.lru_cache(maxsize=4096)
 def flatten(jaxpr: Any, fenced: bool = False) -> Program:
-    """Returns a jaxpr with its calls written out, without what nothing reads.
+    """Returns a jaxpr with its calls inlined and dead code removed.
 
     Args:
         jaxpr: An open jaxpr.
-        fenced: Whether to keep calls that compute something again and must not be merged with what
-            was computed before: the backward pass of a `jax.checkpoint`.
+        fenced: Whether to keep calls that recompute and must not be merged with the first
+            computation: the backward pass of a `jax.checkpoint`.
     """
     inputs = tuple(Value(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars))
     operations: list[Operation] = []
@@ -119,7 +119,7 @@ def is_literal(value: Any) -> bool:
 
 
 def is_fence(equation: Any) -> bool:
-    """Returns whether an equation computes again what must not be merged with what was computed."""
+    """Returns whether an equation recomputes and must not be merged with the first computation."""
     params = equation.params
     is_remat = equation.primitive.name in REMAT
     return bool(is_remat and params["differentiated"] and params["prevent_cse"])
@@ -153,8 +153,8 @@ def _write(
 
 
 def _called(equation: Any) -> tuple[Any, Any]:
-    """Returns the program that an equation runs once as it is, and the constants that it holds;
-    None for all others."""
+    """Returns the program that an equation runs once unchanged, and its constants; None for other
+    equations."""
     if equation.primitive.name not in CALLS | REMAT:
         return None, ()
     for key in _PROGRAMS:

@@ -1,6 +1,6 @@
-"""Model families: what a trainer must know of a model, found by entry point.
+"""Model families: the trainer's interface to models, found by entry point.
 
-A package offers its models in `pyproject.toml`, and they plug in beside the built-in ones:
+A package offers its models in `pyproject.toml`, in addition to the built-in ones:
 
     [project.entry-points."shardlib.models"]
     mymodel = "mypackage.mymodel:FAMILY"
@@ -18,14 +18,14 @@ GROUP = "shardlib.models"
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What a model must know of its data. What does not apply is None."""
+    """Properties of the data that a model needs. None for fields that do not apply."""
 
     vocab_size: int | None = None
-    """Number of token ids: every token lies in [0, vocab_size)."""
+    """Number of token ids: every token is in [0, vocab_size)."""
     sequence_length: int | None = None
     """Tokens in one row of a batch."""
     num_classes: int | None = None
-    """Number of labels: every label lies in [0, num_classes)."""
+    """Number of labels: every label is in [0, num_classes)."""
     image_shape: tuple[int, int, int] | None = None
     """Height, width and channels of one image."""
 
@@ -41,7 +41,7 @@ class ModelFamily:
     make: Callable[..., Any]
     """`make(config, data_spec, rngs) -> nnx.Module`. Values depend on the RNGs alone."""
     validate: Callable[..., list[str]]
-    """`validate(config, data_spec)`: every fault as a sentence; empty when the two fit."""
+    """`validate(config, data_spec)`: every fault as a sentence; empty for a valid pair."""
     loss: Callable[..., Any]
     """`loss(model, batch, rng, *, train, label_smoothing=0.0, z_loss=0.0) -> (Mean, metrics)`.
 
@@ -55,19 +55,19 @@ class ModelFamily:
     `tokens: [b, n] int32`. Pure and jittable. None for families that do not generate.
     """
     choices: Callable[..., dict[str, str]] | None = None
-    """`choices(config, data_spec, *, dtype)`: what a model will choose by itself on the active mesh
-    (an implementation of attention, say), by name, each with the reason. For people to read."""
+    """`choices(config, data_spec, *, dtype)`: the model's own choices on the active mesh (an
+    implementation of attention, say) by name, each with the reason. For people to read."""
     dims: Callable[..., Mapping[str, Any]] | None = None
-    """`dims(config, data_spec)`: what the planner must know of a decoder-only transformer, by the
-    names of the fields of `shardlib.plan.Transformer`, `experts` as a mapping of those of
+    """`dims(config, data_spec)`: the planner's dims of a decoder-only transformer, by the field
+    names of `shardlib.plan.Transformer`, with `experts` as a mapping of the field names of
     `shardlib.plan.Experts`. None for models of other kinds, whose steps are traced instead."""
 
 
 def families() -> dict[str, ModelFamily]:
-    """Returns every installed model family by name, in order of name.
+    """Returns every installed model family by name, sorted by name.
 
     Raises:
-        ModelError: If an installed entry point cannot be loaded or is no `ModelFamily`.
+        ModelError: If an installed entry point cannot be loaded or is not a `ModelFamily`.
     """
     return {name: _load(entry) for name, entry in sorted(_entries().items())}
 
@@ -76,7 +76,7 @@ def family(name: str) -> ModelFamily:
     """Returns one model family, without importing the others.
 
     Raises:
-        ModelError: If no installed package offers `name`, or what it offers cannot be loaded.
+        ModelError: If no installed package offers `name`, or its entry point cannot be loaded.
     """
     entries = _entries()
     if name not in entries:
@@ -84,7 +84,7 @@ def family(name: str) -> ModelFamily:
         hint = did_you_mean(name, entries)
         raise ModelError(
             f"no model family is called {name!r}; installed: {known}.{hint}\n"
-            f"  Choose one of those, or install the package that offers {name!r} "
+            f"  Choose one of them, or install the package that offers {name!r} "
             f"as an entry point of group {GROUP!r}."
         )
     return _load(entries[name])

@@ -1,5 +1,6 @@
 """Eight fake CPU devices, warnings as errors, strict dtype and rank promotion."""
 
+import collections
 import os
 import time
 from importlib.metadata import version
@@ -31,8 +32,11 @@ import jax
 import pytest
 from ids import faulty_ids
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 
 ON_GPU = "cuda" in os.environ["JAX_PLATFORMS"]
+TIERS = ("mesh", "process", "aot", "docs", "soak", "gpu")
+SLOWEST_SECONDS = float(os.environ.get("SLOWEST_TEST_SECONDS", "inf"))
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -57,9 +61,11 @@ def pytest_runtest_teardown():
         jax.clear_caches()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Runs `gpu` tests only where a GPU is at hand, and `soak` tests only when asked for; refuses
-    ids that two processes may not agree on."""
+    """Puts tests into tiers; runs `gpu` tests only on a GPU and `soak` tests only when asked for;
+    refuses ids that two processes may not agree on."""
+    mark_rest(items)
     if faults := faulty_ids(item.nodeid for item in items):
         lines = "\n  ".join(faults)
         raise pytest.UsageError(
@@ -72,6 +78,40 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="needs JAX_PLATFORMS=cuda and an NVIDIA GPU"))
         if item.get_closest_marker("soak") and "soak" not in asked:
             item.add_marker(pytest.mark.skip(reason="runs with -m soak"))
+
+
+def mark_rest(items):
+    """Puts cases of a test into a tier, but for the first `keep`: `@pytest.mark.rest("mesh")`."""
+    cases = collections.Counter()
+    for item in items:
+        if rest := item.get_closest_marker("rest"):
+            name = item.nodeid.partition("[")[0]
+            if cases[name] >= rest.kwargs.get("keep", 1):
+                item.add_marker(getattr(pytest.mark, rest.args[0]))
+            cases[name] += 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Fails a test without a tier that takes too long, where a limit is set."""
+    report = yield
+    is_slow = report.when == "call" and call.duration > SLOWEST_SECONDS
+    if is_slow and report.passed and not any(item.get_closest_marker(tier) for tier in TIERS):
+        report.outcome = "failed"
+        report.longrepr = (
+            f"It took {call.duration:.1f} s; a test without a tier may take {SLOWEST_SECONDS:g} s."
+            f"\n  Make it smaller, or mark it: {', '.join(TIERS)}."
+        )
+    return report
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_cache_stays_on():
+    """A run turns on JAX's cache of compiled programs, which later files would read and write."""
+    yield
+    if jax.config.values["jax_compilation_cache_dir"]:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

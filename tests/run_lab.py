@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 
-import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -129,8 +128,6 @@ def caches(lab):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDLIB_CACHE", str(lab.root / "cache"))
         yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

@@ -81,6 +81,7 @@ def assert_close(found, expected):
             np.testing.assert_allclose(leaf, wanted[path], rtol=1e-4, atol=1e-5, err_msg=path)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=4"])
 def test_statistics_are_those_of_the_global_batch(kind, mesh):
@@ -89,6 +90,7 @@ def test_statistics_are_those_of_the_global_batch(kind, mesh):
     assert found[1][-1] < found[1][0]
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_name_may_be_that_of_a_mesh_axis(kind):
     for name, options in (("data", {}), ("fsdp", {"microbatches": 2})):
@@ -96,6 +98,7 @@ def test_the_name_may_be_that_of_a_mesh_axis(kind):
         assert_close(found, expected)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("kind", MODELS)
 def test_evaluation_of_such_a_model(kind):
     state, _ = train(kind, "batch", "fsdp=8")

@@ -12,8 +12,8 @@ import pytest
 from flax import linen, nnx
 
 import shardlib as sl
-from shardlib.boundary import boundary
-from shardlib.stack import scan_layers, stack_layers
+from shardlib.functional.boundary import boundary
+from shardlib.nn.stack import scan_layers, stack_layers
 
 X = np.random.default_rng(0).standard_normal((16, 64), dtype=np.float32)
 TARGETS = np.full((16, 64), 1001.0, np.float32) + np.arange(16, dtype=np.float32)[:, None] / 64
@@ -66,6 +66,7 @@ def start(kind, precision, mesh="data=2,fsdp=2,tensor=2"):
         return sl.init_state(make, optax.sgd(1e-3), inputs=inputs, precision=precision)
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("policy", ["bf16", "bf16_params"])
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 @pytest.mark.parametrize("predict", [called, in_parts, submodules])

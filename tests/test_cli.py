@@ -80,6 +80,7 @@ def test_a_missing_config_names_its_neighbour(capfd, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.mesh
 def test_debug_shows_the_traceback_and_exits_alike():
     for words in (["--debug", "train", "no.yaml"], ["train", "no.yaml", "--debug"]):
         done = python("-m", "shardlib", *words)
@@ -102,12 +103,38 @@ def test_train_and_explain_refuse_alike_and_exit_2(capfd, tiny, tmp_path):
 
 
 def test_other_failures_exit_1(capfd, tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {name: transformer}\ndata: {kind: text}\n")
     code, out, err = shardlib(capfd, "generate", str(tmp_path))
     assert (code, out) == (1, "")
     assert err.startswith(f"{CheckpointError.__name__}: ")
     assert str(tmp_path) in err
 
 
+def test_a_directory_that_is_not_there_is_a_wrong_request(capfd, tmp_path):
+    for command in (("generate",), ("checkpoint", "ls")):
+        code, out, err = shardlib(capfd, *command, str(tmp_path / "none"))
+        assert (code, out) == (2, "")
+        assert err.startswith(f"ConfigError: {tmp_path}/none ")
+
+
+def test_a_config_may_come_from_a_pipe(tmp_path):
+    pipe = tmp_path / "config.yaml"
+    os.mkfifo(pipe)
+    found = subprocess.Popen(
+        [sys.executable, "-m", "shardlib", "explain", str(pipe)], stderr=subprocess.PIPE, text=True
+    )
+    pipe.write_text("trian: {}\n")
+    assert f"{pipe}:1: trian: unknown key. Did you mean 'train'?" in found.communicate()[1]
+
+
+def test_a_missing_config_is_reported_before_jax_is_imported(tmp_path):
+    code = "import sys\nfrom shardlib.cli import main\ntry: main(['train', 'none.yaml'])\nfinally: "
+    found = python("-c", f"{code}assert 'jax' not in sys.modules")
+    assert found.stderr == "ConfigError: none.yaml: no such config file.\n"
+    assert found.returncode == 2
+
+
+@pytest.mark.mesh
 def test_python_m_shardlib_train_is_shardlib_train(tmp_path):
     (tmp_path / "quick.yaml").write_text("trian: {}\n")
     path = str(tmp_path / "quick.yaml")
@@ -127,7 +154,7 @@ def test_keys_are_described_a_block_each():
         path: str
 
     assert cli.keys_text(Section, 60) == (
-        "Keys of the config (type, default, when they exist, meaning):\n"
+        "Keys of the config (type, default, condition, meaning):\n"
         "\n"
         "  steps  integer, default 3\n"
         "      How many steps the optimizer takes, which is the\n"
@@ -224,6 +251,7 @@ def test_the_config_of_a_run_is_for_where_the_run_is(tiny, tmp_path, monkeypatch
     assert run_dir(".") == run_dir("config.yaml") == "."
 
 
+@pytest.mark.mesh
 def test_explain_prints_a_table_or_json_and_writes_nothing(capfd, tiny, tmp_path):
     code, out, err = shardlib(capfd, "explain", tiny)
     assert (code, err) == (0, "")
@@ -253,6 +281,7 @@ def test_explain_strict_exits_1_for_what_is_replicated_by_accident(capfd, tiny):
     assert err == f"head/kernel {reason}\ntoken_embedding/embedding {reason}\n"
 
 
+@pytest.mark.mesh
 def test_explain_on_a_cluster_compiles_the_step(capfd, tiny, tmp_path):
     page = tmp_path / "page.html"
     code, out, err = shardlib(capfd, "explain", tiny, "--on", "cpu:8", "--html", str(page))
@@ -270,6 +299,7 @@ def test_explain_on_a_cluster_compiles_the_step(capfd, tiny, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.mesh
 def test_explain_compares_two_steps(capfd, tiny):
     code, out, err = shardlib(capfd, "explain", "--diff", tiny, "mesh=data=8", "--on", "cpu:8")
     assert (code, err) == (0, "")
@@ -279,9 +309,10 @@ def test_explain_compares_two_steps(capfd, tiny):
     )
     assert "sent: all-gather over fsdp" in out
     words = ["--diff", tiny, tiny, "mesh=data=8", "--on", "cpu:8"]
-    assert shardlib(capfd, "explain", *words)[1].endswith("the steps do the same\n")
+    assert shardlib(capfd, "explain", *words)[1].endswith("the steps do not differ\n")
 
 
+@pytest.mark.mesh
 def test_explain_strict_fails_for_faults_that_no_baseline_accepts(capfd, tiny, tmp_path):
     wide = ["model.embed_dim=12", "model.vocab_size=30000"]
     wide += ["rules.params.embed=[fsdp, null]", "rules.params.vocab=null"]
@@ -304,6 +335,7 @@ def test_explain_strict_fails_for_faults_that_no_baseline_accepts(capfd, tiny, t
     assert err.endswith("is accepted and was not found\n")
 
 
+@pytest.mark.mesh
 def test_explain_strict_fails_for_faults_that_only_the_second_step_has(capfd, tiny):
     indivisible = "model.embed_dim=12"
     both = ["model.vocab_size=30000", "rules.params.vocab=null"]
@@ -314,7 +346,7 @@ def test_explain_strict_fails_for_faults_that_only_the_second_step_has(capfd, ti
     assert code == 1
     # Faults that both have are no change.
     code, out, _ = shardlib(capfd, *words, tiny, indivisible, *both)
-    assert out.endswith("the steps do the same\n")
+    assert out.endswith("the steps do not differ\n")
     assert code == 0
 
 
@@ -323,7 +355,7 @@ def test_explain_strict_fails_for_faults_that_only_the_second_step_has(capfd, ti
     [
         (
             "--html page.html --optimize",
-            "--optimize, --html look at a compiled step, and nothing says for what to compile.\n"
+            "--optimize, --html look at a compiled step, and no cluster is given.\n"
             "  Name a cluster, as in --on v5e-16.\n",
         ),
         (
@@ -337,24 +369,24 @@ def test_explain_strict_fails_for_faults_that_only_the_second_step_has(capfd, ti
         ),
         (
             "--diff --on cpu:8",
-            "--diff compares two steps, and one is given.\n  Add a config or a key to change: "
+            "--diff compares two steps, but only one is given.\n  Add a config or a key to change: "
             "shardlib explain --diff CONFIG mesh=fsdp=-1 --on cpu:8.\n",
         ),
         (
             "--diff --on cpu:8 mesh=data=8 --html a.html --baseline b.json --accept",
-            "--html, --baseline, --accept are of one step, and --diff compares two.\n  Explain the "
-            "steps one by one for that. With --diff, --strict fails for faults that only the "
+            "--html, --baseline, --accept are for one step, but --diff compares two.\n  Explain "
+            "the steps one by one for that. With --diff, --strict fails for faults that only the "
             "second step has.\n",
         ),
         (
             "--on 8xh100 --optimize",
-            "--optimize is of programs for TPUs, and 8xh100 has GPU devices: their programs are "
-            "optimized as for a run already.\n  Leave it out.\n",
+            "--optimize is for TPU programs, and 8xh100 has GPU devices: their programs are "
+            "already optimized as for a run.\n  Leave it out.\n",
         ),
         (
             "--on cpu:8 --baseline nowhere.json",
             "the baseline nowhere.json does not exist.\n"
-            "  Write it from the faults that there are now, with --accept.\n",
+            "  Write it from the present faults with --accept.\n",
         ),
     ],
 )
@@ -370,7 +402,7 @@ def test_explain_refuses_what_it_could_not_write_before_it_compiles(
     capfd, tiny, tmp_path, option, more
 ):
     missing = str(tmp_path / "no" / "file.json")
-    fault = f"there is no directory {tmp_path / 'no'}"
+    fault = f"the directory {tmp_path / 'no'} does not exist"
     for path, why in ((missing, fault), (str(tmp_path), "it is a directory")):
         # The config is not read before: it has no such key.
         words = ["--on", "cpu:8", "nonsense=1", option, path, *more]

@@ -312,7 +312,7 @@ def levels(count, line):
 
 
 TOO_DEEP = "x.yaml: values nest more than 64 deep, which no config does."
-PART_OF_ITSELF = "x.yaml:2: an alias stands for something that it is part of."
+PART_OF_ITSELF = "x.yaml:2: an alias refers to a value that contains it."
 TOO_MANY = "values, keys and aliases included, but a config has at most 10,000."
 BOUNDS = {
     "deep": ("[" * 65 + "]" * 65, TOO_DEEP),

@@ -8,7 +8,7 @@ import yaml
 
 from shardlib import run
 from shardlib.config import load
-from shardlib.train.optim import build_optimizer
+from shardlib.optim.named import build_optimizer
 from shardlib_models.transformer_config import llama3_8b
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.yaml"))
@@ -22,6 +22,7 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_explains_without_data_or_devices(path, tmp_path):
     config = load(run.RunConfig, path)
@@ -50,6 +51,7 @@ def config_named(name):
     return load(run.RunConfig, next(p for p in CONFIGS if p.stem == name))
 
 
+@pytest.mark.mesh
 def test_llama_shards_its_state_over_the_fast_network():
     report = run.explain(config_named("llama3_8b"), "64xh100")
     assert dict(report.mesh) == {"data": 8, "fsdp": 8}

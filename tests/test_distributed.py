@@ -10,8 +10,9 @@ import time
 import jax
 import pytest
 
-from shardlib import distributed
-from shardlib.distributed import (
+from shardlib.errors import DistributedError
+from shardlib.runtime import distributed
+from shardlib.runtime.distributed import (
     ProcessGroup,
     in_slurm_step,
     in_tpu_pod,
@@ -19,13 +20,12 @@ from shardlib.distributed import (
     local_cpu_devices,
     slurm_local_devices,
 )
-from shardlib.errors import DistributedError
-from shardlib.launch import run_local
+from shardlib.runtime.launch import run_local
 
 PRELUDE = """
 import os, signal, sys, time
 import jax, jax.numpy as jnp, numpy as np
-from shardlib import distributed
+from shardlib.runtime import distributed
 group = distributed.initialize(heartbeat_timeout_seconds=20)
 
 def say(*words):
@@ -67,6 +67,7 @@ def run_alone(code, **variables):
 # Groups of processes
 
 
+@pytest.mark.process
 def test_two_processes_compute_together():
     code, text = launch("""
         # No backend is up yet: the number of devices can still be chosen.
@@ -103,12 +104,13 @@ def test_two_processes_compute_together():
         "  cells: process:device",
         "sum 28.0",
     ]
-    assert own[-2].startswith("not all processes came to the barrier 'never' within 0.5 s: ")
+    assert own[-2].startswith("not all processes reached the barrier 'never' within 0.5 s: ")
     assert own[-1] == (
         "  Look at the output of the processes named: one has failed or is still busy."
     )
 
 
+@pytest.mark.process
 def test_all_stop_after_the_same_step_whoever_is_asked():
     code, text = launch("""
         distributed.local_cpu_devices(2, processes=2)
@@ -168,6 +170,7 @@ def test_all_stop_after_the_same_step_whoever_is_asked():
     assert "SIGTERM: stopping after this step." in text
 
 
+@pytest.mark.process
 def test_a_process_that_fails_does_not_wait_for_the_others():
     start = time.monotonic()
     code, text = launch("""
@@ -185,7 +188,7 @@ def test_a_process_that_fails_does_not_wait_for_the_others():
 def test_a_single_process_joins_nothing():
     result = run_alone("""
         import sys
-        from shardlib import distributed
+        from shardlib.runtime import distributed
         group = distributed.initialize()
         assert group == distributed.ProcessGroup(0, 1, "single")
         assert group.is_primary
@@ -200,12 +203,13 @@ def test_a_single_process_joins_nothing():
     assert (result.returncode, result.stderr) == (5, "")
 
 
+@pytest.mark.process
 def test_a_group_cannot_start_after_the_devices():
     result = run_alone(
         """
         import jax
         jax.devices()
-        from shardlib import distributed
+        from shardlib.runtime import distributed
         try:
             distributed.initialize()
         except distributed.DistributedError as error:
@@ -225,6 +229,7 @@ def test_a_group_cannot_start_after_the_devices():
 # CPU devices
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "variables", [{"JAX_NUM_CPU_DEVICES": "3"},
                   {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}]
@@ -232,7 +237,7 @@ def test_a_group_cannot_start_after_the_devices():
 def test_the_users_own_number_of_cpu_devices_is_kept(variables):
     result = run_alone(
         """
-        from shardlib.distributed import local_cpu_devices
+        from shardlib.runtime.distributed import local_cpu_devices
         print(local_cpu_devices(8))
         import jax
         print(jax.device_count())
@@ -242,10 +247,11 @@ def test_the_users_own_number_of_cpu_devices_is_kept(variables):
     assert (result.stdout, result.stderr) == ("3\n3\n", "")
 
 
+@pytest.mark.process
 def test_cpu_devices_that_cannot_be_had():
     result = run_alone("""
         import jax
-        from shardlib.distributed import DistributedError, local_cpu_devices
+        from shardlib.runtime.distributed import DistributedError, local_cpu_devices
         for wanted, processes in ((8, 3), (1, 1), (8, 2)):
             try:
                 print(local_cpu_devices(wanted, processes=processes))
@@ -259,7 +265,7 @@ def test_cpu_devices_that_cannot_be_had():
         "8 CPU devices cannot be shared out evenly over 3 processes.\n"
         "  Ask for a multiple of 3 devices.\n"
         "1\n"
-        "4 CPU devices are wanted, but JAX is already running with 1.\n"
+        "4 CPU devices are requested, but JAX is already running with 1.\n"
         "  Ask for them before the first use of JAX, or set JAX_NUM_CPU_DEVICES=4 before starting "
         "Python.\n"
     ), result.stderr
@@ -294,7 +300,9 @@ def test_the_launchers_variables():
     ]:
         with pytest.raises(DistributedError) as error:
             launch_address(faulty)
-        assert str(error.value) == f"the process group is not described fully:\n  {faults}{tail}"
+        assert (
+            str(error.value) == f"the variables of the process group are wrong:\n  {faults}{tail}"
+        )
 
 
 SLURM = {

@@ -175,6 +175,7 @@ def annotated(kind):
     return make, {}
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("kind", ["linen", "nnx", "nnx sharding"])
 def test_names_of_mesh_axes_are_those_mesh_axes(kind):
     make, options = annotated(kind)

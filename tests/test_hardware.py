@@ -162,6 +162,9 @@ USAGE = (
     ("name", "fault"),
     [
         ("8xh10", f"cluster '8xh10' is unknown. Did you mean 'h100'?\n{USAGE}"),
+        ("v5p128", f"cluster 'v5p128' is unknown. Did you mean 'v5p-128'?\n{USAGE}"),
+        ("2xv5e256", f"cluster '2xv5e256' is unknown. Did you mean '2xv5e-256'?\n{USAGE}"),
+        ("100", f"cluster '100' is unknown. Did you mean 'h100'?\n{USAGE}"),
         ("v5o-128", f"cluster 'v5o-128' is unknown. Did you mean 'v5p'?\n{USAGE}"),
         ("4x8xa100", f"cluster '4x8xa100' is unknown. Write a100-40 or a100-80.\n{USAGE}"),
         ("quantum", f"cluster 'quantum' is unknown.\n{USAGE}"),
@@ -181,7 +184,7 @@ USAGE = (
         ),
         (
             "v5p-9",
-            "cluster 'v5p-9': v5p counts TensorCores, two to a chip, so 9 is no whole number of "
+            "cluster 'v5p-9': v5p counts TensorCores, two per chip, so 9 is not a whole number of "
             "chips.\n  Write v5p-18 for 9 chips.",
         ),
         (
@@ -196,7 +199,7 @@ USAGE = (
         ),
         (
             "tpu7x-16",
-            "cluster 'tpu7x-16': what the number counts is not known for TPU7x (Ironwood).\n"
+            "cluster 'tpu7x-16': the unit of the number is unknown for TPU7x (Ironwood).\n"
             "  Give the topology in chips instead, as in tpu7x:4x4x4.",
         ),
     ],
@@ -231,7 +234,7 @@ def test_mixed_clusters_by_name():
     [
         (
             "8xh100+cpu:8",
-            "cluster '8xh100+cpu:8' has CPU devices, which are planned by themselves.\n"
+            "cluster '8xh100+cpu:8' has CPU devices, which cannot be mixed.\n"
             "  Mix GPUs, as in 8xh100+16xa100-80.",
         ),
         (
@@ -241,7 +244,8 @@ def test_mixed_clusters_by_name():
         ),
         (
             "v5p-8+v5e-8",
-            "cluster 'v5p-8+v5e-8' mixes generations of TPUs, but all slices of a job are of one.\n"
+            "cluster 'v5p-8+v5e-8' mixes generations of TPUs, but all slices of a job must "
+            "have the same one.\n"
             "  Plan for each alone, or mix GPUs, as in 8xh100+16xa100-80.",
         ),
         (
@@ -251,12 +255,12 @@ def test_mixed_clusters_by_name():
         ),
         (
             "4xh100+2x8xa100-80",
-            "cluster '4xh100+2x8xa100-80' has hosts of 4 h100 and of 8 a100-80, but a mesh takes "
-            "as many devices of each.\n  Use as many, as in 1x4xh100+2x4xa100-80.",
+            "cluster '4xh100+2x8xa100-80' has hosts of 4 h100 and of 8 a100-80, but a mesh needs "
+            "the same number per host.\n  Use the same number, as in 1x4xh100+2x4xa100-80.",
         ),
         (
             "8xh100+",
-            "cluster '8xh100+' lacks a part beside a '+'.\n  Write it as in 8xh100+16xa100-80.",
+            "cluster '8xh100+' lacks a part next to a '+'.\n  Write it as in 8xh100+16xa100-80.",
         ),
         ("8xh100+8xh10", f"cluster '8xh10' is unknown. Did you mean 'h100'?\n{USAGE}"),
     ],
@@ -271,7 +275,7 @@ def test_a_mixed_cluster_of_one_kind():
     with pytest.raises(MeshError) as error:
         MixedCluster((parse_cluster("8xh100"),))
     assert str(error.value) == (
-        "cluster '8xh100' has one part.\n  Join several, as in 8xh100+16xa100-80."
+        "cluster '8xh100' has only one part.\n  Join several, as in 8xh100+16xa100-80."
     )
 
 
@@ -280,7 +284,7 @@ def test_where_one_kind_is_wanted(read):
     with pytest.raises(MeshError) as error:
         read("8xh100+16xa100-80")
     assert str(error.value) == (
-        "cluster '8xh100+16xa100-80' is of several kinds, for which only plans are made.\n"
+        "cluster '8xh100+16xa100-80' has several kinds of chips, which only plan supports.\n"
         "  Name one of them, as in 8xh100; for all: shardlib plan --on 8xh100+16xa100-80"
     )
     cluster = parse_cluster("8xh100")

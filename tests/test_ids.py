@@ -50,6 +50,7 @@ def test_what_is_the_same_in_all_processes_may_be(name):
     assert faulty_ids([name]) == []
 
 
+@pytest.mark.mesh
 def test_collection_refuses_it(tmp_path):
     cases = "@pytest.mark.parametrize('x', [b'\\xff', 'fine'])\ndef test_bytes(x): pass\n"
     (tmp_path / "test_planted.py").write_text(f"import pytest\n{cases}")

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardlib.constrain import constrain, use
 from shardlib.errors import ModelError
-from shardlib.explain.program import collectives
+from shardlib.explain.analysis.collectives import collectives
 from shardlib.losses import Mean, chunked_cross_entropy, cross_entropy, masked_mean
 from shardlib.mesh import make_mesh
 from shardlib.rules import SEQUENCE, STANDARD
+from shardlib.sharding.constrain import constrain, use
 
 RTOL = 1e-5
 ROWS = ("batch", "length")
@@ -70,6 +70,7 @@ def test_masked_positions_count_nowhere_whatever_they_hold():
     assert cross_entropy(logits, labels, mask)[0].weight == int(mask.sum())
 
 
+@pytest.mark.mesh
 def test_microbatches_add_up_to_the_batch():
     logits, labels = example((8, 5))
     mask = jnp.asarray(np.random.default_rng(1).random((8, 5)) < 0.5)
@@ -101,6 +102,7 @@ def test_a_tie_counts_as_the_first_of_the_largest():
     assert cross_entropy(logits, jnp.array([2]))[1]["accuracy"].value == 0
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_logits_sharded_over_the_vocabulary_stay_where_they_are(axis_type):
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(axis_type,) * 2)
@@ -162,6 +164,7 @@ def value_and_gradients(loss):
     return jax.value_and_grad(value, argnums=(0, 1), has_aux=True)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("mesh", [None, "data=2,fsdp=2,tensor=2", "context=2,tensor=4", "data=8"])
 @pytest.mark.parametrize("num_chunks", [1, 3])
 def test_chunks_give_the_loss_of_the_whole(mesh, num_chunks):
@@ -207,6 +210,7 @@ def test_weights_of_chunks_travel_outside_of_the_loop():
     assert [c.shapes for c in found if c.kind == "all-gather"] == [("f32[8,16]",)]
 
 
+@pytest.mark.mesh
 def test_gradients_of_16_bits_are_added_up_in_float32_over_chunks():
     weights, x, labels, mask = chunked_example(length=64, dtype=jnp.bfloat16)
     (_, _), (narrow, _) = value_and_gradients(functools.partial(in_chunks, num_chunks=64))(

@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from shardlib.errors import CheckpointError, DistributedError, PeerLostError
-from shardlib.exit_codes import FAILED, HUNG
-from shardlib.launch.local import group_variables
-from shardlib.peers import lost_peers
+from shardlib.runtime.exit_codes import FAILED, HUNG
+from shardlib.runtime.launch.local import group_variables
+from shardlib.runtime.peers import lost_peers
 
 GLOO = (
     "UNKNOWN: Gloo all-reduce failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection "
@@ -55,7 +55,7 @@ def test_other_failures(error):
 
 def in_group_of_one(code, before=""):
     """A group all the same, with JAX's coordination service."""
-    text = textwrap.dedent(before) + "import os\nfrom shardlib import distributed\n"
+    text = textwrap.dedent(before) + "import os\nfrom shardlib.runtime import distributed\n"
     text += "group = distributed.initialize()\n" + textwrap.dedent(code)
     (variables,) = group_variables({}, 1)
     return subprocess.run(

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from shardlib.errors import MeshError, RuleError
-from shardlib.manual import axis_size, manual
+from shardlib.sharding.manual import axis_size, manual
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 
@@ -67,7 +67,7 @@ def test_an_axis_that_is_taken_or_absent_is_refused():
     with pytest.raises(MeshError) as caught:
         manual(lambda x: x, ("context", "data"), P(), P())
     assert str(caught.value) == (
-        "mesh axes context cannot be handled by hand: they are not in the mesh, or are already.\n"
+        "mesh axes context cannot be manual: they are not in the mesh, or are manual already.\n"
         "  Choose among stage, data, tensor."
     )
 

@@ -24,7 +24,7 @@ from shardlib.mesh import (
     make_mesh,
     mesh_sizes,
 )
-from shardlib.placement import arrange, count_groups
+from shardlib.mesh.device_order import arrange, count_groups
 
 
 def message(error):
@@ -108,7 +108,7 @@ def test_all_faults_are_told_at_once():
         "  '' has no '='. Write name=degree.\n"
         "  'model 4' has no '='. Did you mean 'model=4'?\n"
         "  fsdp=x: a degree is a whole number, -1, or outer x inner as in 4x8\n"
-        "  '8' is no axis name: use letters, digits and underscores\n"
+        "  '8' is not an axis name: use letters, digits and underscores\n"
         "  tensor=0: a degree is a whole number, -1, or outer x inner as in 4x8\n"
         "  axis 'data' is written 2 times: write it once\n"
         "  2 degrees are -1: only one can stand for the devices that remain"

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardlib import microbatch
 from shardlib.errors import ModelError
-from shardlib.microbatch import split
+from shardlib.losses import microbatch
+from shardlib.losses.microbatch import split
 
 
 def accumulate(fn, batch, n):
@@ -19,6 +19,7 @@ def accumulate(fn, batch, n):
     return microbatch.accumulate(lambda carry, part, i: (carry, fn(part, i)), batch, n, ())[1]
 
 
+@pytest.mark.mesh
 @settings(max_examples=8, deadline=None)  # Each shape is compiled.
 @given(n=st.integers(1, 6), each=st.integers(1, 4), width=st.integers(1, 3))
 def test_microbatch_i_holds_every_nth_example(n, each, width):

@@ -32,6 +32,7 @@ def test_notebook_is_kept_without_outputs(path):
     assert not any(cell.outputs or cell.execution_count for cell in code)
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebook_runs(path, tmp_path):
     """On virtual CPU devices, in a kernel of its own, within the two minutes that it promises."""

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 import shardlib as sl
 from shardlib.functional import functional
 from shardlib.mesh import abstract_mesh
-from shardlib.partition import place, place_optimizer, shard, shardings
 from shardlib.paths import named_leaves
+from shardlib.sharding.partition import place, place_optimizer, shard, shardings
 
 RULES = sl.AxisRules(
     params={"embed": "fsdp", "mlp": "tensor", "norm": None},
@@ -351,6 +351,7 @@ FREE = sl.AxisRules(
 )
 
 
+@pytest.mark.mesh
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_resharding_keeps_every_value(data):

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 
-from shardlib.phases import PHASES, PhaseClock
+from shardlib.runtime.phases import PHASES, PhaseClock
 
 
 def test_each_second_belongs_to_the_innermost_phase():

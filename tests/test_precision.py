@@ -10,8 +10,8 @@ from flax import nnx
 import shardlib as sl
 from shardlib.errors import ConfigError
 from shardlib.functional import functional
-from shardlib.precision import Precision, precision
-from shardlib.stack import stack_layers
+from shardlib.functional.precision import Precision, precision
+from shardlib.nn.stack import stack_layers
 
 PARAMS = {
     "kernel": jnp.ones((2, 3)),

@@ -10,9 +10,9 @@ import urllib.parse
 
 import pytest
 
-from shardlib import preemption
-from shardlib.preemption import NoticeWatch, google_metadata_host, google_notices
-from shardlib.stopping import StopRequest
+from shardlib.runtime import preemption
+from shardlib.runtime.preemption import NoticeWatch, google_metadata_host, google_notices
+from shardlib.runtime.stopping import StopRequest
 
 PREEMPTED, MAINTENANCE = "preempted", "maintenance-event"
 
@@ -87,6 +87,7 @@ def until(condition):
         time.sleep(0.01)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("key", "harmless", "value", "reason"),
     [
@@ -147,14 +148,14 @@ def test_a_server_that_fails_is_asked_again(serve, capfd):
     watch.end()
     url = f"http://{server.host}/computeMetadata/v1/instance/preempted"
     assert capfd.readouterr().err == (
-        f"\nnotices cannot be read from {url} (HTTP Error 404: Not Found); asking on\n"
+        f"\nnotices cannot be read from {url} (HTTP Error 404: Not Found); trying again\n"
     )
 
 
 def test_an_answer_that_is_not_googles_says_nothing(serve):
     server = serve(flavor="Else")
     server.change(PREEMPTED, "TRUE")
-    with pytest.raises(OSError, match=r"^the answer is not from a metadata server of Google's$"):
+    with pytest.raises(OSError, match=r"^the answer is not from a Google metadata server$"):
         google_notices(server.host)[0]()
 
 
@@ -173,6 +174,7 @@ def test_only_a_machine_of_googles_is_asked(tmp_path, monkeypatch):
     assert preemption.notices() == []
 
 
+@pytest.mark.mesh
 def test_a_notice_of_ones_own():
     answers = itertools.chain([None, None], itertools.repeat("a power cut"))
     with StopRequest(notices=[lambda: next(answers)]) as stop:

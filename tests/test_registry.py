@@ -44,7 +44,7 @@ def test_unknown_family(monkeypatch):
     assert str(error.value) == (
         "no model family is called 'transfomer'; installed: resnet, transformer. "
         "Did you mean 'transformer'?\n"
-        "  Choose one of those, or install the package that offers 'transfomer' as an entry point "
+        "  Choose one of them, or install the package that offers 'transfomer' as an entry point "
         "of group 'shardlib.models'."
     )
 

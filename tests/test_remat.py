@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from shardlib import remat
 from shardlib.errors import ConfigError
+from shardlib.nn import remat
 
 
 def body(w, x):
@@ -119,8 +119,8 @@ def test_one_function_has_no_ranges():
     with pytest.raises(ConfigError) as error:
         remat.apply("0-:full", body)
     assert str(error.value) == (
-        "remat policy '0-:full' has ranges of layers, which one function does not.\n"
-        "  Choose one policy for it."
+        "remat policy '0-:full' has ranges of layers, but applies to a single function.\n"
+        "  Choose one policy without ranges."
     )
 
 

@@ -12,8 +12,8 @@ from shardlib import rules as presets
 from shardlib.errors import RuleError
 from shardlib.functional import functional
 from shardlib.mesh import abstract_mesh
-from shardlib.partition import place
 from shardlib.rules import FSDP, STANDARD, AxisRules
+from shardlib.sharding.partition import place
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 2}
 

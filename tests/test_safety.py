@@ -133,6 +133,7 @@ def all_uses():
     ]
 
 
+@pytest.mark.mesh
 def test_nothing_that_reads_can_execute():
     assert len(FILES) > 200
     assert [use for use in all_uses() if (use[0], use[2]) not in ALLOWED] == []

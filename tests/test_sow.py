@@ -181,6 +181,7 @@ class NnxSowing(nnx.Module):
         return self.out_of(x)
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("kind", [nnx.Intermediate, Penalty])
 def test_the_loss_captures_what_nnx_sows(kind):
     def loss(model, batch, rng):
@@ -196,6 +197,7 @@ def test_the_loss_captures_what_nnx_sows(kind):
     assert results[0][0].model_state == {}
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 @pytest.mark.parametrize(("kind", "name"), [(nnx.Intermediate, "hidden"), (Penalty, "penalty")])
 def test_the_loss_reads_what_nnx_sows_without_a_capture(kind, name):

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardlib.errors import ConfigError, ModelError
-from shardlib.stack import intercept, scan_layers, stack_layers
+from shardlib.nn.stack import intercept, scan_layers, stack_layers
 
 WIDTH = 8
 
@@ -135,6 +135,7 @@ def test_per_layer_inputs_and_outputs():
     np.testing.assert_allclose(x, y, rtol=1e-5)
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("policy", ["dots", "full", "save:hidden", "0:full,1-:dots"])
 def test_remat_changes_neither_results_nor_gradients(policy):
     graphdef, params, rest = nnx.split(make(), nnx.Param, ...)
@@ -189,6 +190,7 @@ def test_ranges_keep_what_layers_give_and_change_in_order(policy):
     np.testing.assert_array_equal(layers.dropout.rngs.count[...], [1, 1, 1])
 
 
+@pytest.mark.mesh
 def test_slices_of_a_stack_keep_their_ranges():
     """As under a pipeline of two stages, each of which has the same two policies."""
     policy = "0:full,1:none,2:full,3:none"
@@ -226,15 +228,15 @@ def test_a_layer_that_makes_variables_when_called_is_refused():
     with pytest.raises(ModelError) as error:
         run(layers, jnp.ones(3))
     assert str(error.value) == (
-        "Sowing makes variables when it is called, which a stack cannot hold: seen.\n"
-        "  Make them in its constructor, or return their values as outputs of `call`."
+        "Sowing creates variables when it is called, which a stack cannot hold: seen.\n"
+        "  Create them in its constructor, or return their values as outputs of `call`."
     )
 
 
 def test_faults():
     with pytest.raises(ModelError) as error:
         make(0)
-    assert str(error.value) == "a stack of 0 layers holds nothing.\n  Ask for 1 or more."
+    assert str(error.value) == "a stack of 0 layers is empty.\n  Ask for 1 or more."
     with pytest.raises(ConfigError, match=r"remat policy 'ful' is unknown\. Did you mean 'full'\?"):
         run(make(), inputs(), remat="ful")
 
@@ -243,5 +245,5 @@ def test_a_call_that_returns_the_carry_alone():
     layers = stack_layers(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 2, nnx.Rngs(0))
     with pytest.raises(ModelError) as error:
         scan_layers(lambda layer, x, _: layer(x), layers, jnp.ones((1, 4)))
-    assert "wants (carry, outputs) of a layer, but `call` returned" in str(error.value)
-    assert str(error.value).endswith("Return (carry, None) where there are no outputs.")
+    assert "expects (carry, outputs) of a layer, but `call` returned" in str(error.value)
+    assert str(error.value).endswith("Return (carry, None) for a layer without outputs.")

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from shardlib.stopping import StopRequest
+from shardlib.runtime.stopping import StopRequest
 
 
 def test_a_signal_is_a_request(capfd):
@@ -77,7 +77,7 @@ def test_in_an_event_loop_which_reads_signals_itself():
 
 DEAF = """
 import ctypes, os, signal, time
-from shardlib.stopping import StopRequest
+from shardlib.runtime.stopping import StopRequest
 libc = ctypes.CDLL(None)
 
 def deaf():
@@ -96,6 +96,7 @@ def python(code):
     )  # fmt: skip
 
 
+@pytest.mark.mesh
 def test_a_process_that_hangs_in_c_hears_and_ends():
     with python("""
         with StopRequest(notices=[]) as stop:

@@ -137,6 +137,7 @@ def trained(kind, num_devices):
     return train(on(num_devices), batches())
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("kind", CASES)
 def test_trains_sharded_in_under_25_lines(kind):
     train, _, specs = CASES[kind]
@@ -154,6 +155,7 @@ def test_trains_sharded_in_under_25_lines(kind):
     np.testing.assert_allclose(losses, trained(kind, 1)[1], rtol=1e-5)
 
 
+@pytest.mark.mesh
 def test_batch_statistics_are_those_of_the_whole_batch():
     found, expected = (named_leaves(trained("linen", n)[0].model_state) for n in (8, 1))
     assert list(found) == ["batch_stats/BatchNorm_0/mean", "batch_stats/BatchNorm_0/var"]
@@ -228,6 +230,7 @@ def test_path_rules_name_the_axes_of_a_foreign_model():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.mesh
 def test_shard_places_an_nnx_model_in_memory():
     model = TextClassifier(nnx.Rngs(0))
     model.norm = nnx.BatchNorm(10, rngs=nnx.Rngs(1))
@@ -250,6 +253,7 @@ def test_shard_places_an_nnx_model_in_memory():
     np.testing.assert_allclose(model.norm(model(tokens)), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.mesh
 def test_shard_places_linen_variables_in_memory():
     images = image_batches()[0]["images"]
     variables = ConvNet().init(jax.random.key(0), images, train=False)

@@ -13,14 +13,14 @@ import pytest
 
 from shardlib.config import from_dict
 from shardlib.errors import ConfigError
-from shardlib.exit_codes import HUNG
-from shardlib.phases import PHASES, PhaseClock
-from shardlib.watchdog import Watchdog, WatchdogConfig
+from shardlib.runtime.exit_codes import HUNG
+from shardlib.runtime.phases import PHASES, PhaseClock
+from shardlib.runtime.watchdog import Watchdog, WatchdogConfig
 
 PRELUDE = """
 import os, signal, sys, threading, time
-from shardlib.phases import PhaseClock
-from shardlib.watchdog import Watchdog, WatchdogConfig
+from shardlib.runtime.phases import PhaseClock
+from shardlib.runtime.watchdog import Watchdog, WatchdogConfig
 clock = PhaseClock()
 
 def watched(directory, **limits):
@@ -61,6 +61,7 @@ def ended(process):
     return process.returncode, out, err
 
 
+@pytest.mark.mesh
 def test_a_phase_that_hangs_leaves_its_stacks(start, tmp_path):
     code, out, err = ended(
         start("""
@@ -124,6 +125,7 @@ def test_a_loop_of_python_is_watched_too(start):
     assert "no progress in phase 'step'" in err
 
 
+@pytest.mark.mesh
 def test_what_holds_the_interpreters_lock_is_ended_all_the_same(start):
     """By faulthandler, which knows no exit code but 1."""
     code, _, err = ended(
@@ -141,6 +143,7 @@ def test_what_holds_the_interpreters_lock_is_ended_all_the_same(start):
     assert re.search(r'File "<string>", line \d+ in <module>\n', err)
 
 
+@pytest.mark.mesh
 def test_no_limit_and_no_phase_too_long(start):
     code, out, err = ended(
         start("""
@@ -164,6 +167,7 @@ def test_no_limit_and_no_phase_too_long(start):
     assert (code, out, err) == (0, "['MainThread']\n", "")
 
 
+@pytest.mark.mesh
 def test_a_process_that_was_stopped_has_not_hung(start):
     process = start("""
         with watched(sys.argv[1], step=1.0):
@@ -181,6 +185,7 @@ def test_a_process_that_was_stopped_has_not_hung(start):
     assert ended(process) == (0, "", "")
 
 
+@pytest.mark.mesh
 def test_a_person_in_the_debugger_has_not_hung(start):
     process = start(
         """

@@ -22,6 +22,7 @@ WRONG_BY_XLA = (
 RIGHT = (15, 23, 48, 56, 63, 70, 76, 77, 105, 109, 115, 138)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("seed", [*WRONG_BY_XLA, *RIGHT])
 def test_numbers_are_right(seed):
     program = draw_program(seed)

@@ -42,6 +42,7 @@ def test_every_fault_is_documented():
     assert {code for _, code, _ in faults() if code} == {f"SL2{n:02}" for n in range(5, 11)}
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize(("title", "code", "program"), faults(), ids=[f[0] for f in faults()])
 def test_the_fault_is_still_there(title, code, program, capsys):
     assert len(program.splitlines()) <= 15
@@ -57,6 +58,7 @@ def test_the_fault_is_still_there(title, code, program, capsys):
     )
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize(("title", "code", "program"), faults(), ids=[f[0] for f in faults()])
 def test_the_check_finds_it(title, code, program):
     names = run(program)

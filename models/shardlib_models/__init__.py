@@ -1,1 +1,1 @@
-"""Models that know logical axes only: the same code trains on any mesh."""
+"""Models with logical axes only: the same code trains on any mesh."""

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardlib.constrain import active, constrain
+from shardlib.sharding.constrain import active, constrain
 
 
 def parameter(value: jax.Array, *logical_axes: str, float32: bool = False) -> nnx.Param:
-    """Returns a parameter with one logical axis for each dim; with `float32`, one that no precision
-    policy rounds.
+    """Returns a parameter with one logical axis for each dim; with `float32`, no precision policy
+    rounds it.
 
-    Logical names are no mesh axes, so Flax must not place the value by them when it is made.
+    Logical names are not mesh axes, so Flax must not place the new value by them.
     """
     kept = {"float32": True} if float32 else {}
     return nnx.Param(value, out_sharding=logical_axes, eager_sharding=False, **kept)
@@ -32,8 +32,8 @@ class Linear(nnx.Module):
         float32: bool = False,
         rngs: nnx.Rngs,
     ):
-        """Args: the sizes of the dims by logical axis, the deviation of the kernel, and whether no
-        precision policy rounds it."""
+        """Args: the sizes of the dims by logical axis, the standard deviation of the kernel, and
+        whether it is exempt from rounding by precision policies."""
         self.num_inputs = len(inputs)
         self.outputs = tuple(outputs)
         shape = (*inputs.values(), *outputs.values())
@@ -42,7 +42,7 @@ class Linear(nnx.Module):
         self.bias = parameter(jnp.zeros(tuple(outputs.values())), *outputs) if bias else None
 
     def __call__(self, x: jax.Array, copies: int = 1) -> jax.Array:
-        """Returns the outputs; with `copies`, each entry of their first dim that often in a row."""
+        """Returns the outputs; `copies` repeats each entry of their first dim in a row."""
         kernel = self.kernel[...]
         if copies > 1:
             axes = (*[None] * self.num_inputs, *self.outputs)
@@ -90,12 +90,12 @@ class Embedding(nnx.Module):
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Returns the vectors [batch, length, embed] of `ids` [batch, length] int32."""
         # Gathered along embed first: from a table sharded on both dims XLA would replicate whole
-        # activations. Said to lie as it is stored before, so that it travels in its own dtype.
+        # activations. First constrained as stored, so that it is sent in its own dtype.
         table = constrain(self.embedding[...], self.axis, "embed", kind="params")
         vectors = constrain(table, self.axis, "embed").at[ids].get(mode="clip")
         if num_parts(self.axis, self.size) > 1:
             # Each device looks up its own rows of the table for all positions, and the sum over
-            # devices gives the vectors; cut along length at once, XLA would gather the table.
+            # devices gives the vectors. If cut along length at once, XLA would gather the table.
             vectors = constrain(vectors, "batch", "length", "embed")
         return residual(vectors)
 
@@ -105,10 +105,10 @@ class Embedding(nnx.Module):
 
 
 def residual(x: jax.Array) -> jax.Array:
-    """Places [batch, length, embed] as the residual stream lies.
+    """Places [batch, length, embed] as the residual stream.
 
-    The rules may cut its length further than attention and MLP see it: over `tensor`, the sum over
-    devices that ends a branch is a reduce-scatter, and `whole` an all-gather.
+    The rules may cut its length further than for attention and MLP. Over `tensor`, the sum over
+    devices that ends a branch is then a reduce-scatter, and `whole` an all-gather.
 
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
     Models", sec. 4.2.2.
@@ -118,23 +118,24 @@ def residual(x: jax.Array) -> jax.Array:
 
 def whole(x: jax.Array) -> jax.Array:
     """Places [batch, length, embed] as the projections of attention and MLP read it."""
-    # As it lies first: else XLA gathers what came before, such as a float32 of twice the bytes.
+    # The residual placement first: else XLA gathers an earlier value, such as a float32 one of
+    # twice the bytes.
     return constrain(residual(x), "batch", "length", "embed")
 
 
 def num_parts(logical_axis: str, size: int) -> int:
-    """Returns in how many parts the active rules cut a dim of an activation."""
+    """Returns the number of parts into which the active rules cut a dim of an activation."""
     scope = active()
     return 1 if scope is None else scope.parts(logical_axis, size)
 
 
 def dropout(rate: float, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Returns a dropout layer, without a random stream where there is nothing to drop."""
+    """Returns a dropout layer, without a random stream if the rate is 0."""
     return nnx.Dropout(rate, rngs=rngs if rate else None)
 
 
 def residual_stddev(stddev: float, num_layers: int) -> float:
-    """Returns the initial deviation of projections that add to the residual stream.
+    """Returns the initial standard deviation of projections that add to the residual stream.
 
     Each of `num_layers` layers adds twice, so dividing by sqrt(2 * num_layers) keeps the variance
     of the sum independent of the depth.

@@ -1,4 +1,4 @@
-"""A mixture of gated experts in place of a transformer's MLP."""
+"""Mixtures of gated experts in place of a transformer's MLP."""
 
 import math
 from typing import Literal
@@ -7,68 +7,68 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardlib import moe
 from shardlib.config import configclass
-from shardlib.constrain import constrain
 from shardlib.losses import Mean
+from shardlib.nn import moe
+from shardlib.sharding.constrain import constrain
 from shardlib_models.layers import Linear, parameter
 
 
 @configclass
 class MoEConfig:
-    """Routed experts: Mixtral, DeepSeek and their kin."""
+    """Routed experts, as in Mixtral and DeepSeek."""
 
     num_experts: int = 8
     """Number of routed experts."""
     experts_per_token: int = 2
-    """How many of them a token goes to."""
+    """Number of experts per token."""
     mlp_dim: int | None = None
-    """Hidden width of one expert; null for that of the model's MLP."""
+    """Hidden width of one expert; null for the width of the model's MLP."""
     num_shared_experts: int = 0
-    """Experts that every token goes to, as one MLP of their summed width."""
+    """Number of experts for every token, as one MLP of their total width."""
     scores: moe.Scores = "softmax"
-    """Scores of the experts by softmax over all, or by sigmoid of each."""
+    """Scores of the experts: softmax over all of them, or sigmoid of each."""
     normalize_weights: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     weights_scale: float = 1.0
-    """What the weights of a token's experts are multiplied by."""
+    """Factor of the weights of a token's experts."""
     dispatch: moe.Dispatch = "dropless"
-    """Whether experts take all tokens sent to them, or as many of each row as they have places."""
+    """Whether experts take all tokens (dropless), or a fixed number from each row (capacity)."""
     capacity_factor: float = 1.25
-    """Places as a multiple of those that even load needs; with dispatch: capacity."""
+    """Places as a multiple of what an even load needs; with dispatch: capacity."""
     balance: Literal["none", "loss", "bias"] = "loss"
-    """What evens the load: nothing, a loss, or biases that the optimizer moves (and the loss, if
-    balance_loss is not 0). An optimizer of your own must be wrapped in
-    `shardlib.moe.balance_biases` for it."""
+    """Method of load balancing: none, a loss, or biases that the optimizer moves (and the loss, if
+    balance_loss is not 0). For biases, wrap an optimizer of your own in
+    `shardlib.nn.moe.balance_biases`."""
     balance_loss: float | None = None
     """Coefficient of the load-balancing loss; null for 0.01 with balance: loss, 0 with bias."""
     balance_over: Literal["batch", "sequence"] = "batch"
-    """What the load-balancing loss averages over: a microbatch, or each row. Where groups along
-    `data` compute by themselves (train.reduction, train.local_sgd) a microbatch is that of a group,
-    so that the loss depends on their number; that of each row does not."""
+    """Scope of the mean in the load-balancing loss: a microbatch, or each row. If groups along
+    `data` compute separately (train.reduction, train.local_sgd), a microbatch belongs to one group,
+    so the loss depends on the number of groups; with rows it does not."""
     router_z_loss: float = 0.0
     """Coefficient of the squared log-normaliser of the router; 0.001 in ST-MoE."""
     exchange: moe.Method = "auto"
-    """How tokens travel between devices; with dispatch: dropless."""
+    """Exchange method of tokens between devices; with dispatch: dropless."""
     exchange_chunks: int = 1
-    """In how many parts the tokens of a device are computed, to save memory; with dispatch:
-    dropless. Where it does not divide them the last part is filled up, and with fewer tokens, as in
-    decoding, there are as many parts as tokens."""
+    """Number of parts in which a device computes its tokens, to save memory; with dispatch:
+    dropless. The last part is padded if necessary. With fewer tokens, as in decoding, there are as
+    many parts as tokens."""
 
     @property
     def balance_coefficient(self) -> float:
-        """Coefficient of the load-balancing loss."""
+        """The coefficient of the load-balancing loss."""
         if self.balance_loss is not None:
             return self.balance_loss
         return 0.01 if self.balance == "loss" else 0.0
 
     def expert_size(self, mlp_dim: int) -> int:
-        """Hidden width of one expert in a model whose MLP has `mlp_dim`."""
+        """Returns the hidden width of one expert in a model whose MLP has `mlp_dim`."""
         return mlp_dim if self.mlp_dim is None else self.mlp_dim
 
 
 def validate(config: MoEConfig) -> list[str]:
-    """Returns everything that is wrong with a config, as sentences."""
+    """Returns all faults of a config as sentences."""
     names = ("num_experts", "experts_per_token", "mlp_dim", "exchange_chunks")
     values = {name: getattr(config, name) for name in names}
     faults = [
@@ -133,7 +133,7 @@ class Experts(nnx.Module):
 
 
 class SharedExperts(nnx.Module):
-    """A gated MLP that every token goes through."""
+    """A gated MLP for every token."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class SharedExperts(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Each token through its k experts, and through the shared ones."""
+    """A layer that sends each token through its k experts and through the shared ones."""
 
     def __init__(
         self,
@@ -170,9 +170,9 @@ class MoE(nnx.Module):
         out_stddev: float | None = None,
         rngs: nnx.Rngs,
     ):
-        """Args: the sizes of the model (`mlp_dim` where the config names none), the experts'
-        nonlinearity, and the initial deviations of weights and of those that project back, None
-        for the same."""
+        """Args: the sizes of the model (`mlp_dim` if the config sets none), the experts'
+        nonlinearity, and the initial standard deviations of the weights and of the output
+        projections, None for the same."""
         self.config = config
         self.activation = activation
         size = config.expert_size(mlp_dim)
@@ -195,7 +195,7 @@ class MoE(nnx.Module):
 
         Args:
             x: [batch, length, embed].
-            mask: [batch, length] bool: what is not a token takes no place, is not counted, and gets
+            mask: [batch, length] bool: masked-out positions take no place, are not counted, and get
                 nothing from routed experts. None for all tokens.
         """
         config = self.config
@@ -224,10 +224,10 @@ class MoE(nnx.Module):
             y = y + self.shared(x)
         return y, moe.router_stats(routing, kept, mask=mask, bias=bias, over=config.balance_over)
 
-    # The router is small, and gathered whole: sharded, it would draw the tokens to its shards.
+    # The router is small and gathered whole: if sharded, it would pull tokens to its shards.
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        """In float32, on accelerators too: rounding in 16 bits would decide between experts."""
+        """Returns float32 logits, on accelerators too: 16-bit rounding would choose experts."""
         kernel = constrain(self.router.kernel[...].astype(jnp.float32), None, None)
         highest = jax.lax.Precision.HIGHEST
         logits = jnp.einsum("bld,de->ble", x.astype(jnp.float32), kernel, precision=highest)
@@ -242,12 +242,12 @@ class MoE(nnx.Module):
 def losses(
     stats: moe.RouterStats, config: MoEConfig, num_layers: int
 ) -> tuple[jax.Array, dict[str, Mean]]:
-    """Returns what routers add to the loss of a token, and metrics; see `moe.router_losses`."""
+    """Returns the router terms of the loss per token, and metrics; see `moe.router_losses`."""
     coefficients = {"balance_loss": config.balance_coefficient, "z_loss": config.router_z_loss}
     return moe.router_losses(stats, num_layers, **coefficients)
 
 
 def active_weights(config: MoEConfig, embed_dim: int, mlp_dim: int) -> int:
-    """Returns how many weights of one layer multiply a token: its experts, shared ones, router."""
+    """Returns the weights per layer that multiply a token: its experts, shared ones, router."""
     experts = config.experts_per_token + config.num_shared_experts
     return embed_dim * (3 * experts * config.expert_size(mlp_dim) + config.num_experts)

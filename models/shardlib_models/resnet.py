@@ -2,8 +2,9 @@
 
 Source: He et al. 2016, "Deep Residual Learning for Image Recognition" (table 1 for the depths), in
 the version often called 1.5: a bottleneck strides in its 3x3 convolution, not in the 1x1 before it.
-Initialisation as in Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 5.1: He et al. 2015
-for convolutions, the last scale of each residual branch 0, the classifier of deviation 0.01.
+Initialisation is as in Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 5.1: He et al.
+2015 for convolutions, 0 for the last scale of each residual branch, and a standard deviation of
+0.01 for the classifier.
 """
 
 from collections.abc import Iterator
@@ -14,10 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardlib.config import configclass
-from shardlib.constrain import constrain
 from shardlib.errors import ModelError
 from shardlib.losses import Mean, cross_entropy
 from shardlib.registry import DataSpec, ModelFamily
+from shardlib.sharding.constrain import constrain
 from shardlib_models.layers import Linear, parameter
 
 # Blocks in each of the four stages.
@@ -34,25 +35,25 @@ class ResNetConfig:
 
     name: Literal["resnet"] = "resnet"
     depth: Literal[18, 34, 50, 101] = 50
-    """Number of weight layers: 18 and 34 of basic blocks, 50 and 101 of bottlenecks."""
+    """Number of weight layers: basic blocks for 18 and 34, bottlenecks for 50 and 101."""
     stem: Literal["imagenet", "small"] = "imagenet"
     """A 7x7 convolution of stride 2 and a pool, or a 3x3 of stride 1 for images of 8 to 64."""
     width: int = 64
     """Channels of the first stage; each further stage has twice as many."""
     num_classes: int | None = None
-    """Number of logits; null for the classes of the data."""
+    """Number of logits; null for the number of classes of the data."""
     bn_momentum: float = 0.9
     """Weight of the past in the running batch statistics."""
     bn_eps: float = 1e-5
-    """What is added to the variance in batch normalisation."""
+    """Value added to the variance in batch normalisation."""
 
     @property
     def expansion(self) -> int:
-        """Output channels of a block for each inner channel."""
+        """The output channels of a block for each inner channel."""
         return EXPANSION if self.depth >= BOTTLENECK_FROM else 1
 
     def classes(self, data: DataSpec) -> int:
-        """Number of logits, from the config or else from the data."""
+        """Returns the number of logits, from the config or else from the data."""
         size = self.num_classes or data.num_classes
         assert size is not None, "validate() refuses a model without classes"
         return size
@@ -61,9 +62,8 @@ class ResNetConfig:
 class ConvNorm(nnx.Module):
     """A convolution without bias, padded to keep the size at stride 1, and batch normalisation.
 
-    The convolution runs in the dtype of its input, the normalisation in float32. In training its
-    mean and variance are those of the global batch, or of a microbatch of it; the running ones
-    serve evaluation.
+    The convolution runs in the dtype of its input, the normalisation in float32. Training uses the
+    mean and variance of the global batch, or of a microbatch; evaluation uses the running ones.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class _Plan(NamedTuple):
 
 
 def _plan(config: ResNetConfig) -> Iterator[_Plan]:
-    """The blocks from first to last."""
+    """Yields the blocks from first to last."""
     inputs = config.width
     for stage, count in enumerate(DEPTHS[config.depth]):
         inner = config.width * 2**stage
@@ -158,7 +158,7 @@ def _plan(config: ResNetConfig) -> Iterator[_Plan]:
 
 
 class ResNet(nnx.Module):
-    """Images in, logits out."""
+    """A ResNet from images to logits."""
 
     def __init__(self, config: ResNetConfig, channels: int, num_classes: int, *, rngs: nnx.Rngs):
         self.config = config
@@ -182,7 +182,7 @@ class ResNet(nnx.Module):
 
 
 def _max_pool(x: jax.Array) -> jax.Array:
-    """3x3, stride 2, padded by 1."""
+    """Returns a 3x3 max pool with stride 2 and padding 1."""
     padding = ((0, 0), (1, 1), (1, 1), (0, 0))
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)
 
@@ -201,7 +201,7 @@ def make(config: ResNetConfig, data: DataSpec, rngs: nnx.Rngs) -> ResNet:
 
 
 def validate(config: ResNetConfig, data: DataSpec) -> list[str]:
-    """Returns everything that is wrong with a config, alone and with its data, as sentences."""
+    """Returns all faults of a config, alone and with its data, as sentences."""
     faults = []
     for name in ("width", "num_classes"):
         value = getattr(config, name)
@@ -212,7 +212,7 @@ def validate(config: ResNetConfig, data: DataSpec) -> list[str]:
     if data.image_shape is None:
         faults.append("the data have no image_shape (height, width, channels).")
     if config.num_classes is None and data.num_classes is None:
-        faults.append("no num_classes: neither the model nor its data say how many there are.")
+        faults.append("num_classes is unknown: neither the model nor its data set it.")
     elif config.num_classes and data.num_classes and data.num_classes > config.num_classes:
         faults.append(
             f"the data have {data.num_classes} classes, but num_classes={config.num_classes}; "
@@ -233,11 +233,11 @@ def loss(
     """Returns the mean loss over the labelled images, and metrics.
 
     Args:
-        model: A ResNet of this step alone: it is put into training or evaluation mode.
+        model: A ResNet for this step alone: it is put into training or evaluation mode.
         batch: `images` [batch, height, width, channels] of the parameters' dtype, and `labels`
             [batch] int32; a label below 0 keeps an image out of the loss.
         rng: Not used.
-        train: Whether batch statistics are taken from the batch (and the running ones updated).
+        train: Whether batch statistics come from the batch (and update the running ones).
         label_smoothing: See `shardlib.losses.cross_entropy`.
         z_loss: See `shardlib.losses.cross_entropy`.
 
@@ -259,8 +259,8 @@ def loss(
 def flops_per_example(config: ResNetConfig, data: DataSpec) -> float:
     """Returns the model FLOPs of one image, forward and backward.
 
-    2 FLOPs for each multiply-add of the convolutions and the classifier forward, and twice that
-    backward. Normalisation, pooling and activations are not counted.
+    The count is 2 FLOPs for each multiply-add of the convolutions and the classifier forward, and
+    twice that backward. Normalisation, pooling and activations are not counted.
 
     Raises:
         ModelError: If `validate` finds faults.

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardlib.attention import Order, frequencies, rotations, zigzag
-from shardlib.constrain import constrain
 from shardlib.errors import ModelError
 from shardlib.losses import Mean, chunked_cross_entropy, cross_entropy
-from shardlib.moe import RouterStats
+from shardlib.nn.attention import Order, frequencies, rotations, zigzag
+from shardlib.nn.moe import RouterStats
+from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib.registry import DataSpec, ModelFamily
-from shardlib.stack import scan_layers, stack_layers
+from shardlib.sharding.constrain import constrain
 from shardlib_models import moe
 from shardlib_models.layers import Embedding, Linear, Norm, dropout, residual, whole
 from shardlib_models.transformer_block import Block, Context, KeyValues
@@ -23,7 +23,7 @@ from shardlib_models.transformer_facts import choices, dims, flops_per_example, 
 
 
 class Transformer(nnx.Module):
-    """Tokens in, logits of the next token out."""
+    """A transformer from tokens to the logits of the next token."""
 
     def __init__(self, config: TransformerConfig, vocab_size: int, *, rngs: nnx.Rngs):
         self.config = config
@@ -71,10 +71,11 @@ class Transformer(nnx.Module):
         segment_ids: jax.Array | None = None,
         order: Order = "contiguous",
     ) -> tuple[jax.Array, RouterStats | None]:
-        """Returns the last residual stream [batch, length, embed], and what routers of experts did;
-        see `__call__`.
+        """Returns the last residual stream [batch, length, embed], and the router statistics; see
+        `__call__`.
 
-        With `order="zigzag"` all arrays are reordered by `zigzag` along length, positions too.
+        With `order="zigzag"`, all arrays are already reordered by `zigzag` along length, including
+        positions.
         """
         self.check_length(tokens.shape[1])
         if positions is None:
@@ -90,8 +91,8 @@ class Transformer(nnx.Module):
         context: Context,
         caches: KeyValues | None = None,
     ) -> tuple[jax.Array, RouterStats | None, KeyValues | None]:
-        """Returns the last residual stream [batch, length, embed], what routers did, summed over
-        layers, and the caches of all layers."""
+        """Returns the last residual stream [batch, length, embed], the router statistics summed
+        over layers, and the caches of all layers."""
         config = self.config
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
@@ -135,7 +136,7 @@ class Transformer(nnx.Module):
         )
 
     def check_length(self, length: int) -> None:
-        """Raises `ModelError` when the model has fewer positions than `length`."""
+        """Raises `ModelError` if the model has fewer positions than `length`."""
         longest = self.config.max_positions
         if longest is not None and length > longest:
             raise ModelError(
@@ -175,21 +176,21 @@ def loss(
     """Returns the mean loss of the next token, and metrics.
 
     Args:
-        model: A transformer of this step alone: it is put into training or evaluation mode.
-        batch: `tokens` and `targets` [batch, length] int32; of packed rows also `segment_ids`
-            (0 where there is no target) and `positions`; `num_bytes` [batch] int32 for the bytes of
-            text that the targets cover.
+        model: A transformer for this step alone: it is put into training or evaluation mode.
+        batch: `tokens` and `targets` [batch, length] int32; for packed rows also `segment_ids`
+            (0 at positions without a target) and `positions`; `num_bytes` [batch] int32 for the
+            bytes of text that the targets cover.
         rng: Not used: dropout draws from the model's own streams.
         train: Whether dropout is on.
         label_smoothing: See `shardlib.losses.cross_entropy`.
         z_loss: See `shardlib.losses.cross_entropy`.
 
     Returns:
-        The loss; the metrics `accuracy`, `nll_nats` and, with `num_bytes`, `bits_per_byte`; of a
-        model with experts also those of `shardlib.moe.router_losses`, whose losses are part of the
-        loss when `train` is set.
+        The loss, and the metrics `accuracy`, `nll_nats` and, with `num_bytes`, `bits_per_byte`. A
+        model with experts adds the metrics of `shardlib.nn.moe.router_losses`, whose losses are
+        part of the loss if `train` is set.
 
-    Where devices share rows over the mesh axis `context`, the positions are reordered as
+    If devices share rows over the mesh axis `context`, the positions are reordered as
     `plan_context` says: the loss is a sum over them.
     """
     del rng
@@ -226,7 +227,7 @@ def _rows(config: TransformerConfig, batch: dict[str, Any]) -> tuple[dict[str, A
 def _with_routers(
     mean: Mean, stats: RouterStats, config: TransformerConfig, train: bool
 ) -> tuple[Mean, dict[str, Mean]]:
-    """Adds the routers' losses, which only help training, to the loss."""
+    """Adds the router losses, which only help training, to the loss."""
     assert config.moe is not None
     added, metrics = moe.losses(stats, config.moe, config.num_layers)
     return Mean(mean.total + added * mean.weight, mean.weight) if train else mean, metrics

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardlib.attention import Order, attend, rotate
-from shardlib.attention.rotary import Rotations
-from shardlib.constrain import constrain
-from shardlib.moe import RouterStats
-from shardlib.remat import tag
+from shardlib.nn.attention import Order, attend, rotate
+from shardlib.nn.attention.rotary import Rotations
+from shardlib.nn.moe import RouterStats
+from shardlib.nn.remat import tag
+from shardlib.sharding.constrain import constrain
 from shardlib_models.layers import (
     Linear,
     Norm,
@@ -32,15 +32,15 @@ ACTIVATIONS = {
 
 
 class Context(NamedTuple):
-    """What all layers share in one forward pass; None where it does not apply."""
+    """Values that all layers share in one forward pass; None if not applicable."""
 
     rotations: Rotations | None = None
     segment_ids: jax.Array | None = None
     """[batch, length] int32."""
     order: Order = "contiguous"
-    """How the length dim lies over the mesh axis `context`."""
+    """Order of the length dim over the mesh axis `context`."""
     start: jax.Array | int = 0
-    """With a cache: the row at which the new positions begin, scalar int32."""
+    """With a cache: the first row of the new positions, scalar int32."""
 
 
 class KeyValues(NamedTuple):
@@ -92,7 +92,8 @@ class Attention(nnx.Module):
                 jax.lax.dynamic_update_slice(cache.key, key, at),
                 jax.lax.dynamic_update_slice(cache.value, value, at),
             )
-            # Rows beyond the newest position are empty yet: they come later, so no query sees them.
+            # Rows beyond the newest position are still empty: they come later, so no query sees
+            # them.
             rows = context.start + jnp.arange(x.shape[1])[None]
             y = attend(query, *cache, positions=rows, window=window)
         y = constrain(y, "batch", "length", "heads", "head_dim")
@@ -123,7 +124,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`, or experts for the MLP."""
+    """A layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`, or experts for the MLP."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         norm = {"kind": config.norm, "eps": config.norm_eps}
@@ -137,8 +138,8 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, context: Context, cache: KeyValues | None = None
     ) -> tuple[jax.Array, RouterStats | None, KeyValues | None]:
-        """Returns the residual stream [batch, length, embed], what the router of experts did, and
-        the cache with the new rows."""
+        """Returns the residual stream [batch, length, embed], the router statistics, and the cache
+        with the new rows."""
         x = tag(x, "layer_in")
         branch = tag(self.attention_norm(x), "attention_in")
         branch, cache = self.attention(whole(branch), context, cache)

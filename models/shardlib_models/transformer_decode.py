@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardlib.constrain import active, constrain, use
 from shardlib.errors import ModelError
+from shardlib.sharding.constrain import active, constrain, use
 from shardlib_models.transformer_block import Context, KeyValues
 
 if TYPE_CHECKING:
@@ -25,18 +25,18 @@ def generate(
 ) -> jax.Array:
     """Returns `tokens` continued: [batch, prompt + length] int32. Pure, and traceable by `jax.jit`.
 
-    The prompt is read once; then each step feeds one token and reads the keys and values of all
-    earlier ones from a cache.
+    The prompt is read once. Each further step feeds one token and reads the keys and values of all
+    earlier tokens from a cache.
 
     Args:
-        model: The transformer; it is left as it is, and dropout is off.
+        model: The transformer, which is not changed; dropout is off.
         tokens: [batch, prompt] int32, with at least one token in each row and no padding.
-        length: How many tokens to add.
+        length: Number of tokens to add.
         temperature: 0 takes the likeliest token; otherwise logits are divided by it and sampled.
-        rng: A typed key; each position draws from one of its own.
+        rng: A typed key; each position draws from its own.
 
     Raises:
-        ModelError: If the prompt is empty, `length` is less than 1, or the whole is longer than the
+        ModelError: If the prompt is empty, `length` is less than 1, or the total is longer than the
             model's positions.
     """
     prompt = tokens.shape[1]
@@ -53,8 +53,8 @@ def generate(
 
 
 def _whole_rows() -> contextlib.AbstractContextManager[Any]:
-    """The active rules without a cut along length: one token at a time is fed, and a prompt is of
-    any length."""
+    """Returns the active rules without a cut along length: decoding feeds one token at a time, and
+    a prompt has any length."""
     scope = active()
     if scope is None:
         return contextlib.nullcontext()
@@ -65,7 +65,7 @@ def _whole_rows() -> contextlib.AbstractContextManager[Any]:
 def _continued(
     model: "Transformer", tokens: jax.Array, length: int, temperature: jax.Array, rng: jax.Array
 ) -> jax.Array:
-    """`generate` for a model that is its own and in evaluation mode."""
+    """Runs `generate` on a private copy of the model in evaluation mode."""
     batch, prompt = tokens.shape
 
     def step(tokens: jax.Array, start: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
@@ -87,7 +87,7 @@ def _continued(
 
 
 def _empty(model: "Transformer", batch: int, max_length: int) -> KeyValues:
-    """Caches of all layers: [layers, batch, max_length, kv_heads, head_dim] zeros."""
+    """Returns zero caches of all layers: [layers, batch, max_length, kv_heads, head_dim]."""
     config = model.config
     shape = (config.num_layers, batch, max_length, config.kv_heads, config.head_size)
     zeros = jnp.zeros(shape, model.token_embedding.embedding[...].dtype)
@@ -96,7 +96,7 @@ def _empty(model: "Transformer", batch: int, max_length: int) -> KeyValues:
 
 
 def _sample(logits: jax.Array, temperature: jax.Array, key: jax.Array) -> jax.Array:
-    """One token for each row of `logits` [batch, vocab]."""
+    """Returns one token for each row of `logits` [batch, vocab]."""
     logits = logits.astype(jnp.float32)
     greedy = temperature == 0
     drawn = jax.random.categorical(key, logits / jnp.where(greedy, 1.0, temperature))

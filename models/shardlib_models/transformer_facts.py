@@ -1,12 +1,12 @@
-"""What follows from the config of a transformer: its FLOPs, and what it chooses on a mesh."""
+"""Properties of a transformer that follow from its config: FLOPs and choices on a mesh."""
 
 import math
 from typing import Any
 
 import jax
 
-from shardlib.attention import ContextPlan, plan_context, resolve_backend
 from shardlib.errors import ModelError
+from shardlib.nn.attention import ContextPlan, plan_context, resolve_backend
 from shardlib.registry import DataSpec
 from shardlib_models import moe
 from shardlib_models.layers import num_parts
@@ -16,22 +16,21 @@ from shardlib_models.transformer_config import TransformerConfig
 def flops_per_example(config: TransformerConfig, data: DataSpec) -> float:
     """Returns the model FLOPs of one sequence, forward and backward, by the causal convention.
 
-    6 FLOPs for each weight of a matmul (logits included, lookups not, and of experts those that a
-    token goes to) and token, and 12 for each
-    pair of positions that causal attention needs, each head and each of its dims: length**2 / 2
-    pairs, or fewer with a window. What rematerialisation recomputes is not counted, and neither
-    are document borders.
+    The count is 6 FLOPs for each weight of a matmul and token, including logits but not lookups,
+    and only the experts of a token. Causal attention adds 12 for each pair of positions that it
+    needs, each head and each of its dims: length**2 / 2 pairs, or fewer with a window. The
+    recomputation of rematerialisation is not counted, and document borders are ignored.
 
     Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", table 1; Chowdhery et al.
-    2022, "PaLM", appendix B, whose attention term counts all pairs, the double of this one.
+    2022, "PaLM", appendix B, whose attention term counts all pairs, twice as many as here.
 
     Raises:
-        ModelError: If the data do not say how long a sequence is.
+        ModelError: If the data do not set the length of a sequence.
     """
     length = data.sequence_length
     if length is None:
         raise ModelError(
-            "the FLOPs of a sequence depend on its length, which the data do not say.\n"
+            "the FLOPs of a sequence depend on its length, which the data do not set.\n"
             "  Give DataSpec(sequence_length=...)."
         )
     heads_size = (config.num_heads + config.kv_heads) * config.head_size
@@ -78,8 +77,9 @@ def dims(config: TransformerConfig, data: DataSpec) -> dict[str, Any]:
 
 
 def plan(config: TransformerConfig, length: int) -> ContextPlan:
-    """Returns how devices along the active mesh's `context` axis share rows of `length` tokens."""
-    # Experts with a capacity take tokens in the order of the row, which must stay what it is.
+    """Returns the plan by which devices along the active mesh's `context` axis share rows of
+    `length` tokens."""
+    # Experts with a capacity take tokens in row order, which must be preserved.
     in_order = config.moe is not None and config.moe.dispatch == "capacity"
     return plan_context(
         length,
@@ -94,11 +94,11 @@ def plan(config: TransformerConfig, length: int) -> ContextPlan:
 
 
 def kv_copies(config: TransformerConfig) -> int:
-    """Returns how often each key-value head is computed, once for each device that reads it.
+    """Returns the number of times each key-value head is computed, once per device that reads it.
 
-    Where the active rules cut the query heads in more parts than there are key-value heads, groups
-    of devices share one: each computes what its own query heads read, from weights that all hold,
-    so that of keys and values nothing travels.
+    If the active rules cut the query heads into more parts than there are key-value heads, groups
+    of devices share one. Each computes what its own query heads read, from weights that all hold,
+    so keys and values are not sent.
     """
     heads, kv_heads = config.num_heads, config.kv_heads
     parts = num_parts("heads", heads)
@@ -109,7 +109,7 @@ def kv_copies(config: TransformerConfig) -> int:
 def choices(
     config: TransformerConfig, data: DataSpec, *, dtype: jax.typing.DTypeLike
 ) -> dict[str, str]:
-    """Returns what the model chooses by itself on the active mesh, each with the reason."""
+    """Returns the model's own choices on the active mesh, each with the reason."""
     length = data.sequence_length
     lengths = () if length is None else (length, length)
     found = {}

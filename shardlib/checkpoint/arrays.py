@@ -1,9 +1,8 @@
-"""Arrays on disk, by Orbax: asynchronous and sharded, read back onto any sharding.
+"""Asynchronous, sharded array storage through Orbax; arrays are read back onto any sharding.
 
-This is the one file that knows Orbax, and of Orbax only the handler that writes and reads arrays in
-a directory that is there. When a checkpoint is complete, and what becomes of one that cannot be
-written, is decided elsewhere (`saving.py`): Orbax's own checkpointers leave the other processes
-waiting for minutes when one of them fails.
+Only this file imports Orbax, and it uses only the handler that writes and reads arrays in an
+existing directory. `saving.py` decides when a checkpoint is complete and handles failed saves:
+Orbax's own checkpointers leave the other processes waiting for minutes when one of them fails.
 """
 
 import asyncio
@@ -23,33 +22,33 @@ import tensorstore as ts
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardlib.checkpoint.damage import DamageError
-from shardlib.checkpoint.files import walk
+from shardlib.checkpoint.checksums import walk
+from shardlib.checkpoint.errors import DamageError
 from shardlib.checkpoint.tree import is_key, nest, unnest
 
 T = TypeVar("T")
 
-# Read in flight at a time by one process: this much at least, and for a large state the given part
-# of what the process holds of it. Orbax's default of 96 GB doubles host memory; this keeps a
-# restore near the size of the state.
+# Bytes that one process reads at a time: at least READ_BYTES, and 1/READ_PART of the bytes that it
+# holds of a large state. Orbax's default of 96 GB doubles host memory; this bound keeps a restore
+# near the size of the state.
 READ_BYTES = 16_000_000
 READ_PART = 64
 # Stored chunks are at most this large: a reader of a small shard reads whole chunks.
 CHUNK_BYTES = 32 * 2**20
 # Replicas share the writing of an array only above this size per slice. Below it, slicing on the
-# device (a program to compile for each shape) costs more than it saves.
+# device (one program compiled per shape) costs more than it saves.
 REPLICA_SLICE_BYTES = 64 * 2**20
 _CLOSED = "Event loop is closed"
 
 
 class Future(Protocol):
-    """Something that is being written."""
+    """A write in progress."""
 
     def result(self, timeout: float | None = None) -> Any: ...
 
 
 class ArrayWriter:
-    """Writes arrays in the background, one set at a time; every process takes part."""
+    """Writes arrays in the background, one set at a time; every process participates."""
 
     def __init__(self) -> None:
         _quiet_orbax()
@@ -59,10 +58,10 @@ class ArrayWriter:
     def start(self, directory: pathlib.Path, arrays: Mapping[str, Any]) -> Sequence[Future]:
         """Starts writing `arrays` into `directory`, which exists.
 
-        Returns when the arrays are copied to the host: they may then be donated or deleted.
+        Returns once the arrays are copied to the host: they may then be donated or deleted.
 
         Returns:
-            What to wait for; `result()` raises what went wrong.
+            The futures to wait for; `result()` raises the error of a failed write.
         """
         stored = nest({path: _to_stored(array) for path, array in arrays.items()})
         chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
@@ -70,16 +69,16 @@ class ArrayWriter:
         return _complete(self._handler.async_save(epath.Path(directory), args=item)) or []
 
     def finish(self, directory: pathlib.Path) -> None:
-        """Makes one store of what all processes have written; the first process alone does so."""
+        """Merges the files of all processes into one store; only the first process calls it."""
         self._handler.finalize(epath.Path(directory))
 
     def close(self) -> None:
-        """Ends the background threads."""
+        """Stops the background threads."""
         self._handler.close()
 
 
 def own_files(directory: pathlib.Path) -> list[str]:
-    """Returns the files that this process alone has written below `directory`, by relative path."""
+    """Returns the relative paths of the files below `directory` that only this process writes."""
     own = f"ocdbt.process_{jax.process_index()}"
     return [f"{own}/{name}" for name in walk(directory / own)] if (directory / own).is_dir() else []
 
@@ -88,22 +87,22 @@ def read(directory: pathlib.Path, targets: Mapping[str, Any]) -> dict[str, Any]:
     """Reads arrays of the checkpoint `directory`, bit for bit.
 
     Args:
-        directory: A complete checkpoint, some of whose leaves have the paths, shapes and dtypes of
-            `targets`.
-        targets: By path, a `jax.ShapeDtypeStruct` or an array: one with a sharding gives a
-            `jax.Array` of that sharding, one without gives a numpy array on the host, a Python
-            number gives a number. PRNG keys always become `jax.Array`.
+        directory: A complete checkpoint with leaves of the paths, shapes and dtypes of `targets`;
+            it may have others.
+        targets: A `jax.ShapeDtypeStruct` or an array by path. A target with a sharding gives a
+            `jax.Array` with that sharding, one without gives a numpy array on the host, and a
+            Python number gives a number. PRNG keys always become `jax.Array`.
 
     Returns:
         The arrays by path.
 
     Raises:
-        DamageError: If arrays are stored with other shapes than those of `targets`.
+        DamageError: If the shape of a stored array differs from its target.
     """
     _quiet_orbax()
     stored = {path: _StoredTarget(target) for path, target in targets.items()}
     present = {path: target for path, target in stored.items() if math.prod(target.shape)}
-    # Orbax has no arrays without elements, and nothing needs to be read for them.
+    # Orbax does not store arrays without elements; there is nothing to read for them.
     arrays = {path: np.zeros(t.shape, t.dtype) for path, t in stored.items() if path not in present}
     if present:
         location = epath.Path(directory) / "state"
@@ -120,7 +119,7 @@ def read(directory: pathlib.Path, targets: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end, also where a loop is running already, as in a notebook."""
+    """Runs a coroutine to completion, even if an event loop is running, as in a notebook."""
 
     def run() -> T:
         loop = asyncio.new_event_loop()
@@ -138,7 +137,7 @@ def _complete(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class _StoredTarget:
-    """How one leaf is to be read: keys as the integers that they are stored as."""
+    """The shape, dtype and sharding that one leaf is read with; PRNG keys are read as integers."""
 
     def __init__(self, target: Any) -> None:
         self.sharding = _sharding_of(target)
@@ -173,7 +172,7 @@ def _state_handler(read_bytes: int) -> ocp.PyTreeCheckpointHandler:
         min_slice_bytes_for_replica_parallel=REPLICA_SLICE_BYTES
     )
     return ocp.PyTreeCheckpointHandler(
-        use_compression=False,  # zstd halves the speed for some 15% fewer bytes
+        use_compression=False,  # zstd halves the speed and saves only about 15% of the bytes.
         restore_concurrent_gb=read_bytes / 1e9,  # type: ignore[arg-type]
         type_handler_registry=ocp.type_handlers.create_type_handler_registry(
             (np.ndarray, ocp.type_handlers.NumpyHandler()), (jax.Array, arrays)
@@ -182,7 +181,7 @@ def _state_handler(read_bytes: int) -> ocp.PyTreeCheckpointHandler:
 
 
 def stored_structs(targets: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns, by path, what is stored for the leaves that have elements and a sharding."""
+    """Returns the stored structs of the leaves with elements and a sharding, by path."""
     stored = {path: _StoredTarget(target) for path, target in targets.items()}
     return {
         path: jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=target.sharding)
@@ -194,19 +193,19 @@ def stored_structs(targets: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct
 def chunk_shapes(
     directory: pathlib.Path, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the chunks that arrays of the checkpoint `directory` are stored in.
+    """Returns the chunk shapes of arrays in the checkpoint `directory`, by path.
 
-    The index of all arrays is read on the way, which has checksums of its own.
+    This reads the index of all arrays, which has its own checksums.
 
     Args:
         directory: A complete checkpoint.
-        shapes: By path, what the manifest says of arrays that have elements; those of PRNG keys
-            are of the integers behind them.
+        shapes: The manifest's shapes by path, for arrays with elements. PRNG keys have the shape
+            of the integers behind them.
 
     Raises:
-        DamageError: If an array is stored with another shape, so that no memory is taken for sizes
-            that nobody saved.
-        Exception: Of many kinds, if the index is damaged.
+        DamageError: If an array is stored with another shape. This check runs before any memory
+            is allocated for the array.
+        Exception: Of various types, if the index is damaged.
     """
     store = ts.KvStore.open(_store(directory)).result()
     store.list().result()
@@ -226,18 +225,19 @@ def chunk_shapes(
 
 
 def read_whole(directory: pathlib.Path, path: str) -> np.ndarray:
-    """Reads one array of the checkpoint `directory` to the host, as it is stored, with no device;
-    PRNG keys as the integers behind them.
+    """Reads one array of the checkpoint `directory` to the host, as stored, without a device.
+
+    PRNG keys are returned as the integers behind them.
 
     Raises:
-        Exception: Of many kinds, if it is damaged.
+        Exception: Of various types, if the array is damaged.
     """
     kvstore = {**_store(directory), "path": f"{_name(path)}/"}
     return ts.open({"driver": "zarr", "kvstore": kvstore}, open=True).result().read().result()
 
 
 def _store(directory: pathlib.Path) -> dict[str, Any]:
-    """Where TensorStore finds what Orbax has written."""
+    """Returns the TensorStore spec of the store that Orbax wrote."""
     return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory / 'state'}/"}}
 
 
@@ -246,10 +246,10 @@ def _name(path: str) -> str:
 
 
 def _read_bytes(directory: pathlib.Path, targets: Mapping[str, _StoredTarget]) -> int:
-    """Returns the bytes that may be in flight: the bound, or what the largest single read needs.
+    """Returns the bytes that may be in flight: the bound, or the size of the largest single read.
 
-    Orbax refuses a read larger than the bound instead of doing it alone. A read is of whole
-    chunks, and a shard that is not aligned to them touches one more in each dim.
+    Orbax rejects a read larger than the bound instead of running it alone. A read covers whole
+    chunks, and an unaligned shard touches one more chunk in each dim.
     """
     chunks = chunk_shapes(directory, {path: target.shape for path, target in targets.items()})
     largest = 0
@@ -263,25 +263,27 @@ def _read_bytes(directory: pathlib.Path, targets: Mapping[str, _StoredTarget]) -
 
 
 def read_bound(held_bytes: int) -> int:
-    """Returns the bytes in flight of a process whose devices will hold so many, unless one single
-    read is larger."""
+    """Returns the bound on bytes in flight of a process whose devices will hold `held_bytes`.
+
+    A single larger read raises it.
+    """
     return max(READ_BYTES, held_bytes // READ_PART)
 
 
 def _to_stored(leaf: Any) -> Any:
-    """Returns what Orbax writes for a leaf: a global `jax.Array`, or a numpy array of our own."""
+    """Returns the value that Orbax writes for a leaf: a global `jax.Array` or a numpy copy."""
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     if isinstance(leaf, jax.Array):
-        # A scalar made by `jnp.int32(3)` lives on this process alone; a numpy array is written
-        # by the first process.
+        # A scalar made by `jnp.int32(3)` lives on this process only. The first process writes
+        # numpy arrays.
         local = jax.process_count() > 1 and leaf.is_fully_addressable
         return np.asarray(leaf) if local else leaf
-    return np.array(leaf)  # a copy: the caller may change its array during the save
+    return np.array(leaf)  # A copy: the caller may change its array during the save.
 
 
 def _from_stored(array: Any, target: Any) -> Any:
-    """Returns a leaf of the kind of `target` from what was stored for it."""
+    """Returns the stored value as a leaf of the type of `target`."""
     if is_key(target):
         keys = jax.random.wrap_key_data(array, impl=_key_impl(target))
         sharding = _sharding_of(target)
@@ -305,7 +307,7 @@ def _sharding_of(target: Any) -> Sharding | None:
 
 
 def _key_data_sharding(sharding: Sharding | None, ndim: int) -> Sharding | None:
-    """Returns the sharding of the integers behind keys: one replicated dim more."""
+    """Returns the sharding of the integers behind keys, with one more, replicated dim."""
     if sharding is None or not isinstance(sharding, NamedSharding):
         return sharding
     spec = tuple(sharding.spec) + (None,) * (ndim - len(sharding.spec))
@@ -313,17 +315,17 @@ def _key_data_sharding(sharding: Sharding | None, ndim: int) -> Sharding | None:
 
 
 def _key_impl(target: Any) -> Any:
-    """Returns the generator of keys that may be abstract."""
+    """Returns the PRNG implementation of keys, which may be abstract."""
     found: list[Any] = []
     jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), _struct(target))
     return found[0]
 
 
 class _OrbaxRecords(logging.Filter):
-    """Keeps Orbax's log off the terminal, and nobody else's.
+    """Drops Orbax's log records and keeps all others.
 
-    Orbax logs through absl: at `WARNING` what is routine here, and at `ERROR` failures of its
-    threads, with a page of traceback each, which `ArrayWriter.wait` then raises.
+    Orbax logs through absl. It logs routine events at `WARNING`, and thread failures at `ERROR`
+    with a page of traceback each; the futures of `ArrayWriter.start` raise these failures anyway.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -331,17 +333,17 @@ class _OrbaxRecords(logging.Filter):
 
 
 def _quiet_late_writes() -> None:
-    """Keeps what comes too late of a failed save off the terminal.
+    """Silences the late errors of a failed save.
 
-    Orbax gives up at the first write that fails and closes its event loop. Each write that is still
-    under way then finds the loop closed, in a thread that has nobody to raise to, and fails in a
-    task that nobody asks any more; `ArrayWriter` has told of the first by then.
+    Orbax closes its event loop at the first failed write. Each write still in progress then finds
+    the loop closed, in a thread that cannot raise to anyone, and fails in a task that nobody
+    awaits. `ArrayWriter` has reported the first error by then.
     """
     former = sys.unraisablehook
     if not hasattr(former, "of_late_writes"):
 
         def hook(late: Any, /) -> None:
-            # What Python itself cannot raise, it names the object of.
+            # Python names the object of errors that it cannot raise itself.
             is_late = isinstance(late.exc_value, RuntimeError) and str(late.exc_value) == _CLOSED
             if not is_late or late.object is not None:
                 former(late)
@@ -354,7 +356,7 @@ def _quiet_late_writes() -> None:
 
 
 class _LateTasks(logging.Filter):
-    """Drops what asyncio says of Orbax's own writes that nobody waits for."""
+    """Drops asyncio's messages about Orbax writes that nobody awaits."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()

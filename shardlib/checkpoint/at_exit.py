@@ -1,4 +1,4 @@
-"""The last save of a program that ends without closing its checkpoints."""
+"""Completion of the last save of a program that ends without closing its checkpoints."""
 
 import atexit
 import logging
@@ -10,17 +10,17 @@ from shardlib.errors import CheckpointError
 
 
 class Closable(Protocol):
-    """What may have a save in flight."""
+    """An object that may have a save in flight."""
 
     def close(self) -> None: ...
 
 
 def close_at_exit(checkpoints: Closable) -> None:
-    """Completes the save in flight when the interpreter ends without `close`, or says it is lost.
+    """Completes the save in flight if the interpreter ends without `close`, or reports its loss.
 
-    `atexit` is too late: by then no thread pool takes work any more. `threading` has the earlier
-    hook that `concurrent.futures` itself uses. Python 3.12 starts no threads even there, so that
-    a save may fail; it is then reported.
+    `atexit` runs too late: thread pools accept no work by then. `threading` has the earlier hook
+    that `concurrent.futures` uses. Python 3.12 starts no threads even there, so a save may still
+    fail; the failure is then reported.
     """
     reference = weakref.ref(checkpoints)
 

@@ -1,4 +1,4 @@
-"""What a run saves, and how often."""
+"""Config of checkpoints: how often a run saves and which checkpoints it keeps."""
 
 from typing import Literal
 
@@ -7,13 +7,13 @@ from shardlib.config import configclass
 
 @configclass
 class KeepBest:
-    """Which checkpoints are kept for their metrics."""
+    """The checkpoints that are kept for their metrics."""
 
     metric: str
-    """Name of a metric that is given with each save, such as eval/loss."""
+    """Name of a metric that is passed with each save, such as eval/loss."""
 
     mode: Literal["min", "max"] = "min"
-    """Whether the smallest or the largest values are the best."""
+    """Whether the smallest or the largest value is best."""
 
     count: int = 1
     """Number of best checkpoints to keep."""
@@ -25,10 +25,10 @@ class KeepBest:
 
 @configclass
 class LocalTier:
-    """Frequent checkpoints on a fast disk of this machine, between those of the run directory."""
+    """Frequent checkpoints on a fast local disk, in addition to the run directory's."""
 
     directory: str
-    """Directory of this run alone on a local disk; every process must see it."""
+    """Directory on a local disk, used by this run only; every process must see it."""
 
     every_steps: int = 100
     """Steps between two local checkpoints."""
@@ -45,31 +45,31 @@ class LocalTier:
 
 @configclass
 class CheckpointConfig:
-    """When checkpoints are saved and which are kept: those that any of the keep_ settings keeps."""
+    """The schedule and retention of checkpoints; one stays if any keep_ setting keeps it."""
 
     enabled: bool = True
-    """Whether the run saves at all; without checkpoints it cannot be resumed."""
+    """Whether the run saves checkpoints; without them it cannot be resumed."""
 
     every_steps: int = 1000
-    """Steps between two checkpoints. One more is saved at the end and when the run is stopped."""
+    """Steps between two checkpoints. The run also saves at its end and when it is stopped."""
 
     keep: int = 3
-    """Number of newest checkpoints to keep; older ones are deleted once a newer is complete."""
+    """Number of newest checkpoints to keep; older ones are deleted once a newer one is complete."""
 
     keep_every_steps: int | None = None
-    """Checkpoints of every multiple of so many steps are kept for good."""
+    """Checkpoints at multiples of this many steps are kept for good."""
 
     keep_best: KeepBest | None = None
-    """Keeps the checkpoints that are best by a metric as well."""
+    """Also keeps the best checkpoints by a metric."""
 
     asynchronous: bool = True
-    """Whether training goes on while files are written, after the copy from device to host."""
+    """Whether training continues while files are written, after the copy from device to host."""
 
     max_failures: int = 3
-    """Training stops after so many saves in a row that failed; each one before is told of."""
+    """Consecutive failed saves after which training stops; earlier failures are only reported."""
 
     local: LocalTier | None = None
-    """A second place for more frequent checkpoints; a run goes on from the newest of both."""
+    """A second place for more frequent checkpoints; a run resumes from the newest of both."""
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "keep", "max_failures"):
@@ -80,5 +80,5 @@ class CheckpointConfig:
         if self.local is not None and self.local.every_steps >= self.every_steps:
             raise ValueError(
                 f"local.every_steps is {self.local.every_steps}, but every_steps is "
-                f"{self.every_steps}: local checkpoints are the more frequent ones"
+                f"{self.every_steps}: local checkpoints must be more frequent"
             )

@@ -1,4 +1,4 @@
-"""In what two checkpoints differ, told by their manifests alone."""
+"""Differences between two checkpoints, from their manifests alone."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from shardlib.checkpoint.tree import LeafSpec
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Of what two checkpoints say of one thing. What one of them lacks is None."""
+    """Two different entries of one name in two checkpoints; None if one lacks it."""
 
     name: str
     first: Any
@@ -19,15 +19,15 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointDiff:
-    """In what two checkpoints differ.
+    """The differences between two checkpoints.
 
     Attributes:
-        shapes: Leaves that one of them lacks, or that have another shape or dtype.
-        values: Leaves of other values, told by their fingerprints.
-        unknown: Leaves whose values cannot be compared: one of the two has no fingerprints.
-        same: How many leaves are equal.
-        run: What the run says of itself: config, mesh, rules, position in the data.
-        libraries: Versions.
+        shapes: Leaves that one of them lacks, or that differ in shape or dtype.
+        values: Leaves whose fingerprints differ.
+        unknown: Leaves that cannot be compared, because a checkpoint has no fingerprints.
+        same: Number of equal leaves.
+        run: Differences in the run's metadata: config, mesh, rules, position in the data.
+        libraries: Differences in library versions.
     """
 
     shapes: list[Difference]
@@ -39,7 +39,7 @@ class CheckpointDiff:
 
 
 def diff(first: Manifest, second: Manifest) -> CheckpointDiff:
-    """Returns in what two checkpoints differ; reads no array."""
+    """Returns the differences between two checkpoints without reading arrays."""
     shapes: list[Difference] = []
     values: list[str] = []
     unknown: list[str] = []

@@ -1,14 +1,14 @@
-"""The directory of a run's checkpoints: which steps there are, and how steps leave it.
+"""The directory of a run's checkpoints: its steps, and their removal.
 
     run/checkpoints/
       00000500/                        one checkpoint; the name is the step
       00001000/
-      00001500.orbax-checkpoint-tmp/   one being written, or left by a killed process
-      .trash/                          checkpoints on their way out
+      00001500.orbax-checkpoint-tmp/   a checkpoint being written, or left by a killed process
+      .trash/                          checkpoints being deleted
       .damaged/                        checkpoints that did not validate, set aside
 
-A checkpoint appears by one rename and leaves by one rename, so that a kill at any time leaves no
-directory that is listed and cannot be restored. Anything else in the directory is left alone.
+A checkpoint appears and disappears by a single rename, so a kill at any time never leaves a listed
+directory that cannot be restored. Other files in the directory are left alone.
 """
 
 import contextlib
@@ -21,19 +21,19 @@ import uuid
 from collections.abc import Callable, Iterable
 
 from shardlib.checkpoint import manifest as manifests
-from shardlib.checkpoint.damage import DamageError
+from shardlib.checkpoint.errors import DamageError
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.errors import CheckpointError
 
 Notify = Callable[[str], None]
 
 STEP_NAME = re.compile(r"\d{8,}")
-# Orbax's own tools know directories of this name as incomplete.
+# Orbax's own tools treat directories with this suffix as incomplete.
 TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
 STATE = "state"
 TRASH, DAMAGED, PROBE = ".trash", ".damaged", ".probe-"
 _ASIDE = re.compile(r"\d{8,}-[0-9a-f]{8}")
-# Of those set aside the newest stay, for whoever wants to look at them.
+# The newest damaged checkpoints are kept for inspection.
 DAMAGED_KEPT = 2
 
 
@@ -41,8 +41,8 @@ class StepDirectory:
     """Lists, deletes and sets aside checkpoints in one directory; threads may share it.
 
     Args:
-        path: The directory; need not exist.
-        notify: Told once of each entry that is skipped.
+        path: The directory; it need not exist.
+        notify: Called once for each skipped entry.
     """
 
     def __init__(self, path: pathlib.Path, notify: Notify) -> None:
@@ -54,18 +54,18 @@ class StepDirectory:
         self._deletions: list[threading.Thread] = []
 
     def of_step(self, step: int) -> pathlib.Path:
-        """Returns where the checkpoint of a step is, or would be."""
+        """Returns the path of a step's checkpoint, which need not exist."""
         return self.path / f"{step:08d}"
 
     def temporary(self, step: int) -> pathlib.Path:
-        """Returns where the checkpoint of a step is written."""
+        """Returns the path that a step's checkpoint is written to."""
         return self.path / f"{step:08d}{TEMPORARY_SUFFIX}"
 
     def candidates(self) -> list[int]:
-        """Returns the steps of what looks like a checkpoint, damaged or not, oldest first.
+        """Returns the steps of all checkpoints, damaged or not, oldest first.
 
-        That is by its name, and by a manifest or arrays in it: a directory with neither has never
-        been one.
+        A checkpoint has the name of a step and holds a manifest or arrays; a directory with neither
+        has never been a checkpoint.
 
         Raises:
             CheckpointError: If the directory cannot be listed.
@@ -85,23 +85,25 @@ class StepDirectory:
             if entry.is_symlink():
                 self._skip(entry.name, "a symbolic link")
             elif not entry.is_dir(follow_symlinks=False):
-                if _is_step(entry.name):  # It is in the way of that step.
+                if _is_step(entry.name):  # It takes the name of that step.
                     self._skip(entry.name, "a file")
             elif _is_step(entry.name) and not _is_foreign(entry.path):
                 steps.append(int(entry.name))
             elif _is_temporary(entry.name) or entry.name in (TRASH, DAMAGED):
                 continue
-            elif os.path.isdir(entry.path):  # It may have left since it was listed.
+            elif os.path.isdir(entry.path):  # It may be gone since it was listed.
                 self._skip(entry.name, _no_checkpoint(entry.path))
         return sorted(steps)
 
     def links(self) -> list[int]:
-        """Returns the steps whose checkpoint is a symbolic link, oldest first. None is followed:
-        what it leads to is not this directory's to remove or set aside."""
+        """Returns the steps whose checkpoint is a symbolic link, oldest first.
+
+        Links are not followed: their targets do not belong to this directory.
+        """
         try:
             with os.scandir(self.path) as entries:
                 names = [entry.name for entry in entries if entry.is_symlink()]
-        except OSError:  # Who lists the checkpoints is told why.
+        except OSError:  # `candidates` raises the reason.
             return []
         return sorted(int(name) for name in names if _is_step(name))
 
@@ -116,24 +118,24 @@ class StepDirectory:
             try:
                 found[step] = self.read(step)
             except CheckpointError as error:
-                # It may have left since it was listed.
+                # It may be gone since it was listed.
                 if self.of_step(step).is_dir():
                     reason = str(error).splitlines()[0]
-                    self._skip(self.of_step(step).name, f"no complete checkpoint ({reason})")
+                    self._skip(self.of_step(step).name, f"not a complete checkpoint ({reason})")
         return found
 
     def read(self, step: int) -> Manifest:
         """Returns the manifest of one checkpoint.
 
         Raises:
-            CheckpointError: If it is a symbolic link, or has none, or that is damaged, of another
-                step, or of a later format.
+            CheckpointError: If the checkpoint is a symbolic link, or its manifest is missing,
+                damaged, from another step or in a later format.
         """
         place = self.of_step(step)
         if place.is_symlink():
             raise CheckpointError(
                 f"{place} is a symbolic link, which is not followed.\n"
-                "  Put the directory that it leads to in its place, or remove the link."
+                "  Replace it with its target directory, or remove the link."
             )
         path = place / manifests.FILE_NAME
         if path.is_symlink():
@@ -148,7 +150,7 @@ class StepDirectory:
         manifest = manifests.read(place)
         if manifest.step != step:
             raise DamageError(
-                f"the manifest {path} is damaged: it is of step {manifest.step}.\n"
+                f"the manifest {path} is damaged: it belongs to step {manifest.step}.\n"
                 "  Restore another step; remove this one."
             )
         with self._lock:
@@ -156,7 +158,7 @@ class StepDirectory:
         return manifest
 
     def clean(self) -> None:
-        """Removes what processes that were killed have left; no save may be in flight."""
+        """Removes the leftovers of killed processes; no save may be in flight."""
         if not self.path.is_dir():
             return
         left = []
@@ -168,9 +170,9 @@ class StepDirectory:
         self.discard(left)
 
     def discard(self, paths: Iterable[pathlib.Path]) -> None:
-        """Takes directories out of sight by a rename each, and removes them in the background.
+        """Moves directories to the trash by one rename each, and empties it in the background.
 
-        So goes whatever a process that was killed had taken out of sight before.
+        This also removes the trash of killed processes.
         """
         trash = self.path / TRASH
         with self._lock:
@@ -180,7 +182,7 @@ class StepDirectory:
             self._deletions = [thread for thread in self._deletions if thread.is_alive()]
             if trash.is_dir() and not trash.is_symlink():
                 thread = threading.Thread(target=self._empty, args=(trash, list(trash.iterdir())))
-                # An interpreter that is about to end starts none; the next start cleans up.
+                # An ending interpreter starts no thread; the next run cleans up.
                 with contextlib.suppress(RuntimeError):
                     thread.start()
                     self._deletions.append(thread)
@@ -188,12 +190,16 @@ class StepDirectory:
     def _empty(self, trash: pathlib.Path, entries: list[pathlib.Path]) -> None:
         for entry in entries:
             shutil.rmtree(entry, ignore_errors=True)
-        # Under the lock, so that it does not vanish below a directory on its way in.
+        # The lock keeps the trash in place while `discard` moves a directory into it.
         with self._lock, contextlib.suppress(OSError):
             trash.rmdir()
 
     def set_aside(self, step: int) -> pathlib.Path:
-        """Moves a damaged checkpoint away, so that its step can be saved again; says where to."""
+        """Moves a damaged checkpoint aside, so that its step can be saved again.
+
+        Returns:
+            Its new path.
+        """
         damaged = self.path / DAMAGED
         if damaged.is_symlink():
             raise CheckpointError(
@@ -209,7 +215,7 @@ class StepDirectory:
         return place
 
     def join(self) -> None:
-        """Waits for deletions."""
+        """Waits for pending deletions."""
         for thread in list(self._deletions):
             thread.join()
 
@@ -226,24 +232,24 @@ def _is_step(name: str) -> bool:
 
 
 def _no_checkpoint(path: str) -> str:
-    """Returns what a directory is that has no name of a checkpoint."""
+    """Returns the reason why a directory without the name of a step is skipped."""
     if os.path.isfile(os.path.join(path, manifests.FILE_NAME)):
-        return "no checkpoint (a step is named by 8 digits, such as 00000031)"
+        return "not a checkpoint (a step is named by 8 digits, such as 00000031)"
     with contextlib.suppress(OSError):
         if any(_is_step(name) for name in os.listdir(path)):
-            return "no checkpoint (it holds some: name it in place of this directory)"
-    return "no checkpoint"
+            return "not a checkpoint (it holds some: name it in place of this directory)"
+    return "not a checkpoint"
 
 
 def _is_foreign(path: str) -> bool:
-    """Whether a directory is known to hold nothing of a checkpoint."""
+    """Whether a directory is known to hold no part of a checkpoint."""
     for name in (manifests.FILE_NAME, STATE):
         try:
             os.lstat(os.path.join(path, name))
         except FileNotFoundError:
             continue
         except OSError:
-            return False  # What may not be looked at may be one.
+            return False  # An unreadable directory may be a checkpoint.
         return False
     return True
 

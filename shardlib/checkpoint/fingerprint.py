@@ -1,21 +1,21 @@
-"""One fingerprint per leaf: the same on any mesh, and another one for any changed element.
+"""Fingerprints of leaves: the same on any mesh, and different for any changed element.
 
-The bits of a leaf are read as planes of 32-bit words: one plane for types of up to 32 bits, two for
-64 bits, the parts of a complex number one after the other. Each word is mixed with its flat
-(row-major) position, and the mixed words of a plane are summed modulo 2^32. A sum has no order, so
-that every device adds up what it holds, whatever the sharding.
+The bits of a leaf are read as planes of 32-bit words: one plane for dtypes of up to 32 bits, two
+for 64 bits, and the real before the imaginary part of complex numbers. Each word is mixed with its
+flat (row-major) position, and the mixed words of a plane are summed modulo 2^32. The order of a sum
+does not matter, so each device sums its own shard under any sharding.
 
     plane = sum over positions p of  finalize(word[p] XOR p * 0x9E3779B9)   modulo 2^32
 
-`finalize` is the 32-bit finaliser of MurmurHash3, a bijection. So a change of any one element
-changes the fingerprint with certainty: in some plane exactly one word differs, hence exactly one
-term. Changes of several elements (swaps, shifts, lost blocks) go unnoticed with a chance of about
-2^-32; who wants to hide a change can. Bits count, not values: -0.0 is not 0.0, and each NaN is its
-own. Beyond 2^32 words positions repeat.
+`finalize` is the 32-bit finaliser of MurmurHash3, a bijection. A change of one element therefore
+always changes the fingerprint: in some plane exactly one word differs, hence exactly one term.
+Changes of several elements (swaps, shifts, lost blocks) go undetected with a probability of about
+2^-32; deliberate changes can be hidden. Bits are compared, not values: -0.0 differs from 0.0, and
+NaNs of different bits differ. Beyond 2^32 words positions repeat.
 
 Source of the finaliser: Appleby, MurmurHash3, `fmix32`,
-https://github.com/aappleby/smhasher/wiki/MurmurHash3; the factor of positions is 2^32 / phi, made
-odd (Knuth, The Art of Computer Programming, vol. 3, section 6.4).
+https://github.com/aappleby/smhasher/wiki/MurmurHash3; the factor of positions is 2^32 / phi,
+rounded to an odd number (Knuth, The Art of Computer Programming, vol. 3, section 6.4).
 """
 
 import dataclasses
@@ -31,27 +31,27 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardlib.checkpoint.tree import is_key
-from shardlib.host_memory import HOST
+from shardlib.sharding.host_memory import HOST
 
 _POSITION = 0x9E3779B9
 _FIRST, _SECOND = 0x85EBCA6B, 0xC2B2AE35
 _WORD = 0xFFFFFFFF
-# Words that a processor mixes at a time: a few buffers of this many stay in its cache. Accelerators
-# take no buffers, so that fewer and longer blocks are better.
+# Words mixed at a time. On CPUs a few buffers of this size stay in the cache; accelerators need no
+# buffers, so fewer and longer blocks are better.
 _CPU_BLOCK = 2**16
 _DEVICE_BLOCK = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """Fingerprints on their way; the leaves may be donated or changed meanwhile."""
+    """Fingerprints being computed; the leaves may be donated or changed meanwhile."""
 
     _host: dict[str, str]
     _device: list[tuple[list[tuple[str, int]], jax.Array]]
     _order: list[str]
 
     def result(self) -> dict[str, str]:
-        """Waits for the devices, and returns the fingerprints by path: 8 hex digits a plane."""
+        """Waits for the devices and returns the fingerprints by path: 8 hex digits per plane."""
         found = dict(self._host)
         for planes_of, words in self._device:
             values = iter(np.asarray(words).tolist())
@@ -61,16 +61,16 @@ class Pending:
 
 
 def dispatch(leaves: Mapping[str, Any]) -> Pending:
-    """Starts to compute the fingerprints of leaves, and returns before they are there.
+    """Starts to compute the fingerprints of leaves, and returns before they are ready.
 
-    Arrays on the same devices are read by one compiled program. Numpy arrays, numbers, and arrays
-    of one process among several are read on the host, at once. Every process calls this with the
-    same leaves, in the same order relative to its other programs.
+    One compiled program reads the arrays on the same devices. Numpy arrays, numbers, and arrays on
+    one of several processes are read on the host before this returns. Every process must call this
+    with the same leaves, in the same order relative to its other programs.
 
     Args:
-        leaves: By path, arrays (typed PRNG keys among them) and numbers.
+        leaves: Arrays (including typed PRNG keys) and numbers by path.
     """
-    from shardlib.train.loop import must_block
+    from shardlib.runtime.distributed import must_block
 
     on_host = {path: leaf for path, leaf in leaves.items() if not _on_devices(leaf)}
     groups = _by_devices({path: leaf for path, leaf in leaves.items() if _on_devices(leaf)})
@@ -103,7 +103,7 @@ def of_host(leaf: Any) -> str:
 
 
 def compile_ahead(leaves: Mapping[str, Any]) -> None:
-    """Compiles what `dispatch` will run, for leaves that may be abstract (with shardings)."""
+    """Compiles the programs of `dispatch` for leaves, which may be abstract with shardings."""
     for group in _by_devices({path: leaf for path, leaf in leaves.items() if _on_devices(leaf)}):
         _program(group)
 
@@ -124,7 +124,7 @@ def _sum_on_host(words: np.ndarray) -> int:
 
 
 def _finalize(words: Any) -> Any:
-    """Appleby's `fmix32`, of an array of uint32 on the host or on devices."""
+    """Applies Appleby's `fmix32` to an array of uint32 on the host or on devices."""
     u32 = np.uint32
     words = words ^ (words >> u32(16))
     words = words * u32(_FIRST)
@@ -140,10 +140,10 @@ def _on_devices(leaf: Any) -> bool:
 
 
 def _by_devices(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns what one program reads: the leaves of one set of devices, mostly all there are.
+    """Returns the groups of leaves that one program reads: one group per set of devices.
 
-    A leaf in the hosts' memory is alone: the devices, which it would not fit beside the others,
-    have room for one at a time.
+    A leaf in host memory gets its own group: the devices have room for only one such leaf at a
+    time.
     """
     groups: dict[Any, dict[str, Any]] = {}
     for path, leaf in leaves.items():
@@ -163,7 +163,7 @@ def _program(group: Mapping[str, Any]) -> Any:
         )
         for leaf in group.values()
     )
-    with _compiling:  # Whoever comes second finds it done.
+    with _compiling:  # A second thread finds the program in the cache.
         return _compiled(structs)
 
 
@@ -172,7 +172,7 @@ _compiling = threading.Lock()
 
 @functools.lru_cache(maxsize=64)
 def _compiled(structs: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
-    """Compiles the program that gives the sums of all leaves, in order, to every device."""
+    """Compiles the program that computes the sums of all leaves in order, on every device."""
     shardings = [struct.sharding for struct in structs]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     everywhere = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
@@ -183,13 +183,13 @@ def _compiled(structs: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
         return jnp.concatenate(sums)
 
     program = jax.jit(of_all, out_shardings=everywhere)
-    # JAX lays int4 out in another way for programs that are compiled ahead.
+    # JAX uses another int4 layout in programs that are compiled ahead of time.
     is_ahead = all(struct.dtype != jnp.int4 for struct in structs)
     return program.lower(list(structs)).compile() if is_ahead else program
 
 
 def _sums(leaf: jax.Array, sharding: Sharding) -> jax.Array:
-    """Returns the sums of the planes of one leaf: each device its own shard, and then together."""
+    """Returns the sums of the planes of one leaf: per shard on each device, then over devices."""
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     shape = leaf.shape
@@ -224,8 +224,8 @@ def _sums_of_shard(
 ) -> jax.Array:
     """Returns the sums of the planes of a shard that begins at `starts` of an array of `shape`.
 
-    Some rows at a time: XLA does not mix and add in one go on every device, and all mixed words
-    together would take as much memory as the array, or twice as much.
+    It processes a block of rows at a time. XLA does not fuse mixing and summing on every device,
+    and the mixed words of all rows would take as much memory as the array, or twice as much.
     """
     rows = shard.reshape(-1, *shard.shape[1:][-1:])
     leading = shard.shape[: max(1, shard.ndim - 1)] or (1,)
@@ -237,8 +237,8 @@ def _sums_of_shard(
             column = jnp.arange(rows.shape[1], dtype=jnp.uint32) + _u32(starts[-1])
             position = position[:, None] + column[None, :]
         mixed = position * np.uint32(_POSITION)
-        # Bits first: XLA has processors take rows of bfloat16 as those of float32, which is a copy
-        # of all of them and not the same for every NaN. The barrier keeps it in the loop.
+        # The cast to bits comes first: on CPUs, XLA slices bfloat16 rows as float32, which copies
+        # all rows and changes some NaNs. The barrier keeps the cast in the loop.
         held, start = jax.lax.optimization_barrier((rows, first))
         planes = _planes(jax.lax.dynamic_slice_in_dim(_as_unsigned(held), start, size))
         return jnp.stack([jnp.sum(_finalize(p ^ mixed), dtype=jnp.uint32) for p in planes])
@@ -253,14 +253,14 @@ def _sums_of_shard(
 def _first_positions(
     first: Any, size: int, leading: tuple[int, ...], shape: tuple[int, ...], starts: Sequence[Any]
 ) -> jax.Array:
-    """Returns the flat positions of what some rows of a shard begin with, modulo 2^32.
+    """Returns the flat positions of the first elements of some rows of a shard, modulo 2^32.
 
     Args:
-        first: The first of the rows, counted over all the leading dims of the shard.
-        size: How many.
-        leading: The sizes of these dims in the shard.
-        shape: That of the whole array.
-        starts: Where the shard begins in it.
+        first: Index of the first row, counted over all leading dims of the shard.
+        size: Number of rows.
+        leading: Sizes of the leading dims of the shard.
+        shape: Shape of the whole array.
+        starts: Start of the shard in the whole array, per dim.
     """
     left = _u32(first) + jnp.arange(size, dtype=jnp.uint32)
     position = jnp.zeros(size, jnp.uint32)
@@ -280,14 +280,14 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def _as_unsigned(array: jax.Array) -> jax.Array:
-    """Returns the bits of floats of up to 32 bits, else the array as it is."""
+    """Returns the bits of floats of up to 32 bits, and other arrays unchanged."""
     is_float = jnp.issubdtype(array.dtype, jnp.floating)
     unsigned = _UNSIGNED.get(array.dtype.itemsize) if is_float else None
     return array if unsigned is None else jax.lax.bitcast_convert_type(array, unsigned)
 
 
 def _planes(array: jax.Array) -> list[jax.Array]:
-    """Returns the bits of an array as planes of uint32, each of its shape."""
+    """Returns the bits of an array as planes of uint32 with the array's shape."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return [*_planes(jnp.real(array)), *_planes(jnp.imag(array))]
     if array.dtype == jnp.bool_:

@@ -1,31 +1,30 @@
-"""What a checkpoint says of itself: one JSON document beside the arrays, readable without them.
+"""The manifest of a checkpoint: one JSON document that is readable without the arrays.
 
     {
       "schema": 2,                      version of this format
       "step": 1200,
       "saved_at": "2026-01-31T12:00:00+00:00",
-      "run": {...},                     whatever the run wants to know: config, mesh, rules,
-                                        position in the data; nested at most 64 deep
-      "metrics": {"eval/loss": 2.31},   finite numbers; what is kept as best goes by them
+      "run": {...},                     metadata of the run: config, mesh, rules, position in
+                                        the data; nested at most 64 levels deep
+      "metrics": {"eval/loss": 2.31},   finite numbers; they select the best checkpoints
       "leaves": {"params/layers/kernel":
           {"shape": [4, 8], "dtype": "bfloat16", "fingerprint": "6f2b68c7"}, ...},
       "files": {"state/manifest.ocdbt": {"bytes": 240, "crc32": "0c3e5ab1"}, ...},
       "libraries": {"jax": "...", ...},
       "processes": 2,
       "devices": 8,
-      "digest": "..."                   SHA-256 of all the rest
+      "digest": "..."                   SHA-256 of the rest
     }
 
-Fingerprints are those of `fingerprint.py`. `files` are all but this one, by path below the
-directory of the checkpoint, with the CRC-32 of zlib. The digest is taken of the document without
-it, as JSON with sorted keys, no spaces and only ASCII: other spacing is harmless, any other change
-is damage.
+`fingerprint.py` defines the fingerprints. `files` lists all other files of the checkpoint by
+relative path, with zlib's CRC-32. The digest covers the document without the digest, as JSON with
+sorted keys, no spaces and only ASCII. A change of spacing is harmless; any other change is damage.
 
-Schema 1 had no fingerprints, metrics, files and digest. Unknown keys are ignored, so that a later
-version may add some; the number of the schema changes when an older reader would misread.
+Schema 1 has no fingerprints, metrics, files or digest. Unknown keys are ignored, so a later version
+may add keys; the schema number changes when an older reader would misread the document.
 
-A manifest is read as data of a stranger: its size is bounded, every field checked, and no path
-leads out of the checkpoint.
+A manifest is untrusted input: its size is bounded, every field is checked, and no path leads out of
+the checkpoint.
 """
 
 import dataclasses
@@ -45,21 +44,21 @@ from typing import Any
 
 import jax
 
-from shardlib.checkpoint.damage import DamageError
-from shardlib.checkpoint.files import FileRecord
+from shardlib.checkpoint.checksums import FileRecord
+from shardlib.checkpoint.errors import DamageError
 from shardlib.checkpoint.tree import STORABLE, LeafSpec, is_storable_path, leaf_spec
 from shardlib.errors import CheckpointError
 
 Partial = bool | Callable[[str], bool]
-"""Whether leaves may be missing or unexpected: any, or those of some paths."""
+"""Whether leaves may be missing or unexpected: all leaves, or a predicate on their paths."""
 
 SCHEMA = 2
 FILE_NAME = "manifest.json"
-# Grain decides the order of the samples.
+# Grain sets the order of the samples.
 LIBRARIES = ("shardlib", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
-# A leaf takes some 150 bytes; a million of them still fit.
+# A leaf takes about 150 bytes; a million leaves fit.
 MAX_BYTES = 2**28
-# Of what the run says; whoever walks it need not fear for the stack.
+# The limit on the nesting of `run` keeps recursion over it safe.
 MAX_DEPTH = 64
 
 _KEY_DTYPE = re.compile(r"key<\w+>")
@@ -71,7 +70,7 @@ _CRC = re.compile(r"[0-9a-f]{8}")
 class Manifest:
     """The manifest of one checkpoint; see the module for the meaning of the fields.
 
-    `fingerprints` has none of the leaves if schema 1 was read, and all of them otherwise.
+    `fingerprints` is empty for schema 1, and has all leaves otherwise.
     """
 
     step: int
@@ -88,27 +87,27 @@ class Manifest:
 
     @property
     def is_verifiable(self) -> bool:
-        """Whether it has fingerprints and checksums to verify the checkpoint with."""
+        """Whether the manifest has fingerprints and checksums to verify the checkpoint."""
         return self.schema >= 2
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all files of the checkpoint but this one; 0 where it does not say."""
+        """Bytes of all files of the checkpoint except the manifest; 0 for schema 1."""
         return sum(record.bytes for record in self.files.values())
 
     def to_json(self) -> str:
         """Returns the document.
 
         Raises:
-            CheckpointError: If `run` holds what JSON cannot (an array, NaN, a set), or is nested
-                too deep.
+            CheckpointError: If `run` holds values that JSON cannot hold (an array, NaN, a set), or
+                is nested too deep.
         """
         document = self._document()
         return json.dumps(document | {"digest": digest(document)}, indent=1)
 
     @property
     def identity(self) -> str:
-        """SHA-256 of what it says: the same for every process that reads the same checkpoint."""
+        """SHA-256 of the content, equal on all processes that read the same checkpoint."""
         return digest(self._document())
 
     def _document(self) -> dict[str, Any]:
@@ -117,7 +116,7 @@ class Manifest:
             fingerprints = document.pop("fingerprints")
             for path, leaf in document["leaves"].items():
                 leaf["fingerprint"] = fingerprints.get(path)
-            # As JSON gives it back: tuples become lists, keys become text.
+            # The JSON round trip turns tuples into lists and keys into text.
             document = json.loads(json.dumps(document, allow_nan=False))
             _check_depth(document["run"])
             return document
@@ -129,7 +128,7 @@ class Manifest:
 
 
 def digest(document: Mapping[str, Any]) -> str:
-    """Returns the digest of a document, which must be as JSON gives it back."""
+    """Returns the digest of a document, which must be as parsed from JSON."""
     content = {key: value for key, value in document.items() if key != "digest"}
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
@@ -141,9 +140,9 @@ def describe(
     run: Mapping[str, Any],
     metrics: Mapping[str, float] | None = None,
 ) -> Manifest:
-    """Returns the manifest of a state about to be saved, given as leaves by path.
+    """Returns the manifest of a state to be saved, given as leaves by path.
 
-    Metrics that are not finite are left out: JSON has no number for them, and they are no best.
+    Non-finite metrics are dropped: JSON cannot hold them, and they are never the best.
     """
     finite = {name: float(value) for name, value in (metrics or {}).items()}
     return Manifest(
@@ -163,14 +162,14 @@ def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"  # imported from a source tree
+        return "not installed"  # Imported from a source tree.
 
 
 def read(directory: pathlib.Path) -> Manifest:
     """Reads the manifest of the checkpoint in `directory`.
 
     Raises:
-        CheckpointError: If there is none, it is damaged, or a newer shardlib wrote it.
+        CheckpointError: If the manifest is missing or damaged, or a newer shardlib wrote it.
     """
     path = directory / FILE_NAME
     try:
@@ -192,7 +191,7 @@ def read(directory: pathlib.Path) -> Manifest:
             )
         return _parsed(document)
     except OSError as error:
-        # That there is none is damage; that it cannot be read may pass.
+        # A missing manifest is damage; an unreadable one may be a temporary fault.
         is_gone = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
         fix = "Restore another step; remove this one." if is_gone else "Make it readable."
         raise (DamageError if is_gone else CheckpointError)(
@@ -206,15 +205,15 @@ def read(directory: pathlib.Path) -> Manifest:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file; a FIFO would wait for somebody to write to it."""
+    """Opens a file without blocking: a FIFO would wait for a writer."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _parsed(document: dict[str, Any]) -> Manifest:
-    """Returns the manifest in a document of schema 1 or 2; raises what is wrong with it."""
+    """Returns the manifest in a document of schema 1 or 2; raises an error if it is invalid."""
     schema = document["schema"]
     if schema >= 2 and document["digest"] != digest(document):
-        raise ValueError("its digest is another one")
+        raise ValueError("digest mismatch")
     for key, is_valid in _FIELDS.items():
         _check(is_valid(document[key]), key, document[key])
     _check_depth(document["run"])
@@ -306,7 +305,7 @@ def _check_depth(run: dict[str, Any]) -> None:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def check_same_leaves(
@@ -317,21 +316,21 @@ def check_same_leaves(
     cast: bool = False,
     partial: Partial = False,
 ) -> list[str]:
-    """Refuses a checkpoint whose leaves are not those of the state it should be restored into.
+    """Rejects a checkpoint whose leaves differ from the leaves of the target state.
 
     Args:
         directory: The checkpoint.
         found: Its leaves.
         expected: The leaves of the state.
-        cast: Accepts other dtypes, but for PRNG keys.
-        partial: Accepts missing and unexpected leaves: all, or those of some paths.
+        cast: Accepts other dtypes, except for PRNG keys.
+        partial: Accepts missing and unexpected leaves: all, or those that it returns True for.
 
     Returns:
-        A line for each difference that was accepted.
+        A line for each accepted difference.
 
     Raises:
         CheckpointError: If any other leaf is missing, unexpected, or has another shape or dtype;
-            all such leaves are listed with what was expected and what was found.
+            all such leaves are listed with their expected and found specs.
     """
     is_optional = partial if callable(partial) else lambda path: partial
     faults, accepted, means = [], [], set()
@@ -362,8 +361,10 @@ def check_same_leaves(
 def _difference(
     path: str, found: LeafSpec | None, expected: LeafSpec | None
 ) -> tuple[str | None, str | None]:
-    """Returns a line about a leaf, None if it is as expected, and what `restore` may be asked for
-    to accept it, if there is such a thing."""
+    """Returns a line about the difference of a leaf, and the `restore` option that accepts it.
+
+    The line is None if the leaf is as expected; the option is None if no option accepts it.
+    """
     if found is None:
         return f"{path}: expected {expected}, missing from the checkpoint", "partial"
     if expected is None:

@@ -1,4 +1,4 @@
-"""What each host would read to restore a checkpoint onto a mesh, which need not be there."""
+"""The bytes that each host reads to restore a checkpoint onto a mesh, which may be abstract."""
 
 import dataclasses
 import itertools
@@ -15,13 +15,13 @@ from shardlib.mesh import describe, entry_axes, mesh_sizes
 
 @dataclasses.dataclass(frozen=True)
 class HostReads:
-    """What one host does in a restore, in bytes.
+    """The bytes that one host reads, holds and buffers in a restore.
 
     Attributes:
-        read_bytes: Read from storage. Storage gives whole chunks, and each different shard of a
-            host is read once, however many of its devices hold it.
-        held_bytes: Held by the devices of the host afterwards.
-        buffer_bytes: The most that is in the host's memory on its way to the devices.
+        read_bytes: Bytes read from storage. Storage returns whole chunks, and a host reads each
+            distinct shard once, however many of its devices hold it.
+        held_bytes: Bytes on the devices of the host after the restore.
+        buffer_bytes: Peak bytes in host memory on the way to the devices.
     """
 
     read_bytes: int
@@ -36,15 +36,15 @@ def plan_reads(
     num_hosts: int,
     read_bound: Callable[[int], int],
 ) -> list[HostReads]:
-    """Returns what each host reads, holds and buffers to restore arrays.
+    """Returns the bytes that each host reads, holds and buffers to restore arrays.
 
     Args:
-        targets: By path, shape and dtype with a `NamedSharding`, of a mesh that may be abstract.
-            Its devices lie on the hosts in their order in the mesh, as many on each.
-        chunks: By path, the shape of the chunks that the array is stored in.
-        num_hosts: Hosts that share the devices.
-        read_bound: What the reader of a host keeps in flight at most, unless one shard is larger,
-            by the bytes that the host will hold.
+        targets: Shapes and dtypes by path, with a `NamedSharding` on a mesh that may be abstract.
+            Its devices are split evenly over the hosts, in mesh order.
+        chunks: Chunk shapes of the stored arrays, by path.
+        num_hosts: Number of hosts that share the devices.
+        read_bound: Returns the most bytes that a host keeps in flight, unless one shard is larger,
+            from the bytes that the host will hold.
 
     Raises:
         MeshError: If the hosts do not divide the devices.
@@ -75,7 +75,7 @@ def plan_reads(
 
 
 def _splits(target: Any) -> list[int]:
-    """Into how many parts each dim is cut."""
+    """Returns the number of parts that each dim is split into."""
     sizes = mesh_sizes(target.sharding.mesh)
     entries = (*target.sharding.spec, *[None] * len(target.shape))[: len(target.shape)]
     return [math.prod(sizes[name] for name in entry_axes(entry)) for entry in entries]
@@ -86,8 +86,10 @@ def _shard_shape(target: Any) -> list[int]:
 
 
 def _shard_of_device(sharding: NamedSharding) -> np.ndarray:
-    """Returns the number of the shard that each device holds, devices in the order of the mesh;
-    shards are counted with the last dim fastest."""
+    """Returns the shard index of each device, with devices in mesh order.
+
+    Shards are numbered in row-major order.
+    """
     mesh: Mesh | AbstractMesh = sharding.mesh
     sizes = mesh_sizes(mesh)
     position = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
@@ -98,7 +100,7 @@ def _shard_of_device(sharding: NamedSharding) -> np.ndarray:
 
 
 def _footprints(target: Any, chunk: Sequence[int]) -> list[int]:
-    """Returns the elements that reading each shard takes from storage: whole chunks."""
+    """Returns the number of elements read from storage for each shard, in whole chunks."""
     counts = []
     for size, parts, step in zip(target.shape, _splits(target), chunk, strict=True):
         starts = np.arange(parts) * (size // parts)

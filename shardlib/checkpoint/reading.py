@@ -1,4 +1,4 @@
-"""Checkpoints in a directory, as someone sees them who only reads: listed, proved, restored."""
+"""Read-only access to the checkpoints in a directory: listing, verification and restore."""
 
 import logging
 import os
@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from shardlib.checkpoint import fingerprint, newest
-from shardlib.checkpoint.agreement import Peers, one_checkpoint
-from shardlib.checkpoint.damage import DamageError, first_line, listed
+from shardlib.checkpoint import fallback, fingerprint
+from shardlib.checkpoint.checksums import check_contents
+from shardlib.checkpoint.consensus import Peers, one_checkpoint
 from shardlib.checkpoint.directory import Notify, StepDirectory
-from shardlib.checkpoint.files import check_contents
+from shardlib.checkpoint.errors import DamageError, first_line, listed
 from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.checkpoint.restoring import Restoring, check_fingerprints
 from shardlib.checkpoint.saving import THREAD_NAME
@@ -25,14 +25,14 @@ def _log(text: str) -> None:
 
 
 class SavedCheckpoints:
-    """The checkpoints in a directory; nothing in it is changed.
+    """The checkpoints in a directory, opened read-only.
 
-    Under several processes each makes its own instance on the same shared directory, and all call
+    With several processes, each makes its own instance on the same shared directory, and all call
     `latest` and `restore` together; see `RunCheckpoints`.
 
     Args:
-        directory: Holds the checkpoints, for example `run/checkpoints`; need not exist.
-        notify: As of `RunCheckpoints`.
+        directory: Holds the checkpoints, for example `run/checkpoints`; it need not exist.
+        notify: As in `RunCheckpoints`.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, notify: Notify | None = None) -> None:
@@ -45,10 +45,10 @@ class SavedCheckpoints:
         self._steps = StepDirectory(self.directory, self.notify)
 
     def settle(self) -> None:
-        """Waits for what this object itself is writing, which for a reader is nothing."""
+        """Waits for the save in flight; a reader has none."""
 
     def notify(self, text: str) -> None:
-        """Tells a text: what the thread of a save has to say waits for the next call."""
+        """Reports a text; a text from the thread of a save waits for the next call."""
         if threading.current_thread().name == THREAD_NAME:
             self._later.append(text)
         else:
@@ -57,8 +57,8 @@ class SavedCheckpoints:
     def steps(self) -> list[int]:
         """Returns the steps of the complete checkpoints, oldest first.
 
-        Directories are listed if name and manifest are well-formed; `notify` is told once of each
-        symbolic link and each other directory, and none of them is ever touched.
+        A directory is listed if its name and manifest are well-formed. `notify` is called once for
+        each symbolic link and each other directory; they are left alone.
 
         Raises:
             CheckpointError: If the directory cannot be listed.
@@ -66,49 +66,50 @@ class SavedCheckpoints:
         return list(self.manifests())
 
     def manifests(self) -> dict[int, Manifest]:
-        """Returns what the complete checkpoints say of themselves, by step as of `steps`."""
+        """Returns the manifests of the complete checkpoints by step, oldest first."""
         return self._steps.manifests()
 
     def candidates(self) -> list[int]:
-        """Returns the steps of what looks like a checkpoint, damaged or not, oldest first."""
+        """Returns the steps of all checkpoints, damaged or not, oldest first."""
         return self._steps.candidates()
 
     def links(self) -> list[int]:
-        """Returns the steps whose checkpoint is a symbolic link, which is not among the others."""
+        """Returns the steps whose checkpoint is a symbolic link; other lists omit them."""
         return self._steps.links()
 
     def latest(self) -> int | None:
-        """Returns the newest step, or None without any; the same on every process."""
+        """Returns the newest step, the same on every process; None without checkpoints."""
         decision = self.peers.decide("latest", "", lambda _: str(max(self.steps(), default=-1)))
         return None if int(decision) < 0 else int(decision)
 
     def manifest(self, step: int) -> Manifest:
-        """Returns what the checkpoint of `step` says of itself, arrays unread.
+        """Returns the manifest of the checkpoint of `step` without reading arrays.
 
         Raises:
-            CheckpointError: If there is no such checkpoint, or its manifest is damaged.
+            CheckpointError: If the step has no checkpoint, or its manifest is damaged.
         """
         if step not in (*self.candidates(), *self.links()):
             raise CheckpointError(
-                f"there is no checkpoint of step {step} in {self.directory}.\n"
+                f"step {step} has no checkpoint in {self.directory}.\n"
                 f"  Steps there: {listed(self.steps())}."
             )
         return self._steps.read(step)
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """Returns the metadata that was given to `save`, as JSON gives it back."""
+        """Returns the metadata that was passed to `save`, as parsed from JSON."""
         return self.manifest(step).run
 
     def target(self, step: int, sharding: jax.sharding.Sharding | None = None) -> dict[str, Any]:
-        """Returns what to restore a step into where its classes are not at hand: nested dicts of
-        `jax.ShapeDtypeStruct`.
+        """Returns a restore target for a step: nested dicts of `jax.ShapeDtypeStruct`.
+
+        It replaces the classes of the state where they are not available.
 
         Args:
             step: One of `steps()`.
-            sharding: Of every leaf; on the host, as numpy arrays, without.
+            sharding: The sharding of every leaf; None restores numpy arrays on the host.
 
         Raises:
-            CheckpointError: If there is no such checkpoint, or its manifest is damaged.
+            CheckpointError: If the step has no checkpoint, or its manifest is damaged.
         """
         leaves = self.manifest(step).leaves
         return nest(
@@ -119,11 +120,11 @@ class SavedCheckpoints:
         )
 
     def check(self, step: int, target: Any) -> None:
-        """Proves that `restore` would find the leaves of `target`; reads no array.
+        """Checks that the checkpoint has the leaves of `target`, without reading arrays.
 
         Raises:
-            CheckpointError: If there is no such checkpoint, or its leaves are not those of
-                `target`: each one that is missing, unexpected, or of other shape or dtype is named.
+            CheckpointError: If the step has no checkpoint, or its leaves differ from `target`: each
+                missing or unexpected leaf, or leaf of another shape or dtype, is listed.
         """
         self._restoring(step, self.manifest(step)).check(target)
 
@@ -138,23 +139,23 @@ class SavedCheckpoints:
     ) -> Any:
         """Returns the state saved at `step`, bit for bit, on the shardings of `target`.
 
-        What was read is proved by the fingerprints in the manifest.
+        The restored values are verified against the fingerprints in the manifest.
 
         Args:
             step: One of `steps()`.
-            target: A tree of the structure of the state; leaves are `jax.ShapeDtypeStruct` with
-                a sharding of any mesh (or arrays, whose sharding is taken). A leaf without a
+            target: A tree with the structure of the state. Leaves are `jax.ShapeDtypeStruct` with
+                a sharding on any mesh, or arrays, whose sharding is used. A leaf without a
                 sharding is restored to a numpy array on the host.
-            cast: Whether leaves may have other dtypes in `target`: they are cast after they were
-                verified, and each one is told.
+            cast: Whether leaves may have other dtypes in `target`. They are cast after
+                verification, and each one is reported.
             partial: Whether leaves (or those whose paths it returns True for) may be missing from
-                the checkpoint, which then stay as they are in `target`, or from `target`; each one
-                is told.
-            on_difference: Whom they are told to; `notify`, when left out.
+                the checkpoint or from `target`. Leaves missing from the checkpoint keep their
+                values in `target`; each missing leaf is reported.
+            on_difference: Receives these reports; `notify` by default.
 
         Raises:
-            CheckpointError: As `check`, before any array is read; or if the checkpoint is damaged:
-                files or leaves are named.
+            CheckpointError: As in `check`, before any array is read. Also if the checkpoint is
+                damaged: damaged files or leaves are listed.
         """
         self.settle()
         manifest = self._same_manifest(step)
@@ -168,18 +169,20 @@ class SavedCheckpoints:
     def stored(
         self, step: int, target: Any
     ) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, tuple[int, ...]]]:
-        """Returns what a restore onto `target` would read; no array is, and no device is used.
+        """Returns the structs and chunk shapes that a restore onto `target` would read.
+
+        It reads no arrays and uses no device.
 
         Args:
             step: One of `steps()`.
-            target: As of `restore`; its meshes may be abstract.
+            target: As in `restore`; its meshes may be abstract.
 
         Returns:
-            By path, the leaves that have elements and a sharding, PRNG keys as the integers that
-            are stored for them; and the shapes of the chunks that each is stored in.
+            The leaves with elements and a sharding, with PRNG keys as their stored integers; and
+            the chunk shape of each stored array. Both are by path.
 
         Raises:
-            CheckpointError: As `check`; or if the index of the arrays is damaged.
+            CheckpointError: As in `check`. Also if the index of the arrays is damaged.
         """
         from shardlib.checkpoint import arrays
 
@@ -197,9 +200,9 @@ class SavedCheckpoints:
         return structs, chunks
 
     def restore_accepted(
-        self, step: int, target: Any, accept: newest.Accept, *, partial: Partial = False
+        self, step: int, target: Any, accept: fallback.Accept, *, partial: Partial = False
     ) -> tuple[Manifest, Any] | None:
-        """Restores one step, or returns None if `accept` passes it over."""
+        """Restores one step, or returns None if `accept` skips it."""
         self.settle()
         manifest = self._same_manifest(step)
         refused: list[Exception] = []
@@ -221,20 +224,23 @@ class SavedCheckpoints:
         return manifest, self._restoring(step, manifest, False, partial).restore(target)
 
     def _same_manifest(self, step: int) -> Manifest:
-        """Returns the manifest of a step, which has to be the same on every process: each verifies
-        what it reads by its own."""
+        """Returns the manifest of a step, which must be equal on all processes.
+
+        Each process verifies the arrays that it reads by its own copy.
+        """
         manifest = self.peers.all_or_none("manifest", lambda: self.manifest(step))
         if self.peers.count > 1:
             self.peers.decide("same", f"{step} {manifest.identity}", one_checkpoint)
         return manifest
 
     def verify(self, step: int) -> Manifest:
-        """Reads every file and then every array of a checkpoint, one array at a time and on the
-        host, and compares them with what was saved.
+        """Verifies every file, then every array of a checkpoint by its checksum or fingerprint.
+
+        Arrays are read on the host, one at a time.
 
         Raises:
-            CheckpointError: If there is no such checkpoint, it was saved without checksums
-                (format 1), or files are missing or were changed, or arrays: all are named.
+            CheckpointError: If the step has no checkpoint, it was saved without checksums
+                (format 1), or files or arrays are missing or changed: all are listed.
         """
         from shardlib.checkpoint import arrays
 
@@ -242,11 +248,11 @@ class SavedCheckpoints:
         if not manifest.is_verifiable:
             raise CheckpointError(
                 f"checkpoint {self._steps.of_step(step)} has format {manifest.schema}, without "
-                "checksums.\n  Restore it and save it again to have them."
+                "checksums.\n  Restore it and save it again to add them."
             )
         place = self._steps.of_step(step)
         check_contents(place, manifest.files)
-        # Of arrays without elements nothing is stored.
+        # Arrays without elements are not stored.
         found = {
             path: fingerprint.of_host(arrays.read_whole(place, path))
             for path, spec in manifest.leaves.items()

@@ -1,9 +1,9 @@
-"""One checkpoint back on the devices, proved to be what was saved.
+"""Verified restore of one checkpoint onto the devices.
 
-Every process goes through the same stages, and no stage begins before all processes are through the
-one before: a process that cannot read must not leave the others within a collective. First sizes
-of files and contents of small ones are compared with the manifest, then the arrays are read, then
-their fingerprints are computed where they are.
+Every process runs the same stages, and a stage begins once all processes have finished the previous
+one: a process that cannot read must not leave the others inside a collective. The first stage
+compares the sizes of all files and the contents of small ones with the manifest. The second reads
+the arrays. The third computes their fingerprints in place.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ import numpy as np
 
 from shardlib.checkpoint import fingerprint
 from shardlib.checkpoint import manifest as manifests
-from shardlib.checkpoint.agreement import Peers
-from shardlib.checkpoint.damage import DamageError, first_line
-from shardlib.checkpoint.files import SMALL_FILE_BYTES, check_contents
+from shardlib.checkpoint.checksums import SMALL_FILE_BYTES, check_contents
+from shardlib.checkpoint.consensus import Peers
+from shardlib.checkpoint.errors import DamageError, first_line
 from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.checkpoint.tree import check_leaves, flatten, is_key, leaf_spec, unflatten
 from shardlib.errors import CheckpointError
@@ -26,15 +26,15 @@ from shardlib.errors import CheckpointError
 
 @dataclasses.dataclass(frozen=True)
 class Restoring:
-    """How a checkpoint is to be restored.
+    """A restore of one checkpoint.
 
     Attributes:
-        place: Its directory.
-        manifest: What it says of itself.
+        place: Directory of the checkpoint.
+        manifest: Its manifest.
         peers: The processes.
-        notify: Told of what cannot be verified.
-        on_difference: Told of each leaf that changes, stays as it is or is left out.
-        cast: Whether dtypes may differ from those saved.
+        notify: Called if the values cannot be verified.
+        on_difference: Called for each leaf that is cast, kept or dropped.
+        cast: Whether dtypes may differ from the saved dtypes.
         partial: Whether leaves may be missing from the checkpoint, or unexpected.
     """
 
@@ -47,7 +47,7 @@ class Restoring:
     partial: Partial = False
 
     def check(self, target: Any) -> list[str]:
-        """Proves that the leaves of `target` are there; returns accepted differences as lines."""
+        """Checks the leaves of `target` against the manifest; returns accepted differences."""
         targets = flatten(target)
         check_leaves(targets)
         accepted = manifests.check_same_leaves(
@@ -64,8 +64,8 @@ class Restoring:
         """Returns the state, on the shardings of `target`.
 
         Raises:
-            DamageError: If the checkpoint is damaged; files or leaves are named.
-            CheckpointError: If it has other leaves than `target`.
+            DamageError: If the checkpoint is damaged; damaged files or leaves are listed.
+            CheckpointError: If its leaves differ from `target`.
         """
         for line in self.peers.all_or_none("check", lambda: self.check(target)):
             self.on_difference(f"restoring step {self.manifest.step}: {line}")
@@ -85,7 +85,7 @@ class Restoring:
         return unflatten(leaves, target)
 
     def _as_saved(self, path: str, target: Any) -> Any:
-        """Returns the target that the arrays are read into: of the dtype that they have."""
+        """Returns the target that an array is read into, with its saved dtype."""
         spec = self.manifest.leaves[path]
         sharding = getattr(target, "sharding", None)
         if is_key(target):
@@ -100,7 +100,7 @@ class Restoring:
                 )
             return target
         if is_wide:
-            sharding = None  # Without x64 there are no such arrays on devices.
+            sharding = None  # Devices cannot hold this dtype without x64.
         return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
 
     def _check_files(self) -> None:
@@ -120,7 +120,7 @@ class Restoring:
         raise AssertionError("unreachable")
 
     def _blame(self, error: Exception) -> None:
-        """Raises why the arrays cannot be read: changed files by name, or something else."""
+        """Raises the reason why the arrays cannot be read: changed files, or another error."""
         if not self.peers.is_first:
             return
         reason = str(error) if isinstance(error, CheckpointError) else first_line(error)
@@ -129,7 +129,7 @@ class Restoring:
             raise DamageError(f"{text}\n  Restore another step.") from error
         check_contents(self.place, self.manifest.files)
         raise CheckpointError(
-            f"{text}\n  Its files are as they were saved: look at what this machine lacks."
+            f"{text}\n  Its files match their checksums; look for the cause on this machine."
         ) from error
 
     def _verify(self, leaves: Mapping[str, Any]) -> None:
@@ -147,7 +147,7 @@ class Restoring:
 
 
 def check_fingerprints(place: pathlib.Path, manifest: Manifest, found: Mapping[str, str]) -> None:
-    """Raises `DamageError`, naming them all, for leaves that are not what was saved."""
+    """Raises a `DamageError` that lists all leaves whose fingerprints differ from the save."""
     changed = [path for path in found if found[path] != manifest.fingerprints[path]]
     if changed:
         raise DamageError(
@@ -159,7 +159,7 @@ def check_fingerprints(place: pathlib.Path, manifest: Manifest, found: Mapping[s
 
 
 def _check_given(leaves: Mapping[str, Any]) -> None:
-    """Refuses leaves that are neither in the checkpoint nor at hand."""
+    """Rejects abstract leaves that are missing from the checkpoint."""
     abstract = [path for path, leaf in leaves.items() if isinstance(leaf, jax.ShapeDtypeStruct)]
     if abstract:
         raise CheckpointError(
@@ -170,7 +170,7 @@ def _check_given(leaves: Mapping[str, Any]) -> None:
 
 
 def _cast(leaf: Any, target: Any) -> Any:
-    """Returns a leaf as it was saved in the dtype and place of `target`."""
+    """Returns a saved leaf with the dtype and placement of `target`."""
     if leaf_spec(leaf) == leaf_spec(target):
         return leaf
     sharding = getattr(target, "sharding", None)

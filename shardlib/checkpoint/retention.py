@@ -1,7 +1,8 @@
-"""Which checkpoints stay: the newest, every n-th for good, and the best by a metric.
+"""Retention of checkpoints: the newest, every n-th for good, and the best by a metric.
 
-A run saves `"healthy": false` with what is no state to go back to, being in the middle of updates
-that it refuses. Such checkpoints count as all others do, but the newest of the others stays too.
+A run saves `"healthy": false` with a state that is not fit to go back to, because the run is in the
+middle of updates that it rejects. These checkpoints count like all others, but the newest healthy
+checkpoint is kept as well.
 """
 
 from collections.abc import Container, Mapping
@@ -14,13 +15,13 @@ def kept(
     config: CheckpointConfig,
     unhealthy: Container[int] = (),
 ) -> set[int]:
-    """Returns the steps that any of the policies keeps, and the newest healthy one.
+    """Returns the steps that any of the policies keeps, and the newest healthy step.
 
     Args:
-        metrics: By step of every checkpoint there is, the metrics saved with it.
-        config: The policies. Of equally good checkpoints the newer is the better one; one without
+        metrics: The metrics saved with every existing checkpoint, by step.
+        config: The policies. A tie between checkpoints goes to the newer one; a checkpoint without
             the metric is never the best.
-        unhealthy: Steps that are nothing to go back to.
+        unhealthy: Steps that are not fit to go back to.
     """
     stay = set(sorted(metrics)[-config.keep :])
     stay |= set(sorted(step for step in metrics if step not in unhealthy)[-1:])

@@ -1,9 +1,10 @@
-"""One checkpoint on its way to the disk: copied, written, summed up, and committed by one rename.
+"""The save of one checkpoint: copy, write, checksums, and commit by one rename.
 
-The loop waits for the copy from device to host alone. A thread then waits for the files, takes the
-checksums of those that this process wrote, and tells the first process whether all went well. That
-one merges, checks the rest, writes the manifest and renames; or it removes what was written, when
-any process failed. Every process learns which.
+The training loop waits only for the copy from device to host. A thread then waits for the files,
+computes the checksums of the files that this process wrote, and reports success or failure to the
+first process. The first process merges the store, computes the remaining checksums, writes the
+manifest and renames the directory. If any process failed, it removes the partial files instead.
+Every process learns the outcome.
 """
 
 import dataclasses
@@ -19,10 +20,10 @@ import numpy as np
 
 from shardlib.checkpoint import fingerprint
 from shardlib.checkpoint import manifest as manifests
-from shardlib.checkpoint.agreement import Peers
-from shardlib.checkpoint.damage import first_line
+from shardlib.checkpoint.checksums import FileRecord, checksums, sync, walk
+from shardlib.checkpoint.consensus import Peers
 from shardlib.checkpoint.directory import STATE, StepDirectory
-from shardlib.checkpoint.files import FileRecord, checksums, sync, walk
+from shardlib.checkpoint.errors import first_line
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.errors import CheckpointError
 
@@ -36,12 +37,12 @@ class Saving:
     """A save in flight; every process makes one for the same step.
 
     Args:
-        directory: Where checkpoints are.
+        directory: Directory of the checkpoints.
         peers: The processes.
         writer: Writes the arrays.
-        draft: The manifest, but for what is known only later.
-        after: Called by the first process once the checkpoint is there, in the thread of the save;
-            must not fail. That the new name outlives a loss of power is still to be seen to.
+        draft: The manifest without fingerprints and files, which are known later.
+        after: Called by the first process once the checkpoint is in place, in the thread of the
+            save; it must not fail. It has to make the new name survive a power loss.
     """
 
     def __init__(
@@ -66,16 +67,17 @@ class Saving:
         """Copies the leaves to the host and starts to write them; they may then be donated.
 
         Raises:
-            CheckpointError: If the first process cannot make the directory, or the step is there.
+            CheckpointError: If the first process cannot create the directory, or the step exists.
         """
         self._peers.decide("begin", "", lambda _: self._make_room())
         arrays = {path: leaf for path, leaf in leaves.items() if np.prod(np.shape(leaf))}
         try:
             self._futures = self._writer.start(self._temporary / STATE, arrays)
-        except Exception as error:  # The others have to learn of it; see `_written`.
+        except Exception as error:  # `_written` reports it to the other processes.
             self._copy_failure = error
         try:
-            # After the copy, which is waited for; and in any case, for it needs every process.
+            # After the copy, which the loop waits for. It also runs after a failed copy, because it
+            # needs every process.
             self._fingerprints = fingerprint.dispatch(leaves)
         except Exception as error:
             self._copy_failure = self._copy_failure or error
@@ -88,18 +90,18 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def finish(self) -> Exception | None:
-        """Waits until the checkpoint is there on every process, or returns why it is not."""
+        """Waits for the checkpoint on every process; returns the error if it failed."""
         if self._thread is not None:
             self._thread.join()
         return self._failure
 
     def _make_room(self) -> str:
-        """Makes the directories that all processes write to."""
+        """Creates the directories that all processes write to."""
         self._directory.path.mkdir(parents=True, exist_ok=True)
         self._directory.clean()
         if os.path.lexists(self._directory.of_step(self.step)):
             raise CheckpointError(
-                f"{self._directory.of_step(self.step)} is in the way and is no complete checkpoint"
+                f"{self._directory.of_step(self.step)} exists and is not a complete checkpoint"
             )
         (self._temporary / STATE).mkdir(parents=True)
         return ""
@@ -112,11 +114,11 @@ class Saving:
         self._futures, self._fingerprints = (), None
 
     def _written(self) -> str:
-        """Waits for what this process writes; returns checksums, or what went wrong, as JSON."""
+        """Waits for the writes of this process; returns checksums or the error as JSON."""
         from shardlib.checkpoint.arrays import own_files
 
         failures = [self._copy_failure] if self._copy_failure else []
-        for future in self._futures:  # All of them: nothing may be written after this.
+        for future in self._futures:  # Wait for all: later code requires that writing has ended.
             try:
                 future.result()
             except Exception as error:
@@ -154,7 +156,7 @@ class Saving:
         }
         rest = [name for name in walk(self._temporary) if name not in files]
         files |= checksums(self._temporary, rest)
-        for name in rest:  # Not all of it is synchronized by who wrote it.
+        for name in rest:  # Orbax does not sync all of these files.
             sync(self._temporary / name)
         manifest = dataclasses.replace(
             self._draft,

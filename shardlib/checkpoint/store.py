@@ -1,19 +1,19 @@
-"""The checkpoints of one run: saved while it trains, listed, and restored onto any mesh.
+"""The checkpoints of one run: saved during training, listed, and restored onto any mesh.
 
 On disk:
 
     run/checkpoints/
       00000500/            one checkpoint; the name is the step
-        manifest.json      what it is: step, config, mesh, leaves, files, versions (`manifest.py`)
+        manifest.json      step, config, mesh, leaves, files and versions (`manifest.py`)
         state/             the arrays (Orbax: OCDBT, zarr, not compressed)
-          ocdbt.process_0/   what each process wrote
+          ocdbt.process_0/   the files of each process
           ...
       00001000/
-      .trash/              checkpoints on their way out
+      .trash/              checkpoints being deleted
       .damaged/            checkpoints that did not validate
 
-What comes and goes in it, and why a kill does no harm, is said in `directory.py` and `saving.py`;
-what proves a checkpoint on its way back, in `restoring.py`.
+`directory.py` and `saving.py` describe how checkpoints appear and disappear, and why a kill does no
+harm. `restoring.py` describes the verification of a restore.
 """
 
 import errno
@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
-from shardlib.checkpoint import fingerprint, newest
+from shardlib.checkpoint import fallback, fingerprint
 from shardlib.checkpoint import manifest as manifests
-from shardlib.checkpoint.agreement import one_step
 from shardlib.checkpoint.at_exit import close_at_exit
+from shardlib.checkpoint.checksums import sync
 from shardlib.checkpoint.config import CheckpointConfig
-from shardlib.checkpoint.damage import first_line, listed
+from shardlib.checkpoint.consensus import one_step
 from shardlib.checkpoint.directory import PROBE, Notify
-from shardlib.checkpoint.files import sync
+from shardlib.checkpoint.errors import first_line, listed
 from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.checkpoint.reading import SavedCheckpoints
 from shardlib.checkpoint.retention import kept
@@ -47,17 +47,17 @@ if TYPE_CHECKING:
 class RunCheckpoints(SavedCheckpoints):
     """Saves and restores the state of one run.
 
-    Under several processes each makes its own instance on the same shared directory, and all
+    With several processes, each makes its own instance on the same shared directory, and all
     call every method that saves, waits, restores or removes together. They agree over the
-    coordination service: what fails on one process fails on all, and no process is left waiting.
+    coordination service: a failure on one process is raised on all, and no process is left waiting.
 
-    Usable as a context manager: leaving it waits for the save in flight.
+    It is a context manager; its exit waits for the save in flight.
 
     Args:
-        directory: Holds the checkpoints, for example `run/checkpoints`; made by the first save.
-        config: How many to keep. `every_steps` is for the caller's loop; see `is_due`.
-        notify: Told, in the thread that calls the methods, what went wrong without ending the run,
-            and what was skipped: one text each. By default it is logged as a warning.
+        directory: Holds the checkpoints, for example `run/checkpoints`; the first save creates it.
+        config: The retention policies. `every_steps` is for the caller's loop; see `is_due`.
+        notify: Called with a text for each skipped entry and each error that does not end the run,
+            in the thread that calls the methods. By default the text is logged as a warning.
     """
 
     def __init__(
@@ -74,24 +74,24 @@ class RunCheckpoints(SavedCheckpoints):
         self._failures = 0
         self._untold: SaveFailedError | None = None
         self.last_saved: int | None = None
-        """The last step that this object has saved completely, as far as it has looked; None once
-        that checkpoint has been dropped or set aside."""
+        """The last step that this object knows to be saved completely; None once that checkpoint
+        has been dropped or set aside."""
         self._is_metric_missed = False
 
     @property
     def last_kept(self) -> int | None:
-        """The last step that this object has saved where it outlives this machine."""
+        """The last step that this object has saved in the run directory."""
         return self.last_saved
 
     def is_due(self, step: int) -> bool:
-        """Whether the config asks for a checkpoint after this step."""
+        """Whether the config schedules a checkpoint after this step."""
         return self.config.enabled and step % self.config.every_steps == 0
 
     def check_writable(self) -> None:
-        """Proves that checkpoints can be written, before any training is spent on them.
+        """Checks that checkpoints can be written, before training starts.
 
         Raises:
-            SaveFailedError: If the directory cannot be made, or no file can be written there.
+            SaveFailedError: If the directory cannot be created or written to.
         """
         probe = self.directory / f"{PROBE}{uuid.uuid4().hex}"
         try:
@@ -108,7 +108,7 @@ class RunCheckpoints(SavedCheckpoints):
             ) from error
 
     def prepare(self, state: Any) -> None:
-        """Compiles what saves of such a state need, so that the first one need not.
+        """Compiles the programs that a save of such a state needs, ahead of the first save.
 
         Args:
             state: The state, or its `jax.ShapeDtypeStruct`s with shardings.
@@ -124,24 +124,25 @@ class RunCheckpoints(SavedCheckpoints):
         metrics: Mapping[str, float] | None = None,
         wait: bool = False,
     ) -> None:
-        """Starts saving `state`; returns when its arrays are copied to the host.
+        """Starts saving `state`; returns once its arrays are copied to the host.
 
-        The state may be donated to the next step at once. A save still in flight is waited for
-        first. One that failed, this or the one before, is told of through `notify`, its space is
-        given back, and nothing is raised until `config.max_failures` in a row have failed.
+        The state may then be donated to the next step. A save still in flight is waited for first.
+        A failure of this save or the previous one is reported through `notify`, and its partial
+        files are removed. It is raised only after `config.max_failures` failed saves in a row.
 
         Args:
             step: Number of optimizer steps that led to the state; not saved before.
-            state: Any pytree of arrays and numbers, typed PRNG keys among them. A scalar that
-                lives on one process only is taken from the first process.
+            state: Any pytree of arrays and numbers, including typed PRNG keys. A scalar on a
+                single process is taken from the first process.
             metadata: Any JSON: config, mesh, rules, position in the data. `healthy: false` in it
-                marks a state that is none to go back to: the newest other one is never deleted.
-            metrics: What `config.keep_best` may go by; numbers that are not finite are left out.
-            wait: Whether to return only when the checkpoint is complete, and to raise if it fails.
+                marks a state that is not fit to go back to; the newest healthy checkpoint is never
+                deleted.
+            metrics: Metrics for `config.keep_best`; non-finite numbers are dropped.
+            wait: Whether to return only once the checkpoint is complete, and to raise if it fails.
 
         Raises:
-            CheckpointError: If the step is saved already, or is not the same on every process; or
-                the state or the metadata cannot be stored.
+            CheckpointError: If the step is already saved or differs between processes, or the
+                state or the metadata cannot be stored.
             SaveFailedError: If too many saves have failed; the message names the last good step.
         """
         self.settle()
@@ -172,10 +173,10 @@ class RunCheckpoints(SavedCheckpoints):
             self.settle(is_raised=wait)
 
     def wait(self) -> None:
-        """Blocks until the last save is complete and what is not to be kept is being deleted.
+        """Blocks until the last save is complete and old checkpoints are being deleted.
 
         Raises:
-            SaveFailedError: If that save failed; what it had written is removed.
+            SaveFailedError: If that save failed; its partial files are removed.
         """
         self.settle(is_raised=True)
         failure, self._untold = self._untold, None
@@ -183,7 +184,7 @@ class RunCheckpoints(SavedCheckpoints):
             raise failure
 
     def settle(self, *, is_raised: bool = False) -> None:
-        """Waits for the save in flight; tells of its failure, or raises it."""
+        """Waits for the save in flight; reports or raises its failure."""
         saving, self._saving = self._saving, None
         if saving is None:
             return
@@ -196,20 +197,20 @@ class RunCheckpoints(SavedCheckpoints):
             self._fail(saving.step, failure, is_raised=is_raised)
 
     def poll(self) -> None:
-        """Tells of a save that has failed meanwhile; never waits. Any process may call it alone."""
+        """Reports a failed save without waiting. Any process may call it alone."""
         if self._saving is not None and self._saving.is_over:
             self.settle()
 
     @property
     def has_given_up(self) -> bool:
-        """Whether `config.max_failures` saves in a row have failed, as far as it has looked."""
+        """Whether `config.max_failures` saves in a row are known to have failed."""
         return self._failures >= self.config.max_failures
 
     def check_failures(self) -> None:
-        """Raises if it has given up.
+        """Raises an error if `has_given_up` is true.
 
         Raises:
-            SaveFailedError: Names the last good step.
+            SaveFailedError: If too many saves have failed; the message names the last good step.
         """
         if self.has_given_up:
             self._untold = None
@@ -225,34 +226,33 @@ class RunCheckpoints(SavedCheckpoints):
         self,
         target: Any,
         *,
-        accept: newest.Accept = lambda manifest: None,
+        accept: fallback.Accept = lambda manifest: None,
         partial: Partial = False,
     ) -> tuple[Manifest, Any] | None:
-        """Returns the newest step that validates, or None if there is no checkpoint but those that
-        are passed over.
+        """Returns the newest valid step, or None if every checkpoint is skipped.
 
-        Each newer step that is damaged is named through `notify`, and set aside in `.damaged` once
-        an older one is restored, so that its step can be saved again. What processes that were
-        killed have left is removed.
+        Each newer damaged step is reported through `notify`. It is set aside in `.damaged` once an
+        older step is restored, so that the step can be saved again. The leftovers of killed
+        processes are removed.
 
         Args:
-            target: As of `restore`.
-            accept: Sees the manifest before any array is read. False passes the checkpoint over;
-                what it raises is passed on: one of another config is not a damaged one.
-            partial: As of `restore`.
+            target: As in `restore`.
+            accept: Called with the manifest before any array is read. False skips the checkpoint.
+                Its errors are raised: a checkpoint of another config is not damaged.
+            partial: As in `restore`.
 
         Raises:
-            CheckpointError: If there are checkpoints and none validates, or the newest one is of
-                another model.
+            CheckpointError: If there are checkpoints but all are damaged, or the newest one is
+                from another model.
         """
         self.clean()
-        return newest.restore_newest([self], target, accept, partial)
+        return fallback.restore_newest([self], target, accept, partial)
 
     def clean(self) -> None:
-        """Removes what processes that were killed have left: for the run itself, not a reader."""
+        """Removes the leftovers of killed processes; only the run itself may call it."""
         self.settle()
         if self.peers.is_first:
-            self._tolerate("what is left of former processes stays", self._steps.clean)
+            self._tolerate("leftovers of killed processes remain", self._steps.clean)
 
     def set_aside(self, step: int) -> None:
         """Moves a damaged checkpoint into `.damaged`."""
@@ -266,7 +266,7 @@ class RunCheckpoints(SavedCheckpoints):
         self.peers.decide("aside", "", lambda _: "")
 
     def drop_after(self, step: int) -> None:
-        """Removes every checkpoint later than `step`, as a run does that goes back to it."""
+        """Removes every checkpoint after `step`, for a run that goes back to it."""
         self.settle()
 
         def drop() -> None:
@@ -281,7 +281,7 @@ class RunCheckpoints(SavedCheckpoints):
             self.last_saved = None
 
     def close(self) -> None:
-        """Waits for the save in flight and for deletions; ends all threads."""
+        """Waits for the save in flight and for deletions, and stops all threads."""
         try:
             self.wait()
         finally:
@@ -304,7 +304,7 @@ class RunCheckpoints(SavedCheckpoints):
         except CheckpointError as failure:
             if error is None:
                 raise
-            # What ended the run matters more than the save that failed after it.
+            # The error that ended the run matters more than the save that failed after it.
             error.add_note(str(failure))
 
     def _open_writer(self) -> "ArrayWriter":
@@ -323,7 +323,7 @@ class RunCheckpoints(SavedCheckpoints):
         try:
             steps = self.steps()
         except CheckpointError:
-            return ""  # The save will find out why.
+            return ""  # The save raises the reason.
         if step in steps:
             raise CheckpointError(
                 f"step {step} is already saved in {self.directory}.\n"
@@ -358,11 +358,11 @@ class RunCheckpoints(SavedCheckpoints):
         try:
             return listed(self.steps())
         except CheckpointError:
-            return "unknown, for the directory cannot be listed"
+            return "unknown (the directory cannot be listed)"
 
     def _prune(self, step: int) -> None:
         def prune() -> None:
-            # First: the new checkpoint is to outlive a loss of power before old ones go.
+            # The new checkpoint must survive a power loss before old ones are deleted.
             sync(self.directory)
             found = self._steps.manifests()
             metrics = {step: manifest.metrics for step, manifest in found.items()}
@@ -370,10 +370,10 @@ class RunCheckpoints(SavedCheckpoints):
             stay = {step, *kept(metrics, self.config, sick)}
             self._steps.discard([self._steps.of_step(step) for step in found if step not in stay])
 
-        self._tolerate("old checkpoints stay", prune)
+        self._tolerate("old checkpoints remain", prune)
 
     def _tolerate(self, consequence: str, work: Callable[[], None]) -> None:
-        """Does what a run can go on without."""
+        """Runs `work` and reports its failure, which does not end the run."""
         try:
             work()
         except (OSError, CheckpointError) as error:
@@ -381,7 +381,7 @@ class RunCheckpoints(SavedCheckpoints):
 
 
 def _check_global(leaves: Mapping[str, Any]) -> None:
-    """Refuses arrays that live on one process of several, of which each may hold another."""
+    """Rejects arrays on a single process of several: each process may hold another array."""
     if jax.process_count() == 1:
         return
     local = [
@@ -391,7 +391,7 @@ def _check_global(leaves: Mapping[str, Any]) -> None:
     ]
     if local:
         raise CheckpointError(
-            "arrays live on one process only, so that it is not clear which one to save:\n"
+            "arrays live on one process only, so it is unclear which one to save:\n"
             + "".join(local)
             + "  Place them on the mesh: jax.device_put(array, NamedSharding(mesh, P()))."
         )

@@ -1,4 +1,4 @@
-"""Checkpoints in two places: often on a fast local disk, now and then in the run directory."""
+"""Checkpoints in two places: frequent ones on a local disk, others in the run directory."""
 
 import os
 import pathlib
@@ -9,17 +9,17 @@ from typing import Any, Self
 
 import jax
 
-from shardlib.checkpoint import newest
-from shardlib.checkpoint.agreement import one_step
+from shardlib.checkpoint import fallback
 from shardlib.checkpoint.config import CheckpointConfig, LocalTier
-from shardlib.checkpoint.damage import listed
+from shardlib.checkpoint.consensus import one_step
 from shardlib.checkpoint.directory import Notify
+from shardlib.checkpoint.errors import listed
 from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.checkpoint.reading import SavedCheckpoints
 from shardlib.checkpoint.store import RunCheckpoints
 from shardlib.errors import CheckpointError, ConfigError
 
-# Names of the places, for people.
+# Displayed names of the places.
 RUN, LOCAL = "run", "local"
 
 
@@ -30,18 +30,18 @@ def open_checkpoints(
     notify: Notify | None = None,
     owner: str | None = None,
 ) -> "RunCheckpoints | TieredCheckpoints":
-    """Returns the checkpoints of a run, in one place or two as the config says.
+    """Returns the checkpoints of a run, in one or two places as the config sets.
 
     Args:
         directory: Holds the checkpoints of the run.
         config: The policies.
-        notify: As of `RunCheckpoints`.
-        owner: The id of the run, which its checkpoints give as `run["id"]`; None for a new run.
+        notify: As in `RunCheckpoints`.
+        owner: The id of the run, saved in its checkpoints as `run["id"]`; None for a new run.
 
     Raises:
-        ConfigError: If there is to be a local place, and it overlaps with that of the run.
-        CheckpointError: If there is to be one, and the processes are on several hosts, or it holds
-            checkpoints of another run.
+        ConfigError: If the config has a local directory that overlaps with `directory`.
+        CheckpointError: If the config has a local directory and the processes are on several
+            hosts, or the local directory holds checkpoints of another run.
     """
     if config.local is None:
         return RunCheckpoints(directory, config, notify=notify)
@@ -55,26 +55,26 @@ def open_saved(
     notify: Notify | None = None,
     owner: str | None = None,
 ) -> "SavedTiers":
-    """Returns the checkpoints of a run to someone who only reads, from one place or two.
+    """Returns the checkpoints of a run from one or two places, for reading only.
 
-    A local place that is not there, on another machine for example, or that holds checkpoints of
-    another run, is told of through `notify` and left out.
+    A local directory that does not exist, for example on another machine, or that holds checkpoints
+    of another run is skipped and reported through `notify`.
 
     Args:
-        directory: As of `open_checkpoints`.
-        config: That of the run.
-        notify: As of `RunCheckpoints`.
-        owner: As of `open_checkpoints`.
+        directory: As in `open_checkpoints`.
+        config: Checkpoint config of the run.
+        notify: As in `RunCheckpoints`.
+        owner: As in `open_checkpoints`.
     """
     far = SavedCheckpoints(directory, notify=notify)
     if config.local is None:
         return SavedTiers({RUN: far})
     near = SavedCheckpoints(config.local.directory, notify=notify)
     if not near.directory.is_dir():
-        far.notify(f"checkpoint.local.directory is not here, and left out: {near.directory}")
+        far.notify(f"checkpoint.local.directory does not exist, skipped: {near.directory}")
     elif _foreign_steps(near, owner):
         far.notify(
-            f"checkpoint.local.directory holds checkpoints of another run, and is left out: "
+            f"checkpoint.local.directory holds checkpoints of another run, skipped: "
             f"{near.directory}"
         )
     else:
@@ -86,7 +86,7 @@ class SavedTiers:
     """`SavedCheckpoints` in several places, with the interface of one.
 
     Args:
-        tiers: The places by name. Of two checkpoints of one step, that of the first is taken.
+        tiers: The places by name. If several have a step, the first of them is used.
     """
 
     def __init__(self, tiers: Mapping[str, SavedCheckpoints]) -> None:
@@ -103,26 +103,26 @@ class SavedTiers:
         return sorted({step for place in self._places for step in place.steps()})
 
     def latest(self) -> int | None:
-        """Returns the newest step, or None without any; the same on every process."""
+        """Returns the newest step, the same on every process; None without checkpoints."""
         found = [place.latest() for place in self._places]
         return max((step for step in found if step is not None), default=None)
 
     def manifest(self, step: int) -> Manifest:
-        """As of `SavedCheckpoints`, wherever the step is."""
+        """Returns the manifest of a step; see `SavedCheckpoints.manifest`."""
         return self._places[self._index_of(step)].manifest(step)
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """As of `SavedCheckpoints`, wherever the step is."""
+        """Returns the metadata of a step; see `SavedCheckpoints.metadata`."""
         return self.manifest(step).run
 
     def check(self, step: int, target: Any) -> None:
-        """As of `SavedCheckpoints`, wherever the step is."""
+        """Checks a step against a target; see `SavedCheckpoints.check`."""
         self._places[self._index_of(step)].check(step, target)
 
     def stored(
         self, step: int, target: Any
     ) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, tuple[int, ...]]]:
-        """As of `SavedCheckpoints`, wherever the step is."""
+        """Returns the stored structs and chunk shapes; see `SavedCheckpoints.stored`."""
         return self._places[self._index_of(step)].stored(step, target)
 
     def restore(
@@ -134,7 +134,7 @@ class SavedTiers:
         partial: Partial = False,
         on_difference: Notify | None = None,
     ) -> Any:
-        """As of `SavedCheckpoints`, wherever the step is."""
+        """Returns the state saved at a step; see `SavedCheckpoints.restore`."""
         peers = self._places[0].peers
         index = int(peers.decide("place", "", lambda _: str(self._index_of(step))))
         return self._places[index].restore(
@@ -142,10 +142,10 @@ class SavedTiers:
         )
 
     def _index_of(self, step: int) -> int:
-        """Returns which place has a step: complete if possible, damaged otherwise.
+        """Returns the index of the place that has a step, preferring a complete checkpoint.
 
         Raises:
-            CheckpointError: If none has it.
+            CheckpointError: If the step has no checkpoint.
         """
         for has in (SavedCheckpoints.steps, SavedCheckpoints.candidates):
             for index, place in enumerate(self._places):
@@ -153,27 +153,26 @@ class SavedTiers:
                     return index
         where = " and ".join(str(place.directory) for place in self._places)
         raise CheckpointError(
-            f"there is no checkpoint of step {step} in {where}.\n"
-            f"  Steps there: {listed(self.steps())}."
+            f"step {step} has no checkpoint in {where}.\n  Steps there: {listed(self.steps())}."
         )
 
 
 class TieredCheckpoints(SavedTiers):
     """Two `RunCheckpoints` with the interface of one.
 
-    A step is saved once: in the run directory if `config.every_steps` divides it or nothing else
-    asks for it (the last one, say), on the local disk otherwise. Restoring takes the newest step
-    that validates, wherever it is.
+    A step is saved once: on the local disk if only `local.every_steps` divides it, otherwise in the
+    run directory. A step saved with `wait` goes to the run directory, such as the last one. A
+    restore uses the newest valid step of both places.
 
     Args:
         directory: Holds the checkpoints of the run.
         config: The policies of the run directory.
-        local: Those of the local disk.
-        notify: As of `RunCheckpoints`.
-        owner: As of `open_checkpoints`.
+        local: The policies of the local disk.
+        notify: As in `RunCheckpoints`.
+        owner: As in `open_checkpoints`.
 
     Raises:
-        ConfigError: If one of the directories lies within the other.
+        ConfigError: If one directory lies inside the other.
         CheckpointError: If the processes are on several hosts, or the local directory holds
             checkpoints of another run.
     """
@@ -204,7 +203,7 @@ class TieredCheckpoints(SavedTiers):
 
     @property
     def last_saved(self) -> int | None:
-        """As of `RunCheckpoints`, in either place."""
+        """The last step that this object has saved in either place."""
         return max(
             (store.last_saved for store in self._both if store.last_saved is not None), default=None
         )
@@ -215,16 +214,16 @@ class TieredCheckpoints(SavedTiers):
         return self.far.last_saved
 
     def is_due(self, step: int) -> bool:
-        """Whether either place asks for a checkpoint after this step."""
+        """Whether either place schedules a checkpoint after this step."""
         return self.far.is_due(step) or (self.config.enabled and self.near.is_due(step))
 
     def check_writable(self) -> None:
-        """As of `RunCheckpoints`, of both places."""
+        """Checks that checkpoints can be written in both places."""
         for store in self._both:
             store.check_writable()
 
     def prepare(self, state: Any) -> None:
-        """As of `RunCheckpoints`."""
+        """Compiles the programs of a save; see `RunCheckpoints.prepare`."""
         self.far.prepare(state)
 
     def save(
@@ -236,8 +235,11 @@ class TieredCheckpoints(SavedTiers):
         metrics: Mapping[str, float] | None = None,
         wait: bool = False,
     ) -> None:
-        """As of `RunCheckpoints`, in the place that asks for the step; in the run directory if it
-        is waited for, as the last one is: the local disk may go away with its machine."""
+        """Starts saving a state in the place that schedules the step; see `RunCheckpoints.save`.
+
+        A save with `wait`, such as the last one, goes to the run directory: the local disk may
+        disappear with its machine.
+        """
         self.far.peers.decide("tier", str(step), one_step)
         is_near = self.near.is_due(step) and not self.far.is_due(step) and not wait
         store, other = (self.near, self.far) if is_near else (self.far, self.near)
@@ -246,27 +248,27 @@ class TieredCheckpoints(SavedTiers):
         store.save(step, state, metadata, metrics=metrics, wait=wait)
 
     def wait(self) -> None:
-        """As of `RunCheckpoints`, for both places."""
+        """Blocks until the last saves in both places are complete; see `RunCheckpoints.wait`."""
         for store in self._both:
             store.wait()
 
     def settle(self, *, is_raised: bool = False) -> None:
-        """As of `RunCheckpoints`, for both places."""
+        """Waits for the saves in flight in both places; reports or raises their failures."""
         for store in self._both:
             store.settle(is_raised=is_raised)
 
     def poll(self) -> None:
-        """As of `RunCheckpoints`, for both places."""
+        """Reports failed saves in both places without waiting."""
         for store in self._both:
             store.poll()
 
     @property
     def has_given_up(self) -> bool:
-        """As of `RunCheckpoints`, of either place."""
+        """Whether either place has given up; see `RunCheckpoints.has_given_up`."""
         return any(store.has_given_up for store in self._both)
 
     def check_failures(self) -> None:
-        """As of `RunCheckpoints`, for both places."""
+        """Raises an error if either place has given up."""
         for store in self._both:
             store.check_failures()
 
@@ -274,21 +276,21 @@ class TieredCheckpoints(SavedTiers):
         self,
         target: Any,
         *,
-        accept: newest.Accept = lambda manifest: None,
+        accept: fallback.Accept = lambda manifest: None,
         partial: Partial = False,
     ) -> tuple[Manifest, Any] | None:
-        """As of `RunCheckpoints`, of both places together."""
+        """Restores the newest valid step of both places; see `RunCheckpoints.restore_newest`."""
         for store in self._both:
             store.clean()
-        return newest.restore_newest(self._both, target, accept, partial)
+        return fallback.restore_newest(self._both, target, accept, partial)
 
     def drop_after(self, step: int) -> None:
-        """As of `RunCheckpoints`, in both places."""
+        """Removes every checkpoint after `step` in both places."""
         for store in self._both:
             store.drop_after(step)
 
     def close(self) -> None:
-        """As of `RunCheckpoints`, for both places."""
+        """Closes both places; see `RunCheckpoints.close`."""
         try:
             self.near.close()
         finally:
@@ -313,14 +315,13 @@ def _check_apart(far: pathlib.Path, near: pathlib.Path) -> None:
     one, other = far.resolve(), near.resolve()
     if one.is_relative_to(other) or other.is_relative_to(one):
         raise ConfigError(
-            f"checkpoint.local.directory {near} and the checkpoints of the run, in {far}, lie in "
-            "each other.\n"
+            f"checkpoint.local.directory {near} overlaps with the run's checkpoints in {far}.\n"
             "  Name a directory outside of run_dir, on a disk of this machine."
         )
 
 
 def _foreign_steps(store: SavedCheckpoints, owner: str | None) -> list[int]:
-    """Returns the steps that another run says to have saved; one without an id may be anyone's."""
+    """Returns the steps saved by another run; checkpoints without a run id do not count."""
     ids = {step: manifest.run.get("id") for step, manifest in store.manifests().items()}
     return [step for step, found in ids.items() if found is not None and found != owner]
 
@@ -336,7 +337,10 @@ def _check_owner(near: SavedCheckpoints, owner: str | None) -> str:
 
 
 def _host() -> str:
-    """Names this machine; containers of one machine have names of their own but one boot."""
+    """Returns an id of this machine: host name and boot id.
+
+    Containers on one machine have their own names but share the boot id.
+    """
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 

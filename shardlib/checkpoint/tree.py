@@ -1,10 +1,9 @@
-"""Any pytree as plain nested dicts of arrays with stable string keys, and back.
+"""Conversion of pytrees to plain nested dicts of arrays with stable string keys, and back.
 
-A checkpoint must outlive the Python classes that filled it: optax renames a NamedTuple, a model
-moves to another module, a reader has only numpy. So what is stored has no classes: fields,
+A checkpoint must outlive the Python classes of its state: optax renames a NamedTuple, a model
+moves to another module, a reader has only numpy. The stored tree therefore has no classes. Fields,
 dict keys and positions become string keys, and containers without leaves (`None`,
-`optax.EmptyState`, `optax.MaskedNode`) vanish. The tree that a checkpoint is restored into gives
-the classes back.
+`optax.EmptyState`, `optax.MaskedNode`) vanish. The target of a restore supplies the classes.
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ from shardlib.errors import CheckpointError
 from shardlib.paths import key_string
 
 FORBIDDEN = "./"
-# The dtypes that both numpy (with ml_dtypes) and TensorStore name.
+# The dtypes that both numpy (with ml_dtypes) and TensorStore support.
 STORABLE = (
     *("bool", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
@@ -49,7 +48,7 @@ def flatten(tree: Any) -> dict[str, Any]:
     """Returns the leaves of a tree by path (`params/layers/kernel`), in tree order.
 
     Raises:
-        CheckpointError: If a key is empty, holds `.` or `/` or an unprintable character, or two
+        CheckpointError: If a key is empty or contains `.`, `/` or an unprintable character, or two
             keys of one container have the same text (`1` and `"1"`); every such key is listed.
             Also if the tree is a bare leaf, which has no path.
     """
@@ -72,23 +71,23 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def unflatten(leaves: Mapping[str, Any], like: Any) -> Any:
-    """Returns a tree with the structure of `like` and the leaves that `flatten` named.
+    """Returns a tree with the structure of `like` and the leaves by path from `flatten`.
 
     Raises:
-        CheckpointError: If the paths of `leaves` are not exactly those of `like`.
+        CheckpointError: If the paths of `leaves` differ from the paths of `like`.
     """
     paths = list(flatten(like))
     differing = sorted(set(paths) ^ set(leaves))
     if differing:
         raise CheckpointError(
-            f"the tree has other leaves than those at hand: {', '.join(differing)}.\n"
-            "  Pass a tree of the structure that was flattened."
+            f"the given leaves do not match the tree: {', '.join(differing)}.\n"
+            "  Pass a tree with the structure that was flattened."
         )
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in paths])
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns leaves by path as nested plain dicts: `{"a/b": x}` becomes `{"a": {"b": x}}`."""
+    """Returns leaves by path as plain nested dicts: `{"a/b": x}` becomes `{"a": {"b": x}}`."""
     nested: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *branches, last = path.split("/")
@@ -111,17 +110,17 @@ def unnest(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaf_spec(leaf: Any) -> LeafSpec:
-    """Returns shape and dtype of an array, a scalar or a `jax.ShapeDtypeStruct`."""
+    """Returns the shape and dtype of an array, a scalar or a `jax.ShapeDtypeStruct`."""
     if not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
     return LeafSpec(tuple(leaf.shape), str(leaf.dtype))
 
 
 def dtype_of(spec: LeafSpec) -> Any:
-    """Returns the dtype that a spec names, also that of PRNG keys.
+    """Returns the dtype that a spec names, including PRNG key dtypes.
 
     Raises:
-        CheckpointError: If it is of keys that this JAX does not know.
+        CheckpointError: If it is a PRNG key dtype that this JAX does not know.
     """
     if not spec.dtype.startswith("key<"):
         return np.dtype(spec.dtype)
@@ -130,13 +129,13 @@ def dtype_of(spec: LeafSpec) -> Any:
         if str(dtype) == spec.dtype:
             return dtype
     raise CheckpointError(
-        f"{spec.dtype} is no dtype of PRNG keys of {', '.join(_KEY_IMPLS)}.\n"
-        "  Restore into a target of your own, with keys of that kind."
+        f"{spec.dtype} is not a PRNG key dtype of {', '.join(_KEY_IMPLS)}.\n"
+        "  Restore into your own target, with keys of that type."
     )
 
 
 def is_storable_path(path: str) -> bool:
-    """Whether a path is one that `flatten` may give."""
+    """Whether `flatten` may return a path."""
     return path.isprintable() and "." not in path and all(path.split("/"))
 
 
@@ -146,10 +145,10 @@ def is_key(leaf: Any) -> bool:
 
 
 def check_leaves(leaves: Mapping[str, Any]) -> None:
-    """Refuses leaves that are not arrays or numbers of a dtype that can be stored.
+    """Rejects leaves that are not arrays or numbers of a storable dtype.
 
     Raises:
-        CheckpointError: If a leaf is a string, an object, or of a rare dtype; all are listed.
+        CheckpointError: If a leaf is a string, an object, or of another dtype; all are listed.
     """
     faults = [
         f"{path}: {type(leaf).__name__} of {leaf_spec(leaf).dtype}"
@@ -165,7 +164,7 @@ def check_leaves(leaves: Mapping[str, Any]) -> None:
 
 
 def _faulty_keys(paths: Iterable[tuple[str, ...]]) -> list[str]:
-    """Returns one sentence for each key that cannot be stored."""
+    """Returns one text for each key that cannot be stored."""
     faults: dict[str, None] = {}
     leaves: set[tuple[str, ...]] = set()
     branches: set[tuple[str, ...]] = set()

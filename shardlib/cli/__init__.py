@@ -1,9 +1,9 @@
 """The command line: `shardlib train | explain | check | plan | calibrate | generate | checkpoint |
 devices | launch | schema`.
 
-Exit codes: 0 when all is well; 2 when what was asked for is wrong (usage, config, mesh, rules,
-model); 75 when the watchdog ended a process, or its peers have gone; 76 when training diverged; 1
-for every other failure and for what `explain --strict` finds.
+Exit codes: 0 for success; 2 for a wrong request (usage, config, mesh, rules, model); 75 when the
+watchdog ended a process, or its peers have gone; 76 when training diverged; 1 for every other
+failure and for faults found by `explain --strict`.
 """
 
 import json
@@ -28,11 +28,11 @@ from shardlib.errors import (
     RuleError,
     ShardlibError,
 )
-from shardlib.exit_codes import DIVERGED, FAILED, WRONG_REQUEST
+from shardlib.runtime.exit_codes import DIVERGED, FAILED, WRONG_REQUEST
 
-# What each command needs is imported inside it, so that `shardlib --help` does not wait for JAX.
+# Each command imports its dependencies itself, so that `shardlib --help` does not wait for JAX.
 
-# What another config or another command would mend; data, files and processes are as they are.
+# Errors that a change of the config or command fixes, unlike errors of data, files or processes.
 _ASKED_WRONG = (ConfigError, MeshError, ModelError, RuleError)
 
 app = typer.Typer(
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits the process.
 
     Args:
-        arguments: What follows the name of the program; default `sys.argv[1:]`.
+        arguments: Arguments after the program name; default `sys.argv[1:]`.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     own = words.index("--") if "--" in words else len(words)
@@ -71,14 +71,14 @@ def _code_of(error: ShardlibError) -> int:
         return WRONG_REQUEST
     if isinstance(error, DivergedError):
         return DIVERGED
-    distributed = sys.modules.get("shardlib.distributed")
+    distributed = sys.modules.get("shardlib.runtime.distributed")
     return distributed.exit_code(error) if distributed else FAILED
 
 
 def _exit(code: Any) -> None:
-    """Ends the process: with its group if all is well, and without waiting for it otherwise."""
-    distributed = sys.modules.get("shardlib.distributed")
-    if distributed is None:  # Nothing has joined a group.
+    """Ends the process: together with its group on success, and without waiting on failure."""
+    distributed = sys.modules.get("shardlib.runtime.distributed")
+    if distributed is None:  # The process has not joined a group.
         sys.exit(code)
     if not code:
         distributed.shutdown()
@@ -96,10 +96,13 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="And exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error. Anywhere in the line.")
+        bool, typer.Option("--debug", help="Show tracebacks of errors; valid anywhere in the line.")
     ] = False,
 ) -> None:
     pass
@@ -116,12 +119,12 @@ class _CommandWithKeys(TyperCommand):
 
 
 def keys_text(cls: type, width: int) -> str:
-    """Returns every key of a configclass with its type, default and meaning, a block each."""
+    """Returns every key of a configclass with its type, default and meaning, one block per key."""
     import textwrap
 
     from shardlib.config import keys
 
-    lines = ["Keys of the config (type, default, when they exist, meaning):"]
+    lines = ["Keys of the config (type, default, condition, meaning):"]
     for key in keys(cls):
         default = "required" if key.required else f"default {key.default_text}"
         when = f", with {key.when}" if key.when else ""
@@ -132,10 +135,10 @@ def keys_text(cls: type, width: int) -> str:
 
 @app.command(cls=_CommandWithKeys)
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Train a model; the same command again resumes."""
-    from shardlib.phases import PhaseClock, process_age_seconds
+    """Train a model; repeating the command resumes."""
+    from shardlib.runtime.phases import PhaseClock, process_age_seconds
 
-    # Python's own start and that of the libraries take a while: the run waits for them too.
+    # The account of time includes the start of Python and the imports.
     clock = PhaseClock(age_seconds=process_age_seconds())
     loaded = load_config(config, overrides)
     check_named(config, overrides, loaded.run_dir)
@@ -143,7 +146,7 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
 
     try:
         run_train(loaded, clock=clock)
-    except KeyboardInterrupt:  # Before there was anything to save, or for the second time.
+    except KeyboardInterrupt:  # Before there was anything to save, or the second Ctrl-C.
         raise typer.Exit(130) from None
 
 
@@ -160,15 +163,15 @@ def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     length: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 128,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")
+        float, typer.Option(min=0.0, help="0 always takes the likeliest token.")
     ] = 0.8,
-    seed: Annotated[int, typer.Option(help="Another seed, another text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     mesh: Annotated[
         str | None,
-        typer.Option(help="Where to sample; that of the run if it fits the devices, else auto."),
+        typer.Option(help="Mesh; default: the run's mesh if it fits the devices, else auto."),
     ] = None,
     step: Annotated[
-        int | None, typer.Option(help="The checkpoint; the newest that validates when left out.")
+        int | None, typer.Option(help="The checkpoint; default: the newest valid one.")
     ] = None,
 ) -> None:
     """Continue a prompt with a checkpoint of a run."""
@@ -182,7 +185,7 @@ def generate(
 
 @app.command()
 def devices(as_json: AsJson = False) -> None:
-    """Show the devices, what is known of their chips, and the mesh of `mesh: auto`."""
+    """Show the devices, the facts of their chips, and the mesh of `mesh: auto`."""
     import jax
 
     from shardlib.mesh import draw, make_mesh
@@ -202,20 +205,20 @@ def launch(
     processes: Annotated[int, typer.Option(min=1, metavar="N", help="Processes to start.")],
     arguments: Annotated[
         list[str],
-        typer.Argument(metavar="-- ARGS...", help="What follows `shardlib` in each process."),
+        typer.Argument(metavar="-- ARGS...", help="Arguments of `shardlib` in each process."),
     ],
     restarts: Annotated[
         int,
         typer.Option(
             min=0,
             metavar="N",
-            help="Start a group that failed again, until more than N attempts in a row have saved "
-            "nothing new. What would only fail again is not.",
+            help="Restart a failed group until more than N attempts in a row have saved nothing "
+            "new. Deterministic failures are not retried.",
         ),
     ] = 0,
 ) -> None:
-    """Run a command as several processes of one group on this machine."""
-    from shardlib.launch import local
+    """Run a command as a group of several processes on this machine."""
+    from shardlib.runtime.launch import local
 
     command = local.shardlib_command(arguments)
     raise typer.Exit(local.run_local(command, processes, restarts=restarts))

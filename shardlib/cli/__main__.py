@@ -1,4 +1,4 @@
-"""`python -m shardlib.cli`."""
+"""Entry point of `python -m shardlib.cli`."""
 
 from shardlib.cli import main
 

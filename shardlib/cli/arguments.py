@@ -1,4 +1,4 @@
-"""What the commands share: arguments, and how a config is read and a report printed."""
+"""Shared parts of the commands: arguments, config loading and report output."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ ConfigPath = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY=VALUE]...",
+        metavar="KEY=VALUE",
         help="Keys to change, such as train.steps=100 or mesh=fsdp=4,tensor=2.",
     ),
 ]
@@ -29,12 +29,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def load_config(path: str, overrides: list[str] | None) -> Any:
-    """Returns the config of a run, before what runs it is imported: its faults come sooner.
+    """Returns the config of a run, before the run's code is imported, so that faults show early.
 
-    That of a run's directory, by its name or by its config.yaml, is for the run there, wherever it
-    was before, unless an override says run_dir.
+    The config of a run's directory, given by its path or by its config.yaml, applies to the run in
+    that directory, even if the directory was moved. An override of run_dir takes precedence.
     """
     from shardlib.config import load
+    from shardlib.config.tree import read_file
+
+    if not os.path.exists(path):
+        read_file(path)  # Raises before what takes seconds to import.
     from shardlib.run.config import RunConfig
     from shardlib.run.directory import RunDirectory
 
@@ -47,11 +51,11 @@ def load_config(path: str, overrides: list[str] | None) -> Any:
 
 
 def check_named(path: str, overrides: list[str] | None, run_dir: str) -> None:
-    """Refuses to train in another directory than that of the run that was named.
+    """Refuses to train in another directory than the directory of the named run.
 
     Raises:
-        ConfigError: If `path` names a run, by its directory or its config.yaml, which has no valid
-            id and whose config gives another run_dir: it may be a copy of that one.
+        ConfigError: If `path` names a run, by its directory or its config.yaml, that has no valid
+            id, and its config gives another run_dir: the run may be a copy.
     """
     from shardlib.run.directory import RunDirectory
 
@@ -63,24 +67,24 @@ def check_named(path: str, overrides: list[str] | None, run_dir: str) -> None:
     if is_said or not is_run or os.path.realpath(run_dir) == os.path.realpath(here.path):
         return
     raise ConfigError(
-        f"{here.config_file} gives run_dir {run_dir}, which is not the directory that it lies in, "
-        f"and there is no valid {here.identity_file.name} beside it.\n"
-        f"  Add run_dir={here} to train what is here, or run_dir={run_dir} to train that."
+        f"{here.config_file} gives run_dir {run_dir}, which is not its own directory, "
+        f"and a valid {here.identity_file.name} is missing.\n"
+        f"  Add run_dir={here} to train this run, or run_dir={run_dir} to train the other."
     )
 
 
 def check_writable(option: str, path: str) -> None:
-    """Raises before anything is computed where a file could not be written in the end.
+    """Checks before any computation that a file can be written.
 
     Raises:
-        ConfigError: If it is a directory, or its directory is absent or not to be written to.
+        ConfigError: If the path is a directory, or its directory is missing or not writable.
     """
     directory = os.path.dirname(path) or "."
     fault = ""
     if os.path.isdir(path):
         fault = "it is a directory"
     elif not os.path.isdir(directory):
-        fault = f"there is no directory {directory}"
+        fault = f"the directory {directory} does not exist"
     elif not os.access(path if os.path.exists(path) else directory, os.W_OK):
         fault = "permission denied"
     if fault:
@@ -89,10 +93,10 @@ def check_writable(option: str, path: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Names the file where the system refuses to write it.
+    """Turns a failed write inside the context into an error that names the file.
 
     Raises:
-        ConfigError: If it does.
+        ConfigError: If the system refuses to write the file.
     """
     try:
         yield
@@ -105,5 +109,5 @@ def writing(path: str) -> Iterator[None]:
 def console() -> Any:
     from rich.console import Console
 
-    # Rich takes a file or a pipe for 80 columns wide, which folds tables beyond reading.
+    # Rich assumes 80 columns for a file or a pipe, which makes folded tables unreadable.
     return Console(width=None if sys.stdout.isatty() else 160)

@@ -11,7 +11,7 @@ from shardlib.cli.arguments import AsJson, ConfigPath, Overrides, load_config
 Meshes = Annotated[
     list[str] | None,
     typer.Option(
-        "--mesh", metavar="MESH", help="A mesh to check, such as fsdp=4,tensor=2; may repeat."
+        "--mesh", metavar="MESH", help="A mesh to check, such as fsdp=4,tensor=2; repeatable."
     ),
 ]
 
@@ -23,8 +23,8 @@ def check(
     device: losses, gradients and optimizer state, leaf by leaf. Exits 1 if anything differs."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     loaded = load_config(config, overrides)
-    from shardlib.distributed import local_cpu_devices
     from shardlib.run.proving import DEVICES, prove, tables
+    from shardlib.runtime.distributed import local_cpu_devices
 
     local_cpu_devices(DEVICES)
     proofs = [prove(loaded, one) for one in mesh or (None,)]

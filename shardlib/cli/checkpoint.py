@@ -1,4 +1,4 @@
-"""`shardlib checkpoint ls | verify | diff | reshard`: what a run has saved, seen and proved."""
+"""`shardlib checkpoint ls | verify | diff | reshard`: inspection and resharding of checkpoints."""
 
 import dataclasses
 import json
@@ -27,13 +27,13 @@ _MOST_CHARACTERS = 60
 
 Run = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="A run's directory, or that of its checkpoints."),
+    typer.Argument(metavar="RUN", help="Directory of a run, or of its checkpoints."),
 ]
 RunAtStep = Annotated[
     str,
-    typer.Argument(metavar="RUN[@STEP]", help="A run's directory, or one checkpoint of it."),
+    typer.Argument(metavar="RUN[@STEP]", help="Directory of a run, or of one checkpoint."),
 ]
-Step = Annotated[int | None, typer.Option(help="The checkpoint; the newest when left out.")]
+Step = Annotated[int | None, typer.Option(help="The checkpoint; default: the newest.")]
 
 
 @app.command("ls")
@@ -61,11 +61,11 @@ def list_(run: Run, as_json: AsJson = False) -> None:
 @app.command()
 def verify(
     run: RunAtStep,
-    step: Annotated[int | None, typer.Option(help="Only this one; all when left out.")] = None,
+    step: Annotated[int | None, typer.Option(help="Only this step; default: all.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every file and every array, and compare them with what was saved; exit 1 for damage, or
-    where there is nothing to verify."""
+    """Read every file and every array, and compare them with the saved digests; exit 1 on damage,
+    or if there is nothing to verify."""
     run, step = _one_step(run, step)
     saved = _open(run)
     found = []
@@ -92,10 +92,10 @@ def verify(
 @app.command()
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A run (its newest step) or RUN@STEP.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="What to compare it with, alike.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The other run or RUN@STEP.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two checkpoints by what they say of themselves: arrays, config, data, versions."""
+    """Compare two checkpoints by their metadata: arrays, config, data, versions."""
     from shardlib.checkpoint.diff import diff as compare
 
     found = compare(_manifest(first), _manifest(second))
@@ -111,17 +111,17 @@ def reshard(
     mesh: Annotated[str, typer.Option(help="The mesh, such as fsdp=4,tensor=2.")],
     to: Annotated[str | None, typer.Option(help="Directory of the copy.")] = None,
     on: Annotated[
-        str | None, typer.Option(help="The cluster of the mesh, such as v5p-128; one host if not.")
+        str | None, typer.Option(help="Cluster of the mesh, such as v5p-128; default: one host.")
     ] = None,
     step: Step = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what a restore there takes; write nothing.")
+        bool, typer.Option("--dry-run", help="Show the cost of a restore there; write nothing.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a run with its checkpoint laid out for another mesh, or say what a restore there takes.
+    """Copy a run with its checkpoint laid out for another mesh, or show the cost of a restore.
 
-    A run goes on from its checkpoint on any mesh as it is: a copy only makes reads there smaller.
+    A run resumes from its checkpoint on any mesh without a copy, which only makes reads smaller.
     """
     from shardlib.run import resharding
 
@@ -142,7 +142,7 @@ def reshard(
         return
     print(f"step {copied.step} is now in {to}\n  train on  shardlib train {to}/config.yaml")
     for setting in copied.left_out:
-        print(f"{setting} is left out of its config, being for the other run alone")
+        print(f"{setting} is left out of its config: it belongs to the other run")
 
 
 def _open(run: str) -> "SavedTiers":
@@ -155,13 +155,13 @@ def _open(run: str) -> "SavedTiers":
             f"{run} is one checkpoint of a run.\n  Name the directory of the run, or RUN@STEP."
         )
     if not directory.path.is_dir():
-        raise CheckpointError(f"{run} is no directory.\n  Name the run_dir of a `shardlib train`.")
+        raise ConfigError(f"{run} is not a directory.\n  Name the run_dir of a `shardlib train`.")
     try:
         config = directory.read_config()
     except ConfigError as error:
         config = None
         reason = str(error).splitlines()[0]
-        _warn(f"checkpoint.local, if there is one, is not known and left out: {reason}")
+        _warn(f"checkpoint.local is unknown and ignored: {reason}")
     inside = directory.checkpoints
     if config is not None and (inside.is_dir() or config.checkpoint.local is not None):
         return open_saved(inside, config.checkpoint, notify=_warn, owner=directory.identity)
@@ -174,7 +174,7 @@ def _warn(text: str) -> None:
 
 
 def _candidates(saved: "SavedTiers", step: int | None) -> list[tuple[int, str]]:
-    """Returns every step, or the one asked for, with each place that it is in."""
+    """Returns every step, or the given one, with each place that holds it."""
     found = sorted(
         (each, rank, tier)
         for rank, (tier, place) in enumerate(saved.tiers.items())
@@ -182,7 +182,7 @@ def _candidates(saved: "SavedTiers", step: int | None) -> list[tuple[int, str]]:
         if step in (None, each)
     )
     if step is not None and not found:
-        saved.manifest(step)  # Says that it is not there, and which ones are.
+        saved.manifest(step)  # Raises, and names the existing steps.
     return [(each, tier) for each, _, tier in found]
 
 
@@ -200,7 +200,7 @@ def _split(place: str) -> tuple[str, int | None]:
 
 
 def _one_step(place: str, step: int | None) -> tuple[str, int | None]:
-    """Returns the run and the step that an argument and --step say between them."""
+    """Returns the run and the step given by an argument and --step together."""
     run, named = _split(place)
     if None not in (named, step) and named != step:
         raise ConfigError(
@@ -238,7 +238,7 @@ def _nothing_complete(saved: "SavedTiers", run: str) -> CheckpointError:
 
 
 def _facts(manifest: "Manifest", tier: str) -> dict[str, Any]:
-    """What `ls` says of a checkpoint; what another program saved may lack some of it."""
+    """Returns the `ls` entry of a checkpoint; checkpoints of other programs may lack values."""
     run = manifest.run
     data = run.get("data")
     return {
@@ -257,7 +257,7 @@ def _facts(manifest: "Manifest", tier: str) -> dict[str, Any]:
 def _table(rows: list[dict[str, Any]], *, with_tier: bool) -> Any:
     from rich.table import Table
 
-    from shardlib.train.humanize import size
+    from shardlib.log.humanize import size
 
     where = ["in"] if with_tier else []
     table = Table("step", *where, "saved at", "size", "arrays", "mesh", "samples seen", "metrics")
@@ -278,8 +278,8 @@ def _table(rows: list[dict[str, Any]], *, with_tier: bool) -> Any:
 
 def _print_diff(found: "CheckpointDiff") -> None:
     lines = [f"{d.name}: {d.first or 'absent'} and {d.second or 'absent'}" for d in found.shapes]
-    lines += [f"{path}: other values" for path in found.values]
-    lines += [f"{path}: not known, for want of fingerprints" for path in found.unknown]
+    lines += [f"{path}: different values" for path in found.values]
+    lines += [f"{path}: unknown without fingerprints" for path in found.unknown]
     print(_are(found.same, "array") + " equal" + (f", {_are(len(lines))} not:" if lines else ""))
     for line in lines[:_MOST_LEAVES]:
         print(f"  {line}")
@@ -293,7 +293,7 @@ def _print_diff(found: "CheckpointDiff") -> None:
 
 
 def _brief(value: Any) -> str:
-    """Returns a value as JSON; of a long dict the keys, of any other long value the beginning."""
+    """Returns a value as JSON; a long dict is reduced to its keys, other long values are cut."""
     text = json.dumps(value)
     if len(text) > _MOST_CHARACTERS and isinstance(value, dict):
         text = f"{{{', '.join(value)}}}"
@@ -306,14 +306,14 @@ def _count(number: int, what: str) -> str:
 
 
 def _are(number: int, what: str = "") -> str:
-    """Returns `1 array is` or `2 arrays are`; without what they are `1 is` or `2 are`."""
+    """Returns `1 array is` or `2 arrays are`; without a noun `1 is` or `2 are`."""
     return f"{_count(number, what) if what else number} {'is' if number == 1 else 'are'}"
 
 
 def _print_plan(plan: "ReshardPlan") -> None:
     from rich.table import Table
 
-    from shardlib.train.humanize import size
+    from shardlib.log.humanize import size
 
     print(
         f"step {plan.step}: {_count(plan.num_leaves, 'array')}, {size(plan.state_bytes)}, "

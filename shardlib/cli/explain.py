@@ -23,7 +23,8 @@ On = Annotated[
     str | None,
     typer.Option(
         metavar="CLUSTER",
-        help="Compile the step for it, wherever this runs: v5e-16, 2xv5e-256, 64xh100, cpu:8.",
+        help="Compile the step for this cluster, on any machine: v5e-16, 2xv5e-256, 64xh100, "
+        "cpu:8.",
     ),
 ]
 Abstract = Annotated[
@@ -34,14 +35,14 @@ Compare = Annotated[
     bool,
     typer.Option(
         "--diff",
-        help="Compare CONFIG with what follows it, a config or one KEY=VALUE of it; further keys "
+        help="Compare CONFIG with the next argument, a config or a KEY=VALUE change; further keys "
         "change both. With --on.",
     ),
 ]
 Optimize = Annotated[
     bool,
     typer.Option(
-        "--optimize", help="Compile for TPUs as for a run, which takes five times as long."
+        "--optimize", help="Optimize TPU programs as for a run; takes five times as long."
     ),
 ]
 Html = Annotated[str | None, typer.Option(metavar="FILE", help="Also write the report as a page.")]
@@ -50,11 +51,11 @@ Strict = Annotated[
     typer.Option(
         "--strict",
         help="Exit 1 for any fault that the baseline does not accept, or if the step does not fit; "
-        "with --diff, for any fault that the first step has not.",
+        "with --diff, for any fault that the first step does not have.",
     ),
 ]
 BaselineFile = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Faults that are accepted, JSON or YAML.")
+    str | None, typer.Option(metavar="FILE", help="Accepted faults, JSON or YAML.")
 ]
 Accept = Annotated[bool, typer.Option("--accept", help="Write the faults found to the baseline.")]
 
@@ -72,9 +73,9 @@ def explain(
     baseline: BaselineFile = None,
     accept: Accept = False,
 ) -> None:
-    """Show how every parameter is sharded and why; with --on, what the compiled step sends, holds
-    and does wrong. Refuses what train would, but for faults of the data. Allocates nothing."""
-    if on is not None:  # No device of this machine has a part in it.
+    """Show how every parameter is sharded and why; with --on, the traffic, memory and faults of the
+    compiled step. Raises the errors of train, except for errors in the data. Allocates nothing."""
+    if on is not None:  # Does not use the devices of this machine.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     files = {"--html": html, "--baseline": baseline, "--accept": accept}
@@ -103,7 +104,7 @@ def _check_options(on: str | None, abstract: bool, given: dict[str, Any]) -> Non
     looks = f"{', '.join(needing)} look{'s' * (len(needing) == 1)} at a compiled step"
     if needing and on is None:
         raise ConfigError(
-            f"{looks}, and nothing says for what to compile.\n  Name a cluster, as in --on v5e-16."
+            f"{looks}, and no cluster is given.\n  Name a cluster, as in --on v5e-16."
         )
     if needing and abstract:
         raise ConfigError(f"{looks}, and --abstract compiles none.\n  Leave --abstract out.")
@@ -119,29 +120,29 @@ def _check_optimize(on: str) -> None:
     platform = parse_cluster(on).platform
     if platform != "tpu":
         raise ConfigError(
-            f"--optimize is of programs for TPUs, and {on} has {platform.upper()} devices: their "
-            "programs are optimized as for a run already.\n  Leave it out."
+            f"--optimize is for TPU programs, and {on} has {platform.upper()} devices: their "
+            "programs are already optimized as for a run.\n  Leave it out."
         )
 
 
 def _check_diff(config: str, others: list[str] | None, on: str, files: dict[str, Any]) -> None:
     if not others:
         raise ConfigError(
-            "--diff compares two steps, and one is given.\n  Add a config or a key to change: "
+            "--diff compares two steps, but only one is given.\n  Add a config or a key to change: "
             f"shardlib explain --diff {config} mesh=fsdp=-1 --on {on}."
         )
     needless = [name for name, value in files.items() if value]
     if needless:
         raise ConfigError(
-            f"{', '.join(needless)} {'is' if len(needless) == 1 else 'are'} of one step, and "
+            f"{', '.join(needless)} {'is' if len(needless) == 1 else 'are'} for one step, but "
             "--diff compares two.\n  Explain the steps one by one for that. With --diff, --strict "
             "fails for faults that only the second step has."
         )
 
 
 def _parameters(loaded: Any, on: str | None, as_json: bool, strict: bool) -> Sequence[Any]:
-    """Prints the report on a run's state; returns its faults, which it does not show by itself."""
-    from shardlib.run.inspecting import explain as run_explain
+    """Prints the report on a run's state; returns its faults, which the report does not show."""
+    from shardlib.run.explaining import explain as run_explain
 
     report = run_explain(loaded, on)
     _print(report, as_json)
@@ -154,11 +155,11 @@ def _parameters(loaded: Any, on: str | None, as_json: bool, strict: bool) -> Seq
 def _compiled(
     loaded: Any, on: str, optimize: bool, baseline: str | None, accept: bool
 ) -> tuple[Any, list[str]]:
-    """Returns the report without accepted faults, and what --strict fails for."""
+    """Returns the report without accepted faults, and the faults that fail --strict."""
     import dataclasses
 
-    from shardlib.explain.baseline import Baseline, baseline_of, read_baseline, write_baseline
-    from shardlib.run.inspecting import explain_compiled
+    from shardlib.explain.lint.baseline import Baseline, baseline_of, read_baseline, write_baseline
+    from shardlib.run.explaining import explain_compiled
 
     exists = baseline is not None and os.path.exists(baseline)
     accepted = read_baseline(baseline) if baseline and (exists or not accept) else Baseline()
@@ -177,9 +178,9 @@ def _compiled(
 
 
 def _compare(config: str, others: list[str], on: str, optimize: bool, as_json: bool) -> list[str]:
-    """Prints what changes between two steps; returns what --strict fails for."""
-    from shardlib.explain.diff import diff
-    from shardlib.run.inspecting import explain_compiled
+    """Prints the changes between two steps; returns the faults that fail --strict."""
+    from shardlib.explain.report.diff import diff
+    from shardlib.run.explaining import explain_compiled
 
     other, rest = others[0], others[1:]
     is_config = os.path.exists(other) or "=" not in other

@@ -30,7 +30,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the best mesh, rules, rematerialisation and microbatches for a cluster that need not be
-    there, by a calibrated cost model; compiles nothing without --verify."""
+    present, by a calibrated cost model; compiles nothing without --verify."""
     _check(on, config, model, verify)
     given = model if config is None else load_config(config, overrides)
     from shardlib.plan import plan as make_plans
@@ -51,7 +51,7 @@ def plan(
 
 
 def _check(on: str, config: str | None, model: str | None, verify: int) -> None:
-    """Raises `ConfigError` where arguments do not go together."""
+    """Raises `ConfigError` for arguments that exclude each other."""
     if (config is None) == (model is None):
         raise ConfigError(
             "plan takes a config or a model.\n  Write shardlib plan CONFIG --on CLUSTER, or "
@@ -61,22 +61,22 @@ def _check(on: str, config: str | None, model: str | None, verify: int) -> None:
         return
     if config is None:
         raise ConfigError(
-            "--verify compiles the step of a config, and --model has none.\n"
+            "--verify compiles the step of a config, but --model has none.\n"
             "  Write shardlib plan CONFIG --on CLUSTER --verify K."
         )
     if is_mixed(on):
         raise ConfigError(
-            f"--verify compiles for clusters of one kind, and {on} has several.\n"
+            f"--verify compiles for clusters of one kind, but {on} has several.\n"
             f"  Leave it out, or verify the plans of one kind: --on {on.split('+')[0]}"
         )
-    # No device of this machine has a part in it.
+    # Does not use the devices of this machine.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def _verified(
     plans: Any, config: str, overrides: list[str] | None, length: int | None, count: int
 ) -> Any:
-    from shardlib.run.verifying import verify
+    from shardlib.run.verify_plans import verify
 
     given = [*(overrides or ()), *([f"data.sequence_length={length}"] if length else ())]
     return verify(plans, lambda changes: load_config(config, [*given, *changes]), count)
@@ -85,17 +85,17 @@ def _verified(
 def calibrate(
     on: Annotated[
         str | None,
-        typer.Option(metavar="CLUSTER", help="cpu:8 lets the CPU stand for 8 devices."),
+        typer.Option(metavar="CLUSTER", help="cpu:8 emulates 8 devices on the CPU."),
     ] = None,
     output: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Where to write; left out: where plan looks.")
+        str | None, typer.Option(metavar="FILE", help="Output file; default: where plan looks.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the devices at hand for `plan`: matmuls, memory, collectives. Takes a minute."""
+    """Measure the available devices for `plan`: matmuls, memory, collectives. Takes a minute."""
     import pathlib
 
-    from shardlib.plan.measured import save
+    from shardlib.cost.machine.measured import save
     from shardlib.run import calibrating
 
     found = calibrating.calibrate(on)

@@ -47,12 +47,12 @@ def load(
 
     Args:
         cls: The configclass to fill.
-        path: The YAML file; None starts from nothing but the overrides and the defaults.
-        overrides: Applied in order. A value in `[]`, `{}` or quotes is YAML; any other is text,
-            which the type of its field reads.
+        path: The YAML file; None uses only the defaults and the overrides.
+        overrides: Applied in order. A value in `[]`, `{}` or quotes is YAML; any other value is
+            text that the type of its field parses.
 
     Raises:
-        ConfigError: With one line for each fault of the file and of the overrides.
+        ConfigError: If the file or the overrides have faults; the message lists each on a line.
     """
     root, faults = (_Item({}, _COMMAND_LINE), []) if path is None else _read_file(path)
     faults += _apply_overrides(root, overrides)
@@ -60,29 +60,29 @@ def load(
 
 
 def from_dict(cls: type[_T], data: _Mapping[str, _Any], source: str) -> _T:
-    """Returns a config from plain data, such as `to_dict` gives.
+    """Returns a config from plain data, such as the result of `to_dict`.
 
     Args:
         cls: The configclass to fill.
         data: Its keys and values.
-        source: What to call the data in messages.
+        source: Name of the data in messages.
 
     Raises:
-        ConfigError: With one line for each fault.
+        ConfigError: If the data has faults; the message lists each on a line.
     """
     return _filled(cls, _from_python(data, source), [])
 
 
 def from_yaml(text: str, name: str) -> _Any:
-    """Returns the plain data of a YAML document that is not a config, as safely as if it were one.
+    """Returns the plain data of a YAML document other than a config, with the same safety checks.
 
     Args:
         text: One YAML document.
-        name: What to call it in messages.
+        name: Name of the document in messages.
 
     Raises:
-        ConfigError: If it is not one YAML document, holds a key twice or a tag, or stands for more
-            than any config does.
+        ConfigError: If the text is not one YAML document, has a duplicate key or a tag, or exceeds
+            the size limits of a config.
     """
     root, faults = _parse(text, name)
     if faults:

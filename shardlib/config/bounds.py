@@ -1,4 +1,4 @@
-"""How much a config may hold, found out before anything is made of it."""
+"""Size limits of a config, checked before it is expanded."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, TextIO
 from shardlib.errors import ConfigError
 
 MOST_BYTES = 1 << 18
-"""Of a file. PyYAML needs some seconds for as much."""
+"""Largest file size. PyYAML takes some seconds for it."""
 MOST_VALUES = 10_000
-"""And keys, after aliases are expanded: a document of a hundred bytes can stand for gigabytes."""
+"""Most values and keys with aliases expanded: a hundred bytes of YAML can expand to gigabytes."""
 MOST_DEPTH = 64
-"""Of values in values: far below where Python's own stack ends."""
+"""Deepest nesting of values, far below the limit of Python's stack."""
 
 
 def read_text(file: TextIO, name: str) -> str:
-    """Returns all of a file.
+    """Returns the whole text of a file.
 
     Raises:
-        ConfigError: If there is more of it than a config has.
+        ConfigError: If the file exceeds the size limit of a config.
     """
-    # Without the size that the file system tells: it knows none of a pipe or a device.
+    # The file system's size is not used: pipes and devices have none.
     text = file.read(MOST_BYTES + 1)
     if len(text) > MOST_BYTES:
         size = os.fstat(file.fileno()).st_size
@@ -32,10 +32,10 @@ def read_text(file: TextIO, name: str) -> str:
 
 
 def check_size(root: Any, name: str) -> None:
-    """Counts what a tree of PyYAML's nodes stands for, without expanding it.
+    """Counts the values of a tree of PyYAML's nodes without expanding aliases.
 
     Raises:
-        ConfigError: If that is more than a config has, or deeper, or without end.
+        ConfigError: If the tree exceeds the limits of a config in size or depth, or is recursive.
     """
     try:
         count, depth = _measured(root, {}, name)
@@ -53,12 +53,12 @@ def check_size(root: Any, name: str) -> None:
 
 
 def too_deep(name: str) -> ConfigError:
-    """Returns the error for a document whose nesting is not a config's."""
+    """Returns the error for a document that nests deeper than any config."""
     return ConfigError(f"{name}: values nest more than {MOST_DEPTH} deep, which no config does.")
 
 
 def _measured(node: Any, known: dict[int, tuple[int, int] | None], name: str) -> tuple[int, int]:
-    """Returns how many values and keys a node stands for, how deep they nest; meets each once."""
+    """Returns the number of values and keys of a node and their depth; visits each node once."""
     import yaml
 
     if isinstance(node, yaml.ScalarNode):
@@ -67,11 +67,11 @@ def _measured(node: Any, known: dict[int, tuple[int, int] | None], name: str) ->
         found = known[id(node)]
         if found is None:
             line = node.start_mark.line + 1
-            raise ConfigError(f"{name}:{line}: an alias stands for something that it is part of.")
+            raise ConfigError(f"{name}:{line}: an alias refers to a value that contains it.")
         return found
     known[id(node)] = None
     is_mapping = isinstance(node, yaml.MappingNode)
-    # A key is refused later on unless it is plain, but only once it has been expanded.
+    # Keys count too: a key that is not plain is rejected later, but only after its expansion.
     children = itertools.chain.from_iterable(node.value) if is_mapping else node.value
     measures = [_measured(child, known, name) for child in children]
     count = 1 + sum(count for count, _ in measures)

@@ -1,4 +1,4 @@
-"""What a config is made of: frozen dataclasses, and sections whose class a key chooses."""
+"""The building blocks of a config: frozen dataclasses, and sections whose class a key chooses."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ T = TypeVar("T")
 def configclass(cls: type[T]) -> type[T]:
     """Makes `cls` a frozen, keyword-only dataclass that YAML and the command line can fill.
 
-    In Python it is an ordinary dataclass, but that it takes no other values than those of its
-    `Literal`s. Reading text (`shardlib.config.load`) is strict: unknown keys are faults, and the
-    type of each field decides what a scalar means. The string below a field is its description in
-    `--help` and in the JSON schema. `__post_init__` raises
-    `ValueError` for faults between fields: a line each, further lines of a fault indented; one that
-    begins with the name of a key is reported at the line of that key.
+    In Python it is an ordinary dataclass that also checks the values of its `Literal` fields.
+    Reading text (`shardlib.config.load`) is strict: unknown keys are faults, and the type of each
+    field decides the meaning of a scalar. The string below a field is its description in `--help`
+    and in the JSON schema. `__post_init__` raises `ValueError` for faults between fields. Each
+    fault takes a line; its further lines are indented. A fault that begins with the name of a key
+    is reported at the line of that key.
     """
     own = getattr(cls, "__post_init__", None)
 
@@ -38,7 +38,7 @@ def configclass(cls: type[T]) -> type[T]:
 
     cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
     made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    # For code that already validates with pydantic (a web service, say): the same strictness there.
+    # Equal strictness for code that validates with pydantic, such as a web service.
     made.__pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}  # type: ignore[attr-defined]
     return made
 
@@ -56,7 +56,7 @@ class Variants:
             not at import, so that the classes may live in packages found by entry points. Each
             class has the field `key`, whose default is its own name.
         key: The key that chooses.
-        default: The name taken where the key is absent; None makes the key required.
+        default: The name used if the key is absent; None makes the key required.
     """
 
     load_types: Callable[[], Mapping[str, type]]
@@ -67,7 +67,7 @@ class Variants:
         """Returns the configclasses by name.
 
         Raises:
-            TypeError: If a class does not carry its own name as the default of the field `key`.
+            TypeError: If the field `key` of a class does not default to the name of the class.
         """
         classes = dict(self.load_types())
         for name, cls in classes.items():
@@ -113,10 +113,10 @@ def fields_of(cls: type) -> Mapping[str, ConfigField]:
 
 @functools.cache
 def _choice_fields(cls: type) -> Mapping[str, list[Any]]:
-    """The fields that have a `Literal` among the options of their type, with these options."""
+    """Returns the fields with a `Literal` among the options of their type, with these options."""
     try:
         hints = {name: options(hint) for name, hint in typing.get_type_hints(cls).items()}
-    except NameError:  # A class made inside of a function may name others that only it sees.
+    except NameError:  # A class defined in a function may refer to local names.
         return {}
     return {name: found for name, found in hints.items() if any(map(choices, found))}
 

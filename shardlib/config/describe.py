@@ -1,4 +1,4 @@
-"""What a config may hold, in words for `--help` and messages and as a JSON schema for editors."""
+"""Descriptions of configs: text for `--help` and messages, and a JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Key:
 
     Attributes:
         path: Dotted path; `sources[].weight` is the key `weight` of each entry of `sources`.
-        type_text: What the key takes, in words.
+        type_text: Type of the key in words.
         default_text: Its default as YAML; empty when the key is required.
-        doc: What it means.
+        doc: Description of the key.
         when: The choice under which the key exists (`name=resnet`), or empty.
     """
 
@@ -55,24 +55,24 @@ class Key:
 
 
 def quoted(values: Iterable[Any]) -> str:
-    """Returns values as they would be written, in quotes where they are text."""
+    """Returns values as written in YAML, with text in quotes."""
     return ", ".join(repr(v) if isinstance(v, str) else dump.inline(v) for v in values) or "(none)"
 
 
 def shown(value: Any) -> str:
-    """Returns what was found, for a message."""
+    """Returns the description of a found value, for a message."""
     if isinstance(value, dict):
         return f"a mapping of {', '.join(map(repr, value))}" if value else "an empty mapping"
     if isinstance(value, list):
         return f"a list of {len(value)}" if value else "an empty list"
     if isinstance(value, str):
-        text = without_credentials(value)  # Before it is cut: half a URL is known by no pattern.
+        text = without_credentials(value)  # Before the cut: no pattern matches half a URL.
         return repr(text if len(text) <= 60 else text[:57] + "...") if text else "nothing"
     return dump.inline(value)
 
 
 def expected(hint: Any) -> str:
-    """Returns what a field takes, for a message: "an integer or null"."""
+    """Returns the type of a field for a message: "an integer or null"."""
     words = []
     for option in options(hint):
         word = type_text(option)
@@ -85,7 +85,7 @@ def expected(hint: Any) -> str:
 
 
 def type_text(hint: Any) -> str:
-    """Returns what a field takes, for a table: `integer | null`."""
+    """Returns the type of a field for a table: `integer | null`."""
     return " | ".join(_option_text(option) for option in options(hint))
 
 
@@ -115,7 +115,7 @@ def _option_text(option: Any) -> str:
 
 
 def keys(cls: type) -> list[Key]:
-    """Returns every key of a configclass, those of its sections and their variants included."""
+    """Returns every key of a configclass, including its sections and their variants."""
     return list(_section_keys(cls, "", None, ""))
 
 
@@ -126,7 +126,7 @@ def _section_keys(cls: type, path: str, instance: Any, when: str) -> Iterator[Ke
 
 
 def _default(field: ConfigField, instance: Any) -> tuple[Any, bool]:
-    """Returns a field's default, as the default of the section around it has it, if any."""
+    """Returns a field's default, taken from the default of its section if there is one."""
     if instance is not None:
         return getattr(instance, field.name), False
     return (None, True) if field.required else (field.default(), False)
@@ -167,7 +167,7 @@ def _variant_keys(marker: Variants, path: str, instance: Any, when: str, doc: st
 
 
 def json_schema(cls: type) -> dict[str, Any]:
-    """Returns a JSON schema (draft 7, which YAML editors read) of a configclass."""
+    """Returns a JSON schema of a configclass, in draft 7, which YAML editors support."""
     return {"$schema": "http://json-schema.org/draft-07/schema#", **_section_schema(cls)}
 
 

@@ -1,4 +1,4 @@
-"""Configs as plain data and as YAML that reads back to the same config."""
+"""Serialization of configs to plain data, and to YAML that loads back as an equal config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ABSENT = _Absent()
 
 
 class Change(NamedTuple):
-    """A key in which two configs differ; `ABSENT` stands for a key that one of them lacks."""
+    """A key in which two configs differ; `ABSENT` marks a key that one of them lacks."""
 
     path: str
     old: Any
@@ -78,7 +78,7 @@ def _dumper() -> Any:
             return True
 
     def represent_text(dumper: Any, text: str) -> Any:
-        # Quoted wherever a type other than text might claim it: PyYAML leaves 1e-3 bare.
+        # Quoted wherever another type could parse it: PyYAML leaves 1e-3 unquoted.
         ambiguous = tree.natural_scalar(text) != text or tree.as_bool(text) is not None
         style = "'" if ambiguous or text.lower() == "none" else None
         style = style if text.isprintable() else '"'
@@ -95,7 +95,7 @@ def _dumper() -> Any:
 
 
 def diff(old: Any, new: Any) -> list[Change]:
-    """Returns the keys in which two configs, or their plain data, differ, by path."""
+    """Returns the differing keys of two configs, or of their plain data, by path."""
     return _diff(to_dict(old), to_dict(new), "")
 
 

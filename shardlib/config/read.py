@@ -1,4 +1,4 @@
-"""Fills configclasses from a tree of located values, and collects every fault on the way."""
+"""Reader that fills configclasses from a tree of located values and collects every fault."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FAILED = object()
 
 @dataclasses.dataclass
 class Reader:
-    """Reads one tree; after `read`, `faults` holds a line for each thing that is wrong."""
+    """Reads one tree; after `read`, `faults` holds a line for each fault."""
 
     root: type
     faults: list[str] = dataclasses.field(default_factory=list)
 
     def read(self, hint: Any, item: Item, path: str) -> Any:
-        """Returns the value that an item gives to a field of type `hint`, or `FAILED`."""
+        """Returns the value of an item for a field of type `hint`, or `FAILED`."""
         fitting = [option for option in options(hint) if _fits(option, item.value)]
         if item.value == "" and isinstance(item.value, Plain):
             sections = [o for o in options(hint) if is_section(o) or variants_of(o)]
@@ -46,7 +46,7 @@ class Reader:
         return FAILED
 
     def structure(self, option: Any, item: Item, path: str) -> Any:
-        """Reads a mapping or a list into one member of a union."""
+        """Returns the value of a mapping or a list for one member of a union."""
         if is_section(option):
             return self.section(option, item, path)
         if marker := variants_of(option):
@@ -152,7 +152,7 @@ class Reader:
         return self.wrong(hint, item, path)
 
     def by_pydantic(self, hint: Any, value: Any, item: Item, path: str) -> Any:
-        """Validates what is none of the plain types: constraints, paths, enums, dates."""
+        """Validates types other than the plain ones: constraints, paths, enums, dates."""
         import pydantic
 
         if typing.get_origin(hint) is typing.Annotated:
@@ -186,7 +186,7 @@ class Reader:
 
 
 def _by_us(option: Any) -> bool:
-    """Whether a type needs nothing but this module."""
+    """Whether this module reads a type without pydantic."""
     if option in (Any, type(None), bool, int, float, str) or choices(option):
         return True
     if is_section(option) or variants_of(option):
@@ -198,7 +198,7 @@ def _by_us(option: Any) -> bool:
 
 
 def _fits(option: Any, value: Any) -> bool:
-    """Whether a type may take a mapping or a list, whichever `value` is."""
+    """Whether a type accepts `value`, which is a mapping or a list."""
     if not isinstance(value, dict | list):
         return False
     origin = typing.get_origin(option) or option
@@ -220,7 +220,7 @@ def _is_choice(value: Any, choice: Any) -> bool:
     return read(value) is choice if isinstance(choice, bool) else read(value) == choice
 
 
-# What an unquoted scalar may stand for, in the order in which the members of a union are tried.
+# Readers of an unquoted scalar, in the order in which the members of a union are tried.
 
 
 def _plain_null(text: str, members: list[Any]) -> Any:

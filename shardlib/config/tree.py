@@ -1,4 +1,4 @@
-"""YAML and overrides as one tree in which every value knows where it was written."""
+"""Tree of YAML and overrides in which every value knows its source location."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _TAGS = ("null", "bool", "int", "float", "str", "timestamp", "seq", "map", "merg
 
 
 class Plain(str):
-    """An unquoted scalar: the type of the field it fills decides what it means."""
+    """An unquoted scalar, whose meaning depends on the type of its field."""
 
 
 @dataclasses.dataclass
 class Item:
-    """A value, where it was written, and the override that wrote it (if one did)."""
+    """A value with its source location and the override that wrote it, if any."""
 
     value: Any
     where: str
     override: str = ""
 
     def fault(self, path: str, message: str) -> str:
-        """Returns a message that starts with the place of this item and the path of its key."""
+        """Returns a message that starts with the location of this item and the path of its key."""
         subject = self.override or path
         if self.override and self.override.partition("=")[0].strip() != path:
             subject += f": {path}"
@@ -43,10 +43,10 @@ def join(path: str, key: Any) -> str:
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[Item, list[str]]:
-    """Returns the content of a YAML file and its faults (keys given twice).
+    """Returns the content of a YAML file and its faults (duplicate keys).
 
     Raises:
-        ConfigError: If the file is absent or unreadable, is not YAML, or is larger than any config.
+        ConfigError: If the file is missing or unreadable, is not YAML, or exceeds the size limits.
     """
     name = os.fspath(path)
     try:
@@ -54,8 +54,8 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Item, list[str]]:
             text = bounds.read_text(file, name)
     except FileNotFoundError:
         folder = os.path.dirname(name)
-        beside = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-        near = did_you_mean(os.path.basename(name), (n for n in beside if n.endswith(".yaml")))
+        siblings = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+        near = did_you_mean(os.path.basename(name), (n for n in siblings if n.endswith(".yaml")))
         raise ConfigError(f"{name}: no such config file.{near}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
@@ -68,10 +68,10 @@ def parse(text: str, name: str) -> tuple[Item, list[str]]:
 
     Args:
         text: One YAML document.
-        name: What to call it in messages, usually the path of its file.
+        name: Name of the document in messages, usually the path of its file.
 
     Raises:
-        ConfigError: If the text is not one YAML document, or stands for more than any config does.
+        ConfigError: If the text is not one YAML document, or exceeds the size limits.
     """
     try:
         node = _compose(text, name)
@@ -163,7 +163,7 @@ class _NodeReader:
 
 
 def from_python(value: Any, where: str) -> Item:
-    """Returns plain Python data (from JSON, say) as a tree."""
+    """Returns plain Python data, such as JSON, as a tree."""
     if isinstance(value, Mapping):
         return Item({str(key): from_python(child, where) for key, child in value.items()}, where)
     if isinstance(value, list | tuple):
@@ -172,7 +172,7 @@ def from_python(value: Any, where: str) -> Item:
 
 
 def apply_overrides(root: Item, overrides: Sequence[str]) -> list[str]:
-    """Writes `key.path=value` overrides into a tree, in order; returns their faults."""
+    """Writes `key.path=value` overrides into a tree in order, and returns their faults."""
     faults = []
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -192,9 +192,9 @@ def apply_overrides(root: Item, overrides: Sequence[str]) -> list[str]:
 
 
 def _override_value(text: str, path: str, override: str) -> Any:
-    """Reads `[..]`, `{..}` and quotes as YAML; anything else is text for the field to decide.
+    """Reads `[..]`, `{..}` and quotes as YAML; any other value is text that its field parses.
 
-    So `data.path=*.txt` and `prompt=def f():`, which mean something else in YAML, are themselves.
+    `data.path=*.txt` and `prompt=def f():` are thus plain text, although YAML gives them a meaning.
     """
     text = text.strip()
     if text[:1] in ("[", "{", '"', "'"):
@@ -210,7 +210,7 @@ def _override_value(text: str, path: str, override: str) -> Any:
 
 
 def _attributed(item: Item, override: str) -> Item:
-    """Returns the item with itself and all below it attributed to one override."""
+    """Returns the item with all its values attributed to one override."""
     value = item.value
     if isinstance(value, dict):
         value = {key: _attributed(child, override) for key, child in value.items()}
@@ -234,14 +234,14 @@ def _write(root: Item, keys: list[str], value: Any, override: str) -> None:
             item.value[index] = new if last else item.value[index]
             item = item.value[index]
             continue
-        if not isinstance(item.value, dict):  # A scalar gives way to a mapping: mesh.fsdp=4.
+        if not isinstance(item.value, dict):  # A mapping replaces a scalar: mesh.fsdp=4.
             item.value, item.where, item.override = {}, COMMAND_LINE, override
         if last or key not in item.value:
             item.value[key] = new
         item = item.value[key]
 
 
-# Python refuses to read a few thousand; no number of a config needs as many.
+# Python refuses to parse a few thousand digits; no number of a config needs as many.
 _MOST_DIGITS = 1000
 _INTEGER = re.compile(r"[-+]?\d+(_\d+)*")
 _NUMBER = re.compile(r"[-+]?(\d+(_\d+)*\.?(\d+(_\d+)*)?|\.\d+(_\d+)*)([eE][-+]?\d+)?")
@@ -251,31 +251,31 @@ _BOOLS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "o
 
 
 def as_null(text: str) -> bool:
-    """Whether a plain scalar stands for null."""
+    """Whether a plain scalar means null."""
     return text in _NULLS
 
 
 def as_bool(text: str) -> bool | None:
-    """Returns the truth value a plain scalar stands for, or None."""
+    """Returns the boolean that a plain scalar means, or None."""
     return _BOOLS.get(text.lower())
 
 
 def as_integer(text: str) -> int | None:
-    """Returns the integer (`12`, `1_000`) a plain scalar stands for, or None."""
+    """Returns the integer (`12`, `1_000`) that a plain scalar means, or None."""
     if not _INTEGER.fullmatch(text) or len(text) > _MOST_DIGITS:
         return None
     return int(text)
 
 
 def as_number(text: str) -> float | None:
-    """Returns the number (`1e-3`, `.5`, `12`, `.inf`) a plain scalar stands for, or None."""
+    """Returns the number (`1e-3`, `.5`, `12`, `.inf`) that a plain scalar means, or None."""
     if _NUMBER.fullmatch(text):
         return float(text)
     return float(text.replace(".", "")) if _SPECIAL.fullmatch(text) else None
 
 
 def natural(item: Item) -> Any:
-    """Returns what an item means where no type decides: YAML 1.2, so `no` is text."""
+    """Returns the value of an item without a type hint, by YAML 1.2, so `no` is text."""
     value = item.value
     if isinstance(value, dict):
         return {key: natural(child) for key, child in value.items()}
@@ -285,7 +285,7 @@ def natural(item: Item) -> Any:
 
 
 def natural_scalar(text: str) -> Any:
-    """Returns what a plain scalar means where no type decides."""
+    """Returns the value of a plain scalar without a type hint."""
     if as_null(text):
         return None
     if text.lower() in ("true", "false"):

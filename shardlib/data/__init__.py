@@ -1,6 +1,6 @@
-"""Data: text and image sources whose batches are a function of config, seed and position alone.
+"""Text and image sources, whose batches depend only on config, seed and position.
 
-Names are imported when first used, so that reading a config imports neither JAX nor a tokenizer.
+Names are imported on first use, so reading a config imports neither JAX nor a tokenizer.
 """
 
 import importlib
@@ -10,16 +10,16 @@ if TYPE_CHECKING:
     from shardlib.data.arranged import ArrangedSource as ArrangedSource
     from shardlib.data.config import ImageData as ImageData
     from shardlib.data.config import TextData as TextData
-    from shardlib.data.known import batch_spec as batch_spec
-    from shardlib.data.known import check_held_out as check_held_out
-    from shardlib.data.known import known_spec as known_spec
+    from shardlib.data.config import check_held_out as check_held_out
     from shardlib.data.loader import MapSource as MapSource
     from shardlib.data.loader import Source as Source
-    from shardlib.data.loader import open_data as open_data
+    from shardlib.data.open import open_data as open_data
     from shardlib.data.position import StreamPosition as StreamPosition
     from shardlib.data.prefetch import Prefetcher as Prefetcher
-    from shardlib.data.text import load_tokenizer as load_tokenizer
-    from shardlib.data.text import tokenizer_at_hand as tokenizer_at_hand
+    from shardlib.data.spec import batch_spec as batch_spec
+    from shardlib.data.spec import known_spec as known_spec
+    from shardlib.data.text.rows import load_tokenizer as load_tokenizer
+    from shardlib.data.text.rows import tokenizer_at_hand as tokenizer_at_hand
     from shardlib.data.tokenizer import Tokenizer as Tokenizer
     from shardlib.data.tokenizer import read_tokenizer as read_tokenizer
 
@@ -32,13 +32,13 @@ _MODULES = {
     "StreamPosition": "position",
     "TextData": "config",
     "Tokenizer": "tokenizer",
-    "batch_spec": "known",
-    "check_held_out": "known",
-    "known_spec": "known",
-    "load_tokenizer": "text",
-    "open_data": "loader",
+    "batch_spec": "spec",
+    "check_held_out": "config",
+    "known_spec": "spec",
+    "load_tokenizer": "text.rows",
+    "open_data": "open",
     "read_tokenizer": "tokenizer",
-    "tokenizer_at_hand": "text",
+    "tokenizer_at_hand": "text.rows",
 }
 
 

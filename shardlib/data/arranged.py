@@ -1,4 +1,4 @@
-"""A source whose batches have their rows in another order."""
+"""A source that reorders the rows of another source's batches."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from shardlib.registry import DataSpec
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ArrangedSource:
-    """Batches of another source, of which row r is row `rows[r]`; a row may stand several times."""
+    """Batches of another source, with its row `rows[r]` as row r; rows may repeat."""
 
     source: Source
     rows: np.ndarray
@@ -40,7 +40,7 @@ class ArrangedSource:
         }
 
     def read(self, step: int, start: int, stop: int) -> dict[str, np.ndarray]:
-        """Returns rows [start, stop) of a step; of the other source it reads each row once."""
+        """Returns rows [start, stop) of a step; it reads each row of the other source once."""
         needed, where = np.unique(self.rows[start:stop], return_inverse=True)
         runs = np.split(needed, np.flatnonzero(np.diff(needed) > 1) + 1)
         parts = [self.source.read(step, int(run[0]), int(run[-1]) + 1) for run in runs]

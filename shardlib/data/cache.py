@@ -1,4 +1,4 @@
-"""A directory of things computed once, safe for several processes that start together."""
+"""A cache of directories that are computed once, safe for processes that start together."""
 
 import contextlib
 import shutil
@@ -13,16 +13,16 @@ from shardlib.errors import DataError
 
 
 def cached(kind: str, key: str, build: Callable[[Path], None]) -> Path:
-    """Returns the directory of a cached thing, built first where it is absent.
+    """Returns the directory of a cache entry, and builds it first if it is missing.
 
-    `build(directory)` fills an empty directory, which takes its final name by one rename: readers
-    see all of it or nothing. A lock lets one process build while the others wait for it. Where the
-    file system has no locks, several build, and the first to finish wins.
+    `build(directory)` fills an empty directory, which gets its final name by one rename: readers
+    see all of it or nothing. One process builds under a lock while the others wait. On a file
+    system without locks several processes build, and the first to finish wins.
 
     Args:
-        kind: What it is, a plain word.
-        key: A digest of all that it depends on.
-        build: Computes it.
+        kind: The type of entry, a plain word.
+        key: A digest of everything that the entry depends on.
+        build: Computes the entry.
 
     Raises:
         DataError: If the cache directory cannot be written.
@@ -37,7 +37,7 @@ def cached(kind: str, key: str, build: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise DataError(
             f"the cache directory {cache_root()} cannot be written: {error.strerror}.\n"
-            f"  Set SHARDLIB_CACHE to a directory that can."
+            f"  Set SHARDLIB_CACHE to a writable directory."
         ) from error
     try:
         with _lock(folder / f".{key}.lock"):
@@ -50,31 +50,31 @@ def cached(kind: str, key: str, build: Callable[[Path], None]) -> Path:
 
 
 def read_array(file: Path) -> np.ndarray:
-    """Returns the array of a `.npy` file, for which no more is allocated than the file holds.
+    """Returns the array of a `.npy` file without allocating more than the file holds.
 
     Raises:
-        ValueError: If the file does not hold what it declares, or objects.
+        ValueError: If the file is shorter than it declares, or holds objects.
     """
     return np.array(np.lib.format.open_memmap(file, mode="r"))
 
 
 @contextlib.contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """Reads a cached thing.
+    """Turns errors of reading a cache entry into a `DataError`.
 
     Raises:
-        DataError: If that fails because its files are not those that were written.
+        DataError: If the files of the entry are damaged.
     """
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(
-            f"{directory} in the cache is damaged: {error}.\n  Remove it; it will be made again."
+            f"{directory} in the cache is damaged: {error}.\n  Remove it; it will be rebuilt."
         ) from error
 
 
 def _publish(temporary: Path, final: Path) -> None:
-    # mkdtemp makes it private; a cache on a shared file system may serve several users.
+    # mkdtemp makes a private directory; a cache on a shared file system may serve several users.
     temporary.chmod(0o755)
     try:
         temporary.rename(final)

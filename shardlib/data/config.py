@@ -1,8 +1,9 @@
-"""Configs of the data: what to read, how to cut it into examples, what to hold out."""
+"""Data configs: sources, splitting into examples, and held-out data."""
 
 from typing import Literal
 
 from shardlib.config import configclass
+from shardlib.errors import DataError
 
 DEFAULT_VOCAB_SIZE = 1024
 # 256 byte values and the end-of-text token.
@@ -14,36 +15,36 @@ class TextData:
     """Text, tokenised once and packed into rows of equal length."""
 
     kind: Literal["text"] = "text"
-    """Text, to train a language model."""
+    """Text for training a language model."""
     path: str | tuple[str, ...] = "builtin:python"
-    """Where the text is: a file (`.jsonl` and `.jsonl.gz`: one JSON object a line; anything else:
-    plain UTF-8 text, `.gz` too), a directory (its `.txt`, `.md` and `.jsonl` files, also below,
-    without hidden ones), a glob (`corpus/**/*.py`), or `builtin:python`, the source files of
-    Python's own standard library. Several paths make a mixture."""
+    """Location of the text: a file (`.jsonl` and `.jsonl.gz`: one JSON object per line; others:
+    plain UTF-8 text, also as `.gz`), a directory (its `.txt`, `.md` and `.jsonl` files, recursively
+    and without hidden files), a glob (`corpus/**/*.py`), or `builtin:python`, the source files of
+    Python's standard library. Several paths make a mixture."""
     weights: tuple[float, ...] | None = None
-    """Share of the rows that each path gives, kept to within 1%. Unset: by its number of rows."""
+    """Share of the rows from each path, accurate to 1%. Unset: proportional to its rows."""
     text_field: str = "text"
     """The field of a JSONL object that holds the text."""
     separator: str | None = None
-    """What stands between two documents of one plain-text file. Unset: a file is a document."""
+    """Text between two documents of one plain-text file. Unset: each file is one document."""
     sequence_length: int = 256
     """Tokens in one row."""
     tokenizer: str = "bpe"
     """`bpe` (byte-level BPE, trained on a 2 MB sample of the training text), `bytes`, or the path
     of a `tokenizer.json`."""
     vocab_size: int = DEFAULT_VOCAB_SIZE
-    """Entries of a `bpe` tokenizer. It gets fewer when the text holds fewer frequent pairs."""
+    """Entries of a `bpe` tokenizer. It has fewer if the text has too few frequent pairs."""
     end_of_text: str | None = None
-    """The token of a `tokenizer.json` that stands between documents. Unset: `<|endoftext|>` or
-    another usual name that it holds."""
+    """The token of a `tokenizer.json` between documents. Unset: `<|endoftext|>` or another usual
+    name in its vocabulary."""
     eval_fraction: float = 0.01
-    """Share of the bytes of each path held out from training, by whole documents, which are
-    chosen by a hash of their content. Unused when `eval_path` is set."""
+    """Share of the bytes of each path held out from training, in whole documents chosen by a hash
+    of their content. Unused if `eval_path` is set."""
     eval_path: str | tuple[str, ...] | None = None
-    """Where the held-out text is. Documents of `path` that are equal to one of its documents are
-    left out of training."""
+    """Location of the held-out text. Documents of `path` that equal one of its documents are
+    excluded from training."""
     eval_steps: int | None = None
-    """Most batches in one evaluation, drawn from all held-out text. Unset: all of it."""
+    """Maximum batches in one evaluation, drawn from all held-out text. Unset: all of it."""
 
     def __post_init__(self) -> None:
         faults = _path_faults(self.path, self.eval_path) + _eval_faults(self)
@@ -57,7 +58,7 @@ class TextData:
             )
         if self.tokenizer != "bpe" and self.vocab_size != DEFAULT_VOCAB_SIZE:
             faults.append(
-                f"vocab_size is for tokenizer 'bpe'; tokenizer {self.tokenizer!r} brings its own"
+                f"vocab_size is for tokenizer 'bpe'; tokenizer {self.tokenizer!r} has its own"
             )
         if self.tokenizer in ("bpe", "bytes") and self.end_of_text is not None:
             faults.append(f"end_of_text is for a tokenizer.json, not for {self.tokenizer!r}")
@@ -79,7 +80,7 @@ class TextData:
 
 @configclass
 class ImageData:
-    """Images and their labels, to train a classifier."""
+    """Images and their labels for training a classifier."""
 
     kind: Literal["images"] = "images"
     """Images with one label each."""
@@ -91,25 +92,25 @@ class ImageData:
     channels: Literal[1, 3] | None = None
     """1 for grey, 3 for RGB. Unset: 1 for the digits, 3 for a directory."""
     augment: Literal["none", "shift", "resized_crop"] = "none"
-    """Geometry of training images: `none`, `shift` (padded by an eighth on each side, then cropped
-    at random) or `resized_crop` (a random part of 8% to 100% of the area, resized)."""
+    """Geometric augmentation of training images: `none`, `shift` (padding by an eighth on each
+    side, then a random crop) or `resized_crop` (a random crop of 8% to 100% of the area, then a
+    resize)."""
     flip: bool = False
-    """Whether training images are mirrored left to right, each with probability one half."""
+    """Whether training images are flipped left to right with probability one half."""
     center_crop: float = 1.0
-    """Side of the central square that is kept, as a fraction of the shorter side, wherever no
-    random crop is taken."""
+    """Side of the center crop as a fraction of the shorter side, used without a random crop."""
     mean: tuple[float, ...] = (0.5,)
     """Subtracted from pixels in [0, 1]: one number, or one per channel."""
     std: tuple[float, ...] = (0.5,)
-    """Divides the result: one number, or one per channel."""
+    """Divisor of the result: one number, or one per channel."""
     eval_fraction: float = 0.1
-    """Share of the images held out from training. Unused when `eval_path` is set."""
+    """Share of the images held out from training. Unused if `eval_path` is set."""
     eval_path: str | None = None
-    """A directory of held-out images, of the same classes."""
+    """A directory of held-out images of the same classes."""
     eval_steps: int | None = None
-    """Most batches in one evaluation, drawn from all classes. Unset: all held-out images."""
+    """Maximum batches in one evaluation, drawn from all classes. Unset: all held-out images."""
     threads: int = 8
-    """Images decoded at a time."""
+    """Number of images decoded in parallel."""
 
     def __post_init__(self) -> None:
         faults = _path_faults(self.path, self.eval_path) + _eval_faults(self)
@@ -149,3 +150,13 @@ def _eval_faults(config: TextData | ImageData) -> list[str]:
     if config.eval_steps is not None and config.eval_steps < 1:
         faults.append(f"eval_steps must be at least 1, not {config.eval_steps}")
     return faults
+
+
+def check_held_out(config: TextData | ImageData) -> None:
+    """Raises `DataError` for a config without held-out data."""
+    if config.eval_path is None and config.eval_fraction == 0:
+        what = "held-out text" if isinstance(config, TextData) else "held-out images"
+        raise DataError(
+            f"the data has no {what}: data.eval_fraction is 0 and data.eval_path is not set.\n"
+            "  Set one of them, or do not evaluate."
+        )

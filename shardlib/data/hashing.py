@@ -1,4 +1,4 @@
-"""Hashes that decide splits and orders: the same on every machine and library version."""
+"""Hashes for splits and orders, equal on every machine and library version."""
 
 import hashlib
 from collections.abc import Iterable
@@ -7,24 +7,24 @@ import numpy as np
 
 
 def content_hash(content: bytes) -> int:
-    """Returns a 64-bit hash of some bytes."""
+    """Returns a 64-bit hash of bytes."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def digest(parts: Iterable[object]) -> str:
-    """Returns 32 hexadecimal digits that identify the `repr` of some plain values."""
+    """Returns a digest of the `repr` of plain values, as 32 hexadecimal digits."""
     return hashlib.blake2b(repr(tuple(parts)).encode(), digest_size=16).hexdigest()
 
 
 def derive_seed(seed: int, *names: object) -> int:
-    """Returns a 32-bit seed for one use of the run's seed, independent of those for other uses."""
+    """Returns a 32-bit seed for one use of the run's seed, independent of its other uses."""
     return int(digest((seed, *names))[:8], 16)
 
 
 def mix(values: np.ndarray, seed: int) -> np.ndarray:
-    """Returns values scrambled by a seed, `[n] uint64` to `[n] uint64`, one to one.
+    """Returns values scrambled by a seed, a bijection from `[n] uint64` to `[n] uint64`.
 
-    Sorting by the result is a shuffle that no change of NumPy's generators can alter.
+    Sorting by the result is a shuffle that does not depend on NumPy's generators.
 
     Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014
     (the finaliser of SplitMix64).

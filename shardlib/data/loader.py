@@ -1,32 +1,31 @@
-"""Batches by step: what a training loop reads, whoever asks for which rows of it."""
+"""Sources of batches by step, whose rows can be read independently."""
 
 import copy
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from shardlib.data.config import ImageData, TextData
-from shardlib.data.in_threads import in_threads
 from shardlib.data.position import StreamPosition
+from shardlib.data.thread_map import in_threads
 from shardlib.data.tokenizer import Tokenizer
 from shardlib.registry import DataSpec
 
 
 class Source(Protocol):
-    """Batches of examples, any step and any rows of it at once.
+    """Batches of examples with random access to steps and rows.
 
     The global batch of a step is a pure function of (config, seed, position, step), where the
-    position says which sample of the stream comes first. Processes read disjoint or overlapping
-    rows of it, so that their number does not change what is trained on, and a run that resumes
+    position gives the first sample of the stream. Processes may read disjoint or overlapping rows
+    of it. The number of processes therefore does not change the training data, and a resumed run
     needs no other state.
     """
 
     @property
     def spec(self) -> DataSpec:
-        """What a model must know of the data."""
+        """Properties of the data that a model depends on."""
         ...
 
     @property
@@ -36,12 +35,12 @@ class Source(Protocol):
 
     @property
     def num_steps(self) -> int | None:
-        """The step at which the pass is over; None where there is no end."""
+        """The step at which the pass ends; None for an endless stream."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal data: a resumed run compares it with the one it was started on."""
+        """A digest that is equal for equal data; a resumed run compares it with its saved one."""
         ...
 
     def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -64,24 +63,25 @@ def batch_of(
 
 
 class MapSource:
-    """A `Source` over examples by index: row r of step k is example `k * global_batch + r`, and
-    with a position of its own example `position.samples_at(k, global_batch) + r`.
+    """A `Source` over examples by index: row r of step k is example `k * global_batch + r`.
 
-    The examples may be any sequence whose items are functions of their index alone, such as a
-    `grain.MapDataset` (shuffled, mixed, mapped and repeated as one likes) of dicts of arrays.
+    After `at(position)` it is example `position.samples_at(k, global_batch) + r`.
+
+    The examples may be any sequence whose items depend only on their index, such as a
+    `grain.MapDataset` (shuffled, mixed, mapped or repeated) of dicts of arrays.
 
     Args:
-        make_examples: Returns the sequence. Called at the first `read`, in the thread that reads:
-            importing Grain takes longer than all else here, and a compiler can run meanwhile.
-        spec: What a model must know of the data.
+        make_examples: Returns the sequence. It is called at the first `read`, in the reading
+            thread: importing Grain takes most of the time here, and a compiler can run meanwhile.
+        spec: Properties of the data that a model depends on.
         global_batch: Rows in a batch.
-        padding: An example that stands for no example (text: segment ids 0; images: label -1). It
-            tells shapes and dtypes too, and fills the last batch of a pass.
-        num_examples: Examples in one pass; None if there is no end.
-        max_steps: Most batches in one pass.
-        fingerprint: Equal for equal data.
-        tokenizer: Where the examples are text.
-        threads: Examples made at a time; more than one where making them is slow.
+        padding: A placeholder for a missing example (text: segment ids 0; images: label -1). It
+            also gives shapes and dtypes, and fills the last batch of a pass.
+        num_examples: Examples in one pass; None for an endless stream.
+        max_steps: Maximum batches in one pass.
+        fingerprint: A digest that is equal for equal data.
+        tokenizer: The tokenizer of text examples.
+        threads: Examples computed in parallel; more than one helps if they are slow.
 
     Raises:
         ValueError: If `global_batch` is less than 1.
@@ -116,15 +116,17 @@ class MapSource:
         self._position = StreamPosition()
 
     def at(self, position: StreamPosition) -> "MapSource":
-        """Returns this source with its stream moved, so that the batch of step `position.step`
-        begins with example `position.samples_seen`. Earlier steps are not there."""
+        """Returns this source moved to a position, without earlier steps.
+
+        The batch of step `position.step` begins with example `position.samples_seen`.
+        """
         moved = copy.copy(self)
         moved._position = position
         return moved
 
     @property
     def num_steps(self) -> int | None:
-        """The step at which the pass is over, its last batch padded; None where there is no end."""
+        """The step at which the pass ends; its last batch is padded. None for an endless stream."""
         if self.num_examples is None:
             return self._max_steps
         left = max(0, self.num_examples - self._position.samples_seen)
@@ -136,10 +138,10 @@ class MapSource:
         return batch_of(self._padding, self.global_batch)
 
     def read(self, step: int, start: int, stop: int) -> dict[str, np.ndarray]:
-        """Returns rows [start, stop) of the global batch of a step, as arrays of their own.
+        """Returns rows [start, stop) of the global batch of a step, as new arrays.
 
         Raises:
-            ValueError: If there is no such step or row.
+            ValueError: If the step or the rows do not exist.
         """
         if step < 0 or (self.num_steps is not None and step >= self.num_steps):
             raise ValueError(f"no step {step} in a pass of {self.num_steps} steps")
@@ -166,35 +168,3 @@ class MapSource:
             if self._examples is None:
                 self._examples = self._make_examples()
         return self._examples[index]
-
-
-def open_data(
-    config: TextData | ImageData, *, global_batch: int, seed: int, split: Literal["train", "eval"]
-) -> MapSource:
-    """Returns the batches of a config.
-
-    Text: `tokens`, `targets`, `segment_ids`, `positions`: `[global_batch, sequence_length] int32`,
-    and `num_bytes: [global_batch] int32`; see `packing.PackedRows`. Images: `images:
-    [global_batch, height, width, channels] float32`, `labels: [global_batch] int32`.
-
-    Training goes on for ever, in a new order in each pass. Evaluation is one pass over what is
-    held out, the same for all seeds. Its last batch is padded: rows whose segment ids are all 0, or
-    whose label is -1, stand for no example.
-
-    Args:
-        config: What to read.
-        global_batch: Rows in a batch, over all processes.
-        seed: Sets the order of training.
-        split: `train` or `eval`.
-
-    Raises:
-        DataError: If the data is missing, empty, malformed or too small, or nothing is held out.
-        MissingExtraError: If images are asked for and the extra `images` is not installed.
-    """
-    if isinstance(config, TextData):
-        from shardlib.data.text import open_text
-
-        return open_text(config, global_batch=global_batch, seed=seed, split=split)
-    from shardlib.data.images import open_images
-
-    return open_images(config, global_batch=global_batch, seed=seed, split=split)

@@ -1,4 +1,4 @@
-"""Batches formed on the devices ahead of the step that uses them."""
+"""Prefetching of batches onto the devices."""
 
 import logging
 import queue
@@ -18,33 +18,33 @@ _ERROR, _BATCH, _END = "error", "batch", "end"
 _LOG = logging.getLogger(__name__)
 
 MOST_CLOSE_SECONDS = 5.0
-"""How long closing waits for a read that is under way: less than any grace period of a cluster."""
+"""Seconds that `close` waits for a read in progress: less than any cluster's grace period."""
 
 
 class Prefetcher:
     """Iterates over the batches of a source as global arrays, read ahead in a thread.
 
-    Each process reads only the rows that its own devices hold, once each. An error in the thread is
-    raised by the `__next__` that would have given the batch, and by each one after it. A read that
-    never ends keeps `__next__` waiting: whoever drives the loop must say how long is too long.
+    Each process reads each row of its own devices once, and no other rows. An error in the thread
+    is raised by the `__next__` of that batch and by all later calls. A read that never ends blocks
+    `__next__`: the training loop must set a timeout.
 
-    Close it when done, or use it as a context manager; it also ends when it is collected or the
-    interpreter exits. A read that is under way is given `MOST_CLOSE_SECONDS` to end; then its
-    thread is left behind, with a warning, and cannot keep the process.
+    Close it when done, or use it as a context manager; it also stops at garbage collection or
+    interpreter exit. A read in progress gets `MOST_CLOSE_SECONDS` to finish. After that its thread
+    is abandoned with a warning; it cannot keep the process alive.
 
     Args:
-        source: Where batches come from.
+        source: The source of the batches.
         shardings: The sharding of each array of a batch, by name. Dims after the first may be
             sharded too.
         start_step: The first step to read.
-        depth: Batches held ready. One more may be in the making.
+        depth: Number of batches held ready. One more may be in progress.
 
     Raises:
-        ValueError: If the shardings are not those of the batch, or do not divide it.
+        ValueError: If the shardings have other names than the batch, or do not divide it.
     """
 
     wait_seconds: float
-    """How long the last `__next__` waited for its batch."""
+    """Seconds that the last `__next__` waited for its batch."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Prefetcher:
         self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
         self._stopped = threading.Event()
         self._last: tuple[str, Any] | None = None
-        # The thread holds no reference to this object, so that it can be collected.
+        # The thread holds no reference to this object, so the object can be garbage-collected.
         self._thread = threading.Thread(
             target=_fill,
             args=(reader, source.num_steps, self._queue, self._stopped),
@@ -99,7 +99,7 @@ class Prefetcher:
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the thread and lets go of the batches held ready. May be called again."""
+        """Stops the thread and releases the batches held ready. May be called repeatedly."""
         self._close()
 
     def __enter__(self) -> "Prefetcher":
@@ -110,7 +110,7 @@ class Prefetcher:
 
 
 class _Reader:
-    """Forms the global arrays of one step after another."""
+    """Creates the global arrays of successive steps."""
 
     def __init__(
         self,
@@ -120,14 +120,14 @@ class _Reader:
         step: int,
     ):
         self.step = step
-        """The step that is read next."""
+        """The next step to read."""
         self._source = source
         self._spec = spec
         self._shardings = shardings
         needed = set()
         for name, array in spec.items():
             indices = shardings[name].addressable_devices_indices_map(array.shape)
-            # Uneven shards would need a padded batch: refused here and not in the thread.
+            # Uneven shards would need a padded batch; this call rejects them outside of the thread.
             shardings[name].shard_shape(array.shape)
             rows = [index[0].indices(array.shape[0])[:2] for index in indices.values() if index]
             needed.update(rows)
@@ -158,7 +158,7 @@ class _Reader:
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns sorted ranges [start, stop) with those that touch or overlap made one."""
+    """Returns sorted ranges [start, stop) with touching or overlapping ranges merged."""
     result: list[tuple[int, int]] = []
     for start, stop in ranges:
         if result and start <= result[-1][1]:
@@ -180,7 +180,7 @@ def _fill(
                 batches.put((_END, None))
                 return
             batches.put((_BATCH, reader()))
-    except BaseException as error:  # Whatever it is, the training loop must hear of it.
+    except BaseException as error:  # The training loop must see every error.
         batches.put((_ERROR, error))
 
 
@@ -195,13 +195,13 @@ def _stop(
     if thread is threading.current_thread():  # The garbage collector may run anywhere.
         return
     deadline = time.monotonic() + MOST_CLOSE_SECONDS
-    while thread.is_alive():  # It may wait for room in the queue.
+    while thread.is_alive():  # The thread may be waiting for room in the queue.
         _drain(batches)
         thread.join(0.01)
         if time.monotonic() > deadline:
             _LOG.warning(
                 "the thread that reads the batch of step %d has not ended within %g s and is left "
-                "behind; it still holds what it has open",
+                "behind; its open files stay open",
                 reader.step,
                 MOST_CLOSE_SECONDS,
             )

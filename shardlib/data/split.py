@@ -8,14 +8,14 @@ import numpy as np
 def held_out(hashes: np.ndarray, sizes: np.ndarray, fraction: float) -> np.ndarray:
     """Returns the hashes of the documents to hold out.
 
-    Documents are taken in order of their hash while their sizes stay within `fraction` of the
-    whole; larger ones are passed over, and where none fits, the smallest is taken. Equal documents
-    are taken together, so no document is on both sides. The choice depends neither on the order of
-    documents nor on a seed. With fewer than two different documents, none can be held out.
+    Documents are taken in hash order while their sizes stay within `fraction` of the total. Larger
+    documents are skipped; if none fits, the smallest is taken. Equal documents are taken together,
+    so no document is on both sides. The choice depends neither on the order of documents nor on a
+    seed. With fewer than two distinct documents, none is held out.
 
     Args:
-        hashes: Of each document, `[n] uint64`.
-        sizes: Of each document, in any one unit, `[n] int64`.
+        hashes: Hash of each document, `[n] uint64`.
+        sizes: Size of each document in any common unit, `[n] int64`.
         fraction: Share of the sum of sizes, in [0, 1).
 
     Returns:
@@ -39,5 +39,5 @@ def union(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def is_in(hashes: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Returns whether each document is among the chosen ones, `[n] bool`."""
+    """Returns a mask of the documents whose hash is in `chosen`, `[n] bool`."""
     return np.isin(hashes, chosen)

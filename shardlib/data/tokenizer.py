@@ -1,4 +1,4 @@
-"""Tokenizers whose every token stands for a known number of bytes of text."""
+"""Tokenizers with a known number of text bytes for every token."""
 
 import contextlib
 import json
@@ -15,12 +15,12 @@ from shardlib.data.hashing import digest
 from shardlib.errors import DataError, did_you_mean
 
 END_OF_TEXT = "<|endoftext|>"
-# Names that published tokenizers give the token that ends a document.
+# End-of-document token names of published tokenizers.
 _USUAL_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 _BYTES_FORMAT = {"shardlib": "bytes"}
 _BLOCK_CHARACTERS = 1 << 20
-# A line end between two characters that are not white space: the split patterns of published
-# byte-level tokenizers never join what stands on its two sides.
+# A line end between two non-whitespace characters: the split patterns of published byte-level
+# tokenizers never join text across it.
 _BLOCK_END = re.compile(r"(?<=\S\n)(?=\S)")
 
 
@@ -30,34 +30,34 @@ class Encoded(NamedTuple):
     ids: np.ndarray
     """`[n] int64`."""
     num_bytes: np.ndarray | None
-    """Bytes of text that each token stands for, `[n] int64`; None where `token_num_bytes` tells."""
+    """Text bytes of each token, `[n] int64`; None if the tokenizer has `token_num_bytes`."""
 
 
 class Tokenizer(ABC):
-    """Text to tokens and back."""
+    """Conversion of text to tokens and back."""
 
     vocab_size: int
     """All ids lie in [0, vocab_size)."""
     eot: int
-    """The id of the token that stands between documents."""
+    """The id of the token between documents."""
     token_num_bytes: np.ndarray | None
-    """Bytes of text that each id stands for, `[vocab_size] int64`, 0 for special tokens.
+    """Text bytes of each id, `[vocab_size] int64`, 0 for special tokens.
 
-    It is exact: over any text, the sum equals the length of the text in UTF-8. None for tokenizers
-    without such a table (SentencePiece, WordPiece, any that normalises text). Their bytes are
-    counted at each occurrence instead, from the end of the token before to the end of the token,
-    which adds up to the length of the text too.
+    The table is exact: over any text, the sum equals the length of the text in UTF-8. It is None
+    for SentencePiece, WordPiece and all tokenizers that normalise text. Their bytes are counted at
+    each occurrence instead, from the end of the previous token to the end of the token; these
+    counts also add up to the length of the text.
     """
     fingerprint: str
-    """Equal for tokenizers that give equal tokens."""
+    """A digest that is equal for tokenizers with equal tokens."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text. Names of special tokens in it are ordinary text."""
+        """Returns the tokens of a text. Special token names in it are ordinary text."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of some tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of tokens; bytes that are not UTF-8 become U+FFFD."""
 
     @abstractmethod
     def encode_documents(self, texts: Sequence[str]) -> list[Encoded]:
@@ -65,15 +65,15 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def to_json(self) -> str:
-        """Returns the tokenizer as text that `read_tokenizer` reads from a file."""
+        """Returns the tokenizer as the text of a file that `read_tokenizer` can read."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file that `read_tokenizer`, and `data.tokenizer` in a config, can read."""
+        """Writes a file for `read_tokenizer` and for `data.tokenizer` in a config."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
 class BytesTokenizer(Tokenizer):
-    """One token per byte of UTF-8, and one that ends a document."""
+    """One token per byte of UTF-8, and an end-of-text token."""
 
     vocab_size = 257
     eot = 256
@@ -104,12 +104,12 @@ class JsonTokenizer(Tokenizer):
     """A tokenizer in the `tokenizer.json` format of the `tokenizers` library.
 
     Args:
-        text: The content of the file. Truncation, padding and BPE dropout in it are switched off.
-        end_of_text: The token that stands between documents; None to find one of the usual names.
-        origin: What to call it in messages.
+        text: The content of the file. Its truncation, padding and BPE dropout are disabled.
+        end_of_text: The token between documents; None looks for one of the usual names.
+        origin: Its name in messages.
 
     Raises:
-        DataError: If it cannot be read, or has no such end-of-text token.
+        DataError: If the text cannot be parsed, or has no such end-of-text token.
     """
 
     def __init__(self, text: str, end_of_text: str | None = None, origin: str = "tokenizer.json"):
@@ -149,10 +149,10 @@ def read_tokenizer(path: str | os.PathLike[str], end_of_text: str | None = None)
 
     Args:
         path: The file.
-        end_of_text: The token that stands between documents; None to find one of the usual names.
+        end_of_text: The token between documents; None looks for one of the usual names.
 
     Raises:
-        DataError: If the file is no tokenizer, or has no such end-of-text token.
+        DataError: If the file is not a tokenizer, or has no such end-of-text token.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -167,15 +167,15 @@ def read_tokenizer(path: str | os.PathLike[str], end_of_text: str | None = None)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
-    """Returns a byte-level BPE tokenizer trained on some texts; equal for equal texts.
+    """Returns a byte-level BPE tokenizer trained on texts; equal texts give equal tokenizers.
 
     Args:
         texts: The texts.
-        vocab_size: Entries wanted, 257 at least. It gets fewer when no pair is left to merge.
+        vocab_size: Requested entries, at least 257. It has fewer if no pair is left to merge.
 
     Source: Sennrich, Haddow and Birch, "Neural machine translation of rare words with subword
     units", 2016; Radford et al., "Language models are unsupervised multitask learners", 2019
-    (bytes as the base alphabet, and the pattern that text is split by first).
+    (bytes as the base alphabet, and the pattern that splits the text first).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -195,11 +195,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
 
 @contextlib.contextmanager
 def _parallel() -> Iterator[None]:
-    """Uses all cores inside, and leaves the process fit to fork.
+    """Uses all cores inside the context, and keeps the process safe to fork.
 
-    A forked child has none of the library's threads: it would warn, or wait for them for ever. So
-    the library's switch is on inside only, and stays off in children. An empty value is off for
-    the library, and tells our setting from a user's own, which is respected.
+    A forked child has none of the library's threads: it would warn, or wait for them forever. The
+    library's switch is therefore on only inside the context, and stays off in children. The library
+    reads an empty value as off; it distinguishes our setting from a user's, which is respected.
     """
     owner = _thread_owner[0] if _thread_owner else os.getpid()
     if os.environ.get(_SWITCH) or owner != os.getpid():
@@ -214,7 +214,7 @@ def _parallel() -> Iterator[None]:
 
 
 _SWITCH = "TOKENIZERS_PARALLELISM"
-# The process whose threads the library has started.
+# The process in which the library has started its threads.
 _thread_owner: list[int] = []
 
 
@@ -240,7 +240,7 @@ def _find_end_of_text(vocabulary: dict[str, int], wanted: str | None, origin: st
     if wanted is not None and wanted not in vocabulary:
         raise DataError(
             f"{origin!r} has no token {wanted!r}.{did_you_mean(wanted, vocabulary)}\n"
-            f"  Set data.end_of_text to the token that it ends documents with."
+            f"  Set data.end_of_text to its end-of-document token."
         )
     names = _USUAL_NAMES if wanted is None else (wanted,)
     for name in names:
@@ -248,14 +248,14 @@ def _find_end_of_text(vocabulary: dict[str, int], wanted: str | None, origin: st
             return vocabulary[name]
     raise DataError(
         f"{origin!r} has no end-of-text token under any usual name ({', '.join(_USUAL_NAMES)}).\n"
-        f"  Set data.end_of_text to the token that it ends documents with."
+        f"  Set data.end_of_text to its end-of-document token."
     )
 
 
 def _byte_table(
     content: dict[str, Any], vocabulary: dict[str, int], vocab_size: int
 ) -> np.ndarray | None:
-    """Returns the exact bytes of each id, or None where a token does not stand for fixed bytes."""
+    """Returns the exact bytes of each id, or None if the bytes of a token are not fixed."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     alphabet = ByteLevel.alphabet()
@@ -292,7 +292,7 @@ def _is_lossless(content: dict[str, Any]) -> bool:
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """Yields a long text in pieces cut at line ends, which can be encoded in parallel."""
+    """Yields a long text in pieces split at line ends, to be encoded in parallel."""
     start = 0
     while len(text) - start > _BLOCK_CHARACTERS:
         end = _BLOCK_END.search(text, start + _BLOCK_CHARACTERS)
@@ -304,14 +304,14 @@ def _blocks(text: str) -> Iterator[str]:
 
 
 def _with_num_bytes(encoding: Any, text: str) -> Encoded:
-    """Counts the bytes of each token from the characters that the library says it came from."""
+    """Counts the bytes of each token from its character offsets in the encoding."""
     ids = np.array(encoding.ids, np.int64)
     if not len(ids):
         return Encoded(ids, ids)
-    # Tokens that are parts of one character all end after it: the first of them takes its bytes.
+    # Tokens of a partial character all end after the character; the first token gets its bytes.
     ends = np.maximum.accumulate(np.array(encoding.offsets, np.int64)[:, 1])
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     widths = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
     byte_ends = np.concatenate([[0], np.cumsum(widths)])[ends]
-    byte_ends[-1] = widths.sum()  # What follows the last token (white space) belongs to it.
+    byte_ends[-1] = widths.sum()  # Whitespace after the last token belongs to it.
     return Encoded(ids, np.diff(byte_ends, prepend=0))

@@ -1,11 +1,10 @@
-"""One functional view of NNX and linen modules.
+"""A common functional view of NNX and linen modules.
 
 A module is split once into plain nested dicts of arrays with string keys: `params` (trained) and
-`model_state` (what a forward pass updates, such as batch statistics, and parameters that are not
-trained). Inside of a traced step `call` merges them into a module, gives it to the loss, and
-collects what the calls updated. The state of random number generators is kept nowhere: it is
-derived from a key, so that a step's randomness depends on that key alone and neither on the mesh
-nor on how often the module ran before.
+`model_state` (updated by a forward pass, such as batch statistics, and untrained parameters). In a
+traced step `call` merges them into a module, passes it to the loss, and collects the updates. The
+state of random number generators is not stored. It is derived from a key, so a step's randomness
+depends on that key alone, not on the mesh or on earlier runs of the module.
 """
 
 from shardlib.functional.calls import call as call

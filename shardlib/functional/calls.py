@@ -1,4 +1,4 @@
-"""A call of a merged module inside of a trace, and what it leaves behind."""
+"""Calls of a merged module inside a trace, and the state after them."""
 
 import functools
 import re
@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from shardlib.errors import ModelError
+from shardlib.functional.precision import Precision
 from shardlib.functional.protocol import FunctionalModule, Tree
 from shardlib.paths import named_leaves, path_string
-from shardlib.precision import Precision
 
 _UNBOUND = re.compile(r"unbound axis name: ([^\s.]+)")
 
@@ -31,14 +31,15 @@ def call(
 
     Args:
         module: The functional view.
-        params: The trained parameters, in the dtype in which they are stored.
-        model_state: What calls update, and parameters that are not trained.
-        key: Decides the module's random streams.
+        params: The trained parameters, in their storage dtype.
+        model_state: The state that calls update, and untrained parameters.
+        key: The key of the module's random streams.
         fn: Returns a pytree of arrays.
-        precision: In which dtype parameters enter the model; as they are when left out.
+        precision: The policy that casts parameters as they enter the model; no cast by default.
 
     Returns:
-        What `fn` returned, and the model state after it: in the dtypes that it had, with the
+        The result of `fn`, and the model state after it, with its dtypes and the untrained
+        parameters unchanged.
         parameters that are not trained as they were.
 
     Raises:
@@ -76,14 +77,14 @@ def with_axes(names: frozenset[str], fn: Callable[..., Any]) -> Callable[..., An
 
 
 def unbound_axis(model: str, error: NameError) -> Exception:
-    """Returns what to raise for a `NameError`: a `ModelError` if an axis of JAX is not bound."""
+    """Returns the error to raise for a `NameError`: a `ModelError` for an unbound JAX axis."""
     unbound = _UNBOUND.search(str(error))
     if unbound is None:
         return error
     return ModelError(
         f"{model} or its loss reduces over the axis {unbound[1]!r}, which no vmap, pmap or "
         "`axis_name` of a layer binds.\n"
-        "  Drop the reduction: a batch is global here, so that its mean is that of all devices."
+        "  Drop the reduction: a batch is global here, so its mean covers all devices."
     )
 
 
@@ -92,7 +93,7 @@ def _after(module: FunctionalModule, model: Any, before: Tree) -> Tree:
 
     def after(path: Any, old: jax.Array) -> jax.Array:
         name = path_string(path)
-        # A dtype that drifted would compile the next step anew.
+        # A changed dtype would recompile the next step.
         return old if name in module.frozen else new[name].astype(old.dtype)
 
     return jax.tree_util.tree_map_with_path(after, before)

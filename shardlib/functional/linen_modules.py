@@ -26,11 +26,11 @@ _INTERMEDIATES = "intermediates"
 
 
 class LinenFunctional:
-    """The functional view of a linen module: `merge` gives a bound module.
+    """The functional view of a linen module: `merge` returns a bound module.
 
-    Every collection that `init` makes is a parameter or state, but for those that modules only
-    `sow` into. These and `intermediates` are outputs of a call: the loss reads them after it, as
-    in `model.variables["intermediates"]`, and they are gone at the next merge.
+    Every collection that `init` makes is a parameter or state, except collections that modules only
+    `sow` into. These and `intermediates` are outputs of a call. The loss reads them after it, as in
+    `model.variables["intermediates"]`, and the next merge drops them.
     """
 
     def __init__(self, module: linen.Module, inputs: Inputs, wrt: Any = None):
@@ -63,7 +63,7 @@ class LinenFunctional:
         )
 
     def _traced(self) -> tuple[dict[str, Any], frozenset[str]]:
-        """The variables of an abstract initialisation, and the axes over which layers reduce."""
+        """Returns the abstract initial variables, and the axes over which layers reduce."""
         axes = set[str]()
 
         def look(fn: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -79,9 +79,9 @@ class LinenFunctional:
         return dict(boxed), frozenset(axes)
 
     def _inits_without(self, collection: str) -> bool:
-        """Whether `init` succeeds where it may not write to a collection.
+        """Returns whether `init` succeeds if it may not write to a collection.
 
-        `sow` passes over such a one; a variable that cannot be made is an error.
+        `sow` skips such a collection; a variable that cannot be made is an error.
         """
         try:
             jax.eval_shape(lambda key: self._boxed(key, collection), jax.random.key(0))
@@ -100,11 +100,11 @@ class LinenFunctional:
         return self._module.init(streams, *map(filled, self._inputs), mutable=mutable)
 
     def _streams(self, key: jax.Array) -> dict[str, jax.Array]:
-        # linen takes "params" for every stream that a module asks for and that has no key.
+        # linen takes "params" for every requested stream without a key.
         return {name: jax.random.fold_in(key, i) for i, name in enumerate(("params", "dropout"))}
 
     def _parts(self, variables: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The collections that are trained, and the others that are kept."""
+        """Returns the trained collections, and the other collections that are kept."""
         kept = {name: tree for name, tree in variables.items() if name not in self._sown}
         return (
             {name: tree for name, tree in kept.items() if name in self._trained},
@@ -132,14 +132,14 @@ class LinenFunctional:
         found: dict[Keys, Any] = {}
         for keys, leaf in jax.tree_util.tree_flatten_with_path(_unboxed(held))[0]:
             path = _path(keys_of(keys))
-            # What is sown is a tuple as a rule, and so an output in a collection without state.
+            # Sown values are usually tuples, and so outputs in a collection without state.
             if path[0] in kept or not any(hasattr(key, "idx") for key in keys):
                 found[path] = leaf
         if changed := found.keys() ^ known:
             raise ModelError(
                 f"the call of {self.name} added or removed variables: "
                 f"{', '.join(sorted('/'.join(path) for path in changed))}.\n"
-                "  Make them whenever the module is initialised, with the shape they keep, or sow "
+                "  Make them whenever the module is initialised, with a fixed shape, or sow "
                 "them into the collection 'intermediates'."
             )
         return self._rest.to_tree([found[path] for path in self._rest.paths])
@@ -163,7 +163,7 @@ def _trained(model: str, wrt: Any, held: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _path(keys: Keys) -> Keys:
-    """The path of a variable: the collection of parameters adds nothing to it."""
+    """Returns the path of a variable, without the name of the collection of parameters."""
     return keys[1:] if keys[0] == "params" else keys
 
 
@@ -173,7 +173,7 @@ def _layout(variables: Any) -> Layout:
 
 
 def _named(boxed: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """The collection and the logical axes of each leaf by path."""
+    """Returns the collection and the logical axes of each leaf by path."""
     found: dict[str, tuple[str, Any]] = {}
     leaves, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=_is_box)
     for keys, box in leaves:

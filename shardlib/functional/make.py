@@ -1,4 +1,4 @@
-"""From whatever a user calls a model to its functional view."""
+"""The functional view of any supported form of a model."""
 
 from typing import Any
 
@@ -16,16 +16,16 @@ def functional(make: Any, inputs: Inputs = (), wrt: Any = None) -> FunctionalMod
 
     Args:
         make: `make(rngs) -> module` for an NNX or linen module, a linen module itself, or an NNX
-            module that is in memory, whose arrays are looked at and not kept.
+            module in memory, whose arrays are inspected but not kept.
         inputs: For linen, example arguments of its `__call__` (arrays or `ShapeDtypeStruct`s): a
             tuple, or a dict of keyword arguments.
-        wrt: What is trained: for NNX a filter, `nnx.Param` when left out; for linen the name of a
-            collection or several, `"params"` when left out.
+        wrt: The variables to train: for NNX a filter, `nnx.Param` by default; for linen the name of
+            a collection or several, `"params"` by default.
 
     Raises:
-        ModelError: If `make` returns neither kind of module, a linen module comes without inputs,
-            an NNX module holds arrays outside of its variables, or `wrt` is not a filter or names
-            a collection that is not there.
+        ModelError: If `make` does not return a Flax module, a linen module has no inputs, an NNX
+            module holds arrays outside of its variables, or `wrt` is not a filter or names a
+            missing collection.
     """
     if isinstance(make, linen.Module):
         return LinenFunctional(make, inputs, wrt)
@@ -55,7 +55,7 @@ def _not_a_module(what: str) -> str:
 
 
 def refuse_no_params(module: FunctionalModule, params: Tree) -> None:
-    """Raises `ModelError` for a module of which nothing would be trained."""
+    """Raises `ModelError` for a module without parameters to train."""
     if jax.tree.leaves(params):
         return
     by_kind: dict[str, list[str]] = {}

@@ -17,7 +17,7 @@ Make = Callable[[nnx.Rngs], Any]
 
 def made_by(make: Make, key: jax.Array) -> Any:
     """Returns the module that a function makes from a key."""
-    # NNX would read logical names as mesh axes and place every variable as it is made.
+    # NNX would read logical names as mesh axes and place every new variable by them.
     with nnx.use_eager_sharding(False):
         return make(nnx.Rngs(key))
 
@@ -26,12 +26,12 @@ class NnxFunctional:
     """The functional view of an NNX module."""
 
     def __init__(self, module: nnx.Module, wrt: Any = None, make: Make | None = None):
-        """Looks at a module, whose arrays may be traced and are not kept.
+        """Inspects a module, whose arrays may be traced and are not kept.
 
         Args:
             module: The module.
-            wrt: A filter of the variables to train; `nnx.Param` when left out.
-            make: What made the module; None for one that is in memory.
+            wrt: A filter of the variables to train; `nnx.Param` by default.
+            make: The function that made the module; None for a module in memory.
         """
         _refuse_loose_arrays(module)
         if make is not None:
@@ -65,7 +65,7 @@ class NnxFunctional:
     def init(self, key: jax.Array) -> tuple[Tree, Tree]:
         if self._make is None:
             raise ModelError(
-                f"{self.name} was given as a module in memory, which cannot be made anew.\n"
+                f"{self.name} was given as a module in memory, which cannot be remade.\n"
                 "  Place its arrays with sl.init_state(model, optimizer) or "
                 "sl.materialize(abstract, params=model), or pass the function that makes it."
             )
@@ -83,7 +83,7 @@ class NnxFunctional:
         )
 
     def collect(self, module: nnx.Module) -> Tree:
-        # What a module sows during a call is an output of that call, not state.
+        # Values that a module sows during a call are outputs of that call, not state.
         rest = nnx.state(module, nnx.Not(nnx.Any(self._trained, nnx.RngState, nnx.Intermediate)))
         known = set(self._rest.paths)
         variables, _ = jax.tree_util.tree_flatten_with_path(rest, is_leaf=_is_variable)
@@ -97,7 +97,7 @@ class NnxFunctional:
             changed = sorted("/".join(path) for path in flat.keys() ^ known)
             raise ModelError(
                 f"the call of {self.name} added or removed variables: {', '.join(changed)}.\n"
-                "  Make them in __init__, with the shape they keep."
+                "  Make them in __init__, with a fixed shape."
             )
         return self._rest.to_tree([flat[path] for path in self._rest.paths])
 
@@ -105,7 +105,7 @@ class NnxFunctional:
 def _trained(wrt: Any) -> Any:
     try:
         wanted = nnx.filterlib.to_predicate(nnx.Param if wrt is None else wrt)
-    # Flax fails to format its own message for some of them.
+    # Flax fails to format its own message for some filters.
     except (TypeError, ValueError):
         raise ModelError(
             f"wrt is {wrt!r}, which is not a filter of NNX variables.\n"
@@ -116,7 +116,7 @@ def _trained(wrt: Any) -> Any:
 
 
 def _fresh_rng(template: jax.ShapeDtypeStruct, key: jax.Array, index: int) -> jax.Array:
-    """A key for each key variable (one for each layer of a stack); a zero for each counter."""
+    """Returns a key for each key variable (one per layer of a stack); zero for each counter."""
     if not jnp.issubdtype(template.dtype, jax.dtypes.prng_key):
         return jnp.zeros(template.shape, template.dtype)
     key = jax.random.fold_in(key, index)
@@ -124,7 +124,7 @@ def _fresh_rng(template: jax.ShapeDtypeStruct, key: jax.Array, index: int) -> ja
 
 
 def _refuse_loose_arrays(module: nnx.Module) -> None:
-    """An array outside of a variable would be a constant of the compiled step, and untrained."""
+    """Rejects arrays outside of variables: they would be untrained constants of the step."""
     loose = [
         "/".join(str(part) for part in path)
         for path, node in nnx.iter_graph(module)
@@ -138,7 +138,7 @@ def _refuse_loose_arrays(module: nnx.Module) -> None:
 
 
 def _refuse_placed_arrays(module: nnx.Module) -> None:
-    """A program that makes a state on all devices cannot take arrays that are bound to one."""
+    """Rejects arrays bound to one device: a program on all devices cannot take them."""
     placed = [
         "/".join(keys_of(path))
         for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(module))
@@ -146,8 +146,8 @@ def _refuse_placed_arrays(module: nnx.Module) -> None:
     ]
     if placed:
         raise ModelError(
-            f"the function that makes {type(module).__name__} returned arrays that were placed on "
-            f"devices before: {', '.join(placed[:4])}{', ...' if len(placed) > 4 else ''}.\n"
+            f"the function that makes {type(module).__name__} returned arrays already placed on "
+            f"devices: {', '.join(placed[:4])}{', ...' if len(placed) > 4 else ''}.\n"
             "  Pass the module itself, sl.init_state(model, optimizer), which moves them."
         )
 
@@ -166,7 +166,7 @@ def _layout(state: Any) -> Layout:
 
 
 def _of_each(state: Any, say: Callable[[nnx.Variable, Any], Any]) -> dict[str, Any]:
-    """What the variables of an `nnx.State` say of each of their leaves, by its path."""
+    """Returns `say` of the variables of an `nnx.State` for each leaf by path."""
     found = {}
     variables, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable)
     for path, variable in variables:

@@ -1,4 +1,4 @@
-"""What a functional view offers, and the trees that it is made of."""
+"""The protocol of a functional view, and its trees."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,16 @@ Keys = tuple[str, ...]
 
 
 class FunctionalModule(Protocol):
-    """A module apart from its arrays. No two leaves of `params` and `model_state` have one path."""
+    """A module apart from its arrays. Leaf paths are unique across `params` and `model_state`."""
 
     axes: AxesByPath
-    """The logical axes of each leaf of both trees; `None` for a leaf that names none."""
+    """The logical axes of each leaf of both trees; `None` for a leaf without names."""
     kinds: Mapping[str, str]
-    """What the variable of each leaf is: the name of its NNX type, or of its linen collection."""
+    """The kind of variable of each leaf: its NNX type, or its linen collection."""
     frozen: frozenset[str]
-    """The leaves of `model_state` that are parameters, but not trained ones. A call leaves them as
-    they are."""
+    """The leaves of `model_state` that are untrained parameters. A call leaves them unchanged."""
     float32: frozenset[str]
-    """The parameters that are not to be rounded: NNX variables with the metadata `float32=True`."""
+    """The parameters that must not be rounded: NNX variables with the metadata `float32=True`."""
     reduces_over: frozenset[str]
     """The axes of a `vmap` or `pmap` over which layers reduce: their `axis_name`."""
     name: str
@@ -37,7 +36,7 @@ class FunctionalModule(Protocol):
         ...
 
     def init(self, key: jax.Array) -> tuple[Tree, Tree]:
-        """Returns fresh `(params, model_state)`; meant to be traced."""
+        """Returns initial `(params, model_state)`; meant to be traced."""
         ...
 
     def merge(self, params: Tree, model_state: Tree, key: jax.Array) -> Any:
@@ -61,7 +60,7 @@ class Layout:
         return nested(dict(zip(self.paths, jax.tree.leaves(variables), strict=True)))
 
     def to_variables(self, tree: Tree) -> Any:
-        """Undoes `to_tree`."""
+        """Reverses `to_tree`."""
         return jax.tree.unflatten(self.treedef, [_lookup(tree, path) for path in self.paths])
 
 
@@ -89,9 +88,9 @@ def _lookup(tree: Mapping[str, Any], path: Keys) -> Any:
 
 
 def axis_names_of(metadata: Any, rank: int) -> tuple[str | None, ...] | None:
-    """Returns the logical axes that the metadata of a variable names, one for each dim.
+    """Returns the logical axes in the metadata of a variable, one for each dim.
 
-    A `PartitionSpec`, alone or of a `NamedSharding`, may be shorter than the rank, as everywhere in
+    A `PartitionSpec`, alone or in a `NamedSharding`, may be shorter than the rank, as everywhere in
     JAX. Several names of one dim are joined as in rules: `("data", "fsdp")` is `"data+fsdp"`.
     """
     if metadata is None:

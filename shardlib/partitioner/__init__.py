@@ -1,9 +1,9 @@
 """Partitioning of traced programs by shardlib itself.
 
-XLA's partitioner decides where values lie that nobody constrains, and it has been measured to
-return wrong numbers without a word (docs/xla_faults.md). Here the decision is made on the traced
-program: `factors` says how each operation may be cut, `analyze` where every value lies, and `lower`
-executes that as one fully manual program whose collectives are written out.
+XLA's partitioner decides the sharding of values without constraints, and it has been measured to
+return wrong numbers silently (docs/xla_faults.md). Here the decision is made on the traced program:
+`factors` describes how each operation may be cut, `analyze` chooses the layout of every value, and
+`lower` executes the result as one fully manual program with explicit collectives.
 """
 
 from shardlib.partitioner.decided import Partition as Partition

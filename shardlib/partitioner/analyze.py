@@ -1,8 +1,8 @@
-"""Decides where every value of a traced program lies, before anything is lowered.
+"""Decides the layout of every value of a traced program, before any lowering.
 
-The walk follows the program forward. Each operation takes the layouts of its operands, chooses
-which mesh axes cut which of its factors, and says where operands go and results lie. The answer is
-a `Program`: plain data that `lower` executes.
+The walk follows the program forward. Each operation takes the layouts of its operands, chooses the
+mesh axes that cut its factors, and fixes the layouts of its operands and results. The answer is a
+`Program`: plain data that `lower` executes.
 """
 
 import collections
@@ -33,7 +33,7 @@ from shardlib.partitioner.program import Program, Step, source_of
 from shardlib.partitioner.wanted import Readers, wanted_layouts
 
 _UNSUPPORTED = frozenset({"shard_map", "pallas_call", "custom_partitioning", "run_state"})
-# A parameter that is only cast, transposed or named is still where it is stored.
+# A parameter that is only cast, transposed or named keeps its storage layout.
 _STAYS_STORED = frozenset(
     {"convert_element_type", "copy", "copy_p", "transpose", "squeeze", "name"}
 )
@@ -57,12 +57,12 @@ class Analysis:
     def program(
         self, jaxpr: Any, inputs: Sequence[Layout], wanted: Sequence[Dims | None]
     ) -> Program:
-        """Returns where every value of a jaxpr lies.
+        """Returns the program of a jaxpr, with the layout of every value.
 
         Args:
             jaxpr: An open jaxpr whose `constvars` come first among the inputs.
-            inputs: Where its constants and arguments lie.
-            wanted: Where each of its results is to go at the end, if that is known.
+            inputs: Layouts of its constants and arguments.
+            wanted: Wanted dims of each result, or None if unknown.
 
         Raises:
             PartitionError: If it holds an operation that sees the mesh itself or has effects.
@@ -76,7 +76,7 @@ class Analysis:
     def closed(
         self, closed: Any, inputs: Sequence[Layout], wanted: Sequence[Dims | None] | None = None
     ) -> Program:
-        """Returns where every value of a closed jaxpr lies, its constants whole on each device."""
+        """Returns the program of a closed jaxpr; its constants are replicated."""
         consts = [whole(len(v.aval.shape)) for v in closed.jaxpr.constvars]
         wanted = wanted or [None] * len(closed.jaxpr.outvars)
         return self.program(closed.jaxpr, [*consts, *inputs], wanted)
@@ -112,12 +112,12 @@ class Walk:
         return Program(self.flat, self.inputs, steps, outputs)
 
     def wanted(self, var: Any) -> Dims | None:
-        """Returns where the end of the program wants a value, or else where a reader of it has its
-        other operand."""
+        """Returns the dims that the end of the program wants for a value, or else the dims of
+        another operand of an operation that reads it."""
         return self._wanted.get(var) or self._readers.wants(var)
 
     def used(self, layout: Layout) -> Layout:
-        """Returns where a parameter lies where it is used: whole over the axes of the batch."""
+        """Returns the layout of a parameter where it is used: whole over the batch axes."""
         if not layout.stored:
             return layout
         batch = self.analysis.batch_axes
@@ -129,7 +129,7 @@ class Walk:
             made = ((),) * len(atom.aval.shape)
             return Layout(made, made=True, zero=is_number and bool(atom.val == 0))
         if atom not in self.at:
-            self.at[atom] = whole(len(atom.aval.shape))  # a constant that a call within holds
+            self.at[atom] = whole(len(atom.aval.shape))  # a constant captured by an inner call
         return self.at[atom]
 
     def _step(self, operation: Operation, ins: list[Layout]) -> Step:
@@ -154,11 +154,11 @@ class Walk:
         return self._cut(operation, ins, factors)
 
     def _cut(self, operation: Operation, ins: list[Layout], factors: Factors) -> Step:
-        """An operation on pieces, cut along the factors that are cheapest."""
+        """Returns the step of an operation on pieces, cut along the cheapest factors."""
         if _uses_parameters(operation, ins):
             ins = [self.used(layout) for layout in ins]
         kept = _kept_pending(ins, factors)
-        ins = [dataclasses.replace(x, pending=k) for x, k in zip(ins, kept, strict=True)]
+        ins = [x.keeping(pending) for x, pending in zip(ins, kept, strict=True)]
         if _can_be_made(operation, ins):
             is_zero = ins[:1] and ins[0].zero and operation.name in _KEEPS_ZERO
             results = [
@@ -176,7 +176,7 @@ class Walk:
         return Step(operation, operands, tuple(results), found, factors, moved_bytes=moved)
 
     def _choice(self, operation: Operation, ins: list[Layout], factors: Factors) -> Choice:
-        # What is written into a value that is made here lies where its reader wants it.
+        # A value written into one made here takes the layout that its reader wants.
         is_made_here = ins and ins[0].made and operation.invars[0].aval.shape
         wants = self.wanted if is_made_here else self._wanted.get
         return Choice(
@@ -192,7 +192,7 @@ class Walk:
         return sum(moved_bytes(num_bytes(v.aval), h, w.dims, self.sizes) for v, h, w in triples)
 
     def _stored(self, operation: Operation, layout: Layout, factors: Factors) -> Step:
-        """A parameter that changes its dtype or the order of its dims alone."""
+        """Returns the step of a parameter that changes only its dtype or the order of its dims."""
         found: Assignment = {}
         for factor, axes in zip(factors.operands[0], layout.dims, strict=True):
             if axes and factor is not None and not factors.sizes[factor] % degree(axes, self.sizes):
@@ -202,14 +202,14 @@ class Walk:
         return Step(operation, (operand,), (result,), found, factors)
 
     def _whole(self, operation: Operation, ins: list[Layout]) -> Step:
-        """An operation that is not known is computed whole, on every device alike."""
+        """Returns the step of an unknown operation, which every device computes whole."""
         operands = tuple(whole(len(v.aval.shape)) for v in operation.invars)
         results = tuple(whole(len(v.aval.shape)) for v in operation.outvars)
         moved = self._moved(operation, ins, operands)
         return Step(operation, operands, results, moved_bytes=moved, is_whole=True)
 
     def _constraint(self, operation: Operation, layout: Layout) -> Step:
-        """A constraint of the user's: dims that it leaves open stay as they are."""
+        """Returns the step of a user's constraint; unconstrained dims keep their axes."""
         sharding, open_dims = (
             operation.params["sharding"],
             operation.params.get("unconstrained_dims") or (),
@@ -230,8 +230,8 @@ class Walk:
         return Step(operation, (Layout(dims),), (Layout(dims),))
 
     def _settled(self, step: Step) -> tuple[Layout, ...] | None:
-        """Takes sums at once that cannot wait: those that several operations read, and those of
-        which the reader wants a part."""
+        """Returns the results' layouts after the sums that cannot wait: sums with several readers
+        and sums of which the reader wants a part."""
         settled = []
         for var, layout in zip(step.operation.outvars, step.results, strict=True):
             if layout.pending:
@@ -244,10 +244,10 @@ class Walk:
 
 
 def _kept_pending(ins: Sequence[Layout], factors: Factors) -> list[frozenset[str]]:
-    """Returns which sums stay pending in each operand, because the operation is linear in it.
+    """Returns the axes whose sums stay pending in each operand, because the operation is linear.
 
-    An axis over which one operand is pending must not cut another: the product of a term with a
-    part is neither.
+    An axis over which one operand is pending must not cut another: the product of a term and a
+    piece is neither a term nor a piece.
     """
     none = [frozenset[str]()] * len(ins)
     if factors.linear == "no" or not any(layout.pending for layout in ins):
@@ -263,22 +263,22 @@ def _kept_pending(ins: Sequence[Layout], factors: Factors) -> list[frozenset[str
             else frozenset()
             for i, x in enumerate(ins)
         ]
-    # Zeros are pending over any axes; every other term must be pending alike.
+    # Zeros are pending over any axes; all other terms must be pending over the same axes.
     alike = frozenset.intersection(*(layout.pending for layout in ins if not layout.zero))
     alike = alike.difference(*(layout.axes for layout in ins))
     return [frozenset() if layout.zero else alike for layout in ins]
 
 
 def _uses_parameters(operation: Operation, ins: Sequence[Layout]) -> bool:
-    """Whether parameters among the operands are to be gathered: they meet activations, or are used
-    as more than a list of numbers. The sum of their squares is taken where they are stored."""
+    """Returns whether to gather the parameters among the operands: they meet activations, or the
+    operation is neither elementwise nor a sum. Their sum of squares is computed as stored."""
     meets = any(x.dims and not x.stored and not x.made for x in ins)
     return meets or not (operation.name in ELEMENTWISE or operation.name == "reduce_sum")
 
 
 def _can_be_made(operation: Operation, ins: Sequence[Layout]) -> bool:
-    """Whether any device can make any piece of the results: constants, numbers that count up,
-    random bits of a key, and what is computed from these element by element."""
+    """Returns whether any device can make any piece of the results: constants, iota, random bits of
+    a key, and elementwise functions of such values."""
     name, shape = operation.name, operation.outvars[0].aval.shape
     if not shape or any(layout.axes or layout.pending for layout in ins):
         return False
@@ -291,14 +291,14 @@ def _can_be_made(operation: Operation, ins: Sequence[Layout]) -> bool:
 
 
 def is_unsupported(operation: Operation) -> bool:
-    """Returns whether an operation sees the mesh itself, has effects, or puts values on devices or
-    into memories that it names."""
+    """Returns whether an operation sees the mesh itself, has effects, or names the devices or the
+    memories of its results."""
     if operation.name == "device_put":
         return any(device is not None for device in operation.params["devices"])
     if operation.name == "reshard":
         return any(entry is not None for entry in operation.params["dst_sharding"].spec)
     effects = {type(effect).__name__ for effect in operation.equation.effects}
-    # A collective over an axis of a region around is no effect on anything.
+    # A collective over an axis of an outer region only nominally has an effect.
     return operation.name in _UNSUPPORTED or bool(effects - {"NamedAxisEffect"})
 
 

@@ -1,4 +1,4 @@
-"""Which mesh axis cuts which factor of an operation: the assignment that moves the fewest bytes."""
+"""The assignment of mesh axes to factors of an operation that moves the fewest bytes."""
 
 import dataclasses
 import itertools
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from shardlib.partitioner.factors import Dim, Factors
 from shardlib.partitioner.layout import Dims, Layout, Sizes, degree, moved_bytes
 
-# What an operation costs besides what it sends, in bytes on a link, with rounded figures of one
+# Cost of an operation in addition to communication, in bytes on a link, with rounded figures of one
 # accelerator: 1e14 FLOP/s, 8e11 B/s of memory, 5e10 B/s of link (TPU v5e: 1.97e14, 8.2e11, 4.5e10).
 # Only ratios matter, and only where layouts conflict.
 _FLOPS_PER_LINK_BYTE = 2000.0
@@ -16,15 +16,15 @@ _MEMORY_PER_LINK_BYTE = 16.0
 _MAX_COMBINATIONS = 512
 
 Assignment = dict[int, tuple[str, ...]]
-"""The mesh axes of each factor that is cut, major to minor."""
+"""The mesh axes of each cut factor, major to minor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a choice depends on.
+    """The inputs of a choice.
 
-    `operands` say where each operand lies, `bytes` their sizes whole, then those of the results;
-    `wanted` says where what reads the results would have them, where that is known.
+    `operands` are the layouts of the operands, `bytes` and `result_bytes` the sizes of the whole
+    operands and results. `wanted` are the dims that readers want for the results, None if unknown.
     """
 
     factors: Factors
@@ -42,8 +42,8 @@ def dims_of(factors: Sequence[Dim], assignment: Mapping[int, tuple[str, ...]]) -
 def choose(choice: Choice, sizes: Sizes) -> Assignment:
     """Returns the cheapest assignment of the axes that cut the operands to factors.
 
-    An axis that cuts no operand goes where the reader of a result wants it, as far as that costs
-    nothing. Ties go to the assignment that leaves the largest operands where they are.
+    An axis that cuts no operand goes where the reader of a result wants it, if that costs nothing.
+    Ties go to the assignment that leaves the largest operands in place.
     """
     votes = _votes(choice)
     pending = frozenset().union(*(layout.pending for layout in choice.operands))
@@ -65,7 +65,7 @@ def choose(choice: Choice, sizes: Sizes) -> Assignment:
 
 
 def _votes(choice: Choice) -> dict[str, list[Dim]]:
-    """Returns the factors that each axis cuts in some operand, of the largest operand first."""
+    """Returns the factors that each axis cuts in some operand, the largest operand first."""
     votes: dict[str, list[Dim]] = {}
     order = sorted(range(len(choice.operands)), key=lambda i: -choice.bytes[i])
     for i in order:
@@ -81,13 +81,13 @@ def _votes(choice: Choice) -> dict[str, list[Dim]]:
 def _combinations(options: list[list[Dim]]) -> Iterator[tuple[Dim, ...]]:
     choices = [[*[f for f in one if f is not None], None] for one in options]
     if math.prod(map(len, choices)) > _MAX_COMBINATIONS:
-        # The first of each is what the largest operand asks for.
+        # The first option of each axis is the factor of the largest operand.
         choices = [[one[0], None] if len(one) > 1 else one for one in choices]
     return itertools.islice(itertools.product(*choices), 4 * _MAX_COMBINATIONS)
 
 
 def _ordered(pairs: Iterator[tuple[str, Dim]], choice: Choice) -> Assignment:
-    """Groups axes by factor, in the order in which the largest operand has them."""
+    """Groups axes by factor, in the order of the largest operand."""
     found: Assignment = {}
     for axis, factor in pairs:
         if factor is not None:
@@ -132,7 +132,7 @@ def _cost(found: Assignment, choice: Choice, sizes: Sizes) -> float:
 def _take_wanted(
     found: Assignment, choice: Choice, sizes: Sizes, pending: frozenset[str]
 ) -> Assignment:
-    """Adds axes that the readers of the results want and that no operand has to be moved for."""
+    """Adds axes that the readers of the results want and that require no move of an operand."""
     used = {axis for axes in found.values() for axis in axes} | pending
     for dims, wanted in zip(choice.factors.results, choice.wanted, strict=True):
         for factor, axes in zip(dims, wanted or (), strict=wanted is not None):

@@ -1,4 +1,4 @@
-"""Whether the constraints of a model decide where its values lie, or leave it to a partitioner."""
+"""The decision whether shardlib or XLA partitions a function, by the model's constraints."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from shardlib.partitioner.program import Program, Step, source_of
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """Who partitions a function, and why."""
+    """The partitioner of a function, and the reason."""
 
     by: Literal["shardlib", "XLA"]
     why: str
@@ -25,17 +25,18 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 def who_partitions(
     traced: Traced, analyze: Callable[[], Laid], constrains: bool | None = None
 ) -> tuple[Partition, Laid | None]:
-    """Returns who partitions a function, and why; and its layouts if it is shardlib.
+    """Returns the partitioner of a function, and the function's layouts if it is shardlib.
 
-    XLA does where the function holds what shardlib cannot partition, and where constraints decide
-    all layouts: then no product of the forward pass has to move an activation, operands and results
-    of every product are cut alike, and a partitioner has nothing to choose.
+    XLA partitions functions with operations that shardlib cannot partition, and functions whose
+    constraints decide all layouts. In the latter no product of the forward pass has to move an
+    activation, the operands and results of every product are cut alike, and a partitioner has
+    nothing to choose.
 
     Args:
         traced: The function.
         analyze: Returns the layouts of its values.
-        constrains: Whether the model constrains an activation; None if all constraints that the
-            function holds are the model's.
+        constrains: Whether the model constrains an activation; None if all constraints in the
+            function belong to the model.
     """
     operations = list(_operations(traced.closed.jaxpr))
     refused = next(filter(is_unsupported, operations), None)
@@ -64,7 +65,7 @@ def _operations(jaxpr: Any) -> Iterator[Operation]:
 
 
 def _forward(program: Program) -> Iterator[Step]:
-    """Yields the steps of a forward pass, those of bodies too: what was not transposed last."""
+    """Yields the steps of a forward pass, including bodies: all but transposed operations."""
     for step in program.steps:
         if not step.operation.stack.lstrip("/").startswith("transpose("):
             yield step
@@ -73,13 +74,13 @@ def _forward(program: Program) -> Iterator[Step]:
 
 
 def _open(program: Program) -> Iterator[str]:
-    """Yields why layouts of products are open, or would be wrong in XLA's hands."""
+    """Yields the reasons why layouts of products are open, or would be wrong under XLA."""
     for step in _forward(program):
         operation = step.operation
         if operation.name not in _PRODUCTS:
             continue
         at, params = source_of(operation), operation.params
         if step.moved_bytes:
-            yield f"no constraint decides where {operation.name} at {at} lies"
+            yield f"no constraint decides the layout of {operation.name} at {at}"
         if params.get("feature_group_count", 1) > 1 or params.get("batch_group_count", 1) > 1:
-            yield f"XLA gets gradients of grouped convolutions wrong, as that at {at}"
+            yield f"XLA computes wrong gradients of grouped convolutions, such as the one at {at}"

@@ -10,8 +10,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from shardlib.constrain import Scope, active_or, manual_axes, platform
 from shardlib.errors import ModelError
+from shardlib.garbage import garbage_left
 from shardlib.mesh import entry_axes
 from shardlib.partitioner import indexing, products, reductions, shapes  # noqa: F401 (rules)
 from shardlib.partitioner.analyze import Analysis
@@ -19,27 +19,28 @@ from shardlib.partitioner.layout import Layout, from_spec
 from shardlib.partitioner.lower import Lowering, Value
 from shardlib.partitioner.program import Program
 from shardlib.partitioner.specs import argument_layouts, result_layouts
+from shardlib.sharding.constrain import Scope, active_or, manual_axes, platform
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A function that was traced for some arguments."""
+    """A function traced for given arguments."""
 
     closed: ClosedJaxpr
     shape: Any
-    """Its result, with shapes in place of arrays."""
+    """The structure of its result, with shapes in place of arrays."""
 
     def __call__(self, arguments: tuple[Any, ...]) -> Any:
-        """Returns what the function computes, its operations left to XLA."""
+        """Runs the function, with its operations left to XLA."""
         results = jaxpr_as_fun(self.closed)(*jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(self.shape), results)
 
 
 @dataclasses.dataclass(frozen=True)
 class Laid:
-    """A traced function, and where its values lie."""
+    """A traced function and the layouts of its values."""
 
     traced: Traced
     program: Program
@@ -51,6 +52,7 @@ def trace(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Traced:
     return Traced(*jax.make_jaxpr(fn, return_shape=True)(*arguments))
 
 
+@garbage_left()
 def analyze(
     traced: Traced,
     scope: Scope,
@@ -58,17 +60,17 @@ def analyze(
     outputs: Callable[[Any], Sequence[Layout | None]],
     batch_axes: Sequence[str],
 ) -> Laid:
-    """Decides where the values of a function lie.
+    """Decides the layouts of the values of a function.
 
     Args:
         traced: The function.
         scope: The mesh and rules.
-        inputs: Where each leaf of the arguments lies.
-        outputs: Where each leaf of the result is to lie, from the abstract result.
+        inputs: Layouts of the leaves of the arguments.
+        outputs: Returns the layouts of the leaves of the result, given the abstract result.
         batch_axes: The mesh axes of the batch.
 
     Raises:
-        PartitionError: If it holds what cannot be partitioned.
+        PartitionError: If it holds an operation that cannot be partitioned.
     """
     closed = traced.closed
     wanted = tuple(outputs(traced.shape))
@@ -84,7 +86,7 @@ def analyze(
 
 
 def _const_layout(x: Any, scope: Scope) -> Layout:
-    """Returns where a captured array lies: as it is on this mesh, else whole."""
+    """Returns the layout of a captured array: its own on this mesh, otherwise whole."""
     rank = len(jax.numpy.shape(x))
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding) and sharding.mesh == scope.mesh:
@@ -92,18 +94,20 @@ def _const_layout(x: Any, scope: Scope) -> Layout:
     return from_spec((), rank)
 
 
+@garbage_left()
 def execute(laid: Laid, scope: Scope, arguments: tuple[Any, ...]) -> Any:
-    """Returns what a function computes, as one manual region over all axes that are left.
+    """Returns the results of a function, run as one manual region over all remaining axes.
 
     Args:
         laid: The function.
         scope: The mesh and rules.
-        arguments: What it is called with; laid out as said to `analyze`.
+        arguments: Its arguments, in the layouts given to `analyze`.
     """
     traced, program = laid.traced, laid.program
     if held := program.held_whole():
         _LOG.warning(
-            "no rule says how to cut what every device computes whole: %s", "; ".join(held)
+            "every device computes these operations whole, as no rule can cut them: %s",
+            "; ".join(held),
         )
     sizes = {name: n for name, n in scope.sizes.items() if name not in manual_axes()}
 
@@ -132,21 +136,21 @@ def partitioned(
     *,
     params: Sequence[int] = (),
 ) -> Callable[..., Any]:
-    """Returns `fn` partitioned by shardlib: XLA runs what it is given and decides nothing.
+    """Returns `fn` partitioned by shardlib: XLA decides no sharding.
 
-    The result is called inside of `sl.use(mesh, rules)`, and computes what `fn` does. Take
+    Call the result inside `sl.use(mesh, rules)`. It computes the same values as `fn`. Take
     derivatives inside of `fn`: `partitioned(jax.value_and_grad(loss), ...)`.
 
     Args:
         fn: A function of pytrees of arrays.
         in_specs: A tuple with a `PartitionSpec` of mesh axes for each argument, or a pytree of them
-            that is a prefix of the argument; None for what every device holds whole.
-        out_specs: The same for the result; left where the computation leaves it when left out.
-        params: Positions of arguments that hold parameters: these are gathered over the axes of the
-            batch where they are used.
+            that is a prefix of the argument; None for replicated values.
+        out_specs: The same for the result; if left out, the computation decides.
+        params: Positions of arguments that hold parameters: these are gathered over the batch axes
+            where they are used.
 
     Raises:
-        RuleError: Outside of `sl.use`, or if specs do not fit the mesh or what they are of.
+        RuleError: Outside of `sl.use`, or if specs do not fit the mesh or their arrays.
         PartitionError: If `fn` holds an operation that cannot be partitioned.
     """
 
@@ -166,14 +170,14 @@ def partitioned(
 
 
 def _underived(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn` with an error in place of its derivative: JAX would differentiate the manual
-    region with its collectives as they stand, and lose terms."""
+    """Returns `fn` with an error as its derivative: JAX would differentiate the collectives of the
+    manual region and lose terms."""
     guarded = jax.custom_jvp(fn)
 
     @guarded.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         raise ModelError(
-            "the result of `partitioned` was differentiated.\n"
+            "the result of `partitioned` cannot be differentiated.\n"
             "  Take the derivative inside: partitioned(jax.value_and_grad(loss), ...)."
         )
 
@@ -181,6 +185,6 @@ def _underived(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def batch_mesh_axes(scope: Scope) -> tuple[str, ...]:
-    """Returns the mesh axes that the rules cut the batch with."""
+    """Returns the mesh axes that cut the batch according to the rules."""
     every = math.prod(scope.sizes.values())
     return tuple(entry_axes(scope.sharding(("batch",), (every,), "activations").spec[0]))

@@ -1,9 +1,9 @@
-"""Operations as factors: which of their dims may be cut, and what is left to do when they are.
+"""Factors of operations: the dims that may be cut, and the work left after the cut.
 
 A factor is one loop of an operation. A matmul `[m, k] @ [k, n]` has three: m and n, which run
 through an operand and the result, and k, which is contracted. Cut along a factor, an operation is
-the same operation on pieces: the pieces of a result are parts of it, or, for a contracted factor,
-terms of a sum. A dim without a factor must be whole. This is how Shardy describes operations too
+the same operation on pieces. The pieces of a result are parts of it or, for a contracted factor,
+terms of a sum. A dim without a factor must be whole. Shardy describes operations in the same way
 (openxla.org/shardy, "Sharding rules").
 """
 
@@ -16,22 +16,22 @@ from typing import Any, Literal, Protocol
 import jax.numpy as jnp
 
 Dim = int | None
-"""The factor of a dim; None for one that must be whole."""
+"""The factor of a dim; None for a dim that must be whole."""
 Reduction = Literal["sum", "max", "min", "and", "or"]
 Linear = Literal["no", "first", "each", "all"]
-"""In which operands an operation passes a pending sum on: none, the first, any one of them while
+"""Operands through which an operation passes a pending sum: none, the first, any one of them while
 the others are complete (`each`), or all of them alike (`all`)."""
 
 
 class Cut(Protocol):
-    """How an operation is cut on this device."""
+    """The cut of an operation on this device."""
 
     def parts(self, factor: Dim) -> int:
-        """Returns the number of pieces along a factor; 1 for one that is not cut, or None."""
+        """Returns the number of pieces along a factor; 1 for an uncut factor, or None."""
         ...
 
     def index(self, factor: Dim) -> Any:
-        """Returns which of these pieces this device computes, an int32 scalar."""
+        """Returns the index of the piece that this device computes, an int32 scalar."""
         ...
 
 
@@ -49,16 +49,16 @@ class Factors:
     sizes: tuple[int, ...]
     """The size of each factor."""
     reduced: dict[int, Reduction] = dataclasses.field(default_factory=dict)
-    """Contracted factors, and how pieces of the results add up."""
+    """Contracted factors, and the reduction that combines the pieces of the results."""
     flops: float = 0.0
     linear: Linear = "no"
     local: Local | None = None
-    """`local(equation, pieces, cut)` computes the operation on pieces; None binds it as it is."""
+    """`local(equation, pieces, cut)` computes the operation on pieces; None binds it unchanged."""
 
 
 def bind(equation: Any, values: Sequence[Any], **changes: Any) -> Sequence[Any]:
     """Returns the results of an equation's primitive on other operands, with some parameters
-    changed. Shardings that parameters name are left out: they are of the whole value."""
+    changed. Shardings among the parameters are left out: they describe the whole value."""
     params = {**equation.params, **changes}
     params |= {name: None for name in ("out_sharding", "sharding") if name in params}
     options = equation.primitive.get_bind_params(params)
@@ -73,11 +73,11 @@ def pieces(shape: Sequence[int], dims: Sequence[Dim], cut: Cut) -> tuple[int, ..
 
 Rule = Callable[[Any], Factors | None]
 RULES: dict[str, Rule] = {}
-"""By the name of a primitive, its factors; None where an equation must be computed whole."""
+"""Rules by the name of a primitive. A rule returns None if an equation must be computed whole."""
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a function of an equation as the rule of primitives."""
+    """Registers a function of an equation as the rule of the named primitives."""
 
     def register(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, function))
@@ -105,12 +105,12 @@ _NAMES = """
     stop_gradient sub tan tanh threefry2x32 tie xor zeta
 """
 ELEMENTWISE = frozenset(_NAMES.split())
-"""Primitives that compute each element from the elements at its place."""
+"""Primitives that compute each element from the elements at the same position."""
 _UNARY_LINEAR = frozenset({"convert_element_type", "copy", "copy_p", "imag", "name", "neg", "real"})
 
 
 def _elementwise(equation: Any) -> Factors | None:
-    """Every dim of the result is a factor; an operand's dim of size 1 or a scalar is repeated."""
+    """Every dim of the result is a factor; scalars and operand dims of size 1 are repeated."""
     avals = [var.aval for var in equation.invars]
     shape = equation.outvars[0].aval.shape
     if any(out.aval.shape != shape for out in equation.outvars):
@@ -118,7 +118,7 @@ def _elementwise(equation: Any) -> Factors | None:
     if not all(a.shape == () or _repeats(a.shape, shape) for a in avals):
         return None
     if shape and all(a.shape == () for a in avals):
-        return None  # the bits of a number as several smaller ones
+        return None  # the result splits the bits of a number into several smaller ones
     operands = tuple(
         tuple(dim if n == shape[dim] else None for dim, n in enumerate(a.shape)) for a in avals
     )
@@ -138,9 +138,9 @@ COLLECTIVES = ("psum", "pmax", "pmin", "ppermute")
 
 @rule(*COLLECTIVES)
 def collective(equation: Any) -> Factors | None:
-    """A collective over axes of a region around does the same with every element.
+    """A collective over axes of an outer region does the same with every element.
 
-    Over an axis of `jax.vmap` it is a reduction: `axes` holds the position of the dim.
+    Over a `jax.vmap` axis it is a reduction: `axes` holds the position of the dim.
     """
     axes = equation.params.get("axes", ())
     shapes = [var.aval.shape for var in equation.invars]
@@ -178,19 +178,19 @@ def _linearity(equation: Any) -> Linear:
     if name in ("add", "add_any", "sub"):
         return "all"
     if name in ("mul", "div") and jnp.finfo(out).maxexp < 128:
-        return "no"  # in float16 terms overflow whose sum does not
+        return "no"  # in float16 the terms can overflow although the sum does not
     if name == "mul":
         return "each"
     if name == "div":
         return "first"
-    # Before it is widened a sum sends fewer bytes; narrowed first, its terms would be rounded.
+    # A sum sends fewer bytes before it is widened. If narrowed first, its terms would be rounded.
     same = out.itemsize == first.itemsize
     return "first" if name in _UNARY_LINEAR and same else "no"
 
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """A `Cut` that is known while tracing: (parts, index) by factor."""
+    """A `Cut` that is known at trace time: (parts, index) by factor."""
 
     at: dict[int, tuple[int, int]]
 

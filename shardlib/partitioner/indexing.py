@@ -13,9 +13,9 @@ from shardlib.partitioner.shapes import same_dims
 
 @rule("dynamic_slice")
 def dynamic_slice(equation: Any) -> Factors:
-    """A dim of which all is taken is a factor; the start is then 0 whatever the index says.
+    """A dim that is taken whole is a factor: its start is then 0 whatever the index is.
 
-    Starts are clamped here, as the operation itself does: XLA of jax before 0.12 forgets it where a
+    Starts are clamped here, as the operation does: XLA of jax before 0.12 omits the clamp if a
     piece of the result is sliced next.
     """
     sizes, whole = equation.params["slice_sizes"], equation.invars[0].aval.shape
@@ -42,19 +42,19 @@ def dynamic_update_slice(equation: Any) -> Factors:
 
 
 class _first:
-    """An equation with its first operands alone: indices after them are scalars."""
+    """An equation with its first operands alone: the index operands after them are scalars."""
 
     def __init__(self, equation: Any, count: int):
         self.invars, self.outvars = equation.invars[:count], equation.outvars
 
 
 def _wide(at: Any) -> Any:
-    """Returns indices in a dtype that holds where pieces begin: 8 and 16 bits may not."""
+    """Returns indices in a dtype that can hold the starts of pieces: 8 and 16 bits may not."""
     return at.astype(jnp.int32) if at.dtype.itemsize < 4 else at
 
 
 class _Factory:
-    """Numbers factors as they are met."""
+    """Numbers factors in the order of their creation."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -68,8 +68,8 @@ class _Factory:
 def gather(equation: Any) -> Factors:
     """Dims of the indices are factors, as are operand dims that are taken whole.
 
-    A table that is looked up along one dim may be cut there: every device looks up the rows that it
-    has, others count as zeros, and the results are added up.
+    A table with lookups along one dim may be cut along it: every device looks up its own rows, with
+    zeros for others, and the results are summed.
     """
     params = equation.params
     numbers, taken = params["dimension_numbers"], params["slice_sizes"]
@@ -114,7 +114,7 @@ def gather(equation: Any) -> Factors:
 
 
 def _looked_up(numbers: Any, indices: tuple[int, ...]) -> int | None:
-    """Returns the operand dim that single numbers index and of which one element is taken."""
+    """Returns the operand dim of which each index takes one element."""
     starts = tuple(numbers.start_index_map)
     if len(starts) != 1 or tuple(numbers.collapsed_slice_dims) != starts or indices[-1] != 1:
         return None
@@ -131,7 +131,7 @@ def _rows_here(
     cut: Cut,
     looped: list[int],
 ) -> Any:
-    """Looks up the rows of this piece of the table; zeros stand for the others'."""
+    """Looks up the rows of this piece of the table, with zeros for rows of other pieces."""
     x, at = values[0], _wide(values[1])
     mode = equation.params["mode"]
     if mode == GatherScatterMode.CLIP:
@@ -151,7 +151,7 @@ def _rows_here(
     found = jnp.where(lax.broadcast_in_dim(mine[..., 0], rows.shape, looped), rows, 0)
     if mode != GatherScatterMode.FILL_OR_DROP:
         return found
-    # One device adds what stands for an index outside of the whole table.
+    # One device adds the fill value for an index outside of the whole table.
     outside = (at < 0) | (at >= num_rows)
     is_first = cut.index(table[row]) == 0
     fill = _fill_value(equation.params["fill_value"], rows.dtype)
@@ -160,7 +160,7 @@ def _rows_here(
 
 
 def _fill_value(given: Any, dtype: Any) -> Any:
-    """Returns what JAX puts for an index out of bounds: NaN, or the extreme integer."""
+    """Returns JAX's fill value for an index out of bounds: NaN, or the extreme integer."""
     if given is not None:
         return jnp.asarray(given, dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -171,17 +171,17 @@ def _fill_value(given: Any, dtype: Any) -> Any:
 
 @rule(*(f"scatter{dash}{kind}" for dash in "-_" for kind in ("add", "sub")))
 def scatter_add(equation: Any) -> Factors:
-    """Updates are contracted: each device adds those that it has, onto the operand on one of them.
+    """Updates are contracted: each device adds its own, onto the operand on one of them.
 
-    The operand may be cut along a dim that single numbers index: each device adds the rows that it
-    holds and drops the others.
+    The operand may be cut along a dim of which each index takes one element: each device adds the
+    rows that it holds and drops the others.
     """
     return _scatter(equation, adds=True)
 
 
 @rule("scatter", *(f"scatter{dash}{kind}" for dash in "-_" for kind in ("mul", "min", "max")))
 def scatter(equation: Any) -> Factors:
-    """Updates are whole but along window dims and batching dims: their order may matter."""
+    """Updates are whole except along window and batching dims: their order may matter."""
     return _scatter(equation, adds=False)
 
 
@@ -240,7 +240,7 @@ def _scatter(equation: Any, *, adds: bool) -> Factors:
 
 
 def _updated_row(numbers: Any, indices: tuple[int, ...]) -> int | None:
-    """Returns the operand dim that single numbers index and of which one element is updated."""
+    """Returns the operand dim of which each index updates one element."""
     rows = tuple(numbers.scatter_dims_to_operand_dims)
     if len(rows) != 1 or tuple(numbers.inserted_window_dims) != rows or indices[-1] != 1:
         return None

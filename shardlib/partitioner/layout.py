@@ -1,10 +1,11 @@
-"""Where a value of a traced program lies, and the moves from one place to another.
+"""Layouts of values of a traced program, and moves between them.
 
-A device holds one shard of each value. The mesh axes of each dim say which; `pending` holds the
+A device holds one shard of each value. The mesh axes of each dim identify it. `pending` holds the
 axes along which the shards are terms of a sum that has not been taken yet.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,20 +25,20 @@ Sizes = Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a value lies.
+    """The layout of a value.
 
-    An axis cuts one dim, or is pending, or neither: a device would otherwise hold a term of a part
-    of the sum, which no collective can finish.
+    An axis cuts one dim, or is pending, or neither. Otherwise a device would hold a term of a piece
+    of the sum, which no collective can complete.
     """
 
     dims: Dims
     pending: frozenset[str] = frozenset()
     stored: bool = False
-    """Whether it is a parameter where it is stored, to be gathered where it is used."""
+    """Whether it is the storage layout of a parameter, which is gathered where it is used."""
     made: bool = False
-    """Whether each device can make the shard of any layout by itself, with no word from others."""
+    """Whether each device can make the shard of any layout by itself, without communication."""
     zero: bool = False
-    """Whether it is known to hold zeros only, which are a pending sum over any axes."""
+    """Whether the value is known to be all zeros, which are a pending sum over any axes."""
 
     def __post_init__(self) -> None:
         used = [*self.axes, *self.pending]
@@ -45,36 +46,40 @@ class Layout:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that cut a dim."""
-        return tuple(axis for dim in self.dims for axis in dim)
+        """Returns all axes that cut a dim."""
+        return tuple(itertools.chain.from_iterable(self.dims))
 
     @property
     def spec(self) -> PartitionSpec:
         return PartitionSpec(*[dim or None for dim in self.dims])
 
+    def keeping(self, pending: frozenset[str]) -> "Layout":
+        """Returns the same layout with the sum pending over these axes alone."""
+        return self if pending == self.pending else dataclasses.replace(self, pending=pending)
+
     def complete(self) -> "Layout":
-        """Returns the same layout with no sum pending."""
-        return dataclasses.replace(self, pending=frozenset()) if self.pending else self
+        """Returns the same layout without a pending sum."""
+        return self.keeping(frozenset())
 
     def solid(self, keep_zero: bool = False) -> "Layout":
-        """Returns the same layout of a value that is held, not made."""
+        """Returns the same layout for a value that is held, not made."""
         return dataclasses.replace(self, made=False, zero=self.zero and keep_zero)
 
 
 def whole(rank: int) -> Layout:
-    """Returns the layout of a value that every device holds whole."""
+    """Returns the layout of a replicated value."""
     return Layout(((),) * rank)
 
 
 def from_spec(spec: Any, rank: int, *, stored: bool = False) -> Layout:
-    """Returns the layout of a `PartitionSpec`; `stored` for a parameter."""
+    """Returns the layout of a `PartitionSpec`; set `stored` for a parameter."""
     entries = [entry_axes(entry) for entry in spec or ()]
     dims = tuple(tuple(entry) for entry in entries) + ((),) * (rank - len(entries))
     return Layout(dims, stored=stored)
 
 
 def degree(axes: Sequence[str], sizes: Sizes) -> int:
-    """Returns the number of devices along some axes together."""
+    """Returns the product of the sizes of some axes."""
     return math.prod(sizes[axis] for axis in axes)
 
 
@@ -97,16 +102,16 @@ def moved_bytes(size: float, have: Layout, want: Dims, sizes: Sizes) -> float:
 
     Args:
         size: Bytes of the whole value.
-        have: Where it lies.
-        want: Where it is to lie, with no sum pending.
+        have: The present layout.
+        want: The dims of the new layout, which has no pending sum.
         sizes: Devices along each mesh axis.
     """
-    if have.made:
+    if have.made or (have.dims == want and not have.pending):
         return 0.0
     shard = size / degree(have.axes, sizes)
     wanted = {axis for dim in want for axis in dim}
     total = 0.0
-    # Pending axes that the target cuts are reduce-scattered; the others are reduced whole after.
+    # Pending axes in the target are reduce-scattered; the others are all-reduced afterwards.
     for axis in have.pending & wanted:
         n = sizes[axis]
         total += shard * (n - 1) / n
@@ -126,7 +131,7 @@ def moved_bytes(size: float, have: Layout, want: Dims, sizes: Sizes) -> float:
 
 def scattered(layout: Layout, wanted: Dims, shape: Sequence[int], sizes: Sizes) -> Layout | None:
     """Returns a layout in which pending axes cut the dims that the reader wants them to cut, with
-    no sum pending; None if there are none."""
+    all sums taken; None without such axes."""
     dims = list(layout.dims)
     for dim, target in enumerate(wanted):
         here = dims[dim]
@@ -140,12 +145,12 @@ def scattered(layout: Layout, wanted: Dims, shape: Sequence[int], sizes: Sizes) 
 
 
 def move(x: jax.Array, have: Layout, want: Layout, sizes: Sizes) -> jax.Array:
-    """Returns the shard of `want` from that of `have`, inside of a manual region.
+    """Returns the shard in layout `want` from the shard in layout `have`, inside a manual region.
 
     Args:
         x: This device's shard.
-        have: Where the value lies.
-        want: Where it is to lie. Its pending axes are among those of `have`.
+        have: The present layout.
+        want: The new layout. Its pending axes are among the pending axes of `have`.
         sizes: Devices along each mesh axis.
     """
     assert want.pending <= have.pending, f"{have} cannot become {want}"
@@ -154,7 +159,7 @@ def move(x: jax.Array, have: Layout, want: Layout, sizes: Sizes) -> jax.Array:
     dims = [list(dim) for dim in have.dims]
     x, pending = _scatter_sums(x, dims, have.pending - want.pending, want.dims)
     if pending:
-        # In the order of the mesh, so that every device names them alike.
+        # In mesh order, so that every device names them in the same order.
         x = lax.psum(x, tuple(axis for axis in sizes if axis in pending))
     x = _exchange(x, dims, want.dims)
     for dim, target in enumerate(want.dims):
@@ -169,7 +174,8 @@ def move(x: jax.Array, have: Layout, want: Layout, sizes: Sizes) -> jax.Array:
 def _scatter_sums(
     x: jax.Array, dims: list[list[str]], pending: frozenset[str], want: Dims
 ) -> tuple[jax.Array, frozenset[str]]:
-    """Takes the pending sums whose axis the target cuts a dim with, minor to what cuts it now."""
+    """Takes the pending sums over axes with which the target cuts a dim, minor to its present
+    axes."""
     left = set(pending)
     for dim, target in enumerate(want):
         here = dims[dim]
@@ -184,7 +190,7 @@ def _scatter_sums(
 
 
 def _exchange(x: jax.Array, dims: list[list[str]], want: Dims) -> jax.Array:
-    """Moves axes from dim to dim by all-to-all where the order allows it, and gathers the rest."""
+    """Moves axes between dims by all-to-all where the order allows it, and gathers the rest."""
     for dim, target in enumerate(want):
         here, kept = dims[dim], _common(dims[dim], target)
         while len(here) > kept:

@@ -1,7 +1,7 @@
 """Layouts through loops, branches and recomputation.
 
-What a loop carries must lie alike before and after each trip. It begins where its first value lies
-and is walked until a trip leaves it where it was, or else is brought back there.
+The carry of a loop must have the same layout before and after each trip. It starts with the layout
+of its initial value. The walk repeats until a trip keeps the layout, or else moves it back.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ _MAX_TRIPS = 6
 
 
 def again(walk: "Walk", operation: Operation, ins: list[Layout]) -> Step:
-    """What is computed again in the backward pass, from what was kept."""
+    """Returns the step of a recomputation in the backward pass, from saved values."""
     operands = [layout.complete() for layout in ins]
     wanted = [walk.wanted(v) for v in operation.outvars]
     body = walk.analysis.program(operation.params["jaxpr"], operands, wanted)
@@ -32,10 +32,10 @@ def again(walk: "Walk", operation: Operation, ins: list[Layout]) -> Step:
 
 
 def scan(walk: "Walk", operation: Operation, ins: list[Layout]) -> Step:
-    """Rows of operands are whole along the loop; rows of results are stacked as they are made."""
+    """Returns the step of a scan: operands are whole along the loop, and results are stacked."""
     closed = operation.params["jaxpr"]
     num_consts, num_carry = scan_parts(operation)
-    # What every trip uses is gathered once, before the loop.
+    # Loop constants are gathered once, before the loop.
     consts = [walk.used(layout).complete() for layout in ins[:num_consts]]
     init = [walk.used(layout) for layout in ins[num_consts : num_consts + num_carry]]
     xs = [
@@ -55,7 +55,7 @@ def scan(walk: "Walk", operation: Operation, ins: list[Layout]) -> Step:
 
 
 def while_loop(walk: "Walk", operation: Operation, ins: list[Layout]) -> Step:
-    """The condition is computed whole, so that all devices make as many trips."""
+    """Returns the step of a while loop; its condition is whole, for equal trips on all devices."""
     operation, ins = _with_one_condition(operation, ins)
     params = operation.params
     num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
@@ -106,7 +106,7 @@ def _with_one_condition(operation: Operation, ins: list[Layout]) -> tuple[Operat
 
 
 def cond(walk: "Walk", operation: Operation, ins: list[Layout]) -> Step:
-    """All branches leave a result where the one that cuts it most does."""
+    """Returns the step of a conditional: all branches use the layout that cuts a result most."""
     operands = [walk.used(layout).solid().complete() for layout in ins[1:]]
     wanted = [walk.wanted(v) for v in operation.outvars]
     bodies = [walk.analysis.closed(b, operands, wanted) for b in operation.params["branches"]]
@@ -118,17 +118,17 @@ def cond(walk: "Walk", operation: Operation, ins: list[Layout]) -> Step:
 def _fixpoint(
     trip: Callable[[Sequence[Layout]], Program], init: Sequence[Layout], *, sums_may_wait: bool
 ) -> tuple[list[Layout], Program]:
-    """Returns layouts of the carry that a trip keeps or can be brought back to, and the trip.
+    """Returns layouts of the carry that a trip keeps or can be moved back to, and the trip.
 
     A sum may stay pending through a loop that begins at zero: the weights of a recurrent network
-    gather their gradient over all trips, and it is sent once.
+    accumulate their gradient over all trips, and it is sent once.
     """
     carry = [layout.complete().solid(keep_zero=sums_may_wait) for layout in init]
     for number in range(_MAX_TRIPS):
         body = trip(carry)
         pairs = zip(carry, body.outputs, strict=False)
         found = [_next(old, new, number, sums_may_wait) for old, new in pairs]
-        # Zeros are zeros on the first trip alone: layouts that rest on them are walked once more.
+        # The carry is zero on the first trip alone: layouts that depend on it are walked again.
         if found == carry:
             return found, body
         carry = found
@@ -137,7 +137,7 @@ def _fixpoint(
 
 
 def _next(old: Layout, new: Layout, number: int, sums_may_wait: bool) -> Layout:
-    """Returns where a carry lies on the next trip, from where it lay and where a trip left it.
+    """Returns the layout of a carry on the next trip, from its layouts before and after a trip.
 
     It follows the trip at first; later it only loses axes, so that the walk ends.
     """

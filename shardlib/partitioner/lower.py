@@ -1,4 +1,4 @@
-"""Executes a partitioned program on the shards of one device, inside of a fully manual region."""
+"""Executes a partitioned program on the shards of one device, inside a fully manual region."""
 
 import dataclasses
 import functools
@@ -9,20 +9,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
 
-from shardlib.extremes import Extreme, extreme
 from shardlib.jaxprs import REMAT, is_literal, scan_parts
 from shardlib.partitioner.choose import Assignment, dims_of
 from shardlib.partitioner.factors import COLLECTIVES, Dim, bind
 from shardlib.partitioner.layout import Layout, Sizes, degree, move, moved_bytes, whole
 from shardlib.partitioner.order import CollectiveOrder
 from shardlib.partitioner.program import Program, Step
+from shardlib.sharding.extremes import Extreme, extreme
 
 
 @dataclasses.dataclass
 class Value:
-    """A shard of a value, and where the value lies.
+    """A shard of a value, and the layout of the value.
 
-    `make` stands for a value that is made in the layout in which it is read.
+    `make` makes the shard of a value in the layout in which it is read.
     """
 
     layout: Layout
@@ -33,7 +33,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCut:
-    """How an operation is cut along mesh axes; see `factors.Cut`."""
+    """The cut of an operation along mesh axes; see `factors.Cut`."""
 
     assignment: Assignment
     sizes: Sizes
@@ -49,7 +49,7 @@ class DeviceCut:
 
 
 def _index(axes: Sequence[str], sizes: Sizes) -> Any:
-    """Returns the position of this device along axes, major to minor."""
+    """Returns the position of this device along the axes, major to minor."""
     at = jnp.int32(0)
     for axis in axes:
         at = at * sizes[axis] + lax.axis_index(axis).astype(jnp.int32)
@@ -61,7 +61,7 @@ class Lowering:
 
     Args:
         sizes: Devices along each mesh axis.
-        ordered: Whether loops wait for collectives, as CPU devices need it.
+        ordered: Whether loops wait for collectives, which CPU devices need.
     """
 
     def __init__(self, sizes: Sizes, *, ordered: bool = False):
@@ -77,7 +77,7 @@ class Lowering:
             if is_literal(atom):
                 layout = Layout(((),) * len(atom.aval.shape), made=True)
                 return Value(layout, make=lambda _: jnp.asarray(atom.val, atom.aval.dtype))
-            if atom not in env:  # a constant that a call within holds
+            if atom not in env:  # a constant captured by an inner call
                 env[atom] = _whole_values([atom.const])[0]
             return env[atom]
 
@@ -104,7 +104,7 @@ class Lowering:
         if key not in value.moved:
             x = self._shard(value, want)
             if have.stored:
-                return x  # gathered anew at each use: ZeRO-3 keeps no whole parameters
+                return x  # gathered again at each use: ZeRO-3 keeps no whole parameters
             value.moved[key] = x
         return value.moved[key]
 
@@ -165,7 +165,7 @@ class Lowering:
         return loop(shards) if self._order is None else self._order.loop(shards, loop)
 
     def _lazily(self, step: Step, ins: list[Value], number: int) -> Value:
-        """A value that is made, shard by shard, in the layouts in which it is read."""
+        """Returns a value that is made, shard by shard, in the layouts in which it is read."""
         factors = step.factors
         assert factors is not None
 
@@ -184,7 +184,7 @@ class Lowering:
     # -- programs within
 
     def _again(self, step: Step, ins: list[Value]) -> list[Value]:
-        """Computes again what was not kept, fenced off from where it was computed before."""
+        """Recomputes values that were not saved, behind a barrier against reuse of the first."""
         values = [
             v if v.make else Value(want, self.shard(v, want))
             for v, want in zip(ins, step.operands, strict=True)
@@ -241,7 +241,7 @@ class Lowering:
     ) -> list[Any]:
         layouts = program.inputs[len(consts) :]
         order = self._order
-        # Bodies are traced on their own: nothing in them waits for what is outside.
+        # Bodies are traced on their own: nothing in them waits for operations outside.
         self._order = None if order is None else CollectiveOrder()
         results = self.run(program, [*_whole_values(consts), *_values(layouts, xs)])
         shards = [self.shard(v, want) for v, want in zip(results, out, strict=True)]

@@ -1,10 +1,10 @@
-"""One order of collectives and loops for all CPU devices.
+"""One order of collectives and loops on all CPU devices.
 
-XLA's CPU runtime starts a loop as soon as its operands are there, beside collectives outside of it.
-JAX gives all collectives of manual regions one channel, so that two of them at once, started in
-another order on each device, take each other's data or wait for ever: wrong numbers were measured
-(jax 0.10.2). Here a loop waits for the collectives before it, and those after it wait for the loop.
-GPUs and TPUs run collectives in program order.
+XLA's CPU runtime starts a loop as soon as its operands are ready, concurrently with collectives
+outside of it. JAX gives all collectives of manual regions one channel. Two of them that run at
+once, started in a different order on each device, take each other's data or deadlock: wrong numbers
+were measured (jax 0.10.2). Here a loop waits for the collectives before it, and collectives after
+it wait for the loop. GPUs and TPUs run collectives in program order.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from jax import lax
 
 
 class CollectiveOrder:
-    """Ties what follows to what came before by data, in the order in which it is traced."""
+    """Orders operations in trace order by data dependencies."""
 
     def __init__(self) -> None:
         self._loop: Any = None
@@ -51,7 +51,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _after(x: Any, done: Sequence[Any]) -> Any:
-    """Returns `x`, once what is done is there: a choice that the compiler cannot foresee."""
+    """Returns `x` once `done` is computed: a select that the compiler cannot fold."""
     never = jnp.zeros((), bool)
     for other in filter(_is_plain, done):
         first = lax.slice(other, (0,) * other.ndim, (1,) * other.ndim).reshape(())

@@ -8,7 +8,7 @@ from shardlib.partitioner.factors import Cut, Dim, Factors, bind, rule
 
 @rule("dot_general")
 def dot_general(equation: Any) -> Factors:
-    """Batch dims and free dims run through the result; contracted dims add up."""
+    """Batch dims and free dims are factors of the result; contracted dims are summed."""
     (left_sum, right_sum), (left_batch, right_batch) = equation.params["dimension_numbers"]
     left, right = (var.aval.shape for var in equation.invars)
     dims: tuple[list[Dim], list[Dim]] = [None] * len(left), [None] * len(right)
@@ -39,10 +39,10 @@ def dot_general(equation: Any) -> Factors:
 
 @rule("conv_general_dilated")
 def convolution(equation: Any) -> Factors:
-    """The batch, the features of the result and, without groups, those of the input are factors.
+    """Factors are the batch, the output features and, without groups, the input features.
 
-    Groups are one factor of the features of both, cut in whole groups. Dims of the image are whole:
-    pieces of these would have to exchange their borders.
+    Groups are one factor of both features, cut into whole groups. Image dims are whole: their
+    pieces would have to exchange borders.
     """
     numbers = equation.params["dimension_numbers"]
     feature_groups = equation.params["feature_group_count"]
@@ -82,8 +82,8 @@ def convolution(equation: Any) -> Factors:
 
 @rule("ragged_dot_general")
 def ragged_dot_general(equation: Any) -> Factors | None:
-    """`[m, k] @ [g, k, n]` with rows m in g ragged groups: n is free and k contracted; rows and
-    groups are whole, since where a group begins depends on all before it."""
+    """In `[m, k] @ [g, k, n]` with rows m in g ragged groups, n is free and k contracted. Rows and
+    groups are whole, since the start of a group depends on all groups before it."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (left_sum, right_sum), (left_batch, _) = numbers.dot_dimension_numbers
     left, right, _ = (var.aval.shape for var in equation.invars)

@@ -1,4 +1,4 @@
-"""A partitioned program as plain data: what is decided about each operation."""
+"""A partitioned program as plain data: the decisions about each operation."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,26 +13,26 @@ from shardlib.partitioner.factors import Factors
 from shardlib.partitioner.layout import Layout, num_bytes
 
 _LARGE = 2**20
-"""Bytes from which on it matters that every device holds a value whole."""
+"""Bytes from which a value replicated on every device is reported."""
 
 
 @dataclasses.dataclass
 class Step:
-    """One operation: where its operands go, and where its results lie."""
+    """One operation with the layouts of its operands and results."""
 
     operation: Operation
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     assignment: Assignment = dataclasses.field(default_factory=dict)
     factors: Factors | None = None
-    """None for what is not cut by factors: loops, constraints, and what is computed whole."""
+    """None for steps without factors: loops, constraints and whole computations."""
     bodies: tuple["Program", ...] = ()
     moved_bytes: float = 0.0
-    """Bytes that a device receives to bring activations to where the operation wants them."""
+    """Bytes that a device receives to bring activations into the layouts of the operands."""
     is_whole: bool = False
-    """Whether every device computes it whole, because no rule says how it may be cut."""
+    """Whether every device computes it whole, because no rule can cut it."""
     settled: tuple[Layout, ...] | None = None
-    """Where the results lie after sums were taken that cannot wait; None if they stay."""
+    """Layouts of the results after sums that cannot wait; None if they stay as they are."""
 
     @property
     def made(self) -> bool:
@@ -42,7 +42,7 @@ class Step:
 
 @dataclasses.dataclass
 class Program:
-    """A partitioned jaxpr, its calls written out."""
+    """A partitioned jaxpr with inlined calls."""
 
     flat: Flat
     inputs: tuple[Layout, ...]
@@ -50,19 +50,21 @@ class Program:
     outputs: tuple[Layout, ...]
 
     def walk(self) -> Iterator[Step]:
-        """Yields all steps, those of bodies after the step that runs them."""
+        """Yields all steps, with the steps of bodies after the step that runs them."""
         for step in self.steps:
             yield step
             for body in step.bodies:
                 yield from body.walk()
 
     def held_whole(self) -> list[str]:
-        """Returns what every device computes whole, where that is large: operations with lines."""
+        """Returns the large operations that every device computes whole, with source lines."""
         found: dict[str, int] = {}
         for step in self.walk():
+            if not step.is_whole:
+                continue
             operation = step.operation
             most = max(num_bytes(var.aval) for var in (*operation.invars, *operation.outvars))
-            if step.is_whole and most >= _LARGE:
+            if most >= _LARGE:
                 name = f"{operation.name} at {source_of(operation)}"
                 found[name] = max(most, found.get(name, 0))
         return [f"{name} ({size / 2**20:.1f} MiB)" for name, size in found.items()]

@@ -21,7 +21,7 @@ _KINDS: dict[str, Reduction] = {
 def reduce(equation: Any) -> Factors | None:
     """Reduced dims are contracted factors, the others free ones.
 
-    No collective joins the bits of integers, or finds the largest of complex numbers.
+    No collective combines the bits of integers, or finds the largest of complex numbers.
     """
     operand = equation.invars[0].aval
     shape, axes = operand.shape, equation.params["axes"]
@@ -73,7 +73,7 @@ def fft(equation: Any) -> Factors:
 
 @rule("cholesky", "lu", "qr", "svd", "eigh", "triangular_solve", "householder_product")
 def matrices(equation: Any) -> Factors | None:
-    """Stacked matrices: the dims of the stack are factors, those of a matrix are whole."""
+    """Stacked matrices have their stack dims as factors; the dims of a matrix are whole."""
     shape = equation.invars[0].aval.shape
     stack = tuple(range(len(shape) - 2))
     if any(var.aval.shape[: len(stack)] != shape[:-2] for var in equation.invars):
@@ -97,7 +97,7 @@ def matrices(equation: Any) -> Factors | None:
     "select_and_scatter_add",
 )
 def window(equation: Any) -> Factors:
-    """A dim that no window spans, pads, strides over or dilates is a factor."""
+    """A dim is a factor if no window spans, pads, strides over or dilates it."""
     params = equation.params
     held = set()
     for name, plain in (

@@ -1,4 +1,4 @@
-"""Factors of operations that change the shape of a value, or where its elements stand."""
+"""Factors of operations that change the shape of a value or the positions of its elements."""
 
 import functools
 import math
@@ -14,7 +14,7 @@ from shardlib.partitioner.factors import Cut, Dim, Factors, Linear, Local, bind,
 
 @rule("broadcast_in_dim")
 def broadcast_in_dim(equation: Any) -> Factors | None:
-    """Dims that come from the operand are factors, and so are those that are new."""
+    """Dims of the operand and new dims are factors."""
     shape = equation.outvars[0].aval.shape
     source = equation.invars[0].aval.shape
     at = equation.params["broadcast_dimensions"]
@@ -22,13 +22,13 @@ def broadcast_in_dim(equation: Any) -> Factors | None:
         return None  # a dynamic shape
     operand = tuple(
         to if source[dim] == shape[to] else None for dim, to in enumerate(at)
-    )  # what is repeated along a dim has size 1 there
+    )  # a repeated dim has size 1 in the operand
     every = tuple(range(len(shape)))
 
     def local(equation: Any, values: list[Any], cut: Cut) -> Any:
         return bind(equation, values, shape=pieces(shape, every, cut))
 
-    # A copy of a pending sum is pending too, but larger: it is taken first.
+    # A copy of a pending sum is pending too, but larger, so the sum is taken first.
     linear: Linear = "first" if math.prod(shape) == math.prod(source) else "no"
     return Factors((operand,), (every,), tuple(shape), linear=linear, local=local)
 
@@ -50,10 +50,10 @@ def squeeze(equation: Any) -> Factors:
 
 @rule("reshape")
 def reshape(equation: Any) -> Factors | None:
-    """The major dims of each group of dims that is merged or split go along with each other.
+    """The major dims of each merged or split group of dims correspond to each other.
 
-    `[a * b, c] -> [a, b, c]` has the factors a and c: cut into parts that divide a, the rows of a
-    piece are whole rows of a.
+    `[a * b, c] -> [a, b, c]` has the factors a and c: cut into a number of pieces that divides a,
+    the rows of a piece are whole rows of a.
     """
     if equation.params.get("dimensions") is not None or len(equation.invars) > 1:
         return None
@@ -103,7 +103,7 @@ def same_dims(
 ) -> Factors:
     """Returns the factors of an operation that runs along some dims and leaves the others alone.
 
-    Dims are factors that have one size in all operands and results of the full rank; those in
+    Dims that have the same size in all operands and results of full rank are factors. Dims in
     `held`, and all dims of operands of another rank, are whole.
     """
     avals = [var.aval for var in (*equation.invars, *equation.outvars)]
@@ -150,7 +150,7 @@ def stack(equation: Any) -> Factors:
 
 @rule("unstack")
 def unstack(equation: Any) -> Factors:
-    """The dim that goes is whole."""
+    """The removed dim is whole."""
     axis, shape = equation.params["axis"], equation.invars[0].aval.shape
     operand = tuple(None if dim == axis else dim for dim in range(len(shape)))
     kept = tuple(dim for dim in operand if dim is not None)
@@ -177,7 +177,7 @@ def pad(equation: Any) -> Factors:
 
 @rule("slice")
 def slice_(equation: Any) -> Factors:
-    """A dim of which all is taken is a factor."""
+    """A dim that is taken whole is a factor."""
     shape, params = equation.invars[0].aval.shape, equation.params
     starts, ends = params["start_indices"], params["limit_indices"]
     strides = params["strides"] or (1,) * len(shape)
@@ -195,7 +195,7 @@ def slice_(equation: Any) -> Factors:
 
 @rule("iota")
 def iota(equation: Any) -> Factors:
-    """Numbers along a dim: each piece counts from where it begins."""
+    """Numbers count along a dim: each piece counts from its start."""
     params = equation.params
     shape, along, dtype = params["shape"], params["dimension"], params["dtype"]
     every = tuple(range(len(shape)))
@@ -210,17 +210,17 @@ def iota(equation: Any) -> Factors:
 
 @rule("reshard")
 def reshard(equation: Any) -> Factors:
-    """JAX says by this on which mesh a key is. That moves nothing where the spec names no axis, and
-    `is_unsupported` refuses the others."""
+    """JAX uses reshard to set the mesh of a key. It moves nothing if the spec names no axis, and
+    `is_unsupported` rejects other uses."""
     return same_dims(equation, (), linear="first", local=lambda equation, values, cut: values)
 
 
 @rule("random_bits")
 def random_bits(equation: Any) -> Factors | None:
-    """Bits of one threefry key: element i depends on the key and on i alone, so that any piece can
-    be made by itself (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+    """Element i of the bits of one threefry key depends on the key and i alone, so any piece can be
+    made by itself (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-    True of JAX's keys while `jax_threefry_partitionable` is set, as it is by default.
+    This holds while `jax_threefry_partitionable` is set, which is JAX's default.
     """
     (key,) = equation.invars
     shape, width = equation.params["shape"], equation.params["bit_width"]

@@ -1,4 +1,4 @@
-"""Layouts from `PartitionSpec`s that a user wrote, checked against what they are of."""
+"""Layouts from a user's `PartitionSpec`s, checked against their arrays."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from shardlib.paths import named_leaves
 def argument_layouts(
     specs: Any, arguments: Sequence[Any], sizes: Sizes, params: Sequence[int]
 ) -> list[Layout]:
-    """Returns where the leaves of all arguments lie.
+    """Returns the layouts of the leaves of all arguments.
 
     Args:
         specs: A spec for each argument, or a pytree of specs that is a prefix of the argument.
@@ -26,7 +26,7 @@ def argument_layouts(
         params: Positions of arguments that hold parameters.
 
     Raises:
-        RuleError: If specs do not fit; names all that do not.
+        RuleError: If specs do not fit; the message lists all of them.
     """
     is_list = isinstance(specs, tuple | list) and not isinstance(specs, PartitionSpec)
     if not is_list or len(specs) != len(arguments):
@@ -46,10 +46,10 @@ def argument_layouts(
 
 
 def result_layouts(specs: Any, shape: Any, sizes: Sizes) -> list[Layout | None]:
-    """Returns where the leaves of a result are to lie, from its shapes; None for anywhere.
+    """Returns the layouts of the leaves of a result from its shapes; None if unspecified.
 
     Raises:
-        RuleError: If specs do not fit; names all that do not.
+        RuleError: If specs do not fit; the message lists all of them.
     """
     if specs is None:
         return [None] * len(jax.tree.leaves(shape))
@@ -85,7 +85,7 @@ def _refuse(faults: Sequence[str]) -> None:
 
 
 def _faults(name: str, spec: Any, shape: Sequence[int], sizes: Sizes) -> Iterator[str]:
-    """Yields what is wrong with the spec of an array."""
+    """Yields the faults of the spec of an array."""
     if spec is None:
         return
     if not isinstance(spec, PartitionSpec):

@@ -1,8 +1,8 @@
-"""Where what reads a value would have it, followed backwards through a program.
+"""Layouts that the readers of a value want, followed backwards through a program.
 
-A gradient is a sum over the batch. Where the optimizer state is cut, a device reads only a part of
-each gradient: a sum that is taken straight into that part is a reduce-scatter, half of what an
-all-reduce sends, and a loop that stacks gradients of layers stacks parts of them.
+A gradient is a sum over the batch. If the optimizer state is sharded, a device reads only a part of
+each gradient. A sum taken straight into that part is a reduce-scatter, which sends half the bytes
+of an all-reduce, and a loop that stacks gradients of layers then stacks parts of them.
 """
 
 import collections
@@ -14,7 +14,7 @@ from shardlib.partitioner.factors import ELEMENTWISE, Factors, factors_of
 from shardlib.partitioner.layout import Dims, Layout
 
 _FAR = 8
-"""How many operations ahead are looked at."""
+"""Number of operations to look ahead."""
 _FOLLOWED = ELEMENTWISE | {"transpose", "squeeze", "reshape", "broadcast_in_dim"}
 
 
@@ -23,7 +23,7 @@ def wanted_layouts(flat: Program, outputs: Sequence[Dims | None]) -> dict[Any, D
 
     Args:
         flat: The program.
-        outputs: What is wanted of its results.
+        outputs: The wanted dims of its results.
     """
     wanted: dict[Any, Dims] = {}
 
@@ -59,9 +59,9 @@ def _through(factors: Factors, operand: int, result: Dims) -> Dims:
 
 
 class Readers:
-    """What is known ahead of the walk of what reads a value.
+    """The readers of each value, known before the walk reaches them.
 
-    `at` are the layouts known by now, which grow as the walk goes on.
+    `at` holds the layouts known so far, which grow as the walk goes on.
     """
 
     def __init__(self, flat: Program, at: Mapping[Any, Layout]):
@@ -75,7 +75,7 @@ class Readers:
                     self._readers[atom].append(operation)
 
     def wants(self, var: Any, depth: int = _FAR) -> Dims | None:
-        """Returns the dims in which a reader has its other operand; None if that is not known."""
+        """Returns the dims of another operand of a reader; None if unknown."""
         for operation in self._readers[var] if depth else ():
             if operation.name not in _FOLLOWED:
                 continue
@@ -91,7 +91,7 @@ class Readers:
         return None
 
     def _guess(self, var: Any, depth: int) -> Dims | None:
-        """Returns where a value will lie that is computed, element by element, from known ones."""
+        """Returns the future layout of a value computed elementwise from known ones."""
         known, maker = self.at.get(var), self._makers.get(var)
         if known is not None:
             return known.dims if known.axes and not known.made else None

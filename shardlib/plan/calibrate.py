@@ -1,14 +1,14 @@
-"""Fits the constants of the cost model to measured steps, held to what datasheets lead to expect.
+"""Fit of the cost model's constants to measured steps, with priors from datasheets.
 
-Minimised over the logarithms of the constants is
+The fit minimises, over the logarithms of the constants,
 
     sum over runs       of  w huber(log(predicted / measured) / s)
     + sum over constants of (log(c / prior) / spread)^2
 
-by Gauss-Newton with the derivatives taken numerically and the weights of Huber (1964), "Robust
-Estimation of a Location Parameter", so that single bad records pull little. A family of many runs
-weighs as `sqrt` of their number: its runs share what the model does not know of their software.
-A constant that no run depends on keeps its prior.
+by Gauss-Newton with numerical derivatives and the weights of Huber (1964), "Robust Estimation of a
+Location Parameter", so that single bad records pull little. A family of many runs weighs as the
+`sqrt` of their number, because its runs share the unmodelled properties of their software. A
+constant that no run depends on keeps its prior.
 """
 
 import collections
@@ -21,20 +21,20 @@ from pathlib import Path
 
 import numpy as np
 
-from shardlib.plan.constants import PRIORS
-from shardlib.plan.cost import step_time
+from shardlib.cost.machine.constants import PRIORS
+from shardlib.cost.transformer.step_time import step_time
 from shardlib.plan.published import Case
 
 _NOISE = 0.06
-"""Scatter of the logarithm of a step time that no constant explains."""
+"""Standard deviation of the logarithm of a step time that no constant explains."""
 _BEND = 1.5
-"""Residuals beyond this many times the scatter weigh less."""
+"""Multiple of the scatter beyond which residuals weigh less."""
 _STEP = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Fitted constants, with the standard error of their logarithms."""
+    """Fitted constants and the standard errors of their logarithms."""
 
     constants: dict[str, float]
     errors: dict[str, float]
@@ -46,12 +46,12 @@ class Fit:
 def calibrate(
     cases: Sequence[Case], start: Mapping[str, float] | None = None, *, rounds: int = 12
 ) -> Fit:
-    """Returns the constants that fit measured cases best.
+    """Returns the constants that best fit measured cases.
 
     Args:
-        cases: Runs of any chips; those of 8-bit precision are left to the caller to drop.
-        start: Where the search starts; the priors by default.
-        rounds: Steps of Gauss-Newton.
+        cases: Runs on any chips. The caller has to drop runs in 8-bit precision.
+        start: Start of the search; default the priors.
+        rounds: Gauss-Newton steps.
     """
     names = list(PRIORS)
     expected = np.log([PRIORS[name].value for name in names])
@@ -79,7 +79,7 @@ def calibrate(
 
 
 def error(case: Case, constants: Mapping[str, float]) -> float:
-    """Returns the predicted over the published step time of a case, less one."""
+    """Returns the relative error of the predicted step time of a case."""
     predicted = step_time(case.job, case.layout, case.cluster, case.software, constants)
     return predicted.total / case.seconds - 1
 
@@ -88,11 +88,11 @@ def cross_validate(
     cases: Sequence[Case], known: Sequence[Case], start: Mapping[str, float]
 ) -> dict[str, float]:
     """Returns the error of each case by its id, predicted with constants fitted to `known` cases
-    without the case's whole family.
+    without the whole family of the case.
 
     Args:
-        cases: To predict.
-        known: To fit to; they may be the same.
+        cases: Cases to predict.
+        known: Cases to fit to; they may be the same.
         start: Constants fitted to all of `known`.
     """
     found = {}
@@ -114,9 +114,9 @@ def save(fit: Fit, path: Path, validated: Mapping[str, float] | None = None) -> 
     """Writes the constants with their errors, priors and sources as JSON.
 
     Args:
-        fit: What to write.
-        path: The file.
-        validated: Errors of `cross_validate`, of which the median and the 90th percentile are kept.
+        fit: Fit to write.
+        path: Path of the file.
+        validated: Errors of `cross_validate`; their median and 90th percentile are stored.
     """
     constants = {
         name: {
@@ -140,7 +140,8 @@ def save(fit: Fit, path: Path, validated: Mapping[str, float] | None = None) -> 
 def _misses(
     cases: Sequence[Case], names: Sequence[str], at: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Logarithms of predicted over measured, [cases], and their derivatives, [cases, names]."""
+    """Returns the logarithms of predicted over measured times, [cases], and their derivatives,
+    [cases, names]."""
 
     def predicted(logs: np.ndarray) -> np.ndarray:
         constants = dict(zip(names, np.exp(logs).tolist(), strict=True))

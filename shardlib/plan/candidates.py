@@ -1,45 +1,47 @@
-"""Every layout of a cluster that a workload could be run on."""
+"""Candidate layouts of a workload on a cluster."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from shardlib.cost.layout import Layout
+from shardlib.cost.machine.fabric import outer_degree
 from shardlib.hardware import Cluster
-from shardlib.plan.fabric import outer_degree
-from shardlib.plan.layout import Layout
 from shardlib.plan.problem import Workload
 
 _ORDER = ("tensor", "context", "expert", "stage", "fsdp")
-"""Axes whose degrees are enumerated; `data` takes the devices that remain."""
+"""Axes whose degrees are enumerated; `data` takes the remaining devices."""
 _MOST_CHUNKS = 4
-"""Chunks of layers on a stage: more send as much more, and their bubble hardly shrinks."""
+"""Most chunks of layers on a stage: more chunks send proportionally more, and hardly shrink the
+bubble."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A layout with its numbers of microbatches yet to be chosen."""
+    """A layout without its number of microbatches."""
 
     layout: Layout
     microbatches: Sequence[int]
-    """What may be chosen, ascending."""
+    """Possible numbers of microbatches, ascending."""
 
     def with_microbatches(self, count: int) -> Layout:
-        """Returns the layout with that many microbatches."""
+        """Returns the layout with `count` microbatches."""
         return dataclasses.replace(self.layout, microbatches=count)
 
     def where(self, accepts: Callable[[Layout], bool]) -> "Candidate":
-        """Returns the candidate with those numbers of microbatches whose layout is accepted."""
+        """Returns the candidate restricted to the numbers of microbatches with an accepted
+        layout."""
         counts = [n for n in self.microbatches if accepts(self.with_microbatches(n))]
         return dataclasses.replace(self, microbatches=counts)
 
 
 def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
-    """Yields every layout of all devices of a cluster, each with its microbatches.
+    """Yields every layout of all devices of a cluster, with its numbers of microbatches.
 
     Args:
-        workload: For what its model and batch divide by.
-        cluster: For its devices and slices. Several slices are crossed by `data`, and by `fsdp`
-            where `data` is too small.
+        workload: Workload whose model and batch the degrees must divide.
+        cluster: Cluster with its devices and slices. `data` crosses several slices, and so does
+            `fsdp` if `data` is too small.
     """
     for sizes in meshes(workload, cluster):
         layout = Layout.of(sizes, cluster.num_slices)
@@ -50,8 +52,9 @@ def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
 
 
 def of_layout(workload: Workload, layout: Layout) -> Iterator[Candidate]:
-    """Yields a layout with every number of chunks, and of microbatches with it. With one microbatch
-    ZeRO 2 is the program of ZeRO 1: there are no sums to keep meanwhile."""
+    """Yields a layout with every number of chunks, and the numbers of microbatches for each. With
+    one microbatch ZeRO 2 is the same program as ZeRO 1, because no gradient sums are kept between
+    microbatches."""
     group = workload.batch // layout.batch_shards
     counts = [n for n in range(2 if layout.zero == 2 else 1, group + 1) if group % n == 0]
     if counts:
@@ -65,13 +68,14 @@ def of_layout(workload: Workload, layout: Layout) -> Iterator[Candidate]:
 
 
 def crosses_slices(layout: Layout) -> bool:
-    """Whether the axes that may cross slices make up their number."""
+    """Returns whether the degrees of `data` and `fsdp` across slices multiply to the number of
+    slices."""
     outer = math.prod(outer_degree(layout, axis) for axis in ("data", "fsdp"))
     return outer == layout.slices
 
 
 def schedule(layout: Layout) -> str | None:
-    """Returns the schedule of a layout's pipeline by its name in a config; None without stages."""
+    """Returns the pipeline schedule of a layout by its config name; None without stages."""
     if layout.stage == 1:
         return None
     if layout.chunks > 1:
@@ -80,7 +84,7 @@ def schedule(layout: Layout) -> str | None:
 
 
 def meshes(workload: Workload, cluster: Cluster) -> Iterator[dict[str, int]]:
-    """Yields the degrees of every mesh of all devices that the model and the batch divide by."""
+    """Yields the degrees of every mesh of all devices that divides the model and the batch."""
     num_devices = cluster.num_devices
     allowed = {axis: workload.degrees(axis, num_devices) for axis in (*_ORDER, "data")}
     data = frozenset(allowed["data"])

@@ -1,23 +1,23 @@
-"""Plans as text for a terminal."""
+"""Text reports of plans for a terminal."""
 
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from shardlib.explain.capacity import capacity
+from shardlib.cost.machine.measured import MeasuredCluster
+from shardlib.cost.transformer.memory import Memory
+from shardlib.cost.transformer.step_time import StepTime
 from shardlib.hardware import Cluster
+from shardlib.hardware.capacity import capacity
 from shardlib.plan.candidates import schedule
-from shardlib.plan.cost import StepTime
-from shardlib.plan.measured import MeasuredCluster
-from shardlib.plan.memory import Memory
-from shardlib.plan.own_model import as_code
 from shardlib.plan.problem import Plan, Workload
 from shardlib.plan.settings import mesh_text, rules
-from shardlib.plan.transformers import TransformerWorkload
+from shardlib.plan.workloads.module import as_code
+from shardlib.plan.workloads.transformer import TransformerWorkload
 
 if TYPE_CHECKING:
-    from shardlib.plan.answer import Plans
-    from shardlib.plan.mixed_answer import MixedPlans
+    from shardlib.plan.mixed_result import MixedPlans
+    from shardlib.plan.result import Plans
 
 PARTS = {
     "matmul": "matmuls",
@@ -37,25 +37,26 @@ PARTS = {
     "imbalance": "uneven stages",
     "waiting": "waiting for the slowest",
 }
-"""Parts of `StepTime` in words; collectives are what computation does not hide of them."""
+"""Labels of the parts of `StepTime`; collectives count only their exposed time."""
 _SHOWN = 0.0005
-"""Parts of less than this share of the whole are left out."""
+"""Fraction of the whole below which a part is left out."""
 
 
 def gib(num_bytes: float) -> str:
-    """Returns bytes as in `4.2 GiB`."""
+    """Returns bytes as text such as `4.2 GiB`."""
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def largest_parts(memory: Memory, number: int = 3) -> str:
-    """Returns what most of a device's memory is for, as in `optimizer 8.2 GiB, params 6.2 GiB`."""
+    """Returns the largest parts of a device's memory, such as `optimizer 8.2 GiB, params 6.2
+    GiB`."""
     parts = {name: size for name, size in vars(memory).items() if name != "host" and size}
     largest = sorted(parts, key=lambda name: -parts[name])[:number]
     return ", ".join(f"{name} {gib(parts[name])}" for name in largest)
 
 
 def duration(seconds: float) -> str:
-    """Returns a time as in `12.3 ms`, `4.56 s`, `3.2 hours` or `30.1 days`."""
+    """Returns a time as text such as `12.3 ms`, `4.56 s`, `3.2 hours` or `30.1 days`."""
     for unit, name in ((86400, "days"), (3600, "hours")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:,.1f} {name}"
@@ -63,7 +64,7 @@ def duration(seconds: float) -> str:
 
 
 def count(number: float) -> str:
-    """Returns a large number as in `4.2M`."""
+    """Returns a large number as text such as `4.2M`."""
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= unit:
             return f"{number / unit:.3g}{name}"
@@ -71,7 +72,7 @@ def count(number: float) -> str:
 
 
 def table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Returns rows as lines with aligned columns; those in `right` are flush right."""
+    """Returns rows as lines with aligned columns; columns in `right` are right-aligned."""
     rows = [tuple(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -116,7 +117,7 @@ def _headline(plans: "Plans") -> str:
 
 
 def headline(name: str, workload: Workload, where: str) -> str:
-    """Returns what is trained where: `llama3-8b (8.03B parameters) on v5p-64 (32 TPU v5p), 512
+    """Returns the headline of a report: `llama3-8b (8.03B parameters) on v5p-64 (32 TPU v5p), 512
     sequences = 4.19M tokens a step`."""
     if isinstance(workload, TransformerWorkload):
         name += f" ({count(workload.job.model.num_params)} parameters)"
@@ -127,14 +128,14 @@ def headline(name: str, workload: Workload, where: str) -> str:
 
 
 def examples(workload: Workload) -> str:
-    """Returns what a batch is of: `sequences`, `images` or `examples`."""
+    """Returns the unit of a batch: `sequences`, `images` or `examples`."""
     return "sequences" if workload.unit == "tokens" else workload.unit
 
 
 def speed(workload: Workload, rate: float, num_chips: int) -> str:
-    """Returns tokens or images per second, and whose FLOPs the MFU counts."""
+    """Returns tokens or images per second, and the attention FLOPs that the MFU counts."""
     line = f"{count(rate)} {workload.unit}/s, {count(rate / num_chips)} a chip"
-    # A traced program multiplies what its model says, masked or not.
+    # A traced program multiplies as its model says, masked or not.
     return line + ("; MFU counts attention as causal." if _is_causal(workload) else ".")
 
 
@@ -143,10 +144,11 @@ def _is_causal(workload: Workload) -> bool:
 
 
 def beyond_default_share(plans: Iterable[Iterable[tuple[Cluster, float]]]) -> list[str]:
-    """Returns what to set for plans that take more of a GPU than JAX does by itself, if any do.
+    """Returns notes on the memory fraction to set for plans that exceed JAX's default share of a
+    GPU.
 
     Args:
-        plans: Of each, in their order, the clusters that it is for and what a device there holds.
+        plans: Per plan, in order, its clusters and the bytes that a device of each holds.
     """
     beyond: dict[str, list[str]] = {}
     for number, devices in enumerate(plans, 1):
@@ -182,7 +184,7 @@ def _ranking(plans: "Plans") -> str:
 
 
 def time_table(time: StepTime) -> list[str]:
-    """Returns the parts of a step as lines, the longest first."""
+    """Returns the parts of a step as lines, longest first."""
     rows = [
         (PARTS[name], duration(seconds), f"{seconds / time.total:.1%}")
         for name, seconds in sorted(time.parts.items(), key=lambda item: -item[1])
@@ -192,7 +194,7 @@ def time_table(time: StepTime) -> list[str]:
 
 
 def memory_table(memory: Memory, capacity: float) -> list[str]:
-    """Returns what a device holds as lines, with the share of its memory."""
+    """Returns the memory of a device as lines, with fractions of its capacity."""
     held = [
         (name, gib(size), f"{size / capacity:.1%}")
         for name, size in vars(memory).items()
@@ -211,7 +213,7 @@ def _broken_down(plan: Plan, capacity: float) -> str:
 
 
 def outcome(plans: "Plans | MixedPlans", priced: str = "") -> list[str]:
-    """Returns lines on what the first plan takes, how sure that is, and what bounds it."""
+    """Returns lines on the time of the first plan, its uncertainty and its bottleneck."""
     best, error = plans.best, plans.error
     low, high = best.seconds / (1 + error), best.seconds * (1 + error)
     lines = [
@@ -241,10 +243,10 @@ def _priced(plans: "Plans") -> str:
 
 
 def indented(text: str) -> str:
-    """Returns lines moved to the right."""
+    """Returns indented lines."""
     return "\n".join(each("  ", text.rstrip().splitlines()))
 
 
 def each(prefix: str, lines: Iterable[str]) -> list[str]:
-    """Returns each line after a prefix."""
+    """Returns the lines with a prefix."""
     return [prefix + line for line in lines]

@@ -1,11 +1,11 @@
-"""What makes a step fit that does not: the changes that cost least time."""
+"""Fixes for a step that does not fit: the changes that cost the least time."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
 
+from shardlib.cost.layout import Layout
 from shardlib.hardware import Cluster
 from shardlib.plan.candidates import candidates, of_layout
-from shardlib.plan.layout import Layout
 from shardlib.plan.objective import next_larger
 from shardlib.plan.problem import Choice, Plan, Workload
 from shardlib.plan.search import capacity_bytes, least_layers, mesh_of, score, search
@@ -17,20 +17,20 @@ class Fix:
     """A change after which a step fits."""
 
     settings: Settings
-    """Keys of the config to set; empty where only the cluster changes."""
+    """Config keys to set; empty if only the cluster changes."""
     plan: Plan
-    """The step after it."""
+    """The plan after the change."""
     before: float
-    """Predicted seconds of the step as it was, had it fitted."""
+    """Predicted seconds of the step without the change, as if it fitted."""
 
     @property
     def slower(self) -> float:
-        """Predicted change of the step time, as a fraction; negative where it gets faster."""
+        """Predicted relative change of the step time; negative if it gets faster."""
         return self.plan.seconds / self.before - 1
 
     @property
     def memory_bytes(self) -> float:
-        """Predicted peak of a device after it."""
+        """Predicted peak memory of a device after the change."""
         return self.plan.memory.total
 
     def __str__(self) -> str:
@@ -50,17 +50,17 @@ def cheapest_fixes(
     count: int = 3,
     over_bytes: float = 0.0,
 ) -> list[Fix]:
-    """Returns the changes that make a step fit and cost least time by the cost model, fastest
-    first, each of another kind: one key of the config, then a key beside more microbatches, then
-    another mesh, and when nothing else helps a larger cluster.
+    """Returns the changes that make a step fit at the lowest cost in time by the cost model,
+    fastest first. Each is of a different kind: one config key, then a key with more microbatches,
+    then another mesh, and, if nothing else helps, a larger cluster.
 
     Args:
         workload: What is trained.
-        layout: How it is split, with its microbatches.
-        choice: What else the config says.
-        cluster: What it does not fit.
-        count: How many at most.
-        over_bytes: By how much the compiled step exceeds what `workload.memory` predicts, if it is
+        layout: Layout of the step, with its microbatches.
+        choice: Other choices of the config.
+        cluster: Cluster that the step does not fit.
+        count: Most fixes to return.
+        over_bytes: Bytes by which the compiled step exceeds the prediction of `workload.memory`, if
             known; fixes then leave as much room.
     """
     room = capacity_bytes(cluster) - max(over_bytes, 0.0)
@@ -71,7 +71,7 @@ def cheapest_fixes(
     fixes.sort(key=lambda fix: (score(fix.plan)[0], len(fix.settings)))
     kinds: dict[tuple[str, ...], Fix] = {}
     for fix in fixes:
-        # A change of more keys is no news where some of them are enough.
+        # A change of more keys is redundant if a subset of them is enough.
         if not any(set(kind) <= set(_kind(fix)) for kind in kinds):
             kinds[_kind(fix)] = fix
     found = list(kinds.values())[:count]
@@ -82,8 +82,8 @@ def cheapest_fixes(
 
 
 def smallest(workload: Workload, cluster: Cluster, keep: Layout | None = None) -> Plan | None:
-    """Returns the plan of a cluster, or of one of its meshes, that holds least, whether it fits or
-    not; None where nothing can be run."""
+    """Returns the plan with the least memory on a cluster, or on one of its meshes, whether it fits
+    or not; None if nothing can run."""
     best: tuple[float, Layout, Choice] | None = None
     for candidate in candidates(workload, cluster):
         if keep is not None and mesh_of(candidate.layout) != mesh_of(keep):
@@ -106,7 +106,8 @@ def _plan(workload: Workload, cluster: Cluster, layout: Layout, choice: Choice) 
 
 
 def _one_key(workload: Workload, as_is: Plan, room: float) -> Iterator[Plan]:
-    """Plans on the same mesh that fit: other choices, other uses of its axes, more microbatches."""
+    """Yields plans on the same mesh that fit: other choices, other uses of its axes, more
+    microbatches."""
     cluster, now = as_is.cluster, as_is.layout
     relaxed = workload.relaxed()
     others = workload.variants(now, cluster)
@@ -130,7 +131,7 @@ def _on_larger(workload: Workload, cluster: Cluster, before: float) -> list[Fix]
 
 
 def _steps(as_is: Plan, layout: Layout, choice: Choice) -> int:
-    """How many things a plan of the same mesh changes."""
+    """Returns the number of settings in which a plan of the same mesh differs."""
     changed = sum(
         getattr(layout, name) != getattr(as_is.layout, name)
         for name in ("microbatches", "zero", "sequence_parallel", "chunks", "offload_optimizer")
@@ -154,19 +155,19 @@ def _changes(
 
 
 def _changed(workload: Workload, as_is: Plan, plan: Plan) -> Settings:
-    """The keys of the config that lead from one plan to another."""
+    """Returns the config keys in which two plans differ, with their new values."""
     old = settings(as_is, workload.num_layers)
     new = settings(plan, workload.num_layers)
     return {key: value for key, value in new.items() if old.get(key) != value}
 
 
 def _kind(fix: Fix) -> tuple[str, ...]:
-    """What a fix changes: keys, or the mesh and all that goes with it."""
+    """Returns the kind of a fix: its keys, or the mesh with all that depends on it."""
     return ("mesh",) if "mesh" in fix.settings else tuple(fix.settings)
 
 
 def _microbatches(workload: Workload, layout: Layout) -> set[int]:
-    """Their numbers that can be run."""
+    """Returns the numbers of microbatches that can run."""
     plain = dataclasses.replace(layout, microbatches=1, chunks=1)
     alike = (c for c in of_layout(workload, plain) if c.layout.chunks == layout.chunks)
     return {n for candidate in alike for n in candidate.microbatches}

@@ -1,4 +1,4 @@
-"""Plans for mixed clusters as text for a terminal."""
+"""Text reports of plans for mixed clusters."""
 
 from typing import TYPE_CHECKING
 
@@ -14,12 +14,12 @@ from shardlib.plan.describe import (
     table,
     time_table,
 )
-from shardlib.plan.mixed import KindShare, MixedPlan
+from shardlib.plan.mixed_search import KindShare, MixedPlan
 from shardlib.plan.search import capacity_bytes
 from shardlib.plan.settings import mesh_text, rules
 
 if TYPE_CHECKING:
-    from shardlib.plan.mixed_answer import MixedPlans
+    from shardlib.plan.mixed_result import MixedPlans
 
 
 def describe_mixed(plans: "MixedPlans") -> str:
@@ -86,7 +86,7 @@ def _kinds(plan: MixedPlan, examples: str) -> str:
 
 
 def _microbatches(share: KindShare) -> str:
-    """How many each group of a kind takes: `3`, or `3-4` where some take one more."""
+    """Returns the microbatches per group of a kind: `3`, or `3-4` if some groups take one more."""
     fewest, most = min(share.microbatches), max(share.microbatches)
     return str(most) if fewest == most else f"{fewest}-{most}"
 
@@ -99,15 +99,17 @@ def _broken_down(plan: MixedPlan) -> str:
 
 
 def _summary(plans: "MixedPlans") -> str:
-    return "\n".join([*outcome(plans), "What it brings:", *each("  ", _compared(plans))])
+    return "\n".join(
+        [*outcome(plans), "Compared with one kind alone:", *each("  ", _compared(plans))]
+    )
 
 
 def _compared(plans: "MixedPlans") -> list[str]:
-    """The plan beside the best ones of its kinds alone."""
+    """Returns a comparison of the plan with the best plans on each kind alone."""
     lines, best = [], plans.best
     for one in plans.alone:
         if one.plan is None:
-            lines.append(f"{one.cluster.name} alone: there is no plan with this batch")
+            lines.append(f"{one.cluster.name} alone: no plan with this batch")
             continue
         faster = one.plan.seconds / best.seconds
         cost = best.seconds * plans.cluster.num_chips

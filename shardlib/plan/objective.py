@@ -1,4 +1,5 @@
-"""Which clusters are tried, and which of their plans is best: by time, by cost, by chips."""
+"""Objectives of the planner: the clusters to try and the best of their plans, by time, cost or
+chips."""
 
 import dataclasses
 import math
@@ -6,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from numbers import Real
 from typing import Literal
 
-from shardlib.chips import CHIPS, Chip
 from shardlib.errors import ConfigError, MeshError, did_you_mean
 from shardlib.hardware import Cluster, parse_cluster
+from shardlib.hardware.chips import CHIPS, Chip
 from shardlib.plan.problem import Workload
 from shardlib.plan.search import Found, capacity_bytes, search
 
@@ -21,17 +22,17 @@ _DAY = 86400.0
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """What a plan is wanted for."""
+    """Goal of a plan."""
 
     objective: Objective = "time"
     """`time`: the fastest step on the whole cluster. `cost`: the fewest chip-hours, on the cluster
-    or on a smaller one of its chip. `chips`: the smallest cluster that does."""
+    or on a smaller one of the same chip. `chips`: the smallest cluster that suffices."""
     tokens: float | None = None
-    """How many tokens, or images, the run trains on."""
+    """Tokens or images that the run trains on."""
     days: float | None = None
-    """In how many days."""
+    """Time limit of the run, in days."""
     price: float | None = None
-    """USD for an hour of one chip."""
+    """USD per chip-hour."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -51,7 +52,7 @@ class Goal:
             raise ConfigError("\n".join(faults))
 
     def seconds(self, tokens_per_step: float) -> float:
-        """Returns how long a step may take."""
+        """Returns the most seconds that a step may take."""
         if self.days is None or self.tokens is None:
             return math.inf
         return self.days * _DAY * tokens_per_step / self.tokens
@@ -60,25 +61,25 @@ class Goal:
 def clusters(on: str, objective: Objective = "time", *, deadline: bool = True) -> list[Cluster]:
     """Returns the clusters that a name stands for, smallest first.
 
-    `v5p-128` stands for itself and, unless `time` is wanted, for smaller ones of its chip; `v5p`
-    for all that there are.
+    `v5p-128` stands for itself and, unless the objective is `time`, for smaller clusters of its
+    chip; `v5p` stands for clusters of all sizes.
 
     Args:
         on: A cluster, or a chip alone.
-        objective: What is wanted.
-        deadline: Whether a run has to be done by some time, which says how many chips it takes.
+        objective: Objective of the plan.
+        deadline: Whether the run has a time limit, which determines the number of chips.
 
     Raises:
-        MeshError: If the name is unknown, or says no size where nothing decides it.
+        MeshError: If the name is unknown, or has no size and nothing determines it.
     """
     chip = CHIPS.get(on.strip().lower())
     if chip is not None:
         names = list(_names(chip))
         if objective == "time" and not deadline:
             raise MeshError(
-                f"cluster {on!r} says no size.\n"
-                f"  Add it, as in {names[3]}, or say what decides: an objective of cost or chips, "
-                "or tokens and days."
+                f"cluster {on!r} has no size.\n"
+                f"  Add it, as in {names[3]}, or let the plan decide: an objective of cost or "
+                "chips, or tokens and days."
             )
         return [parse_cluster(name) for name in names]
     cluster = parse_cluster(on)
@@ -89,7 +90,7 @@ def clusters(on: str, objective: Objective = "time", *, deadline: bool = True) -
 
 
 def next_larger(cluster: Cluster) -> Cluster | None:
-    """Returns a cluster of at least twice the chips, or None where there is none."""
+    """Returns a cluster with at least twice the chips, or None if no such cluster exists."""
     if cluster.chip is None:
         return None
     larger = (parse_cluster(name) for name in _names(cluster.chip))
@@ -98,7 +99,8 @@ def next_larger(cluster: Cluster) -> Cluster | None:
 
 
 def roomier(cluster: Cluster) -> list[Cluster]:
-    """Returns clusters of as many GPUs with more memory, least first; of a TPU slice none."""
+    """Returns clusters of the same number of GPUs with more memory, least first; empty for a TPU
+    slice."""
     chip = cluster.chip
     if chip is None or chip.kind != "gpu" or cluster.devices_per_host != chip.chips_per_host:
         return []
@@ -115,14 +117,14 @@ def roomier(cluster: Cluster) -> list[Cluster]:
 def best_found(
     workload: Workload, tried: Sequence[Cluster], goal: Goal, *, top: int
 ) -> Found | None:
-    """Returns what the search finds on the cluster that suits a goal best; None where nothing fits
-    or is fast enough on any.
+    """Returns the search result on the cluster that suits a goal best; None if nothing fits or is
+    fast enough on any.
 
     Args:
         workload: What is trained.
         tried: Clusters, smallest first.
-        goal: What is wanted.
-        top: Meshes of which to return a plan.
+        goal: Goal of the plan.
+        top: Number of meshes to return a plan for.
     """
     limit = goal.seconds(workload.tokens)
     suited: list[Found] = []
@@ -140,7 +142,7 @@ def best_found(
 
 
 def _may_do(workload: Workload, cluster: Cluster, limit: float) -> bool:
-    """Whether the devices together could be fast enough, if they lost nothing."""
+    """Returns whether the devices could be fast enough at peak FLOP/s."""
     capacity_bytes(cluster)
     if cluster.chip is None:
         return True
@@ -149,7 +151,7 @@ def _may_do(workload: Workload, cluster: Cluster, limit: float) -> bool:
 
 
 def _names(chip: Chip) -> Iterator[str]:
-    """Names of the clusters of a chip, smallest first."""
+    """Yields the names of the clusters of a chip, smallest first."""
     if chip.kind == "gpu":
         host = chip.chips_per_host or 8
         count = 1

@@ -1,39 +1,39 @@
-"""What the search asks of whatever is to be trained, and what it answers.
+"""Interface between the search and its workloads.
 
-The search knows nothing of transformers: it tries layouts and choices and asks a `Workload` whether
-they can be run, what they hold and how long they take. `plan.transformers` answers from dims; a
-model of any other kind answers from its traced program.
+The search is independent of transformers. It tries layouts and choices and asks a `Workload`
+whether they can run, what memory they take and how long they take. `plan.workloads.transformer`
+answers from dims; a model of any other kind answers from its traced program.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+from shardlib.cost.layout import Layout
+from shardlib.cost.transformer.memory import Memory
+from shardlib.cost.transformer.step_time import StepTime
 from shardlib.hardware import Cluster
-from shardlib.plan.cost import StepTime
-from shardlib.plan.layout import Layout
-from shardlib.plan.memory import Memory
 
 MomentDtype = Literal["float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a plan decides beside its mesh."""
+    """Decisions of a plan other than its mesh."""
 
     remat: str = "none"
-    """A policy of `shardlib.remat`, of the first `layers` layers of each piece of the stack; the
-    others keep everything."""
+    """A policy of `shardlib.nn.remat` for the first `layers` layers of each piece of the stack; the
+    other layers keep everything."""
     layers: int | None = None
-    """None for all."""
+    """Layers of each piece that follow the policy; None for all."""
     moments: MomentDtype = "float32"
-    """How the optimizer stores its first moment."""
+    """Dtype in which the optimizer stores its first moment."""
     loss_chunks: int = 1
     pieces: int = 1
-    """Equal pieces of the stack that are one program, as the chunks of all stages are."""
+    """Equal pieces of the stack that run as one program, as the chunks of all stages do."""
 
     def policy(self, num_layers: int) -> str:
-        """Returns the rematerialisation as `model.remat` takes it."""
+        """Returns the remat policy in the syntax of `model.remat`."""
         piece = num_layers // self.pieces
         if self.layers is None or self.layers >= piece or self.remat == "none":
             return self.remat
@@ -47,19 +47,19 @@ class Choice:
         return ",".join(ranges)
 
     def summary(self, num_layers: int) -> str:
-        """Returns the same for people, short where ranges repeat."""
+        """Returns the remat policy for reports, abbreviated if ranges repeat."""
         if self.pieces == 1 or self.policy(num_layers) in (self.remat, "none"):
             return self.policy(num_layers)
         return f"{self.remat} in {self.layers} of {num_layers // self.pieces}"
 
     @property
     def num_layers(self) -> int | None:
-        """How many layers of the whole stack follow the policy; None for all."""
+        """Layers of the whole stack that follow the policy; None for all."""
         return None if self.layers is None else self.layers * self.pieces
 
 
 class Workload(Protocol):
-    """What is trained: one step of one model on one batch."""
+    """One training step of one model on one batch."""
 
     @property
     def batch(self) -> int:
@@ -73,30 +73,31 @@ class Workload(Protocol):
 
     @property
     def unit(self) -> str:
-        """What `tokens` counts: `tokens` or `images`."""
+        """Unit of `tokens`: `tokens` or `images`."""
         ...
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of a step, for MFU; 0.0 where they are not known."""
+        """Model FLOPs of a step, for MFU; 0.0 if unknown."""
         ...
 
     def with_batch(self, batch: int) -> "Workload":
-        """Returns the same with another number of sequences or images in a step."""
+        """Returns the workload with another number of sequences or images per step."""
         ...
 
     def relaxed(self) -> "Workload":
-        """Returns the same with choices that change the numbers, such as moments in bfloat16."""
+        """Returns the workload with choices that change the numerics, such as moments in
+        bfloat16."""
         ...
 
     @property
     def num_layers(self) -> int:
-        """Layers that may follow different policies; 1 where there are no such ranges."""
+        """Layers that may follow different policies; 1 without layer ranges."""
         ...
 
     def degrees(self, axis: str, most: int) -> Sequence[int]:
         """Returns the degrees, up to `most`, that a mesh axis may have by itself; `(1,)` for an
-        axis that the model has no use for."""
+        axis that the model does not use."""
         ...
 
     def variants(self, layout: Layout, cluster: Cluster) -> Sequence[Layout]:
@@ -105,20 +106,20 @@ class Workload(Protocol):
         ...
 
     def faults(self, layout: Layout) -> list[str]:
-        """Returns why a layout cannot be run, as sentences; empty when it can be."""
+        """Returns the reasons why a layout cannot run, as sentences; empty if it can."""
         ...
 
     def choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
-        """Returns what may be chosen on a layout. Those whose `layers` is not None stand for every
-        number of layers up to that: the search takes the fewest that fit."""
+        """Returns the choices for a layout. A choice whose `layers` is not None stands for every
+        number of layers up to it: the search takes the fewest that fit."""
         ...
 
     def leanest(self, layout: Layout, cluster: Cluster) -> Choice:
-        """Returns the choice that holds least: where it does not fit, none does."""
+        """Returns the choice with the least memory: if it does not fit, no other choice does."""
         ...
 
     def memory(self, layout: Layout, choice: Choice, cluster: Cluster) -> Memory:
-        """Returns what one device holds at the peak."""
+        """Returns the memory of one device at the peak."""
         ...
 
     def time(self, layout: Layout, choice: Choice, cluster: Cluster) -> StepTime:
@@ -126,8 +127,9 @@ class Workload(Protocol):
         ...
 
     def bound(self, layout: Layout, cluster: Cluster, most_microbatches: int) -> float:
-        """Returns seconds below which no choice gets, with any number of microbatches from that
-        of the layout to `most_microbatches`. Tight bounds make the search fast; 0.0 is valid."""
+        """Returns a lower bound of the seconds with any choice, and with any number of microbatches
+        from the layout's to `most_microbatches`. Tight bounds make the search fast; 0.0 is
+        valid."""
         ...
 
 
@@ -148,5 +150,5 @@ class Plan:
 
     @property
     def device_seconds(self) -> float:
-        """What a step occupies."""
+        """Device-seconds of a step."""
         return self.time.total * self.cluster.num_devices

@@ -1,16 +1,15 @@
-"""The search for the fastest plans on a given cluster: exhaustive, with pruning that loses none.
+"""Search for the fastest plans on a given cluster: exhaustive, with pruning that loses no plan.
 
-Tried is every mesh whose degrees the model and the batch divide by, with every number of
-microbatches and of pipeline chunks that can be run and every choice of the workload. A layout is
-left out when
+The search tries every mesh whose degrees divide the model and the batch, with every valid number of
+microbatches and of pipeline chunks and every choice of the workload. It skips a layout if
 
-- not even its leanest choice fits the memory, with the fewest and with the most microbatches, or
-- the least time that it could take (`Workload.bound`) is more than that of the plans found before,
-  of its own mesh or of others.
+- its leanest choice does not fit the memory, with either the fewest or the most microbatches, or
+- the lower bound of its time (`Workload.bound`) exceeds the time of the plans found so far, of its
+  own mesh or of other meshes.
 
-Layouts are tried in the order of those bounds, so that good plans come first and most of the rest
-is never priced. What is tried for a layout are its choices, and of ranges of layers the fewest that
-must recompute for the step to fit.
+Layouts are tried in the order of their bounds, so that good plans come first and most other layouts
+are never priced. For a layout the search tries its choices; a choice with ranges of layers takes
+the fewest layers that must recompute for the step to fit.
 """
 
 import dataclasses
@@ -18,29 +17,29 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 
+from shardlib.cost.layout import AXES, Layout
+from shardlib.cost.machine.measured import MeasuredCluster
+from shardlib.cost.transformer.memory import Memory
 from shardlib.errors import MeshError
-from shardlib.explain.capacity import capacity as capacity_of
 from shardlib.hardware import Cluster
+from shardlib.hardware.capacity import capacity as capacity_of
 from shardlib.plan.candidates import Candidate, candidates
-from shardlib.plan.layout import AXES, Layout
-from shardlib.plan.measured import MeasuredCluster
-from shardlib.plan.memory import Memory
 from shardlib.plan.problem import Choice, Plan, Workload
 
 _NUMERICS = 1.02
-"""What a plan that stores a moment in bfloat16 must be faster by: it changes the numbers."""
+"""Speedup that a plan with a moment in bfloat16 must exceed, because it changes the numerics."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search found."""
+    """Result of a search."""
 
     plans: tuple[Plan, ...]
-    """The best plan of each of the best meshes, best first; empty when nothing fits."""
+    """Best plan of each of the best meshes, best first; empty if nothing fits."""
     layouts: int
-    """Layouts that can be run, without their microbatches."""
+    """Layouts that can run, not counting their microbatches."""
     fitting: int
-    """Those of them whose leanest choice fits."""
+    """Layouts whose leanest choice fits."""
     priced: int
     """Steps whose time was computed."""
 
@@ -58,12 +57,12 @@ def search(
     Args:
         workload: What is trained.
         cluster: TPU or GPU devices, or CPU devices whose speed was measured.
-        top: How many meshes to return a plan of.
-        keep: A layout whose mesh alone is searched; None for all.
-        accepts: Whether a layout, with its microbatches, may be taken; None for all.
+        top: Number of meshes to return a plan for.
+        keep: Layout, to search only its mesh; None for all meshes.
+        accepts: Predicate of layouts with their microbatches; None accepts all.
 
     Raises:
-        MeshError: If the chip of the cluster is not known.
+        MeshError: If the chip of the cluster is unknown.
     """
     capacity = capacity_bytes(cluster)
     tried = list(candidates(workload, cluster))
@@ -101,11 +100,12 @@ class _Best:
         self._seconds: dict[tuple[int, ...], float] = {}
 
     def seconds_of(self, layout: Layout) -> float:
-        """Returns the seconds of the plan of a layout's mesh; infinite where there is none yet."""
+        """Returns the seconds of the best plan of a layout's mesh; infinite if the mesh has
+        none."""
         return self._seconds.get(mesh_of(layout), math.inf)
 
     def offer(self, plan: Plan) -> None:
-        """Keeps a plan if there is no better one of its mesh."""
+        """Keeps a plan unless its mesh has a better one."""
         mesh = mesh_of(plan.layout)
         if mesh in self.plans and score(plan) >= score(self.plans[mesh]):
             return
@@ -116,7 +116,7 @@ class _Best:
 
 
 def score(plan: Plan) -> tuple[float, ...]:
-    """Returns what plans are ranked by: time, and where it is the same what is simpler."""
+    """Returns the ranking key of a plan: time, then simplicity."""
     changed = plan.choice.moments != "float32"
     layout = plan.layout
     axes = sum(layout.size(axis) > 1 for axis in AXES)
@@ -130,16 +130,16 @@ def score(plan: Plan) -> tuple[float, ...]:
 
 
 def capacity_bytes(cluster: Cluster) -> float:
-    """Returns what a program may use of the memory of one device.
+    """Returns the memory of one device that a program may use.
 
     Raises:
-        MeshError: If the chip is not known.
+        MeshError: If the chip of the cluster is unknown.
     """
     if isinstance(cluster, MeasuredCluster):
         return cluster.measured.memory_bytes
     if cluster.chip is None:
         raise MeshError(
-            f"cluster {cluster.name!r}: what its devices compute and hold is not known.\n"
+            f"cluster {cluster.name!r}: the speed and memory of its devices are not known.\n"
             "  Run `shardlib calibrate` on them first, or name TPUs or GPUs, as in v5p-128, 8xh100."
         )
     usable = capacity_of(cluster.chip)
@@ -151,9 +151,10 @@ def least_layers(
     workload: Workload, layout: Layout, choice: Choice, cluster: Cluster, capacity: float
 ) -> Choice | None:
     """Returns a choice with the fewest layers that must follow its policy for the step to fit, or
-    None when it does not fit anyhow. Each more layer that recomputes holds less; the first does
-    not, as what is computed again has to lie somewhere: none at all is a policy of its own. What is
-    offloaded must not exceed what a device holds: hosts have as much for each of theirs."""
+    None if it does not fit at all. Each further layer that recomputes saves memory. The first does
+    not, because the recomputed values need memory; zero layers is a policy of its own. The
+    offloaded bytes must not exceed the memory of a device: hosts have as much for each of their
+    devices."""
 
     def held(layers: int | None) -> Memory:
         some = dataclasses.replace(choice, layers=layers)
@@ -168,7 +169,7 @@ def least_layers(
         if above.fits(capacity):
             high, below = low, above
         while high - low > 1:
-            # Every layer holds as much, so that the first guess is nearly always the answer.
+            # Every layer holds the same amount, so the first guess is nearly always right.
             share = above.over(capacity) / (above.over(capacity) - below.over(capacity))
             guess = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
             found = held(guess)
@@ -180,8 +181,8 @@ def least_layers(
 
 
 def _may_fit(workload: Workload, cluster: Cluster, candidate: Candidate, capacity: float) -> bool:
-    """Whether the leanest choice fits with the fewest or the most microbatches: with those between
-    a device holds more than with the most."""
+    """Returns whether the leanest choice fits with the fewest or the most microbatches. Numbers in
+    between take more memory than the most."""
     counts = candidate.microbatches
     for count in (counts[0], counts[-1]):
         layout = candidate.with_microbatches(count)
@@ -197,7 +198,7 @@ def _priced(
     for count in candidate.microbatches:
         layout = candidate.with_microbatches(count)
         bound = workload.bound(layout, cluster, count)
-        # Of plans that take as long those with fewer microbatches rank first.
+        # Among plans with the same time, fewer microbatches rank first.
         if bound > best.limit or bound >= best.seconds_of(layout):
             continue
         if not workload.memory(layout, workload.leanest(layout, cluster), cluster).fits(capacity):
@@ -205,7 +206,7 @@ def _priced(
         enough: set[tuple[str, int]] = set()
         for choice in workload.choices(layout, cluster):
             alike = choice.moments, choice.loss_chunks
-            # Where everything can be kept nothing need be computed again.
+            # If everything can be kept, recomputation is unnecessary.
             if alike in enough:
                 continue
             chosen = least_layers(workload, layout, choice, cluster, capacity)

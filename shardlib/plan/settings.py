@@ -1,11 +1,11 @@
-"""A plan as keys of a config, in the words that `train` reads."""
+"""Plans as config keys, as `train` reads them."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from shardlib.cost.layout import AXES, Layout
+from shardlib.cost.machine.fabric import outer_degree
 from shardlib.plan.candidates import schedule
-from shardlib.plan.fabric import outer_degree
-from shardlib.plan.layout import AXES, Layout
 from shardlib.plan.problem import Choice, Plan
 
 Settings = dict[str, Any]
@@ -13,7 +13,7 @@ Settings = dict[str, Any]
 
 
 def mesh_text(layout: Layout) -> str:
-    """Returns a layout's mesh as in `data=2x8,fsdp=4`; outer degrees cross slices."""
+    """Returns a layout's mesh as text such as `data=2x8,fsdp=4`; outer degrees cross slices."""
     sizes = []
     for axis in AXES:
         size = layout.size(axis)
@@ -26,7 +26,7 @@ def mesh_text(layout: Layout) -> str:
 
 
 def rules(layout: Layout) -> str | dict[str, Any]:
-    """Returns the rules that use the axes of a layout as it says."""
+    """Returns the rules that use the axes as a layout says."""
     shared = layout.tensor > 1 and layout.sequence_parallel
     if layout.zero == 3 or layout.fsdp == 1:
         return "sequence" if shared else "standard"
@@ -37,12 +37,12 @@ def rules(layout: Layout) -> str | dict[str, Any]:
 
 
 def settings(plan: Plan, num_layers: int, *, batch: int | None = None) -> Settings:
-    """Returns everything that a plan decides, by key path.
+    """Returns all settings of a plan, by key path.
 
     Args:
         plan: The plan.
         num_layers: Layers of the model.
-        batch: Sequences of a step; None to leave the config's as it is.
+        batch: Sequences per step; None to leave the config's value.
     """
     layout = plan.layout
     found: Settings = {"mesh": mesh_text(layout), "rules": rules(layout)}
@@ -70,7 +70,7 @@ def of_choice(choice: Choice, num_layers: int) -> Settings:
 
 
 def to_yaml(found: Mapping[str, Any]) -> str:
-    """Returns settings as YAML, sections nested."""
+    """Returns settings as YAML with nested sections."""
     tree: dict[str, Any] = {}
     for path, value in found.items():
         *sections, key = path.split(".")
@@ -82,7 +82,7 @@ def to_yaml(found: Mapping[str, Any]) -> str:
 
 
 def to_overrides(found: Mapping[str, Any]) -> list[str]:
-    """Returns settings as words of a command line."""
+    """Returns settings as command-line arguments."""
     return [f"{path}={_scalar(value)}" for path, value in found.items()]
 
 

@@ -1,21 +1,21 @@
-"""Why a mesh is not the one that was planned: what refuses it, or what it costs."""
+"""Reasons why a mesh was not planned: why it cannot run, or what it costs."""
 
 import dataclasses
 from typing import Any
 
+from shardlib.cost.layout import AXES, Layout
+from shardlib.cost.transformer.step_time import StepTime
 from shardlib.errors import MeshError, did_you_mean
 from shardlib.hardware import Cluster
 from shardlib.mesh import MeshConfig, MeshSpec
 from shardlib.plan.candidates import crosses_slices
-from shardlib.plan.cost import StepTime
 from shardlib.plan.describe import PARTS, duration, gib, largest_parts
 from shardlib.plan.fixes import smallest
-from shardlib.plan.layout import AXES, Layout
 from shardlib.plan.problem import Plan, Workload
 from shardlib.plan.search import capacity_bytes, mesh_of, search
 
 _WORTH_NAMING = 0.25
-"""Parts that take this share of what the largest takes more."""
+"""Smallest slowdown worth naming, as a fraction of the largest part's slowdown."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +24,13 @@ class WhyNot:
 
     mesh: str
     reasons: tuple[str, ...]
-    """Sentences without an end."""
+    """Sentences without a full stop."""
     plan: Plan | None = None
-    """The best plan of the mesh; None where nothing of it can be run or fits."""
+    """Best plan of the mesh; None if it cannot run or does not fit."""
     slower: float | None = None
-    """By what fraction it is slower."""
+    """Relative slowdown."""
     of_config: bool = False
-    """Whether it is the mesh of the config that is planned for."""
+    """Whether it is the mesh of the planned config."""
 
     def __str__(self) -> str:
         whose = " (the config's)" if self.of_config else ""
@@ -47,16 +47,16 @@ class WhyNot:
 
 
 def why_not(workload: Workload, cluster: Cluster, best: Plan | None, mesh: MeshSpec) -> WhyNot:
-    """Returns why a mesh is not planned.
+    """Returns the reasons why a mesh is not planned.
 
     Args:
         workload: What is trained.
-        cluster: On what.
-        best: What is planned; None where nothing fits.
-        mesh: The mesh asked about, such as `fsdp=8,tensor=8`; -1 takes the devices that remain.
+        cluster: Cluster to train on.
+        best: The best plan; None if nothing fits.
+        mesh: The mesh asked about, such as `fsdp=8,tensor=8`; -1 takes the remaining devices.
 
     Raises:
-        MeshError: If the mesh cannot be read, or has an axis that the planner does not know.
+        MeshError: If the mesh cannot be read, or has an axis unknown to the planner.
     """
     config = read_mesh(mesh, cluster.num_devices)
     layout, text = Layout.of(config.sizes, cluster.num_slices), str(config)
@@ -74,11 +74,11 @@ def why_not(workload: Workload, cluster: Cluster, best: Plan | None, mesh: MeshS
 
 
 def read_mesh(mesh: MeshSpec, num_devices: int) -> MeshConfig:
-    """Returns a mesh that is asked about, for so many devices.
+    """Returns a mesh asked about, resolved for `num_devices` devices.
 
     Raises:
-        MeshError: If it cannot be read, does not fill them, or has an axis that the planner does
-            not know.
+        MeshError: If it cannot be read, does not fill the devices, or has an axis unknown to the
+            planner.
     """
     config = MeshConfig.parse(mesh)
     unknown = [name for name in config.names if name not in AXES]
@@ -91,13 +91,13 @@ def read_mesh(mesh: MeshSpec, num_devices: int) -> MeshConfig:
 
 
 def slower_by(seconds: float, best: float) -> str:
-    """Returns how much longer a step takes than the best."""
+    """Returns as text how much slower a step is than the best."""
     both = f"{duration(seconds)} against {duration(best)} a step"
     return f"{seconds / best - 1:.1%} slower ({both})"
 
 
 def _refused(workload: Workload, cluster: Cluster, layout: Layout) -> list[str]:
-    """Why a layout cannot be run or, where it can, which of its axes have no use."""
+    """Returns the reasons why a layout cannot run or, if it can, its axes without use."""
     faults = workload.faults(layout)
     if not crosses_slices(layout):
         faults.append(
@@ -130,7 +130,7 @@ def _leanest(plan: Plan, workload: Workload) -> str:
 
 
 def _differences(plan: StepTime, best: StepTime) -> tuple[str, ...]:
-    """What takes longer, the most first."""
+    """Returns the parts that take longer, largest difference first."""
     more = {name: seconds - best.parts[name] for name, seconds in plan.parts.items()}
     largest = max(more.values())
     named = sorted(

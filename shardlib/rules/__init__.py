@@ -7,15 +7,15 @@ A table of rules is an ordered mapping from a logical axis to one of
 * `None`: replicated on purpose;
 * a list of such alternatives, tried in order.
 
-A logical axis without a rule whose name is that of a mesh axis, or of several (`"data+fsdp"`), goes
-to that axis: a model annotated for one mesh by hand lies as it says. A rule of that name, or for
-every other name (`"*"`), comes before.
+A logical axis without a rule may be named after a mesh axis, or several (`"data+fsdp"`). It then
+goes to that axis, so a model annotated by hand for one mesh is placed as annotated. A rule for that
+name, or for every other name (`"*"`), takes precedence.
 
-Resolution takes the logical axes of a tensor in the order of the table. An alternative is refused
-when one of its mesh axes already shards another dim of the tensor, or when their product does not
-divide the dim; the first that fits wins. A standard mesh axis that the mesh does not have counts as
-an axis of size 1, which shards nothing. When every alternative is refused the tensor cannot be
-placed as asked, and that is an error, never a silent replication.
+Resolution takes the logical axes of a tensor in the order of the table. An alternative is rejected
+if one of its mesh axes already shards another dim of the tensor, or if their product does not
+divide the dim. The first alternative that fits wins. A standard mesh axis that the mesh does not
+have counts as an axis of size 1, which shards nothing. If every alternative is rejected the tensor
+cannot be placed as asked, and that is an error, never a silent replication.
 """
 
 from shardlib.mesh import STANDARD_AXES as STANDARD_AXES

@@ -1,4 +1,4 @@
-"""Rules with names."""
+"""Named presets of rules."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from shardlib.rules.table import Auto, AxisRules
 _ACTIVATIONS = {
     "batch": "data+fsdp+expert",
     "length": "context",
-    # The residual stream and its norms, which need no more of a sequence than one position.
+    # The residual stream and its norms, which work on each position of a sequence alone.
     "residual_length": "context",
     "vocab": "tensor",
     "heads": "tensor",
@@ -75,7 +75,7 @@ Source: Shoeybi et al. 2019, "Megatron-LM", for `tensor`; `FSDP` for `fsdp`.
 
 SEQUENCE = STANDARD.override(activations={"residual_length": "context+tensor"})
 """`STANDARD` with sequence parallelism: norms and residual stream are split along the length over
-`tensor` too, where they would be replicated.
+`tensor` too, instead of being replicated.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
 """
@@ -83,13 +83,13 @@ Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tra
 _WHOLE = dataclasses.replace(STANDARD.override(embed=None, conv_out=None), auto=Auto(None))
 
 ZERO1 = dataclasses.replace(_WHOLE, opt_state=STANDARD)
-"""`STANDARD`, but over `fsdp` only the optimizer state is split.
+"""`STANDARD`, with only the optimizer state split over `fsdp`.
 
 Source: Rajbhandari et al. 2020, "ZeRO", stage 1.
 """
 
 ZERO2 = dataclasses.replace(_WHOLE, gradients=STANDARD, opt_state=STANDARD)
-"""`STANDARD`, but over `fsdp` only gradients and optimizer state are split.
+"""`STANDARD`, with only gradients and optimizer state split over `fsdp`.
 
 Source: Rajbhandari et al. 2020, "ZeRO", stage 2.
 """
@@ -105,10 +105,10 @@ PRESETS: Mapping[str, AxisRules] = {
 
 
 def preset(name: str) -> AxisRules:
-    """Returns the preset of that name, in any case.
+    """Returns the preset of that name, ignoring case.
 
     Raises:
-        RuleError: If there is none.
+        RuleError: If the name is unknown.
     """
     try:
         return PRESETS[name.lower()]

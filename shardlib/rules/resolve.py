@@ -1,4 +1,4 @@
-"""The resolution of the rules for one tensor: pure, and remembered."""
+"""Pure and cached resolution of the rules for one tensor."""
 
 import functools
 import math
@@ -21,11 +21,11 @@ Kind = Literal["params", "activations"]
 Section = Literal["params", "gradients", "opt_state"]
 
 ANY = "*"
-"""The key of a rule for every logical axis that its table does not name."""
+"""The key of a rule for every logical axis that is not in its table."""
 
 
 class Refusal(NamedTuple):
-    """An alternative that was not taken, and why."""
+    """A rejected alternative and the reason."""
 
     alternative: Alternative
     cause: Literal["used", "size_one", "indivisible"]
@@ -33,10 +33,10 @@ class Refusal(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What one dim of a tensor was given.
+    """The mesh axes of one dim of a tensor.
 
     `rule` is the key of the table that decided. It is `None` for a dim without a logical axis, and
-    for one whose name has no rule and is that of a mesh axis: the dim goes to that axis.
+    for a dim whose name has no rule and is a mesh axis: the dim goes to that axis.
     """
 
     dim: int
@@ -52,7 +52,7 @@ class Choice(NamedTuple):
 
 
 class Resolution(NamedTuple):
-    """How the rules place one tensor: `spec` is meaningful when there are no `faults`."""
+    """The placement of one tensor by the rules; `spec` is valid only if `faults` is empty."""
 
     spec: PartitionSpec
     choices: tuple[Choice, ...]
@@ -60,7 +60,7 @@ class Resolution(NamedTuple):
 
 
 def mesh_axes_of(rules: "AxisRules") -> set[str]:
-    """Returns every mesh axis that a rule names, whether a mesh has it or not."""
+    """Returns every mesh axis that a rule names, even if no mesh has it."""
     kinds: tuple[Kind, ...] = ("params", "activations")
     tables = [alternatives for kind in kinds for _, alternatives in rules.table(kind)]
     names = {name for alternatives in tables for one in alternatives for name in one}
@@ -90,7 +90,7 @@ def unknown_mesh_axes(rules: "AxisRules", mesh_axes: tuple[str, ...]) -> tuple[s
 
 
 class _Candidate(NamedTuple):
-    """An alternative on one mesh: the axes that shard, their product, or why it never can."""
+    """An alternative on one mesh: its sharding axes, their product, or why it is impossible."""
 
     alternative: Alternative
     mesh_axes: Alternative
@@ -99,8 +99,8 @@ class _Candidate(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """A rule on one mesh. `rank` is its place in the table. What is not of the table has no name
-    and comes first, as nothing else is possible."""
+    """A rule on one mesh. `rank` is its position in the table. A rule from outside the table has no
+    name and comes first, as it has no alternative."""
 
     name: str | None
     rank: int
@@ -117,7 +117,7 @@ def _on_mesh(rules: "AxisRules", kind: Kind, mesh: MeshSizes) -> dict[str, _Rule
 
 
 def _mesh_axis(name: str, sizes: Mapping[str, int]) -> _Rule | None:
-    """The rule for a name that is a mesh axis, or a product of some (`data+fsdp`): to go there."""
+    """Returns the rule for a name that is a mesh axis or a product of axes (`data+fsdp`)."""
     axes = tuple(name.split("+"))
     if not all(axis in sizes or axis in STANDARD_AXES for axis in axes):
         return None
@@ -148,7 +148,7 @@ def _choose(
                 used[name] = dim
             return Choice(dim, logical, rule.name, candidate.mesh_axes, tuple(refused)), True
         refused.append(refusal)
-    # An axis of size 1 shards nothing and so fits, unless another was to shard in its place.
+    # An axis of size 1 shards nothing and so fits, unless a rejected one should have sharded.
     met = all(r.cause == "size_one" for r in refused)
     return Choice(dim, logical, rule.name, (), tuple(refused)), met
 
@@ -187,7 +187,7 @@ def resolve(
         (table.get(name) or default or _mesh_axis(name, sizes)) if name else None
         for name in logical_axes
     ]
-    # A dim without a name stands behind all others, and gets nothing.
+    # A dim without a name comes after all others, and gets nothing.
     ranks = [(rule.rank if rule else len(table)) for rule in named]
     choices: list[Choice | None] = [None] * len(shape)
     used: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""A table of rules: what a logical axis may go to."""
+"""Tables of rules from logical axes to mesh axes."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,11 +22,11 @@ from shardlib.rules.resolve import (
 
 @dataclasses.dataclass(frozen=True)
 class Auto:
-    """How a parameter without logical axes is placed.
+    """The placement of parameters without logical axes.
 
-    The largest dim that `mesh_axis` divides is sharded over it, when the parameter has at least
-    `min_elements` elements; smaller ones are replicated, and so is one none of whose dims divides,
-    which `explain` reports. `mesh_axis=None` replicates all of them.
+    The largest dim that `mesh_axis` divides is sharded over it if the parameter has at least
+    `min_elements` elements. Smaller parameters are replicated. A parameter without a divisible dim
+    is replicated too, and `explain` reports it. `mesh_axis=None` replicates all of them.
     """
 
     mesh_axis: str | None = "fsdp"
@@ -65,22 +65,22 @@ def _table(rules: Mapping[str, Any] | Table, kind: Kind) -> Table:
 
 @dataclasses.dataclass(frozen=True)
 class AxisRules:
-    """Where every parameter and activation lives, by the names of its logical axes.
+    """The placement of every parameter and activation, by the names of its logical axes.
 
     Args:
         params: Rules for parameters, and so for gradients and optimizer state.
         activations: Rules for activations and for the batch.
         paths: Logical axes of parameters by a pattern over their path (`*` stays within a segment,
-            `**` crosses segments); the first match wins, and stands in place of what the model
-            itself says. An empty tuple of axes replicates.
-        auto: What happens to a parameter that has no logical axes and matches no path. `None` makes
+            `**` crosses segments). The first match wins and overrides the model's own axes. An
+            empty tuple of axes replicates.
+        auto: The placement of a parameter without logical axes that matches no path. `None` makes
             such a parameter an error.
-        gradients: Rules for gradients, by their `params` table; `None`: those of the parameters.
-        opt_state: Rules for optimizer state, by their `params` table; `None`: those of the
-            parameters. With `gradients` they make the stages of ZeRO.
+        gradients: Rules for gradients, by their `params` table; `None` for the parameters' rules.
+        opt_state: Rules for optimizer state, by their `params` table; `None` for the parameters'
+            rules. With `gradients` they make the stages of ZeRO.
 
     Raises:
-        RuleError: If a rule is not of a form that the module describes.
+        RuleError: If a rule does not have a form that the module describes.
     """
 
     params: Any
@@ -107,7 +107,7 @@ class AxisRules:
         return own or self
 
     def table(self, kind: Kind) -> Table:
-        """Returns one table in its normal form."""
+        """Returns one table in normal form."""
         return self.params if kind == "params" else self.activations
 
     def override(
@@ -121,7 +121,7 @@ class AxisRules:
 
         Keywords are parameter rules: `rules.override(embed=None)` is
         `rules.override(params={"embed": None})`. New `paths` are tried before the present ones.
-        Where `gradients` and `opt_state` have the rule that a parameter had, they get its new one.
+        Rules of `gradients` and `opt_state` that equal the parameter's old rule change with it.
         """
         changes = {**(params or {}), **param_rules}
         return self._changed(
@@ -150,17 +150,17 @@ class AxisRules:
         )
 
     def check(self, mesh: Any) -> None:
-        """Raises `RuleError` when a rule names a mesh axis that neither the mesh nor the standard
-        has; lists all such names."""
+        """Raises `RuleError` if a rule names a mesh axis that is neither in the mesh nor standard;
+        lists all such names."""
         names = tuple(mesh_sizes(mesh))
         faults = dict.fromkeys(f for r in self._sections for f in unknown_mesh_axes(r, names))
         if faults:
             raise RuleError("\n".join(faults))
 
     def idle(self, mesh: Any) -> dict[str, int]:
-        """Returns the mesh axes of more than one device that no rule names, with their sizes.
+        """Returns the mesh axes with more than one device that no rule names, with their sizes.
 
-        Devices along them hold and compute the same, unless some code splits it by hand.
+        Devices along them hold and compute the same values, unless code splits them manually.
         """
         named = set[str]().union(*(mesh_axes_of(rules) for rules in self._sections))
         return {n: size for n, size in mesh_sizes(mesh).items() if size > 1 and n not in named}
@@ -183,10 +183,10 @@ class AxisRules:
             logical_axes: One name, or `None` (replicated), for each dim.
             shape: The dims of the tensor.
             mesh: A `Mesh` or `AbstractMesh`, or a mapping from mesh axis to size.
-            kind: Which table decides.
+            kind: The table of rules.
 
         Returns:
-            The spec with a record of each choice; `faults` says what cannot be met.
+            The spec with a record of each choice; `faults` lists the rules that cannot be met.
         """
         sizes = mesh if isinstance(mesh, Mapping) else mesh_sizes(mesh)
         return resolve(self, kind, tuple(logical_axes), tuple(shape), tuple(sizes.items()))

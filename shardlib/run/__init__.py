@@ -7,15 +7,15 @@ from shardlib.run.config import RulesConfig as RulesConfig
 from shardlib.run.config import RunConfig as RunConfig
 
 if TYPE_CHECKING:
-    from shardlib.run.inspecting import explain as explain
+    from shardlib.run.explaining import explain as explain
     from shardlib.run.sampling import generate as generate
     from shardlib.run.training import TrainResult as TrainResult
     from shardlib.run.training import train as train
 
-# No module has the name of what it offers: importing it would bind that name to the module.
+# No module shares its name with a function it offers: importing it would rebind that name.
 _HOME = {
     "TrainResult": "training",
-    "explain": "inspecting",
+    "explain": "explaining",
     "generate": "sampling",
     "train": "training",
 }

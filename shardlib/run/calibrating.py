@@ -1,9 +1,9 @@
-"""Short measured steps on the devices at hand: what a planner must know of them.
+"""Microbenchmarks of the available devices that calibrate the planner's cost model.
 
-Each operation runs many times in a loop inside of one compiled program, on all devices at once; its
-time is the slope between a short and a long loop, so that starting the program is no part of it.
-Rounds of all operations are interleaved, so that a disturbance of the machine falls on all of them
-alike, and of each the lower quartile counts: what disturbs a machine makes it slower.
+Each operation runs many times in a loop inside one compiled program, on all devices at once. Its
+time is the slope between a short and a long loop, which excludes the launch of the program. Rounds
+of all operations are interleaved, so that a disturbance of the machine affects all of them alike.
+The lower quartile of each operation counts, since a disturbance only makes a machine slower.
 """
 
 import dataclasses
@@ -23,11 +23,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardlib.cache_root import cache_root
-from shardlib.distributed import local_cpu_devices
-from shardlib.errors import ConfigError, MeshError
-from shardlib.hardware import CHIPS, Cluster, chip_for, parse_cluster
-from shardlib.plan.fitting import fit_line, fit_matmul
-from shardlib.plan.measured import (
+from shardlib.cost.machine.fitting import fit_line, fit_matmul
+from shardlib.cost.machine.measured import (
     COLLECTIVES,
     Calibration,
     Line,
@@ -36,11 +33,14 @@ from shardlib.plan.measured import (
     load,
     measured_cluster,
 )
+from shardlib.errors import ConfigError, MeshError
+from shardlib.hardware import CHIPS, Cluster, chip_for, parse_cluster
+from shardlib.runtime.distributed import local_cpu_devices
 
 _TYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 _MOST_REPEATS = 1024
 _UNSTEADY = 0.5
-"""Median relative error of a fit above which it tells nothing; quiet machines stay below 0.3."""
+"""Median relative error above which a fit is meaningless; idle machines stay below 0.3."""
 _LOOP_SECONDS = {"cpu": 0.02, "gpu": 0.05, "tpu": 0.05}
 _MATMULS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "cpu": (
@@ -78,9 +78,9 @@ class _Trial:
     what: str
     size: tuple[int, ...]
     run: Callable[[int], Any]
-    """Runs it so many times in one program; ends when it is done."""
+    """Runs the operation the given number of times in one program, and blocks until done."""
     pieces: int = 1
-    """How many operations a run of it is."""
+    """Number of operations in one run."""
     repeats: int = 1
     short: list[float] = dataclasses.field(default_factory=list)
     long: list[float] = dataclasses.field(default_factory=list)
@@ -91,21 +91,21 @@ class _Trial:
         return time.perf_counter() - start
 
     def warm_up(self, target_seconds: float) -> None:
-        """Compiles, and finds how often the operation fits into a timed loop."""
+        """Compiles the program and finds how many repeats fill a timed loop."""
         self.run(1)
         while self.repeats < _MOST_REPEATS and self.time(self.repeats) < target_seconds:
             self.repeats *= 4
 
     def round(self) -> None:
-        """Measures once: a loop of one, and a long one."""
+        """Measures one loop of a single repeat and one long loop."""
         self.short.append(self.time(1))
         self.long.append(self.time(1 + self.repeats))
 
     def result(self) -> Timed:
-        """The slope between both loops, of each the lower quartile."""
+        """The slope between the lower quartiles of both loops."""
         low, middle, high = statistics.quantiles(self.long, n=4)
         grown = low - statistics.quantiles(self.short, n=4)[0]
-        # Where noise leaves no slope, a share of the loop itself.
+        # If noise hides the slope, use a fraction of the loop's own time.
         each = max(grown / self.repeats, 0.2 * low / (1 + self.repeats))
         return Timed(self.what, self.size, each / self.pieces, (high - low) / 2 / middle)
 
@@ -117,18 +117,18 @@ def calibrate(
     rounds: int = 7,
     target_seconds: float | None = None,
 ) -> Calibration:
-    """Measures the devices at hand, all of them at work at once. Takes some tens of seconds.
+    """Measures the available devices, all of them busy at once. Takes some tens of seconds.
 
     Args:
-        on: `cpu:8` lets the CPU stand for so many devices, which must not be in use yet, and any
-            other cluster has to be the one at hand; all devices at hand when left out.
-        devices: Measures these instead.
-        rounds: How often each operation is timed.
-        target_seconds: How long a timed loop lasts.
+        on: `cpu:8` emulates 8 devices on the CPU, before JAX starts. Any other cluster must be the
+            available one. Default: all devices.
+        devices: Devices to measure instead.
+        rounds: Number of times each operation is timed.
+        target_seconds: Duration of a timed loop.
 
     Raises:
-        MeshError: If the cluster is not the devices at hand.
-        ConfigError: If fewer than three rounds are asked for.
+        MeshError: If the available devices do not form the cluster.
+        ConfigError: If `rounds` is below three.
     """
     if rounds < 3:
         raise ConfigError(f"rounds={rounds} are too few to tell a spread.\n  Ask for 3 or more.")
@@ -146,22 +146,22 @@ def calibrate(
 
 
 def check_steady(calibration: Calibration) -> None:
-    """Refuses what was measured beside other work.
+    """Rejects a calibration that was disturbed by other work.
 
     Raises:
-        ConfigError: If figures do not follow the sizes of what was timed.
+        ConfigError: If times do not follow the sizes of the timed operations.
     """
     off = {what: error for what, error in calibration.fit_errors.items() if error > _UNSTEADY}
     if off:
         what = ", ".join(f"{name} by {error:.0%}" for name, error in off.items())
         raise ConfigError(
-            f"the devices were too busy to be measured: times are off from any line through them, "
+            f"the devices were too busy to be measured: times deviate from the best linear fit, "
             f"{what}; nothing was written.\n  Run it again while nothing else runs."
         )
 
 
 def report(calibration: Calibration) -> str:
-    """Returns what was measured, as text for people."""
+    """Returns a calibration as readable text."""
     found, count = calibration, calibration.devices
     lines = [
         f"{count} devices of kind {found.device_kind!r} on {found.cores} cores, all at work at "
@@ -187,8 +187,8 @@ def report(calibration: Calibration) -> str:
 
 
 def calibration_path(cluster: Cluster) -> Path:
-    """Returns where the calibration of a cluster is kept: by kind and number of its devices, and
-    of the hosts where there are several."""
+    """Returns the calibration file of a cluster, named by its device kind, its number of devices
+    and, if there are several, its number of hosts."""
     kind = cluster.chip.name if cluster.chip else "cpu"
     many = cluster.num_hosts > 1
     size = f"{cluster.num_hosts}x{cluster.devices_per_host}" if many else cluster.num_devices
@@ -196,25 +196,25 @@ def calibration_path(cluster: Cluster) -> Path:
 
 
 def as_measured(cluster: Cluster) -> Cluster:
-    """Returns a cluster with what was measured of it on this machine, as it is where nothing was.
+    """Returns a cluster with its calibration on this machine, or the cluster unchanged without one.
 
     Raises:
-        ConfigError: If the calibration cannot be read, or the cluster is of CPU devices, of which
-            nothing but a calibration is known, and there is none.
+        ConfigError: If the calibration cannot be read, or the cluster has CPU devices and no
+            calibration. Nothing else is known about the speed of CPU devices.
     """
     path = calibration_path(cluster)
     if isinstance(cluster, MeasuredCluster) or (cluster.chip is not None and not path.exists()):
         return cluster
     if not path.exists():
         raise ConfigError(
-            f"nothing is known of the speed of {cluster.name}: CPU devices are planned with what "
-            f"was measured on them.\n  Measure them first: shardlib calibrate --on {cluster.name}"
+            f"the speed of {cluster.name} is unknown: plans for CPU devices need a calibration.\n"
+            f"  Measure them first: shardlib calibrate --on {cluster.name}"
         )
     return measured_cluster(cluster, load(path))
 
 
 def cluster_at_hand(calibration: Calibration) -> Cluster:
-    """Returns the cluster that was measured, without its figures."""
+    """Returns the cluster that was measured, without the measurements."""
     if calibration.platform == "cpu":
         return parse_cluster(f"cpu:{calibration.devices}")
     for chip in CHIPS.values():
@@ -226,7 +226,7 @@ def cluster_at_hand(calibration: Calibration) -> Cluster:
                 calibration.devices // calibration.hosts,
             )
     raise MeshError(
-        f"devices of kind {calibration.device_kind!r} are no chip that is known here.\n"
+        f"devices of kind {calibration.device_kind!r} are not a known chip.\n"
         "  Plan for one of shardlib.hardware.CHIPS."
     )
 
@@ -241,9 +241,9 @@ def _devices(on: str | None) -> list[Any]:
     kinds = cluster.chip.device_kinds if cluster.chip else ("cpu",)
     if len(devices) != cluster.num_devices or devices[0].device_kind not in kinds:
         raise MeshError(
-            f"{on} is not at hand: there are {len(devices)} devices of kind "
+            f"{on} is not available: there are {len(devices)} devices of kind "
             f"{devices[0].device_kind!r}.\n"
-            "  Run this on the machine itself, or leave --on out to measure what is there."
+            "  Run this on the machine itself, or leave --on out to measure these devices."
         )
     return devices
 
@@ -278,9 +278,9 @@ def _grid(devices: list[Any], inner: int) -> np.ndarray:
 
 
 def _loop(mesh: Mesh, body: Callable[[Any], Any], make: Callable[[], Any]) -> Callable[[int], Any]:
-    """Returns what runs `body` on a carry so many times on every device.
+    """Returns a function that runs `body` on a carry `repeats` times on every device.
 
-    The body is fed its own results, so that none of its runs can be left out or moved.
+    Each run takes the result of the last one, so that XLA can neither drop nor hoist a run.
     """
 
     def each(carry: Any, repeats: Any) -> Any:
@@ -312,15 +312,15 @@ def _matmul(mesh: Mesh, precision: str, shape: tuple[int, int, int]) -> _Trial:
     def body(carry: Any) -> Any:
         x, w, _ = carry
         y = x @ w
-        # One number of the result changes the operand of the next.
+        # One element of the result feeds the operand of the next matmul.
         return jax.lax.dynamic_update_slice(x, y[:1, :1] * 1e-3, (0, 0)), w, y
 
     return _Trial(f"matmul {precision}", (*shape, dtype.itemsize), _loop(mesh, body, make))
 
 
 def _passes(mesh: Mesh, what: str, num_bytes: int, pass_over: Callable[[Any], Any]) -> _Trial:
-    """Passes over the arrays of a stack, which together are so large that caches do not hold them:
-    in a step too what was written is read again long after."""
+    """A trial that passes over a stack of arrays too large for the caches: a training step, too,
+    reads its results back only long after it wrote them."""
     count = min(max(_STACK_BYTES // num_bytes, 1), _LARGEST_STACK)
 
     def make() -> Any:
@@ -329,12 +329,12 @@ def _passes(mesh: Mesh, what: str, num_bytes: int, pass_over: Callable[[Any], An
     def body(stack: Any) -> Any:
         return jax.lax.map(pass_over, stack)
 
-    # Read once and written twice, as the stack of results is filled with zeros first.
+    # One read and two writes: XLA fills the stack of results with zeros first.
     return _Trial(what, (3 * num_bytes,), _loop(mesh, body, make), pieces=count)
 
 
 def _fresh(mesh: Mesh, num_bytes: int) -> _Trial:
-    """A program of its own each time, whose result is new memory."""
+    """A trial that launches a separate program each time, whose result is freshly allocated."""
     placed = NamedSharding(mesh, P(_AXES))
     x = jax.jit(lambda: jnp.ones((mesh.size * num_bytes // 4,)), out_shardings=placed)()
     program = jax.jit(lambda x: x * 0.999 + 0.5)
@@ -408,7 +408,7 @@ def _lines(by_kind: Mapping[str, Sequence[Timed]], how: str) -> dict[str, dict[i
 
 
 def _memory_bytes(devices: Sequence[Any]) -> float:
-    """Bytes of one device; virtual CPU devices share the memory of the machine."""
+    """Memory of one device in bytes; virtual CPU devices share the memory of the machine."""
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     if limit:
         return float(limit)

@@ -1,4 +1,7 @@
-"""What is wrong with a run, found before its data is read: all of it at once, nothing is made."""
+"""Validation of a run's config before its data is read or anything is allocated.
+
+Every fault is reported at once.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -6,33 +9,33 @@ from typing import Any
 
 import jax
 
-from shardlib.constrain import Scope
 from shardlib.data import TextData, known_spec
 from shardlib.errors import ConfigError, MeshError, RuleError, ShardlibError, did_you_mean, require
-from shardlib.manual import NESTS_IN_MESH_ORDER_ONLY
 from shardlib.mesh import mesh_sizes
-from shardlib.pipeline.schedules import schedule_faults
+from shardlib.optim.named import build_schedule
 from shardlib.registry import DataSpec, ModelFamily, family
 from shardlib.rules import ANY, STANDARD_AXES, Choice, preset
 from shardlib.run.config import AUTO, RunConfig
-from shardlib.train.optim import build_schedule
-from shardlib.train.reduction import ReductionConfig, plan_reduction
+from shardlib.sharding.constrain import Scope
+from shardlib.sharding.manual import NESTS_IN_MESH_ORDER_ONLY
+from shardlib.train.pipeline.schedules import schedule_faults
+from shardlib.train.reduce.reduction import ReductionConfig, plan_reduction
 from shardlib.train.state import Definition
 
 
 def check_config(config: RunConfig, make_scope: Callable[[], Scope]) -> None:
-    """Raises what is wrong with a config, on its own and with its devices.
+    """Raises every fault of a config, alone and with its devices.
 
     Args:
         config: The config.
-        make_scope: Returns the mesh and rules of the run, or raises what is wrong with them.
+        make_scope: Returns the mesh and rules of the run, or raises their fault.
 
     Raises:
-        ConfigError: If model, data and optimizer do not fit each other, or there are faults of
-            several kinds.
+        ConfigError: If model, data and optimizer do not fit each other, or there are several
+            faults.
         MeshError: If the mesh does not fit the devices, or the batch does not fit the mesh.
         RuleError: If a rule names a mesh axis that does not exist.
-        MissingExtraError: If something asked for is not installed.
+        MissingExtraError: If a required package is not installed.
     """
     errors = list(_errors(config, make_scope))
     if len(errors) == 1:
@@ -59,8 +62,8 @@ def _errors(config: RunConfig, make_scope: Callable[[], Scope]) -> Iterator[Shar
 
 
 def expected_spec(config: RunConfig) -> DataSpec:
-    """Returns what a config says of its data; where it leaves the number of tokens or classes to
-    the data, that the model's own fits."""
+    """Returns the data spec that a config implies. If the config leaves the number of tokens or
+    classes to the data, the spec takes the model's number."""
     known, model = known_spec(config.data), config.model
     return dataclasses.replace(
         known,
@@ -85,7 +88,7 @@ def check_fit(config: RunConfig, chosen: ModelFamily, data: DataSpec) -> None:
 def _check_model(config: RunConfig) -> None:
     data = expected_spec(config)
     if isinstance(config.data, TextData):
-        # The data decides; a vocabulary of one token is less than any.
+        # The data decides; a vocabulary of one token is smaller than any real one.
         data = dataclasses.replace(data, vocab_size=data.vocab_size or 1)
     else:
         data = dataclasses.replace(data, num_classes=data.num_classes or 1)
@@ -104,9 +107,9 @@ def _check_extras(config: RunConfig) -> None:
 
 
 def _check_idle(config: RunConfig, scope: Scope) -> None:
-    """Raises `RuleError` when a mesh axis would only repeat what the others do."""
+    """Raises `RuleError` when a mesh axis would only replicate the work of the others."""
     train = config.train
-    # What splits layers or rows by itself, whatever the rules say.
+    # Axes that split layers or rows themselves, independently of the rules.
     by_hand = {"stage"}
     if train.local_sgd is not None or train.reduction != ReductionConfig():
         by_hand.add("data")
@@ -124,7 +127,7 @@ def _check_idle(config: RunConfig, scope: Scope) -> None:
 
 
 def _check_groups(config: RunConfig, scope: Scope) -> None:
-    """Raises `ConfigError` or `MeshError` when the groups along `data` are not those asked for."""
+    """Raises `ConfigError` or `MeshError` when the mesh cannot form the requested `data` groups."""
     train = config.train
     microbatches = 1 if train.microbatches == "auto" else train.microbatches
     plan_reduction(config.reduction(), scope.mesh, microbatches=microbatches)
@@ -132,8 +135,8 @@ def _check_groups(config: RunConfig, scope: Scope) -> None:
         is_group = jax.distributed.is_initialized() and jax.process_count() > 1
         if train.guards.nonfinite == "stop" and is_group:
             raise ConfigError(
-                "train.guards.nonfinite=stop cannot be with train.local_sgd in several processes: "
-                "each knows the metrics of its own groups alone, and would stop alone.\n"
+                "train.guards.nonfinite=stop does not work with train.local_sgd in several "
+                "processes: each sees only the metrics of its own groups, and would stop alone.\n"
                 "  Set train.guards.nonfinite to skip or off."
             )
         sizes = mesh_sizes(scope.mesh)
@@ -152,7 +155,7 @@ def _check_stages(config: RunConfig, scope: Scope) -> None:
     if stages == 1:
         return
     reduction = train.reduction
-    # Unequal groups are refused with stages, by the plan of the reduction.
+    # The reduction plan already rejects unequal groups with stages.
     counts = reduction.group_microbatches or (train.microbatches,)
     faults = schedule_faults(
         train.pipeline.schedule,
@@ -166,14 +169,14 @@ def _check_stages(config: RunConfig, scope: Scope) -> None:
 
 
 def check_batch(config: RunConfig, scope: Scope) -> None:
-    """Raises `MeshError` when a batch does not fall evenly on the devices that share it out."""
+    """Raises `MeshError` when a batch does not divide evenly over its devices."""
     sizes = mesh_sizes(scope.mesh)
     share = _train_share(config, sizes)
     checks = [share]
     if config.eval.global_batch is not None:
         checks.append(("eval.global_batch", config.eval.global_batch, 1, "batch", sizes))
     elif config.eval.every_steps != 0 and share[-1] != sizes:
-        # Groups take their own rows of a training batch; of an evaluation batch all take all.
+        # Each group takes its own rows of a training batch, but every row of an evaluation batch.
         key = "eval.global_batch=null, train.global_batch"
         checks.append((key, config.train.global_batch, 1, "batch", sizes))
     if isinstance(config.data, TextData):
@@ -193,7 +196,7 @@ def check_batch(config: RunConfig, scope: Scope) -> None:
 
 
 def _train_share(config: RunConfig, sizes: dict[str, int]) -> tuple[str, int, int, str, Any]:
-    """What must fall evenly on the devices of a training batch: a microbatch, of each group."""
+    """Returns the size that must divide over the devices: a microbatch of each group."""
     train, groups = config.train, sizes.get("data", 1)
     parts = 1 if train.microbatches == "auto" else train.microbatches
     if train.local_sgd is not None:
@@ -204,14 +207,14 @@ def _train_share(config: RunConfig, sizes: dict[str, int]) -> tuple[str, int, in
         parts, sizes = sum(train.reduction.group_microbatches), {**sizes, "data": 1}
     if train.global_batch % parts:
         raise MeshError(
-            f"train.global_batch={train.global_batch} does not fall into {parts} microbatches over "
-            f"all groups.\n  Choose a multiple of {parts}."
+            f"train.global_batch={train.global_batch} does not divide into {parts} microbatches "
+            f"over all groups.\n  Choose a multiple of {parts}."
         )
     return "train.global_batch", train.global_batch, parts, "batch", sizes
 
 
 def _indivisible(choice: Choice, sizes: dict[str, int]) -> tuple[str, int]:
-    """Returns why a dim cannot be sharded, and by what it would have to be divisible."""
+    """Returns why a dim cannot be sharded, and the divisor that it would need."""
     refusal = choice.refused[0]
     multiple = 1
     for name in refusal.alternative:
@@ -220,11 +223,11 @@ def _indivisible(choice: Choice, sizes: dict[str, int]) -> tuple[str, int]:
 
 
 def check_activation_rules(config: RunConfig, met: set[str]) -> None:
-    """Raises `RuleError` for rules of the config that no activation can ever meet.
+    """Raises `RuleError` for rules of the config that match no activation.
 
     Args:
         config: The config.
-        met: The logical axes that the model and its batches have.
+        met: The logical axes of the model and its batches.
     """
     if isinstance(config.rules, str):
         return
@@ -240,7 +243,7 @@ def check_activation_rules(config: RunConfig, met: set[str]) -> None:
 
 
 def check_rules_used(config: RunConfig, definition: Definition) -> None:
-    """Raises `RuleError` for rules of the config that no parameter can ever meet."""
+    """Raises `RuleError` for rules of the config that match no parameter."""
     if isinstance(config.rules, str):
         return
     placements = [*definition.params.values(), *definition.model_state.values()]
@@ -252,12 +255,12 @@ def check_rules_used(config: RunConfig, definition: Definition) -> None:
         for name in config.rules.params
         if name not in known
     ]
-    # A pattern that overrides metadata says so after its name.
+    # The origin of a pattern that overrides metadata says so after the pattern.
     origins = {placement.origin.partition(", in place of")[0] for placement in placements}
     unnamed = [placement.path for placement in placements if placement.origin != "metadata"]
     faults += [
-        f"rules.paths: {pattern!r} gives no parameter its axes: none has such a path, or another "
-        f"pattern comes first.{did_you_mean(pattern, unnamed)}\n  Remove it or correct it."
+        f"rules.paths: {pattern!r} matches no parameter, or an earlier pattern takes them all."
+        f"{did_you_mean(pattern, unnamed)}\n  Remove it or correct it."
         for pattern in config.rules.paths
         if f"path {pattern}" not in origins
     ]

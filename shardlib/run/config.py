@@ -9,12 +9,12 @@ from shardlib.config import Variants, configclass
 from shardlib.data import ImageData, TextData
 from shardlib.errors import ConfigError, MeshError, RuleError
 from shardlib.mesh import MeshConfig
+from shardlib.optim.named import OptimizerConfig
 from shardlib.registry import families
 from shardlib.rules import AxisRules, preset
+from shardlib.runtime.watchdog import WatchdogConfig
 from shardlib.train.config import EvalConfig, TrainConfig
-from shardlib.train.optim import OptimizerConfig
-from shardlib.train.reduction import ReductionConfig
-from shardlib.watchdog import WatchdogConfig
+from shardlib.train.reduce.reduction import ReductionConfig
 
 AUTO = "auto"
 
@@ -35,13 +35,13 @@ class RulesConfig:
     a list of alternatives."""
 
     preset: str = "standard"
-    """The rules to start from: data, fsdp or standard."""
+    """The rules to start from: data, fsdp, standard, sequence, zero1 or zero2."""
     params: dict[str, AxisRule] = dataclasses.field(default_factory=dict)
     """Rules for parameters, by logical axis."""
     activations: dict[str, AxisRule] = dataclasses.field(default_factory=dict)
     """Rules for activations, by logical axis."""
     paths: dict[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
-    """Logical axes of parameters by pattern over their path, in place of those that they have."""
+    """Logical axes of parameters by path pattern; they replace the axes in the model's metadata."""
 
     def __post_init__(self) -> None:
         try:
@@ -64,36 +64,35 @@ def _rule(value: AxisRule) -> Any:
 
 @configclass
 class RunConfig:
-    """One run: everything that decides its result, and where it happens."""
+    """One run: everything that determines its result, and the place it is stored."""
 
     run_dir: str = "runs/default"
-    """Directory of the run: resolved config, metrics, checkpoints. The same command again resumes
-    what is in it."""
+    """Directory of the run: resolved config, metrics, checkpoints. Repeating the command resumes
+    the run in it."""
     seed: int = 0
-    """Decides parameters, dropout and the order of the data, equally on every mesh."""
+    """Seed of the parameters, dropout and data order, with the same result on every mesh."""
     model: Annotated[Any, Variants(_model_configs, default="transformer")]
     """The model: a family by name, and its sizes."""
     data: Annotated[Any, Variants(_data_configs, key="kind", default="text")] = TextData()
-    """What to train on."""
+    """The training data."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its schedule."""
     train: TrainConfig = TrainConfig()
     """The training loop."""
     mesh: str | dict[str, int | str] = AUTO
-    """Mesh axes and their sizes, as `data=2,fsdp=-1` or a mapping; -1 takes the devices that
-    remain, `data=4x8` is 4 over the slow network times 8 over the fast one. `auto` chooses."""
+    """Mesh axes and their sizes, such as `data=2,fsdp=-1`, or a mapping; -1 takes the remaining
+    devices, `data=4x8` is 4 over the slow network times 8 over the fast one. `auto` chooses."""
     rules: str | RulesConfig = "standard"
-    """Which logical axis goes to which mesh axis: a preset (data, fsdp, standard) or changes to
-    one."""
+    """Mapping of logical axes to mesh axes: a preset (data, fsdp, standard) or changes to one."""
     precision: Literal["f32", "bf16", "bf16_params"] = "f32"
-    """f32; bf16: computes in bfloat16 with parameters in float32; bf16_params: all in bfloat16 but
-    what routes tokens to experts."""
+    """f32; bf16: computes in bfloat16 with parameters in float32; bf16_params: all in bfloat16
+    except the routers of experts."""
     deterministic: bool = False
-    """Whether the same steps give the same bits each time, also on GPUs, where it costs speed."""
+    """Whether repeated runs give identical bits, also on GPUs, where it costs speed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
     watchdog: WatchdogConfig = WatchdogConfig()
-    """How long each phase may go on without progress before the process is ended."""
+    """Time that each phase may take without progress before the process is ended."""
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out data."""
 
@@ -113,7 +112,7 @@ class RunConfig:
             raise ValueError("\n".join(faults))
 
     def reduction(self) -> ReductionConfig:
-        """Returns how gradients are reduced, with the outer degree of `data` as the mesh has it."""
+        """Returns the reduction of gradients, with the outer degree of `data` from the mesh."""
         reduction = self.train.reduction
         if reduction == ReductionConfig() or reduction.outer is not None or self.mesh == AUTO:
             return reduction
@@ -131,9 +130,9 @@ class RunConfig:
         return preset(self.rules) if isinstance(self.rules, str) else self.rules.build()
 
 
-# What a resumed run may change: how long it goes on, where and how it is computed, what it writes
-# and shows. Everything else decides the numbers. More microbatches draw other dropout masks and
-# normalise fewer examples at a time, but a run that moves to fewer devices may need them.
+# Keys that a resumed run may change: its length, where and how it computes, what it writes and
+# shows. All other keys decide the numbers. More microbatches draw other dropout masks and normalise
+# fewer examples at a time, but a run that moves to fewer devices may need them.
 _MAY_CHANGE = (
     "run_dir",
     "model.remat",
@@ -169,12 +168,12 @@ _MAY_CHANGE = (
     "data.threads",
 )
 
-# The window of values that the state holds is one of these.
+# The state holds the window of values that these keys describe.
 _MUST_STAY = ("train.guards.spike.metric", "train.guards.spike.window")
 
 
 def check_resumable(saved: RunConfig, now: RunConfig) -> None:
-    """Raises `ConfigError`, naming each key, when `now` is not a continuation of `saved`."""
+    """Raises `ConfigError`, naming each key, when `now` does not continue `saved`."""
     from shardlib.config import diff
 
     changes = [
@@ -186,7 +185,7 @@ def check_resumable(saved: RunConfig, now: RunConfig) -> None:
     if changes:
         lines = [f"{c.path}: {c.old!r} in the run, {c.new!r} now" for c in changes]
         raise ConfigError(
-            f"{now.run_dir} holds a run of another config:\n  "
+            f"{now.run_dir} holds a run with a different config:\n  "
             + "\n  ".join(lines)
             + "\n  Set run_dir to another directory, or give these keys their old values."
         )

@@ -1,22 +1,22 @@
-"""The devices of a run: its processes, virtual CPU devices, compiled programs kept between runs."""
+"""Device setup of a run: processes, virtual CPU devices and the compilation cache."""
 
 import os
 import pathlib
 
 import jax
 
-from shardlib import distributed
 from shardlib.cache_root import cache_root
 from shardlib.errors import ConfigError
 from shardlib.run.config import AUTO, RunConfig
+from shardlib.runtime import distributed
 
 DETERMINISTIC_FLAGS = {
     "xla_gpu_exclude_nondeterministic_ops": "true",
     "xla_gpu_autotune_level": "0",
 }
-"""What makes a GPU program give the same bits each time it is compiled and run: no kernels with
-atomics, and none chosen by timing them. (XLA can also keep such choices in a directory; what it
-keeps is not all of them, see openxla/xla issue 37902.)
+"""XLA flags that make a GPU program give the same bits each time it is compiled and run: no kernels
+with atomics, and no autotuning by time. (XLA can also store autotuning results in a directory, but
+it does not store all of them, see openxla/xla issue 37902.)
 
 Source: https://openxla.org/xla/determinism.
 """
@@ -25,12 +25,12 @@ _FLAG_VALUES = {"": "true", "1": "true", "True": "true", "False": "false"}
 
 
 def start_devices(config: RunConfig) -> distributed.ProcessGroup:
-    """Joins the group of processes and starts the devices; returns this process's place in it.
+    """Joins the process group, starts the devices, and returns this process's place in the group.
 
     Raises:
-        ConfigError: If compiled programs cannot be kept where the config says, or determinism
-            cannot be had as XLA_FLAGS stand.
-        DistributedError: If the processes do not come together, or do not divide the virtual CPU
+        ConfigError: If the compilation cache directory cannot be made, or XLA_FLAGS rule out
+            determinism.
+        DistributedError: If the processes do not connect, or do not divide the virtual CPU
             devices.
     """
     if config.deterministic:
@@ -43,16 +43,16 @@ def start_devices(config: RunConfig) -> distributed.ProcessGroup:
 
 
 def make_deterministic() -> str:
-    """Lets the same program give the same bits each time, on GPUs too; call before JAX starts.
+    """Makes programs bitwise deterministic, on GPUs too; call before JAX starts.
 
-    GPUs get `DETERMINISTIC_FLAGS` by way of XLA_FLAGS; CPU and TPU need nothing. A program with an
-    operation for which GPUs have no such kernel (the gradient of max pooling) does not compile.
+    GPUs get `DETERMINISTIC_FLAGS` through XLA_FLAGS; CPU and TPU need nothing. A program with an
+    operation that has no deterministic GPU kernel (the gradient of max pooling) does not compile.
 
     Returns:
-        What makes it so, the same each time it is called.
+        What ensures determinism as text, the same on each call.
 
     Raises:
-        ConfigError: If XLA_FLAGS hold another value, or JAX runs on GPUs without them already.
+        ConfigError: If XLA_FLAGS hold another value, or JAX already runs on GPUs without them.
     """
     platforms = (jax.config.values["jax_platforms"] or "gpu").split(",")
     if not {"gpu", "cuda", "rocm"} & set(platforms):
@@ -63,7 +63,7 @@ def make_deterministic() -> str:
             if jax.default_backend() != "gpu":
                 return f"{jax.default_backend()} needs nothing more for it"
             raise ConfigError(
-                "deterministic: JAX has started its GPUs without the flags for it.\n"
+                "deterministic: JAX has already started its GPUs without the required flags.\n"
                 f"  Set XLA_FLAGS={flags!r} before Python starts."
             )
         os.environ["XLA_FLAGS"] = flags
@@ -71,23 +71,23 @@ def make_deterministic() -> str:
 
 
 def deterministic_flags(given: str) -> str:
-    """Returns XLA_FLAGS with `DETERMINISTIC_FLAGS` in them.
+    """Returns XLA_FLAGS with `DETERMINISTIC_FLAGS` added.
 
     Args:
-        given: XLA_FLAGS as they are: flags, or the path of a file of flags.
+        given: The present XLA_FLAGS: flags, or the path of a file of flags.
 
     Raises:
-        ConfigError: If they hold other values, all of which are named, or are a file.
+        ConfigError: If `given` holds other values (the message names them all) or is a file.
     """
     if given.strip() and not given.strip().startswith("-"):
         raise ConfigError(
-            f"deterministic: XLA_FLAGS name a file, {given.strip()}, to which nothing is added.\n"
-            f"  Write the flags into XLA_FLAGS themselves."
+            f"deterministic: XLA_FLAGS name a file, {given.strip()}, which is never changed.\n"
+            f"  Write the flags into XLA_FLAGS itself."
         )
     pairs = [flag.lstrip("-").partition("=") for flag in given.split()]
     held = {name: _FLAG_VALUES.get(value, value) for name, _, value in pairs}
     faults = [
-        f"--{name}={held[name]}, but it takes {value}"
+        f"--{name}={held[name]}, but {value} is required"
         for name, value in DETERMINISTIC_FLAGS.items()
         if held.get(name, value) != value
     ]
@@ -101,7 +101,7 @@ def deterministic_flags(given: str) -> str:
 
 
 def _is_running() -> bool:
-    """Whether JAX has started its devices: then it refuses this setting, also the one it has."""
+    """Whether JAX has started its devices; it then rejects this setting, even unchanged."""
     try:
         jax.config.update("jax_num_cpu_devices", jax.config.values["jax_num_cpu_devices"])
     except RuntimeError:
@@ -123,7 +123,7 @@ def keep_compiled_programs(directory: str | None) -> None:
     except OSError as error:
         raise ConfigError(
             f"train.compilation_cache: {path} cannot be made: {error.strerror}.\n"
-            "  Set it to a directory that this user may write, or to null to keep nothing."
+            "  Set it to a directory that this user may write, or to null for no cache."
         ) from None
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -1,4 +1,4 @@
-"""The directory of a run: what lies where in it."""
+"""The directory of a run and its layout."""
 
 import os
 import pathlib
@@ -8,7 +8,7 @@ import uuid
 
 from shardlib.config import load, to_yaml
 from shardlib.data import Tokenizer
-from shardlib.errors import CheckpointError, ConfigError
+from shardlib.errors import ConfigError
 from shardlib.run.config import RunConfig
 
 
@@ -17,25 +17,25 @@ class RunDirectory:
 
     On disk:
 
-        run_id           who the run is: 32 hex digits, made with the first config and kept
-        run.lock         which process is using the directory, while one is: see `shardlib.run.lock`
+        run_id           identity of the run: 32 hex digits, made with the first config and kept
+        run.lock         the process that is using the directory, if any: see `shardlib.run.lock`
         config.yaml      the resolved config
-        tokenizer.json   the tokenizer, where the data is text
-        metrics.jsonl    one object a step: see `shardlib.train.metrics`
-        events.jsonl     one object for each thing that befell the run, from `start` to `end`
-        tensorboard/     event files, where they are asked for
-        checkpoints/     one directory a step
-        stacks-process<i>.txt  what process i was doing when the watchdog last found it hung
+        tokenizer.json   the tokenizer, if the data is text
+        metrics.jsonl    one object per step: see `shardlib.log.metrics`
+        events.jsonl     one object per event of the run, from `start` to `end`
+        tensorboard/     event files, if enabled
+        checkpoints/     one directory per step
+        stacks-process<i>.txt  stacks of process i when the watchdog last found it hung
 
     An event has the keys `time` (ISO 8601, UTC), `kind` (such as `start`, `saved`, `rewind`, `end`)
-    and `step`, the last that was over; and, where there are any, `text`, as it was shown on the
-    terminal, `facts`, an object, and `spent`, the account of the run's time so far, as in the rows
-    of metrics.jsonl. Non-finite numbers are written as they are there. A `saved` names the step of
-    a checkpoint that is complete in `checkpoints/`. Each attempt has a `start`, and an `end` unless
-    its process was killed (`hung` where the watchdog ended the first process), with the facts
-    `how`, in words; `error` and `message`, if there was one; and `finished`, true once the run has
-    taken all of its steps. Events of attempts whose steps are lost stay.
-    `shardlib.run.events.read_events` reads them.
+    and `step`, the last finished step. It may have `text`, as shown on the terminal, `facts`, an
+    object, and `spent`, the account of the run's time so far, as in the rows of metrics.jsonl.
+    Non-finite numbers are written as they are there. A `saved` event names the step of a checkpoint
+    that is complete in `checkpoints/`. Each attempt has a `start`, and an `end` unless its process
+    was killed (`hung` if the watchdog ended the first process). The facts of an `end` are `how`, in
+    words; `error` and `message`, if there was one; and `finished`, true once the run has taken all
+    of its steps. Events of attempts whose steps are lost stay.
+    `shardlib.log.events.read_events` reads them.
 
     Args:
         path: The directory, which need not exist yet.
@@ -53,7 +53,7 @@ class RunDirectory:
 
     @property
     def identity(self) -> str | None:
-        """What tells this run from all others; None where nothing valid is written down."""
+        """The unique id of the run; None if the file is missing or invalid."""
         try:
             text = self.identity_file.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -61,7 +61,7 @@ class RunDirectory:
         return text.decode().strip() if re.fullmatch(rb"[0-9a-f]{32}\n?", text) else None
 
     def check_writable(self) -> None:
-        """Proves that the run can be written, and leaves nothing behind.
+        """Checks that the run can be written, and leaves nothing behind.
 
         Raises:
             ConfigError: If the directory cannot be made, or no file can be written there.
@@ -71,7 +71,7 @@ class RunDirectory:
                 f"run_dir {self} is not on a file system.\n"
                 "  Set run_dir to a directory, such as one where the remote storage is mounted."
             )
-        # `os.path.exists` takes what may not be looked at for absent: its parent is tried then.
+        # `os.path.exists` is False for a path without read access: its parent is tried then.
         existing = next(p for p in (self.path, *self.path.absolute().parents) if os.path.exists(p))
         if not existing.is_dir():
             raise ConfigError(
@@ -87,7 +87,7 @@ class RunDirectory:
             ) from None
 
     def read_config(self) -> RunConfig | None:
-        """Returns the config of the run in the directory, or None where there is no run.
+        """Returns the config of the run in the directory, or None without a run.
 
         Raises:
             ConfigError: If the file is damaged.
@@ -98,21 +98,20 @@ class RunDirectory:
         """Returns the config of the run that the directory must hold.
 
         Raises:
-            CheckpointError: If it holds none.
-            ConfigError: If the file is damaged.
+            ConfigError: If the directory holds no run, or the file is damaged.
         """
         config = self.read_config()
         if config is None:
-            raise CheckpointError(
-                f"{self} holds no run: there is no {self.config_file.name}.\n"
+            raise ConfigError(
+                f"{self} does not hold a run: {self.config_file.name} is missing.\n"
                 "  Name the run_dir of a `shardlib train`."
             )
         return config
 
     def write(self, config: RunConfig, tokenizer: Tokenizer | None) -> None:
-        """Makes the directory, and writes config and tokenizer, and an identity if it has none."""
+        """Makes the directory and writes the config, the tokenizer and, if absent, the run id."""
         self.path.mkdir(parents=True, exist_ok=True)
-        if self.identity is None:  # Before the config: where that is, there is a run.
+        if self.identity is None:  # Before the config, whose presence makes the directory a run.
             _replace(self.identity_file, f"{uuid.uuid4().hex}\n")
         _replace(self.config_file, to_yaml(config))
         if tokenizer is not None:
@@ -120,7 +119,7 @@ class RunDirectory:
 
 
 def _replace(path: pathlib.Path, text: str) -> None:
-    """Writes a file so that readers, and a run that was killed meanwhile, see all of it or none."""
-    beside = path.with_name(f"{path.name}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    """Writes a file atomically: readers and killed runs see all of it or nothing."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

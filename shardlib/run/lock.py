@@ -1,7 +1,7 @@
-"""One run at a time in a directory: the first process of a run holds a lock on a file there.
+"""Lock on a run directory: the first process of a run locks a file there.
 
-Two that wrote to it at once would remove each other's checkpoints. The kernel takes the lock back
-when the process ends, in whatever way, so that a run that was killed keeps nobody out.
+Two runs in one directory would remove each other's checkpoints. The kernel releases the lock when
+the process ends in any way, so that a killed run blocks no other.
 """
 
 import contextlib
@@ -10,13 +10,13 @@ import pathlib
 import socket
 from collections.abc import Callable, Iterator
 
-from shardlib.checkpoint.agreement import Peers
+from shardlib.checkpoint.consensus import Peers
 from shardlib.errors import RunDirError
 
 FILE_NAME = "run.lock"
 
-# How often the file may turn out to be removed by the run before; where it always does, the file
-# system tells no file from another.
+# Retries after the previous run has removed the file. A file system that cannot tell files apart
+# uses them all up.
 _TRIES = 9
 
 _held: set[int] = set()
@@ -24,17 +24,19 @@ _held: set[int] = set()
 
 @contextlib.contextmanager
 def hold(run_dir: pathlib.Path, notify: Callable[[str], None]) -> Iterator[None]:
-    """Keeps other runs out of a directory, which is made if need be.
+    """Keeps other runs out of a directory, and makes it if needed.
 
-    The file is there while the lock is held, and says who holds it; that of a process that was
-    killed stays, and does no harm. All processes of a group enter together.
+    The file exists while the lock is held, and names the holder. The file of a killed process stays
+    and is harmless. All processes of a group enter together.
 
     Args:
         run_dir: The directory.
-        notify: Told, on the first process, if its file system has no locks: nothing is kept out.
+        notify: Called on the first process if the file system has no locks; other runs are then
+            not kept out.
 
     Raises:
-        RunDirError: If another run holds it, or it cannot be written; on every process.
+        RunDirError: If another run holds the lock, or the directory cannot be written; on every
+            process.
         CheckpointError: If the first process has gone.
     """
     path = run_dir / FILE_NAME
@@ -57,15 +59,15 @@ def hold(run_dir: pathlib.Path, notify: Callable[[str], None]) -> Iterator[None]
 
 
 def _take(path: pathlib.Path, notify: Callable[[str], None]) -> int:
-    """Returns the descriptor of the file, with the lock on it."""
+    """Returns the descriptor of the locked file."""
     file = _locked(path, notify)
     for _ in range(_TRIES):
         if _is_at(file, path):
             break
-        os.close(file)  # The run before has just removed it.
+        os.close(file)  # The previous run has just removed it.
         file = _locked(path, notify)
     _held.add(file)
-    # Where there is no room for it, another run is kept out all the same.
+    # On a full disk the lock still keeps other runs out.
     with contextlib.suppress(OSError):
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -84,7 +86,7 @@ def _locked(path: pathlib.Path, notify: Callable[[str], None]) -> int:
             "  Wait until it has ended, or set run_dir to another directory."
         ) from None
     except (ImportError, OSError) as error:  # Some network file systems have no locks.
-        notify(f"{path.parent} cannot be locked ({error}): see to it that no other run uses it")
+        notify(f"{path.parent} cannot be locked ({error}): make sure that no other run uses it")
     return file
 
 
@@ -113,10 +115,10 @@ def _is_at(file: int, path: pathlib.Path) -> bool:
 
 
 def _give_back(file: int, path: pathlib.Path) -> None:
-    if file not in _held:  # It is the parent's.
+    if file not in _held:  # It belongs to the parent process.
         return
     _held.remove(file)
-    # Before the lock goes: later it may be another run's.
+    # Before the lock is released: afterwards the file may belong to another run.
     with contextlib.suppress(OSError):
         path.unlink()
     os.close(file)

@@ -1,4 +1,4 @@
-"""What a run shows to a person and writes down of its steps."""
+"""The display, metrics and events of a run."""
 
 import dataclasses
 import os
@@ -8,28 +8,28 @@ from typing import Any
 
 import jax
 
-from shardlib.distributed import ProcessGroup
 from shardlib.errors import ShardlibError
 from shardlib.explain import explain
 from shardlib.hardware import chip_for
-from shardlib.launch.progress import RESTARTS_VARIABLE
+from shardlib.log.display import Display, Header, StepStatus
+from shardlib.log.events import Events, last_account
+from shardlib.log.goodput import Account, goodput, summary
+from shardlib.log.metrics import MetricsWriter, mfu, read_metrics
 from shardlib.mesh import describe
-from shardlib.phases import PhaseClock
-from shardlib.placement import draw
+from shardlib.mesh.device_order import draw
 from shardlib.run.directory import RunDirectory
-from shardlib.run.events import Events, last_account
 from shardlib.run.setup import Setup
-from shardlib.train.display import Display, Header, StepStatus
-from shardlib.train.goodput import Account, goodput, summary
+from shardlib.runtime.distributed import ProcessGroup
+from shardlib.runtime.launch.progress import RESTARTS_VARIABLE
+from shardlib.runtime.phases import PhaseClock
 from shardlib.train.loop import StepRecord
-from shardlib.train.metrics import MetricsWriter, mfu, read_metrics
 
 _EVAL = "eval/"
 
 
 @dataclasses.dataclass
 class _Row:
-    """The line of a step that may still have to wait for its evaluation."""
+    """The metrics row of a step that may still wait for its evaluation."""
 
     step: int
     metrics: dict[str, Any]
@@ -37,15 +37,15 @@ class _Row:
 
 
 class RunLog:
-    """The display, metrics and events of a run: silent on every process but the first.
+    """The display, metrics and events of a run: silent on every process except the first.
 
-    A context manager; leaving it ends the display and closes the files, whatever has happened.
+    A context manager; leaving it ends the display and closes the files in every case.
 
     Args:
         parts: The run.
-        directory: Where it is written.
-        group: Which process this is.
-        clock: What the run drives from its start, for the account of its time.
+        directory: Directory of the run.
+        group: This process's place in its group.
+        clock: The clock that the run drives from its start, for the account of its time.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RunLog:
             facts: dict[str, Any] = {"how": self._ending, "finished": self._is_finished or None}
             if kind is not None:
                 facts["error"] = kind.__name__
-            if isinstance(error, ShardlibError):  # What others say may hold anything.
+            if isinstance(error, ShardlibError):  # Other messages may hold anything.
                 facts["message"] = str(error).partition("\n")[0]
             self.event("end", **facts)
             self._writer.close()
@@ -121,10 +121,10 @@ class RunLog:
         )
 
     def open(self, start: int) -> None:
-        """Opens the files in the directory, which exists by now, to go on from a step.
+        """Opens the files in the existing directory, to continue from a step.
 
-        Metrics of later steps are removed; the account of earlier attempts is taken over; events
-        so far are written.
+        Removes the metrics of later steps, takes over the time account of earlier attempts, and
+        writes the events so far.
         """
         self._at_step = start
         if not self._group.is_primary:
@@ -137,8 +137,8 @@ class RunLog:
             warn=self.warning,
         )
         written = [x for x in (last_account(path), self._writer.last) if x and "spent" in x]
-        # An account only grows; times of two hosts, or within a millisecond, say less. Of two that
-        # are the same, the event knows more: whether the run had ended.
+        # An account only grows, so the larger one is newer; timestamps of two hosts, or within a
+        # millisecond, say less. In a tie the event knows more: whether the run had ended.
         last = max(written, key=lambda x: sum(x["spent"].values()), default=None)
         self._account.resume(self._writer.kept, last)
         self._events.open(path, self.warning)
@@ -146,16 +146,15 @@ class RunLog:
         self.event("start", mesh=mesh, devices=_devices_text(), processes=self._group.count)
 
     def event(self, kind: str, text: str = "", *, step: int | None = None, **facts: Any) -> None:
-        """Says what has happened on the terminal, and writes it to `events.jsonl`.
+        """Shows an event on the terminal, and writes it to `events.jsonl`.
 
-        May be called from any thread, and before `open`: what it writes is held back until then.
+        May be called from any thread, and before `open`: events are held back until then.
 
         Args:
-            kind: What has happened, in a word for programs: `rewind`, `save_failed`.
-            text: The same for a person, in a line; not shown if empty.
-            step: The step that it is about; the last one that is over, when left out.
-            facts: What there is to know of it: numbers, texts, lists and dicts of them. Those that
-                are None are left out.
+            kind: Name of the event for programs: `rewind`, `save_failed`.
+            text: One line for people; not shown if empty.
+            step: Step of the event; default: the last finished step.
+            facts: Details: numbers, texts, and lists and dicts of them. None values are dropped.
         """
         if text:
             self.notice(text)
@@ -166,10 +165,10 @@ class RunLog:
             self._events.add(kind, step=step, text=text, facts=given, spent=spent)
 
     def rewind(self, step: int, text: str, **facts: Any) -> None:
-        """Says that the run goes back to a step, and forgets what was written of later ones.
+        """Reports that the run goes back to a step, and drops the rows of later steps.
 
-        Their rows leave the metrics file, and the time of their work counts as lost. Everything
-        else is written down as an event of kind `rewind`, whose `lost_steps` are forgotten.
+        Their rows leave the metrics file, and the time spent on them counts as lost. An event of
+        kind `rewind` records the rest; its `lost_steps` is the number of dropped steps.
         """
         self._held = None
         facts = {"lost_steps": self._at_step - step, **facts}
@@ -180,7 +179,7 @@ class RunLog:
         self.event("rewind", text, **facts)
 
     def step(self, record: StepRecord) -> None:
-        """Shows a step and writes the one before, which may have waited for an evaluation."""
+        """Shows a step and writes the previous one, which may have waited for an evaluation."""
         self._write_held()
         self._at_step = record.step
         metrics = dict(record.metrics)
@@ -211,15 +210,16 @@ class RunLog:
         )
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Shows an evaluation, and adds it to the line of its step."""
+        """Shows an evaluation, and adds it to the row of its step."""
         self._display.evaluation(step, values)
         if self._held is not None:
             self._held.metrics.update({f"{_EVAL}{name}": value for name, value in values.items()})
 
     def flush(self) -> None:
-        """Writes the line of the last step, once all that belongs to the step is done.
+        """Writes the row of the last step, once all work of the step is done.
 
-        The time since then counts as the step's: a run that goes on from it has it in its account.
+        The time since the step counts towards it, so that a run that resumes from it has that time
+        in its account.
         """
         if self._held is not None:
             self._held.account = self._account.stamp()
@@ -232,13 +232,13 @@ class RunLog:
             self._writer.write(held.step, row, held.account)
 
     def closing(self, title: str, *, is_finished: bool, step: int, can_sample: bool) -> None:
-        """Prints the closing card, of all steps that the metrics file holds, and what to do next.
+        """Prints the closing card of all steps in the metrics file, and the next commands.
 
         Args:
             title: How the run has ended.
             is_finished: Whether it has taken all of its steps.
-            step: How many it has taken.
-            can_sample: Whether `shardlib generate` has something to say.
+            step: Number of steps taken.
+            can_sample: Whether `shardlib generate` can sample from the run.
         """
         self._write_held()
         self._is_finished, self._ending = is_finished, title
@@ -286,7 +286,7 @@ def _devices_text() -> str:
 
 
 def _peak_memory_bytes() -> int | None:
-    """Peak bytes in use on the fullest local device; None where the backend does not say."""
+    """Peak bytes in use on the fullest local device; None if the backend does not report it."""
     peaks = [
         stats["peak_bytes_in_use"]
         for device in jax.local_devices()

@@ -1,57 +1,56 @@
-"""From the config of a run to plans for it, and to the mesh of `mesh: auto`."""
+"""Planning of a run from its config, and the mesh of `mesh: auto`."""
 
 import dataclasses
 import functools
 from typing import Any, cast
 
-from shardlib import remat
+from shardlib.cost.layout import SHARDLIB, Layout
+from shardlib.cost.workload import Job
 from shardlib.data import TextData, batch_spec, tokenizer_at_hand
 from shardlib.errors import ConfigError, MeshError, ModelError, ShardlibError
 from shardlib.hardware import Cluster
 from shardlib.mesh import MeshConfig, auto_mesh
-from shardlib.plan.answer import Plans
-from shardlib.plan.ask import STATE_BYTES, answer, of_dims
+from shardlib.nn import remat
+from shardlib.optim.named import build_optimizer
+from shardlib.plan.api import STATE_BYTES, answer, of_dims
 from shardlib.plan.candidates import schedule
-from shardlib.plan.layout import SHARDLIB, Layout
-from shardlib.plan.mixed_answer import MixedPlans, answer_mixed
+from shardlib.plan.mixed_result import MixedPlans, answer_mixed
 from shardlib.plan.problem import Plan, Workload
-from shardlib.plan.question import Question
+from shardlib.plan.request import Question
+from shardlib.plan.result import Plans
 from shardlib.plan.search import search
 from shardlib.plan.settings import mesh_text
-from shardlib.plan.tracing import trace_workload
-from shardlib.plan.transformers import POLICIES, TransformerWorkload
-from shardlib.plan.workload import Job
+from shardlib.plan.workloads.tracing import trace_workload
+from shardlib.plan.workloads.transformer import POLICIES, TransformerWorkload
 from shardlib.registry import DataSpec, family
 from shardlib.rules import STANDARD, AxisRules
 from shardlib.run.calibrating import as_measured
 from shardlib.run.checks import check_fit, expected_spec
 from shardlib.run.config import AUTO, RulesConfig, RunConfig
-from shardlib.train.optim import build_optimizer
-from shardlib.train.reduction import ReductionConfig
+from shardlib.train.reduce.reduction import ReductionConfig
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1, "lars": 1, "muon": 1, "adafactor": 0}
-"""Numbers that an optimizer keeps for each parameter; muon's two for embeddings are few, and so are
-adafactor's of rows and columns."""
+"""Numbers that an optimizer keeps per parameter. Muon's two for embeddings and adafactor's row and
+column factors are few and not counted."""
 _NEWTON_SCHULZ_STEPS = 5
-"""Of optax.contrib.muon."""
+"""Newton-Schulz steps of optax.contrib.muon."""
 _planned_before: dict[tuple[str, Cluster], tuple[MeshConfig, str]] = {}
 UNPLANNED = "the plain choice: only TPUs and GPUs that are known are planned for"
 _WORTH_CHANGING = 0.9
-"""Fraction of the time of the plain choice that another mesh must beat for `mesh: auto` to take it:
-what predictions err by."""
+"""Fraction of the time of the plain choice that another mesh must beat for `mesh: auto` to take it.
+The margin is the error of the predictions."""
 
 
 def plan_run(config: RunConfig, question: Question) -> Plans | MixedPlans:
-    """Returns the best plans for a run; its own mesh is among those that are explained.
+    """Returns the best plans for a run, and explains its own mesh.
 
     Args:
-        config: The run. Its mesh, rules (unless it has its own), rematerialisation, microbatches
-            and schedule are what is planned; all else is kept.
-        question: What is wanted. Batch and length default to those of the run, and so does how many
-            tokens are trained on.
+        config: The run. The plan chooses its mesh, rules (unless it has its own),
+            rematerialisation, microbatches and schedule; all else is kept.
+        question: The planning question. Batch, length and total tokens default to the run's.
 
     Raises:
-        MeshError: If the cluster is unknown, or nothing fits it.
+        MeshError: If the cluster is unknown, or no plan fits it.
         ModelError: If the model cannot be planned.
         ConfigError: If model and data do not fit each other.
     """
@@ -71,10 +70,10 @@ def plan_run(config: RunConfig, question: Question) -> Plans | MixedPlans:
 
 
 def _plan_mixed(config: RunConfig, name: str, workload: Workload, question: Question) -> MixedPlans:
-    """The plans of a run for a mixed cluster, which decide how groups share out the batch.
+    """Returns the plans of a run for a mixed cluster, which divide the batch among groups.
 
     Raises:
-        ConfigError: If the config decides it in another way.
+        ConfigError: If the config divides the batch in another way.
     """
     train, evaluated = config.train, config.eval
     shares = (
@@ -86,8 +85,8 @@ def _plan_mixed(config: RunConfig, name: str, workload: Workload, question: Ques
     )
     if faults := [key for key, value in shares if value is not None]:
         raise ConfigError(
-            f"a plan for a mixed cluster sets train.reduction.group_microbatches, beside which "
-            f"there is no {' and no '.join(faults)}.\n  Leave {' and '.join(faults)} out."
+            f"a plan for a mixed cluster sets train.reduction.group_microbatches, which allows "
+            f"no {' and no '.join(faults)}.\n  Leave {' and '.join(faults)} out."
         )
     reduction = dataclasses.replace(train.reduction, group_microbatches=None)
     others = dataclasses.replace(config, train=dataclasses.replace(train, reduction=reduction))
@@ -98,15 +97,15 @@ def _plan_mixed(config: RunConfig, name: str, workload: Workload, question: Ques
 
 
 def workload_of(config: RunConfig, question: Question | None = None) -> tuple[str, Workload]:
-    """Returns the name of a run's model and what is trained, with all that a plan may choose.
+    """Returns the name of a run's model and its workload, with all options that a plan may choose.
 
     Args:
         config: The run.
-        question: For the batch and the length, where they are not to be those of the run.
+        question: Batch and length that replace the run's.
 
     Raises:
         ConfigError: If model and data do not fit each other.
-        ModelError: If the model is of a kind that cannot be planned.
+        ModelError: If the kind of model cannot be planned.
     """
     if question is not None:
         config = _lengthened(config, question)
@@ -134,10 +133,10 @@ def workload_of(config: RunConfig, question: Question | None = None) -> tuple[st
 
 
 def _lengthened(config: RunConfig, question: Question) -> RunConfig:
-    """The config with sequences as long as was asked.
+    """Returns the config with the requested sequence length.
 
     Raises:
-        ConfigError: If it has none.
+        ConfigError: If the config has no sequences.
     """
     if not isinstance(config.data, TextData):
         question.check_without_tokens(config.model.name, "images")
@@ -149,13 +148,13 @@ def _lengthened(config: RunConfig, question: Question) -> RunConfig:
 
 
 def traced_workload(config: RunConfig, spec: DataSpec, batch: int) -> Workload:
-    """Returns the workload of a model that is no transformer: its program, traced.
+    """Returns the workload of any other model than a transformer, from its traced program.
 
     Raises:
-        ModelError: If it cannot be made.
-        RuleError: If it names an axis that has no rule.
+        ModelError: If the model cannot be made.
+        RuleError: If the model names an axis that has no rule.
     """
-    # What builds the parts of a run asks this module for the mesh of `auto`.
+    # A circular import: `setup` asks this module for the mesh of `auto`.
     from shardlib.run.setup import TEXT_AXES, model_maker
 
     chosen, options = family(config.model.name), config.train
@@ -168,7 +167,7 @@ def traced_workload(config: RunConfig, spec: DataSpec, batch: int) -> Workload:
         optimizer.transform,
         loss,
         batch_spec(config.data, batch),
-        # Presets are for the plan to choose among; rules of the config's own are kept.
+        # The plan chooses among presets; custom rules are kept.
         rules=STANDARD if isinstance(config.rules, str) else config.axis_rules(),
         precision=config.precision,
         batch_axes=TEXT_AXES if chosen.inputs == "text" else {},
@@ -177,11 +176,11 @@ def traced_workload(config: RunConfig, spec: DataSpec, batch: int) -> Workload:
 
 
 def planned_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
-    """Returns the mesh of `mesh: auto` on a cluster, and why it is this one.
+    """Returns the mesh of `mesh: auto` on a cluster, and the reason for it.
 
-    All else in the config stays as it is. The plain choice, `fsdp` within a slice or host and
-    `data` across, is left where another mesh is clearly faster, or it does not fit. A run asks
-    several times: what was found is kept.
+    The rest of the config stays fixed. Another mesh replaces the plain choice (`fsdp` within a
+    slice or host, `data` across) if it is clearly faster or the plain choice does not fit. Results
+    are cached, since a run asks several times.
 
     Raises:
         MeshError: If slices or hosts do not divide the devices.
@@ -204,7 +203,7 @@ def _plan_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
     except ShardlibError as error:
         return plain, f"the plain choice: {str(error).splitlines()[0]}"
     if best is None:
-        return plain, "the plain choice: by the cost model nothing fits without other changes"
+        return plain, "the plain choice: no mesh fits by the cost model without other changes"
     layout = Layout.of(plain.sizes, cluster.num_slices)
     usual = None
     if not workload.faults(layout):
@@ -219,7 +218,7 @@ def _plan_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
 def _best_as_it_is(
     config: RunConfig, workload: TransformerWorkload, cluster: Cluster, keep: Layout | None
 ) -> Plan | None:
-    """The fastest plan with the microbatches, schedule and offloading of the config."""
+    """Returns the fastest plan with the microbatches, schedule and offloading of the config."""
     train, pipeline = config.train, config.train.pipeline
 
     def accepts(layout: Layout) -> bool:
@@ -234,16 +233,16 @@ def _best_as_it_is(
 
 
 def _as_it_is(config: RunConfig) -> TransformerWorkload:
-    """The workload with nothing to choose but the mesh."""
+    """Returns the workload with only the mesh left to choose."""
     _, workload = workload_of(config)
     if not isinstance(workload, TransformerWorkload):
-        raise ModelError(f"{config.model.name} is no transformer")
+        raise ModelError(f"{config.model.name} is not a transformer")
     train = config.train
     if train.local_sgd is not None or train.reduction != ReductionConfig():
-        raise ConfigError("groups along data are as the config says")
+        raise ConfigError("the config sets the groups along data")
     policy = getattr(config.model, "remat", "none")
     if policy not in workload.policies:
-        raise ConfigError(f"remat {policy} is none that the planner knows")
+        raise ConfigError(f"the planner does not know the remat policy {policy}")
     rules = config.axis_rules()
     return dataclasses.replace(
         workload,
@@ -254,7 +253,7 @@ def _as_it_is(config: RunConfig) -> TransformerWorkload:
 
 
 def _spec(config: RunConfig) -> DataSpec:
-    """What the model must know of the data, without reading it."""
+    """Returns the data spec of the model without reading the data."""
     spec = expected_spec(config)
     if spec.vocab_size is None and isinstance(config.data, TextData):
         tokenizer = tokenizer_at_hand(config.data)
@@ -266,10 +265,10 @@ def _spec(config: RunConfig) -> DataSpec:
 
 
 def _bytes(config: RunConfig) -> dict[str, Any]:
-    """Widths of the state, as arguments of `Job`."""
+    """Returns the bytes per value of the state, as arguments of `Job`."""
     found = dict(STATE_BYTES[config.precision])
     optimizer = config.optimizer
-    # Whatever the parameters are in; see `train.transforms.compute_in_float32` and `train.ema`.
+    # In any parameter dtype; see `optim.transforms.compute_in_float32` and `optim.ema`.
     moments = 4 * _MOMENTS[optimizer.name]
     if optimizer.momentum_dtype == "bfloat16":
         moments -= 2
@@ -281,7 +280,7 @@ def _bytes(config: RunConfig) -> dict[str, Any]:
 
 
 def _offloads(config: RunConfig) -> tuple[bool, ...]:
-    """Whether the optimizer state may, or must, be offloaded."""
+    """Returns the allowed choices for offloading the optimizer state."""
     if config.train.offload_optimizer:
         return (True,)
     return (False, True) if config.train.local_sgd is None else (False,)
@@ -300,12 +299,12 @@ def _software(config: RunConfig) -> Any:
 
 
 def _uses(config: RunConfig) -> dict[str, Any]:
-    """How the rules of a config use the axes, where it has its own rules."""
+    """Returns how the custom rules of a config use the axes; empty for a preset."""
     return read_rules(config.axis_rules()) if isinstance(config.rules, RulesConfig) else {}
 
 
 def read_rules(rules: AxisRules) -> dict[str, Any]:
-    """Returns how rules use the axes: what they allow, by the names of a workload's fields."""
+    """Returns how rules use the axes, as values for a workload's fields."""
     residual = dict(rules.activations).get("residual_length", ())
     cut = any("fsdp" in axes for axes in dict(rules.params).get("embed", ()))
     whole = 1 if rules.gradients is None else 2
@@ -326,7 +325,7 @@ def _kept(config: RunConfig) -> frozenset[str]:
 
 
 def _own_mesh(config: RunConfig, cluster: Cluster) -> list[str]:
-    """The mesh of the config, if it fills the cluster."""
+    """Returns the mesh of the config, if it fills the cluster."""
     if config.mesh == AUTO:
         return []
     try:

@@ -1,4 +1,5 @@
-"""`shardlib check`: a run's numbers on its mesh are one device's, proven at a reduced size."""
+"""`shardlib check`: proves at a reduced size that a run computes the same numbers on its mesh as on
+one device."""
 
 import dataclasses
 import math
@@ -17,31 +18,32 @@ from shardlib.run.setup import Setup, make_scope, setup
 from shardlib.testing.equivalent import Comparison, Reference
 
 DEVICES = 8
-"""Virtual devices on which a config is proven, and the most that its mesh keeps."""
+"""Number of virtual devices of a check, and the largest size of its mesh."""
 _SMALLEST = 16
-"""Below which a size is not reduced further, times the devices of the largest axis of the mesh."""
+"""Lower bound of a reduced width per device of the largest mesh axis."""
 _KEPT = ("head_dim", "window", "loss_chunks", "depth", "experts_per_token")
-"""Sizes that are no widths or counts of the model: they stay as they are."""
+"""Sizes that stay fixed, since they are neither widths nor counts of the model."""
 _LENGTH, _VOCABULARY, _CLASSES, _PIXELS = 32, 64, 8, 16
 
 _SHOWN = 10
-"""Leaves that a table lists of those that differ."""
+"""Most differing leaves that a table lists."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What was compared on a mesh, and at which sizes."""
+    """The comparison on a mesh, and the model sizes that it used."""
 
     comparison: Comparison
     sizes: str
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing differs by more than rounding explains."""
+        """Whether all differences are within rounding."""
         return not self.comparison.deviations
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns what differs, most against its bound first: quantity, error, scale, bound."""
+        """Returns the differing leaves, worst relative to its bound first: quantity, error, scale,
+        bound."""
         worst = sorted(self.comparison.deviations, key=lambda d: -d.error / max(d.bound, 1e-30))
         return [
             (str(d.quantity), f"{d.error:.1e}", f"{d.scale:.1e}", f"{d.bound:.1e}") for d in worst
@@ -54,17 +56,17 @@ def prove(config: RunConfig, mesh: str | None = None, *, steps: int = 3) -> Proo
     Args:
         config: The config of a run. Its widths, layers and lengths are halved as long as the model
             and the mesh allow it; rules, optimizer, schedule of the stages and losses stay. It
-            computes in float32, whatever its precision is.
-        mesh: Another mesh than the config's.
-        steps: How many steps to train.
+            computes in float32 at any configured precision.
+        mesh: A mesh in place of the config's.
+        steps: Number of steps to train.
 
     Raises:
-        ConfigError: If the groups of the run train apart, whose numbers are not one device's.
+        ConfigError: If the run uses local SGD, whose numbers differ from one device's.
         MeshError: If there are fewer devices than the mesh needs.
     """
     if config.train.local_sgd is not None:
         raise ConfigError(
-            "check compares a run with one device, but with train.local_sgd groups train apart.\n"
+            "check compares a run with one device, but train.local_sgd trains groups separately.\n"
             "  Set train.local_sgd=null to check the rest."
         )
     spec = small_mesh(config.mesh if mesh is None else mesh)
@@ -120,9 +122,9 @@ def small_mesh(spec: Any) -> str:
 
 
 def reduced(config: RunConfig, mesh: str) -> RunConfig:
-    """Returns a config whose model is halved in each of its sizes as long as it remains valid.
+    """Returns a config whose model sizes are each halved as long as the config stays valid.
 
-    A size that counts layers or heads goes down to what the mesh divides, a width to 16 times that.
+    A count of layers or heads shrinks to what the mesh divides, a width to 16 times as much.
     """
     widest = max(MeshConfig.parse(mesh).sizes.values())
     stages = MeshConfig.parse(mesh).sizes.get("stage", 1) * config.train.pipeline.chunks
@@ -168,7 +170,7 @@ def _data(config: RunConfig) -> DataSpec:
 
 
 def _batches(parts: Setup, count: int) -> list[dict[str, np.ndarray]]:
-    """Returns random batches of the kind that the model takes."""
+    """Returns random batches of text or images, as the model takes."""
     random, rows, data = np.random.default_rng(0), parts.config.train.global_batch, parts.data
     if parts.family.inputs == "text":
         return [_text(random, rows, data) for _ in range(count)]
@@ -207,7 +209,7 @@ def _sizes(config: RunConfig) -> str:
 
 
 def tables(proofs: Sequence[Proof]) -> str:
-    """Returns what was proven as text, mesh by mesh, with the worst leaves of a wrong one."""
+    """Returns the results as text, mesh by mesh, with the worst leaves of a failed mesh."""
     lines = []
     for proof in proofs:
         lines += [str(proof.comparison).split("\n")[0], f"  at {proof.sizes}"]

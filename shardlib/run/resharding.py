@@ -1,5 +1,4 @@
-"""The state of a run on another mesh: what a restore there takes, or a copy of the run laid out for
-it."""
+"""Resharding of a run to another mesh: the cost of a restore there, or a copy laid out for it."""
 
 import dataclasses
 import math
@@ -17,31 +16,31 @@ from shardlib.config import to_dict
 from shardlib.data import read_tokenizer
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import parse_cluster
+from shardlib.log.events import EVENTS_FILE
+from shardlib.log.metrics import METRICS_FILE
 from shardlib.mesh import MeshConfig, describe
 from shardlib.registry import DataSpec
 from shardlib.run.checks import check_config
 from shardlib.run.config import RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
-from shardlib.run.events import EVENTS_FILE
+from shardlib.run.position import as_saved, no_checkpoint
 from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup
-from shardlib.run.standing import as_saved, no_checkpoint
-from shardlib.train.metrics import METRICS_FILE
 
 Notify = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class ReshardPlan:
-    """What restoring a checkpoint onto a mesh takes.
+    """The cost of restoring a checkpoint onto a mesh.
 
     Attributes:
         step: The step of the checkpoint.
-        saved_on: The mesh that it was saved on.
-        mesh: The mesh to restore it onto.
-        num_leaves: Arrays of the state.
+        saved_on: The mesh at the save.
+        mesh: The mesh of the restore.
+        num_leaves: Number of arrays in the state.
         state_bytes: Bytes of the whole state.
-        hosts: What each host reads, holds and buffers.
+        hosts: Bytes that each host reads, holds and buffers.
     """
 
     step: int
@@ -58,7 +57,7 @@ class Resharded:
 
     Attributes:
         step: The step of its checkpoint.
-        left_out: Settings of the run that are no longer in the config of the copy.
+        left_out: Settings of the run that the config of the copy lacks.
     """
 
     step: int
@@ -73,17 +72,18 @@ def plan_reshard(
     step: int | None = None,
     notify: Notify | None = None,
 ) -> ReshardPlan:
-    """Returns what a restore onto a mesh takes; reads no array, and starts no device.
+    """Returns the cost of a restore onto a mesh; reads no array, and starts no device.
 
     Args:
         run_dir: Directory of the run.
         mesh: The mesh, such as `fsdp=4,tensor=2`.
-        on: The cluster that holds the mesh, such as `v5p-128`; one host when left out.
-        step: The checkpoint; the newest of all places when left out.
-        notify: Told of what is skipped in the directories; by default it is logged.
+        on: The cluster that holds the mesh, such as `v5p-128`; default: one host.
+        step: The checkpoint; default: the newest of all places.
+        notify: Called with each skipped entry of the directories; by default it is logged.
 
     Raises:
-        CheckpointError: If there is no such run or checkpoint.
+        CheckpointError: If the checkpoint does not exist.
+        ConfigError: If the directory holds no run.
         MeshError: If the mesh is malformed or does not fit the cluster.
         RuleError: If tensors cannot be placed on it.
     """
@@ -116,22 +116,22 @@ def reshard(
 ) -> Resharded:
     """Copies a run into a new directory whose one checkpoint is laid out for another mesh.
 
-    The copy trains on by `shardlib train TO`; the run itself is left as it is. The copy is a run of
-    its own: it has another id, and no `checkpoint.local`, which is for one run alone.
+    `shardlib train TO` continues the copy; the original run is unchanged. The copy is a separate
+    run: it has another id, and no `checkpoint.local`, which belongs to a single run.
 
     Args:
         run_dir: Directory of the run.
-        mesh: The mesh; on a machine without accelerators, of as many virtual CPU devices.
+        mesh: The mesh; a machine without accelerators emulates its devices on the CPU.
         to: The new directory, which must not hold a run.
-        step: The checkpoint; the newest of all places when left out.
-        notify: Told of what is skipped in the directories; by default it is logged.
+        step: The checkpoint; default: the newest of all places.
+        notify: Called with each skipped entry of the directories; by default it is logged.
 
     Returns:
-        What was copied, and what of the config was not.
+        The copied step, and the settings that were not copied.
 
     Raises:
-        CheckpointError: If there is no such run or checkpoint, or it is damaged.
-        ConfigError: If the new directory holds a run, or cannot be written.
+        CheckpointError: If the checkpoint does not exist, or is damaged.
+        ConfigError: If the directory holds no run, or the new one holds a run or cannot be written.
         MeshError: If the mesh is malformed or does not fit the devices.
         RuleError: If tensors cannot be placed on it.
     """
@@ -140,7 +140,7 @@ def reshard(
     new = RunDirectory(to)
     new.check_writable()
     if new.config_file.exists() or new.checkpoints.exists():
-        raise ConfigError(f"{to} holds a run already.\n  Name a directory that does not.")
+        raise ConfigError(f"{to} already holds a run.\n  Name a directory that does not.")
     train = config.train
     if train.cpu_devices is not None:
         train = dataclasses.replace(train, cpu_devices=_num_devices(mesh))
@@ -172,7 +172,7 @@ def _saved(directory: RunDirectory, config: RunConfig, notify: Notify | None) ->
 
 
 def _identify(new: RunDirectory) -> str:
-    """Gives a directory an id before it holds a run, which it does once the config is there."""
+    """Writes an id into a new directory before the config, which makes it a run; returns the id."""
     identity = uuid.uuid4().hex
     new.path.mkdir(parents=True, exist_ok=True)
     new.identity_file.write_text(f"{identity}\n", encoding="utf-8")
@@ -190,15 +190,15 @@ def _num_devices(mesh: str) -> int:
     axes = MeshConfig.parse(mesh).axes
     if any(axis.size == -1 for axis in axes):
         raise MeshError(
-            f"mesh {mesh!r} leaves a size open, and no cluster says how many devices there are.\n"
+            f"mesh {mesh!r} leaves a size open, and no cluster gives the number of devices.\n"
             "  Give every size, or name the cluster with --on."
         )
     return math.prod(axis.size for axis in axes)
 
 
 def _parts(manifest: Manifest, config: RunConfig, devices: Devices) -> Setup:
-    """Returns the parts of a run on another mesh, with the state of a checkpoint; its data is not
-    read if it need not be."""
+    """Returns the parts of a run on another mesh, with the state of a checkpoint. The data is read
+    only for a checkpoint without a data spec."""
     config = as_saved(config, manifest)
     scope = make_scope(config, devices)
     check_config(config, lambda: scope)
@@ -212,7 +212,7 @@ def _copy_beside(old: RunDirectory, new: RunDirectory, config: RunConfig) -> Non
     if old.tokenizer_file.is_file():
         tokenizer = read_tokenizer(old.tokenizer_file, config.data.end_of_text)
     new.write(config, tokenizer)
-    # The account of the run's time is in both: the last event says whether anything was waited for.
+    # Both files hold the account of the run's time, and the last event may be newer than the rows.
     for name in (METRICS_FILE, EVENTS_FILE):
         if (old.path / name).is_file():
             shutil.copyfile(old.path / name, new.path / name)

@@ -1,4 +1,4 @@
-"""Text sampled from a model: while it trains, or from a checkpoint of a run."""
+"""Text sampling from a model during training, or from a checkpoint of a run."""
 
 import dataclasses
 import logging
@@ -10,21 +10,21 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.checkpoint import SavedTiers, open_saved
-from shardlib.checkpoint.damage import DamageError
+from shardlib.checkpoint.errors import DamageError
 from shardlib.checkpoint.tree import flatten
-from shardlib.constrain import Scope, use
 from shardlib.data import Tokenizer, read_tokenizer
 from shardlib.errors import MeshError, ModelError
+from shardlib.functional.precision import precision
 from shardlib.mesh import MeshConfig
-from shardlib.precision import precision
+from shardlib.optim.ema import EmaState
 from shardlib.registry import DataSpec
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
+from shardlib.run.position import no_checkpoint
 from shardlib.run.setup import Setup, make_scope, setup
-from shardlib.run.standing import no_checkpoint
-from shardlib.train.ema import EmaState
-from shardlib.train.local_sgd import merged
+from shardlib.sharding.constrain import Scope, use
+from shardlib.train.local_sgd.outer import merged
 from shardlib.train.offload import fetch
 from shardlib.train.state import TrainState
 
@@ -50,7 +50,7 @@ class Sampler:
                 "  Choose a family that does, such as 'transformer'."
             )
         self._tokenizer = tokenizer
-        # A prompt is one row, which no mesh axis divides.
+        # A prompt has one row, so no mesh axis can divide its batch.
         rules = parts.scope.rules.override(activations={"batch": None})
         policy = precision(parts.config.precision)
 
@@ -67,17 +67,17 @@ class Sampler:
     def __call__(
         self, state: TrainState, prompt: str, *, length: int, temperature: float, seed: int
     ) -> str:
-        """Returns the text that continues a prompt, of at most `length` tokens."""
+        """Returns a continuation of a prompt, of at most `length` tokens."""
         end, tokens = self._tokenizer.eot, self._prompt(prompt)
         key = jax.random.key(seed)
         drawn = jax.device_get(self._sample(state, tokens, length, np.float32(temperature), key))
         new = [int(token) for token in drawn[0, tokens.shape[1] :]]
         new = new[: new.index(end)] if end in new else new
-        # A model may have more rows than there are tokens, so that a mesh divides them.
+        # A model may pad its vocabulary beyond the tokenizer's, so that a mesh divides it.
         return self._tokenizer.decode(t for t in new if t < self._tokenizer.vocab_size)
 
     def trace(self, state: TrainState, prompt: str, *, length: int) -> None:
-        """Traces what a call with these arguments runs, for a state that may be abstract.
+        """Traces the program of a call with these arguments; the state may be abstract.
 
         Raises:
             ModelError: If prompt and length exceed the positions of the model.
@@ -87,7 +87,7 @@ class Sampler:
         self._sample.trace(state, self._prompt(prompt), length, np.float32(0), key)
 
     def _prompt(self, prompt: str) -> np.ndarray:
-        """The tokens of one row, after the end of a document: int32 [1, n]."""
+        """Returns the tokens of one row, after an end-of-text token: int32 [1, n]."""
         return np.asarray([[self._tokenizer.eot, *self._tokenizer.encode(prompt)]], np.int32)
 
 
@@ -101,24 +101,24 @@ def generate(
     step: int | None = None,
     notify: Notify | None = None,
 ) -> str:
-    """Returns the continuation of a prompt by a checkpoint of a run, which is left as it is.
+    """Returns the continuation of a prompt by a checkpoint of a run, which stays unchanged.
 
-    The run may have trained on other devices: its parameters are placed on those at hand. Of
-    the checkpoint no other arrays are read.
+    The run may have trained on other devices: its parameters are placed on the available ones. Only
+    the arrays needed for sampling are read.
 
     Args:
         run_dir: Directory of the run.
-        prompt: What the text starts with; it is not part of the result.
+        prompt: Start of the text; it is not part of the result.
         length: Most tokens to add.
         temperature: 0 takes the likeliest token each time.
-        seed: Decides what is sampled.
-        mesh: The mesh; that of the run where it fits the devices, or else `auto`, when left out.
-        step: The checkpoint; the newest that validates, of all places, when left out.
-        notify: Told of checkpoints that are passed over; by default it is logged.
+        seed: Seed of the sampling.
+        mesh: The mesh; default: the run's mesh if it fits the devices, else `auto`.
+        step: The checkpoint; default: the newest valid one of all places.
+        notify: Called with each skipped checkpoint; by default it is logged.
 
     Raises:
-        CheckpointError: If the directory holds no run, or the run has no checkpoint that validates,
-            or not that of `step`.
+        ConfigError: If the directory holds no run.
+        CheckpointError: If the run has no valid checkpoint, or none of `step`.
         MeshError: If the mesh does not fit the devices.
         ModelError: If its model does not generate text, or prompt and length exceed its positions.
     """
@@ -150,7 +150,8 @@ def generate(
 
 
 def _restored(saved: SavedTiers, parts: Setup, step: int | None, notify: Notify) -> Any:
-    """Returns what `Sampler` needs of a step, or of the newest that validates; None without any."""
+    """Returns the state that `Sampler` needs, of a step or the newest valid one; None without a
+    valid one."""
     abstract = parts.abstract
     averages = jax.tree.map(
         lambda node: node if isinstance(node, EmaState) else None,
@@ -165,23 +166,23 @@ def _restored(saved: SavedTiers, parts: Setup, step: int | None, notify: Notify)
         return path not in wanted
 
     def on_difference(line: str) -> None:
-        """Says nothing: what sampling does not need is no news."""
+        """Reports nothing: these arrays do not matter for sampling."""
 
     if step is not None:
         return saved.restore(step, target, partial=partial, on_difference=on_difference)
     found = [(each, place) for place in saved.tiers.values() for each in place.candidates()]
-    # Of one step in two places, that of the first.
+    # The sort is stable: a step in two places is read from the first place.
     for each, place in sorted(found, key=lambda found: -found[0]):
         try:
             return place.restore(each, target, partial=partial, on_difference=on_difference)
         except DamageError as error:
             reason = str(error).splitlines()[0].rstrip(":.")
-            notify(f"step {each} does not validate and is passed over: {reason}")
+            notify(f"step {each} does not validate and is skipped: {reason}")
     return None
 
 
 def _scope(config: RunConfig, mesh: str | None) -> Scope:
-    """Returns where to sample: the mesh asked for, or that of the run as far as it fits."""
+    """Returns the scope of sampling: the given mesh, or else the run's mesh if it fits."""
     if mesh is not None:
         if mesh != AUTO:
             MeshConfig.parse(mesh)

@@ -1,4 +1,4 @@
-"""From a config to the parts of a run: everything is checked, nothing is allocated or written."""
+"""The parts of a run, built from its config; checks everything, allocates and writes nothing."""
 
 import dataclasses
 import functools
@@ -9,27 +9,27 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 
-from shardlib.constrain import Scope, use
 from shardlib.data import ArrangedSource, MapSource, Source, open_data
+from shardlib.functional.precision import precision
 from shardlib.hardware import Cluster, cluster_of
 from shardlib.mesh import abstract_mesh, describe, make_mesh, mesh_sizes
-from shardlib.pipeline.schedules import bubble_fraction
-from shardlib.precision import precision
+from shardlib.optim.ema import ema_params
+from shardlib.optim.named import Optimizer, build_optimizer
 from shardlib.registry import DataSpec, ModelFamily, family
 from shardlib.run.checks import check_fit, check_rules_used
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.planning import UNPLANNED, planned_mesh
-from shardlib.train.ema import ema_params
-from shardlib.train.local_sgd import LocalSGD, make_local_sgd
+from shardlib.sharding.constrain import Scope, use
+from shardlib.train.local_sgd.outer import LocalSGD, make_local_sgd
 from shardlib.train.offload import offload_optimizer
-from shardlib.train.optim import Optimizer, build_optimizer
-from shardlib.train.reduce_uneven import arranged_rows
-from shardlib.train.reduction import Reduction, plan_reduction
+from shardlib.train.pipeline.schedules import bubble_fraction
+from shardlib.train.reduce.reduction import Reduction, plan_reduction
+from shardlib.train.reduce.uneven import arranged_rows
 from shardlib.train.state import TrainState, abstract_state
 from shardlib.train.step import BatchAxes, TrainStep, batch_shardings, make_train_step
 
 Devices = Sequence[Any] | Cluster
-"""Devices at hand, or a cluster that need not be there, for what is only to be looked at."""
+"""Available devices, or a cluster that need not be present, for inspection only."""
 
 TEXT_AXES: BatchAxes = dict.fromkeys(
     ("tokens", "targets", "segment_ids", "positions"), ("batch", "length")
@@ -47,7 +47,7 @@ class Setup:
     optimizer: Optimizer
     abstract: TrainState
     decided: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What the config left to the run, by name, with the reason."""
+    """Settings that the config left to the run, by name, with the reason."""
 
     @property
     def batch_axes(self) -> BatchAxes:
@@ -55,8 +55,8 @@ class Setup:
         return TEXT_AXES if self.family.inputs == "text" else {}
 
     def loss(self, *, train: bool) -> Callable[[Any, Any, jax.Array], Any]:
-        """Returns the loss function of training, or of evaluation: with neither dropout nor what
-        only helps training."""
+        """Returns the loss function of training, or of evaluation, which has neither dropout nor
+        label smoothing nor z-loss."""
         options = self.config.train
         return functools.partial(
             self.family.loss,
@@ -66,7 +66,7 @@ class Setup:
         )
 
     def choices(self) -> dict[str, str]:
-        """Returns what was chosen for the run rather than asked for, by name, with the reason."""
+        """Returns the settings that were chosen for the run, by name, with the reason."""
         if self.family.choices is None:
             return dict(self.decided)
         dtype = precision(self.config.precision).compute
@@ -89,12 +89,12 @@ class Setup:
         return per_example * self.config.train.global_batch
 
     def best_params(self, state: TrainState) -> Any:
-        """Returns the parameters to evaluate: their moving average where one is kept."""
+        """Returns the parameters to evaluate: their moving average, if there is one."""
         averaged = ema_params(state.opt_state)
         return state.params if averaged is None else averaged
 
     def unit(self) -> str:
-        """Returns what a step is counted in: `tokens` or `images`."""
+        """Returns the unit of throughput: `tokens` or `images`."""
         return "tokens" if self.family.inputs == "text" else "images"
 
     def units_per_step(self) -> int:
@@ -123,13 +123,13 @@ class Setup:
         return step if train.local_sgd is None else make_local_sgd(step, train.local_sgd)
 
     def saved_state(self) -> Any:
-        """Returns what is trained and saved, as shapes with shardings: the state of a model, or of
-        groups that train apart."""
+        """Returns the trained and saved state as shapes with shardings: the state of one model, or
+        of the groups of local SGD."""
         step = self.train_step()
         return step.init(self.abstract) if isinstance(step, LocalSGD) else self.abstract
 
     def rows(self, source: MapSource) -> Source:
-        """Returns training data whose rows lie as the step wants them."""
+        """Returns training data with its rows in the order that the step expects."""
         reduction = self.reduction()
         if reduction is None or reduction.even:
             return source
@@ -137,12 +137,12 @@ class Setup:
         return ArrangedSource(source, arranged_rows(reduction.counts, per_microbatch))
 
     def reduction(self) -> Reduction | None:
-        """Returns how gradients are reduced, or None where the compiler decides.
+        """Returns the reduction of gradients, or None if the compiler decides.
 
         Raises:
             ConfigError: If the config does not fit the mesh.
             RuleError: If parameters are split over `data`.
-            ModelError: If the model updates state of its own.
+            ModelError: If the model updates its own state.
         """
         train = self.config.train
         return plan_reduction(
@@ -159,10 +159,10 @@ class Setup:
 
 
 def open_source(config: RunConfig, split: Any) -> MapSource:
-    """Opens the training data, or what is held out.
+    """Opens the training data or the held-out data.
 
     Raises:
-        DataError: If it is missing, empty or malformed.
+        DataError: If the data is missing, empty or malformed.
     """
     batch = config.train.global_batch
     if split == "eval":
@@ -184,8 +184,8 @@ def make_scope(config: RunConfig, devices: Devices) -> Scope:
 
 
 def why_mesh(config: RunConfig, devices: Devices) -> dict[str, str]:
-    """Returns which mesh `mesh: auto` is and why, as an entry of `Setup.decided`; nothing where the
-    config says its mesh."""
+    """Returns the mesh chosen by `mesh: auto` and the reason, as an entry of `Setup.decided`; empty
+    if the config sets the mesh."""
     if config.mesh != AUTO:
         return {}
     cluster = devices if isinstance(devices, Cluster) else cluster_of(devices)
@@ -215,13 +215,13 @@ def setup(config: RunConfig, data: DataSpec, scope: Scope) -> Setup:
 
     Args:
         config: The config.
-        data: What the model must know of the data.
-        scope: What `make_scope` returns.
+        data: The data spec of the model.
+        scope: The mesh and rules from `make_scope`.
 
     Raises:
         ConfigError: If model and data do not fit each other.
-        RuleError: If tensors cannot be placed (all of them are named), or the config has rules
-            that no parameter can meet.
+        RuleError: If tensors cannot be placed (the message names them all), or the config has rules
+            that match no parameter.
     """
     chosen = family(config.model.name)
     check_fit(config, chosen, data)

@@ -1,4 +1,4 @@
-"""The main job: a config in, a trained run directory out; the same again resumes."""
+"""Training of a run from its config into its directory; a second call resumes."""
 
 import dataclasses
 import functools
@@ -6,26 +6,26 @@ from collections.abc import Sequence
 
 import jax
 
-from shardlib import distributed, preemption
 from shardlib.checkpoint import RunCheckpoints, TieredCheckpoints, open_checkpoints
 from shardlib.errors import DivergedError, RunDirError, SaveFailedError, ShardlibError
-from shardlib.launch.progress import report_failure
-from shardlib.peers import lost_peers
-from shardlib.phases import PhaseClock
-from shardlib.preemption import Notice
-from shardlib.run.attempt import AfterStep, Attempt
-from shardlib.run.attempt import TrainResult as TrainResult
 from shardlib.run.checks import check_config
 from shardlib.run.config import RunConfig, check_resumable
-from shardlib.run.decide import as_recorded, decide
 from shardlib.run.devices import make_deterministic, start_devices
 from shardlib.run.directory import RunDirectory
 from shardlib.run.lock import hold
 from shardlib.run.log import RunLog
-from shardlib.run.programs import traced
+from shardlib.run.position import check_not_lost
+from shardlib.run.resolve_auto import as_recorded, decide
+from shardlib.run.runner import AfterStep, Attempt
+from shardlib.run.runner import TrainResult as TrainResult
 from shardlib.run.setup import Setup, make_scope, open_source, setup
-from shardlib.run.standing import check_not_lost
-from shardlib.watchdog import Watchdog
+from shardlib.run.trace_programs import traced
+from shardlib.runtime import distributed, preemption
+from shardlib.runtime.launch.progress import report_failure
+from shardlib.runtime.peers import lost_peers
+from shardlib.runtime.phases import PhaseClock
+from shardlib.runtime.preemption import Notice
+from shardlib.runtime.watchdog import Watchdog
 
 
 def train(
@@ -42,11 +42,11 @@ def train(
 
     Args:
         config: The config.
-        clock: What the time of the run counts from; this call, when left out.
-        notices: What else to ask whether this machine goes away, beside what it offers itself; see
-            `shardlib.preemption`.
-        after_step: Called with the number of each step, by the thread and process that runs it,
-            once it is on its way to the devices. A text that it returns asks to stop, and says why.
+        clock: The clock of the run's time; default: one that starts with this call.
+        notices: Further sources of preemption notices, in addition to the machine's own; see
+            `shardlib.runtime.preemption`.
+        after_step: Called with the number of each step once it is dispatched, in the thread and
+            process that runs it. A text that it returns requests a stop and gives the reason.
 
     Raises:
         ConfigError: If the directory holds a run of another config or cannot be written, or model
@@ -54,11 +54,11 @@ def train(
         DataError: If the data is missing, empty or malformed.
         MeshError: If mesh, devices and batch do not fit each other.
         RuleError: If tensors cannot be placed.
-        CheckpointError: If the checkpoint is of another model, none can be read, or the run has
-            saved some and none is there.
+        CheckpointError: If the checkpoint holds another model, no checkpoint can be read, or all
+            saved checkpoints are missing.
         SaveFailedError: If saving has failed too often.
-        DivergedError: If training does not recover by what `train.guards` may do.
-        MissingExtraError: If something asked for is not installed.
+        DivergedError: If training does not recover within the limits of `train.guards`.
+        MissingExtraError: If a required package is not installed.
         RunDirError: If another run is using the directory.
         PeerLostError: If other processes of the group have gone.
     """
@@ -93,7 +93,7 @@ def _train(
         log = RunLog(parts, directory, group, clock)
         watchdog.on_end = lambda phase: log.event("hung", phase=phase)
         with (
-            # From here on it is written to.
+            # The directory is written from here on.
             hold(directory.path, functools.partial(log.event, "lock")),
             log,
             _checkpoints(parts, directory, log) as checkpoints,
@@ -118,16 +118,17 @@ def _train(
             try:
                 result = attempt.go(newest, is_new=saved is None)
             finally:
-                # What is on its way to the disk, or from it, is waited for.
+                # Pending reads and writes are waited for.
                 clock.enter("save")
         distributed.barrier("shardlib/run/end", timeout_seconds=None)
     return result
 
 
 def _tell_launcher(error: ShardlibError) -> None:
-    """Reports a failure that may be bound to happen again, which the second time will show.
+    """Reports a failure that may be deterministic; if it repeats, it is.
 
-    What the system has refused is not: it may allow it once a disk is back.
+    Errors of the operating system are not reported: they may pass, for example with a disk that
+    comes back.
     """
     if isinstance(error, DivergedError):
         report_failure("diverged", error.step)

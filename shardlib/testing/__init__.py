@@ -1,4 +1,4 @@
-"""Proofs for a model of your own: the same numbers on every mesh, and no other communication.
+"""Tests for your own model: equal numbers on every mesh, and only the expected communication.
 
 import shardlib as sl
 

@@ -1,4 +1,4 @@
-"""A compiled step sends what its strategy implies, and nothing else."""
+"""A test that a compiled step sends exactly what its strategy implies."""
 
 import dataclasses
 import re
@@ -6,18 +6,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from shardlib.errors import ModelError
-from shardlib.explain.hlo import array_bytes
-from shardlib.explain.program import KINDS, Collective, ProgramReport, axes_text, read_program
+from shardlib.explain.analysis.collectives import (
+    KINDS,
+    Collective,
+    ProgramReport,
+    axes_text,
+    read_program,
+)
+from shardlib.explain.hlo.text import array_bytes
 
 _SINGLE_NUMBER = re.compile(r"\w+\[\]")
 Kind = tuple[str, str]
 
 
 class Sent(NamedTuple):
-    """How much is sent in one step by one device; None where it does not matter."""
+    """The amount that one device sends in one step; None for an amount that does not matter."""
 
     count: int | None = None
-    """Executions, loop trips included."""
+    """Executions, including loop trips."""
     bytes: int | None = None
     """Bytes of the whole buffers of all executions."""
 
@@ -31,32 +37,32 @@ def assert_collectives(
     mesh: Any = None,
     at_least_bytes: int = 0,
 ) -> ProgramReport:
-    """Demands that a compiled step holds these collectives and no others.
+    """Asserts that a compiled step holds these collectives and no others.
 
-    Single numbers (losses, norms, counts) are left out.
+    Collectives of single numbers (losses, norms, counts) are left out.
 
-    A gradient that is reduced and cut is a reduce-scatter on GPU and TPU. XLA for CPU has none and
-    writes an all-reduce of which each device uses its part only. On a CPU mesh such an all-reduce
-    is taken for a reduce-scatter of the same buffer where one is expected, so that one expectation
+    A gradient that is reduced and cut is a reduce-scatter on GPU and TPU. XLA for CPU lacks it and
+    emits an all-reduce of which each device uses only its part. On a CPU mesh such an all-reduce
+    counts as a reduce-scatter of the same buffer if one is expected, so that one expectation
     serves all platforms: `{("reduce-scatter", "fsdp"), ("all-gather", "fsdp")}`.
 
     Args:
         step_or_compiled: A train step with `state` and `batch` (which may be abstract), or a
             `jax.stages.Compiled` with `mesh`.
-        expected: Pairs of a kind (see `shardlib.explain.program.KINDS`) and the mesh axes it runs
-            over, such as `("all-reduce", "data+fsdp")`. A mapping also says how often each runs in
-            one step (an int), or `Sent(count, bytes)`.
+        expected: Pairs of a kind (see `shardlib.explain.analysis.collectives.KINDS`) and the mesh
+            axes it runs over, such as `("all-reduce", "data+fsdp")`. A mapping also gives the
+            number of runs per step (an int), or `Sent(count, bytes)`.
         state: The training state of the step.
         batch: A batch of the step.
         mesh: The mesh of a compiled program.
-        at_least_bytes: Leaves out collectives of fewer bytes.
+        at_least_bytes: Collectives of fewer bytes are left out.
 
     Returns:
-        Everything that the program sends.
+        A report of all collectives of the program.
 
     Raises:
-        AssertionError: With all that is missing, and all that nobody expected, with its bytes and
-            source lines.
+        AssertionError: With all missing and all unexpected collectives, their bytes and source
+            lines.
         ModelError: If the arguments do not fit each other, or a kind or an axis is unknown.
     """
     report = _report(step_or_compiled, state, batch, mesh)
@@ -93,7 +99,7 @@ def _report(step_or_compiled: Any, state: Any, batch: Any, mesh: Any) -> Program
         compiled = step_or_compiled.lower(state, batch).compile()
         return read_program(compiled, state.definition.scope.mesh)
     if mesh is None:
-        raise ModelError("a compiled program does not tell its mesh.\n  Pass mesh=.")
+        raise ModelError("the mesh of a compiled program is unknown.\n  Pass mesh=.")
     return read_program(step_or_compiled, mesh)
 
 
@@ -101,27 +107,27 @@ def _wanted(expected: Any, sizes: Mapping[str, int]) -> dict[Kind, Sent]:
     amounts = expected if isinstance(expected, Mapping) else dict.fromkeys(expected, Sent())
     if not all(isinstance(key, tuple) and len(key) == 2 for key in amounts):
         raise ModelError(
-            f"what is expected, {list(amounts)}, is not pairs of a kind and its mesh axes.\n"
+            f"the expected collectives, {list(amounts)}, are not pairs of a kind and mesh axes.\n"
             '  Write it as {("all-gather", "fsdp"), ("all-reduce", "data+fsdp")}.'
         )
     wanted, faults = {}, []
     for (kind, axes), amount in amounts.items():
         names = axes.split("+")
         if kind not in KINDS:
-            faults.append(f"{kind!r} is no kind of collective: {', '.join(KINDS)}.")
+            faults.append(f"{kind!r} is not a kind of collective: {', '.join(KINDS)}.")
         absent = [name for name in names if name not in sizes]
         if absent:
-            faults.append(f"{', '.join(absent)} is no axis of mesh {_mesh_text(sizes)}.")
+            faults.append(f"{', '.join(absent)} is not an axis of mesh {_mesh_text(sizes)}.")
         ordered = "+".join(name for name in sizes if name in names)
         wanted[kind, ordered] = Sent(amount) if isinstance(amount, int) else amount
     if faults:
-        raise ModelError("\n".join(faults) + "\n  Correct what is expected.")
+        raise ModelError("\n".join(faults) + "\n  Correct the expected collectives.")
     return wanted
 
 
 def _as_elsewhere(collective: Collective, scattered: set[str]) -> Iterator[Collective]:
-    """Yields an all-reduce of a CPU program as what it is on other platforms: the arrays of which
-    each device uses its part as a reduce-scatter, if one is expected over these axes."""
+    """Yields an all-reduce of a CPU program as on other platforms: arrays of which each device uses
+    its part become a reduce-scatter, if one is expected over these axes."""
     if not collective.fates or axes_text(collective.mesh_axes) not in scattered:
         yield collective
         return
@@ -135,7 +141,7 @@ def _as_elsewhere(collective: Collective, scattered: set[str]) -> Iterator[Colle
 
 
 def _without_numbers(collective: Collective) -> Collective:
-    """The collective without the single numbers that the compiler combined with its arrays."""
+    """Returns the collective without the single numbers that the compiler merged into it."""
     fates = collective.fates or (None,) * len(collective.shapes)
     pairs = list(zip(collective.shapes, fates, strict=True))
     kept = [(shape, fate) for shape, fate in pairs if not _SINGLE_NUMBER.fullmatch(shape)]

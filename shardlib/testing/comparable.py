@@ -1,4 +1,4 @@
-"""What makes a comparison worthless, refused with its reason before any number is blamed."""
+"""Checks that a comparison is meaningful, before any number is compared."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -16,10 +16,10 @@ from shardlib.testing.training import Program
 
 
 def refuse_other_forms(reference: Program, program: Program) -> None:
-    """Refuses a model that has other variables on a mesh than on one device.
+    """Rejects a model that has different variables on a mesh than on one device.
 
     Raises:
-        ModelError: If a leaf has another shape or dtype, or is on one side alone; names all.
+        ModelError: If a leaf has another shape or dtype, or is on one side alone; lists all.
     """
     one, here = reference.forms, program.forms
     faults = [
@@ -29,17 +29,17 @@ def refuse_other_forms(reference: Program, program: Program) -> None:
     ]
     if faults:
         raise ModelError(
-            f"mesh {describe(program.mesh)} has another model than one device:\n  "
+            f"mesh {describe(program.mesh)} has a different model than one device:\n  "
             + "\n  ".join(faults)
             + "\n  Make the same variables on every mesh."
         )
 
 
 def refuse_narrower(reference: Program, program: Program) -> None:
-    """Refuses a program that computes in a dtype narrower than any on one device.
+    """Rejects a program that computes in a dtype narrower than any on one device.
 
     Raises:
-        ModelError: If there is one; names what is rounded first, and where.
+        ModelError: If there is a narrower dtype; names the first rounded value and its source.
     """
     widest = max((unit_roundoff(r.dtype) for r in roundings(reference.jaxpr)), default=0.0)
     narrower = (r for r in roundings(program.jaxpr) if unit_roundoff(r.dtype) > widest)
@@ -49,9 +49,9 @@ def refuse_narrower(reference: Program, program: Program) -> None:
     what = "a result" if first.argument is None else f"the {program.arguments[first.argument]}"
     raise ModelError(
         f"mesh {describe(program.mesh)} cannot be compared: its step rounds {what} to "
-        f"{first.dtype} (at {first.source}), which one device does not.\n"
+        f"{first.dtype} (at {first.source}), but the step on one device does not.\n"
         f"  Leave out what asks for {first.dtype} there (precision, reduction, or the model's own "
-        "code), or compute so on one device too."
+        "code), or compute in it on one device too."
     )
 
 
@@ -60,12 +60,12 @@ class Rounding(NamedTuple):
 
     dtype: Any
     argument: int | None
-    """The argument of the program that it is made of, if of one alone."""
+    """The program argument that it is computed from, if it is the only one."""
     source: str
 
 
 def roundings(jaxpr: Any) -> Iterator[Rounding]:
-    """Yields the roundings of a program to less than float32, in its order."""
+    """Yields the roundings of a program to less than float32, in program order."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     yield from _roundings(jaxpr, dict(zip(jaxpr.invars, range(len(jaxpr.invars)), strict=True)))
 
@@ -88,10 +88,10 @@ def _roundings(jaxpr: Any, made_of: dict[Any, int | None]) -> Iterator[Rounding]
 
 
 def _given(equation: Any, program: Any) -> list[Any]:
-    """The arguments of an equation that one of its inner programs gets.
+    """Returns the arguments of an equation that one of its inner programs receives.
 
-    Leading arguments that it does not get are constants of the equation. The condition of a loop
-    gets its own constants, which come first, and not those of the body.
+    Leading arguments that it does not receive are constants of the equation. The condition of a
+    loop receives its own constants, which come first, and not the constants of the body.
     """
     arguments = list(equation.invars)
     if equation.primitive.name == "while":
@@ -109,10 +109,10 @@ def _is_narrow(dtype: Any) -> bool:
 def refuse_chaos(
     expected: Mapping[Quantity, np.ndarray], allowed: Mapping[Quantity, float]
 ) -> None:
-    """Refuses a training on one device whose loss is blurred, or half of its gradients.
+    """Rejects a training on one device whose loss, or half of its gradients, is blurred.
 
     Raises:
-        ModelError: If it is so.
+        ModelError: If it is blurred.
     """
     unclear = [q for q in blurred(expected, allowed) if q.kind in ("loss", "gradient")]
     num_gradients = sum(q.kind == "gradient" and value.any() for q, value in expected.items())
@@ -121,7 +121,7 @@ def refuse_chaos(
         first = (losses or unclear)[0]
         change = allowed[first] / SAFETY
         raise ModelError(
-            f"{first} cannot be compared: the last places of the parameters change it by "
+            f"{first} cannot be compared: rounding of the parameters changes it by "
             f"{change:.1e} on one device already.\n"
             "  Take fewer steps, a lower learning rate or more examples, and compute in float32."
         )

@@ -1,4 +1,4 @@
-"""What two trainings are compared in, by how much it may differ, and what differs more."""
+"""Quantities compared between two trainings, their allowed differences, and deviations."""
 
 import collections
 import dataclasses
@@ -11,16 +11,16 @@ import numpy as np
 from shardlib.testing.order import LAST, Use
 from shardlib.testing.training import Leaves, Snapshot, Training
 
-# Two for the two orders, each of which is off; two more for the sums among activations and
-# cotangents, which a change of the weights does not touch.
+# A factor 2 for the two orders, each of which is off; another 2 for the sums among activations and
+# cotangents, which a change of the weights does not affect.
 SAFETY = 4.0
 
-# Where rounding alone may change a quantity by more than this share, a comparison proves little.
+# If rounding alone may change a quantity by more than this share, a comparison proves little.
 WORTH_COMPARING = 2.0**-7
 
 
 class Quantity(NamedTuple):
-    """One thing that is compared: a number, a leaf, or one layer of a leaf."""
+    """A compared quantity: a number, a leaf, or one layer of a leaf."""
 
     kind: str
     path: str = ""
@@ -41,7 +41,7 @@ class Deviation:
     """A quantity that is further off than rounding allows.
 
     `error` is the largest difference of its elements, `scale` its largest magnitude on one device,
-    `bound` the difference that rounding explains.
+    `bound` the difference explained by rounding.
     """
 
     quantity: Quantity
@@ -58,21 +58,21 @@ class Deviation:
 
 
 class Order:
-    """When the parameters of a model are used, and which of them are stacks of layers."""
+    """The order in which the parameters of a model are used, and which are stacks of layers."""
 
     def __init__(self, uses: Mapping[int, Use], positions: Mapping[int, str]):
-        """Args: the first uses of a program's arguments, and which of these are parameters."""
+        """Args: the first uses of a program's arguments, and the paths of the parameters."""
         self._uses = {path: uses.get(at, LAST) for at, path in positions.items()}
 
     def use(self, path: str) -> Use:
-        """Returns the use of a parameter, or of the one that an optimizer's leaf belongs to."""
+        """Returns the use of a parameter, or of the parameter of an optimizer leaf."""
         parts = path.split("/")
         suffixes = ("/".join(parts[start:]) for start in range(len(parts)))
         return next((self._uses[suffix] for suffix in suffixes if suffix in self._uses), LAST)
 
 
 def quantities(training: Training, order: Order) -> dict[Quantity, np.ndarray]:
-    """Returns all that is compared of a training, in the order in which it is computed.
+    """Returns all compared quantities of a training, in the order in which they are computed.
 
     First the initial state, then the loss of the first step, its gradients from the last layer to
     the first, the losses of later steps, and the state after them.
@@ -100,7 +100,7 @@ def _snapshot(snapshot: Snapshot, order: Order, step: int) -> dict[Quantity, np.
 
 
 def _split(leaves: Leaves, kind: str, order: Order, step: int = 0) -> dict[Quantity, np.ndarray]:
-    """Returns leaves, those of stacks layer by layer, in the order in which they are used."""
+    """Returns leaves in the order in which they are used, with stacks split into layers."""
     keyed = []
     for path, leaf in leaves.items():
         use = order.use(path)
@@ -118,13 +118,13 @@ def bounds(
     probes: Sequence[Mapping[Quantity, np.ndarray]],
     relative: float,
 ) -> dict[Quantity, float]:
-    """Returns by how much each quantity may differ: nothing for integers and initial values.
+    """Returns the allowed difference of each quantity: 0 for integers and initial values.
 
     Args:
         expected: The training on one device.
         probes: Trainings on one device from changed parameters.
-        relative: The relative change of these, which is also what the sum that makes a leaf may
-            be off by.
+        relative: The relative change of the parameters, which is also the possible error of the sum
+            that makes a leaf.
     """
     return {
         quantity: 0.0
@@ -143,7 +143,7 @@ def deviations(
     expected: Mapping[Quantity, np.ndarray],
     allowed: Mapping[Quantity, float],
 ) -> Iterator[Deviation]:
-    """Yields what is further off than allowed."""
+    """Yields the quantities that differ by more than allowed."""
     for quantity, value in expected.items():
         error = _difference(found[quantity], value)
         if error > allowed[quantity]:
@@ -155,7 +155,7 @@ def nearest(
     expected: Mapping[Quantity, np.ndarray],
     allowed: Mapping[Quantity, float],
 ) -> tuple[float, Quantity]:
-    """Returns what share of its bound a difference takes up at most, and whose it is."""
+    """Returns the largest difference as a share of its bound, and its quantity."""
     shares = (
         (_difference(found[quantity], value) / allowed[quantity], quantity)
         for quantity, value in expected.items()
@@ -167,7 +167,7 @@ def nearest(
 def blurred(
     expected: Mapping[Quantity, np.ndarray], allowed: Mapping[Quantity, float]
 ) -> list[Quantity]:
-    """Returns what rounding may change by more than 1 in 128: of these little is proven."""
+    """Returns quantities that rounding may change by more than 1 in 128: they prove little."""
     return [
         quantity
         for quantity, value in expected.items()
@@ -190,7 +190,7 @@ def _steps(count: int) -> str:
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference of two arrays; infinite where only one of them is a number."""
+    """Returns the largest difference of two arrays; infinite where only one is a number."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)

@@ -1,4 +1,4 @@
-"""Training on a mesh is training on one device: the proof, for any model."""
+"""A proof for any model that training on a mesh equals training on one device."""
 
 import dataclasses
 import functools
@@ -38,13 +38,13 @@ _REPLICATED = AxisRules(params={ANY: None}, activations={ANY: None}, auto=Auto(N
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A training on a mesh, held against the same on one device.
+    """A comparison of a training on a mesh with the same training on one device.
 
-    `deviations` are in the order in which the quantities are computed. `num_blurred` of the
-    `num_compared` quantities may be changed by rounding by more than 1 in 128, such as gradients
-    that are zero but for rounding: of these little is proven. `nearest` is what share of its bound
-    the difference of `nearest_quantity` takes up, the largest share of all. `hint` says what else
-    is known of the first deviation. `compiled` is the step on the mesh.
+    `deviations` are in the order in which the quantities are computed. Of the `num_compared`
+    quantities, rounding may change `num_blurred` by more than 1 in 128, such as gradients that are
+    zero except for rounding; they prove little. `nearest` is the largest difference as a share of
+    its bound, and `nearest_quantity` its quantity. `hint` says what else is known of the first
+    deviation. `compiled` is the step on the mesh.
     """
 
     mesh: Mesh
@@ -77,7 +77,7 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Equivalence:
-    """What `assert_equivalent` compared, mesh by mesh."""
+    """The comparisons of `assert_equivalent`, mesh by mesh."""
 
     comparisons: tuple[Comparison, ...]
 
@@ -101,13 +101,13 @@ def assert_equivalent(
     devices: Sequence[Any] | None = None,
     **step_options: Any,
 ) -> Equivalence:
-    """Trains on each mesh and on one device, in float32, and demands the same numbers.
+    """Trains on each mesh and on one device, in float32, and asserts equal numbers.
 
-    Compared are the initial state (bit for bit), the loss of every step, every gradient of the
-    first step, and parameters, optimizer state and model state after the last; stacked layers one
-    by one. What differs may differ by rounding alone: by the change that the largest sum of the
-    program allows in another order, carried through the model as the model itself carries it. See
-    `shardlib.testing.rounding` for the derivation. There is no tolerance to choose.
+    It compares the initial state (bit for bit), the loss of every step, every gradient of the first
+    step, and parameters, optimizer state and model state after the last step; stacked layers one by
+    one. Differences may only come from rounding: from the change that another order of the
+    program's largest sum allows, propagated through the model itself. See
+    `shardlib.testing.rounding` for the derivation. No tolerance needs to be chosen.
 
     A model on a CPU runs on virtual devices: call `sl.local_cpu_devices(8)` before JAX is first
     used.
@@ -115,31 +115,31 @@ def assert_equivalent(
     Args:
         make_model: `make(rngs) -> module` for an NNX or linen module, or a linen module itself.
         loss_fn: `loss_fn(model, batch, rng)`, as for `make_train_step`.
-        batch: A pytree of host arrays, or a list of them, taken in turn.
+        batch: A pytree of host arrays, or a list of them, used in turn.
         meshes: One or more of `"data=8"`, a mapping, a `MeshConfig` or a `Mesh`.
         rules: The sharding rules.
-        optimizer: Any optax transformation; `optax.adamw(1e-3)` when left out.
-        steps: How many steps to train.
-        microbatches: In how many parts each batch is computed, on one device too: random masks
-            and batch statistics belong to a part.
+        optimizer: Any optax transformation; `optax.adamw(1e-3)` by default.
+        steps: Number of training steps.
+        microbatches: Number of parts of each batch, on one device too: random masks and batch
+            statistics belong to a part.
         batch_axes: Logical axes of batch leaves, as for `make_train_step`.
         inputs: For linen, example arguments, as for `init_state`.
-        seed: Decides parameters and random masks.
-        devices: Where to take the devices of the meshes from; all by default.
-        step_options: More arguments of `make_train_step`, for the meshes alone: whatever they ask
-            for is to give what the plain step gives.
+        seed: Seed of parameters and random masks.
+        devices: Source of the devices of the meshes; all devices by default.
+        step_options: More arguments of `make_train_step`, for the meshes alone: with any of them
+            the results must equal the plain step's.
 
     Returns:
-        What was compared; `str()` tells how near to its bound each mesh came.
+        The comparisons; `str()` shows how close to its bound each mesh came.
 
     Raises:
         AssertionError: If anything differs by more than rounding explains. For each mesh the
-            message names the first quantity that does, in the order of computation, with its layer,
-            its difference and its bound, and counts the others. All meshes are compared first.
+            message names the first such quantity, in the order of computation, with its layer, its
+            difference and its bound, and counts the others. All meshes are compared first.
         MeshError: If a mesh needs more devices than there are.
-        ModelError: If the loss on one device is not finite, or rounding alone changes this
-            training so much that nothing can be told; if a model has other variables on a mesh, or
-            computes there in a narrower dtype than on one device.
+        ModelError: If the loss on one device is not finite, or rounding alone changes this training
+            so much that a comparison is meaningless; if a model has different variables on a mesh,
+            or computes there in a narrower dtype than on one device.
         DataError: If the batches differ in structure or shapes.
     """
     given = list(jax.devices() if devices is None else devices)
@@ -169,9 +169,9 @@ def assert_equivalent(
 
 
 class Reference:
-    """A training on one device, made once, to hold trainings on any number of meshes against.
+    """A training on one device, run once, to compare with trainings on any number of meshes.
 
-    The arguments are those of `assert_equivalent`.
+    The arguments are as in `assert_equivalent`.
     """
 
     def __init__(
@@ -203,19 +203,19 @@ class Reference:
         make_model: Any = None,
         **step_options: Any,
     ) -> Comparison:
-        """Trains on a mesh and compares; raises nothing for what deviates.
+        """Trains on a mesh and compares; deviations do not raise.
 
         Args:
             mesh: The mesh.
             rules: The sharding rules.
-            steps: How many steps to train.
-            make_model: Another way to compute the same model, with the same parameters, that is
-                used on the mesh alone.
-            step_options: More arguments of `make_train_step`. They may hold other `microbatches`
-                than one device takes, for a model without random masks.
+            steps: Number of training steps.
+            make_model: Another implementation of the same model, with the same parameters, used on
+                the mesh alone.
+            step_options: More arguments of `make_train_step`. They may set other `microbatches`
+                than on one device, for a model without random masks.
 
         Raises:
-            ModelError: If nothing can be compared; see `assert_equivalent`.
+            ModelError: If a comparison is impossible; see `assert_equivalent`.
         """
         (mesh,) = _meshes(mesh, None)
         expected = self._expected(steps)
@@ -241,7 +241,7 @@ class Reference:
     def _hint(self, far: Sequence[Deviation], program: Program) -> str:
         first = far[0].quantity if far else None
         if first is not None and first.kind == "gradient":
-            return "The loss of that step agrees: what is wrong is in the backward pass."
+            return "The loss of that step agrees; the error is in the backward pass."
         if first is not None and first.kind == "loss" and first.step == 1:
             relative = reductions(self._program.jaxpr).relative
             return where_forward_differs(self._program, program, relative)
@@ -289,7 +289,7 @@ class Reference:
 def _batches(batch: Any) -> list[Any]:
     batches = list(batch) if isinstance(batch, list) else [batch]
     if not batches:
-        raise DataError("there is no batch to train on.\n  Pass one, or a list of them.")
+        raise DataError("no batch to train on was given.\n  Pass one, or a list of them.")
     shapes = [jax.tree.map(lambda x: (np.shape(x), np.asarray(x).dtype), b) for b in batches]
     for index, shape in enumerate(shapes):
         if shape != shapes[0]:
@@ -304,7 +304,7 @@ def _meshes(meshes: Meshes, devices: Sequence[Any] | None) -> list[Mesh]:
     """Makes meshes, each over the first devices that it needs.
 
     Raises:
-        MeshError: If there are too few devices; names all meshes that need more.
+        MeshError: If there are too few devices; lists all meshes that need more.
     """
     is_one = isinstance(meshes, str | Mapping | MeshConfig | Mesh)
     given = list(jax.devices() if devices is None else devices)
@@ -326,12 +326,12 @@ def _meshes(meshes: Meshes, devices: Sequence[Any] | None) -> list[Mesh]:
             f"sl.local_cpu_devices({needed}) before JAX is first used."
         )
     if not made:
-        raise MeshError("there is no mesh to compare.\n  Pass one, or a list of them.")
+        raise MeshError("no mesh to compare was given.\n  Pass one, or a list of them.")
     return made
 
 
 def _count(config: MeshConfig, available: int) -> int:
-    """How many devices a mesh takes; all, when one degree is open."""
+    """Returns the number of devices of a mesh; all devices if one degree is open."""
     product = 1
     for axis in config.axes:
         if axis.size == -1:

@@ -1,4 +1,4 @@
-"""Where a forward pass goes wrong: what every layer of a stack hands on."""
+"""Localisation of errors in a forward pass by the outputs of every layer of a stack."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.constrain import use
-from shardlib.loss_signature import called_by_position
+from shardlib.functional.precision import precision
+from shardlib.losses.signature import called_by_position
+from shardlib.nn.stack import LayerStack, intercept
 from shardlib.paths import named_leaves
-from shardlib.precision import precision
-from shardlib.stack import LayerStack, intercept
+from shardlib.sharding.constrain import use
 from shardlib.testing.deviations import Quantity, bounds, deviations
 from shardlib.testing.rounding import perturbations
 from shardlib.testing.training import Change, Program
@@ -23,15 +23,15 @@ _INPUT, _OUTPUT = "input", "output"
 
 
 def where_forward_differs(reference: Program, program: Program, relative: float) -> str:
-    """Returns a sentence on the first layer whose output on a mesh is not that on one device.
+    """Returns a sentence on the first layer whose output on a mesh differs from one device.
 
-    Both models run once more, forward and on the whole batch, without whatever else the step does.
-    Only layers that `scan_layers` runs are seen.
+    Both models run once more, forward only and on the whole batch, without the rest of the step.
+    Only layers that `scan_layers` runs are observed.
 
     Args:
         reference: The program of one device.
         program: The program of the mesh.
-        relative: The relative change of parameters that bounds are measured with.
+        relative: The relative change of parameters for measuring bounds.
     """
     on_one = _forward(reference)
     expected = on_one(None)
@@ -40,21 +40,20 @@ def where_forward_differs(reference: Program, program: Program, relative: float)
     far = [d.quantity for d in deviations(found, expected, bounds(expected, probes, relative))]
     if not far:
         return (
-            "A forward pass alone agrees: what is wrong is in how the step splits or reduces the "
-            "batch."
+            "A forward pass alone agrees; the error is in how the step splits or reduces the batch."
         )
-    if len(expected) == 1:  # The loss: no layers were seen.
-        return "To have the layer named, run the layers by shardlib.scan_layers."
+    if len(expected) == 1:  # The loss: no layers were observed.
+        return "To find the layer, run the layers by shardlib.scan_layers."
     first = far[0]
     if first.kind == _INPUT:
-        return "What goes into the layers differs already."
+        return "The inputs of the layers differ already."
     if first.kind == "loss":
-        return "What the layers return agrees: what is wrong comes behind them."
-    return f"The forward pass goes wrong in layer {first.layer}: what goes into it agrees."
+        return "The outputs of the layers agree; the error comes after them."
+    return f"The forward pass goes wrong in layer {first.layer}; its inputs agree."
 
 
 def _forward(program: Program) -> Callable[[Change | None], dict[Quantity, np.ndarray]]:
-    """Returns what gives the inputs of all stacks, what each layer hands on, and the loss."""
+    """Returns a function that computes inputs of stacks, outputs of layers, and the loss."""
     scope, batch = program.definition.scope, program.problem.batches[0]
     loss_fn = called_by_position(program.problem.loss_fn)
     loss = PartLoss(program.definition, loss_fn, precision("f32"))

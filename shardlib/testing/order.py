@@ -1,4 +1,4 @@
-"""In which order a program uses its arguments, and which of them are stacks of layers."""
+"""The order in which a program uses its arguments, and which are stacks of layers."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -9,32 +9,32 @@ Key = tuple[float, ...]
 
 
 class Use(NamedTuple):
-    """Where an argument is used first."""
+    """The first use of an argument."""
 
     position: tuple[int, ...]
-    """Index of the equation, of the one inside of it, and so on."""
+    """Index of the equation, of the equation inside it, and so on."""
     depth: int | None = None
-    """How much of `position` leads to the loop that takes one slice of the argument at each trip;
-    None where there is no such loop."""
+    """Length of the prefix of `position` that leads to the loop over slices of the argument; None
+    without such a loop."""
     layers: int | None = None
     """Trips of that loop."""
 
     def key(self, layer: int | None) -> Key:
-        """Sorts uses, and the layers of a stack, by when they run."""
+        """Returns a key that sorts uses, and the layers of a stack, by when they run."""
         if layer is None or self.depth is None:
             return self.position
         return (*self.position[: self.depth], layer, *self.position[self.depth :])
 
 
 LAST = Use((2**31,))
-"""The use of what is never used."""
+"""The use of an unused argument."""
 
 
 def first_uses(jaxpr: Any) -> dict[int, Use]:
     """Returns the first use of each argument of a program, by its index.
 
     Args:
-        jaxpr: The program as JAX traced it, closed or not.
+        jaxpr: The program as traced by JAX, closed or not.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     index = {variable: i for i, variable in enumerate(jaxpr.invars)}
@@ -47,13 +47,13 @@ def first_uses(jaxpr: Any) -> dict[int, Use]:
 
 
 def _uses_in(equation: Any, position: int) -> Iterator[tuple[Any, Use]]:
-    """Yields what an equation uses, and when it does."""
+    """Yields the arguments of an equation, and their uses."""
     inner = list(subprograms(equation))
     if not inner:
         for argument in equation.invars:
             yield argument, Use((position,))
     for jaxpr in inner:
-        # Leading arguments that the inner program does not get are a predicate or other constants.
+        # Leading arguments that the inner program lacks are a predicate or other constants.
         skipped = len(equation.invars) - len(jaxpr.invars)
         for at, use in first_uses(jaxpr).items():
             outer = at + skipped
@@ -79,7 +79,7 @@ def _is_literal(argument: Any) -> bool:
 
 
 def equations(jaxpr: Any, trips: int = 1) -> Iterable[tuple[Any, int]]:
-    """Yields all equations of a program, inner ones too, and how often loops run each of them."""
+    """Yields all equations of a program, including inner ones, with their number of runs."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation, trips
         times = equation.params["length"] if equation.primitive.name == "scan" else 1

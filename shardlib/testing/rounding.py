@@ -1,15 +1,16 @@
-"""By how much two ways of adding up the same float32 numbers may differ.
+"""Bounds on the difference between two ways to sum the same float32 numbers.
 
-A sum of `n` numbers that is computed as a tree has log2(n) roundings between any number and the
-result, each of at most one unit roundoff `u` (2**-24 in float32). Another order of the same sum is
-therefore the exact sum of numbers that are each changed by at most `u * log2(n)`, relatively, twice
-(once for each order). A matrix product is made of such sums, so another mesh computes what one
-device would compute from weights that differ by as much.
+A sum of `n` numbers computed as a tree has log2(n) roundings between any number and the result,
+each of at most one unit roundoff `u` (2**-24 in float32). Another order of the same sum is thus the
+exact sum of numbers that are each changed by at most `u * log2(n)`, relatively, twice (once for
+each order). A matrix product consists of such sums. Another mesh therefore computes the results of
+one device for weights changed by this amount.
 
-What such a change does to losses, gradients and optimizer state depends on the model: a softmax is
-tame, a batch normalisation over few examples magnifies, an Adam update of a gradient that is zero
-up to rounding is all rounding. It is not estimated but measured: the program of the one device runs
-again from parameters changed by that much, signs at random. No compilation is needed for it.
+The effect of such a change on losses, gradients and optimizer state depends on the model. A softmax
+is insensitive; a batch normalisation over few examples magnifies it; an Adam update of a gradient
+that is zero up to rounding is all rounding. The effect is not estimated but measured: the program
+of one device runs again from parameters changed by this amount, with random signs, without another
+compilation.
 
 Source: Higham 2002, "Accuracy and Stability of Numerical Algorithms", sec. 4.2 (sums) and 1.5
 (backward errors and conditioning).
@@ -34,18 +35,18 @@ class Reductions(NamedTuple):
     """The sums of a program."""
 
     terms: int
-    """Terms of the largest, what loops around it add up included."""
+    """Terms of the largest sum, including what the loops around it add up."""
     unit_roundoff: float
-    """Of the narrowest floating-point dtype that anything is computed in or sent in."""
+    """Unit roundoff of the narrowest floating-point dtype of any computation or transfer."""
 
     @property
     def relative(self) -> float:
-        """The relative change of the terms that another order of the sum amounts to."""
+        """The relative change of the terms that is equivalent to another order of the sum."""
         return self.unit_roundoff * max(1.0, math.log2(self.terms))
 
 
 def reductions(jaxpr: Any) -> Reductions:
-    """Returns the sums of a program as JAX traced it."""
+    """Returns the sums of a program as traced by JAX."""
     terms, unit = 1, unit_roundoff(np.float32)
     for equation, trips in equations(jaxpr):
         unit = max([unit, *(unit_roundoff(x.dtype) for x in _floating(equation.outvars))])
@@ -61,7 +62,7 @@ def _floating(variables: Any) -> list[Any]:
 
 
 def _terms(equation: Any, sizes: list[int]) -> int:
-    """How many numbers one element of the result of an equation is the sum of, at most."""
+    """Returns the most numbers summed into one element of the result of an equation."""
     name, shape = equation.primitive.name, equation.invars[0].aval.shape
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
@@ -76,17 +77,17 @@ def _terms(equation: Any, sizes: list[int]) -> int:
 
 
 def unit_roundoff(dtype: Any) -> float:
-    """Returns by how much rounding to a dtype changes a number at most, relatively."""
+    """Returns the largest relative change of a number by rounding to a dtype."""
     return float(jnp.finfo(dtype).eps) / 2
 
 
 def perturbations(relative: float) -> list[Change]:
-    """Returns what the probes do to the parameters."""
+    """Returns the changes of the parameters, one for each probe."""
     return [perturbation(relative, seed) for seed in range(NUM_PROBES)]
 
 
 def perturbation(relative: float, seed: int) -> Change:
-    """Returns what changes every floating-point number by `relative`, up or down at random."""
+    """Returns a function that changes every float by `relative`, up or down at random."""
     rng = np.random.default_rng(seed)
 
     def change(leaves: Leaves) -> Leaves:

@@ -1,4 +1,4 @@
-"""A few steps of training on one mesh, remembered on the host."""
+"""A few training steps on one mesh, with results on the host."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -30,8 +30,8 @@ class Snapshot:
 class Training:
     """Some steps of training.
 
-    `losses` has one entry for each step; `gradients` are those of the first step, by the path of
-    their parameter.
+    `losses` has one entry for each step. `gradients` holds the gradients of the first step by the
+    path of their parameter.
     """
 
     initial: Snapshot
@@ -42,7 +42,7 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is trained, apart from the mesh."""
+    """The training problem, apart from the mesh."""
 
     make_model: Any
     loss_fn: Any
@@ -53,7 +53,7 @@ class Problem:
 
 
 class Argument(NamedTuple):
-    """A leaf of what the step is given: `parameter layers/up`, `batch tokens`."""
+    """A leaf of the step's arguments: `parameter layers/up`, `batch tokens`."""
 
     kind: str
     path: str
@@ -65,8 +65,8 @@ class Argument(NamedTuple):
 class Program:
     """The compiled step of a problem on a mesh, to be run any number of times from its start.
 
-    The keyword arguments `step_options` are those of `make_train_step`. Matrix products are
-    computed in full float32, also where the platform's default is less.
+    The keyword arguments `step_options` are passed to `make_train_step`. Matrix products are
+    computed in full float32, even if the platform's default is less.
     """
 
     def __init__(self, problem: Problem, mesh: Any, rules: Any, **step_options: Any):
@@ -81,7 +81,7 @@ class Program:
             rules=rules,
         )
         step = make_train_step(problem.loss_fn, **step_options)
-        # As calling the step does it: groups of unequal speed find their rows elsewhere.
+        # As a call of the step does: groups of unequal speed take their rows from elsewhere.
         self._batches = [step.arrange(state, batch) for batch in problem.batches]
         with jax.default_matmul_precision("highest"):
             traced = step.program(state, self._batches[0]).trace(state, self._batches[0])
@@ -96,11 +96,11 @@ class Program:
         self._dtypes = jax.tree.map(lambda x: x.dtype, state)
 
     def run(self, steps: int, change: Change | None = None) -> Training:
-        """Trains for some steps, the batches taken in turn.
+        """Trains for some steps, with the batches used in turn.
 
         Args:
-            steps: How many.
-            change: Alters the parameters of the start.
+            steps: Number of steps.
+            change: Changes the initial parameters.
         """
         state = self.start(change)
         initial, gradients, losses = _snapshot(state), {}, []
@@ -112,7 +112,7 @@ class Program:
         return Training(initial, gradients, np.array(losses), _snapshot(state))
 
     def start(self, change: Change | None = None) -> TrainState:
-        """Returns the state before the first step, its parameters altered by `change`."""
+        """Returns the state before the first step, with its parameters changed by `change`."""
         start = self._start
         if change is not None:
             changed = iter(change(named_leaves(start.params)).values())
@@ -122,7 +122,7 @@ class Program:
 
 
 def record_gradients() -> optax.GradientTransformation:
-    """An optimizer that changes nothing and whose state is the gradients of the last step."""
+    """Returns an optimizer without updates whose state is the gradients of the last step."""
     return optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params),
         lambda updates, state, params=None: (updates, updates),
@@ -133,7 +133,7 @@ _KINDS = {"params": "parameter", "model_state": "model state", "opt_state": "opt
 
 
 def _arguments(state: TrainState, batch: Any) -> list[Argument]:
-    """What the flattened arguments of the step are."""
+    """Returns the flattened arguments of the step."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     fields = [key_string(path[0]) for path in paths]
     return [
@@ -146,7 +146,7 @@ def _arguments(state: TrainState, batch: Any) -> list[Argument]:
 
 
 def _forms(state: TrainState) -> dict[Argument, str]:
-    """Shapes and dtypes of the model's variables."""
+    """Returns the shapes and dtypes of the model's variables."""
     return {
         Argument(_KINDS[part], path): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
         for part in ("params", "model_state")
@@ -155,7 +155,7 @@ def _forms(state: TrainState) -> dict[Argument, str]:
 
 
 def _snapshot(state: TrainState) -> Snapshot:
-    # The optimizer's own state stands behind the recorded gradients.
+    # The optimizer's own state comes after the recorded gradients.
     return Snapshot(_leaves(state.params), _leaves(state.opt_state[1]), _leaves(state.model_state))
 
 
@@ -168,7 +168,7 @@ def _is_key(dtype: Any) -> bool:
 
 
 def _to_host(leaf: Any) -> np.ndarray:
-    # A copy: the step donates the buffer that a view would look at.
+    # A copy: the step donates the buffer behind a view.
     return np.array(jax.random.key_data(leaf) if _is_key(leaf.dtype) else leaf)
 
 

@@ -1,4 +1,4 @@
-"""What a step is given: checked once for each structure, and moved where it lies elsewhere."""
+"""Batches and inputs of a step: checked once per structure, and moved to their shardings."""
 
 import dataclasses
 import sys
@@ -10,20 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.constrain import Scope
 from shardlib.errors import DataError, ModelError, RuleError, did_you_mean
-from shardlib.partition import place
 from shardlib.paths import named_leaves, path_string
+from shardlib.sharding.constrain import Scope
+from shardlib.sharding.partition import place
 
 BatchAxes = Mapping[str, tuple[str | None, ...]]
 
 
 def structure(state: Any, batch: Any, inputs: tuple[Any, ...] = ()) -> Any:
-    """Returns what a program is made for: whose state, the shapes and dtypes of a batch, and those
-    and the places of further inputs.
+    """Returns the cache key of a program: the definition of the state, the structure, shapes and
+    dtypes of the batch, and the structure, shapes, dtypes and shardings of the inputs.
 
     Raises:
-        DataError: If a leaf of the batch is not an array; names all that are not.
+        DataError: If a leaf of the batch is not an array. The message names all such leaves.
     """
     leaves, treedef = jax.tree.flatten(batch)
     try:
@@ -49,7 +49,7 @@ def check_batch(batch: Any) -> None:
         name = f"the batch's {path}" if path else "the batch"
         if isinstance(leaf, str | bytes) or _is_object(leaf):
             faults.append(f"{name} is text or an object ({type(leaf).__name__}).")
-            fixes["Leave out of the batch what is not a number."] = True
+            fixes["Remove everything that is not a number from the batch."] = True
         elif not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             faults.append(f"{name} is a Python {type(leaf).__name__}, not an array [batch, ...].")
             fixes[_MAKE_ARRAY] = True
@@ -61,8 +61,8 @@ def check_batch(batch: Any) -> None:
 
 
 _MAKE_ARRAY = (
-    "Make lists of numbers arrays by numpy.asarray, and give what is the same for all rows as a "
-    "further input: step(state, batch, value) calls loss_fn(model, batch, rng, value)."
+    "Convert lists of numbers with numpy.asarray, and pass values shared by all rows as an extra "
+    "input: step(state, batch, value) calls loss_fn(model, batch, rng, value)."
 )
 
 
@@ -72,7 +72,7 @@ def batch_shardings(batch: Any, scope: Scope, batch_axes: BatchAxes) -> Any:
     Raises:
         DataError: If a leaf is not an array [batch, ...].
         RuleError: If the rules cannot place a leaf, for example because the mesh does not divide
-            the batch, or `batch_axes` names a leaf that is not there.
+            the batch, or if `batch_axes` names a leaf that does not exist.
     """
     check_batch(batch)
     paths = named_leaves(batch)
@@ -95,15 +95,15 @@ def batch_shardings(batch: Any, scope: Scope, batch_axes: BatchAxes) -> Any:
             problem = str(error).partition("\n")[0]
             raise RuleError(
                 f"the batch's {path_string(path) or 'array'}: {problem}\n"
-                "  Leave out a last batch of fewer rows (drop_last=True in most loaders) or pad "
-                "it, choose another batch size, or change the mesh or the rules of the batch."
+                "  Drop a smaller last batch (drop_last=True in most loaders) or pad it, choose "
+                "another batch size, or change the mesh or the rules of the batch."
             ) from None
 
     return jax.tree_util.tree_map_with_path(sharding, batch)
 
 
 def _places_one_row(scope: Scope, axes: Any, shape: tuple[int, ...]) -> bool:
-    """Whether it is the number of rows alone that the mesh does not divide."""
+    """Returns whether the mesh fails to divide only the number of rows."""
     try:
         scope.sharding((None, *axes[1:]), shape, "activations")
         scope.sharding((axes[0],), (0,), "activations")
@@ -113,10 +113,10 @@ def _places_one_row(scope: Scope, axes: Any, shape: tuple[int, ...]) -> bool:
 
 
 def input_shardings(inputs: tuple[Any, ...], scope: Scope) -> tuple[Any, ...]:
-    """Returns the sharding of every leaf of further inputs.
+    """Returns the sharding of every leaf of the extra inputs.
 
-    What lies on the mesh stays where it is. Everything else is placed as a parameter without
-    metadata: by the path patterns of the rules, else by `auto`; scalars are replicated.
+    Arrays on the mesh keep their sharding. Other arrays are placed like parameters without
+    metadata, by the path patterns of the rules or else by `auto`. Scalars are replicated.
 
     Raises:
         DataError: If a leaf is not a number or an array.
@@ -126,7 +126,7 @@ def input_shardings(inputs: tuple[Any, ...], scope: Scope) -> tuple[Any, ...]:
     wrong = [path for path, x in leaves.items() if not _is_numeric(x)]
     if wrong:
         raise DataError(
-            f"further inputs of the step hold what is not a number or an array: "
+            f"extra inputs of the step are not numbers or arrays: "
             f"{', '.join(f'{path} ({type(leaves[path]).__name__})' for path in wrong)}.\n"
             "  Pass pytrees of arrays, such as the parameters of a model or a whole state."
         )
@@ -135,7 +135,7 @@ def input_shardings(inputs: tuple[Any, ...], scope: Scope) -> tuple[Any, ...]:
         for path, x in leaves.items()
         if not _is_on(x, scope) and np.shape(x)
     }
-    # A pattern is written for the tree of one input: the number of the input is not part of it.
+    # Patterns refer to the tree of one input, so the index of the input is not part of the path.
     by_inner: dict[str, Any] = {}
     for at in range(len(inputs)):
         inner = {p.partition("/")[2]: x for p, x in elsewhere.items() if p.split("/")[0] == str(at)}
@@ -162,16 +162,16 @@ def _is_numeric(x: Any) -> bool:
 
 
 def _is_object(x: Any) -> bool:
-    """Whether it is a NumPy array of text, times or Python objects."""
+    """Returns whether a value is a NumPy array of text, times or Python objects."""
     return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSUMm"
 
 
 @dataclasses.dataclass
 class Program:
-    """A jitted step, and what brings its arguments to where it takes them.
+    """A jitted step that moves its arguments to their shardings.
 
-    Arguments that lie elsewhere are found by the refusal of JAX, so that those which need not move
-    cost nothing; once some had to, all later ones are looked at first.
+    Arguments with other shardings are detected by the error that JAX raises, so arguments that need
+    not move cost nothing. After the first move, all later arguments are inspected before the call.
     """
 
     jitted: Any
@@ -193,14 +193,14 @@ class Program:
 
 
 def host_arrays(tree: Any) -> Any:
-    """Returns a tree with NumPy arrays in place of torch tensors, which share their memory."""
+    """Returns a tree with torch tensors replaced by NumPy arrays that share their memory."""
     return jax.tree.map(lambda x: _from_torch(x) if _is_tensor(x) else x, tree)
 
 
 def moved(tree: Any, placed: Any) -> Any | None:
-    """Returns a tree of arrays on their shardings, or None if all of them can be taken as they are.
+    """Returns a tree of arrays with the given shardings, or None if none has to move.
 
-    torch tensors on the CPU become arrays of the same bits.
+    torch tensors on the CPU become arrays with the same bits.
 
     Raises:
         DataError: If an array cannot be moved.
@@ -224,9 +224,9 @@ def _moved(x: Any, sharding: Any) -> Any:
         return jax.device_put(x, sharding)
     except ValueError as error:
         raise DataError(
-            f"an array of shape {x.shape} lies on {x.sharding}, from where it cannot be moved to "
-            f"{sharding}: {str(error).partition(chr(10))[0]}\n"
-            "  Give host arrays, or arrays on the devices of the mesh."
+            f"an array of shape {x.shape} on {x.sharding} cannot be moved to {sharding}: "
+            f"{str(error).partition(chr(10))[0]}\n"
+            "  Pass host arrays, or arrays on the devices of the mesh."
         ) from None
 
 
@@ -238,7 +238,7 @@ def _is_tensor(x: Any) -> bool:
 def _from_torch(x: Any) -> np.ndarray:
     try:
         x = x.detach()
-        if str(x.dtype) == "torch.bfloat16":  # NumPy has no bfloat16 of its own.
+        if str(x.dtype) == "torch.bfloat16":  # NumPy has no bfloat16.
             return x.view(sys.modules["torch"].uint16).numpy().view(jnp.bfloat16)
         return x.numpy()
     except (TypeError, RuntimeError) as error:
@@ -249,20 +249,20 @@ def _from_torch(x: Any) -> np.ndarray:
 
 
 def refuse_shared(state: Any, inputs: tuple[Any, ...]) -> None:
-    """Raises `ModelError` for inputs whose memory the step takes, or took before."""
+    """Raises `ModelError` for inputs that the step donates or that an earlier step donated."""
     donated = {id(x) for x in jax.tree.leaves(state)}
     for x in jax.tree.leaves(inputs):
         if not isinstance(x, jax.Array):
             continue
         if id(x) in donated:
             raise ModelError(
-                f"the input {_path_of(x, inputs)} is an array of the state, whose memory the step "
-                "takes.\n  Pass a copy: jax.tree.map(jax.numpy.copy, ...)."
+                f"the input {_path_of(x, inputs)} is an array of the state, which the step "
+                "donates.\n  Pass a copy: jax.tree.map(jax.numpy.copy, ...)."
             )
         if x.is_deleted():
             raise ModelError(
-                f"the input {_path_of(x, inputs)} was given to a step as its state before, which "
-                "took its memory.\n  Pass what that step returned."
+                f"the input {_path_of(x, inputs)} was already donated to a step as part of its "
+                "state.\n  Pass the state that the step returned."
             )
 
 

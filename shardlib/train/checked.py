@@ -1,4 +1,4 @@
-"""A compiled step is checked for wrong numbers once, before it runs for the first time."""
+"""Check of each compiled step for wrong numbers, before its first run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from shardlib.explain.wrong_numbers import FAULTS, Fault, wrong_numbers
 from shardlib.train.batches import Program, moved
 
 _SHOWN = 5
-"""Faults that a message lists; one operation seldom comes alone."""
+"""Maximum number of faults in a message, because faults rarely come alone."""
 
 
 @dataclasses.dataclass(eq=False)
 class ProgramCheck:
-    """Looks at each compiled program of a step once.
+    """Checks each compiled program of a step once.
 
     Attributes:
-        allowed: Codes of faults that are not refused, keys of `FAULTS`.
+        allowed: Codes of faults that do not raise, keys of `FAULTS`.
     """
 
     allowed: tuple[str, ...] = ()
@@ -32,15 +32,15 @@ class ProgramCheck:
     def __call__(self, program: Program, arguments: Sequence[Any], mesh: Any) -> None:
         """Compiles a jitted program and refuses it if it computes wrong numbers.
 
-        JAX keeps what is compiled here and runs it when the program is called.
+        JAX caches the compiled program and runs it when the program is called.
 
         Args:
             program: The program.
-            arguments: What it is called with, wherever it lies.
-            mesh: The mesh that it runs on.
+            arguments: Its arguments, on any devices.
+            mesh: The mesh on which it runs.
 
         Raises:
-            WrongProgramError: If the compiler made another program of it than what was written.
+            WrongProgramError: If the compiled program does not compute what the source says.
         """
         if program.jitted in self._checked or any(map(_is_traced, jax.tree.leaves(arguments))):
             return
@@ -56,8 +56,8 @@ class ProgramCheck:
 
 
 def unknown_codes(codes: Sequence[str]) -> list[str]:
-    """Returns what is wrong with codes that are to be allowed: one text that names those which are
-    not codes of `FAULTS`, or nothing."""
+    """Returns a list with one message that names all codes missing from `FAULTS`, or an empty
+    list."""
     unknown = [code for code in codes if code not in FAULTS]
     if not unknown:
         return []
@@ -77,9 +77,9 @@ def _message(faults: Sequence[Fault]) -> str:
     more = [f"and {count - _SHOWN} more"] if count > _SHOWN else []
     lines = [*map(str, faults[:_SHOWN]), *more]
     return (
-        "the compiler made a program that computes other numbers than the step that was written: "
+        "the compiled program does not compute the same numbers as the step: "
         + "; ".join(lines).replace(".;", ";")
         + f'\n  {faults[0].fix} Or let shardlib place every value with constrain="auto". If '
-        "sl.testing.assert_equivalent finds the step right, pass "
+        "sl.testing.assert_equivalent passes for the step, set "
         f"allow_wrong_numbers=({codes},)."
     )

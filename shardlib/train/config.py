@@ -3,61 +3,62 @@
 from typing import Literal
 
 from shardlib.config import configclass
-from shardlib.pipeline.config import PipelineConfig
 from shardlib.train.checked import unknown_codes
 from shardlib.train.guards import GuardsConfig
-from shardlib.train.local_sgd import LocalSGDConfig
-from shardlib.train.reduction import ReductionConfig
+from shardlib.train.local_sgd.outer import LocalSGDConfig
+from shardlib.train.pipeline.config import PipelineConfig
+from shardlib.train.reduce.reduction import ReductionConfig
 
 
 @configclass
 class TrainConfig:
-    """How long, on how much, and what is shown meanwhile."""
+    """Length of the training run, batch sizes, parallelism options and logging."""
 
     steps: int = 1000
-    """Optimizer steps in all; a resumed run may be given more."""
+    """Total optimizer steps. A resumed run may be given more."""
     global_batch: int = 32
-    """Sequences or images of one optimizer step, over all devices."""
+    """Sequences or images per optimizer step, over all devices."""
     microbatches: int | Literal["auto"] = 1
-    """Parts in which the batch of a step is computed, one after the other, to save memory; those
-    of a pipeline. `auto`: the fewest whose step fits into the memory of a device."""
+    """Microbatches per step, computed one after the other to save memory, or run by the stages of
+    a pipeline. `auto`: the smallest number for which the step fits into device memory."""
     pipeline: PipelineConfig = PipelineConfig()
-    """The schedule of the stages, where the mesh has the axis `stage`."""
+    """The pipeline schedule, used if the mesh has the axis `stage`."""
     reduction: ReductionConfig = ReductionConfig()
-    """How gradients are summed over the mesh axis `data`."""
+    """Reduction of gradients over the mesh axis `data`."""
     local_sgd: LocalSGDConfig | None = None
-    """Groups along the mesh axis `data` that train apart and agree now and then; null for none."""
+    """Groups along the mesh axis `data` that train separately and synchronize periodically. Null:
+    disabled."""
     guards: GuardsConfig = GuardsConfig()
-    """Which updates are refused, and when the run goes back to a checkpoint."""
+    """Conditions under which updates are skipped and the run rewinds to a checkpoint."""
     constrain: Literal["auto", "user"] = "auto"
-    """Who decides where values of the loss lie, in training and evaluation. auto: shardlib, where
-    the constraints of the model leave it open; user: XLA's partitioner."""
+    """The partitioner of the loss, in training and evaluation. auto: shardlib shards the values
+    that the constraints of the model leave open. user: XLA's partitioner does."""
     allow_wrong_numbers: tuple[str, ...] = ()
-    """Codes of faults of the compiler, such as SL205, with which a step runs all the same."""
+    """Codes of compiler faults, such as SL205, that do not stop a step from running."""
     offload_optimizer: bool = False
-    """Whether the optimizer state stays in the memory of the hosts between updates."""
+    """Whether the optimizer state stays in host memory between updates."""
     label_smoothing: float = 0.0
     """Probability mass spread evenly over all classes or tokens (Szegedy et al. 2016)."""
     z_loss: float = 0.0
     """Weight of the squared log of the softmax normaliser (Chowdhery et al. 2022, "PaLM")."""
     log_every: int = 10
-    """Steps between two lines where the output is no terminal; metrics.jsonl has every step."""
+    """Steps between log lines if the output is not a terminal. metrics.jsonl has every step."""
     sample_every: int | None = None
-    """Steps between two texts sampled from the model. Unset: none before the end."""
+    """Steps between texts sampled from the model. Unset: only at the end."""
     sample_prompt: str = ""
-    """What sampled texts start with."""
+    """Prompt of sampled texts."""
     sample_length: int = 128
-    """Tokens of a sampled text. 0: none is sampled."""
+    """Tokens of a sampled text. 0: no sampling."""
     sample_temperature: float = 0.8
     """Sampling temperature; 0 takes the most likely token."""
     tensorboard: bool = False
     """Whether TensorBoard event files are written (extra `tensorboard`)."""
     cpu_devices: int | None = None
-    """Virtual CPU devices over all processes, where there is no accelerator. Unset: one for each
-    process, or what JAX_NUM_CPU_DEVICES says."""
+    """Virtual CPU devices over all processes, without an accelerator. Unset: the value of
+    JAX_NUM_CPU_DEVICES, or one per process."""
     compilation_cache: str | None = "auto"
-    """Directory in which compiled programs are kept between runs. `auto`: beside what is kept of
-    the data, in SHARDLIB_CACHE or ~/.cache/shardlib. Null: none is kept."""
+    """Directory of the compilation cache, kept between runs. `auto`: in SHARDLIB_CACHE or
+    ~/.cache/shardlib, next to cached data. Null: no cache."""
 
     def __post_init__(self) -> None:
         faults = [
@@ -75,14 +76,14 @@ class TrainConfig:
         reduction = self.reduction
         if self.local_sgd is not None and reduction != ReductionConfig():
             faults.append(
-                "local_sgd sums no gradients over data, but there is a reduction for them: leave "
-                "one of them out; local_sgd.dtype says in what the groups' progress is sent"
+                "local_sgd does not sum gradients over data, but reduction is set: leave one of "
+                "them out; local_sgd.dtype sets the dtype in which groups send their progress"
             )
         shares = reduction.group_microbatches or reduction.group_seconds
         if self.microbatches == "auto" and (self.local_sgd is not None or shares is not None):
             faults.append(
-                "microbatches=auto cannot be found for groups that train apart or take unequal "
-                "shares: give a number"
+                "microbatches=auto does not support local_sgd or groups with unequal shares: "
+                "give a number"
             )
         if not 0 <= self.label_smoothing < 1:
             faults.append(f"label_smoothing must lie in [0, 1), not {self.label_smoothing}")
@@ -97,12 +98,12 @@ class TrainConfig:
 
 @configclass
 class EvalConfig:
-    """When the held-out data is evaluated; how much of it, `data.eval_steps` says."""
+    """Frequency and batch size of evaluation. `data.eval_steps` sets the number of batches."""
 
     every_steps: int | None = None
-    """Steps between two evaluations. Unset: only after the last step. 0: never."""
+    """Steps between evaluations. Unset: only after the last step. 0: never."""
     global_batch: int | None = None
-    """Sequences or images of one evaluation batch. Unset: that of training."""
+    """Sequences or images per evaluation batch. Unset: the training batch size."""
 
     def __post_init__(self) -> None:
         faults = []

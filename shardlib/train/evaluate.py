@@ -1,4 +1,4 @@
-"""Evaluation: metrics of held-out batches, added up exactly."""
+"""Evaluation of held-out batches, with exact sums of metrics."""
 
 import contextlib
 import dataclasses
@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 
-from shardlib.aggregate import Aggregate, is_output, join
-from shardlib.constrain import Scope, use
 from shardlib.errors import ModelError, RuleError
-from shardlib.loss_signature import called_by_position, check_arity
-from shardlib.manual import axis_size
-from shardlib.pipeline.config import PipelineConfig
-from shardlib.precision import Precision
-from shardlib.precision import precision as precision_named
+from shardlib.functional.precision import Precision
+from shardlib.functional.precision import precision as precision_named
+from shardlib.losses.aggregate import Aggregate, is_output, join
+from shardlib.losses.signature import called_by_position, check_arity
+from shardlib.runtime.distributed import must_block
+from shardlib.sharding.constrain import Scope, use
+from shardlib.sharding.manual import axis_size
 from shardlib.train.batches import (
     BatchAxes,
     Program,
@@ -25,9 +25,9 @@ from shardlib.train.batches import (
 )
 from shardlib.train.checked import ProgramCheck
 from shardlib.train.gradients import Inputs, LossFn, PartLoss
-from shardlib.train.loop import must_block
 from shardlib.train.offload import fetch
 from shardlib.train.partitioning import Constrain, check_constrain
+from shardlib.train.pipeline.config import PipelineConfig
 from shardlib.train.pipelined import pipelined_sums
 from shardlib.train.reported import Reported, reported_shardings
 from shardlib.train.state import TrainState, state_shardings
@@ -43,16 +43,14 @@ def make_eval_step(
     constrain: Constrain = "auto",
     allow_wrong_numbers: tuple[str, ...] = (),
 ) -> "EvalStep":
-    """Returns `step(state, batch, *inputs) -> sums`, which changes nothing.
+    """Returns `step(state, batch, *inputs) -> sums`, which does not change the state.
 
-    Arguments of the same name, losses, batches and inputs are those of `make_train_step`. `sums`
-    holds a `Mean` for the loss, and for every metric the `Mean`, `Sum`, `Max`, `Min` or `Output`
-    that the loss reports, whose `value` is the metric; `evaluate` joins them over batches.
-    `params_of`
-    picks other parameters than the trained ones, such as their moving average. On a mesh with
-    `stage` a batch goes through the stages in microbatches, as many as keep them busy; of
-    `pipeline` only `skip_idle` is read, since without gradients there is one schedule. `constrain`
-    and `allow_wrong_numbers` are those of `make_train_step`.
+    Losses, batches, inputs and arguments of the same name work as in `make_train_step`. `sums`
+    holds a `Mean` for the loss. For every metric it holds the `Mean`, `Sum`, `Max`, `Min` or
+    `Output` that the loss reports, whose `value` is the metric. `evaluate` joins them over batches.
+    `params_of` selects other parameters than the trained ones, such as their moving average. On a
+    mesh with `stage`, a batch is split into enough microbatches to keep the stages busy. Only
+    `skip_idle` of `pipeline` is read, because there is one schedule without gradients.
     """
     check_constrain(constrain)
     dtypes, axes = precision_named(precision), dict(batch_axes or {})
@@ -84,9 +82,9 @@ class EvalStep:
         """Returns the jitted step for states, batches and inputs of this structure.
 
         Raises:
-            DataError: If the batch holds what is not an array [batch, ...].
-            RuleError: If the mesh cannot share out the batch.
-            ModelError: If the loss takes another number of inputs.
+            DataError: If a leaf of the batch is not an array [batch, ...].
+            RuleError: If the mesh does not divide the batch.
+            ModelError: If the loss takes a different number of inputs.
         """
         return self._program(state, batch, inputs).jitted
 
@@ -142,7 +140,8 @@ class EvalStep:
 
 
 def _eval_microbatches(batch: Any, scope: Scope, batch_axes: BatchAxes) -> int:
-    """The most microbatches, up to four for each stage, into which mesh and batch divide."""
+    """Returns the largest number of microbatches, at most four per stage, that fits batch and
+    mesh."""
     for parts in range(4 * axis_size("stage"), 1, -1):
         one = jax.tree.map(
             lambda x, n=parts: jax.ShapeDtypeStruct((x.shape[0] // n, *x.shape[1:]), x.dtype), batch
@@ -161,16 +160,16 @@ def evaluate(
     batches: Iterable[Any],
     *inputs: Any,
 ) -> dict[str, float]:
-    """Returns each metric over all batches: means are weighted, sums, maxima and minima exact.
+    """Returns each metric over all batches: weighted means, and exact sums, maxima and minima.
 
     Args:
-        step: What `make_eval_step` returns.
+        step: The step from `make_eval_step`.
         state: The state to evaluate.
-        batches: Held-out batches; padding weighs nothing.
-        inputs: What the loss reads besides each batch.
+        batches: Held-out batches; padding has weight 0.
+        inputs: Extra inputs of the loss.
 
     Raises:
-        ModelError: If the loss returns arrays, which are no number for all batches.
+        ModelError: If the loss returns arrays, which do not reduce to one number.
     """
     totals: dict[str, Aggregate] | None = None
     for batch in batches:
@@ -178,7 +177,7 @@ def evaluate(
         if totals is None:
             _refuse_arrays(sums)
         before, totals = totals, sums if totals is None else _join(totals, sums)
-        # One batch is worked on while the next is read: with more, they would fill the devices.
+        # The next batch is read while one is computed. More in flight would fill device memory.
         jax.block_until_ready(totals if must_block() else before)
     return {name: float(found.value) for name, found in jax.device_get(totals or {}).items()}
 
@@ -190,6 +189,7 @@ def _refuse_arrays(sums: dict[str, Aggregate]) -> None:
     wrong = [name for name, x in sums.items() if is_output(x) or jax.numpy.shape(x.value)]
     if wrong:
         raise ModelError(
-            f"the loss returns arrays: {', '.join(wrong)}; evaluate gives one number a metric.\n"
+            f"the loss returns arrays: {', '.join(wrong)}; evaluate returns one number per metric."
+            "\n"
             "  Call the evaluation step batch by batch, or evaluate a loss without them."
         )

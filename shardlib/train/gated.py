@@ -1,10 +1,10 @@
-"""An optimizer's update that can be refused, in no more memory than one that cannot.
+"""An optimizer update that can be refused without using more memory.
 
-Choosing between a new and an old moment after the update is not enough: the update of the
-parameters reads the new moments too, and a compiler that writes the chosen ones over the old would
-have to keep both. Here each leaf of the optimizer state is chosen where it is computed, and what
-follows reads what was chosen. Where the update is applied the two are the same; where it is
-refused, what follows is thrown away.
+Selecting between new and old moments after the update takes extra memory: the update of the
+parameters reads the new moments too, so a compiler that writes the selected moments over the old
+ones has to keep both. Here each leaf of the optimizer state is selected where it is computed, and
+later operations read the selected value. If the update is applied, the selected value is the new
+one. If it is refused, the results of the later operations are discarded.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ def gated_update(
     opt_state: Any,
     params: Any,
 ) -> tuple[Any, Any]:
-    """Returns what `update(grads, opt_state, params)` does: `(updates, opt_state)`.
+    """Returns `(updates, opt_state)` of `update(grads, opt_state, params)`, gated by `good`.
 
     Args:
-        update: Returns an optimizer state of the structure, shapes and dtypes that it is given.
-        good: Whether the state is the new one (bool scalar). Where it is not, the state is the old
-            one bit for bit, and the updates mean nothing.
-        grads, opt_state, params: What it is called with.
+        update: Returns an optimizer state with the structure, shapes and dtypes of its input.
+        good: Whether to take the new state (bool scalar). If false, the result is the old state bit
+            for bit, and the updates are meaningless.
+        grads, opt_state, params: Arguments of `update`.
     """
     arguments = grads, opt_state, params
     closed, shape = jax.make_jaxpr(update, return_shape=True)(*arguments)
@@ -46,7 +46,7 @@ def gated_update(
 
     values = _evaluate(closed, jax.tree.leaves(arguments), choose)
     updates, state = jax.tree.unflatten(jax.tree.structure(shape), values)
-    # Two leaves of one value, and a leaf that is passed on or made of nothing, are chosen here.
+    # Leaves that share a value, are passed through, or are constants are selected here.
     chosen = [
         new if not isinstance(var, Literal) and var in old_of else jnp.where(good, new, kept)
         for var, new, kept in zip(of_state, jax.tree.leaves(state), old, strict=True)
@@ -55,7 +55,7 @@ def gated_update(
 
 
 def _evaluate(closed: Any, arguments: list[Any], choose: Callable[[Any, Any], Any]) -> list[Any]:
-    """Traces a program again, with each of its values as `choose(variable, value)` has it."""
+    """Retraces a program, replacing each value by `choose(variable, value)`."""
     jaxpr = closed.jaxpr
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values |= zip(jaxpr.invars, arguments, strict=True)
@@ -65,7 +65,7 @@ def _evaluate(closed: Any, arguments: list[Any], choose: Callable[[Any, Any], An
 
     for equation in jaxpr.eqns:
         options = equation.primitive.get_bind_params(equation.params)
-        # What the equation was traced under, such as a place to compute it at.
+        # Restores the context of the equation, such as a compute placement.
         with equation.ctx.manager:
             found = equation.primitive.bind(*map(read, equation.invars), **options)
         if not equation.primitive.multiple_results:

@@ -1,4 +1,4 @@
-"""The gradients of one step: what every schedule and every way of reducing computes."""
+"""The gradients of one step, the interface of all schedules and reductions."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -7,16 +7,16 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from shardlib.aggregate import Aggregate, Max, Mean, Min, Output, Sum
-from shardlib.boundary import boundary
 from shardlib.errors import ModelError
 from shardlib.functional import call
-from shardlib.loss_signature import Inputs as Inputs
-from shardlib.loss_signature import LossFn as LossFn
-from shardlib.microbatch import accumulate
-from shardlib.partition import Placement, pin
+from shardlib.functional.boundary import boundary
+from shardlib.functional.precision import Precision
+from shardlib.losses.aggregate import Aggregate, Max, Mean, Min, Output, Sum
+from shardlib.losses.microbatch import accumulate
+from shardlib.losses.signature import Inputs as Inputs
+from shardlib.losses.signature import LossFn as LossFn
 from shardlib.partitioner import Layout, Partition
-from shardlib.precision import Precision
+from shardlib.sharding.partition import Placement, pin
 from shardlib.train.batches import BatchAxes
 from shardlib.train.partitioning import Constrain, LossPartitioner, anywhere, placed_layouts
 from shardlib.train.state import Definition
@@ -27,11 +27,11 @@ RESERVED_METRICS = frozenset({"loss", "grad_norm", "learning_rate", "pipeline_bu
 
 
 class Gradients(NamedTuple):
-    """What a batch adds to an optimizer step."""
+    """The gradients, metrics and new model state from a batch."""
 
     grads: Any
-    """Gradients of the summed loss, `sums["loss"].total`: float32, placed as
-    `Definition.gradients` says."""
+    """Gradients of the summed loss, `sums["loss"].total`: float32, placed by
+    `Definition.gradients`."""
     sums: Sums
     """The loss and all metrics as undivided means."""
     model_state: Any
@@ -39,9 +39,9 @@ class Gradients(NamedTuple):
 
 
 class Engine(Protocol):
-    """Computes the gradients of a batch, whole or in parts, here or over several stages.
+    """A function that computes the gradients of a batch, whole or in parts, on one or more stages.
 
-    `first_index` is the index of its first part among all parts of the step.
+    `first_index` is the index of the first part of the batch among all parts of the step.
     """
 
     def __call__(
@@ -65,15 +65,15 @@ class PartLoss:
     loss_fn: LossFn
     precision: Precision
     gradients_at: Mapping[str, Placement] | None = None
-    """Where gradients are summed up; `Definition.gradients` when left out."""
+    """Placements in which gradients are accumulated; `Definition.gradients` if None."""
     batch_axes: BatchAxes = dataclasses.field(default_factory=dict)
     """Logical axes of batch leaves by path, as in `make_train_step`."""
     constrain: Constrain = "user"
-    """Who partitions the loss, as in `make_train_step`."""
+    """The partitioner of the loss, as in `make_train_step`."""
     inputs_at: Any = ()
     """The shardings of the leaves of `inputs`."""
     on_partition: Callable[[Partition], None] = lambda partition: None
-    """Called while the loss is traced, with who partitions it and why."""
+    """Called while the loss is traced, with the partitioner and the reason for choosing it."""
 
     def __call__(
         self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
@@ -81,11 +81,11 @@ class PartLoss:
         """Returns the sums of a part, and the model state after it.
 
         Args:
-            params: The trained parameters, in the dtype in which they are stored.
-            model_state: What a forward pass updates.
-            part: A batch, or a microbatch of it.
+            params: The trained parameters, in their storage dtype.
+            model_state: The state that a forward pass updates.
+            part: A batch or a microbatch.
             key: The key of the part, from `part_key`.
-            inputs: What else the loss reads.
+            inputs: Extra inputs of the loss.
         """
         keys = jax.random.split(key)
         return self.call(params, model_state, part, (keys[0], keys[1]), inputs)
@@ -98,11 +98,11 @@ class PartLoss:
         keys: tuple[jax.Array, jax.Array],
         inputs: Inputs = (),
     ) -> tuple[Sums, Any]:
-        """Returns what `__call__` does.
+        """Returns the same as `__call__`, from two keys.
 
         Args:
-            params, model_state, part, inputs: As there.
-            keys: The key of the model's random streams, and the one that the loss is given.
+            params, model_state, part, inputs: As in `__call__`.
+            keys: The key of the model's random streams, and the key for the loss.
         """
         part = self.precision.cast_batch(part)
 
@@ -133,7 +133,7 @@ class PartLoss:
     def sums(
         self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
     ) -> Sums:
-        """Returns the sums of one part, the model's random streams and the loss given one key."""
+        """Returns the sums of one part, with the same key for the model's streams and the loss."""
 
         def forward(params: Any, model_state: Any, part: Any, key: Any, inputs: Any) -> Sums:
             return self.call(params, model_state, part, (key, key), inputs)[0]
@@ -158,10 +158,9 @@ class PartLoss:
         ]
 
     def pin(self, grads: Any) -> Any:
-        """Returns gradients in float32 where the rules want them.
+        """Returns gradients in float32, constrained to their placements.
 
-        Without the constraint the gradients of scanned layers can lose the sharding of their
-        layers.
+        Without the constraint, gradients of scanned layers can lose the sharding of their layers.
         """
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         places = self.gradients_at or self.definition.gradients
@@ -189,11 +188,12 @@ def accumulate_gradients(
     Args:
         loss: The loss.
         params: The trained parameters.
-        model_state: What the first microbatch is given; each hands its own on to the next.
+        model_state: The model state for the first microbatch. Each microbatch passes its own on to
+            the next.
         batch: Pytree of arrays [b, ...].
         key: The key of the step.
-        inputs: What else the loss reads; every microbatch is given all of it.
-        microbatches: Their number; it divides b.
+        inputs: Extra inputs of the loss, the same for every microbatch.
+        microbatches: Number of microbatches; divides b.
         first_index: Index of the first microbatch among all parts of the step.
 
     Raises:
@@ -210,23 +210,23 @@ def accumulate_gradients(
 
 
 def loss_mean(sums: Sums) -> Mean:
-    """Returns the loss among the sums."""
+    """Returns the loss from the sums."""
     mean = sums["loss"]
     assert isinstance(mean, Mean)
     return mean
 
 
 def loss_sums(result: Any, part: Any) -> Sums:
-    """Returns what a loss function returned as one dict, with the loss as `"loss"`.
+    """Returns the result of a loss function as one dict, with the loss as `"loss"`.
 
-    Nested dicts become names with slashes.
+    Names in nested dicts are joined with slashes.
 
     Args:
         result: The loss, or `(loss, aux)`.
-        part: The batch that it was computed from, for the number of rows of an `Output`.
+        part: The batch of the loss, for the number of rows of an `Output`.
 
     Raises:
-        ModelError: If it is something else; names every fault of the metrics.
+        ModelError: If the result has another form. The message names every fault of the metrics.
     """
     loss, aux = result, {}
     if isinstance(result, tuple) and not isinstance(result, Aggregate) and len(result) == 2:
@@ -265,7 +265,7 @@ def _flat(aux: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
 def _loss(value: Any) -> Mean:
     if isinstance(value, Sum | Max | Min | Output):
         raise ModelError(
-            f"the loss is a {type(value).__name__}, of which no gradient is taken.\n"
+            f"the loss is a {type(value).__name__}, which is not differentiated.\n"
             "  Return a scalar, or Mean(total, weight) of two scalars."
         )
     return _as_mean("loss", value)
@@ -278,7 +278,7 @@ def _aggregate(name: str, value: Any, rows: set[int]) -> Aggregate:
             raise ModelError(
                 f"the loss function returned the output {name!r} of shape {array.shape}, but the "
                 f"batch has {' or '.join(map(str, sorted(rows)))} rows here.\n"
-                "  Return an array [rows, ...]; report what is not by rows as Sum, Max or Min."
+                "  Return an array [rows, ...]; report other arrays as Sum, Max or Min."
             )
         return Output(array)
     if isinstance(value, Sum | Max | Min):
@@ -297,7 +297,7 @@ def _as_mean(name: str, value: Any) -> Mean:
     except (TypeError, ValueError):
         raise ModelError(
             f"the loss function returned {name!r} as {type(value).__name__}, which is not a "
-            "number.\n  Return a scalar or a Mean; leave out what is neither."
+            "number.\n  Return a scalar or a Mean; leave out other values."
         ) from None
     if total.shape or weight.shape:
         raise ModelError(

@@ -1,14 +1,14 @@
-"""Updates that would do harm are left out, and a run that keeps failing goes back.
+"""Guards that skip harmful updates and rewind a run that keeps failing.
 
-Two halves. Inside of the compiled step (`shardlib.train.spikes`) an update whose loss or gradients
-are not finite, or are far above those before, is refused on the devices: parameters, model state
-and optimizer state keep their bits, nothing is sent, nobody waits. Outside, `GuardPolicy` reads the
-metrics that arrive a step late, counts refused updates in a row, and says when the run shall go
-back to a checkpoint and past the data that did it.
+There are two halves. Inside the compiled step (`shardlib.train.spikes`), an update is refused on
+the devices if its loss or gradients are not finite or are far above recent values. Parameters,
+model state and optimizer state then keep their bits, without communication or waiting. Outside,
+`GuardPolicy` reads the metrics, which arrive one step late, and counts consecutive refused updates.
+It decides when the run goes back to a checkpoint and skips the data that caused them.
 
 Source: Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways", arXiv:2204.02311,
-section 5.1 (spikes of the loss: go back to a checkpoint from before and skip the batches around
-them, which do no harm elsewhere).
+section 5.1 (loss spikes: restart from an earlier checkpoint and skip the batches around the spike,
+which do no harm elsewhere).
 """
 
 import math
@@ -19,25 +19,25 @@ from shardlib.config import configclass
 from shardlib.errors import DivergedError
 
 SKIPPED = "skipped"
-"""The metric that says of a step whether its update was refused: 0 or 1, over groups that train
-apart their share."""
+"""Name of the metric that is 1 if the update of a step was refused and 0 otherwise. With local SGD
+it is the fraction of groups that refused it."""
 
 _LEAST_WARMUP = 8
 
 
 @configclass
 class SpikeConfig:
-    """When a finite loss or gradient norm counts as a spike.
+    """Detection of spikes, unusually large finite values of the loss or gradient norm.
 
-    It does when its robust z-score `(x - median) / (1.4826 * MAD)` over the latest accepted steps
-    is above a threshold; MAD is the median of the absolute deviations from the median. Neither is
-    moved by the outliers that it is to find, as mean and standard deviation are.
+    A value is a spike if its robust z-score `(x - median) / (1.4826 * MAD)` over the latest
+    accepted steps is above a threshold. MAD is the median absolute deviation from the median.
+    Unlike mean and standard deviation, median and MAD are not moved by outliers.
     """
 
     metric: Literal["loss", "grad_norm"] = "grad_norm"
-    """What is watched: the loss, or the norm of the gradients before clipping."""
+    """Watched metric: the loss, or the gradient norm before clipping."""
     threshold: float = 6.0
-    """Robust standard deviations above the median from which on a value is a spike."""
+    """Robust standard deviations above the median beyond which a value is a spike."""
     window: int = 128
     """Accepted steps over which the median is taken."""
     warmup: int = 128
@@ -57,20 +57,20 @@ class SpikeConfig:
 
 @configclass
 class GuardsConfig:
-    """Which updates are refused, and when the run goes back to a checkpoint."""
+    """Conditions under which updates are skipped and the run rewinds to a checkpoint."""
 
     nonfinite: Literal["skip", "stop", "off"] = "skip"
-    """What a loss or gradient norm of NaN or infinity does. skip: its update is left out, bit for
-    bit. stop: so is it, and the run ends. off: it is applied."""
+    """Action if the loss or gradient norm is NaN or infinite. skip: skip the update; the state
+    keeps its bits. stop: skip it and end the run. off: apply it."""
     spike: SpikeConfig | None = None
-    """When a finite value is too large to be applied; its update is left out. Null: never."""
+    """Detection of spikes, whose updates are skipped. Null: disabled."""
     patience: int = 10
-    """Refused updates in a row at which the run goes back."""
+    """Consecutive refused updates after which the run rewinds."""
     rewind: bool = True
-    """Whether it goes back to the last healthy checkpoint and skips the data since then; else it
-    ends."""
+    """Whether the run goes back to the last healthy checkpoint and skips the data since then. If
+    false, it ends."""
     max_rewinds: int = 3
-    """How many times it goes back before it ends."""
+    """Maximum number of rewinds before the run ends."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -86,12 +86,12 @@ class GuardsConfig:
 
     @property
     def refuses(self) -> bool:
-        """Whether any update can be refused; if not, the step is the one without guards."""
+        """Whether any update can be refused. If not, the step is compiled without guards."""
         return self.nonfinite != "off" or self.spike is not None
 
 
 class Record(Protocol):
-    """What is read of a `shardlib.train.loop.StepRecord`."""
+    """The fields of `shardlib.train.loop.StepRecord` that guards read."""
 
     @property
     def step(self) -> int: ...
@@ -101,23 +101,23 @@ class Record(Protocol):
 
 
 Samples = Callable[[int], tuple[int, int]]
-"""Of a step, the first sample of the stream that it read, and the first that it did not."""
+"""Maps a step to the range of stream samples that it read: first, and one past the last."""
 
 
 class Rewind(NamedTuple):
-    """That a run shall go back: from which step, past which samples of its stream, and why."""
+    """A request to rewind: the step, the end of the samples to skip, and the reason."""
 
     step: int
     end: int
-    """The first sample that is not passed over."""
+    """The first sample that is not skipped."""
     why: str
 
 
 class GuardPolicy:
-    """Counts refused updates as their metrics arrive, and says what the run shall do.
+    """Counts refused updates as their metrics arrive, and decides when the run rewinds.
 
-    Feed it every record in order. Over processes it decides alike, as metrics are alike; those of
-    groups that train apart are each process's own, and must be agreed on.
+    Feed it every record in order. All processes decide alike because their metrics are equal. With
+    local SGD each process has the metrics of its own groups, so processes must agree on them first.
 
     ```python
     policy.saw(record)
@@ -128,32 +128,32 @@ class GuardPolicy:
 
     Args:
         config: The guards.
-        samples: Which samples a step read that is just over.
+        samples: Returns the samples that a step read. Called right after the step.
     """
 
     def __init__(self, config: GuardsConfig, samples: Samples):
         self.config = config
         self._samples = samples
         self.rewinds = 0
-        """How often the run has gone back."""
+        """Number of rewinds so far."""
         self.rewind: Rewind | None = None
-        """That the run shall go back now; until `rewound` is called, whatever the steps that were
-        on their way by then do."""
+        """The pending rewind, or None. It stays until `rewound` is called, whatever the steps in
+        flight do."""
         self._streak = 0
-        # The first step of the open streak of refused updates, and its first sample. Not asked for
-        # later on: a run that was resumed knows nothing of steps before.
+        # First step and first sample of the current streak of refused updates. They are recorded
+        # at once, because a resumed run cannot look up samples of earlier steps.
         self._first: tuple[int, int] | None = None
         self.fault: str | None = None
-        """What was wrong with the latest step, for the log, or None."""
+        """Reason why the latest step was refused, for the log, or None."""
 
     @property
     def healthy(self) -> bool:
-        """Whether the latest update was applied and the run is not to go back, so that a checkpoint
-        now is one to go back to."""
+        """Whether the latest update was applied and no rewind is pending, so that a checkpoint
+        saved at this point is safe to rewind to."""
         return self._streak == 0 and self.rewind is None
 
     def state(self) -> dict[str, Any]:
-        """Returns what a resumed run needs to judge as one that went on, as JSON."""
+        """Returns the state as JSON, so that a resumed run decides as an uninterrupted one."""
         return {
             "rewinds": self.rewinds,
             "streak": self._streak,
@@ -162,11 +162,11 @@ class GuardPolicy:
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` returned."""
+        """Restores the result of `state`."""
         self.rewinds = state.get("rewinds", 0)
         first, rewind = state.get("first"), state.get("rewind")
         self._first = tuple(first) if first else None
-        # Of a checkpoint that does not say where its streak began, the streak begins anew.
+        # The streak restarts if the checkpoint does not record where it began.
         self._streak = state.get("streak", 0) if first else 0
         self.rewind = Rewind(*rewind) if rewind else None
 
@@ -189,7 +189,7 @@ class GuardPolicy:
             raise DivergedError(
                 f"step {record.step}: {self.fault} on samples {begin} to {end - 1}; "
                 "train.guards.nonfinite is stop.\n"
-                "  Look at these samples, or set train.guards.nonfinite to skip to go on without "
+                "  Inspect these samples, or set train.guards.nonfinite=skip to continue without "
                 "their update.",
                 record.step,
             )
@@ -199,7 +199,7 @@ class GuardPolicy:
             self.rewind = Rewind(record.step, end, self.fault)
 
     def rewound(self) -> None:
-        """Says that the run has gone back: the streak is over, and one rewind used."""
+        """Records that the run has gone back, which ends the streak and uses up one rewind."""
         self.rewinds += 1
         self._streak, self._first, self.fault, self.rewind = 0, None, None, None
 

@@ -1,4 +1,4 @@
-"""Weights that somebody loaded or made: checked as a whole, then copied onto their shards."""
+"""Initial weights given by the user: checked together, then copied onto their shards."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -10,8 +10,8 @@ from flax import nnx
 
 from shardlib.errors import ModelError, did_you_mean
 from shardlib.functional import FunctionalModule
-from shardlib.partition import weights_by_path
 from shardlib.paths import matches, named_leaves
+from shardlib.sharding.partition import weights_by_path
 
 
 def place_weights(
@@ -25,12 +25,12 @@ def place_weights(
     Args:
         module: The model.
         expected: Every leaf of `params` and `model_state`, with its sharding.
-        weights: As the `params` of `init_state`.
-        fresh: Patterns over the paths of parameters that are left out.
+        weights: Weights as in the `params` of `init_state`.
+        fresh: Patterns over the paths of parameters that `weights` leaves out.
 
     Raises:
-        ModelError: If a weight is missing, left over, of another type, shape or dtype, or a pattern
-            matches nothing; the message lists all of them, and nothing is allocated.
+        ModelError: If a weight is missing, unknown, or has another type, shape or dtype, or a
+            pattern matches nothing. The message lists all of them, and nothing is allocated.
     """
     given = _by_path(weights)
     made = {path: leaf for tree in module.shapes() for path, leaf in named_leaves(tree).items()}
@@ -50,7 +50,7 @@ def place_weights(
     if faults:
         raise ModelError(
             "\n".join(faults) + f"\n  Give every weight of {module.name} under its path, with its "
-            "shape and dtype (cast with x.astype), and name by patterns those to be initialised: "
+            "shape and dtype (cast with x.astype), and list patterns of weights to initialise: "
             'fresh=("head/**",).'
         )
     return {path: _placed(leaf, expected[path]) for path, leaf in given.items()}
@@ -67,7 +67,7 @@ def _by_path(weights: Any) -> dict[str, Any]:
 def _required(
     module: FunctionalModule, made: Mapping[str, Any], given: Collection[str]
 ) -> list[str]:
-    """The parameters, and all of the model state where some of it is given."""
+    """Returns the paths of the parameters, and of all model state if any of it is given."""
     params = {*named_leaves(module.shapes()[0]), *module.frozen}
     has_state = any(path in given for path in made if path not in params)
     return [path for path in made if has_state or path in params]
@@ -85,7 +85,7 @@ def _path_faults(
     return [
         *(f"{path}: missing." for path in missing),
         *(f"{path}: not a weight of the model.{did_you_mean(path, missing)}" for path in extra),
-        *(f"{path}: given, and to be initialised afresh as well." for path in sorted(twice)),
+        *(f"{path}: given in params and also matched by fresh." for path in sorted(twice)),
     ]
 
 
@@ -96,7 +96,7 @@ def _leaf_faults(
         kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
         return [f"{path}: a {kind}, expected an array of numpy or JAX."]
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        return [f"{path}: an array that a step took or that was deleted, expected one in memory."]
+        return [f"{path}: a donated or deleted array, expected an array in memory."]
     faults = []
     if tuple(leaf.shape) != tuple(shape):
         faults.append(f"{path}: shape {tuple(leaf.shape)}, expected {tuple(shape)}.")
@@ -107,9 +107,9 @@ def _leaf_faults(
 
 
 def _placed(leaf: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """A copy of a weight on its shards, since a step takes the memory of the state.
+    """Returns a copy of a weight on its shards, because a step donates the state.
 
-    Where other processes hold shards too, each copies its own out of what it has whole.
+    If the sharding spans processes, each process copies its own shards out of its full array.
     """
     sharding: Any = like.sharding
     is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
@@ -120,5 +120,5 @@ def _placed(leaf: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
         placed = jax.make_array_from_callback(
             whole.shape, sharding, lambda index: np.array(whole[index])
         )
-    # A shard on the device where an array lay is that array, whatever `may_alias` says.
+    # A shard on the device that already held the array may alias it despite `may_alias=False`.
     return jnp.array(placed, like.dtype, copy=isinstance(leaf, jax.Array))

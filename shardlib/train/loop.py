@@ -1,9 +1,9 @@
-"""The training loop: one dispatch a step, and metrics read a step late.
+"""The training loop, with one dispatch per step and metrics read one step late.
 
-While the devices work on a step, the host dispatches the next and reads the metrics of the one
-before; it is the devices that it waits for, in phase `step`. Only where no batch is ready does it
-read the metrics of the step in flight first, having nothing else to do: what it then waits for the
-batch, in phase `data_wait`, is time in which the devices have no work.
+While the devices run a step, the host dispatches the next and reads the metrics of the previous
+one. In phase `step` it waits for the devices. If no batch is ready, it first reads the metrics of
+the step in flight. It then waits for the batch in phase `data_wait`, during which the devices are
+idle.
 """
 
 import dataclasses
@@ -12,32 +12,25 @@ from typing import Any, Protocol
 
 import jax
 
-from shardlib.phases import PhaseClock
-from shardlib.train.metrics import StepTimer
-
-
-def must_block() -> bool:
-    """Whether each step must be over before the next is dispatched.
-
-    Fake devices of several CPU processes deadlock when many collective steps are in flight.
-    """
-    return jax.process_count() > 1 and jax.default_backend() == "cpu"
+from shardlib.log.metrics import StepTimer
+from shardlib.runtime.distributed import must_block
+from shardlib.runtime.phases import PhaseClock
 
 
 def read_scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Returns scalars on the host; waits until they are there. Arrays stay on the devices."""
+    """Returns scalar metrics on the host, blocking until ready. Arrays are left out."""
     scalars = {name: value for name, value in metrics.items() if not jax.numpy.ndim(value)}
     return {name: float(value) for name, value in jax.device_get(scalars).items()}
 
 
 class Batches(Protocol):
-    """Batches in order, with the time that the last one was waited for."""
+    """An ordered iterator of batches that records the wait for the last batch."""
 
     wait_seconds: float
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next batch is there already."""
+        """Whether the next batch is available without waiting."""
         ...
 
     def __next__(self) -> Any: ...
@@ -47,12 +40,12 @@ class Batches(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """What is known of one step once its metrics have arrived on the host.
+    """Metrics and timings of one step, created when its metrics arrive on the host.
 
-    `step_seconds` is the time since the metrics of the step before arrived, less what was spent
-    outside of training; the first step of a process includes its compilation.
+    `step_seconds` is the time since the metrics of the previous step arrived, without time spent
+    outside of training. The first step of a process includes compilation.
     `mean_step_seconds` is the mean over the latest steps, `None` at the first.
-    `data_wait_seconds` is how long the devices had no work, for want of this step's batch.
+    `data_wait_seconds` is the time that the devices were idle, waiting for the batch of this step.
     """
 
     step: int
@@ -63,22 +56,22 @@ class StepRecord:
 
 
 class Loop:
-    """Runs steps; the device works on one while the host prepares the next.
+    """Runs training steps. The device runs one step while the host prepares the next.
 
     Args:
-        step: What `make_train_step` returns.
-        batches: Where batches come from, the first for the state's present step.
+        step: The step from `make_train_step`.
+        batches: Iterator of batches, starting with the batch for the state's current step.
         on_step: Called with each step's record, in order, one step late.
-        is_due: Whether something is to be done after a step, such as a checkpoint. Called once a
+        is_due: Whether there is work to do after a step, such as a checkpoint. Called once per
             step.
-        after_step: Does what is due, with the state; every record up to the step has been given.
-            Returns whether to go on.
-        read: Brings metrics to the host; scalars, when left out.
-        clock: Driven through `compile`, until the first step's metrics have arrived, `step` and
-            `data_wait`, and back to the phase before; makes progress with each step's metrics.
-            What is done after a step is marked by who does it.
-        is_compiled: Whether the step has run in this process before, so that none of it is
-            `compile`: as after a rewind.
+        after_step: Called with the state if work is due, after the records of all steps up to this
+            one. Returns whether to continue.
+        read: Copies metrics to the host; scalars only if left out.
+        clock: Enters `compile` until the metrics of the first step have arrived, then `step` and
+            `data_wait`, and finally the previous phase. It records progress with the metrics of
+            each step. `after_step` marks its own phases.
+        is_compiled: Whether the step has already run in this process, for example before a rewind,
+            so that no time counts as `compile`.
     """
 
     def __init__(
@@ -104,7 +97,7 @@ class Loop:
         self._pending: tuple[int, Mapping[str, Any], float] | None = None
 
     def run(self, state: Any, steps: int) -> Any:
-        """Returns the state after `steps` optimizer steps in all, or earlier when told to stop."""
+        """Returns the state after `steps` total optimizer steps, or earlier if told to stop."""
         with self._clock.within("step" if self._is_compiled else "compile"):
             return self._run(state, steps)
 

@@ -1,12 +1,12 @@
-"""The optimizer state in the memory of the hosts between updates.
+"""Offload of the optimizer state to host memory between updates.
 
-An update needs the optimizer state, forward and backward pass do not. `offload_optimizer` gives it
-a place in the hosts' memory, sharded as before, and `update_offloaded` fetches it piece by piece
-once the gradients are there: a piece is on the devices while its parameters are updated, and no two
-pieces are there at a time. The arithmetic of the update, and so its result, stays the same.
+An update needs the optimizer state, but the forward and backward passes do not. `offload_optimizer`
+places it in host memory with the same sharding. `update_offloaded` fetches it piece by piece once
+the gradients are computed. A piece is on the devices while its parameters are updated, one piece at
+a time. The arithmetic of the update, and so its result, does not change.
 
 Source of the idea: Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training",
-which also runs the update on the host; here it stays on the devices, for any optimizer.
+which also runs the update on the host. Here it runs on the devices, for any optimizer.
 """
 
 import dataclasses
@@ -17,29 +17,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib.host_memory import HOST, check_host_memory
-from shardlib.partition import Placement, shardings
 from shardlib.paths import named_leaves
+from shardlib.sharding.host_memory import HOST, check_host_memory
+from shardlib.sharding.partition import Placement, shardings
 from shardlib.train.state import TrainState
 
 _PIECES = 8
-"""About how many pieces an optimizer state is fetched in; the program grows with their number."""
+"""Approximate number of pieces of an optimizer state. The program grows with it."""
 
 _OF = "of "
 
 
 def offload_optimizer(abstract: TrainState) -> TrainState:
-    """Returns an abstract state whose optimizer state is in the hosts' memory.
+    """Returns an abstract state whose optimizer state is in host memory.
 
-    What belongs to a parameter and has its shape, or the shape of some of its dims, moves; counters
-    and other single numbers stay on the devices. `materialize`, checkpoints and steps follow the
-    placements of the state that they are given.
+    Arrays that belong to a parameter and have its shape, or the shape of some of its dims, move to
+    the host. Counters and other scalars stay on the devices. `materialize`, checkpoints and steps
+    follow the placements of the given state.
 
     Args:
-        abstract: What `abstract_state` returns.
+        abstract: The state from `abstract_state`.
 
     Raises:
-        MeshError: If the devices cannot reach their hosts' memory.
+        MeshError: If the devices cannot access host memory.
     """
     definition = abstract.definition
     mesh = definition.scope.mesh
@@ -62,26 +62,26 @@ def _moves(placement: Placement) -> bool:
 
 
 def fetch(tree: Any) -> Any:
-    """Returns a tree with every leaf in the devices' memory, inside of a compiled program."""
+    """Returns a tree with every leaf in device memory, inside a compiled program."""
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
 def update_offloaded(
     update: Callable[[TrainState], tuple[Any, Any]], state: TrainState
 ) -> tuple[Any, Any]:
-    """Returns the parameters and the optimizer state after an update, each where it was.
+    """Returns the parameters and optimizer state after an update, with unchanged placements.
 
-    Each piece is an update of everything, of which one part is asked for: the compiler leaves out
-    the rest, unless the optimizer really needs it for that part. It stands in a loop that runs once
-    because that is the one order that a compiler has to keep: left to itself, XLA copies the
-    whole optimizer state to the devices before the forward pass, barriers or not.
+    Each piece traces the update of everything and uses one part of the result. The compiler removes
+    the rest, unless the optimizer needs it for that part. Each piece is in a loop that runs once,
+    because a loop is the only order that the compiler must keep. Otherwise XLA copies the whole
+    optimizer state to the devices before the forward pass, even with barriers.
 
     Args:
-        update: `update(state) -> (params, opt_state)`, of a state that is on the devices, in the
-            dtypes that they had. It is traced once for every piece, and what it needs of all
-            gradients, such as the norm to clip by, is computed for every piece: that reads them
-            `_PIECES` times, from memory that is far faster than the link to the host.
-        state: The state before; where nothing is in host memory `update` is just called.
+        update: `update(state) -> (params, opt_state)` for a state on the devices, with unchanged
+            dtypes. It is traced once per piece. Values that depend on all gradients, such as the
+            norm for clipping, are recomputed for every piece. This reads the gradients `_PIECES`
+            times, from memory that is far faster than the link to the host.
+        state: The state before the update. If nothing is in host memory, `update` is simply called.
     """
     owners = _owners(state.definition.opt_state)
     if not owners:
@@ -102,9 +102,9 @@ def update_offloaded(
         )
         return jax.tree.leaves(new[0]), jax.tree.leaves(new[1])
 
-    # What is not in host memory: counters, and parameters without optimizer state.
+    # Leaves that are not in host memory: counters, and parameters without optimizer state.
     new_params, new_moments = updated(params, moments)
-    # One, but no compiler can know.
+    # Always one, but the compiler cannot know it.
     trips = jnp.asarray(state.step >= 0, jnp.int32)
     for piece in _pieces(state.definition.opt_state, owners):
         of_params = [i for i, name in enumerate(names) if name in piece]
@@ -137,7 +137,7 @@ def _to_host(x: jax.Array) -> jax.Array:
 
 
 def _with(leaves: list[Any], indices: list[int], values: list[Any]) -> list[Any]:
-    """Returns a copy of `leaves` with some replaced."""
+    """Returns a copy of `leaves` with the given indices replaced."""
     changed = list(leaves)
     for index, value in zip(indices, values, strict=True):
         changed[index] = value
@@ -145,7 +145,7 @@ def _with(leaves: list[Any], indices: list[int], values: list[Any]) -> list[Any]
 
 
 def _owners(placements: Mapping[str, Placement]) -> dict[str, str]:
-    """Returns the parameter that each optimizer leaf in host memory belongs to, by path."""
+    """Returns the parameter that owns each optimizer leaf in host memory, by path."""
     return {
         path: placement.origin.removeprefix(_OF)
         for path, placement in placements.items()
@@ -154,7 +154,7 @@ def _owners(placements: Mapping[str, Placement]) -> dict[str, str]:
 
 
 def _pieces(placements: Mapping[str, Placement], owners: Mapping[str, str]) -> list[set[str]]:
-    """Returns the parameters whose optimizer state is fetched together, piece by piece."""
+    """Returns the pieces, sets of parameters whose optimizer state is fetched together."""
     num_bytes: dict[str, int] = {}
     for path, owner in owners.items():
         num_bytes[owner] = num_bytes.get(owner, 0) + placements[path].num_bytes

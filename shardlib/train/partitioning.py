@@ -1,4 +1,4 @@
-"""Who partitions a loss: shardlib, or XLA by the constraints of the model."""
+"""Partitioning of a loss, by shardlib or by XLA under the constraints of the model."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -7,10 +7,8 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from shardlib.constrain import Scope, manual_axes
 from shardlib.errors import ModelError, did_you_mean
 from shardlib.mesh import entry_axes
-from shardlib.partition import Placement
 from shardlib.partitioner import (
     Laid,
     Layout,
@@ -22,15 +20,17 @@ from shardlib.partitioner import (
     who_partitions,
 )
 from shardlib.paths import named_leaves
+from shardlib.sharding.constrain import Scope, manual_axes
+from shardlib.sharding.partition import Placement
 from shardlib.train.batches import BatchAxes, batch_shardings
 from shardlib.train.state import Definition
 
 Constrain = Literal["auto", "user"]
-"""`auto`: shardlib partitions what the constraints of the model leave open. `user`: XLA does."""
+"""`auto`: shardlib partitions the values that the model leaves unconstrained. `user`: XLA does."""
 
 
 def check_constrain(constrain: Any) -> None:
-    """Raises `ModelError` for what is not a `Constrain`."""
+    """Raises `ModelError` if the value is not a `Constrain`."""
     known = get_args(Constrain)
     if constrain not in known:
         raise ModelError(
@@ -45,12 +45,12 @@ Outputs = Callable[[Any], list[Layout | None]]
 
 @dataclasses.dataclass(frozen=True)
 class LossPartitioner:
-    """Runs functions of `(params, model_state, part, key, inputs)` of one state, partitioned.
+    """Runs functions of `(params, model_state, part, key, inputs)` with their values partitioned.
 
     Args:
-        definition: What the state is the state of.
+        definition: The definition of the state.
         batch_axes: Logical axes of batch leaves by path, as in `make_train_step`.
-        constrain: Who partitions, as in `make_train_step`.
+        constrain: The choice of partitioner, as in `make_train_step`.
         inputs_at: The shardings of the leaves of `inputs`.
     """
 
@@ -59,14 +59,14 @@ class LossPartitioner:
     constrain: Constrain
     inputs_at: Any = ()
     on_partition: Callable[[Partition], None] = lambda partition: None
-    """Called with who partitions, and why."""
+    """Called with the partitioner and the reason for choosing it."""
 
     def run(self, fn: Callable[..., Any], arguments: tuple[Any, ...], outputs: Outputs) -> Any:
         """Returns `fn(*arguments)`.
 
         Args:
             fn: A function of `params, model_state, part, key, inputs`.
-            arguments: These; rows of a batch lie as the rules say.
+            arguments: Its arguments. Rows of the batch are sharded by the rules.
             outputs: As in `run_at`.
         """
         return self.run_at(fn, arguments, lambda: self.layouts(arguments), outputs)
@@ -84,8 +84,9 @@ class LossPartitioner:
         Args:
             fn: The function.
             arguments: Pytrees of arrays.
-            layouts: Returns where each leaf of the arguments lies, and the mesh axes of the batch.
-            outputs: Where the leaves of the result go, from the abstract result; None for one that
+            layouts: Returns the layout of each leaf of the arguments, and the mesh axes of the
+                batch.
+            outputs: Maps the abstract result to the layouts of its leaves; None for a leaf that
                 stays where it is computed.
             constrains: As in `who_partitions`.
         """
@@ -108,7 +109,7 @@ class LossPartitioner:
         return self.definition.scope
 
     def _beforehand(self) -> Partition | None:
-        """Returns who partitions a loss if that does not depend on the loss."""
+        """Returns the partitioner if the choice does not depend on the loss, or None."""
         if self.constrain == "user":
             return Partition("XLA", "constrain is 'user'")
         sizes = {name: n for name, n in self._scope.sizes.items() if name not in manual_axes()}
@@ -117,7 +118,7 @@ class LossPartitioner:
         return None
 
     def layouts(self, arguments: tuple[Any, ...]) -> tuple[list[Layout], tuple[str, ...]]:
-        """Returns where each leaf of the arguments of `run` lies, and the axes of the batch."""
+        """Returns the layouts of the arguments of `run`, and the mesh axes of the batch."""
         params, model_state, part, key, inputs = arguments
         batch, axes = self.batch_layouts(part)
         layouts = [
@@ -130,7 +131,7 @@ class LossPartitioner:
         return layouts, axes
 
     def batch_layouts(self, part: Any) -> tuple[list[Layout], tuple[str, ...]]:
-        """Returns where each leaf of a batch lies, and the mesh axes that cut its rows."""
+        """Returns the layout of each leaf of a batch, and the mesh axes that shard its rows."""
         placed = batch_shardings(part, self._scope, self.batch_axes)
         leaves = zip(jax.tree.leaves(part), jax.tree.leaves(placed), strict=True)
         batch = [_layout(sharding.spec, len(leaf.shape), stored=False) for leaf, sharding in leaves]
@@ -138,30 +139,30 @@ class LossPartitioner:
         return batch, tuple(axes)
 
     def state_layouts(self, model_state: Any) -> list[Layout]:
-        """Returns where each leaf of the model state lies."""
+        """Returns the layout of each leaf of the model state."""
         frozen = self.definition.module.frozen.__contains__
         return placed_layouts(model_state, self.definition.model_state, frozen)
 
     def input_layouts(self, inputs: Any) -> list[Layout]:
-        """Returns where each leaf of further inputs lies."""
+        """Returns the layout of each leaf of the extra inputs."""
         pairs = zip(jax.tree.leaves(inputs), jax.tree.leaves(self.inputs_at), strict=True)
         return [_layout(sharding.spec, jnp.ndim(leaf), stored=True) for leaf, sharding in pairs]
 
 
 def whole_layouts(tree: Any) -> list[Layout]:
-    """Returns the layouts of leaves that every device holds whole."""
+    """Returns the layouts of replicated leaves."""
     return [from_spec((), len(leaf.shape)) for leaf in jax.tree.leaves(tree)]
 
 
 def placed_layouts(
     tree: Any, places: Mapping[str, Placement], stored: Callable[[str], bool] = lambda path: False
 ) -> list[Layout]:
-    """Returns where leaves lie by their placements, less the axes that a region around handles.
+    """Returns the layouts of leaves from their placements, without the manual mesh axes.
 
     Args:
         tree: Arrays.
         places: Placements by path.
-        stored: Which paths are of parameters, to be gathered where they are used.
+        stored: Whether a path belongs to a parameter, which is gathered where it is used.
     """
     return [
         _layout(places[path].spec, len(leaf.shape), stored(path))
@@ -176,5 +177,5 @@ def _layout(spec: Any, rank: int, stored: bool) -> Layout:
 
 
 def anywhere(shape: Any) -> list[Layout | None]:
-    """The `outputs` of a function whose results stay where they are computed."""
+    """Returns the `outputs` for a function whose results stay where they are computed."""
     return [None] * len(jax.tree.leaves(shape))

@@ -1,9 +1,9 @@
 """Gradients and sums of a batch over the stages of a pipeline.
 
-Any loss will do whose model runs its layers by one `scan_layers`. The layers are shared out over
-the mesh axis `stage`; embeddings run on the first stage, head and loss on the last, and what these
-parameters' gradients add up to is summed over the stages once a step. Microbatches are those of
-`accumulate_gradients`: the same examples and random keys, so the results are equal.
+It works for any loss whose model runs its layers with one `scan_layers`. The layers are divided
+over the mesh axis `stage`. Embeddings run on the first stage, head and loss on the last, and the
+gradients of their parameters are summed over the stages once per step. Microbatches have the same
+examples and random keys as in `accumulate_gradients`, so the results are equal.
 """
 
 import dataclasses
@@ -14,28 +14,28 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardlib.aggregate import Mean, map_outputs
-from shardlib.constrain import platform
 from shardlib.errors import ModelError
-from shardlib.manual import axis_size, manual
+from shardlib.losses.aggregate import Mean, map_outputs
+from shardlib.losses.microbatch import split, unsplit
 from shardlib.mesh import entry_axes
-from shardlib.microbatch import split, unsplit
-from shardlib.partition import pin
 from shardlib.partitioner import Layout
 from shardlib.paths import named_leaves
-from shardlib.pipeline import exchange
-from shardlib.pipeline.config import PipelineConfig
-from shardlib.pipeline.cut import Loss, Plan, cut, plan
-from shardlib.pipeline.execute import AXIS, Part, Pipeline
-from shardlib.pipeline.schedules import (
+from shardlib.sharding.constrain import platform
+from shardlib.sharding.manual import axis_size, manual
+from shardlib.sharding.partition import pin
+from shardlib.train.gradients import Gradients, Inputs, PartLoss, Sums, loss_mean, part_key
+from shardlib.train.partitioning import Outputs, anywhere, placed_layouts, whole_layouts
+from shardlib.train.pipeline import exchange
+from shardlib.train.pipeline.config import PipelineConfig
+from shardlib.train.pipeline.cut import Loss, Plan, cut, plan
+from shardlib.train.pipeline.execute import AXIS, Part, Pipeline
+from shardlib.train.pipeline.schedules import (
     Schedule,
     forward_schedule,
     layer_faults,
     make_schedule,
 )
-from shardlib.pipeline.turns import ticks
-from shardlib.train.gradients import Gradients, Inputs, PartLoss, Sums, loss_mean, part_key
-from shardlib.train.partitioning import Outputs, anywhere, placed_layouts, whole_layouts
+from shardlib.train.pipeline.turns import ticks
 
 BUBBLE_METRIC = "pipeline_bubble"
 
@@ -52,25 +52,25 @@ def pipelined_gradients(
     config: PipelineConfig | None = None,
     first_index: jax.Array | int = 0,
 ) -> Gradients:
-    """Returns the gradients of a batch, computed in microbatches by all stages at once.
+    """Returns the gradients of a batch, computed in microbatches by all stages concurrently.
 
-    The result is that of `accumulate_gradients`, and among the sums `pipeline_bubble`: the fraction
-    of their turns that the stages were idle, as counted while they ran.
+    The result equals the result of `accumulate_gradients`, with `pipeline_bubble` added to the
+    sums: the fraction of turns in which stages were idle, as counted while they ran.
 
     Args:
-        loss: The loss; its model runs its layers by one `scan_layers`.
-        params: The trained parameters, the layers split over `stage`.
-        model_state: What the model keeps beside; no call may update it.
+        loss: The loss; its model runs its layers with one `scan_layers`.
+        params: The trained parameters, with layers sharded over `stage`.
+        model_state: The untrained state of the model; no call may update it.
         batch: Pytree of arrays [b, ...].
         key: The key of the step.
-        inputs: What else the loss reads; every stage holds all of it.
-        microbatches: Their number M; it divides b.
-        config: The schedule; 1F1B when left out.
+        inputs: Extra inputs of the loss, replicated over the stages.
+        microbatches: Number of microbatches M; divides b.
+        config: The schedule; 1F1B if left out.
         first_index: Index of the first microbatch among all parts of the step.
 
     Raises:
-        ModelError: If the model cannot be cut into stages, or the schedule does not fit layers,
-            stages and microbatches; while tracing, before anything is compiled.
+        ModelError: If the model cannot be cut into stages, or the schedule does not fit the layers,
+            stages and microbatches. It is raised while tracing, before anything is compiled.
     """
     arguments = loss, params, model_state, batch, key, inputs
     grads, sums = _gradients(arguments, first_index, microbatches, config, None)
@@ -89,11 +89,12 @@ def pipelined_groups(
     axis: str,
     config: PipelineConfig | None = None,
 ) -> tuple[Any, Sums]:
-    """Returns the gradients and sums of the groups along a mesh axis, each a pipeline of its own.
+    """Returns the gradients and sums of the groups along a mesh axis, each with its own pipeline.
 
-    The arguments are those of `pipelined_gradients`. Group g takes the g-th of equal runs of rows,
-    in microbatches that follow those of the groups before. The results are arrays [groups, ...],
-    split over `axis`. Both axes are handled in one region, as regions nest in mesh order only.
+    It takes the arguments of `pipelined_gradients`. Group g takes the g-th block of equally many
+    rows, and its microbatches are numbered after those in earlier groups. The results are arrays
+    [groups, ...], sharded over `axis`. One region is manual over both axes, because regions nest in
+    mesh order only.
     """
     arguments = loss, params, model_state, batch, key, inputs
     return _gradients(arguments, 0, microbatches, config, axis)
@@ -113,8 +114,8 @@ def pipelined_sums(
 ) -> Sums:
     """Returns the sums of a batch without gradients, in M + S - 1 forward turns.
 
-    The arguments are those of `pipelined_gradients`; the layers stay where they are stored,
-    whatever the schedule of training, and any number of microbatches that divides b will do.
+    It takes the arguments of `pipelined_gradients`. The layers stay on the stages that store them,
+    whatever the training schedule, and any number of microbatches that divides b works.
 
     Raises:
         ModelError: If the model cannot be cut into stages.
@@ -136,7 +137,8 @@ def _gradients(
     config: PipelineConfig | None,
     axis: str | None,
 ) -> tuple[Any, Sums]:
-    """The gradients and sums of a batch, or of each group along `axis`, side by side."""
+    """Returns the gradients and sums of a batch, or of each group along `axis` as
+    [groups, ...]."""
     loss, params, model_state, batch, key, inputs = arguments
     config, stages = config or PipelineConfig(), _stages()
     schedule = make_schedule(
@@ -181,17 +183,17 @@ def _gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What the stages run, and over which mesh axes."""
+    """The loss, schedule and mesh axes of a pipelined computation."""
 
     loss: PartLoss
     shapes: Mapping[str, jax.ShapeDtypeStruct]
-    """Of all parameters, by path."""
+    """Shapes of all parameters, by path."""
     treedef: Any
     schedule: Schedule
     config: PipelineConfig
     layer_paths: frozenset[str]
     axis: str | None
-    """The mesh axis of groups that each have stages of their own."""
+    """The mesh axis of groups that each have their own stages, or None."""
 
     def run(
         self,
@@ -210,17 +212,12 @@ class _Job:
         Args:
             stage: The function.
             params, model_state, batch, key, inputs, first_index: As in `pipelined_gradients`.
-            out_specs: Where the results go along the axes of the region.
-            outputs: Where they go along the others, as in `LossPartitioner.run_at`.
+            out_specs: PartitionSpecs of the results over the manual axes.
+            outputs: Layouts of the results over the other axes, as in `LossPartitioner.run_at`.
         """
         leaves = named_leaves(params)
         layers = {path: x for path, x in leaves.items() if path in self.layer_paths}
         shared = {path: x for path, x in leaves.items() if path not in self.layer_paths}
-
-        def on_stage(planned: Plan, *arguments: Any) -> Any:
-            tick, layers, shared, batch, *of_loss = arguments
-            pipeline = self.pipeline(planned, layers, self.loss_by_path(*of_loss))
-            return stage(pipeline, tick, layers, shared, batch)
 
         def region(tick: Any, *rest: Any) -> Any:
             layers, shared, batch, state, key, first, inputs = rest
@@ -229,8 +226,14 @@ class _Job:
             tick = jax.tree.map(lambda column: column[:, 0], tick)
             planned = self.plan(batch, self.loss_by_path(state, key, first, inputs))
             arguments = tick, layers, shared, batch, state, key, first, inputs
+
+            def on_stage(*arguments: Any) -> Any:
+                tick, layers, shared, batch, *of_loss = arguments
+                pipeline = self.pipeline(planned, layers, self.loss_by_path(*of_loss))
+                return stage(pipeline, tick, layers, shared, batch)
+
             found = self.loss.partitioner.run_at(
-                lambda *arguments: on_stage(planned, *arguments),
+                on_stage,
                 arguments,
                 lambda: self._layouts(arguments),
                 outputs,
@@ -248,7 +251,8 @@ class _Job:
         )
 
     def _layouts(self, arguments: tuple[Any, ...]) -> tuple[list[Layout], tuple[str, ...]]:
-        """Where arguments of a stage lie along the axes that are left, and those of the batch."""
+        """Returns the layouts of a stage's arguments over the non-manual mesh axes, and the mesh
+        axes of the batch."""
         tick, layers, shared, batch, state, key, first, inputs = arguments
         partitioner, places = self.loss.partitioner, self.loss.definition.params
         rows, axes = partitioner.batch_layouts(batch)
@@ -264,7 +268,7 @@ class _Job:
         return layouts, axes
 
     def plan(self, batch: Any, loss: Loss) -> Plan:
-        """Returns where the loss is cut, once it is known that its layers fit the stages."""
+        """Returns the cut of the loss, after checking that its layers fit the stages."""
         schedule = self.schedule
         parts = jax.eval_shape(lambda batch: split(batch, schedule.microbatches), batch)
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
@@ -276,7 +280,7 @@ class _Job:
         return planned
 
     def pipeline(self, planned: Plan, layers: Any, loss: Loss) -> Pipeline:
-        """Returns the pipeline of one stage, from arrays that it sees."""
+        """Returns the pipeline of one stage, from the arrays inside the region."""
         schedule = self.schedule
         per_chunk = planned.num_layers // (schedule.stages * schedule.chunks)
         parts = cut(loss, planned, layers, per_chunk)
@@ -284,7 +288,7 @@ class _Job:
         return Pipeline(parts, schedule, planned.num_layers, skip_idle, self.pin)
 
     def loss_by_path(self, model_state: Any, key: Any, first_index: Any, inputs: Inputs) -> Loss:
-        """The loss of a microbatch as a function of parameters by path."""
+        """Returns the loss of a microbatch as a function of parameters by path."""
 
         def run(leaves: Any, part: Part) -> tuple[jax.Array, Sums]:
             tree = jax.tree.unflatten(self.treedef, [leaves[path] for path in self.shapes])
@@ -297,8 +301,8 @@ class _Job:
         return run
 
     def _slot(self, rows: jax.Array, index: jax.Array) -> jax.Array:
-        """Rows of a microbatch [r, ...] as [microbatches, r, ...], zeros but for their own: these
-        add up over turns and stages. Truth values as int8."""
+        """Returns the rows [r, ...] of a microbatch as [microbatches, r, ...], zero elsewhere, so
+        that they can be summed over turns and stages. Booleans become int8."""
         rows = rows.astype(jnp.int8) if rows.dtype == jnp.bool else rows
         zeros = jnp.zeros((self.schedule.microbatches, *rows.shape), rows.dtype)
         return jax.lax.dynamic_update_index_in_dim(zeros, rows, index, 0)
@@ -328,9 +332,9 @@ def _job(
 
 
 def _rows(sums: Sums, num_outer: int) -> Sums:
-    """Outputs [groups?, microbatches, r, ...] as rows in the order of the batch, [groups?, b, ...].
+    """Returns outputs [groups?, microbatches, r, ...] as rows in batch order, [groups?, b, ...].
 
-    `num_outer` is 1 where there are groups, and else 0.
+    `num_outer` is 1 with groups and 0 without.
     """
     return map_outputs(jax.vmap(unsplit) if num_outer else unsplit, sums)
 
@@ -348,13 +352,13 @@ def _refuse_updates(old: Any, new: Any) -> None:
 
 
 def _skip_idle(config: PipelineConfig, planned: Plan) -> bool:
-    """Whether idle stages may skip what they would compute: see `pipeline.execute`."""
+    """Returns whether idle stages may skip their computation; see `pipeline.execute`."""
     if config.skip_idle is None:
         return not (planned.sends or platform() == "cpu" or axis_size("context") > 1)
     if config.skip_idle and planned.sends:
         raise ModelError(
-            "idle stages cannot skip the computation: the model sends by collective-permute, as "
-            "ring attention does, in which all stages meet.\n"
+            "idle stages cannot skip the computation: the model uses collective-permute, as ring "
+            "attention does, which needs all stages.\n"
             "  Set skip_idle to null or false, or choose a method without a ring."
         )
     return config.skip_idle

@@ -1,4 +1,4 @@
-"""The metrics of a step as one dict, of which outputs are sharded and all else is replicated."""
+"""The metrics of a step as one dict, with sharded outputs and replicated values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.aggregate import Aggregate, is_output
-from shardlib.constrain import Scope
+from shardlib.losses.aggregate import Aggregate, is_output
+from shardlib.sharding.constrain import Scope
 
 
 class Reported(dict[str, Any]):
-    """A dict whose pytree has two parts, so that a compiled step can say where each part lies.
+    """A dict whose pytree has two parts, so that a compiled step can give each part a sharding.
 
     Args:
-        whole: What is replicated, by name. JAX also makes trees of this class with a leaf in place
-            of each dict, such as one sharding for all of them; then the dict is empty.
-        outputs: What is sharded over its first dim, by name.
+        whole: Replicated values by name. JAX also makes trees of this class with one leaf in place
+            of each dict, such as a sharding for all its values; then the dict is empty.
+        outputs: Values sharded over their first dim, by name.
     """
 
     def __init__(self, whole: Any, outputs: Any):
@@ -27,14 +27,14 @@ class Reported(dict[str, Any]):
 
     @classmethod
     def of(cls, found: Mapping[str, Aggregate], *, divided: bool) -> "Reported":
-        """Returns aggregates as they are, or, where `divided`, their values."""
+        """Returns the aggregates unchanged, or their values if `divided` is true."""
         apart: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         for name, value in found.items():
             apart[is_output(value)][name] = value.value if divided else value
         return cls(*apart)
 
     def parts(self) -> tuple[Any, Any]:
-        """Returns what is replicated, and what is sharded."""
+        """Returns the replicated part and the sharded part."""
         if self._leaves is not None:
             return self._leaves
         apart: tuple[dict[str, Any], dict[str, Any]] = {}, {}
@@ -49,7 +49,7 @@ jax.tree_util.register_pytree_node(
 
 
 def reported_shardings(batch_placed: Any, scope: Scope) -> Any:
-    """Returns the shardings of a `Reported`, from those of the batch: outputs lie as its rows."""
+    """Returns the shardings of a `Reported`. Outputs are sharded like the rows of the batch."""
     specs = [sharding.spec for sharding in jax.tree.leaves(batch_placed)]
     rows = next((PartitionSpec(spec[0]) for spec in specs if len(spec)), PartitionSpec())
     return Reported(NamedSharding(scope.mesh, PartitionSpec()), NamedSharding(scope.mesh, rows))

@@ -1,7 +1,7 @@
-"""Which update is refused, decided on the devices inside of the compiled step.
+"""Refusal of updates, decided on the devices inside the compiled step.
 
-Everything here is arithmetic on a few replicated scalars that the step computes anyway: no device
-sends or waits for anything, and good and bad steps are the same program.
+Everything here is arithmetic on a few replicated scalars that the step computes anyway. It needs no
+communication or waiting, and good and bad steps run the same program.
 """
 
 import dataclasses
@@ -13,24 +13,24 @@ import jax.numpy as jnp
 from shardlib.train.guards import GuardsConfig, SpikeConfig
 
 _TO_SIGMA = 1.4826
-"""Standard deviations of a normal distribution in a MAD: 1 / Phi^-1(3/4)."""
+"""Ratio of standard deviation to MAD for a normal distribution: 1 / Phi^-1(3/4)."""
 _FLOOR = 1e-4
-"""Least spread that is assumed, as a part of the median: values that hardly differ have a MAD of
-about 0, by which rounding would make spikes."""
+"""Minimum spread, as a fraction of the median. Nearly equal values have a MAD of about 0, so
+rounding errors would count as spikes."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SpikeWindow:
-    """The watched values of the latest accepted steps; whole on every device.
+    """The watched values of the latest accepted steps, replicated on every device.
 
-    It is part of the training state, so that a resumed run judges as one that went on.
+    It is part of the training state, so that a resumed run decides as an uninterrupted one.
     """
 
     values: jax.Array
-    """float32 [window], the one that is replaced next at `accepted % window`."""
+    """float32 [window]; the next value goes to index `accepted % window`."""
     accepted: jax.Array
-    """Values taken in so far, int32 scalar."""
+    """Number of accepted values so far, int32 scalar."""
 
 
 class Verdict(NamedTuple):
@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
 
 
 def empty_window(guards: GuardsConfig | None) -> SpikeWindow | None:
-    """Returns the window of a new state; None where no spikes are looked for."""
+    """Returns the window of a new state, or None if the guards do not detect spikes."""
     if guards is None or guards.spike is None:
         return None
     return SpikeWindow(jnp.zeros(guards.spike.window, jnp.float32), jnp.zeros((), jnp.int32))
@@ -50,17 +50,17 @@ def empty_window(guards: GuardsConfig | None) -> SpikeWindow | None:
 def judge(
     guards: GuardsConfig, window: SpikeWindow | None, loss: jax.Array, grad_norm: jax.Array
 ) -> Verdict:
-    """Decides about an update.
+    """Returns whether to apply an update, and the window after it.
 
     Args:
-        guards: What is refused.
-        window: Values before; a refused update leaves it as it is.
+        guards: Conditions under which updates are refused.
+        window: Previous values. A refused update does not change them.
         loss: float32 scalar.
         grad_norm: float32 scalar.
     """
     good = jnp.bool_(True)
     if guards.nonfinite != "off":
-        # A sum with NaN or infinity in it is not finite: these two see every gradient.
+        # A sum that contains NaN or infinity is not finite, and the norm covers every gradient.
         good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     if guards.spike is None:
         return Verdict(good, window)
@@ -71,25 +71,25 @@ def judge(
 
 
 def keep_unless(good: jax.Array, new: Any, old: Any) -> Any:
-    """Returns the leaves of `new`, or those of `old` bit for bit.
+    """Returns the leaves of `new` if `good`, else the leaves of `old` bit for bit.
 
-    A selection, not a branch: it becomes a part of the update of each element in its own memory,
-    and collectives stay outside of conditionals.
+    It is a selection and not a branch. It fuses into the in-place update of each element, and keeps
+    collectives outside of conditionals.
     """
     return jax.tree.map(lambda n, o: n if n is o else jnp.where(good, n, o), new, old)
 
 
 def robust_score(value: jax.Array, values: jax.Array, count: jax.Array) -> jax.Array:
-    """Returns how many robust standard deviations `value` lies above the median.
+    """Returns the distance of `value` above the median in robust standard deviations.
 
     Args:
         value: Scalar.
         values: [n] float32.
-        count: How many of `values`, the first ones, count; NaN results if none do.
+        count: Number of leading `values` that count. If it is 0, the result is NaN.
 
     Source: Rousseeuw and Croux 1993, "Alternatives to the Median Absolute Deviation", Journal of
     the American Statistical Association 88(424), equation 1.1 (the estimator and its constant);
-    Iglewicz and Hoaglin 1993, "How to Detect and Handle Outliers" (the score made of it).
+    Iglewicz and Hoaglin 1993, "How to Detect and Handle Outliers" (the score).
     """
     median = _median(values, count)
     deviation = _median(jnp.abs(values - median), count)

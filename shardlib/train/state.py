@@ -1,4 +1,4 @@
-"""The state of a training run: one pytree, made on its shards."""
+"""The state of a training run, one pytree that is created directly on its shards."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,19 +10,19 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardlib.constrain import Scope, active_or
 from shardlib.functional import FunctionalModule, Inputs, functional, refuse_no_params
-from shardlib.partition import (
+from shardlib.functional.precision import Precision
+from shardlib.functional.precision import precision as precision_named
+from shardlib.paths import named_leaves, path_string
+from shardlib.rules import AxisRules
+from shardlib.sharding.constrain import Scope, active_or
+from shardlib.sharding.partition import (
     Placement,
     place,
     place_model_state,
     place_optimizer,
     shardings,
 )
-from shardlib.paths import named_leaves, path_string
-from shardlib.precision import Precision
-from shardlib.precision import precision as precision_named
-from shardlib.rules import AxisRules
 from shardlib.train.guards import GuardsConfig
 from shardlib.train.loaded import place_weights
 from shardlib.train.spikes import SpikeWindow, empty_window
@@ -30,10 +30,10 @@ from shardlib.train.spikes import SpikeWindow, empty_window
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Definition:
-    """What a state is the state of.
+    """The model, optimizer, mesh, rules and placements of a state.
 
-    Compared by identity, so that a dispatch costs nothing: states made by different `init_state`
-    calls have different tree structures. Compare their `params`, or their leaves.
+    It is compared by identity, which keeps dispatch cheap. States made by different `init_state`
+    calls therefore have different tree structures. Compare their `params` or their leaves.
     """
 
     module: FunctionalModule
@@ -43,9 +43,9 @@ class Definition:
     model_state: Mapping[str, Placement]
     opt_state: Mapping[str, Placement]
     gradients: Mapping[str, Placement]
-    """Where the gradient of each parameter is summed up."""
+    """Placement in which the gradient of each parameter is accumulated."""
     updates: Mapping[str, Placement]
-    """Where each parameter is updated: where its optimizer state lies."""
+    """Placement in which each parameter is updated, equal to the one of its optimizer state."""
 
 
 @jax.tree_util.register_dataclass
@@ -53,9 +53,9 @@ class Definition:
 class TrainState:
     """Everything that a step reads and writes.
 
-    `params` and `model_state` are nested dicts of arrays, `step` counts the steps so far (int32
-    scalar), also those whose update the guards refused, and `rng` is the key from which every step
-    derives its own. `spike_window` is there where the guards look for spikes.
+    `params` and `model_state` are nested dicts of arrays. `step` counts the steps so far (int32
+    scalar), including steps whose update the guards refused. `rng` is the key from which every step
+    derives its own key. `spike_window` is set if the guards detect spikes.
     """
 
     step: jax.Array
@@ -68,9 +68,9 @@ class TrainState:
 
     @property
     def model(self) -> Any:
-        """The model over the present parameters, to call outside of training.
+        """The model with the current parameters, to call outside of training.
 
-        An NNX module, or a bound linen module.
+        It is an NNX module or a bound linen module.
         """
         definition = self.definition
         return definition.module.merge(self.params, self.model_state, self.rng)
@@ -87,14 +87,14 @@ def abstract_state(
     mesh: Mesh | None = None,
     rules: AxisRules | None = None,
 ) -> TrainState:
-    """Returns the state as `ShapeDtypeStruct`s with shardings, allocating nothing.
+    """Returns the state as `ShapeDtypeStruct`s with shardings, without allocating anything.
 
-    The arguments are those of `init_state`. The mesh may be an `AbstractMesh`, so that a state can
-    be inspected with no device at hand.
+    It takes the arguments of `init_state`. The mesh may be an `AbstractMesh`, so a state can be
+    inspected without devices.
 
     Raises:
         RuleError: If tensors cannot be placed; the message lists all of them.
-        ModelError: If the model cannot be made, or has no parameter to train.
+        ModelError: If the model cannot be created or has no trainable parameter.
     """
     scope = active_or(mesh, rules)
     module = functional(make, inputs, wrt)
@@ -147,7 +147,7 @@ def init_state(
     mesh: Mesh | None = None,
     rules: AxisRules | None = None,
 ) -> TrainState:
-    """Makes a training state, every leaf on its shards inside of one compiled program.
+    """Creates a training state directly on its shards, in one compiled program.
 
     ```python
     state = sl.init_state(lambda rngs: Model(rngs=rngs), optimizer)       # fresh
@@ -156,34 +156,35 @@ def init_state(
     ```
 
     Args:
-        make: `make(rngs) -> module` for an NNX or linen module, a linen module itself, or an NNX
-            module in memory, whose arrays are copied onto their shards: it stays as it is.
-        optimizer: Any optax transformation, also those that evaluate the loss themselves.
-        seed: Decides the parameters and all later randomness, equally on every mesh.
+        make: `make(rngs) -> module` for an NNX or linen module, a linen module, or an NNX module in
+            memory. Arrays of a module in memory are copied onto their shards, and the module is not
+            changed.
+        optimizer: Any optax transformation, including those that evaluate the loss themselves.
+        seed: Seed of the parameters and all later randomness, with equal results on every mesh.
         inputs: For linen, example arguments of the module's `__call__`: a tuple, or a dict of
             keyword arguments.
-        wrt: What is trained: for NNX a filter of variables (a type of your own, a function of path
-            and variable, a tuple of these), `nnx.Param` when left out; for linen the name of a
-            collection or several, `"params"` when left out. Parameters that are not trained
-            (`nnx.Param`s, the collection `params`) lie in `model_state`, placed and cast as if they
-            were, and stay as they are.
-        params: Weights to start from: arrays of numpy or JAX by path, as nested or flat mappings,
-            an `nnx.State`, an NNX module, or the variables of a linen module; wherever they lie.
-            They are copied onto their shards, bit for bit. All parameters belong to them, also
-            those that are not trained; model state (batch statistics) does so altogether or not at
-            all, and is fresh then.
+        wrt: The trained variables. For NNX, a filter of variables (a variable type, a function of
+            path and variable, or a tuple of these); default `nnx.Param`. For linen, the name of one
+            or several collections; default `"params"`. Parameters that are not trained
+            (`nnx.Param`s, the collection `params`) are part of `model_state`. They are placed and
+            cast like trained ones, and do not change.
+        params: Weights to start from, as arrays of NumPy or JAX by path (nested or flat mappings),
+            an `nnx.State`, an NNX module, or the variables of a linen module, on any devices. They
+            are copied onto their shards bit for bit. They must include all parameters, also
+            untrained ones. Model state (batch statistics) must be given completely or not at all;
+            if not given, it is initialised.
         fresh: Patterns over the paths of parameters that `params` leaves out, as in
-            `("**/lora_*",)`: these are initialised.
-        precision: A `Precision` or its name; here only the dtype of the parameters matters.
-        guards: Those of the step; here only whether they look for spikes matters.
-        mesh: The mesh; the active one when left out.
-        rules: The rules; the active ones when left out.
+            `("**/lora_*",)`. These parameters are initialised.
+        precision: A `Precision` or its name. Only its parameter dtype is used here.
+        guards: The guards of the step. Only whether they detect spikes is used here.
+        mesh: The mesh; defaults to the active one.
+        rules: The rules; default to the active ones.
 
     Raises:
-        RuleError: If tensors cannot be placed; the message lists all of them. Nothing is allocated
-            then.
-        ModelError: If the model cannot be made or has no parameter to train, or weights are
-            missing, left over, or of another shape or dtype; the message lists all of them, and
+        RuleError: If tensors cannot be placed. The message lists all of them, and nothing is
+            allocated.
+        ModelError: If the model cannot be created or has no trainable parameter, or if weights are
+            missing, unknown, or have another shape or dtype. The message lists all of them, and
             nothing is allocated.
     """
     abstract = abstract_state(
@@ -204,7 +205,7 @@ def init_state(
 def materialize(
     abstract: TrainState, *, seed: int = 0, params: Any = None, fresh: Sequence[str] = ()
 ) -> TrainState:
-    """Makes the state that `abstract_state` described; see `init_state`."""
+    """Creates the state described by an abstract state; see `init_state`."""
     definition = abstract.definition
     leaves = {**named_leaves(abstract.params), **named_leaves(abstract.model_state)}
     given = {} if params is None else place_weights(definition.module, leaves, params, fresh)
@@ -225,7 +226,7 @@ def materialize(
 
 
 def _filled(tree: Any, abstract: Any, given: Mapping[str, jax.Array]) -> Any:
-    """Returns a tree with the leaves that are given, the others in the dtypes of `abstract`."""
+    """Returns `tree` with given leaves replaced and all others cast to the dtypes of `abstract`."""
 
     def leaf(path: Any, x: Any, like: Any) -> Any:
         name = path_string(path)
@@ -238,12 +239,12 @@ def _start(
     optimizer: optax.GradientTransformation, params: Any, model_state: Any, rng: jax.Array
 ) -> tuple[Any, ...]:
     state = (jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), rng)
-    # A weakly typed leaf would come out of the first step as another type, and compile it twice.
+    # A weakly typed leaf would change its type in the first step and force a second compilation.
     return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype), state)
 
 
 def state_shardings(state: TrainState) -> TrainState:
-    """Returns the sharding of every leaf of a state, as a tree of its structure."""
+    """Returns the sharding of every leaf of a state, as a tree of the same structure."""
     mesh, definition = state.definition.scope.mesh, state.definition
     replicated: Any = NamedSharding(mesh, PartitionSpec())
     return TrainState(

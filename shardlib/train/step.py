@@ -10,20 +10,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardlib.aggregate import Aggregate, Mean
-from shardlib.constrain import use
 from shardlib.errors import ModelError
 from shardlib.functional import updated
-from shardlib.loss_signature import called_by_position, check_arity
-from shardlib.manual import axis_size
-from shardlib.microbatch import split
-from shardlib.partition import Placement
+from shardlib.functional.precision import Precision
+from shardlib.functional.precision import precision as precision_named
+from shardlib.losses.aggregate import Aggregate, Mean
+from shardlib.losses.microbatch import split
+from shardlib.losses.signature import called_by_position, check_arity
 from shardlib.partitioner import Partition
 from shardlib.paths import named_leaves
-from shardlib.pipeline.config import PipelineConfig
-from shardlib.pipeline.schedules import SCHEDULES, schedule_faults
-from shardlib.precision import Precision
-from shardlib.precision import precision as precision_named
+from shardlib.sharding.constrain import use
+from shardlib.sharding.manual import axis_size
+from shardlib.sharding.partition import Placement
 from shardlib.train.batches import BatchAxes as BatchAxes
 from shardlib.train.batches import (
     Program,
@@ -45,8 +43,10 @@ from shardlib.train.gradients import (
 from shardlib.train.guards import SKIPPED, GuardsConfig
 from shardlib.train.offload import update_offloaded
 from shardlib.train.partitioning import Constrain, check_constrain
+from shardlib.train.pipeline.config import PipelineConfig
+from shardlib.train.pipeline.schedules import SCHEDULES, schedule_faults
 from shardlib.train.pipelined import pipelined_gradients, pipelined_groups
-from shardlib.train.reduction import (
+from shardlib.train.reduce.reduction import (
     Reduction,
     ReductionConfig,
     groups_apart,
@@ -75,16 +75,17 @@ def make_train_step(
 ) -> "TrainStep":
     """Returns `step(state, batch, *inputs) -> (state, metrics)`, compiled at its first call.
 
-    The step donates the state, runs on the mesh of the state, and leaves every leaf where it was.
-    A batch is a pytree of arrays [batch, ...]: of NumPy, of JAX wherever they lie, or torch tensors
-    on the CPU.
+    The step donates the state, runs on the mesh of the state, and keeps the sharding of every leaf.
+    A batch is a pytree of arrays [batch, ...]: NumPy arrays, JAX arrays with any sharding, or torch
+    tensors on the CPU.
 
-    `inputs` are pytrees of arrays and numbers that no microbatch divides: the parameters of a
-    teacher, a target network, a weight of a loss that changes. They may change with each call
-    without a new compilation, are neither trained nor donated, and keep their dtypes. What lies on
-    the mesh is taken as it lies; other arrays are placed as parameters are, at each call, so place
-    large ones once (`sl.shard`). A `TrainState` is such a pytree, and its `model` can be called in
-    the loss. So two models train each other, as in a GAN, by two states and two steps:
+    `inputs` are pytrees of arrays and numbers that are not split into microbatches, such as the
+    parameters of a teacher, a target network, or a changing loss weight. Their values may change
+    between calls without recompilation. They are neither trained nor donated, and keep their
+    dtypes. Arrays already on the mesh keep their sharding. Other arrays are placed like parameters
+    at each call, so place large ones once (`sl.shard`). A `TrainState` is such a pytree, and the
+    loss can call its `model`. Two models that train each other, as in a GAN, need two states and
+    two steps:
 
     ```python
     def generator_loss(generator, batch, rng, critic):
@@ -99,51 +100,51 @@ def make_train_step(
         generator, _ = generator_step(generator, batch, critic)
     ```
 
-    Several optimizers for parts of one model, and one loss, are one `optax.multi_transform`.
+    To train parts of one model with different optimizers, use one `optax.multi_transform`.
 
     Args:
-        loss_fn: `loss_fn(model, batch, rng, *inputs)`, or `loss_fn(model, batch)`, returns the loss
-            or `(loss, aux)`. The loss is a scalar, or a `Mean`, which stays exact when microbatches
-            have unequal weights. `aux` is a dict, which may be nested, of what is reported as
-            metrics: scalars and `Mean`s are averaged over the batch, `Sum`, `Max` and `Min` are
-            what their names say, elementwise, and the rows of an `Output` come back as one array
-            [batch, ...], sharded on the batch.
-        microbatches: In how many parts the batch is computed, one after the other, with their
-            gradients added in float32.
-        precision: In which dtype the model is computed. Parameters are cast inside of the step, and
-            floating arrays where the loss hands them to the model; the batch itself, what the model
-            returns and so the loss are in float32. A batch that is handed to the model whole may
-            hold targets, and is not cast.
-        schedule: Learning rate by applied update, to report it; it changes nothing. Where the
-            optimizer has a schedule, its own count of updates is what counts.
-        batch_axes: Logical axes of batch leaves by path. A leaf that is not named has
+        loss_fn: `loss_fn(model, batch, rng, *inputs)` or `loss_fn(model, batch)` returns the loss
+            or `(loss, aux)`. The loss is a scalar or a `Mean`, which stays exact if microbatches
+            have unequal weights. `aux` is a dict of metrics and may be nested. Scalars and `Mean`s
+            are averaged over the batch. `Sum`, `Max` and `Min` are reduced elementwise. The rows of
+            an `Output` are returned as one array [batch, ...], sharded on the batch.
+        microbatches: Number of parts of the batch, computed one after the other. Their gradients
+            are accumulated in float32.
+        precision: Compute dtype of the model. Parameters are cast inside the step, and floating
+            arrays where the loss passes them to the model. The batch, the outputs of the model and
+            the loss are in float32. A batch passed whole to the model may hold targets, and is not
+            cast.
+        schedule: Learning rate by applied update, for reporting only. If the optimizer has a
+            schedule, its own count of updates is used.
+        batch_axes: Logical axes of batch leaves by path. Leaves not listed have
             `("batch", None, ...)`.
-        pipeline: The schedule of the stages, or its name; read where the mesh has `stage`.
-        reduction: How gradients are summed over `data`; the compiler decides when left out.
-        arranged: Whether batches come as `arrange_batch` lays them out, where the groups of
-            `reduction` take unequal shares; else the step does it, at the cost of a copy.
-        guards: Which updates are refused: those with a loss or gradient norm that is not finite, or
-            a spike. A refused one leaves parameters, model state and optimizer state bit for bit as
-            they were, learning-rate schedules too, which count updates; only `state.step` goes on,
-            and with it dropout and data. None are refused when left out.
-        constrain: Who decides where values of the loss lie. `"auto"`: the constraints of the model
-            where they decide all of it, and else shardlib, which lowers the loss into one manual
-            program, so that XLA's partitioner has no say. `"user"`: XLA's partitioner, which has
-            been measured to return wrong gradients without a word (docs/xla_faults.md).
-        allow_wrong_numbers: Codes of faults of the compiler, such as `"SL205"`, with which the step
-            runs all the same. A step is checked when it is first called, and raises
-            `WrongProgramError` where it would compute other numbers than one device.
+        pipeline: The pipeline schedule or its name, used if the mesh has `stage`.
+        reduction: Reduction of gradients over `data`. If left out, the compiler decides.
+        arranged: Whether batches are already laid out by `arrange_batch`, for groups of `reduction`
+            with unequal shares. Otherwise the step lays them out, at the cost of a copy.
+        guards: Conditions under which updates are refused: a loss or gradient norm that is not
+            finite, or a spike. A refused update leaves parameters, model state and optimizer state
+            (with its learning-rate schedule, which counts updates) unchanged bit for bit. Only
+            `state.step` advances, and with it dropout and data. If left out, every update is
+            applied.
+        constrain: The partitioner of the loss. `"auto"`: the constraints of the model, if they
+            determine every sharding. Otherwise shardlib lowers the loss into one manual program, so
+            that XLA's partitioner does not take part. `"user"`: XLA's partitioner, which has been
+            measured to return wrong gradients silently (docs/xla_faults.md).
+        allow_wrong_numbers: Codes of compiler faults, such as `"SL205"`, that do not stop the step
+            from running. A step is checked at its first call, and raises `WrongProgramError` if it
+            would compute other numbers than one device.
 
     Returns:
         A callable with `lower(state, batch, *inputs)` for inspection. `metrics` holds float32
-        scalars on the devices: `loss`, `grad_norm` (before clipping), with a schedule
-        `learning_rate`, with guards `skipped` (1 for a refused update, else 0), and whatever is in
-        `aux`.
-        Read one of them now and then: XLA gives up on CPU devices with hundreds of steps in flight.
+        scalars on the devices: `loss`, `grad_norm` (before clipping), `learning_rate` (with a
+        schedule), `skipped` (with guards; 1 for a refused update, else 0) and the metrics of `aux`.
+        Read one of them regularly, because XLA fails on CPU devices with hundreds of steps in
+        flight.
 
     Raises:
-        ModelError: If an option is of a wrong kind, or `loss_fn` takes fewer than two arguments.
-        ConfigError: If no precision has that name.
+        ModelError: If an option has the wrong type, or `loss_fn` takes fewer than two arguments.
+        ConfigError: If the name of the precision is unknown.
     """
     if not isinstance(microbatches, Integral) or microbatches < 1:
         raise ModelError(
@@ -196,7 +197,7 @@ class TrainStep:
     constrain: Constrain = "auto"
     check: ProgramCheck = dataclasses.field(default_factory=ProgramCheck)
     on_partition: Callable[[Partition], None] = lambda partition: None
-    """Called whenever the step is traced, with who partitions the loss and why."""
+    """Called whenever the step is traced, with the partitioner of the loss and the reason."""
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def __call__(
@@ -216,7 +217,7 @@ class TrainStep:
         return self.program(state, batch, *inputs).lower(state, batch, *inputs)
 
     def arrange(self, state: TrainState, batch: Any) -> Any:
-        """Returns a batch whose rows lie as groups of unequal speed need them."""
+        """Returns the batch with its rows laid out for groups of unequal speed."""
         config = self.reduction
         if self.arranged or not (config.group_microbatches or config.group_seconds):
             return batch
@@ -228,13 +229,13 @@ class TrainStep:
         return reduction.arrange(batch)
 
     def program(self, state: TrainState, batch: Any, *inputs: Any) -> Any:
-        """Returns the jitted step for states, batches and inputs of this structure, rows as they
-        lie.
+        """Returns the jitted step for states, batches and inputs of this structure. It takes the
+        rows of a batch as they are, without `arrange`.
 
         Raises:
-            DataError: If the batch holds what is not an array [batch, ...].
-            RuleError: If the mesh cannot share out the batch, or a microbatch of it.
-            ModelError: If the state was made under another precision or other guards, or holds
+            DataError: If a leaf of the batch is not an array [batch, ...].
+            RuleError: If the mesh does not divide the batch or a microbatch.
+            ModelError: If the state was made with another precision or other guards, or holds
                 parameters that cannot be trained.
         """
         return self._program(state, batch, inputs).jitted
@@ -253,7 +254,7 @@ class TrainStep:
         check_window(self.guards, state)
         check_arity(self.loss_fn, inputs)
         given = batch_shardings(batch, scope, self.batch_axes), *input_shardings(inputs, scope)
-        # A microbatch must fall evenly on the devices too; refused here, before any tracing.
+        # The devices must divide a microbatch too. This raises before any tracing.
         reduction = self._reduction(state)
         microbatches = reduction.microbatches if reduction else self.microbatches
         parts = jax.eval_shape(lambda whole: split(whole, microbatches), batch)
@@ -277,8 +278,8 @@ class TrainStep:
     def apply(
         self, state: TrainState, batch: Any, inputs: Inputs = (), inputs_at: Any = ()
     ) -> tuple[TrainState, dict[str, Aggregate]]:
-        """What the compiled program computes, as a function to be traced; its metrics are not
-        divided yet. `inputs_at` are the shardings of the inputs."""
+        """Computes the step, for tracing inside a compiled program. The metrics are undivided.
+        `inputs_at` are the shardings of the inputs."""
         definition = state.definition
         gradients = functools.partial(
             self._gradients, state, batch=batch, inputs=inputs, inputs_at=inputs_at
@@ -323,10 +324,10 @@ class TrainStep:
         )
 
     def partition(self, state: TrainState, batch: Any, *inputs: Any) -> Partition:
-        """Returns who partitions the loss of the step, `by`, and `why`; arguments may be abstract.
+        """Returns the partitioner of the loss (`by`) and the reason (`why`).
 
         Args:
-            state, batch, inputs: Those of the step.
+            state, batch, inputs: Arguments of the step, which may be abstract.
         """
         batch = self.arrange(state, batch)
         inputs_at = input_shardings(inputs, state.definition.scope)
@@ -348,12 +349,12 @@ class TrainStep:
     def _gradients(
         self, state: TrainState, params: Any, batch: Any, inputs: Inputs, inputs_at: Any
     ) -> Gradients:
-        """The gradients of a batch at parameters which need not be those of the state."""
+        """Returns the gradients of a batch at `params`, which may differ from `state.params`."""
         definition = state.definition
         key = jax.random.fold_in(state.rng, state.step)
         reduction = self._reduction(state)
         microbatches = reduction.inner_microbatches if reduction else self.microbatches
-        # What is summed once goes straight to where it is used.
+        # Gradients that are summed only once go straight to the placement of the update.
         is_one = reduction is None and microbatches == 1
         sums_at = definition.updates if is_one else definition.gradients
         loss = self._loss(state, inputs_at, sums_at)
@@ -379,11 +380,11 @@ def _divided(found: Gradients) -> tuple[Any, jax.Array]:
 
 
 def refuse_donated(state: Any) -> None:
-    """Raises `ModelError` for a state that a step has taken already, on which XLA would crash."""
+    """Raises `ModelError` for a state that was already donated, on which XLA would crash."""
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
         raise ModelError(
-            "this state was given to a step before, which took its memory for the new one.\n"
-            "  Go on with the state that the step returned: state, metrics = step(state, batch)."
+            "this state was already passed to a step, which donated its memory.\n"
+            "  Continue with the state that the step returned: state, metrics = step(state, batch)."
         )
 
 
@@ -395,7 +396,7 @@ def _check_trainable(state: TrainState) -> None:
     ]
     if wrong:
         raise ModelError(
-            f"parameters that are not floating have no gradient: {', '.join(wrong)}.\n"
+            f"parameters that are not floating-point have no gradient: {', '.join(wrong)}.\n"
             "  Hold them in an nnx.Variable instead of an nnx.Param, or for linen in a collection "
             "of their own: self.variable('constants', ...)."
         )
@@ -408,13 +409,13 @@ def _check_precision(policy: Precision, state: TrainState) -> None:
     if dtypes != [x.dtype for x in jax.tree.leaves(stored)]:
         found = ", ".join(sorted(set(map(str, dtypes))))
         raise ModelError(
-            f"the step's precision stores parameters in {jnp.dtype(policy.params)}, but those of "
-            f"the state are in {found}.\n  Give init_state and make_train_step the same precision."
+            f"the step's precision stores parameters in {jnp.dtype(policy.params)}, but the state "
+            f"has {found}.\n  Give init_state and make_train_step the same precision."
         )
 
 
 def check_window(guards: GuardsConfig | None, state: TrainState) -> None:
-    """Raises `ModelError` for a state that does not hold what the guards of its step need."""
+    """Raises `ModelError` if the spike window of a state does not match the guards of its step."""
     if guards is None or guards.spike is None:
         return
     window = state.spike_window
@@ -428,8 +429,8 @@ def check_window(guards: GuardsConfig | None, state: TrainState) -> None:
 
 
 def _updates_before(state: TrainState) -> jax.Array:
-    """Returns how many updates a schedule inside of the optimizer has counted: fewer than steps,
-    where some were refused."""
+    """Returns the number of updates that the schedule of the optimizer counts, which leaves out
+    refused ones; without a schedule, the number of steps."""
 
     def counts(node: Any) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)

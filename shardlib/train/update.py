@@ -1,4 +1,4 @@
-"""The update of an optimizer inside of a step, with whatever the optimizer asks for."""
+"""The optimizer update inside a step, with the keyword arguments that the optimizer takes."""
 
 import functools
 import inspect
@@ -9,30 +9,30 @@ import jax
 import optax
 
 from shardlib.errors import ModelError
-from shardlib.partition import pin
+from shardlib.sharding.partition import pin
 from shardlib.train.gated import gated_update
 from shardlib.train.spikes import keep_unless
 from shardlib.train.state import TrainState
 
 Evaluate = Callable[[Any], tuple[jax.Array, Any]]
-"""`evaluate(params) -> (loss, gradients)`, of the batch of the step."""
+"""`evaluate(params) -> (loss, gradients)` on the batch of the step."""
 
 
 def update(
     state: TrainState, grads: Any, loss: jax.Array, evaluate: Evaluate, good: jax.Array | None
 ) -> tuple[Any, Any]:
-    """Returns the parameters and optimizer state after an update, in the dtypes they had.
+    """Returns the parameters and optimizer state after an update, with unchanged dtypes.
 
-    `grads` are in float32 whatever the parameters are, and so is the arithmetic of the update. Each
-    device updates the part of a parameter whose optimizer state it holds. Where `good` is there and
-    false, all stay as they are.
+    `grads` and the arithmetic of the update are in float32, whatever the dtype of the parameters.
+    Each device updates the part of a parameter whose optimizer state it holds. If `good` is given
+    and false, nothing changes.
 
-    An optimizer gets what it asks for by keyword: `value` (the loss), `grad` (the gradients),
-    `value_fn(params)` and `grad_fn(params, index)`, which compute the loss and its gradients of the
-    same batch, with the same randomness, from other parameters.
+    The optimizer receives the keyword arguments that it takes: `value` (the loss), `grad` (the
+    gradients), `value_fn(params)` and `grad_fn(params, index)`. The two functions compute the loss
+    and its gradients at other parameters, on the same batch and with the same randomness.
 
     Raises:
-        ModelError: If the optimizer takes or needs other arguments.
+        ModelError: If the optimizer rejects these arguments or needs others.
     """
     definition = state.definition
     params = state.params
@@ -50,7 +50,7 @@ def update(
     if good is not None:
         new_params = keep_unless(good, new_params, params)
         if is_apart:
-            # What is gathered is chosen before, so that no device holds both whole.
+            # Selected before gathering, so that no device holds both full parameters.
             new_params = pin(new_params, definition.updates, definition.scope)
     return new_params, opt_state
 
@@ -63,9 +63,9 @@ def _optimize(
     opt_state: Any,
     params: Any,
 ) -> tuple[Any, Any]:
-    """Returns updates and optimizer state, the state in the dtypes it had."""
+    """Returns the updates and the optimizer state, with its dtypes unchanged."""
     arguments = _arguments(optimizer, loss, evaluate, grads)
-    # optax mixes dtypes freely, whatever the user's own code is held to.
+    # optax mixes dtypes freely, whatever promotion rules the user's code sets.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         try:
             updates, new = optimizer.update(grads, opt_state, params, **arguments)
@@ -79,8 +79,8 @@ def _optimize(
 def _arguments(
     optimizer: optax.GradientTransformation, loss: jax.Array, evaluate: Evaluate, grads: Any
 ) -> dict[str, Any]:
-    """Returns what an optimizer asks for by name. One that takes anything, as a chain does, gets
-    what line searches and schedules on plateaus need."""
+    """Returns the keyword arguments that an optimizer takes. An optimizer that takes any, such as a
+    chain, gets the arguments of line searches and plateau schedules."""
     parameters = inspect.signature(optimizer.update).parameters.values()
     names = {p.name for p in parameters}
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
@@ -95,7 +95,7 @@ def _arguments(
 
 
 def _value_fn(evaluate: Evaluate) -> Callable[[Any], jax.Array]:
-    """The loss as a function that JAX differentiates by the gradients of the step, which know of
+    """Returns the loss as a function whose gradient is the gradient of the step, which handles
     microbatches, groups and stages."""
 
     @jax.custom_vjp
@@ -118,6 +118,6 @@ def _refusal(optimizer: Any, arguments: Any, error: TypeError) -> str:
     return (
         f"the optimizer ({name.partition('.')[0]}) cannot be given {', '.join(arguments)}, or "
         f"needs something else: {error}.\n"
-        "  Put what evaluates the loss itself outermost, as in optax.contrib.sam(optimizer=chain), "
-        "or wrap it so that its update takes **extra."
+        "  Put the transformation that evaluates the loss outermost, as in "
+        "optax.contrib.sam(optimizer=chain), or wrap it so that its update takes **extra."
     )

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import shardlib as sl
-from shardlib.attention import attend, resolve_backend
-from shardlib.attention.backends import Resolved
 from shardlib.errors import ModelError
 from shardlib.mesh import abstract_mesh
+from shardlib.nn.attention import attend, resolve_backend
+from shardlib.nn.attention.backends import Resolved
 
 # Means of at most 12 values of size about 1, weighted by a softmax in float32.
 ATOL = 2e-6
@@ -204,7 +204,7 @@ def test_faults_in_shape_and_window():
         attend(*example(heads=4, kv_heads=3))
     assert str(error.value) == (
         "4 query heads cannot share 3 key-value heads.\n"
-        "  Make the number of query heads a multiple of it."
+        "  Make the number of query heads a multiple of the number of key-value heads."
     )
     for options in ({"window": 0}, {"window": 3, "causal": False}):
         with pytest.raises(ModelError) as error:
@@ -225,8 +225,7 @@ def test_documents_of_keys_alone_are_refused():
     query, key, value = example()
     ids = jnp.ones((2, 12), jnp.int32)
     assert refusal((query, key, value), kv_segment_ids=ids) == (
-        "kv_segment_ids say of which document each key is, but of the queries nothing does.\n"
-        "  Give segment_ids as well."
+        "kv_segment_ids are set, but segment_ids are not.\n  Give segment_ids as well."
     )
 
 
@@ -236,8 +235,7 @@ def test_documents_of_fewer_queries_than_keys_are_not_those_of_the_keys():
     ids, rows = jnp.ones((2, 1), jnp.int32), jnp.full((2, 1), 11)
     for options in ({}, {"positions": rows}):
         assert refusal((query[:, -1:], key, value), segment_ids=ids, **options) == (
-            "the segment_ids of 1 queries cannot be those of 12 keys.\n"
-            "  Give kv_segment_ids as well."
+            "1 segment_ids of the queries do not fit 12 keys.\n  Give kv_segment_ids as well."
         )
     kv_ids = jnp.asarray(SEGMENTS, jnp.int32)
     ids = {"segment_ids": 2 * ids, "kv_segment_ids": kv_ids}
@@ -277,8 +275,8 @@ def test_devices_share_rows_that_attend_to_themselves(asked, said):
         with sl.use(sl.make_mesh("data=4,context=2"), sl.rules.STANDARD):
             text = refusal(arrays, **asked, **options)
         assert text == (
-            f"attention with {said} is for rows that attend to themselves, without explicit "
-            f"positions.\n  Leave out {said}."
+            f"attention with {said} is for self-attention without explicit positions.\n"
+            f"  Leave out {said}."
         )
 
 

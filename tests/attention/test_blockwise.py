@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import shardlib as sl
-from shardlib.attention import attend, tiles
-from shardlib.attention.mask import Mask, cut_places, places
-from shardlib.attention.order import row_positions
-from shardlib.attention.tiles import tile_size
+from shardlib.nn.attention import attend, tiles
+from shardlib.nn.attention.mask import Mask, cut_places, places
+from shardlib.nn.attention.order import row_positions
+from shardlib.nn.attention.tiles import tile_size
 
 BATCH, LENGTH, HEADS, DIM = 2, 24, 4, 8
 
@@ -50,6 +50,7 @@ def graded(backend, **options):
     return jax.jit(run)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(
     "options",

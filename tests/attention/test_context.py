@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
-from shardlib import remat
-from shardlib.attention import attend, tiles, unzigzag, zigzag
-from shardlib.attention.mask import Mask
-from shardlib.attention.region import in_region
-from shardlib.attention.ring import ring_attention
-from shardlib.manual import manual
+from shardlib.nn import remat
+from shardlib.nn.attention import attend, tiles, unzigzag, zigzag
+from shardlib.nn.attention.mask import Mask
+from shardlib.nn.attention.region import in_region
+from shardlib.nn.attention.ring import ring_attention
+from shardlib.sharding.manual import manual
 
 BATCH, LENGTH, HEADS, DIM = 2, 32, 8, 8
 
@@ -110,6 +110,7 @@ CASES = [
 ]
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize(("mesh", "method", "order", "variant", "kv_heads"), CASES)
 def test_equals_one_device(mesh, method, order, variant, kv_heads):
     with sl.use(sl.make_mesh(mesh), sl.rules.STANDARD):
@@ -118,6 +119,7 @@ def test_equals_one_device(mesh, method, order, variant, kv_heads):
     assert_same(found, expected(variant, kv_heads))
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
 def test_inside_of_a_region_over_another_axis(method):
     """As under a reduction over `data` that is done by hand."""
@@ -169,6 +171,7 @@ def test_one_pipeline_stage_computes_while_another_idles(method):
     assert not any(np.any(x[1:]) for x in found)
 
 
+@pytest.mark.mesh
 def test_gradients_of_replicated_key_value_heads_under_remat():
     """Recomputed under `full`; under `save:attended` the forward ring does not run again."""
 

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
-from shardlib.attention import attend, scores_per_device, tiles
-from shardlib.attention.mask import Mask
 from shardlib.errors import ModelError
+from shardlib.nn.attention import attend, scores_per_device, tiles
+from shardlib.nn.attention.mask import Mask
 
 COLLECTIVE = re.compile(
     r"= .*? (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -54,6 +54,7 @@ def test_a_method_sends_by_its_own_collectives_only(method, order, kinds):
     assert set(COLLECTIVE.findall(text)) == kinds
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 def test_segments_travel_with_the_keys_of_each_layer(order):
     """A ring of segments outside of the layers would run beside those of keys, which XLA for CPU
@@ -89,6 +90,7 @@ def wide_buffers(text, size):
     return {s for s in shapes if sum(int(n) >= size for n in s.split(",")) >= 2}
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("method", ["ring", "gather", "ulysses", None])
 def test_nothing_is_quadratic_in_the_length(method, monkeypatch):
     monkeypatch.setattr(tiles, "MAX_TILE", 16)
@@ -128,6 +130,7 @@ def test_zigzag_work_is_what_causality_asks_for(monkeypatch):
     assert np.shape(windowed) == (4, 2)
 
 
+@pytest.mark.mesh
 def test_the_compiled_loop_visits_what_is_counted(monkeypatch):
     """The tiles that a shard's own attention visits, at run time, are those of the count."""
     monkeypatch.setattr(tiles, "MAX_TILE", 4)
@@ -161,6 +164,6 @@ def test_a_row_that_does_not_divide_cannot_be_counted():
     with pytest.raises(ModelError) as error:
         scores_per_device(30, 4, "zigzag")
     assert str(error.value) == (
-        "a row of 30 positions cannot lie over 4 devices in zigzag order.\n"
+        "a row of 30 positions cannot be split over 4 devices in zigzag order.\n"
         "  Use a length that is a multiple of 8."
     )

@@ -14,12 +14,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
-from shardlib.attention.blockwise import blockwise
-from shardlib.attention.mask import Mask, places
-from shardlib.attention.plain import plain
-from shardlib.attention.region import in_region
-from shardlib.constrain import manual_axes
-from shardlib.manual import manual
+from shardlib.nn.attention.blockwise import blockwise
+from shardlib.nn.attention.mask import Mask, places
+from shardlib.nn.attention.plain import plain
+from shardlib.nn.attention.region import in_region
+from shardlib.sharding.constrain import manual_axes
+from shardlib.sharding.manual import manual
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 16, 12, 4, 8
 MASK = Mask(window=7)
@@ -60,6 +60,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("differentiated", ["inside", "outside"])
 @pytest.mark.parametrize(("mesh", "around", "kv_heads", "packed"), MESHES)

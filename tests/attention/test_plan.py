@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
-from shardlib.attention import attend, plan_context, unzigzag, zigzag
 from shardlib.errors import ModelError, RuleError
-from shardlib.manual import manual
+from shardlib.nn.attention import attend, plan_context, unzigzag, zigzag
+from shardlib.sharding.manual import manual
 
 STANDARD = sl.rules.STANDARD
 WHOLE = STANDARD.override(activations={"length": None})
@@ -131,7 +131,7 @@ def test_outside_of_a_mesh_there_is_nothing_to_share():
             "stage=2,context=4",
             {"context": "ring"},
             "attention by ring over context=4 cannot work: its hops are collective-permutes, which "
-            "meet over all devices, those of idle pipeline stages too, and the mesh has stage=2.\n"
+            "meet over all devices, idle pipeline stages too, and the mesh has stage=2.\n"
             "  Use context 'auto' or 'gather'.",
         ),
         (
@@ -153,7 +153,7 @@ def test_outside_of_a_mesh_there_is_nothing_to_share():
             "context=8",
             {"length": 24, "order": "zigzag", "context": "ulysses"},
             "attention by ulysses over context=8 cannot work: "
-            "a shard of 3 positions has no two halves for zig-zag order.\n"
+            "a shard of 3 positions cannot be halved for zig-zag order.\n"
             "  Use context 'ring' or 'gather', or a smaller context axis.",
         ),
     ],
@@ -199,8 +199,8 @@ def test_zigzag_over_devices_that_do_not_split_the_row_is_refused(method):
     ):
         jax.jit(lambda *arrays: attend(*arrays, order="zigzag", context=method))(*arrays)
     assert str(error.value) == (
-        "a row in zig-zag order lies over context=4, but the rules leave 'length' whole: attention "
-        "would take its tokens to be in their own order.\n"
+        "a row in zig-zag order is split over context=4, but the rules leave 'length' whole: "
+        "attention would read its tokens in contiguous order.\n"
         "  Leave out both `zigzag` and order='zigzag'."
     )
 
@@ -221,8 +221,8 @@ def test_inside_of_a_region_over_context_a_shard_is_a_row():
     wanted = jnp.concatenate([jax.jit(attend)(x, x, x) for x in shards], axis=1)
     np.testing.assert_allclose(found, wanted, atol=1e-6)
     assert str(error.value) == (
-        "a row in zig-zag order lies over context=4, but a region around handles context by hand: "
-        "attention would take its tokens to be in their own order.\n"
+        "a row in zig-zag order is split over context=4, but context is manual in an enclosing "
+        "region: attention would read its tokens in contiguous order.\n"
         "  Leave out both `zigzag` and order='zigzag'."
     )
 

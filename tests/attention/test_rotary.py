@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlib.attention import RotaryScaling, frequencies, rotate, rotations
 from shardlib.errors import ModelError
+from shardlib.nn.attention import RotaryScaling, frequencies, rotate, rotations
 
 DIM = 16
 
@@ -50,5 +50,5 @@ def test_odd_heads_have_no_pairs():
     with pytest.raises(ModelError) as error:
         frequencies(7)
     assert str(error.value) == (
-        "rotary embeddings turn pairs of dims, but head_dim is 7.\n  Use an even head_dim."
+        "rotary embeddings rotate pairs of dims, but head_dim is 7.\n  Use an even head_dim."
     )

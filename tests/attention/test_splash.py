@@ -8,10 +8,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
-from shardlib.attention import attend
-from shardlib.attention.mask import Mask, places
-from shardlib.attention.plain import plain
-from shardlib.attention.splash import splash
+from shardlib.nn.attention import attend
+from shardlib.nn.attention.mask import Mask, places
+from shardlib.nn.attention.plain import plain
+from shardlib.nn.attention.splash import splash
+
+pytestmark = pytest.mark.aot
 
 LENGTH = 256
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.docs
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "context_memory.py"
 
 

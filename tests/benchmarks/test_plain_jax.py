@@ -14,6 +14,8 @@ from shardlib import registry
 from shardlib.functional import functional
 from shardlib.paths import named_leaves
 
+pytestmark = pytest.mark.docs
+
 SOURCE = Path(__file__).parents[2] / "benchmarks" / "plain_jax.py"
 spec = importlib.util.spec_from_file_location("plain_jax", SOURCE)
 plain = importlib.util.module_from_spec(spec)

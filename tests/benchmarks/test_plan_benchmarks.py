@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.docs
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -47,7 +49,7 @@ def test_plan_ranking_on_two_meshes_of_a_tiny_model(tmp_path):
     sys.path.insert(0, str(BENCHMARKS.parent / "tests" / "plan"))
     from test_plan_measured import calibration
 
-    from shardlib.plan.measured import save
+    from shardlib.cost.machine.measured import save
 
     save(calibration(), tmp_path / "c.json")
     tiny = (

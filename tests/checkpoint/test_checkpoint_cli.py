@@ -19,8 +19,8 @@ from shardlib.checkpoint.arrays import read_bound
 from shardlib.checkpoint.read_plan import plan_reads
 from shardlib.cli import main
 from shardlib.config import load, to_yaml
+from shardlib.log.events import read_events
 from shardlib.run.directory import RunDirectory
-from shardlib.run.events import read_events
 
 CONFIG = """
 run_dir: {run_dir}
@@ -90,16 +90,16 @@ def test_places_without_checkpoints(shardlib, tmp_path):
     assert shardlib("ls", tmp_path) == (0, f"no checkpoint in {tmp_path}\n", "")
     assert shardlib("verify", tmp_path) == (1, f"no checkpoint in {tmp_path}\n", "")
     assert shardlib("ls", tmp_path / "none") == (
-        1,
+        2,
         "",
-        f"CheckpointError: {tmp_path}/none is no directory.\n"
+        f"ConfigError: {tmp_path}/none is not a directory.\n"
         "  Name the run_dir of a `shardlib train`.\n",
     )
     assert shardlib("diff", tmp_path, tmp_path)[2] == (
         f"CheckpointError: no checkpoint in {tmp_path}.\n  Name another run.\n"
     )
     assert shardlib("reshard", tmp_path, "--mesh", "fsdp=2", "--dry-run")[2] == (
-        f"CheckpointError: {tmp_path} holds no run: there is no config.yaml.\n"
+        f"ConfigError: {tmp_path} does not hold a run: config.yaml is missing.\n"
         "  Name the run_dir of a `shardlib train`.\n"
     )
 
@@ -130,7 +130,7 @@ def test_verify_names_what_was_changed(trained, shardlib, tmp_path):
     assert (code, err) == (1, "")
     assert out.startswith(
         f"step 2: checkpoint {place} is damaged: 1 of its files are not as saved:\n"
-        f"  {file.relative_to(place)}: other contents\n"
+        f"  {file.relative_to(place)}: checksum mismatch\n"
         "  Restore another step.\n"
         "step 4: "
     )
@@ -143,7 +143,7 @@ def test_diff(trained, shardlib):
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == "1 array is equal, 39 are not:"  # The key of all randomness.
-    assert "  params/head/kernel: other values" in lines
+    assert "  params/head/kernel: different values" in lines
     assert lines[-2:] == [
         "  and 19 more (--json lists all)",
         "data.samples_seen: 16 and 32",
@@ -217,7 +217,7 @@ def test_checkpoints_that_are_all_damaged_are_not_nothing(trained, shardlib, tmp
     _, _, err = shardlib("reshard", damaged, "--mesh", "fsdp=2", "--dry-run")
     assert err.endswith(
         f"CheckpointError: none of the checkpoints of {damaged} is readable (steps 2, 4).\n"
-        f"  `shardlib checkpoint verify {damaged}` says what is wrong with each.\n"
+        f"  See what is wrong with each: shardlib checkpoint verify {damaged}\n"
     )
 
 
@@ -235,11 +235,12 @@ def test_reshard_says_what_a_restore_takes(trained, shardlib):
     assert (code, out, err) == (
         2,
         "",
-        "MeshError: mesh 'fsdp=-1' leaves a size open, and no cluster says how many devices there "
-        "are.\n  Give every size, or name the cluster with --on.\n",
+        "MeshError: mesh 'fsdp=-1' leaves a size open, and no cluster gives the number of "
+        "devices.\n  Give every size, or name the cluster with --on.\n",
     )
 
 
+@pytest.mark.mesh
 def test_reshard_copies_a_run(trained, shardlib, tmp_path):
     copy = tmp_path / "copy"
     code, out, err = shardlib("reshard", trained, "--mesh", "data=4,tensor=2", "--to", copy)
@@ -258,9 +259,10 @@ def test_reshard_copies_a_run(trained, shardlib, tmp_path):
     assert result.step == 5
     code, _, err = shardlib("reshard", trained, "--mesh", "fsdp=8", "--to", copy)
     assert code == 2
-    assert err == f"ConfigError: {copy} holds a run already.\n  Name a directory that does not.\n"
+    assert err == f"ConfigError: {copy} already holds a run.\n  Name a directory that does not.\n"
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("is_on", [True, False], ids=["on", "off"])
 def test_reshard_takes_guards_that_have_changed_since_the_last_save(
     trained, shardlib, tmp_path, capfd, is_on
@@ -284,6 +286,7 @@ def test_reshard_takes_guards_that_have_changed_since_the_last_save(
     assert run.train(config).step == 7
 
 
+@pytest.mark.mesh
 def test_the_copy_of_a_finished_run_has_waited_for_nothing(trained, shardlib, tmp_path):
     copy = tmp_path / "copy"
     time.sleep(1)
@@ -349,7 +352,7 @@ def test_reshard_takes_the_newest_of_both_places(in_two_places, shardlib, tmp_pa
     assert (code, err) == (0, "")
     assert out == (
         f"step 4 is now in {copy}\n  train on  shardlib train {copy}/config.yaml\n"
-        "checkpoint.local is left out of its config, being for the other run alone\n"
+        "checkpoint.local is left out of its config: it belongs to the other run\n"
     )
     assert load(run.RunConfig, copy / "config.yaml").checkpoint.local is None
     saved = RunCheckpoints(copy / "checkpoints").metadata(4)
@@ -369,12 +372,12 @@ def test_a_local_place_that_cannot_be_read_is_told_of(in_two_places, shardlib, t
     (tmp_path / "local").rename(tmp_path / "lost")
     code, out, err = shardlib("ls", in_two_places, "--json")
     assert (code, [each["step"] for each in json.loads(out)]) == (0, [2])
-    assert err == f"checkpoint.local.directory is not here, and left out: {tmp_path}/local\n"
+    assert err == f"checkpoint.local.directory does not exist, skipped: {tmp_path}/local\n"
     config = in_two_places / "config.yaml"
     config.write_text("mesh: {")
     code, out, err = shardlib("ls", in_two_places, "--json")
     assert (code, [each["step"] for each in json.loads(out)]) == (0, [2])
-    assert err.startswith("checkpoint.local, if there is one, is not known and left out: ")
+    assert err.startswith("checkpoint.local is unknown and ignored: ")
 
 
 def test_a_restore_reads_what_was_planned(tmp_path):

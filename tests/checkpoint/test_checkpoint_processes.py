@@ -9,9 +9,12 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.checkpoint import RunCheckpoints
+
+pytestmark = pytest.mark.process
 
 
 def free_port():

@@ -123,8 +123,8 @@ def test_unflatten_refuses_other_leaves():
     with pytest.raises(CheckpointError) as caught:
         unflatten({"a": 1, "b": 2}, {"a": 0, "c": 0})
     assert str(caught.value) == (
-        "the tree has other leaves than those at hand: b, c.\n"
-        "  Pass a tree of the structure that was flattened."
+        "the given leaves do not match the tree: b, c.\n"
+        "  Pass a tree with the structure that was flattened."
     )
 
 

@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.checkpoint import files
-from shardlib.checkpoint.files import FileRecord, check_contents, check_sizes, checksums, combined
+from shardlib.checkpoint import checksums as files
+from shardlib.checkpoint.checksums import (
+    FileRecord,
+    check_contents,
+    check_sizes,
+    checksums,
+    combined,
+)
 from shardlib.errors import CheckpointError
 
 
@@ -46,8 +52,8 @@ def test_all_faults_are_told_at_once(tmp_path):
         check_contents(tmp_path, expected)
     assert str(caught.value) == (
         f"checkpoint {tmp_path} is damaged: 2 of its files are not as saved:\n"
-        "  a: other contents\n"
-        "  d: other contents\n"
+        "  a: checksum mismatch\n"
+        "  d: checksum mismatch\n"
         "  Restore another step."
     )
     (tmp_path / "b").unlink()

@@ -70,6 +70,7 @@ def test_every_dtype_on_host_and_devices(name):
         assert fingerprints({"x": jnp.asarray(array)}) == {"x": expected}
 
 
+@pytest.mark.mesh
 @given(
     st.sampled_from([name for name in STORABLE if name not in WIDE]),
     st.sampled_from([(8,), (16, 3), (8, 8), (2, 4, 8)]),
@@ -97,6 +98,7 @@ def small_blocks(monkeypatch):
     fingerprint._compiled.cache_clear()
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("name", STORABLE)
 def test_blocks_change_nothing(name, small_blocks):
     for shape, spec in (((1000,), "a"), ((14, 5, 8), (None, None, "b")), ((40, 64), ("b", "a"))):
@@ -107,6 +109,7 @@ def test_blocks_change_nothing(name, small_blocks):
             assert fingerprints({"x": sharded}) == {"x": reference(array)}
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("name", [name for name in STORABLE if name not in (*WIDE, "int4")])
 def test_large_arrays_take_little_memory(name):
     sharding = NamedSharding(mesh_of(2, 4), PartitionSpec("a", "b"))

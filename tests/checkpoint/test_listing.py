@@ -115,17 +115,17 @@ def test_foreign_entries_are_never_listed_and_told_of_once(tmp_path):
         assert checkpoints.steps() == [6]
     steps = {f"{step:08d}" for step in (6, 98, 99, 101, 102, 103, 104)}
     assert set(os.listdir(directory)) == steps | {"100", "notes"}
-    incomplete = "is skipped: no complete checkpoint"
+    incomplete = "is skipped: not a complete checkpoint"
     assert told == [
-        f"{directory}/00000098 is skipped: no checkpoint",
+        f"{directory}/00000098 is skipped: not a checkpoint",
         f"{directory}/00000101 is skipped: a file",
         f"{directory}/00000102 is skipped: a symbolic link",
-        f"{directory}/100 is skipped: no checkpoint",
-        f"{directory}/notes is skipped: no checkpoint",
+        f"{directory}/100 is skipped: not a checkpoint",
+        f"{directory}/notes is skipped: not a checkpoint",
         f"{directory}/00000099 {incomplete} ({directory}/00000099 cannot be read as a checkpoint: "
         f"No such file or directory: {directory}/00000099/manifest.json.)",
         f"{directory}/00000103 {incomplete} (the manifest {directory}/00000103/manifest.json is "
-        "damaged: it is of step 5.)",
+        "damaged: it belongs to step 5.)",
         f"{directory}/00000104 {incomplete} (the manifest {directory}/00000104/manifest.json is a "
         "symbolic link.)",
     ]
@@ -144,7 +144,7 @@ def test_a_run_does_not_pass_over_a_checkpoint_that_is_a_link(tmp_path):
                 use()
             assert str(refused.value) == (
                 f"{directory}/00000006 is a symbolic link, which is not followed.\n"
-                "  Put the directory that it leads to in its place, or remove the link."
+                "  Replace it with its target directory, or remove the link."
             )
         assert checkpoints.links() == [6]
         (directory / "00000006").unlink()
@@ -253,14 +253,14 @@ def test_what_directories_without_a_name_of_a_step_are(tmp_path):
     saved = SavedCheckpoints(tmp_path / "checkpoints", notify=told.append)
     assert saved.steps() == []
     assert told == [
-        f"{tmp_path}/checkpoints/31 is skipped: no checkpoint (a step is named by 8 digits, such "
-        "as 00000031)"
+        f"{tmp_path}/checkpoints/31 is skipped: not a checkpoint (a step is named by 8 digits, "
+        "such as 00000031)"
     ]
     (tmp_path / "checkpoints" / "31").rename(tmp_path / "checkpoints" / "00000031")
     told.clear()
     assert SavedCheckpoints(tmp_path, notify=told.append).steps() == []
     assert told == [
-        f"{tmp_path}/checkpoints is skipped: no checkpoint (it holds some: name it in place of "
+        f"{tmp_path}/checkpoints is skipped: not a checkpoint (it holds some: name it in place of "
         "this directory)"
     ]
 
@@ -294,7 +294,7 @@ def test_what_never_was_a_checkpoint_is_none_that_fails(tmp_path):
         assert checkpoints.latest() is None
         assert checkpoints.restore_newest(STATE) is None
         assert checkpoints.steps() == []
-    assert told == [f"{tmp_path}/00000007 is skipped: no checkpoint"]
+    assert told == [f"{tmp_path}/00000007 is skipped: not a checkpoint"]
     assert os.listdir(tmp_path) == ["00000007"]
 
 
@@ -347,8 +347,8 @@ def test_a_directory_that_cannot_be_written(tmp_path):
     text = (
         f"the checkpoint of step 1 could not be written to {place}: "
         f"NotADirectoryError: [Errno 20] Not a directory: '{place}'\n"
-        "  Free space or restore access there; complete steps: unknown, for the directory cannot "
-        "be listed."
+        "  Free space or restore access there; complete steps: unknown (the directory cannot "
+        "be listed)."
     )
     checkpoints.save(1, STATE, {})
     assert told == [text]
@@ -376,5 +376,5 @@ def test_config_faults():
         CheckpointConfig(keep_every_steps=0)
     with pytest.raises(ValueError, match="count must be at least 1, not 0"):
         KeepBest(metric="loss", count=0)
-    with pytest.raises(ValueError, match="local checkpoints are the more frequent ones"):
+    with pytest.raises(ValueError, match="local checkpoints must be more frequent"):
         CheckpointConfig(every_steps=10, local=LocalTier(directory="x", every_steps=10))

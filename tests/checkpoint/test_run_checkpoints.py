@@ -124,6 +124,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_bit_equal_on_every_mesh(name, tmp_path):
     state = shard(make_state(TRANSFORMS[name]), make_mesh(2, 4))
@@ -169,6 +170,7 @@ def test_leaves_of_every_kind(tmp_path):
         assert bits(host["float8"]) == bits(state["float8"])
 
 
+@pytest.mark.mesh
 def test_state_may_be_donated_and_changed_during_a_save(tmp_path):
     mesh = make_mesh(2, 4)
     state = shard({"w": jnp.arange(2.0**20).reshape(1024, 1024), "b": jnp.zeros(64)}, mesh)
@@ -310,7 +312,7 @@ def test_missing_steps_and_directories(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         checkpoints.restore(7, {"w": jnp.ones(1)})
     assert str(caught.value) == (
-        f"there is no checkpoint of step 7 in {tmp_path}/nowhere.\n  Steps there: none."
+        f"step 7 has no checkpoint in {tmp_path}/nowhere.\n  Steps there: none."
     )
     assert not (tmp_path / "nowhere").exists()
     with RunCheckpoints(tmp_path) as checkpoints:
@@ -388,6 +390,7 @@ def test_only_the_log_of_orbax_is_kept_quiet(tmp_path, caplog):
     ]
 
 
+@pytest.mark.mesh
 def test_import_is_light_and_exit_completes_the_save(tmp_path):
     script = """
 import sys

@@ -61,8 +61,8 @@ def test_places_within_each_other_are_refused(near, tmp_path):
     with pytest.raises(ConfigError) as caught:
         open_checkpoints(tmp_path / "far", CheckpointConfig(every_steps=10, local=local))
     assert str(caught.value) == (
-        f"checkpoint.local.directory {tmp_path / near} and the checkpoints of the run, in "
-        f"{tmp_path}/far, lie in each other.\n"
+        f"checkpoint.local.directory {tmp_path / near} overlaps with the run's checkpoints in "
+        f"{tmp_path}/far.\n"
         "  Name a directory outside of run_dir, on a disk of this machine."
     )
 
@@ -75,7 +75,7 @@ def test_a_step_that_neither_has(tmp_path):
             with pytest.raises(CheckpointError) as caught:
                 ask(7)
             assert str(caught.value) == (
-                f"there is no checkpoint of step 7 in {tmp_path}/far and {tmp_path}/near.\n"
+                f"step 7 has no checkpoint in {tmp_path}/far and {tmp_path}/near.\n"
                 "  Steps there: 10, 12, 14."
             )
 
@@ -161,8 +161,7 @@ def test_a_local_place_belongs_to_one_run(tmp_path):
         saved = open_saved(tmp_path, config_of(tmp_path), notify=told.append, owner=owner)
         assert list(saved.tiers) == ["run"]
     assert told == 2 * [
-        "checkpoint.local.directory holds checkpoints of another run, and is left out: "
-        f"{tmp_path}/near"
+        f"checkpoint.local.directory holds checkpoints of another run, skipped: {tmp_path}/near"
     ]
 
 
@@ -188,7 +187,7 @@ def test_who_only_reads_sees_both_places(tmp_path):
     told = []
     saved = open_saved(tmp_path / "far", config_of(tmp_path), notify=told.append)
     assert saved.latest() == 20
-    assert told == [f"checkpoint.local.directory is not here, and left out: {tmp_path}/near"]
+    assert told == [f"checkpoint.local.directory does not exist, skipped: {tmp_path}/near"]
 
 
 def test_several_hosts_are_refused():

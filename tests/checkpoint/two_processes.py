@@ -58,7 +58,7 @@ def restore_save_and_refuse(checkpoints):
     with pytest.raises(CheckpointError) as caught:
         checkpoints.save(3, {"w": moved["w"], "local": jnp.ones(3)}, {})
     assert str(caught.value) == (
-        "arrays live on one process only, so that it is not clear which one to save:\n"
+        "arrays live on one process only, so it is unclear which one to save:\n"
         "  local: float32[3]\n"
         "  Place them on the mesh: jax.device_put(array, NamedSharding(mesh, P()))."
     )

@@ -26,7 +26,7 @@ def test_missing_paths_are_all_named(corpus, tmp_path, monkeypatch, cache):
     assert message(text(("corpus", "corpuss", "far/away.txt", "*.tar", "builtin:pyhton"))) == (
         f"data.path: there is nothing at 'corpuss'. Did you mean 'corpus'?\n"
         f"  Correct the path; it is relative to {str(tmp_path)!r}.\n"
-        f"data.path: there is nothing at 'far/away.txt'. Neither is there a directory 'far'.\n"
+        f"data.path: there is nothing at 'far/away.txt'. The directory 'far' is missing too.\n"
         f"  Correct the path; it is relative to {str(tmp_path)!r}.\n"
         f"data.path: no file matches '*.tar'.\n"
         f"  Correct the pattern, or add files.\n"
@@ -66,7 +66,7 @@ def test_files_without_text(tmp_path):
     (tmp_path / "a.txt").write_text("")
     assert message(text(str(tmp_path / "a.txt"))) == (
         f"data.path: '{tmp_path}/a.txt' holds no text (1 files, all empty).\n"
-        f"  Name a place that holds text."
+        f"  Give a path that holds text."
     )
 
 
@@ -85,11 +85,11 @@ def test_nothing_to_hold_out(tmp_path):
     (tmp_path / "a.txt").write_text("abc " * 100)
     assert message(text(str(tmp_path))) == (
         f"data.path holds a single document, so none can be held out for evaluation: {tmp_path}.\n"
-        f"  Set data.separator to what stands between its documents, data.eval_path to other "
+        f"  Set data.separator to the text between its documents, data.eval_path to other "
         f"text, or data.eval_fraction=0."
     )
     assert message(text(str(tmp_path), eval_fraction=0.0), "eval") == (
-        "there is no held-out text: data.eval_fraction is 0 and data.eval_path is not set.\n"
+        "the data has no held-out text: data.eval_fraction is 0 and data.eval_path is not set.\n"
         "  Set one of them, or do not evaluate."
     )
     assert message(text(str(tmp_path), eval_path=str(tmp_path))) == (
@@ -210,7 +210,7 @@ def test_a_missing_extra_is_named(monkeypatch):
         ),
         (
             {"tokenizer": "bytes", "vocab_size": 512},
-            "vocab_size is for tokenizer 'bpe'; tokenizer 'bytes' brings its own",
+            "vocab_size is for tokenizer 'bpe'; tokenizer 'bytes' has its own",
         ),
         ({"end_of_text": "</s>"}, "end_of_text is for a tokenizer.json, not for 'bpe'"),
         ({"separator": ""}, "separator must not be empty"),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from shardlib.data import ImageData, open_data
-from shardlib.data.augment import center_box, random_box, shift
+from shardlib.data.images.augment import center_box, random_box, shift
 from shardlib.errors import DataError
 from shardlib.registry import DataSpec
 
@@ -108,9 +108,9 @@ def test_eval_path_takes_the_classes_of_path(folder, tmp_path):
     with pytest.raises(DataError) as caught:
         open_split(config)
     assert str(caught.value) == (
-        f"data.eval_path: '{tmp_path}/held' has classes that data.path '{folder}' has not: "
+        f"data.eval_path: '{tmp_path}/held' has classes that data.path '{folder}' lacks: "
         f"'doge'. Did you mean 'dog'?\n"
-        f"  Name the subdirectories of both alike."
+        f"  Use the same subdirectory names in both."
     )
 
 

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.data.packing import Concatenation, PackedRows
+from shardlib.data.text.packing import Concatenation, PackedRows
+from shardlib.data.text.tokens import TokenArray
 from shardlib.data.tokenizer import BytesTokenizer
-from shardlib.data.tokens import TokenArray
 
 TOKENIZER = BytesTokenizer()
 DOCUMENTS = st.lists(st.text("ab é\n", min_size=1, max_size=12), min_size=1, max_size=8)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from shardlib.data import ArrangedSource, ImageData, MapSource, StreamPosition, TextData, open_data
 from shardlib.registry import DataSpec
-from shardlib.train.reduce_uneven import arranged_rows
+from shardlib.train.reduce.uneven import arranged_rows
 
 LENGTH = 240
 """Samples of the uninterrupted stream: several passes of all data here."""
@@ -120,6 +120,7 @@ def read_stage(config, stage, position):
     return [joined(parts) for parts in zip(*batches, strict=True)]
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("name", ["text", "mixture", "weighted", "images"])
 @settings(max_examples=12, deadline=None)
 @given(stages=stages)

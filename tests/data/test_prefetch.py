@@ -16,8 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.data import MapSource, Prefetcher, prefetch
 from shardlib.data.prefetch import merged
-from shardlib.phases import PhaseClock
 from shardlib.registry import DataSpec
+from shardlib.runtime.phases import PhaseClock
 from shardlib.train.loop import Loop
 
 PADDING = {"tokens": np.zeros((6,), np.int32), "weight": np.zeros((), np.float32)}
@@ -140,6 +140,7 @@ def test_closing_ends_the_thread_while_it_waits_for_room():
         next(batches)
 
 
+@pytest.mark.mesh
 def test_a_forgotten_prefetcher_is_collected():
     batches = Prefetcher(source(Numbers()), shardings())
     next(batches)
@@ -189,7 +190,7 @@ def test_closing_leaves_a_read_without_end_behind(monkeypatch, caplog):
     assert thread.is_alive()
     assert caplog.messages == [
         "the thread that reads the batch of step 3 has not ended within 0.2 s and is left behind; "
-        "it still holds what it has open"
+        "its open files stay open"
     ]
     # Should the read end after all, so does the thread.
     gate.opened.set()
@@ -254,6 +255,7 @@ jax.distributed.shutdown()
 """
 
 
+@pytest.mark.mesh
 def test_each_process_reads_only_its_rows():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -326,6 +328,7 @@ print("over", flush=True)
 """
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("threads", [1, 4])
 def test_an_interpreter_exits_though_a_read_never_ends(threads):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
@@ -335,5 +338,5 @@ def test_an_interpreter_exits_though_a_read_never_ends(threads):
     assert (done.returncode, done.stdout) == (0, "over\n")
     assert done.stderr == (
         "the thread that reads the batch of step 0 has not ended within 0.2 s and is left behind; "
-        "it still holds what it has open\n"
+        "its open files stay open\n"
     )

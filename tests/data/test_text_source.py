@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from shardlib.data import TextData, load_tokenizer, open_data
-from shardlib.data.corpus import builtin_files
-from shardlib.data.sources import open_sources
+from shardlib.data.text.corpus import builtin_files
+from shardlib.data.text.sources import open_sources
 from shardlib.registry import DataSpec
 
 BATCH = 8
@@ -211,7 +211,7 @@ def test_documents_of_each_kind_of_file(tmp_path):
 
 
 def test_a_separator_is_found_across_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardlib.data.sources._CHUNK_CHARACTERS", 3)
+    monkeypatch.setattr("shardlib.data.text.sources._CHUNK_CHARACTERS", 3)
     (tmp_path / "a.txt").write_text("first<|end|>second<|end|><|end|>third")
     path = str(tmp_path / "a.txt")
     [source] = open_sources(config(path, separator="<|end|>"), path, "data.path")

@@ -65,6 +65,7 @@ def test_changes_are_noticed(corpus, caplog):
     assert built(caplog) == 1
 
 
+@pytest.mark.mesh
 def test_processes_that_start_together_share_the_work(corpus, cache):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "error", "-c", PROGRAM, str(corpus)]
@@ -123,7 +124,7 @@ def test_a_tokenizer_with_two_tokens_of_one_id(tmp_path):
     # Of the two, the one whose length counts is up to the order of a hash table.
     assert str(caught.value) in [
         f"the tokens of a document of 4 bytes stand for {found} bytes.\n"
-        "  Repair the tokenizer.json: each id is to stand for one token."
+        "  Repair the tokenizer.json: each id must map to one token."
         for found in (3, 5)
     ]
 
@@ -145,5 +146,5 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
         cached("things", "key", lambda directory: None)
     assert str(caught.value) == (
         f"the cache directory {tmp_path / 'file'} cannot be written: Not a directory.\n"
-        f"  Set SHARDLIB_CACHE to a directory that can."
+        f"  Set SHARDLIB_CACHE to a writable directory."
     )

@@ -181,7 +181,7 @@ def test_errors_name_the_file_and_the_fix(tmp_path):
         read_tokenizer(file, end_of_text="<|endofdoc|>")
     assert str(caught.value) == (
         f"{str(file)!r} has no token '<|endofdoc|>'. Did you mean '<|endoftext|>'?\n"
-        f"  Set data.end_of_text to the token that it ends documents with."
+        f"  Set data.end_of_text to its end-of-document token."
     )
     file.write_text(BPE.to_json().replace("<|endoftext|>", "<|finis|>"))
     with pytest.raises(DataError) as caught:
@@ -189,7 +189,7 @@ def test_errors_name_the_file_and_the_fix(tmp_path):
     assert str(caught.value) == (
         f"{str(file)!r} has no end-of-text token under any usual name (<|endoftext|>, "
         f"<|end_of_text|>, </s>, <eos>, <|eos|>, [EOS], [SEP]).\n"
-        f"  Set data.end_of_text to the token that it ends documents with."
+        f"  Set data.end_of_text to its end-of-document token."
     )
     assert read_tokenizer(file, end_of_text="<|finis|>").eot == 0
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from shardlib.mesh import MeshConfig
 from shardlib.rules import SEQUENCE, STANDARD, ZERO1, ZERO2, AxisRules
-from shardlib.train.reduction import ReductionConfig
+from shardlib.train.reduce.reduction import ReductionConfig
 from shardlib_models.moe import MoEConfig
 
 # Too few places for tokens that crowd.

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from sklearn.datasets import load_digits
 
-from shardlib.moe import balance_biases
+from shardlib.nn.moe import balance_biases
 from shardlib.registry import DataSpec, family
 from shardlib.run.setup import TEXT_AXES
 from shardlib.testing import Reference

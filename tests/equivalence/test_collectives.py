@@ -11,7 +11,7 @@ import pytest
 from cases import CASES
 from problems import BATCH, LENGTH, PROBLEMS
 
-from shardlib.explain.program import read_program
+from shardlib.explain.analysis.collectives import read_program
 from shardlib.testing import assert_collectives
 
 # Numbers (losses, norms, counts) travel alone or combined; what is told apart is arrays.
@@ -102,17 +102,20 @@ def per_layer(sent, *, backward):
     return [c for c in inside if ("transpose" in c.op_name) is backward]
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("case", EXPECTED)
 def test_a_step_sends_what_its_strategy_implies(comparison, case):
     found = comparison(case)
     assert_collectives(found.compiled, EXPECTED[case], mesh=found.mesh)
 
 
+@pytest.mark.mesh
 def test_data_reduces_every_gradient_once(program):
     sent, shapes = program("transformer data=8 30 steps")
     assert elements(sent) == sum(map(math.prod, shapes))
 
 
+@pytest.mark.mesh
 def test_fsdp_gathers_parameters_and_reduces_gradients(program):
     sent, shapes = program("transformer fsdp=8")
     gathered = [c for c in sent if c.kind == "all-gather"]
@@ -126,6 +129,7 @@ def test_fsdp_gathers_parameters_and_reduces_gradients(program):
     assert elements([c for c in sent if c.kind == "all-reduce"]) == size
 
 
+@pytest.mark.mesh
 def test_tensor_reduces_twice_a_layer_each_way(program):
     sent, _ = program("transformer tensor=8")
     for backward in (False, True):
@@ -135,12 +139,14 @@ def test_tensor_reduces_twice_a_layer_each_way(program):
         assert {c.count for c in residual} == {LAYERS}
 
 
+@pytest.mark.mesh
 def test_resnet_reduces_gradients_and_batch_statistics(program):
     sent, shapes = program("resnet data=8")
     kernels = [math.prod(shape) for shape in shapes if len(shape) > 1]
     assert elements([c for c in sent if max(map(len, arrays(c))) > 1]) >= sum(kernels)
 
 
+@pytest.mark.mesh
 def test_resnet_under_fsdp_gathers_kernels_alone(program):
     sent, shapes = program("resnet fsdp=8")
     gathered = {shape for c in sent if c.kind == "all-gather" for shape in arrays(c)}

@@ -5,9 +5,9 @@ import pytest
 from refused import Asked
 
 from shardlib.errors import ConfigError, MeshError, ModelError, RuleError
-from shardlib.pipeline.config import PipelineConfig
 from shardlib.rules import STANDARD
-from shardlib.train.reduction import ReductionConfig
+from shardlib.train.pipeline.config import PipelineConfig
+from shardlib.train.reduce.reduction import ReductionConfig
 from shardlib_models.moe import MoEConfig
 
 
@@ -241,7 +241,7 @@ CASES = {
         ),
         ModelError,
         "attention by ring over context=4 cannot work: its hops are collective-permutes, which "
-        "meet over all devices, those of idle pipeline stages too, and the mesh has stage=2.\n"
+        "meet over all devices, idle pipeline stages too, and the mesh has stage=2.\n"
         "  Use context 'auto' or 'gather'.",
     ),
     "devices": (
@@ -255,16 +255,16 @@ CASES = {
         RuleError,
         "the batch's num_bytes: logical axis 'batch' (dim 0 of ('batch',), shape (12,)) cannot be "
         "sharded: data+fsdp+expert=8 does not divide 12.\n"
-        "  Leave out a last batch of fewer rows (drop_last=True in most loaders) or pad it, choose "
-        "another batch size, or change the mesh or the rules of the batch.",
+        "  Drop a smaller last batch (drop_last=True in most loaders) or pad it, choose another "
+        "batch size, or change the mesh or the rules of the batch.",
     ),
     "microbatch": (
         Asked("data=4,tensor=2", options={"microbatches": 4}),
         RuleError,
         "the batch's num_bytes: logical axis 'batch' (dim 0 of ('batch',), shape (2,)) cannot be "
         "sharded: data+fsdp+expert=4 does not divide 2.\n"
-        "  Leave out a last batch of fewer rows (drop_last=True in most loaders) or pad it, choose "
-        "another batch size, or change the mesh or the rules of the batch.",
+        "  Drop a smaller last batch (drop_last=True in most loaders) or pad it, choose another "
+        "batch size, or change the mesh or the rules of the batch.",
     ),
     "number of microbatches": (
         Asked("data=2,tensor=4", options={"microbatches": 3}),
@@ -311,7 +311,7 @@ CASES = {
         ModelError,
         f"the model updates {', '.join(STATISTICS[:4])}, ... as it runs, which would be different "
         "in every group.\n"
-        "  Leave train.reduction out: then such statistics are those of the whole batch.",
+        "  Leave train.reduction out to compute such statistics over the whole batch.",
     ),
     "microbatches of too few groups": (
         Asked(
@@ -327,7 +327,7 @@ CASES = {
             options={"microbatches": 2, "reduction": ReductionConfig(group_microbatches=(3, 1))},
         ),
         ConfigError,
-        "microbatches=2 is given beside reduction.group_microbatches, which says it for each "
+        "microbatches=2 conflicts with reduction.group_microbatches, which sets it for each "
         "group.\n"
         "  Leave microbatches at 1.",
     ),
@@ -393,6 +393,7 @@ def compilations(caplog):
         yield lambda: [r.message for r in caplog.records if "Finished XLA comp" in r.message]
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("name", CASES)
 def test_refused_before_compilation(name, compilations):
     asked, kind, text = CASES[name]
@@ -402,6 +403,7 @@ def test_refused_before_compilation(name, compilations):
     assert not [m for m in compilations() if "train_step" in m or "init" in m]
 
 
+@pytest.mark.mesh
 def test_what_is_refused_works_when_it_divides(compilations):
     """The question is well put: it is the numbers that are refused."""
     Asked("stage=2,fsdp=2,tensor=2", options={"microbatches": 2}).lower()

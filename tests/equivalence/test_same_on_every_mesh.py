@@ -14,8 +14,27 @@ import shardlib as sl
 from shardlib.mesh import STANDARD_AXES
 from shardlib.registry import family
 
+# One case of each axis and one of several, of those that are quickly compiled; `mesh` has the rest.
+QUICK = {
+    "transformer data=2x4",
+    "transformer fsdp=8",
+    "transformer tensor=8",
+    "transformer context=8",
+    "transformer expert=8",
+    "transformer stage=2,data=2x2 2 microbatches no dropout, hops",
+    "transformer data=2,context=2,tensor=2 sequence",
+}
+MARKED = [
+    pytest.param(case, marks=() if str(case) in QUICK else pytest.mark.mesh, id=str(case))
+    for case in CASES
+]
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+
+def test_the_quick_cases_are_there():
+    assert {str(case) for case in CASES} >= QUICK
+
+
+@pytest.mark.parametrize("case", MARKED)
 def test_equal_to_one_device(compare, case):
     comparison = compare(case)
     assert not comparison.deviations, str(comparison)

@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardlib.explain.program import read_program
+from shardlib.explain.analysis.collectives import read_program
 from shardlib.hardware import parse_cluster
 
 CPU, TPU = parse_cluster("cpu:8"), parse_cluster("v5e-8")

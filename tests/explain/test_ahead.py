@@ -14,12 +14,12 @@ from on_meshes import CPU, TPU, abstract_mesh, cpu_mesh, struct
 
 import shardlib as sl
 from shardlib.errors import ConfigError, DoesNotFitError, MeshError
-from shardlib.explain.ahead import compile_step
-from shardlib.explain.captured import captured_errors
-from shardlib.explain.memory import read_memory
-from shardlib.explain.oversized import compile_larger
-from shardlib.explain.report import report_on
-from shardlib.explain.topology import devices_of
+from shardlib.explain.analysis.memory import read_memory
+from shardlib.explain.aot.capture_stderr import captured_errors
+from shardlib.explain.aot.compile import compile_step
+from shardlib.explain.aot.oom_fallback import compile_larger
+from shardlib.explain.aot.topology import devices_of
+from shardlib.explain.report.report import report_on
 from shardlib.hardware import chip_for, parse_cluster
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -45,9 +45,8 @@ def test_sizes_that_do_not_match_the_cluster():
     with pytest.raises(MeshError) as raised:
         compile_step(jnp.sum, (struct(mesh, (8,), "data"),), on=parse_cluster("cpu:4"))
     assert str(raised.value) == (
-        "the step runs on a mesh of 8 devices (data=2,fsdp=4), and cpu:4 has 4.\n"
-        "  Place its arguments on a mesh of 4, which may be an AbstractMesh, or name a cluster of "
-        "as many."
+        "the step runs on a mesh of 8 devices (data=2,fsdp=4), but cpu:4 has 4.\n"
+        "  Place its arguments on a mesh or AbstractMesh of 4, or name a cluster of the same size."
     )
 
 
@@ -56,17 +55,16 @@ def test_arguments_that_say_nothing_of_devices():
     with pytest.raises(MeshError) as raised:
         compile_step(jnp.sum, (x,))
     assert str(raised.value) == (
-        "nothing says which devices to compile the step for: its arguments lie on no mesh.\n"
+        "the step has no devices to compile for: its arguments are on no mesh.\n"
         "  Name a cluster, as in on='v5e-16', or place the arguments on a mesh."
     )
-    with pytest.raises(MeshError, match="its arguments lie on an abstract mesh"):
+    with pytest.raises(MeshError, match="its arguments are on an abstract mesh"):
         compile_step(jnp.sum, (struct(abstract_mesh(data=8), (8,), "data"),))
     with pytest.raises(MeshError) as raised:
         compile_step(jnp.sum, (x,), on=CPU)
     assert str(raised.value) == (
-        "nothing says how the step is spread over the 8 devices of cpu:8: its arguments lie on no "
-        "mesh.\n  Give them NamedShardings, on an AbstractMesh if need be, or name a cluster of "
-        "one device."
+        "the step has no sharding over the 8 devices of cpu:8: its arguments are on no mesh.\n"
+        "  Give them NamedShardings, on an AbstractMesh if needed, or name a cluster of one device."
     )
     assert compile_step(jnp.sum, (x,), on=parse_cluster("cpu:1")).mesh.size == 1
 
@@ -83,8 +81,8 @@ def test_attention_by_cudnn_without_cudnn():
     with pytest.raises(ConfigError) as raised:
         compile_step(attend, (heads,), on=parse_cluster("8xh100"))
     assert str(raised.value) == (
-        "attention by cuDNN cannot be compiled: cuDNN is not installed.\n"
-        "  pip install 'shardlib[cuda]', or let another back end compute it (model.attention=xla)."
+        "cuDNN attention cannot be compiled: cuDNN is not installed.\n"
+        "  pip install 'shardlib[cuda]', or choose another backend (model.attention=xla)."
     )
 
 
@@ -176,9 +174,9 @@ def test_who_stands_in_for_a_chip_that_is_too_small():
             compile_larger(cluster, 33 * 2**30, refused)
         assert raised.value.needed_bytes == 33 * 2**30
         assert str(raised.value) == (
-            f"the step does not fit {name}: it needs 33.0 GiB on each device, too much to be "
-            "compiled.\n"
-            "  Take more microbatches, rematerialisation or devices; shardlib plan says which."
+            f"the step does not fit {name}: it needs 33.0 GiB on each device, too much to "
+            "compile.\n"
+            "  Use more microbatches, remat or devices; shardlib plan says which."
         )
     # Of the largest there is none larger.
     assert asked == [("2xv5p-32", 32, 2)]

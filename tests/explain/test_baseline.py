@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 
 from shardlib.errors import ConfigError
-from shardlib.explain.baseline import (
+from shardlib.explain.lint import Finding
+from shardlib.explain.lint.baseline import (
     Accepted,
     Baseline,
     baseline_of,
     read_baseline,
     write_baseline,
 )
-from shardlib.explain.lint import Finding
 
 PLACE = "jvp()/dot_general in model.py:Block.__call__"
 GATHER = Finding("SL102", PLACE, "rows are gathered", "cut them", "model.py:7")
@@ -72,26 +72,26 @@ def test_entries_that_are_malformed_are_all_named(tmp_path):
         read_baseline(path)
     assert str(caught.value) == (
         f"the baseline {path} is malformed:\n"
-        "  entry 1: 'SL10' is no code. Did you mean 'SL210'?\n"
+        "  entry 1: 'SL10' is not a code. Did you mean 'SL210'?\n"
         "  entry 2: it has no 'place'\n"
-        "  entry 3: 'SL102' is no mapping with 'code' and 'place'\n"
+        "  entry 3: 'SL102' is not a mapping with 'code' and 'place'\n"
         "  entry 4: 'wy' is unknown. Did you mean 'why'?\n"
-        "  entry 5: 'why' is no text"
+        "  entry 5: 'why' is not a string"
     )
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.json", "[]", " holds no list 'accepted'.\n  Write {\"accepted\": [{\"code\": "
+        ("a.json", "[]", " has no list 'accepted'.\n  Write {\"accepted\": [{\"code\": "
          "\"SL105\", \"place\": \"jvp()/dot_general in model.py:*\"}]}."),
-        ("a.json", "{", " is no JSON: Expecting property name enclosed in double quotes: line 1 "
+        ("a.json", "{", " is not JSON: Expecting property name enclosed in double quotes: line 1 "
          "column 2 (char 1)."),
         ("a.yaml", "{", ":1: not a YAML document: expected the node content, but found "
          "'<stream end>'."),
         ("a.yaml", "accepted: !!python/name:os.system", ":1: accepted: the tag "
          "!!python/name:os.system is not allowed here."),
-        pytest.param("a.json", "[" * 100_000, " is no list of findings: it nests too deeply.",
+        pytest.param("a.json", "[" * 100_000, " is not a list of findings: it nests too deeply.",
                      id="deep"),
     ],
 )  # fmt: skip
@@ -118,9 +118,9 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
     odd.write_bytes(b"\xff\xfe{")
     for path, message in (
         (missing, f"the baseline {missing} does not exist.\n"
-         "  Write it from the faults that there are now, with --accept."),
+         "  Write it from the present faults with --accept."),
         (folder, f"the baseline {folder} cannot be read: Is a directory.\n  Name a file."),
-        (odd, f"the baseline {odd} is no text in UTF-8.\n  Write it anew, with --accept."),
+        (odd, f"the baseline {odd} is not UTF-8 text.\n  Rewrite it with --accept."),
     ):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             read_baseline(path)
@@ -130,5 +130,5 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
         write_baseline(Baseline(), inside)
     assert str(caught.value) == (
         f"the baseline {inside} cannot be written: No such file or directory.\n"
-        "  Name a file in a directory that exists and may be written to."
+        "  Name a file in a writable directory."
     )

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardlib.explain.buffers import live_ranges
+from shardlib.explain.hlo.buffers import live_ranges
 
 MIB = 2**20
 

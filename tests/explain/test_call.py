@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from on_meshes import CPU, TPU, abstract_mesh, cpu_mesh, found, struct
 
 import shardlib as sl
-from shardlib.explain.ahead import compile_step
+from shardlib.explain.aot.compile import compile_step
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -179,6 +179,7 @@ class Noisy(nnx.Module):
         return self.loss(batch)
 
 
+@pytest.mark.aot
 @EVERYWHERE
 def test_a_module_is_the_first_argument_of_its_call(cluster):
     model, x = Noisy(nnx.Rngs(0)), struct(cpu_mesh(data=8), (16, 16), "data")
@@ -218,6 +219,6 @@ def test_what_cannot_be_explained():
         state = sl.abstract_state(Noisy, optax.sgd(0.1))
     for options in ({"on": "v5e-8"}, {"optimize": True}):
         assert faults(state, **options) == (
-            "on and optimize are of a function that is compiled, and a state is none.\n"
+            "on and optimize apply to a compiled function, not to a state.\n"
             "  Explain the step: sl.explain(step, state, batch, on='v5e-16')."
         )

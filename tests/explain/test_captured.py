@@ -6,16 +6,17 @@ import subprocess
 import sys
 
 import jax
+import pytest
 
-from shardlib.explain.ahead import compile_step
-from shardlib.explain.report import report_on
+from shardlib.explain.aot.compile import compile_step
+from shardlib.explain.report.report import report_on
 from shardlib.hardware import parse_cluster
 
 SCRIPT = """
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
-from shardlib.explain.ahead import compile_step
+from shardlib.explain.aot.compile import compile_step
 from shardlib.explain.lint import Subject, lint
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -32,6 +33,7 @@ print(made.warnings is None, [finding.code for finding in lint(Subject.of(made))
 """
 
 
+@pytest.mark.aot
 def test_hidden_warnings_are_not_taken_for_none(tmp_path):
     base = {**os.environ, "SHARDLIB_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     found = [
@@ -51,6 +53,6 @@ def test_a_report_tells_that_warnings_are_hidden():
     step = compile_step(jax.numpy.sum, (x,), on=parse_cluster("cpu:1"), keep=False)
     assert report_on(step).notes() == []
     assert report_on(dataclasses.replace(step, warnings=None)).notes() == [
-        "what the compiler warns of is not known, such as full rematerialization (SL104): "
-        "TF_CPP_MIN_LOG_LEVEL of 2 and more hides it, set it to 1"
+        "compiler warnings are unknown, such as full rematerialization (SL104): "
+        "TF_CPP_MIN_LOG_LEVEL of 2 or more hides them, set it to 1"
     ]

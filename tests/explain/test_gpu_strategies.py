@@ -13,11 +13,11 @@ import pytest
 
 from shardlib.config import load
 from shardlib.data import batch_spec
-from shardlib.explain.topology import devices_of
+from shardlib.explain.aot.topology import devices_of
 from shardlib.hardware import parse_cluster
 from shardlib.run.checks import expected_spec
 from shardlib.run.config import RunConfig
-from shardlib.run.inspecting import explain_compiled
+from shardlib.run.explaining import explain_compiled
 from shardlib.run.setup import make_scope, setup
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_8b.yaml"
@@ -124,7 +124,7 @@ def test_it_compiles(cluster, strategy, tmp_path, monkeypatch):
 @pytest.fixture
 def stand_ins(monkeypatch):
     """As many devices as a cluster has; what is traced for them takes them for GPUs."""
-    monkeypatch.setattr("shardlib.attention.backends.active_platform", lambda: "gpu")
+    monkeypatch.setattr("shardlib.nn.attention.backends.active_platform", lambda: "gpu")
 
     def devices(cluster):
         if parse_cluster(cluster).num_devices == jax.device_count():
@@ -135,6 +135,7 @@ def stand_ins(monkeypatch):
     return devices
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize(("cluster", "strategy"), CASES)
 def test_the_kernel_is_left_to_no_partitioner(cluster, strategy, stand_ins):
     config = strategy.config

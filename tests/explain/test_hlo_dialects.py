@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardlib.explain.hlo import parse
-from shardlib.explain.layouts import device_bytes, padded_bytes
-from shardlib.explain.program import read_program
+from shardlib.explain.analysis.collectives import read_program
+from shardlib.explain.hlo.layouts import device_bytes, padded_bytes
+from shardlib.explain.hlo.text import parse
 
 # Cut from a step on two slices of eight chips, data=2 over the slices, fsdp=8 within.
 TWO_SLICES = """HloModule jit_step, is_scheduled=true, entry_computation_layout=\

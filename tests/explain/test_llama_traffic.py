@@ -14,7 +14,9 @@ from second_reading import sent_bytes
 
 from shardlib.config import load
 from shardlib.run.config import RunConfig
-from shardlib.run.inspecting import explain_compiled
+from shardlib.run.explaining import explain_compiled
+
+pytestmark = pytest.mark.aot
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_8b.yaml"
 LAYERS, EMBED, HEADS, KV_HEADS, HEAD_DIM, MLP, VOCAB = 32, 4096, 32, 8, 128, 14336, 128256

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from shardlib.explain.matrix import communication_matrix
-from shardlib.explain.program import Collective, ProgramReport
+from shardlib.explain.analysis.collectives import Collective, ProgramReport
+from shardlib.explain.analysis.matrix import communication_matrix
 
 
 def collective(kind, axes, size, group_size, count=1, **rest):

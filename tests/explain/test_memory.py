@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardlib.explain.ahead import compile_step
-from shardlib.explain.capacity import capacity
-from shardlib.explain.memory import CATEGORIES, memory_report, read_memory
-from shardlib.explain.step_tables import buffer_table, memory_table
+from shardlib.explain.analysis.memory import CATEGORIES, memory_report, read_memory
+from shardlib.explain.aot.compile import compile_step
+from shardlib.explain.report.step_tables import buffer_table, memory_table
 from shardlib.hardware import CHIPS, parse_cluster
+from shardlib.hardware.capacity import capacity
 
 GIB = 2**30
 
@@ -99,9 +99,9 @@ def test_equal_buffers_are_one_row():
 @pytest.mark.parametrize(
     ("seen", "note"),
     [
-        (30_000, "the compiler's own peak is 8.0 KiB less than buffers are seen to hold"),
+        (30_000, "the compiler's own peak is 8.0 KiB less than the known buffers hold"),
         (37 * 1024 + 256, None),
-        (50_000, "the compiler's own peak is 11.6 KiB more than buffers are seen to hold"),
+        (50_000, "the compiler's own peak is 11.6 KiB more than the known buffers hold"),
     ],
 )
 def test_where_the_peak_is_not_that_of_the_buffers_it_says_so(seen, note):
@@ -197,6 +197,7 @@ def training_step(mesh):
 # In 17 steps of every strategy, up to 8B parameters, for TPUs and GPUs the peak by live ranges is
 # XLA's own to 0.1%, but for a pipeline on TPUs with 2.2%; on CPUs gaps between buffers add up to
 # 2.2%. Steps of a few megabytes also have counters and scratch of some kilobytes.
+@pytest.mark.aot
 @pytest.mark.parametrize(
     ("name", "module"),
     [

@@ -8,9 +8,9 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardlib.explain.hlo import parse
-from shardlib.explain.model_path import came_from
-from shardlib.explain.program import read_program
+from shardlib.explain.analysis.collectives import read_program
+from shardlib.explain.hlo.model_path import came_from
+from shardlib.explain.hlo.text import parse
 
 WIDTH, ROWS = 64, 32
 

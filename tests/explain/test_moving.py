@@ -14,10 +14,10 @@ from on_meshes import CPU, TPU, abstract_mesh, cpu_mesh, found, struct
 
 import shardlib as sl
 from shardlib.errors import MeshError
-from shardlib.explain.ahead import compile_step
-from shardlib.explain.call import Call
-from shardlib.explain.moving import Move
-from shardlib.explain.program import read_program
+from shardlib.explain.analysis.collectives import read_program
+from shardlib.explain.aot.call import Call
+from shardlib.explain.aot.compile import compile_step
+from shardlib.explain.aot.retarget import Move
 from shardlib.hardware import chip_for
 from shardlib.mesh import describe
 
@@ -244,14 +244,14 @@ def test_arguments_on_several_meshes():
     with pytest.raises(MeshError) as raised:
         compile_step(jnp.add, arguments, on=CPU)
     assert str(raised.value) == (
-        "the arguments of the step lie on several meshes: data=8 and data=4,fsdp=2.\n" + place
+        "the arguments of the step are on several meshes: data=8 and data=4,fsdp=2.\n" + place
     )
     mesh = cpu_mesh(data=8)
     turned = Mesh(mesh.devices[::-1], ("x",), axis_types=(AxisType.Auto,))
     with pytest.raises(MeshError) as raised:
         compile_step(jnp.add, (struct(mesh, (8,), "data"), struct(turned, (8,), "x")))
     assert str(raised.value) == (
-        "the arguments of the step lie on several meshes: data=8 and x=8, which differ in devices "
+        "the arguments of the step are on several meshes: data=8 and x=8, which differ in devices "
         "or their order.\n" + place
     )
     # Of the same sizes, the one that has devices.

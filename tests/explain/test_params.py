@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import shardlib as sl
-from shardlib.explain.params import bytes_text, spec_text
+from shardlib.explain.analysis.params import bytes_text, spec_text
 from shardlib.mesh import abstract_mesh
 
 RULES = sl.AxisRules(

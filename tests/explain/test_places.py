@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import shardlib
-from shardlib.explain import places
-from shardlib.explain.hlo import parse
-from shardlib.explain.places import Where, is_library, short_name, where_of, where_of_equation
+from shardlib.explain.hlo import places
+from shardlib.explain.hlo.places import Where, is_library, short_name, where_of, where_of_equation
+from shardlib.explain.hlo.text import parse
 
 
 @pytest.mark.parametrize("module", [jax, flax, optax, shardlib, contextlib, importlib])

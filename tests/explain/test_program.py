@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardlib.explain.program import collectives, read_program
+from shardlib.explain.analysis.collectives import collectives, read_program
 
 LAYERS, EMBED, MLP, BATCH = 3, 32, 64, 16
 

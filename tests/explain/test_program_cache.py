@@ -10,8 +10,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from on_meshes import cpu_mesh, struct
 
-from shardlib.explain.ahead import compile_step
-from shardlib.explain.cache import Program, cached, program_key
+from shardlib.explain.aot.cache import Program, cached, program_key
+from shardlib.explain.aot.compile import compile_step
 
 PROGRAM = Program("HloModule m, é\n", {"peak": 3}, "W1121 careful\n", "v5p-32")
 SETTINGS = {

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.explain.hlo import array_bytes, arrays, elements, parse, split
-from shardlib.explain.program import collectives, read_program
+from shardlib.explain.analysis.collectives import collectives, read_program
+from shardlib.explain.hlo.text import array_bytes, arrays, elements, parse, split
 
 GPU = """HloModule jit_step, is_scheduled=true, num_partitions=16
 

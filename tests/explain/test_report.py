@@ -16,12 +16,12 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
-from shardlib.explain.diff import diff
+from shardlib.explain.analysis.collectives import ProgramReport
+from shardlib.explain.analysis.params import bytes_text
+from shardlib.explain.analysis.timing import rows, untimed
 from shardlib.explain.lint import Finding
-from shardlib.explain.params import bytes_text
-from shardlib.explain.program import ProgramReport
-from shardlib.explain.report import report_on
-from shardlib.explain.timing import rows, untimed
+from shardlib.explain.report.diff import diff
+from shardlib.explain.report.report import report_on
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 EMBED, MLP, BATCH = 64, 256, 32
@@ -219,7 +219,7 @@ def test_a_step_of_ones_own_that_does_not_fit_says_what_to_do():
 
 
 def test_a_step_against_itself_and_on_another_mesh(here):
-    assert str(diff(here, here)).endswith("the steps do the same\n")
+    assert str(diff(here, here)).endswith("the steps do not differ\n")
     other = report("data=2,fsdp=4")
     found = diff(here, other)
     assert found.titles == (here.title(), other.title())
@@ -256,7 +256,7 @@ def test_a_page_says_all_that_the_terminal_says(on_tpu):
     page = found.html()
     lines = [
         "fix",
-        "too large to be compiled for it: all but the peak is of v5p-16",
+        "too large to compile for it: everything but the peak is from v5p-16",
         "attention: xla: the platform is cpu",
     ]
     assert found.notes() == lines

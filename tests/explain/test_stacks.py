@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardlib.explain.stacks import Frame, Stacks
+from shardlib.explain.hlo.stacks import Frame, Stacks
 
 FUNCTIONS = {
     1: "main", 2: "call.<locals>.<lambda>", 3: "make.<locals>.step", 4: "loss",

@@ -4,17 +4,17 @@ import math
 
 import pytest
 
-from shardlib.explain.hlo import parse
-from shardlib.explain.program import Collective, ProgramReport, read_program
-from shardlib.explain.timing import collective_times, rows, untimed
+from shardlib.cost.machine.constants import committed
+from shardlib.explain.analysis.collectives import Collective, ProgramReport, read_program
+from shardlib.explain.analysis.timing import collective_times, rows, untimed
+from shardlib.explain.hlo.text import parse
 from shardlib.hardware import parse_cluster
-from shardlib.plan.constants import committed
 
 # What the data sheets say, in bytes/s and one direction, and what calibration found one gets of it.
 CONSTANTS = committed()
 NVLINK, NIC = 450e9 * CONSTANTS["nvlink"], 50e9 * CONSTANTS["nic"]
 HOP = CONSTANTS["hop_seconds"]
-HOST_HOP = 7 * HOP  # See `plan.fabric`.
+HOST_HOP = 7 * HOP  # See `cost.machine.fabric`.
 MATMUL = 989.5e12 * CONSTANTS["matmul.hopper"]
 MIB = 2**20
 
@@ -47,7 +47,7 @@ def test_rings_in_an_nvlink_domain(kind, share):
     starts = 7 * HOP * (2 if kind == "all-reduce" else 1)
     assert flow.seconds == {"nvlink": pytest.approx(3 * (share * 64 * MIB / NVLINK + starts))}
     assert (flow.overlap, flow.overlappable) == ("unknown", None)
-    assert flow.note == "the program is not at hand"
+    assert flow.note == "the program is not available"
 
 
 def test_each_axis_carries_what_the_faster_ones_leave():
@@ -99,8 +99,8 @@ def test_axes_of_known_names_in_another_order_stand_in_that_order():
 @pytest.mark.parametrize(
     ("cluster", "axes", "note"),
     [
-        ("cpu:8", ("fsdp",), "nothing is known of the links of cpu:8"),
-        ("8xh100", None, "its groups follow no mesh axis"),
+        ("cpu:8", ("fsdp",), "the links of cpu:8 are not known"),
+        ("8xh100", None, "its groups match no mesh axes"),
     ],
 )
 def test_what_is_not_known_is_said(cluster, axes, note):

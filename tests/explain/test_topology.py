@@ -10,9 +10,9 @@ import pytest
 
 import shardlib as sl
 from shardlib.errors import MeshError, MissingExtraError
-from shardlib.explain.gpu_targets import TARGETS
-from shardlib.explain.topology import devices_of
+from shardlib.explain.aot.topology import devices_of
 from shardlib.hardware import CHIPS, chip_for, cluster_of, parse_cluster
+from shardlib.hardware.xla_targets import TARGETS
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_missing_compiler_is_named_with_what_installs_it(monkeypatch, name, mo
 
 def test_a_slice_that_cannot_be():
     pytest.importorskip("libtpu", reason="needs the extra tpu")
-    with pytest.raises(MeshError, match=r"^v5e:3x4 cannot be compiled for: INVALID_ARGUMENT: "):
+    with pytest.raises(MeshError, match=r"^cannot compile for v5e:3x4: INVALID_ARGUMENT: "):
         devices_of(parse_cluster("v5e:3x4"))
 
 
@@ -111,7 +111,7 @@ import os
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
-from shardlib.explain.ahead import compile_step
+from shardlib.explain.aot.compile import compile_step
 from shardlib.hardware import parse_cluster
 
 before = dict(os.environ)
@@ -124,6 +124,7 @@ for name in ("v5e-8", "v5p-32"):
 """
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("already", [{}, {"TPU_ACCELERATOR_TYPE": "v5litepod-8"}])
 def test_what_libtpu_is_told_of_the_machine_is_told_to_no_one_else(already):
     pytest.importorskip("libtpu", reason="needs the extra tpu")

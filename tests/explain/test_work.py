@@ -2,8 +2,8 @@
 
 import math
 
-from shardlib.explain.hlo import parse
-from shardlib.explain.work import Work
+from shardlib.explain.analysis.kernel_cost import Work
+from shardlib.explain.hlo.text import parse
 
 # Kernels of a scheduled program: a slice of a stack is read, another is written in place.
 PROGRAM = """HloModule jit_step, is_scheduled=true, num_partitions=1, \

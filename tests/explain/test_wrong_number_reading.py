@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
-from shardlib.explain.hlo import parse
+from shardlib.explain.hlo.text import parse
 from shardlib.explain.wrong_numbers import wrong_numbers
 from shardlib.explain.wrong_numbers.alike import without_copies
 from shardlib.explain.wrong_numbers.suspects import is_suspect

@@ -15,9 +15,9 @@ import time
 import jax
 import jax.numpy as jnp
 
-from shardlib import distributed
-from shardlib.phases import PhaseClock
-from shardlib.watchdog import Watchdog, WatchdogConfig
+from shardlib.runtime import distributed
+from shardlib.runtime.phases import PhaseClock
+from shardlib.runtime.watchdog import Watchdog, WatchdogConfig
 
 
 def main(directory, heartbeat, limit, fault):

@@ -71,6 +71,7 @@ def files_of(directory):
     return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("by", ["checksums", "fingerprints"])
 def test_every_file_flipped_truncated_deleted(by, saved, tmp_path, monkeypatch):
     if by == "fingerprints":

@@ -13,7 +13,7 @@ import pytest
 
 from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
 from shardlib.errors import CheckpointError
-from shardlib.train.metrics import read_metrics
+from shardlib.log.metrics import read_metrics
 
 MIB = 2**20
 
@@ -84,6 +84,7 @@ def test_a_full_disk(small_disk, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.process
 def test_a_run_outlives_a_full_disk(small_disk, lab, tmp_path):
     """Saves fail until there is room again; metrics, which have room, are all written."""
     filler, run_dir, output = small_disk / "filler", small_disk / "run", tmp_path / "output.txt"
@@ -157,6 +158,7 @@ def test_a_disk_that_turns_read_only(small_disk):
         assert_restores(checkpoints, 4)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_write_that_fails_a_few_times(times, tmp_path, capfd):
     told = []

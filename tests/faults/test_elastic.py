@@ -17,6 +17,8 @@ from shardlib.mesh import MeshConfig
 from shardlib.run.setup import make_scope, open_source, setup
 from shardlib.train.state import materialize
 
+pytestmark = pytest.mark.process
+
 # (devices, processes, mesh, global batch, last step)
 STAGES = (
     (8, 1, "fsdp=8", 8, 3),

@@ -15,9 +15,10 @@ from shardlib.checkpoint import RunCheckpoints
 QUIET = ("eval.every_steps=0", "train.sample_length=0", "train.cpu_devices=4", "mesh=fsdp=4")
 OFTEN = ("checkpoint.every_steps=2", "checkpoint.keep=2", "train.log_every=50")
 
-pytestmark = pytest.mark.skipif(
-    not os.path.isdir("/proc/self/task"), reason="finds processes in /proc"
-)
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="finds processes in /proc"),
+]
 
 
 def losses(run_dir):

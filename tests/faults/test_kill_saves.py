@@ -15,6 +15,8 @@ import saving_run
 
 from shardlib.checkpoint import RunCheckpoints
 
+pytestmark = pytest.mark.process
+
 START_SECONDS = 60
 
 

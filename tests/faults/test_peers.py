@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from shardlib.exit_codes import HUNG
-from shardlib.launch.local import group_variables
+from shardlib.runtime.exit_codes import HUNG
+from shardlib.runtime.launch.local import group_variables
 
 RUN = pathlib.Path(__file__).with_name("summing_run.py")
 WAIT_SECONDS = 60
@@ -85,6 +85,7 @@ LAST_WORDS = re.compile(
 )
 
 
+@pytest.mark.process
 def test_a_signal_to_one_stops_all_after_the_same_step(start):
     peers = start()
     os.kill(peers.processes[1].pid, signal.SIGTERM)
@@ -96,6 +97,7 @@ def test_a_signal_to_one_stops_all_after_the_same_step(start):
     assert ends[1] == f"stopped after step {step} by SIGTERM"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_peer_that_is_killed(start, victim):
     peers = start()
@@ -107,6 +109,7 @@ def test_a_peer_that_is_killed(start, victim):
     assert LAST_WORDS.search(output)
 
 
+@pytest.mark.process
 def test_a_coordinator_that_freezes(start):
     peers = start(heartbeat=2)
     peers.processes[0].send_signal(signal.SIGSTOP)
@@ -117,6 +120,7 @@ def test_a_coordinator_that_freezes(start):
     assert "process 1 has lost other processes of its group, as said above: ending with" in output
 
 
+@pytest.mark.process
 def test_a_peer_that_stands_still_in_python(start, tmp_path):
     peers = start(limit=1)
     peers.processes[1].send_signal(signal.SIGUSR2)
@@ -137,6 +141,7 @@ def test_a_peer_that_stands_still_in_python(start, tmp_path):
     assert all(where[index] in stacks[index].read_text() for index in noticed)
 
 
+@pytest.mark.process
 def test_the_watchdog_sees_a_collective_that_waits_for_a_frozen_peer(start, tmp_path):
     peers = start(limit=1)
     peers.processes[1].send_signal(signal.SIGSTOP)
@@ -184,7 +189,7 @@ def test_a_peer_that_dies_while_the_other_leaves(start, victim):
 def test_a_launched_group_is_started_again(tmp_path, victim):
     launcher = f"""
 import sys
-from shardlib.launch import run_local
+from shardlib.runtime.launch import run_local
 sys.exit(run_local([sys.executable, {str(RUN)!r}, {str(tmp_path)!r}, "60", "none", ""], 2,
     restarts=1))
 """

@@ -14,10 +14,12 @@ import pytest
 from shardlib import run
 from shardlib.checkpoint import RunCheckpoints
 from shardlib.config import load
-from shardlib.exit_codes import DIVERGED
-from shardlib.run.events import read_events
+from shardlib.log.events import read_events
+from shardlib.log.metrics import read_metrics
 from shardlib.run.setup import open_source
-from shardlib.train.metrics import read_metrics
+from shardlib.runtime.exit_codes import DIVERGED
+
+pytestmark = pytest.mark.process
 
 MODULE = """
 import dataclasses
@@ -102,9 +104,9 @@ def test_bad_steps_leave_the_state_alone_and_the_run_goes_on(poisoned, tmp_path)
     assert [row["step"] for row in rows if row["skipped"]] == [14, 15, 16]
     assert [row["step"] for row in rows if not np.isfinite(row["loss"])] == [14, 15, 16]
     assert rows[-1]["loss"] < rows[12]["loss"]
-    said = [line for line in done.stdout.splitlines() if "its update is left out" in line]
+    said = [line for line in done.stdout.splitlines() if "its update is skipped" in line]
     assert said == [
-        f"step {step}: its update is left out, for loss is inf "
+        f"step {step}: its update is skipped, for loss is inf "
         f"(samples {(step - 1) * 8} to {step * 8 - 1})"
         for step in (14, 15, 16)
     ]
@@ -117,7 +119,7 @@ def test_a_run_goes_back_once_and_past_the_data(poisoned, tmp_path):
     words = ("train.guards.patience=3", "checkpoint.every_steps=5", "train.steps=25")
     done = poisoned(tmp_path / "run", *words)
     assert done.returncode == 0, done.stderr
-    text = "went back from step 16 to step 10, for loss is inf; samples 80 to 127 are passed over"
+    text = "went back from step 16 to step 10, for loss is inf; samples 80 to 127 are skipped"
     assert text in done.stdout.splitlines()
     rewinds = [e for e in read_events(tmp_path / "run") if e["kind"] == "rewind"]
     assert [event["facts"] for event in rewinds] == [{"lost_steps": 6, "samples": [80, 128]}]
@@ -140,7 +142,7 @@ def test_two_processes_go_back_together(poisoned, tmp_path):
     launch = ("launch", "--processes", 2, "--")
     done = poisoned(tmp_path / "run", *words, launch=launch)
     assert done.returncode == 0, done.stdout
-    text = "went back from step 16 to step 10, for loss is inf; samples 80 to 127 are passed over"
+    text = "went back from step 16 to step 10, for loss is inf; samples 80 to 127 are skipped"
     assert done.stdout.count(text) == 1
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(1, 19))
     with RunCheckpoints(tmp_path / "run" / "checkpoints") as checkpoints:
@@ -246,7 +248,7 @@ def test_groups_that_train_apart_in_two_processes_save_together(poisoned, tmp_pa
     launch = ("launch", "--processes", 2, "--")
     done = poisoned(tmp_path / "run", *words, launch=launch)
     assert done.returncode == 0, done.stdout
-    assert "its update is left out, for loss is inf" in done.stdout
+    assert "its update is skipped, for loss is inf" in done.stdout
     with RunCheckpoints(tmp_path / "run" / "checkpoints") as checkpoints:
         assert checkpoints.steps() == [16, 18, 20]
         for step in checkpoints.steps():
@@ -259,8 +261,8 @@ def test_groups_that_train_apart_in_two_processes_cannot_stop_alone(lab, tmp_pat
     done = lab.shardlib("launch", "--processes", 2, "--", "train", lab.config_file, *words)
     assert done.returncode == 2
     assert (
-        "ConfigError: train.guards.nonfinite=stop cannot be with train.local_sgd in several "
-        "processes: each knows the metrics of its own groups alone, and would stop alone.\n"
+        "ConfigError: train.guards.nonfinite=stop does not work with train.local_sgd in several "
+        "processes: each sees only the metrics of its own groups, and would stop alone.\n"
     ) in done.stdout
     assert "  Set train.guards.nonfinite to skip or off.\n" in done.stdout
     assert not (tmp_path / "run").exists()

@@ -59,8 +59,8 @@ def test_flags_that_come_too_late_are_an_error():
     done = python(LATE)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-2:] == [
-        "shardlib.errors.ConfigError: deterministic: JAX has started its GPUs without the flags "
-        "for it.",
+        "shardlib.errors.ConfigError: deterministic: JAX has already started its GPUs without the "
+        "required flags.",
         "  Set XLA_FLAGS='--xla_gpu_exclude_nondeterministic_ops=true --xla_gpu_autotune_level=0' "
         "before Python starts.",
     ]

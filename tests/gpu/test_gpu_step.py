@@ -10,7 +10,7 @@ import pytest
 
 import shardlib as sl
 from shardlib import registry
-from shardlib.attention import attend, resolve_backend
+from shardlib.nn.attention import attend, resolve_backend
 
 pytestmark = pytest.mark.gpu
 

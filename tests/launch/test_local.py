@@ -9,8 +9,8 @@ import time
 import pytest
 
 from shardlib.errors import DistributedError
-from shardlib.launch import run_local, shardlib_command
-from shardlib.launch.local import gpu_shares
+from shardlib.runtime.launch import run_local, shardlib_command
+from shardlib.runtime.launch.local import gpu_shares
 
 INDEX = 'int(os.environ["SHARDLIB_PROCESS_ID"])'
 
@@ -85,6 +85,7 @@ def test_the_first_failure_ends_the_others():
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.process
 def test_what_ignores_sigterm_is_killed_after_the_grace():
     code, text = launch(
         f"""
@@ -101,6 +102,7 @@ def test_what_ignores_sigterm_is_killed_after_the_grace():
     assert text == "[launch] process 1 ended by SIGKILL; ending the other 1\n"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_are_passed_on_once(number):
     """The launcher itself gets the signal, as from a terminal or a scheduler."""
@@ -118,7 +120,7 @@ print("got", *(signal.Signals(n).name for n in got))
 """
     launcher = f"""
 import sys
-from shardlib.launch import run_local
+from shardlib.runtime.launch import run_local
 sys.exit(run_local([sys.executable, "-c", {child!r}], 2))
 """
     process = subprocess.Popen(
@@ -138,7 +140,7 @@ sys.exit(run_local([sys.executable, "-c", {child!r}], 2))
 def test_an_output_that_closes_ends_the_group():
     launcher = """
 import sys
-from shardlib.launch import run_local
+from shardlib.runtime.launch import run_local
 loop = "import time\\nwhile True: print('line'); time.sleep(0.01)"
 code = run_local([sys.executable, "-c", loop], 2)
 print(code, file=sys.stderr)
@@ -175,6 +177,7 @@ def test_handlers_are_restored():
 
 
 def test_the_command_of_shardlib_itself():
+    assert shardlib_command(["shardlib", "train"]) == shardlib_command(["train"])
     assert shardlib_command(["train", "a.yaml"]) == [
         sys.executable, "-m", "shardlib.cli", "train", "a.yaml"
     ]  # fmt: skip

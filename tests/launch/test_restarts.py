@@ -13,21 +13,21 @@ import time
 import pytest
 
 from shardlib.errors import DistributedError
-from shardlib.exit_codes import DIVERGED, HUNG, WRONG_REQUEST
-from shardlib.launch import (
+from shardlib.runtime.exit_codes import DIVERGED, HUNG, WRONG_REQUEST
+from shardlib.runtime.launch import (
     report_failure,
     report_progress,
     report_rewind,
     run_local,
     shardlib_command,
 )
-from shardlib.launch.group import Ending
-from shardlib.launch.progress import Progress, read_progress
-from shardlib.launch.restarts import Restarts, Verdict
+from shardlib.runtime.launch.group import Ending
+from shardlib.runtime.launch.progress import Progress, read_progress
+from shardlib.runtime.launch.restarts import Restarts, Verdict
 
 PRELUDE = """
 import os, pathlib, signal, sys, time
-from shardlib.launch.progress import report_failure, report_progress, report_rewind
+from shardlib.runtime.launch.progress import report_failure, report_progress, report_rewind
 index = int(os.environ["SHARDLIB_PROCESS_ID"])
 # How often this process has been started, counted in a file.
 file = pathlib.Path(os.environ["COUNTS"], str(index))
@@ -70,6 +70,7 @@ def starts(tmp_path, index=0):
     return len((tmp_path / str(index)).read_text())
 
 
+@pytest.mark.process
 def test_a_group_is_started_again_until_it_ends_well(launch, tmp_path):
     code, said = launch(
         f"""
@@ -89,6 +90,7 @@ def test_a_group_is_started_again_until_it_ends_well(launch, tmp_path):
     assert (starts(tmp_path, 0), starts(tmp_path, 1)) == (2, 2)
 
 
+@pytest.mark.process
 def test_only_attempts_in_vain_count(launch, tmp_path):
     code, said = launch(
         """
@@ -123,6 +125,7 @@ def test_what_is_wrong_stays_wrong(launch, tmp_path):
     assert starts(tmp_path) == 1
 
 
+@pytest.mark.process
 def test_the_same_failure_at_the_same_step_is_not_tried_a_third_time(launch, tmp_path):
     """Though each attempt has saved something new."""
     code, said = launch(f"""
@@ -140,6 +143,7 @@ def test_the_same_failure_at_the_same_step_is_not_tried_a_third_time(launch, tmp
     assert starts(tmp_path) == 2
 
 
+@pytest.mark.process
 def test_a_run_that_went_back_gets_on(launch):
     """The process that was killed first could not tell."""
     code, said = launch(
@@ -167,6 +171,7 @@ def test_a_run_that_went_back_gets_on(launch):
     ]
 
 
+@pytest.mark.process
 def test_what_cannot_work_is_tried_twice(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(
@@ -185,11 +190,12 @@ def test_what_cannot_work_is_tried_twice(tmp_path):
     )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_what_the_user_ends_is_not_started_again(launch, tmp_path, number):
     run = f"""
 import sys
-from shardlib.launch import run_local
+from shardlib.runtime.launch import run_local
 sys.exit(run_local([sys.executable, "-c", {PRELUDE + 'print("up", flush=True); time.sleep(60)'!r}],
     2, restarts=3))
 """
@@ -206,10 +212,11 @@ sys.exit(run_local([sys.executable, "-c", {PRELUDE + 'print("up", flush=True); t
     assert starts(tmp_path) == 1
 
 
+@pytest.mark.process
 def test_ctrl_c_between_two_attempts(tmp_path):
     run = """
 import sys
-from shardlib.launch import run_local
+from shardlib.runtime.launch import run_local
 sys.exit(run_local([sys.executable, "-c", "import sys; sys.exit(7)"], 1, restarts=9))
 """
     with running(run) as (process, lines):
@@ -222,6 +229,7 @@ sys.exit(run_local([sys.executable, "-c", "import sys; sys.exit(7)"], 1, restart
     assert time.monotonic() - asked < 1.5
 
 
+@pytest.mark.process
 def test_who_lost_a_peer_is_not_who_failed(launch):
     code, said = launch(
         f"""
@@ -239,7 +247,7 @@ def test_who_lost_a_peer_is_not_who_failed(launch):
 def test_restarts_below_zero():
     with pytest.raises(DistributedError) as error:
         run_local(["true"], 1, restarts=-1)
-    assert str(error.value) == "-1 restarts cannot be.\n  Give 0 for none."
+    assert str(error.value) == "-1 restarts are impossible.\n  Give 0 for none."
 
 
 # What processes tell
@@ -295,7 +303,7 @@ def test_a_run_goes_on_when_it_cannot_tell(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr() == (
         "",
         f"{tmp_path}/gone/told cannot be written: No such file or directory. "
-        "The launcher is not told how far this run is.\n",
+        "The launcher does not know the progress of this run.\n",
     )
 
 

@@ -11,12 +11,12 @@ from flax import nnx
 
 import shardlib as sl
 from shardlib.errors import RuleError
-from shardlib.explain.program import collectives
+from shardlib.explain.analysis.collectives import collectives
 from shardlib.functional import functional
+from shardlib.functional.precision import precision
 from shardlib.losses import Mean
-from shardlib.moe import balance_biases
+from shardlib.nn.moe import balance_biases
 from shardlib.paths import named_leaves
-from shardlib.precision import precision
 from shardlib_models.moe import MoE, MoEConfig, active_weights, losses, validate
 
 EXPERTS, K, BATCH, LENGTH, EMBED, MLP = 8, 2, 8, 8, 16, 24
@@ -118,6 +118,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(leaves[path], value, rtol=0, atol=limit, err_msg=path)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(("mesh", "options"), CASES)
 def test_a_step_is_the_same_on_every_mesh(mesh, options, batch, on_one_device):
     config = MoEConfig(**options)
@@ -141,6 +142,7 @@ def _is_of_tokens(shape):
     return len(dims) == 3 and dims[2] == EMBED and dims[:2] == [BATCH, LENGTH]
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
 def test_microbatches_change_nothing_by_sequence(dispatch, batch, on_one_device):
     options = {**FULL, "dispatch": dispatch, "balance_over": "sequence", "capacity_factor": 0.75}
@@ -153,6 +155,7 @@ def test_microbatches_change_nothing_by_sequence(dispatch, batch, on_one_device)
     assert_same(split, found)
 
 
+@pytest.mark.mesh
 def test_biases_are_balanced_in_a_training(batch):
     config = MoEConfig(balance="bias", scores="sigmoid")
     optimizer = balance_biases(optax.adamw(1e-3, weight_decay=0.1), 0.02)
@@ -167,6 +170,7 @@ def test_biases_are_balanced_in_a_training(batch):
     assert np.abs(bias).max() > 0.02
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("policy", ["bf16", "bf16_params"])
 def test_router_biases_keep_small_steps(policy, batch):
     """Next to 1, bfloat16 has no number nearer than 0.004."""
@@ -194,6 +198,7 @@ def test_router_biases_keep_small_steps(policy, batch):
     np.testing.assert_array_equal(state.params["router_bias"], moved)
 
 
+@pytest.mark.mesh
 def test_logits_are_computed_in_float32(batch):
     model = make(MoEConfig())(nnx.Rngs(0))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)

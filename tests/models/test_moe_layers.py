@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 import shardlib as sl
-from shardlib.explain.program import collectives
+from shardlib.explain.analysis.collectives import collectives
 from shardlib.functional import functional
-from shardlib.moe import RouterStats
-from shardlib.stack import scan_layers, stack_layers
+from shardlib.nn.moe import RouterStats
+from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib_models.moe import MoE, MoEConfig, losses
 
 LAYERS, BATCH, LENGTH, EMBED, MLP, EXPERTS = 3, 8, 8, 16, 24, 4
@@ -76,6 +76,7 @@ def on_one_device(arguments):
     return jax.jit(jax.value_and_grad(value))(*arguments)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("mesh", "remat", "rules"),
     [
@@ -107,6 +108,7 @@ def test_gathered_weights_are_not_kept_for_the_backward_pass(arguments):
     assert all(c.in_loop and c.count == LAYERS for c in gathered)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("remat", "exchanges"), [("none", 4), ("full", 6), ("save:moe_rows,moe_results", 4)]
 )

@@ -12,6 +12,8 @@ from flax import nnx
 
 from shardlib_models.moe import MoE, MoEConfig, losses
 
+pytestmark = pytest.mark.mesh
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")

@@ -43,6 +43,7 @@ def step(train=True):
     return jax.jit(run), *jax.jit(init)(jax.random.key(0))
 
 
+@pytest.mark.mesh
 def test_batch_statistics_move_in_training():
     run, params, state = step()
     (_, (_, trained)), _ = run(params, state, batch_of())
@@ -63,6 +64,7 @@ def stem_output(params, images):
     )
 
 
+@pytest.mark.mesh
 def test_in_evaluation_an_image_stands_alone():
     run, params, state = step(train=False)
     batch = batch_of()
@@ -78,6 +80,7 @@ def test_in_evaluation_an_image_stands_alone():
     jax.tree.map(np.testing.assert_array_equal, after, state)
 
 
+@pytest.mark.mesh
 def test_statistics_are_those_of_the_global_batch():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     run, params, state = step()
@@ -119,6 +122,7 @@ def test_published_number_of_parameters(depth, parameters):
     assert sum(x.size for x in jax.tree.leaves(nnx.state(shapes, nnx.Param))) == parameters
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("depth", [18, 50])
 @pytest.mark.parametrize("stem", ["imagenet", "small"])
 def test_flops_are_those_of_the_convolutions_that_run(depth, stem):
@@ -173,6 +177,6 @@ def test_all_faults_at_once():
         make(config, DataSpec(num_classes=10), nnx.Rngs(0))
     assert str(error.value) == "the ResNet cannot be made:\n  " + "\n  ".join(faults)
     assert validate(ResNetConfig(), DataSpec(image_shape=(8, 8, 1))) == [
-        "no num_classes: neither the model nor its data say how many there are."
+        "num_classes is unknown: neither the model nor its data set it."
     ]
     assert FAMILY.validate(SMALL, DATA) == []

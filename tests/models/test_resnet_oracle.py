@@ -13,6 +13,8 @@ from flax import nnx
 from shardlib.registry import DataSpec
 from shardlib_models.resnet import DEPTHS, ResNetConfig, make
 
+pytestmark = pytest.mark.mesh
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 

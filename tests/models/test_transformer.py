@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from shardlib import remat
 from shardlib.errors import ModelError
 from shardlib.functional import functional
+from shardlib.nn import remat
 from shardlib.registry import DataSpec
 from shardlib_models.moe import MoEConfig
 from shardlib_models.transformer import FAMILY, flops_per_example, loss, make
@@ -79,6 +79,7 @@ def assert_close(a, b, **tolerance):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), a, b)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("options", [SMALL, CLASSIC, SMALL | {"window": 4}])
 def test_packed_documents_equal_documents_of_their_own(options):
     first, second = tokens(1, 5), tokens(1, 4, seed=1)
@@ -99,6 +100,7 @@ def test_packed_documents_equal_documents_of_their_own(options):
     assert jnp.all(jnp.isfinite(packed))
 
 
+@pytest.mark.mesh
 def test_padding_takes_no_part_in_loss_or_gradient():
     segments = jnp.array([[1] * 8 + [0] * 4], jnp.int32)
     positions = jnp.array([[*range(8), *range(4)]], jnp.int32)
@@ -115,6 +117,7 @@ def test_padding_takes_no_part_in_loss_or_gradient():
     assert_close(gradient["layers"], other_gradient["layers"], atol=1e-7)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("policy", ["dots", "full", "save:attention_out,mlp_out"])
 def test_remat_changes_neither_loss_nor_gradient_under_dropout(policy):
     plain = TransformerConfig(**SMALL, dropout=0.2)
@@ -149,6 +152,7 @@ def test_bfloat16_parameters_compute_in_bfloat16_under_strict_promotion(options)
     assert {g.dtype for g in jax.tree.leaves(gradient)} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.mesh
 def test_bfloat16_loss_and_gradient_are_near_those_of_float32():
     config = TransformerConfig(**SMALL)
     (value, _), gradient = step(config, jnp.bfloat16)(batch_of())
@@ -159,6 +163,7 @@ def test_bfloat16_loss_and_gradient_are_near_those_of_float32():
     assert difference < 2**-5 * jnp.linalg.norm(exact_head)
 
 
+@pytest.mark.mesh
 def test_dropout_is_on_in_training_and_off_in_evaluation():
     config = TransformerConfig(**SMALL, dropout=0.5)
     trained, _ = loss_of(config, batch_of())
@@ -174,6 +179,7 @@ def test_without_dropout_there_is_no_random_stream():
     assert not nnx.to_flat_state(nnx.state(model, nnx.RngState))
 
 
+@pytest.mark.mesh
 def test_metrics_and_bits_per_byte():
     batch = batch_of() | {"num_bytes": jnp.array([30, 20], jnp.int32)}
     options = {"label_smoothing": 0.1, "z_loss": 1e-4, "train": False}
@@ -245,7 +251,7 @@ def test_all_faults_at_once():
         "remat policy 'dot' is unknown. Did you mean 'dots'?\n"
         "  Choose none, dots, full, or save: or offload: with the names to keep (attended, "
         "attention_in, attention_out, key, layer_in, mlp_hidden, mlp_in, mlp_out, query, value).",
-        "no vocab_size: neither the model nor its data say how many tokens there are.",
+        "vocab_size is unknown: neither the model nor its data set it.",
         "sequences of 12 tokens are longer than max_positions=8; shorten data.sequence_length or "
         "raise model.max_positions.",
     ]
@@ -260,7 +266,7 @@ def test_all_faults_at_once():
     ("options", "fault"),
     [
         ({"num_layers": 0}, "num_layers is 0; it must be at least 1."),
-        ({"head_dim": 5}, "the heads have 5 dims, and rotary positions turn pairs of dims"),
+        ({"head_dim": 5}, "the heads have 5 dims, and rotary positions rotate pairs of dims"),
         ({"positions": "learned"}, "learned positions need max_positions, the rows of their table"),
         ({"vocab_size": 30}, "the data have 31 tokens, but vocab_size=30"),
         ({"init_stddev": 0.0}, "init_stddev is 0.0; it must be greater than 0."),
@@ -305,6 +311,7 @@ def test_faults_of_chunks_and_experts():
     ]
 
 
+@pytest.mark.mesh
 def test_routers_of_experts_are_in_the_metrics_and_in_the_training_loss():
     model = make(TransformerConfig(**SMALL, moe=EXPERTS), DATA, nnx.Rngs(0))
     trained, metrics = loss(model, batch_of(), jax.random.key(0), train=True)

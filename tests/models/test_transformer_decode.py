@@ -49,6 +49,7 @@ def logits(graphdef, state, tokens):
     return model(tokens)
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize(
     "options",
     [LLAMA, GPT2, LLAMA | {"window": 3}, LLAMA | {"dropout": 0.5}, LLAMA | {"remat": "full"}],
@@ -100,6 +101,7 @@ def test_bfloat16_caches_are_bfloat16():
     assert ":f32[3,3,8,2,4]" not in text
 
 
+@pytest.mark.mesh
 def test_refusals():
     model = made(**GPT2)
     assert generate(*model, prompt(), length=16).shape == (3, 20)

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from shardlib.attention import RotaryScaling
+from shardlib.nn.attention import RotaryScaling
 from shardlib.registry import DataSpec
 from shardlib_models.transformer import make
 from shardlib_models.transformer_config import TransformerConfig
+
+pytestmark = pytest.mark.mesh
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

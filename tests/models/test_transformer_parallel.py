@@ -10,7 +10,7 @@ import pytest
 
 import shardlib as sl
 from shardlib.errors import RuleError
-from shardlib.explain.program import collectives
+from shardlib.explain.analysis.collectives import collectives
 from shardlib.mesh import make_mesh
 from shardlib.registry import DataSpec
 from shardlib.rules import SEQUENCE, STANDARD
@@ -66,6 +66,7 @@ def on_one_device(name):
     return one_step(MODELS[name], make_mesh("data=1", devices=jax.devices()[:1]))
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("name", "mesh", "rules"),
     [
@@ -97,6 +98,7 @@ def collectives_of(config, mesh, rules=STANDARD):
     return collectives(compiled, mesh)
 
 
+@pytest.mark.mesh
 def test_shared_key_value_heads_are_computed_where_they_are_read():
     config = TransformerConfig(**SMALL, num_kv_heads=2)
     found = collectives_of(config, "tensor=8")
@@ -108,6 +110,7 @@ def test_shared_key_value_heads_are_computed_where_they_are_read():
     assert all(c.bytes <= kernel_bytes and "transpose" in c.op_name for c in others)
 
 
+@pytest.mark.mesh
 def test_under_sequence_rules_branches_gather_what_they_read():
     config = MODELS["grouped"]
     found = collectives_of(TransformerConfig(**SMALL, num_kv_heads=8), "tensor=8", SEQUENCE)
@@ -142,6 +145,7 @@ def test_a_vocabulary_that_does_not_divide_is_refused():
     assert "tensor=4 does not divide 30." in str(caught.value)
 
 
+@pytest.mark.mesh
 def test_generation_under_sequence_rules_takes_prompts_of_any_length():
     config = TransformerConfig(**SMALL, num_kv_heads=2)
     prompt = jnp.asarray(np.arange(10).reshape(2, 5), jnp.int32)

@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlib.constrain import use
 from shardlib.functional import functional
 from shardlib.mesh import make_mesh
 from shardlib.registry import DataSpec
 from shardlib.rules import STANDARD
+from shardlib.sharding.constrain import use
 from shardlib_models.transformer import loss, make
 from shardlib_models.transformer_config import TransformerConfig
+
+pytestmark = pytest.mark.mesh
 
 VOCAB, BATCH, LENGTH = 24, 8, 6
 CONFIG = TransformerConfig(num_layers=2, embed_dim=32, num_heads=8, mlp_dim=40, dropout=0.1)

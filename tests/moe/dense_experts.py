@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.moe import ExpertWeights, route
+from shardlib.nn.moe import ExpertWeights, route
 
 EXPERTS, EMBED, MLP = 8, 16, 12
 

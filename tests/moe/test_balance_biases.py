@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardlib.moe import balance_biases, route, router_losses, router_stats
+from shardlib.nn.moe import balance_biases, route, router_losses, router_stats
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from shardlib.errors import ModelError
-from shardlib.manual import manual
 from shardlib.mesh import abstract_mesh
-from shardlib.moe.exchange import Link, exchange, plan_exchange, resolve_method
+from shardlib.nn.moe.exchange import Link, exchange, plan_exchange, resolve_method
+from shardlib.sharding.manual import manual
 
 DEVICES, GROUPS, ROWS, WIDTH = 4, 2, 12, 3
 LINK = Link(("expert",), pair_rows=ROWS, method="padded")
@@ -125,7 +125,7 @@ def test_the_method_follows_the_devices_of_the_mesh():
     with pytest.raises(ModelError) as error:
         resolve_method("ragged")
     assert str(error.value) == (
-        "tokens cannot travel by exchange='ragged' on cpu, which has no ragged-all-to-all.\n"
+        "exchange='ragged' cannot run on cpu, which has no ragged-all-to-all.\n"
         "  Use exchange='auto', or 'padded'."
     )
     assert resolve_method("auto") == "padded"

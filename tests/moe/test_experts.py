@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from shardlib.errors import RuleError
-from shardlib.manual import manual
-from shardlib.moe import ExpertWeights, apply_experts, capacity, route
+from shardlib.nn.moe import ExpertWeights, apply_experts, capacity, route
+from shardlib.sharding.manual import manual
 
 BATCH, LENGTH, K = 8, 8, 2
 
@@ -65,6 +65,7 @@ def assert_close(found, expected):
 
 
 # The last of 3 chunks of 64 tokens is filled up, and there are no more chunks than tokens.
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("chunks", [1, 4, 3, 100])
 def test_dropless_is_every_expert_on_every_token(arguments, chunks):
     (_, (y, kept)), found = gradients(lambda *a: value(*a, chunks=chunks))(*arguments)
@@ -142,6 +143,7 @@ def on_one_device(arguments):
     }
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_mesh_changes_nothing(mesh, dispatch, arguments, on_one_device):
@@ -226,6 +228,7 @@ def test_inside_of_a_region_over_data(arguments, on_one_device):
     assert_close(found, on_one_device["dropless"][1][2])
 
 
+@pytest.mark.mesh
 def test_bfloat16_on_a_mesh(arguments):
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (arguments[0], arguments[2]))
     x, weights = half
@@ -244,6 +247,7 @@ def test_bfloat16_on_a_mesh(arguments):
         assert error <= 8 * 2.0**-8 * jnp.abs(wide).max()
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("dispatch", ["dropless", "capacity"])
 @pytest.mark.parametrize("mesh", ["expert=8", "data=2,expert=2,tensor=2", "context=2,expert=4"])
 def test_experts_over_an_axis_without_tokens(mesh, dispatch, arguments, on_one_device):

@@ -7,8 +7,10 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import shardlib as sl
-from shardlib.explain.program import collectives
-from shardlib.moe import ExpertWeights, apply_experts, route
+from shardlib.explain.analysis.collectives import collectives
+from shardlib.nn.moe import ExpertWeights, apply_experts, route
+
+pytestmark = pytest.mark.aot
 
 ROWS, LENGTH, EMBED, MLP, EXPERTS, K = 8, 256, 256, 512, 8, 2
 

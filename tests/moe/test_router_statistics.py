@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlib.moe import RouterStats, Routing, route, router_losses, router_stats
+from shardlib.nn.moe import RouterStats, Routing, route, router_losses, router_stats
 
 BATCH, LENGTH, EXPERTS, K = 4, 6, 8, 2
 
@@ -75,6 +75,7 @@ def test_load_balancing_over_the_tokens_that_count():
     assert found == pytest.approx(counts.max() / counts.mean(), rel=1e-6)
 
 
+@pytest.mark.mesh
 def test_by_sequence_any_split_of_the_batch_adds_up():
     routing, mask = random_routing(), random_mask()
     kept = jax.random.bernoulli(jax.random.key(3), 0.8, routing.experts.shape)
@@ -115,6 +116,7 @@ def test_losses_are_summed_over_layers_and_metrics_averaged():
         assert float(mean.value) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.mesh
 def test_the_gradient_of_the_bias_is_the_load_above_the_mean():
     logits = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, EXPERTS))
     mask = random_mask()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardlib.errors import ModelError
-from shardlib.moe import route
+from shardlib.nn.moe import route
 
 
 @pytest.fixture
@@ -54,6 +54,7 @@ def test_of_equal_scores_the_lower_index_comes_first():
     np.testing.assert_array_equal(routing.experts, [[[0, 1, 2]]])
 
 
+@pytest.mark.mesh
 def test_the_gradient_is_that_of_the_weights_alone(logits):
     def first_weight(logits):
         return jnp.sum(route(logits, 2).weights[..., 0])

@@ -127,6 +127,7 @@ def test_products(sizes, has_batch, second):
     assert check(jax.grad(loss, argnums=(0, 1)), left, right) or max(sizes) == 1
 
 
+@pytest.mark.mesh
 @many
 @given(
     st.sampled_from([1, 2, 4]),
@@ -177,6 +178,7 @@ def test_shapes(shape, data):
     check(fn, x)
 
 
+@pytest.mark.mesh
 @many
 @given(shapes, st.data())
 def test_stacks_and_repetitions(shape, data):
@@ -209,6 +211,7 @@ def test_reductions_and_orders(shape, data):
     check(fn, x)
 
 
+@pytest.mark.mesh
 @many
 @given(dims, dims, dims, st.sampled_from(["clip", "fill", "promise_in_bounds"]))
 def test_lookups(rows, columns, count, mode):
@@ -229,6 +232,7 @@ def test_lookups(rows, columns, count, mode):
     assert {"gather", "scatter-add"} <= check(jax.value_and_grad(loss), table)
 
 
+@pytest.mark.mesh
 @many
 @given(dims, dims, st.sampled_from(["clip", "drop"]))
 def test_updates(rows, columns, mode):
@@ -245,6 +249,7 @@ def test_updates(rows, columns, mode):
     check(fn, x, new)
 
 
+@pytest.mark.mesh
 @many
 @given(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]), st.sampled_from(["SAME", "VALID"]))
 def test_windows(size, stride, padding):

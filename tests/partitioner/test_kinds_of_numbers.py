@@ -1,4 +1,4 @@
-"""What pieces easily get wrong: NaN, bits, complex numbers, narrow indices, rows that end alone."""
+"""Partitioned functions agree with one device on NaN, bits, complex numbers and narrow indices."""
 
 import jax
 import jax.numpy as jnp

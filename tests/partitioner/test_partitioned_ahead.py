@@ -15,7 +15,7 @@ from gradient_sums import Reader
 from unannotated import CASES
 
 import shardlib as sl
-from shardlib.explain.topology import devices_of
+from shardlib.explain.aot.topology import devices_of
 from shardlib.explain.wrong_numbers import wrong_numbers
 from shardlib.hardware import parse_cluster
 from shardlib.paths import named_leaves
@@ -78,6 +78,7 @@ def compile_step(name, mesh, **options):
     return Compiled(traced.lower().compile(), traced.jaxpr, mesh, state)
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_nothing_is_summed_twice_or_permuted(cluster, name, mesh_on):

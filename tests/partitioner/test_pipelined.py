@@ -18,7 +18,7 @@ MESH, WIDTH, ROWS = "stage=2,fsdp=2,tensor=2", 16, 16
 RANDOM = np.random.default_rng(0)
 BATCH = {name: RANDOM.standard_normal((ROWS, WIDTH), dtype=np.float32) for name in "xy"}
 WITHIN = "/shard_map/shard_map/"
-"""What the program says of operations in shardlib's region inside of that of the stages."""
+"""The name of operations that shardlib partitioned within a stage."""
 
 
 def linear(rows, columns, names, rngs):
@@ -52,12 +52,28 @@ def loss(model, batch, rng):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+SCHEDULES = {
+    "1f1b": sl.PipelineConfig(),
+    "1f1b, idle stages skip": sl.PipelineConfig(skip_idle=True),
+    "interleaved": sl.PipelineConfig(schedule="interleaved"),
+}
+
+
+@pytest.mark.rest("mesh")
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_stages_train_as_one_device(schedule):
-    options = {"pipeline": sl.PipelineConfig(schedule=schedule), "microbatches": 2}
+    options = {"pipeline": schedule, "microbatches": 2}
     found = assert_equivalent(
         Blocks, loss, BATCH, MESH, rules=STANDARD, optimizer=optax.adamw(1e-3), **options
     )
+    assert WITHIN in found.comparisons[0].compiled.as_text()
+
+
+@pytest.mark.mesh
+def test_stages_of_groups_train_as_one_device():
+    options = {"microbatches": 2, "reduction": sl.ReductionConfig(dtype="f32")}
+    mesh, adam = "data=2,stage=2,fsdp=2", optax.adamw(1e-3)
+    found = assert_equivalent(Blocks, loss, BATCH, mesh, rules=STANDARD, optimizer=adam, **options)
     assert WITHIN in found.comparisons[0].compiled.as_text()
 
 
@@ -65,12 +81,14 @@ def with_dropout(rngs):
     return Blocks(rngs, rate=0.5)
 
 
+@pytest.mark.mesh
 def test_dropout_of_stages_is_that_of_one_device():
     options = {"rules": STANDARD, "optimizer": optax.adamw(1e-3), "microbatches": 2}
     found = assert_equivalent(with_dropout, loss, BATCH, MESH, **options)
     assert WITHIN in found.comparisons[0].compiled.as_text()
 
 
+@pytest.mark.mesh
 def test_dropout_of_groups_is_that_of_one_device():
     """Rows of a group lie together, and those of a microbatch are every other of the group's."""
     order = np.arange(ROWS).reshape(2, ROWS // 4, 2).transpose(1, 0, 2).ravel()
@@ -92,6 +110,7 @@ def test_dropout_of_groups_is_that_of_one_device():
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+@pytest.mark.mesh
 def test_stages_evaluate_as_one_device():
     losses = []
     for mesh, num_devices in (("data=1", 1), (MESH, 8)):
@@ -112,6 +131,7 @@ def test_who_partitions_is_reported(mesh):
     assert (found.by, found.why) == ("shardlib", "the model constrains no activation")
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("rules", [STANDARD, SEQUENCE], ids=["standard", "sequence"])
 def test_stages_whose_constraints_decide_are_left_as_they_are(rules):
     config = TransformerConfig(num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64)

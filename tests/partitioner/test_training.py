@@ -16,8 +16,8 @@ from shardlib.registry import DataSpec, family
 from shardlib.rules import FSDP, SEQUENCE, STANDARD, ZERO1
 from shardlib.run.setup import TEXT_AXES
 from shardlib.testing import assert_equivalent
-from shardlib.train.local_sgd import group_means
-from shardlib.train.reduction import ReductionConfig
+from shardlib.train.local_sgd.outer import group_means
+from shardlib.train.reduce.reduction import ReductionConfig
 from shardlib_models.resnet import ResNetConfig
 from shardlib_models.transformer import TransformerConfig
 
@@ -53,6 +53,7 @@ def close(tree, other, tolerance=2e-5):
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("name", ["dense", "convolutions"])
 def test_models_that_xla_gets_wrong(name):
     """Faults A and B: rows in another order, sums over copies."""
@@ -69,6 +70,7 @@ WAYS = {
 }
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_train(way):
     mesh, placed, options = WAYS[way]
@@ -88,6 +90,7 @@ class Dropped(linen.Module):
 DROPPED = Case(Dropped(), squared_error, vectors, CASES["dense"].paths)
 
 
+@pytest.mark.mesh
 def test_dropout_is_that_of_one_device():
     assert REGION in equivalent(DROPPED)
 
@@ -102,6 +105,7 @@ def train(case, mesh, steps=3, inputs=(), **options):
     return state, metrics
 
 
+@pytest.mark.mesh
 def test_narrower_numbers():
     case = CASES["dense"]
     state, metrics = train(case, MESH, precision="bf16")
@@ -115,6 +119,7 @@ def test_narrower_numbers():
         np.testing.assert_allclose(x, wanted, rtol=0, atol=rounding * np.abs(wanted).max())
 
 
+@pytest.mark.mesh
 def test_statistics_of_the_whole_batch():
     state, _ = train(CASES["convolutions"], MESH)
     expected, _ = train(CASES["convolutions"], ONE)
@@ -122,6 +127,7 @@ def test_statistics_of_the_whole_batch():
     close(state.model_state, expected.model_state)
 
 
+@pytest.mark.mesh
 def test_evaluation():
     case = CASES["convolutions"]
     sums = [
@@ -140,6 +146,7 @@ def distilled(model, batch, rng, teacher):
 DISTILLED = dataclasses.replace(CASES["dense"], loss=distilled)
 
 
+@pytest.mark.mesh
 def test_a_teacher_on_the_mesh_and_what_is_reported():
     """The teacher is a state whose parameters lie as the student's."""
     case = DISTILLED
@@ -152,6 +159,7 @@ def test_a_teacher_on_the_mesh_and_what_is_reported():
     close((state.params, state.opt_state), (expected.params, expected.opt_state))
 
 
+@pytest.mark.mesh
 def test_groups_that_train_apart():
     """Local SGD, with a teacher that all groups share."""
     case, found = DISTILLED, []
@@ -199,6 +207,7 @@ OUR_MODELS = {
 }
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("name", OUR_MODELS)
 def test_models_whose_constraints_decide_are_left_as_they_are(name):
     """The same program has the same traffic, memory and time."""
@@ -220,6 +229,7 @@ def test_models_that_constrain_nothing_are_not():
     assert auto != user
 
 
+@pytest.mark.mesh
 def test_a_derivative_that_shardlib_cannot_partition_is_reported():
     """The loss itself could be partitioned; what its derivative holds is part of the decision."""
 

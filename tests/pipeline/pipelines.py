@@ -11,11 +11,11 @@ import optax
 from flax import nnx
 
 import shardlib as sl
-from shardlib.constrain import constrain
+from shardlib.functional.precision import precision
 from shardlib.losses import Mean
 from shardlib.mesh import MeshConfig
-from shardlib.precision import precision
-from shardlib.stack import scan_layers, stack_layers
+from shardlib.nn.stack import scan_layers, stack_layers
+from shardlib.sharding.constrain import constrain
 from shardlib.train.gradients import PartLoss, accumulate_gradients
 from shardlib.train.pipelined import pipelined_gradients, pipelined_sums
 

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import shardlib as sl
-from shardlib.manual import manual
-from shardlib.pipeline.exchange import rounds, to_run, to_store
+from shardlib.sharding.manual import manual
+from shardlib.train.pipeline.exchange import rounds, to_run, to_store
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import pytest
 from pipelines import Model, loss, make_batch, make_job, nll
 
 import shardlib as sl
-from shardlib.manual import NESTS_IN_MESH_ORDER_ONLY, manual
+from shardlib.nn.stack import scan_layers
 from shardlib.paths import named_leaves
-from shardlib.pipeline import PipelineConfig, bubble_fraction
-from shardlib.stack import scan_layers
+from shardlib.sharding.manual import NESTS_IN_MESH_ORDER_ONLY, manual
 from shardlib.train.gradients import accumulate_gradients
+from shardlib.train.pipeline import PipelineConfig, bubble_fraction
 from shardlib.train.pipelined import pipelined_gradients, pipelined_groups
-from shardlib.train.reduction import ReductionConfig, plan_reduction, reduced_gradients
+from shardlib.train.reduce.reduction import ReductionConfig, plan_reduction, reduced_gradients
 
 MICROBATCHES = 8
 # Float32 sums of some hundred terms in another order, through a backward pass of eight layers.
@@ -62,6 +62,7 @@ def assert_close(tree, wanted):
         np.testing.assert_allclose(tree[path], value, rtol=0, atol=RELATIVE * scale, err_msg=path)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_of_every_leaf(case):
     result, _ = found(case)
@@ -70,6 +71,7 @@ def test_gradients_of_every_leaf(case):
     assert read == set(named_leaves(result.grads)) - {"spare"}
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("case", CASES)
 def test_sums_and_model_state(case):
     result, _ = found(case)
@@ -106,6 +108,7 @@ def test_dropout_is_on():
     assert apart > 1e-3, "other microbatches draw other masks"
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(("mesh", "config"), [
     ("stage=4,tensor=2", None),
     ("stage=2,data=4", PipelineConfig(schedule="interleaved", skip_idle=True)),
@@ -116,6 +119,7 @@ def test_sums_without_gradients(mesh, config):
     assert_close(sums, expected().sums)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_groups_with_stages_of_their_own(schedule):
     """Two data-parallel groups reduce once: their microbatches and random keys follow each other,
@@ -157,6 +161,7 @@ def test_groups_with_stages_of_their_own(schedule):
     assert float(bubble.value) == pytest.approx(theory, rel=1e-6)
 
 
+@pytest.mark.mesh
 @pytest.mark.skipif(NESTS_IN_MESH_ORDER_ONLY, reason="XLA of this jax cannot nest stage in data")
 def test_inside_of_another_region():
     """A pipeline in each of two data-parallel groups, which another engine handles by hand."""
@@ -194,6 +199,7 @@ class Whole(Model):
         return scan_layers(call, self.layers, self.embed(tokens))[0]
 
 
+@pytest.mark.mesh
 def test_bfloat16_travels_between_stages():
     def loss(model, batch, rng):
         return nll(model, model(batch["tokens"]), batch)
@@ -211,6 +217,7 @@ def test_a_number_of_microbatches_that_does_not_divide():
         job.gradients(PipelineConfig(), 8).lower(*job.arguments)
 
 
+@pytest.mark.mesh
 def test_layers_without_axes_of_their_own_stay_on_every_stage():
     """A stack whose variables name no axes is not split over stages, and is as correct."""
     config = PipelineConfig(skip_idle=True)
@@ -237,6 +244,7 @@ def evaluated(model, batch, rng):
     return loss(model, batch, rng)[0]
 
 
+@pytest.mark.mesh
 def test_steps_of_training_and_evaluation():
     """The step takes the pipeline where the mesh has stages, and reports the bubble."""
     found = {}

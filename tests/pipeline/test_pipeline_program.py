@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from pipelines import HIDDEN, WIDTH, make_batch, make_job
 
-from shardlib.explain.program import collectives
-from shardlib.pipeline import PipelineConfig
+from shardlib.explain.analysis.collectives import collectives
+from shardlib.train.pipeline import PipelineConfig
+
+pytestmark = pytest.mark.mesh
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "pipeline_memory.py"
 EXAMPLES = 512

@@ -10,8 +10,9 @@ from pipelines import WIDTH, Layer, Model, loss, make_job, nll
 
 import shardlib as sl
 from shardlib.errors import MeshError, ModelError
-from shardlib.pipeline import PipelineConfig
-from shardlib.stack import scan_layers
+from shardlib.nn.stack import scan_layers
+from shardlib.sharding import manual
+from shardlib.train.pipeline import PipelineConfig
 
 
 def refusal(job, config=None, microbatches=4):
@@ -52,8 +53,8 @@ def test_two_loops_over_layers():
         return nll(model, x, batch)
 
     assert refusal(with_loss(twice)) == (
-        "the loss calls scan_layers more than once, so that no one place is left to cut the model "
-        "into stages.\n  Make one stack of all layers, or use a mesh without stage."
+        "the loss calls scan_layers more than once, so it cannot be cut into stages.\n"
+        "  Make one stack of all layers, or use a mesh without stage."
     )
 
 
@@ -66,11 +67,11 @@ def test_inputs_and_outputs_of_layers_are_named_together():
         return nll(model, x, batch)
 
     assert refusal(with_loss(both)) == (
-        "the layers are given inputs of their own (per_layer), which stages do not hand out.\n"
-        "  Keep what differs from layer to layer in their variables.\n"
-        "each layer returns outputs beside the carry (float32[], float32[16, 4]), which stages do "
-        "not collect.\n"
-        "  Let `call` return None beside the carry, and add up what it reports in the carry."
+        "the layers have separate inputs (per_layer), which stages do not distribute.\n"
+        "  Keep per-layer values in variables of the layers.\n"
+        "each layer returns outputs in addition to the carry (float32[], float32[16, 4]), which "
+        "stages do not collect.\n"
+        "  Let `call` return the carry and None, and sum up metrics in the carry."
     )
 
 
@@ -119,9 +120,9 @@ def test_layers_read_outside_of_their_loop():
         return mean._replace(total=mean.total + jnp.sum(model.layers.up[...] ** 2))
 
     assert refusal(with_loss(decayed)) == (
-        "the loss reads variables of the stacked layers outside of scan_layers, where a pipeline "
-        "has no more than one stage's: layers/up.\n"
-        "  Read them inside of the layers only, or use a mesh without stage."
+        "the loss reads variables of the stacked layers outside of scan_layers, but each stage "
+        "holds only its own layers: layers/up.\n"
+        "  Read them only inside the layers, or use a mesh without stage."
     )
 
 
@@ -142,6 +143,7 @@ def test_a_random_key_in_the_carry():
     )
 
 
+@pytest.mark.mesh
 def test_a_ring_inside_of_the_layers():
     """Stages that skip would be missing in it; computed by all, it gives the loss of one device."""
 
@@ -152,17 +154,17 @@ def test_a_ring_inside_of_the_layers():
             there = jax.lax.ppermute(x, "context", [(0, 1), (1, 0)])
             return jax.lax.ppermute(there, "context", [(0, 1), (1, 0)])
 
-        return sl.manual.manual(back_and_forth, ("context",), (spec,), spec)(x)
+        return manual.manual(back_and_forth, ("context",), (spec,), spec)(x)
 
     def ringed(model, batch, rng):
-        is_cut = sl.manual.axis_size("context") > 1
+        is_cut = manual.axis_size("context") > 1
         x, _ = run_layers(model, batch, lambda x, _: (ring(x) if is_cut else x, None))
         return nll(model, x, batch)
 
     job = make_job("stage=2,context=2", num_layers=2, loss=ringed)
     assert refusal(job, PipelineConfig(skip_idle=True)) == (
-        "idle stages cannot skip the computation: the model sends by collective-permute, as ring "
-        "attention does, in which all stages meet.\n"
+        "idle stages cannot skip the computation: the model uses collective-permute, as ring "
+        "attention does, which needs all stages.\n"
         "  Set skip_idle to null or false, or choose a method without a ring."
     )
     alone = make_job("data=1", num_layers=2, loss=ringed)
@@ -181,7 +183,7 @@ def test_a_mesh_without_stages():
 
 def test_stages_inside_of_a_region_over_a_later_axis(monkeypatch):
     """Where the compiler cannot nest them; elsewhere it is right, as the gradients' test shows."""
-    monkeypatch.setattr("shardlib.manual.NESTS_IN_MESH_ORDER_ONLY", True)
+    monkeypatch.setattr("shardlib.sharding.manual.NESTS_IN_MESH_ORDER_ONLY", True)
     job = make_job("stage=2,data=2", num_layers=2)
     spec = jax.sharding.PartitionSpec
 
@@ -190,9 +192,9 @@ def test_stages_inside_of_a_region_over_a_later_axis(monkeypatch):
         return job.gradients(PipelineConfig(), 2)(params, model_state, batch, key).grads
 
     with pytest.raises(MeshError) as raised, sl.use(job.mesh, sl.rules.STANDARD):
-        jax.jit(sl.manual.manual(group, ("data",), (spec("data"),), spec())).lower(job.batch)
+        jax.jit(manual.manual(group, ("data",), (spec("data"),), spec())).lower(job.batch)
     assert str(raised.value) == (
-        "a region over stage stands inside of one over data, which comes later in the mesh; the "
+        "a region over stage is inside one over data, which comes later in the mesh; the "
         f"compiler of jax {jax.__version__} ends the process there.\n"
         "  Handle all of them in one region, leave the outer one out (local SGD is one over data), "
         "or use jax 0.10."

@@ -6,7 +6,12 @@ import re
 import pytest
 
 from shardlib.errors import ModelError
-from shardlib.pipeline import bubble_fraction, forward_schedule, make_schedule, schedule_faults
+from shardlib.train.pipeline import (
+    bubble_fraction,
+    forward_schedule,
+    make_schedule,
+    schedule_faults,
+)
 
 SIZES = [
     (name, stages, chunks, microbatches)

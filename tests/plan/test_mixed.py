@@ -17,24 +17,24 @@ from hypothesis import strategies as st
 import shardlib as sl
 from shardlib import cli, run
 from shardlib.config import load
+from shardlib.cost.workload import Job
 from shardlib.errors import ConfigError, MeshError, ModelError
 from shardlib.hardware import CHIPS, Cluster, MixedCluster, parse_mixed
 from shardlib.mesh import MeshConfig, make_mesh
 from shardlib.plan import Choice, Layout, Transformer, plan
 from shardlib.plan.describe import duration
-from shardlib.plan.mixed import group_layouts, search_mixed, share_out, shared_out, together
-from shardlib.plan.mixed_answer import MixedPlans
-from shardlib.plan.named_models import named_model
+from shardlib.plan.mixed_result import MixedPlans
+from shardlib.plan.mixed_search import group_layouts, search_mixed, share_out, shared_out, together
 from shardlib.plan.search import capacity_bytes, least_layers
-from shardlib.plan.tracing import trace_workload
-from shardlib.plan.transformers import TransformerWorkload
-from shardlib.plan.workload import Job
+from shardlib.plan.workloads.named_models import named_model
+from shardlib.plan.workloads.tracing import trace_workload
+from shardlib.plan.workloads.transformer import TransformerWorkload
 from shardlib.registry import DataSpec
 from shardlib.run import RunConfig
 from shardlib.run.checks import check_config
 from shardlib.run.setup import make_scope
-from shardlib.train.reduce_uneven import balance
-from shardlib.train.reduction import plan_reduction
+from shardlib.train.reduce.reduction import plan_reduction
+from shardlib.train.reduce.uneven import balance
 from shardlib_models import resnet, transformer
 
 SMALL = Transformer(4, 512, 8, 4, 64, 2048, 4096)
@@ -76,6 +76,7 @@ NETWORKED = [chip for chip in CHIPS.values() if chip.network_bytes_per_second_pe
 GPUS = [chip.name for chip in NETWORKED if chip.kind == "gpu" and chip.bf16_flops]
 
 
+@pytest.mark.mesh
 @settings(deadline=None, max_examples=15)
 @given(
     chips=st.lists(st.sampled_from(GPUS), min_size=2, max_size=3, unique=True),
@@ -117,6 +118,7 @@ def between_ideal_and_equal(one):
     assert one.seconds <= (most * slowest + beside) * one.seconds / working * (1 + 1e-9)
 
 
+@pytest.mark.mesh
 def test_nothing_is_lost_by_pruning():
     work, cluster = workload(48), parse_mixed("4xh100+2x4xa100-40")
     best = {}
@@ -180,6 +182,7 @@ def test_a_faster_kind_takes_more():
     assert best.time.data > 0
 
 
+@pytest.mark.mesh
 def test_the_report_and_its_data():
     found = plan("llama3-8b", on=ON, top=2, why_not=["data=3,fsdp=8"], tokens="1T", days=900)
     assert isinstance(found, MixedPlans)
@@ -262,6 +265,7 @@ def test_why_not_a_mesh():
     )
 
 
+@pytest.mark.mesh
 def test_what_is_refused():
     assert refusal(MeshError, "llama3-8b", on="v5p-8+8xh100") == (
         "cluster 'v5p-8+8xh100' mixes TPUs and GPUs, but a JAX program runs on one platform.\n"
@@ -270,7 +274,7 @@ def test_what_is_refused():
     assert refusal(ConfigError, "llama3-8b", on=ON, objective="cost", price=2.0) == (
         f"an objective of cost compares clusters of one kind, and {ON} has several.\n"
         "  Leave objective at time.\n"
-        f"price is that of an hour of one chip, and {ON} has chips of several kinds.\n"
+        f"price is the cost of a chip-hour, and {ON} has chips of several kinds.\n"
         "  Leave it out: the report compares chip-hours."
     )
     assert refusal(ConfigError, "llama3-8b", on="8xh100+8xv100-32") == (
@@ -353,6 +357,7 @@ def file(tmp_path):
 OWN_RULES = "rules={preset: zero1, activations: {residual_length: context+tensor}}"
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("batch", [8, 60, 100])
 @pytest.mark.parametrize("overrides", [(), ("eval.every_steps=0",), (OWN_RULES,)])
 def test_train_takes_the_fragment_as_it_is(file, batch, overrides):
@@ -376,22 +381,24 @@ def test_train_takes_the_fragment_as_it_is(file, batch, overrides):
         assert again.train.compilation_cache is None
 
 
+@pytest.mark.mesh
 def test_explain_traces_the_planned_run(file):
     found = plan(load(RunConfig, file), on=EIGHT, top=1)
     report = run.explain(load(RunConfig, file, found.overrides()), "cpu:8")
     assert report.mesh == {a: found.best.layout.size(a) for a in report.mesh}
 
 
+@pytest.mark.mesh
 def test_what_a_config_decides_otherwise(file):
     options = "train={global_batch: 60, local_sgd: {inner_steps: 4}}"
     assert refusal(ConfigError, load(RunConfig, file, [options]), on=EIGHT) == (
-        "a plan for a mixed cluster sets train.reduction.group_microbatches, beside which there is "
-        "no train.local_sgd.\n  Leave train.local_sgd out."
+        "a plan for a mixed cluster sets train.reduction.group_microbatches, which allows no "
+        "train.local_sgd.\n  Leave train.local_sgd out."
     )
     options = "train.reduction.group_seconds=[1,2]"
     assert refusal(ConfigError, load(RunConfig, file, [options]), on=EIGHT) == (
-        "a plan for a mixed cluster sets train.reduction.group_microbatches, beside which there is "
-        "no train.reduction.group_seconds.\n  Leave train.reduction.group_seconds out."
+        "a plan for a mixed cluster sets train.reduction.group_microbatches, which allows no "
+        "train.reduction.group_seconds.\n  Leave train.reduction.group_seconds out."
     )
     # What was planned before is planned anew.
     before = load(RunConfig, file, ["train.reduction.group_microbatches=[1,2]", "mesh=data=2"])
@@ -414,19 +421,19 @@ def test_the_command(capfd, file):
     code, out, err = shardlib(capfd, "plan", file, "--on", EIGHT, "--verify", "1")
     assert (code, out) == (2, "")
     assert err.endswith(
-        f"ConfigError: --verify compiles for clusters of one kind, and {EIGHT} has several.\n"
+        f"ConfigError: --verify compiles for clusters of one kind, but {EIGHT} has several.\n"
         "  Leave it out, or verify the plans of one kind: --on 4xh100\n"
     )
     code, out, err = shardlib(capfd, "explain", file, "--on", EIGHT)
     assert (code, out) == (2, "")
     assert err.endswith(
-        f"MeshError: cluster '{EIGHT}' is of several kinds, for which only plans are made.\n"
+        f"MeshError: cluster '{EIGHT}' has several kinds of chips, which only plan supports.\n"
         f"  Name one of them, as in 4xh100; for all: shardlib plan --on {EIGHT}\n"
     )
 
 
 def test_explain_refuses_a_mixed_cluster():
-    with pytest.raises(MeshError, match="is of several kinds, for which only plans are made"):
+    with pytest.raises(MeshError, match="has several kinds of chips, which only plan supports"):
         sl.explain(jnp.sin, jnp.ones(8), on=parse_mixed(EIGHT))
 
 
@@ -464,6 +471,6 @@ def test_a_model_with_state_of_its_own_is_refused():
     data = DataSpec(num_classes=10, image_shape=(16, 16, 3))
     work = traced(resnet.FAMILY, config, data, images)
     assert refusal(ModelError, work, on=ON) == (
-        "ResNet updates state of its own as it runs, which groups that take unequal shares "
-        "would each have another of.\n  Plan for one kind alone: --on 8xh100"
+        "ResNet updates state of its own as it runs, and groups with unequal shares would each "
+        "hold a different one.\n  Plan for one kind alone: --on 8xh100"
     )

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shardlib.cost.machine.constants import fit_errors
+from shardlib.cost.workload import Job
 from shardlib.errors import MeshError, ModelError
 from shardlib.hardware import parse_cluster
 from shardlib.plan import Choice, Layout, Transformer, cheapest_fixes, plan
-from shardlib.plan.constants import fit_errors
 from shardlib.plan.describe import duration
 from shardlib.plan.fixes import smallest
-from shardlib.plan.named_models import NAMED, named_model
 from shardlib.plan.objective import clusters, next_larger
 from shardlib.plan.search import capacity_bytes, search
 from shardlib.plan.settings import mesh_text, rules, settings, to_overrides, to_yaml
-from shardlib.plan.transformers import TransformerWorkload
-from shardlib.plan.workload import Job
+from shardlib.plan.workloads.named_models import NAMED, named_model
+from shardlib.plan.workloads.transformer import TransformerWorkload
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.json"
 LLAMA8 = named_model("llama3-8b").model
@@ -86,11 +86,12 @@ def test_clusters_by_objective():
     with pytest.raises(MeshError) as refused:
         clusters("v5p", deadline=False)
     assert str(refused.value) == (
-        "cluster 'v5p' says no size.\n  Add it, as in v5p-64, or say what decides: an objective of "
-        "cost or chips, or tokens and days."
+        "cluster 'v5p' has no size.\n  Add it, as in v5p-64, or let the plan decide: an objective "
+        "of cost or chips, or tokens and days."
     )
 
 
+@pytest.mark.mesh
 def test_how_many_chips_for_a_trillion_tokens_in_thirty_days():
     found = plan("llama3-8b", on="v5p", tokens="1T", days=30, price=4.2)
     assert found.run_seconds < 30 * 86400
@@ -108,6 +109,7 @@ def test_how_many_chips_for_a_trillion_tokens_in_thirty_days():
     assert 0.4 < found.mfu() < 0.75
 
 
+@pytest.mark.mesh
 def test_cost_and_chips_look_at_smaller_clusters():
     fastest, cheapest, fewest = (
         plan("llama3-8b", on="v5p-256", objective=objective, tokens="1T", top=1)
@@ -120,6 +122,7 @@ def test_cost_and_chips_look_at_smaller_clusters():
     )
 
 
+@pytest.mark.mesh
 def test_too_slow_whatever_the_size():
     text = refusal(MeshError, "llama3-70b", on="h100", tokens="15T", days=1)
     assert "but 15T in 1 days allow 24.2 ms.\n  Take more or faster chips" in text
@@ -151,9 +154,10 @@ def test_only_with_other_numbers():
     found = plan(asked, on=tight, top=1)
     assert found.best.choice.moments == "bfloat16"
     assert found.settings()["optimizer.momentum_dtype"] == "bfloat16"
-    assert found.notes[0] == "Only with the optimizer's first moment in bfloat16 is there a plan."
+    assert found.notes[0] == "A plan exists only with the optimizer's first moment in bfloat16."
 
 
+@pytest.mark.mesh
 def test_a_plan_that_needs_more_of_a_gpu_than_jax_takes():
     def said(**options):
         found = plan("llama3-8b", on="64xh100", top=2, **options)
@@ -172,6 +176,7 @@ def test_a_plan_that_needs_more_of_a_gpu_than_jax_takes():
     assert plan("llama3-8b", on="v5p-128", top=1).notes == ()
 
 
+@pytest.mark.mesh
 def test_devices_that_nothing_divides():
     assert refusal(MeshError, "llama3-70b", on="v5p-17920") == (
         "llama3-70b cannot be split over the 8960 devices of v5p-17920: no degrees that divide the "
@@ -182,6 +187,7 @@ def test_devices_that_nothing_divides():
         assert plan("llama3-70b", on="v5p-17920", global_batch=batch, top=1).best
 
 
+@pytest.mark.mesh
 def test_why_not():
     found = plan("llama3-8b", on="64xh100", top=3)
 
@@ -234,6 +240,7 @@ def test_why_not():
         why("fsdp=128")
 
 
+@pytest.mark.mesh
 def test_fixes_fit_and_are_priced():
     cluster, layout = parse_cluster("v5e-256"), Layout(data=32, fsdp=8)
     fixes = cheapest_fixes(workload(), layout, Choice(), cluster)
@@ -260,6 +267,7 @@ def test_fixes_fit_and_are_priced():
     )
 
 
+@pytest.mark.mesh
 def test_levers_are_searches_of_their_own():
     found = plan("llama3-8b", on="v5p-64", top=1)
     larger = next(lever for lever in found.levers if lever.change == "on v5p-128")
@@ -271,6 +279,7 @@ def test_levers_are_searches_of_their_own():
     assert rates == sorted(rates, reverse=True)
 
 
+@pytest.mark.mesh
 def test_memory_that_costs_time_is_named():
     """A chip with so little memory that layers are computed again: twice as much is faster."""
     cluster = parse_cluster("v5e-16")
@@ -284,6 +293,7 @@ def test_memory_that_costs_time_is_named():
     assert capacity_bytes(roomy) == pytest.approx(2 * capacity_bytes(cluster))
 
 
+@pytest.mark.mesh
 def test_settings_of_a_plan():
     found = plan("llama3-8b", on="2xv5e-256", top=5)
     best = found.best
@@ -318,6 +328,7 @@ def test_settings_of_a_plan():
     assert rules(Layout(fsdp=4, tensor=2, sequence_parallel=False)) == "standard"
 
 
+@pytest.mark.mesh
 def test_text_and_data_say_the_same():
     found = plan("llama3-8b", on="v5p-64", why_not="fsdp=16,tensor=2", tokens="1T", price=2)
     text, facts = str(found), json.loads(json.dumps(found.to_dict()))
@@ -345,6 +356,7 @@ def test_text_and_data_say_the_same():
     assert all(len(line) < 160 for line in text.splitlines()[:30])
 
 
+@pytest.mark.mesh
 def test_models_of_all_kinds():
     for name, on in (("mixtral-8x7b", "8x8xh100"), ("gpt3-175b", "32x8xh100")):
         found = plan(name, on=on, global_batch_tokens="8M", length=4096, top=1)

@@ -4,16 +4,16 @@ import dataclasses
 
 import pytest
 
+from shardlib.cost.layout import SHARDLIB, Layout
+from shardlib.cost.transformer.memory import peak_memory
+from shardlib.cost.transformer.step_time import step_time
+from shardlib.cost.workload import FULL, NONE, Experts, Job, Transformer
 from shardlib.hardware import parse_cluster
-from shardlib.plan.cost import step_time
 from shardlib.plan.fixes import cheapest_fixes
-from shardlib.plan.layout import SHARDLIB, Layout
-from shardlib.plan.memory import peak_memory
 from shardlib.plan.problem import Choice
 from shardlib.plan.search import capacity_bytes, least_layers, search
 from shardlib.plan.settings import settings, to_yaml
-from shardlib.plan.transformers import POLICIES, TransformerWorkload
-from shardlib.plan.workload import FULL, NONE, Experts, Job, Transformer
+from shardlib.plan.workloads.transformer import POLICIES, TransformerWorkload
 
 LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
 JOB = Job(LLAMA, 8192, 512)

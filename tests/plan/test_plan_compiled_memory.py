@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.docs
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "plan_memory.py"
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from shardlib.cost.layout import Layout, Software
+from shardlib.cost.machine.constants import PRIORS, committed
+from shardlib.cost.transformer.step_time import step_time
+from shardlib.cost.workload import FULL, FULL_EAGER, NONE, Experts, Job, Remat, Transformer
 from shardlib.errors import MeshError
 from shardlib.hardware import parse_cluster
 from shardlib.plan import calibrate
-from shardlib.plan.constants import PRIORS, committed
-from shardlib.plan.cost import step_time
-from shardlib.plan.layout import Layout, Software
 from shardlib.plan.published import read_file
-from shardlib.plan.workload import FULL, FULL_EAGER, NONE, Experts, Job, Remat, Transformer
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.json"
 LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
@@ -136,6 +136,7 @@ def test_constants_are_what_calibration_gives(cases):
         assert moved[name] == pytest.approx(value, rel=5e-3), name
 
 
+@pytest.mark.mesh
 def test_families_left_out_are_predicted(cases):
     """One family of each kind; the benchmark does all."""
     asked = [c for c in cases if c.family in ("tpu_recipes_ironwood", "megatron_seqsel_a100")]

@@ -7,16 +7,16 @@ from test_plan_measured import calibration
 
 from shardlib import run
 from shardlib.config import load
+from shardlib.cost.layout import SHARDLIB, Layout, Software
+from shardlib.cost.machine.constants import committed
+from shardlib.cost.machine.measured import Line, measured_cluster
+from shardlib.cost.machine.rates import rates_on
+from shardlib.cost.transformer import communication_time, compute_time, step_time
+from shardlib.cost.workload import Experts, Job, Transformer
 from shardlib.hardware import parse_cluster
-from shardlib.plan import compute, cost, traffic
 from shardlib.plan.candidates import candidates
-from shardlib.plan.constants import committed
-from shardlib.plan.layout import SHARDLIB, Layout, Software
-from shardlib.plan.measured import Line, measured_cluster
-from shardlib.plan.named_models import named_model
-from shardlib.plan.rates import rates_on
-from shardlib.plan.transformers import TransformerWorkload
-from shardlib.plan.workload import Experts, Job, Transformer
+from shardlib.plan.workloads.named_models import named_model
+from shardlib.plan.workloads.transformer import TransformerWorkload
 from shardlib.run import RunConfig
 from shardlib.run.planning import workload_of
 
@@ -48,9 +48,10 @@ def file(tmp_path):
 
 def device(job, **degrees):
     rates = rates_on(H100, job.precision, committed())
-    return compute.Device(job, Layout(**degrees), SHARDLIB, rates)
+    return compute_time.Device(job, Layout(**degrees), SHARDLIB, rates)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("mesh", "own"),
     [
@@ -68,7 +69,7 @@ def test_a_device_holds_the_weights_that_the_rules_leave_it(file, mesh, own):
     report = run.explain(config, "8xh100")
     job = workload_of(config)[1].job
     sizes = {name: int(size) for name, size in (part.split("=") for part in mesh.split(","))}
-    weights = traffic.local_weights(device(job, **sizes)).total / sizes.get("fsdp", 1)
+    weights = communication_time.local_weights(device(job, **sizes)).total / sizes.get("fsdp", 1)
     stages = sizes.get("stage", 1)
     norms = (2 * 4 / stages + 1) * 256
     assert weights + norms == report.bytes_per_device("params") / 4
@@ -81,10 +82,13 @@ def test_keys_and_values_that_tensor_does_not_divide_are_held_whole():
     (qkv,) = (m for m in job.model.matmuls(routed=False) if m.name == "qkv")
     assert shared.local_dims(qkv) == (4096, 4096 / 16 + kv / 8)
     assert cut.local_dims(qkv) == (4096, (4096 + kv) / 8)
-    assert compute.qkv_width(job.model, Layout(tensor=16)) == 4096 / 16 + kv / 8
+    assert compute_time.qkv_width(job.model, Layout(tensor=16)) == 4096 / 16 + kv / 8
     # Other software gives each device the weights of its own head alone.
     other = dataclasses.replace(shared, software=Software())
-    more = traffic.local_weights(shared).total - traffic.local_weights(other).total
+    more = (
+        communication_time.local_weights(shared).total
+        - communication_time.local_weights(other).total
+    )
     assert more == 32 * 4096 * (kv - kv / 8)
 
 
@@ -92,16 +96,16 @@ def test_experts_that_are_shared_out_are_orthogonalized_once():
     experts = Experts(64, 4, 512)
     model = Transformer(4, 1024, 8, 8, 128, 512, 1024, experts=experts)
     job = Job(model, 1024, 64, newton_schulz_steps=5)
-    everywhere = compute.orthogonalize(device(job, data=8))
-    shared_out = compute.orthogonalize(device(job, expert=8))
+    everywhere = compute_time.orthogonalize(device(job, data=8))
+    shared_out = compute_time.orthogonalize(device(job, expert=8))
     routed = 2 * 3 * 1024 * 512 * 512 + 2 * 512 * 512 * 512  # FLOPs of a matrix and iteration
     saved = 5 * 4 * 2 * (64 - 8) * routed / device(job).rates.flops
     assert everywhere - shared_out > saved
     # What is stacked is one kernel, however many layers there are.
     deep = dataclasses.replace(job, model=dataclasses.replace(model, layers=400))
     start = device(job).rates.kernel_seconds
-    grown = compute.orthogonalize(device(deep)) - 100 * compute.orthogonalize(device(job))
-    kinds = len(compute.matrices(model, Layout()))
+    grown = compute_time.orthogonalize(device(deep)) - 100 * compute_time.orthogonalize(device(job))
+    kinds = len(compute_time.matrices(model, Layout()))
     assert grown == pytest.approx(-99 * 5 * 3 * kinds * start, rel=1e-6)
 
 
@@ -128,7 +132,7 @@ def test_traffic_that_nothing_hides_is_all_that_is_sent(layout):
     network = ("tensor", "context", "expert", "fsdp", "data")
 
     def seconds(software, constants):
-        parts = cost.step_time(job, layout, V5P, software, constants).parts
+        parts = step_time.step_time(job, layout, V5P, software, constants).parts
         return sum(parts[name] for name in network)
 
     nothing_hides = {

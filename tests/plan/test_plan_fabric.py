@@ -4,12 +4,13 @@ import math
 
 import pytest
 
+from shardlib.cost.layout import Layout
+from shardlib.cost.machine import fabric
+from shardlib.cost.machine.constants import committed
+from shardlib.cost.machine.fabric import Link
 from shardlib.errors import MeshError
 from shardlib.hardware import parse_cluster
-from shardlib.plan import fabric, plan
-from shardlib.plan.constants import committed
-from shardlib.plan.fabric import Link
-from shardlib.plan.layout import Layout
+from shardlib.plan import plan
 
 IDEAL = committed() | {"ici": 1.0, "nvlink": 1.0, "nic": 1.0, "dcn": 1.0, "hop_seconds": 0.0}
 NVLINK, NIC = 450e9, 50e9
@@ -155,17 +156,19 @@ def test_remarks():
     h100, l4 = parse_cluster("4x8xh100"), parse_cluster("2x4xl4")
     assert fabric.remarks(h100, Layout(data=4, tensor=8)) == []
     assert fabric.remarks(h100, Layout(tensor=32)) == [
-        "tensor=32 leaves the 8 GPUs that exchange without a network: its collectives pay for "
+        "tensor=32 exceeds the 8 GPUs connected without a network: its collectives pay for "
         "both, and nothing hides them."
     ]
     assert fabric.remarks(l4, Layout(data=8)) == [
-        "Between hosts 1.56 GB/s a GPU are assumed: machines with L4 differ (see shardlib.chips)."
+        "Between hosts 1.56 GB/s a GPU are assumed: machines with L4 differ "
+        "(see shardlib.hardware.chips)."
     ]
     assert fabric.remarks(parse_cluster("8xl4"), Layout(data=8)) == []
     notes = plan("llama3.2-1b", on="2x4xl4", top=1).notes
     assert fabric.remarks(l4, Layout(data=8))[0] in notes
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("cluster", ["256x8xh100", "512x8xh100"])
 def test_tensor_stays_within_the_nvlink_domain(cluster):
     """As published trainings of 70B models have it."""

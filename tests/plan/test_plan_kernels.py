@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from shardlib.chips import CHIPS
+from shardlib.cost.machine import kernels
+from shardlib.cost.machine.constants import PRIORS, committed, constant, family_of
+from shardlib.cost.machine.rates import rates
 from shardlib.errors import ConfigError
-from shardlib.plan import kernels
-from shardlib.plan.constants import PRIORS, committed, constant, family_of
-from shardlib.plan.rates import rates
+from shardlib.hardware.chips import CHIPS
 
 
 def measured_rates(chip, efficiency):

@@ -6,14 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from shardlib.errors import ConfigError, MeshError
-from shardlib.hardware import parse_cluster
-from shardlib.plan import Job, Layout, Transformer, plan, step_time
-from shardlib.plan.fabric import links
-from shardlib.plan.fitting import fit_line, fit_matmul
-from shardlib.plan.kernels import matmul
-from shardlib.plan.layout import Software
-from shardlib.plan.measured import (
+from shardlib.cost.layout import Software
+from shardlib.cost.machine.fabric import links
+from shardlib.cost.machine.fitting import fit_line, fit_matmul
+from shardlib.cost.machine.kernels import matmul
+from shardlib.cost.machine.measured import (
     COLLECTIVES,
     Calibration,
     Line,
@@ -24,7 +21,10 @@ from shardlib.plan.measured import (
     save,
     software_on,
 )
-from shardlib.plan.rates import rates_on
+from shardlib.cost.machine.rates import rates_on
+from shardlib.errors import ConfigError, MeshError
+from shardlib.hardware import parse_cluster
+from shardlib.plan import Job, Layout, Transformer, plan, step_time
 
 CPU = parse_cluster("cpu:8")
 TINY = Transformer(4, 128, 4, 4, 32, 344, 1024)
@@ -113,7 +113,7 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path, change, what):
     with pytest.raises(ConfigError) as caught:
         load(path)
     assert str(caught.value) == (
-        f"{path} is no calibration that can be read: {what}.\n  Measure again: shardlib calibrate"
+        f"{path} is not a readable calibration: {what}.\n  Measure again: shardlib calibrate"
     )
 
 
@@ -121,7 +121,7 @@ def test_an_absent_and_a_broken_file_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         load(tmp_path / "none.json")
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(ConfigError, match="it is no JSON"):
+    with pytest.raises(ConfigError, match="it is not JSON"):
         load(tmp_path / "broken.json")
 
 
@@ -180,6 +180,7 @@ def test_gpus_of_other_hosts_are_refused(tmp_path):
         load(path)
 
 
+@pytest.mark.mesh
 def test_levers_of_measured_devices_compare_with_no_datasheet():
     gpus = measured_cluster(parse_cluster("8xh100"), on_gpus(memory_bytes=75e9))
     changes = [lever.change for lever in plan("llama3.2-1b", on=gpus, top=1).levers]

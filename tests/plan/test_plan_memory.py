@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from shardlib.cost.layout import Layout, Software
+from shardlib.cost.transformer.memory import layer_activations, peak_memory
+from shardlib.cost.workload import DOTS, FULL, NONE, SELECTIVE, Experts, Job, Remat, Transformer
+from shardlib.functional.precision import POLICIES
 from shardlib.hardware import parse_cluster
-from shardlib.plan.ask import STATE_BYTES
-from shardlib.plan.layout import Layout, Software
-from shardlib.plan.memory import layer_activations, peak_memory
-from shardlib.plan.named_models import named_model
+from shardlib.optim.named import OptimizerConfig, build_optimizer
+from shardlib.plan.api import STATE_BYTES
 from shardlib.plan.problem import Choice
 from shardlib.plan.published import read_file
-from shardlib.plan.transformers import TransformerWorkload
-from shardlib.plan.workload import DOTS, FULL, NONE, SELECTIVE, Experts, Job, Remat, Transformer
-from shardlib.precision import POLICIES
-from shardlib.train.optim import OptimizerConfig, build_optimizer
+from shardlib.plan.workloads.named_models import named_model
+from shardlib.plan.workloads.transformer import TransformerWorkload
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.json"
 CELLS = json.loads(DATA.read_text())["formula_checks"][0]["cells_gib"]

@@ -13,7 +13,7 @@ from flax import linen, nnx
 import shardlib as sl
 from shardlib.errors import ModelError
 from shardlib.plan import Layout, trace_workload
-from shardlib.plan.own_model import as_code
+from shardlib.plan.workloads.module import as_code
 
 
 class Model(nnx.Module):
@@ -81,6 +81,7 @@ def test_the_docstring_runs(capsys):
     assert capsys.readouterr().out.startswith("Model on 8xh100 (8 H100 SXM), 4,096 ")
 
 
+@pytest.mark.mesh
 def test_the_report_shows_a_plan_as_code_that_runs():
     plans = sl.plan(make_model, on="8xh100", **STEP)
     code, state, metrics = run(plans)
@@ -99,6 +100,7 @@ def test_the_report_shows_a_plan_as_code_that_runs():
         assert key not in report
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
@@ -146,19 +148,19 @@ def test_what_is_missing_is_named():
         "a plan for Model traces its step, which lacks optimizer.\n"
     )
     assert refusal("llama3-8b", loss=loss, rules=sl.rules.FSDP) == (
-        "loss and rules can only be given with a module of one's own, and 'llama3-8b' is none.\n"
-        "  Leave them out, or give what makes a module: lambda rngs: Model(rngs=rngs)."
+        "loss and rules can only be given with a module, and 'llama3-8b' is not a module.\n"
+        "  Leave them out, or give a module factory: lambda rngs: Model(rngs=rngs)."
     )
     assert refusal(3) == (
         "int cannot be planned.\n"
         "  Give the name of a model, a config, a shardlib.plan.Transformer, a Workload or, with "
-        "optimizer, loss and batch, what makes a module: lambda rngs: Model(rngs=rngs)."
+        "optimizer, loss and batch, a module factory: lambda rngs: Model(rngs=rngs)."
     )
 
 
 def test_a_file_is_no_name():
     assert refusal("configs/quickstart.yaml") == (
-        "'configs/quickstart.yaml' is a file and no name of a model.\n"
+        "'configs/quickstart.yaml' is a file, not the name of a model.\n"
         "  Give shardlib.config.load(shardlib.run.RunConfig, 'configs/quickstart.yaml'), or write "
         "shardlib plan configs/quickstart.yaml --on ..."
     )

@@ -2,11 +2,11 @@
 
 import pytest
 
+from shardlib.cost.workload import Job
 from shardlib.errors import ConfigError
 from shardlib.plan import plan
-from shardlib.plan.named_models import named_model
-from shardlib.plan.transformers import TransformerWorkload
-from shardlib.plan.workload import Job
+from shardlib.plan.workloads.named_models import named_model
+from shardlib.plan.workloads.transformer import TransformerWorkload
 
 LLAMA8 = named_model("llama3-8b").model
 
@@ -30,15 +30,15 @@ def test_all_faults_of_a_question_at_once():
     for part in (
         "Did you mean 'chips'?",
         "days is -1, but must be a positive number.\n    Give another one.",
-        "days says by when, but not how much.\n    Give tokens too.",
-        "'4X' is no number of tokens.\n    Write one as in 4M, with K, M, G or none.",
+        "days gives a deadline, but not the tokens to train on.\n    Give tokens too.",
+        "'4X' is not a number of tokens.\n    Write one as in 4M, with K, M, G or none.",
         "no precision is called 'bf61'. Did you mean 'bf16'?\n    Choose one of: f32, bf16, bf16_",
         "cluster 'v5pp-8' is unknown. Did you mean 'v5p'?",
         "no model is known by the name 'lama3-70b'. Did you mean 'llama3-70b'?",
     ):
         assert part in text
     assert refusal(ConfigError, LLAMA8, on="8xh100") == (
-        "nothing says how long the sequences of the transformer are.\n  Give length, in tokens."
+        "the sequence length of the transformer is not known.\n  Give length, in tokens."
     )
     both = {"global_batch": 8, "global_batch_tokens": "1M"}
     assert refusal(ConfigError, "llama3-8b", on="8xh100", **both) == (
@@ -68,7 +68,7 @@ def test_all_faults_of_a_question_at_once():
         ),
         (
             {"tokens": ()},
-            "() is no number of tokens.\n  Write one as in 4M, with K, M, B, G, T or none.",
+            "() is not a number of tokens.\n  Write one as in 4M, with K, M, B, G, T or none.",
         ),
     ],
 )
@@ -78,13 +78,14 @@ def test_what_is_of_the_wrong_type(options, text):
 
 def test_what_cannot_be_told_without_the_length_of_a_run():
     assert refusal(ConfigError, "llama3-8b", on="v5p-8", price=2) == (
-        "price says what an hour costs, but not how much.\n  Give tokens too."
+        "price gives an hourly cost, but not the tokens to train on.\n  Give tokens too."
     )
     assert refusal(ConfigError, "llama3-8b", on="v5p", days=30) == (
-        "days says by when, but not how much.\n  Give tokens too."
+        "days gives a deadline, but not the tokens to train on.\n  Give tokens too."
     )
 
 
+@pytest.mark.mesh
 def test_batches_in_tokens():
     def batch(**options):
         return plan("llama3-8b", on="v5p-128", top=1, **options).workload.batch
@@ -98,6 +99,7 @@ def test_batches_in_tokens():
     )
 
 
+@pytest.mark.mesh
 def test_what_a_workload_has_of_its_own():
     """A workload says its precision and its length; tokens of a step give it another batch."""
 

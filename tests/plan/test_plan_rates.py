@@ -2,13 +2,13 @@
 
 import pytest
 
-from shardlib.chips import CHIPS
+from shardlib.cost.machine.constants import PRIORS, committed, judged
+from shardlib.cost.machine.rates import rates
 from shardlib.errors import ConfigError
-from shardlib.explain.capacity import capacity
 from shardlib.hardware import parse_cluster
+from shardlib.hardware.capacity import capacity
+from shardlib.hardware.chips import CHIPS
 from shardlib.plan import plan
-from shardlib.plan.constants import PRIORS, committed, judged
-from shardlib.plan.rates import rates
 from shardlib.plan.search import capacity_bytes
 
 

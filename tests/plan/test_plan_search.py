@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from shardlib.cost.layout import AXES, SHARDLIB, Layout
+from shardlib.cost.transformer.memory import peak_memory
+from shardlib.cost.transformer.step_time import step_time
+from shardlib.cost.workload import NONE, Experts, Job, Remat, Transformer
 from shardlib.errors import MeshError
 from shardlib.hardware import parse_cluster
 from shardlib.plan.candidates import candidates, of_layout, schedule
-from shardlib.plan.cost import step_time
-from shardlib.plan.layout import AXES, SHARDLIB, Layout
-from shardlib.plan.memory import peak_memory
 from shardlib.plan.problem import Choice
 from shardlib.plan.published import read_file
 from shardlib.plan.search import capacity_bytes, least_layers, mesh_of, search
-from shardlib.plan.transformers import POLICIES, TransformerWorkload
-from shardlib.plan.workload import NONE, Experts, Job, Remat, Transformer
+from shardlib.plan.workloads.transformer import POLICIES, TransformerWorkload
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.json"
 DENSE = Transformer(8, 1024, 8, 2, 128, 4096, 32768)
@@ -114,6 +114,7 @@ def fewest(job, policy, layout, cluster):
     return None
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("model", "name", "memory", "batch"),
     [
@@ -157,6 +158,7 @@ def test_candidates_are_what_can_be_run(model):
     assert not [layout for layout in tried if workload.faults(layout)]
 
 
+@pytest.mark.mesh
 def test_bounds_hold():
     """No choice and no number of microbatches gets below a layout's bound."""
     cluster = parse_cluster("2xv5e-8")
@@ -220,11 +222,12 @@ def test_nothing_is_said_of_unknown_devices():
     with pytest.raises(MeshError) as refused:
         search(TransformerWorkload(Job(DENSE, 2048, 32)), parse_cluster("cpu:8"))
     assert str(refused.value) == (
-        "cluster 'cpu:8': what its devices compute and hold is not known.\n"
+        "cluster 'cpu:8': the speed and memory of its devices are not known.\n"
         "  Run `shardlib calibrate` on them first, or name TPUs or GPUs, as in v5p-128, 8xh100."
     )
 
 
+@pytest.mark.mesh
 def test_large_clusters_are_quick_to_search():
     """What is priced is a small part of what can be run: 70B on 8,960 chips."""
     llama = Transformer(80, 8192, 64, 8, 128, 28672, 128256)
@@ -248,6 +251,7 @@ def excuse(case, fits):
     return None
 
 
+@pytest.mark.mesh
 def test_plans_are_as_fast_as_published_configurations():
     """The smallest clusters of each family; the benchmark has all rows."""
     cases = [case for case in read_file(DATA)[0] if not case.eight_bit]

@@ -11,13 +11,14 @@ import pytest
 from flax import nnx
 
 import shardlib as sl
+from shardlib.cost.machine import fabric
+from shardlib.cost.machine.constants import committed
+from shardlib.cost.transformer.flops import step_flops
 from shardlib.hardware import parse_cluster
-from shardlib.plan import Job, Layout, Software, Transformer, fabric, peak_memory, step_time
-from shardlib.plan.constants import committed
-from shardlib.plan.flops import step_flops
+from shardlib.plan import Job, Layout, Software, Transformer, peak_memory, step_time
 from shardlib.plan.problem import Choice
 from shardlib.plan.search import capacity_bytes, search
-from shardlib.plan.tracing import trace_workload
+from shardlib.plan.workloads.tracing import trace_workload
 from shardlib.registry import DataSpec
 from shardlib_models import resnet, transformer
 
@@ -86,6 +87,7 @@ def traffic(workload, layout, *, of_param=None):
     return found
 
 
+@pytest.mark.mesh
 def test_resnet50_has_the_published_size_and_flops():
     work = resnet50()
     # He et al. 2016 count 3.8e9 multiply-adds with the strides in the 1x1 convolutions; in the 3x3,
@@ -100,6 +102,7 @@ def test_resnet50_has_the_published_size_and_flops():
     assert costs.flops("again") == 0
 
 
+@pytest.mark.mesh
 def test_resnet50_shares_out_its_work_and_sums_its_gradients():
     work = resnet50()
     whole, _ = work.costs(Layout())

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.chips import CHIPS
+from shardlib.cost.layout import Layout, Software
+from shardlib.cost.machine import fabric
+from shardlib.cost.machine.constants import committed
+from shardlib.cost.machine.fabric import Link
+from shardlib.cost.machine.rates import rates
+from shardlib.cost.transformer import communication_time
+from shardlib.cost.transformer.compute_time import Device, Pass, Passes
+from shardlib.cost.workload import Experts, Job, Transformer
 from shardlib.hardware import parse_cluster
-from shardlib.plan import fabric, traffic
-from shardlib.plan.compute import Device, Pass, Passes
-from shardlib.plan.constants import committed
-from shardlib.plan.fabric import Link
-from shardlib.plan.layout import Layout, Software
-from shardlib.plan.rates import rates
-from shardlib.plan.workload import Experts, Job, Transformer
+from shardlib.hardware.chips import CHIPS
 
 IDEAL = committed() | {"ici": 1.0, "nvlink": 1.0, "nic": 1.0, "dcn": 1.0, "hop_seconds": 0.0}
 NO_OVERLAP = Software(
@@ -110,39 +111,41 @@ def closed(forms, mesh, model=PLAIN, zero=3):
 @pytest.mark.parametrize("zero", [2, 3])
 def test_bytes_of_sharded_parameters(forms, zero):
     seen = device(fsdp=8, zero=zero)
-    weights = traffic.local_weights(seen)
-    seconds = traffic.gather_seconds(seen, slow(8), weights, NOTHING)
+    weights = communication_time.local_weights(seen)
+    seconds = communication_time.gather_seconds(seen, slow(8), weights, NOTHING)
     assert seconds == pytest.approx(closed(forms, {"fsdp": 8}, zero=zero)["fsdp"], rel=1e-12)
 
 
 def test_bytes_of_replicas(forms):
     seen = device(data=4, fsdp=2)
     table = {"data": slow(4)}
-    seconds = traffic.reduce_seconds(seen, table, traffic.local_weights(seen), NOTHING)
+    seconds = communication_time.reduce_seconds(
+        seen, table, communication_time.local_weights(seen), NOTHING
+    )
     assert seconds == pytest.approx(closed(forms, {"data": 4, "fsdp": 2})["data"], rel=1e-12)
 
 
 def test_bytes_of_tensor_parallelism(forms):
     seen = device(data=2, tensor=4)
-    seconds = traffic.tensor_seconds(seen, slow(4), PLAIN.layers, 0.0)
+    seconds = communication_time.tensor_seconds(seen, slow(4), PLAIN.layers, 0.0)
     assert seconds == pytest.approx(closed(forms, {"data": 2, "tensor": 4})["tensor"], rel=1e-12)
 
 
 def test_bytes_of_a_ring_of_keys_and_values(forms):
     seen = device(context=4)
-    seconds = traffic.context_seconds(seen, slow(4), PLAIN.layers, 0.0)
+    seconds = communication_time.context_seconds(seen, slow(4), PLAIN.layers, 0.0)
     # The same axis sums gradients.
-    weights = traffic.local_weights(seen)
-    seconds += traffic.reduce_seconds(seen, {"context": slow(4)}, weights, NOTHING)
+    weights = communication_time.local_weights(seen)
+    seconds += communication_time.reduce_seconds(seen, {"context": slow(4)}, weights, NOTHING)
     assert seconds == pytest.approx(closed(forms, {"context": 4})["context"], rel=1e-12)
 
 
 def test_bytes_of_experts(forms):
     seen = device(SPARSE, expert=4)
-    seconds = traffic.expert_seconds(seen, slow(4), SPARSE.layers, 0.0)
+    seconds = communication_time.expert_seconds(seen, slow(4), SPARSE.layers, 0.0)
     # The same axis sums the gradients of what is not routed.
-    weights = traffic.local_weights(seen)
-    seconds += traffic.reduce_seconds(seen, {"expert": slow(4)}, weights, NOTHING)
+    weights = communication_time.local_weights(seen)
+    seconds += communication_time.reduce_seconds(seen, {"expert": slow(4)}, weights, NOTHING)
     expected = closed(forms, {"expert": 4}, SPARSE)["expert"]
     router = SPARSE.layers * 2048 * 8 / 4
     assert seconds - 2 * 3 / 4 * router * 4 == pytest.approx(expected, rel=1e-12)
@@ -151,11 +154,11 @@ def test_bytes_of_experts(forms):
 def test_bytes_of_stages():
     seen = device(stage=4, tensor=2, microbatches=8)
     residual = 32 * 1024 / 8 * 2048 * 4 / 2
-    assert traffic.stage_seconds(seen, slow(4)) == 2 * (8 + 3) * residual
+    assert communication_time.stage_seconds(seen, slow(4)) == 2 * (8 + 3) * residual
 
 
 def test_a_collective_hides_as_far_as_there_is_work():
-    assert traffic.hidden(10.0, 100.0, 0.8) == pytest.approx(2.0)
-    assert traffic.hidden(10.0, 3.0, 0.8) == 7.0
-    assert traffic.hidden(10.0, -1.0, 0.8) == 10.0
+    assert communication_time.hidden(10.0, 100.0, 0.8) == pytest.approx(2.0)
+    assert communication_time.hidden(10.0, 3.0, 0.8) == 7.0
+    assert communication_time.hidden(10.0, -1.0, 0.8) == 10.0
     assert Link(1).gather(1e9) == 0.0

@@ -8,11 +8,13 @@ import sys
 import jax
 import pytest
 
+from shardlib.cost.machine.measured import COLLECTIVES, Line, MatmulFit, MeasuredCluster, load, save
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import parse_cluster
 from shardlib.plan import Job, Layout, Transformer, step_time
-from shardlib.plan.measured import COLLECTIVES, Line, MatmulFit, MeasuredCluster, load, save
 from shardlib.run import calibrating
+
+pytestmark = pytest.mark.mesh
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def test_what_was_measured_beside_other_work_is_refused(measured):
             dataclasses.replace(steady, memory=Line(1e-6, 1e17, 0.997), collectives=shift)
         )
     assert str(caught.value) == (
-        "the devices were too busy to be measured: times are off from any line through them, "
+        "the devices were too busy to be measured: times deviate from the best linear fit, "
         "memory by 100%, shift over 2 by 61%; nothing was written.\n"
         "  Run it again while nothing else runs."
     )
@@ -70,8 +72,8 @@ def test_a_cluster_finds_its_calibration(measured, tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         calibrating.as_measured(cpu)
     assert str(caught.value) == (
-        "nothing is known of the speed of cpu:2: CPU devices are planned with what was measured "
-        "on them.\n  Measure them first: shardlib calibrate --on cpu:2"
+        "the speed of cpu:2 is unknown: plans for CPU devices need a calibration.\n"
+        "  Measure them first: shardlib calibrate --on cpu:2"
     )
     assert calibrating.cluster_at_hand(measured) == cpu
     path = calibrating.calibration_path(cpu)
@@ -126,8 +128,8 @@ def test_what_is_not_at_hand_is_not_measured():
     with pytest.raises(MeshError) as caught:
         calibrating.calibrate("8xh100")
     assert str(caught.value) == (
-        "8xh100 is not at hand: there are 8 devices of kind 'cpu'.\n"
-        "  Run this on the machine itself, or leave --on out to measure what is there."
+        "8xh100 is not available: there are 8 devices of kind 'cpu'.\n"
+        "  Run this on the machine itself, or leave --on out to measure these devices."
     )
     with pytest.raises(ConfigError, match="rounds=2 are too few to tell a spread"):
         calibrating.calibrate(rounds=2)

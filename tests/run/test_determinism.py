@@ -39,8 +39,8 @@ def test_flags_that_say_otherwise_are_all_named():
     with pytest.raises(ConfigError) as error:
         deterministic_flags("--xla_gpu_exclude_nondeterministic_ops=0 --xla_gpu_autotune_level=4")
     assert str(error.value) == (
-        "deterministic: XLA_FLAGS hold --xla_gpu_exclude_nondeterministic_ops=0, but it takes "
-        "true; --xla_gpu_autotune_level=4, but it takes 0.\n"
+        "deterministic: XLA_FLAGS hold --xla_gpu_exclude_nondeterministic_ops=0, but true is "
+        "required; --xla_gpu_autotune_level=4, but 0 is required.\n"
         "  Remove it from XLA_FLAGS, or leave deterministic out."
     )
 
@@ -49,8 +49,8 @@ def test_a_file_of_flags_is_left_alone():
     with pytest.raises(ConfigError) as error:
         deterministic_flags("/etc/flags.txt")
     assert str(error.value) == (
-        "deterministic: XLA_FLAGS name a file, /etc/flags.txt, to which nothing is added.\n"
-        "  Write the flags into XLA_FLAGS themselves."
+        "deterministic: XLA_FLAGS name a file, /etc/flags.txt, which is never changed.\n"
+        "  Write the flags into XLA_FLAGS itself."
     )
 
 
@@ -65,6 +65,7 @@ def python(program, **environment):
     )
 
 
+@pytest.mark.mesh
 def test_this_jax_knows_the_flags_and_starts_with_them():
     done = python(
         "from shardlib.run.devices import make_deterministic\n"

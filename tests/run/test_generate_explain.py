@@ -23,9 +23,10 @@ from shardlib.errors import (
 from shardlib.mesh import make_mesh
 from shardlib.run.sampling import Sampler
 from shardlib.run.setup import make_scope, open_source, setup
-from shardlib.train.reduction import ReductionConfig
+from shardlib.train.reduce.reduction import ReductionConfig
 
 
+@pytest.mark.mesh
 def test_text_comes_from_the_newest_checkpoint(finished, tmp_path):
     run_dir = finished.copy(tmp_path / "run")
     options = {"prompt": "the ", "length": 12, "temperature": 0}
@@ -36,6 +37,7 @@ def test_text_comes_from_the_newest_checkpoint(finished, tmp_path):
     assert run.generate(str(run_dir), length=12, seed=1) != run.generate(str(run_dir), length=12)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("option", ["local_sgd.inner_steps=2", "offload_optimizer=true"])
 def test_text_comes_from_averages_and_from_groups_that_train_apart(lab, tmp_path, option):
     words = ("mesh=data=2,fsdp=4", "train.steps=3", "optimizer.ema_decay=0.9", "eval.every_steps=0")
@@ -49,6 +51,7 @@ def test_text_comes_from_averages_and_from_groups_that_train_apart(lab, tmp_path
     assert run.generate(config.run_dir, "the ", **how) == expected
 
 
+@pytest.mark.mesh
 def test_text_takes_nothing_but_the_parameters(finished, tmp_path):
     run_dir = finished.copy(tmp_path / "run")
     told = []
@@ -64,6 +67,7 @@ def test_text_takes_nothing_but_the_parameters(finished, tmp_path):
     assert told == []
 
 
+@pytest.mark.mesh
 def test_text_comes_from_the_newest_checkpoint_that_validates(finished, tmp_path):
     run_dir = finished.copy(tmp_path / "run")
     places = [run_dir / "checkpoints" / name for name in ("00000010", "00000020")]
@@ -73,12 +77,12 @@ def test_text_comes_from_the_newest_checkpoint_that_validates(finished, tmp_path
     told = []
     assert run.generate(str(run_dir), notify=told.append) == before
     assert told == [
-        f"step 20 does not validate and is passed over: checkpoint {places[1]} is damaged: "
+        f"step 20 does not validate and is skipped: checkpoint {places[1]} is damaged: "
         "1 of its files are not as saved"
     ]
     with pytest.raises(CheckpointError, match=r"\n  Restore another step \(10\)\.$"):
         run.generate(str(run_dir), step=20)
-    with pytest.raises(CheckpointError, match="there is no checkpoint of step 15 in"):
+    with pytest.raises(CheckpointError, match="step 15 has no checkpoint in"):
         run.generate(str(run_dir), step=15)
     # Nothing is set aside.
     assert all(place.is_dir() for place in places)
@@ -87,15 +91,17 @@ def test_text_comes_from_the_newest_checkpoint_that_validates(finished, tmp_path
         run.generate(str(run_dir))
     assert str(refused.value) == (
         f"none of the checkpoints of {run_dir} is readable (steps 10, 20).\n"
-        f"  `shardlib checkpoint verify {run_dir}` says what is wrong with each."
+        f"  See what is wrong with each: shardlib checkpoint verify {run_dir}"
     )
 
 
+@pytest.mark.mesh
 def test_rows_of_the_model_that_stand_for_no_token_are_left_out(finished):
     # At such a temperature all 264 rows are about as likely, and there are 257 tokens.
     assert run.generate(str(finished.run_dir), length=300, temperature=1e6, seed=3)
 
 
+@pytest.mark.mesh
 def test_text_comes_from_other_devices(finished, lab):
     words = ("generate", finished.run_dir, "--prompt", "the ", "--length", "12")
     words = (*words, "--temperature", "0", "--mesh", "auto")
@@ -106,10 +112,10 @@ def test_text_comes_from_other_devices(finished, lab):
 
 
 def test_a_directory_without_a_run_or_a_checkpoint_generates_nothing(finished, tmp_path):
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(ConfigError) as refused:
         run.generate(str(tmp_path))
     assert str(refused.value) == (
-        f"{tmp_path} holds no run: there is no config.yaml.\n"
+        f"{tmp_path} does not hold a run: config.yaml is missing.\n"
         "  Name the run_dir of a `shardlib train`."
     )
     (tmp_path / "config.yaml").write_text((finished.run_dir / "config.yaml").read_text())
@@ -128,6 +134,7 @@ def test_text_and_mesh_that_do_not_fit_are_refused(finished, tmp_path, lab):
         run.generate(str(run_dir))
 
 
+@pytest.mark.mesh
 def test_explain_assumes_the_slices_and_hosts_of_a_cluster(lab):
     config = lab.config("unused", "mesh=auto", "train.global_batch=64", "model.embed_dim=64")
     for cluster, mesh in {
@@ -143,6 +150,7 @@ def test_explain_assumes_the_slices_and_hosts_of_a_cluster(lab):
     assert not (lab.root / "unused").exists()
 
 
+@pytest.mark.mesh
 def test_explain_reads_no_data_where_the_config_says_enough(lab, tmp_path):
     config = lab.config("unused", f"data.path={tmp_path}/nowhere", "data.tokenizer=bpe")
     assert run.explain(config).num_params() == run.explain(lab.config("unused")).num_params()
@@ -170,7 +178,7 @@ REFUSED = {
         ModelError,
         ("mesh=stage=2,context=2,data=2", "model.context=ring", "train.microbatches=4"),
         "attention by ring over context=2 cannot work: its hops are collective-permutes, which "
-        "meet over all devices, those of idle pipeline stages too, and the mesh has stage=2.\n"
+        "meet over all devices, idle pipeline stages too, and the mesh has stage=2.\n"
         "  Use context 'auto' or 'gather'.",
     ),
     "a ring of a kernel for whole rows": (
@@ -201,7 +209,7 @@ REFUSED = {
     "groups apart with state in host memory": (
         RuleError,
         ("mesh=data=2,fsdp=4", "train.local_sgd.inner_steps=2", "train.offload_optimizer=true"),
-        "opt_state is in pinned_host memory, from where groups that train apart cannot take it.\n"
+        "opt_state is in pinned_host memory, which local SGD does not support.\n"
         "  Leave train.offload_optimizer out.",
     ),
     "microbatches said twice": (
@@ -212,7 +220,7 @@ REFUSED = {
             "train.microbatches=2",
             "train.reduction.group_microbatches=[3,1]",
         ),
-        "microbatches=2 is given beside reduction.group_microbatches, which says it for each "
+        "microbatches=2 conflicts with reduction.group_microbatches, which sets it for each "
         "group.\n"
         "  Leave microbatches at 1.",
     ),
@@ -233,7 +241,7 @@ REFUSED = {
     "an evaluation of nothing": (
         DataError,
         ("data.eval_fraction=0",),
-        "there is no held-out text: data.eval_fraction is 0 and data.eval_path is not set.\n"
+        "the data has no held-out text: data.eval_fraction is 0 and data.eval_path is not set.\n"
         "  Set one of them, or do not evaluate.",
     ),
     "a sample longer than the positions": (
@@ -246,6 +254,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("case", REFUSED)
 def test_explain_refuses_as_train_does(lab, tmp_path, case):
     kind, overrides, text = REFUSED[case]
@@ -257,6 +266,7 @@ def test_explain_refuses_as_train_does(lab, tmp_path, case):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.mesh
 def test_explain_refuses_models_with_statistics_as_train_does(lab, tmp_path):
     images = tmp_path / "digits.yaml"
     images.write_text(
@@ -275,7 +285,7 @@ def test_explain_refuses_models_with_statistics_as_train_does(lab, tmp_path):
         "  Use a model without running statistics, or a mesh without stage.",
         f"the model updates {places} blocks/0/branch/1/norm/var, ... as it runs, which would be "
         "different in every group.\n"
-        "  Leave train.reduction out: then such statistics are those of the whole batch.",
+        "  Leave train.reduction out to compute such statistics over the whole batch.",
     )
     for changes, text in zip((stages, bf16), texts, strict=True):
         train = dataclasses.replace(config.train, **changes["train"])
@@ -287,6 +297,7 @@ def test_explain_refuses_models_with_statistics_as_train_does(lab, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -314,6 +325,7 @@ def test_the_shapes_of_a_batch_are_known_before_the_data_is_read(lab):
         assert batch_spec(data, 6) == source.element_spec()
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize(
     ("cluster", "attention"),
     [
@@ -341,6 +353,7 @@ def test_a_kernel_for_other_devices_is_refused(lab):
     )
 
 
+@pytest.mark.mesh
 def test_explain_says_what_a_run_chooses(lab):
     config = lab.config("unused", "mesh=stage=2,fsdp=4", "train.microbatches=auto")
     chosen = {
@@ -380,6 +393,7 @@ def test_explain_refuses_a_batch_for_other_devices(lab):
     assert math.prod(mesh.get(axis, 1) for axis in ("data", "fsdp")) <= 8
 
 
+@pytest.mark.mesh
 def test_explain_starts_the_cpu_devices_that_it_compiles_for(lab, tmp_path):
     words = ("explain", lab.config_file, "--on", "cpu:8", "--json", "run_dir=unused")
     clean = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
@@ -389,6 +403,7 @@ def test_explain_starts_the_cpu_devices_that_it_compiles_for(lab, tmp_path):
     assert (facts["cluster"], facts["mesh"]) == ("cpu:8", {"fsdp": 8})
 
 
+@pytest.mark.mesh
 def test_explain_prints_json(finished, lab):
     # The directory of a run stands for its config.
     done = lab.shardlib("explain", finished.run_dir, "--json", "--on", "v5e-8", "--abstract")

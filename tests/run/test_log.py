@@ -10,15 +10,15 @@ import time
 import jax
 import pytest
 
-from shardlib.distributed import ProcessGroup
 from shardlib.errors import ShardlibError
-from shardlib.phases import PhaseClock
+from shardlib.log.events import last_account, read_events
+from shardlib.log.metrics import read_metrics
 from shardlib.run.directory import RunDirectory
-from shardlib.run.events import last_account, read_events
 from shardlib.run.log import RunLog
 from shardlib.run.setup import make_scope, open_source, setup
+from shardlib.runtime.distributed import ProcessGroup
+from shardlib.runtime.phases import PhaseClock
 from shardlib.train.loop import StepRecord
-from shardlib.train.metrics import read_metrics
 
 FIRST = ProcessGroup(count=1, index=0, started_by="single")
 

@@ -7,7 +7,7 @@ import pytest
 
 from shardlib import run
 from shardlib.errors import CheckpointError
-from shardlib.run.events import Events, read_events, saved_step
+from shardlib.log.events import Events, read_events, saved_step
 
 QUIET = ("eval.every_steps=0", "train.sample_length=0")
 
@@ -35,6 +35,7 @@ def test_events_record_what_is_saved(finished):
     assert saved_step(finished.run_dir) == 20
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("words", [(), ("train.steps=30",), ("checkpoint.enabled=false",)])
 @pytest.mark.parametrize("is_there", [True, False], ids=["empty", "missing"])
 def test_a_run_without_its_checkpoints_is_refused(finished, lab, tmp_path, is_there, words):
@@ -52,6 +53,7 @@ def test_a_run_without_its_checkpoints_is_refused(finished, lab, tmp_path, is_th
     assert fix.startswith("  Mount the disk that holds the checkpoints")
 
 
+@pytest.mark.mesh
 def test_a_run_that_was_lost_before_it_saved_starts_again(finished, lab, tmp_path, losses):
     run_dir = tmp_path / "run"
     config = lab.config(run_dir, *QUIET, "train.steps=12")
@@ -63,6 +65,7 @@ def test_a_run_that_was_lost_before_it_saved_starts_again(finished, lab, tmp_pat
     assert losses(run_dir) == losses(finished.run_dir)[:12]
 
 
+@pytest.mark.mesh
 def test_what_was_saved_on_a_local_disk_alone_may_go_with_its_machine(
     finished, lab, tmp_path, losses
 ):

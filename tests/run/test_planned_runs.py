@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from shardlib import run
+from shardlib.cost.layout import Layout
+from shardlib.cost.transformer.memory import Memory
+from shardlib.cost.transformer.step_time import StepTime
 from shardlib.errors import ModelError
 from shardlib.hardware import parse_cluster
-from shardlib.plan.cost import StepTime
-from shardlib.plan.layout import Layout
-from shardlib.plan.memory import Memory
 from shardlib.plan.problem import Choice, Plan
 from shardlib.plan.settings import settings, to_overrides
-from shardlib.run.fixing import choice_of, layout_of
+from shardlib.run.suggest_fixes import choice_of, layout_of
 
 STEPS, LAYERS, BATCH = 2, 4, 32
 SHORT = (
@@ -80,6 +80,7 @@ def losses_of(run_dir):
     return [json.loads(line)["loss"] for line in lines]
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_is_a_run(name, lab, tmp_path, plain):
     layout, choice = PLANS[name]

@@ -55,6 +55,7 @@ def merged(text, fragment):
     return yaml.safe_dump(merge(yaml.safe_load(text), yaml.safe_load(fragment)))
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("on", "overrides", "meshes"),
     [
@@ -78,6 +79,7 @@ def test_explain_takes_the_fragment_as_it_is(file, on, overrides, meshes):
         assert again.train.microbatches == one.layout.microbatches
 
 
+@pytest.mark.mesh
 def test_memory_that_decides_writes_ranges_that_explain_takes(file):
     """On chips with little memory: ranges of layers, chunks of the loss."""
     config = load(RunConfig, file, ["model.num_layers=16", "model.embed_dim=1024"])
@@ -117,7 +119,7 @@ def test_the_config_says_how_long_the_run_is(file):
     assert found.tokens == 20 * 64 * 1024
     assert found.cost == pytest.approx(2 * found.chip_hours)
     assert refusal(config, on="8xh100", precision="nonsense") == (
-        "precision is nonsense, but that of a run stands in its config.\n"
+        "precision is nonsense, but a run takes its precision from its config.\n"
         "  Leave it out, and set the key precision there."
     )
 
@@ -130,6 +132,7 @@ train: {steps: 20, global_batch: 64}
 """
 
 
+@pytest.mark.mesh
 def test_what_is_not_asked_about_images(tmp_path):
     path = tmp_path / "images.yaml"
     path.write_text(IMAGES)
@@ -202,7 +205,7 @@ def test_the_automatic_mesh_is_planned_where_it_is_clearly_faster(file):
     mesh, reason = auto("v5e-16", "train.local_sgd={inner_steps: 4}")
     assert (str(mesh), reason) == (
         "fsdp=16",
-        "the plain choice: groups along data are as the config says",
+        "the plain choice: the config sets the groups along data",
     )
     assert auto("cpu:8") == (
         mesh.parse("fsdp=8"),
@@ -212,6 +215,7 @@ def test_the_automatic_mesh_is_planned_where_it_is_clearly_faster(file):
     assert mesh_sizes(scope.mesh) == {"fsdp": 16}
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("on", ["v5e-16", "v5e-8", "8xh100"])
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_the_automatic_mesh_runs_with_the_rest_of_the_config(on, microbatches):
@@ -224,6 +228,7 @@ def test_the_automatic_mesh_runs_with_the_rest_of_the_config(on, microbatches):
     assert mesh.sizes.get("stage", 1) <= microbatches
 
 
+@pytest.mark.mesh
 def test_a_run_says_which_mesh_it_took_where_its_chip_is_not_known(file):
     config = load(RunConfig, file, ["mesh=auto"])
     assert run.explain(config).choices["auto mesh"] == (
@@ -238,6 +243,7 @@ def shardlib(capfd, *words):
     return exited.value.code, out, err
 
 
+@pytest.mark.mesh
 def test_the_command(capfd, file):
     code, out, _ = shardlib(
         capfd, "plan", file, "model.num_layers=4", "--on", "8xh100", "--why-not", "fsdp=4,tensor=2",
@@ -271,7 +277,7 @@ def test_what_the_command_refuses(capfd, file):
     code, out, err = shardlib(capfd, "plan", "--model", "llama3-70b", "--on", "8xh100")
     assert (code, out) == (2, "")
     assert "MeshError: llama3-70b does not fit 8xh100: " in err
-    with pytest.raises(MeshError, match="says no size"):
+    with pytest.raises(MeshError, match="has no size"):
         plan(load(RunConfig, file), on="h100")
     with pytest.raises(ConfigError, match="no objective is called 'speed'"):
         plan(load(RunConfig, file), on="8xh100", objective="speed")

@@ -1,16 +1,20 @@
 """`shardlib check`: what it proves, what it refuses, and how it exits."""
 
+import dataclasses
 import json
 
 import pytest
 
+import shardlib as sl
 from shardlib import cli
 from shardlib.cli.arguments import load_config
 from shardlib.errors import MeshError
 from shardlib.mesh import make_mesh
 from shardlib.run.proving import Proof, reduced, small_mesh, tables
+from shardlib.sharding.constrain import active
 from shardlib.testing.deviations import Deviation, Quantity
 from shardlib.testing.equivalent import Comparison
+from shardlib_models.transformer import FAMILY
 
 CONFIG = """
 model: {name: transformer, num_layers: 16, embed_dim: 512, num_heads: 8, mlp_dim: 1024}
@@ -53,6 +57,7 @@ def test_a_config_is_halved_as_far_as_its_mesh_allows(config):
     )
 
 
+@pytest.mark.mesh
 def test_a_right_config_exits_0(capfd, config):
     code, out, err = check(capfd, config, "--mesh", "fsdp=4,tensor=2", "--json")
     assert code == 0, err
@@ -60,6 +65,26 @@ def test_a_right_config_exits_0(capfd, config):
     assert facts["mesh"] == {"fsdp": 4, "tensor": 2}
     assert facts["right"]
     assert facts["compared"] > 50
+
+
+@pytest.mark.mesh
+def test_a_wrong_loss_exits_1(capfd, config, monkeypatch):
+    """A loss that depends on the mesh: it is divided by the devices along an axis."""
+
+    def divided(*arguments, **options):
+        mean, metrics = FAMILY.loss(*arguments, **options)
+        return sl.Mean(mean.total / active().sizes.get("fsdp", 1), mean.weight), metrics
+
+    wrong = dataclasses.replace(FAMILY, loss=divided)
+    monkeypatch.setattr("shardlib_models.transformer.FAMILY", wrong)
+    code, out, err = check(capfd, config, "--mesh", "fsdp=4,tensor=2", "--mesh", "data=2,tensor=2")
+    assert code == 1, err
+    assert "the loss of step 1" in out
+    code, out, _ = check(capfd, config, "--mesh", "data=2,fsdp=2", "--json")
+    assert code == 1
+    (facts,) = json.loads(out)
+    assert not facts["right"]
+    assert any(row["quantity"] == "the loss of step 1" for row in facts["differ"])
 
 
 def test_wrong_requests_exit_2(capfd, config):

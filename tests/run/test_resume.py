@@ -15,7 +15,7 @@ from shardlib import run
 from shardlib.checkpoint import RunCheckpoints
 from shardlib.cli import main
 from shardlib.errors import CheckpointError, ConfigError, DataError
-from shardlib.run.events import read_events
+from shardlib.log.events import read_events
 
 QUIET = ("eval.every_steps=0", "train.sample_length=0")
 # Sums in another order differ by float32 rounding, which ten steps of training carry on.
@@ -33,6 +33,7 @@ def wait_for_step(run_dir, step, process, seconds=100):
     raise AssertionError(f"step {step} was not reached")
 
 
+@pytest.mark.mesh
 def test_the_same_mesh_goes_on_bit_for_bit(finished, lab, tmp_path, losses, capsys):
     run_dir = finished.copy(tmp_path / "run", at=10)
     run.train(lab.config(run_dir, *QUIET))
@@ -40,6 +41,7 @@ def test_the_same_mesh_goes_on_bit_for_bit(finished, lab, tmp_path, losses, caps
     assert "resumes    from step 10" in capsys.readouterr().out
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(
     number, lab, finished, tmp_path, losses, long_run
@@ -68,6 +70,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(
     assert losses(run_dir) == losses(long_run)
 
 
+@pytest.mark.mesh
 def test_the_account_of_a_stopped_run_adds_up_to_its_wall_time(lab, finished, tmp_path):
     run_dir = tmp_path / "run"
     start = time.time()
@@ -94,6 +97,7 @@ def long_run(lab, finished):
     return run_dir
 
 
+@pytest.mark.mesh
 def test_another_mesh_goes_on(finished, lab, tmp_path, losses):
     run_dir = finished.copy(tmp_path / "run", at=10)
     run.train(lab.config(run_dir, "mesh=data=2,tensor=2,fsdp=2", *QUIET))
@@ -102,6 +106,7 @@ def test_another_mesh_goes_on(finished, lab, tmp_path, losses):
     np.testing.assert_allclose(losses(run_dir), expected, rtol=RELATIVE)
 
 
+@pytest.mark.mesh
 def test_a_run_goes_on_where_it_was_moved_to(finished, tmp_path, losses, monkeypatch):
     finished.copy(tmp_path / "run", at=10)
     before = sorted(finished.run_dir.rglob("*"))
@@ -118,6 +123,7 @@ def test_a_run_goes_on_where_it_was_moved_to(finished, tmp_path, losses, monkeyp
     assert run.generate("run")
 
 
+@pytest.mark.mesh
 def test_a_copy_that_does_not_say_who_it_is_does_not_train_the_original(
     finished, tmp_path, losses, capsys
 ):
@@ -130,7 +136,7 @@ def test_a_copy_that_does_not_say_who_it_is_does_not_train_the_original(
         assert ended.value.code == 2
         said = capsys.readouterr().err
         assert f"ConfigError: {run_dir}/config.yaml gives run_dir {finished.run_dir}, " in said
-        assert f"\n  Add run_dir={run_dir} to train what is here, or run_dir=" in said
+        assert f"\n  Add run_dir={run_dir} to train this run, or run_dir=" in said
     with pytest.raises(SystemExit) as ended:
         main(["train", str(run_dir), f"run_dir={run_dir}", "train.steps=12", *QUIET])
     assert not ended.value.code
@@ -138,6 +144,7 @@ def test_a_copy_that_does_not_say_who_it_is_does_not_train_the_original(
     assert sorted(finished.run_dir.rglob("*")) == before
 
 
+@pytest.mark.mesh
 def test_fewer_devices_go_on(finished, lab, tmp_path, losses):
     run_dir = finished.copy(tmp_path / "run", at=10)
     words = ("train", lab.config_file, f"run_dir={run_dir}", "mesh=auto", "train.cpu_devices=2")
@@ -153,7 +160,7 @@ def test_a_directory_of_another_config_is_refused_by_key(finished, lab, tmp_path
     with pytest.raises(ConfigError) as refused:
         run.train(changed)
     assert str(refused.value) == (
-        f"{run_dir} holds a run of another config:\n"
+        f"{run_dir} holds a run with a different config:\n"
         "  seed: 0 in the run, 1 now\n"
         "  model.num_layers: 2 in the run, 3 now\n"
         "  Set run_dir to another directory, or give these keys their old values."
@@ -202,6 +209,7 @@ def test_data_that_has_changed_is_refused(finished, lab, tmp_path):
     assert os.listdir(run_dir / "checkpoints") == os.listdir(finished.run_dir / "checkpoints")
 
 
+@pytest.mark.mesh
 def test_a_directory_without_a_checkpoint_starts_anew(finished, lab, tmp_path, rows, capsys):
     run_dir = finished.copy(tmp_path / "run", at=10)
     # Without its events nothing says that it had some.
@@ -213,6 +221,7 @@ def test_a_directory_without_a_checkpoint_starts_anew(finished, lab, tmp_path, r
     assert found == [(line["step"], line["loss"]) for line in rows(finished.run_dir)]
 
 
+@pytest.mark.mesh
 def test_spikes_may_be_looked_for_from_now_on_and_no_more(finished, lab, tmp_path, capsys):
     run_dir = finished.copy(tmp_path / "run", at=10)
     spikes = ("train.guards.spike.warmup=8", *QUIET)

@@ -64,8 +64,7 @@ def test_unknown_logical_axis_in_a_rule(refused):
         "RuleError: rules.params.embd: no parameter has the logical axis 'embd'. "
         "Did you mean 'embed'?\n"
         "  Those of this model: embed, head_dim, heads, kv_heads, layers, mlp, norm, vocab.\n"
-        "rules.paths: '**/kernels' gives no parameter its axes: none has such a path, or another "
-        "pattern comes first.\n"
+        "rules.paths: '**/kernels' matches no parameter, or an earlier pattern takes them all.\n"
         "  Remove it or correct it.\n",
     )
 
@@ -128,7 +127,7 @@ def test_missing_or_empty_data(refused, tmp_path):
     assert refused(f"data.path={tmp_path}/empty.txt") == (
         FAILURE,
         f"DataError: data.path: '{tmp_path}/empty.txt' holds no text (1 files, all empty).\n"
-        "  Name a place that holds text.\n",
+        "  Give a path that holds text.\n",
     )
 
 

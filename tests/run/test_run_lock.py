@@ -15,9 +15,9 @@ import pytest
 from shardlib import cli, run
 from shardlib.checkpoint import RunCheckpoints
 from shardlib.errors import RunDirError
-from shardlib.launch.local import group_variables
-from shardlib.run.events import read_events
+from shardlib.log.events import read_events
 from shardlib.run.lock import hold
+from shardlib.runtime.launch.local import group_variables
 
 QUIET = ("eval.every_steps=0", "train.sample_length=0")
 HOLDER = """
@@ -58,6 +58,7 @@ def holder(run_dir, meanwhile=""):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.mesh
 def test_the_second_is_refused_and_told_who_is_first(tmp_path):
     run_dir = tmp_path / "a" / "run"
     with holder(run_dir) as process:
@@ -79,6 +80,7 @@ def test_the_second_is_refused_and_told_who_is_first(tmp_path):
     assert list(run_dir.iterdir()) == []
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("meanwhile", ["", FORK], ids=["alone", "with children"])
 def test_who_was_killed_keeps_nobody_out(tmp_path, meanwhile):
     with holder(tmp_path, meanwhile) as process:
@@ -91,6 +93,7 @@ def test_who_was_killed_keeps_nobody_out(tmp_path, meanwhile):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.mesh
 def test_a_child_that_fails_does_not_give_the_lock_away(tmp_path):
     with hold(tmp_path, pytest.fail):
         code = """
@@ -139,7 +142,7 @@ def test_without_locks_it_is_said_and_the_run_goes_on(tmp_path, monkeypatch):
     told = []
     with hold(tmp_path, told.append), hold(tmp_path, told.append):
         assert told == 2 * [
-            f"{tmp_path} cannot be locked (import of fcntl halted; None in sys.modules): see to it "
+            f"{tmp_path} cannot be locked (import of fcntl halted; None in sys.modules): make sure "
             "that no other run uses it"
         ]
     assert list(tmp_path.iterdir()) == []
@@ -155,10 +158,11 @@ def test_a_directory_that_cannot_be_made(tmp_path):
     )
 
 
+@pytest.mark.mesh
 def test_every_process_of_a_group_is_refused(tmp_path):
     code = """
         import pathlib, sys
-        from shardlib import distributed
+        from shardlib.runtime import distributed
         from shardlib.errors import RunDirError
         from shardlib.run.lock import hold
         distributed.initialize()
@@ -189,6 +193,7 @@ def test_every_process_of_a_group_is_refused(tmp_path):
             assert "\n".join(lines) == f"{refusal(tmp_path / 'taken', process.pid)}\nin True"
 
 
+@pytest.mark.mesh
 def test_a_run_beside_a_live_one(lab, tmp_path, rows):
     """Neither one process nor a group gets in; readers do; and the run goes on as if alone."""
     run_dir, output = tmp_path / "run", tmp_path / "output.txt"

@@ -46,6 +46,7 @@ def losses_of():
     return read
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -66,6 +67,7 @@ def test_every_way_to_run_is_the_same(overrides, lab, tmp_path, plain, losses_of
     assert sample_in(capsys.readouterr().out) == plain[2]
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -84,6 +86,7 @@ def test_a_run_with_experts_samples(overrides, lab, tmp_path, capsys):
     assert found == [line.rstrip() for line in f"the {text}".rstrip().splitlines()]
 
 
+@pytest.mark.mesh
 def test_a_pipeline_reports_its_bubble(lab, tmp_path, rows, capsys):
     options = ("mesh=stage=2,data=4", "train.microbatches=2", *NO_EVAL)
     run.train(lab.config(tmp_path / "run", *SHORT, "checkpoint.enabled=false", *options))
@@ -91,6 +94,7 @@ def test_a_pipeline_reports_its_bubble(lab, tmp_path, rows, capsys):
     assert "1f1b, 2 microbatches over 2 stages: 33% idle" in capsys.readouterr().out
 
 
+@pytest.mark.mesh
 def test_groups_that_train_apart_resume_where_they_were(lab, tmp_path, losses_of):
     options = ("mesh=data=2,fsdp=4", "train.local_sgd.inner_steps=3", *SHORT, *NO_EVAL)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -104,6 +108,7 @@ def test_groups_that_train_apart_resume_where_they_were(lab, tmp_path, losses_of
     assert saved.train.local_sgd.groups == 2
 
 
+@pytest.mark.mesh
 def test_microbatches_auto_are_decided_once(lab, tmp_path, capsys):
     options = ("mesh=stage=2,data=4", "train.microbatches=auto", *SHORT, *NO_EVAL)
     run.train(lab.config(tmp_path / "run", *options))
@@ -144,12 +149,12 @@ def test_what_cannot_be_is_refused_before_data_is_read(lab, tmp_path):
         "  Give 8, one for each group in order."
     )
     assert refusal(MeshError, "mesh=data=2,fsdp=4", "train.local_sgd.groups=3") == (
-        "3 groups cannot lie on the 2 devices along data.\n"
+        "3 groups do not divide over the 2 devices along data.\n"
         "  Use a multiple of 2, or leave groups out."
     )
     uneven = ("train.reduction.group_microbatches=[3,2]",)
     assert refusal(MeshError, "mesh=data=2,fsdp=4", *uneven, "train.global_batch=16") == (
-        "train.global_batch=16 does not fall into 5 microbatches over all groups.\n"
+        "train.global_batch=16 does not divide into 5 microbatches over all groups.\n"
         "  Choose a multiple of 5."
     )
     apart = ("train.local_sgd.groups=4",)
@@ -176,16 +181,17 @@ def test_options_that_exclude_each_other(lab, tmp_path):
 
     apart, reduced = "train.local_sgd.inner_steps=2", "train.reduction.dtype=bf16"
     assert (
-        "local_sgd sums no gradients over data, but there is a reduction for them: leave one of "
-        "them out; local_sgd.dtype says in what the groups' progress is sent"
+        "local_sgd does not sum gradients over data, but reduction is set: leave one of them out; "
+        "local_sgd.dtype sets the dtype in which groups send their progress"
     ) in refusal(apart, reduced)
     for option in (apart, "train.reduction.group_seconds=[1,2]"):
         assert (
-            "microbatches=auto cannot be found for groups that train apart or take unequal "
-            "shares: give a number"
+            "microbatches=auto does not support local_sgd or groups with unequal shares: "
+            "give a number"
         ) in refusal("train.microbatches=auto", option)
 
 
+@pytest.mark.mesh
 def test_equal_groups_may_have_stages(lab, tmp_path):
     options = ("mesh=stage=2,data=2,tensor=2", "train.reduction.group_microbatches=[2,2]", *SHORT)
     result = run.train(lab.config(tmp_path / "run", *options, *NO_EVAL))
@@ -204,6 +210,7 @@ def test_groups_apart_over_stages_where_the_compiler_cannot_nest_them(lab, tmp_p
     )
 
 
+@pytest.mark.mesh
 def test_groups_apart_split_rows_that_no_rule_does(lab, tmp_path):
     options = ("mesh=data=2,fsdp=4", "rules.activations.batch=fsdp", *SHORT, *NO_EVAL)
     result = run.train(lab.config(tmp_path / "run", *options, "train.local_sgd.inner_steps=2"))

@@ -11,7 +11,9 @@ import pytest
 
 from shardlib import run
 from shardlib.checkpoint import RunCheckpoints
-from shardlib.run.events import read_events
+from shardlib.log.events import read_events
+
+pytestmark = pytest.mark.process
 
 QUIET = ("eval.every_steps=0", "train.sample_length=0")
 # Sums over processes are taken in another order; twenty steps of training carry the rounding on.

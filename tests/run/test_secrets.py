@@ -33,6 +33,7 @@ def holding(word, *folders):
     ]
 
 
+@pytest.mark.process
 def test_a_run_and_what_it_writes(lab, tmp_path):
     run_dir = tmp_path / "run"
     less = ["eval.every_steps=0", "train.sample_length=0", "train.steps=3"]
@@ -55,6 +56,7 @@ def test_a_run_and_what_it_writes(lab, tmp_path):
     assert holding(CANARY, run_dir, lab.root) == []
 
 
+@pytest.mark.rest("process")
 @pytest.mark.parametrize(
     ("override", "exit_code", "part"),
     [

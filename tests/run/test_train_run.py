@@ -15,12 +15,12 @@ from shardlib.checkpoint import SavedCheckpoints
 from shardlib.checkpoint.tree import flatten
 from shardlib.config import load
 from shardlib.data import read_tokenizer
-from shardlib.exit_codes import HUNG
-from shardlib.launch.progress import PROGRESS_VARIABLE, Progress, read_progress
+from shardlib.log.events import read_events
 from shardlib.mesh import MeshConfig
-from shardlib.phases import PhaseClock
-from shardlib.run.events import read_events
 from shardlib.run.setup import make_scope, open_source, setup
+from shardlib.runtime.exit_codes import HUNG
+from shardlib.runtime.launch.progress import PROGRESS_VARIABLE, Progress, read_progress
+from shardlib.runtime.phases import PhaseClock
 
 KEYS = [
     "step",
@@ -114,6 +114,7 @@ def test_a_finished_run_says_so_and_changes_nothing(finished, lab, tmp_path, cap
     assert {p: p.stat().st_mtime_ns for p in sorted(run_dir.rglob("*"))} == before
 
 
+@pytest.mark.mesh
 def test_more_steps_go_on_and_the_config_says_so(finished, lab, tmp_path, rows, capsys):
     run_dir = finished.copy(tmp_path / "run")
     config = lab.config(run_dir, "train.steps=23", "eval.every_steps=0", "train.sample_length=0")
@@ -130,6 +131,7 @@ def test_more_steps_go_on_and_the_config_says_so(finished, lab, tmp_path, rows, 
     assert saved == ["00000010", "00000020", "00000023"]
 
 
+@pytest.mark.mesh
 def test_images_are_counted_and_need_no_tokenizer(lab, tmp_path, rows, capsys):
     pytest.importorskip("sklearn")
     pytest.importorskip("PIL")
@@ -153,6 +155,7 @@ def test_images_are_counted_and_need_no_tokenizer(lab, tmp_path, rows, capsys):
     assert out.endswith(f"\n  explain  shardlib explain {tmp_path}/run/config.yaml\n")
 
 
+@pytest.mark.mesh
 def test_event_files_are_written_when_asked_for(lab, tmp_path):
     pytest.importorskip("tensorboardX")
     config = lab.config(
@@ -169,6 +172,7 @@ def test_event_files_are_written_when_asked_for(lab, tmp_path):
     assert b"tokens_per_second" in events[0].read_bytes()
 
 
+@pytest.mark.mesh
 def test_what_is_asked_after_each_step_stops_a_run(lab, finished, tmp_path, losses, capsys):
     asked = []
 
@@ -188,6 +192,7 @@ def test_what_is_asked_after_each_step_stops_a_run(lab, finished, tmp_path, loss
     assert clock.present[0] == "save"
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2", "data=1", "fsdp=2,tensor=4"])
 def test_what_is_restored_elsewhere_is_what_was_in_memory(mesh, finished, lab):
     config = lab.config(finished.run_dir, f"mesh={mesh}")
@@ -231,6 +236,7 @@ def train_on_a_full_disk(lab, run_dir, *words, **variables):
     return done
 
 
+@pytest.mark.mesh
 def test_only_the_last_save_that_fails_ends_the_run(lab, finished, tmp_path):
     done = train_on_a_full_disk(lab, tmp_path / "run")
     said = done.stderr.splitlines()
@@ -252,6 +258,7 @@ def test_only_the_last_save_that_fails_ends_the_run(lab, finished, tmp_path):
     assert facts["message"].startswith(failed.format(20))
 
 
+@pytest.mark.mesh
 def test_saves_that_fail_too_often_end_the_run_before_the_next(lab, finished, tmp_path, rows):
     words = ("checkpoint.max_failures=1", "checkpoint.asynchronous=false", "train.sample_length=0")
     progress = tmp_path / "progress"
@@ -268,6 +275,7 @@ def test_saves_that_fail_too_often_end_the_run_before_the_next(lab, finished, tm
     assert rows(tmp_path / "run")[-1]["step"] == 11
 
 
+@pytest.mark.mesh
 def test_a_run_that_hangs_is_ended_and_says_so(lab, tmp_path):
     run_dir = tmp_path / "run"
     words = (f"run_dir={run_dir}", "watchdog.compile=0.3", "train.compilation_cache=null")

@@ -6,6 +6,8 @@ import pytest
 
 from shardlib import cli
 
+pytestmark = pytest.mark.aot
+
 pytest.importorskip("libtpu")
 
 CONFIG = """
@@ -52,6 +54,6 @@ def test_a_published_model_has_no_config_to_compile(capfd):
     )
     assert (code, out) == (2, "")
     assert err == (
-        "ConfigError: --verify compiles the step of a config, and --model has none.\n"
+        "ConfigError: --verify compiles the step of a config, but --model has none.\n"
         "  Write shardlib plan CONFIG --on CLUSTER --verify K.\n"
     )

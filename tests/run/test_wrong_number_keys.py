@@ -6,8 +6,8 @@ import pytest
 from shardlib.data import batch_spec
 from shardlib.errors import ConfigError
 from shardlib.run.config import check_resumable
-from shardlib.run.programs import traced
 from shardlib.run.setup import make_scope, open_source, setup
+from shardlib.run.trace_programs import traced
 
 
 def programs(config):

@@ -133,11 +133,11 @@ def test_bad_questions(compiled):
     with pytest.raises(ModelError) as error:
         assert_collectives(step, {("allreduce", "fsdp"), ("all-gather", "data")}, mesh=mesh)
     assert sorted(str(error.value).splitlines()[:2]) == [
-        "'allreduce' is no kind of collective: all-reduce, all-gather, reduce-scatter, all-to-all, "
-        "collective-permute, ragged-all-to-all, collective-broadcast.",
-        "data is no axis of mesh fsdp=8.",
+        "'allreduce' is not a kind of collective: all-reduce, all-gather, reduce-scatter, "
+        "all-to-all, collective-permute, ragged-all-to-all, collective-broadcast.",
+        "data is not an axis of mesh fsdp=8.",
     ]
-    with pytest.raises(ModelError, match=r"^a compiled program does not tell its mesh"):
+    with pytest.raises(ModelError, match=r"^the mesh of a compiled program is unknown"):
         assert_collectives(step, set())
     with pytest.raises(ModelError, match=r"^a step is compiled for a state and a batch"):
         assert_collectives(sl.make_train_step(loss), set())

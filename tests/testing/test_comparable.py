@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 from shardlib.errors import ModelError
-from shardlib.manual import axis_size
+from shardlib.sharding.manual import axis_size
 from shardlib.testing import Reference, assert_equivalent
 from shardlib.testing.comparable import roundings
-from shardlib.train.reduction import ReductionConfig
+from shardlib.train.reduce.reduction import ReductionConfig
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)}
 
@@ -45,26 +45,28 @@ def refusal(mesh="data=8", make=Model, **options):
     return re.sub(r"\(at /\S+:\d+:\d+ \(\S+\)\)", "(at FILE)", str(error.value))
 
 
+@pytest.mark.mesh
 def test_a_model_that_is_narrower_on_a_mesh():
     text = refusal(make=lambda rngs: Model(rngs, narrow=True))
     assert text == (
         "mesh data=8 cannot be compared: its step rounds the parameter head/kernel to bfloat16 "
-        "(at FILE), which one device does not.\n"
+        "(at FILE), but the step on one device does not.\n"
         "  Leave out what asks for bfloat16 there (precision, reduction, or the model's own code), "
-        "or compute so on one device too."
+        "or compute in it on one device too."
     )
     # Only where `data` is split.
     narrow = lambda rngs: Model(rngs, narrow=True)  # noqa: E731
     assert_equivalent(narrow, loss, BATCH, "fsdp=8", steps=1)
 
 
+@pytest.mark.mesh
 def test_a_step_that_is_narrower_on_a_mesh():
     assert refusal("fsdp=8", precision="bf16").startswith(
         "mesh fsdp=8 cannot be compared: its step rounds the parameter body/bias to bfloat16 (at "
     )
     # What is rounded here is made of many things.
     assert refusal(reduction=ReductionConfig(dtype="bf16")).startswith(
-        "mesh data=8 cannot be compared: its step rounds a result to bfloat16 (at FILE), which "
+        "mesh data=8 cannot be compared: its step rounds a result to bfloat16 (at FILE), but "
     )
 
 
@@ -75,7 +77,7 @@ def test_a_model_that_is_narrower_everywhere_is_not_the_fault_of_a_mesh():
     with pytest.raises(ModelError) as error:
         assert_equivalent(Model, rounded, BATCH, "data=8", steps=1)
     assert re.sub(r"\d\.\de[+-]\d\d", "#", str(error.value)) == (
-        "the loss of step 1 cannot be compared: the last places of the parameters change it by # "
+        "the loss of step 1 cannot be compared: rounding of the parameters changes it by # "
         "on one device already.\n"
         "  Take fewer steps, a lower learning rate or more examples, and compute in float32."
     )
@@ -91,7 +93,7 @@ def test_a_model_with_other_variables_on_a_mesh():
         return model
 
     assert refusal(make=other) == (
-        "mesh data=8 has another model than one device:\n"
+        "mesh data=8 has a different model than one device:\n"
         "  the parameter body/bias is absent, on one device float32[8].\n"
         "  the parameter head/kernel is float32[8,4], on one device float32[8,8].\n"
         "  the parameter extra is float32[3], on one device absent.\n"

@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
-from shardlib.constrain import constrain
 from shardlib.errors import DataError, MeshError, ModelError
-from shardlib.manual import axis_size, manual
-from shardlib.stack import scan_layers, stack_layers
+from shardlib.nn.stack import scan_layers, stack_layers
+from shardlib.sharding.constrain import constrain
+from shardlib.sharding.manual import axis_size, manual
 from shardlib.testing import assert_equivalent
 
 WIDTH, HIDDEN, LAYERS, BATCH = 8, 16, 4, 16
@@ -123,6 +123,7 @@ def failure(fault, meshes=MESHES, **options):
     return re.sub(r"\d\.\de[+-]\d\d", "#", str(error.value))
 
 
+@pytest.mark.mesh
 def test_a_correct_model_passes_and_the_report_says_how_nearly():
     report = assert_equivalent(
         Model,
@@ -146,24 +147,26 @@ def test_a_correct_model_passes_and_the_report_says_how_nearly():
     assert report.comparisons[0].num_compared == 9 * (2 * 3 + 1) + 2 * 1 + 4
 
 
+@pytest.mark.mesh
 def test_a_forgotten_sum_is_found_in_its_layer():
     assert failure(sum_forgotten, steps=1, optimizer=optax.sgd(0.1)) == (
         "2 of 3 meshes differ from one device:\n"
         "  mesh data=2,tensor=4: the loss of step 1 is off by # (of #); rounding explains #.\n"
-        "    The forward pass goes wrong in layer 2: what goes into it agrees.\n"
+        "    The forward pass goes wrong in layer 2; its inputs agree.\n"
         "    Of 27 others 18 deviate: 9 gradients, 9 parameters.\n"
         "  mesh tensor=8: the loss of step 1 is off by # (of #); rounding explains #.\n"
-        "    The forward pass goes wrong in layer 2: what goes into it agrees.\n"
+        "    The forward pass goes wrong in layer 2; its inputs agree.\n"
         "    Of 27 others 18 deviate: 9 gradients, 9 parameters."
     )
 
 
+@pytest.mark.mesh
 def test_a_mask_that_depends_on_the_mesh_is_found_in_its_layer():
     text = failure(mask_by_device, ["tensor=8", "data=8"], steps=1, optimizer=optax.sgd(0.1))
     assert text.splitlines()[:3] == [
         "1 of 2 meshes differs from one device:",
         "  mesh data=8: the loss of step 1 is off by # (of #); rounding explains #.",
-        "    The forward pass goes wrong in layer 2: what goes into it agrees.",
+        "    The forward pass goes wrong in layer 2; its inputs agree.",
     ]
 
 
@@ -173,11 +176,12 @@ def test_a_missing_gradient_is_named():
         "1 of 2 meshes differs from one device:\n"
         "  mesh tensor=8: the gradient of layers/down, layer 2 is off by # (of #); rounding "
         "explains #.\n"
-        "    The loss of that step agrees: what is wrong is in the backward pass.\n"
+        "    The loss of that step agrees; the error is in the backward pass.\n"
         "    Of 27 others 1 deviates: 1 parameter."
     )
 
 
+@pytest.mark.mesh
 def test_a_gradient_that_is_not_summed_is_named():
     lines = failure(local_gradient, MESHES[:2]).splitlines()
     assert lines[0] == "2 of 2 meshes differ from one device:"
@@ -188,12 +192,14 @@ def test_a_gradient_that_is_not_summed_is_named():
         )
 
 
+@pytest.mark.mesh
 def test_a_small_mistake_is_no_rounding():
     text = failure(slightly_wrong, ["data=8"], steps=1)
     assert "the loss of step 1 is off by" in text
     assert "goes wrong in layer 2" in text
 
 
+@pytest.mark.mesh
 def test_what_goes_into_the_layers_and_what_comes_behind():
     def before(model, batch, rng):
         wrong = batch["x"] * (1.01 if axis_size("data") > 1 else 1.0)
@@ -203,8 +209,8 @@ def test_what_goes_into_the_layers_and_what_comes_behind():
         return loss(model, batch, rng) * (1.01 if axis_size("data") > 1 else 1.0)
 
     for wrong, hint in {
-        before: "What goes into the layers differs already.",
-        behind: "What the layers return agrees: what is wrong comes behind them.",
+        before: "The inputs of the layers differ already.",
+        behind: "The outputs of the layers agree; the error comes after them.",
     }.items():
         with pytest.raises(AssertionError) as error:
             assert_equivalent(Model, wrong, batch(), "data=8", steps=1)
@@ -232,6 +238,7 @@ class Centred(UsersModel):
         return manual(local, ("data",), P("data"), P("data"))(y)
 
 
+@pytest.mark.mesh
 def test_a_model_as_written_for_one_device():
     report = assert_equivalent(UsersModel, loss, batch(), ["data=8", "data=2,fsdp=4"])
     # Kernels and biases of two layers: gradients, and parameters and two moments at both ends.
@@ -247,11 +254,12 @@ def test_a_mean_of_the_rows_of_one_device():
     assert failure(Centred, steps=1, optimizer=optax.sgd(0.1)) == (
         "1 of 2 meshes differs from one device:\n"
         "  mesh data=2,fsdp=4: the loss of step 1 is off by # (of #); rounding explains #.\n"
-        "    To have the layer named, run the layers by shardlib.scan_layers.\n"
+        "    To find the layer, run the layers by shardlib.scan_layers.\n"
         "    Of 12 others 6 deviate: 3 gradients, 3 parameters."
     )
 
 
+@pytest.mark.mesh
 def test_initial_values_that_are_not_of_the_seed():
     draws = np.random.default_rng(0)
 
@@ -278,6 +286,7 @@ class ConvNet(linen.Module):
         return linen.Dense(8)(x)
 
 
+@pytest.mark.mesh
 def test_a_linen_model_with_batch_statistics():
     rng = np.random.default_rng(0)
     images = {
@@ -299,6 +308,7 @@ def test_a_linen_model_with_batch_statistics():
     assert not report.comparisons[0].deviations
 
 
+@pytest.mark.mesh
 def test_rules_and_mesh_axes_of_the_user():
     rules = sl.AxisRules(
         params={"embed": None, "mlp": "model", "layers": None},
@@ -322,6 +332,7 @@ def test_too_few_devices():
         assert_equivalent(Model, loss, batch(), "data=4", devices=jax.devices()[6:])
 
 
+@pytest.mark.mesh
 def test_what_cannot_be_compared_is_refused():
     def chaotic(model, batch, rng):
         return jnp.mean(jnp.sin(1e6 * model(batch["x"])))
@@ -329,7 +340,7 @@ def test_what_cannot_be_compared_is_refused():
     with pytest.raises(ModelError) as error:
         assert_equivalent(Model, chaotic, batch(), "data=8")
     assert re.sub(r"\d\.\de[+-]\d\d", "#", str(error.value)) == (
-        "the loss of step 1 cannot be compared: the last places of the parameters change it by # "
+        "the loss of step 1 cannot be compared: rounding of the parameters changes it by # "
         "on one device already.\n"
         "  Take fewer steps, a lower learning rate or more examples, and compute in float32."
     )
@@ -342,7 +353,7 @@ def test_what_cannot_be_compared_is_refused():
     short = {name: value[:8] for name, value in batch().items()}
     with pytest.raises(DataError, match=r"batch 1 is .*, but batch 0 is"):
         assert_equivalent(Model, loss, [batch(), short], "data=8")
-    with pytest.raises(DataError, match="there is no batch to train on"):
+    with pytest.raises(DataError, match="no batch to train on was given"):
         assert_equivalent(Model, loss, [], "data=8")
-    with pytest.raises(MeshError, match="there is no mesh to compare"):
+    with pytest.raises(MeshError, match="no mesh to compare was given"):
         assert_equivalent(Model, loss, batch(), [])

@@ -9,10 +9,10 @@ from flax import nnx
 
 import shardlib as sl
 from shardlib.losses import Mean
-from shardlib.stack import scan_layers, stack_layers
+from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib.train.guards import GuardsConfig, SpikeConfig
 from shardlib.train.offload import offload_optimizer
-from shardlib.train.reduction import ReductionConfig
+from shardlib.train.reduce.reduction import ReductionConfig
 from shardlib.train.state import abstract_state, materialize
 
 ROWS, WIDTH, LAYERS = 16, 64, 4

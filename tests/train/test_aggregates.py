@@ -8,11 +8,11 @@ import pytest
 from flax import nnx
 
 import shardlib as sl
-from shardlib.aggregate import join, nothing
 from shardlib.errors import ModelError
-from shardlib.stack import scan_layers, stack_layers
+from shardlib.losses.aggregate import join, nothing
+from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib.train.evaluate import evaluate
-from shardlib.train.local_sgd import group_means
+from shardlib.train.local_sgd.outer import group_means
 
 ROWS = 16
 BATCH = {
@@ -92,6 +92,7 @@ CASES = {
 }
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_reports_those_of_the_whole_batch(case, expected):
     mesh, options = CASES[case]
@@ -104,6 +105,7 @@ def test_a_step_reports_those_of_the_whole_batch(case, expected):
     assert metrics["histogram"].dtype == metrics["id"].dtype == jnp.int32
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("case", ["whole", "microbatches", "groups"])
 def test_nan_in_a_part_is_the_extreme_of_the_whole(case):
     def largest(model, batch):
@@ -165,7 +167,7 @@ def test_groups_of_unequal_shares():
     assert float(metrics["largest_id"]) == ROWS - 1
     with pytest.raises(ModelError) as error:
         sl.make_train_step(loss_fn, **options)(start("data=2,fsdp=4"), BATCH)
-    assert str(error.value).startswith("the loss returns outputs, and groups take unequal numbers")
+    assert str(error.value).startswith("the loss returns outputs, but groups take unequal numbers")
     assert "\n  Give every group the same number" in str(error.value)
 
 
@@ -196,7 +198,7 @@ def faulty(aux):
         (
             lambda batch: {"text": "none"},
             "the loss function returned 'text' as str, which is not a number.",
-            "  Return a scalar or a Mean; leave out what is neither.",
+            "  Return a scalar or a Mean; leave out other values.",
         ),
         (
             lambda batch: {"logits": batch["x"]},
@@ -208,7 +210,7 @@ def faulty(aux):
             lambda batch: {"features": sl.Output(jnp.ones(8))},
             "the loss function returned the output 'features' of shape (8,), but the batch has 16 "
             "rows here.",
-            "  Return an array [rows, ...]; report what is not by rows as Sum, Max or Min.",
+            "  Return an array [rows, ...]; report other arrays as Sum, Max or Min.",
         ),
         (
             lambda batch: {"loss": {"grad": 1.0}, "grad_norm": 1.0},
@@ -230,6 +232,6 @@ def test_a_loss_that_has_no_gradient():
             start("data=8"), BATCH
         )
     assert str(error.value).splitlines() == [
-        "the loss is a Max, of which no gradient is taken.",
+        "the loss is a Max, which is not differentiated.",
         "  Return a scalar, or Mean(total, weight) of two scalars.",
     ]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shardlib.train.append import AppendFile
+from shardlib.log.append import AppendFile
 
 
 def test_a_full_disk_delays_what_is_written_and_says_so_once(tmp_path, small_files):
@@ -20,7 +20,7 @@ def test_a_full_disk_delays_what_is_written_and_says_so_once(tmp_path, small_fil
     assert (tmp_path / "log").read_text() == "line 0 \nline 1 \nline"
     told = (
         f"{tmp_path}/log cannot be written: File too large. "
-        "What is new is kept in memory until there is room."
+        "New data is kept in memory until there is room."
     )
     assert said == [told]
     small_files(42)

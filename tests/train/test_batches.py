@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch", reason="not installed")
 X = np.random.default_rng(0).standard_normal((16, 4), dtype=np.float32)
 BATCH = {"x": X, "y": np.arange(16, dtype=np.int32)}
 MAKE_ARRAY = (
-    "  Make lists of numbers arrays by numpy.asarray, and give what is the same for all rows as a "
-    "further input: step(state, batch, value) calls loss_fn(model, batch, rng, value)."
+    "  Convert lists of numbers with numpy.asarray, and pass values shared by all rows as an extra "
+    "input: step(state, batch, value) calls loss_fn(model, batch, rng, value)."
 )
 
 
@@ -58,6 +58,7 @@ ELSEWHERE = {
 }
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("place", ELSEWHERE)
 def test_a_batch_is_taken_from_wherever_it_lies(place):
     batch = {"x": ELSEWHERE[place](X), "y": BATCH["y"]}
@@ -85,6 +86,7 @@ def test_later_batches_are_moved_without_a_refusal_or_a_compilation(caplog):
     assert moved((BATCH,), program.placed) is None
 
 
+@pytest.mark.mesh
 def test_torch_tensors_keep_their_bits():
     narrow = torch.from_numpy(X).to(torch.bfloat16).requires_grad_()
     wide = narrow.detach().to(torch.float32).numpy()
@@ -97,6 +99,7 @@ def test_torch_tensors_keep_their_bits():
     assert fix == "  Give tensors on the CPU, or NumPy arrays."
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("more", "lines"),
     [
@@ -118,7 +121,7 @@ def test_torch_tensors_keep_their_bits():
                 "the batch's any is text or an object (ndarray).",
                 "the batch's name is text or an object (str).",
                 "the batch's names is text or an object (ndarray).",
-                "  Leave out of the batch what is not a number.",
+                "  Remove everything that is not a number from the batch.",
             ],
         ),
     ],
@@ -130,6 +133,7 @@ def test_what_a_batch_may_not_hold(more, lines):
         assert str(error.value).splitlines() == lines
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("rows", [6, 13])
 def test_a_partial_last_batch(rows):
     step, state = sl.make_train_step(loss_fn), start()
@@ -142,6 +146,7 @@ def test_a_partial_last_batch(rows):
     assert "drop_last=True" in fix
 
 
+@pytest.mark.mesh
 def test_losses_of_two_to_many_arguments():
     def with_key(model, batch, rng):
         assert jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
@@ -164,6 +169,7 @@ def test_losses_of_two_to_many_arguments():
             assert fix.startswith("  Let it take (model, batch), ")
 
 
+@pytest.mark.mesh
 def test_a_loss_may_name_its_metrics_in_nested_dicts():
     def loss(model, batch):
         return loss_fn(model, batch), {"a": {"b": 1.0, "c": {"d": sl.Mean(2.0, 4.0)}}}
@@ -173,6 +179,7 @@ def test_a_loss_may_name_its_metrics_in_nested_dicts():
     assert float(metrics["a/c/d"]) == 0.5
 
 
+@pytest.mark.mesh
 def test_integers_are_not_parameters():
     class Table(nnx.Module):
         def __init__(self, rngs):
@@ -189,7 +196,7 @@ def test_integers_are_not_parameters():
         with pytest.raises(ModelError) as error:
             sl.make_train_step(loss_fn)(start(make, "fsdp=8", **options), BATCH)
         assert str(error.value).splitlines() == [
-            "parameters that are not floating have no gradient: index (int32).",
+            "parameters that are not floating-point have no gradient: index (int32).",
             "  Hold them in an nnx.Variable instead of an nnx.Param, or for linen in a collection "
             "of their own: self.variable('constants', ...).",
         ]

@@ -56,6 +56,7 @@ def test_a_wrong_step_is_refused_and_names_what_is_wrong():
     assert not state.step.is_deleted()
 
 
+@pytest.mark.mesh
 def test_it_is_refused_each_time():
     state, step = state_on(WRONG), sl.make_train_step(loss, constrain="user")
     for _ in range(2):
@@ -63,6 +64,7 @@ def test_it_is_refused_each_time():
             step(state, BATCH)
 
 
+@pytest.mark.mesh
 def test_an_allowed_fault_runs():
     step = sl.make_train_step(loss, constrain="user", allow_wrong_numbers=("SL205",))
     _, metrics = step(state_on(WRONG), BATCH)
@@ -76,6 +78,7 @@ def test_codes_that_are_not_there():
         sl.make_eval_step(loss, allow_wrong_numbers=("rows",))
 
 
+@pytest.mark.mesh
 def test_a_right_step_is_compiled_once():
     state, step = state_on(RIGHT), sl.make_train_step(loss)
     compiled = []
@@ -93,6 +96,7 @@ def test_a_right_step_is_compiled_once():
     assert len(compiled) == first
 
 
+@pytest.mark.mesh
 def test_a_batch_of_another_dtype_is_another_program():
     def by_dtype(model, batch, rng):
         is_whole = jnp.issubdtype(batch["x"].dtype, jnp.integer)
@@ -104,6 +108,7 @@ def test_a_batch_of_another_dtype_is_another_program():
         step(state, BATCH)
 
 
+@pytest.mark.mesh
 def test_an_evaluation_step_is_checked_too():
     assert np.isfinite(sl.make_eval_step(loss)(state_on(WRONG), BATCH)["loss"].value)
     state = state_on(WRONG, axes=("mlp", "embed"))

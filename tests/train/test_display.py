@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from shardlib.train import curve, humanize
-from shardlib.train.display import Display, Header, StepStatus
+from shardlib.log import curve, humanize
+from shardlib.log.display import Display, Header, StepStatus
 
 HEADER = Header(
     devices="8 x CPU",

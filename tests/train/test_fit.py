@@ -14,8 +14,8 @@ from flax import nnx
 
 import shardlib as sl
 from shardlib.errors import MeshError
-from shardlib.train.fit import counts, fit_microbatches
-from shardlib.train.humanize import size
+from shardlib.log.humanize import size
+from shardlib.train.fit_microbatches import counts, fit_microbatches
 from shardlib.train.state import abstract_state
 
 ROWS, WIDTH, HIDDEN = 1024, 8, 512
@@ -100,8 +100,8 @@ def test_nothing_fits():
         f"1 needed {size(needed(1))}"
     )
     assert str(error.value).endswith(
-        " of 1000 B.\n  Shard over more devices, let more layers recompute (remat), or keep the "
-        "optimizer state in host memory."
+        " of 1000 B.\n  Shard over more devices, remat more layers, or keep the optimizer state in "
+        "host memory."
     )
 
 
@@ -175,6 +175,7 @@ print(fit.microbatches)
 """
 
 
+@pytest.mark.mesh
 def test_processes_agree_on_the_largest_number():
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.phases import PHASES, PhaseClock
-from shardlib.train.goodput import SHARES, Account, goodput, summary
-from shardlib.train.metrics import read_metrics
+from shardlib.log.goodput import SHARES, Account, goodput, summary
+from shardlib.log.metrics import read_metrics
+from shardlib.runtime.phases import PHASES, PhaseClock
 
 
 class Run:
@@ -196,9 +196,9 @@ STEP_SECONDS, SAVE_EVERY, STEPS = 0.01, 10, 60
 
 ATTEMPT = f"""
 import sys, time
-from shardlib.phases import PhaseClock
-from shardlib.train.goodput import Account
-from shardlib.train.metrics import MetricsWriter
+from shardlib.runtime.phases import PhaseClock
+from shardlib.log.goodput import Account
+from shardlib.log.metrics import MetricsWriter
 start, run_dir = int(sys.argv[1]), sys.argv[2]
 clock = PhaseClock()
 print(time.time(), flush=True)

@@ -155,7 +155,7 @@ def test_stop_ends_at_once_but_bears_spikes():
         policy.saw(record(2, grad_norm=math.inf, skipped=1.0))
     assert str(error.value) == (
         "step 2: grad_norm is inf on samples 32 to 63; train.guards.nonfinite is stop.\n"
-        "  Look at these samples, or set train.guards.nonfinite to skip to go on without their "
+        "  Inspect these samples, or set train.guards.nonfinite=skip to continue without their "
         "update."
     )
 

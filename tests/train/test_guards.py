@@ -13,9 +13,9 @@ import shardlib as sl
 from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
 from shardlib.checkpoint.tree import flatten
 from shardlib.errors import ModelError
+from shardlib.optim.named import OptimizerConfig, build_optimizer
 from shardlib.train.guards import GuardsConfig, SpikeConfig
-from shardlib.train.local_sgd import LocalSGDConfig, group_means, make_local_sgd
-from shardlib.train.optim import OptimizerConfig, build_optimizer
+from shardlib.train.local_sgd.outer import LocalSGDConfig, group_means, make_local_sgd
 from shardlib.train.spikes import robust_score
 from shardlib.train.state import materialize
 
@@ -45,6 +45,7 @@ def compilations(caplog):
         )
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("name", CASES)
 def test_a_refused_update_leaves_every_bit_and_the_next_is_as_if_it_had_not_been(
     name, compilations
@@ -76,6 +77,7 @@ def test_a_refused_update_leaves_every_bit_and_the_next_is_as_if_it_had_not_been
     assert trained_bits(later) == trained_bits(state) != before
 
 
+@pytest.mark.mesh
 def test_groups_that_train_apart_refuse_apart():
     optimizer = decayed_adamw()
     case = Case("data=2,fsdp=2,tensor=2", counts=True)
@@ -129,6 +131,7 @@ def trained(case, guards, spikes, left_out=(), steps=28):
     return state, skipped
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("metric", ["grad_norm", "loss"])
 def test_spikes_are_left_out_of_a_training(metric):
     spike = dataclasses.replace(SPIKES.spike, metric=metric)
@@ -156,6 +159,7 @@ def test_spikes_are_left_out_of_a_training(metric):
     assert int(state.spike_window.accepted) == 21
 
 
+@pytest.mark.mesh
 def test_spikes_are_the_same_on_every_mesh():
     spikes = {11, 17, 18}
     alone, expected = trained(CASES["one device"], SPIKES, spikes)
@@ -186,6 +190,7 @@ def test_the_robust_score_is_that_of_numpy():
         np.testing.assert_allclose(found, (7.0 - median) / spread, rtol=1e-4)
 
 
+@pytest.mark.mesh
 def test_a_resumed_window_goes_on_bit_for_bit(tmp_path):
     case = CASES["fsdp"]
     step = case.make_step(SPIKES)
@@ -202,6 +207,7 @@ def test_a_resumed_window_goes_on_bit_for_bit(tmp_path):
     assert trained_bits(restored) == trained_bits(state)
 
 
+@pytest.mark.mesh
 def test_without_a_spike_policy_the_state_is_as_ever():
     case = CASES["fsdp"]
     plain, guarded = (case.state(optax.adam(1e-3), guards) for guards in (None, GUARDS))
@@ -213,6 +219,7 @@ def test_without_a_spike_policy_the_state_is_as_ever():
     assert str(sl.explain(watched)) == str(sl.explain(plain))
 
 
+@pytest.mark.mesh
 def test_a_state_without_the_window_of_its_step_is_refused():
     case = CASES["one device"]
     with pytest.raises(ModelError) as error:

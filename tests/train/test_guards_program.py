@@ -10,9 +10,9 @@ import optax
 import pytest
 from guarded import CASES, GUARDS, SPIKES, Case, good_batch
 
-from shardlib.explain.program import collectives
+from shardlib.explain.analysis.collectives import collectives
 from shardlib.train.gated import gated_update
-from shardlib.train.local_sgd import LocalSGDConfig, make_local_sgd
+from shardlib.train.local_sgd.outer import LocalSGDConfig, make_local_sgd
 
 LOCAL = Case("data=2,fsdp=2,tensor=2", counts=True)
 
@@ -38,12 +38,14 @@ def sent(case, guards, *, clips):
     return whole, arrays
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("name", ["fsdp", "three axes", "pipeline", "zero1", "local sgd"])
 def test_guards_send_nothing(name):
     case = CASES.get(name, LOCAL)
     assert sent(case, SPIKES, clips=True)[0] == sent(case, None, clips=True)[0]
 
 
+@pytest.mark.mesh
 def test_without_clipping_what_they_send_may_only_be_combined_otherwise():
     """Then it is the guards that make updates wait for the norm of all gradients, and XLA puts
     other arrays into one message."""
@@ -51,6 +53,7 @@ def test_without_clipping_what_they_send_may_only_be_combined_otherwise():
     assert sent(case, GUARDS, clips=False)[1] == sent(case, None, clips=False)[1]
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("name", ["fsdp", "zero1", "offloaded"])
 def test_guards_take_no_memory(name):
     case = CASES.get(name, LOCAL)

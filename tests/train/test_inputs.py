@@ -9,9 +9,9 @@ from flax import linen, nnx
 
 import shardlib as sl
 from shardlib.errors import DataError, ModelError
-from shardlib.stack import scan_layers, stack_layers
+from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib.train.evaluate import evaluate
-from shardlib.train.local_sgd import group_means
+from shardlib.train.local_sgd.outer import group_means
 
 RNG = np.random.default_rng(0)
 BATCHES = [{"x": RNG.standard_normal((16, 8), dtype=np.float32)} for _ in range(4)]
@@ -80,6 +80,7 @@ def alone():
     return students("data=1")
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -94,12 +95,14 @@ def test_knowledge_distillation_is_that_of_one_device(alone, mesh, options):
     assert found[1][-1] < found[1][0]
 
 
+@pytest.mark.mesh
 def test_distillation_over_stages():
     expected = students("data=1", Deep, microbatches=4)
     found = students("stage=2,data=2,tensor=2", Deep, microbatches=4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), found, expected)
 
 
+@pytest.mark.mesh
 def test_groups_that_train_apart_have_one_teacher():
     def train(mesh, groups):
         teacher = start(lambda rngs: MLP(rngs, 32), mesh, seed=1)
@@ -134,6 +137,7 @@ def test_where_inputs_lie():
     assert float(metrics["total"]) == (2 * 128 * 256 + 64) / 2
 
 
+@pytest.mark.mesh
 def test_linen_parameters_from_a_file():
     teacher = LinenTeacher()
     variables = jax.device_get(teacher.init(jax.random.key(3), BATCHES[0]["x"]))
@@ -172,6 +176,7 @@ def adversaries(mesh):
     return jax.device_get((found, generator.params, critic.params))
 
 
+@pytest.mark.mesh
 def test_two_models_that_train_each_other_are_those_of_one_device():
     found, expected = adversaries(MESH), adversaries("data=1")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), found, expected)
@@ -212,13 +217,15 @@ def test_inputs_that_cannot_be_taken():
         "  Call step(state, batch, *inputs) with what loss_fn(model, batch, rng, *inputs) takes.",
     ]
     assert faults(step, state, BATCHES[0], state, 1.0)[0].endswith(
-        "is an array of the state, whose memory the step takes."
+        "is an array of the state, which the step donates."
     )
     assert faults(step, state, BATCHES[0], {"name": "teacher"}, 1.0) == [
-        "further inputs of the step hold what is not a number or an array: 0/name (str).",
+        "extra inputs of the step are not numbers or arrays: 0/name (str).",
         "  Pass pytrees of arrays, such as the parameters of a model or a whole state.",
     ]
     teacher = start(MLP, MESH, seed=1)
     sl.make_train_step(lambda model, batch: jnp.mean(model(batch["x"])))(teacher, BATCHES[0])
-    assert faults(step, state, BATCHES[0], teacher, 1.0)[1] == ("  Pass what that step returned.")
+    assert faults(step, state, BATCHES[0], teacher, 1.0)[1] == (
+        "  Pass the state that the step returned."
+    )
     assert faults(sl.make_eval_step(distil), state, BATCHES[0])[0].startswith("the step was given")

@@ -13,8 +13,8 @@ from flax import nnx
 import shardlib as sl
 from shardlib.errors import ConfigError, MeshError, ModelError, RuleError
 from shardlib.losses import Mean
-from shardlib.train.local_sgd import LocalSGDConfig, group_means, make_local_sgd
-from shardlib.train.reduction import ReductionConfig
+from shardlib.train.local_sgd.outer import LocalSGDConfig, group_means, make_local_sgd
+from shardlib.train.reduce.reduction import ReductionConfig
 
 _RANDOM = np.random.default_rng(0)
 BATCHES = [
@@ -86,6 +86,7 @@ def assert_close(tree, other, atol):
         np.testing.assert_allclose(x, y, rtol=0, atol=atol)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("mesh", "num_devices", "groups"),
     [("data=2,fsdp=2,tensor=2", 8, 2), ("data=4,tensor=2", 8, 4), ("data=2,fsdp=2", 4, 4)],
@@ -129,6 +130,7 @@ def test_agreeing_every_step_by_the_mean_is_data_parallel_sgd():
     assert_close(groups.params, state.params, 1e-6)
 
 
+@pytest.mark.mesh
 def test_the_outer_step_is_nesterov_momentum_on_the_mean_progress():
     config = LocalSGDConfig(inner_steps=2)
     step = sl.make_train_step(without_dropout)
@@ -168,6 +170,7 @@ def test_groups_drift_apart_and_agree_again():
     np.testing.assert_array_equal(kernel[0], groups.params["up"]["kernel"])
 
 
+@pytest.mark.mesh
 def test_nothing_crosses_between_groups_before_they_agree():
     config = LocalSGDConfig(inner_steps=100, dtype="bf16")
     local = make_local_sgd(sl.make_train_step(loss_fn, microbatches=2), config)
@@ -184,6 +187,7 @@ def test_nothing_crosses_between_groups_before_they_agree():
     ]
 
 
+@pytest.mark.mesh
 def test_progress_in_bfloat16_is_rounded_twice():
     config = LocalSGDConfig(
         inner_steps=5, outer_learning_rate=1.0, outer_momentum=0.0, nesterov=False
@@ -203,6 +207,7 @@ def test_progress_in_bfloat16_is_rounded_twice():
     assert max(jax.tree.leaves(differs)) > 0
 
 
+@pytest.mark.mesh
 def test_statistics_become_the_mean_over_groups():
     config = LocalSGDConfig(inner_steps=1)
     step = sl.make_train_step(loss_fn)
@@ -218,6 +223,7 @@ def test_statistics_become_the_mean_over_groups():
     np.testing.assert_allclose(merged.model_state["norm"]["mean"], expected, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.mesh
 def test_an_abstract_state_gives_abstract_groups():
     config = LocalSGDConfig()
     local = make_local_sgd(sl.make_train_step(loss_fn), config)
@@ -228,13 +234,14 @@ def test_an_abstract_state_gives_abstract_groups():
         assert (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding)
 
 
+@pytest.mark.mesh
 def test_what_cannot_be_shared_out_is_refused():
     step = sl.make_train_step(loss_fn, microbatches=3)
     state = start("data=2,tensor=4")
     with pytest.raises(MeshError) as error:
         make_local_sgd(step, LocalSGDConfig(groups=3)).init(state)
     assert str(error.value) == (
-        "3 groups cannot lie on the 2 devices along data.\n"
+        "3 groups do not divide over the 2 devices along data.\n"
         "  Use a multiple of 2, or leave groups out."
     )
     local = make_local_sgd(step, LocalSGDConfig())
@@ -246,13 +253,14 @@ def test_what_cannot_be_shared_out_is_refused():
     )
 
 
+@pytest.mark.mesh
 def test_states_split_over_data_are_refused():
     state = start("data=8", rules=sl.rules.STANDARD.override(embed="data"))
     with pytest.raises(RuleError) as error:
         make_local_sgd(sl.make_train_step(loss_fn), LocalSGDConfig()).init(state)
     assert str(error.value) == (
-        "params: down/kernel, up/kernel split over data, but groups that train apart hold all of "
-        "them.\n  Use rules that split them over fsdp."
+        "params: down/kernel, up/kernel sharded over data, but local SGD groups hold whole "
+        "arrays.\n  Use rules that shard them over fsdp."
     )
 
 
@@ -261,11 +269,12 @@ def test_a_step_that_reduces_over_data_is_refused():
     with pytest.raises(ConfigError) as error:
         make_local_sgd(step, LocalSGDConfig())
     assert str(error.value) == (
-        "local SGD sums no gradients over data, but the step has a reduction for them.\n"
-        "  Leave reduction out; local_sgd.dtype says in what the groups' progress is sent."
+        "local SGD does not sum gradients over data, but the step has a reduction.\n"
+        "  Leave reduction out; local_sgd.dtype sets the dtype in which groups send their progress."
     )
 
 
+@pytest.mark.mesh
 def test_an_optimizer_state_on_the_host_is_refused():
     state = start("data=8")
     places = {
@@ -278,7 +287,7 @@ def test_an_optimizer_state_on_the_host_is_refused():
             dataclasses.replace(state, definition=definition)
         )
     assert str(error.value) == (
-        "opt_state is in pinned_host memory, from where groups that train apart cannot take it.\n"
+        "opt_state is in pinned_host memory, which local SGD does not support.\n"
         "  Leave train.offload_optimizer out."
     )
 
@@ -296,6 +305,7 @@ def test_configs_that_mean_nothing(values, message):
         LocalSGDConfig(**values)
 
 
+@pytest.mark.mesh
 def test_groups_with_more_to_count_weigh_more():
     def weighted(model, batch, rng):
         error = jnp.square(model(batch["x"]) - batch["y"]) * batch["w"][:, None]

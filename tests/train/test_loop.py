@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shardlib.phases import PhaseClock
+from shardlib.runtime.phases import PhaseClock
 from shardlib.train.loop import Loop
 
 COMPILE_SECONDS = 7.0

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.errors import MissingExtraError, ShardlibError
-from shardlib.train.metrics import MetricsWriter, StepTimer, mfu, read_metrics
+from shardlib.log.metrics import MetricsWriter, StepTimer, mfu, read_metrics
 
 
 def write(run_dir, steps, **keys):
@@ -98,7 +98,7 @@ def test_a_foreign_line_is_named(tmp_path, foreign):
         MetricsWriter(tmp_path, resume_step=2)
     assert str(error.value) == (
         f"{path}:2: not the metrics of a step: {foreign!r}.\n"
-        "  Remove that line, or move the file away to begin a new one."
+        "  Remove that line, or move the file away to start a new one."
     )
     assert foreign in path.read_text()
 
@@ -109,8 +109,8 @@ def test_foreign_lines_are_named_without_asserts(tmp_path):
     code = """
 import sys
 from shardlib.errors import ShardlibError
-from shardlib.run.events import read_events
-from shardlib.train.metrics import read_metrics
+from shardlib.log.events import read_events
+from shardlib.log.metrics import read_metrics
 for read in (read_metrics, read_events):
     try:
         read(sys.argv[1])
@@ -133,7 +133,7 @@ def test_steps_must_increase(tmp_path):
     write(tmp_path, [1, 2, 3])
     with (
         MetricsWriter(tmp_path, resume_step=3) as writer,
-        pytest.raises(ValueError, match=r"^metrics of step 3 come after those of step 3$"),
+        pytest.raises(ValueError, match=r"^metrics of step 3 follow step 3: steps must increase$"),
     ):
         writer.write(3, {"loss": 1.0})
 
@@ -149,7 +149,9 @@ def test_a_rewind_takes_rows_away_and_goes_on(tmp_path):
         assert writer.rewind(2) == {"step": 2, "loss": 0.5}
         assert steps_of(tmp_path) == [1, 2]
         assert writer.rewind(2) == {"step": 2, "loss": 0.5}
-        with pytest.raises(ValueError, match=r"^metrics of step 2 come after those of step 2$"):
+        with pytest.raises(
+            ValueError, match=r"^metrics of step 2 follow step 2: steps must increase$"
+        ):
             writer.write(2, {"loss": 1.0})
         writer.write(3, {"loss": 0.25})
     assert steps_of(tmp_path) == [1, 2, 3]
@@ -211,7 +213,7 @@ def test_a_full_disk_holds_no_run_up(tmp_path, small_files):
         for step in range(1, 101):
             writer.write(step, {"loss": 0.5, "learning_rate": 1.0})
         (board,) = (tmp_path / "tensorboard").iterdir()
-        full = "cannot be written: File too large. What is new is kept in memory until there is"
+        full = "cannot be written: File too large. New data is kept in memory until there is"
         assert said == [f"{path} {full} room." for path in (board, tmp_path / "metrics.jsonl")]
         assert steps_of(tmp_path) == [1, 2, 3, 4]
         small_files(-1)

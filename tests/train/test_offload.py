@@ -11,10 +11,10 @@ from flax import nnx
 
 import shardlib as sl
 from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
-from shardlib.host_memory import check_host_memory, missing_host_memory
+from shardlib.nn.stack import scan_layers, stack_layers
+from shardlib.optim.ema import average_params, ema_params
 from shardlib.registry import DataSpec
-from shardlib.stack import scan_layers, stack_layers
-from shardlib.train.ema import average_params, ema_params
+from shardlib.sharding.host_memory import check_host_memory, missing_host_memory
 from shardlib.train.offload import offload_optimizer
 from shardlib.train.state import abstract_state, materialize
 from shardlib_models.transformer import FAMILY
@@ -95,6 +95,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(a, b, rtol=20 * EPS, atol=20 * EPS * np.max(np.abs(b)))
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_are_those_of_a_state_on_the_devices(name):
     found = trained(OPTIMIZERS[name](), offloads=True)
@@ -102,6 +103,11 @@ def test_updates_are_those_of_a_state_on_the_devices(name):
     assert_close((found.params, found.opt_state), (expected.params, expected.opt_state))
     moved = {k for k in jax.tree.leaves(kinds(found.opt_state)) if k == "pinned_host"}
     assert moved == (set() if name == "no state" else {"pinned_host"})
+
+
+def test_who_partitions_is_reported_as_of_a_state_on_the_devices():
+    found = sl.make_train_step(loss).partition(abstract(optax.adam(1e-2), offloads=True), BATCH)
+    assert (found.by, found.why) == ("shardlib", "the model constrains no activation")
 
 
 def test_only_what_is_as_large_as_parameters_moves_and_it_stays_there():
@@ -118,6 +124,7 @@ def test_only_what_is_as_large_as_parameters_moves_and_it_stays_there():
     assert [leaf.sharding.spec for leaf in jax.tree.leaves(state.opt_state)] == specs
 
 
+@pytest.mark.mesh
 def test_with_a_table_of_its_own_for_the_optimizer_state():
     options = {"mesh": "data=4,fsdp=2", "rules": sl.rules.ZERO1}
     found = trained(optax.adamw(1e-2), offloads=True, **options)
@@ -125,6 +132,7 @@ def test_with_a_table_of_its_own_for_the_optimizer_state():
     assert_close((found.params, found.opt_state), (expected.params, expected.opt_state))
 
 
+@pytest.mark.mesh
 def test_averaged_parameters_are_fetched_to_evaluate():
     optimizer = OPTIMIZERS["averaged"]()
     evaluate = sl.make_eval_step(loss, params_of=lambda state: ema_params(state.opt_state))
@@ -132,6 +140,7 @@ def test_averaged_parameters_are_fetched_to_evaluate():
     np.testing.assert_allclose(*found, rtol=20 * EPS)
 
 
+@pytest.mark.mesh
 def test_checkpoints_go_from_and_to_host_memory(tmp_path):
     optimizer = optax.adamw(1e-2)
     offloaded, plain = (abstract(optimizer, offloads=offloads) for offloads in (True, False))
@@ -204,6 +213,7 @@ def tpu_step(tpu_devices):
 ROWS, LENGTH, LAYERS, EMBED, MLP = 32, 512, 16, 256, 1024
 
 
+@pytest.mark.mesh
 def test_on_tpu_activations_leave_the_devices(tpu_step):
     _, saved = tpu_step("save:mlp_hidden")
     _, offloaded = tpu_step("offload:mlp_hidden")
@@ -214,6 +224,7 @@ def test_on_tpu_activations_leave_the_devices(tpu_step):
     assert less >= hidden * (1 - 4 / LAYERS)
 
 
+@pytest.mark.mesh
 def test_on_tpu_an_optimizer_state_is_never_whole_on_a_device(tpu_step):
     _, on_devices = tpu_step()
     state, offloaded = tpu_step(offloads=True)

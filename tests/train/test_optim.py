@@ -7,9 +7,9 @@ import optax
 import pytest
 
 from shardlib.errors import ConfigError
+from shardlib.optim.named import OptimizerConfig, build_optimizer, ema_params
+from shardlib.optim.update_rules import RULES, hidden_matrices
 from shardlib.paths import matches, named_leaves
-from shardlib.train.optim import OptimizerConfig, build_optimizer, ema_params
-from shardlib.train.update_rules import RULES, hidden_matrices
 
 STEPS = 4
 SHAPES = {
@@ -343,6 +343,7 @@ def test_without_an_average_there_is_none():
     assert ema_params(state) is None
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_bfloat16_parameters_keep_a_float32_state(name):
     config = OptimizerConfig(name=name, schedule="constant", learning_rate=0.05, ema_decay=0.9)

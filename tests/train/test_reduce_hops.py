@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from shardlib.mesh import abstract_mesh
-from shardlib.train import reduce_hops
-from shardlib.train.reduce_hops import Hops, outer_degree, sum_leaves
+from shardlib.train.reduce import hops as reduce_hops
+from shardlib.train.reduce.hops import Hops, outer_degree, sum_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,7 @@ def test_pieces_go_to_the_device_of_their_place(hops):
     np.testing.assert_allclose(total, x.sum(0), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("inner_bf16", [False, True])
 @pytest.mark.parametrize("large", [4, 2**20])
 def test_arrays_of_any_size_come_back_whole(monkeypatch, inner_bf16, large):

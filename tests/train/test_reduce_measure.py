@@ -11,8 +11,10 @@ from flax import nnx
 
 import shardlib as sl
 from shardlib.errors import ModelError
-from shardlib.train.reduce_measure import measure_groups
-from shardlib.train.reduce_uneven import balance
+from shardlib.train.measure_groups import measure_groups
+from shardlib.train.reduce.uneven import balance
+
+pytestmark = pytest.mark.mesh
 
 
 class Linear(nnx.Module):

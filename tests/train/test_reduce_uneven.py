@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.errors import ModelError
-from shardlib.microbatch import split
-from shardlib.train.reduce_uneven import arrange_batch, balance
+from shardlib.losses.microbatch import split
+from shardlib.train.reduce.uneven import arrange_batch, balance
 
 
 @settings(deadline=None, max_examples=50)

@@ -13,11 +13,11 @@ from flax import nnx
 
 import shardlib as sl
 from shardlib.errors import ConfigError, ModelError, RuleError
-from shardlib.explain.program import collectives
+from shardlib.explain.analysis.collectives import collectives
+from shardlib.functional.precision import precision
 from shardlib.losses import Mean
-from shardlib.precision import precision
 from shardlib.train.gradients import PartLoss, accumulate_gradients, part_key
-from shardlib.train.reduction import (
+from shardlib.train.reduce.reduction import (
     ReductionConfig,
     groups_apart,
     plan_reduction,
@@ -141,6 +141,7 @@ def assert_equal(found, counts):
     )
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("mesh", "config", "microbatches"),
     [
@@ -154,6 +155,7 @@ def test_equal_to_one_device_with_the_microbatches_of_all_groups(mesh, config, m
     assert_equal(found, counts)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     ("mesh", "config", "microbatches", "counts"),
     [
@@ -168,6 +170,7 @@ def test_groups_of_unequal_speed_give_the_mean_of_one_device(mesh, config, micro
     assert_equal(found, counts)
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize(
     ("mesh", "config", "roundings"),
     [
@@ -205,6 +208,7 @@ def sent(found, *axes):
     ]
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize(
     ("config", "within", "between"),
@@ -246,6 +250,7 @@ def test_one_sum_in_float32_where_all_links_are_alike():
     assert sent(found, "inner") == [("all-reduce", {"f32"})]
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("mesh", ["data=8", "data=2x2,tensor=2"])
 def test_gradients_split_over_data_are_not_gathered(mesh, dtype):
@@ -289,7 +294,7 @@ def test_what_does_not_fit_the_mesh_is_refused_at_once():
         "  Use the outer degree of the mesh, or leave it out.\n"
         "reduction.group_microbatches names 3 groups, but the mesh has data=4.\n"
         "  Give 4, one for each group in order.\n"
-        "microbatches=2 is given beside reduction.group_microbatches, which says it for each "
+        "microbatches=2 conflicts with reduction.group_microbatches, which sets it for each "
         "group.\n"
         "  Leave microbatches at 1.\n"
         "groups that take unequal numbers of microbatches cannot split stage: their "
@@ -332,7 +337,7 @@ def test_statistics_of_a_batch_are_refused():
         )
     assert str(error.value) == (
         "the model updates norm/mean as it runs, which would be different in every group.\n"
-        "  Leave train.reduction out: then such statistics are those of the whole batch."
+        "  Leave train.reduction out to compute such statistics over the whole batch."
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.errors import ConfigError
-from shardlib.train.optim import OptimizerConfig, build_schedule
+from shardlib.optim.named import OptimizerConfig, build_schedule
 
 # One float32 rounding per operation, at most 8 operations on values of order 1.
 RTOL = 1e-6
@@ -81,6 +81,7 @@ def test_a_smaller_batch_scales_down_and_warms_up_from_zero():
     np.testing.assert_allclose(got[:5], [0.025, 0.05, 0.075, 0.1, 0.1], rtol=RTOL)
 
 
+@pytest.mark.mesh
 @settings(max_examples=50, deadline=None)
 @given(
     name=st.sampled_from(["constant", "linear", "cosine", "wsd", "step"]),

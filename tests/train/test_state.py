@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
-from shardlib.explain.params import explain_params
+from shardlib.explain.analysis.params import explain_params
 from shardlib.mesh import abstract_mesh
 from shardlib.paths import named_leaves
 from shardlib.train.state import state_shardings
@@ -44,6 +44,7 @@ def host(state):
     return {p: jax.random.key_data(x) if p == "rng" else x for p, x in leaves.items()}
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_values_are_bit_identical_on_every_mesh(mesh):
     alone, found = host(state_on("data=1", 1)), host(state_on(mesh))

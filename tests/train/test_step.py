@@ -142,6 +142,7 @@ def test_dropout_is_new_in_each_step_and_equal_on_each_mesh(start):
     assert len(set(kept["data=8"])) > 1
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize(
     ("policy", "stored"), [("f32", "float32"), ("bf16", "float32"), ("bf16_params", "bfloat16")]
 )
@@ -167,6 +168,7 @@ def test_dtypes_stay_under_every_precision(start, compilations, policy, stored, 
     assert float(metrics["loss"]) == pytest.approx(1.6, abs=0.6)
 
 
+@pytest.mark.mesh
 def test_bf16_follows_f32(start):
     losses = {}
     for policy in ("f32", "bf16"):
@@ -228,6 +230,7 @@ def test_evaluation_changes_nothing_and_adds_up_exactly(start):
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
+@pytest.mark.mesh
 def test_every_batch_shape_is_checked(start):
     step, state = sl.make_train_step(mean_loss, microbatches=2), start(mesh="data=2,fsdp=4")
     state, _ = step(state, BATCH)
@@ -295,8 +298,8 @@ def test_state_and_step_must_agree_on_precision(start):
     with pytest.raises(ModelError) as error:
         sl.make_train_step(mean_loss, precision="bf16_params")(start(), BATCH)
     assert str(error.value) == (
-        "the step's precision stores parameters in bfloat16, but those of the state are in "
-        "float32.\n  Give init_state and make_train_step the same precision."
+        "the step's precision stores parameters in bfloat16, but the state has float32.\n"
+        "  Give init_state and make_train_step the same precision."
     )
 
 
@@ -329,8 +332,8 @@ def test_a_state_that_was_given_away(start):
     with pytest.raises(ModelError) as error:
         step(state, BATCH)
     assert str(error.value) == (
-        "this state was given to a step before, which took its memory for the new one.\n"
-        "  Go on with the state that the step returned: state, metrics = step(state, batch)."
+        "this state was already passed to a step, which donated its memory.\n"
+        "  Continue with the state that the step returned: state, metrics = step(state, batch)."
     )
     step(new, BATCH)
 

@@ -68,6 +68,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_is_that_of_one_device(name):
     expected = train(OPTIMIZERS[name](), "data=1")
@@ -79,6 +80,7 @@ def test_training_is_that_of_one_device(name):
     )
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("name", ["sam, opaque", "lbfgs"])
 @pytest.mark.parametrize(
     ("mesh", "options"),
@@ -123,7 +125,7 @@ def test_an_optimizer_that_cannot_be_given_what_it_needs():
     first, fix = str(error.value).splitlines()
     assert first.startswith("the optimizer (chain) cannot be given value, grad, value_fn, or needs")
     assert "unexpected keyword argument" in first
-    assert fix.startswith("  Put what evaluates the loss itself outermost")
+    assert fix.startswith("  Put the transformation that evaluates the loss outermost")
 
     def needs(grads, state, params=None, *, hessian):
         return grads, state

@@ -49,7 +49,7 @@ def test_shardlib_where_nothing_is_constrained():
 def test_shardlib_where_a_product_is_open():
     by, why = partition(("batch", "mlp"))
     assert by == "shardlib"
-    assert why.startswith("no constraint decides where dot_general at ")
+    assert why.startswith("no constraint decides the layout of dot_general at ")
 
 
 def test_the_compiler_where_the_constraints_decide():

@@ -125,6 +125,7 @@ class TestFrozenParameters:
         assert list(named_leaves(state.params)) == ["bias"]
         assert state.model_state["kernel"].sharding.spec == P(None, "fsdp")
 
+    @pytest.mark.rest("mesh")
     @pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"precision": "bf16"}])
     def test_only_the_adapter_changes(self, options):
         stored = {"precision": options["precision"]} if "precision" in options else {}

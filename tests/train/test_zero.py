@@ -47,6 +47,7 @@ def train(preset, mesh, num_devices=8):
     return state, metrics, held, report
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=4", "fsdp=4,tensor=2"])
 @pytest.mark.parametrize("preset", ["zero1", "zero2", "standard"])
 def test_every_stage_makes_the_same_update(preset, mesh):
@@ -61,6 +62,7 @@ def test_every_stage_makes_the_same_update(preset, mesh):
     )
 
 
+@pytest.mark.mesh
 def test_stages_split_more_and_more():
     held = {name: train(name, "fsdp=8")[2] for name in ("zero1", "zero2", "standard")}
     params = {name: report.bytes_per_device("params") for name, report in held.items()}

@@ -1,4 +1,4 @@
-"""What a compiled step does wrong: findings with codes, places and fixes."""
+"""Checks of a compiled step. Each fault is a finding with a code, a place and a fix."""
 
 from collections.abc import Callable, Iterator
 
@@ -41,10 +41,9 @@ CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
 
 
 def lint(subject: Subject) -> tuple[Finding, ...]:
-    """Returns the faults of a compiled step, by code and then by bytes, largest first.
+    """Returns the faults of a compiled step, sorted by code and then by bytes, largest first.
 
-    Each check looks at what there is: of a subject without a jaxpr, or without a cluster, those
-    that need one find nothing.
+    A check that needs a jaxpr or a cluster finds nothing in a subject without one.
     """
     found = [finding for check in CHECKS for finding in check(subject)]
     return tuple(sorted(found, key=lambda finding: (finding.code, -finding.bytes, finding.place)))

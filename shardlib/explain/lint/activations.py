@@ -1,4 +1,4 @@
-"""Activations that are gathered: rows of the batch, and logits."""
+"""Checks for gathered activations: rows of the batch (SL102) and logits (SL103)."""
 
 import collections
 import itertools
@@ -7,21 +7,21 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from shardlib.explain.equations import equations
-from shardlib.explain.hlo import array_bytes
+from shardlib.explain.analysis.collectives import axes_text
+from shardlib.explain.analysis.equations import equations
+from shardlib.explain.analysis.params import bytes_text
+from shardlib.explain.hlo.places import Where
+from shardlib.explain.hlo.text import array_bytes
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.shardings import dims
 from shardlib.explain.lint.subject import Placed, Subject
-from shardlib.explain.params import bytes_text
-from shardlib.explain.places import Where
-from shardlib.explain.program import axes_text
 
 DIFFERENTIATED = "jvp("
-"""In the JAX names of what a loss and its gradient compute, and not of an optimizer's update."""
+"""Part of the JAX names of a loss and its gradient, but not of an optimizer's update."""
 
 
 def gathered_activations(subject: Subject) -> Iterator[Finding]:
-    """SL102, SL103: activations of which devices gather the rows of others, or the vocabulary."""
+    """Yields SL102 and SL103: activations gathered along their rows or along the vocabulary."""
     rows, vocab = _rows(subject), vocabularies(subject)
     found: dict[tuple[str, Where], list[tuple[str, Placed, bool]]] = collections.defaultdict(list)
     for placed in subject.collectives:
@@ -57,10 +57,10 @@ def _finding(code: str, where: Where, members: list[tuple[str, Placed, bool]]) -
     times = f", {count} times a step" if count > 1 else ""
     if code == "SL102":
         message = (
-            f"{shape} ({bytes_text(size)}) is gathered over {axes}{times}: rows that the mesh "
-            "splits are whole on every device."
+            f"{shape} ({bytes_text(size)}) is gathered over {axes}{times}: every device holds all "
+            "the rows that the mesh splits."
         )
-        fix = f"Constrain the activation so that its batch dim stays cut over {axes}."
+        fix = f"Constrain the activation so that its batch dim stays sharded over {axes}."
     else:
         what = "the weights of the logits" if is_weight else "logits"
         message = (
@@ -68,20 +68,20 @@ def _finding(code: str, where: Where, members: list[tuple[str, Placed, bool]]) -
             "holds logits of the whole vocabulary."
         )
         fix = (
-            f"Constrain the logits to be cut over {axes} along the vocabulary, and take the loss "
-            "by reductions, as shardlib.losses does."
+            f"Shard the logits over {axes} along the vocabulary, and compute the loss with "
+            "reductions, as shardlib.losses does."
         )
     return Finding(code, where.place(), message, fix, where.source, where.name, total)
 
 
 def _splits_rows(subject: Subject, placed: Placed) -> bool:
-    """Whether a collective runs over an axis of the batch; `expert` alone exchanges tokens."""
+    """Whether a collective runs over a batch axis other than `expert`, which exchanges tokens."""
     axes = set(placed.collective.mesh_axes or ()) & set(subject.batch_axes)
     return bool(axes - {"expert"})
 
 
 def _rows(subject: Subject) -> set[int]:
-    """The sizes that a dim of gathered rows can have: rows, or tokens, of a microbatch."""
+    """Returns the possible sizes of a dim of gathered rows: rows or tokens of a microbatch."""
     found: set[int] = set()
     for leaf in subject.batch:
         for size in (leaf.shape[0], math.prod(leaf.shape[:2])):
@@ -90,18 +90,18 @@ def _rows(subject: Subject) -> set[int]:
 
 
 def rows_and_lengths(subject: Subject) -> set[int]:
-    """The sizes that a dim of gathered rows or positions can have."""
+    """Returns the possible sizes of a dim of gathered rows or positions."""
     lengths = {size for leaf in subject.batch for size in leaf.shape[1:2]}
     return _rows(subject) | lengths
 
 
 def in_loss(subject: Subject, name: str) -> bool:
-    """Whether an operation is part of a loss or its gradient; of a program without, any is."""
+    """Whether an operation is part of a loss or its gradient. True if the program has neither."""
     return DIFFERENTIATED in name or DIFFERENTIATED not in subject.text
 
 
 def is_parameter(subject: Subject, placed: Placed) -> bool:
-    """Whether all that a collective reads is the state, moved or converted."""
+    """Whether a collective reads only leaves of the state, moved or converted."""
     for value in subject.values.operands(placed.computation, placed.instruction):
         leaves = subject.arguments_of(value)
         if leaves is None or not leaves or not all(leaf.is_state for leaf in leaves):
@@ -110,8 +110,8 @@ def is_parameter(subject: Subject, placed: Placed) -> bool:
 
 
 def shape_of_leaf(subject: Subject, shape: tuple[int, ...]) -> bool:
-    """Whether a leaf of the state, or one of its layers, has this shape: whole, or cut over some
-    of the axes that cut its dims."""
+    """Whether a leaf of the state, or one of its layers, has this shape. The leaf may be whole or
+    sharded over some of its axes."""
     wanted = sorted(size for size in shape if size > 1)
     return wanted in subject.remembered("shapes of leaves", _shapes_of_leaves)
 
@@ -136,7 +136,7 @@ def _shapes_of_leaves(subject: Subject) -> list[list[int]]:
 
 
 def vocabularies(subject: Subject) -> set[int]:
-    """The sizes of the vocabulary: of dims so named, else of tables that are looked up."""
+    """Returns the sizes of dims with the logical axis `vocab`, else of tables used in lookups."""
     found = set()
     if subject.state is not None:
         for row in subject.state.rows:

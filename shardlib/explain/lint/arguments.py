@@ -1,4 +1,4 @@
-"""The arrays that a step takes: what each is for, how it is cut, and where the program has it."""
+"""The arrays that a step takes, with their category, sharding and parameter number."""
 
 import dataclasses
 import math
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardlib.explain.hlo import Instruction, Module
+from shardlib.explain.hlo.parameters import parameter_paths
+from shardlib.explain.hlo.text import Instruction, Module
 from shardlib.explain.lint.shardings import Spec, dims, spec_of_shapes, spec_of_text
-from shardlib.explain.parameters import parameter_paths
 from shardlib.mesh import entry_axes
 from shardlib.paths import path_string
 
@@ -21,15 +21,15 @@ class Argument:
     """One array that a step takes.
 
     Attributes:
-        path: Its path, behind the name of its argument: `params/head/kernel`.
-        owner: The name of its argument.
+        path: Path that starts with the name of its argument: `params/head/kernel`.
+        owner: Name of its argument.
         shape: Shape of the whole array.
-        dtype: Its dtype.
-        spec: The mesh axes of each dim; None where the sharding is not known by axes.
-        category: What it is for, as in `CompiledStep.argument_names`.
-        is_state: Whether it is of what a step keeps, and not of a batch.
-        donated: Whether the step takes its memory; None where that is not known.
-        number: Its place among the program's parameters; None when the program does not read it.
+        dtype: Dtype of the array.
+        spec: Mesh axes of each dim. None if the sharding cannot be expressed by axes.
+        category: Purpose of the array, as in `CompiledStep.argument_names`.
+        is_state: Whether it belongs to the state that a step keeps, and not to a batch.
+        donated: Whether its buffer is donated. None if unknown.
+        number: Index among the program's parameters. None if the program does not read it.
     """
 
     path: str
@@ -43,7 +43,7 @@ class Argument:
     number: int | None
 
     def shards(self, sizes: Mapping[str, int]) -> int:
-        """Returns into how many pieces it is cut."""
+        """Returns the number of shards of the array."""
         return math.prod(sizes.get(name, 1) for axes in self.spec or () for name in axes)
 
     @property
@@ -70,9 +70,9 @@ def read_arguments(
     """Returns the arrays of the arguments of a step.
 
     Args:
-        arguments: Pytrees; what is no array in them is passed over.
-        names: What each array is for by its path, as in `CompiledStep.argument_names`.
-        donated: Of each leaf of `arguments`, in order.
+        arguments: Pytrees. Leaves that are not arrays are skipped.
+        names: Category of each array by path, as in `CompiledStep.argument_names`.
+        donated: Whether each leaf of `arguments` is donated, in order.
         module: The program.
         mesh: Sizes of the mesh axes.
     """
@@ -114,16 +114,19 @@ def _leaves(
 
 
 def _parameters(module: Module, paths: list[str]) -> dict[str, Instruction]:
-    """Returns the program's parameters by the paths of what they are."""
+    """Returns the program's parameters by the paths of their arrays."""
     entry = module.computations.get(module.entry, ())
     by_number = {i.operands.strip(): i for i in entry if i.opcode == "parameter"}
     return {path: by_number[str(n)] for n, path in parameter_paths(module, paths).items()}
 
 
 def _states(leaves: Sequence[_Leaf]) -> Iterator[bool]:
-    """Yields of each array whether it is of the state. Where its path does not say so, the rest of
-    its argument tells; then, that a step takes its state first and a batch if there is none by
-    name."""
+    """Yields whether each array belongs to the state.
+
+    An array without a known category follows the other arrays of its argument. Otherwise it is
+    state if some array is a batch by name, or if its argument comes first and no array is state by
+    name.
+    """
     kinds: dict[str, set[str]] = {}
     for leaf in leaves:
         kind = "state" if leaf.category in _STATE else leaf.category

@@ -1,18 +1,18 @@
-"""Mesh axes of frequent collectives that leave the devices joined by fast links."""
+"""Check for mesh axes of frequent collectives that leave the fast domain (SL204)."""
 
 import math
 from collections.abc import Iterator
 
+from shardlib.explain.analysis.params import bytes_text
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import Subject
-from shardlib.explain.params import bytes_text
 
 FAST_AXES = ("tensor", "context", "expert")
-"""Axes of the presets whose collectives run several times in every layer."""
+"""Preset axes whose collectives run several times in every layer."""
 
 
 def slow_axes(subject: Subject) -> Iterator[Finding]:
-    """SL204: an axis of frequent collectives whose neighbours lie on several hosts or slices."""
+    """Yields SL204: an axis of frequent collectives that spans several NVLink domains or slices."""
     cluster = subject.cluster
     if cluster is None or cluster.chip is None:
         return
@@ -44,8 +44,8 @@ def slow_axes(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "SL204",
             f"mesh/{axis}",
-            f"{axis}={size} reaches over {reach} devices, but {name} of {cluster.name} has "
-            f"{domain}: {bytes_text(sent)} a step go over the network{speeds}.",
+            f"{axis}={size} spans {reach} devices, but {name} of {cluster.name} has {domain}: "
+            f"{bytes_text(sent)} a step cross the network{speeds}.",
             f"Make {axis} at most {_most(domain, reach // size)}, and another axis larger.",
             largest.source,
             largest.op_name,
@@ -54,7 +54,7 @@ def slow_axes(subject: Subject) -> Iterator[Finding]:
 
 
 def _own_fast_axes(subject: Subject) -> list[str]:
-    """Axes that no preset knows and that cut parameters alone, as tensor parallelism does."""
+    """Returns the non-preset axes that shard only the state, as tensor parallelism does."""
     if not subject.batch:
         return []
     state = [leaf for leaf in subject.leaves if leaf.is_state]
@@ -63,5 +63,5 @@ def _own_fast_axes(subject: Subject) -> list[str]:
 
 
 def _most(domain: int, inner: int) -> int:
-    """The largest degree that stays inside of a domain around axes of `inner` devices."""
+    """Returns the largest axis size that stays in a domain, around axes of `inner` devices."""
     return max((n for n in range(1, domain + 1) if domain % (n * inner) == 0), default=1)

@@ -1,21 +1,21 @@
-"""Memory of a state that a step holds twice: old and new."""
+"""Checks for state that a step holds twice, old and new (SL301, SL302)."""
 
 import collections
 from collections.abc import Iterator
 from typing import Any
 
+from shardlib.explain.analysis.params import bytes_text
 from shardlib.explain.lint.arguments import Argument
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import Subject, array_text
 from shardlib.explain.lint.updates import own_updates, updates
-from shardlib.explain.params import bytes_text
 
 _RETURNED = 0.9
-"""Share of an argument's bytes that a step returns in equal shapes when it updates it."""
+"""Minimal share of an argument's bytes that a step returns if it updates the argument."""
 
 
 def not_reused(subject: Subject) -> Iterator[Finding]:
-    """SL301: donated arrays whose memory no result takes."""
+    """Yields SL301: donated arrays whose buffer no result reuses."""
     reused = {number for _, number, _ in subject.module.donations()}
     for leaf in subject.leaves:
         held = leaf.num_bytes / leaf.shards(subject.mesh)
@@ -25,7 +25,8 @@ def not_reused(subject: Subject) -> Iterator[Finding]:
                 "SL301",
                 leaf.path,
                 f"{leaf.path} {array_text(leaf)} is donated, but no result has its shape, dtype "
-                f"and sharding: {bytes_text(held)} on each device are held beside the new one.",
+                f"and sharding: {bytes_text(held)} on each device are held in addition to the new "
+                "value.",
                 "Return the new value in the dtype and with the sharding of the old one (cast it, "
                 "and pin it with out_shardings), or do not donate it.",
                 subject.step_source,
@@ -34,7 +35,7 @@ def not_reused(subject: Subject) -> Iterator[Finding]:
 
 
 def not_donated(subject: Subject) -> Iterator[Finding]:
-    """SL302: arguments that the step updates, and of which nothing is donated."""
+    """Yields SL302: arguments that the step updates and does not donate."""
     if subject.donated is None or subject.jaxpr is None:
         return
     updated = _updated(subject)
@@ -61,13 +62,13 @@ def not_donated(subject: Subject) -> Iterator[Finding]:
 
 
 def _by_name(owner: str) -> str:
-    # One of a variable number of arguments has no name of its own.
+    # An element of *args has no name of its own.
     return "donate_argnums=..." if "/" in owner else f"donate_argnames={owner!r}"
 
 
 def _updated(subject: Subject) -> set[str]:
-    """The paths of arrays of which the step returns a new value."""
-    # Numbers are no arrays everywhere, and too small to matter.
+    """Returns the paths of the arrays that the step updates."""
+    # Scalars may be Python numbers, and are too small to matter.
     leaves = [leaf for leaf in subject.leaves if leaf.shape]
     variables = [(n, v) for n, v in enumerate(subject.jaxpr.jaxpr.invars) if v.aval.shape]
     kinds = {number: _kind(variable.aval) for number, variable in variables}

@@ -1,21 +1,21 @@
-"""Float32 in a step that computes in bfloat16: on its way between devices, and in matmuls."""
+"""Checks for float32 collectives (SL401) and matmuls (SL402) in a step of bfloat16 matmuls."""
 
 import collections
 from collections.abc import Iterator
 from typing import Any
 
-from shardlib.explain.equations import Placed as PlacedEquation
-from shardlib.explain.equations import equations, matmul_flops
-from shardlib.explain.explicit import is_explicit
-from shardlib.explain.hlo import Instruction, array_bytes
+from shardlib.explain.analysis.collectives import axes_text
+from shardlib.explain.analysis.equations import Placed as PlacedEquation
+from shardlib.explain.analysis.equations import equations, matmul_flops
+from shardlib.explain.analysis.explicit import is_explicit
+from shardlib.explain.analysis.params import bytes_text
+from shardlib.explain.hlo.places import Where, where_of_equation
+from shardlib.explain.hlo.text import Instruction, array_bytes
 from shardlib.explain.lint.activations import in_loss, shape_of_leaf
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.shardings import dims
 from shardlib.explain.lint.subject import Placed, Subject, array_text, largest
 from shardlib.explain.lint.values import Value
-from shardlib.explain.params import bytes_text
-from shardlib.explain.places import Where, where_of_equation
-from shardlib.explain.program import axes_text
 
 _HALF = ("bfloat16", "float16")
 _REDUCES = ("all-reduce", "reduce-scatter")
@@ -23,8 +23,8 @@ _CARRIES = ("bitcast", "copy", "reshape", "transpose", "get-tuple-element")
 
 
 def wide_traffic(subject: Subject) -> Iterator[Finding]:
-    """SL401: float32 collectives of what is bfloat16 before, after or where it is multiplied."""
-    # A CPU has no bfloat16 of its own: there everything travels in float32.
+    """Yields SL401: float32 sums of activations, and float32 moves of bfloat16 values."""
+    # A CPU has no native bfloat16 and sends everything in float32.
     if subject.platform == "cpu" or not computes_in_half(subject):
         return
     found: dict[tuple[str, Where], list[tuple[Placed, tuple[str, ...]]]] = collections.defaultdict(
@@ -38,7 +38,7 @@ def wide_traffic(subject: Subject) -> Iterator[Finding]:
         if placed.collective.kind in _REDUCES:
             wide = _is_activation(subject, where.name, shapes)
         else:
-            # Sums that a program passes on by name in float32 are meant to stay exact.
+            # An explicit collective in float32 is meant to stay exact.
             named = is_explicit(where.name)
             wide = _was_narrow(subject, placed)
             wide = wide or (not named and _gets_narrow(subject, placed))
@@ -56,8 +56,8 @@ def _wide(kind: str, where: Where, members: list[tuple[Placed, tuple[str, ...]]]
         where.place(kind),
         f"{kind} of {largest(shapes)} over {axes_text(placed.collective.mesh_axes)} is in float32 "
         f"in a step of bfloat16 matmuls: bfloat16 would save {bytes_text(wasted)} a step.",
-        "Cast to bfloat16 before it travels: the parameter before it is gathered, the activation "
-        "where it is made (preferred_element_type).",
+        "Cast to bfloat16 before the collective: a parameter before it is gathered, an activation "
+        "where it is computed (preferred_element_type).",
         where.source,
         where.name,
         wasted,
@@ -70,7 +70,7 @@ def _sent(placed: Placed, shapes: tuple[str, ...]) -> float:
 
 
 def _is_activation(subject: Subject, name: str, shapes: tuple[str, ...]) -> bool:
-    """Whether a sum is one of activations, and not of gradients, which may well be in float32."""
+    """Whether a sum is over activations. A sum of gradients may be in float32."""
     if is_explicit(name) or not in_loss(subject, name):
         return False
     large = [s for s in shapes if array_bytes(s) >= subject.limits.activation_bytes]
@@ -78,7 +78,7 @@ def _is_activation(subject: Subject, name: str, shapes: tuple[str, ...]) -> bool
 
 
 def _was_narrow(subject: Subject, placed: Placed) -> bool:
-    """Whether what travels was bfloat16 just before."""
+    """Whether every operand of a collective was converted from bfloat16 or float16."""
     values = subject.values.operands(placed.computation, placed.instruction)
     return bool(values) and all(_is_widened(subject, value) for value in values)
 
@@ -106,7 +106,7 @@ def _is_widened(subject: Subject, value: Value) -> bool:
 
 
 def _gets_narrow(subject: Subject, placed: Placed) -> bool:
-    """Whether all that reads what arrives makes bfloat16 of it."""
+    """Whether every use of a collective's result converts it to bfloat16 or float16."""
     instructions = subject.module.computations[placed.computation]
     done = [placed.instruction]
     if placed.instruction.opcode.endswith("-start"):
@@ -118,7 +118,7 @@ def _gets_narrow(subject: Subject, placed: Placed) -> bool:
 
 
 def _uses(subject: Subject, computation: str, instruction: Instruction) -> Iterator[Instruction]:
-    """Yields what reads a value, conversions included."""
+    """Yields the instructions that read a value, through moves and fusions."""
     for user, position in subject.values.users(computation, instruction.name):
         if user.opcode in _CARRIES:
             yield from _uses(subject, computation, user)
@@ -139,10 +139,10 @@ def computes_in_half(subject: Subject) -> bool:
 
 
 def wide_matmuls(subject: Subject) -> Iterator[Finding]:
-    """SL402: matmuls of two float32 operands in a step that computes in bfloat16.
+    """Yields SL402: matmuls of two float32 operands in a step that computes in bfloat16.
 
-    Products of two activations, such as the scores of attention, are float32 where they must be
-    exact; and gradients of a float32 sum of bfloat16 products are in float32. Neither is meant.
+    Two kinds are not reported. Products of two activations, such as attention scores, are float32
+    where they must be exact. Gradients of a float32 sum of bfloat16 products are float32.
     """
     if not computes_in_half(subject):
         return
@@ -166,8 +166,8 @@ def wide_matmuls(subject: Subject) -> Iterator[Finding]:
             line._replace(name=name).place(),
             f"{left} times {right} multiplies float32 in a step of bfloat16 matmuls, "
             f"{share:.0%} of its FLOPs with its gradients: at half the rate or less.",
-            "Cast both operands to bfloat16, and ask for preferred_element_type=float32 where the "
-            "sum needs it.",
+            "Cast both operands to bfloat16, and pass preferred_element_type=float32 where the sum "
+            "needs it.",
             line.source,
             name,
         )

@@ -1,4 +1,4 @@
-"""What a check finds, and the codes that tell findings apart."""
+"""Findings of the checks, their codes and their limits."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,44 +10,44 @@ CODES: Mapping[str, str] = {
     "SL101": "a leaf is replicated by accident",
     "SL102": "the batch is whole on every device",
     "SL103": "logits are gathered",
-    "SL104": "a tensor is gathered and cut again: involuntary full rematerialization",
+    "SL104": "a tensor is gathered and sharded again: involuntary full rematerialization",
     "SL105": "a dim is padded to the tile",
-    "SL201": "a tensor changes its sharding though no rule asks for it",
-    "SL202": "a collective is repeated though its operand never changes",
+    "SL201": "a tensor is resharded, but no rule asks for it",
+    "SL202": "a collective is repeated, but its operand never changes",
     "SL203": "communication follows no mesh axis",
     "SL204": "a mesh axis of fast collectives leaves the fast domain",
     **FAULTS,
     "SL301": "a donated buffer is not reused",
     "SL302": "a state is not donated",
-    "SL401": "float32 travels where bfloat16 is computed",
-    "SL402": "float32 is multiplied where bfloat16 is computed",
-    "SL501": "the host takes part in the step",
+    "SL401": "float32 is sent in a step of bfloat16 matmuls",
+    "SL402": "float32 is multiplied in a step of bfloat16 matmuls",
+    "SL501": "the step waits for the host",
     "SL502": "layers are unrolled",
-    "SL503": "the trips of a loop are not known",
+    "SL503": "the trip count of a loop is unknown",
 }
-"""Titles by code. The hundreds stand for sharding, communication, memory, precision, program."""
+"""Titles by code. The hundreds are sharding, communication, memory, precision and program."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """From what size on a finding is worth telling; bytes on one device."""
+    """The smallest sizes that are reported. Bytes are per device."""
 
     replicated_bytes: int = 2**20
-    """Of a leaf that is more replicated than need be."""
+    """Bytes of a leaf that is more replicated than necessary."""
     activation_bytes: int = 2**20
-    """Of an activation that is gathered or changes its sharding, in one execution."""
+    """Bytes of an activation that is gathered or resharded, in one execution."""
     traffic_bytes: int = 2**20
-    """Of a repeated, a strange or a float32 collective, in all its executions in a step."""
+    """Bytes sent by a repeated collective, or by all unattributed ones, in a step."""
     unread_share: float = 0.01
-    """Of all traffic that may follow no mesh axis."""
+    """Share of all traffic that follows no mesh axis."""
     donated_bytes: int = 2**20
-    """Of state that is held twice."""
+    """Bytes of state that is held twice."""
     padding_waste: float = 0.15
-    """Share that padding may add to a matmul."""
+    """Share that padding adds to a matmul."""
     flops_share: float = 0.02
-    """Of all matmuls of the step that may be wasted, or be in float32."""
+    """Share of the step's matmul FLOPs that is wasted or in float32."""
     unrolled: int = 12
-    """Matmuls of equal shapes out of one line, forward, that stand for unrolled layers."""
+    """Forward matmuls of equal shapes from one line that count as unrolled layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Finding:
 
     Attributes:
         code: A key of `CODES`.
-        place: What it is about: path of a parameter, name of an operation or a mesh axis. It is the
-            same after an edit elsewhere in the file, so that a baseline can hold it.
-        message: What is wrong: the thing, its shape and its bytes; and what was expected.
-        fix: One action that mends it.
+        place: Path of a parameter, name of an operation or a mesh axis. It does not change with
+            edits elsewhere in the file, so a baseline can hold it.
+        message: The fault: the array or operation, its shape, its bytes and the expectation.
+        fix: One action that removes the fault.
         source: `file:line` of the user's code, or empty.
-        op_name: The JAX name of the operation, such as `jit(step)/while/body/dot_general`.
-        bytes: Bytes on one device that are wasted in a step: held or sent; 0 where none are.
+        op_name: JAX name of the operation, such as `jit(step)/while/body/dot_general`.
+        bytes: Bytes that one device wastes in a step, held or sent. 0 if no bytes are wasted.
     """
 
     code: str
@@ -75,7 +75,7 @@ class Finding:
 
     @property
     def title(self) -> str:
-        """What all findings of the code have in common."""
+        """The title of the code, the same for all its findings."""
         return CODES[self.code]
 
     def __str__(self) -> str:

@@ -1,19 +1,19 @@
-"""Collectives that each turn of a loop repeats with the same operand, and loops without a count."""
+"""Checks for loop-invariant collectives (SL202) and loops of unknown trip count (SL503)."""
 
 from collections.abc import Iterator
 
-from shardlib.explain.hlo import Instruction
+from shardlib.explain.analysis.collectives import axes_text
+from shardlib.explain.analysis.params import bytes_text
+from shardlib.explain.hlo.places import Where, where_of
+from shardlib.explain.hlo.text import Instruction
 from shardlib.explain.lint.activations import is_parameter
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import Placed, Subject, each, largest
 from shardlib.explain.lint.values import Value
-from shardlib.explain.params import bytes_text
-from shardlib.explain.places import Where, where_of
-from shardlib.explain.program import axes_text
 
 
 def repeated(subject: Subject) -> Iterator[Finding]:
-    """SL202: collectives in a loop whose operand no turn changes."""
+    """Yields SL202: collectives in a loop whose operand no iteration changes."""
     if not subject.leaves:
         return
     found = {}
@@ -31,7 +31,7 @@ def repeated(subject: Subject) -> Iterator[Finding]:
         wasted = placed.collective.sent_bytes * (1 - 1 / trips)
         if wasted < subject.limits.traffic_bytes or trips < 2:
             continue
-        # A parameter that each microbatch gathers anew costs traffic to save memory.
+        # Gathering a parameter again for each microbatch trades traffic for memory.
         if is_parameter(subject, placed) and _slices(subject, body, kept) == {"batch"}:
             continue
         where = subject.where(placed)
@@ -45,10 +45,10 @@ def _repeated(placed: Placed, where: Where, trips: int, wasted: float) -> Findin
         "SL202",
         where.place(collective.kind),
         f"{collective.kind} of {largest(collective.shapes)} over "
-        f"{axes_text(collective.mesh_axes)} runs in each of {trips} turns of a loop on a value "
-        f"that no turn changes: {bytes_text(wasted)} sent for nothing.",
-        f"Compute it once before the loop, and hand it in; it holds {bytes_text(collective.bytes)} "
-        "on each device.",
+        f"{axes_text(collective.mesh_axes)} runs in each of {trips} iterations of a loop on a "
+        f"value that no iteration changes: {bytes_text(wasted)} sent for nothing.",
+        f"Compute it once before the loop, and pass it in: {bytes_text(collective.bytes)} on each "
+        "device.",
         where.source,
         where.name,
         wasted,
@@ -58,7 +58,7 @@ def _repeated(placed: Placed, where: Where, trips: int, wasted: float) -> Findin
 def _in_body(
     subject: Subject, placed: Placed, bodies: dict[str, Instruction]
 ) -> tuple[str, list[Value]] | None:
-    """Returns the innermost loop body around a collective, and what it reads there."""
+    """Returns the innermost loop body around a collective, and the operands in that body."""
     where = placed.computation
     operands = subject.values.operands(where, placed.instruction)
     while where not in bodies:
@@ -73,7 +73,7 @@ def _in_body(
 
 
 def _reads(subject: Subject, value: Value) -> set[int]:
-    """Returns the parameters of its computation that a value depends on."""
+    """Returns the numbers of the computation's parameters that a value depends on."""
     found, seen, pending = set(), set(), [value.name]
     while pending:
         name = pending.pop()
@@ -88,7 +88,7 @@ def _reads(subject: Subject, value: Value) -> set[int]:
 
 
 def _slices(subject: Subject, body: str, kept: frozenset[int]) -> set[str]:
-    """Returns of what a loop takes another slice in each turn: of `state`, of `batch`."""
+    """Returns `state` and `batch` if each iteration of a loop slices an array of that kind."""
     found: set[str] = set()
     for instruction in subject.module.computations[body]:
         if instruction.opcode == "get-tuple-element":
@@ -122,7 +122,7 @@ def _is_sliced(subject: Subject, computation: str, name: str) -> bool:
 
 
 def uncounted(subject: Subject) -> Iterator[Finding]:
-    """SL503: loops with collectives whose number of turns the program does not tell."""
+    """Yields SL503: loops with collectives and an unknown trip count."""
     for _, loop in each(subject, ("while",)):
         if subject.module.trips(loop) is not None:
             continue
@@ -135,9 +135,9 @@ def uncounted(subject: Subject) -> Iterator[Finding]:
             "SL503",
             where.place("while"),
             f"a loop with {len(inside)} collective{'s' * (len(inside) > 1)} "
-            f"({bytes_text(sent)} sent in a turn) has no known number of turns: its traffic is "
+            f"({bytes_text(sent)} sent in an iteration) has an unknown trip count: its traffic is "
             "counted once.",
-            "Write it as jax.lax.scan or fori_loop with a fixed number of turns.",
+            "Write it as jax.lax.scan or fori_loop with a fixed trip count.",
             where.source,
             where.name,
             sent,

@@ -1,34 +1,34 @@
-"""Dims that a matrix unit pads: heads and vocabularies that are no multiple of its tile."""
+"""Check for dims that a matrix unit pads, such as heads and vocabularies (SL105)."""
 
 import collections
 import math
 import re
 from collections.abc import Iterator
 
-from shardlib.explain.hlo import Instruction
+from shardlib.explain.analysis.params import bytes_text
+from shardlib.explain.hlo.places import Where, is_library, where_of
+from shardlib.explain.hlo.text import Instruction
 from shardlib.explain.lint.activations import in_loss
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.shardings import dims
 from shardlib.explain.lint.subject import Subject, each
-from shardlib.explain.params import bytes_text
-from shardlib.explain.places import Where, is_library, where_of
 
 LANES = 128
-"""Columns of a TPU's matrix unit: a dim that is summed, or the last of a result, is padded to it.
+"""Columns of a TPU's matrix unit. Contracted dims and a result's last dim are padded to it.
 
 Source: Cloud TPU documentation, "Performance guide": dims are padded to multiples of 128.
 """
 ALIGNED = 8
-"""A GPU's tensor cores want dims of multiples of 16 bytes, 8 numbers of bfloat16.
+"""Multiple that a GPU's tensor cores want for a dim: 16 bytes, or 8 bfloat16 numbers.
 
 Source: NVIDIA, "Matrix Multiplication Background User's Guide", section 4.1.
 """
 _LONG = 128
-"""Shorter dims, such as a number of heads, are joined to others."""
+"""Shorter dims, such as a number of heads, are merged with others."""
 
 
 def padded(subject: Subject) -> Iterator[Finding]:
-    """SL105: matmuls whose dims a TPU pads; leaves whose dims a GPU's tensor cores cannot read."""
+    """Yields SL105: matmuls with dims padded on TPU, leaves with dims misaligned on GPU."""
     if subject.platform == "tpu":
         yield from _padded_matmuls(subject)
     elif subject.platform == "gpu":
@@ -41,7 +41,7 @@ def _padded_matmuls(subject: Subject) -> Iterator[Finding]:
     total = 0.0
     for computation, instruction in each(subject, ("convolution",)):
         sizes = _sizes(subject, computation, instruction)
-        # The channels of a convolution are the architecture's.
+        # The architecture fixes the channels of a convolution.
         if sizes is None or instruction.op_name.endswith("conv_general_dilated"):
             continue
         flops, contracted, last = sizes
@@ -50,7 +50,7 @@ def _padded_matmuls(subject: Subject) -> Iterator[Finding]:
         size = min((contracted, last), key=lambda n: n / _rounded(n))
         ratio = _rounded(contracted) * _rounded(last) / (contracted * last)
         where = where_of(subject.module, instruction)._replace(name="")
-        # The sizes of an optimizer's own matmuls are no choice of the user's.
+        # The user does not choose the sizes of an optimizer's own matmuls.
         chosen = in_loss(subject, instruction.op_name) and not is_library(where.source)
         if chosen and ratio >= 1 + subject.limits.padding_waste:
             lines[where, size].append((instruction, flops, ratio))
@@ -66,8 +66,8 @@ def _padded_matmuls(subject: Subject) -> Iterator[Finding]:
             f"a dim of {size} is padded to {_rounded(size)} in {len(members)} matmul"
             f"{'s' * (len(members) > 1)} of this line: {wasted / total:.0%} of the step's matmul "
             "FLOPs multiply zeros.",
-            f"Choose a size of which a device has a multiple of {LANES} (of heads, fewer and "
-            "larger ones), or a mesh that cuts it less.",
+            f"Choose a size that is a multiple of {LANES} on each device (for heads, fewer and "
+            "larger ones), or a mesh that splits it less.",
             where.source,
             name,
         )
@@ -76,7 +76,7 @@ def _padded_matmuls(subject: Subject) -> Iterator[Finding]:
 def _sizes(
     subject: Subject, computation: str, instruction: Instruction
 ) -> tuple[float, int, int] | None:
-    """Returns FLOPs of a matmul, the size of the dims it sums, and that of its last dims."""
+    """Returns the FLOPs of a matmul, its contracted size and the size of its last dims."""
     labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attributes.get("dim_labels", ""))
     operands = [subject.values.instruction(computation, name) for name in instruction.operand_names]
     if labels is None or len(operands) != 2 or None in operands:
@@ -88,7 +88,7 @@ def _sizes(
     contracted = left[labels[1].index("f")]
     last = result[labels[3].index("f")]
     rows = result[labels[3].index("b")]
-    # Matmuls over several dims are written with the rest of them as dims of space.
+    # A matmul over several dims has the remaining ones as spatial dims.
     for mark in filter(str.isdigit, labels[2]):
         window, written = right[labels[2].index(mark)], result[labels[3].index(mark)]
         read = left[labels[1].index(mark)]
@@ -122,9 +122,9 @@ def _odd_leaves(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "SL105",
                 leaf.path,
-                f"{leaf.path} has a dim {dim} of {size}{among}: {here} on a device is no multiple "
-                f"of {ALIGNED}, so that {bytes_text(held)} are copied to padded rows before each "
-                "matmul.",
+                f"{leaf.path} has a dim {dim} of {size}{among}: {here} on a device is not a "
+                f"multiple of {ALIGNED}, so {bytes_text(held)} are copied to padded rows before "
+                "each matmul.",
                 f"Pad it to {wanted}.",
                 subject.step_source,
                 bytes=held,

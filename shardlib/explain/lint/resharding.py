@@ -1,9 +1,12 @@
-"""Tensors that change their sharding though no rule asks for it, and traffic along no axis."""
+"""Checks for implicit resharding (SL201) and for collectives along no mesh axis (SL203)."""
 
 import collections
 from collections.abc import Iterator
 
-from shardlib.explain.explicit import is_explicit
+from shardlib.explain.analysis.collectives import axes_text
+from shardlib.explain.analysis.explicit import is_explicit
+from shardlib.explain.analysis.params import bytes_text
+from shardlib.explain.hlo.places import Where, is_library
 from shardlib.explain.lint.activations import (
     in_loss,
     is_parameter,
@@ -14,13 +17,10 @@ from shardlib.explain.lint.activations import (
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.shardings import dims
 from shardlib.explain.lint.subject import Placed, Subject, largest
-from shardlib.explain.params import bytes_text
-from shardlib.explain.places import Where, is_library
-from shardlib.explain.program import axes_text
 
 
 def resharded(subject: Subject) -> Iterator[Finding]:
-    """SL201: what the compiler sends to take a tensor from one sharding to another."""
+    """Yields SL201: collectives that the compiler inserts to reshard a tensor."""
     found: dict[tuple[str, Where], list[Placed]] = collections.defaultdict(list)
     for placed in subject.collectives:
         where = subject.where(placed)
@@ -35,10 +35,10 @@ def resharded(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "SL201",
             where.place(),
-            f"{largest(first.shapes)} ({bytes_text(first.bytes)}) goes through {_a(kind)} over "
-            f"{axes_text(first.mesh_axes)}{times}, between two shardings: no rule asks for it.",
+            f"{largest(first.shapes)} ({bytes_text(first.bytes)}) is resharded by {_a(kind)} over "
+            f"{axes_text(first.mesh_axes)}{times}: no rule asks for it.",
             "Constrain the tensor to the same sharding before and after this line, or to the "
-            "one that the rest of the layer has.",
+            "sharding of the rest of the layer.",
             where.source,
             where.name,
             sum(placed.collective.sent_bytes for placed in members),
@@ -47,22 +47,22 @@ def resharded(subject: Subject) -> Iterator[Finding]:
 
 def _changes_sharding(subject: Subject, placed: Placed, where: Where) -> bool:
     collective, of_loss = placed.collective, in_loss(subject, where.name)
-    # Inside of an optimizer of a library nobody can constrain anything.
+    # Users cannot add constraints inside a library's optimizer.
     if not of_loss and is_library(where.source):
         return False
     if collective.kind == "collective-permute":
         return bool(collective.mesh_axes is None or collective.mesh_axes)
     if collective.kind == "all-to-all":
-        # Tokens on their way to experts, as GShard's constraints ask for it.
+        # GShard's constraints send tokens to experts on purpose.
         return collective.mesh_axes is None or set(collective.mesh_axes) != {"expert"}
     if collective.kind != "all-gather" or not collective.mesh_axes or not of_loss:
         return False
-    # Which axes split the batch, and whose gathers are meant, only the arguments tell.
+    # Only the arguments show which axes split the batch, and so which gathers are intended.
     if not subject.batch:
         return False
     if set(collective.mesh_axes) & {*subject.batch_axes, "context", "expert"}:
         return False
-    # What a constraint asks for is meant, and logits are SL103's.
+    # A gather by a constraint is intended, and SL103 covers logits.
     vocab = vocabularies(subject)
     if where.name.endswith("sharding_constraint"):
         return False
@@ -85,7 +85,7 @@ def _a(kind: str) -> str:
 
 
 def unattributed(subject: Subject) -> Iterator[Finding]:
-    """SL203: collectives whose groups are no subset of the mesh axes."""
+    """Yields SL203: collectives whose groups follow no subset of the mesh axes."""
     total = sum(c.sent_bytes for c in subject.program.collectives)
     strange = [p for p in subject.collectives if p.collective.mesh_axes is None]
     sent = sum(p.collective.sent_bytes for p in strange)
@@ -101,8 +101,8 @@ def unattributed(subject: Subject) -> Iterator[Finding]:
             where.place(collective.kind),
             f"{_a(collective.kind)} of {largest(collective.shapes)} "
             f"({bytes_text(collective.sent_bytes)} sent in a step) runs over groups of devices "
-            f"that are no mesh axes of {_mesh(subject)}: the compiler made up a sharding.",
-            "Constrain what this line reads and returns to shardings over whole mesh axes.",
+            f"that follow no mesh axes of {_mesh(subject)}: the compiler chose its own sharding.",
+            "Constrain the inputs and outputs of this line to shardings over whole mesh axes.",
             where.source,
             where.name,
             collective.sent_bytes,

@@ -1,22 +1,22 @@
-"""What is held or computed whole although it could be cut: leaves, the batch, remade tensors."""
+"""Checks for replicated leaves (SL101) and batches (SL102), and for rematerialization (SL104)."""
 
 import collections
 import math
 import re
 from collections.abc import Iterator
 
-from shardlib.explain.hlo import Instruction, array_bytes
+from shardlib.explain.analysis.params import ParamsReport, bytes_text
+from shardlib.explain.hlo.places import Where, where_of
+from shardlib.explain.hlo.text import Instruction, array_bytes
 from shardlib.explain.lint.arguments import Argument
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import BATCH_AXES, Subject, array_text
-from shardlib.explain.params import ParamsReport, bytes_text
-from shardlib.explain.places import Where, where_of
 
 _SECTIONS = ("params", "model_state", "opt_state")
 
 
 def replicated_leaves(subject: Subject) -> Iterator[Finding]:
-    """SL101: leaves of the state that are whole although a rule, or their neighbours, are cut."""
+    """Yields SL101: leaves replicated against their rule, or unlike most leaves around them."""
     if subject.state is not None:
         yield from _against_rules(subject, subject.state)
     else:
@@ -24,7 +24,10 @@ def replicated_leaves(subject: Subject) -> Iterator[Finding]:
 
 
 def _against_rules(subject: Subject, state: ParamsReport) -> Iterator[Finding]:
-    """What a rule would have cut but for its size. What the mesh has no axis for is chosen."""
+    """Yields the leaves that fell back from their rule because of their dim sizes.
+
+    A leaf whose axis is missing in the mesh is replicated by choice.
+    """
     fell_back = {row.path for row in state.rows if row.fell_back}
     for fault in state.faults(subject.limits.replicated_bytes):
         if fault.path in fell_back:
@@ -41,7 +44,7 @@ def _against_rules(subject: Subject, state: ParamsReport) -> Iterator[Finding]:
 
 
 def _against_others(subject: Subject) -> Iterator[Finding]:
-    """Of leaves without rules, the few that are whole where most bytes are cut."""
+    """Yields the replicated leaves of a group whose bytes are mostly sharded, without rules."""
     groups: dict[tuple[str, ...], list[Argument]] = collections.defaultdict(list)
     for leaf in subject.leaves:
         if leaf.is_state and leaf.spec is not None:
@@ -65,8 +68,8 @@ def _whole(subject: Subject, leaf: Argument, name: str, dim: int) -> Finding:
     return Finding(
         "SL101",
         leaf.path,
-        f"{leaf.path} {array_text(leaf)} is whole on every device, {bytes_text(leaf.num_bytes)}, "
-        f"though most of its neighbours are cut over {name}={size}.",
+        f"{leaf.path} {array_text(leaf)} is replicated on every device, "
+        f"{bytes_text(leaf.num_bytes)}, but most leaves around it are sharded over {name}={size}.",
         f"Shard its dim {dim - 1} of {leaf.shape[dim - 1]} over {name!r}.",
         subject.step_source,
         bytes=leaf.num_bytes * (1 - 1 / size),
@@ -74,24 +77,24 @@ def _whole(subject: Subject, leaf: Argument, name: str, dim: int) -> Finding:
 
 
 def _group(leaf: Argument) -> tuple[str, ...]:
-    """Leaves that are cut alike: an argument, or a section of a training state."""
+    """Returns the group of a leaf: its argument, or its section of a training state."""
     parts = leaf.path.split("/")
     return tuple(parts[: 2 if len(parts) > 1 and parts[1] in _SECTIONS else 1])
 
 
 def _divided(leaf: Argument, size: int) -> int:
-    """The largest dim that the size of a mesh axis divides, counted from 1; 0 for none."""
+    """Returns the largest dim that a mesh axis of this size divides, counted from 1, or 0."""
     dims = [dim for dim, length in enumerate(leaf.shape) if length % size == 0]
     return 1 + max(dims, key=lambda dim: leaf.shape[dim], default=-1)
 
 
 def whole_batch(subject: Subject) -> Iterator[Finding]:
-    """SL102: a batch whose rows no mesh axis splits, so that replicas compute the same."""
+    """Yields SL102: a batch whose rows no mesh axis splits, so replicas compute the same."""
     axes = _row_axes(subject)
     known = [leaf for leaf in subject.batch if leaf.spec is not None]
     if not axes or any(name in axes for leaf in known for name in leaf.spec[0]):  # type: ignore[index]
         return
-    # What is no batch by name may be a key or a table.
+    # An array that is not named as a batch may be a key or a table.
     large = subject.limits.activation_bytes
     known = [leaf for leaf in known if leaf.category == "batch" or leaf.num_bytes >= large]
     if not known:
@@ -102,8 +105,8 @@ def whole_batch(subject: Subject) -> Iterator[Finding]:
     yield Finding(
         "SL102",
         leaf.path,
-        f"{leaf.path} {array_text(leaf)} is whole on all {copies} devices along {named}: each "
-        "of them computes the same.",
+        f"{leaf.path} {array_text(leaf)} is replicated on all {copies} devices along {named}: "
+        "they all compute the same.",
         f"Shard its dim 0 of {leaf.shape[0]} over {named}.",
         subject.step_source,
         bytes=leaf.num_bytes * (1 - 1 / copies),
@@ -111,8 +114,8 @@ def whole_batch(subject: Subject) -> Iterator[Finding]:
 
 
 def _row_axes(subject: Subject) -> list[str]:
-    """The mesh axes that rows should be split over: those of the presets; of a mesh without any of
-    them, those that split nothing else."""
+    """Returns the mesh axes that should split the rows: the preset batch axes, or the axes that
+    split nothing else if the mesh has no preset batch axis."""
     if any(name in subject.mesh for name in BATCH_AXES):
         return [name for name in BATCH_AXES if subject.mesh.get(name, 1) > 1]
     used = {
@@ -125,17 +128,17 @@ def _row_axes(subject: Subject) -> list[str]:
 
 
 def rematerialized(subject: Subject) -> Iterator[Finding]:
-    """SL104: what the partitioner gathers whole only to cut it another way, in its own words."""
+    """Yields SL104: tensors that the partitioner's warnings say it gathers and shards again."""
     for key, count in collections.Counter(_rematerialized(subject)).items():
         shape, way, where, whole = key
         times = f" ({count} times)" if count > 1 else ""
         yield Finding(
             "SL104",
             where.place(shape),
-            f"{shape} on each device is gathered to {bytes_text(whole)} and cut again{way}{times}: "
-            "the compiler found no direct way between the two shardings.",
-            "Constrain the tensor to a sharding between the two, one mesh axis at a time; of "
-            "table[ids] constrain the table to one cut dim.",
+            f"{shape} on each device is gathered to {bytes_text(whole)} and sharded again{way}"
+            f"{times}: the compiler found no direct way between the two shardings.",
+            "Constrain the tensor to a sharding between the two, one mesh axis at a time. For "
+            "table[ids], shard only one dim of the table.",
             where.source,
             where.name,
             whole * count,
@@ -143,7 +146,7 @@ def rematerialized(subject: Subject) -> Iterator[Finding]:
 
 
 def _rematerialized(subject: Subject) -> Iterator[tuple[str, str, Where, int]]:
-    """Yields shape, shardings, place and bytes of the whole tensor of each warning."""
+    """Yields the shape, shardings, place and bytes of the whole tensor of each warning."""
     for line in subject.warnings.splitlines():
         if "nvoluntary full rematerialization" not in line:
             continue

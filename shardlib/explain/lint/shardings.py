@@ -1,4 +1,4 @@
-"""The sharding of a program's argument in mesh axes, by its text or by what a device holds."""
+"""Mesh axes of a program argument, from its sharding text or from its shape on one device."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardlib.explain.groups import as_groups, groups_of_axes
+from shardlib.explain.hlo.replica_groups import as_groups, groups_of_axes
 
 Spec = tuple[tuple[str, ...], ...]
 
@@ -15,10 +15,10 @@ _TILED = re.compile(r"devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([
 
 
 def spec_of_text(text: str, rank: int, mesh: Mapping[str, int]) -> Spec | None:
-    """Returns the mesh axes that cut each dim, or None where the text does not tell.
+    """Returns the mesh axes that shard each dim, or None if the text does not determine them.
 
     Args:
-        text: Such as `{devices=[4,1,2]<=[8] last_tile_dim_replicate}`.
+        text: Sharding such as `{devices=[4,1,2]<=[8] last_tile_dim_replicate}`.
         rank: Number of dims of the array.
         mesh: Sizes of the mesh axes.
     """
@@ -55,12 +55,11 @@ def _ints(text: str) -> list[int]:
 def spec_of_shapes(
     whole: tuple[int, ...], here: tuple[int, ...], mesh: Mapping[str, int]
 ) -> Spec | None:
-    """Returns the mesh axes that cut each dim by what a device holds of it, or None where several
-    could have.
+    """Returns the mesh axes that shard each dim, from its local size, or None if ambiguous.
 
     Args:
-        whole: Shape of the array.
-        here: Shape of the part on one device.
+        whole: Global shape of the array.
+        here: Shape on one device.
         mesh: Sizes of the mesh axes.
     """
     if len(whole) != len(here):

@@ -1,19 +1,19 @@
-"""How a step is written: with the host in it, or with layers one by one."""
+"""Checks for host calls in a step (SL501) and for unrolled layers (SL502)."""
 
 import collections
 from collections.abc import Iterator
 from typing import Any
 
-from shardlib.explain.equations import Placed, equations, matmul_flops
+from shardlib.explain.analysis.equations import Placed, equations, matmul_flops
+from shardlib.explain.hlo.places import Where, where_of, where_of_equation
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import Subject, each
-from shardlib.explain.places import Where, where_of, where_of_equation
 
 _HOST = ("infeed", "outfeed")
 
 
 def host_calls(subject: Subject) -> Iterator[Finding]:
-    """SL501: callbacks and transfers for which devices wait on Python or on the host."""
+    """Yields SL501: callbacks and transfers that make devices wait for Python or the host."""
     found: dict[tuple[str, Where], int] = collections.Counter()
     for placed in equations(subject.jaxpr) if subject.jaxpr is not None else ():
         what = placed.equation.primitive.name
@@ -28,7 +28,7 @@ def host_calls(subject: Subject) -> Iterator[Finding]:
             "SL501",
             where.place(what),
             f"{what} runs {often} in a step: devices wait for the host.",
-            "Return the value as a metric of the step, and look at it outside.",
+            "Return the value as a metric of the step, and read it outside.",
             where.source,
             where.name,
         )
@@ -52,7 +52,7 @@ def _host_instructions(subject: Subject) -> dict[tuple[str, Where], int]:
 
 
 def unrolled(subject: Subject) -> Iterator[Finding]:
-    """SL502: the same matmul of the same line, many times over, in no loop."""
+    """Yields SL502: a matmul of one line that the program repeats many times without a loop."""
     if subject.jaxpr is None:
         return
     lines: dict[Where, list[tuple[Placed, float]]] = collections.defaultdict(list)
@@ -72,7 +72,7 @@ def unrolled(subject: Subject) -> Iterator[Finding]:
     unrolled = {at: n for at, n in most.items() if n >= subject.limits.unrolled and at.source}
     if not unrolled:
         return
-    # One finding for the layers: at the line that multiplies most.
+    # One finding covers all layers, at the line with the most FLOPs.
     line = max(unrolled, key=lambda at: sum(flops for _, flops in lines[at]))
     placed = lines[line][0][0]
     name = "/".join(filter(None, (placed.name, placed.equation.primitive.name)))
@@ -80,9 +80,9 @@ def unrolled(subject: Subject) -> Iterator[Finding]:
     yield Finding(
         "SL502",
         line._replace(name=name).place(),
-        f"the matmul of this line stands {unrolled[line]} times in the program with the same "
-        f"shapes{others}: it is compiled as often, and no layer is told from the next.",
-        "Stack the layers and scan over them, as shardlib.stack.scan_layers does.",
+        f"the matmul of this line appears {unrolled[line]} times in the program with the same "
+        f"shapes{others}: it is compiled as often, and its layers cannot be told apart.",
+        "Stack the layers and scan over them, as shardlib.nn.stack.scan_layers does.",
         line.source,
         name,
     )

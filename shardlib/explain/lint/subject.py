@@ -1,4 +1,4 @@
-"""What the checks look at: a compiled step, and what is known of how it was made."""
+"""The subject of the checks: a compiled step with its mesh, cluster, arguments and jaxpr."""
 
 import dataclasses
 import functools
@@ -6,40 +6,40 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shardlib.explain.ahead import CompiledStep, argument_names
-from shardlib.explain.equations import equations
-from shardlib.explain.hlo import Instruction, Module, array_bytes, parse
+from shardlib.explain.analysis.collectives import Collective, ProgramReport, read_program
+from shardlib.explain.analysis.equations import equations
+from shardlib.explain.analysis.params import ParamsReport
+from shardlib.explain.aot.compile import CompiledStep, argument_names
+from shardlib.explain.hlo.places import Where, asks, is_library, outermost_source, where_of
+from shardlib.explain.hlo.text import Instruction, Module, array_bytes, parse
 from shardlib.explain.lint.arguments import Argument, read_arguments
 from shardlib.explain.lint.findings import Limits
 from shardlib.explain.lint.values import Value, Values
-from shardlib.explain.params import ParamsReport
-from shardlib.explain.places import Where, asks, is_library, outermost_source, where_of
-from shardlib.explain.program import Collective, ProgramReport, read_program
 from shardlib.hardware import Cluster
 from shardlib.mesh import STANDARD_AXES
 
 DEFAULTS = Limits()
 BATCH_AXES = ("data", "fsdp", "expert")
-"""Mesh axes of the presets that split the rows of a batch."""
+"""Preset mesh axes that split the rows of a batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A compiled step. What is left out is not checked.
+    """A compiled step. Checks skip the attributes that are left out.
 
     Attributes:
-        text: The compiled program.
+        text: Text of the compiled program.
         mesh: Sizes of the mesh axes, in mesh order.
-        cluster: What it is compiled for.
-        arguments: What it takes, as pytrees of `ShapeDtypeStruct` with shardings.
-        names: What each array of them is for, by its path, as in `CompiledStep.argument_names`.
-        donated: Of each leaf of `arguments`, in order, whether it is donated.
-        warnings: What the compiler wrote to stderr.
+        cluster: Cluster that it is compiled for.
+        arguments: Arguments as pytrees of `ShapeDtypeStruct` with shardings.
+        names: Category of each array by path, as in `CompiledStep.argument_names`.
+        donated: Whether each leaf of `arguments` is donated, in order.
+        warnings: Text that the compiler wrote to stderr.
         jaxpr: The traced step.
-        state: The report on the state, for its rules.
-        limits: From what size on a finding is worth telling.
-        module: The program, read from `text`.
-        program: Its collectives.
+        state: Report on the state, for its rules.
+        limits: The smallest sizes that are reported.
+        module: Program parsed from `text`.
+        program: Report on its collectives.
     """
 
     text: str
@@ -71,14 +71,14 @@ class Subject:
         module: Module | None = None,
         program: ProgramReport | None = None,
     ) -> "Subject":
-        """Returns what is known of a step compiled ahead of time, and of its state.
+        """Returns the subject for a step compiled ahead of time.
 
         Args:
             step: The step.
-            state: The report on its state.
-            limits: From what size on a finding is worth telling.
-            module: The step's text, where it is parsed already.
-            program: Its collectives, where they are read already.
+            state: Report on its state.
+            limits: The smallest sizes that are reported.
+            module: The step's text, if it is already parsed.
+            program: Its collectives, if they are already read.
         """
         module = module or parse(step.text)
         return cls(
@@ -98,12 +98,12 @@ class Subject:
 
     @functools.cached_property
     def values(self) -> Values:
-        """The program's values, to be traced back."""
+        """The program's values, for tracing them back."""
         return Values(self.module)
 
     @functools.cached_property
     def platform(self) -> str:
-        """`cpu`, `gpu` or `tpu`: the cluster's, else the dialect's."""
+        """The platform of the cluster, else of the HLO dialect: `cpu`, `gpu` or `tpu`."""
         if self.cluster is not None:
             return self.cluster.platform
         if re.search(r"\]\{[\d,]*:T\(", self.text):
@@ -122,42 +122,46 @@ class Subject:
 
     @functools.cached_property
     def step_source(self) -> str:
-        """`file:line` of the traced function, else of a line of it that computes; an empty string
-        where it is not the user's."""
+        """The `file:line` of the traced function, else of its first line that computes.
+
+        The string is empty if the function belongs to a library.
+        """
         info = getattr(getattr(self.jaxpr, "jaxpr", None), "debug_info", None)
         found = re.search(r" at (.+:\d+)$", getattr(info, "func_src_info", None) or "")
         source = found[1] if found else ""
         if not asks(source):
             return "" if is_library(source) else source
-        # A step that was moved to another mesh is another function that computes the same.
+        # A step moved to another mesh is wrapped in another function.
         placed = equations(self.jaxpr)
         return next(filter(None, (outermost_source(p.equation) for p in placed)), "")
 
     @functools.cached_property
     def by_number(self) -> dict[int, Argument]:
-        """The arrays by their place among the program's parameters."""
+        """The arrays by their index among the program's parameters."""
         return {leaf.number: leaf for leaf in self.leaves if leaf.number is not None}
 
     @functools.cached_property
     def batch(self) -> tuple[Argument, ...]:
-        """The arrays whose rows are split over devices: all but the state's."""
+        """The arrays outside the state, whose rows are split over devices."""
         return tuple(leaf for leaf in self.leaves if not leaf.is_state and leaf.shape)
 
     @functools.cached_property
     def batch_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split the rows of the batch; those of the presets where its sharding
-        is not known, or where nothing splits them."""
+        """The mesh axes that split the rows of the batch.
+
+        The preset batch axes are the fallback if its sharding is unknown or nothing splits it.
+        """
         axes = {name for leaf in self.batch if leaf.spec for name in leaf.spec[0]} or BATCH_AXES
         return tuple(name for name in self.mesh if name in axes and self.mesh[name] > 1)
 
     @functools.cached_property
     def own_axes(self) -> tuple[str, ...]:
-        """The mesh axes of more than one device whose names the presets do not know."""
+        """The mesh axes of more than one device whose names are not in the presets."""
         return tuple(n for n, size in self.mesh.items() if size > 1 and n not in STANDARD_AXES)
 
     @functools.cached_property
     def collectives(self) -> tuple["Placed", ...]:
-        """The collectives with where they stand."""
+        """The collectives with their computations and instructions."""
         where = {
             instruction.name: (computation, instruction)
             for computation, instructions in self.module.computations.items()
@@ -168,7 +172,7 @@ class Subject:
         )
 
     def remembered(self, name: str, make: Callable[["Subject"], Any]) -> Any:
-        """Returns `make(self)`, made once."""
+        """Returns `make(self)`, computed once for each name."""
         if name not in self._memory:
             self._memory[name] = make(self)
         return self._memory[name]
@@ -178,7 +182,7 @@ class Subject:
         return {}
 
     def arguments_of(self, value: Value) -> list[Argument] | None:
-        """Returns the arrays that a value is made of by moves alone, or None if any is computed."""
+        """Returns the arguments that a value consists of, moved but not computed, or None."""
         origins = self.values.origins(value)
         if any(origin.argument is None and origin.opcode != "constant" for origin in origins):
             return None
@@ -187,7 +191,7 @@ class Subject:
         return [leaf for leaf in found if leaf is not None] if all(found) else None
 
     def where(self, placed: "Placed") -> Where:
-        """Returns where a collective comes from, else what it reads or what reads it."""
+        """Returns the source place of a collective, else of an operand or of a user."""
         instructions = [placed.instruction]
         for value in self.values.operands(placed.computation, placed.instruction):
             if operand := self.values.instruction(value.computation, value.name):
@@ -196,14 +200,14 @@ class Subject:
         for user, _ in users:
             instructions.append(user)
             instructions += [one for one, _ in self.values.users(placed.computation, user.name)]
-        # An argument is named by its path and has no source: what reads it tells more.
+        # An argument has only a path and no source, so its users are more precise.
         found = [where_of(self.module, instruction) for instruction in instructions]
         return next((where for where in found if where.source), found[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A collective and its instruction."""
+    """A collective with its computation and instruction."""
 
     collective: Collective
     computation: str
@@ -211,23 +215,23 @@ class Placed:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its buffer in one execution."""
+        """The bytes of its buffer in one execution."""
         return self.collective.bytes
 
 
 def largest(shapes: tuple[str, ...]) -> str:
-    """Returns the largest of some arrays, such as `bf16[8,512]`, and how many more there are."""
+    """Returns the largest of the arrays, such as `bf16[8,512]`, and the number of others."""
     first = max(shapes, key=array_bytes, default="")
     return first if len(shapes) < 2 else f"{first} and {len(shapes) - 1} more"
 
 
 def array_text(array: Any) -> str:
-    """Returns shape and dtype of an array as `float32[4,8]`."""
+    """Returns the dtype and shape of an array, such as `float32[4,8]`."""
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
 def each(subject: Subject, opcodes: tuple[str, ...]) -> Iterator[tuple[str, Instruction]]:
-    """Yields the instructions of some opcodes with the computations that they stand in."""
+    """Yields the instructions with one of the opcodes, and their computations."""
     for computation, instructions in subject.module.computations.items():
         for instruction in instructions:
             if instruction.opcode in opcodes:

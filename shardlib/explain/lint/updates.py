@@ -1,13 +1,13 @@
-"""Which arguments a traced step updates: what it returns of them, changed and not differentiated.
+"""Detection of the arguments that a traced step updates.
 
-A gradient has the shape of its parameter and depends on it, but only through what is
-differentiated; so does a new value, but through more than that.
+A gradient has the shape of its parameter, but depends on it only through differentiated code. An
+updated value has the same shape and also depends on the parameter outside of that code.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardlib.explain.equations import joined
+from shardlib.explain.analysis.equations import joined
 from shardlib.explain.lint.activations import DIFFERENTIATED
 from shardlib.jaxprs import subprograms
 
@@ -15,15 +15,15 @@ _COPIES = ("sharding_constraint", "reshard", "copy", "copy_p", "optimization_bar
 
 
 class _Flow(NamedTuple):
-    """What a value is made of: the inputs as bits, and the one that it is, unchanged."""
+    """The inputs that a value depends on, as bits, and the input that it equals, if any."""
 
     inputs: int = 0
     same: int | None = None
 
 
 def updates(jaxpr: Any) -> list[tuple[Any, frozenset[int]]]:
-    """Returns the shape and dtype of each result that is computed, and the numbers of the inputs
-    that it depends on outside of what is differentiated.
+    """Returns the aval of each computed result, and the inputs that it depends on outside of
+    differentiated code, by number.
 
     Args:
         jaxpr: The traced step, a `ClosedJaxpr`.
@@ -59,7 +59,7 @@ def _results(equation: Any, inputs: list[_Flow], name: str) -> list[_Flow]:
         program = getattr(programs[0], "jaxpr", programs[0])
         if (len(program.invars), len(program.outvars)) == (len(inputs), count):
             found = _run(program, inputs, name)
-            # Each turn of a loop may change what it hands on.
+            # Each iteration of a loop may change its carry.
             is_loop = equation.primitive.name == "scan"
             return [flow._replace(same=None) for flow in found] if is_loop else found
     if any(_differentiates(program, name) for program in programs):
@@ -88,13 +88,14 @@ def _bits(number: int) -> Iterator[int]:
 def own_updates(
     wanted: Mapping[int, Any], found: list[tuple[Any, frozenset[int]]], donated: frozenset[int]
 ) -> set[int]:
-    """Returns the inputs of which the step returns a new value, as far as that is sure: where two
-    could be the old value of the same result, it is neither.
+    """Returns the inputs that the step certainly updates.
+
+    If a result could be the new value of two inputs, it counts for neither of them.
 
     Args:
-        wanted: The kind of each input: what its new value must equal.
-        found: The kind of each result, and the inputs that it depends on.
-        donated: The inputs that are donated, which take a result that another could have, too.
+        wanted: Kind of each input. Its new value must have the same kind.
+        found: Kind of each result, and the inputs that it depends on.
+        donated: The donated inputs. They take a result even if another input could have it.
     """
     candidates = {
         number: [at for at, (k, inputs) in enumerate(found) if k == kind and number in inputs]

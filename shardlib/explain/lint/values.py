@@ -1,4 +1,4 @@
-"""Where values of a compiled program come from: through fusions, calls, tuples and loops."""
+"""Origins of values in a compiled program, through fusions, calls, tuples and loops."""
 
 import collections
 import dataclasses
@@ -6,9 +6,9 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardlib.explain.hlo import Instruction, Module
+from shardlib.explain.hlo.text import Instruction, Module
 
-# Operations that rearrange a value, cut it or put it together, and compute nothing.
+# Operations that rearrange, split or join values, and compute nothing.
 MOVES = frozenset(
     (
         *("bitcast", "copy", "convert", "reshape", "transpose", "broadcast", "slice", "reverse"),
@@ -18,14 +18,14 @@ MOVES = frozenset(
     )
 )
 _FIRST_ONLY = ("dynamic-slice", "pad")
-"""Of these the first operand is the value; the others say where."""
+"""Moves whose first operand is the value. The other operands are positions or padding."""
 _CALLS = ("call", "async-start", "async-update", "async-done")
 _FRESH = ("constant", "iota", "partition-id", "replica-id", "after-all")
 _EFFECTS = ("rng", "rng-get-and-update-state", "infeed", "recv", "send", "recv-done")
 
 
 class Value(NamedTuple):
-    """An instruction's result in a computation, or one element of it."""
+    """The result of an instruction in a computation, or one element of it."""
 
     computation: str
     name: str
@@ -33,7 +33,7 @@ class Value(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a value begins: an argument of the program by its number, else an operation."""
+    """The origin of a value: an argument of the program by its number, else an operation."""
 
     argument: int | None
     opcode: str
@@ -41,7 +41,7 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """Traces values of a program back."""
+    """The values of a program, which can be traced back to their origins."""
 
     module: Module
 
@@ -70,7 +70,7 @@ class Values:
         return dict(found)
 
     def users(self, computation: str, name: str) -> list[tuple[Instruction, int]]:
-        """Returns the instructions that read a value, and as which operand."""
+        """Returns the instructions that read a value, and the operand index in each."""
         return self._users.get((computation, name), [])
 
     def instruction(self, computation: str, name: str) -> Instruction | None:
@@ -78,7 +78,7 @@ class Values:
         return self._by_name.get((computation, name))
 
     def operands(self, computation: str, instruction: Instruction) -> list[Value]:
-        """Returns what an instruction reads."""
+        """Returns the operands of an instruction as values."""
         return [Value(computation, name) for name in instruction.operand_names]
 
     def parameter(self, computation: str, number: int) -> str | None:
@@ -86,13 +86,13 @@ class Values:
         return self._parameters.get((computation, number))
 
     def root(self, computation: str) -> Instruction | None:
-        """Returns what a computation returns."""
+        """Returns the root instruction of a computation."""
         instructions = self.module.computations.get(computation, ())
         marked = (instruction for instruction in instructions if instruction.root)
         return next(marked, instructions[-1] if instructions else None)
 
     def origins(self, value: Value) -> frozenset[Origin]:
-        """Returns where a value begins, followed back through moves alone."""
+        """Returns the origins of a value, traced back only through moves."""
         if value not in self._known:
             self._known[value] = self._origins(value)
         return self._known[value]
@@ -123,7 +123,7 @@ class Values:
         return frozenset(found)
 
     def before(self, at: Value, instruction: Instruction) -> Iterator[Value]:
-        """Yields the values that a value is, moved; none where it is computed."""
+        """Yields the values that a value is moved from, or nothing if it is computed."""
         where, opcode = at.computation, instruction.opcode
         operands = self.operands(where, instruction)
         if opcode == "get-tuple-element":
@@ -145,7 +145,7 @@ class Values:
             yield from operands[:1] if opcode in _FIRST_ONLY else operands
 
     def _passed(self, at: Value, number: int) -> Iterator[Value]:
-        """Yields what the callers of a computation pass for one of its parameters."""
+        """Yields the values that callers of a computation pass for one of its parameters."""
         for where, caller in self.module.callers.get(at.computation, []):
             operands = self.operands(where, caller)
             if caller.opcode == "while":
@@ -157,14 +157,14 @@ class Values:
                 yield operands[number]._replace(index=at.index)
 
     def unchanged(self, loop: Instruction) -> frozenset[int]:
-        """Returns the elements of a loop's tuple that each turn hands on as they are."""
+        """Returns the elements of a loop's carry that no iteration changes."""
         body = loop.attributes["body"].lstrip("%")
         root = self.root(body)
         count = len(root.operand_names) if root and root.opcode == "tuple" else 0
         return frozenset(index for index in range(count) if self._handed_on(body, index) == index)
 
     def _handed_on(self, body: str, index: int) -> int | None:
-        """Returns the element of the body's parameter that an element of its result is."""
+        """Returns the element of the body's parameter that equals an element of its result."""
         root = self.root(body)
         assert root is not None
         at = Value(body, root.name, index)
@@ -178,7 +178,7 @@ class Values:
         return None
 
     def _element(self, at: Value, instruction: Instruction) -> Value | None:
-        """Returns what a value is in the same computation, through tuples and copies alone."""
+        """Returns the value behind one tuple or copy in the same computation, or None."""
         names = instruction.operand_names
         if instruction.opcode == "get-tuple-element":
             return Value(at.computation, names[0], int(instruction.attributes["index"]))
@@ -189,11 +189,11 @@ class Values:
         return None
 
     def is_invariant(self, body: str, kept: frozenset[int], value: Value) -> bool:
-        """Whether a value in the body of a loop is the same in each turn.
+        """Whether a value in the body of a loop is the same in every iteration.
 
         Args:
             body: The computation of the body.
-            kept: The elements of its tuple that are handed on as they are.
+            kept: The elements of its carry that no iteration changes.
             value: A value of the body.
         """
         seen: set[Value] = set()

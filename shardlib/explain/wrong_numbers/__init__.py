@@ -1,18 +1,16 @@
-"""Numbers that XLA's partitioner gets wrong, found in the program that it made.
+"""Detection of programs that XLA's partitioner miscompiles.
 
-`wrong_numbers(compiled, mesh)` reads a compiled program and returns what is wrong in it.
+`wrong_numbers(compiled, mesh)` reads a compiled program and returns its faults.
 """
 
-import contextlib
-import gc
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
 
-from shardlib.explain.hlo import Module, parse
+from shardlib.explain.hlo.text import Module, parse
 from shardlib.explain.wrong_numbers import tiles
 from shardlib.explain.wrong_numbers.alike import without_copies
 from shardlib.explain.wrong_numbers.faults import FAULTS as FAULTS
@@ -21,25 +19,25 @@ from shardlib.explain.wrong_numbers.faults import faults_of
 from shardlib.explain.wrong_numbers.interpret import Reader
 from shardlib.explain.wrong_numbers.suspects import is_suspect
 from shardlib.explain.wrong_numbers.values import Value, shapes_of
+from shardlib.garbage import garbage_left
 from shardlib.mesh import mesh_sizes
 
 NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 def wrong_numbers(compiled: Any, mesh: Any, jaxpr: Any = None) -> tuple[Fault, ...]:
-    """Returns the places where a compiled program computes other numbers than what was written.
+    """Returns the places where a compiled program computes other numbers than its source.
 
     Args:
         compiled: A `jax.stages.Compiled`.
         mesh: The mesh that it was compiled for.
-        jaxpr: What it was traced from, a `ClosedJaxpr`; without it SL207 and SL210 are not looked
-            for.
+        jaxpr: The traced program, a `ClosedJaxpr`. SL207 and SL210 are only found with it.
 
     Returns:
-        One fault for each operation, ordered by code; none for a program on one device, or for one
-        whose collectives are the user's own.
+        One fault for each operation, ordered by code. Empty for a program on one device, or for a
+        program in which the user wrote all collectives.
     """
-    with _garbage_left():
+    with garbage_left():
         return _wrong_numbers(compiled, mesh_sizes(mesh), jaxpr)
 
 
@@ -52,22 +50,9 @@ def _wrong_numbers(compiled: Any, sizes: Mapping[str, int], jaxpr: Any) -> tuple
     shorter, stands_for = without_copies(text)
     found = read(parse(shorter), sizes, jaxpr, *places, stands_for)
     if found and len(shorter) < len(text):
-        # Which of several alike it is in, the whole text tells.
+        # Only the whole text shows which of the equal computations has the fault.
         return read(parse(text), sizes, jaxpr, *places)
     return found
-
-
-@contextlib.contextmanager
-def _garbage_left() -> Iterator[None]:
-    """Collects no garbage meanwhile: a reading makes many objects, all of which it needs to its
-    end, and going through all of a large process takes as long as the reading."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def read(
@@ -78,17 +63,17 @@ def read(
     outputs: Mapping[int, Any] = NOTHING,
     stands_for: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Fault, ...]:
-    """Returns what is wrong in the text of a program; see `wrong_numbers`.
+    """Returns the faults in the text of a program. See `wrong_numbers`.
 
     Args:
         module: The program.
         mesh: Sizes of the mesh axes, in mesh order.
-        jaxpr: What it was traced from.
-        inputs: The shardings of its parameters by number, or the mesh axes of their dims. Those
-            that are left out are read in the text, where it has them.
-        outputs: Those of its results. One that is left out is compared with the parameter whose
-            memory it takes.
-        stands_for: Of computations that the text has no more, which one is read for each.
+        jaxpr: The traced program.
+        inputs: Shardings of its parameters by number, or the mesh axes of their dims. A missing
+            sharding is read from the text if the text has it.
+        outputs: Shardings of its results, likewise. A result without a sharding is compared with
+            the parameter whose donated buffer it takes.
+        stands_for: The computation to read in place of each computation removed from the text.
     """
     devices = _partitions(module)
     if devices < 2 or module.entry not in module.computations:

@@ -1,7 +1,7 @@
-"""Computations that differ in their names alone, so that one of them is read for all.
+"""Removal of computations that differ only in names, so that one of them is read for all.
 
-A program of many layers has the fused computations of each of them again. They are the same text
-but for the numbers in their names, which is seen faster than the text is read.
+A program of many layers repeats the fused computations of a layer. Their texts are equal except for
+the numbers in names. Comparing texts is faster than reading them.
 """
 
 import itertools
@@ -12,14 +12,14 @@ _METADATA = re.compile(r', metadata=\{op_name="(?:[^"]*/)?([^"/]*)"[^}]*\}')
 _NAME = re.compile(r"%([^ ,)}\n]+)")
 _END = "\n}\n"
 _PLACED = ("replica_groups=", "source_target_pairs=", "shard_map")
-"""What is told by its own place, in marks that its text holds."""
+"""Marks in the text of computations that are always kept: collectives and manual regions."""
 
 
 def without_copies(text: str) -> tuple[str, Mapping[str, str]]:
-    """Returns the text of a program without the computations that are copies of an earlier one, and
-    which one stands for each of them.
+    """Returns the text of a program without the copies of earlier computations, and the kept
+    computation that stands for each of them.
 
-    A computation with collectives, or one of a manual region, is kept.
+    A computation with collectives, or in a manual region, is kept.
     """
     first: dict[tuple, str] = {}
     stands_for: dict[str, str] = {}
@@ -37,9 +37,11 @@ def without_copies(text: str) -> tuple[str, Mapping[str, str]]:
 
 
 def _but_for_names(body: str, stands_for: Mapping[str, str]) -> tuple:
-    """Returns a key that two bodies share where they are one another with other names of values. A
-    computation that is called has the name of the one that stands for it."""
-    # Of the name that JAX gave an operation, the last word tells what it is.
+    """Returns a key that two bodies share if they differ only in names of values.
+
+    A called computation appears under the name of the one that stands for it.
+    """
+    # The last part of an operation's JAX name identifies the operation.
     pieces = _NAME.split("".join(_METADATA.split(body)))
     names = pieces[1::2]
     numbers = dict(zip(dict.fromkeys(names), itertools.count(), strict=False))

@@ -1,14 +1,14 @@
-"""Integers of a program that say where on the mesh a device is: computed, device by device.
+"""Exact arithmetic, for each device, on the integers that locate a device on the mesh.
 
-A partitioned program finds its parts by its partition's number: it looks an offset up in a table,
-or computes it. The integers are followed exactly; they are few and small.
+A partitioned program finds its parts by its partition id: it looks up an offset in a table, or
+computes it. These integers are few and small, so they are followed exactly.
 """
 
 import re
 
 import numpy as np
 
-from shardlib.explain.hlo import Instruction
+from shardlib.explain.hlo.text import Instruction
 from shardlib.explain.wrong_numbers.values import LARGEST, Context, Value, shapes_of
 
 _COMPARE = {
@@ -37,7 +37,7 @@ _SHIFTS = {
 
 
 def constant(context: Context, instruction: Instruction) -> Value | None:
-    """Returns the value of a small constant of integers, or None for another."""
+    """Returns the value of a small integer constant, or None for any other constant."""
     dtype = instruction.shape.partition("[")[0]
     shape = (shapes_of(instruction.shape) or [()])[0]
     text = instruction.operands
@@ -54,7 +54,7 @@ def _number(text: str) -> int:
 
 
 def computed(context: Context, instruction: Instruction, operands: list[Value]) -> Value | None:
-    """Returns what an operation makes of integers that are known, or None where it is not known."""
+    """Returns the result of an operation on known integers, or None if it is unknown."""
     if not operands or any(operand.numbers is None for operand in operands):
         return None
     shape = (shapes_of(instruction.shape) or [()])[0]

@@ -1,13 +1,13 @@
-"""What a collective does to the values of the devices, and which sums count a value twice."""
+"""Effects of collectives on values, and the sums that count a value more than once."""
 
 import dataclasses
 import re
 
 import numpy as np
 
-from shardlib.explain.groups import read_rows
-from shardlib.explain.hlo import Instruction
-from shardlib.explain.slices import permutation_of
+from shardlib.explain.hlo.replica_groups import read_rows
+from shardlib.explain.hlo.slices import permutation_of
+from shardlib.explain.hlo.text import Instruction
 from shardlib.explain.wrong_numbers.layout import (
     Layout,
     axes_of,
@@ -34,11 +34,11 @@ KINDS = frozenset(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Members:
-    """Who takes part in a collective with each device.
+    """The members of the groups of a collective.
 
     Attributes:
-        of: The members of each device's group in order, `[devices, members]`.
-        rank: The place of each device among them.
+        of: Members of each device's group in order, `[devices, members]`.
+        rank: Index of each device in its group.
     """
 
     of: np.ndarray
@@ -46,7 +46,7 @@ class Members:
 
 
 def members_of(instruction: Instruction, kind: str, devices: int) -> Members | None:
-    """Returns the groups of a collective by device, or None where they cannot be read."""
+    """Returns the groups of a collective by device, or None if they cannot be read."""
     rows = read_rows(instruction, kind, devices)
     if not rows or len({len(row) for row in rows}) > 1:
         return None
@@ -60,8 +60,10 @@ def members_of(instruction: Instruction, kind: str, devices: int) -> Members | N
 
 
 def copies_summed(value: Value, members: Members, context: Context) -> int:
-    """Returns how often a sum over groups of devices counts what surely is one value; 1 if each
-    summand may be another one."""
+    """Returns how often a sum over groups of devices counts the same value.
+
+    The result is 1 if all summands may differ.
+    """
     return 1 if value.is_zero else context.once(_copies_summed, value.same, members)
 
 
@@ -79,15 +81,15 @@ def result_of(
     members: Members | None,
     context: Context,
 ) -> Value:
-    """Returns what a collective makes of one of its operands.
+    """Returns the result of a collective for one of its operands.
 
     Args:
         instruction: The collective.
         kind: Its opcode without `-start`.
         value: The operand.
-        index: Its number.
-        members: Who takes part.
-        context: That of the program.
+        index: Index of the operand.
+        members: Groups of the collective.
+        context: Context of the program.
     """
     if kind == "collective-permute":
         return context.once(_permuted, _pairs(instruction), value)
@@ -121,8 +123,8 @@ def _combined(
 
 
 def shuffled(instruction: Instruction, value: Value, members: Members, context: Context) -> int:
-    """Returns the number of the offsets of parts that an all-gather puts together out of order, or
-    the number of zeros."""
+    """Returns the id of the offsets of parts that an all-gather concatenates out of order, or the
+    id of the zeros."""
     return context.once(_shuffled, value.layout, _along(instruction), members)
 
 
@@ -137,8 +139,10 @@ def _along(instruction: Instruction) -> int:
 
 
 def exchanged(values: tuple[Value, ...], members: Members, context: Context) -> tuple[Value, ...]:
-    """Returns what an all-to-all of as many arrays as members gives: the n-th result is what the
-    n-th member has for the device."""
+    """Returns the results of an all-to-all with as many arrays as members.
+
+    The n-th result is the array that the n-th member has for the device.
+    """
     vectors = context.vectors
     classes = np.stack([vectors[value.same] for value in values])
     found = []
@@ -151,22 +155,25 @@ def exchanged(values: tuple[Value, ...], members: Members, context: Context) -> 
 
 
 def _agreed(layout: Layout, members: Members, context: Context) -> Layout:
-    """Returns the layout of a sum: what stands elsewhere on another member is given up."""
+    """Returns the layout of a sum. Dims whose offsets differ between members become unknown."""
     offsets = {axis: context.vectors[layout.axes[axis].offsets] for axis in axes_of(layout)}
     differ = [axis for axis, found in offsets.items() if np.ptp(found[members.of], axis=1).any()]
     return forget(layout, layout.shape, dims_on(layout, differ)) if differ else layout
 
 
 def _pairs(instruction: Instruction) -> str:
-    """Returns who sends to whom in a permutation, as text."""
+    """Returns the source-target pairs of a permutation as text."""
     return instruction.attributes.get("source_target_pairs") or permutation_of(instruction) or ""
 
 
 def _permuted(pairs: str, value: Value, context: Context) -> Value:
-    """A permutation that moves everyone but the first takes an array to another order of the
-    axes; another shifts it, so that nothing is known of where its parts stand."""
+    """Returns the result of a permutation.
+
+    A permutation of all devices that keeps the first one reorders the mesh axes. Any other is a
+    shift, and its layout is unknown.
+    """
     vectors = context.vectors
-    # From whom each device receives, -1 from nobody.
+    # The device that each device receives from, or -1.
     sources = np.full(vectors.devices, -1)
     for sender, receiver in re.findall(r"\{(\d+),(\d+)\}", pairs):
         if max(int(sender), int(receiver)) < vectors.devices:

@@ -1,4 +1,4 @@
-"""The known faults of XLA's partitioner, as findings about a compiled program."""
+"""The known faults of XLA's partitioner, as found in a compiled program."""
 
 import dataclasses
 import math
@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardlib.explain.equations import equations
-from shardlib.explain.hlo import Instruction, Module
-from shardlib.explain.places import Where, where_of
+from shardlib.explain.analysis.equations import equations
+from shardlib.explain.hlo.places import Where, where_of
+from shardlib.explain.hlo.text import Instruction, Module
 from shardlib.explain.wrong_numbers.collectives import KINDS, members_of
 from shardlib.explain.wrong_numbers.interpret import Contradiction, Reader, Start
 from shardlib.explain.wrong_numbers.operations import numbers, window_of
@@ -19,34 +19,34 @@ from shardlib.explain.wrong_numbers.values import shapes_of
 FAULTS: Mapping[str, str] = {
     "SL205": "rows change their order: operations read parts of different rows",
     "SL206": "a sum over devices counts one value several times",
-    "SL207": "the gradient of a convolution with batch groups whose batch is cut",
-    "SL208": "the gradient of a max-pool whose window overlaps itself and is cut",
-    "SL209": "a dynamic slice of a cut dim that is not clamped",
-    "SL210": "the gradient of a strided slice or window is cut where its operand is whole",
+    "SL207": "the gradient of a convolution with batch groups and a sharded batch",
+    "SL208": "the gradient of a max-pool with overlapping windows along a sharded dim",
+    "SL209": "a dynamic slice of a sharded dim that is not clamped",
+    "SL210": "the gradient of a strided slice or window is sharded, but its operand is replicated",
 }
-"""What is wrong in a program that a fault is found in, by code."""
+"""Titles of the faults by code."""
 _NUMPY_PAD = "jit(_pad)"
-"""In the names of what `jnp.pad` does, which never pads between elements."""
+"""Part of the names of `jnp.pad` operations, which never pad between elements."""
 _FIXES = {
-    "SL205": "Constrain the output of the operation to the sharding of the batch, without the axes "
-    "that its contraction is cut over.",
+    "SL205": "Constrain the output of the operation to the sharding of the batch, without the mesh "
+    "axes of its contraction.",
     "SL206": "Split the batch over all mesh axes at this operation, or replicate its operands.",
-    "SL207": "Replicate the batch at this operation, or call it inside of a shard_map.",
-    "SL208": "Constrain the operand of the pool so that its window dims are whole.",
-    "SL209": "Clip the start to its range, or use jax 0.12, where this is mended.",
-    "SL210": "Constrain operand and result of the operation to one sharding.",
+    "SL207": "Replicate the batch at this operation, or call it inside a shard_map.",
+    "SL208": "Constrain the operand of the pool so that its window dims are not sharded.",
+    "SL209": "Clip the start to its range, or use jax 0.12, which fixes this.",
+    "SL210": "Constrain the operand and the result of the operation to one sharding.",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A place where a compiled program computes wrong numbers, or is known to.
+    """A place where a compiled program computes wrong numbers, or matches a known fault.
 
     Attributes:
         code: A key of `FAULTS`.
-        what: What happens to which array.
+        what: Description of the fault and its array.
         where: The operation, its source line and its function.
-        axes: The mesh axes that it happens over; empty where they are not known.
+        axes: Mesh axes of the fault. Empty if unknown.
     """
 
     code: str
@@ -56,7 +56,7 @@ class Fault:
 
     @property
     def fix(self) -> str:
-        """One action that avoids it."""
+        """One action that avoids the fault."""
         return _FIXES[self.code]
 
     def __str__(self) -> str:
@@ -67,13 +67,13 @@ class Fault:
 def faults_of(
     module: Module, reader: Reader, mesh: Mapping[str, int], jaxpr: Any = None
 ) -> Iterator[Fault]:
-    """Yields the faults of a program that a reader has read, each place once.
+    """Yields the faults of a program that a reader has read, each code and place once.
 
     Args:
         module: The program.
-        reader: What was noticed in it.
+        reader: Reader with the notes on the program.
         mesh: Sizes of the mesh axes, in mesh order.
-        jaxpr: What it was traced from; without it SL207 and SL210 are not looked for.
+        jaxpr: The traced program. SL207 and SL210 are only found with it.
     """
     traded = [
         one
@@ -95,7 +95,7 @@ def faults_of(
 
 
 def _each(reader: Reader, kind: type[Any]) -> list[Any]:
-    """Returns the notes of a kind, one of each instruction: a computation may run several times."""
+    """Returns the notes of a kind, one per instruction. A computation may run several times."""
     return list({n.instruction.name: n for n in reader.notes if isinstance(n, kind)}.values())
 
 
@@ -109,14 +109,14 @@ def _contradiction(
     axes = _axes(reader, mesh, found)
     over = f" over {'+'.join(axes)}" if axes else ""
     if found.kind == "rows":
-        what = f"{name} reads parts {shape} that lie in two orders{over}: rows meet other rows."
+        what = f"{name} reads parts {shape} in two orders{over}: it combines different rows."
         return Fault("SL205", what, where, axes)
     what = f"the sum of {name}, parts {shape}, counts each value {found.times} times{over}."
     return Fault("SL206", what, where, axes)
 
 
 def _axes(reader: Reader, mesh: Mapping[str, int], found: Contradiction) -> tuple[str, ...]:
-    """Returns the axes along which parts of rows lie, or along which a summand is the same."""
+    """Returns the mesh axes that the rows are split over, or along which a summand is the same."""
     vectors = reader.context.vectors
     if math.prod(mesh.values()) != vectors.devices:
         return ()
@@ -136,7 +136,7 @@ def _axes(reader: Reader, mesh: Mapping[str, int], found: Contradiction) -> tupl
 
 
 def _implied(collectives: Sequence[Instruction], suffix: str) -> list[Instruction]:
-    """Returns the collectives that the compiler made for an operation of JAX."""
+    """Returns the collectives that the compiler inserted for a JAX operation."""
     return [one for one in collectives if one.op_name.endswith(f"/{suffix}")]
 
 
@@ -149,12 +149,12 @@ def _batch_groups(module: Module, traded: list[Instruction], jaxpr: Any) -> Iter
     ]
     for one in traded if grouped else ():
         groups = grouped[0].equation.params["batch_group_count"]
-        what = f"the gradient of a convolution with {groups} batch groups is cut."
+        what = f"the gradient of a convolution with {groups} batch groups is sharded."
         yield Fault("SL207", what, where_of(module, one))
 
 
 def _pools(module: Module, halos: list[Instruction]) -> Iterator[Fault]:
-    """A window of twice its stride or more, along a dim over which its devices trade halos."""
+    """Yields SL208: a window of at least twice its stride along a dim with halo exchanges."""
     windows = [
         one
         for instructions in (module.computations.values() if halos else ())
@@ -171,8 +171,8 @@ def _pools(module: Module, halos: list[Instruction]) -> Iterator[Fault]:
             if len(shape) == len(whole) and any(shape[n] < whole[n] for n in wide):
                 size, stride = sizes[wide[0]], strides[wide[0]]
                 what = (
-                    f"the gradient of a max-pool of window {size} and stride {stride} is cut along "
-                    "the window: what reaches over the edge is lost."
+                    f"the gradient of a max-pool of window {size} and stride {stride} is sharded "
+                    "along the window: contributions across the edge are lost."
                 )
                 yield Fault("SL208", what, where_of(module, halo))
 
@@ -188,7 +188,8 @@ def _starts(module: Module, reader: Reader, jaxpr: Any) -> Iterator[Fault]:
         rank = len(numbers(start.instruction, "dynamic_slice_sizes"))
         if start.is_data and name.endswith("/dynamic_slice") and jax.__version_info__ < (0, 12):
             what = (
-                "a slice from a start that is data is cut: a start beyond the end is not clamped."
+                "a slice with a data-dependent start is sharded: a start past the end is not "
+                "clamped."
             )
             yield Fault("SL209", what, where_of(module, start.instruction))
         elif (
@@ -198,14 +199,14 @@ def _starts(module: Module, reader: Reader, jaxpr: Any) -> Iterator[Fault]:
             and padded & {(rank, d) for d in start.dims}
         ):
             what = (
-                "the gradient of a strided slice or window is cut where its operand is whole: "
-                "its elements come to stand elsewhere."
+                "the gradient of a strided slice or window is sharded, but its operand is "
+                "replicated: its elements end up in wrong positions."
             )
             yield Fault("SL210", what, where_of(module, start.instruction))
 
 
 def _interior(jaxpr: Any) -> set[tuple[int, int]]:
-    """Returns the dims that a program pads between elements, with the ranks of their arrays."""
+    """Returns the rank and dim of each array dim that a program pads between elements."""
     found = set()
     for placed in _equations(jaxpr, "pad"):
         config: Sequence[tuple[int, int, int]] = placed.equation.params["padding_config"]

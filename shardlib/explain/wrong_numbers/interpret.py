@@ -1,19 +1,18 @@
-"""A partitioned program, read once for all devices: where the parts of its values lie, which
-devices hold the same, and where that contradicts what the program does with them.
+"""Abstract interpretation of a partitioned program, once for all devices, to find contradictions.
 
-The compiler cuts one program into parts for the devices. In a right one the parts that meet in an
-operation are the same part of both operands, and a sum over devices adds what differs between them.
-Both can be read off the program's text, whatever the partitioner meant: each value gets a layout
-and the classes of devices that hold the same, by the operation that makes it, and loops are read
-until nothing changes. What is not understood is unknown, and an unknown contradicts nothing.
+The compiler partitions one program for the devices. In a correct program, the parts that meet in an
+operation are the same part of both operands, and a sum over devices adds different summands. Both
+can be read from the program's text, without knowing what the partitioner intended. Each operation
+gives its result a layout and the classes of devices that hold the same value. Loops are read until
+nothing changes. Operations that are not understood give unknown values, which never contradict.
 """
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shardlib.explain.explicit import is_explicit
-from shardlib.explain.hlo import Instruction, Module
+from shardlib.explain.analysis.explicit import is_explicit
+from shardlib.explain.hlo.text import Instruction, Module
 from shardlib.explain.wrong_numbers import arithmetic, collectives, operations
 from shardlib.explain.wrong_numbers.layout import (
     Layout,
@@ -37,7 +36,7 @@ from shardlib.explain.wrong_numbers.vectors import APART, SAME
 
 _NOTHING = Value(unknown(()))
 _ROUNDS = 6
-"""In which a loop comes to rest; what still changes then is unknown."""
+"""Maximal iterations to reach a loop's fixed point. Values that still change become unknown."""
 _DISTINCT = ("rng", "rng-get-and-update-state", "infeed", "recv", "recv-done", "send")
 _THROUGH = frozenset(
     (
@@ -49,17 +48,16 @@ _THROUGH = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Contradiction:
-    """Where a program contradicts itself.
+    """A contradiction in a program.
 
     Attributes:
-        kind: `rows` where parts meet that are not the same part, `copies` where a sum counts a
-            value several times.
-        computation: Where the instruction stands.
-        instruction: The one that reads the parts, or the sum.
-        shape: Of what is read, on one device.
-        vectors: Numbers of the vectors that tell: where the parts of either operand begin, or
-            which devices hold the same summand.
-        times: How often a value is counted.
+        kind: `rows` if different parts meet, `copies` if a sum counts a value several times.
+        computation: Name of the instruction's computation.
+        instruction: Instruction that reads the parts, or the sum.
+        shape: Shape of the operand on one device.
+        vectors: Ids of the vectors that show it: the offsets of the parts of each operand, or
+            the classes of devices that hold the same summand.
+        times: Number of times that a value is counted.
     """
 
     kind: str
@@ -75,20 +73,20 @@ class Start(NamedTuple):
 
     instruction: Instruction
     dims: tuple[int, ...]
-    """Along which it differs."""
+    """Dims in which the start differs."""
     is_data: bool
-    """Whether it is computed from data, and not from the number of the device alone."""
+    """Whether the start depends on data, and not only on the device's number."""
     cuts_whole: bool
-    """Whether it takes several parts of what devices hold alike."""
+    """Whether devices with the same value take different parts of it."""
 
 
 class Reader:
-    """Reads a program; `notes` holds what was noticed.
+    """Reads a program and collects contradictions and dynamic starts in `notes`.
 
     Args:
         module: The program.
-        devices: Their number.
-        stands_for: Of computations that the program has no more, which one is read for each.
+        devices: Number of devices.
+        stands_for: The computation to read in place of each removed computation.
     """
 
     def __init__(self, module: Module, devices: int, stands_for: Mapping[str, str] | None = None):
@@ -101,7 +99,7 @@ class Reader:
         self._memory: dict[tuple, tuple[AnyValue, list[Contradiction | Start]]] = {}
 
     def run(self, computation: str, arguments: Sequence[AnyValue]) -> AnyValue:
-        """Returns what a computation makes of its arguments."""
+        """Returns the result of a computation for the given arguments."""
         computation = self.stands_for.get(computation, computation)
         key = (computation, *arguments)
         if key not in self._memory:
@@ -187,8 +185,11 @@ class Reader:
         return Value(layout, same, None, _is_zero(instruction, operands), is_data)
 
     def _several(self, instruction: Instruction, operands: list[Value], same: int) -> AnyValue:
-        """The results of a variadic reduction or sort lie as its operands do, and the values and
-        the positions of the largest elements as their one operand."""
+        """Returns the results of an operation with a tuple result.
+
+        Results of a variadic reduction or sort follow the layouts of their operands. Both results
+        of a top-k follow its single operand.
+        """
         is_top = instruction.attributes.get("custom_call_target") == '"TopK"'
         layouts = [unknown(shape) for shape in shapes_of(instruction.shape)]
         if is_top or instruction.opcode in ("reduce", "reduce-window", "sort", "topk"):
@@ -278,7 +279,7 @@ class Reader:
                 self.compare(where, instruction, (one, dim), (other, at))
 
     def compare(self, where: str, instruction: Instruction, one: Side, other: Side) -> None:
-        """Notes two dims that should be one, if they hold the same parts on other devices."""
+        """Notes a contradiction if two dims that should agree have their parts in other orders."""
         for pair in pieces(one, other):
             places = self._place(*pair[0]), self._place(*pair[1])
             if are_reordered(*places, self.context.vectors):
@@ -288,7 +289,7 @@ class Reader:
     def compare_results(
         self, computation: str, results: Any, expected: Mapping[int, AnyValue]
     ) -> None:
-        """Compares what comes out of a computation with where it is said to lie, by its number."""
+        """Compares the layouts of a computation's results with the expected ones, by number."""
         computation = self.stands_for.get(computation, computation)
         by_name = {one.name: one for one in self.module.computations[computation]}
         root = next(one for one in by_name.values() if one.root)
@@ -312,12 +313,12 @@ class Reader:
         body = instruction.attributes["body"].lstrip("%")
         carried, before = start, self.notes
         for _ in range(_ROUNDS):
-            # Only of what the loop comes to rest at it is certain what its body reads.
+            # Only the notes at the fixed point are certain.
             self.notes = []
             results = self.run(body, [carried])
             after = self.joined(carried, results)
             if after == carried:
-                # What one iteration gives, the next one takes for what the first one took.
+                # The results of an iteration are the arguments of the next one.
                 if not isinstance(carried, Value):
                     self.compare_results(body, results, dict(enumerate(carried)))
                 break
@@ -337,7 +338,7 @@ class Reader:
         return self._refined(joined, chosen)
 
     def joined(self, one: AnyValue, other: AnyValue) -> AnyValue:
-        """Returns what is known of a value that is one or the other."""
+        """Returns the value that covers either of two values."""
         if one == other:
             return one
         if not isinstance(one, Value) or not isinstance(other, Value):
@@ -353,7 +354,7 @@ class Reader:
         return Value(layout, same, numbers, is_zero, one.is_data or other.is_data)
 
     def given_up(self, value: AnyValue) -> AnyValue:
-        """Returns a value of which nothing is known but its shape."""
+        """Returns an unknown value of the same shape."""
         if isinstance(value, Value):
             return Value(unknown(value.layout.shape), APART)
         return tuple(self.given_up(part) for part in value)
@@ -365,7 +366,7 @@ class Reader:
 
 
 def is_manual(instruction: Instruction) -> bool:
-    """Whether an operation is a collective that the user's own code calls by name."""
+    """Whether an operation is an explicit collective of the user's code."""
     return is_explicit(instruction.op_name)
 
 

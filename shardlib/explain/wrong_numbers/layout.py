@@ -1,10 +1,10 @@
-"""Which part of a whole array each device holds: the type that the check gives to every value.
+"""Layouts of values: the part of the whole array that each device holds.
 
-A dim of a value is a list of *factors* `(size, stride, axis)`, the major one first. With index `i`
-in a factor, a device stands at `offset + i * stride` of the factor's axis, and the offset of an
-axis is a vector over the devices. So `f32[4]` as rows of 16 that four devices share is one factor
-(4, 1, 0) whose axis has the offsets 0, 4, 8, 12 and the extent 16. An axis `UNKNOWN` stands for a
-dim that nothing is known of, or that is constant; it agrees with every other.
+A dim of a value is a list of *factors* `(size, stride, axis)`, the major one first. Index `i` of a
+factor is position `offset + i * stride` on the factor's axis. The offsets of an axis are a vector
+over the devices. For example, a local `f32[4]` of 16 rows split over four devices is one factor
+(4, 1, 0) whose axis has the offsets 0, 4, 8, 12 and the extent 16. The axis `UNKNOWN` marks a dim
+that is unknown or constant. It agrees with every other axis.
 """
 
 import math
@@ -27,7 +27,7 @@ class Factor(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """A dim of a whole array: the number of the offsets of the devices, and its extent."""
+    """A dim of a whole array: the id of the devices' offsets, and the extent."""
 
     offsets: int
     extent: int
@@ -37,14 +37,14 @@ Dim = tuple[Factor, ...]
 
 
 class Layout(NamedTuple):
-    """The dims of a value, and the axes that they lie on."""
+    """The dims of a value, and the axes of their factors."""
 
     dims: tuple[Dim, ...]
     axes: tuple[Axis, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What one device holds."""
+        """The shape on one device."""
         return tuple(math.prod(factor.size for factor in dim) for dim in self.dims)
 
 
@@ -53,17 +53,17 @@ Side = tuple[Layout, int]
 
 
 def unknown(shape: Iterable[int]) -> Layout:
-    """Returns the layout of a value that nothing is known of."""
+    """Returns a layout with all dims unknown."""
     return Layout(tuple((Factor(size),) for size in shape))
 
 
 def is_known(dim: Sequence[Factor]) -> bool:
-    """Whether it is known where each part of a dim stands."""
+    """Whether the positions of all factors of a dim are known."""
     return all(factor.axis != UNKNOWN for factor in dim)
 
 
 def assembled(parts: Iterable[tuple[Layout, Dim]]) -> Layout:
-    """Returns the layout whose dims are taken from other layouts, with their axes."""
+    """Returns a layout with dims from other layouts, and with the axes of these dims."""
     numbers: dict[tuple[int, int], int] = {}
     axes: list[Axis] = []
     dims = []
@@ -86,7 +86,7 @@ def assembled(parts: Iterable[tuple[Layout, Dim]]) -> Layout:
 
 
 def forget(layout: Layout, shape: Sequence[int], dims: Iterable[int]) -> Layout:
-    """Returns a layout of a shape that keeps every dim but some."""
+    """Returns the layout with the given shape, in which the listed dims become unknown."""
     lost = set(dims)
     return assembled(
         (layout, (Factor(size),) if n in lost else layout.dims[n]) for n, size in enumerate(shape)
@@ -94,7 +94,7 @@ def forget(layout: Layout, shape: Sequence[int], dims: Iterable[int]) -> Layout:
 
 
 def reshape(layout: Layout, shape: Sequence[int]) -> Layout:
-    """Returns the layout of the same elements in row-major order as another shape."""
+    """Returns the layout of the same elements, reshaped in row-major order."""
     if layout.shape == tuple(shape):
         return layout
     waiting = [factor for dim in layout.dims for factor in dim][::-1]
@@ -119,7 +119,7 @@ def reshape(layout: Layout, shape: Sequence[int]) -> Layout:
 
 
 def _joined(dim: Sequence[Factor]) -> Dim:
-    """Returns a dim whose neighbouring factors of one axis are one factor where they can be."""
+    """Returns a dim whose adjacent factors on one axis are merged if their strides allow it."""
     found: list[Factor] = []
     for factor in dim:
         last = found[-1] if found else None
@@ -131,9 +131,9 @@ def _joined(dim: Sequence[Factor]) -> Dim:
 
 
 def put_together(parts: Sequence[Layout], dim: int, vectors: Vectors) -> Layout:
-    """Returns the layout of parts of one shape that follow each other along a dim.
+    """Returns the layout of parts of equal shape that are concatenated along a dim.
 
-    Where the parts stand apart in one axis, by one step, they are a new major factor of the dim.
+    If the parts differ in one axis, by a constant step, they become a new major factor of the dim.
     """
     first, count = parts[0], len(parts)
     shape = [size * (count if n == dim else 1) for n, size in enumerate(first.shape)]
@@ -153,9 +153,9 @@ def put_together(parts: Sequence[Layout], dim: int, vectors: Vectors) -> Layout:
 
 
 def is_shuffled(parts: Sequence[Layout], dim: int, vectors: Vectors) -> int | None:
-    """Returns the axis whose parts follow each other out of order along a dim, or None.
+    """Returns the axis whose parts are concatenated out of order along a dim, or None.
 
-    They are all parts of one stretch of the axis, without a gap between them.
+    The parts cover one range of the axis without gaps.
     """
     factors = parts[0].dims[dim]
     if len(factors) != 1 or factors[0].axis == UNKNOWN:
@@ -168,7 +168,7 @@ def is_shuffled(parts: Sequence[Layout], dim: int, vectors: Vectors) -> int | No
 
 
 def taken_from(layout: Layout, sources: np.ndarray, vectors: Vectors) -> Layout:
-    """Returns the layout of what each device receives from another one, `sources` [devices]."""
+    """Returns the layout after each device receives from the device in `sources` [devices]."""
     axes = (
         Axis(vectors.number(vectors[axis.offsets][sources]), axis.extent) for axis in layout.axes
     )
@@ -176,7 +176,7 @@ def taken_from(layout: Layout, sources: np.ndarray, vectors: Vectors) -> Layout:
 
 
 def chosen(layouts: Sequence[Layout], choice: np.ndarray, vectors: Vectors) -> Layout:
-    """Returns the layout of what is one of several values, another one on each device."""
+    """Returns the layout of a value that each device picks from several values by `choice`."""
     first = layouts[0]
     if any(other.dims != first.dims for other in layouts):
         return unknown(first.shape)
@@ -189,18 +189,18 @@ def chosen(layouts: Sequence[Layout], choice: np.ndarray, vectors: Vectors) -> L
 
 
 def axes_of(layout: Layout) -> list[int]:
-    """Returns the numbers of the axes that the dims lie on."""
+    """Returns the numbers of the axes of all known factors."""
     return sorted({factor.axis for dim in layout.dims for factor in dim} - {UNKNOWN})
 
 
 def dims_on(layout: Layout, axes: Iterable[int]) -> set[int]:
-    """Returns the dims with a factor on one of some axes."""
+    """Returns the dims with a factor on one of the axes."""
     lost = set(axes)
     return {n for n, dim in enumerate(layout.dims) if any(f.axis in lost for f in dim)}
 
 
 def moved(layout: Layout, dim: int, offsets: int, size: int, vectors: Vectors) -> Layout:
-    """Returns the layout of a part of a dim: `size` from the offsets on, which differ by device."""
+    """Returns the layout of a slice of a dim: `size` elements from each device's offset."""
     factors, shape = list(layout.dims[dim]), list(layout.shape)
     shape[dim] = size
     inner, n = 1, len(factors) - 1
@@ -220,14 +220,14 @@ def moved(layout: Layout, dim: int, offsets: int, size: int, vectors: Vectors) -
         factors[at] = Factor(count if at == n else 1, stride, number)
         starts = starts // whole
     elsewhere = {f.axis for n, one in enumerate(dims) if n != dim for f in one}
-    # One position of a part of an axis: what is left of the axis says where it stands.
+    # A factor of size 1 is dropped if another dim on its axis gives the position.
     left = [f for f in factors if f.size > 1 or f.axis not in elsewhere]
     dims[dim] = _joined(left) or (Factor(1),)
     return Layout(tuple(dims), tuple(axes))
 
 
 def merged(one: Layout, other: Layout) -> Layout:
-    """Returns the layout of two values of one shape that are read element by element."""
+    """Returns the layout of two values of equal shape that are combined elementwise."""
     if not other.axes or one == other:
         return one
     if all(is_known(dim) for dim in one.dims):
@@ -238,7 +238,7 @@ def merged(one: Layout, other: Layout) -> Layout:
 
 
 def pieces(one: Side, other: Side) -> Iterator[tuple[Side, Side]]:
-    """Yields two dims that should be one, factor by factor where one of them is known in part."""
+    """Yields two dims that should agree, factor by factor if one of them is partly known."""
     for layout, dim in (one, other):
         sizes = [factor.size for factor in layout.dims[dim] if factor.size > 1]
         if len(sizes) > 1 and not is_known(layout.dims[dim]):
@@ -254,11 +254,11 @@ def _cut(layout: Layout, dim: int, sizes: Sequence[int]) -> Layout:
 
 
 class Place(NamedTuple):
-    """Where a dim stands, whatever its axes are called: sizes and strides of its factors, the
-    number of the offsets, and how long the whole dim is.
+    """The position of a dim, independent of axis numbers.
 
-    Axes of which a device holds one position are kept apart, with extent and offsets: in which
-    order they and the others make up the dim is not to be seen.
+    It consists of the sizes and strides of the factors, the id of the offsets, and the extent of
+    the whole dim. Axes of which a device holds one position are in `single`, with extent and
+    offsets, because their order among the other axes is unknown.
     """
 
     factors: tuple[tuple[int, int], ...]
@@ -268,7 +268,7 @@ class Place(NamedTuple):
 
 
 def place_of(layout: Layout, dim: int, vectors: Vectors) -> Place | None:
-    """Returns where a dim stands in the dim of the whole array, or None if that is not known."""
+    """Returns the position of a dim in the dim of the whole array, or None if unknown."""
     if not is_known(layout.dims[dim]):
         return None
     factors: list[tuple[int, int]] = []
@@ -299,7 +299,7 @@ def place_of(layout: Layout, dim: int, vectors: Vectors) -> Place | None:
 
 
 def are_reordered(one: Place | None, other: Place | None, vectors: Vectors) -> bool:
-    """Whether devices hold other parts of one dim, each of which is cut into such parts whole."""
+    """Whether both places tile the same dim with the devices' parts, in another device order."""
     if one is None or other is None or one == other or one.extent != other.extent:
         return False
     if [extent for extent, _ in one.single] != [extent for extent, _ in other.single]:
@@ -311,7 +311,7 @@ def are_reordered(one: Place | None, other: Place | None, vectors: Vectors) -> b
 
 
 def _tiles(place: Place, vectors: Vectors) -> bool:
-    """Whether the parts of the devices, in ascending order each, make up a dim that is cut."""
+    """Whether the devices' parts, each in ascending order, together tile a sharded dim."""
     strides = [stride for _, stride in place.factors]
     parts = len(np.unique(vectors[place.offsets]))
     size = math.prod(size for size, _ in place.factors)

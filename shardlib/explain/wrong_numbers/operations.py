@@ -1,11 +1,11 @@
-"""What an operation within one device does to the layouts of the values it reads."""
+"""Layouts of the results of operations within one device."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from shardlib.explain.hlo import Instruction
+from shardlib.explain.hlo.text import Instruction
 from shardlib.explain.wrong_numbers.layout import (
     Dim,
     Factor,
@@ -23,7 +23,7 @@ from shardlib.explain.wrong_numbers.layout import (
 from shardlib.explain.wrong_numbers.values import Context, Value, dims_and_order
 
 Pairs = list[tuple[Side, Side]]
-"""Dims that an operation takes to be the same one."""
+"""Pairs of dims that an operation assumes to be the same."""
 Shapes = Mapping[str, str]
 """The shapes of values by name, with their layouts in memory."""
 
@@ -44,13 +44,13 @@ ELEMENTWISE = frozenset(
 def layout_of(
     instruction: Instruction, operands: Sequence[Value], shapes: Shapes, context: Context
 ) -> tuple[Layout, Pairs]:
-    """Returns the layout of a result, and the dims of operands that must agree for it.
+    """Returns the layout of a result, and the pairs of operand dims that must agree.
 
     Args:
         instruction: The operation.
-        operands: What it reads.
-        shapes: The shapes of what it reads.
-        context: That of the program.
+        operands: Values of its operands.
+        shapes: Shapes of its operands by name.
+        context: Context of the program.
     """
     shape, _ = dims_and_order(instruction.shape)
     opcode = instruction.opcode
@@ -88,8 +88,8 @@ def _together(operands: Sequence[Value], shape: tuple[int, ...]) -> tuple[Layout
 
 
 def _updated(operands: Sequence[Value], shape: tuple[int, ...]) -> tuple[Layout, Pairs]:
-    """A loop stacks what its iterations make in an array of zeros, of which nothing is known: the
-    dims that an update fills whole are the update's."""
+    """Returns the layout after a dynamic update slice. Dims that the update fills whole take its
+    layout, because a loop stacks its outputs in zeros of unknown layout."""
     found, update = operands[0].layout, operands[1].layout
     partial = [n for n, size in enumerate(update.shape) if size != shape[n]]
     whole = forget(update, shape, partial)
@@ -118,11 +118,11 @@ def product(
     summed: tuple[Sequence[int], Sequence[int]],
     shape: tuple[int, ...],
 ) -> tuple[Layout, Pairs]:
-    """Returns the layout of a product: dims of the batch, then what is left of either operand."""
+    """Returns the layout of a product: batch dims, then the remaining dims of each operand."""
     both = [*zip(*batch, strict=True), *zip(*summed, strict=True)]
     pairs: Pairs = [((left, one), (right, other)) for one, other in both]
     parts: list[tuple[Layout, Dim]] = [(left, left.dims[dim]) for dim in batch[0]]
-    # The axes of two operands are not the same axes, even where the operands are one value.
+    # Two operands have separate axes, even if they are the same value.
     right = Layout(*right)
     for layout, taken in ((left, (*batch[0], *summed[0])), (right, (*batch[1], *summed[1]))):
         parts += [(layout, dim) for n, dim in enumerate(layout.dims) if n not in taken]
@@ -133,7 +133,7 @@ def product(
 def _convolution(
     instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...]
 ) -> tuple[Layout, Pairs]:
-    """Batch and features lie as in a matmul; what is known of the window's dims is given up."""
+    """Returns the layout of a convolution: a matmul in batch and features, unknown in the rest."""
     labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.attributes.get("dim_labels", ""))
     if labels is None or len(operands) < 2:
         return unknown(shape), []
@@ -173,8 +173,11 @@ def _concatenated(
 def _part(
     instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...], context: Context
 ) -> Layout:
-    """Returns the layout of a dynamic slice. Where each device has its own known start, it is the
-    device's part of a whole dim; else it is known of whole dims alone."""
+    """Returns the layout of a dynamic slice.
+
+    A sliced dim is known only if its starts are known and differ between devices. It is then the
+    device's part of the dim.
+    """
     found = operands[0].layout
     whole = found.shape
     starts = operands[1:]
@@ -196,7 +199,7 @@ def _part(
 def _sliced(
     instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...], context: Context
 ) -> Layout:
-    """Returns the layout of a slice, the same on all devices."""
+    """Returns the layout of a slice with the same bounds on all devices."""
     found = operands[0].layout
     bounds = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", instruction.attributes.get("slice", ""))
     if len(bounds) != len(shape):
@@ -223,7 +226,7 @@ def _transposed(
 
 
 def _bitcast(shape: str, layout: Layout, shape_before: str, _: Context) -> Layout:
-    """A bitcast reads the same memory as another shape: a reshape of what lies in order there."""
+    """Returns the layout of a bitcast: a reshape of the dims in memory order."""
     dims, after = dims_and_order(shape)
     before = dims_and_order(shape_before)[1]
     if len(before) != len(layout.dims):
@@ -245,7 +248,7 @@ def _broadcast(instruction: Instruction, operands: Sequence[Value], shape: Seque
 
 
 def _kept(instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]) -> Layout:
-    """Keeps the dims that are as long as they were: those of a slice, a pad, a window."""
+    """Returns the layout that keeps the dims that the operation does not change."""
     layout = operands[0].layout
     if len(layout.dims) != len(shape):
         return unknown(shape)
@@ -259,7 +262,7 @@ def _kept(instruction: Instruction, operands: Sequence[Value], shape: Sequence[i
 
 
 def _windowed(instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]) -> Layout:
-    """Keeps the dims along which a window is one element wide."""
+    """Returns the layout that keeps the dims in which the window has size and stride 1."""
     layout = operands[0].layout
     sizes, strides = window_of(instruction)
     moves = (size > 1 or stride > 1 for size, stride in zip(sizes, strides, strict=True))
@@ -269,7 +272,7 @@ def _windowed(instruction: Instruction, operands: Sequence[Value], shape: Sequen
 
 
 def _gathered(instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]) -> Layout:
-    """Rows of a table lie as the indices do, and within a row as the table does."""
+    """Returns the layout of a gather: rows follow the indices, dims in a row follow the table."""
     table, indices = operands[0].layout, operands[1].layout
     within, at = numbers(instruction, "offset_dims"), numbers(instruction, "index_vector_dim")
     gone = {
@@ -318,7 +321,7 @@ def numbers(instruction: Instruction, name: str) -> list[int]:
 
 
 def window_of(instruction: Instruction) -> tuple[list[int], list[int]]:
-    """Returns the sizes and the strides of a window, by dim."""
+    """Returns the sizes and strides of a window by dim."""
     text = instruction.attributes.get("window", "")
     sizes, strides = (re.search(rf"\b{name}=([\dx]+)", text) for name in ("size", "stride"))
     found = [int(part) for part in sizes[1].split("x")] if sizes else []

@@ -1,7 +1,7 @@
-"""Whether a program holds what the known faults need: most hold none of it, and are not read.
+"""Quick scan for the operations that the known faults need. Most programs lack them.
 
-Reading a program costs much for one of thousands of layers; a look at the lines that could matter
-costs a hundredth of that.
+Reading a program with thousands of layers is expensive. Scanning the relevant lines costs a
+hundredth of that.
 """
 
 import math
@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from shardlib.explain.equations import equations, manual_devices
-from shardlib.explain.explicit import is_explicit
+from shardlib.explain.analysis.equations import equations, manual_devices
+from shardlib.explain.analysis.explicit import is_explicit
 
 _MOVED = r"collective-permute|all-to-all|ragged-all-to-all"
 _LINE = re.compile(
@@ -23,17 +23,17 @@ _LINE = re.compile(
 _SLICED = re.compile(r" partition-id\((?!.*(?:axis_index|shard_map))")
 _NAME = re.compile(r'op_name="([^"]*)"')
 _CLAMPED = (0, 12)
-"""The version of JAX from which on a dynamic slice of a cut dim is clamped."""
+"""The first version of JAX that clamps a dynamic slice of a sharded dim."""
 
 
 def is_suspect(text: str, mesh: Mapping[str, int], jaxpr: Any = None) -> bool:
     """Whether the text of a program is worth reading.
 
-    Rows change their order by a permutation or an exchange that the compiler made, or, where a
-    contraction has one axis of the mesh and rows two others, by a slice of a sum; sums count
-    copies where there are convolutions; the other faults are of pools, pads and dynamic slices.
-    What a manual region calls by name is the user's own. Of one that handles all axes, as `jaxpr`
-    tells, nothing is partitioned.
+    Rows are reordered by a permutation or an exchange that the compiler inserted. If a contraction
+    is sharded over one mesh axis and the rows over two others, a slice of a sum can also reorder
+    them. Sums count copies only with convolutions. The other faults need pools, pads or dynamic
+    slices. Explicit collectives of a manual region are the user's own. The compiler partitions
+    nothing in a region that is manual over all mesh axes, which only `jaxpr` shows.
     """
     if sum(size > 1 for size in mesh.values()) > 2 and _SLICED.search(text):
         return True
@@ -51,7 +51,7 @@ def is_suspect(text: str, mesh: Mapping[str, int], jaxpr: Any = None) -> bool:
 
 
 def _handle_all(jaxpr: Any, devices: int) -> bool:
-    """Whether each manual region of a program handles all axes of the mesh."""
+    """Whether every manual region of a program is manual over all mesh axes."""
     if jaxpr is None:
         return False
     regions = [

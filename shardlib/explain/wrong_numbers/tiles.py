@@ -1,4 +1,4 @@
-"""Which part of an argument or a result each device holds, by its sharding."""
+"""Layouts of arguments and results, derived from their shardings."""
 
 import math
 import re
@@ -20,12 +20,12 @@ _TILED = re.compile(r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|
 
 
 def axes_of(sharding: Any, rank: int, mesh: Mapping[str, int]) -> Spec | None:
-    """Returns the mesh axes of each dim by a `NamedSharding` on a mesh, or None for another kind.
+    """Returns the mesh axes of each dim of a `NamedSharding` on the mesh, or None for any other.
 
     Args:
         sharding: The sharding.
-        rank: Of the array.
-        mesh: Sizes of the axes of the mesh, in its order.
+        rank: Rank of the array.
+        mesh: Sizes of the mesh axes, in mesh order.
     """
     if not isinstance(sharding, NamedSharding) or list(sharding.mesh.shape.items()) != [
         *mesh.items()
@@ -38,13 +38,13 @@ def axes_of(sharding: Any, rank: int, mesh: Mapping[str, int]) -> Spec | None:
 def by_axes(
     spec: Spec, mesh: Mapping[str, int], shape: Sequence[int], context: Context
 ) -> Value | None:
-    """Returns what the mesh axes of its dims say of an array, or None where they do not fit.
+    """Returns the value of an array with the given mesh axes, or None if they do not fit.
 
     Args:
-        spec: The mesh axes of each dim.
-        mesh: Sizes of the axes, in mesh order.
-        shape: Of the part on one device.
-        context: That of the program.
+        spec: Mesh axes of each dim.
+        mesh: Sizes of the mesh axes, in mesh order.
+        shape: Shape on one device.
+        context: Context of the program.
     """
     return context.once(_by_axes, spec, tuple(mesh.items()), tuple(shape))
 
@@ -69,7 +69,7 @@ def _by_axes(
 
 
 def by_text(text: str, shape: Sequence[int], context: Context) -> Value | None:
-    """Returns what a sharding as XLA writes it says of an array, or None where it is not read."""
+    """Returns the value of an array with a sharding in XLA's text form, or None if unreadable."""
     devices = context.vectors.devices
     if text.startswith("{replicated"):
         return _value([np.zeros(devices, np.int64)] * len(shape), [1] * len(shape), shape, context)
@@ -104,7 +104,7 @@ def _value(
 
 
 def nothing_known(shape: Sequence[int]) -> Value:
-    """Returns an array of which nothing is known."""
+    """Returns the value of an array with an unknown layout."""
     return Value(unknown(shape), APART)
 
 

@@ -1,4 +1,4 @@
-"""What the check knows of a value of a partitioned program, on every device at once."""
+"""Abstract values of a partitioned program, each on all devices at once."""
 
 import functools
 import re
@@ -12,7 +12,10 @@ from shardlib.explain.wrong_numbers.vectors import APART, SAME, Vectors
 
 _Result = TypeVar("_Result")
 LARGEST = 4096
-"""Of integers that are followed, on one device: tables of offsets have one for each device."""
+"""Maximal number of integers on one device that are followed.
+
+A table of offsets has one integer for each device.
+"""
 _SHAPE = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\](?:\{([\d,]*))?")
 
 
@@ -20,11 +23,11 @@ class Value(NamedTuple):
     """An array of the program.
 
     Attributes:
-        layout: Which part of a whole array each device holds.
-        same: The classes of devices that surely hold the same.
-        numbers: Where it is known, what it holds: a number of `Context.numbers`.
-        is_zero: Whether it is zero throughout.
-        is_data: Whether it depends on what the program is given, and not on the device alone.
+        layout: The part of the whole array that each device holds.
+        same: Classes of devices that certainly hold the same value.
+        numbers: Id of the known integers that it holds, for `Context.numbers`, or None.
+        is_zero: Whether all elements are zero.
+        is_data: Whether it depends on the program's arguments, and not only on the device.
     """
 
     layout: Layout
@@ -38,7 +41,7 @@ AnyValue = Value | tuple["AnyValue", ...]
 
 
 class Context:
-    """What is shared by all values of a program."""
+    """State shared by all values of a program."""
 
     def __init__(self, devices: int):
         self.vectors = Vectors(devices)
@@ -47,19 +50,21 @@ class Context:
         self._known: dict[tuple[bytes, tuple[int, ...]], int] = {}
 
     def once(self, function: Callable[..., _Result], *arguments: Hashable) -> _Result:
-        """Returns `function(*arguments, context)`, which is called once for the same arguments:
-        the layers of a model do the same with the same."""
+        """Returns `function(*arguments, context)`, called once for equal arguments.
+
+        The layers of a model repeat the same calls.
+        """
         key = (function, *arguments)
         if key not in self._memory:
             self._memory[key] = function(*arguments, self)
         return self._memory[key]
 
     def numbers(self, value: Value) -> np.ndarray | None:
-        """Returns what a value holds, `[devices or 1, *shape]`, or None if that is not known."""
+        """Returns the integers of a value, `[devices or 1, *shape]`, or None if unknown."""
         return None if value.numbers is None else self._numbers[value.numbers]
 
     def known(self, array: np.ndarray, shape: tuple[int, ...]) -> Value:
-        """Returns a value that is known: integers, `[devices or 1, *shape]`."""
+        """Returns the value of known integers, `[devices or 1, *shape]`."""
         array = np.ascontiguousarray(array, np.int64)
         if array.size > LARGEST * len(array):
             return Value(unknown(shape), self._classes(array), is_data=False)
@@ -76,7 +81,7 @@ class Context:
         return self.vectors.classes(array.reshape(len(array), -1))
 
     def offsets(self, value: Value) -> int | None:
-        """Returns the number of the vector of a scalar that is known, one number a device."""
+        """Returns the id of the vector of a known scalar, one integer per device, or None."""
         array = self.numbers(value)
         if array is None or array[0].size != 1:
             return None
@@ -85,13 +90,13 @@ class Context:
 
 @functools.cache
 def shapes_of(shape: str) -> tuple[tuple[int, ...], ...]:
-    """Returns the dims of the arrays of a shape: `(f32[4,8], s32[])` has (4, 8) and ()."""
+    """Returns the dims of each array in a shape: `(f32[4,8], s32[])` has (4, 8) and ()."""
     return tuple(_ints(dims.replace("<=", "")) for _, dims, _ in _SHAPE.findall(shape))
 
 
 @functools.cache
 def dims_and_order(shape: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the dims of an array, and these in the order of memory, the major one first."""
+    """Returns the dims of an array, and the dim numbers in memory order, the major one first."""
     found = _SHAPE.search(shape)
     if found is None:
         return (), ()
@@ -103,7 +108,7 @@ def dims_and_order(shape: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def blank(shape: str, same: int = APART) -> AnyValue:
-    """Returns the value of a shape that nothing is known of."""
+    """Returns a value of the given shape with an unknown layout."""
     found = tuple(Value(unknown(dims), same) for dims in shapes_of(shape))
     return found if shape.startswith("(") else (found or (Value(unknown(())),))[0]
 

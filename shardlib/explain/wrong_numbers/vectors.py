@@ -1,21 +1,21 @@
-"""Vectors of one integer for each device, stored once and named by a number.
+"""Vectors with one integer per device, stored once and identified by a number.
 
-A program of thousands of values has few different ones of them, so that what is done with two is
-done once and remembered.
+A program of thousands of values has few different vectors, so each operation on two of them is
+done once and cached.
 """
 
 import numpy as np
 
 SAME, APART = 0, 1
-"""The vector of zeros, and that of 0, 1, 2, …: as classes, all devices alike, and none."""
+"""The vectors 0, 0, 0, … and 0, 1, 2, …: as classes, all devices are alike, or all differ."""
 
 
 class Vectors:
     """The vectors of a program for `devices` devices.
 
-    A vector is used in two ways. As *offsets* it says where each device's block begins. As
-    *classes* it says which devices hold the same value: those of equal numbers. The numbers of
-    classes go by first occurrence, so that equal classes are equal vectors.
+    A vector has two uses. As *offsets* it gives the start of each device's block. As *classes* it
+    gives equal numbers to devices that hold the same value. Classes are numbered by first
+    occurrence, so equal classes are equal vectors.
     """
 
     def __init__(self, devices: int):
@@ -30,7 +30,7 @@ class Vectors:
         return self._vectors[number]
 
     def number(self, vector: np.ndarray) -> int:
-        """Returns the number of a vector."""
+        """Returns the number that identifies a vector."""
         vector = np.ascontiguousarray(vector, np.int64)
         key = vector.tobytes()
         if key not in self._numbers:
@@ -60,7 +60,7 @@ class Vectors:
         return self._memory[key]
 
     def both(self, one: int, other: int) -> int:
-        """Returns the classes of devices that are alike in two ways."""
+        """Returns the classes of devices that are alike by both classes."""
         if one == other or other == SAME:
             return one
         if one == SAME:
@@ -71,7 +71,7 @@ class Vectors:
         return self._memory[key]
 
     def all_of(self, numbers: "list[int] | tuple[int, ...]") -> int:
-        """Returns the classes of devices that are alike in every way."""
+        """Returns the classes of devices that are alike by all the classes."""
         found = SAME
         for number in numbers:
             found = self.both(found, number)

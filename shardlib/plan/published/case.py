@@ -1,9 +1,10 @@
-"""Published runs as cases of the cost model: what a record says, and what is assumed where silent.
+"""Published runs as cases of the cost model: the fields of a record, and defaults for missing
+fields.
 
-A record is a JSON object with, as far as known: `hardware`, `chips`, `slices`, `model`, `dims`,
-`seq_len`, `global_batch_seqs`, `micro_batch`, `mesh`, `remat`, `precision`, `framework`, and one of
-`step_time_s`, `tokens_per_s_per_chip`, `seqs_per_s`, `tflops_per_chip` or `mfu`. What is assumed is
-the same for all records and listed in `Case.assumed`.
+A record is a JSON object with the known fields among `hardware`, `chips`, `slices`, `model`,
+`dims`, `seq_len`, `global_batch_seqs`, `micro_batch`, `mesh`, `remat`, `precision`, `framework`,
+and one of `step_time_s`, `tokens_per_s_per_chip`, `seqs_per_s`, `tflops_per_chip` or `mfu`. The
+assumptions are the same for all records; `Case.assumed` lists them.
 """
 
 import dataclasses
@@ -14,14 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardlib.chips import CHIPS, Chip
+from shardlib.cost.layout import Layout, Software
+from shardlib.cost.transformer.flops import Convention, step_flops
+from shardlib.cost.workload import Job, Precision
 from shardlib.hardware import Cluster
-from shardlib.plan.flops import Convention, step_flops
-from shardlib.plan.layout import Layout, Software
+from shardlib.hardware.chips import CHIPS, Chip
 from shardlib.plan.published.mesh import layout_of
 from shardlib.plan.published.model import Unusable, model_of
 from shardlib.plan.published.software import bytes_of, software_of
-from shardlib.plan.workload import Job, Precision
 
 _CHIPS = (
     (r"gb200|gb300|b300|pcie|nvl\b|gh200|a10g", None),
@@ -58,31 +59,31 @@ class Case:
     software: Software
     convention: Convention
     seconds: float
-    """Published time of a step."""
+    """Published seconds per step."""
     measured: str
-    """The field that it was taken from."""
+    """The field that `seconds` was taken from."""
     eight_bit: bool
     assumed: tuple[str, ...]
 
     @property
     def tflops_per_chip(self) -> float:
-        """Published TFLOP/s of a chip by `convention`."""
+        """Published TFLOP/s per chip by `convention`."""
         return step_flops(self.job, self.convention) / self.seconds / self.cluster.num_chips / 1e12
 
 
 def read(row: Mapping[str, Any], model_dims: Mapping[str, Any]) -> Case:
-    """Returns a record as a case.
+    """Returns the case of a record.
 
     Args:
         row: The record.
-        model_dims: Dims of public models by name, for rows that name one and give no dims.
+        model_dims: Dims of public models by name, for records that name a model without dims.
 
     Raises:
-        Unusable: If the record lacks something that cannot be assumed; the message says what.
+        Unusable: If the record lacks a field that cannot be assumed; the message names it.
     """
     assumed: list[str] = []
     if re.search(r"\blora\b", str(row.get("source") or "").lower()):
-        raise Unusable("it trains LoRA of a rank that it does not give")
+        raise Unusable("it trains LoRA without giving the rank")
     chip = chip_of(row, assumed)
     precision, eight_bit = _precision(row, chip)
     model = model_of(row, model_dims, assumed)
@@ -114,12 +115,12 @@ def read(row: Mapping[str, Any], model_dims: Mapping[str, Any]) -> Case:
 def read_file(
     path: Path, more_dims: Mapping[str, Any] | None = None
 ) -> tuple[list[Case], list[tuple[str, str]]]:
-    """Returns the cases of a JSON file of records, and the ids of those left out with the reason.
+    """Returns the cases of a JSON file of records, and the ids of skipped records with the reasons.
 
     Args:
-        path: A list of records, or an object with them under `rows` and, if any, dims of public
-            models under `model_dims`.
-        more_dims: Dims of further models by name.
+        path: File with a list of records, or with an object that has them under `rows` and,
+            optionally, dims of public models under `model_dims`.
+        more_dims: Dims of additional models by name.
     """
     record = json.loads(path.read_text())
     rows, known = record, dict(more_dims or {})
@@ -143,12 +144,12 @@ def chip_of(row: Mapping[str, Any], assumed: list[str]) -> Chip:
     """Returns the chip that a record names, with the memory or power it states.
 
     Raises:
-        Unusable: If it is no chip of `hardware.py`.
+        Unusable: If `hardware/chips.py` does not list the chip.
     """
     text = str(row.get("hardware") or "").lower().replace("_", " ")
     name = next((name for pattern, name in _CHIPS if re.search(pattern, text)), None)
     if name is None:
-        raise Unusable(f"its hardware, {row.get('hardware')!r}, is no chip of hardware.py")
+        raise Unusable(f"its hardware, {row.get('hardware')!r}, is not a chip of hardware.chips")
     chip = CHIPS[name]
     changes: dict[str, Any] = {}
     if name == "a100-80" and "80" not in text:
@@ -158,8 +159,8 @@ def chip_of(row: Mapping[str, Any], assumed: list[str]) -> Chip:
     if match := re.search(r"([\d.]+) ?tb/s", text):
         changes["memory_bytes_per_second"] = float(match[1]) * 1e12
     if (match := re.search(r"(\d+) ?w\b", text)) and name in _NOMINAL_WATTS:
-        # Dynamic power grows with frequency times voltage squared, which grows with frequency:
-        # near the limit clocks follow about the square root of the power.
+        # Dynamic power grows with frequency times voltage squared, and voltage grows with
+        # frequency. Near the limit, clocks follow about the square root of the power.
         slower = (float(match[1]) / _NOMINAL_WATTS[name]) ** 0.5
         changes["bf16_flops"] = (chip.bf16_flops or 0.0) * slower
         changes["fp8_flops"] = (chip.fp8_flops or 0.0) * slower
@@ -167,7 +168,7 @@ def chip_of(row: Mapping[str, Any], assumed: list[str]) -> Chip:
 
 
 def convention_of(row: Mapping[str, Any]) -> Convention:
-    """Returns the convention of the FLOPs that a record gives: as it says, else `full`."""
+    """Returns the FLOPs convention of a record: the one it states, or else `full`."""
     said = " ".join(str(row.get(key, "")) for key in ("remat", "flop_convention", "caveat")).lower()
     if re.search(r"hardware flops|\bhfu", str(row.get("remat", "")).lower()):
         return "hardware"
@@ -180,13 +181,15 @@ def convention_of(row: Mapping[str, Any]) -> Convention:
 
 
 def _precision(row: Mapping[str, Any], chip: Chip) -> tuple[Precision, bool]:
-    """Precision of the matmuls, and whether the record is one of 8 or fewer bits."""
+    """Returns the precision of the matmuls, and whether the record uses 8 or fewer bits."""
     text = str(row.get("precision") or "").lower()
     if _EIGHT_BIT.search(text):
         if chip.fp8_flops is None:
-            raise Unusable(f"its precision, {row['precision']!r}, is none of the {chip.full_name}")
+            raise Unusable(
+                f"its precision, {row['precision']!r}, is not available on the {chip.full_name}"
+            )
         if "fp4" in text:
-            raise Unusable("4-bit matmuls are not in hardware.py")
+            raise Unusable("4-bit matmuls are not in hardware.chips")
         return "fp8", True
     half = "fp16" in text or chip.bf16_flops is None
     return ("fp16" if half and chip.fp16_flops else "bf16"), False
@@ -222,7 +225,7 @@ def _cluster(row: Mapping[str, Any], chip: Chip) -> Cluster:
     outer = math.prod(int(n) for key, n in outer.items() if str(key).startswith("dcn") and n)
     slices = int(row.get("slices") or outer) if chip.kind == "tpu" else 1
     if chips % slices:
-        raise Unusable(f"{chips} chips are no {slices} equal slices")
+        raise Unusable(f"{chips} chips do not divide into {slices} equal slices")
     per_host = math.gcd(chips // slices, 4 if chip.kind == "tpu" else chip.chips_per_host or 8)
     name = f"{slices}x{chip.name}, {chips} chips"
     return Cluster(name, chip, chips // per_host, per_host * chip.devices_per_chip, slices)
@@ -231,7 +234,7 @@ def _cluster(row: Mapping[str, Any], chip: Chip) -> Cluster:
 def _seconds(
     row: Mapping[str, Any], job: Job, cluster: Cluster, convention: Convention
 ) -> tuple[str, float]:
-    """The published time of a step, from the field that needs the least conversion."""
+    """Returns the published seconds per step, from the field that needs the least conversion."""
     chips = cluster.num_chips
     flops = step_flops(job, convention)
     assert job.precision != "f32", "published runs multiply in 16 bits or less"

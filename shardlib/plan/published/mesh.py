@@ -1,4 +1,4 @@
-"""The mesh, the microbatches and the rematerialisation that a published record describes."""
+"""Mesh, microbatches and rematerialisation of a published record."""
 
 import dataclasses
 import math
@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from shardlib.cost.layout import Layout, Software
+from shardlib.cost.transformer import memory
+from shardlib.cost.workload import DOTS, EVERY_SECOND, FULL, FULL_EAGER, NONE, SELECTIVE, Job, Remat
 from shardlib.hardware import Cluster
-from shardlib.plan import memory
-from shardlib.plan.layout import Layout, Software
 from shardlib.plan.published.model import Unusable
-from shardlib.plan.workload import DOTS, EVERY_SECOND, FULL, FULL_EAGER, NONE, SELECTIVE, Job, Remat
 
 _AXES = {
     "tp": "tensor",
@@ -54,7 +54,7 @@ _SAVED = {
 def layout_of(
     row: Mapping[str, Any], job: Job, cluster: Cluster, software: Software, assumed: list[str]
 ) -> tuple[Layout, Job]:
-    """Returns the layout of a record, and its job with the rematerialisation filled in.
+    """Returns the layout of a record, and its job with the remat policy filled in.
 
     Raises:
         Unusable: If its mesh does not fit its number of chips.
@@ -70,7 +70,7 @@ def layout_of(
     )
     if layout.num_devices != cluster.num_devices:
         raise Unusable(
-            f"its mesh {row.get('mesh')} does not make its {cluster.num_devices} devices"
+            f"its mesh {row.get('mesh')} does not fill its {cluster.num_devices} devices"
         )
     remat = _remat(row)
     split = _with_microbatches(row, job, layout, assumed)
@@ -82,7 +82,7 @@ def layout_of(
 def _degrees(
     row: Mapping[str, Any], cluster: Cluster, assumed: list[str]
 ) -> tuple[dict[str, int], Any]:
-    """Degrees of the axes and the stage of ZeRO, the rest of the devices filled in."""
+    """Returns the degrees of the axes and the ZeRO stage, with the remaining devices assigned."""
     mesh = row.get("mesh")
     if isinstance(mesh, str):
         found, filler = _from_text(mesh)
@@ -97,7 +97,7 @@ def _degrees(
     others = math.prod(n for a, n in found.items() if a not in ("chunks", "expert"))
     rest = cluster.num_devices // others
     if found.get("expert", 1) > max(rest, 1):
-        # Megatron-LM counts experts over replicas and tensor-parallel devices alike.
+        # Megatron-LM counts experts over both replicas and tensor-parallel devices.
         replicas = rest * found.pop("data", 1)
         assumed.append("mesh: experts over replicas only")
         found["expert"] = math.gcd(found["expert"], replicas)
@@ -114,7 +114,7 @@ def _degrees(
 
 
 def _from_text(mesh: str) -> tuple[dict[str, int], str]:
-    """Degrees as in `fsdp64 x ep4`, and which axis takes the devices that remain."""
+    """Returns degrees as in `fsdp64 x ep4`, and the axis that takes the remaining devices."""
     text = re.split(r"[;(]", mesh.lower())[0]
     found: dict[str, int] = {}
     for name, degree in _PART.findall(text):
@@ -141,7 +141,7 @@ def _from_mapping(mesh: Mapping[str, Any], assumed: list[str]) -> tuple[dict[str
 def _with_microbatches(
     row: Mapping[str, Any], job: Job, layout: Layout, assumed: list[str]
 ) -> Layout | None:
-    """The layout with its microbatches; None where they must be chosen by what fits."""
+    """Returns the layout with its microbatches; None if they must be chosen by what fits."""
     per_group = job.batch / layout.batch_shards
     if row.get("micro_batch"):
         count = max(1, round(per_group / row["micro_batch"]))
@@ -158,7 +158,7 @@ def _with_microbatches(
 
 
 def _remat(row: Mapping[str, Any]) -> Remat | None:
-    """What a record says of rematerialisation; None where it is silent."""
+    """Returns the remat policy of a record; None if it gives none."""
     text = str(row.get("remat") or "").lower()
     mesh = row.get("mesh")
     if not text and isinstance(mesh, str) and "layer_input" in mesh:
@@ -179,10 +179,10 @@ def _remat(row: Mapping[str, Any]) -> Remat | None:
 
 
 def _whole(row: Mapping[str, Any]) -> bool:
-    """Whether a record's software runs a recomputed layer to its end.
+    """Returns whether a record's software reruns a recomputed layer to its end.
 
-    XLA drops what nothing reads, and so does PyTorch since 2.1 (torch.utils.checkpoint,
-    `early_stop`). Megatron-LM's own checkpoints do not, nor did PyTorch when Composer still
+    XLA drops results that nothing reads, and so does PyTorch since 2.1 (torch.utils.checkpoint,
+    `early_stop`). Megatron-LM's own checkpoints do not, and neither did PyTorch when Composer still
     trained without autocast.
     """
     framework = str(row.get("framework") or "").lower()
@@ -191,7 +191,8 @@ def _whole(row: Mapping[str, Any]) -> bool:
 
 
 def _custom(text: str) -> Remat:
-    """MaxText's own policies: the tensors kept, on device or in host memory."""
+    """Returns the policy of MaxText's custom remat: the tensors kept, on the device or in host
+    memory."""
     words = set(re.findall(r"[a-z_]+", text))
     kept = frozenset(_SAVED[word] for word in words if word in _SAVED)
     if not kept and "layer_input" not in words:
@@ -209,7 +210,7 @@ def _fitting(
     remat: Remat | None,
     assumed: list[str],
 ) -> tuple[Layout, Job]:
-    """The least recomputation, then the largest microbatches, that fit the memory."""
+    """Returns the least recomputation, then the largest microbatches, that fit the memory."""
     assert cluster.chip is not None
     whole = FULL_EAGER if _whole(row) else FULL
     choices = [NONE, DOTS, Remat(frozenset({"qkv", "attention"})), whole]

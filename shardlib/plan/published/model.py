@@ -1,18 +1,18 @@
-"""The model that a published record describes."""
+"""Model of a published record."""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from shardlib.plan.workload import Experts, Latent, Transformer
+from shardlib.cost.workload import Experts, Latent, Transformer
 
 
 class Unusable(Exception):
-    """A record lacks what a prediction needs; the message says what."""
+    """Error for a record without a field that a prediction needs; the message names the field."""
 
 
 _INTERLEAVED = re.compile(r"llama-?4.*128e|maverick")
-"""Llama 4 Maverick routes every second layer, which dims do not tell."""
+"""Llama 4 Maverick has routed experts in every second layer, which its dims do not tell."""
 
 
 def model_of(
@@ -41,7 +41,7 @@ def _by_name(name: str, model_dims: Mapping[str, Any]) -> Mapping[str, Any] | No
 
 
 def _plain(name: str) -> str:
-    """A model's name without what spellings differ in."""
+    """Returns a model's name without differences in spelling."""
     name = re.sub(r"\(.*?\)|_|-|\s|\.1\b", "", name.lower()).replace("llama31", "llama3")
     return re.sub(r"^deepseekv?3(671b)?$", "deepseek3", name)
 

@@ -1,15 +1,15 @@
-"""What software a published record ran on, as properties that the cost model knows."""
+"""Software of a published record, as properties of the cost model."""
 
 import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from shardlib.plan.layout import Software
-from shardlib.plan.workload import Precision
+from shardlib.cost.layout import Software
+from shardlib.cost.workload import Precision
 
 _OLD = Software(attention="unfused", fusion="kernels", overlap_tensor=False, overlap_data=False)
-"""Megatron-LM of 2021 and 2022, Alpa: scores in memory, collectives between the kernels."""
+"""Megatron-LM of 2021 and 2022, and Alpa: scores in memory, collectives between the kernels."""
 
 _BY_FRAMEWORK = (
     (r"deepspeed", dataclasses.replace(_OLD, overlap_data=True, single_rail=True)),
@@ -22,7 +22,7 @@ _BY_FRAMEWORK = (
 
 
 def software_of(row: Mapping[str, Any]) -> Software:
-    """Returns the properties of a record's program: by its framework, and what else it says."""
+    """Returns the properties of a record's program, from its framework and other fields."""
     framework = str(row.get("framework") or "").lower()
     found = next((s for pattern, s in _BY_FRAMEWORK if re.search(pattern, framework)), Software())
     changes: dict[str, Any] = {}
@@ -36,7 +36,7 @@ def software_of(row: Mapping[str, Any]) -> Software:
 def bytes_of(row: Mapping[str, Any], precision: Precision) -> dict[str, int]:
     """Returns the widths of a record's state, as arguments of `Job`.
 
-    Gradients are kept in float32, except where a record says that all is in half precision, and
+    Gradients are kept in float32, except if a record says that everything is in half precision, and
     in the float16 training of Micikevicius et al. 2018.
     """
     text = " ".join(str(row.get(key) or "") for key in ("fsdp_mixed", "precision", "remat"))

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardlib.explain.ahead import compile_step
+from shardlib.explain.aot.compile import compile_step
 from shardlib.explain.lint import Subject
 
 EMBED, MLP, LAYERS, ROWS = 512, 1024, 4, 2048

@@ -8,12 +8,14 @@ import pytest
 
 import shardlib as sl
 from shardlib.explain import explain
-from shardlib.explain.ahead import compile_step
+from shardlib.explain.aot.compile import compile_step
 from shardlib.explain.lint import Limits, Subject, lint
 from shardlib.registry import DataSpec, family
 from shardlib_models.moe import MoEConfig
 from shardlib_models.resnet import ResNetConfig
 from shardlib_models.transformer_config import TransformerConfig
+
+pytestmark = pytest.mark.aot
 
 # What is small counts too, so that small models have the faults of large ones. Leaves of fewer than
 # 16,384 numbers are whole by the rules.

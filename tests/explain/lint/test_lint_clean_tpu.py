@@ -7,7 +7,9 @@ import pytest
 from shardlib.config import load
 from shardlib.explain.lint import Limits
 from shardlib.run.config import RunConfig
-from shardlib.run.inspecting import explain_compiled
+from shardlib.run.explaining import explain_compiled
+
+pytestmark = pytest.mark.aot
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 # What is small counts too, so that a small model has the faults of large ones.

@@ -44,12 +44,12 @@ def test_an_activation_that_changes_its_sharding():
     }
     first = findings[0]
     assert first.message == (
-        "f32[4096,128] (2.0 MiB) goes through a collective-permute over fsdp+tensor, between two "
-        "shardings: no rule asks for it."
+        "f32[4096,128] (2.0 MiB) is resharded by a collective-permute over fsdp+tensor: no rule "
+        "asks for it."
     )
     assert first.fix == (
-        "Constrain the tensor to the same sharding before and after this line, or to the one that "
-        "the rest of the layer has."
+        "Constrain the tensor to the same sharding before and after this line, or to the sharding "
+        "of the rest of the layer."
     )
 
 
@@ -75,8 +75,8 @@ def test_a_gather_that_each_layer_repeats():
     # Of 4 turns backward 3 are for nothing; each sends 3/4 of 1 MiB.
     assert str(found) == (
         f"{found.source}: SL202 all-gather of f32[512,512] over fsdp runs in each of "
-        "4 turns of a loop on a value that no turn changes: 2.2 MiB sent for nothing.\n  Compute "
-        "it once before the loop, and hand it in; it holds 1.0 MiB on each device."
+        "4 iterations of a loop on a value that no iteration changes: 2.2 MiB sent for nothing.\n"
+        "  Compute it once before the loop, and pass it in: 1.0 MiB on each device."
     )
     place, _, function = found.place.partition(" in test_lint_communication.py:")
     assert place in ("transpose(jvp())/sharding_constraint", "transpose(jvp())")
@@ -117,8 +117,9 @@ def test_groups_that_are_no_mesh_axes():
     (found,) = lint(Subject(STRANGE, {"fsdp": 4, "tensor": 2}))
     assert str(found) == (
         "model.py:12: SL203 an all-reduce of f32[2048,1024] (8.0 MiB sent in a step) runs over "
-        "groups of devices that are no mesh axes of fsdp=4,tensor=2: the compiler made up a "
-        "sharding.\n  Constrain what this line reads and returns to shardings over whole mesh axes."
+        "groups of devices that follow no mesh axes of fsdp=4,tensor=2: the compiler chose its own "
+        "sharding.\n  Constrain the inputs and outputs of this line to shardings over whole mesh "
+        "axes."
     )
 
 
@@ -127,10 +128,10 @@ def test_groups_that_are_no_mesh_axes():
     [
         ("8xh100", None),
         ("v5e:2x4", None),
-        ("2x4xh100", "tensor=8 reaches over 8 devices, but an NVLink domain of 2x4xh100 has 4: "
-         "7.0 MiB a step go over the network at 50 GB/s instead of 450 GB/s."),
-        ("2xv5e:2x2", "tensor=8 reaches over 8 devices, but a slice of 2xv5e:2x2 has 4: 7.0 MiB a "
-         "step go over the network at 3 GB/s instead of 50 GB/s."),
+        ("2x4xh100", "tensor=8 spans 8 devices, but an NVLink domain of 2x4xh100 has 4: "
+         "7.0 MiB a step cross the network at 50 GB/s instead of 450 GB/s."),
+        ("2xv5e:2x2", "tensor=8 spans 8 devices, but a slice of 2xv5e:2x2 has 4: 7.0 MiB a "
+         "step cross the network at 3 GB/s instead of 50 GB/s."),
     ],
 )  # fmt: skip
 def test_an_axis_that_leaves_the_fast_domain(cluster, message):
@@ -187,8 +188,8 @@ def test_a_loop_without_a_count():
     sent = found.message.partition("(")[2].partition(" sent")[0]
     assert str(found) == (
         f"{line_of(test_a_loop_without_a_count, 'planted')}: SL503 a loop with 2 collectives "
-        f"({sent} sent in a turn) has no known number of turns: its traffic is counted once.\n  "
-        "Write it as jax.lax.scan or fori_loop with a fixed number of turns."
+        f"({sent} sent in an iteration) has an unknown trip count: its traffic is counted once.\n  "
+        "Write it as jax.lax.scan or fori_loop with a fixed trip count."
     )
     # The sum over `tensor` of what a device holds of the rows, and a number over all devices.
     assert found.bytes == 2 * 1 / 2 * ROWS / 4 * EMBED * 4 + 2 * 3 / 4 * 4

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from planted import EMBED, ROWS, array, compiled, descend, line_of, make_mesh, mean_square, weights
 
-from shardlib.explain.ahead import compile_step
+from shardlib.explain.aot.compile import compile_step
 from shardlib.explain.lint import Subject, lint
 from shardlib.hardware import parse_cluster
 
@@ -29,9 +29,9 @@ def test_a_donated_leaf_that_no_result_takes():
     (found,) = lint(compiled(narrowed, weights(MESH), X))
     assert str(found) == (
         f"{line_of(narrowed, 'planted')}: SL301 params/up float32[4,512,1024] is donated, but no "
-        "result has its shape, dtype and sharding: 1.0 MiB on each device are held beside the new "
-        "one.\n  Return the new value in the dtype and with the sharding of the old one (cast it, "
-        "and pin it with out_shardings), or do not donate it."
+        "result has its shape, dtype and sharding: 1.0 MiB on each device are held in addition to "
+        "the new value.\n  Return the new value in the dtype and with the sharding of the old one "
+        "(cast it, and pin it with out_shardings), or do not donate it."
     )
     assert (found.place, found.bytes) == ("params/up", 2**20)
 

@@ -8,7 +8,7 @@ from flax import nnx
 from planted import line_of
 
 import shardlib as sl
-from shardlib.explain.ahead import compile_step
+from shardlib.explain.aot.compile import compile_step
 from shardlib.explain.lint import Subject, lint
 from shardlib.testing import Reference
 
@@ -64,6 +64,7 @@ def permuted(subject):
     return {c.mesh_axes for c in found if c.kind == "collective-permute"}
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize(
     ("sizes", "ways", "constrained", "mesh"),
     [

@@ -29,7 +29,7 @@ def test_a_matmul_in_float32_among_those_in_bfloat16():
     assert str(found) == (
         f"{line_of(widened, 'planted')}: SL402 float32[2048,512] times float32[512,256] multiplies "
         "float32 in a step of bfloat16 matmuls, 3% of its FLOPs with its gradients: at half the "
-        "rate or less.\n  Cast both operands to bfloat16, and ask for "
+        "rate or less.\n  Cast both operands to bfloat16, and pass "
         "preferred_element_type=float32 where the sum needs it."
     )
 
@@ -87,8 +87,8 @@ def test_float32_that_travels_in_a_bfloat16_step(subject):
     summed, gathered = lint(subject)
     assert str(gathered) == (
         "model.py:7: SL401 all-gather of f32[1024,2048] over fsdp is in float32 in a step of "
-        "bfloat16 matmuls: bfloat16 would save 3.0 MiB a step.\n  Cast to bfloat16 before it "
-        "travels: the parameter before it is gathered, the activation where it is made "
+        "bfloat16 matmuls: bfloat16 would save 3.0 MiB a step.\n  Cast to bfloat16 before the "
+        "collective: a parameter before it is gathered, an activation where it is computed "
         "(preferred_element_type)."
     )
     assert summed.message == (

@@ -21,10 +21,10 @@ from planted import (
     weights,
 )
 
-from shardlib.explain.hlo import parse
+from shardlib.explain.analysis.params import ParamsReport, Row
+from shardlib.explain.hlo.text import parse
 from shardlib.explain.lint import Finding, Subject, lint
 from shardlib.explain.lint.shardings import spec_of_shapes, spec_of_text
-from shardlib.explain.params import ParamsReport, Row
 from shardlib.hardware import parse_cluster
 
 MESH = make_mesh(fsdp=4, tensor=2)
@@ -47,8 +47,9 @@ def test_a_leaf_that_is_whole_among_leaves_that_are_cut():
     params = {**weights(MESH), "gate": array(MESH, (EMBED, EMBED))}
     (found,) = lint(compiled(descend(with_gate), params, batch(MESH, "fsdp")))
     assert str(found) == (
-        f"{found.source}: SL101 params/gate float32[512,512] is whole on every device, 1.0 MiB, "
-        "though most of its neighbours are cut over fsdp=4.\n  Shard its dim 0 of 512 over 'fsdp'."
+        f"{found.source}: SL101 params/gate float32[512,512] is replicated on every device, "
+        "1.0 MiB, but most leaves around it are sharded over fsdp=4.\n  Shard its dim 0 of 512 "
+        "over 'fsdp'."
     )
     assert (found.place, found.bytes) == ("params/gate", 2**20 * 3 / 4)
     assert found.source == line_of(descend, "step")
@@ -90,7 +91,7 @@ def test_a_batch_that_no_axis_splits():
     assert found == Finding(
         "SL102",
         "batch/0",
-        "batch/0 float32[2048,512] is whole on all 4 devices along fsdp: each of them computes the "
+        "batch/0 float32[2048,512] is replicated on all 4 devices along fsdp: they all compute the "
         "same.",
         "Shard its dim 0 of 2048 over fsdp.",
         subject.step_source,
@@ -140,7 +141,7 @@ def test_a_batch_that_an_axis_of_another_name_should_split(spec, codes):
     assert [finding.code for finding in found] == codes
     if found:
         assert found[0].message == (
-            "x float32[2048,512] is whole on all 2 devices along dp: each of them computes the "
+            "x float32[2048,512] is replicated on all 2 devices along dp: they all compute the "
             "same."
         )
 
@@ -159,10 +160,10 @@ def test_rows_that_are_gathered_inside_of_the_layers():
     found = next(f for f in findings if f.source == line_of(gathered_layer, "planted"))
     assert found.place == "jvp()/sharding_constraint in test_lint_sharding.py:gathered_layer"
     assert found.message == (
-        "f32[2048,512] (4.0 MiB) is gathered over fsdp, 4 times a step: rows that the mesh splits "
-        "are whole on every device."
+        "f32[2048,512] (4.0 MiB) is gathered over fsdp, 4 times a step: every device holds all "
+        "the rows that the mesh splits."
     )
-    assert found.fix == "Constrain the activation so that its batch dim stays cut over fsdp."
+    assert found.fix == "Constrain the activation so that its batch dim stays sharded over fsdp."
 
 
 def cut(*spec):
@@ -204,8 +205,8 @@ def test_logits_that_are_whole(planted, what):
     assert found.source in lines
     assert str(found) == (
         f"{found.source}: SL103 {what}: each device holds logits of the whole "
-        "vocabulary.\n  Constrain the logits to be cut over tensor along the vocabulary, and take "
-        "the loss by reductions, as shardlib.losses does."
+        "vocabulary.\n  Shard the logits over tensor along the vocabulary, and compute the loss "
+        "with reductions, as shardlib.losses does."
     )
 
 
@@ -228,10 +229,10 @@ def test_what_the_partitioner_rematerializes(shardy):
     found = [finding for finding in lint(subject) if finding.code == "SL104"]
     assert str(found[0]) == (
         f"{line_of(reshaped, 'planted')}: SL104 f32[16,32,512] on each device is gathered to "
-        "8.0 MiB and cut again, from {devices=[4,1,2]<=[8]} to "
+        "8.0 MiB and sharded again, from {devices=[4,1,2]<=[8]} to "
         "{devices=[1,8,1]<=[4,2]T(1,0)}: the compiler found no direct way between the two "
         "shardings.\n  Constrain the tensor to a sharding between the two, one mesh axis at a "
-        "time; of table[ids] constrain the table to one cut dim."
+        "time. For table[ids], shard only one dim of the table."
     )
     assert (len(found), found[0].place) == (1, "reshape in test_lint_sharding.py:reshaped")
 
@@ -268,8 +269,8 @@ def test_heads_that_a_tpu_pads():
     # heads of 64 are 1024 columns, have 2 x 2048 x 1024 x 1024 each.
     assert str(found) == (
         "model.py:41: SL105 a dim of 64 is padded to 128 in 1 matmul of this line: 11% of the "
-        "step's matmul FLOPs multiply zeros.\n  Choose a size of which a device has a multiple "
-        "of 128 (of heads, fewer and larger ones), or a mesh that cuts it less."
+        "step's matmul FLOPs multiply zeros.\n  Choose a size that is a multiple of 128 on each "
+        "device (for heads, fewer and larger ones), or a mesh that splits it less."
     )
     assert found.place == "jvp()/bhtd,bshd->bhts/dot_general in model.py"
     assert lint(Subject(TPU.replace("64]", "128]"), {"fsdp": 8})) == ()
@@ -291,8 +292,8 @@ def test_a_vocabulary_that_tensor_cores_cannot_read():
     )  # fmt: skip
     (found,) = lint(subject)
     assert str(found) == (
-        "SL105 argument/0/head has a dim 1 of 50258 over tensor=2: 25129 on a device is no "
-        "multiple of 8, so that 49.1 MiB are copied to padded rows before each matmul.\n  Pad "
+        "SL105 argument/0/head has a dim 1 of 50258 over tensor=2: 25129 on a device is not a "
+        "multiple of 8, so 49.1 MiB are copied to padded rows before each matmul.\n  Pad "
         "it to 50272."
     )
 

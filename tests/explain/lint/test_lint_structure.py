@@ -22,7 +22,7 @@ def test_a_print_in_the_step():
     (found,) = lint(subject)
     assert str(found) == (
         f"{line_of(printing, 'planted')}: SL501 debug_print runs once in a step: devices wait for "
-        "the host.\n  Return the value as a metric of the step, and look at it outside."
+        "the host.\n  Return the value as a metric of the step, and read it outside."
     )
     # The same out of the compiled program, where nothing was traced.
     (read,) = lint(dataclasses.replace(subject, jaxpr=None))
@@ -40,7 +40,7 @@ def test_layers_that_are_unrolled():
     subject = compiled(descend(one_by_one), weights(MESH), X)
     (found,) = [finding for finding in lint(subject) if finding.code == "SL502"]
     assert str(found) == (
-        f"{line_of(one_by_one, 'planted')}: SL502 the matmul of this line stands 12 times in the "
-        "program with the same shapes: it is compiled as often, and no layer is told from the "
-        "next.\n  Stack the layers and scan over them, as shardlib.stack.scan_layers does."
+        f"{line_of(one_by_one, 'planted')}: SL502 the matmul of this line appears 12 times in the "
+        "program with the same shapes: it is compiled as often, and its layers cannot be told "
+        "apart.\n  Stack the layers and scan over them, as shardlib.nn.stack.scan_layers does."
     )

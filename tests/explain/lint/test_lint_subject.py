@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import pytest
 from planted import EMBED, ROWS, array, compiled, descend, make_mesh, mean_square, weights
 
-from shardlib.explain.ahead import compile_step
-from shardlib.explain.hlo import parse
+from shardlib.explain.analysis.collectives import read_program
+from shardlib.explain.aot.compile import compile_step
+from shardlib.explain.hlo.text import parse
 from shardlib.explain.lint import Finding, Subject, lint
 from shardlib.explain.lint.values import Value, Values
-from shardlib.explain.program import read_program
 
 MESH = make_mesh(fsdp=4, tensor=2)
 X = array(MESH, (ROWS, EMBED), "fsdp")
@@ -118,7 +118,7 @@ def test_findings_are_data():
     assert found.to_dict() == {
         "code": "SL503", "place": "while", "message": "a loop", "fix": "count it",
         "source": "model.py:3", "op_name": "jit(step)/while", "bytes": 12.0,
-        "title": "the trips of a loop are not known",
+        "title": "the trip count of a loop is unknown",
     }  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""The cost model: seconds, bytes and traffic of a training step."""

@@ -1,0 +1,1 @@
+"""Achieved performance of a machine: constants, rates, kernels and links."""

@@ -1,0 +1,1 @@
+"""The cost of any model from its traced program."""

@@ -1,0 +1,214 @@
+"""Costs of a traced program on one device of a mesh: computation, memory passes, communication.
+
+FLOPs     A multiply-add counts as two. Only matmuls and convolutions count. In a convolution the
+          zeros between the elements of a dilated operand do not count, but edge padding does.
+Bytes     Memory traffic of all other operations, as a compiler fuses them (`fusion`).
+Loops     Loops count once per iteration; `while` loops with an untraced bound count once.
+Peak      Bytes of written values alive at the same time, in program order.
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from shardlib.cost.traced.fusion import LOOPS, Live, fusion
+from shardlib.cost.traced.layout import Laid, Moved, Spec, Spreading, replicated
+from shardlib.cost.traced.products import PRODUCTS, Product, product
+from shardlib.cost.traced.rules import keeps_summands, results
+from shardlib.jaxprs import Operation, Program, flatten, is_literal, scan_parts
+
+Way = Literal["forward", "backward", "again"]
+_EXPONENTIALS = frozenset(
+    (
+        *("exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "erf"),
+        *("sin", "cos", "pow"),
+    )
+)
+
+
+@dataclasses.dataclass
+class Costs:
+    """Costs of one run of a program on one device."""
+
+    products: Counter[tuple[Way, Product]] = dataclasses.field(default_factory=Counter)
+    moved: Counter[tuple[Way, Moved]] = dataclasses.field(default_factory=Counter)
+    fused_bytes: Counter[Way] = dataclasses.field(default_factory=Counter)
+    exponentials: Counter[Way] = dataclasses.field(default_factory=Counter)
+    kernels: Counter[Way] = dataclasses.field(default_factory=Counter)
+    """Passes over memory; each is one kernel launch."""
+    peak_bytes: float = 0.0
+    """Peak bytes of values other than arguments."""
+    kept_bytes: float = 0.0
+    """Bytes of values that the forward pass writes and another pass reads."""
+
+    def flops(self, *ways: Way) -> float:
+        """Returns the FLOPs of matmuls and convolutions, of all passes if none is named."""
+        return sum(
+            count * product.flops
+            for (way, product), count in self.products.items()
+            if not ways or way in ways
+        )
+
+    def add(self, other: "Costs", times: float) -> None:
+        """Adds the costs of another program that runs `times` times."""
+        for field in dataclasses.fields(self):
+            mine, more = getattr(self, field.name), getattr(other, field.name)
+            if isinstance(mine, Counter):
+                for key, count in more.items():
+                    mine[key] += count * times  # type: ignore[index]
+
+
+class Walk:
+    """Walker of a program that propagates layouts from its arguments and counts costs."""
+
+    def __init__(
+        self,
+        sizes: Mapping[str, float],
+        resolve: Callable[[tuple[str | None, ...], tuple[int, ...], str], Spec],
+    ):
+        self.sizes, self.resolve = sizes, resolve
+
+    def run(
+        self, jaxpr: Any, laids: Sequence[Laid], stack: str = "", *, apart: int = 0
+    ) -> tuple[list[Laid], Costs]:
+        """Returns the layouts of the results, and the costs of one run.
+
+        Args:
+            jaxpr: A `jax.core.Jaxpr`.
+            laids: Layouts of its constants and arguments.
+            stack: Name stack of the caller.
+            apart: Number of leading results that `peak_bytes` leaves out.
+        """
+        run = _Run(self, flatten(jaxpr), laids, stack)
+        return run.outs(apart), run.costs
+
+
+class _Run:
+    """One run of a program."""
+
+    def __init__(self, walk: Walk, program: Program, laids: Sequence[Laid], stack: str):
+        self.walk, self.program, self.stack = walk, program, stack
+        self.costs = Costs()
+        self.way: Way = way_of(stack)
+        self.spread = Spreading(walk.sizes, walk.resolve, self._moved)
+        self.env: dict[Any, Laid] = dict(zip(program.invars, laids, strict=True))
+
+    def outs(self, apart: int) -> list[Laid]:
+        """Runs the program and returns the layouts of its results."""
+        live = Live(self.program, fusion(self.program), set(self.program.outvars[:apart]))
+        for index, operation in enumerate(self.program.operations):
+            stack = f"{self.stack}/{operation.stack}"
+            self.way = way_of(stack)
+            inside = self._operation(operation, stack)
+            live.step(index, self._held, inside)
+        self._fused()
+        self.costs.peak_bytes = live.peak
+        return [self._read(value) for value in self.program.outvars]
+
+    def _operation(self, operation: Operation, stack: str) -> float:
+        """Lays out the results of an operation. Returns the peak bytes of the program that it
+        runs."""
+        ins = [self._read(value) for value in operation.invars]
+        inside = 0.0
+        if operation.name in LOOPS:
+            outs, inner = self._loop(operation, ins, stack)
+            self.costs.add(inner, 1)
+            inside = inner.peak_bytes
+        else:
+            if not keeps_summands(operation, ins):
+                ins = self._settled(operation, ins)
+            outs = results(self.spread, operation, ins)
+            if operation.name in PRODUCTS:
+                self.costs.products[self.way, product(self.spread, operation, ins, outs)] += 1
+        self.env.update(zip(operation.outvars, outs, strict=True))
+        if operation.name in _EXPONENTIALS:
+            (made,) = operation.outvars
+            numbers = self._held(made) / made.aval.dtype.itemsize
+            self.costs.exponentials[self.way] += numbers  # type: ignore[assignment]
+        return inside
+
+    def _moved(self, moved: Moved) -> None:
+        self.costs.moved[self.way, moved] += 1
+
+    def _read(self, value: Any) -> Laid:
+        # Literals and constants of inner functions are replicated.
+        if is_literal(value) or value not in self.env:
+            return replicated(value.aval)
+        return self.env[value]
+
+    def _held(self, value: Any) -> float:
+        return self.spread.num_bytes(value.aval, self.env[value])
+
+    def _settled(self, operation: Operation, ins: list[Laid]) -> list[Laid]:
+        """Returns the operands with their summands reduced, once for all readers."""
+        for value, laid in zip(operation.invars, ins, strict=True):
+            if laid.partial and self.env[value].partial:
+                self.env[value] = self.spread.whole(value.aval, laid)
+        pairs = zip(operation.invars, ins, strict=True)
+        return [laid if is_literal(value) else self.env.get(value, laid) for value, laid in pairs]
+
+    def _loop(self, operation: Operation, ins: list[Laid], stack: str) -> tuple[list[Laid], Costs]:
+        if operation.name == "scan":
+            return self._scan(operation, ins, stack)
+        if operation.name == "while":
+            return self._while(operation, ins, stack)
+        branches = [branch.jaxpr for branch in operation.params["branches"]]
+        runs = [self.walk.run(branch, ins[1:], stack) for branch in branches]
+        return max(runs, key=lambda run: run[1].flops() + run[1].peak_bytes)
+
+    def _scan(self, operation: Operation, ins: list[Laid], stack: str) -> tuple[list[Laid], Costs]:
+        params = operation.params
+        body = params["jaxpr"].jaxpr
+        (fixed, carried), trips = scan_parts(operation), params["length"]
+        consts, carry = ins[:fixed], ins[fixed : fixed + carried]
+        carry = [
+            self.spread.whole(v.aval, laid)
+            for v, laid in zip(operation.invars[fixed : fixed + carried], carry, strict=True)
+        ]
+        xs = [dataclasses.replace(laid, spec=laid.spec[1:]) for laid in ins[fixed + carried :]]
+        outs, costs = self.walk.run(body, (*consts, *carry, *xs), stack)
+        # From the second iteration on the body receives the carry in the layout that it returns.
+        settled = [dataclasses.replace(laid, partial=(), is_param=False) for laid in outs[:carried]]
+        if [laid.spec for laid in settled] != [laid.spec for laid in carry]:
+            outs, costs = self.walk.run(body, (*consts, *settled, *xs), stack)
+        total = Costs(peak_bytes=costs.peak_bytes)
+        total.add(costs, trips)
+        for var, laid in zip(body.outvars[:carried], outs[:carried], strict=True):
+            self.spread.whole(var.aval, laid)
+        ends = [dataclasses.replace(laid, partial=()) for laid in outs[:carried]]
+        stacked = [dataclasses.replace(laid, spec=((), *laid.spec)) for laid in outs[carried:]]
+        return [*ends, *stacked], total
+
+    def _while(self, operation: Operation, ins: list[Laid], stack: str) -> tuple[list[Laid], Costs]:
+        params = operation.params
+        skipped, fixed = params["cond_nconsts"], params["body_nconsts"]
+        consts, carry = ins[skipped : skipped + fixed], ins[skipped + fixed :]
+        outs, costs = self.walk.run(params["body_jaxpr"].jaxpr, (*consts, *carry), stack)
+        return [dataclasses.replace(laid, partial=()) for laid in outs], costs
+
+    def _fused(self) -> None:
+        """Counts the kernels, the bytes they move, and the bytes kept for the backward pass."""
+        made: set[Any] = set()
+        kept: set[Any] = set()
+        for group in fusion(self.program):
+            way = way_of(f"{self.stack}/{group.stack}")
+            if way == "forward":
+                made.update(group.writes)
+            else:
+                kept.update(value for value in group.reads if value in made)
+            if not group.own:
+                values = (v for v in (*group.reads, *group.writes) if v in self.env)
+                self.costs.fused_bytes[way] += sum(map(self._held, values))  # type: ignore[assignment]
+                self.costs.kernels[way] += 1
+        self.costs.kept_bytes = sum(map(self._held, kept))
+
+
+@functools.lru_cache(maxsize=4096)
+def way_of(stack: str) -> Way:
+    """Returns the pass that an operation belongs to, from the name stack of JAX's
+    transformations."""
+    if "rematted_computation" in stack or "checkpoint/rematted" in stack:
+        return "again"
+    return "backward" if "transpose(" in stack else "forward"

@@ -1,0 +1,327 @@
+"""Layout rules by primitive: from the layouts of operands to the layouts of results."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardlib.cost.traced.layout import (
+    MICRO,
+    Axes,
+    Laid,
+    Spec,
+    Spreading,
+    contracted,
+    merged,
+    replicated,
+    reshaped,
+)
+from shardlib.jaxprs import subprograms
+
+Rule = Callable[[Spreading, Any, list[Laid]], list[Laid]]
+LINEAR = frozenset(
+    ("convert_element_type", "neg", "transpose", "reshape", "copy", "reduce_sum", "squeeze")
+)
+"""Operations that may be applied to summands before they are summed."""
+
+
+def results(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+    """Returns the layouts of the results of an equation without an inner program, and records the
+    collectives that it needs.
+
+    Args:
+        spread: The mesh.
+        equation: Equation of a jaxpr, or an `Operation`.
+        laids: Layouts of its operands.
+    """
+    found = RULES.get(equation.primitive.name, _elementwise)(spread, equation, laids)
+    widths = [laid.width for laid in laids if laid.partial]
+    return [
+        _fitted(spread, var.aval, one, widths) if hasattr(var.aval, "shape") else one
+        for var, one in zip(equation.outvars, found, strict=True)
+    ]
+
+
+def _fitted(spread: Spreading, aval: Any, laid: Laid, widths: Sequence[int]) -> Laid:
+    width = 0
+    if laid.partial:
+        width = widths[0] if widths else aval.dtype.itemsize
+    return Laid(spread.fitting(aval.shape, laid.spec), laid.partial, laid.is_param, width)
+
+
+def keeps_summands(equation: Any, laids: Sequence[Laid]) -> bool:
+    """Returns whether an equation may be applied to summands before they are summed."""
+    name = equation.primitive.name
+    if name in LINEAR:
+        return True
+    partial = [i for i, laid in enumerate(laids) if laid.partial]
+    if len(partial) == 1 and (name == "mul" or (name == "div" and partial == [0])):
+        others = [v for i, v in enumerate(equation.invars) if i not in partial]
+        return all(math.prod(v.aval.shape) == 1 for v in others)
+    if name == "add_any":
+        return len({laid.partial for laid in laids}) == 1
+    return name == "sharding_constraint"
+
+
+def product_layout(
+    spread: Spreading, equation: Any, laids: list[Laid]
+) -> tuple[Laid, tuple[Laid, Laid]]:
+    """Returns the layout of a `dot_general` or convolution, and the layouts in which it takes its
+    operands."""
+    avals = [v.aval for v in equation.invars[:2]]
+    rank = len(equation.outvars[0].aval.shape)
+    if equation.primitive.name == "dot_general":
+        dims, batch = equation.params["dimension_numbers"]
+        return contracted(
+            spread, avals, laids[:2], dims, batch, _dot_places(avals, dims, batch), rank
+        )
+    numbers = equation.params["dimension_numbers"]
+    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    groups = equation.params["feature_group_count"] * equation.params["batch_group_count"]
+    # A window slides over spatial dims, so they are whole here.
+    laids = [
+        spread.relaid(aval, laid, _without(laid.spec, numbered[2:]))
+        for aval, laid, numbered in zip(avals, laids, (lhs, rhs), strict=True)
+    ]
+    dims = ((lhs[1],), (rhs[1],)) if groups == 1 else ((), ())
+    places = ({lhs[0]: out[0]}, {rhs[0]: out[1]} if groups == 1 else {})
+    return contracted(spread, avals, laids, dims, ((), ()), lambda i, dim: places[i].get(dim), rank)
+
+
+def _dot_places(avals: Sequence[Any], dims: Any, batch: Any) -> Callable[[int, int], int | None]:
+    places: list[dict[int, int]] = [{}, {}]
+    for where, (a, b) in enumerate(zip(*batch, strict=True)):
+        places[0][a], places[1][b] = where, where
+    where = len(batch[0])
+    for i in (0, 1):
+        for dim in range(len(avals[i].shape)):
+            if dim not in dims[i] and dim not in batch[i]:
+                places[i][dim] = where
+                where += 1
+    return lambda i, dim: places[i].get(dim)
+
+
+def _without(spec: Sequence[Axes], dims: Sequence[int]) -> tuple[Axes, ...]:
+    return tuple(() if dim in dims else axes for dim, axes in enumerate(spec))
+
+
+def _product(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+    return [product_layout(spread, equation, laids)[0]]
+
+
+def _elementwise(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+    """Returns the layouts of an elementwise operation. A result of any shape keeps the sharding of
+    dims that an operand has in the same place."""
+    avals = [v.aval for v in equation.invars]
+    arrays = [
+        (a, laid) for a, laid in zip(avals, laids, strict=True) if len(getattr(a, "shape", ())) > 0
+    ]
+    only = len(arrays) == 1 and arrays[0][1].is_param
+    partial = laids[0].partial if equation.primitive.name in LINEAR else _partial_of(laids)
+    found: list[Laid] = []
+    for out in (v.aval for v in equation.outvars):
+        shape = getattr(out, "shape", ())
+        same = [(a, laid) for a, laid in arrays if len(a.shape) == len(shape)]
+        if not same:
+            found.append(replicated(out))
+            continue
+        spec = same[0][1].spec
+        if any(a.shape != shape or laid.spec != spec for a, laid in same):
+            spec = _led(spread, same, out, moves=not found)
+        found.append(Laid(spec, partial, only))
+    return found
+
+
+def _led(spread: Spreading, operands: Sequence[tuple[Any, Laid]], out: Any, *, moves: bool) -> Spec:
+    """Returns the layout of a result whose operands differ in layout or shape."""
+    kept = []
+    for aval, laid in operands:
+        pairs = zip(laid.spec, aval.shape, out.shape, strict=True)
+        spec = tuple(axes if size in (wanted, 1) else () for axes, size, wanted in pairs)
+        kept.append(Laid(spec, (), laid.is_param))
+        if moves:
+            spread.relaid(aval, Laid(laid.spec, (), laid.is_param), spec)
+    return merged(spread, [aval for aval, _ in operands], kept, out).spec
+
+
+def _partial_of(laids: Sequence[Laid]) -> Axes:
+    """Returns the pending summand axes. After `keeps_summands` only a linear operation has any."""
+    return next((laid.partial for laid in laids if laid.partial), ())
+
+
+def _broadcast(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+    out, dims = equation.outvars[0].aval, equation.params["broadcast_dimensions"]
+    spec: list[Axes] = [()] * len(out.shape)
+    for dim, where in enumerate(dims):
+        if equation.invars[0].aval.shape[dim] == out.shape[where]:
+            spec[where] = laids[0].spec[dim]
+    return [Laid(tuple(spec), laids[0].partial)]
+
+
+def _reshape(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+    old, out = equation.invars[0].aval, equation.outvars[0].aval
+    laid = laids[0]
+    spec = reshaped(spread, old.shape, laid, out.shape)
+    kept = {axis for axes in spec for axis in axes}
+    if any(axis not in kept for axis in laid.axes):
+        lost = tuple(tuple(a for a in axes if a in kept) for axes in laid.spec)
+        laid = spread.relaid(old, laid, lost)
+        spec = reshaped(spread, old.shape, laid, out.shape)
+    return [Laid(spec, laid.partial, laid.is_param)]
+
+
+def _transpose(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+    laid = laids[0]
+    spec = tuple(laid.spec[dim] for dim in equation.params["permutation"])
+    return [Laid(spec, laid.partial, laid.is_param)]
+
+
+def _squeeze(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+    gone, laid = equation.params["dimensions"], laids[0]
+    spec = tuple(axes for dim, axes in enumerate(laid.spec) if dim not in gone)
+    return [Laid(spec, laid.partial, laid.is_param)]
+
+
+def _reduce(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+    dims = equation.params.get("axes", ())
+    found = []
+    for var, laid in zip(equation.outvars, laids, strict=False):
+        spec = tuple(axes for dim, axes in enumerate(laid.spec) if dim not in dims)
+        over = tuple(a for dim in dims for a in laid.spec[dim] if a != MICRO)
+        result = Laid(spec, tuple(dict.fromkeys((*laid.partial, *over))))
+        is_sum = equation.primitive.name == "reduce_sum"
+        found.append(result if is_sum else spread.whole(var.aval, result))
+    return found + [replicated(v.aval) for v in equation.outvars[len(found) :]]
+
+
+def _gather(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+    """Lays out a lookup at its indices. A table sharded along the looked-up dim gives zeros for
+    rows that another device holds, to be summed."""
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    table, indices = (v.aval for v in equation.invars[:2])
+    out = equation.outvars[0].aval
+    spec: list[Axes] = [()] * len(out.shape)
+    batch_dims = [d for d in range(len(out.shape)) if d not in numbers.offset_dims]
+    used: set[str] = set()
+    for where, axes in zip(batch_dims, laids[1].spec[: len(indices.shape) - 1], strict=False):
+        spec[where] = axes
+        used.update(axes)
+    gone = (*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ()))
+    kept_dims = [d for d in range(len(table.shape)) if d not in gone]
+    partial: list[str] = []
+    want = list(laids[0].spec)
+    for dim, axes in enumerate(laids[0].spec):
+        free = tuple(a for a in axes if a not in used)
+        if dim in kept_dims and sizes[dim] == table.shape[dim]:
+            spec[numbers.offset_dims[kept_dims.index(dim)]] = free
+        else:
+            partial += [a for a in free if a != MICRO]
+        want[dim] = free
+        used.update(free)
+    spread.relaid(table, laids[0], tuple(want))
+    return [Laid(tuple(spec), tuple(partial))]
+
+
+def _scatter(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+    """Lays out a scatter. Updates sharded where the operand is not become summands of the
+    result."""
+    operand, updates = equation.invars[0].aval, equation.invars[2].aval
+    numbers = equation.params["dimension_numbers"]
+    spec = list(laids[0].spec)
+    kept = [
+        d
+        for d in range(len(operand.shape))
+        if d not in numbers.inserted_window_dims
+        and d not in getattr(numbers, "operand_batching_dims", ())
+    ]
+    for window, dim in zip(numbers.update_window_dims, kept, strict=False):
+        if updates.shape[window] == operand.shape[dim] and not spec[dim]:
+            spec[dim] = laids[2].spec[window]
+    pairs = zip(
+        getattr(numbers, "operand_batching_dims", ()),
+        getattr(numbers, "scatter_indices_batching_dims", ()),
+        strict=True,
+    )
+    for dim, where in pairs:
+        spec[dim] = spec[dim] or laids[1].spec[where]
+    used = {axis for axes in spec for axis in axes}
+    over = [
+        axis
+        for dim, axes in enumerate(laids[2].spec)
+        if dim not in numbers.update_window_dims
+        for axis in axes
+        if axis != MICRO and axis not in used
+    ]
+    return [Laid(tuple(spec), tuple(over))]
+
+
+def _constraint(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+    aval, laid = equation.invars[0].aval, laids[0]
+    sharding = equation.params["sharding"]
+    names, kind = _logical(getattr(sharding, "spec", ()), len(aval.shape))
+    if names is None:
+        return [spread.whole(aval, laid)]
+    spec = spread.resolve(names, tuple(aval.shape), kind)
+    # Rules never shard in time, so a constraint leaves `MICRO` in place.
+    in_time = [dim for dim, axes in enumerate(laid.spec) if MICRO in axes]
+    spec = tuple(
+        (*axes, MICRO) if dim in in_time and MICRO not in axes else axes
+        for dim, axes in enumerate(spec)
+    )
+    # Sums over other axes may wait: compilers turn a sum of which each device then takes its part
+    # into a reduce-scatter.
+    spec = spread.fitting(aval.shape, spec)
+    wanted = {axis for axes in spec for axis in axes}
+    waiting = tuple(axis for axis in laid.partial if axis not in wanted)
+    now = tuple(axis for axis in laid.partial if axis in wanted)
+    found = spread.relaid(aval, dataclasses.replace(laid, partial=now), spec)
+    return [Laid(found.spec, waiting, found.is_param)]
+
+
+PARAMS_TABLE = "params of "
+"""Prefix of the logical axis of a constraint that the parameter table decides."""
+
+
+def constrained_names(jaxpr: Any) -> set[str]:
+    """Returns the logical axes named by a program that was traced on a mesh of logical axes."""
+    found: set[str] = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "sharding_constraint":
+            names, _ = _logical(
+                equation.params["sharding"].spec, len(equation.outvars[0].aval.shape)
+            )
+            found |= {name for name in names or () if name}
+        for program in subprograms(equation):
+            found |= constrained_names(program)
+    return found
+
+
+def _logical(spec: Any, rank: int) -> tuple[tuple[str | None, ...] | None, str]:
+    """Returns the logical axes and the table of a constraint traced on a mesh of logical axes."""
+    names: list[str | None] = []
+    kind = "activations"
+    for entry in (*spec, *(None,) * (rank - len(spec))):
+        if isinstance(entry, tuple):
+            entry = entry[0] if entry else None
+        if entry is not None and not isinstance(entry, str):
+            return None, kind
+        if entry is not None and entry.startswith(PARAMS_TABLE):
+            entry, kind = entry.removeprefix(PARAMS_TABLE), "params"
+        names.append(entry)
+    return tuple(names), kind
+
+
+_REDUCE = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_or", "reduce_and")
+RULES: dict[str, Rule] = {
+    "dot_general": _product,
+    "conv_general_dilated": _product,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    **dict.fromkeys((*_REDUCE, "reduce_xor", "argmax", "argmin"), _reduce),
+    "gather": _gather,
+    **dict.fromkeys(("scatter-add", "scatter_add", "scatter"), _scatter),
+    "sharding_constraint": _constraint,
+}
+"""Layout rules of the primitives that are not elementwise."""

@@ -1,0 +1,252 @@
+"""A traced step on any mesh: layouts of its arrays, and computation and communication per
+device."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from shardlib.cost.layout import AXES, Layout
+from shardlib.cost.traced.costs import Costs, Walk, Way
+from shardlib.cost.traced.layout import MICRO, Axes, Laid, Moved, Spec, Spreading, replicated
+from shardlib.functional import FunctionalModule
+from shardlib.mesh import entry_axes
+from shardlib.paths import path_string
+from shardlib.rules import AxisRules
+from shardlib.rules.resolve import ANY
+from shardlib.sharding.partition import Placement, place, place_optimizer
+
+BatchAxes = Mapping[str, tuple[str | None, ...]]
+Places = Mapping[str, Mapping[str, Placement]]
+Mesh = tuple[int, ...]
+"""Degrees of `AXES`."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedStep:
+    """The programs of one step, without a mesh."""
+
+    gradient: Any
+    """Jaxpr of the gradients of a batch, from parameters, model state, batch and key."""
+    update: Any
+    """Jaxpr of the update, from gradients, optimizer state and parameters."""
+    module: FunctionalModule
+    params: Any
+    """Shapes of the parameters in their stored dtype."""
+    model_state: Any
+    opt_state: Any
+    examples: Any
+    """Shapes of the batch."""
+    rules: AxisRules
+    batch_axes: BatchAxes
+    names: frozenset[str]
+    """Logical axes that the model names."""
+
+    @functools.cached_property
+    def batch(self) -> int:
+        """Examples of the batch."""
+        return jax.tree.leaves(self.examples)[0].shape[0]
+
+    @functools.cached_property
+    def length(self) -> int:
+        """Size of the dim that the batch names `length`; 1 if no dim has this name."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.examples):
+            axes = self.batch_axes.get(path_string(path), ())
+            if "length" in axes:
+                return leaf.shape[axes.index("length")]
+        return 1
+
+    @functools.cached_property
+    def mesh_axes(self) -> frozenset[str]:
+        """Mesh axes that the rules assign to logical axes of the model."""
+        found = {
+            name
+            for kind in ("params", "activations")
+            for logical, alternatives in self.rules.table(kind)  # type: ignore[arg-type]
+            if logical in self.names or logical == ANY
+            for alternative in alternatives
+            for name in alternative
+            # The batch alone does not need the expert axis: `data` shards it as well.
+            if name != "stage" and (name, logical) != ("expert", "batch")
+        }
+        auto = self.rules.auto.mesh_axis if self.rules.auto else None
+        return frozenset(found | ({auto} if auto else set()))
+
+    def batch_of(self, batch: int) -> Any:
+        """Returns the shapes of a batch of `batch` examples."""
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((batch, *leaf.shape[1:]), leaf.dtype), self.examples
+        )
+
+    def costs(self, layout: Layout, parts: float) -> tuple[Costs, Costs]:
+        """Returns the costs of one device for a microbatch, and for the update after it.
+
+        Args:
+            layout: Layout with the degrees and `zero`.
+            parts: Number of microbatches that the traced batch is split into.
+        """
+        mesh = _degrees(layout)
+        return self._summed(mesh, layout.zero, parts), self._updated(mesh, layout.zero)
+
+    def places(self, layout: Layout) -> Places:
+        """Returns the placements of parameters, gradients and optimizer state.
+
+        Raises:
+            RuleError: If the rules cannot place them.
+        """
+        return self._placed(_degrees(layout), layout.zero)
+
+    def batch_laid(self, layout: Layout, batch: int) -> list[Laid]:
+        """Returns the layouts of the leaves of a batch of `batch` examples.
+
+        Raises:
+            RuleError: If the rules cannot place them.
+        """
+        sizes, found = _sizes(_degrees(layout)), []
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch_of(batch)):
+            rank = len(leaf.shape)
+            axes = self.batch_axes.get(path_string(path), ("batch", *[None] * (rank - 1))[:rank])
+            spec = spec_of(self.rules.spec(axes, leaf.shape, sizes, "activations"), rank)
+            pairs = zip(axes, spec, strict=True)
+            found.append(Laid(tuple((*cut, MICRO) if a == "batch" else cut for a, cut in pairs)))
+        return found
+
+    @functools.cached_property
+    def _placed(self) -> Any:
+        return functools.lru_cache(1024)(self._place)
+
+    @functools.cached_property
+    def _walked(self) -> Any:
+        return functools.lru_cache(1024)(self._walk)
+
+    @functools.cached_property
+    def _summed(self) -> Any:
+        return functools.lru_cache(4096)(self._sum)
+
+    @functools.cached_property
+    def _updated(self) -> Any:
+        return functools.lru_cache(1024)(self._update)
+
+    def _place(self, degrees: Mesh, zero: int) -> Places:
+        mesh = AbstractMesh(degrees, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        whole = place(self.params, self.module.axes, self.rules, mesh)
+        gradients = place(self.params, self.module.axes, self.rules.of("gradients"), mesh)
+        moments = place(self.params, self.module.axes, self.rules.of("opt_state"), mesh)
+        if zero < 3:
+            whole = {path: _unsharded(one) for path, one in whole.items()}
+        if zero < 2:
+            gradients = {path: _unsharded(one) for path, one in gradients.items()}
+        return {
+            "params": whole,
+            "gradients": gradients,
+            "updates": moments,
+            "moments": place_optimizer(self.opt_state, moments),
+        }
+
+    def _walk(self, degrees: Mesh, zero: int, parts: float) -> tuple[list[Laid], Costs]:
+        """Returns the layouts of the gradients after the forward and backward pass, and the
+        costs."""
+        params = self._placed(degrees, zero)["params"]
+        layout = Layout(**dict(zip(AXES, degrees, strict=True)))
+        laids = [
+            *_laid(params, is_param=True),
+            *(replicated(leaf) for leaf in jax.tree.leaves(self.model_state)),
+            *self.batch_laid(layout, self.batch),
+        ]
+        jaxpr = self.gradient
+        laids += [replicated(var.aval) for var in jaxpr.invars[len(laids) :]]
+        constants = [replicated(var.aval) for var in jaxpr.constvars]
+        outs, costs = self._on(degrees, parts).run(jaxpr, (*constants, *laids), apart=len(params))
+        return outs[: len(params)], costs
+
+    def _sum(self, degrees: Mesh, zero: int, parts: float) -> Costs:
+        """Returns the costs of `_walk` with the gradient sums. `zero` 1 and 2 differ only in
+        them."""
+        outs, costs = self._walked(degrees, max(zero, 2), parts)
+        wanted = self._placed(degrees, zero)["gradients"]
+        leaves = [jax.ShapeDtypeStruct(p.shape, jnp.float32) for p in jax.tree.leaves(self.params)]
+        found = dataclasses.replace(costs, moved=costs.moved.copy())
+        _relay(found, "backward", self._on(degrees, parts), leaves, outs, wanted)
+        return found
+
+    def _update(self, degrees: Mesh, zero: int) -> Costs:
+        places = self._placed(degrees, zero)
+        laids = [_laid(places[part]) for part in ("updates", "moments", "updates")]
+        constants = [replicated(var.aval) for var in self.update.constvars]
+        walk, leaves = self._on(degrees, 1), jax.tree.leaves(self.params)
+        outs, costs = walk.run(self.update, sum(laids, constants))
+        _relay(costs, "forward", walk, leaves, outs[: len(leaves)], places["params"])
+        return costs
+
+    def _on(self, degrees: Mesh, parts: float) -> Walk:
+        named = _sizes(degrees)
+
+        def resolve(names: tuple[str | None, ...], shape: tuple[int, ...], kind: str) -> Spec:
+            found = self.rules.resolve(names, shape, named, kind)  # type: ignore[arg-type]
+            return spec_of(found.spec, len(shape))
+
+        return Walk({**named, MICRO: parts}, resolve)
+
+
+def spec_of(spec: Any, rank: int) -> Spec:
+    """Returns a `PartitionSpec` as a layout of `rank` dims."""
+    found = [entry_axes(entry) for entry in spec]
+    return (*found, *((),) * (rank - len(found)))
+
+
+def shards(placement: Placement, layout: Layout, *, without: str = "") -> int:
+    """Returns the number of shards of an array on a mesh.
+
+    Args:
+        placement: Placement of the array.
+        layout: Layout with the degrees.
+        without: Axis that does not count.
+    """
+    axes: Axes = tuple(axis for entry in placement.spec for axis in entry_axes(entry))
+    return math.prod(layout.size(axis) for axis in axes if axis != without)
+
+
+def _relay(
+    costs: Costs,
+    way: Way,
+    walk: Walk,
+    leaves: Sequence[Any],
+    laids: Sequence[Laid],
+    wanted: Mapping[str, Placement],
+) -> None:
+    """Counts the collectives that bring arrays of the parameters' shapes to their wanted
+    layouts."""
+
+    def count(moved: Moved) -> None:
+        costs.moved[way, moved] += 1
+
+    spread = Spreading(walk.sizes, walk.resolve, count)
+    for leaf, laid, place_ in zip(leaves, laids, wanted.values(), strict=True):
+        one = dataclasses.replace(laid, is_param=True)
+        spread.relaid(leaf, one, spec_of(place_.spec, len(leaf.shape)))
+
+
+def _degrees(layout: Layout) -> Mesh:
+    return tuple(layout.size(axis) for axis in AXES)
+
+
+def _sizes(degrees: Mesh) -> dict[str, int]:
+    return dict(zip(AXES, degrees, strict=True))
+
+
+def _laid(places: Mapping[str, Placement], *, is_param: bool = False) -> list[Laid]:
+    return [Laid(spec_of(one.spec, len(one.shape)), (), is_param) for one in places.values()]
+
+
+def _unsharded(placement: Placement) -> Placement:
+    """Returns a placement without `fsdp`."""
+    entries = [
+        tuple(a for a in entry_axes(entry) if a != "fsdp") or None for entry in placement.spec
+    ]
+    resolution = placement.resolution._replace(spec=PartitionSpec(*entries))
+    return dataclasses.replace(placement, resolution=resolution)

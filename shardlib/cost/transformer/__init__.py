@@ -1,0 +1,1 @@
+"""The cost of a transformer from its published dimensions."""

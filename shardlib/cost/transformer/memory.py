@@ -1,0 +1,272 @@
+"""Peak memory of one device in a training step, by category.
+
+Activations of a layer follow Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+Transformer Models", sections 4.1 and 4.2. For a plain MLP of 4 h and half precision they derive
+
+    s b h (10 + 24 / t + 5 a s / (h t)) bytes,
+
+of which sequence parallelism also splits the 10. Here each part counts by its own width, so that
+gated MLPs, grouped queries and remat policies follow from the same table. State is sharded as in
+ZeRO (Rajbhandari et al. 2020, section 5).
+"""
+
+import dataclasses
+
+from shardlib.cost.layout import SHARDLIB, Layout, Software
+from shardlib.cost.transformer import communication_time, compute_time, program_memory
+from shardlib.cost.workload import NONE, Job
+from shardlib.hardware import Cluster
+
+_LOGIT_BYTES = 4
+"""Bytes per logit: logits and their gradient in half precision. The softmax between them is not
+stored."""
+RUNTIME_BYTES = {"tpu": 0.5e9, "gpu": 2.0e9, "cpu": 0.0}
+"""Bytes of program, library contexts and buffers of collectives, by platform."""
+_FRAGMENTATION = 0.04
+"""Fraction of the memory that allocators cannot use. Together with the runtime it leaves 4 to 7% of
+what a program may use. That is more than the peak of any program of `benchmarks/plan_memory.py`
+exceeds the prediction for its kind of chip (3.5% on TPUs, 5.6% on GPUs)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak on the device that holds most; they add up to `total`.
+
+    The peak is either in the head or in the backward pass of a layer. In the head all activations
+    and the logits are alive. In the backward pass the gradients are alive, and one layer is
+    recomputed and gathered.
+    """
+
+    params: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    """Activations kept from the forward pass for the backward pass."""
+    recomputed: float = 0.0
+    """Activations that one layer recomputes before its backward pass and holds during it."""
+    gathered: float = 0.0
+    """Gathered parameters of the layers in use, and their gradients before they are scattered."""
+    logits: float = 0.0
+    runtime: float = 0.0
+    host: float = 0.0
+    """Offloaded activations and optimizer state in host memory; not part of `total`."""
+
+    @property
+    def total(self) -> float:
+        """Bytes on the device."""
+        return sum(value for name, value in vars(self).items() if name != "host")
+
+    def fits(self, capacity_bytes: float) -> bool:
+        """Returns whether it fits a device, with the memory that allocators cannot use."""
+        return self.over(capacity_bytes) <= 0
+
+    def over(self, capacity_bytes: float) -> float:
+        """Returns the bytes by which it exceeds the usable memory of a device; negative if it
+        fits."""
+        return self.total - capacity_bytes * (1 - _FRAGMENTATION)
+
+
+def peak_memory(
+    job: Job,
+    layout: Layout,
+    cluster: Cluster,
+    software: Software = SHARDLIB,
+    *,
+    dropout: bool = False,
+) -> Memory:
+    """Returns the memory of one device at the peak of a step.
+
+    Args:
+        job: Model, batch, widths of the state and rematerialisation.
+        layout: Degrees of the mesh axes.
+        cluster: Cluster, for the memory that the runtime of its chips takes.
+        software: Program properties: fusion of attention, and what is gathered at a time.
+        dropout: Whether the residual branches keep dropout masks.
+    """
+    device = compute_time.Device(job, layout, software)
+    held = communication_time.local_weights(device)
+    base = _through_the_step(device, cluster, held, dropout=dropout)
+    if software.keeps_traced:
+        phases = program_memory.phases(device, cluster, held, base)
+        if layout.offload_optimizer:
+            phases += (program_memory.update(device, held, base),)
+    else:
+        phases = _published_phases(device, held, base)
+    return max(phases, key=lambda phase: phase.total)
+
+
+def _through_the_step(
+    device: compute_time.Device,
+    cluster: Cluster,
+    held: communication_time.LocalWeights,
+    *,
+    dropout: bool,
+) -> Memory:
+    """Returns the memory alive in every phase: state, runtime, and activations for the backward
+    pass."""
+    job, layout = device.job, device.layout
+    optimizer = held.total / layout.fsdp
+    optimizer /= layout.data * layout.expert if layout.shard_optimizer else 1
+    kept, host = _activations(device, cluster, dropout=dropout)
+    waiting = device.tokens * _layers_in_flight(job, layout, reruns=device.reruns)
+    inputs = 0.0
+    if device.reruns:
+        cut = layout.tensor if layout.sequence_parallel else 1
+        inputs = _inputs_kept(layout) * device.tokens * job.model.embed * job.compute_bytes / cut
+    moments = optimizer * job.moment_bytes
+    away = moments if layout.offload_optimizer else 0.0
+    return Memory(
+        params=_param_bytes(device, held, optimizer),
+        optimizer=moments - away,
+        activations=waiting * kept + inputs,
+        runtime=RUNTIME_BYTES[cluster.platform],
+        host=waiting * host + away,
+    )
+
+
+def _published_phases(
+    device: compute_time.Device, held: communication_time.LocalWeights, base: Memory
+) -> tuple[Memory, Memory]:
+    """Returns the memory in the head and in the backward pass of a layer, for programs other than
+    shardlib's, from what they must hold."""
+    job, layout = device.job, device.layout
+    gradients = held.total * job.gradient_bytes
+    if layout.zero > 1:
+        gradients /= layout.fsdp
+    in_head = dataclasses.replace(
+        base,
+        logits=device.tokens * job.model.vocab / layout.tensor * _LOGIT_BYTES / job.loss_chunks,
+        gradients=gradients if layout.microbatches > 1 else 0.0,
+    )
+    in_backward = dataclasses.replace(
+        base,
+        gradients=gradients,
+        recomputed=device.tokens * _recomputed(device),
+        gathered=_gathered(device),
+    )
+    return in_head, in_backward
+
+
+def _recomputed(device: compute_time.Device) -> float:
+    """Returns the bytes per token that a layer as a whole recomputes or fetches from the host."""
+    job, layout, software = device.job, device.layout, device.software
+    everything, _ = layer_activations(dataclasses.replace(job, remat=NONE), layout, software)
+    kept, host = layer_activations(job, layout, software)
+    some = job.remat != NONE and 0 < job.remat_share < 1
+    return everything if host or some or job.remat_share * kept < everything else 0.0
+
+
+def _activations(
+    device: compute_time.Device, cluster: Cluster, *, dropout: bool
+) -> tuple[float, float]:
+    """Returns the bytes per token and layer, averaged over layers: on the device, and on the
+    host."""
+    job, layout, software = device.job, device.layout, device.software
+    share = 0.0 if job.remat == NONE else job.remat_share
+    padding = program_memory.padding(job, cluster) if software.keeps_traced else 1.0
+    kept = host = others = 0.0
+    if share > 0:
+        kept, host = layer_activations(job, layout, software, dropout=dropout, padding=padding)
+    if share < 1 and software.keeps_traced:
+        others = program_memory.traced(device, cluster, dropout=dropout)
+    elif share < 1:
+        everything = dataclasses.replace(job, remat=NONE)
+        others, _ = layer_activations(everything, layout, software, dropout=dropout)
+    return share * kept + (1 - share) * others, share * host
+
+
+def _gathered(device: compute_time.Device) -> float:
+    """Returns the bytes of parameters gathered at a time, with one unit prefetched, and of the
+    gradients of the unit. A compiled step gathers single matrices, an eager one whole layers."""
+    job, layout = device.job, device.layout
+    if layout.fsdp == 1:
+        return 0.0
+    model = job.model
+    if device.software.fusion == "eager":
+        unit = max(model.layer_weights)
+        unit += model.expert_weights / layout.expert
+    else:
+        unit = program_memory.largest_matrix(device)
+    return unit / layout.tensor * 3 * job.compute_bytes
+
+
+def _param_bytes(
+    device: compute_time.Device, held: communication_time.LocalWeights, optimizer: float
+) -> float:
+    """Returns the bytes of parameters. If `data` shards the state, there are also whole copies in
+    the compute dtype. Programs of shardlib have such copies of the layers."""
+    job, layout = device.job, device.layout
+    if layout.shard_optimizer:
+        return held.total * job.compute_bytes + optimizer * job.param_bytes
+    cut = layout.fsdp if layout.zero == 3 else 1
+    copied = 0.0
+    if device.software.keeps_traced and job.param_bytes != job.compute_bytes:
+        copied = (held.dense + held.routed) * job.compute_bytes
+    return (held.total * job.param_bytes + copied) / cut
+
+
+def layer_activations(
+    job: Job,
+    layout: Layout,
+    software: Software = SHARDLIB,
+    *,
+    dropout: bool = False,
+    padding: float = 1.0,
+) -> tuple[float, float]:
+    """Returns the bytes per token that a layer under `job.remat` keeps for its backward pass, on
+    the device and on the host. Queries, keys and values take `padding` times their size."""
+    model, width, keeps = job.model, job.compute_bytes, job.remat.kept
+    residual = layout.tensor if layout.sequence_parallel else 1
+    hidden = float(model.mlp)
+    if model.experts and model.routed_layers:
+        experts = model.experts
+        hidden = float(experts.per_token * experts.mlp + experts.shared_mlp)
+    heads = model.heads * model.value_dim
+    scores = 0.0
+    if software.attention == "unfused":
+        scores = model.heads * job.length * (2 * width + 1)
+    parts = {
+        "qkv": padding * compute_time.qkv_width(model, layout) * width,
+        "attention": (heads * width + scores) / layout.tensor,
+        "out": model.embed * width / residual,
+        "up": (2 if model.gated else 1) * hidden * width / layout.tensor,
+        "elementwise": 2 * model.embed * (width + (1 if dropout else 0)) / residual
+        + hidden * width / layout.tensor,
+    }
+    if software.attention == "unfused" and "attention" not in keeps:
+        # Only the core is recomputed; its output to the projection stays.
+        parts["core"] = heads * width / layout.tensor if "qkv" in keeps else 0.0
+    kept = model.embed * width / residual
+    kept += sum(size for name, size in parts.items() if name in keeps or name == "core")
+    kept += sum(parts[name] / 2 for name in job.remat.half)
+    host = sum(size for name, size in parts.items() if name in job.remat.offloaded)
+    if "input" in job.remat.offloaded:
+        host += model.embed * width / residual
+    return kept - host, host
+
+
+def _inputs_kept(layout: Layout) -> int:
+    """Returns the inputs of chunks that a stage keeps; see `shardlib.train.pipeline.schedules`."""
+    stages, chunks = layout.stage, layout.chunks
+    if layout.microbatches < stages:
+        return layout.microbatches
+    most = 2 * stages - 3 if chunks == 1 else (chunks + 1) * stages - 3
+    return min(chunks * layout.microbatches, max(most, 1))
+
+
+def _layers_in_flight(job: Job, layout: Layout, *, reruns: bool) -> float:
+    """Returns the layers of one microbatch whose activations a device holds at the same time.
+
+    The first of p stages holds p microbatches of its L / p layers; interleaving increases this by a
+    fraction (p - 1) / (p v). Source: Korthikanti et al. 2022, section 4.2.3. If chunks are rerun
+    before their backward pass, it is one chunk.
+    """
+    layers, stages = job.model.layers, layout.stage
+    if stages == 1:
+        return float(layers)
+    if reruns:
+        return layers / (stages * layout.chunks)
+    flying = min(layout.microbatches, stages) / stages
+    if layout.chunks > 1:
+        flying *= 1 + (stages - 1) / (stages * layout.chunks)
+    return layers * flying

@@ -1,0 +1,246 @@
+"""Memory of shardlib's own step on one device, phase by phase, as XLA compiles it.
+
+The terms are read from the scheduled programs of `benchmarks/plan_memory.py`, in which each buffer
+alive at the peak has a shape and a source line. Each term has this form: so many arrays of tokens
+by hidden width, of the vocabulary table, or of the weights of a layer. If XLA could choose between
+two layouts, the larger one counts.
+"""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from shardlib.cost.layout import Layout
+from shardlib.cost.transformer.communication_time import LocalWeights
+from shardlib.cost.transformer.compute_time import OFFLOADED_PIECES, Device, qkv_width
+from shardlib.cost.workload import Job
+from shardlib.hardware import Cluster
+
+if TYPE_CHECKING:
+    from shardlib.cost.transformer.memory import Memory
+
+_FLOAT32 = 4
+_LANES = {"tpu": 128, "gpu": 1}
+"""Multiple to which the last dim of an array is padded in memory. Source: "Array layouts" in the
+documentation of JAX's Pallas for TPUs."""
+_MLP_COPIES = 6
+"""Hidden vectors per token that a gated MLP, or one with GELU, keeps."""
+_HIDDEN_AT_ONCE = 4
+"""Hidden vectors of the MLP in its backward pass: gate and up, and the gradients of both."""
+_RESIDUALS_AT_ONCE = 6
+"""Vectors of residual-stream width in the backward pass of a layer, whole along the length: the
+input of both branches, the incoming gradient, the gradients of gate and up, and their sum."""
+_MATRICES_AT_ONCE = 2
+"""Matrices of the largest kind alive at the same time: the next one is gathered while one is in
+use."""
+_ROUTED_HIDDEN = 7
+"""Hidden vectors per row of experts in the backward pass, in addition to a mask of one byte per
+element."""
+
+
+def phases(
+    device: Device, cluster: Cluster, held: LocalWeights, base: "Memory"
+) -> tuple["Memory", ...]:
+    """Returns the memory in the head, and in the backward pass of the layers.
+
+    Args:
+        device: The job on one device.
+        cluster: Cluster whose compiler builds the program.
+        held: Weights of the device before `fsdp` shards them.
+        base: State, activations and runtime, which both phases hold.
+    """
+    gradients = _gradients(device, held)
+    return _head(device, cluster, gradients, base), _layers(device, cluster, gradients, base)
+
+
+def _head(
+    device: Device, cluster: Cluster, gradients: tuple[float, float, float], base: "Memory"
+) -> "Memory":
+    """Returns the memory of the head and its loss.
+
+    A loss in chunks holds the gathered table, a copy and its gradient in float32, and on GPUs a
+    second narrow copy and a mask and a gradient of the logits in four bytes each. A loss in one
+    piece holds the logits and their gradient; except on GPUs, it holds one of the two if devices
+    share the vocabulary or the table is tied to the embedding. On GPUs the gradients of all layers
+    and of the embedding are allocated before.
+    """
+    job, layout, on_gpu = device.job, device.layout, cluster.platform == "gpu"
+    width = job.compute_bytes
+    table = job.model.vocab_weights / layout.tensor
+    logits = device.tokens * job.model.vocab / layout.tensor
+    gathered = table * width
+    embedding = table * width if on_gpu and not job.model.tied else 0.0
+    if job.loss_chunks > 1:
+        gathered += table * _FLOAT32
+        if width < _FLOAT32:
+            gathered += table * (_FLOAT32 + (width if on_gpu else 0))
+        embedding = table * width if on_gpu else 0.0
+        held = logits / job.loss_chunks * (width + (2 * _FLOAT32 if on_gpu else 0))
+    else:
+        shared = layout.tensor > 1 or job.model.tied
+        held = logits * width * (1 if shared and not on_gpu else 2)
+    there = sum(gradients if on_gpu else gradients[:1]) + embedding
+    return dataclasses.replace(base, logits=held, gradients=there, gathered=gathered)
+
+
+def _layers(
+    device: Device, cluster: Cluster, gradients: tuple[float, float, float], base: "Memory"
+) -> "Memory":
+    """Returns the memory of the backward pass of the layers, with what the head leaves waiting."""
+    logits, tables = _waiting(device, cluster)
+    return dataclasses.replace(
+        base,
+        logits=logits,
+        gradients=sum(gradients) + tables,
+        recomputed=device.tokens * _at_once(device, cluster),
+        gathered=_gathered(device),
+    )
+
+
+def _waiting(device: Device, cluster: Cluster) -> tuple[float, float]:
+    """Returns the bytes of gradients of logits, and of vocabulary tables, during the layers.
+
+    The gradient of the logits lives until the gradient of the table is computed from it. With a
+    loss in chunks the float32 gradient of the table lives until it is scattered. Both can be
+    delayed past the layers. On GPUs of one host they are done before the layers, and so they are in
+    a pipeline, whose head is a branch of its own. The embedding lookup has a gradient table, on
+    GPUs from the start.
+    """
+    job, layout, on_gpu = device.job, device.layout, cluster.platform == "gpu"
+    table = job.model.vocab_weights / layout.tensor
+    width, soon = job.compute_bytes, on_gpu and cluster.num_hosts == 1
+    embedding = table * width if on_gpu and not job.model.tied else 0.0
+    if device.reruns:
+        return 0.0, embedding
+    if job.loss_chunks > 1:
+        return 0.0, embedding + table * (width if soon else _FLOAT32)
+    if soon or (on_gpu and job.model.tied):
+        return 0.0, embedding + table * width
+    return device.tokens * job.model.vocab / layout.tensor * width, embedding
+
+
+def update(device: Device, held: LocalWeights, base: "Memory") -> "Memory":
+    """Returns the memory while a piece of an offloaded optimizer state is updated: all gradients,
+    and the piece before and after the update. A piece is filled parameter by parameter, so that it
+    exceeds its share by at most one parameter.
+
+    The arguments are the same as for `phases`, with the state on the host.
+    """
+    job, layout, model = device.job, device.layout, device.job.model
+    parts = {"qkv": 1 if model.latent else 3, "up": 2 if model.gated else 1}
+    copies = model.experts.number / layout.expert if model.experts else 1.0
+    arrays = (
+        m.fan_in * m.fan_out / parts.get(m.name, 1) * (copies if m.routed else 1.0)
+        for routed in {False, model.experts is not None}
+        for m in model.matmuls(routed=routed)
+    )
+    largest = max(model.layers / layout.stage * max(arrays), model.vocab_weights) / layout.tensor
+    whole = layout.zero == 1 and layout.microbatches > 1
+    gradients = held.total / (1 if whole else layout.fsdp) * job.gradient_bytes
+    moments = held.total / layout.fsdp * job.moment_bytes
+    piece = min(moments, moments * (1 / OFFLOADED_PIECES + largest / held.total))
+    return dataclasses.replace(base, activations=0.0, gradients=gradients, optimizer=2 * piece)
+
+
+def _gradients(device: Device, held: LocalWeights) -> tuple[float, float, float]:
+    """Returns the bytes of gradients: sums over microbatches in float32, the gradients that a
+    pipeline turn hands on, also in float32, and the stacked layer gradients of one microbatch in
+    the compute dtype."""
+    job, layout = device.job, device.layout
+    cut = 1 if layout.zero == 1 else layout.fsdp
+    summed = held.total / cut * job.gradient_bytes
+    stacked = (held.dense + held.routed) / cut * job.compute_bytes
+    return (
+        summed if layout.microbatches > 1 else 0.0,
+        summed if device.reruns else 0.0,
+        stacked,
+    )
+
+
+def _at_once(device: Device, cluster: Cluster) -> float:
+    """Returns the bytes per token that one layer holds while its gradient is computed."""
+    job, layout = device.job, device.layout
+    model, width, tensor = job.model, job.compute_bytes, layout.tensor
+    on_gpu = cluster.platform == "gpu"
+    # On GPUs one more vector is in transit between devices.
+    residual = (_RESIDUALS_AT_ONCE + on_gpu) * model.embed * width
+    # Attention accumulates its output and its gradients in float32.
+    attention = 2 * (_FLOAT32 + width) * model.heads * model.value_dim / tensor
+    hidden = _HIDDEN_AT_ONCE if "up" not in job.remat.kept else _HIDDEN_AT_ONCE / 2
+    if not (model.experts and model.routed_layers):
+        return residual + attention + hidden * width * model.mlp / tensor
+    experts = model.experts
+    rows = expert_rows(job, layout)
+    shared = hidden * width * experts.shared_mlp / tensor
+    routed = (_ROUTED_HIDDEN * width + 1) * experts.mlp / tensor + width * model.embed
+    if on_gpu:
+        # XLA multiplies all rows by each expert of a device, with rows of other experts masked.
+        # Three products copy the hidden vectors for each expert, and two copy the rows.
+        copies = experts.number / layout.expert
+        routed += width * (3 * (copies - 1) * experts.mlp / tensor + 2 * copies * model.embed)
+    return residual + attention + shared + rows * routed
+
+
+def _gathered(device: Device) -> float:
+    """Returns the bytes of the parameters gathered at a time, as single matrices."""
+    layout = device.layout
+    if layout.fsdp == 1:
+        return 0.0
+    return _MATRICES_AT_ONCE * largest_matrix(device) / layout.tensor * device.job.compute_bytes
+
+
+def largest_matrix(device: Device) -> float:
+    """Returns the weights of the largest matrix of a layer, over all experts of a device
+    together."""
+    model = device.job.model
+    matrices = [m for routed in (False, True) for m in model.matmuls(routed=routed)]
+    copies = model.experts.number / device.layout.expert if model.experts else 1.0
+    return max(m.fan_in * m.fan_out * (copies if m.routed else 1) for m in matrices)
+
+
+def traced(device: Device, cluster: Cluster, *, dropout: bool) -> float:
+    """Returns the bytes per token of a layer that keeps everything, as counted in its traced
+    backward pass.
+
+    A norm keeps its input, its normalised input and the product with its scale in float32, and its
+    output to the matmuls, whole along the length. A gated MLP keeps gate and up and the
+    intermediates of silu; a plain MLP with GELU keeps the same number. Dropless experts keep the
+    rows they received, the same hidden vectors for each row, and their results in float32.
+    """
+    job, layout = device.job, device.layout
+    model, width = job.model, job.compute_bytes
+    residual = layout.tensor if layout.sequence_parallel else 1
+    given = width if width != _FLOAT32 else 0  # In float32 it is the product above.
+    norms = 2 * model.embed * (3 * _FLOAT32 / residual + given)
+    masks = 2 * model.embed / residual if dropout else 0
+    heads = model.heads * model.value_dim / layout.tensor
+    heads += qkv_width(model, layout)
+    attention = model.heads * _FLOAT32
+    if device.software.attention == "unfused":
+        attention += model.heads * job.length * (2 * width + 1)
+    hidden = _MLP_COPIES * width * model.mlp
+    routed = 0.0
+    if model.experts and model.routed_layers:
+        experts = model.experts
+        rows = expert_rows(job, layout)
+        hidden = (_MLP_COPIES + 0.5) * width * rows * experts.mlp
+        hidden += _MLP_COPIES * width * experts.shared_mlp
+        routed = rows * model.embed * (width + _FLOAT32)
+        routed += model.embed * _FLOAT32 / residual
+    cut = heads * width * padding(job, cluster) + (attention + hidden) / layout.tensor
+    return norms + masks + cut + routed
+
+
+def expert_rows(job: Job, layout: Layout) -> float:
+    """Returns the rows of experts that a device allocates per token of its own. Nothing is dropped,
+    so all devices along `expert` may send it all their tokens; see `shardlib.nn.moe.dropless`."""
+    experts = job.model.experts
+    assert experts is not None
+    return layout.expert * min(experts.per_token, experts.number / layout.expert)
+
+
+def padding(job: Job, cluster: Cluster) -> float:
+    """Returns the memory of queries, keys and values relative to their size: their last dim is a
+    head, which is padded."""
+    size, lanes = job.model.score_dim, _LANES.get(cluster.platform, 1)
+    return math.ceil(size / lanes) * lanes / size

@@ -1,0 +1,38 @@
+"""The entry point from a data config to its batches."""
+
+from typing import Literal
+
+from shardlib.data.config import ImageData, TextData
+from shardlib.data.loader import MapSource
+
+
+def open_data(
+    config: TextData | ImageData, *, global_batch: int, seed: int, split: Literal["train", "eval"]
+) -> MapSource:
+    """Returns the batches of a data config.
+
+    Text: `tokens`, `targets`, `segment_ids`, `positions`: `[global_batch, sequence_length] int32`,
+    and `num_bytes: [global_batch] int32`; see `packing.PackedRows`. Images: `images:
+    [global_batch, height, width, channels] float32`, `labels: [global_batch] int32`.
+
+    The training stream is endless, with a new order in each pass. Evaluation is one pass over the
+    held-out data, the same for all seeds. Its last batch is padded: rows with segment ids of all 0,
+    or with label -1, are padding.
+
+    Args:
+        config: The data config.
+        global_batch: Rows in a batch, over all processes.
+        seed: Sets the order of training.
+        split: `train` or `eval`.
+
+    Raises:
+        DataError: If the data is missing, empty, malformed or too small, or nothing is held out.
+        MissingExtraError: If the config is for images and the extra `images` is not installed.
+    """
+    if isinstance(config, TextData):
+        from shardlib.data.text.rows import open_text
+
+        return open_text(config, global_batch=global_batch, seed=seed, split=split)
+    from shardlib.data.images.folders import open_images
+
+    return open_images(config, global_batch=global_batch, seed=seed, split=split)

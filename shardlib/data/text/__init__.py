@@ -1,0 +1,1 @@
+"""Text data: documents, tokenizers, tokens and packed rows."""

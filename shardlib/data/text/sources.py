@@ -1,0 +1,201 @@
+"""Documents from files: plain text, JSONL, directories, globs and the embedded corpus."""
+
+import glob
+import io
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from shardlib.data.config import TextData, as_paths
+from shardlib.data.hashing import digest
+from shardlib.data.safe_gzip import Gunzipped
+from shardlib.data.text.corpus import BUILTIN, builtin_files
+from shardlib.errors import DataError, did_you_mean
+
+# Suffixes of the files read from a directory; a glob accepts any file.
+DIRECTORY_SUFFIXES = (".txt", ".md", ".jsonl", ".txt.gz", ".md.gz", ".jsonl.gz")
+_CHUNK_CHARACTERS = 1 << 22
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """The documents of one path, in a fixed order. Empty documents are dropped."""
+
+    path: str
+    """The path as written in the config."""
+    files: tuple[Path, ...]
+    text_field: str
+    separator: str | None
+
+    def key(self) -> str:
+        """Returns a digest of the files (name, size, modification time) and the options.
+
+        The files are not read, so a run with cached tokens starts at once.
+        """
+        stats = [(os.path.abspath(file), file.stat()) for file in self.files]
+        files = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+        return digest((files, self.text_field, self.separator))
+
+    def documents(self) -> Iterator[str]:
+        """Yields the documents.
+
+        Raises:
+            DataError: If a file is not UTF-8 or cannot be decompressed, or a line of a JSONL file
+                holds no text.
+        """
+        for file in self.files:
+            is_jsonl = file.name.removesuffix(".gz").endswith(".jsonl")
+            texts = self._jsonl(file) if is_jsonl else self._plain(file)
+            yield from filter(None, texts)
+
+    def _plain(self, file: Path) -> Iterator[str]:
+        # newline="" keeps line ends, so that bytes are counted as on disk.
+        with io.TextIOWrapper(_open(file), encoding="utf-8", newline="") as stream:
+            try:
+                if self.separator is None:
+                    yield stream.read()
+                else:
+                    yield from _separated(stream, self.separator)
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{file} is not UTF-8 text: {error.reason} "
+                    f"(byte 0x{error.object[error.start]:02x}).\n"
+                    f"  Convert it to UTF-8, or leave it out of data.path."
+                ) from None
+
+    def _jsonl(self, file: Path) -> Iterator[str]:
+        with _open(file) as stream:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    yield self._field(line, f"{file}:{number}")
+
+    def _field(self, line: bytes, where: str) -> str:
+        try:
+            record = json.loads(line)
+        # ValueError is also raised for bytes that are not UTF-8, RecursionError for `[[[[...`.
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{where}: not JSON: {error}.\n"
+                f"  A .jsonl file holds one JSON object a line; repair or remove this one."
+            ) from None
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{where}: expected a JSON object, found {type(record).__name__}.\n"
+                f'  Write the line as {{"{self.text_field}": "..."}}.'
+            )
+        if self.text_field not in record:
+            fields = ", ".join(map(repr, record)) or "none"
+            raise DataError(
+                f"{where}: no field {self.text_field!r}; its fields: {fields}."
+                f"{did_you_mean(self.text_field, record)}\n"
+                f"  Set data.text_field to the field that holds the text."
+            )
+        return _text(record[self.text_field], self.text_field, where)
+
+
+def open_sources(config: TextData, paths: str | tuple[str, ...], key: str) -> list[TextSource]:
+    """Returns the text source of each path.
+
+    Args:
+        config: The options that split files into documents.
+        paths: One or several paths, as in `TextData.path`.
+        key: The config key of the paths, for messages.
+
+    Raises:
+        DataError: If a path does not exist, holds no text file, or is not a known built-in corpus.
+            The message lists all such paths.
+    """
+    sources, faults = [], []
+    for path in as_paths(paths):
+        try:
+            files = tuple(_files(path))
+        except DataError as fault:
+            faults.append(f"{key}: {fault}")
+        else:
+            sources.append(TextSource(path, files, config.text_field, config.separator))
+    if faults:
+        raise DataError("\n".join(faults))
+    return sources
+
+
+def missing(path: str) -> DataError:
+    """Returns the error for a path that does not exist, with a similar sibling as a hint."""
+    parent = Path(path).parent
+    siblings = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
+    hint = did_you_mean(Path(path).name, siblings)
+    if not parent.is_dir():
+        hint = f" The directory {str(parent)!r} is missing too."
+    return DataError(
+        f"there is nothing at {path!r}.{hint}\n"
+        f"  Correct the path; it is relative to {str(Path.cwd())!r}."
+    )
+
+
+def _files(path: str) -> list[Path]:
+    if path.startswith(BUILTIN):
+        return builtin_files(path)
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        return _directory_files(place)
+    if glob.has_magic(path):
+        found = sorted(map(Path, glob.glob(str(place), recursive=True)))
+        files = [file for file in found if file.is_file()]
+        if not files:
+            raise DataError(f"no file matches {path!r}.\n  Correct the pattern, or add files.")
+        return files
+    raise missing(path)
+
+
+def _directory_files(place: Path) -> list[Path]:
+    below = [file for file in place.rglob("*") if not _is_hidden(file.relative_to(place))]
+    everything = sorted(file for file in below if file.is_file())
+    files = [file for file in everything if file.name.endswith(DIRECTORY_SUFFIXES)]
+    if not files:
+        suffixes = sorted({file.suffix for file in everything if file.suffix})
+        found = f"only {', '.join(suffixes)} files" if suffixes else "no file"
+        example = place / "**" / f"*{suffixes[0] if suffixes else '.txt'}"
+        raise DataError(
+            f"the directory {str(place)!r} holds {found}, and none of "
+            f"{', '.join(DIRECTORY_SUFFIXES)}.\n"
+            f"  Name the files by a glob, such as {str(example)!r}."
+        )
+    return files
+
+
+def _is_hidden(file: Path) -> bool:
+    return any(part.startswith(".") for part in file.parts)
+
+
+def _open(file: Path) -> io.BufferedReader:
+    if file.name.endswith(".gz"):
+        return io.BufferedReader(Gunzipped(file), 1 << 20)
+    return open(file, "rb")
+
+
+def _separated(stream: IO[str], separator: str) -> Iterator[str]:
+    rest = ""
+    while chunk := stream.read(_CHUNK_CHARACTERS):
+        *whole, rest = (rest + chunk).split(separator)
+        yield from whole
+    yield rest
+
+
+def _text(value: Any, field: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: the field {field!r} holds {type(value).__name__}, not text.\n"
+            f"  Set data.text_field to a field of text."
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{where}: the field {field!r} holds half of a surrogate pair, which is not valid "
+            f"Unicode.\n  Repair or remove the line."
+        ) from None
+    return value

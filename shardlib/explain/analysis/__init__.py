@@ -1,0 +1,1 @@
+"""Traffic, memory, FLOPs and bottlenecks of a compiled step."""

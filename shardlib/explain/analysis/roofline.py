@@ -1,0 +1,318 @@
+"""Roofline of a compiled step: its time bounds by FLOPs, memory traffic and bytes sent.
+
+The time of each resource is its work divided by the peak rate of the chip. The longest time binds,
+and the step takes at least that long (Williams et al. 2009, "Roofline"). FLOPs come from the traced
+step by the conventions of `shardlib.explain.analysis.flops`, times the redundancy of the compiled
+program. Bytes come from the kernels of the compiled program, by
+`shardlib.explain.analysis.kernel_cost`.
+"""
+
+import collections
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from shardlib.explain.analysis.flops import STAGES, Flops, Stage, count_flops, stage_of
+from shardlib.explain.analysis.kernel_cost import Work
+from shardlib.explain.analysis.params import ParamsReport, bytes_text
+from shardlib.explain.analysis.timing import Flow
+from shardlib.explain.hlo.text import Module, arrays
+from shardlib.hardware import Cluster
+from shardlib.hardware.chips import Chip
+from shardlib.mesh import entry_axes
+
+_NONE: Mapping[int, Collection[int]] = MappingProxyType({})
+_KERNEL = re.compile(r"tpu_custom_call|cudnn|triton|onednn|eigen", re.IGNORECASE)
+
+Resource = Literal["compute", "memory", "network", "unknown"]
+Precision = Literal["bf16", "fp16", "fp8"]
+
+CONVENTIONS: Mapping[str, str] = {
+    "model FLOPs": "matmuls and convolutions of the loss and its gradients, 2 per multiply-add, "
+    "without recomputation; attention over the pairs that the implementation computes",
+    "hardware FLOPs": "model FLOPs, plus recomputation in the backward pass and matmuls of the "
+    "optimizer",
+    "compiled FLOPs": "matmuls in the compiled program of one device, times loop trips",
+    "memory": "operands and results of each kernel of the compiled program, times loop trips",
+    "network": "collectives by ring algorithms on the cluster's links, without overlap",
+}
+"""Definition of each figure."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCost:
+    """Cost of one stage of training on one device.
+
+    Attributes:
+        stage: `forward`, `recompute`, `backward`, `head` (logits and loss, both ways) or
+            `optimizer` (and everything that is not differentiated).
+        flops: Hardware FLOPs: an equal share of all devices, times the redundancy.
+        memory_bytes: Bytes that kernels read and write.
+        compute_seconds: Seconds of compute at the chip's peak; None if unknown.
+        memory_seconds: Seconds of memory traffic at the chip's peak bandwidth; None if unknown.
+        network_seconds: Seconds of its collectives; None if unknown.
+    """
+
+    stage: Stage
+    flops: float
+    memory_bytes: float
+    compute_seconds: float | None
+    memory_seconds: float | None
+    network_seconds: float | None
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte of memory traffic."""
+        return self.flops / self.memory_bytes if self.memory_bytes else math.inf
+
+    @property
+    def binding(self) -> Resource:
+        """The resource that takes longest."""
+        return _binding(self.compute_seconds, self.memory_seconds, self.network_seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Work and time of a step by resource.
+
+    Attributes:
+        flops: FLOPs of the traced step, over all devices.
+        compiled_flops: FLOPs of the compiled program, on one device; more than an equal share of
+            `flops` if devices compute the same.
+        num_devices: Number of devices that the step runs on.
+        stages: The stages of training, which add up to the step.
+        peak_flops: Peak FLOP/s of one device; None if unknown.
+        peak_memory: Peak bytes/s of one device's memory; None if unknown.
+        notes: Notes on figures that are incomplete or unknown.
+    """
+
+    flops: Flops
+    compiled_flops: float
+    num_devices: int
+    stages: tuple[StageCost, ...]
+    peak_flops: float | None
+    peak_memory: float | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes that the kernels of one device read and write."""
+        return sum(stage.memory_bytes for stage in self.stages)
+
+    @property
+    def intensity(self) -> float:
+        """Hardware FLOPs per byte of memory traffic."""
+        flops = sum(stage.flops for stage in self.stages)
+        return flops / self.memory_bytes if self.memory_bytes else math.inf
+
+    @property
+    def seconds(self) -> dict[str, float | None]:
+        """Seconds of the step by resource, as if it used only that resource."""
+        return {
+            "compute": _total([stage.compute_seconds for stage in self.stages]),
+            "memory": _total([stage.memory_seconds for stage in self.stages]),
+            "network": _total([stage.network_seconds for stage in self.stages]),
+        }
+
+    @property
+    def binding(self) -> Resource:
+        """The resource that takes longest."""
+        seconds = self.seconds
+        return _binding(seconds["compute"], seconds["memory"], seconds["network"])
+
+    @property
+    def redundancy(self) -> float:
+        """Compiled FLOPs of all devices over hardware FLOPs; above 1 if devices repeat work."""
+        return _redundancy(self.compiled_flops, self.num_devices, self.flops)
+
+
+def read_roofline(
+    jaxpr: Any,
+    module: Module,
+    mesh: Mapping[str, int],
+    cluster: Cluster | None = None,
+    flows: tuple[Flow, ...] | None = None,
+    *,
+    vocabularies: Mapping[int, Collection[int]] = _NONE,
+) -> Roofline:
+    """Returns the roofline of a step.
+
+    Args:
+        jaxpr: The traced step.
+        module: The compiled program.
+        mesh: Sizes of the mesh axes.
+        cluster: The cluster that it runs on; None leaves compute and memory seconds unknown.
+        flows: The result of `collective_times`, for the network seconds; None if unknown.
+        vocabularies: Vocabulary sizes, each with its sizes on a device, whole or sharded. An
+            operation with a dim of such a size belongs to the head.
+    """
+    devices = math.prod(mesh.values())
+    flops = count_flops(jaxpr, vocabularies)
+    chip = cluster.chip if cluster is not None else None
+    precision = _precision(flops)
+    peak = chip.flops_per_device(precision) if chip else None
+    bandwidth = chip.memory_bytes_per_second / chip.devices_per_chip if chip else None
+    heads = frozenset(size for held in vocabularies.values() for size in held)
+    moved, compiled = _program(Work(module), heads)
+    share = max(_redundancy(compiled, devices, flops), 1.0) / devices
+    computed: dict[Stage, float] = {s: total * share for s, total in flops.hardware.items()}
+    network, unknown = _network(flows)
+    stages = _stages(computed, moved, network, peak, bandwidth)
+    notes = (*_notes(flops, _left_out(module)), *_unknown(chip, precision), *unknown)
+    return Roofline(flops, compiled, devices, stages, peak, bandwidth, notes)
+
+
+def vocabularies_of(params: ParamsReport) -> dict[int, frozenset[int]]:
+    """Returns the sizes of parameter dims named `vocab`, each with its possible sizes on a device.
+
+    These are the whole size and its parts by any of the mesh axes that shard it. A part that is as
+    long as a part of another dim is ambiguous and left out.
+    """
+    held: dict[int, set[int]] = collections.defaultdict(set)
+    others: set[int] = set()
+    for row in params.rows:
+        if row.section != "params":
+            continue
+        names = row.logical_axes or (None,) * len(row.shape)
+        specs = itertools.chain(row.spec, itertools.repeat(None))
+        for name, size, entry in zip(names, row.shape, specs, strict=False):
+            parts = {size}
+            for axis in entry_axes(entry):
+                parts |= {part // params.mesh[axis] for part in parts}
+            (held[size] if name == "vocab" else others).update(parts)
+    return {size: frozenset({size} | (parts - others)) for size, parts in held.items()}
+
+
+def _stages(
+    computed: Mapping[Stage, float],
+    moved: Mapping[Stage, float],
+    network: Mapping[Stage, float] | None,
+    peak: float | None,
+    bandwidth: float | None,
+) -> tuple[StageCost, ...]:
+    found = []
+    for stage in STAGES:
+        flops, size = computed.get(stage, 0.0), moved.get(stage, 0.0)
+        sending = None if network is None else network.get(stage, 0.0)
+        if flops or size or sending:
+            seconds = (flops / peak if peak else None, size / bandwidth if bandwidth else None)
+            found.append(StageCost(stage, flops, size, *seconds, sending))
+    return tuple(found)
+
+
+def _precision(flops: Flops) -> Precision:
+    """Returns the format of most matmuls; float32 is multiplied as bfloat16 by default."""
+    dtype = max(flops.by_dtype, key=lambda name: flops.by_dtype[name], default="")
+    return "fp8" if dtype.startswith("float8") else "fp16" if dtype == "float16" else "bf16"
+
+
+def _redundancy(compiled: float, devices: int, flops: Flops) -> float:
+    total = flops.total_hardware
+    return compiled * devices / total if total else 1.0
+
+
+def _program(work: Work, vocabularies: frozenset[int]) -> tuple[dict[Stage, float], float]:
+    """Returns the bytes of a compiled program by stage, and the FLOPs of its matmuls."""
+    moved: dict[Stage, float] = collections.defaultdict(float)
+    flops = 0.0
+    module = work.module
+    kernels = [(where, kernel, _name(module, where, kernel)) for where, kernel in work.kernels]
+    differentiated = any("jvp(" in name for _, _, name in kernels)
+    for where, kernel, name in kernels:
+        times = module.execution(where).count
+        size = work.bytes_of(where, kernel)
+        stage = stage_of(name, differentiated=differentiated)
+        if stage != "optimizer" and _has_dim(kernel.shape, vocabularies):
+            stage = "head"
+        moved[stage] += size * times
+        flops += work.flops_of(where, kernel) * times
+    return moved, flops
+
+
+def _name(module: Module, where: str, kernel: Any) -> str:
+    """Returns the JAX name of a kernel, else of its origin, else of the loop that it is in."""
+    if kernel.op_name:
+        return kernel.op_name
+    origin = module.origin(where, kernel).op_name
+    if origin:
+        return origin
+    callers = module.callers.get(where, [])
+    return _name(module, *callers[0]) if callers else ""
+
+
+def _has_dim(shape: str, sizes: frozenset[int]) -> bool:
+    for array in arrays(shape):
+        inside = array[array.index("[") + 1 : -1]
+        if any(int(dim.removeprefix("<=")) in sizes for dim in inside.split(",") if dim):
+            return True
+    return False
+
+
+def _network(
+    flows: tuple[Flow, ...] | None,
+) -> tuple[dict[Stage, float] | None, tuple[str, ...]]:
+    """Returns the seconds of collectives by stage, and notes on what they leave out.
+
+    The seconds are None if no collective has known seconds.
+    """
+    unknown = [flow for flow in flows or () if flow.total_seconds is None]
+    if flows is None or (unknown and len(unknown) == len(flows)):
+        return None, ("network seconds are not known",)
+    found: dict[Stage, float] = collections.defaultdict(float)
+    differentiated = any("jvp(" in flow.collective.op_name for flow in flows)
+    for flow in flows:
+        stage = stage_of(flow.collective.op_name, differentiated=differentiated)
+        found[stage] += flow.total_seconds or 0.0
+    if not unknown:
+        return found, ()
+    sent = bytes_text(sum(flow.collective.sent_bytes for flow in unknown))
+    count = f"{len(unknown)} of {len(flows)} collectives"
+    return found, (f"network seconds leave out {count}: {sent} sent by a device",)
+
+
+def _notes(flops: Flops, left_out: Mapping[str, int]) -> Iterator[str]:
+    for name, count in flops.uncounted.items():
+        yield f"the FLOPs of {name} are not known; it runs {count} times in a step"
+    if flops.uncounted_loops:
+        yield f"{flops.uncounted_loops} loops with matmuls have unknown length and count once"
+    if flops.ragged:
+        yield f"{flops.ragged} ragged matmuls count all their rows, filled or not"
+    if left_out:
+        kernels = ", ".join(f"{count} {name}" for name, count in left_out.items())
+        yield f"compiled FLOPs leave out {kernels}"
+
+
+def _unknown(chip: Chip | None, precision: Precision) -> Iterator[str]:
+    if chip is None:
+        yield "seconds are not known without a chip"
+    elif chip.flops_per_device(precision) is None:
+        yield f"the {chip.full_name} has no matmul in {precision}"
+
+
+def _left_out(module: Module) -> dict[str, int]:
+    """Returns the execution counts of opaque kernels that may contain matmuls."""
+    found: dict[str, int] = collections.Counter()
+    for where, instructions in module.computations.items():
+        for instruction in instructions:
+            target = instruction.attributes.get("custom_call_target", "").strip('"')
+            if instruction.opcode == "custom-call" and _KERNEL.search(target):
+                found[target] += module.execution(where).count
+    return found
+
+
+def _binding(compute: float | None, memory: float | None, network: float | None) -> Resource:
+    if compute is None or memory is None:
+        return "unknown"
+    seconds: dict[Resource, float] = {"compute": compute, "memory": memory}
+    if network is not None:
+        seconds["network"] = network
+    return max(seconds, key=lambda resource: seconds[resource])
+
+
+def _total(parts: list[float | None]) -> float | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) if known else None

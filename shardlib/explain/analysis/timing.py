@@ -1,0 +1,335 @@
+"""Time of the collectives of a compiled step on a cluster's links, and their overlap with compute.
+
+Seconds come from `shardlib.cost.machine.fabric`: a start-up and a bandwidth term for the links of
+each mesh axis. A collective over several axes is hierarchical: each axis carries what the faster
+axes after it leave (Thakur et al. 2005; the same as the planner's).
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from shardlib.cost.layout import AXES, Layout
+from shardlib.cost.machine.constants import committed, constant
+from shardlib.cost.machine.fabric import Link, links
+from shardlib.explain.analysis.collectives import Collective, ProgramReport
+from shardlib.explain.analysis.kernel_cost import Work
+from shardlib.explain.hlo.text import Instruction, Module
+from shardlib.hardware import Cluster
+
+Fabric = Literal["ici", "nvlink", "pcie", "network"]
+Overlap = Literal["overlapped", "blocking", "could overlap", "unknown"]
+"""`overlapped`: computation runs between its start and its end. `blocking`: nothing runs during it.
+`could overlap`: the compiler marks it as asynchronous but does not schedule it so, as in TPU
+programs at the lowest optimization level."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """One collective of a step on a cluster.
+
+    Attributes:
+        collective: The collective instruction.
+        seconds: Seconds of all its executions in a step, by fabric; empty if unknown.
+        overlap: Its overlap with computation.
+        overlappable: Share of its time covered by computation between its start and its end; None
+            if unknown. Computation that overlaps several collectives over one fabric covers no more
+            than its own time in total; the earliest start comes first.
+        note: The reason why seconds or overlap are unknown, else empty.
+    """
+
+    collective: Collective
+    seconds: Mapping[Fabric, float]
+    overlap: Overlap
+    overlappable: float | None
+    note: str = ""
+
+    @property
+    def total_seconds(self) -> float | None:
+        """Seconds over all fabrics, or None if unknown."""
+        return sum(self.seconds.values()) if self.seconds else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """All collectives of one kind over the same axes and fabric.
+
+    `seconds` and `overlappable_seconds` leave out instructions of unknown time; `unknown` counts
+    them. `sources` are source lines with their parts of the model, largest traffic first.
+    """
+
+    kind: str
+    mesh_axes: tuple[str, ...] | None
+    between_slices: bool
+    fabric: str
+    count: int
+    sent_bytes: float
+    seconds: float
+    overlappable_seconds: float
+    overlaps: tuple[Overlap, ...]
+    unknown: int
+    sources: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def collective_times(
+    program: ProgramReport,
+    cluster: Cluster,
+    module: Module | None = None,
+) -> tuple[Flow, ...]:
+    """Returns the time of every collective of a program, largest traffic first.
+
+    Args:
+        program: The collectives.
+        cluster: The cluster that the program runs on.
+        module: The parsed program, from which overlap is read; None if not available.
+    """
+    network = _Network(cluster, program.mesh, program.slices)
+    schedule = _Schedule(module, cluster) if module else None
+    flows = [_flow(collective, network, schedule) for collective in program.collectives]
+    return _largest_first(flows)
+
+
+def untimed(program: ProgramReport) -> tuple[Flow, ...]:
+    """Returns the collectives of a program without times, for unknown links."""
+    return _largest_first([Flow(each, {}, "unknown", None) for each in program.collectives])
+
+
+def _largest_first(flows: list[Flow]) -> tuple[Flow, ...]:
+    return tuple(sorted(flows, key=lambda flow: -flow.collective.sent_bytes))
+
+
+def rows(flows: tuple[Flow, ...]) -> tuple[Row, ...]:
+    """Returns the flows grouped by kind, mesh axes and fabric, longest time first."""
+    groups: dict[tuple[str, tuple[str, ...] | None, bool], list[Flow]] = collections.defaultdict(
+        list
+    )
+    for flow in flows:
+        c = flow.collective
+        groups[c.kind, c.mesh_axes, c.between_slices].append(flow)
+    found = [_row(*key, members) for key, members in groups.items()]
+    return tuple(sorted(found, key=lambda row: (-row.seconds, -row.sent_bytes)))
+
+
+def _row(kind: str, axes: tuple[str, ...] | None, between_slices: bool, flows: list[Flow]) -> Row:
+    fabrics = dict.fromkeys(name for flow in flows for name in flow.seconds)
+    seconds = [flow.total_seconds or 0.0 for flow in flows]
+    by_size = sorted(flows, key=lambda flow: -flow.collective.sent_bytes)
+    places = [(f.collective.source, f.collective.model_path) for f in by_size]
+    return Row(
+        kind,
+        axes,
+        between_slices,
+        "+".join(fabrics) or "?",
+        sum(flow.collective.count for flow in flows),
+        sum(flow.collective.sent_bytes for flow in flows),
+        sum(seconds),
+        sum(s * (f.overlappable or 0.0) for s, f in zip(seconds, flows, strict=True)),
+        tuple(dict.fromkeys(flow.overlap for flow in flows)),
+        sum(flow.total_seconds is None for flow in flows),
+        tuple(dict.fromkeys(place for place in places if any(place))),
+        tuple(dict.fromkeys(flow.note for flow in flows if flow.note)),
+    )
+
+
+def _flow(collective: Collective, network: "_Network", schedule: "_Schedule | None") -> Flow:
+    once, note = network.seconds(collective)
+    seconds: dict[Fabric, float] = {name: each * collective.count for name, each in once.items()}
+    if schedule is None:
+        return Flow(collective, seconds, "unknown", None, note or "the program is not available")
+    needed = sum(once.values())
+    overlap, hidden = schedule.overlap(collective, "+".join(once), needed)
+    share = None
+    if overlap == "blocking":
+        share = 0.0
+    elif overlap == "overlapped" and seconds:
+        share = min(hidden / needed, 1.0) if needed else 1.0
+    return Flow(collective, seconds, overlap, share, note)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Network:
+    """The links of a cluster by mesh axis."""
+
+    cluster: Cluster
+    mesh: Mapping[str, int]
+    outer: Mapping[str, int]
+    """Number of slices that each axis crosses."""
+
+    @functools.cached_property
+    def inner(self) -> dict[str, int]:
+        """Number of devices of each axis within a slice."""
+        return {name: size // self.outer.get(name, 1) for name, size in self.mesh.items()}
+
+    @functools.cached_property
+    def slots(self) -> dict[str, str]:
+        """The planner's axis that stands for each mesh axis; only the order matters."""
+        names = [name for name, size in self.mesh.items() if size > 1]
+        if names == [name for name in AXES if name in names]:
+            return {name: name for name in names}
+        slots = AXES[1:] if len(names) < len(AXES) else AXES
+        return dict(zip(names, slots, strict=False))
+
+    @functools.cached_property
+    def links(self) -> dict[str, Link] | None:
+        """The link of each mesh axis within a slice, and of `slices`; None without a chip."""
+        if self.cluster.chip is None:
+            return None
+        constants, slices = committed(), self.cluster.num_slices
+        sizes: dict[str, Any] = {slot: self.inner[name] for name, slot in self.slots.items()}
+        one = dataclasses.replace(
+            self.cluster, num_hosts=self.cluster.num_hosts // slices, num_slices=1
+        )
+        found = links(one, Layout(**sizes), constants)
+        named = {name: found[slot] for name, slot in self.slots.items()}
+        if slices > 1:
+            whole = Layout(data=slices, fsdp=self.cluster.num_devices // slices, slices=slices)
+            named["slices"] = links(self.cluster, whole, constants)["slices"]
+        return named
+
+    def seconds(self, collective: Collective) -> tuple[dict[Fabric, float], str]:
+        """Returns the seconds of one execution by fabric, and the reason if they are unknown."""
+        if self.links is None:
+            return {}, f"the links of {self.cluster.name} are not known"
+        if collective.mesh_axes is None:
+            return {}, "its groups match no mesh axes"
+        if len(self.slots) < sum(size > 1 for size in self.mesh.values()):
+            return {}, f"meshes of more than {len(AXES)} axes are not modelled"
+        if collective.between_slices:
+            link = self._of_size(self.links["slices"], collective.group_size)
+            return {"network": _seconds(collective.kind, link, collective.bytes)}, ""
+        axes = [axis for axis in collective.mesh_axes if axis in self.links]
+        if collective.kind in ("collective-permute", "collective-broadcast"):
+            slowest = max(axes, key=lambda a: self._once(collective, a), default=None)
+            return ({} if slowest is None else self._one(collective, slowest)), ""
+        found: dict[Fabric, float] = collections.defaultdict(float)
+        held = float(collective.bytes)
+        for axis in reversed(axes):
+            link = self.links[axis]
+            if len(axes) == 1:
+                link = self._of_size(link, collective.group_size)
+            found[self.fabric(axis)] += _seconds(collective.kind, link, held)
+            if collective.kind in ("all-reduce", "all-gather", "reduce-scatter"):
+                held /= link.size
+        return dict(found), ""
+
+    def _once(self, collective: Collective, axis: str) -> float:
+        assert self.links is not None
+        return _seconds(collective.kind, self.links[axis], collective.bytes)
+
+    def _one(self, collective: Collective, axis: str) -> dict[Fabric, float]:
+        return {self.fabric(axis): self._once(collective, axis)}
+
+    @staticmethod
+    def _of_size(link: Link, size: int) -> Link:
+        return dataclasses.replace(link, size=size) if 1 < size < link.size else link
+
+    def fabric(self, axis: str) -> Fabric:
+        """Returns the fabric between the devices along an axis, within a slice."""
+        chip = self.cluster.chip
+        if chip is None or chip.kind == "tpu":
+            return "network" if chip is None else "ici"
+        names = list(self.mesh)
+        reach = math.prod(self.mesh[name] for name in names[names.index(axis) :])
+        domain = min(self.cluster.devices_per_host, max(chip.nvlink_chips, 1))
+        if domain % reach:
+            return "network"
+        return "nvlink" if chip.nvlink_bytes_per_second else "pcie"
+
+
+def _seconds(kind: str, link: Link, num_bytes: float) -> float:
+    if kind == "all-reduce":
+        return link.all_reduce(num_bytes)
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        return link.all_to_all(num_bytes)
+    if kind in ("collective-permute", "collective-broadcast"):
+        return link.shift(num_bytes)
+    return link.gather(num_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Schedule:
+    """The instructions of a scheduled program between the start and the end of a collective."""
+
+    module: Module
+    cluster: Cluster
+    _left: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+    """Remaining seconds of an instruction, by fabric and name, that hide no collective yet."""
+
+    @functools.cached_property
+    def _work(self) -> Work:
+        return Work(self.module)
+
+    @functools.cached_property
+    def _placed(self) -> dict[str, tuple[str, Instruction]]:
+        return {
+            instruction.name: (where, instruction)
+            for where, instructions in self.module.computations.items()
+            for instruction in instructions
+        }
+
+    def overlap(self, collective: Collective, fabric: str, needed: float) -> tuple[Overlap, float]:
+        """Returns the overlap of a collective, and the seconds of it that computation hides."""
+        where, instruction = self._placed[collective.name]
+        if '"is_sync":true' in instruction.attributes.get("backend_config", ""):
+            return "blocking", 0.0
+        start = instruction
+        if not _starts(instruction):
+            callers = self.module.callers.get(where, [])
+            starting = [pair for pair in callers if _starts(pair[1]) or _is_start(pair[1])]
+            if not starting:
+                marked = "async_collective_name" in instruction.attributes.get(
+                    "frontend_attributes", ""
+                )
+                return "could overlap" if marked else "blocking", 0.0
+            where, start = starting[0]
+        alongside, hidden = False, 0.0
+        for each in self._between(where, start):
+            seconds = self._seconds(where, each)
+            left = self._left.setdefault((fabric, each.name), seconds)
+            taken = min(left, needed - hidden)
+            self._left[fabric, each.name] = left - taken
+            alongside, hidden = alongside or seconds > 0, hidden + taken
+        return ("overlapped" if alongside else "blocking"), hidden
+
+    def _between(self, where: str, start: Instruction) -> Iterator[Instruction]:
+        """Yields the instructions between a start and its end."""
+        inside, carried = False, {start.name}
+        for instruction in self.module.computations[where]:
+            if instruction.name == start.name:
+                inside = True
+            elif inside and carried & set(instruction.operand_names):
+                if not instruction.opcode.endswith("-update"):
+                    return
+                carried.add(instruction.name)
+            elif inside:
+                yield instruction
+
+    def _seconds(self, where: str, instruction: Instruction) -> float:
+        chip = self.cluster.chip
+        if chip is None or instruction.opcode.endswith(("-start", "-done")):
+            return 0.0
+        if instruction.opcode == "while":
+            trips = self.module.trips(instruction) or 1
+            body = instruction.attributes["body"].lstrip("%")
+            inner = self.module.computations.get(body, ())
+            return trips * sum(self._seconds(body, each) for each in inner)
+        constants = committed()
+        rate = constant(constants, "matmul", chip) * (chip.flops_per_device() or math.inf)
+        memory = constant(constants, "memory", chip) * chip.memory_bytes_per_second
+        computed = self._work.flops_of(where, instruction) / rate
+        moved = self._work.bytes_of(where, instruction) / (memory / chip.devices_per_chip)
+        return max(computed, moved)
+
+
+def _starts(instruction: Instruction) -> bool:
+    return instruction.opcode.endswith("-start") or instruction.opcode == "send"
+
+
+def _is_start(instruction: Instruction) -> bool:
+    """Whether a TPU fusion starts a collective that another fusion ends."""
+    called = instruction.attributes.get("calls", "")
+    return instruction.opcode == "fusion" and called.endswith(("start", "_start"))

@@ -1,0 +1,1 @@
+"""Parsing of compiled XLA programs: instructions, buffers, replica groups and sources."""

@@ -1,0 +1,114 @@
+"""Traffic between TPU slices over the data-centre network.
+
+The text of a multi-slice program is the program of one slice: its groups number the devices of a
+slice. Traffic between slices consists of pairs of `send` and `recv`, whose `frontend_attributes`
+name the collective that they are part of (`_xla_megascale_transfer_type`).
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from shardlib.explain.hlo.text import Instruction, Module, elements
+from shardlib.hardware import slice_of
+
+_TYPES = {
+    "ALL_REDUCE": "all-reduce",
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+    "COLLECTIVE_PERMUTE": "collective-permute",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Slices:
+    """Division of the axes of a mesh into slices."""
+
+    count: int
+    outer: Mapping[str, int]
+    """Number of slices that each axis crosses."""
+    inner: Mapping[str, int]
+    """Number of devices of each axis within a slice."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that cross slices, in mesh order."""
+        return tuple(name for name, degree in self.outer.items() if degree > 1)
+
+
+def slices_of(mesh: Any, sizes: Mapping[str, int], module: Module) -> Slices:
+    """Returns the division of a mesh into the slices of a program.
+
+    If the mesh has no devices to read it from, the leading axes cross slices, as in `make_mesh`.
+    """
+    found = re.search(r"num_partitions=(\d+)", module.header)
+    total = math.prod(sizes.values())
+    here = int(found[1]) if found else total
+    count = total // here if here and total % here == 0 else 1
+    outer = dict.fromkeys(sizes, 1)
+    if count > 1 and isinstance(mesh, Mesh):
+        outer = _crossed(mesh)
+    if count > 1 and math.prod(outer.values()) != count:
+        left = count
+        for name, size in sizes.items():
+            outer[name] = math.gcd(size, left)
+            left //= outer[name]
+    return Slices(count, outer, {name: size // outer[name] for name, size in sizes.items()})
+
+
+def _crossed(mesh: Mesh) -> dict[str, int]:
+    slices = np.vectorize(slice_of, otypes=[int])(mesh.devices)
+    crossed = {}
+    for dim, name in enumerate(mesh.axis_names):
+        lines = np.moveaxis(slices, dim, -1).reshape(-1, slices.shape[dim])
+        crossed[name] = max(len(set(line.tolist())) for line in lines)
+    return crossed
+
+
+def between_slices(module: Module) -> Iterator[tuple[str, Instruction, str, str]]:
+    """Yields the computation, `send` instruction and kind of each collective between slices.
+
+    The fourth element is the shape of its whole buffer on one device.
+    """
+    received = {
+        rendezvous: elements(instruction.shape)[0]
+        for instructions in module.computations.values()
+        for instruction in instructions
+        if instruction.opcode == "recv" and (rendezvous := _attribute(instruction, "rendezvous"))
+    }
+    for computation, instructions in module.computations.items():
+        for instruction in instructions:
+            kind = transfer_kind(instruction)
+            if instruction.opcode != "send" or kind is None:
+                continue
+            sent = elements(instruction.shape)[0]
+            name = _attribute(instruction, "rendezvous")
+            whole = received.get(name, sent) if kind == "all-gather" else sent
+            yield computation, instruction, kind, whole
+
+
+def transfer_kind(instruction: Instruction) -> str | None:
+    """Returns the kind of the collective between slices that a `send` or `recv` is part of."""
+    text = instruction.attributes.get("frontend_attributes", "")
+    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', text)
+    return _TYPES.get(found[1]) if found else None
+
+
+def permutation_of(instruction: Instruction) -> str | None:
+    """Returns the senders and receivers that a `send` or `recv` of a GPU program names."""
+    text = instruction.attributes.get("frontend_attributes", "")
+    found = re.search(r'_xla_send_recv_source_target_pairs="([^"]*)"', text)
+    return found[1] if found else None
+
+
+def _attribute(instruction: Instruction, name: str) -> str:
+    text = instruction.attributes.get("frontend_attributes", "")
+    found = re.search(rf'_xla_host_transfer_{name}="([^"]*)"', text)
+    return found[1] if found else ""

@@ -1,0 +1,1 @@
+"""Logging of a run: progress display, metrics, events and goodput."""

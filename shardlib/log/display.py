@@ -1,0 +1,287 @@
+"""The display of a run: a header, live progress or plain lines, samples and a closing card.
+
+In a terminal the progress is redrawn in place a few times a second; elsewhere every `log_every`th
+step prints one line. Nothing here waits for a device, and a step without drawing costs
+microseconds.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import ROUNDED
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shardlib.log import curve, humanize
+
+_PLOT_WIDTH = 60
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Header:
+    """Facts about a run that are known before its first step."""
+
+    devices: str
+    """Description such as `8 x TPU v5e`."""
+    mesh: str
+    """The mesh, drawn or described; may have several lines."""
+    num_params: int
+    param_bytes_per_device: int | None = None
+    """Largest number of parameter bytes on any device."""
+    units_per_step: int
+    """Tokens (or images) in one global batch."""
+    flops_per_step: float | None = None
+    """Model FLOPs of one step, forward and backward."""
+    run_dir: str
+    extra: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Further rows by name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepStatus:
+    """One finished step. Fields that are None are not shown."""
+
+    step: int
+    loss: float
+    grad_norm: float | None = None
+    units_per_second: float | None = None
+    mfu: float | None = None
+    """Model-FLOPs utilisation in [0, 1]."""
+    memory_bytes: int | None = None
+    """Peak bytes in use on the fullest device."""
+    data_wait_seconds: float | None = None
+    step_seconds: float | None = None
+    """Mean over the latest steps, for the time left and the share of data wait."""
+
+
+class Display:
+    """Prints the progress of a run. Use it as a context manager around the training loop.
+
+    Args:
+        total_steps: Steps of the whole run.
+        unit: Unit of a batch, `"tokens"` or `"images"`.
+        log_every: Steps between lines if the output is not a terminal.
+        enabled: False prints nothing, for all processes except the first.
+        console: The console to print to; standard output by default.
+        refresh_seconds: Minimum seconds between redraws in a terminal.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        unit: str = "tokens",
+        log_every: int = 10,
+        enabled: bool = True,
+        console: Console | None = None,
+        refresh_seconds: float = 0.2,
+    ):
+        self.total_steps = total_steps
+        self.unit = unit
+        self.log_every = log_every
+        self.enabled = enabled
+        self.console = console or Console(highlight=False)
+        self._refresh_seconds = refresh_seconds
+        self._drawn_at = -math.inf
+        self._losses: list[float] = []
+        self._live: Live | None = None
+
+    def __enter__(self) -> "Display":
+        live = self.console.is_terminal and not self.console.is_dumb_terminal
+        if self.enabled and live:
+            # No separate drawing thread: it would take time from the training loop.
+            self._live = Live(console=self.console, auto_refresh=False, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def header(self, header: Header) -> None:
+        """Prints the facts known before the first step."""
+        params = f"{humanize.count(header.num_params)} parameters"
+        if header.param_bytes_per_device is not None:
+            params += f", {humanize.size(header.param_bytes_per_device)} per device"
+        step = f"{header.units_per_step:,} {self.unit}"
+        if header.flops_per_step is not None:
+            step += f", {humanize.flops(header.flops_per_step)}"
+        rows = {
+            "devices": header.devices,
+            "mesh": header.mesh,
+            "model": params,
+            "step": step,
+            **header.extra,
+            "run": header.run_dir,
+        }
+        self._print(_panel(self._grid(rows), "shardlib"))
+
+    def waiting(self, text: str) -> None:
+        """Shows the work of the run before its next step, such as compiling."""
+        if self._live is not None:
+            self._live.update(self._text(text, "dim"), refresh=True)
+        else:
+            self.notice(text)
+
+    def step(self, status: StepStatus) -> None:
+        """Shows one finished step: in place, or as a line for every `log_every`th step."""
+        if not self.enabled:
+            return
+        self._losses.append(status.loss)
+        if self._live is None:
+            if status.step % self.log_every == 0 or status.step in (1, self.total_steps):
+                self._line(self._plain(status))
+            return
+        now = time.monotonic()
+        if now - self._drawn_at >= self._refresh_seconds or status.step == self.total_steps:
+            self._drawn_at = now
+            self._live.update(self._progress(status), refresh=True)
+
+    def forget(self, steps: int) -> None:
+        """Forgets the latest steps, which the run repeats."""
+        del self._losses[max(0, len(self._losses) - steps) :]
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Prints the results of an evaluation by name."""
+        shown = "  ".join(f"{name} {humanize.value(value)}" for name, value in values.items())
+        self._line(f"eval at step {step}  {shown}", "cyan")
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Prints a text sample: the prompt and the model's continuation."""
+        body = Text.assemble((self._safe(prompt), "bold"), self._safe(text.rstrip()))
+        self._print(_panel(body, f"sample at step {step}"))
+
+    def notice(self, text: str) -> None:
+        """Prints one line, such as `saved step 200`."""
+        self._line(text, "dim")
+
+    def warning(self, text: str) -> None:
+        """Prints one line as a warning."""
+        self._line(f"warning: {text}", "bold yellow")
+
+    def closing(
+        self,
+        title: str,
+        *,
+        results: Mapping[str, float | str],
+        commands: Mapping[str, str],
+        steps: Sequence[int] = (),
+        losses: Sequence[float] = (),
+    ) -> None:
+        """Prints the closing card: loss curve, final numbers and next commands.
+
+        Args:
+            title: Title such as `finished` or `stopped at step 120`.
+            results: Numbers and texts by name.
+            commands: Commands by purpose, printed without line breaks for copying.
+            steps: [n] the steps of the loss curve, in order.
+            losses: [n] their losses; non-finite values leave gaps.
+        """
+        parts: list[RenderableType] = []
+        if steps:
+            width = max(20, min(_PLOT_WIDTH, self.console.width - 20))
+            ascii_only = self._ascii_only
+            lines = curve.plot(steps, losses, width=width, ascii_only=ascii_only)
+            parts += [Text("loss", "bold"), Text("\n".join(lines), "green", no_wrap=True), Text()]
+        shown = {
+            name: value if isinstance(value, str) else humanize.value(value)
+            for name, value in results.items()
+        }
+        if shown:
+            parts.append(self._grid(shown))
+        elif parts:
+            parts.pop()
+        self.__exit__()
+        self._print(_panel(Group(*parts), title))
+        width = max((len(name) for name in commands), default=0)
+        for name, command in commands.items():
+            self._line(f"  {name:<{width}}  {command}")
+
+    # The methods below convert values to text.
+
+    @property
+    def _ascii_only(self) -> bool:
+        return not self.console.encoding.lower().startswith("utf")
+
+    def _print(self, what: RenderableType) -> None:
+        if self.enabled:
+            self.console.print(what)
+
+    def _line(self, text: str, style: str = "") -> None:
+        if self.enabled:
+            self.console.print(self._text(text, style), soft_wrap=True)
+
+    def _text(self, text: str, style: str = "") -> Text:
+        return Text(self._safe(text), style)
+
+    def _safe(self, text: str) -> str:
+        """Escapes control characters, so that model output cannot control the terminal."""
+        shown = "".join(
+            c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text.expandtabs(4)
+        )
+        return shown.encode(self.console.encoding, "backslashreplace").decode(self.console.encoding)
+
+    def _grid(self, rows: Mapping[str, str]) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="bold", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, text in rows.items():
+            grid.add_row(self._text(name), self._text(text))
+        return grid
+
+    def _fields(self, status: StepStatus) -> list[str]:
+        fields = [f"loss {humanize.value(status.loss)}"]
+        if status.grad_norm is not None:
+            fields.append(f"grad norm {humanize.value(status.grad_norm)}")
+        if status.units_per_second is not None:
+            fields.append(f"{humanize.count(status.units_per_second)} {self.unit}/s")
+        if status.mfu is not None:
+            fields.append(f"MFU {100 * status.mfu:.1f} %")
+        if status.memory_bytes is not None:
+            fields.append(f"memory {humanize.size(status.memory_bytes)}")
+        if status.data_wait_seconds is not None and status.step_seconds:
+            share = 100 * status.data_wait_seconds / status.step_seconds
+            fields.append(f"data wait {share:.1f} %")
+        return fields
+
+    def _time_left(self, status: StepStatus) -> str:
+        if status.step_seconds is None:
+            return ""
+        remaining = max(0, self.total_steps - status.step)
+        return f"ETA {humanize.duration(status.step_seconds * remaining)}"
+
+    def _plain(self, status: StepStatus) -> str:
+        position = f"step {status.step:>{len(str(self.total_steps))}}/{self.total_steps}"
+        return "  ".join(filter(None, [position, *self._fields(status), self._time_left(status)]))
+
+    def _progress(self, status: StepStatus) -> RenderableType:
+        done = status.step / self.total_steps
+        bar = Table.grid(expand=True, padding=(0, 1))
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(
+            Text(f"step {status.step}/{self.total_steps}", "bold"),
+            ProgressBar(total=self.total_steps, completed=status.step),
+            Text(f"{100 * done:.0f} %  {self._time_left(status)}"),
+        )
+        trend = curve.sparkline(self._losses, 12, ascii_only=self._ascii_only)
+        fields = self._fields(status)
+        fields = [f"{fields[0]} {trend}", *fields[1:]]
+        if not self._ascii_only:  # In a narrow terminal, lines break only between fields.
+            fields = [field.replace(" ", "\N{NO-BREAK SPACE}") for field in fields]
+        line = Text("  ".join(fields))
+        line.stylize("bold green", 0, len(fields[0]) - len(trend))
+        return Group(bar, line)
+
+
+def _panel(body: RenderableType, title: str) -> Panel:
+    return Panel(body, title=title, title_align="left", box=ROUNDED, expand=False, padding=(0, 1))

@@ -1,0 +1,225 @@
+"""Metrics of a run: one JSON object per step, TensorBoard events, and rates.
+
+`metrics.jsonl` holds one object per line with the keys `step`, `loss`, `grad_norm`,
+`learning_rate`, `tokens_per_second` (or `images_per_second`), `step_seconds`,
+`data_wait_seconds`, `mfu`, and others such as `eval/loss` at the steps that have them. `null` means
+that the value is missing (for example, `mfu` if the peak FLOP/s of the device is unknown). JSON has
+no NaN or infinity: a non-finite value is written as `null`, and listed under `nonfinite` by name,
+as in `{"loss": "nan"}`.
+
+Three keys hold the account of the run's time up to a step (see `goodput.py`): `time`, in seconds
+since 1970; `goodput`, in [0, 1]; and `spent`, an object of seconds by share since the run first
+began, over all attempts. The shares are `init`, `compile`, `data_wait`, `step`, `evaluate`, `save`,
+`restore`, `lost` and `idle`; zero shares are omitted. Rows without these keys are accepted.
+"""
+
+import collections
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardlib.errors import ShardlibError
+from shardlib.log.append import AppendFile
+from shardlib.log.jsonl import decode, encode
+from shardlib.log.tensorboard import EventFile
+
+METRICS_FILE = "metrics.jsonl"
+EVENTS_DIRECTORY = "tensorboard"
+
+
+class MetricsWriter:
+    """Appends the metrics of a run to its directory. Only one process of a run may have a writer.
+
+    Lines are flushed one by one, so that others can follow the file. Steps are unique and
+    increase: when a run resumes, the lines of steps after its checkpoint are removed first. A full
+    disk delays lines but raises no error: see `AppendFile`.
+
+    Args:
+        run_dir: The directory of the run, which exists.
+        tensorboard: Whether to also write event files to `run_dir/tensorboard`.
+        resume_step: The step of the checkpoint that the run resumes from; 0 for a new run.
+        warn: Called when lines cannot be written.
+
+    Attributes:
+        kept: The last remaining row of an earlier attempt, as in `read_metrics`, or None.
+        last: The last row found in the file, even if it was then removed, or None.
+
+    Raises:
+        MissingExtraError: If `tensorboard` is set and tensorboardX is not installed.
+        ShardlibError: If the existing file has a line that is not a step's metrics.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        tensorboard: bool = False,
+        resume_step: int = 0,
+        warn: Callable[[str], None] = lambda text: None,
+    ):
+        self.path = Path(run_dir) / METRICS_FILE
+        self._warn = warn
+        rows = _rows(self.path, self.path.read_bytes() if self.path.exists() else b"")
+        size, self.kept = _up_to(rows, resume_step)
+        self.last = rows[-1][0] if rows else None
+        self._last_step = self.kept["step"] if self.kept else 0
+        self._events = self._begin_events(resume_step) if tensorboard else None
+        self._file = AppendFile(self.path, size=size, warn=warn)
+
+    def write(
+        self, step: int, metrics: Mapping[str, Any], account: Mapping[str, Any] | None = None
+    ) -> None:
+        """Writes the metrics of one step: numbers (including 0-d arrays) or None by name.
+
+        Args:
+            step: The number of the step.
+            metrics: Its metrics.
+            account: The result of `goodput.Account.stamp`, for the file but not for TensorBoard.
+
+        Raises:
+            ValueError: If the step is not after the last written step.
+        """
+        if step <= self._last_step:
+            raise ValueError(
+                f"metrics of step {step} follow step {self._last_step}: steps must increase"
+            )
+        self._last_step = step
+        values = {name: _number(value) for name, value in metrics.items()}
+        self._file.write(encode({"step": step, **values, **(account or {})}))
+        if self._events is not None:
+            self._events.scalars(step, {n: v for n, v in values.items() if v is not None})
+
+    def rewind(self, step: int) -> dict[str, Any] | None:
+        """Removes the rows of later steps, which are repeated; returns the last remaining row."""
+        size, kept = _up_to(_rows(self.path, self._file.read()), step)
+        self._file.cut(size)
+        self._last_step = kept["step"] if kept else 0
+        if self._events is not None:
+            self._events.close()
+            self._events = self._begin_events(step)
+        return kept
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self.close()
+
+    def _begin_events(self, step: int) -> EventFile:
+        """Starts an event file that hides earlier events after `step`, which are lost."""
+        directory = self.path.with_name(EVENTS_DIRECTORY)
+        return EventFile(directory, purge_step=step + 1, warn=self._warn)
+
+
+def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Returns the metrics of a run, one dict per step, with non-finite values as floats.
+
+    The list is empty if the run has no metrics file. A truncated last line is dropped.
+
+    Raises:
+        ShardlibError: If another line is not a step's metrics.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    return [row for row, _ in _rows(path, path.read_bytes())] if path.exists() else []
+
+
+def _rows(path: Path, text: bytes) -> list[tuple[dict[str, Any], int]]:
+    """Returns the object and the end offset of every complete line."""
+    rows, end = [], 0
+    # Split only at line feeds: `splitlines` would also split at separators inside strings.
+    *lines, tail = text.split(b"\n")
+    del tail  # Empty, or a line that was being written when the process ended.
+    for number, line in enumerate(lines, start=1):
+        end += len(line) + 1
+        try:
+            row = decode(line)
+            if not isinstance(row["step"], int):
+                raise ValueError("a step is a whole number")
+        except (ValueError, KeyError, TypeError):
+            shown = line.decode(errors="backslashreplace")[:60]
+            raise ShardlibError(
+                f"{path}:{number}: not the metrics of a step: {shown!r}.\n"
+                f"  Remove that line, or move the file away to start a new one."
+            ) from None
+        rows.append((row, end))
+    return rows
+
+
+def _up_to(
+    rows: Sequence[tuple[dict[str, Any], int]], step: int
+) -> tuple[int, dict[str, Any] | None]:
+    """Returns the size in bytes of the lines up to a step, and the last of their rows."""
+    kept: tuple[int, dict[str, Any] | None] = (0, None)
+    for row, end in rows:
+        if row["step"] > step:
+            break
+        kept = end, row
+    return kept
+
+
+def _number(value: Any) -> float | int | None:
+    if value is None or isinstance(value, bool | int):
+        return value
+    return float(value)
+
+
+class StepTimer:
+    """A timer of steps on the host, which never waits for a device.
+
+    Call `tick` whenever a step is known to be finished, for example when its metrics have been
+    read one step late. In a loop that keeps the device busy, the interval between ticks is the step
+    time. The first interval includes compilation: it is reported but excluded from the mean.
+
+    Args:
+        window: Number of latest steps in the mean.
+        clock: Returns monotonic seconds.
+    """
+
+    def __init__(self, window: int = 20, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._intervals: collections.deque[float] = collections.deque(maxlen=window)
+        self._last = clock()
+        self._ticks = 0
+
+    def tick(self) -> float:
+        """Returns the seconds since the last `tick` or `restart`, or since construction."""
+        now = self._clock()
+        interval, self._last = now - self._last, now
+        self._ticks += 1
+        if self._ticks > 1:
+            self._intervals.append(interval)
+        return interval
+
+    def restart(self) -> None:
+        """Discards the time since the last tick, for example of an evaluation or a checkpoint."""
+        self._last = self._clock()
+
+    @property
+    def mean_step_seconds(self) -> float | None:
+        """Mean seconds per step over the window; None before the second step."""
+        return sum(self._intervals) / len(self._intervals) if self._intervals else None
+
+
+def mfu(
+    flops_per_step: float, step_seconds: float | None, peak_flops_total: float | None
+) -> float | None:
+    """Returns the model-FLOPs utilisation in [0, 1], or None if an argument is unknown.
+
+    Args:
+        flops_per_step: Model FLOPs of one step, forward and backward, without recomputation.
+        step_seconds: Wall seconds of one step.
+        peak_flops_total: Peak FLOP/s of all devices in the dtype of the matmuls.
+
+    Source: Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B.
+    """
+    if not step_seconds or not peak_flops_total:
+        return None
+    return flops_per_step / step_seconds / peak_flops_total

@@ -1,0 +1,70 @@
+"""TensorBoard event files, written immediately in the calling thread.
+
+tensorboardX provides the protocol buffers and checksums. Its own writer passes events to a thread.
+A full disk ends that thread, and the training loop then waits for it forever.
+"""
+
+import importlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from shardlib.errors import require
+from shardlib.log.append import AppendFile
+
+
+class EventFile:
+    """A new event file in a directory, which is created if needed.
+
+    Args:
+        directory: The run's directory for TensorBoard.
+        purge_step: TensorBoard hides events of this step and later steps in earlier files.
+        warn: Called when an event cannot be written: see `AppendFile`.
+
+    Raises:
+        MissingExtraError: If tensorboardX is not installed; no file is created then.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        purge_step: int,
+        warn: Callable[[str], None] = lambda text: None,
+    ):
+        require("tensorboardX", "tensorboard", "train.tensorboard=true")
+        self._proto = importlib.import_module("tensorboardX.proto.event_pb2")
+        self._checksum = importlib.import_module("tensorboardX.record_writer").masked_crc32c
+        path = Path(directory)
+        path.mkdir(exist_ok=True)
+        # TensorBoard reads files in name order, and two files may start within one second.
+        number = len(list(path.iterdir()))
+        name = f"events.out.tfevents.{int(time.time()):010d}.{number:06d}.{socket.gethostname()}"
+        self._file = AppendFile(path / name, warn=warn)
+        self._write(file_version="brain.Event:2")
+        start = self._proto.SessionLog(status=self._proto.SessionLog.START)
+        self._write(step=purge_step, session_log=start)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes the scalars of a step by name."""
+        summary = self._proto.Event().summary
+        for name, value in values.items():
+            summary.value.add(tag=name, simple_value=value)
+        self._write(step=step, summary=summary)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _write(self, **entries: object) -> None:
+        """Appends an event as a record: length, checksum of the length, data, checksum of the data.
+
+        Source: TFRecords format details, https://www.tensorflow.org/tutorials/load_data/tfrecord.
+        """
+        data = self._proto.Event(wall_time=time.time(), **entries).SerializeToString()
+        length = struct.pack("<Q", len(data))
+        sums = (struct.pack("<I", self._checksum(part)) for part in (length, data))
+        self._file.write(b"".join((length, next(sums), data, next(sums))))

@@ -1,0 +1,1 @@
+"""Layers sharded over devices: attention, experts, stacks of layers, rematerialisation."""

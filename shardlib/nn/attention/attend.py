@@ -1,0 +1,198 @@
+"""Attention for training and decoding: grouped heads, packed documents, windows."""
+
+import functools
+
+import jax
+from jax.sharding import AbstractMesh
+
+from shardlib.errors import ModelError
+from shardlib.nn.attention.backends import Backend, resolve_backend
+from shardlib.nn.attention.blockwise import Segments, blockwise
+from shardlib.nn.attention.gather import gathered_attention
+from shardlib.nn.attention.mask import Mask, places
+from shardlib.nn.attention.order import AXIS, Order
+from shardlib.nn.attention.plain import plain
+from shardlib.nn.attention.plan import ContextMethod, ContextPlan, plan_context
+from shardlib.nn.attention.region import in_region
+from shardlib.nn.attention.ring import ring_attention
+from shardlib.nn.attention.splash import splash
+from shardlib.nn.attention.ulysses import ulysses_attention
+from shardlib.sharding.constrain import active
+from shardlib.sharding.manual import axis_size
+
+_BY_HAND = ("cudnn", "splash")
+"""Kernels that run in a region manual over the whole mesh: the compiler cannot partition splash,
+nor cuDNN within a region that is already manual over an axis."""
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    kv_positions: jax.Array | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    backend: Backend = "auto",
+    context: ContextMethod = "auto",
+    order: Order = "contiguous",
+) -> jax.Array:
+    """Returns softmax(query key^T / sqrt(head_dim)) value; the softmax is in float32.
+
+    A query sees a key if both have the same segment, the key does not come later (`causal`), and it
+    is less than `window` positions away. Padding (segment 0) is a segment like any other: no other
+    token sees it, and its outputs are finite; the loss must ignore them.
+
+    Where the active rules split `length` over the mesh axis `context`, its devices share the row as
+    `plan_context` says. With explicit positions, or a different number of keys, the compiler
+    partitions attention instead; with explicit positions the backend is `xla`.
+
+    Args:
+        query: [batch, length, heads, head_dim].
+        key: [batch, kv_length, kv_heads, head_dim]; heads are a multiple of kv_heads, and each
+            heads / kv_heads consecutive query heads share a key-value head.
+        value: As `key`.
+        segment_ids: [batch, length] int32, the document of each query.
+        kv_segment_ids: [batch, kv_length] int32; None for `segment_ids`, if kv_length is length.
+        positions: [batch, length] int32, the positions of the queries; None for 0, 1, 2, ...
+        kv_positions: [batch, kv_length] int32; None for 0, 1, 2, ...
+        causal: Whether keys at later positions are hidden.
+        window: Number of positions a query sees, including its own; None for all. Causal only.
+        backend: See `resolve_backend`.
+        context: How devices along `context` share the row; see `plan_context`.
+        order: Order of the row over `context`: `zigzag` if all inputs went through `zigzag(x)`.
+
+    Returns:
+        [batch, length, heads, head_dim], in the dtype of `value`.
+
+    Raises:
+        ModelError: If kv_heads does not divide heads, a window is not causal, segment ids are
+            missing for queries or keys, or `backend`, `context` or `order` cannot work.
+    """
+    mask = Mask(causal, window)
+    _check_inputs(query, key, segment_ids, kv_segment_ids)
+    segments = (segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
+    placed = positions is not None or kv_positions is not None
+    alone = placed or query.shape[1] != key.shape[1]
+    if alone:
+        _check_alone(context, order)
+    if placed and backend not in ("auto", "xla"):
+        raise ModelError(
+            f"attention by {backend} does not take explicit positions.\n"
+            "  Use backend 'auto' or 'xla'."
+        )
+    if placed:
+        at = places(query.shape[1], positions, segments[0])
+        kv_at = places(key.shape[1], kv_positions, segments[1])
+        return plain(query, key, value, mask.pairs(at, kv_at))
+    if alone:
+        plan = ContextPlan("none", order, "keys of another length")
+    else:
+        sizes = query.shape[1], query.shape[2], key.shape[2]
+        options = {"causal": causal, "window": window, "backend": backend}
+        plan = plan_context(*sizes, context=context, order=order, **options)
+    return _by_plan(plan, backend, mask, query, key, value, segments)
+
+
+def _check_inputs(
+    query: jax.Array,
+    key: jax.Array,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+) -> None:
+    length, kv_length = query.shape[1], key.shape[1]
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if heads % kv_heads:
+        raise ModelError(
+            f"{heads} query heads cannot share {kv_heads} key-value heads.\n"
+            "  Make the number of query heads a multiple of the number of key-value heads."
+        )
+    if segment_ids is None and kv_segment_ids is not None:
+        raise ModelError(
+            "kv_segment_ids are set, but segment_ids are not.\n  Give segment_ids as well."
+        )
+    if segment_ids is not None and kv_segment_ids is None and length != kv_length:
+        raise ModelError(
+            f"{length} segment_ids of the queries do not fit {kv_length} keys.\n"
+            "  Give kv_segment_ids as well."
+        )
+
+
+def _check_alone(context: ContextMethod, order: Order) -> None:
+    """Rejects `context` and `order` arguments where attention does not use the `context` axis."""
+    uses_it = context != "auto" and axis_size(AXIS) > 1
+    asked = [f"context={context!r}"] if uses_it else []
+    asked += [] if order == "contiguous" else [f"order={order!r}"]
+    if asked:
+        said = " and ".join(asked)
+        raise ModelError(
+            f"attention with {said} is for self-attention without explicit positions.\n"
+            f"  Leave out {said}."
+        )
+
+
+def _by_plan(
+    plan: ContextPlan,
+    backend: Backend,
+    mask: Mask,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: Segments,
+) -> jax.Array:
+    arrays = (query, key, value, segments)
+    if plan.method in ("ring", "gather"):
+        shared = ring_attention if plan.method == "ring" else gathered_attention
+        share = functools.partial(shared, mask=mask, order=plan.order)
+        return in_region(share, *arrays, over_context=True)
+    resolved = resolve_backend(
+        backend,
+        dtype=query.dtype,
+        head_dim=query.shape[-1],
+        masked=segments[0] is not None,
+        lengths=(query.shape[1], key.shape[1]),
+    )
+    local = functools.partial(_on_device, resolved.backend, mask)
+    kernel = resolved.backend in _BY_HAND
+    if plan.method == "ulysses":
+        share = functools.partial(ulysses_attention, local, order=plan.order)
+        return in_region(share, *arrays, over_context=True, whole_mesh=kernel)
+    if kernel or resolved.backend == "blockwise":
+        return in_region(local, *arrays, over_context=False, whole_mesh=kernel)
+    return local(*arrays)
+
+
+def _on_device(
+    backend: str,
+    mask: Mask,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: Segments,
+) -> jax.Array:
+    """Returns attention computed by one backend."""
+    if backend in ("blockwise", "splash"):
+        flash = blockwise if backend == "blockwise" else splash
+        return flash(query, key, value, segments, mask=mask)
+    at, kv_at = (
+        places(x.shape[1], None, ids) for x, ids in zip((query, key), segments, strict=True)
+    )
+    scope = active()
+    # JAX looks for cuDNN while it traces. A mesh without devices is used for shapes alone.
+    if backend == "xla" or (scope and isinstance(scope.mesh, AbstractMesh)):
+        return plain(query, key, value, mask.pairs(at, kv_at))
+    # Passed as arguments rather than in the mask, so that hidden pairs are not computed at all.
+    visible = Mask(causal=False).pairs(at, kv_at)
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            mask=None if visible is None else visible[:, None],
+            is_causal=mask.causal,
+            local_window_size=None if mask.window is None else (mask.window - 1, 0),
+            implementation="cudnn",
+        )

@@ -1,0 +1,291 @@
+"""Attention tile by tile: memory grows linearly with the length.
+
+The forward pass visits the tiles of (queries, keys) that have a visible pair and keeps a running
+softmax. The backward pass visits them again and recomputes the weights from the logarithm of each
+row's sum. Tiles hidden entirely by causality, window or document cost nothing.
+
+The running softmax and the gradients can be carried from one set of keys to the next, as in a ring
+over devices.
+
+Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory"; Dao 2023,
+"FlashAttention-2", algorithms 1 and 2.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.nn.attention.mask import Mask, Places, cut_places, places
+from shardlib.nn.attention.tiles import Array, needed_tile, tile_size
+from shardlib.nn.remat import tag
+
+# Far below the initial peak, so that a hidden score weighs exactly 0 even in a row without a key
+# so far.
+_HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
+_FIRST_PEAK = -1e30
+
+Segments = tuple[jax.Array | None, jax.Array | None]
+
+TAG = "attended"
+"""Name under which `remat` can save the residuals of attention."""
+
+
+class Queries(NamedTuple):
+    """Queries in tiles."""
+
+    query: jax.Array
+    """[tiles, batch, kv_heads, group, tile, head_dim]; `group` query heads share a key head."""
+    at: Places
+    """[tiles, batch or 1, tile]."""
+
+
+class Keys(NamedTuple):
+    """Keys and values in tiles."""
+
+    key: jax.Array
+    """[tiles, batch, kv_heads, tile, head_dim]."""
+    value: jax.Array
+    at: Places
+
+
+class Running(NamedTuple):
+    """A float32 softmax over the keys seen so far."""
+
+    total: jax.Array
+    """Weighted sum of values, relative to the peak: [tiles, batch, kv_heads, group, tile, dim]."""
+    mass: jax.Array
+    """Sum of weights, relative to the peak: [tiles, batch, kv_heads, group, tile]."""
+    peak: jax.Array
+    """Largest score."""
+
+
+class Cotangents(NamedTuple):
+    """Inputs of the backward pass for each query, in tiles like the queries."""
+
+    output: jax.Array
+    """Cotangent of the output, in the dtype of the output."""
+    delta: jax.Array
+    """Product of the cotangent and the output, summed over head_dim: float32."""
+    log_mass: jax.Array
+    """Logarithm of the sum of exponentiated scores: float32."""
+
+
+def cut_queries(x: jax.Array, kv_heads: int, tile: int) -> jax.Array:
+    """Cuts [batch, length, heads, dim] to [tiles, batch, kv_heads, heads / kv_heads, tile, dim]."""
+    batch, length, heads, dim = x.shape
+    x = x.reshape(batch, length // tile, tile, kv_heads, heads // kv_heads, dim)
+    return x.transpose(1, 0, 3, 4, 2, 5)
+
+
+def join_queries(x: jax.Array) -> jax.Array:
+    """Reverses `cut_queries`."""
+    tiles, batch, kv_heads, group, tile, dim = x.shape
+    return x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, tiles * tile, kv_heads * group, dim)
+
+
+def cut_keys(x: jax.Array, tile: int) -> jax.Array:
+    """Cuts [batch, length, kv_heads, dim] to [tiles, batch, kv_heads, tile, dim]."""
+    batch, length, kv_heads, dim = x.shape
+    return x.reshape(batch, length // tile, tile, kv_heads, dim).transpose(1, 0, 3, 2, 4)
+
+
+def join_keys(x: jax.Array) -> jax.Array:
+    """Reverses `cut_keys`."""
+    tiles, batch, kv_heads, tile, dim = x.shape
+    return x.transpose(1, 0, 3, 2, 4).reshape(batch, tiles * tile, kv_heads, dim)
+
+
+def start(queries: Queries) -> Running:
+    """Returns the softmax over an empty set of keys."""
+    rows = queries.query.shape[:-1]
+    return Running(
+        jnp.zeros(queries.query.shape, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.full(rows, _FIRST_PEAK, jnp.float32),
+    )
+
+
+def fold(running: Running, queries: Queries, keys: Keys, mask: Mask) -> Running:
+    """Returns the softmax with `keys` included."""
+    rows, columns, count = _visits(mask.tiles(queries.at, keys.at))
+
+    def visit(n: Any, running: Running) -> Running:
+        row, column = rows[n], columns[n]
+        scores, _, _, value = _scores(queries, keys, mask, row, column)
+        total, mass, peak = _pick(running, row)
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
+        weights = jnp.exp(scores - new_peak[..., None])
+        shrink = jnp.exp(peak - new_peak)
+        seen = _einsum("bkgts,bksd->bkgtd", weights.astype(value.dtype), value)
+        new = (
+            total * shrink[..., None] + seen,
+            mass * shrink + jnp.sum(weights, axis=-1),
+            new_peak,
+        )
+        return Running(*_put(running, new, row))
+
+    return jax.lax.fori_loop(0, count, visit, running)
+
+
+def finish(running: Running) -> tuple[jax.Array, jax.Array]:
+    """Returns the output, [tiles, batch, kv_heads, group, tile, dim] float32, and the logarithm of
+    the sum of exponentiated scores. A query that sees nothing has an output of 0."""
+    mass = jnp.maximum(running.mass, jnp.finfo(jnp.float32).tiny)
+    return running.total / mass[..., None], running.peak + jnp.log(mass)
+
+
+def pull_back(
+    grad_query: jax.Array,
+    queries: Queries,
+    keys: Keys,
+    cotangents: Cotangents,
+    mask: Mask,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns `grad_query` plus the contribution of these keys, and the gradients of the keys and
+    values from these queries; all in tiles and float32."""
+    rows, columns, count = _visits(mask.tiles(queries.at, keys.at))
+    scale = 1.0 / math.sqrt(queries.query.shape[-1])
+
+    def visit(n: Any, grads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        row, column = rows[n], columns[n]
+        scores, query, key, value = _scores(queries, keys, mask, row, column)
+        output, delta, log_mass = _pick(cotangents, row)
+        weights = jnp.exp(scores - log_mass[..., None])
+        of_weights = _einsum("bkgtd,bksd->bkgts", output, value)
+        of_scores = (weights * (of_weights - delta[..., None]) * scale).astype(query.dtype)
+        of_query, of_key, of_value = grads
+        (old_query,) = _pick((of_query,), row)
+        old_key, old_value = _pick((of_key, of_value), column)
+        new_query = old_query + _einsum("bkgts,bksd->bkgtd", of_scores, key)
+        new_key = old_key + _einsum("bkgts,bkgtd->bksd", of_scores, query)
+        weights = weights.astype(output.dtype)
+        new_value = old_value + _einsum("bkgts,bkgtd->bksd", weights, output)
+        return (
+            *_put((of_query,), (new_query,), row),
+            *_put((of_key, of_value), (new_key, new_value), column),
+        )
+
+    zeros = (jnp.zeros(keys.key.shape, jnp.float32), jnp.zeros(keys.value.shape, jnp.float32))
+    of_query, *of_keys = jax.lax.fori_loop(0, count, visit, (grad_query, *zeros))
+    return of_query, tuple(of_keys)
+
+
+def _visits(seen: Array) -> tuple[jax.Array, jax.Array, Any]:
+    """Returns the rows, the columns and the number of the tiles to visit, row by row."""
+    if isinstance(seen, np.ndarray):
+        rows, columns = (jnp.asarray(x, jnp.int32) for x in np.nonzero(seen))
+        return rows, columns, len(rows)
+    rows, columns = jnp.nonzero(seen, size=seen.size, fill_value=0)
+    return rows, columns, jnp.sum(seen, dtype=jnp.int32)
+
+
+def _scores(
+    queries: Queries, keys: Keys, mask: Mask, row: jax.Array, column: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the float32 scores of one tile, and its queries, keys and values."""
+    query, at = jax.tree.map(lambda x: _take(x, row), queries)
+    key, value, kv_at = jax.tree.map(lambda x: _take(x, column), keys)
+    scores = _einsum("bkgtd,bksd->bkgts", query, key) / math.sqrt(query.shape[-1])
+    visible = mask.pairs(at, kv_at)
+    if visible is not None:
+        scores = jnp.where(visible[:, None, None], scores, _HIDDEN)
+    return scores, query, key, value
+
+
+def _einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
+
+
+def _take(x: Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(jnp.asarray(x), index, 0, keepdims=False)
+
+
+def _pick(arrays: tuple[jax.Array, ...], index: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(_take(x, index) for x in arrays)
+
+
+def _put(
+    arrays: tuple[jax.Array, ...], new: tuple[jax.Array, ...], index: jax.Array
+) -> tuple[jax.Array, ...]:
+    update = jax.lax.dynamic_update_index_in_dim
+    return tuple(update(x, y, index, 0) for x, y in zip(arrays, new, strict=True))
+
+
+def cotangents(
+    grad: jax.Array, output: jax.Array, log_mass: jax.Array, kv_heads: int, tile: int
+) -> Cotangents:
+    """Returns the residuals of the backward pass from the output and its cotangent, both
+    [batch, length, heads, head_dim]; `log_mass` is as `finish` returned it."""
+    grad, output = (cut_queries(x, kv_heads, tile) for x in (grad, output))
+    delta = jnp.sum(grad.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
+    return Cotangents(grad, delta, log_mass)
+
+
+def outputs(running: Running, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the output, [batch, length, heads, head_dim] in `dtype`, and the logarithm of each
+    row's sum. Both are tagged for `remat`."""
+    output, log_mass = finish(running)
+    return tag(join_queries(output).astype(dtype), TAG), tag(log_mass, TAG)
+
+
+def gradients(of_query: jax.Array, of_keys: tuple[jax.Array, jax.Array], like: Any) -> Any:
+    """Returns the gradients of query, key and value, untiled and in the dtypes of `like`."""
+    joined = join_queries(of_query), join_keys(of_keys[0]), join_keys(of_keys[1])
+    return tuple(x.astype(y.dtype) for x, y in zip(joined, like, strict=True))
+
+
+def blockwise(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: Segments = (None, None),
+    *,
+    mask: Mask,
+) -> jax.Array:
+    """Returns attention of arrays that are whole on this device, as `attend` does.
+
+    Args:
+        query: [batch, length, heads, head_dim].
+        key: [batch, kv_length, kv_heads, head_dim].
+        value: As `key`.
+        segments: [batch, length] and [batch, kv_length] int32, or None.
+        mask: The causal mask and the window.
+    """
+    return _attend(mask, query, key, value, segments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(mask, query, key, value, segments):
+    return _forward(mask, query, key, value, segments)[0]
+
+
+def _tiled(query, key, value, segments) -> tuple[Queries, Keys]:
+    sizes = [needed_tile(tile_size(x.shape[1])) for x in (query, key)]
+    at, kv_at = (
+        cut_places(places(x.shape[1], None, ids), size)
+        for x, ids, size in zip((query, key), segments, sizes, strict=True)
+    )
+    queries = Queries(cut_queries(query, key.shape[2], sizes[0]), at)
+    return queries, Keys(cut_keys(key, sizes[1]), cut_keys(value, sizes[1]), kv_at)
+
+
+def _forward(mask, query, key, value, segments):
+    queries, keys = _tiled(query, key, value, segments)
+    output, log_mass = outputs(fold(start(queries), queries, keys, mask), value.dtype)
+    return output, (query, key, value, segments, output, log_mass)
+
+
+def _backward(mask, saved, grad):
+    query, key, value, segments, output, log_mass = saved
+    queries, keys = _tiled(query, key, value, segments)
+    known = cotangents(grad, output, log_mass, key.shape[2], queries.query.shape[-2])
+    zeros = jnp.zeros(queries.query.shape, jnp.float32)
+    of_query, of_keys = pull_back(zeros, queries, keys, known, mask)
+    return *gradients(of_query, of_keys, (query, key, value)), (None, None)
+
+
+_attend.defvjp(_forward, _backward)

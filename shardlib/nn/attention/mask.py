@@ -1,0 +1,97 @@
+"""Visibility of keys to queries, for single pairs and for whole tiles of pairs."""
+
+import dataclasses
+import functools
+import operator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.errors import ModelError
+from shardlib.nn.attention.tiles import Array, cut
+
+
+class Places(NamedTuple):
+    """Positions and documents of queries or keys. The last two dims are [batch, length]."""
+
+    positions: Array
+    """int32, position in the whole row; batch is 1 where all rows agree."""
+    segments: Array | None = None
+    """int32, document; None for one document per row."""
+
+
+def places(length: int, positions: Array | None, segments: Array | None) -> Places:
+    """Returns the places of a row; positions default to 0, 1, 2, ..."""
+    ramp = np.arange(length, dtype=np.int32)[None]
+    return Places(ramp if positions is None else positions, segments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """The rules that hide a key from a query, in addition to documents.
+
+    Raises:
+        ModelError: If a window is not causal, or is empty.
+    """
+
+    causal: bool = True
+    """Whether keys at later positions are hidden."""
+    window: int | None = None
+    """Number of positions a query sees, including its own; None for all."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or not self.causal):
+            raise ModelError(
+                f"an attention window of {self.window} positions needs causal=True and at least 1 "
+                "position.\n  Set window=None, or causal=True and window=1 or more."
+            )
+
+    def pairs(self, queries: Places, keys: Places) -> jax.Array | None:
+        """Returns a bool mask of the visible pairs, [batch or 1, length, kv_length]; None if all
+        are visible."""
+        parts = []
+        if queries.segments is not None and keys.segments is not None:
+            parts.append(queries.segments[:, :, None] == keys.segments[:, None, :])
+        if self.causal:
+            distance = queries.positions[:, :, None] - keys.positions[:, None, :]
+            parts.append(distance >= 0)
+            if self.window is not None:
+                parts.append(distance < self.window)
+        if not parts:
+            return None
+        return jnp.asarray(functools.reduce(operator.and_, parts))
+
+    def tiles(self, queries: Places, keys: Places) -> Array:
+        """Returns the tiles in which a query may see a key: [query tiles, key tiles] bool.
+
+        The test uses the smallest and largest position and document of each tile, so no visible
+        pair is left out. Returns NumPy arrays for NumPy inputs.
+
+        Args:
+            queries: Places of [query tiles, batch, tile].
+            keys: Places of [key tiles, batch, tile].
+        """
+        first, last = _range(queries.positions)
+        kv_first, kv_last = _range(keys.positions)
+        parts: list[Array] = [np.ones((first.shape[0], kv_first.shape[0], 1), bool)]
+        if self.causal:
+            parts.append(kv_first[None] <= last[:, None])
+        if self.window is not None:
+            parts.append(first[:, None] - kv_last[None] < self.window)
+        if queries.segments is not None and keys.segments is not None:
+            low, high = _range(queries.segments)
+            kv_low, kv_high = _range(keys.segments)
+            parts.append((low[:, None] <= kv_high[None]) & (kv_low[None] <= high[:, None]))
+        return functools.reduce(operator.and_, parts).any(axis=-1)  # type: ignore[return-value]
+
+
+def _range(x: Array) -> tuple[Array, Array]:
+    return x.min(axis=-1), x.max(axis=-1)
+
+
+def cut_places(at: Places, tile: int) -> Places:
+    """Cuts places of [batch, length] into tiles of [batch, tile]."""
+    ids = None if at.segments is None else cut(at.segments, tile)
+    return Places(cut(at.positions, tile), ids)

@@ -1,0 +1,32 @@
+"""Attention by two matmuls, which keeps the scores of all pairs of positions."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+# Far below any score, and finite: a fully hidden row gives a mean, not NaN.
+_HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
+
+
+def plain(
+    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array | None
+) -> jax.Array:
+    """Returns attention to the `visible` keys, [batch or 1, length, kv_length] bool; the other
+    arguments are as in `attend`.
+
+    The scores are float32 from the start. The 16-bit operands are widened rather than the result,
+    whose gradient would mix dtypes and fail strict promotion.
+    """
+    batch, length, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    query = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+    # In this dim order the matmuls read and write the scores in place; any other transposes them.
+    query = jnp.transpose(query, (0, 2, 3, 1, 4)).astype(jnp.float32) / math.sqrt(head_dim)
+    scores = jnp.einsum("bkgtd,bskd->bkgts", query, key.astype(jnp.float32))
+    if visible is not None:
+        # An addition rather than a select: the backward pass then does not read the mask.
+        scores = scores + jnp.where(visible, 0.0, _HIDDEN)[:, None, None]
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    y = jnp.einsum("bkgts,bskd->bkgtd", weights, value)
+    return jnp.transpose(y, (0, 3, 1, 2, 4)).reshape(batch, length, heads, head_dim)

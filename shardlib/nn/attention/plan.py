@@ -1,0 +1,181 @@
+"""The choice of how to split attention over the `context` axis of the mesh.
+
+| method    | sent in the forward pass       | memory           | heads                           |
+|-----------|--------------------------------|------------------|---------------------------------|
+| `ring`    | keys and values, by hops       | one shard's      | any                             |
+| `gather`  | keys and values, all at once   | the whole row's  | any                             |
+| `ulysses` | query, key, value and output   | one shard's      | the axis divides a device's own |
+"""
+
+import dataclasses
+from typing import Literal
+
+from shardlib.errors import ModelError
+from shardlib.mesh import entry_axes, mesh_sizes
+from shardlib.nn.attention.backends import Backend
+from shardlib.nn.attention.order import AXIS, Order, ring_tile
+from shardlib.nn.attention.tiles import MAX_TILE
+from shardlib.sharding.constrain import Scope, active
+from shardlib.sharding.manual import axis_size
+
+ContextMethod = Literal["auto", "ring", "gather", "ulysses"]
+
+_WHOLE_ROWS = ("xla", "cudnn", "splash")
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextPlan:
+    """The method by which the devices along `context` share a row."""
+
+    method: Literal["none", "ring", "gather", "ulysses"]
+    order: Order
+    """The order of the row over the axis; if `zigzag`, reorder the inputs with `zigzag`."""
+    reason: str
+
+
+def plan_context(
+    length: int,
+    heads: int,
+    kv_heads: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    dropout: float = 0.0,
+    context: ContextMethod = "auto",
+    backend: Backend = "auto",
+    order: Order | None = None,
+) -> ContextPlan:
+    """Chooses how attention is split over the `context` axis of the active mesh.
+
+    Args:
+        length: Positions of the whole row.
+        heads: Query heads of the model.
+        kv_heads: Key-value heads of the model.
+        causal: As in `attend`.
+        window: As in `attend`.
+        dropout: Dropout rate of the model. Its masks are drawn by index, so a reordered row would
+            get different masks.
+        context: The requested method; `auto` takes `ring`, or `gather` in a mesh with pipeline
+            stages, or `ulysses` for a backend that needs whole rows.
+        backend: As in `attend`.
+        order: The order of the row; None to choose.
+
+    Raises:
+        ModelError: If the requested method cannot work; the message lists all reasons. Also if the
+            row is in zig-zag order and the mesh has a `context` axis, but the rules or an enclosing
+            manual region keep it from splitting the row.
+        RuleError: If the mesh does not divide the length or the heads.
+    """
+    scope, shards = active(), axis_size(AXIS)
+    if scope is None or mesh_sizes(scope.mesh).get(AXIS, 1) == 1:
+        return ContextPlan("none", "contiguous", f"no axis {AXIS} of the mesh splits the row")
+    if shards == 1:
+        return _whole(scope, order, f"{AXIS} is manual in an enclosing region")
+    over = entry_axes(scope.sharding(("length",), (length,), "activations").spec[0])
+    if not over:
+        return _whole(scope, order, "the rules leave 'length' whole")
+    if over != (AXIS,):
+        raise ModelError(
+            f"the rules split 'length' over {'+'.join(over)}, but attention shares a row over "
+            f"{AXIS} alone.\n  Set the activation rule of 'length' to {AXIS!r}."
+        )
+    method, why = _method(scope, context, backend)
+    here = length // shards
+    best, why_order = _order(method, here, shards, causal, window, dropout)
+    order = order or best
+    faults = _faults(scope, method, context, backend, heads, here, order, dropout)
+    if faults:
+        raise ModelError(
+            f"attention by {method} over {AXIS}={shards} cannot work: {'; '.join(faults)}.\n"
+            f"  {_remedy(scope, method)}"
+        )
+    why_order = why_order if order == best else "given"
+    return ContextPlan(method, order, f"{method}: {why}; {order} order: {why_order}")
+
+
+def _whole(scope: Scope, order: Order | None, reason: str) -> ContextPlan:
+    """Returns the plan of a row that is not split, though the mesh has devices along `context`."""
+    if order == "zigzag":
+        raise ModelError(
+            f"a row in zig-zag order is split over {AXIS}={mesh_sizes(scope.mesh)[AXIS]}, but "
+            f"{reason}: attention would read its tokens in contiguous order.\n"
+            "  Leave out both `zigzag` and order='zigzag'."
+        )
+    return ContextPlan("none", "contiguous", reason)
+
+
+def _method(
+    scope: Scope, context: ContextMethod, backend: Backend
+) -> tuple[Literal["ring", "gather", "ulysses"], str]:
+    if context != "auto":
+        return context, "asked for"
+    if backend in _WHOLE_ROWS:
+        return "ulysses", f"the back end {backend} takes whole rows"
+    if _stages(scope) > 1:
+        return "gather", "hops of a ring would meet over all pipeline stages, idle ones too"
+    return "ring", "memory of one shard, for any number of heads"
+
+
+def _order(
+    method: str, here: int, shards: int, causal: bool, window: int | None, dropout: float
+) -> tuple[Order, str]:
+    if method == "ulysses":
+        return "contiguous", "each device computes whole rows"
+    if not causal:
+        return "contiguous", "without a causal mask all chunks are equal work"
+    if window is not None:
+        return "contiguous", "with a window all chunks are equal work"
+    if dropout > 0:
+        return "contiguous", f"the masks of dropout={dropout} go by index"
+    if ring_tile("zigzag", here) is None:
+        return "contiguous", f"{here * shards} positions do not cut into {2 * shards} tiled chunks"
+    return "zigzag", "an early and a late chunk each make causal work even"
+
+
+def _faults(
+    scope: Scope,
+    method: str,
+    context: ContextMethod,
+    backend: Backend,
+    heads: int,
+    here: int,
+    order: Order,
+    dropout: float,
+) -> list[str]:
+    faults = []
+    shards = axis_size(AXIS)
+    if order == "zigzag" and dropout > 0:
+        faults.append(f"zig-zag order would change the masks of dropout={dropout}")
+    if method == "ring" and _stages(scope) > 1:
+        faults.append(
+            "its hops are collective-permutes, which meet over all devices, idle pipeline stages "
+            f"too, and the mesh has stage={_stages(scope)}"
+        )
+    if method == "ulysses":
+        over = heads // scope.parts("heads", heads)
+        if over % shards:
+            split = "" if over == heads else f" (of {heads}, split by the rules already)"
+            faults.append(f"{shards} devices do not divide the {over} heads{split} of each")
+        if order == "zigzag" and here % 2:
+            faults.append(f"a shard of {here} positions cannot be halved for zig-zag order")
+        return faults
+    if backend in _WHOLE_ROWS:
+        faults.append(f"it computes tiles itself, and the back end {backend} takes whole rows")
+    if ring_tile(order, here) is None:
+        half = "" if order == "contiguous" else "half of "
+        faults.append(
+            f"{half}a shard of {here} positions does not divide into tiles of 64 to {MAX_TILE}"
+        )
+    return faults
+
+
+def _stages(scope: Scope) -> int:
+    return mesh_sizes(scope.mesh).get("stage", 1)
+
+
+def _remedy(scope: Scope, method: str) -> str:
+    if method == "ulysses":
+        return "Use context 'ring' or 'gather', or a smaller context axis."
+    if method == "ring" and _stages(scope) > 1:
+        return "Use context 'auto' or 'gather'."
+    return "Use backend 'auto', and a length that is a power of two."

@@ -1,0 +1,74 @@
+"""The manual region of attention: batch and heads are independent across devices."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from shardlib.mesh import entry_axes, mesh_sizes
+from shardlib.nn.attention.blockwise import Segments
+from shardlib.nn.attention.order import AXIS
+from shardlib.nn.attention.ulysses import kv_heads_of
+from shardlib.sharding.constrain import active, manual_axes
+from shardlib.sharding.manual import manual
+
+Local = Callable[[jax.Array, jax.Array, jax.Array, Segments], jax.Array]
+
+
+def in_region(
+    local: Local,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: Segments,
+    *,
+    over_context: bool,
+    whole_mesh: bool = False,
+) -> jax.Array:
+    """Returns `local(query, key, value, segments)` of each device's own batch rows and heads, split
+    as the active rules say. If there are fewer key-value heads than devices that share the query
+    heads, each device takes the key-value heads that its query heads need.
+
+    Args:
+        local: Attention of arrays on one device.
+        query: [batch, length, heads, head_dim]; global, like the other arrays.
+        key: [batch, kv_length, kv_heads, head_dim].
+        value: As `key`.
+        segments: [batch, length] and [batch, kv_length] int32, or None.
+        over_context: Whether length is split over `context`; otherwise it is whole.
+        whole_mesh: Whether every mesh axis is manual, including axes that split nothing or have one
+            device. A kernel that cannot be partitioned needs this.
+    """
+    scope = active()
+    if scope is None:
+        return local(query, key, value, segments)
+    names = ("batch", None, "heads", "head_dim")
+    batch, _, heads, _ = scope.sharding(names, query.shape, "activations").spec
+    names = ("batch", None, "kv_heads", "head_dim")
+    kv_heads = scope.sharding(names, key.shape, "activations").spec[2]
+    length = AXIS if over_context else None
+    axes = entry_axes(batch) + entry_axes(length) + entry_axes(heads)
+    if whole_mesh and math.prod(mesh_sizes(scope.mesh).values()) > 1:
+        axes = tuple(name for name in scope.sizes if name not in manual_axes())
+    elif all(scope.sizes[name] == 1 for name in axes):
+        axes = ()
+    if not axes:
+        return local(query, key, value, segments)
+
+    devices = math.prod(scope.sizes[name] for name in entry_axes(heads))
+    needed = kv_heads_of(query.shape[2], key.shape[2], devices)
+
+    def on_device(query: jax.Array, key: jax.Array, value: jax.Array, ids: Any) -> jax.Array:
+        if heads is not None and kv_heads != heads:
+            mine = jnp.asarray(needed)[jax.lax.axis_index(entry_axes(heads))]
+            key, value = (jnp.take(x, mine, axis=2, mode="clip") for x in (key, value))
+        return local(query, key, value, ids)
+
+    split = P(batch, length, heads, None)
+    kv_split = P(batch, length, kv_heads if kv_heads == heads else None, None)
+    rows = tuple(None if ids is None else P(batch, length) for ids in segments)
+    region = manual(on_device, axes, (split, kv_split, kv_split, rows), split)
+    return region(query, key, value, segments)

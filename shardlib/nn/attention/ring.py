@@ -1,0 +1,130 @@
+"""Ring attention: keys and values travel around a mesh axis while queries stay.
+
+At every step a device folds the keys that it holds into a running softmax while they are already on
+their way to the next device. In the backward pass keys and values travel again together with their
+gradients. The weights are recomputed, so no quadratic array is kept. A device skips hidden work by
+whole tiles (`Mask.tiles`), and no collective is inside a conditional.
+
+Over C devices keys and values make C - 1 hops forward and C - 1 backward. Their float32 gradients
+make C hops, the last of which takes them home. A window in contiguous order needs fewer hops.
+
+Source: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite
+Context".
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.nn.attention.blockwise import (
+    Queries,
+    Running,
+    Segments,
+    cotangents,
+    fold,
+    gradients,
+    outputs,
+    pull_back,
+    start,
+)
+from shardlib.nn.attention.mask import Mask
+from shardlib.nn.attention.order import AXIS, Order
+from shardlib.nn.attention.shard import Cargo, Shard
+
+
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: Segments = (None, None),
+    *,
+    mask: Mask,
+    order: Order,
+) -> jax.Array:
+    """Returns attention over the whole row; call it in a region that is manual over `context`.
+
+    Args:
+        query: [batch, length, heads, head_dim], this device's shard of the row in `order`.
+        key: [batch, length, kv_heads, head_dim], the same shard.
+        value: As `key`.
+        segments: [batch, length] int32 of queries and of keys, or None.
+        mask: The causal mask and the window.
+        order: Order of the row over the axis.
+    """
+    shard = Shard(mask, order, jax.lax.axis_size(AXIS), query.shape[1])
+    return _attend(shard, query, key, value, segments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(shard, query, key, value, segments):
+    return _forward(shard, query, key, value, segments)[0]
+
+
+def _cut(shard: Shard, query: Any, key: Any, value: Any, segments: Any) -> tuple[Queries, Cargo]:
+    """Returns this device's queries and the cargo that it sends, behind one optimization barrier.
+
+    Segments are the same in every layer, so XLA would hoist their ring out of the loop over layers.
+    On CPU it runs both rings at once, and mixes up their sends.
+    """
+    return jax.lax.optimization_barrier(shard.cut(query, key, value, segments))
+
+
+def _send(shard: Shard, x: Any, distance: int = 1) -> Any:
+    """Sends a pytree to the device `distance` places further along the ring."""
+    pairs = [(i, (i + distance) % shard.shards) for i in range(shard.shards)]
+    return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, AXIS, pairs), x)
+
+
+def _source(shard: Shard, step: Any) -> jax.Array:
+    """Returns the index of the device whose keys arrive after `step` hops."""
+    return (jax.lax.axis_index(AXIS) - step) % shard.shards
+
+
+def _forward(shard, query, key, value, segments):
+    queries, cargo = _cut(shard, query, key, value, segments)
+
+    def meet(running: Running, cargo: Cargo, step: Any) -> Running:
+        return fold(running, queries, shard.keys(cargo, _source(shard, step)), shard.mask)
+
+    def one_hop(carry: Any, step: jax.Array) -> tuple[Any, None]:
+        running, cargo = carry
+        ahead = _send(shard, cargo)
+        return (meet(running, cargo, step), ahead), None
+
+    steps = jnp.arange(shard.hops, dtype=jnp.int32)
+    (running, cargo), _ = jax.lax.scan(one_hop, (start(queries), cargo), steps)
+    output, log_mass = outputs(meet(running, cargo, shard.hops), value.dtype)
+    return output, (query, key, value, segments, output, log_mass)
+
+
+def _backward(shard, saved, grad):
+    query, key, value, segments, output, log_mass = saved
+    queries, cargo = _cut(shard, query, key, value, segments)
+    known = cotangents(grad, output, log_mass, key.shape[2], shard.tile)
+
+    def meet(of_query: jax.Array, cargo: Cargo, step: Any) -> Any:
+        keys = shard.keys(cargo, _source(shard, step))
+        return pull_back(of_query, queries, keys, known, shard.mask)
+
+    def one_hop(carry: Any, step: Any) -> tuple[Any, None]:
+        # Neither transfer waits for the tiles of this step.
+        of_query, of_keys, cargo, ahead = *carry, _send(shard, carry[-1])
+        arrived = _send(shard, of_keys)
+        of_query, share = meet(of_query, cargo, step)
+        return (of_query, jax.tree.map(jnp.add, arrived, share), ahead), None
+
+    ahead = _send(shard, cargo) if shard.hops else cargo
+    of_query, of_keys = meet(jnp.zeros(queries.query.shape, jnp.float32), cargo, 0)
+    if shard.hops:
+        steps = jnp.arange(1, shard.hops, dtype=jnp.int32)
+        carry, _ = jax.lax.scan(one_hop, (of_query, of_keys, ahead), steps)
+        of_query, of_keys, cargo = carry
+        arrived = _send(shard, of_keys)
+        of_query, share = meet(of_query, cargo, shard.hops)
+        of_keys = _send(shard, jax.tree.map(jnp.add, arrived, share), -shard.hops)
+    return *gradients(of_query, of_keys, (query, key, value)), (None, None)
+
+
+_attend.defvjp(_forward, _backward)

@@ -1,0 +1,84 @@
+"""Rotary position embeddings.
+
+A rotation pairs the two halves of a head (dim i with dim i + d/2), like the published Llama weights
+in the Hugging Face format. The paper pairs neighbouring dims, which is the same up to a permutation
+of the dims.
+
+Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.config import configclass
+from shardlib.errors import ModelError
+
+
+@configclass
+class RotaryScaling:
+    """Stretches the slow frequencies of a model trained on shorter sequences.
+
+    Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", and the reference code published
+    with Llama 3.1, whose constants are the defaults.
+    """
+
+    factor: float = 8.0
+    """Factor by which the low frequencies are slowed down."""
+    low_frequency_factor: float = 1.0
+    """Wavelengths longer than `original_positions / low_frequency_factor` are stretched in full."""
+    high_frequency_factor: float = 4.0
+    """Wavelengths shorter than `original_positions / high_frequency_factor` stay as they are."""
+    original_positions: int = 8192
+    """Sequence length of the original training, in tokens."""
+
+
+def frequencies(
+    head_dim: int, theta: float = 10_000.0, scaling: RotaryScaling | None = None
+) -> np.ndarray:
+    """Returns the angular frequencies, in radians per position: [head_dim / 2] float32.
+
+    Raises:
+        ModelError: If `head_dim` is odd.
+    """
+    if head_dim % 2:
+        raise ModelError(
+            f"rotary embeddings rotate pairs of dims, but head_dim is {head_dim}.\n"
+            "  Use an even head_dim."
+        )
+    plain = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if scaling is None:
+        return plain.astype(np.float32)
+    turns = scaling.original_positions * plain / (2 * math.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (kept * plain + (1.0 - kept) * plain / scaling.factor).astype(np.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rotations:
+    """Cosines and sines of the angles at each position: [batch, length, head_dim / 2] float32."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+def rotations(positions: jax.Array, frequencies: np.ndarray | jax.Array) -> Rotations:
+    """Returns the rotations at `positions` [batch, length] int32; call it once per forward pass."""
+    angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies)[None, None]
+    return Rotations(jnp.cos(angles), jnp.sin(angles))
+
+
+def rotate(x: jax.Array, rotations: Rotations) -> jax.Array:
+    """Returns `x` [batch, length, heads, head_dim] rotated by its positions, in its own dtype.
+
+    The rotation itself is computed in float32.
+    """
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = rotations.cos[:, :, None], rotations.sin[:, :, None]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

@@ -1,0 +1,67 @@
+"""Splash attention: the JAX flash kernel for TPUs, which skips the hidden blocks of a mask.
+
+Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.nn.attention.blockwise import TAG, Segments
+from shardlib.nn.attention.mask import Mask
+
+_MAX_BLOCK = 512
+
+
+def splash(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: Segments = (None, None),
+    *,
+    mask: Mask,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns attention of arrays that are whole on this device, as `attend` does.
+
+    The compiler cannot partition the kernel: with several devices, call it in a region that is
+    manual over the whole mesh.
+
+    Args:
+        query: [batch, length, heads, head_dim]; length is a multiple of 128.
+        key: [batch, length, kv_heads, head_dim].
+        value: As `key`.
+        segments: [batch, length] int32 of queries and of keys, or None.
+        mask: The causal mask and the window.
+        interpret: Whether to run the kernel without a TPU, slowly.
+    """
+    # A slow import, needed on TPUs only.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    length, heads = query.shape[1], query.shape[2]
+    shape = (length, key.shape[1])
+    if not mask.causal:
+        head_mask = masks.FullMask(shape)
+    elif mask.window is None:
+        head_mask = masks.CausalMask(shape)
+    else:
+        head_mask = masks.LocalMask(shape, (mask.window - 1, 0), 0)
+    block = next(size for size in (_MAX_BLOCK, 256, 128) if length % size == 0)
+    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    kernel = kernels.make_splash_mha(
+        mask=masks.MultiHeadMask([head_mask] * heads),
+        block_sizes=kernels.BlockSizes(**{f"block_{name}": block for name in names}),  # type: ignore
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name=TAG,
+        interpret=interpret,
+    )
+    q_ids, kv_ids = segments
+    ids = None if q_ids is None or kv_ids is None else kernels.SegmentIds(q_ids, kv_ids)
+    query = query / jnp.asarray(math.sqrt(query.shape[-1]), query.dtype)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        y: Any = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (query, key, value)), ids)
+    return y.swapaxes(1, 2).astype(value.dtype)

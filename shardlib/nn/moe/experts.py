@@ -1,0 +1,201 @@
+"""Experts on any mesh: one manual region in which each device sorts and sends its own tokens.
+
+| dim of the weights | mesh axes (by the rules)  | communication                                 |
+|--------------------|---------------------------|-----------------------------------------------|
+| expert             | also shard tokens         | tokens travel to their experts and back       |
+| expert             | shard no tokens           | each device applies its experts to all        |
+|                    |                           | tokens; the outputs are summed                |
+| embed, mlp         | also shard tokens (fsdp)  | gathered for the layer and again for its      |
+|                    |                           | gradient, which is reduce-scattered           |
+| mlp                | shard no tokens (tensor)  | each device computes some hidden units; the   |
+|                    |                           | outputs are summed                            |
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from shardlib.errors import RuleError
+from shardlib.mesh import entry_axes
+from shardlib.nn.moe.capacity import capacity, with_capacity
+from shardlib.nn.moe.dropless import dropless
+from shardlib.nn.moe.exchange import Method
+from shardlib.nn.moe.routing import Routing
+from shardlib.nn.moe.weights import Activation, ExpertWeights
+from shardlib.sharding.constrain import active
+from shardlib.sharding.manual import manual
+
+Dispatch = Literal["dropless", "capacity"]
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """The mesh axes, still automatic outside the region, that shard each dim; () for none."""
+
+    batch: Axes = ()
+    length: Axes = ()
+    expert: Axes = ()
+    embed: Axes = ()
+    mlp: Axes = ()
+
+    @property
+    def tokens(self) -> Axes:
+        return self.batch + self.length
+
+    @property
+    def sent(self) -> Axes:
+        """Returns the axes along which tokens travel to their experts."""
+        return tuple(name for name in self.expert if name in self.tokens)
+
+    @property
+    def apart(self) -> Axes:
+        """Returns the axes along which devices have the same tokens and different experts."""
+        return tuple(name for name in self.expert if name not in self.tokens)
+
+    @property
+    def parts(self) -> Axes:
+        """Returns the axes along which devices share experts or hidden units for the same tokens:
+        their results are partial sums."""
+        return self.apart + tuple(name for name in self.mlp if name not in self.tokens)
+
+    @property
+    def gathered_mlp(self) -> Axes:
+        return tuple(name for name in self.mlp if name in self.tokens)
+
+    @property
+    def all(self) -> Axes:
+        names = self.tokens + self.expert + self.embed + self.mlp
+        return tuple(dict.fromkeys(names))
+
+
+def apply_experts(
+    x: jax.Array,
+    routing: Routing,
+    weights: ExpertWeights,
+    activation: Activation,
+    *,
+    mask: jax.Array | None = None,
+    dispatch: Dispatch = "dropless",
+    capacity_factor: float = 1.25,
+    exchange: Method = "auto",
+    chunks: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the combined outputs of the chosen experts, and the copies that were computed.
+
+    Args:
+        x: [batch, length, embed].
+        routing: The choice of k experts for each token.
+        weights: All experts, in the dtype of `x`.
+        activation: Nonlinearity of the experts.
+        mask: [batch, length] bool; masked-out tokens go to no expert and give 0. None for all.
+        dispatch: `dropless` or `capacity`: see the modules of these names.
+        capacity_factor: Places as a multiple of what an even load needs; `capacity` only.
+        exchange: Exchange method of the tokens; `dropless` only.
+        chunks: Number of parts in which a device computes its tokens; `dropless` only.
+
+    Returns:
+        [batch, length, embed] in the dtype of `x`, and [batch, length, k] bool.
+
+    Raises:
+        RuleError: If some of the mesh axes that shard experts shard tokens and others do not.
+    """
+    layout = _layout(x, weights.gate)
+    k, num_experts, length = routing.experts.shape[2], weights.gate.shape[0], x.shape[1]
+    places = capacity(length, k, num_experts, capacity_factor)
+
+    def local(
+        x: jax.Array, experts: jax.Array, by: jax.Array, counted: jax.Array, mlp: ExpertWeights
+    ) -> tuple[jax.Array, jax.Array]:
+        mlp = _gathered(mlp, layout)
+        if layout.apart:
+            experts = _own(experts, layout.apart, mlp.gate.shape[0])
+        if dispatch == "capacity":
+            y, kept = with_capacity(
+                x, experts, by, counted, mlp, activation,
+                places=places, axes=layout.sent, length_axes=layout.length,
+            )  # fmt: skip
+            if layout.apart:
+                kept = jax.lax.psum(kept.astype(jnp.int32), layout.apart) > 0
+        else:
+            y = dropless(
+                x.reshape(-1, x.shape[-1]), experts.reshape(-1, k), by.reshape(-1, k),
+                counted.reshape(-1), mlp, activation,
+                axes=layout.sent, method=exchange, chunks=chunks,
+            ).reshape(x.shape)  # fmt: skip
+            kept = jnp.broadcast_to(counted[..., None], experts.shape)
+        return y[None], kept
+
+    counted = jnp.ones(x.shape[:2], jnp.bool_) if mask is None else mask
+    if chunks > 1:
+        # A policy that keeps any value would keep it for every chunk.
+        local = jax.checkpoint(local)
+    elif layout.embed or layout.gathered_mlp:
+        # Gathered weights kept for the gradient would fill the memory that sharding them saves.
+        local = jax.checkpoint(local, policy=_all_but_gathered_weights)
+    if layout.all:
+        tokens = PartitionSpec(_entry(layout.batch), _entry(layout.length))
+        local = manual(
+            local,
+            layout.all,
+            (tokens, tokens, tokens, tokens, _weight_specs(layout)),
+            (PartitionSpec(_entry(layout.parts), *tokens), tokens),
+        )
+    parts, kept = local(x, routing.experts, routing.weights, counted, weights)
+    # Summed outside the region, where the gradient needs no second sum.
+    return jax.lax.reduce_sum(parts, axes=(0,)), kept
+
+
+def _layout(x: jax.Array, gate: jax.Array) -> _Layout:
+    scope = active()
+    if scope is None:
+        return _Layout()
+    tokens = scope.sharding(("batch", "length", "embed"), x.shape, "activations").spec
+    params = scope.sharding(("expert", "embed", "mlp"), gate.shape, "params").spec
+    layout = _Layout(*map(entry_axes, (*tokens[:2], *params)))
+    if layout.sent and layout.apart:
+        sent, apart = "+".join(layout.sent), "+".join(layout.apart)
+        raise RuleError(
+            f"experts are sharded over {sent}, which shards tokens too, and over {apart}, which "
+            "shards none.\n"
+            f"  Let the rule for the activation axis 'batch' include {apart}, or shard 'expert' "
+            f"over {sent} alone."
+        )
+    return layout
+
+
+def _own(experts: jax.Array, apart: Axes, here: int) -> jax.Array:
+    """Returns the choices as local expert indices, with `here` for experts of other devices."""
+    index = experts - jax.lax.axis_index(apart).astype(jnp.int32) * here
+    return jnp.where((index >= 0) & (index < here), index, here)
+
+
+def _entry(axes: Axes) -> Axes | None:
+    return axes or None
+
+
+def _weight_specs(layout: _Layout) -> ExpertWeights:
+    expert, embed, mlp = map(_entry, (layout.expert, layout.embed, layout.mlp))
+    up = PartitionSpec(expert, embed, mlp)
+    return ExpertWeights(up, up, PartitionSpec(expert, mlp, embed))  # type: ignore[arg-type]
+
+
+def _gathered(mlp: ExpertWeights, layout: _Layout) -> ExpertWeights:
+    """Returns the experts of this device, gathered in all dims except its own hidden units."""
+
+    def gather(w: jax.Array, axes: Axes, dim: int) -> jax.Array:
+        return jax.lax.all_gather(w, axes, axis=dim, tiled=True) if axes else w
+
+    def whole(w: jax.Array, embed_dim: int, mlp_dim: int) -> jax.Array:
+        return gather(gather(w, layout.embed, embed_dim), layout.gathered_mlp, mlp_dim)
+
+    return ExpertWeights(whole(mlp.gate, 1, 2), whole(mlp.up, 1, 2), whole(mlp.down, 2, 1))
+
+
+def _all_but_gathered_weights(primitive: Any, *inputs: Any, **_: Any) -> bool:
+    """Whether remat may save a value: all but gathered floats, as gathered counts are integers."""
+    gathers = primitive.name == "all_gather"
+    return not (gathers and jnp.issubdtype(inputs[0].dtype, jnp.floating))

@@ -1,0 +1,77 @@
+"""The choice of experts for each token, and their weights."""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.errors import ModelError
+
+Scores = Literal["softmax", "sigmoid"]
+
+
+class Routing(NamedTuple):
+    """The choice of k out of E experts for every token."""
+
+    experts: jax.Array
+    """[batch, length, k] int32, each token's experts from best to worst."""
+    weights: jax.Array
+    """[batch, length, k] float32, the factors of the experts' results."""
+    probabilities: jax.Array
+    """[batch, length, E] float32, the scores of each token as a distribution over the experts."""
+    logits: jax.Array
+    """[batch, length, E] float32."""
+
+
+def route(
+    logits: jax.Array,
+    k: int,
+    *,
+    scores: Scores = "softmax",
+    bias: jax.Array | None = None,
+    normalize: bool = True,
+    scale: float = 1.0,
+) -> Routing:
+    """Returns the k experts with the highest scores for every token.
+
+    Ties go to the expert with the lower index. The choice itself has no gradient; the weights have
+    one.
+
+    Args:
+        logits: [batch, length, E] float32.
+        k: Experts per token.
+        scores: The function from logits to scores.
+        bias: [E] float32, added to the scores for the choice alone, not for the weights.
+        normalize: Whether the weights of a token are divided by their sum.
+        scale: Factor of the final weights.
+
+    Raises:
+        ModelError: If there are fewer than k experts.
+
+    Source: Jiang et al. 2024, "Mixtral of Experts", sec. 2.1 (softmax over the chosen: the same as
+    the normalised softmax over all); DeepSeek-AI 2024, "DeepSeek-V3", eq. 12 to 16 (sigmoid, bias).
+    """
+    num_experts = logits.shape[-1]
+    if not 1 <= k <= num_experts:
+        raise ModelError(
+            f"a token cannot go to {k} of {num_experts} experts.\n"
+            f"  Set experts_per_token to 1 to {num_experts}."
+        )
+    if scores == "softmax":
+        values = probabilities = jax.nn.softmax(logits, axis=-1)
+    else:
+        values = jax.nn.sigmoid(logits)
+        probabilities = values / jnp.sum(values, axis=-1, keepdims=True)
+    ranked = values if bias is None else values + bias[None, None]
+    experts = _best(jax.lax.stop_gradient(ranked), k)
+    weights = jnp.take_along_axis(values, experts, axis=-1)
+    if normalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return Routing(experts, weights * scale, probabilities, logits)
+
+
+def _best(ranked: jax.Array, k: int) -> jax.Array:
+    # A full sort: `top_k` is opaque to the partitioner, which gathers the batch around it.
+    indices = jax.lax.broadcasted_iota(jnp.int32, ranked.shape, ranked.ndim - 1)
+    _, order = jax.lax.sort((-ranked, indices), dimension=-1, is_stable=True, num_keys=1)
+    return order[..., :k]

@@ -1,0 +1,1 @@
+"""Optimizers: configs, schedules and the optax transformations that optax lacks."""

@@ -1,0 +1,270 @@
+"""`sl.plan`: the best plans for a model on a cluster, from user-facing arguments."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardlib.cost.machine.fabric import remarks
+from shardlib.cost.workload import Experts, Job, Latent, Transformer
+from shardlib.errors import ConfigError, MeshError, ModelError, ShardlibError
+from shardlib.hardware import Cluster, MixedCluster
+from shardlib.mesh import MeshSpec
+from shardlib.plan.describe import beyond_default_share
+from shardlib.plan.mixed_result import MixedPlans, answer_mixed
+from shardlib.plan.objective import Objective, best_found
+from shardlib.plan.problem import Plan, Workload
+from shardlib.plan.request import Question, TrainPrecision, raise_all
+from shardlib.plan.result import Plans, nothing_found
+from shardlib.plan.why_not import WhyNot, why_not
+from shardlib.plan.workloads.module import NOT_OF_MODULES, of_module
+from shardlib.plan.workloads.named_models import named_model
+from shardlib.plan.workloads.transformer import TransformerWorkload
+from shardlib.registry import DataSpec, family
+from shardlib.rules import AxisRules
+
+STATE_BYTES: dict[str, dict[str, Any]] = {
+    "f32": {"precision": "f32", "compute_bytes": 4},
+    "bf16": {"precision": "bf16"},
+    "bf16_params": {"precision": "bf16", "param_bytes": 2},
+}
+"""Widths of `Job` by the precision of a run. Moments follow AdamW: float32, whatever the dtype of
+the parameters."""
+_DEFAULT_PRECISION: TrainPrecision = "bf16"
+
+
+def plan(
+    model: Any,
+    *,
+    on: str | Cluster | MixedCluster,
+    global_batch: int | None = None,
+    global_batch_tokens: float | str | None = None,
+    length: int | None = None,
+    objective: Objective = "time",
+    tokens: float | str | None = None,
+    days: float | None = None,
+    price: float | None = None,
+    precision: TrainPrecision | None = None,
+    why_not: "MeshSpec | Sequence[MeshSpec]" = (),
+    top: int = 5,
+    optimizer: Any = None,
+    loss: Any = None,
+    batch: Any = None,
+    rules: AxisRules | None = None,
+    inputs: Any = None,
+) -> Plans | MixedPlans:
+    """Returns the best plans for a model on a cluster, ranked by the cost model.
+
+    Any Flax module is planned from its traced step; nothing is allocated or compiled:
+
+    ```python
+    plans = sl.plan(
+        lambda rngs: Model(rngs=rngs),
+        optimizer=optax.adam(1e-3),
+        loss=lambda model, batch, rng: jnp.mean(jnp.square(model(batch["x"]) - batch["y"])),
+        batch=dict.fromkeys("xy", jax.ShapeDtypeStruct((4096, 64), jnp.float32)),
+        on="8xh100",
+    )
+    print(plans)
+    ```
+
+    Args:
+        model: A name such as `llama3-70b`, the config of a model or of a run, a
+            `shardlib.plan.Transformer`, any `shardlib.plan.Workload`, or a module factory:
+            `make(rngs) -> module`, or a linen module. `shardlib.plan.trace_workload` has more
+            options for modules (logical axes of the batch); its result is also a valid model.
+        on: A cluster, such as `v5p-128` or `64x8xh100`. A chip alone (`v5p`) stands for clusters of
+            every size; `objective`, or `tokens` and `days`, select one. `8xh100+16xa100-80` stands
+            for GPUs of several kinds, which take unequal shares of a batch.
+        global_batch: Sequences or images per step. Default: the value in the config of a run, or
+            else `global_batch_tokens`.
+        global_batch_tokens: Tokens per step, as a number or as in `4M` (4 x 2**20). Default 4M.
+        length: Tokens per sequence. Default: the value in the config of a run, the length of the
+            named model, or the longest that the config of a model allows.
+        objective: `time`, `cost` or `chips`; see `Goal`.
+        tokens: Tokens of the whole run, as a number or as in `1T` (1e12).
+        days: Time limit of the run, in days.
+        price: USD per chip-hour, to compute the cost of `tokens`.
+        precision: A policy of `shardlib.functional.precision`, default `bf16`; a config of a run
+            and a workload have their own.
+        why_not: A mesh to explain, such as `fsdp=8,tensor=8`, or several.
+        top: Number of plans to return, each of a different mesh.
+        optimizer: Any optax transformation; for modules.
+        loss: Loss as for `make_train_step`: `loss(model, batch, rng)`; for modules.
+        batch: Batch of a whole step, as arrays or `ShapeDtypeStruct`s; for modules.
+        rules: Rules other than `sl.rules.STANDARD` and its ZeRO variants; for modules.
+        inputs: Example arguments of `__call__`, as for `init_state`; for linen modules.
+
+    Raises:
+        MeshError: If the cluster is unknown, or nothing fits it.
+        ModelError: If the model is unknown, or has state of its own and the cluster is mixed.
+        ConfigError: If one or more arguments are wrong.
+    """
+    question = Question(
+        on=on, objective=objective, tokens=tokens, days=days, price=price,
+        global_batch=global_batch, global_batch_tokens=global_batch_tokens, length=length,
+        precision=precision, why_not=why_not, top=top, of_run=hasattr(model, "planned"),
+    )  # fmt: skip
+    parts = {"optimizer": optimizer, "loss": loss, "batch": batch, "rules": rules, "inputs": inputs}
+    return _answered(model, question, parts)
+
+
+def _answered(model: Any, question: Question, parts: Mapping[str, Any]) -> Plans | MixedPlans:
+    """Returns the answer to a question about a model or a module with `parts`, after validation."""
+    faults, found = question.faults(), None
+    try:
+        # Faults of the model are reported together with faults of the question.
+        found = _workload(model, Question(on=question.on) if faults else question, parts)
+    except ShardlibError as error:
+        faults.append(error)
+    raise_all(faults)
+    if found is None:
+        return model.planned(question)
+    name, workload = found
+    has_config = isinstance(workload, TransformerWorkload)
+    kept = frozenset[str]() if has_config else NOT_OF_MODULES
+    if question.mixed is not None:
+        return answer_mixed(name, workload, question, kept=kept)
+    plans = answer(name, workload, question, kept=kept)
+    return dataclasses.replace(plans, in_code=not has_config)
+
+
+def answer(
+    name: str,
+    workload: Workload,
+    question: Question,
+    *,
+    tried: Sequence[Cluster] | None = None,
+    notes: Sequence[str] = (),
+    kept: frozenset[str] = frozenset(),
+) -> Plans:
+    """Returns the best plans of a workload on clusters of one kind.
+
+    Args:
+        name: Name of the model for the report.
+        workload: What is trained.
+        question: The question asked.
+        tried: Clusters to try, smallest first; default the clusters of the question.
+        notes: Sentences to append to the report.
+        kept: Config keys that no plan may set.
+
+    Raises:
+        MeshError: If nothing fits, or a mesh to explain is malformed.
+    """
+    goal, notes = question.goal, list(notes)
+    tried = question.clusters() if tried is None else tried
+    found = best_found(workload, tried, goal, top=question.top)
+    if found is None and workload.relaxed() is not workload:
+        # Moments in bfloat16 change the numerics, so they are tried only if nothing else fits.
+        relaxed = workload.relaxed()
+        found = best_found(relaxed, tried, goal, top=question.top)
+        if found is not None:
+            workload = relaxed
+            notes.append("A plan exists only with the optimizer's first moment in bfloat16.")
+    if found is None:
+        raise nothing_found(name, workload, tried, goal)
+    best = found.plans[0]
+    notes += remarks(best.cluster, best.layout)
+    notes += beyond_default_share([(p.cluster, p.memory.total)] for p in found.plans)
+    asked = _asked(workload, best.cluster, best, question.meshes)
+    return Plans(name, workload, goal, found, asked, tuple(notes), kept)
+
+
+def of_dims(dims: Mapping[str, Any]) -> Transformer:
+    """Returns a transformer from the result of `ModelFamily.dims`."""
+    parts = dict(dims)
+    if parts.get("experts"):
+        parts["experts"] = Experts(**parts["experts"])
+    if parts.get("latent"):
+        parts["latent"] = Latent(**parts["latent"])
+    return Transformer(**parts)
+
+
+def _asked(
+    workload: Workload, cluster: Cluster, best: Plan, meshes: Sequence[MeshSpec]
+) -> tuple[WhyNot, ...]:
+    found, faults = [], []
+    for mesh in meshes:
+        try:
+            found.append(why_not(workload, cluster, best, mesh))
+        except MeshError as error:
+            faults.append(str(error))
+    if faults:
+        raise MeshError("\n".join(faults))
+    return tuple(found)
+
+
+def _workload(
+    model: Any, question: Question, parts: Mapping[str, Any]
+) -> tuple[str, Workload] | None:
+    """Returns the name and the workload of a model argument; None for the config of a run."""
+    if hasattr(model, "bound") and question.precision is not None:
+        raise ConfigError(
+            f"precision is {question.precision}, but {_name_of(model)} is a workload with its own."
+            "\n  Leave it out, or trace the model with another."
+        )
+    precision = question.precision or _DEFAULT_PRECISION
+    model = of_module(model, **parts, precision=precision)
+    if hasattr(model, "planned"):
+        return None
+    if hasattr(model, "bound"):
+        return _name_of(model), _resized(model, question)
+    name, dims, length = _of_dims(model, question.length)
+    if length is None:
+        raise ConfigError(f"the sequence length of {name} is not known.\n  Give length, in tokens.")
+    job = Job(dims, length, question.rows(length), **STATE_BYTES[precision])
+    return name, TransformerWorkload(job)
+
+
+def _name_of(workload: Any) -> str:
+    return getattr(workload, "name", type(workload).__name__)
+
+
+def _resized(workload: Workload, question: Question) -> Workload:
+    """Returns a workload with the requested batch."""
+    name = _name_of(workload)
+    if workload.unit != "tokens":
+        question.check_without_tokens(name, workload.unit)
+    elif question.length is not None:
+        raise ConfigError(
+            f"length is {question.length}, but {name} was traced with a batch of its own.\n"
+            "  Leave it out, or give a batch of that length."
+        )
+    return workload.with_batch(question.rows(workload.tokens // workload.batch, workload.batch))
+
+
+def _of_dims(model: Any, length: int | None) -> tuple[str, Transformer, int | None]:
+    """Returns the name, the dims and the length of a model that has dims."""
+    if isinstance(model, Transformer):
+        return "the transformer", model, length
+    if not isinstance(model, str):
+        return _of_config(model, length)
+    if model.endswith((".yaml", ".yml")):
+        raise ModelError(
+            f"{model!r} is a file, not the name of a model.\n"
+            f"  Give shardlib.config.load(shardlib.run.RunConfig, {model!r}), or write "
+            f"shardlib plan {model} --on ..."
+        )
+    named = named_model(model)
+    return model, named.model, length or named.length
+
+
+def _of_config(config: Any, length: int | None) -> tuple[str, Transformer, int | None]:
+    name = getattr(config, "name", None)
+    if not isinstance(name, str):
+        raise ModelError(
+            f"{type(config).__name__} cannot be planned.\n"
+            "  Give the name of a model, a config, a shardlib.plan.Transformer, a Workload or, "
+            "with optimizer, loss and batch, a module factory: lambda rngs: Model(rngs=rngs)."
+        )
+    found = family(name)
+    length = length or getattr(config, "max_positions", None)
+    vocab = getattr(config, "vocab_size", None)
+    if found.dims is None:
+        raise ModelError(
+            f"the family {name!r} does not give its dims as a transformer.\n"
+            "  Plan its run config, which is traced: shardlib plan CONFIG --on ..."
+        )
+    if vocab is None:
+        raise ConfigError(f"the config of {name!r} has no vocab_size.\n  Set it.")
+    dims = found.dims(config, DataSpec(vocab_size=vocab, sequence_length=length))
+    return name, of_dims(dims), length

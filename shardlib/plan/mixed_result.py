@@ -1,0 +1,388 @@
+"""Answers of `plan` for a cluster of several kinds of GPUs, and its errors without a plan."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardlib.cost.layout import Layout
+from shardlib.cost.machine.constants import fit_errors
+from shardlib.errors import MeshError, ModelError
+from shardlib.hardware import Cluster, MixedCluster
+from shardlib.mesh import MeshSpec
+from shardlib.plan.describe import beyond_default_share, count, duration, examples, gib
+from shardlib.plan.mixed_describe import describe_mixed
+from shardlib.plan.mixed_search import (
+    KindShare,
+    MixedFound,
+    MixedPlan,
+    group_layouts,
+    search_mixed,
+    shared_out,
+    together,
+)
+from shardlib.plan.objective import Goal
+from shardlib.plan.problem import Plan, Workload
+from shardlib.plan.result import OF_PUBLISHED_RUNS
+from shardlib.plan.search import capacity_bytes, mesh_of, search
+from shardlib.plan.settings import Settings, settings, to_overrides, to_yaml
+from shardlib.plan.why_not import WhyNot, read_mesh, slower_by
+
+if TYPE_CHECKING:
+    from shardlib.plan.api import Question
+
+_NEAR = 20
+"""Batches to try on each side of a batch that cannot be shared out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """The best plan on one of the kinds alone."""
+
+    cluster: Cluster
+    plan: Plan | None
+    """None if nothing fits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPlans:
+    """The best plans for a model on a mixed cluster; `str()` gives the report."""
+
+    name: str
+    """Name of the model or the config."""
+    workload: Workload
+    goal: Goal
+    cluster: MixedCluster
+    found: MixedFound
+    """Search result with at least one plan."""
+    asked: tuple[WhyNot, ...] = ()
+    """Answers for the meshes that the question named."""
+    notes: tuple[str, ...] = ()
+    kept: frozenset[str] = frozenset()
+    """Config keys that no plan may set."""
+
+    @property
+    def best(self) -> MixedPlan:
+        """The first plan."""
+        return self.found.plans[0]
+
+    @functools.cached_property
+    def alone(self) -> tuple[Alone, ...]:
+        """Best plan of each kind alone, with the same batch and meshes of any axes; fastest
+        first."""
+        found = [
+            Alone(kind, next(iter(search(self.workload, kind, top=1).plans), None))
+            for kind in self.cluster.kinds
+        ]
+        return tuple(sorted(found, key=lambda one: one.plan.seconds if one.plan else math.inf))
+
+    @property
+    def rate(self) -> float:
+        """Tokens or images per second of the first plan."""
+        return self.workload.tokens / self.best.seconds
+
+    @property
+    def tokens(self) -> float | None:
+        """Tokens or images of the whole run; None if not given."""
+        return self.goal.tokens
+
+    @property
+    def run_seconds(self) -> float:
+        """Seconds of the whole run; NaN if its length is not given."""
+        return math.nan if self.tokens is None else self.tokens / self.rate
+
+    @property
+    def chip_hours(self) -> float:
+        """Chip-hours of the whole run; NaN if its length is not given."""
+        return self.run_seconds * self.cluster.num_chips / 3600
+
+    @property
+    def error(self) -> float:
+        """Relative error within which nine in ten predictions on chips of one kind lie."""
+        return fit_errors()["cv_p90_error"]
+
+    @property
+    def error_source(self) -> str:
+        """Source of `error`, as text."""
+        return OF_PUBLISHED_RUNS
+
+    def mfu(self, plan: MixedPlan | None = None) -> float:
+        """Returns model FLOPs (causal attention) over the peak FLOPs of all chips; 0.0 if
+        unknown."""
+        plan = self.best if plan is None else plan
+        peak = 0.0
+        for kind in self.cluster.kinds:
+            assert kind.chip is not None
+            each = kind.chip.flops_per_device("bf16") or kind.chip.flops_per_device("fp16") or 0.0
+            peak += each * kind.num_devices
+        return self.workload.flops / (peak * plan.seconds) if peak else 0.0
+
+    def settings(self, plan: MixedPlan | None = None) -> Settings:
+        """Returns the settings of a plan by config key."""
+        plan = self.best if plan is None else plan
+        batch, shards = self.workload.batch, plan.layout.batch_shards
+        counts = ",".join(map(str, plan.group_microbatches))
+        found = settings(plan.as_plan(), self.workload.num_layers, batch=batch)
+        found["train.reduction.group_microbatches"] = f"[{counts}]"
+        # Only the first process writes to JAX's cache, under a key that is the same for all kinds.
+        # The others would run code compiled for its GPUs.
+        found["train.compilation_cache"] = "null"
+        if batch % shards:
+            # Groups take equal parts of an evaluation batch.
+            found["eval.global_batch"] = max(batch // shards, 1) * shards
+        return {key: value for key, value in found.items() if key not in self.kept}
+
+    def fragment(self, plan: MixedPlan | None = None) -> str:
+        """Returns the settings of a plan as YAML, to be merged into a config."""
+        return to_yaml(self.settings(plan))
+
+    def overrides(self, plan: MixedPlan | None = None) -> list[str]:
+        """Returns the settings of a plan as command-line arguments for `shardlib train CONFIG`."""
+        return to_overrides(self.settings(plan))
+
+    def why_not(self, mesh: MeshSpec) -> WhyNot:
+        """Returns the reasons why a mesh is not the plan.
+
+        Raises:
+            MeshError: If the mesh cannot be read or does not fill the devices.
+        """
+        return _why_not(self.workload, self.cluster, self.best, mesh)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the answer as plain data."""
+        return {
+            "model": self.name,
+            "cluster": self.cluster.name,
+            "devices": self.cluster.num_devices,
+            "chips": self.cluster.num_chips,
+            "objective": self.goal.objective,
+            "batch": self.workload.batch,
+            self.workload.unit + "_per_step": self.workload.tokens,
+            self.workload.unit + "_per_second": self.rate,
+            "error": self.error,
+            "layouts": self.found.layouts,
+            "fitting": self.found.fitting,
+            "priced": self.found.priced,
+            "run_seconds": None if self.tokens is None else self.run_seconds,
+            "chip_hours": None if self.tokens is None else self.chip_hours,
+            "plans": [self._plan(plan) for plan in self.found.plans],
+            "bottleneck": self.best.time.bottleneck,
+            "alone": [
+                {"cluster": one.cluster.name, "seconds": one.plan.seconds if one.plan else None}
+                for one in self.alone
+            ],
+            "why_not": [asked.to_dict() for asked in self.asked],
+            "notes": list(self.notes),
+        }
+
+    def _plan(self, plan: MixedPlan) -> dict[str, Any]:
+        return {
+            "settings": self.settings(plan),
+            "overrides": self.overrides(plan),
+            "seconds": plan.seconds,
+            "mfu": self.mfu(plan),
+            "rows_per_microbatch": plan.rows,
+            "time": plan.time.parts,
+            "kinds": [_share(share) for share in plan.shares],
+        }
+
+    def __str__(self) -> str:
+        return describe_mixed(self)
+
+
+def answer_mixed(
+    name: str,
+    workload: Workload,
+    question: "Question",
+    *,
+    notes: Sequence[str] = (),
+    kept: frozenset[str] = frozenset(),
+) -> MixedPlans:
+    """Returns the best plans of a workload on the mixed cluster of a question.
+
+    Args:
+        name: Name of the model for the report.
+        workload: What is trained.
+        question: The question asked.
+        notes: Sentences to append to the report.
+        kept: Config keys that no plan may set.
+
+    Raises:
+        MeshError: If nothing fits or is fast enough, or a mesh to explain is malformed.
+        ModelError: If the model has state of its own.
+    """
+    cluster, goal, top = question.mixed, question.goal, question.top
+    assert cluster is not None
+    _check_stateless(name, workload, cluster)
+    said = list(notes)
+    found = search_mixed(workload, cluster, top=top)
+    if not found.plans and workload.relaxed() is not workload:
+        # Moments in bfloat16 change the numerics, so they are tried only if nothing else fits.
+        relaxed = workload.relaxed()
+        found = search_mixed(relaxed, cluster, top=top)
+        if found.plans:
+            workload = relaxed
+            said.append("A plan exists only with the optimizer's first moment in bfloat16.")
+    if not found.plans:
+        raise _nothing_found(name, workload, cluster)
+    best = found.plans[0]
+    _check_in_time(name, workload, goal, best)
+    asked, wrong = [], []
+    for mesh in question.meshes:
+        try:
+            asked.append(_why_not(workload, cluster, best, mesh))
+        except MeshError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise MeshError("\n".join(wrong))
+    said += _of_jax(cluster)
+    held = ([(s.cluster, s.memory.total) for s in plan.shares] for plan in found.plans)
+    said += beyond_default_share(held)
+    return MixedPlans(name, workload, goal, cluster, found, tuple(asked), tuple(said), kept)
+
+
+def _of_jax(cluster: MixedCluster) -> list[str]:
+    """Returns known facts about JAX programs on GPUs of several kinds.
+
+    Sources: github.com/jax-ml/jax issues 1509, 2721 and 13203, jax/_src/compiler.py and
+    cache_key.py; github.com/openxla/xla pull requests 13108 and 14968.
+    """
+    return [
+        f"Start the processes on {cluster.kinds[0].name} first, and the others in the order of the "
+        "name: groups lie along data in process order.",
+        "A process must see GPUs of one kind: XLA compiles one executable for them, and refuses to "
+        "run it on another kind (jax issues 2721, 13203). Each process compiles the same program "
+        "for its own GPUs, but XLA is made for identical devices (jax issue 1509), and a run over "
+        "several kinds is untested here.",
+        "Set XLA_FLAGS=--xla_gpu_shard_autotuning=false, or processes tune kernels for each other "
+        "(openxla/xla pull request 13108). Keep jax_share_binary_between_hosts and the compilation "
+        "cache off: both give every process what the first one compiled.",
+        "The error was measured on runs of one kind: no published run on several kinds is known.",
+    ]
+
+
+def _check_stateless(name: str, workload: Workload, cluster: MixedCluster) -> None:
+    variants = workload.variants(Layout(), cluster.kinds[0])
+    if variants and not any(variant.stateless for variant in variants):
+        raise ModelError(
+            f"{name} updates state of its own as it runs, and groups with unequal shares would "
+            f"each hold a different one.\n  Plan for one kind alone: --on {cluster.kinds[0].name}"
+        )
+
+
+def _check_in_time(name: str, workload: Workload, goal: Goal, best: MixedPlan) -> None:
+    limit = goal.seconds(workload.tokens)
+    if best.seconds > limit:
+        raise MeshError(
+            f"{name} on {best.cluster.name} takes {duration(best.seconds)} a step of "
+            f"{count(workload.tokens)} {workload.unit}, but {count(goal.tokens or 0)} in "
+            f"{goal.days:g} days allow {duration(limit)}.\n"
+            "  Take more or faster chips, more days, or a larger batch."
+        )
+
+
+def _why_not(workload: Workload, cluster: MixedCluster, best: MixedPlan, mesh: MeshSpec) -> WhyNot:
+    config = read_mesh(mesh, cluster.num_devices)
+    layout, text = Layout.of(config.sizes), str(config)
+    group = dataclasses.replace(layout, data=1)
+    faults = [
+        f"{axis}={layout.size(axis)}: groups that take unequal shares cannot split it"
+        for axis in ("stage", "context")
+        if layout.size(axis) > 1
+    ]
+    faults += [
+        f"groups of {group.num_devices} devices do not divide the {kind.num_devices} of {kind.name}"
+        for kind in cluster.kinds
+        if kind.num_devices % group.num_devices
+    ]
+    faults += workload.faults(group)
+    if faults:
+        return WhyNot(text, tuple(faults))
+    found = search_mixed(workload, cluster, top=1, keep=group)
+    if not found.layouts:
+        reason = f"{layout.data} groups cannot share out a batch of {workload.batch}"
+        return WhyNot(text, (reason,))
+    if not found.plans:
+        return WhyNot(
+            text, (f"does not fit: {_needs(_leanest(workload, cluster, group), workload)}",)
+        )
+    plan = found.plans[0]
+    if mesh_of(plan.layout) == mesh_of(best.layout):
+        return WhyNot(text, ("this is the plan",), plan.as_plan(), 0.0)
+    slower = plan.seconds / best.seconds - 1
+    reason = slower_by(plan.seconds, best.seconds)
+    return WhyNot(text, (reason,), plan.as_plan(), slower)
+
+
+def _leanest(
+    workload: Workload, cluster: MixedCluster, keep: Layout | None = None
+) -> MixedPlan | None:
+    """Returns the plan with the least memory, over all meshes of groups or one mesh; None if none
+    can run."""
+    tried = (
+        shared_out(workload, cluster, layout, workload.leanest(layout, together(cluster)[0]))
+        for layout in group_layouts(workload, cluster)
+        if keep is None or mesh_of(layout) == mesh_of(keep)
+    )
+    return min(tried, key=lambda plan: (plan.memory.total, plan.rows), default=None)
+
+
+def _needs(plan: MixedPlan | None, workload: Workload) -> str:
+    assert plan is not None, "a layout that does not fit can still run"
+    share = plan.tightest
+    return (
+        f"needs {gib(share.memory.total)} of {gib(capacity_bytes(share.cluster))} a device of "
+        f"{share.cluster.name} even with remat {plan.choice.remat} and {plan.rows} "
+        f"{examples(workload)} a microbatch"
+    )
+
+
+def _nothing_found(name: str, workload: Workload, cluster: MixedCluster) -> MeshError:
+    least = _leanest(workload, cluster)
+    if least is None:
+        return _nothing_divides(name, workload, cluster)
+    size = math.gcd(*(kind.num_devices for kind in cluster.kinds))
+    return MeshError(
+        f"{name} does not fit {cluster.name}: its leanest plan, {least.layout}, "
+        f"{_needs(least, workload)}.\n"
+        f"  A group lies on one kind, with at most {size} devices and neither stage nor context: "
+        "plan for one kind alone, or take kinds with more memory or more devices."
+    )
+
+
+def _nothing_divides(name: str, workload: Workload, cluster: MixedCluster) -> MeshError:
+    """Returns the error for a batch without whole rows for each group, with the nearest batch that
+    can be shared out."""
+    near = (workload.batch + step * side for step in range(1, _NEAR + 1) for side in (-1, 1))
+    devices = {kind.num_devices for kind in cluster.kinds}
+    groups = cluster.num_devices // math.gcd(*devices)
+    tried = (*near, *(groups * factor for factor in range(1, _NEAR + 1)), cluster.num_devices)
+    can = _first(
+        batch
+        for batch in sorted(set(tried), key=lambda b: (abs(b - workload.batch), b))
+        if batch > 0 and next(group_layouts(workload.with_batch(batch), cluster), None) is not None
+    )
+    hint = "Take other dims" if can is None else f"Take a batch of {can}"
+    return MeshError(
+        f"{name} cannot be shared out over {cluster.name}: there are at least {groups} groups of "
+        f"one kind each, and a batch of {workload.batch} does not fall into whole microbatches, "
+        f"one or more for each.\n  {hint}, or another number of devices."
+    )
+
+
+def _first(found: Iterable[int]) -> int | None:
+    return next(iter(found), None)
+
+
+def _share(share: KindShare) -> dict[str, Any]:
+    return {
+        "cluster": share.cluster.name,
+        "devices": share.cluster.num_devices,
+        "groups": len(share.microbatches),
+        "microbatches": list(share.microbatches),
+        "microbatch_seconds": share.microbatch_seconds,
+        "busy_seconds": share.busy_seconds,
+        "memory": vars(share.memory) | {"total": share.memory.total},
+        "capacity": capacity_bytes(share.cluster),
+    }

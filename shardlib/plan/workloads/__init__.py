@@ -1,0 +1,1 @@
+"""Workloads of the planner: transformers by their dims, and traced modules."""

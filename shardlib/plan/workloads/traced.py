@@ -1,0 +1,230 @@
+"""Traced steps as workloads of the search: their time and memory on any layout."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.cost.layout import AXES, SHARDLIB, Layout, Software
+from shardlib.cost.machine.constants import committed
+from shardlib.cost.traced.costs import Costs
+from shardlib.cost.traced.layout import nbytes
+from shardlib.cost.traced.step import TracedStep, shards
+from shardlib.cost.traced.time import traced_time
+from shardlib.cost.transformer.memory import RUNTIME_BYTES, Memory
+from shardlib.cost.transformer.step_time import StepTime
+from shardlib.errors import RuleError
+from shardlib.functional.precision import Precision
+from shardlib.hardware import Cluster
+from shardlib.plan.problem import Choice
+from shardlib.plan.search import capacity_bytes
+from shardlib.rules import STANDARD, AxisRules
+from shardlib.sharding.partition import Placement
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedWorkload:
+    """One step of a traced model; a `Workload`."""
+
+    name: str
+    """Name of the model's class."""
+    step: TracedStep
+    batch: int
+    """Examples per step, over all devices."""
+    precision: Precision
+    retrace: Callable[[Any], "TracedWorkload"]
+    """Function that traces the same step for a batch of other shapes."""
+    software: Software = SHARDLIB
+    constants: Mapping[str, float] = dataclasses.field(default_factory=committed)
+    takes_inputs: bool = False
+    """Whether its module is created from example inputs."""
+
+    @property
+    def rules(self) -> AxisRules:
+        """Rules of the traced step."""
+        return self.step.rules
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step if the batch has a length, otherwise its examples."""
+        return self.batch * self.step.length
+
+    @property
+    def unit(self) -> str:
+        """Unit of `tokens`."""
+        if self.step.length > 1:
+            return "tokens"
+        ranks = [len(leaf.shape) for leaf in jax.tree.leaves(self.step.examples)]
+        return "images" if max(ranks) == 4 else "examples"
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """FLOPs of matmuls and convolutions per step, over all devices, without recomputation and
+        the optimizer."""
+        return self.costs(Layout())[0].flops("forward", "backward")
+
+    def with_batch(self, batch: int) -> "TracedWorkload":
+        """Returns the workload with another number of examples per step."""
+        return self if batch == self.batch else dataclasses.replace(self, batch=batch)
+
+    def relaxed(self) -> "TracedWorkload":
+        """Returns the workload itself: no choice changes its numerics."""
+        return self
+
+    @property
+    def num_layers(self) -> int:
+        """Always 1, because the program recomputes as its model says."""
+        return 1
+
+    def degrees(self, axis: str, most: int) -> Sequence[int]:
+        """Returns the degrees, up to `most` and dividing it, that a mesh axis may have."""
+        if axis not in self.step.mesh_axes:
+            return (1,)
+        sizes = [n for n in range(1, most + 1) if most % n == 0]
+        return [n for n in sizes if not self.faults(dataclasses.replace(Layout(), **{axis: n}))]
+
+    def variants(self, layout: Layout, cluster: Cluster) -> Sequence[Layout]:
+        """Returns a layout with parameters sharded over `fsdp`, and also with whole parameters
+        unless the user chose the rules."""
+        stages = (3, 2, 1) if layout.fsdp > 1 and self.rules == STANDARD else (3,)
+        stateless = not jax.tree.leaves(self.step.model_state)
+        return [
+            dataclasses.replace(layout, zero=zero, stateless=stateless)  # type: ignore[arg-type]
+            for zero in stages
+        ]
+
+    def faults(self, layout: Layout) -> list[str]:
+        """Returns the reasons why a layout cannot run, as sentences."""
+        if layout.stage > 1:
+            return [f"stage={layout.stage}: a traced program is not cut into stages"]
+        if layout.expert > 1 and "expert" not in self.step.mesh_axes:
+            return [f"expert={layout.expert}: the model has no experts"]
+        idle = [a for a in AXES if layout.size(a) > 1 and a not in self.step.mesh_axes]
+        if idle:
+            return [
+                f"{a}={layout.size(a)}: the rules put nothing of this model on it" for a in idle
+            ]
+        try:
+            self.step.places(layout)
+            self.step.batch_laid(layout, self.batch)
+        except RuleError as error:
+            return str(error).splitlines()
+        parts = layout.batch_shards * layout.microbatches
+        if self.batch % parts:
+            return [f"data x fsdp x expert x microbatches = {parts} does not divide {self.batch}"]
+        return []
+
+    def choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
+        """Returns the only choice: the program as the model wrote it."""
+        return (Choice(),)
+
+    def leanest(self, layout: Layout, cluster: Cluster) -> Choice:
+        """Returns the only choice."""
+        return Choice()
+
+    def memory(self, layout: Layout, choice: Choice, cluster: Cluster) -> Memory:
+        """Returns the memory of one device at the peak of a step."""
+        return self.peak_memory(layout, cluster)
+
+    def time(self, layout: Layout, choice: Choice, cluster: Cluster) -> StepTime:
+        """Returns the seconds of a step."""
+        return self.step_time(layout, cluster)
+
+    def bound(self, layout: Layout, cluster: Cluster, most_microbatches: int) -> float:
+        """Returns the seconds with the fewest microbatches that fit. More microbatches compute the
+        same in smaller pieces and communicate more often, until replicas sum once a step."""
+        group = self.batch // layout.batch_shards
+        least = min(layout.microbatches, 2 if layout.zero == 2 else 1)
+
+        def first(accepts: Callable[[Layout], bool], default: Layout) -> Layout:
+            counts = (n for n in range(least, most_microbatches + 1) if group % n == 0)
+            split = (dataclasses.replace(layout, microbatches=n) for n in counts)
+            return next(filter(accepts, split), default)
+
+        capacity = capacity_bytes(cluster)
+        fewest = first(lambda one: self.peak_memory(one, cluster).fits(capacity), layout)
+        found = self.step_time(fewest, cluster).total
+        if fewest.microbatches == 1:
+            return found
+        apart = first(lambda one: one.reduces_once, fewest)
+        return min(found, self.step_time(apart, cluster).total)
+
+    def step_time(self, layout: Layout, cluster: Cluster) -> StepTime:
+        """Returns the seconds of a step.
+
+        Raises:
+            RuleError: If the rules cannot place the parameters.
+            ConfigError: If the devices cannot multiply in the workload's precision.
+        """
+        width = jnp.dtype(self.precision.compute).itemsize
+        return traced_time(
+            *self.costs(layout),
+            layout,
+            cluster,
+            self.software,
+            "f32" if width == 4 else "bf16",
+            self.constants,
+        )
+
+    def peak_memory(self, layout: Layout, cluster: Cluster) -> Memory:
+        """Returns the memory of one device at the peak of a step."""
+        places = self.step.places(layout)
+        params = jax.tree.leaves(self.step.params)
+        gradients = sum(
+            4.0 * math.prod(leaf.shape) / shards(place, layout)
+            for leaf, place in zip(params, places["gradients"].values(), strict=True)
+        )
+        costs, _ = self.costs(layout)
+        kept = min(costs.kept_bytes, costs.peak_bytes)
+        return Memory(
+            params=_held(layout, params, places["params"]),
+            gradients=gradients,
+            optimizer=_held(layout, jax.tree.leaves(self.step.opt_state), places["moments"]),
+            activations=kept,
+            recomputed=costs.peak_bytes - kept,
+            gathered=self._gathered(layout, places["params"]),
+            runtime=RUNTIME_BYTES[cluster.platform],
+        )
+
+    def costs(self, layout: Layout) -> tuple[Costs, Costs]:
+        """Returns the costs of one device for a microbatch, and for the update after it."""
+        traced = self.step
+        # The program of another batch, or of a microbatch, is the same with other sizes.
+        if (2 * traced.batch) % self.batch or traced.batch % layout.batch_shards:
+            traced = self._traced_anew
+        return traced.costs(layout, layout.microbatches * traced.batch / self.batch)
+
+    @functools.cached_property
+    def _traced_anew(self) -> TracedStep:
+        if self.batch == self.step.batch:
+            return self.step
+        return self.retrace(self.step.batch_of(self.batch)).step
+
+    def _gathered(self, layout: Layout, places: Mapping[str, Placement]) -> float:
+        """Returns the bytes of the largest parameter gathered over `fsdp`, of the next one, and of
+        its gradient."""
+        if layout.fsdp == 1 or layout.zero < 3:
+            return 0.0
+        width = jnp.dtype(self.precision.compute).itemsize
+        sizes = (
+            math.prod(one.shape) / _stacked(one) / shards(one, layout, without="fsdp")
+            for one in places.values()
+        )
+        return 3.0 * width * max(sizes, default=0.0)
+
+
+def _stacked(placement: Placement) -> int:
+    """Returns the number of layers that a parameter stacks, of which one is in use at a time."""
+    names = placement.logical_axes or ()
+    return placement.shape[0] if names[:1] == ("layers",) else 1
+
+
+def _held(layout: Layout, leaves: Sequence[Any], places: Mapping[str, Placement]) -> float:
+    return sum(
+        nbytes(leaf) / shards(one, layout)
+        for leaf, one in zip(leaves, places.values(), strict=True)
+    )

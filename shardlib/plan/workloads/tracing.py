@@ -1,0 +1,198 @@
+"""Workloads of any model, priced from a traced program instead of a formula.
+
+The loss and its gradient are traced once, without a mesh. Axis names that the model gives to
+activations stay in the program. To price a layout, its rules turn these names, the parameters and
+the batch into layouts, which are propagated through the program (`cost.traced.layout`); then the
+computation, memory passes and communication of one device are counted (`cost.traced.costs`). The
+optimizer's update is a separate program, so that an update with matmuls is priced in full.
+
+A traced program does not show kernels that a compiler substitutes for operations (attention is
+priced as the model writes it), pipelines (`stage` is not supported), and what hand-written code
+would do on axes of more than one device (`jax.shard_map`, rings over `context`, experts that
+exchange tokens).
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
+
+from shardlib.cost.layout import SHARDLIB, Software
+from shardlib.cost.traced.rules import PARAMS_TABLE, constrained_names
+from shardlib.cost.traced.step import BatchAxes, TracedStep
+from shardlib.functional import FunctionalModule, Inputs, call, functional, refuse_no_params
+from shardlib.functional.boundary import boundary
+from shardlib.functional.precision import Precision
+from shardlib.functional.precision import precision as precision_named
+from shardlib.losses import Mean
+from shardlib.losses.signature import called_by_position
+from shardlib.mesh import abstract_mesh
+from shardlib.plan.workloads.traced import TracedWorkload
+from shardlib.rules import STANDARD, AxisRules
+from shardlib.rules.resolve import ANY
+from shardlib.sharding.constrain import recording, use
+
+
+def trace_workload(
+    make: Any,
+    optimizer: optax.GradientTransformation,
+    loss_fn: Any,
+    batch: Any,
+    *,
+    rules: AxisRules = STANDARD,
+    inputs: Inputs = (),
+    precision: str | Precision = "f32",
+    batch_axes: BatchAxes | None = None,
+    platform: str | None = None,
+    software: Software = SHARDLIB,
+) -> TracedWorkload:
+    """Traces a step of any model; allocates and compiles nothing.
+
+    Args:
+        make: Module factory as for `init_state`: `make(rngs) -> module`, or a linen module.
+        optimizer: Any optax transformation.
+        loss_fn: Loss as for `make_train_step`, without further inputs: `loss_fn(model, batch)` or
+            `loss_fn(model, batch, rng)` returns the loss or `(loss, aux)`.
+        batch: Batch of a whole step, as arrays or `ShapeDtypeStruct`s.
+        rules: Rules from logical axes to mesh axes. With `STANDARD` plans may keep parameters whole
+            over `fsdp`, as `ZERO1` and `ZERO2` do; other rules are kept.
+        inputs: Example arguments of the module; for linen.
+        precision: Precision as for `make_train_step`.
+        batch_axes: Logical axes of batch leaves by path; default `("batch", None, ...)`.
+        platform: `cpu`, `gpu` or `tpu`, for models that choose an implementation by platform.
+        software: Properties of the program.
+
+    Raises:
+        ModelError: If the model cannot be created.
+        RuleError: If the model names an axis without a rule.
+    """
+    module, dtypes = functional(make, inputs), precision_named(precision)
+    loss_fn = called_by_position(loss_fn)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    params, model_state = module.shapes()
+    refuse_no_params(module, params)
+    params = jax.eval_shape(lambda p: dtypes.store(p, module.float32), params)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+
+    def gradient(*arguments: Any) -> Any:
+        return _gradient(module, dtypes, loss_fn, *arguments)
+
+    arguments = (params, model_state, batch, key)
+    # JAX would return the cached first trace of a function, so each trace uses a new function.
+    with _naming(rules, lambda: jax.eval_shape(lambda *a: gradient(*a), *arguments), platform):
+        program = jax.make_jaxpr(gradient)(*arguments).jaxpr
+    names = constrained_names(program) | {"batch"}
+    names |= {name for axes in module.axes.values() for name in axes or () if name}
+    update = _update(optimizer, params, opt_state)
+    shapes = (module, params, model_state, opt_state, batch)
+    step = TracedStep(program, update, *shapes, rules, dict(batch_axes or {}), frozenset(names))
+    retrace = functools.partial(
+        trace_workload,
+        make,
+        optimizer,
+        loss_fn,
+        rules=rules,
+        inputs=inputs,
+        precision=precision,
+        batch_axes=batch_axes,
+        platform=platform,
+        software=software,
+    )
+    takes_inputs = bool(inputs)
+    return TracedWorkload(
+        module.name, step, step.batch, dtypes, retrace, software, takes_inputs=takes_inputs
+    )
+
+
+def _gradient(
+    module: FunctionalModule,
+    dtypes: Precision,
+    loss_fn: Any,
+    params: Any,
+    model_state: Any,
+    batch: Any,
+    key: Any,
+) -> Any:
+    """Returns the gradients of a batch, in float32."""
+
+    def loss(params: Any) -> Any:
+        model_key, loss_key = jax.random.split(key)
+
+        def total(model: Any) -> Any:
+            given = dtypes.cast_batch(batch)
+            with boundary(model, dtypes.compute, given):
+                found = loss_fn(model, given, loss_key)
+            if isinstance(found, tuple) and not isinstance(found, Mean):
+                found = found[0]
+            return jnp.asarray(found.total if isinstance(found, Mean) else found, jnp.float32)
+
+        return call(module, params, model_state, model_key, total, precision=dtypes)[0]
+
+    return jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(params))
+
+
+def _update(optimizer: Any, params: Any, opt_state: Any) -> Any:
+    """Returns the jaxpr of an update, from gradients, optimizer state and parameters."""
+
+    def update(grads: Any, opt_state: Any, params: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            extra = optax.with_extra_args_support(optimizer)
+            updates, new = extra.update(grads, opt_state, params, value=jnp.float32(1.0))
+            return optax.apply_updates(params, updates), new
+
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
+    return jax.make_jaxpr(update)(grads, opt_state, params).jaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class _Naming(AxisRules):
+    """Rules that leave the logical axes of an activation in the program, as if each were a mesh
+    axis."""
+
+    given: AxisRules | None = None
+
+    def __hash__(self) -> int:
+        return hash(("naming", self.given))
+
+    def spec(self, logical_axes: Any, shape: Any, mesh: Any, kind: Any = "params") -> Any:
+        assert self.given is not None
+        self.given.spec(logical_axes, shape, {}, kind)
+        before = PARAMS_TABLE if kind == "params" else ""
+        seen: set[str | None] = set()
+        names = []
+        for name in logical_axes:
+            names.append(None if name is None or name in seen else before + name)
+            seen.add(name)
+        return PartitionSpec(*names)
+
+    def check(self, mesh: Any) -> None:
+        """Does nothing, because the underlying rules were checked."""
+
+
+@contextlib.contextmanager
+def _naming(rules: AxisRules, trace: Any, platform: str | None) -> Iterator[None]:
+    """Activates a mesh of logical axes.
+
+    The rules name the axes. If the rules match any axis, a first trace collects their names.
+    """
+    kind = None if platform is None else AbstractDevice(platform, None, platform=platform)
+    tables = (rules.table("params"), rules.table("activations"))
+    names = {name for table in tables for name, _ in table}
+    if ANY in names:
+        with recording() as met, use(abstract_mesh("data=1", 1), rules):  # type: ignore[arg-type]
+            trace()
+        names |= met
+    both = sorted({*names, *(PARAMS_TABLE + name for name in names)})
+    mesh = AbstractMesh((1,) * len(both), tuple(both), axis_types=(AxisType.Auto,) * len(both))
+    if kind is not None:
+        mesh = mesh.update(abstract_device=kind)
+    naming = _Naming(rules.params, rules.activations, given=rules)
+    with use(mesh, naming):  # type: ignore[arg-type]
+        yield

@@ -1,0 +1,281 @@
+"""Transformers by their dims, as workloads of the search."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal
+
+from shardlib.cost.layout import AXES, SHARDLIB, Layout, Software
+from shardlib.cost.machine import fabric
+from shardlib.cost.machine.constants import committed
+from shardlib.cost.machine.measured import software_on
+from shardlib.cost.machine.rates import Rates, rates_on
+from shardlib.cost.transformer import compute_time, memory, step_time
+from shardlib.cost.transformer.flops import step_flops
+from shardlib.cost.workload import DOTS, FULL, NONE, Job, Remat
+from shardlib.hardware import Cluster
+from shardlib.plan.problem import Choice, MomentDtype
+
+_QKV, _OUT, _INPUT = "query,key,value", "attention_out", "layer_in"
+POLICIES: dict[str, Remat] = {
+    "none": NONE,
+    "dots": DOTS,
+    f"save:{_QKV},{_OUT}": Remat(frozenset(("qkv", "out"))),
+    f"save:{_QKV}": Remat(frozenset(("qkv",))),
+    f"offload:{_QKV},{_OUT}": Remat(frozenset(("qkv", "out")), frozenset(("qkv", "out"))),
+    f"offload:{_INPUT},{_QKV},{_OUT}": Remat(
+        frozenset(("qkv", "out")), frozenset(("input", "qkv", "out"))
+    ),
+    f"offload:{_QKV}": Remat(frozenset(("qkv",)), frozenset(("qkv",))),
+    "full": FULL,
+    f"offload:{_INPUT}": Remat(frozenset(), frozenset(("input",))),
+}
+"""Policies of `shardlib.nn.remat` worth trying, from the least recomputation to the most; the last
+takes the least memory. All except `none` recompute the output of fused attention: its kernel keeps
+residuals for its own backward pass without a name."""
+_DENSE_DOTS = DOTS.kept - {"up", "down"}
+"""Residuals that `dots` keeps in layers with routed experts, whose matmuls are of another kind."""
+_LOSS_CHUNKS = (1, 8)
+_FEW_LAYERS = 2
+"""Number of layers up to which a device takes less memory when it keeps everything than when it
+recomputes a layer."""
+_MOMENT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerWorkload:
+    """Training step of a transformer; a `Workload`."""
+
+    job: Job
+    """Fixed part of the job. Its remat policy varies, and so do its moments as `moments` allows."""
+    policies: Collection[str] = tuple(POLICIES)
+    """Names among `POLICIES`."""
+    moments: tuple[MomentDtype, ...] = ("float32",)
+    """Dtypes in which the optimizer may store its first moment."""
+    loss_chunks: tuple[int, ...] = _LOSS_CHUNKS
+    zero: tuple[Literal[1, 2, 3], ...] = (3, 2, 1)
+    sequence_parallel: bool | None = None
+    """Sequence parallelism; None uses it wherever it divides the length."""
+    offload_optimizer: tuple[bool, ...] = (False, True)
+    """Whether the optimizer state may, or must, be offloaded to host memory."""
+    dropout: bool = False
+    software: Software = SHARDLIB
+    constants: Mapping[str, float] = dataclasses.field(default_factory=committed, hash=False)
+
+    @property
+    def batch(self) -> int:
+        """Sequences per step, over all devices."""
+        return self.job.batch
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.job.tokens
+
+    @property
+    def unit(self) -> str:
+        """Unit of `tokens`."""
+        return "tokens"
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs per step, with attention under the causal mask."""
+        return step_flops(self.job, "causal")
+
+    def with_batch(self, batch: int) -> "TransformerWorkload":
+        """Returns the workload with another number of sequences per step."""
+        return dataclasses.replace(self, job=dataclasses.replace(self.job, batch=batch))
+
+    def relaxed(self) -> "TransformerWorkload":
+        """Returns the workload with the first moment in bfloat16 among the choices."""
+        if self.job.moment_bytes < _MOMENT_BYTES["float32"] or "bfloat16" in self.moments:
+            return self
+        return dataclasses.replace(self, moments=(*self.moments, "bfloat16"))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that may follow different policies."""
+        return self.job.model.layers
+
+    def degrees(self, axis: str, most: int) -> Sequence[int]:
+        """Returns the degrees, up to `most`, that a mesh axis may have by itself."""
+        numbers = [size for size, _ in self._divided(axis)]
+        if axis in ("data", "fsdp", "expert"):
+            numbers.append(self.batch)
+        if axis == "expert" and self.job.model.experts is None:
+            return (1,)
+        return [n for n in divisors(math.gcd(*numbers)) if n <= most]
+
+    def variants(self, layout: Layout, cluster: Cluster) -> Sequence[Layout]:
+        """Returns the ways to use the axes of a layout that the rules can express, and the hosts of
+        a cluster."""
+        shared = layout.tensor > 1 and self._shares_residual(layout)
+        if shared and self.job.length % (layout.context * layout.tensor):
+            return []  # The rules cannot be satisfied.
+        stages: tuple[Literal[1, 2, 3], ...] = self.zero if layout.fsdp > 1 else (3,)
+        apart = self.job.moment_bytes and step_time.host_link(cluster) is not None
+        return [
+            dataclasses.replace(
+                layout, zero=zero, sequence_parallel=shared, offload_optimizer=offloaded
+            )
+            for offloaded in (self.offload_optimizer if apart else (False,))
+            for zero in stages
+        ]
+
+    def faults(self, layout: Layout) -> list[str]:
+        """Returns the reasons why a layout cannot run, as sentences."""
+        found = [
+            f"{axis}={layout.size(axis)} does not divide {what}"
+            for axis in ("stage", "fsdp", "expert", "context", "tensor")
+            for size, what in self._divided(axis)
+            if layout.size(axis) > 1 and size % layout.size(axis)
+        ]
+        if layout.expert > 1 and self.job.model.experts is None:
+            found.append(f"expert={layout.expert}: the model has no experts")
+        if self.batch % layout.batch_shards:
+            found.append(
+                f"data x fsdp x expert = {layout.batch_shards} does not divide the {self.batch} "
+                "sequences of a batch"
+            )
+        return found
+
+    def choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
+        """Returns the choices for a layout."""
+        pieces = layout.stage * layout.chunks
+        return [
+            Choice(policy, moments=moments, loss_chunks=count)
+            if policy == "none"
+            else Choice(policy, self.num_layers // pieces, moments, count, pieces)
+            for moments in self.moments
+            for count in self._chunks(layout)
+            for policy in self._policies(cluster)
+        ]
+
+    def leanest(self, layout: Layout, cluster: Cluster) -> Choice:
+        """Returns the choice with the least memory."""
+        options = self._policies(cluster)
+        moments = "bfloat16" if "bfloat16" in self.moments else self.moments[0]
+        # Recomputation holds one more layer, which matters most with few layers. A loss in chunks
+        # holds the table of the head, a loss in one piece holds the logits.
+        few = self.num_layers <= _FEW_LAYERS * layout.stage * layout.chunks
+        leanest = (
+            Choice(policy, moments=moments, loss_chunks=count)
+            for policy in dict.fromkeys((options[-1], options[0] if few else options[-1]))
+            for count in self._chunks(layout)
+        )
+        return min(leanest, key=lambda choice: self.memory(layout, choice, cluster).total)
+
+    def memory(self, layout: Layout, choice: Choice, cluster: Cluster) -> memory.Memory:
+        """Returns the memory of one device at the peak."""
+        job = self.chosen(choice)
+        return memory.peak_memory(job, layout, cluster, self.software, dropout=self.dropout)
+
+    def time(self, layout: Layout, choice: Choice, cluster: Cluster) -> step_time.StepTime:
+        """Returns the seconds of a step."""
+        device = self._device(layout, self.chosen(choice), cluster)
+        return step_time.assembled(device, self._links(layout, cluster), cluster)
+
+    def bound(self, layout: Layout, cluster: Cluster, most_microbatches: int) -> float:
+        """Returns a lower bound of the seconds with any choice; see `step_time.least_time`."""
+        device = self._device(layout, self._lightest, cluster)
+        links = self._links(layout, cluster)
+        return step_time.least_time(device, links, cluster, most_microbatches)
+
+    def chosen(self, choice: Choice) -> Job:
+        """Returns the job under a choice."""
+        return self._jobs(choice)
+
+    @functools.cached_property
+    def _lightest(self) -> Job:
+        moments = min(self.moments, key=_MOMENT_BYTES.__getitem__)
+        return self.chosen(Choice("none", moments=moments))
+
+    @functools.cached_property
+    def _jobs(self) -> Callable[[Choice], Job]:
+        return functools.lru_cache(4096)(self._job)
+
+    def _job(self, choice: Choice) -> Job:
+        remat = POLICIES[choice.remat]
+        if choice.remat == "dots" and self.job.model.experts:
+            remat = Remat(_DENSE_DOTS)
+        moment = self.job.moment_bytes
+        if choice.moments != self.moments[0]:
+            moment += _MOMENT_BYTES[choice.moments] - _MOMENT_BYTES[self.moments[0]]
+        return dataclasses.replace(
+            self.job,
+            remat=remat,
+            remat_layers=None if choice.remat == "none" else choice.num_layers,
+            moment_bytes=moment,
+            loss_chunks=choice.loss_chunks,
+        )
+
+    def _policies(self, cluster: Cluster) -> list[str]:
+        """Returns the policies that the devices of a cluster can use, in the order of
+        `POLICIES`."""
+        has_host = step_time.host_link(cluster) is not None
+        known = [name for name in POLICIES if name in self.policies]
+        return [name for name in known if has_host or not POLICIES[name].offloaded] or known
+
+    def _chunks(self, layout: Layout) -> Sequence[int]:
+        """Returns the numbers of loss chunks that divide the length."""
+        each = self.job.length // layout.context
+        return [n for n in self.loss_chunks if each % n == 0] or self.loss_chunks[:1]
+
+    def _device(self, layout: Layout, job: Job, cluster: Cluster) -> compute_time.Device:
+        software = software_on(cluster, self.software, context=layout.context)
+        return compute_time.Device(job, layout, software, self._rates(cluster))
+
+    @functools.cached_property
+    def _rates(self) -> Callable[[Cluster], Rates]:
+        @functools.lru_cache(64)
+        def found(cluster: Cluster) -> Rates:
+            return rates_on(cluster, self.job.precision, self.constants)
+
+        return found
+
+    @functools.cached_property
+    def _known_links(self) -> dict[object, Mapping[str, fabric.Link]]:
+        return {}
+
+    def _links(self, layout: Layout, cluster: Cluster) -> Mapping[str, fabric.Link]:
+        key = (cluster.name, layout.slices, *(layout.size(axis) for axis in AXES))
+        if key not in self._known_links:
+            rail = self.software.single_rail
+            found = fabric.links(cluster, layout, self.constants, single_rail=rail)
+            self._known_links[key] = found
+        return self._known_links[key]
+
+    def _shares_residual(self, layout: Layout) -> bool:
+        divides = self.job.length % (layout.context * layout.tensor) == 0
+        return divides if self.sequence_parallel is None else self.sequence_parallel
+
+    def _divided(self, axis: str) -> list[tuple[int, str]]:
+        """Returns the dims that an axis shards, each with its description."""
+        model, experts = self.job.model, self.job.model.experts
+        if axis == "stage":
+            return [(model.layers, f"the {model.layers} layers")]
+        if axis == "fsdp":
+            return [(model.embed, f"the embedding of {model.embed}")]
+        if axis == "expert":
+            return [(experts.number, f"the {experts.number} experts")] if experts else []
+        if axis == "context":
+            # In zig-zag order each device holds an early and a late chunk of a row.
+            return [(self.job.length // 2, f"half of the {self.job.length} tokens of a row")]
+        if axis != "tensor":
+            return []
+        found = [(model.heads, f"the {model.heads} heads"), (model.vocab, f"vocab {model.vocab}")]
+        if model.dense_layers:
+            found.append((model.mlp, f"the MLP of {model.mlp}"))
+        if experts:
+            found.append((experts.mlp, f"the experts of {experts.mlp}"))
+            if experts.shared_mlp:
+                found.append((experts.shared_mlp, f"the shared expert of {experts.shared_mlp}"))
+        return found
+
+
+@functools.lru_cache(4096)
+def divisors(number: int) -> list[int]:
+    """Returns all divisors in ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

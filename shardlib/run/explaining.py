@@ -1,0 +1,178 @@
+"""Placement reports of a config, for available devices or a cluster that need not be present."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from shardlib.data import (
+    TextData,
+    Tokenizer,
+    batch_spec,
+    check_held_out,
+    load_tokenizer,
+    tokenizer_at_hand,
+)
+from shardlib.errors import DoesNotFitError, ShardlibError
+from shardlib.explain import ParamsReport, StepReport
+from shardlib.explain import explain as explain_state
+from shardlib.explain.aot.compile import compile_step
+from shardlib.explain.aot.topology import devices_of
+from shardlib.explain.lint import Limits
+from shardlib.explain.report.report import report_on
+from shardlib.hardware import Cluster, parse_cluster
+from shardlib.mesh import describe, mesh_sizes
+from shardlib.registry import DataSpec, family
+from shardlib.run.checks import check_config, expected_spec
+from shardlib.run.config import AUTO, RunConfig
+from shardlib.run.devices import start_devices
+from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup, why_mesh
+from shardlib.run.suggest_fixes import fixes_of
+from shardlib.run.trace_programs import traced
+from shardlib.train.fit_microbatches import counts
+from shardlib.train.step import TrainStep
+
+
+def explain(config: RunConfig, on: str | None = None) -> ParamsReport:
+    """Returns the report on the state of a run; allocates and compiles nothing.
+
+    The programs of the run are traced, so that `explain` raises the same errors as `train`, except
+    for errors in the data. The data is read only if the config leaves the number of tokens or
+    classes to it. Sampling is traced if the data or the config gives a tokenizer.
+
+    Args:
+        config: The config.
+        on: A cluster, such as `v5p-128` or `8xh100`; default: the available devices.
+
+    Raises:
+        ConfigError: If model and data do not fit each other.
+        DataError: If data that has to be read is missing or malformed, or the config holds out no
+            data for the evaluation.
+        MeshError: If the cluster is unknown, or mesh, devices and batch do not fit each other.
+        RuleError: If tensors cannot be placed.
+        ModelError: If the model cannot be computed, evaluated or sampled as configured.
+    """
+    devices: Devices
+    if on is None:
+        start_devices(config)
+        devices = jax.devices()
+    else:
+        devices = parse_cluster(on)
+    parts = _traced(config, devices)
+    return dataclasses.replace(explain_state(parts.abstract), choices=parts.choices())
+
+
+def explain_compiled(
+    config: RunConfig, on: str, *, optimize: bool = False, limits: Limits | None = None
+) -> StepReport:
+    """Returns the report on the training step of a run, compiled for a cluster that need not be
+    present. It raises the errors of `explain` before anything is compiled.
+
+    Args:
+        config: The config.
+        on: The cluster, such as `v5p-128` or `8xh100`.
+        optimize: Whether a TPU program is optimized as fully as for a run.
+        limits: Size from which a fault is reported.
+
+    Raises:
+        MissingExtraError: If the compiler of the cluster's platform is not installed.
+        DoesNotFitError: If the step exceeds TPU memory by so much that it cannot be compiled.
+    """
+    cluster = parse_cluster(on)
+    if cluster.chip is None:
+        # Tracing starts JAX, which fixes the number of CPU devices.
+        devices_of(cluster)
+    abstract = _traced(config, cluster)
+    devices = devices_of(cluster)
+    config = abstract.config
+    if config.mesh == AUTO:
+        config = dataclasses.replace(config, mesh=describe(abstract.scope.mesh))
+    parts = setup(config, abstract.data, make_scope(config, devices))
+    reduction = parts.reduction()
+    batch = batch_spec(config.data, config.train.global_batch)
+    if reduction is not None and not reduction.even:
+        batch = jax.eval_shape(reduction.arrange, batch)
+    step, state = parts.train_step(), parts.saved_state()
+    try:
+        compiled = compile_step(step, (state, batch), on=cluster, optimize=optimize)
+    except DoesNotFitError as error:
+        fixes = _fixes(config, cluster, error.needed_bytes)
+        lines = "\n  ".join([str(error).splitlines()[0], *fixes])
+        raise DoesNotFitError(lines, error.needed_bytes) from None
+    params = dataclasses.replace(explain_state(parts.abstract), choices=abstract.choices())
+    report = report_on(compiled, params, limits)
+    if report.fits:
+        return report
+    return dataclasses.replace(report, fixes=_fixes(config, cluster, report.memory.peak_bytes))
+
+
+def _fixes(config: RunConfig, cluster: Cluster, peak_bytes: int) -> tuple[str, ...]:
+    """Returns changes that would make the step fit, cheapest first."""
+    try:
+        found = fixes_of(config, cluster, peak_bytes)
+    except ShardlibError as error:
+        return (f"no fix can be suggested: {str(error).splitlines()[0]}",)
+    return tuple(f"fits with {fix}" for fix in found) or (
+        "no change of the config makes it fit: use more devices, or larger ones",
+    )
+
+
+def _traced(config: RunConfig, devices: Devices) -> Setup:
+    """Returns the parts of a run after tracing its programs."""
+    check_config(config, lambda: make_scope(config, devices))
+    spec, tokenizer = _data(config)
+    batch = batch_spec(config.data, config.train.global_batch)
+    parts = _with_microbatches(setup(config, spec, make_scope(config, devices)), batch)
+    parts = dataclasses.replace(parts, decided={**why_mesh(config, devices), **parts.decided})
+    held_out = None
+    if config.eval.every_steps != 0:
+        check_held_out(config.data)
+        rows = config.eval.global_batch or config.train.global_batch
+        held_out = batch_spec(config.data, rows)
+    traced(parts, batch, held_out, tokenizer)
+    return dataclasses.replace(parts, decided={**parts.decided, **_partition(parts, batch)})
+
+
+def _partition(parts: Setup, batch: Any) -> dict[str, str]:
+    """Returns who partitions the loss and why, as an entry of `Setup.decided`. Empty on one device
+    and for local SGD, whose groups train separately."""
+    step, reduction = parts.train_step(), parts.reduction()
+    if not isinstance(step, TrainStep) or math.prod(mesh_sizes(parts.scope.mesh).values()) == 1:
+        return {}
+    if reduction is not None and not reduction.even:
+        batch = jax.eval_shape(reduction.arrange, batch)
+    found = step.partition(parts.abstract, batch)
+    return {"partition": f"{found.by}: {found.why.rstrip('.')}"}
+
+
+def _data(config: RunConfig) -> tuple[DataSpec, Tokenizer | None]:
+    """Returns the data spec of the model, and the tokenizer if it is available."""
+    spec, data = expected_spec(config), config.data
+    faults = family(config.model.name).validate(config.model, spec)
+    if not isinstance(data, TextData):
+        return open_source(config, "train").spec if faults else spec, None
+    tokenizer = tokenizer_at_hand(data)
+    if tokenizer is None and faults:
+        tokenizer = load_tokenizer(data)
+    if tokenizer is not None:
+        spec = dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)
+    return spec, tokenizer
+
+
+def _with_microbatches(parts: Setup, batch: Any) -> Setup:
+    """Returns the parts with the first number of microbatches that a run would try."""
+    config = parts.config
+    if config.train.microbatches != AUTO:
+        return parts
+    stages = mesh_sizes(parts.scope.mesh).get("stage", 1)
+    step = parts.train_step(stages)
+    assert isinstance(step, TrainStep)
+    number = counts(step, parts.abstract, batch, multiple_of=stages)[0]
+    train = dataclasses.replace(config.train, microbatches=number)
+    reason = f"{number} or more: a run takes the fewest whose step fits into memory"
+    return dataclasses.replace(
+        parts,
+        config=dataclasses.replace(config, train=train),
+        decided={**parts.decided, "microbatches": reason},
+    )

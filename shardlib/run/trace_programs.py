@@ -1,0 +1,66 @@
+"""The programs of a run, traced before anything is allocated."""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from shardlib.data import Tokenizer
+from shardlib.run.checks import check_activation_rules
+from shardlib.run.sampling import Sampler
+from shardlib.run.setup import Setup
+from shardlib.sharding.constrain import recording
+from shardlib.train.evaluate import EvalStep, make_eval_step
+from shardlib.train.local_sgd.outer import LocalSGD
+from shardlib.train.step import TrainStep
+
+
+class Programs(NamedTuple):
+    """The steps of a run and its text sampler."""
+
+    train: TrainStep | LocalSGD
+    evaluate: EvalStep
+    sample: Sampler | None
+
+
+def traced(parts: Setup, batch: Any, held_out: Any, tokenizer: Tokenizer | None) -> Programs:
+    """Returns the programs of a run, each traced once. Tracing finds computations that fail and
+    arrays that cannot be placed before anything is allocated. The mesh may be abstract.
+
+    Args:
+        parts: The run.
+        batch: The arrays of a training batch, as `ShapeDtypeStruct`s, rows in plain order.
+        held_out: The arrays of an evaluation batch; None without evaluation.
+        tokenizer: The tokenizer of the text; None without sampling.
+
+    Raises:
+        ConfigError: If the config does not fit the mesh, or its ranges of layers do not fit the
+            stages.
+        RuleError: If an activation cannot be placed, or a rule of the config names an activation
+            axis that the model does not have.
+        ModelError: If the model cannot be computed as configured or split into stages, or its text
+            cannot be sampled.
+    """
+    config, options = parts.config, parts.config.train
+    step, state = parts.train_step(), parts.saved_state()
+    reduction = parts.reduction()
+    if reduction is not None and not reduction.even:
+        batch = jax.eval_shape(reduction.arrange, batch)
+    with recording() as met:
+        step.program(state, batch).trace(state, batch)
+    check_activation_rules(config, met)
+    evaluate = make_eval_step(
+        parts.loss(train=False),
+        precision=config.precision,
+        batch_axes=parts.batch_axes,
+        params_of=parts.best_params,
+        pipeline=options.pipeline,
+        constrain=options.constrain,
+        allow_wrong_numbers=options.allow_wrong_numbers,
+    )
+    if held_out is not None:
+        evaluate.program(parts.abstract, held_out).trace(parts.abstract, held_out)
+    if parts.family.generate is None or not options.sample_length or tokenizer is None:
+        return Programs(step, evaluate, None)
+    sampler = Sampler(parts, tokenizer)
+    sampler.trace(parts.abstract, options.sample_prompt, length=options.sample_length)
+    return Programs(step, evaluate, sampler)

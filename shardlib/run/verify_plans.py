@@ -1,0 +1,138 @@
+"""Verification of plans by ahead-of-time compilation: ranks them by real peaks and traffic."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from shardlib.cost.layout import Software
+from shardlib.errors import DoesNotFitError, ModelError, ShardlibError
+from shardlib.explain.analysis.params import bytes_text
+from shardlib.explain.report.report import StepReport
+from shardlib.explain.report.tables import Table
+from shardlib.plan.describe import duration
+from shardlib.plan.problem import Plan
+from shardlib.plan.result import Plans
+from shardlib.plan.settings import mesh_text
+from shardlib.plan.workloads.transformer import TransformerWorkload
+from shardlib.run.config import RunConfig
+from shardlib.run.explaining import explain_compiled
+
+_NETWORK = ("tensor", "context", "expert", "fsdp", "data", "stage")
+_ALL_SHOWN = {
+    field.name: False for field in dataclasses.fields(Software) if field.name.startswith("overlap")
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """One plan, compiled.
+
+    Attributes:
+        plan: The plan, with the predictions of the cost model.
+        seconds: Predicted seconds of a step, corrected by the traffic of the compiled program.
+        peak_bytes: Peak bytes of the compiled program on a device; None if it was not compiled.
+        capacity_bytes: Usable bytes of a device, if known.
+        traffic: Network time of the compiled program divided by the network time of the cost model,
+            both without overlap; None if either is unknown.
+        fault: Why the plan cannot be run, else empty.
+    """
+
+    plan: Plan
+    seconds: float
+    peak_bytes: int | None
+    capacity_bytes: float | None
+    traffic: float | None
+    fault: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """Plans in the order of their corrected times; plans that cannot be run come last."""
+
+    plans: tuple[Verified, ...]
+
+    def table(self) -> Table:
+        """Returns the plans as a table."""
+        columns = ("mesh", "step>", "corrected>", "traffic>", "memory>", "compiled>", "")
+        return Table("the plans, compiled", columns, [_row(found) for found in self.plans])
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Returns the plans as plain data."""
+        return [
+            {
+                "mesh": mesh_text(found.plan.layout),
+                "predicted_seconds": found.plan.seconds,
+                "seconds": found.seconds,
+                "predicted_bytes": found.plan.memory.total,
+                "peak_bytes": found.peak_bytes,
+                "traffic": found.traffic,
+                "fault": found.fault,
+            }
+            for found in self.plans
+        ]
+
+
+def verify(plans: Plans, load: Callable[[list[str]], RunConfig], count: int) -> Verification:
+    """Compiles the best plans for their cluster, and ranks them again.
+
+    Args:
+        plans: The plans of a config.
+        load: Returns the config with overrides.
+        count: Number of plans to compile.
+
+    Raises:
+        ModelError: If the plans are not for a transformer.
+        MissingExtraError: If the compiler of the cluster's platform is not installed.
+    """
+    workload = plans.workload
+    if not isinstance(workload, TransformerWorkload):
+        raise ModelError(
+            f"the plans of {plans.name} come from its traced step, which has no traffic to verify."
+            "\n  Look at one of them with shardlib explain --on."
+        )
+    found = []
+    for plan in plans.found.plans[:count]:
+        config = load(plans.overrides(plan))
+        try:
+            report = explain_compiled(config, plan.cluster.name)
+        except DoesNotFitError as error:
+            found.append(Verified(plan, plan.seconds, error.needed_bytes, None, None, "too large"))
+        except ShardlibError as error:
+            why = str(error).splitlines()[0]
+            found.append(Verified(plan, plan.seconds, None, None, None, why))
+        else:
+            found.append(_verified(plan, workload, report))
+    return Verification(tuple(sorted(found, key=lambda one: (bool(one.fault), one.seconds))))
+
+
+def _verified(plan: Plan, workload: TransformerWorkload, report: StepReport) -> Verified:
+    memory = report.memory
+    compiled = sum(flow.total_seconds or 0.0 for flow in report.flows)
+    plainly = dataclasses.replace(
+        workload, software=dataclasses.replace(workload.software, **_ALL_SHOWN)
+    )
+    whole = plainly.time(plan.layout, plan.choice, plan.cluster).parts
+    predicted = sum(whole[name] for name in _NETWORK)
+    exposed = sum(plan.time.parts[name] for name in _NETWORK)
+    traffic = compiled / predicted if predicted and report.flows else None
+    return Verified(
+        plan,
+        # The part of a collective that the cost model overlaps stays overlapped.
+        plan.seconds + exposed * ((traffic or 1.0) - 1.0),
+        memory.peak_bytes,
+        memory.capacity_bytes,
+        traffic,
+        "" if report.fits else "does not fit",
+    )
+
+
+def _row(found: Verified) -> tuple[str, ...]:
+    return (
+        mesh_text(found.plan.layout),
+        duration(found.plan.seconds),
+        duration(found.seconds),
+        "?" if found.traffic is None else f"{found.traffic:.2f}x",
+        bytes_text(found.plan.memory.total),
+        "?" if found.peak_bytes is None else bytes_text(found.peak_bytes),
+        found.fault,
+    )

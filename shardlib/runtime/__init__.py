@@ -1,0 +1,1 @@
+"""Process groups, signals, preemption, watchdogs and launching."""

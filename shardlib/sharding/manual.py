@@ -1,0 +1,80 @@
+"""Manual regions: parts of a program in which some mesh axes are manual.
+
+Inside a region each device along its axes runs the code on its own shard. The code itself does all
+communication between them: `jax.lax.psum`, `ppermute`, `all_to_all`. The compiler handles all other
+axes, and `constrain` still works for them. Regions nest.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from shardlib.errors import MeshError
+from shardlib.sharding.constrain import active, manual_axes
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# A failed check in XLA's sharding export, seen with jaxlib 0.12 and not with 0.10.
+NESTS_IN_MESH_ORDER_ONLY = jax.__version_info__ >= (0, 11)
+
+
+def axis_size(name: str) -> int:
+    """Returns the number of devices along a mesh axis that is automatic here.
+
+    It is 1 for an axis that the mesh does not have or that an outer region has made manual, and
+    outside of `sl.use`.
+    """
+    scope = active()
+    return 1 if scope is None else scope.sizes.get(name, 1)
+
+
+def manual(fn: F, axes: tuple[str, ...], in_specs: Any, out_specs: Any) -> F:
+    """Returns `fn` as a region in which `axes` are manual.
+
+    Args:
+        fn: A function of pytrees of arrays; it sees one shard of each along `axes`.
+        axes: Mesh axes of the active mesh.
+        in_specs: A `PartitionSpec` for each argument, or a pytree of them, that names `axes` only.
+            The gradient of a replicated input is summed over `axes`.
+        out_specs: The same for the results. A result declared replicated must be replicated.
+
+    Raises:
+        MeshError: Outside of `sl.use`, if an axis is not in the mesh or is manual already, or if an
+            outer region covers a later axis of the mesh and this jax cannot compile that.
+    """
+    scope = active()
+    if scope is None:
+        raise MeshError(
+            f"no mesh is active, so its axes {', '.join(axes)} cannot be manual.\n"
+            "  Call this inside `with sl.use(mesh, rules):`."
+        )
+    free = [name for name in scope.sizes if name not in manual_axes()]
+    absent = [name for name in axes if name not in free]
+    if absent:
+        raise MeshError(
+            f"mesh axes {', '.join(absent)} cannot be manual: they are not in the mesh, or are "
+            f"manual already.\n  Choose among {', '.join(free) or 'none'}."
+        )
+    _check_order(list(scope.sizes), axes)
+    return jax.shard_map(  # type: ignore[return-value]
+        fn,
+        mesh=scope.mesh_here,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axes),
+        check_vma=False,
+    )
+
+
+def _check_order(names: list[str], axes: tuple[str, ...]) -> None:
+    """Rejects nesting that would crash the process: XLA needs manual axes in mesh order."""
+    first = min(map(names.index, axes))
+    later = [name for name in manual_axes() if names.index(name) > first]
+    if later and NESTS_IN_MESH_ORDER_ONLY:
+        raise MeshError(
+            f"a region over {', '.join(axes)} is inside one over {', '.join(later)}, which comes "
+            f"later in the mesh; the compiler of jax {jax.__version__} ends the process there.\n"
+            "  Handle all of them in one region, leave the outer one out (local SGD is one over "
+            "data), or use jax 0.10."
+        )

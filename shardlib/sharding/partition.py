@@ -1,0 +1,353 @@
+"""The placement of every leaf of a training state, and the reason for it."""
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib.errors import RuleError
+from shardlib.functional import AxesByPath, axis_names_of
+from shardlib.mesh import entry_axes, mesh_sizes
+from shardlib.paths import key_string, matches, named_leaves, path_string
+from shardlib.rules import AxisRules, Choice, Resolution
+from shardlib.sharding.constrain import Scope, active_or, manual_axes
+
+Section = Literal["params", "model_state", "opt_state"]
+
+OVERRIDES = ", in place of metadata "
+"""Text in `Placement.origin` between a path pattern and the metadata that it overrides."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The placement of one leaf.
+
+    `origin` is the source of its logical axes: the path pattern that matched, with any metadata
+    that it overrides, `"metadata"`, `"auto"`, or the parameter that an optimizer leaf belongs to.
+    `asked_for` is false if the rules would have sharded the leaf further but could not.
+    `memory_kind` is None for device memory.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    logical_axes: tuple[str | None, ...] | None
+    origin: str
+    resolution: Resolution
+    note: str = ""
+    asked_for: bool = True
+    memory_kind: str | None = None
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return self.resolution.spec
+
+    def shards(self, sizes: Mapping[str, int]) -> int:
+        """Returns the number of different pieces of the leaf."""
+        names = [n for c in self.resolution.choices for n in c.mesh_axes]
+        return math.prod(sizes[name] for name in names)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the whole leaf; typed PRNG keys count as their key data."""
+        if jnp.issubdtype(self.dtype, jax.dtypes.prng_key):
+            key = jax.ShapeDtypeStruct(self.shape, self.dtype)
+            data = jax.eval_shape(jax.random.key_data, key)
+            return data.size * data.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def place(tree: Any, axes: AxesByPath, rules: AxisRules, mesh: Any) -> dict[str, Placement]:
+    """Places every leaf of a tree of parameters or model state.
+
+    The logical axes of a leaf come from the first path pattern of the rules that matches, since the
+    user who trains the model wrote it, else from `axes`, else `rules.auto` decides.
+
+    Args:
+        tree: Arrays or `ShapeDtypeStruct`s.
+        axes: Logical axes by path, or `None`, as `functional` finds them in Flax metadata.
+        rules: The rules; the table for parameters applies.
+        mesh: A `Mesh` or `AbstractMesh`.
+
+    Raises:
+        RuleError: If leaves cannot be placed; the message lists all of them.
+    """
+    rules.check(mesh)
+    sizes = mesh_sizes(mesh)
+    placements = {
+        path: _place_leaf(path, leaf, axes.get(path), rules, sizes)
+        for path, leaf in named_leaves(tree).items()
+    }
+    _raise_faults(placements.values())
+    return placements
+
+
+def place_model_state(
+    tree: Any,
+    axes: AxesByPath,
+    rules: AxisRules,
+    mesh: Any,
+    frozen: Collection[str] = (),
+) -> dict[str, Placement]:
+    """Places model state: leaves without names (statistics, counters) are small and are replicated.
+
+    The arguments and errors are as in `place`. `frozen` holds the paths of untrained parameters,
+    which are placed like trained ones. Path patterns and `auto` do not apply to other leaves
+    without names.
+    """
+    leaves = named_leaves(tree)
+    placed = {p: x for p, x in leaves.items() if p in frozen or axes.get(p) is not None}
+    found = place(placed, axes, rules, mesh)
+    for path in frozen:
+        note = "; ".join(filter(None, ("not trained", found[path].note)))
+        found[path] = dataclasses.replace(found[path], note=note)
+    return {path: found.get(path) or _unnamed_state(path, leaf) for path, leaf in leaves.items()}
+
+
+def _unnamed_state(path: str, leaf: Any) -> Placement:
+    rank = len(leaf.shape)
+    choices = tuple(Choice(dim, None, None, ()) for dim in range(rank))
+    resolution = Resolution(PartitionSpec(*[None] * rank), choices)
+    origin = "model state without names"
+    return Placement(path, tuple(leaf.shape), leaf.dtype, None, origin, resolution)
+
+
+def _raise_faults(placements: Iterable[Placement]) -> None:
+    """Raises all faults at once, grouped by remedy."""
+    by_fix: dict[str, list[str]] = {}
+    for placement in placements:
+        for fault in dict.fromkeys(placement.resolution.faults):
+            what, _, fix = fault.partition("\n")
+            by_fix.setdefault(fix, []).append(f"{placement.path}: {what}")
+    if by_fix:
+        raise RuleError(
+            "\n".join("\n".join([*whats, fix] if fix else whats) for fix, whats in by_fix.items())
+        )
+
+
+def _place_leaf(
+    path: str,
+    leaf: Any,
+    logical: tuple[str | None, ...] | None,
+    rules: AxisRules,
+    sizes: Mapping[str, int],
+) -> Placement:
+    shape = tuple(leaf.shape)
+
+    def placed(axes: Sequence[str | None], origin: str) -> Placement:
+        resolution = rules.resolve(axes, shape, sizes)
+        asked_for = not any(choice.refused for choice in resolution.choices)
+        axes, note = tuple(axes), _mesh_axes_note(resolution)
+        return Placement(path, shape, leaf.dtype, axes, origin, resolution, note, asked_for)
+
+    for pattern, axes in rules.paths:
+        if matches(pattern, path):
+            named = axes or (None,) * len(shape)
+            overridden = f"{OVERRIDES}{logical}" if logical not in (None, named) else ""
+            return placed(named, f"path {pattern}{overridden}")
+    if logical is not None:
+        return placed(logical, "metadata")
+    return _auto(path, shape, leaf.dtype, rules, sizes)
+
+
+def _mesh_axes_note(resolution: Resolution) -> str:
+    """Returns a note on the names without a rule, which are taken as mesh axes."""
+    names = [c.logical_axis for c in resolution.choices if c.logical_axis and c.rule is None]
+    return f"taken as mesh axes: {', '.join(names)}" if names else ""
+
+
+def _auto(
+    path: str, shape: tuple[int, ...], dtype: Any, rules: AxisRules, sizes: Mapping[str, int]
+) -> Placement:
+    def placed(resolution: Resolution, note: str = "", asked_for: bool = True) -> Placement:
+        return Placement(path, shape, dtype, None, "auto", resolution, note, asked_for)
+
+    auto = rules.auto
+    fix = f'  Annotate it, or add a path rule: rules.override(paths={{"...": {_example(shape)}}}).'
+    if auto is None:
+        fault = f"shape {shape} has no logical axes, no path rule matches, and auto is off.\n{fix}"
+        return placed(Resolution(PartitionSpec(), (), (fault,)))
+    replicated = Resolution(PartitionSpec(*[None] * len(shape)), ())
+    size = sizes.get(auto.mesh_axis, 1) if auto.mesh_axis else 1
+    if auto.mesh_axis is None:
+        return placed(replicated, "the rules replicate parameters")
+    if math.prod(shape) < auto.min_elements:
+        return placed(replicated, f"smaller than {auto.min_elements} elements")
+    if size == 1:
+        return placed(replicated, f"{auto.mesh_axis} has size 1 in this mesh", asked_for=False)
+    fitting = [dim for dim, n in enumerate(shape) if n % size == 0]
+    if not fitting:
+        return placed(replicated, f"{auto.mesh_axis}={size} divides none of its dims", False)
+    best = max(fitting, key=lambda dim: shape[dim])
+    axes = tuple("auto" if dim == best else None for dim in range(len(shape)))
+    return placed(
+        _auto_rules(auto.mesh_axis).resolve(axes, shape, sizes), "largest dim that divides"
+    )
+
+
+def _auto_rules(mesh_axis: str) -> AxisRules:
+    return AxisRules(params={"auto": mesh_axis}, activations={})
+
+
+def _example(shape: tuple[int, ...]) -> tuple[None, ...]:
+    return (None,) * len(shape)
+
+
+def place_optimizer(opt_state: Any, params: Mapping[str, Placement]) -> dict[str, Placement]:
+    """Places optimizer state by its parameters, whatever the optax chain.
+
+    A leaf belongs to the parameter whose path ends the leaf's own path. It takes the parameter's
+    placement if the shapes are equal. A factored statistic, which lacks one of the parameter's dims
+    (Shazeer & Stern 2018, "Adafactor"), takes the placement of the remaining dims. All other leaves
+    are replicated, as counters and placeholders should be. A larger leaf of neither kind has
+    `asked_for` false, so that `explain` reports it.
+
+    Args:
+        opt_state: `optimizer.init(params)`, abstract or not.
+        params: Placements of the parameters by path.
+    """
+    by_keys = {tuple(path.split("/")): placement for path, placement in params.items()}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(opt_state)
+    placements = {}
+    for key_path, leaf in leaves:
+        keys = tuple("/".join(key_string(key) for key in key_path).split("/"))
+        owner = next((by_keys[keys[i:]] for i in range(len(keys)) if keys[i:] in by_keys), None)
+        path = path_string(key_path)
+        placements[path] = _place_statistic(path, leaf, owner)
+    return placements
+
+
+def _place_statistic(path: str, leaf: Any, owner: Placement | None) -> Placement:
+    shape = tuple(leaf.shape)
+    kept: tuple[int, ...] | None = None
+    if owner is not None and shape == owner.shape:
+        kept = tuple(range(len(shape)))
+    elif owner is not None:
+        rank = len(owner.shape)
+        candidates = [tuple(d for d in range(rank) if d != gone) for gone in range(rank)]
+        kept = next((c for c in candidates if tuple(owner.shape[d] for d in c) == shape), None)
+    if owner is None or kept is None:
+        resolution = Resolution(PartitionSpec(*[None] * len(shape)), ())
+        origin = f"of {owner.path}" if owner else "no parameter"
+        note, is_small = "not a parameter's shape", math.prod(shape) <= 1
+        return Placement(path, shape, leaf.dtype, None, origin, resolution, note, is_small)
+    chosen = {c.dim: c for c in owner.resolution.choices}
+    spec = PartitionSpec(*[owner.spec[d] if d < len(owner.spec) else None for d in kept])
+    choices = tuple(chosen[d]._replace(dim=i) for i, d in enumerate(kept) if d in chosen)
+    axes = owner.logical_axes and tuple(owner.logical_axes[d] for d in kept)
+    return Placement(path, shape, leaf.dtype, axes, f"of {owner.path}", Resolution(spec, choices))
+
+
+def pin(tree: Any, placements: Mapping[str, Placement], scope: Scope) -> Any:
+    """Returns traced arrays constrained to their placements.
+
+    Mesh axes that are manual in the region being traced are left out: a leaf is the part in one of
+    their shards.
+    """
+    gone, mesh = manual_axes(), scope.mesh_here
+
+    def pinned(path: Any, x: jax.Array) -> jax.Array:
+        spec = _without(placements[path_string(path)].spec, gone)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))  # type: ignore[arg-type]
+
+    return jax.tree_util.tree_map_with_path(pinned, tree)
+
+
+def _without(spec: PartitionSpec, gone: Sequence[str]) -> PartitionSpec:
+    kept = [tuple(name for name in entry_axes(entry) if name not in gone) for entry in spec]
+    return PartitionSpec(*[names or None for names in kept])
+
+
+def shardings(tree: Any, placements: Mapping[str, Placement], mesh: Any) -> Any:
+    """Returns a tree of `NamedSharding`s, one for each leaf, from placements by path."""
+
+    def sharding(path: Any, _: Any) -> NamedSharding:
+        placement = placements[path_string(path)]
+        return NamedSharding(mesh, placement.spec, memory_kind=placement.memory_kind)
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def shard(model: Any, mesh: Any = None, rules: AxisRules | None = None) -> Any:
+    """Places a model that is already in memory.
+
+    Parameters go where `init_state` would place them. Model state without axis names (batch
+    statistics) is replicated, as there. The state of random number generators is unchanged.
+
+    Args:
+        model: An NNX module, which is updated in place and returned; or a tree of arrays, such as
+            the variables of a linen module (boxed or not) or loaded weights by path.
+        mesh: The mesh; the active one by default.
+        rules: The rules; the active ones by default.
+
+    Raises:
+        RuleError: If leaves cannot be placed; in this case no leaf has been moved.
+    """
+    scope = active_or(mesh, rules)
+    if isinstance(model, nnx.Module):
+        state = nnx.state(model, nnx.Not(nnx.RngState))
+        nnx.update(model, _put(state, scope))
+        return model
+    return _put(model, scope)
+
+
+def _put(tree: Any, scope: Scope) -> Any:
+    leaves = weights_by_path(tree)
+    params = {leaf.path for leaf in leaves if leaf.is_param}
+    axes = {leaf.path: leaf.axes for leaf in leaves}
+    flat = {leaf.path: leaf.value for leaf in leaves}
+    placements = place_model_state(flat, axes, scope.rules, scope.mesh, frozen=params)
+    placed = jax.device_put(
+        [leaf.value for leaf in leaves],
+        [NamedSharding(scope.mesh, placements[leaf.path].spec) for leaf in leaves],
+    )
+    return jax.tree.unflatten(jax.tree.structure(tree), placed)
+
+
+class Weight(NamedTuple):
+    """A leaf of a tree of given or loaded weights."""
+
+    path: str
+    """Its path as in a state: without the name of a linen collection of parameters."""
+    value: Any
+    axes: tuple[str | None, ...] | None
+    is_param: bool
+
+
+def weights_by_path(tree: Any) -> list[Weight]:
+    """Returns the leaves of an `nnx.State`, of linen variables (boxed or not) or of any other tree
+    of arrays, in tree order."""
+    is_mapping = isinstance(tree, Mapping) and not isinstance(tree, nnx.State)
+    collections = is_mapping and isinstance(tree.get("params"), Mapping)
+    found = []
+    for path, box in named_leaves(tree, is_leaf=_names_axes).items():
+        is_param = isinstance(box, nnx.Param) or not isinstance(box, nnx.Variable)
+        if collections:
+            is_param = path.startswith("params/")
+            path = path.removeprefix("params/")
+        for inner, leaf in named_leaves(_value(box)).items():
+            axes = axis_names_of(_axis_names(box), np.ndim(leaf))
+            found.append(Weight(f"{path}/{inner}" if inner else path, leaf, axes, is_param))
+    return found
+
+
+def _names_axes(node: Any) -> bool:
+    return isinstance(node, nnx.Variable) or (hasattr(node, "names") and hasattr(node, "unbox"))
+
+
+def _value(box: Any) -> Any:
+    if isinstance(box, nnx.Variable):
+        return box.get_value()
+    return box.value if _names_axes(box) else box
+
+
+def _axis_names(box: Any) -> Any:
+    if isinstance(box, nnx.Variable):
+        return box.get_metadata().get("out_sharding")
+    return getattr(box, "names", None)

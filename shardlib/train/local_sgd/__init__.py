@@ -1,0 +1,1 @@
+"""Local SGD and DiLoCo: device groups that train separately and synchronize periodically."""

@@ -1,0 +1,231 @@
+"""Cutting a loss at the loop over its layers.
+
+The loss calls `scan_layers` once. Before that call it computes the input of the first layer. After
+it, it computes the loss from the output of the last layer. Each part is the same loss run under
+`stack.intercept`: the first part stops at the loop, the last part receives the output in place of
+the loop. Every stage recomputes other values that `call` and the layers need (masks, rotations, a
+shared bias) up to the loop, for the microbatch that it runs. Unneeded values are dead code.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from shardlib.errors import ModelError
+from shardlib.jaxprs import subprograms
+from shardlib.nn.stack import LayerStack, intercept
+from shardlib.train.pipeline.execute import Cut, Leaves, Part, Reads
+
+Loss = Callable[[Leaves, Part], tuple[jax.Array, Any]]
+"""`loss(params, part) -> (loss, sums)` from parameters by path: a scalar and a pytree of
+scalars."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Properties of a traced loss."""
+
+    num_layers: int
+    reads: Reads
+    outputs: Any
+    """Structure of the layer outputs other than the carry. It has no leaves."""
+    sends: bool
+    """Whether the model itself uses collective-permute, as ring attention does."""
+    constrains: bool
+    """Whether the model constrains an activation."""
+
+
+class _Reached(BaseException):
+    """Signal that stops a loss at its loop over layers."""
+
+    def __init__(self, stack: LayerStack):
+        self.stack = stack
+
+
+def plan(loss: Loss, params: Leaves, layers: frozenset[str], part: Part) -> Plan:
+    """Traces a whole loss and returns its properties for cutting.
+
+    Args:
+        loss: The loss.
+        params: All parameters by path, as arrays or `ShapeDtypeStruct`s.
+        layers: Paths of the parameters that are divided over the stages.
+        part: A microbatch, as arrays or `ShapeDtypeStruct`s.
+
+    Raises:
+        ModelError: If the loss cannot be cut; the message lists every reason.
+    """
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (dict(params), part))
+    faults: list[str] = []
+    made: list[Any] = []
+
+    def pre(params: Leaves, part: Part) -> Any:
+        stack = _reach(loss, params, part)
+        made.append(stack)
+        return stack.carry
+
+    def run(params: Leaves, part: Part, carry: Any) -> Any:
+        stack = _reach(loss, params, part)
+        carry, outputs, changed = stack.run(stack.state, carry, stack.per_layer)
+        faults.extend(_stack_faults(stack, outputs, changed))
+        made.append(jax.tree.structure(outputs))
+        return carry
+
+    def post(params: Leaves, part: Part, carry: Any) -> Any:
+        return _resume(loss, params, part, carry, made[1])
+
+    first, carry = jax.make_jaxpr(pre, return_shape=True)(*args)
+    middle = jax.make_jaxpr(run)(*args, carry)
+    if faults:
+        raise ModelError("\n".join(faults))
+    last = jax.make_jaxpr(post)(*args, carry)
+    names = list(args[0])
+    reads = Reads(*(_reads(traced, sorted(names)) for traced in (first, middle, last)))
+    outside = sorted((reads.pre | reads.post) & layers)
+    if outside:
+        raise ModelError(
+            "the loss reads variables of the stacked layers outside of scan_layers, but each stage "
+            f"holds only its own layers: {', '.join(outside)}.\n"
+            "  Read them only inside the layers, or use a mesh without stage."
+        )
+    reads = reads._replace(chunk=reads.chunk - layers)
+    sends, constrains = (
+        any(_holds(traced.jaxpr, name) for traced in (first, middle, last))
+        for name in ("ppermute", "sharding_constraint")
+    )
+    return Plan(_num_layers(made[0]), reads, made[1], sends, constrains)
+
+
+def cut(loss: Loss, plan: Plan, layers: Leaves, layers_per_chunk: int) -> Cut:
+    """Returns the parts of a loss, for one stage.
+
+    Args:
+        loss: The planned loss, over the arrays that the stage sees.
+        plan: The result of `plan`.
+        layers: This stage's layers, which complete the tree of parameters in parts that do not read
+            layers.
+        layers_per_chunk: Number of layers that each call of `chunk` runs.
+    """
+
+    def pre(shared: Leaves, part: Part) -> Any:
+        return _reach(loss, {**shared, **layers}, part).carry
+
+    def chunk(layers: Leaves, shared: Leaves, x: Any, part: Part, first_layer: jax.Array) -> Any:
+        stack = _reach(loss, {**shared, **layers}, part)
+
+        def here(leaf: jax.Array) -> jax.Array:
+            """Slices values made for all layers, such as random keys. Layers come sliced."""
+            if leaf.shape[0] == layers_per_chunk:
+                return leaf
+            return jax.lax.dynamic_slice_in_dim(leaf, first_layer, layers_per_chunk)
+
+        def whole(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((plan.num_layers, *leaf.shape[1:]), leaf.dtype)
+
+        layers_here = jax.tree.map(here, stack.state)
+        stack = dataclasses.replace(stack, state=jax.tree.map(whole, stack.state))
+        return stack.run(layers_here, x, stack.per_layer)[0]
+
+    def post(shared: Leaves, x: Any, part: Part) -> tuple[jax.Array, Any]:
+        return _resume(loss, {**shared, **layers}, part, x, plan.outputs)
+
+    return Cut(pre, chunk, post, plan.reads)
+
+
+def _reach(loss: Loss, params: Leaves, part: Part) -> LayerStack:
+    """Runs a loss up to its loop over layers."""
+
+    def stop(stack: LayerStack) -> Any:
+        raise _Reached(stack)
+
+    try:
+        with intercept(stop):
+            loss(params, part)
+    except _Reached as reached:
+        return reached.stack
+    raise ModelError(
+        "the model has no stacked layers to cut into stages: its loss never calls scan_layers.\n"
+        "  Make its layers with stack_layers and run them with scan_layers, or use a mesh without "
+        "stage."
+    )
+
+
+def _resume(loss: Loss, params: Leaves, part: Part, carry: Any, outputs: Any) -> Any:
+    """Runs a loss with `carry` in place of its loop over layers."""
+    calls = []
+
+    def give(stack: LayerStack) -> Any:
+        if calls:
+            raise ModelError(
+                "the loss calls scan_layers more than once, so it cannot be cut into stages.\n"
+                "  Make one stack of all layers, or use a mesh without stage."
+            )
+        calls.append(stack)
+        return carry, jax.tree.unflatten(outputs, ()), {}
+
+    with intercept(give):
+        return loss(params, part)
+
+
+def _stack_faults(stack: LayerStack, outputs: Any, changed: dict[Any, Any]) -> list[str]:
+    faults = []
+    if jax.tree.leaves(stack.per_layer):
+        faults.append(
+            "the layers have separate inputs (per_layer), which stages do not distribute.\n"
+            "  Keep per-layer values in variables of the layers."
+        )
+    if jax.tree.leaves(outputs):
+        shapes = ", ".join(f"{x.dtype}{list(x.shape[1:])}" for x in jax.tree.leaves(outputs))
+        faults.append(
+            f"each layer returns outputs in addition to the carry ({shapes}), which stages do not "
+            "collect.\n  Let `call` return the carry and None, and sum up metrics in the carry."
+        )
+    variables = dict(nnx.to_flat_state(stack.state))
+    kept = sorted(
+        "/".join(map(str, path))
+        for path in changed
+        if not isinstance(variables[path], nnx.RngState)
+    )
+    if kept:
+        faults.append(
+            f"the layers update variables when they are called: {', '.join(kept)}. A pipeline "
+            "runs every layer twice for each microbatch and keeps no order of updates.\n"
+            "  Use layers without running statistics, or a mesh without stage."
+        )
+    keys = [x for x in jax.tree.leaves(stack.carry) if _is_extended(x)]
+    if keys:
+        faults.append(
+            f"the carry of the layers holds {keys[0].dtype}, which stages cannot send.\n"
+            "  Let layers draw from streams of their own (nnx.Rngs)."
+        )
+    return faults
+
+
+def _is_extended(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _num_layers(stack: LayerStack) -> int:
+    return jax.tree.leaves(stack.state)[0].shape[0]
+
+
+def _holds(jaxpr: Jaxpr, name: str) -> bool:
+    """Returns whether a program or one of its subprograms contains a primitive."""
+    return any(
+        equation.primitive.name == name or any(_holds(s, name) for s in subprograms(equation))
+        for equation in jaxpr.eqns
+    )
+
+
+def _reads(traced: ClosedJaxpr, names: list[str]) -> frozenset[str]:
+    """Returns the names of the leading arguments, the parameters, that the results depend on."""
+    jaxpr = traced.jaxpr
+    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    for equation in reversed(jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            needed.update(v for v in equation.invars if not isinstance(v, Literal))
+    return frozenset(name for name, v in zip(names, jaxpr.invars, strict=False) if v in needed)

@@ -1,0 +1,86 @@
+"""Exchange between the stored order of layers and the order of an interleaved pipeline.
+
+A stage stores consecutive layers, whatever the schedule, so a training state does not depend on the
+schedule. With v chunks on each of S stages, stage s runs chunks s, S + s, 2 S + s, ... of the v S
+chunks of consecutive layers. The exchange takes v rounds, and in each round every stage sends one
+chunk and receives one. A step makes two exchanges: the parameters of all layers in their storage
+dtype, and their gradients in float32. One of S chunks does not move.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Round(NamedTuple):
+    """A round in which each stage sends one chunk, with positions of the chunks by stage."""
+
+    stored: np.ndarray
+    """Position of the chunk among the chunks that the stage stores."""
+    run: np.ndarray
+    """Position of the arriving chunk among the chunks that the stage runs."""
+    pairs: tuple[tuple[int, int], ...]
+    """Pairs of stages (from, to)."""
+
+
+def rounds(stages: int, chunks: int) -> list[Round]:
+    """Returns the rounds that bring every chunk to the stage that runs it.
+
+    Stage s stores the chunks `v s + j`, and chunk k runs on stage `k mod S`. Let g = gcd(v, S). In
+    a round with the same j everywhere, stages with equal numbers modulo S / g would send to the
+    same stage. Each of them therefore takes a different one of g neighbouring j.
+    """
+    common = math.gcd(stages, chunks)
+    found = []
+    for index in range(chunks):
+        stored, run, pairs = np.zeros(stages, np.int32), np.zeros(stages, np.int32), []
+        for source in range(stages):
+            turn = (index + source * common // stages) % common
+            stored[source] = index - index % common + turn
+            run_index, target = divmod(source * chunks + int(stored[source]), stages)
+            run[target] = run_index
+            pairs.append((source, target))
+        found.append(Round(stored, run, tuple(pairs)))
+    return found
+
+
+def to_run(
+    leaves: Mapping[str, jax.Array], axis: str, stages: int, chunks: int
+) -> dict[str, jax.Array]:
+    """Returns this stage's layers, leaves [layers, ...], in running order; manual over `axis`."""
+    stage = jax.lax.axis_index(axis)
+    result = {path: jnp.zeros_like(leaf) for path, leaf in leaves.items()}
+    for stored, run, pairs in rounds(stages, chunks):
+        for path, leaf in leaves.items():
+            block = _take(leaf, jnp.asarray(stored)[stage], chunks)
+            block = jax.lax.ppermute(block, axis, pairs)
+            result[path] = _put(result[path], block, jnp.asarray(run)[stage])
+    return result
+
+
+def to_store(
+    leaves: Mapping[str, jax.Array], axis: str, stages: int, chunks: int
+) -> dict[str, jax.Array]:
+    """Returns layers in stored order, the inverse of `to_run`."""
+    stage = jax.lax.axis_index(axis)
+    result = {path: jnp.zeros_like(leaf) for path, leaf in leaves.items()}
+    for stored, run, pairs in rounds(stages, chunks):
+        back = [(target, source) for source, target in pairs]
+        for path, leaf in leaves.items():
+            block = _take(leaf, jnp.asarray(run)[stage], chunks)
+            block = jax.lax.ppermute(block, axis, back)
+            result[path] = _put(result[path], block, jnp.asarray(stored)[stage])
+    return result
+
+
+def _take(leaf: jax.Array, index: jax.Array, chunks: int) -> jax.Array:
+    size = leaf.shape[0] // chunks
+    return jax.lax.dynamic_slice_in_dim(leaf, index * size, size)
+
+
+def _put(leaf: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(leaf, block, index * block.shape[0], 0)

@@ -1,0 +1,373 @@
+"""One program for every schedule: a scan over ticks, manual over the mesh axis `stage`.
+
+In each tick a stage takes its forward and backward turns, if it has them. Then activations move one
+stage forward and their gradients one stage back. A forward turn keeps only the input of its chunk.
+The backward turn recomputes the chunk and differentiates it. The last chunk does not compute its
+forward turns, because its backward turn has the same input and would recompute them. That leaves
+time for the head and the loss, which run there.
+
+An idle stage skips the computation (`lax.cond`), so a bubble costs no more than the schedule says.
+All-reduces, all-gathers and all-to-alls inside a turn are safe, because their groups lie within one
+stage. Collective-permutes are not safe: on CPU all devices of the program take part, so the program
+would wait forever for idle stages. With `skip_idle=False` all stages compute in every tick and
+discard unused results. A tick takes equally long, but idle ticks cost compute.
+
+Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model
+Training on GPU Clusters Using Megatron-LM"; Chen et al. 2016, "Training Deep Nets with Sublinear
+Memory Cost", for recomputing from kept inputs.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.losses.aggregate import join, nothing, over_axis
+from shardlib.train.pipeline.schedules import Schedule
+from shardlib.train.pipeline.turns import Tick, Turn
+
+AXIS = "stage"
+Leaves = Mapping[str, jax.Array]
+"""Parameters by path."""
+
+
+class Part(NamedTuple):
+    """One microbatch and its index."""
+
+    batch: Any
+    """The rows, leaves [b / M, ...]."""
+    index: jax.Array
+    """Index of the microbatch among M, scalar int32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A loss cut at its layers, as functions that also take the parameters `shared` by all stages.
+
+    A pytree of arrays passes from chunk to chunk, and gradients flow through its floating leaves.
+    """
+
+    pre: Callable[[Leaves, Part], Any]
+    """`pre(shared, part) -> x`, the input of the first chunk."""
+    chunk: Callable[[Leaves, Leaves, Any, Part, jax.Array], Any]
+    """`chunk(layers, shared, x, part, first_layer) -> x` for n layers, leaves [n, ...]."""
+    post: Callable[[Leaves, Any, Part], tuple[jax.Array, Any]]
+    """`post(shared, x, part) -> (loss, sums)`, a scalar float32 and a pytree for `join`."""
+    reads: "Reads"
+
+
+class Reads(NamedTuple):
+    """Paths of the shared parameters that each function reads."""
+
+    pre: frozenset[str]
+    chunk: frozenset[str]
+    post: frozenset[str]
+
+
+class Result(NamedTuple):
+    """Gradients, sums and counts of turns from a pipeline."""
+
+    layers: dict[str, jax.Array]
+    """Gradients of this stage's layers, summed over microbatches, float32."""
+    shared: dict[str, jax.Array]
+    """Gradients of the shared parameters, summed over microbatches and stages, float32. Parameters
+    that are not read are left out."""
+    sums: Any
+    """The sums of all microbatches."""
+    turns: jax.Array
+    """Forward and backward turns that this stage computed, int32 [1, 2]. A backward turn of the
+    model's last chunk also counts as a forward turn."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A cut loss with its schedule and options."""
+
+    cut: Cut
+    schedule: Schedule
+    num_layers: int
+    skip_idle: bool
+    pin: Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
+    """Constrains gradients by path over the mesh axes that are not manual."""
+
+    @property
+    def layers_per_chunk(self) -> int:
+        """Number of layers in each chunk."""
+        return self.num_layers // (self.schedule.stages * self.schedule.chunks)
+
+    def gradients(self, ticks: Tick, layers: Leaves, shared: Leaves, batch: Any) -> Result:
+        """Runs the schedule on one stage, forward and backward.
+
+        Args:
+            ticks: This stage's column of `turns.ticks`, leaves [ticks].
+            layers: This stage's layers, leaves [layers, ...], in chunk order.
+            shared: All other parameters.
+            batch: The whole batch, leaves [b, ...].
+        """
+        run = _Run(self, layers, shared, _parts(batch, self.schedule.microbatches))
+        carry, _ = jax.lax.scan(run.tick, run.start(ticks), ticks)
+        shared_grads, sums = over_axis((carry.shared, carry.sums), AXIS)
+        return Result(carry.layers, self.pin(shared_grads), sums, carry.turns[None])
+
+    def sums(self, ticks: Tick, layers: Leaves, shared: Leaves, batch: Any) -> Any:
+        """Runs only the forward turns and returns the sums of all microbatches."""
+        run = _Run(self, layers, shared, _parts(batch, self.schedule.microbatches))
+        zeros = (run.zero_x(ticks), run.zero_sums(ticks))
+        (_, sums), _ = jax.lax.scan(run.forward_tick, zeros, ticks)
+        return over_axis(sums, AXIS)
+
+
+class _Carry(NamedTuple):
+    x: Any
+    """Activations from the previous stage."""
+    dx: Any
+    """Gradients of the floating leaves of `x`, from the next stage."""
+    kept: Any
+    """Kept inputs of chunks, leaves [slots, ...]."""
+    layers: dict[str, jax.Array]
+    shared: dict[str, jax.Array]
+    sums: Any
+    turns: jax.Array
+
+
+class _Backward(NamedTuple):
+    """The result of a backward turn."""
+
+    dx: Any
+    layers: Any
+    shared: Any
+    sums: Any
+    turns: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The turns of one stage."""
+
+    pipeline: Pipeline
+    layers: Leaves
+    shared: Leaves
+    parts: Any
+
+    def start(self, ticks: Tick) -> _Carry:
+        x, cut = self.zero_x(ticks), self.pipeline.cut
+        slots = self.pipeline.schedule.num_slots
+        read = cut.reads.pre | cut.reads.chunk | cut.reads.post
+        return _Carry(
+            x,
+            _floats(x),
+            jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), x),
+            self.pipeline.pin(_zeros(self.layers)),
+            self.pipeline.pin(_zeros(_only(self.shared, read))),
+            self.zero_sums(ticks),
+            jnp.zeros(2, jnp.int32),
+        )
+
+    def zero_x(self, ticks: Tick) -> Any:
+        """Returns a zero input of a chunk."""
+        first = jax.tree.map(lambda leaf: leaf[0], ticks.forward)
+        shapes = jax.eval_shape(lambda: self.pipeline.cut.pre(self.shared, self.part(first)))
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def zero_sums(self, ticks: Tick) -> Any:
+        first = jax.tree.map(lambda leaf: leaf[0], ticks.forward)
+
+        def sums() -> Any:
+            part, cut = self.part(first), self.pipeline.cut
+            return cut.post(self.shared, cut.pre(self.shared, part), part)[1]
+
+        return nothing(jax.eval_shape(sums))
+
+    def part(self, turn: Turn) -> Part:
+        def pick(leaf: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(leaf, turn.microbatch, 1, keepdims=False)
+
+        return Part(jax.tree.map(pick, self.parts), turn.microbatch)
+
+    def chunk_of(self, turn: Turn) -> Leaves:
+        n = self.pipeline.layers_per_chunk
+        return {
+            path: jax.lax.dynamic_slice_in_dim(leaf, turn.chunk * n, n)
+            for path, leaf in self.layers.items()
+        }
+
+    def tick(self, carry: _Carry, tick: Tick) -> tuple[_Carry, None]:
+        forward, backward = tick.forward, tick.backward
+        assert backward is not None
+        kept = _keep(carry.kept, carry.x, forward.slot, forward.runs & ~forward.is_first)
+
+        def run_forward() -> Any:
+            part = self.part(forward)
+            return self.apply(forward, self.input(forward, carry.x, part), part), 1
+
+        computes = forward.runs & ~forward.is_last
+        x, forwards = self.when(computes, run_forward, (carry.x, 0))
+        x_kept = jax.tree.map(lambda leaf: leaf[backward.slot], kept)
+        idle = _Backward(
+            carry.dx,
+            _zeros(self.chunk_of(backward)),
+            _zeros(carry.shared),
+            nothing(carry.sums),
+            jnp.zeros(2, jnp.int32),
+        )
+        found = self.when(
+            backward.runs, lambda: self.backward(backward, x_kept, carry.dx, idle), idle
+        )
+        return self.next(carry, backward, kept, x, found, forwards), None
+
+    def next(
+        self, carry: _Carry, turn: Turn, kept: Any, x: Any, found: _Backward, forwards: Any
+    ) -> _Carry:
+        """Adds the gradients and sums of a tick, and sends its results to the neighbours."""
+        pin, n = self.pipeline.pin, self.pipeline.layers_per_chunk
+        schedule = self.pipeline.schedule
+
+        def add(path: str, total: jax.Array) -> jax.Array:
+            at = turn.chunk * n
+            old = jax.lax.dynamic_slice_in_dim(total, at, n)
+            return jax.lax.dynamic_update_slice_in_dim(total, old + found.layers[path], at, 0)
+
+        return _Carry(
+            _send(x, 1, schedule),
+            _send(found.dx, -1, schedule),
+            kept,
+            pin({path: add(path, total) for path, total in carry.layers.items()}),
+            pin({path: g + found.shared[path] for path, g in carry.shared.items()}),
+            join(carry.sums, found.sums),
+            carry.turns + found.turns + jnp.stack([forwards, jnp.zeros_like(forwards)]),
+        )
+
+    def forward_tick(self, carry: tuple[Any, Any], tick: Tick) -> tuple[Any, None]:
+        """Runs a tick without gradients, with the carry `(x, sums)`."""
+        turn, (x, sums) = tick.forward, carry
+        cut = self.pipeline.cut
+
+        def run() -> Any:
+            part = self.part(turn)
+            y = self.apply(turn, self.input(turn, x, part), part)
+
+            def post() -> Any:
+                return cut.post(self.shared, y, part)[1]
+
+            return y, self.when(turn.is_last, post, nothing(sums))
+
+        y, found = self.when(turn.runs, run, (x, nothing(sums)))
+        return (_send(y, 1, self.pipeline.schedule), join(sums, found)), None
+
+    def input(self, turn: Turn, x: Any, part: Part) -> Any:
+        """Returns the input of a chunk: the result of `pre` for the first chunk, otherwise `x`."""
+        return self.when(turn.is_first, lambda: self.pipeline.cut.pre(self.shared, part), x)
+
+    def apply(self, turn: Turn, x: Any, part: Part) -> Any:
+        first_layer = turn.place * self.pipeline.layers_per_chunk
+        return self.pipeline.cut.chunk(self.chunk_of(turn), self.shared, x, part, first_layer)
+
+    def backward(self, turn: Turn, x: Any, dy: Any, idle: _Backward) -> _Backward:
+        """Recomputes a chunk and differentiates it, with `pre` for the first chunk and `post` for
+        the last."""
+        cut, part, shared = self.pipeline.cut, self.part(turn), self.shared
+        x = self.input(turn, x, part)
+        first_layer = turn.place * self.pipeline.layers_per_chunk
+
+        def chunk(layers: Any, read: Any, x: Any) -> Any:
+            return cut.chunk(layers, {**shared, **read}, x, part, first_layer)
+
+        y, chunk_vjp = jax.vjp(chunk, self.chunk_of(turn), _only(shared, cut.reads.chunk), x)
+
+        def last() -> Any:
+            def post(read: Any, y: Any) -> Any:
+                return cut.post({**shared, **read}, y, part)
+
+            read = _only(shared, cut.reads.post)
+            loss, vjp, sums = jax.vjp(post, read, y, has_aux=True)
+            grads, dy = vjp(jnp.ones_like(loss))
+            return _floats(dy), self.wide(grads), sums
+
+        def first(dx: Any) -> Any:
+            def pre(read: Any) -> Any:
+                return cut.pre({**shared, **read}, part)
+
+            _, vjp = jax.vjp(pre, _only(shared, cut.reads.pre))
+            return self.wide(vjp(dx)[0])
+
+        no_grads = _only(idle.shared, cut.reads.post)
+        dy, post_grads, sums = self.when(turn.is_last, last, (dy, no_grads, idle.sums))
+        layer_grads, chunk_grads, dx = chunk_vjp(_cotangent(y, dy))
+        no_grads = _only(idle.shared, cut.reads.pre)
+        pre_grads = self.when(turn.is_first, lambda: first(dx), no_grads)
+        shared_grads = dict(idle.shared)
+        for grads in (post_grads, self.wide(chunk_grads), pre_grads):
+            shared_grads |= {path: shared_grads[path] + g for path, g in grads.items()}
+        turns = jnp.stack([turn.is_last.astype(jnp.int32), jnp.ones((), jnp.int32)])
+        return _Backward(_floats(dx), self.wide(layer_grads), shared_grads, sums, turns)
+
+    def wide(self, grads: Any) -> Any:
+        """Returns gradients in float32, constrained to their placements."""
+        return self.pipeline.pin({path: g.astype(jnp.float32) for path, g in grads.items()})
+
+    def when(self, flag: jax.Array, run: Callable[[], Any], otherwise: Any) -> Any:
+        """Returns `run()` if the flag is set, else `otherwise`."""
+        otherwise = jax.tree.map(jnp.asarray, otherwise)
+
+        def taken() -> Any:
+            return jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), run(), otherwise)
+
+        if self.pipeline.skip_idle:
+            return jax.lax.cond(flag, taken, lambda: otherwise)
+        return jax.tree.map(lambda x, other: jnp.where(flag, x, other), taken(), otherwise)
+
+
+def _parts(batch: Any, microbatches: int) -> Any:
+    """Returns a batch as [b / M, M, ...]. Microbatch m is `[:, m]`, as in `microbatch.split`."""
+    return jax.tree.map(
+        lambda x: x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:]), batch
+    )
+
+
+def _keep(kept: Any, x: Any, slot: jax.Array, flag: jax.Array) -> Any:
+    def put(slots: jax.Array, leaf: jax.Array) -> jax.Array:
+        leaf = jnp.where(flag, leaf, slots[slot])
+        return jax.lax.dynamic_update_index_in_dim(slots, leaf, slot, 0)
+
+    return jax.tree.map(put, kept, x)
+
+
+def _send(tree: Any, step: int, schedule: Schedule) -> Any:
+    """Sends arrays to the next stage (1) or the previous stage (-1).
+
+    The last and the first stage communicate only if stages hold several chunks.
+    """
+    stages = range(schedule.stages)
+    pairs = [(s, (s + step) % schedule.stages) for s in stages]
+    if schedule.chunks == 1:
+        pairs = [(a, b) for a, b in pairs if b == a + step]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), tree)
+
+
+def _only(leaves: Leaves, paths: frozenset[str]) -> dict[str, jax.Array]:
+    return {path: leaf for path, leaf in leaves.items() if path in paths}
+
+
+def _zeros(leaves: Leaves) -> dict[str, jax.Array]:
+    return {path: jnp.zeros(leaf.shape, jnp.float32) for path, leaf in leaves.items()}
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _floats(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
+
+
+def _cotangent(like: Any, floats: list[Any]) -> Any:
+    """Returns a cotangent of `like` from the cotangents of its floating leaves."""
+    leaves, treedef = jax.tree.flatten(like)
+    rest = iter(floats)
+    none = jax.dtypes.float0
+    return treedef.unflatten(
+        [next(rest) if _is_float(x) else np.zeros(x.shape, none) for x in leaves]
+    )

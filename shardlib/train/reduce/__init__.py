@@ -1,0 +1,1 @@
+"""Reduction of the gradients of data-parallel groups."""
