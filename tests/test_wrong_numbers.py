@@ -31,6 +31,24 @@ def test_numbers_are_right(seed):
     assert not result.is_wrong, result
 
 
+@pytest.mark.mesh
+def test_rounding_explains_a_relu_at_zero():
+    """One channel of a ReLU has an input of zero: the last place of a parameter turns it on."""
+    program = draw_program(610)
+    result = compare(program, "auto", run(program, "data=1"))
+    assert not result.is_wrong
+    assert result.leaf_error > 1e-3, "this seed no longer tests what it is here for"
+    assert result.rounding_error > result.leaf_error / 2
+
+
+@pytest.mark.mesh
+def test_rounding_does_not_explain_rows_that_are_permuted():
+    program = draw_program(6)
+    result = compare(program, "user", run(program, "data=1"))
+    assert result.is_wrong
+    assert result.rounding_error < 1e-4
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_seed_decides_a_program(seed):
     one, other = draw_program(seed), draw_program(seed)
