@@ -15,7 +15,7 @@ from shardlib.mesh import mesh_sizes
 from shardlib.optim.named import build_schedule
 from shardlib.registry import DataSpec, ModelFamily, family
 from shardlib.rules import ANY, STANDARD_AXES, Choice, preset
-from shardlib.run.config import AUTO, RunConfig
+from shardlib.run.config import RunConfig
 from shardlib.sharding.constrain import Scope
 from shardlib.sharding.manual import NESTS_IN_MESH_ORDER_ONLY
 from shardlib.train.pipeline.schedules import schedule_faults
@@ -23,8 +23,8 @@ from shardlib.train.reduce.reduction import ReductionConfig, plan_reduction
 from shardlib.train.state import Definition
 
 
-def check_config(config: RunConfig, make_scope: Callable[[], Scope]) -> None:
-    """Raises every fault of a config, alone and with its devices.
+def check_config(config: RunConfig, make_scope: Callable[[], Scope]) -> Scope:
+    """Returns the scope of a config, or raises every fault of it, alone and with its devices.
 
     Args:
         config: The config.
@@ -37,12 +37,14 @@ def check_config(config: RunConfig, make_scope: Callable[[], Scope]) -> None:
         RuleError: If a rule names a mesh axis that does not exist.
         MissingExtraError: If a required package is not installed.
     """
-    errors = list(_errors(config, make_scope))
+    scopes: list[Scope] = []
+    errors = list(_errors(config, lambda: scopes.append(make_scope()) or scopes[0]))
     if len(errors) == 1:
         raise errors[0]
     if errors:
         lines = (str(error).replace("\n", "\n  ") for error in errors)
         raise ConfigError(f"the run has {len(errors)} faults:\n  " + "\n  ".join(lines))
+    return scopes[0]
 
 
 def _errors(config: RunConfig, make_scope: Callable[[], Scope]) -> Iterator[ShardlibError]:
@@ -113,9 +115,7 @@ def _check_idle(config: RunConfig, scope: Scope) -> None:
     by_hand = {"stage"}
     if train.local_sgd is not None or train.reduction != ReductionConfig():
         by_hand.add("data")
-    fix = "Set rules to a preset that uses it, such as standard, or leave it out of mesh."
-    if config.mesh == AUTO:
-        fix = "Set mesh to axes that the rules name, as in mesh=data=-1, or take other rules."
+    fix = "Set mesh to axes that the rules name, or rules to a preset that uses it."
     faults = [
         f"no rule names the mesh axis {name!r}: its {size} devices would all hold and compute the "
         f"same.{'' if name in STANDARD_AXES else did_you_mean(name, STANDARD_AXES)}\n  {fix}"
@@ -129,8 +129,7 @@ def _check_idle(config: RunConfig, scope: Scope) -> None:
 def _check_groups(config: RunConfig, scope: Scope) -> None:
     """Raises `ConfigError` or `MeshError` when the mesh cannot form the requested `data` groups."""
     train = config.train
-    microbatches = 1 if train.microbatches == "auto" else train.microbatches
-    plan_reduction(config.reduction(), scope.mesh, microbatches=microbatches)
+    plan_reduction(config.reduction(), scope.mesh, microbatches=train.num_microbatches)
     if train.local_sgd is not None:
         is_group = jax.distributed.is_initialized() and jax.process_count() > 1
         if train.guards.nonfinite == "stop" and is_group:
@@ -156,11 +155,11 @@ def _check_stages(config: RunConfig, scope: Scope) -> None:
         return
     reduction = train.reduction
     # The reduction plan already rejects unequal groups with stages.
-    counts = reduction.group_microbatches or (train.microbatches,)
+    counts = reduction.group_microbatches or (train.num_microbatches,)
     faults = schedule_faults(
         train.pipeline.schedule,
         stages=stages,
-        microbatches=stages if counts[0] == "auto" else counts[0],
+        microbatches=counts[0],
         chunks=train.pipeline.chunks,
         num_layers=getattr(config.model, "num_layers", None),
     )
@@ -198,7 +197,7 @@ def check_batch(config: RunConfig, scope: Scope) -> None:
 def _train_share(config: RunConfig, sizes: dict[str, int]) -> tuple[str, int, int, str, Any]:
     """Returns the size that must divide over the devices: a microbatch of each group."""
     train, groups = config.train, sizes.get("data", 1)
-    parts = 1 if train.microbatches == "auto" else train.microbatches
+    parts = train.num_microbatches
     if train.local_sgd is not None:
         parts, sizes = (train.local_sgd.groups or groups) * parts, {**sizes, "data": 1}
     elif train.reduction.group_seconds is not None:

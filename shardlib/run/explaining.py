@@ -22,15 +22,15 @@ from shardlib.explain.aot.topology import devices_of
 from shardlib.explain.lint import Limits
 from shardlib.explain.report.report import report_on
 from shardlib.hardware import Cluster, parse_cluster
-from shardlib.mesh import describe, mesh_sizes
+from shardlib.mesh import mesh_sizes
 from shardlib.registry import DataSpec, family
 from shardlib.run.checks import check_config, expected_spec
-from shardlib.run.config import AUTO, RunConfig
+from shardlib.run.config import RunConfig
 from shardlib.run.devices import start_devices
-from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup, why_mesh
+from shardlib.run.resolve_auto import resolve, smallest
+from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup
 from shardlib.run.suggest_fixes import fixes_of
 from shardlib.run.trace_programs import traced
-from shardlib.train.fit_microbatches import counts
 from shardlib.train.step import TrainStep
 
 
@@ -86,13 +86,8 @@ def explain_compiled(
     abstract = _traced(config, cluster)
     devices = devices_of(cluster)
     config = abstract.config
-    if config.mesh == AUTO:
-        config = dataclasses.replace(config, mesh=describe(abstract.scope.mesh))
     parts = setup(config, abstract.data, make_scope(config, devices))
-    reduction = parts.reduction()
-    batch = batch_spec(config.data, config.train.global_batch)
-    if reduction is not None and not reduction.even:
-        batch = jax.eval_shape(reduction.arrange, batch)
+    batch = parts.arranged(batch_spec(config.data, config.train.global_batch))
     step, state = parts.train_step(), parts.saved_state()
     try:
         compiled = compile_step(step, (state, batch), on=cluster, optimize=optimize)
@@ -120,11 +115,13 @@ def _fixes(config: RunConfig, cluster: Cluster, peak_bytes: int) -> tuple[str, .
 
 def _traced(config: RunConfig, devices: Devices) -> Setup:
     """Returns the parts of a run after tracing its programs."""
-    check_config(config, lambda: make_scope(config, devices))
+    run = resolve(config, devices)
+    scope = check_config(run.config, lambda: make_scope(run.config, devices))
     spec, tokenizer = _data(config)
     batch = batch_spec(config.data, config.train.global_batch)
-    parts = _with_microbatches(setup(config, spec, make_scope(config, devices)), batch)
-    parts = dataclasses.replace(parts, decided={**why_mesh(config, devices), **parts.decided})
+    parts = run.build(spec, scope)
+    if run.leaves_microbatches:
+        parts = smallest(parts, batch)
     held_out = None
     if config.eval.every_steps != 0:
         check_held_out(config.data)
@@ -137,13 +134,11 @@ def _traced(config: RunConfig, devices: Devices) -> Setup:
 def _partition(parts: Setup, batch: Any) -> dict[str, str]:
     """Returns who partitions the loss and why, as an entry of `Setup.decided`. Empty on one device
     and for local SGD, whose groups train separately."""
-    step, reduction = parts.train_step(), parts.reduction()
+    step = parts.train_step()
     if not isinstance(step, TrainStep) or math.prod(mesh_sizes(parts.scope.mesh).values()) == 1:
         return {}
-    if reduction is not None and not reduction.even:
-        batch = jax.eval_shape(reduction.arrange, batch)
-    found = step.partition(parts.abstract, batch)
-    return {"partition": f"{found.by}: {found.why.rstrip('.')}"}
+    partition = step.partition(parts.abstract, parts.arranged(batch))
+    return {"partition": f"{partition.by}: {partition.why.rstrip('.')}"}
 
 
 def _data(config: RunConfig) -> tuple[DataSpec, Tokenizer | None]:
@@ -158,21 +153,3 @@ def _data(config: RunConfig) -> tuple[DataSpec, Tokenizer | None]:
     if tokenizer is not None:
         spec = dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)
     return spec, tokenizer
-
-
-def _with_microbatches(parts: Setup, batch: Any) -> Setup:
-    """Returns the parts with the first number of microbatches that a run would try."""
-    config = parts.config
-    if config.train.microbatches != AUTO:
-        return parts
-    stages = mesh_sizes(parts.scope.mesh).get("stage", 1)
-    step = parts.train_step(stages)
-    assert isinstance(step, TrainStep)
-    number = counts(step, parts.abstract, batch, multiple_of=stages)[0]
-    train = dataclasses.replace(config.train, microbatches=number)
-    reason = f"{number} or more: a run takes the fewest whose step fits into memory"
-    return dataclasses.replace(
-        parts,
-        config=dataclasses.replace(config, train=train),
-        decided={**parts.decided, "microbatches": reason},
-    )

@@ -27,6 +27,7 @@ from shardlib.rules import STANDARD, AxisRules
 from shardlib.run.calibrating import as_measured
 from shardlib.run.checks import check_fit, expected_spec
 from shardlib.run.config import AUTO, RulesConfig, RunConfig
+from shardlib.run.setup import TEXT_AXES, model_maker
 from shardlib.train.reduce.reduction import ReductionConfig
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1, "lars": 1, "muon": 1, "adafactor": 0}
@@ -34,7 +35,6 @@ _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1, "lars": 1, "muon": 1, "a
 column factors are few and not counted."""
 _NEWTON_SCHULZ_STEPS = 5
 """Newton-Schulz steps of optax.contrib.muon."""
-_planned_before: dict[tuple[str, Cluster], tuple[MeshConfig, str]] = {}
 UNPLANNED = "the plain choice: only TPUs and GPUs that are known are planned for"
 _WORTH_CHANGING = 0.9
 """Fraction of the time of the plain choice that another mesh must beat for `mesh: auto` to take it.
@@ -154,9 +154,6 @@ def traced_workload(config: RunConfig, spec: DataSpec, batch: int) -> Workload:
         ModelError: If the model cannot be made.
         RuleError: If the model names an axis that has no rule.
     """
-    # A circular import: `setup` asks this module for the mesh of `auto`.
-    from shardlib.run.setup import TEXT_AXES, model_maker
-
     chosen, options = family(config.model.name), config.train
     optimizer = build_optimizer(config.optimizer, steps=options.steps, global_batch=batch)
     loss = functools.partial(
@@ -179,19 +176,11 @@ def planned_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
     """Returns the mesh of `mesh: auto` on a cluster, and the reason for it.
 
     The rest of the config stays fixed. Another mesh replaces the plain choice (`fsdp` within a
-    slice or host, `data` across) if it is clearly faster or the plain choice does not fit. Results
-    are cached, since a run asks several times.
+    slice or host, `data` across) if it is clearly faster or the plain choice does not fit.
 
     Raises:
         MeshError: If slices or hosts do not divide the devices.
     """
-    key = repr(config), cluster  # A config may hold dicts.
-    if key not in _planned_before:
-        _planned_before[key] = _plan_mesh(config, cluster)
-    return _planned_before[key]
-
-
-def _plan_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
     groups = cluster.num_hosts if cluster.platform == "gpu" else cluster.num_slices
     plain = auto_mesh(cluster.num_devices, num_groups=groups)
     if cluster.chip is None:

@@ -58,7 +58,7 @@ class Standing:
         batch = parts.config.train.global_batch
         return {
             "shardlib": __version__,
-            "config": to_dict(parts.config),
+            "config": to_dict(parts.recorded),
             "mesh": describe(parts.scope.mesh),
             "rules": {kind: dict(rules.table(kind)) for kind in ("params", "activations")},
             "data": {

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 
 from shardlib.errors import ConfigError, MeshError, ShardlibError
-from shardlib.mesh import MeshConfig, describe, make_mesh
+from shardlib.mesh import MeshConfig, make_mesh
 from shardlib.registry import DataSpec, family
 from shardlib.run.checks import expected_spec
-from shardlib.run.config import AUTO, RunConfig
+from shardlib.run.config import RunConfig
+from shardlib.run.resolve_auto import resolve
 from shardlib.run.setup import Setup, make_scope, setup
 from shardlib.testing.equivalent import Comparison, Reference
 
@@ -69,7 +70,9 @@ def prove(config: RunConfig, mesh: str | None = None, *, steps: int = 3) -> Proo
             "check compares a run with one device, but train.local_sgd trains groups separately.\n"
             "  Set train.local_sgd=null to check the rest."
         )
-    spec = small_mesh(config.mesh if mesh is None else mesh)
+    config = dataclasses.replace(config, mesh=config.mesh if mesh is None else mesh)
+    config = resolve(config, jax.devices()[:DEVICES]).config
+    spec = small_mesh(config.mesh)
     needed = math.prod(MeshConfig.parse(spec).sizes.values())
     if needed > jax.device_count():
         raise MeshError(
@@ -85,7 +88,7 @@ def prove(config: RunConfig, mesh: str | None = None, *, steps: int = 3) -> Proo
         parts.loss(train=True),
         _batches(parts, steps),
         optimizer=parts.optimizer.transform,
-        microbatches=_number(small),
+        microbatches=small.train.num_microbatches,
         batch_axes=parts.batch_axes,
         seed=small.seed,
         device=devices[0],
@@ -103,8 +106,6 @@ def prove(config: RunConfig, mesh: str | None = None, *, steps: int = 3) -> Proo
 
 def small_mesh(spec: Any) -> str:
     """Returns a mesh of at most `DEVICES` devices with the same axes, the largest ones halved."""
-    if spec == AUTO:
-        return describe(make_mesh(AUTO, devices=jax.devices()[:DEVICES]))
     sizes = MeshConfig.parse(spec).sizes
     fixed = math.prod(size for size in sizes.values() if size > 0)
     if any(size < 0 for size in sizes.values()):
@@ -141,8 +142,8 @@ def reduced(config: RunConfig, mesh: str) -> RunConfig:
             if not _is_valid(config, smaller):
                 break
             model = smaller
-    rows = DEVICES * _number(config)
-    train = dataclasses.replace(config.train, global_batch=rows, microbatches=_number(config))
+    rows = DEVICES * config.train.num_microbatches
+    train = dataclasses.replace(config.train, global_batch=rows)
     return dataclasses.replace(config, model=model, train=train, precision="f32", mesh=mesh)
 
 
@@ -152,11 +153,6 @@ def _is_valid(config: RunConfig, model: Any) -> bool:
         return not family(model.name).validate(model, _data(small))
     except (ValueError, ShardlibError):
         return False
-
-
-def _number(config: RunConfig) -> int:
-    microbatches = config.train.microbatches
-    return 1 if microbatches == AUTO else microbatches
 
 
 def _data(config: RunConfig) -> DataSpec:

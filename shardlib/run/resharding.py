@@ -25,7 +25,8 @@ from shardlib.run.config import RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
 from shardlib.run.position import as_saved, no_checkpoint
-from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup
+from shardlib.run.resolve_auto import resolve
+from shardlib.run.setup import Devices, Setup, make_scope, open_source
 
 Notify = Callable[[str], None]
 
@@ -156,7 +157,7 @@ def reshard(
     metadata = {
         **manifest.run,
         "id": _identify(new),
-        "config": to_dict(parts.config),
+        "config": to_dict(parts.recorded),
         "mesh": describe(parts.scope.mesh),
     }
     with RunCheckpoints(new.checkpoints, own) as copy:
@@ -199,12 +200,11 @@ def _num_devices(mesh: str) -> int:
 def _parts(manifest: Manifest, config: RunConfig, devices: Devices) -> Setup:
     """Returns the parts of a run on another mesh, with the state of a checkpoint. The data is read
     only for a checkpoint without a data spec."""
-    config = as_saved(config, manifest)
-    scope = make_scope(config, devices)
-    check_config(config, lambda: scope)
+    run = resolve(as_saved(config, manifest), devices)
+    scope = check_config(run.config, lambda: make_scope(run.config, devices))
     known: dict[str, Any] | None = manifest.run["data"].get("spec")
     spec = DataSpec(**known) if known else open_source(config, "train").spec
-    return setup(config, spec, scope)
+    return run.build(spec, scope)
 
 
 def _copy_beside(old: RunDirectory, new: RunDirectory, config: RunConfig) -> None:

@@ -1,72 +1,168 @@
-"""Settings that a config leaves to the run: decided once, recorded, and kept on resume."""
+"""Settings that a config leaves open (`auto`, or no number of groups): each is decided here, once.
+
+Every job resolves its config before it builds anything. What it builds never meets "auto".
+"""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from shardlib.data import MapSource
-from shardlib.mesh import mesh_sizes
+from shardlib.errors import MeshError
+from shardlib.hardware import Cluster, cluster_of
+from shardlib.mesh import MeshConfig, describe, make_mesh, mesh_sizes
+from shardlib.registry import DataSpec
 from shardlib.run.config import AUTO, RunConfig
-from shardlib.run.setup import Setup, why_mesh
-from shardlib.train.fit_microbatches import fit_microbatches
+from shardlib.run.planning import UNPLANNED, planned_mesh
+from shardlib.run.setup import Devices, Setup, setup
+from shardlib.sharding.constrain import Scope
+from shardlib.train.config import TrainConfig
+from shardlib.train.fit_microbatches import counts, fit_microbatches
 from shardlib.train.step import TrainStep
 
 
-def as_recorded(config: RunConfig, saved: RunConfig | None) -> RunConfig:
-    """Returns a config whose open settings are filled from the run that it continues."""
-    if saved is None:
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """A config in which every setting has a value."""
+
+    config: RunConfig
+    recorded: RunConfig
+    """The config for the run's directory: its mesh may be `auto`, to be decided anew by a run that
+    resumes on other devices."""
+    choices: Mapping[str, str]
+    """What was decided and why, by the name of the setting."""
+    leaves_microbatches: bool
+    """Whether the number of microbatches is a placeholder until the memory of the step is known."""
+
+    def build(self, data: DataSpec, scope: Scope) -> Setup:
+        """Returns the parts of the run; see `setup`."""
+        parts = setup(self.config, data, scope)
+        return dataclasses.replace(parts, recorded=self.recorded, decided=self.choices)
+
+
+def resolve(config: RunConfig, devices: Devices, *, began: RunConfig | None = None) -> Resolved:
+    """Returns a config with every open setting decided, but for microbatches that depend on the
+    memory of the compiled step.
+
+    Args:
+        config: The config, which may be of a run that resumes.
+        devices: The devices, or a cluster.
+        began: The config that the run began with, whose open settings it keeps.
+
+    Raises:
+        MeshError: If no mesh can be made of the devices.
+    """
+    asked, config = config, as_recorded(config, began)
+    mesh, choices = _mesh(config, devices)
+    leaves_microbatches = config.train.microbatches == AUTO
+    if asked.train.microbatches == AUTO and not leaves_microbatches:
+        choices["microbatches"] = f"{config.train.microbatches}: as the run began"
+    config = dataclasses.replace(config, mesh=mesh)
+    train, sizes = config.train, _sizes(config, devices)
+    if leaves_microbatches:
+        train = dataclasses.replace(train, microbatches=_fewest(train, sizes))
+    if train.local_sgd and train.local_sgd.groups is None:
+        local_sgd = dataclasses.replace(train.local_sgd, groups=sizes.get("data", 1))
+        train = dataclasses.replace(train, local_sgd=local_sgd)
+    config = dataclasses.replace(config, train=train)
+    recorded = dataclasses.replace(config, mesh=asked.mesh)
+    return Resolved(config, recorded, choices, leaves_microbatches)
+
+
+def as_recorded(config: RunConfig, began: RunConfig | None) -> RunConfig:
+    """Returns a config whose open settings are those of the run that it continues."""
+    if began is None:
         return config
-    train, began = config.train, saved.train
+    train, before = config.train, began.train
     # A different batch may need more microbatches, or not divide into as many.
-    if train.microbatches == AUTO and train.global_batch == began.global_batch:
-        train = dataclasses.replace(train, microbatches=began.microbatches)
-    if train.local_sgd and began.local_sgd and train.local_sgd.groups is None:
-        local = dataclasses.replace(train.local_sgd, groups=began.local_sgd.groups)
-        train = dataclasses.replace(train, local_sgd=local)
+    if train.microbatches == AUTO and train.global_batch == before.global_batch:
+        train = dataclasses.replace(train, microbatches=before.microbatches)
+    if train.local_sgd and before.local_sgd and train.local_sgd.groups is None:
+        local_sgd = dataclasses.replace(train.local_sgd, groups=before.local_sgd.groups)
+        train = dataclasses.replace(train, local_sgd=local_sgd)
     return dataclasses.replace(config, train=train)
 
 
-def decide(parts: Setup, source: MapSource, asked: RunConfig) -> Setup:
-    """Returns the parts of a run with every open setting decided; compiles steps if needed.
+def _mesh(config: RunConfig, devices: Devices) -> tuple[str | dict[str, int | str], dict[str, str]]:
+    """Returns the mesh, and the reason for it if it was `auto`."""
+    if config.mesh != AUTO:
+        return config.mesh, {}
+    cluster = devices if isinstance(devices, Cluster) else cluster_of(devices)
+    if cluster is None:
+        text, why = describe(make_mesh(AUTO, devices=devices)), UNPLANNED  # type: ignore[arg-type]
+    else:
+        mesh, why = planned_mesh(config, cluster)
+        text = str(mesh)
+    return text, {"auto mesh": f"{text}, {why}"}
 
-    Args:
-        parts: The parts; their config may have `train.microbatches: auto` or no
-            `train.local_sgd.groups`.
-        source: The training data.
-        asked: The config before `as_recorded`.
+
+def _sizes(config: RunConfig, devices: Devices) -> dict[str, int]:
+    mesh = MeshConfig.parse(config.mesh)
+    if -1 not in mesh.sizes.values():
+        return mesh.sizes
+    count = devices.num_devices if isinstance(devices, Cluster) else len(devices)
+    try:
+        return mesh.resolve(count).sizes
+    except MeshError:
+        return {}  # Reported with the other faults of the config.
+
+
+def _fewest(train: TrainConfig, sizes: dict[str, int]) -> int:
+    stages = sizes.get("stage", 1)
+    if train.global_batch % stages:
+        raise MeshError(
+            f"train.microbatches=auto: {stages} stages need a multiple of {stages} microbatches, "
+            f"which does not divide train.global_batch={train.global_batch}.\n"
+            "  Choose another batch or mesh."
+        )
+    return stages
+
+
+def fitted(parts: Setup, source: MapSource) -> Setup:
+    """Returns the parts with the smallest number of microbatches whose compiled step fits into
+    memory.
 
     Raises:
-        MeshError: If the step does not fit with any number of microbatches.
+        MeshError: If the step does not fit with any number.
     """
-    why = why_mesh(parts.config, list(parts.scope.mesh.devices.flat))
-    parts = dataclasses.replace(parts, decided={**parts.decided, **why})
-    local = parts.config.train.local_sgd
-    if local is not None and local.groups is None:
-        groups = mesh_sizes(parts.scope.mesh).get("data", 1)
-        parts = _with(parts, local_sgd=dataclasses.replace(local, groups=groups))
-    if parts.config.train.microbatches == AUTO:
-        return _fitted(parts, source)
-    if asked.train.microbatches == AUTO:
-        reason = f"{parts.config.train.microbatches}: as the run began"
-        return _because(parts, "microbatches", reason)
-    return parts
-
-
-def _fitted(parts: Setup, source: MapSource) -> Setup:
-    def make_step(microbatches: int) -> TrainStep:
-        step = parts.train_step(microbatches)
-        assert isinstance(step, TrainStep)
-        return step
-
-    stages = mesh_sizes(parts.scope.mesh).get("stage", 1)
     batch = parts.rows(source).element_spec()
-    fit = fit_microbatches(make_step, parts.abstract, batch, multiple_of=stages)
-    parts = _with(parts, microbatches=fit.microbatches)
-    return _because(parts, "microbatches", str(fit))
+    fit = fit_microbatches(
+        lambda number: _step(parts, number), parts.abstract, batch, multiple_of=_stages(parts)
+    )
+    return _with_microbatches(parts, fit.microbatches, str(fit))
 
 
-def _with(parts: Setup, **changes: object) -> Setup:
-    train = dataclasses.replace(parts.config.train, **changes)  # type: ignore[arg-type]
-    return dataclasses.replace(parts, config=dataclasses.replace(parts.config, train=train))
+def smallest(parts: Setup, batch: Any) -> Setup:
+    """Returns the parts with the first number of microbatches that `fitted` would try.
+
+    Args:
+        parts: The parts.
+        batch: A batch, as `ShapeDtypeStruct`s.
+    """
+    stages = _stages(parts)
+    number = counts(_step(parts, stages), parts.abstract, batch, multiple_of=stages)[0]
+    reason = f"{number} or more: a run takes the fewest whose step fits into memory"
+    return _with_microbatches(parts, number, reason)
 
 
-def _because(parts: Setup, name: str, reason: str) -> Setup:
-    return dataclasses.replace(parts, decided={**parts.decided, name: reason})
+def _stages(parts: Setup) -> int:
+    return mesh_sizes(parts.scope.mesh).get("stage", 1)
+
+
+def _step(parts: Setup, microbatches: int) -> TrainStep:
+    step = parts.train_step(microbatches)
+    assert isinstance(step, TrainStep)  # Local SGD takes no `auto`.
+    return step
+
+
+def _with_microbatches(parts: Setup, number: int, reason: str) -> Setup:
+    def changed(config: RunConfig) -> RunConfig:
+        train = dataclasses.replace(config.train, microbatches=number)
+        return dataclasses.replace(config, train=train)
+
+    return dataclasses.replace(
+        parts,
+        config=changed(parts.config),
+        recorded=changed(parts.recorded),
+        decided={**parts.decided, "microbatches": reason},
+    )

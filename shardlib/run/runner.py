@@ -166,7 +166,7 @@ class Attempt:
 
     def _train(self, state: Any) -> Any:
         if jax.process_index() == 0:
-            self.directory.write(self.config, self.source.tokenizer)
+            self.directory.write(self.parts.recorded, self.source.tokenizer)
         self.log.open(self._standing.position.step)
         self.log.waiting("compiling the training step")
         if self.config.checkpoint.enabled:

@@ -22,7 +22,8 @@ from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
 from shardlib.run.position import no_checkpoint
-from shardlib.run.setup import Setup, make_scope, setup
+from shardlib.run.resolve_auto import Resolved, resolve
+from shardlib.run.setup import Setup, make_scope
 from shardlib.sharding.constrain import Scope, use
 from shardlib.train.local_sgd.outer import merged
 from shardlib.train.offload import fetch
@@ -140,7 +141,8 @@ def generate(
         )
     tokenizer = read_tokenizer(directory.tokenizer_file, config.data.end_of_text)
     spec = DataSpec(vocab_size=tokenizer.vocab_size, sequence_length=config.data.sequence_length)
-    parts = setup(config, spec, _scope(config, mesh))
+    run, scope = _resolved(config, mesh)
+    parts = run.build(spec, scope)
     sampler = Sampler(parts, tokenizer)
     state = _restored(saved, parts, step, notify)
     if state is None:
@@ -181,13 +183,16 @@ def _restored(saved: SavedTiers, parts: Setup, step: int | None, notify: Notify)
     return None
 
 
-def _scope(config: RunConfig, mesh: str | None) -> Scope:
-    """Returns the scope of sampling: the given mesh, or else the run's mesh if it fits."""
-    if mesh is not None:
-        if mesh != AUTO:
-            MeshConfig.parse(mesh)
-        return make_scope(dataclasses.replace(config, mesh=mesh), jax.devices())
+def _resolved(config: RunConfig, mesh: str | None) -> tuple[Resolved, Scope]:
+    """Returns the run on the given mesh, or else on its own mesh if it fits the devices."""
+    devices = jax.devices()
+    if mesh is not None and mesh != AUTO:
+        MeshConfig.parse(mesh)
+    run = resolve(dataclasses.replace(config, mesh=mesh or config.mesh), devices)
     try:
-        return make_scope(config, jax.devices())
+        return run, make_scope(run.config, devices)
     except MeshError:
-        return make_scope(dataclasses.replace(config, mesh=AUTO), jax.devices())
+        if mesh is not None:
+            raise
+    run = resolve(dataclasses.replace(config, mesh=AUTO), devices)
+    return run, make_scope(run.config, devices)

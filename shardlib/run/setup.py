@@ -7,18 +7,17 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 
 from shardlib.data import ArrangedSource, MapSource, Source, open_data
 from shardlib.functional.precision import precision
-from shardlib.hardware import Cluster, cluster_of
-from shardlib.mesh import abstract_mesh, describe, make_mesh, mesh_sizes
+from shardlib.hardware import Cluster
+from shardlib.mesh import abstract_mesh, make_mesh, mesh_sizes
 from shardlib.optim.ema import ema_params
 from shardlib.optim.named import Optimizer, build_optimizer
 from shardlib.registry import DataSpec, ModelFamily, family
 from shardlib.run.checks import check_fit, check_rules_used
-from shardlib.run.config import AUTO, RunConfig
-from shardlib.run.planning import UNPLANNED, planned_mesh
+from shardlib.run.config import RunConfig
 from shardlib.sharding.constrain import Scope, use
 from shardlib.train.local_sgd.outer import LocalSGD, make_local_sgd
 from shardlib.train.offload import offload_optimizer
@@ -41,6 +40,9 @@ class Setup:
     """The parts of a run. `abstract` is its state as shapes with shardings."""
 
     config: RunConfig
+    recorded: RunConfig
+    """The config for the run's directory: its mesh may be `auto`, to be decided anew by a run that
+    resumes on other devices."""
     family: ModelFamily
     scope: Scope
     data: DataSpec
@@ -76,9 +78,9 @@ class Setup:
 
     def _pipeline(self) -> dict[str, str]:
         train, stages = self.config.train, mesh_sizes(self.scope.mesh).get("stage", 1)
-        if stages == 1 or train.microbatches == AUTO:
+        if stages == 1:
             return {}
-        pipeline, count = train.pipeline, train.microbatches
+        pipeline, count = train.pipeline, train.num_microbatches
         idle = bubble_fraction(stages=stages, microbatches=count, chunks=pipeline.chunks)
         text = f"{pipeline.schedule}, {count} microbatches over {stages} stages: {idle:.0%} idle"
         return {"pipeline": text}
@@ -105,11 +107,9 @@ class Setup:
     def train_step(self, microbatches: int | None = None) -> TrainStep | LocalSGD:
         """Returns the training step, with another number of microbatches if one is given."""
         train = self.config.train
-        if microbatches is None:
-            microbatches = 1 if train.microbatches == "auto" else train.microbatches
         step = make_train_step(
             self.loss(train=True),
-            microbatches=microbatches,
+            microbatches=microbatches or train.num_microbatches,
             precision=self.config.precision,
             schedule=self.optimizer.schedule,
             batch_axes=self.batch_axes,
@@ -130,14 +130,22 @@ class Setup:
 
     def rows(self, source: MapSource) -> Source:
         """Returns training data with its rows in the order that the step expects."""
-        reduction = self.reduction()
+        reduction = self.reduction
         if reduction is None or reduction.even:
             return source
         per_microbatch = source.global_batch // sum(reduction.counts)
         return ArrangedSource(source, arranged_rows(reduction.counts, per_microbatch))
 
+    def arranged(self, batch: Any) -> Any:
+        """Returns the shapes of a batch with its rows in the order that the step expects."""
+        reduction = self.reduction
+        if reduction is None or reduction.even:
+            return batch
+        return jax.eval_shape(reduction.arrange, batch)
+
+    @functools.cached_property
     def reduction(self) -> Reduction | None:
-        """Returns the reduction of gradients, or None if the compiler decides.
+        """The reduction of gradients, or None if the compiler decides.
 
         Raises:
             ConfigError: If the config does not fit the mesh.
@@ -148,7 +156,7 @@ class Setup:
         return plan_reduction(
             self.config.reduction(),
             self.scope.mesh,
-            microbatches=1 if train.microbatches == "auto" else train.microbatches,
+            microbatches=train.num_microbatches,
             params=self.abstract.definition.params,
             model_state=self.abstract.model_state,
         )
@@ -178,36 +186,19 @@ def make_scope(config: RunConfig, devices: Devices) -> Scope:
         RuleError: If a rule names a mesh axis that does not exist.
     """
     rules = config.axis_rules()
-    mesh = _abstract(config, devices) if isinstance(devices, Cluster) else _mesh(config, devices)
+    if isinstance(devices, Cluster):
+        mesh = _abstract(config, devices)
+    else:
+        mesh = make_mesh(config.mesh, devices=devices)
     rules.check(mesh)
     return Scope(mesh, rules)  # type: ignore[arg-type]
 
 
-def why_mesh(config: RunConfig, devices: Devices) -> dict[str, str]:
-    """Returns the mesh chosen by `mesh: auto` and the reason, as an entry of `Setup.decided`; empty
-    if the config sets the mesh."""
-    if config.mesh != AUTO:
-        return {}
-    cluster = devices if isinstance(devices, Cluster) else cluster_of(devices)
-    if cluster is None:
-        return {"auto mesh": f"{describe(make_mesh(AUTO, devices=devices))}, {UNPLANNED}"}  # type: ignore[arg-type]
-    mesh, why = planned_mesh(config, cluster)
-    return {"auto mesh": f"{mesh}, {why}"}
-
-
-def _mesh(config: RunConfig, devices: Sequence[Any]) -> Mesh:
-    cluster = cluster_of(devices) if config.mesh == AUTO else None
-    spec = config.mesh if cluster is None else planned_mesh(config, cluster)[0]
-    return make_mesh(spec, devices=devices)  # type: ignore[arg-type]
-
-
 def _abstract(config: RunConfig, cluster: Cluster) -> AbstractMesh:
-    spec: Any = config.mesh
-    if spec == AUTO:
-        spec = planned_mesh(config, cluster)[0]
     kind = cluster.chip.device_kinds[0] if cluster.chip else cluster.platform
     device = AbstractDevice(kind, num_cores=None, platform=cluster.platform)
-    return abstract_mesh(spec, cluster.num_devices).update(abstract_device=device)
+    mesh = abstract_mesh(config.mesh, cluster.num_devices)
+    return mesh.update(abstract_device=device)
 
 
 def setup(config: RunConfig, data: DataSpec, scope: Scope) -> Setup:
@@ -239,7 +230,7 @@ def setup(config: RunConfig, data: DataSpec, scope: Scope) -> Setup:
     check_rules_used(config, abstract.definition)
     if config.train.offload_optimizer:
         abstract = offload_optimizer(abstract)
-    return Setup(config, chosen, scope, data, optimizer, abstract)
+    return Setup(config, config, chosen, scope, data, optimizer, abstract)
 
 
 def model_maker(config: RunConfig, family: ModelFamily, data: DataSpec) -> Callable[..., Any]:

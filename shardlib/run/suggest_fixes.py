@@ -10,7 +10,7 @@ from shardlib.nn import remat
 from shardlib.plan.fixes import Fix, cheapest_fixes
 from shardlib.plan.problem import Choice
 from shardlib.run.calibrating import as_measured
-from shardlib.run.config import AUTO, RunConfig
+from shardlib.run.config import RunConfig
 from shardlib.run.planning import read_rules, workload_of
 
 
@@ -50,7 +50,7 @@ def layout_of(config: RunConfig, cluster: Cluster) -> Layout:
     return Layout(
         **sizes,
         slices=cluster.num_slices,
-        microbatches=1 if train.microbatches == AUTO else train.microbatches,
+        microbatches=train.num_microbatches,
         chunks=train.pipeline.chunks if train.pipeline.schedule == "interleaved" else 1,
         sequence_parallel=rules["sequence_parallel"],
         zero=rules["zero"][0],

@@ -2,8 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
-
 from shardlib.data import Tokenizer
 from shardlib.run.checks import check_activation_rules
 from shardlib.run.sampling import Sampler
@@ -42,9 +40,7 @@ def traced(parts: Setup, batch: Any, held_out: Any, tokenizer: Tokenizer | None)
     """
     config, options = parts.config, parts.config.train
     step, state = parts.train_step(), parts.saved_state()
-    reduction = parts.reduction()
-    if reduction is not None and not reduction.even:
-        batch = jax.eval_shape(reduction.arrange, batch)
+    batch = parts.arranged(batch)
     with recording() as met:
         step.program(state, batch).trace(state, batch)
     check_activation_rules(config, met)

@@ -15,10 +15,10 @@ from shardlib.run.directory import RunDirectory
 from shardlib.run.lock import hold
 from shardlib.run.log import RunLog
 from shardlib.run.position import check_not_lost
-from shardlib.run.resolve_auto import as_recorded, decide
+from shardlib.run.resolve_auto import as_recorded, fitted, resolve
 from shardlib.run.runner import AfterStep, Attempt
 from shardlib.run.runner import TrainResult as TrainResult
-from shardlib.run.setup import Setup, make_scope, open_source, setup
+from shardlib.run.setup import Setup, make_scope, open_source
 from shardlib.run.trace_programs import traced
 from shardlib.runtime import distributed, preemption
 from shardlib.runtime.launch.progress import report_failure
@@ -75,16 +75,18 @@ def _train(
     directory = RunDirectory(config.run_dir)
     directory.check_writable()
     saved = directory.read_config()
-    asked, config = config, as_recorded(config, saved)
     if saved is not None:
-        check_resumable(saved, config)
+        check_resumable(saved, as_recorded(config, saved))
     group = start_devices(config)
     stop = distributed.StopRequest(notices=(*preemption.notices(), *notices))
     with Watchdog(clock, config.watchdog, directory.path) as watchdog, stop:
-        check_config(config, lambda: make_scope(config, jax.devices()))
+        run = resolve(config, jax.devices(), began=saved)
+        scope = check_config(run.config, lambda: make_scope(run.config, jax.devices()))
         source = open_source(config, "train")
         held_out = None if config.eval.every_steps == 0 else open_source(config, "eval")
-        parts = decide(setup(config, source.spec, make_scope(config, jax.devices())), source, asked)
+        parts = run.build(source.spec, scope)
+        if run.leaves_microbatches:
+            parts = fitted(parts, source)
         if config.deterministic:
             decided = {**parts.decided, "deterministic": make_deterministic()}
             parts = dataclasses.replace(parts, decided=decided)

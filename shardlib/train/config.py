@@ -95,6 +95,12 @@ class TrainConfig:
         if faults:
             raise ValueError("; ".join(faults))
 
+    @property
+    def num_microbatches(self) -> int:
+        """The number of microbatches of a resolved config; see `shardlib.run.resolve_auto`."""
+        assert self.microbatches != "auto"
+        return self.microbatches
+
 
 @configclass
 class EvalConfig:
