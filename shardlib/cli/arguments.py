@@ -109,5 +109,6 @@ def writing(path: str) -> Iterator[None]:
 def console() -> Any:
     from rich.console import Console
 
-    # Rich assumes 80 columns for a file or a pipe, which makes folded tables unreadable.
-    return Console(width=None if sys.stdout.isatty() else 160)
+    # Rich takes the width of a terminal, then COLUMNS; for a file or a pipe it assumes only 80.
+    is_known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if is_known else 160)

@@ -10,6 +10,8 @@ import typer
 
 from shardlib.cli.arguments import AsJson, console
 from shardlib.errors import CheckpointError, ConfigError
+from shardlib.humanize import plural, size
+from shardlib.tables import Table
 
 if TYPE_CHECKING:
     from shardlib.checkpoint import Manifest, SavedTiers
@@ -74,7 +76,7 @@ def verify(
         try:
             manifest = saved.tiers[tier].verify(each)
             counted = {"file": len(manifest.files), "array": len(manifest.leaves)}
-            said = " and ".join(_count(n, what) for what, n in counted.items()) + " are as saved"
+            said = " and ".join(plural(n, what) for what, n in counted.items()) + " are as saved"
         except CheckpointError as error:
             said = fault = str(error)
         found.append({"step": each, "in": tier, "fault": fault})
@@ -254,26 +256,24 @@ def _facts(manifest: "Manifest", tier: str) -> dict[str, Any]:
     }
 
 
-def _table(rows: list[dict[str, Any]], *, with_tier: bool) -> Any:
-    from rich.table import Table
-
-    from shardlib.log.humanize import size
-
+def _table(rows: list[dict[str, Any]], *, with_tier: bool) -> Table:
     where = ["in"] if with_tier else []
-    table = Table("step", *where, "saved at", "size", "arrays", "mesh", "samples seen", "metrics")
-    for row in rows:
-        metrics = ", ".join(f"{name} {value:.4g}" for name, value in row["metrics"].items())
-        table.add_row(
-            str(row["step"]),
-            *(row[name] for name in where),
-            row["saved_at"],
-            size(row["bytes"]),
-            str(row["leaves"]),
-            row["mesh"] or "-",
-            "-" if row["samples_seen"] is None else f"{row['samples_seen']:,}",
-            metrics or "-",
-        )
-    return table
+    columns = ("step", *where, "saved at", "size", "arrays", "mesh", "samples seen", "metrics")
+    return Table("", columns, [_cells(row, where) for row in rows])
+
+
+def _cells(row: dict[str, Any], where: list[str]) -> tuple[str, ...]:
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in row["metrics"].items())
+    return (
+        str(row["step"]),
+        *(row[name] for name in where),
+        row["saved_at"],
+        size(row["bytes"]),
+        str(row["leaves"]),
+        row["mesh"] or "-",
+        "-" if row["samples_seen"] is None else f"{row['samples_seen']:,}",
+        metrics or "-",
+    )
 
 
 def _print_diff(found: "CheckpointDiff") -> None:
@@ -300,36 +300,24 @@ def _brief(value: Any) -> str:
     return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
 
 
-def _count(number: int, what: str) -> str:
-    """Returns `1 file` or `2 files`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
 def _are(number: int, what: str = "") -> str:
     """Returns `1 array is` or `2 arrays are`; without a noun `1 is` or `2 are`."""
-    return f"{_count(number, what) if what else number} {'is' if number == 1 else 'are'}"
+    return f"{plural(number, what) if what else number} {'is' if number == 1 else 'are'}"
 
 
 def _print_plan(plan: "ReshardPlan") -> None:
-    from rich.table import Table
-
-    from shardlib.log.humanize import size
-
     print(
-        f"step {plan.step}: {_count(plan.num_leaves, 'array')}, {size(plan.state_bytes)}, "
+        f"step {plan.step}: {plural(plan.num_leaves, 'array')}, {size(plan.state_bytes)}, "
         f"saved on {plan.saved_on}"
     )
-    print(f"onto {plan.mesh} on {_count(len(plan.hosts), 'host')}")
-    table = Table("hosts", "each reads", "its devices hold", "peak of buffers in its memory")
+    print(f"onto {plan.mesh} on {plural(len(plan.hosts), 'host')}")
+    rows = []
     for kind in dict.fromkeys(plan.hosts):
         hosts = [i for i, host in enumerate(plan.hosts) if host == kind]
-        table.add_row(
-            _ranges(hosts),
-            size(kind.read_bytes),
-            size(kind.held_bytes),
-            size(kind.buffer_bytes),
-        )
-    console().print(table)
+        figures = (kind.read_bytes, kind.held_bytes, kind.buffer_bytes)
+        rows.append((_ranges(hosts), *map(size, figures)))
+    columns = ("hosts", "each reads", "its devices hold", "peak of buffers in its memory")
+    console().print(Table("", columns, rows))
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -47,7 +47,7 @@ def plan(
         return
     print(plans)
     if verified:
-        console().print(verified.table().render())
+        console().print(verified.table())
 
 
 def _check(on: str, config: str | None, model: str | None, verify: int) -> None:

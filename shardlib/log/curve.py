@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from shardlib.log import humanize
+from shardlib import humanize
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_LEVELS = "_.-=+*#@"

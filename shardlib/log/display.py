@@ -19,7 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shardlib.log import curve, humanize
+from shardlib import humanize
+from shardlib.log import curve
 
 _PLOT_WIDTH = 60
 
@@ -256,7 +257,7 @@ class Display:
         if status.step_seconds is None:
             return ""
         remaining = max(0, self.total_steps - status.step)
-        return f"ETA {humanize.duration(status.step_seconds * remaining)}"
+        return f"ETA {humanize.clock(status.step_seconds * remaining)}"
 
     def _plain(self, status: StepStatus) -> str:
         position = f"step {status.step:>{len(str(self.total_steps))}}/{self.total_steps}"

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardlib.log import humanize
+from shardlib import humanize
 from shardlib.runtime.phases import PHASES, Phase, PhaseClock
 
 SHARES: tuple[str, ...] = (*PHASES, "lost", "idle")
@@ -110,7 +110,7 @@ def summary(seconds: Mapping[str, float]) -> str:
         for share in SHARES
         if share != "step" and (percent := round(100 * seconds.get(share, 0.0) / (wall or 1.0)))
     ]
-    text = f"{100 * goodput(seconds):.0f} % of {humanize.duration(wall)}"
+    text = f"{100 * goodput(seconds):.0f} % of {humanize.clock(wall)}"
     return f"{text}: {', '.join(shown)}" if shown else text
 
 

@@ -40,7 +40,7 @@ class MetricsWriter:
         run_dir: The directory of the run, which exists.
         tensorboard: Whether to also write event files to `run_dir/tensorboard`.
         resume_step: The step of the checkpoint that the run resumes from; 0 for a new run.
-        warn: Called when lines cannot be written.
+        warn: Called when lines cannot be written, and with each line that is not a step's metrics.
 
     Attributes:
         kept: The last remaining row of an earlier attempt, as in `read_metrics`, or None.
@@ -48,7 +48,6 @@ class MetricsWriter:
 
     Raises:
         MissingExtraError: If `tensorboard` is set and tensorboardX is not installed.
-        ShardlibError: If the existing file has a line that is not a step's metrics.
     """
 
     def __init__(
@@ -61,7 +60,8 @@ class MetricsWriter:
     ):
         self.path = Path(run_dir) / METRICS_FILE
         self._warn = warn
-        rows = _rows(self.path, self.path.read_bytes() if self.path.exists() else b"")
+        text = self.path.read_bytes() if self.path.exists() else b""
+        rows = _rows(self.path, text, lambda fault: warn(f"{fault} The line is passed over."))
         size, self.kept = _up_to(rows, resume_step)
         self.last = rows[-1][0] if rows else None
         self._last_step = self.kept["step"] if self.kept else 0
@@ -93,7 +93,7 @@ class MetricsWriter:
 
     def rewind(self, step: int) -> dict[str, Any] | None:
         """Removes the rows of later steps, which are repeated; returns the last remaining row."""
-        size, kept = _up_to(_rows(self.path, self._file.read()), step)
+        size, kept = _up_to(_rows(self.path, self._file.read(), lambda line: None), step)
         self._file.cut(size)
         self._last_step = kept["step"] if kept else 0
         if self._events is not None:
@@ -131,8 +131,17 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [row for row, _ in _rows(path, path.read_bytes())] if path.exists() else []
 
 
-def _rows(path: Path, text: bytes) -> list[tuple[dict[str, Any], int]]:
-    """Returns the object and the end offset of every complete line."""
+def _refuse(fault: str) -> None:
+    raise ShardlibError(f"{fault}\n  Remove that line, or move the file away to start a new one.")
+
+
+def _rows(
+    path: Path, text: bytes, on_fault: Callable[[str], None] = _refuse
+) -> list[tuple[dict[str, Any], int]]:
+    """Returns the object and the end offset of every complete line.
+
+    `on_fault` gets the fault of each line that is not the metrics of a step.
+    """
     rows, end = [], 0
     # Split only at line feeds: `splitlines` would also split at separators inside strings.
     *lines, tail = text.split(b"\n")
@@ -145,10 +154,8 @@ def _rows(path: Path, text: bytes) -> list[tuple[dict[str, Any], int]]:
                 raise ValueError("a step is a whole number")
         except (ValueError, KeyError, TypeError):
             shown = line.decode(errors="backslashreplace")[:60]
-            raise ShardlibError(
-                f"{path}:{number}: not the metrics of a step: {shown!r}.\n"
-                f"  Remove that line, or move the file away to start a new one."
-            ) from None
+            on_fault(f"{path}:{number}: not the metrics of a step: {shown!r}.")
+            continue
         rows.append((row, end))
     return rows
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from shardlib.errors import MeshError
 from shardlib.hardware import slice_of
+from shardlib.humanize import plural
 
 _LOG = logging.getLogger(__name__)
 _GRID_DEVICES, _GRID_COLUMNS, _GRID_AXES = 64, 16, 3
@@ -94,7 +95,7 @@ def _groups(
     )
     fitting = [groups for groups in (by_slice, by_host) if len(groups) == wanted]
     if not fitting:
-        form = f"{_count(len(by_slice), 'slice')} on {_count(len(by_host), 'host')}"
+        form = f"{plural(len(by_slice), 'slice')} on {plural(len(by_host), 'host')}"
         groups = len(by_slice) if len(by_slice) > 1 else len(by_host)
         plain = ",".join(f"{n}={o * i}" for n, o, i in zip(names, outer, inner, strict=True))
         raise MeshError(
@@ -144,10 +145,6 @@ def draw(mesh: Mesh) -> str:
     labels, legend = _labels(grid)
     lines = _grid_lines(labels, axes)
     return "\n".join([title, *lines, *([legend] if legend else [])])
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _inventory(grid: np.ndarray) -> str:

@@ -1,7 +1,7 @@
 """Text reports of plans for a terminal."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from shardlib.cost.machine.measured import MeasuredCluster
@@ -9,11 +9,13 @@ from shardlib.cost.transformer.memory import Memory
 from shardlib.cost.transformer.step_time import StepTime
 from shardlib.hardware import Cluster
 from shardlib.hardware.capacity import capacity
+from shardlib.humanize import count, duration, gib
 from shardlib.plan.candidates import schedule
 from shardlib.plan.problem import Plan, Workload
 from shardlib.plan.settings import mesh_text, rules
 from shardlib.plan.workloads.module import as_code
 from shardlib.plan.workloads.transformer import TransformerWorkload
+from shardlib.tables import aligned
 
 if TYPE_CHECKING:
     from shardlib.plan.mixed_result import MixedPlans
@@ -42,46 +44,12 @@ _SHOWN = 0.0005
 """Fraction of the whole below which a part is left out."""
 
 
-def gib(num_bytes: float) -> str:
-    """Returns bytes as text such as `4.2 GiB`."""
-    return f"{num_bytes / 2**30:.1f} GiB"
-
-
 def largest_parts(memory: Memory, number: int = 3) -> str:
     """Returns the largest parts of a device's memory, such as `optimizer 8.2 GiB, params 6.2
     GiB`."""
     parts = {name: size for name, size in vars(memory).items() if name != "host" and size}
     largest = sorted(parts, key=lambda name: -parts[name])[:number]
     return ", ".join(f"{name} {gib(parts[name])}" for name in largest)
-
-
-def duration(seconds: float) -> str:
-    """Returns a time as text such as `12.3 ms`, `4.56 s`, `3.2 hours` or `30.1 days`."""
-    for unit, name in ((86400, "days"), (3600, "hours")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:,.1f} {name}"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.4g} s"
-
-
-def count(number: float) -> str:
-    """Returns a large number as text such as `4.2M`."""
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= unit:
-            return f"{number / unit:.3g}{name}"
-    return f"{number:.3g}"
-
-
-def table(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Returns rows as lines with aligned columns; columns in `right` are right-aligned."""
-    rows = [tuple(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def describe(plans: "Plans") -> str:
@@ -180,7 +148,7 @@ def _ranking(plans: "Plans") -> str:
                 gib(plan.memory.total),
             )
         )
-    return "\n".join(table(rows, right=(0, 3, 6, 7, 8)))
+    return "\n".join(aligned(rows, right=(0, 3, 6, 7, 8)))
 
 
 def time_table(time: StepTime) -> list[str]:
@@ -190,7 +158,7 @@ def time_table(time: StepTime) -> list[str]:
         for name, seconds in sorted(time.parts.items(), key=lambda item: -item[1])
         if seconds > _SHOWN * time.total
     ]
-    return each("  ", table(rows, right=(1, 2)))
+    return each("  ", aligned(rows, right=(1, 2)))
 
 
 def memory_table(memory: Memory, capacity: float) -> list[str]:
@@ -203,7 +171,7 @@ def memory_table(memory: Memory, capacity: float) -> list[str]:
     held.append(("of " + gib(capacity), gib(memory.total), f"{memory.total / capacity:.1%}"))
     if memory.host:
         held.append(("on the host", gib(memory.host), ""))
-    return each("  ", table(held, right=(1, 2)))
+    return each("  ", aligned(held, right=(1, 2)))
 
 
 def _broken_down(plan: Plan, capacity: float) -> str:

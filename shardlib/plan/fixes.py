@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from shardlib.cost.layout import Layout
 from shardlib.hardware import Cluster
+from shardlib.humanize import duration
 from shardlib.plan.candidates import candidates, of_layout
 from shardlib.plan.objective import next_larger
 from shardlib.plan.problem import Choice, Plan, Workload
@@ -37,7 +38,7 @@ class Fix:
         what = " ".join(to_overrides(self.settings)) or f"--on {self.plan.cluster.name}"
         return (
             f"{what}: {self.memory_bytes / 2**30:.1f} GiB, "
-            f"{self.plan.seconds:.3g} s a step ({self.slower:+.0%})"
+            f"{duration(self.plan.seconds)} a step ({self.slower:+.0%})"
         )
 
 

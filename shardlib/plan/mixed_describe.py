@@ -2,21 +2,20 @@
 
 from typing import TYPE_CHECKING
 
+from shardlib.humanize import duration, gib
 from shardlib.plan.describe import (
-    duration,
     each,
     examples,
-    gib,
     headline,
     indented,
     memory_table,
     outcome,
-    table,
     time_table,
 )
 from shardlib.plan.mixed_search import KindShare, MixedPlan
 from shardlib.plan.search import capacity_bytes
 from shardlib.plan.settings import mesh_text, rules
+from shardlib.tables import aligned
 
 if TYPE_CHECKING:
     from shardlib.plan.mixed_result import MixedPlans
@@ -62,7 +61,7 @@ def _ranking(plans: "MixedPlans") -> str:
                 gib(plan.memory.total),
             )
         )
-    return "\n".join(table(rows, right=(0, 5, 6, 7)))
+    return "\n".join(aligned(rows, right=(0, 5, 6, 7)))
 
 
 def _kinds(plan: MixedPlan, examples: str) -> str:
@@ -82,7 +81,7 @@ def _kinds(plan: MixedPlan, examples: str) -> str:
             )
         )
     title = f"Groups by kind, {plan.rows} {examples} a microbatch"
-    return "\n".join([title, *each("  ", table(rows, right=(1, 2, 3, 4, 5, 6, 7)))])
+    return "\n".join([title, *each("  ", aligned(rows, right=(1, 2, 3, 4, 5, 6, 7)))])
 
 
 def _microbatches(share: KindShare) -> str:

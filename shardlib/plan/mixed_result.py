@@ -10,8 +10,9 @@ from shardlib.cost.layout import Layout
 from shardlib.cost.machine.constants import fit_errors
 from shardlib.errors import MeshError, ModelError
 from shardlib.hardware import Cluster, MixedCluster
+from shardlib.humanize import count, duration, gib
 from shardlib.mesh import MeshSpec
-from shardlib.plan.describe import beyond_default_share, count, duration, examples, gib
+from shardlib.plan.describe import beyond_default_share, examples
 from shardlib.plan.mixed_describe import describe_mixed
 from shardlib.plan.mixed_search import (
     KindShare,

@@ -11,9 +11,10 @@ from shardlib.cost.machine.constants import fit_errors
 from shardlib.cost.machine.measured import MeasuredCluster
 from shardlib.errors import MeshError
 from shardlib.hardware import Cluster
+from shardlib.humanize import count, duration, gib
 from shardlib.mesh import MeshSpec
 from shardlib.plan.candidates import candidates
-from shardlib.plan.describe import count, describe, duration, gib, largest_parts
+from shardlib.plan.describe import describe, largest_parts
 from shardlib.plan.fixes import smallest
 from shardlib.plan.objective import Goal, next_larger, roomier
 from shardlib.plan.problem import Plan, Workload

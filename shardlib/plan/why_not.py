@@ -7,9 +7,10 @@ from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.transformer.step_time import StepTime
 from shardlib.errors import MeshError, did_you_mean
 from shardlib.hardware import Cluster
+from shardlib.humanize import duration, gib
 from shardlib.mesh import MeshConfig, MeshSpec
 from shardlib.plan.candidates import crosses_slices
-from shardlib.plan.describe import PARTS, duration, gib, largest_parts
+from shardlib.plan.describe import PARTS, largest_parts
 from shardlib.plan.fixes import smallest
 from shardlib.plan.problem import Plan, Workload
 from shardlib.plan.search import capacity_bytes, mesh_of, search

@@ -119,6 +119,16 @@ class RunConfig:
         outer = [axis.outer for axis in MeshConfig.parse(self.mesh).axes if axis.name == "data"]
         return dataclasses.replace(reduction, outer=outer[0] if outer and outer[0] > 1 else None)
 
+    def with_mesh(self, mesh: str) -> "RunConfig":
+        """Returns the config with another mesh.
+
+        Raises:
+            MeshError: If the mesh is malformed.
+        """
+        if mesh != AUTO:
+            MeshConfig.parse(mesh)
+        return dataclasses.replace(self, mesh=mesh)
+
     def planned(self, question: Any) -> Any:
         """Returns the best plans of the run; see `shardlib.run.planning.plan_run`."""
         from shardlib.run.planning import plan_run

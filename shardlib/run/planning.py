@@ -9,6 +9,7 @@ from shardlib.cost.workload import Job
 from shardlib.data import TextData, batch_spec, tokenizer_at_hand
 from shardlib.errors import ConfigError, MeshError, ModelError, ShardlibError
 from shardlib.hardware import Cluster
+from shardlib.humanize import duration
 from shardlib.mesh import MeshConfig, auto_mesh
 from shardlib.nn import remat
 from shardlib.optim.named import build_optimizer
@@ -198,9 +199,9 @@ def planned_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
     if not workload.faults(layout):
         usual = _best_as_it_is(config, workload, cluster, layout)
     if usual is not None and best.seconds > _WORTH_CHANGING * usual.seconds:
-        return plain, f"planned: {usual.seconds:.3g} s a step"
-    against = f"{plain} would take {usual.seconds:.3g} s" if usual else f"{plain} cannot be run"
-    reason = f"planned: {best.seconds:.3g} s a step, and {against}"
+        return plain, f"planned: {duration(usual.seconds)} a step"
+    against = f"{plain} would take {duration(usual.seconds)}" if usual else f"{plain} cannot be run"
+    reason = f"planned: {duration(best.seconds)} a step, and {against}"
     return MeshConfig.parse(mesh_text(best.layout)), reason
 
 

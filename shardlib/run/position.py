@@ -66,6 +66,7 @@ class Standing:
                 "skipped": [list(gap) for gap in self.skipped],
                 "fingerprint": source.fingerprint,
                 "spec": dataclasses.asdict(source.spec),
+                "tokenizer": source.tokenizer and source.tokenizer.fingerprint,
             },
             "guards": guards.state(),
             "healthy": guards.healthy,

@@ -16,6 +16,7 @@ from shardlib.run.checks import expected_spec
 from shardlib.run.config import RunConfig
 from shardlib.run.resolve_auto import resolve
 from shardlib.run.setup import Setup, make_scope, setup
+from shardlib.tables import aligned
 from shardlib.testing.equivalent import Comparison, Reference
 
 DEVICES = 8
@@ -70,8 +71,8 @@ def prove(config: RunConfig, mesh: str | None = None, *, steps: int = 3) -> Proo
             "check compares a run with one device, but train.local_sgd trains groups separately.\n"
             "  Set train.local_sgd=null to check the rest."
         )
-    config = dataclasses.replace(config, mesh=config.mesh if mesh is None else mesh)
-    config = resolve(config, jax.devices()[:DEVICES]).config
+    asked = config if mesh is None else config.with_mesh(mesh)
+    config = resolve(asked, jax.devices()[:DEVICES]).config
     spec = small_mesh(config.mesh)
     needed = math.prod(MeshConfig.parse(spec).sizes.values())
     if needed > jax.device_count():
@@ -212,11 +213,7 @@ def tables(proofs: Sequence[Proof]) -> str:
         found = proof.rows()
         rows = [("quantity", "error", "magnitude", "rounding"), *found[:_SHOWN]]
         if len(rows) > 1:
-            widths = [max(len(row[n]) for row in rows) for n in range(4)]
-            lines += [
-                "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-                for row in rows
-            ]
+            lines += [f"  {line}" for line in aligned(rows)]
         if len(found) > _SHOWN:
             lines.append(f"  and {len(found) - _SHOWN} more; --json lists all")
     return "\n".join(lines)

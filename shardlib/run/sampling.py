@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.checkpoint import SavedTiers, open_saved
 from shardlib.checkpoint.errors import DamageError
+from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.tree import flatten
 from shardlib.data import Tokenizer, read_tokenizer
-from shardlib.errors import MeshError, ModelError
+from shardlib.errors import DataError, MeshError, ModelError
 from shardlib.functional.precision import precision
-from shardlib.mesh import MeshConfig
 from shardlib.optim.ema import EmaState
 from shardlib.registry import DataSpec
 from shardlib.run.config import AUTO, RunConfig
@@ -144,14 +144,16 @@ def generate(
     run, scope = _resolved(config, mesh)
     parts = run.build(spec, scope)
     sampler = Sampler(parts, tokenizer)
-    state = _restored(saved, parts, step, notify)
+    state = _restored(saved, parts, step, notify, tokenizer)
     if state is None:
         raise no_checkpoint(run_dir, saved)
     state = merged(parts.train_step(), state)
     return sampler(state, prompt, length=length, temperature=temperature, seed=seed)
 
 
-def _restored(saved: SavedTiers, parts: Setup, step: int | None, notify: Notify) -> Any:
+def _restored(
+    saved: SavedTiers, parts: Setup, step: int | None, notify: Notify, tokenizer: Tokenizer
+) -> Any:
     """Returns the state that `Sampler` needs, of a step or the newest valid one; None without a
     valid one."""
     abstract = parts.abstract
@@ -171,11 +173,13 @@ def _restored(saved: SavedTiers, parts: Setup, step: int | None, notify: Notify)
         """Reports nothing: these arrays do not matter for sampling."""
 
     if step is not None:
+        _check_tokenizer(tokenizer, saved.manifest(step), parts.config.run_dir)
         return saved.restore(step, target, partial=partial, on_difference=on_difference)
     found = [(each, place) for place in saved.tiers.values() for each in place.candidates()]
     # The sort is stable: a step in two places is read from the first place.
     for each, place in sorted(found, key=lambda found: -found[0]):
         try:
+            _check_tokenizer(tokenizer, place.manifest(each), parts.config.run_dir)
             return place.restore(each, target, partial=partial, on_difference=on_difference)
         except DamageError as error:
             reason = str(error).splitlines()[0].rstrip(":.")
@@ -183,16 +187,25 @@ def _restored(saved: SavedTiers, parts: Setup, step: int | None, notify: Notify)
     return None
 
 
+def _check_tokenizer(tokenizer: Tokenizer, manifest: Manifest, run_dir: str) -> None:
+    """Raises `DataError` if a checkpoint was trained with another tokenizer."""
+    trained_with = manifest.run.get("data", {}).get("tokenizer")
+    if trained_with not in (None, tokenizer.fingerprint):
+        raise DataError(
+            f"{run_dir}/tokenizer.json is not the tokenizer that step {manifest.step} was trained "
+            f"with: its fingerprint is {tokenizer.fingerprint}, not {trained_with}.\n"
+            "  Restore the file, for example from a copy of the run."
+        )
+
+
 def _resolved(config: RunConfig, mesh: str | None) -> tuple[Resolved, Scope]:
     """Returns the run on the given mesh, or else on its own mesh if it fits the devices."""
     devices = jax.devices()
-    if mesh is not None and mesh != AUTO:
-        MeshConfig.parse(mesh)
-    run = resolve(dataclasses.replace(config, mesh=mesh or config.mesh), devices)
+    run = resolve(config if mesh is None else config.with_mesh(mesh), devices)
     try:
         return run, make_scope(run.config, devices)
     except MeshError:
         if mesh is not None:
             raise
-    run = resolve(dataclasses.replace(config, mesh=AUTO), devices)
+    run = resolve(config.with_mesh(AUTO), devices)
     return run, make_scope(run.config, devices)

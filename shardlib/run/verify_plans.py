@@ -4,18 +4,18 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from shardlib import humanize
 from shardlib.cost.layout import Software
 from shardlib.errors import DoesNotFitError, ModelError, ShardlibError
-from shardlib.explain.analysis.params import bytes_text
 from shardlib.explain.report.report import StepReport
-from shardlib.explain.report.tables import Table
-from shardlib.plan.describe import duration
+from shardlib.humanize import duration
 from shardlib.plan.problem import Plan
 from shardlib.plan.result import Plans
 from shardlib.plan.settings import mesh_text
 from shardlib.plan.workloads.transformer import TransformerWorkload
 from shardlib.run.config import RunConfig
 from shardlib.run.explaining import explain_compiled
+from shardlib.tables import Table
 
 _NETWORK = ("tensor", "context", "expert", "fsdp", "data", "stage")
 _ALL_SHOWN = {
@@ -132,7 +132,7 @@ def _row(found: Verified) -> tuple[str, ...]:
         duration(found.plan.seconds),
         duration(found.seconds),
         "?" if found.traffic is None else f"{found.traffic:.2f}x",
-        bytes_text(found.plan.memory.total),
-        "?" if found.peak_bytes is None else bytes_text(found.peak_bytes),
+        humanize.size(found.plan.memory.total),
+        "?" if found.peak_bytes is None else humanize.size(found.peak_bytes),
         found.fault,
     )

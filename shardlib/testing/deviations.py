@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from shardlib.humanize import plural
 from shardlib.testing.order import LAST, Use
 from shardlib.testing.training import Leaves, Snapshot, Training
 
@@ -32,7 +33,7 @@ class Quantity(NamedTuple):
         if self.kind == "loss":
             return f"the loss of step {self.step}"
         layer = "" if self.layer is None else f", layer {self.layer}"
-        after = f", after {_steps(self.step)}" if self.step else ""
+        after = f", after {plural(self.step, 'step')}" if self.step else ""
         return f"the {self.kind} {self.path}{layer}{after}".replace("gradient ", "gradient of ")
 
 
@@ -178,15 +179,7 @@ def blurred(
 def counted(others: Sequence[Any]) -> str:
     """Returns deviations by kind: `3 gradients, 2 losses`."""
     counts = collections.Counter(d.quantity.kind for d in others)
-    return ", ".join(f"{n} {_plural(kind, n)}" for kind, n in counts.items())
-
-
-def _plural(kind: str, count: int) -> str:
-    return kind if count == 1 else f"{kind}es" if kind == "loss" else f"{kind}s"
-
-
-def _steps(count: int) -> str:
-    return f"{count} step" if count == 1 else f"{count} steps"
+    return ", ".join(plural(n, kind) for kind, n in counts.items())
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> float:

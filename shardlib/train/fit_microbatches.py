@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from shardlib import humanize
 from shardlib.errors import MeshError, RuleError
-from shardlib.log import humanize
 from shardlib.losses.microbatch import split
 from shardlib.paths import named_leaves
 from shardlib.train.state import TrainState, materialize

@@ -139,6 +139,22 @@ def test_place_of_the_cache(monkeypatch, tmp_path):
     assert cache_root() == tmp_path / "home" / ".cache" / "shardlib"
 
 
+def test_without_a_writable_home_the_cache_lasts_as_long_as_the_process(
+    monkeypatch, tmp_path, caplog
+):
+    (tmp_path / "file").write_text("in the way")
+    for name in ("SHARDLIB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
+    first, second = cache_root(), cache_root()
+    assert first == second
+    assert first.is_dir()
+    [record] = caplog.records
+    home = tmp_path / "file" / "home" / ".cache" / "shardlib"
+    assert record.getMessage().startswith(f"{home} cannot be written: the cache is {first}")
+    assert "SHARDLIB_CACHE" in record.getMessage()
+
+
 def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("SHARDLIB_CACHE", str(tmp_path / "file"))

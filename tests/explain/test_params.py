@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 import shardlib as sl
-from shardlib.explain.analysis.params import bytes_text, spec_text
+from shardlib import humanize
+from shardlib.explain.analysis.params import spec_text
 from shardlib.mesh import abstract_mesh
 
 RULES = sl.AxisRules(
@@ -222,8 +223,8 @@ def test_takes_a_state():
         (2**53, "8192.0 TiB"),
     ],
 )
-def test_bytes_text(num_bytes, text):
-    assert bytes_text(num_bytes) == text
+def test_bytes_as_text(num_bytes, text):
+    assert humanize.size(num_bytes) == text
 
 
 def test_spec_text():

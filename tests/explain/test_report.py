@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
+from shardlib import humanize
 from shardlib.explain.analysis.collectives import ProgramReport
-from shardlib.explain.analysis.params import bytes_text
 from shardlib.explain.analysis.timing import rows, untimed
 from shardlib.explain.lint import Finding
 from shardlib.explain.report.diff import diff
@@ -105,7 +105,7 @@ def test_collectives_are_told_with_their_lines_and_modules_everywhere(here, on_t
         assert any(re.search(r"explain/test_report\.py:\d+ Block$", place) for place in places)
         sent = table.columns.index("sent by a device>")
         assert {row[sent] for row in table.rows} <= {
-            bytes_text(row.sent_bytes) for row in rows(report.flows or untimed(report.program))
+            humanize.size(row.sent_bytes) for row in rows(report.flows or untimed(report.program))
         }
 
 
@@ -172,7 +172,9 @@ def test_what_is_not_attributed_is_told_with_its_bytes(here):
     program = ProgramReport(here.program.mesh, (lost,), {"send": 2}, 3 * 2**20)
     found = dataclasses.replace(here, program=program)
     notes = next(t for t in found.tables() if t.title == "collectives of a step").notes
-    what = f"{lost.kind} {' '.join(lost.shapes)} x {lost.count}, {bytes_text(lost.sent_bytes)} sent"
+    what = (
+        f"{lost.kind} {' '.join(lost.shapes)} x {lost.count}, {humanize.size(lost.sent_bytes)} sent"
+    )
     assert notes == [
         f"follows no mesh axes: {what} {lost.source}",
         "not read: 2 send, 3.0 MiB sent",
@@ -242,8 +244,8 @@ def test_a_page_needs_no_network(on_tpu):
     assert not re.findall(r"(?:src|href)\s*=|url\(|@import|<script", page)
     assert on_tpu.verdict() in page
     memory = on_tpu.memory
-    assert f"buffers take {bytes_text(memory.live_bytes)} at most, at " in page
-    assert f"the step needs {bytes_text(memory.peak_bytes)}</p>" in page
+    assert f"buffers take {humanize.size(memory.live_bytes)} at most, at " in page
+    assert f"the step needs {humanize.size(memory.peak_bytes)}</p>" in page
     assert page.count("<svg") >= 4
     for table in on_tpu.tables():
         assert f"<h2>{table.title}</h2>" in page

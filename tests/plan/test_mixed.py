@@ -20,9 +20,9 @@ from shardlib.config import load
 from shardlib.cost.workload import Job
 from shardlib.errors import ConfigError, MeshError, ModelError
 from shardlib.hardware import CHIPS, Cluster, MixedCluster, parse_mixed
+from shardlib.humanize import duration
 from shardlib.mesh import MeshConfig, make_mesh
 from shardlib.plan import Choice, Layout, Transformer, plan
-from shardlib.plan.describe import duration
 from shardlib.plan.mixed_result import MixedPlans
 from shardlib.plan.mixed_search import group_layouts, search_mixed, share_out, shared_out, together
 from shardlib.plan.search import capacity_bytes, least_layers

@@ -13,8 +13,8 @@ from shardlib.cost.machine.constants import fit_errors
 from shardlib.cost.workload import Job
 from shardlib.errors import MeshError, ModelError
 from shardlib.hardware import parse_cluster
+from shardlib.humanize import duration
 from shardlib.plan import Choice, Layout, Transformer, cheapest_fixes, plan
-from shardlib.plan.describe import duration
 from shardlib.plan.fixes import smallest
 from shardlib.plan.objective import clusters, next_larger
 from shardlib.plan.search import capacity_bytes, search

@@ -38,6 +38,23 @@ def test_text_comes_from_the_newest_checkpoint(finished, tmp_path):
 
 
 @pytest.mark.mesh
+def test_another_tokenizer_is_refused(finished, tmp_path):
+    run_dir = finished.copy(tmp_path / "run")
+    file = run_dir / "tokenizer.json"
+    tokens = json.loads(file.read_text())
+    vocabulary = tokens["model"]["vocab"]
+    first, second = list(vocabulary)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(tokens))
+    with pytest.raises(DataError) as refused:
+        run.generate(str(run_dir))
+    assert str(refused.value).startswith(
+        f"{run_dir}/tokenizer.json is not the tokenizer that step 20 was trained with: "
+    )
+    assert str(refused.value).endswith("\n  Restore the file, for example from a copy of the run.")
+
+
+@pytest.mark.mesh
 @pytest.mark.parametrize("option", ["local_sgd.inner_steps=2", "offload_optimizer=true"])
 def test_text_comes_from_averages_and_from_groups_that_train_apart(lab, tmp_path, option):
     words = ("mesh=data=2,fsdp=4", "train.steps=3", "optimizer.ema_decay=0.9", "eval.every_steps=0")
@@ -227,8 +244,9 @@ REFUSED = {
     "stages that no microbatches fill": (
         MeshError,
         ("mesh=stage=2,data=4", "train.microbatches=auto", "train.global_batch=4"),
-        "no number of microbatches, a multiple of 2, splits a batch of 4 evenly on this mesh.\n"
-        "  Choose a larger batch, or another mesh.",
+        "train.global_batch=4 in 2 microbatches of 2 cannot be shared out: data+fsdp+expert=4 does "
+        "not divide 2.\n"
+        "  Choose a multiple of 8, or another mesh.",
     ),
     "a rule that no activation meets": (
         RuleError,

@@ -134,11 +134,11 @@ def test_what_cannot_be_is_refused_before_data_is_read(lab, tmp_path):
     )
     assert refusal(RuleError, "mesh=fsdp=4,tensor=2", "rules=fsdp") == (
         "no rule names the mesh axis 'tensor': its 2 devices would all hold and compute the same.\n"
-        "  Set rules to a preset that uses it, such as standard, or leave it out of mesh."
+        "  Set mesh to axes that the rules name, or rules to a preset that uses it."
     )
     assert refusal(RuleError, "mesh=auto", "rules=data") == (
         "no rule names the mesh axis 'fsdp': its 8 devices would all hold and compute the same.\n"
-        "  Set mesh to axes that the rules name, as in mesh=data=-1, or take other rules."
+        "  Set mesh to axes that the rules name, or rules to a preset that uses it."
     )
     assert refusal(RuleError, "mesh=data=2,tnesor=4").startswith(
         "no rule names the mesh axis 'tnesor': its 4 devices would all hold and compute the same. "

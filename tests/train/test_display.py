@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from shardlib.log import curve, humanize
+from shardlib import humanize
+from shardlib.log import curve
 from shardlib.log.display import Display, Header, StepStatus
 
 HEADER = Header(

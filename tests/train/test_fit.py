@@ -14,7 +14,7 @@ from flax import nnx
 
 import shardlib as sl
 from shardlib.errors import MeshError
-from shardlib.log.humanize import size
+from shardlib.humanize import size
 from shardlib.train.fit_microbatches import counts, fit_microbatches
 from shardlib.train.state import abstract_state
 

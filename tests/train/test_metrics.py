@@ -95,12 +95,22 @@ def test_a_foreign_line_is_named(tmp_path, foreign):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1, "loss": 2.0}}\n{foreign}\n{{"step": 2}}\n')
     with pytest.raises(ShardlibError) as error:
-        MetricsWriter(tmp_path, resume_step=2)
+        read_metrics(tmp_path)
     assert str(error.value) == (
         f"{path}:2: not the metrics of a step: {foreign!r}.\n"
         "  Remove that line, or move the file away to start a new one."
     )
-    assert foreign in path.read_text()
+
+
+def test_a_foreign_line_does_not_keep_a_run_from_resuming(tmp_path):
+    path, warnings = tmp_path / "metrics.jsonl", []
+    path.write_text('{"step": 1, "loss": 2.0}\nhello\n{"step": 2}\n{"step": 3}\n')
+    with MetricsWriter(tmp_path, resume_step=2, warn=warnings.append) as writer:
+        assert writer.kept == {"step": 2}
+        writer.write(3, {"loss": 1.0})
+    assert warnings == [f"{path}:2: not the metrics of a step: 'hello'. The line is passed over."]
+    lines = ['{"step": 1, "loss": 2.0}', "hello", '{"step": 2}', '{"step": 3, "loss": 1.0}']
+    assert path.read_text().splitlines() == lines
 
 
 def test_foreign_lines_are_named_without_asserts(tmp_path):

@@ -32,6 +32,7 @@ from shardlib.explain.hlo.text import (
     split,
 )
 from shardlib.mesh import mesh_sizes
+from shardlib.tables import aligned
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"),
@@ -194,14 +195,7 @@ class ProgramReport:
             )
             for total in self.totals()
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        lines = aligned(rows, right=(2, 3, 4))
         for collective in self.unattributed():
             lines.append(
                 f"no subset of axes: {collective.kind} {' '.join(collective.shapes)} "

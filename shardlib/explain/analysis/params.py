@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from shardlib import humanize
 from shardlib.mesh import entry_axes, mesh_sizes
 from shardlib.rules import AxisRules, Choice
 from shardlib.sharding.partition import OVERRIDES, Placement
+from shardlib.tables import Table, captured
 
 _SECTIONS = ("params", "model_state", "opt_state")
 
@@ -61,7 +63,7 @@ class Fault:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.path} ({bytes_text(self.bytes_per_device)}) is replicated: {self.reason}"
+        return f"{self.path} ({humanize.size(self.bytes_per_device)}) is replicated: {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,16 +141,14 @@ class ParamsReport:
     def render(self) -> Any:
         """Returns the report as a rich renderable."""
         from rich.console import Group
-        from rich.table import Table
 
-        table = Table(title=f"parameters on mesh {self._mesh_text()}", title_justify="left")
-        for name in ("parameter", "shape", "dtype", "logical axes", "spec", "why"):
-            table.add_column(name, overflow="fold")
-        for name in ("per device", "replicated"):
-            table.add_column(name, justify="right")
-        for row in self.rows:
-            if row.section != "opt_state":
-                table.add_row(*_cells(row))
+        columns = ("parameter", "shape", "dtype", "logical axes", "spec", "why")
+        rows = [_cells(row) for row in self.rows if row.section != "opt_state"]
+        table = Table(
+            f"parameters on mesh {self._mesh_text()}",
+            (*columns, "per device>", "replicated>"),
+            rows,
+        )
         return Group(table, *self._footer())
 
     def _mesh_text(self) -> str:
@@ -160,9 +160,10 @@ class ParamsReport:
             if total:
                 name = section.replace("_", " ")
                 host = self.host_bytes_per_device(section)
-                rest = f", {bytes_text(host)} for each in host memory" if host else ""
-                yield f"{name}: {bytes_text(total)} in all, {bytes_text(each)} on each device{rest}"
-        yield f"state: {bytes_text(self.bytes_per_device())} on each device"
+                rest = f", {humanize.size(host)} for each in host memory" if host else ""
+                share = f"{humanize.size(each)} on each device{rest}"
+                yield f"{name}: {humanize.size(total)} in all, {share}"
+        yield f"state: {humanize.size(self.bytes_per_device())} on each device"
         yield from (f"{name}: {text}" for name, text in self.choices.items())
         if self.unused_paths:
             yield f"path rules that no parameter matched: {', '.join(self.unused_paths)}"
@@ -170,12 +171,7 @@ class ParamsReport:
             yield f"rules that no parameter used: {', '.join(self.unused_rules)}"
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=160, no_color=True, highlight=False)
-        with console.capture() as capture:
-            console.print(self.render())
-        return capture.get()
+        return captured(self.render())
 
 
 def explain_params(state: Any) -> ParamsReport:
@@ -256,20 +252,11 @@ def _cells(row: Row) -> list[str]:
         ", ".join(name or "-" for name in row.logical_axes or ()) or "-",
         spec_text(row.spec),
         "\n".join(why),
-        bytes_text(row.bytes_per_device),
-        bytes_text(row.replicated_bytes) if row.copies > 1 else "-",
+        humanize.size(row.bytes_per_device),
+        humanize.size(row.replicated_bytes) if row.copies > 1 else "-",
     ]
 
 
 def spec_text(spec: Iterable[Any]) -> str:
     """Returns a spec as `fsdp, -, data+tensor`."""
     return ", ".join("+".join(entry_axes(entry)) or "-" for entry in spec)
-
-
-def bytes_text(num_bytes: float) -> str:
-    """Returns a number of bytes with a binary unit, such as `3.4 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1024 or unit == "TiB":
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    raise AssertionError

@@ -16,9 +16,10 @@ from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
+from shardlib import humanize
 from shardlib.explain.analysis.flops import STAGES, Flops, Stage, count_flops, stage_of
 from shardlib.explain.analysis.kernel_cost import Work
-from shardlib.explain.analysis.params import ParamsReport, bytes_text
+from shardlib.explain.analysis.params import ParamsReport
 from shardlib.explain.analysis.timing import Flow
 from shardlib.explain.hlo.text import Module, arrays
 from shardlib.hardware import Cluster
@@ -269,7 +270,7 @@ def _network(
         found[stage] += flow.total_seconds or 0.0
     if not unknown:
         return found, ()
-    sent = bytes_text(sum(flow.collective.sent_bytes for flow in unknown))
+    sent = humanize.size(sum(flow.collective.sent_bytes for flow in unknown))
     count = f"{len(unknown)} of {len(flows)} collectives"
     return found, (f"network seconds leave out {count}: {sent} sent by a device",)
 

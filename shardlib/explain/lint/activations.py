@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
+from shardlib import humanize
 from shardlib.explain.analysis.collectives import axes_text
 from shardlib.explain.analysis.equations import equations
-from shardlib.explain.analysis.params import bytes_text
 from shardlib.explain.hlo.places import Where
 from shardlib.explain.hlo.text import array_bytes
 from shardlib.explain.lint.findings import Finding
@@ -57,15 +57,15 @@ def _finding(code: str, where: Where, members: list[tuple[str, Placed, bool]]) -
     times = f", {count} times a step" if count > 1 else ""
     if code == "SL102":
         message = (
-            f"{shape} ({bytes_text(size)}) is gathered over {axes}{times}: every device holds all "
-            "the rows that the mesh splits."
+            f"{shape} ({humanize.size(size)}) is gathered over {axes}{times}: every device holds "
+            "all the rows that the mesh splits."
         )
         fix = f"Constrain the activation so that its batch dim stays sharded over {axes}."
     else:
         what = "the weights of the logits" if is_weight else "logits"
         message = (
-            f"{what}, {shape} ({bytes_text(size)}), are gathered over {axes}{times}: each device "
-            "holds logits of the whole vocabulary."
+            f"{what}, {shape} ({humanize.size(size)}), are gathered over {axes}{times}: each "
+            "device holds logits of the whole vocabulary."
         )
         fix = (
             f"Shard the logits over {axes} along the vocabulary, and compute the loss with "

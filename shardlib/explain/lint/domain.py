@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from shardlib.explain.analysis.params import bytes_text
+from shardlib import humanize
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import Subject
 
@@ -45,7 +45,7 @@ def slow_axes(subject: Subject) -> Iterator[Finding]:
             "SL204",
             f"mesh/{axis}",
             f"{axis}={size} spans {reach} devices, but {name} of {cluster.name} has {domain}: "
-            f"{bytes_text(sent)} a step cross the network{speeds}.",
+            f"{humanize.size(sent)} a step cross the network{speeds}.",
             f"Make {axis} at most {_most(domain, reach // size)}, and another axis larger.",
             largest.source,
             largest.op_name,

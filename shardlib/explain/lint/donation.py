@@ -4,7 +4,7 @@ import collections
 from collections.abc import Iterator
 from typing import Any
 
-from shardlib.explain.analysis.params import bytes_text
+from shardlib import humanize
 from shardlib.explain.lint.arguments import Argument
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import Subject, array_text
@@ -25,8 +25,8 @@ def not_reused(subject: Subject) -> Iterator[Finding]:
                 "SL301",
                 leaf.path,
                 f"{leaf.path} {array_text(leaf)} is donated, but no result has its shape, dtype "
-                f"and sharding: {bytes_text(held)} on each device are held in addition to the new "
-                "value.",
+                f"and sharding: {humanize.size(held)} on each device are held in addition to the "
+                "new value.",
                 "Return the new value in the dtype and with the sharding of the old one (cast it, "
                 "and pin it with out_shardings), or do not donate it.",
                 subject.step_source,
@@ -53,8 +53,8 @@ def not_donated(subject: Subject) -> Iterator[Finding]:
             "SL302",
             owner,
             f"the step returns a new value of {owner}, {len(returned)} arrays of "
-            f"{bytes_text(sum(returned))} on each device, and does not donate it: old and new are "
-            "held at once.",
+            f"{humanize.size(sum(returned))} on each device, and does not donate it: old and new "
+            "are held at once.",
             f"Donate it: jax.jit(step, {_by_name(owner)}).",
             subject.step_source,
             bytes=sum(returned),

@@ -4,11 +4,11 @@ import collections
 from collections.abc import Iterator
 from typing import Any
 
+from shardlib import humanize
 from shardlib.explain.analysis.collectives import axes_text
 from shardlib.explain.analysis.equations import Placed as PlacedEquation
 from shardlib.explain.analysis.equations import equations, matmul_flops
 from shardlib.explain.analysis.explicit import is_explicit
-from shardlib.explain.analysis.params import bytes_text
 from shardlib.explain.hlo.places import Where, where_of_equation
 from shardlib.explain.hlo.text import Instruction, array_bytes
 from shardlib.explain.lint.activations import in_loss, shape_of_leaf
@@ -55,7 +55,7 @@ def _wide(kind: str, where: Where, members: list[tuple[Placed, tuple[str, ...]]]
         "SL401",
         where.place(kind),
         f"{kind} of {largest(shapes)} over {axes_text(placed.collective.mesh_axes)} is in float32 "
-        f"in a step of bfloat16 matmuls: bfloat16 would save {bytes_text(wasted)} a step.",
+        f"in a step of bfloat16 matmuls: bfloat16 would save {humanize.size(wasted)} a step.",
         "Cast to bfloat16 before the collective: a parameter before it is gathered, an activation "
         "where it is computed (preferred_element_type).",
         where.source,

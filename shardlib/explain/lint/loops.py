@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from shardlib import humanize
 from shardlib.explain.analysis.collectives import axes_text
-from shardlib.explain.analysis.params import bytes_text
 from shardlib.explain.hlo.places import Where, where_of
 from shardlib.explain.hlo.text import Instruction
 from shardlib.explain.lint.activations import is_parameter
@@ -46,9 +46,9 @@ def _repeated(placed: Placed, where: Where, trips: int, wasted: float) -> Findin
         where.place(collective.kind),
         f"{collective.kind} of {largest(collective.shapes)} over "
         f"{axes_text(collective.mesh_axes)} runs in each of {trips} iterations of a loop on a "
-        f"value that no iteration changes: {bytes_text(wasted)} sent for nothing.",
-        f"Compute it once before the loop, and pass it in: {bytes_text(collective.bytes)} on each "
-        "device.",
+        f"value that no iteration changes: {humanize.size(wasted)} sent for nothing.",
+        f"Compute it once before the loop, and pass it in: {humanize.size(collective.bytes)} on "
+        "each device.",
         where.source,
         where.name,
         wasted,
@@ -135,8 +135,8 @@ def uncounted(subject: Subject) -> Iterator[Finding]:
             "SL503",
             where.place("while"),
             f"a loop with {len(inside)} collective{'s' * (len(inside) > 1)} "
-            f"({bytes_text(sent)} sent in an iteration) has an unknown trip count: its traffic is "
-            "counted once.",
+            f"({humanize.size(sent)} sent in an iteration) has an unknown trip count: its traffic "
+            "is counted once.",
             "Write it as jax.lax.scan or fori_loop with a fixed trip count.",
             where.source,
             where.name,

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from shardlib.explain.analysis.params import bytes_text
+from shardlib import humanize
 from shardlib.explain.hlo.places import Where, is_library, where_of
 from shardlib.explain.hlo.text import Instruction
 from shardlib.explain.lint.activations import in_loss
@@ -123,7 +123,7 @@ def _odd_leaves(subject: Subject) -> Iterator[Finding]:
                 "SL105",
                 leaf.path,
                 f"{leaf.path} has a dim {dim} of {size}{among}: {here} on a device is not a "
-                f"multiple of {ALIGNED}, so {bytes_text(held)} are copied to padded rows before "
+                f"multiple of {ALIGNED}, so {humanize.size(held)} are copied to padded rows before "
                 "each matmul.",
                 f"Pad it to {wanted}.",
                 subject.step_source,

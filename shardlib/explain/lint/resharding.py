@@ -3,9 +3,9 @@
 import collections
 from collections.abc import Iterator
 
+from shardlib import humanize
 from shardlib.explain.analysis.collectives import axes_text
 from shardlib.explain.analysis.explicit import is_explicit
-from shardlib.explain.analysis.params import bytes_text
 from shardlib.explain.hlo.places import Where, is_library
 from shardlib.explain.lint.activations import (
     in_loss,
@@ -35,8 +35,8 @@ def resharded(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "SL201",
             where.place(),
-            f"{largest(first.shapes)} ({bytes_text(first.bytes)}) is resharded by {_a(kind)} over "
-            f"{axes_text(first.mesh_axes)}{times}: no rule asks for it.",
+            f"{largest(first.shapes)} ({humanize.size(first.bytes)}) is resharded by {_a(kind)} "
+            f"over {axes_text(first.mesh_axes)}{times}: no rule asks for it.",
             "Constrain the tensor to the same sharding before and after this line, or to the "
             "sharding of the rest of the layer.",
             where.source,
@@ -100,7 +100,7 @@ def unattributed(subject: Subject) -> Iterator[Finding]:
             "SL203",
             where.place(collective.kind),
             f"{_a(collective.kind)} of {largest(collective.shapes)} "
-            f"({bytes_text(collective.sent_bytes)} sent in a step) runs over groups of devices "
+            f"({humanize.size(collective.sent_bytes)} sent in a step) runs over groups of devices "
             f"that follow no mesh axes of {_mesh(subject)}: the compiler chose its own sharding.",
             "Constrain the inputs and outputs of this line to shardings over whole mesh axes.",
             where.source,

@@ -5,7 +5,8 @@ import math
 import re
 from collections.abc import Iterator
 
-from shardlib.explain.analysis.params import ParamsReport, bytes_text
+from shardlib import humanize
+from shardlib.explain.analysis.params import ParamsReport
 from shardlib.explain.hlo.places import Where, where_of
 from shardlib.explain.hlo.text import Instruction, array_bytes
 from shardlib.explain.lint.arguments import Argument
@@ -34,7 +35,7 @@ def _against_rules(subject: Subject, state: ParamsReport) -> Iterator[Finding]:
             yield Finding(
                 "SL101",
                 fault.path,
-                f"{fault.path} ({bytes_text(fault.bytes_per_device)} on each device) is more "
+                f"{fault.path} ({humanize.size(fault.bytes_per_device)} on each device) is more "
                 f"replicated than its rule wants: {fault.reason}.",
                 "Choose a size and a mesh that divide, or write None among the rule's alternatives "
                 "if it is meant.",
@@ -69,7 +70,8 @@ def _whole(subject: Subject, leaf: Argument, name: str, dim: int) -> Finding:
         "SL101",
         leaf.path,
         f"{leaf.path} {array_text(leaf)} is replicated on every device, "
-        f"{bytes_text(leaf.num_bytes)}, but most leaves around it are sharded over {name}={size}.",
+        f"{humanize.size(leaf.num_bytes)}, but most leaves around it are sharded over "
+        f"{name}={size}.",
         f"Shard its dim {dim - 1} of {leaf.shape[dim - 1]} over {name!r}.",
         subject.step_source,
         bytes=leaf.num_bytes * (1 - 1 / size),
@@ -135,7 +137,7 @@ def rematerialized(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "SL104",
             where.place(shape),
-            f"{shape} on each device is gathered to {bytes_text(whole)} and sharded again{way}"
+            f"{shape} on each device is gathered to {humanize.size(whole)} and sharded again{way}"
             f"{times}: the compiler found no direct way between the two shardings.",
             "Constrain the tensor to a sharding between the two, one mesh axis at a time. For "
             "table[ids], shard only one dim of the table.",

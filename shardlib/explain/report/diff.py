@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from shardlib import humanize
 from shardlib.explain.analysis.collectives import axes_text
-from shardlib.explain.analysis.params import bytes_text, spec_text
+from shardlib.explain.analysis.params import spec_text
 from shardlib.explain.report.report import StepReport
-from shardlib.explain.report.tables import Table
+from shardlib.tables import Table, captured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +60,10 @@ class Diff:
         specs = Table("parameters placed otherwise", ("parameter", "before", "after"), placed)
         faults = [Text(f"new fault: {fault}") for fault in self.new_faults]
         faults += [Text(f"fixed fault: {fault}") for fault in self.mended_faults]
-        return Group(*lines, table.render(), *([specs.render()] if placed else []), *faults)
+        return Group(*lines, table, *([specs] if placed else []), *faults)
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=160, no_color=True, highlight=False)
-        with console.capture() as capture:
-            console.print(self.render())
-        return capture.get()
+        return captured(self.render())
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the difference as plain data for JSON."""
@@ -139,4 +135,4 @@ def _row(change: Change) -> tuple[str, str, str, str]:
 def _text(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
-    return bytes_text(value) if unit == "bytes" else f"{value:.3g} s"
+    return humanize.size(value) if unit == "bytes" else humanize.duration(value)

@@ -5,6 +5,8 @@ from typing import Any
 
 from jax.sharding import Sharding
 
+from shardlib.tables import aligned
+
 
 def draw(array: Any, shape: tuple[int, ...] | None = None) -> str:
     """Draws the placement of an array as text: one cell for each shard, with its devices.
@@ -36,12 +38,7 @@ def draw(array: Any, shape: tuple[int, ...] | None = None) -> str:
     table = [[_range(row_dim, r), *(" / ".join(cells[r, c]) for c in columns)] for r in rows]
     if column_dim is not None:
         table.insert(0, ["", *(_range(column_dim, c) for c in columns)])
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    lines = [
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
-    ]
-    return "\n".join([header, *lines])
+    return "\n".join([header, *aligned(table)])
 
 
 def _range(dim: int | None, bounds: tuple[int, int] | None) -> str:

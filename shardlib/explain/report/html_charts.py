@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardlib.explain.analysis.params import bytes_text
+from shardlib import humanize
 
 _WIDTH = 860
 
@@ -24,7 +24,7 @@ def stacked_bar(parts: Sequence[tuple[str, float]], limit: float | None, limit_n
     scale = (_WIDTH - 20) / max(total, limit or 0.0, 1.0)
     boxes, legend, x = [], [], 0.0
     for index, (name, size) in enumerate(parts):
-        title = f"{name}: {bytes_text(size)}"
+        title = f"{name}: {humanize.size(size)}"
         boxes.append(
             f'<rect x="{x:.1f}" y="0" width="{size * scale:.1f}" height="36" '
             f'class="c{index % 9}"><title>{html.escape(title)}</title></rect>'
@@ -71,8 +71,8 @@ def timeline(points: Sequence[tuple[str, float]], limit: float | None, whole: fl
         y = height * (1 - limit / top)
         marks.append(f'<line x1="0" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}" class="limit"/>')
     label = (
-        f"buffers take {bytes_text(sizes[peak])} at most, at {html.escape(points[peak][0])}; with "
-        f"code and memory that only the compiler knows, the step needs {bytes_text(whole)}"
+        f"buffers take {humanize.size(sizes[peak])} at most, at {html.escape(points[peak][0])}; "
+        f"with code and memory that only the compiler knows, the step needs {humanize.size(whole)}"
     )
     return f"{_svg(_WIDTH, height, ''.join(marks))}<p>{label}</p>"
 
@@ -87,7 +87,7 @@ def heatmap(cells: np.ndarray, names: Sequence[str]) -> str:
         size = float(cells[row, column])
         # The faintest cell stays distinct from an empty one.
         shade = 0.12 + 0.88 * size / most
-        title = f"{names[row]} to {names[column]}: {bytes_text(size)}"
+        title = f"{names[row]} to {names[column]}: {humanize.size(size)}"
         marks.append(
             f'<rect x="{60 + column * side:.1f}" y="{20 + row * side:.1f}" width="{side:.1f}" '
             f'height="{side:.1f}" class="heat" fill-opacity="{shade:.2f}">'

@@ -5,10 +5,11 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from shardlib import humanize
 from shardlib.explain.analysis import timing
 from shardlib.explain.analysis.collectives import Collective, ProgramReport, Total, read_program
 from shardlib.explain.analysis.memory import MemoryReport, read_memory
-from shardlib.explain.analysis.params import ParamsReport, bytes_text, explain_params
+from shardlib.explain.analysis.params import ParamsReport, explain_params
 from shardlib.explain.analysis.roofline import Roofline, read_roofline, vocabularies_of
 from shardlib.explain.analysis.timing import Flow
 from shardlib.explain.aot.call import NO_KEYWORDS
@@ -23,9 +24,9 @@ from shardlib.explain.report.step_tables import (
     memory_table,
     roofline_table,
 )
-from shardlib.explain.report.tables import Table
 from shardlib.explain.report.to_json import facts
 from shardlib.hardware import Cluster, of_one_kind
+from shardlib.tables import Table, captured
 
 if TYPE_CHECKING:
     from shardlib.explain.report.diff import Diff
@@ -80,14 +81,14 @@ class StepReport:
     def verdict(self) -> str:
         """Returns one line that says whether the step fits."""
         memory, limit = self.memory, self.memory.capacity_bytes
-        needed = bytes_text(memory.peak_bytes)
+        needed = humanize.size(memory.peak_bytes)
         if limit is None:
             return f"needs {needed} on each device"
         if not memory.fits:
-            return f"does not fit: needs {needed} of {bytes_text(limit)}"
+            return f"does not fit: needs {needed} of {humanize.size(limit)}"
         share = memory.peak_bytes / limit
         note = f" ({memory.note})" if memory.note else ""
-        return f"fits: needs {needed} of {bytes_text(limit)} on each device, {share:.0%}{note}"
+        return f"fits: needs {needed} of {humanize.size(limit)} on each device, {share:.0%}{note}"
 
     @property
     def choices(self) -> Mapping[str, str]:
@@ -124,16 +125,11 @@ class StepReport:
         from rich.text import Text
 
         head = [Text(line) for line in (self.title(), self.verdict(), *self.notes())]
-        tables = [table.render() for table in self.tables()]
+        tables = self.tables()
         return Group(*head, *tables, *map(Text, map(str, self.findings)), Text(self.count()))
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=160, no_color=True, highlight=False)
-        with console.capture() as capture:
-            console.print(self.render())
-        return capture.get()
+        return captured(self.render())
 
     def html(self) -> str:
         """Returns the report as one HTML page that works offline."""
@@ -222,7 +218,8 @@ def report_on(
 def _advice(memory: MemoryReport) -> str:
     """Returns advice for a step that does not fit, by the largest category of its memory."""
     largest = max(memory.categories, key=lambda name: memory.categories[name])
-    what = f"most of it is {largest.replace('_', ' ')} ({bytes_text(memory.categories[largest])})"
+    held = humanize.size(memory.categories[largest])
+    what = f"most of it is {largest.replace('_', ' ')} ({held})"
     if largest in ("params", "optimizer", "gradients"):
         return f"{what}: shard them over more mesh axes, or take a larger cluster"
     if largest in ("activations", "temporaries"):

@@ -2,30 +2,30 @@
 
 from collections.abc import Iterator
 
+from shardlib import humanize
 from shardlib.explain.analysis import timing
 from shardlib.explain.analysis.collectives import ProgramReport, axes_text
 from shardlib.explain.analysis.memory import HeldBuffer, MemoryReport
-from shardlib.explain.analysis.params import bytes_text
 from shardlib.explain.analysis.roofline import CONVENTIONS, Roofline, StageCost
 from shardlib.explain.analysis.timing import Flow
-from shardlib.explain.report.tables import Table
+from shardlib.tables import Table
 
 _SENT = ("kind", "mesh axes", "count>", "sent by a device>", "where it is from")
-_TIMED = (*_SENT[:2], "over", *_SENT[2:4], "seconds>", "hidden>", _SENT[4])
+_TIMED = (*_SENT[:2], "over", *_SENT[2:4], "time>", "hidden>", _SENT[4])
 
 
 def memory_table(memory: MemoryReport) -> Table:
     """Returns the table of a device's memory at the peak, by category."""
     peak = max(memory.peak_bytes, 1)
     rows = [
-        (name.replace("_", " "), bytes_text(size), f"{size / peak:.0%}")
+        (name.replace("_", " "), humanize.size(size), f"{size / peak:.0%}")
         for name, size in memory.categories.items()
         if size
     ]
     notes = [f"the peak is at {memory.at}"] if memory.at else []
     if memory.surplus_bytes:
         more = "more" if memory.surplus_bytes > 0 else "less"
-        surplus = bytes_text(abs(memory.surplus_bytes))
+        surplus = humanize.size(abs(memory.surplus_bytes))
         notes.append(f"the compiler's own peak is {surplus} {more} than the known buffers hold")
     return Table("memory of one device at the peak", ("what", "bytes>", "share>"), rows, notes)
 
@@ -37,7 +37,7 @@ def buffer_table(memory: MemoryReport) -> Table:
 
 
 def _buffer(held: HeldBuffer) -> tuple[str, ...]:
-    size = bytes_text(held.bytes)
+    size = humanize.size(held.bytes)
     size = size if held.count == 1 else f"{held.count} x {size}"
     array = held.shape.partition("{")[0]
     return size, array, held.category.replace("_", " "), held.op_name, short(held.source)
@@ -53,24 +53,24 @@ def collective_table(program: ProgramReport, flows: tuple[Flow, ...]) -> Table:
 
 def _unattributed(program: ProgramReport) -> Iterator[str]:
     for c in program.unattributed():
-        what = f"{c.kind} {' '.join(c.shapes)} x {c.count}, {bytes_text(c.sent_bytes)} sent"
+        what = f"{c.kind} {' '.join(c.shapes)} x {c.count}, {humanize.size(c.sent_bytes)} sent"
         yield f"follows no mesh axes: {what} {c.source}".rstrip()
     if program.unread:
         what = ", ".join(f"{count} {name}" for name, count in program.unread.items())
-        yield f"not read: {what}, {bytes_text(program.unread_bytes)} sent"
+        yield f"not read: {what}, {humanize.size(program.unread_bytes)} sent"
     if not all(collective.trips_known for collective in program.collectives):
         yield "some loops have unknown trip counts and count once"
 
 
 def _sent(row: timing.Row) -> tuple[str, ...]:
-    sent = bytes_text(row.sent_bytes)
+    sent = humanize.size(row.sent_bytes)
     return row.kind, axes_text(row.mesh_axes), str(row.count), sent, _places(row)
 
 
 def _timed(row: timing.Row) -> tuple[str, ...]:
     kind, axes, count, sent, places = _sent(row)
-    seconds = "?" if row.unknown and not row.seconds else f"{row.seconds:.3g}"
-    hidden = f"{row.overlappable_seconds:.3g}" if row.overlappable_seconds else "-"
+    seconds = "?" if row.unknown and not row.seconds else humanize.duration(row.seconds)
+    hidden = humanize.duration(row.overlappable_seconds) if row.overlappable_seconds else "-"
     if "could overlap" in row.overlaps:
         hidden = "could be"
     return kind, axes, row.fabric, count, sent, seconds, hidden, places
@@ -87,7 +87,7 @@ def roofline_table(roofline: Roofline) -> Table:
     """Returns the table of the resources that each part of a step uses."""
     columns = (
         *("part", "FLOPs of a device>", "memory moved>", "FLOPs a byte>"),
-        *("compute s>", "memory s>", "network s>", "bound by"),
+        *("compute>", "memory>", "network>", "bound by"),
     )
     flops = roofline.flops
     notes = [
@@ -104,7 +104,7 @@ def _stage(stage: StageCost) -> tuple[str, ...]:
     return (
         stage.stage,
         f"{stage.flops:.3g}",
-        bytes_text(stage.memory_bytes),
+        humanize.size(stage.memory_bytes),
         f"{stage.intensity:.0f}",
         *(_seconds(s) for s in (stage.compute_seconds, stage.memory_seconds)),
         _seconds(stage.network_seconds),
@@ -113,7 +113,7 @@ def _stage(stage: StageCost) -> tuple[str, ...]:
 
 
 def _seconds(seconds: float | None) -> str:
-    return "?" if seconds is None else f"{seconds:.3g}"
+    return "?" if seconds is None else humanize.duration(seconds)
 
 
 def short(source: str) -> str:
