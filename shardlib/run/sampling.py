@@ -1,7 +1,9 @@
 """Text sampling from a model during training, or from a checkpoint of a run."""
 
 import dataclasses
+import functools
 import logging
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -144,7 +146,8 @@ def generate(
     run, scope = _resolved(config, mesh)
     parts = run.build(spec, scope)
     sampler = Sampler(parts, tokenizer)
-    state = _restored(saved, parts, step, notify, tokenizer)
+    check_tokenizer = functools.partial(_check_tokenizer, tokenizer, directory.tokenizer_file)
+    state = _restored(saved, parts, step, notify, check_tokenizer)
     if state is None:
         raise no_checkpoint(run_dir, saved)
     state = merged(parts.train_step(), state)
@@ -152,10 +155,14 @@ def generate(
 
 
 def _restored(
-    saved: SavedTiers, parts: Setup, step: int | None, notify: Notify, tokenizer: Tokenizer
+    saved: SavedTiers,
+    parts: Setup,
+    step: int | None,
+    notify: Notify,
+    check: Callable[[Manifest], None],
 ) -> Any:
     """Returns the state that `Sampler` needs, of a step or the newest valid one; None without a
-    valid one."""
+    valid one. `check` gets the manifest of a step before it is read."""
     abstract = parts.abstract
     averages = jax.tree.map(
         lambda node: node if isinstance(node, EmaState) else None,
@@ -173,13 +180,13 @@ def _restored(
         """Reports nothing: these arrays do not matter for sampling."""
 
     if step is not None:
-        _check_tokenizer(tokenizer, saved.manifest(step), parts.config.run_dir)
+        check(saved.manifest(step))
         return saved.restore(step, target, partial=partial, on_difference=on_difference)
     found = [(each, place) for place in saved.tiers.values() for each in place.candidates()]
     # The sort is stable: a step in two places is read from the first place.
     for each, place in sorted(found, key=lambda found: -found[0]):
         try:
-            _check_tokenizer(tokenizer, place.manifest(each), parts.config.run_dir)
+            check(place.manifest(each))
             return place.restore(each, target, partial=partial, on_difference=on_difference)
         except DamageError as error:
             reason = str(error).splitlines()[0].rstrip(":.")
@@ -187,12 +194,12 @@ def _restored(
     return None
 
 
-def _check_tokenizer(tokenizer: Tokenizer, manifest: Manifest, run_dir: str) -> None:
+def _check_tokenizer(tokenizer: Tokenizer, file: pathlib.Path, manifest: Manifest) -> None:
     """Raises `DataError` if a checkpoint was trained with another tokenizer."""
     trained_with = manifest.run.get("data", {}).get("tokenizer")
     if trained_with not in (None, tokenizer.fingerprint):
         raise DataError(
-            f"{run_dir}/tokenizer.json is not the tokenizer that step {manifest.step} was trained "
+            f"{file} is not the tokenizer that step {manifest.step} was trained "
             f"with: its fingerprint is {tokenizer.fingerprint}, not {trained_with}.\n"
             "  Restore the file, for example from a copy of the run."
         )
