@@ -53,6 +53,7 @@ def plain_config(flags: argparse.Namespace) -> PlainConfig:
 def train_in_jax(flags: argparse.Namespace) -> dict[str, Any]:
     """Trains on random tokens, by shardlib or by hand; returns the figures of this process."""
     import jax
+
     from plain_jax import make_mesh, random_batch
     from step_overhead import plain_trainer, shardlib_trainer
 

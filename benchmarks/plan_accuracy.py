@@ -17,10 +17,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from published import Case, read_file
+from published.fit_constants import calibrate, cross_validate, error, percentile, save
 from shardlib.cost.machine import constants as plan_constants
 from shardlib.cost.machine.constants import PRIORS, committed, judged
-from shardlib.plan.calibrate import calibrate, cross_validate, error, percentile, save
-from shardlib.plan.published import Case, read_file
 
 DATA = Path(__file__).parent / "data" / "published_runs.json"
 CONSTANTS = Path(plan_constants.__file__).parent / "constants.json"

@@ -23,14 +23,14 @@ if "--dry-run" in sys.argv:
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+
 from gpu_train import TINY, plain_config
 from plain_jax import make_mesh, random_batch
-from step_overhead import shardlib_trainer
-
 from shardlib.cost.machine.measured import MeasuredCluster
 from shardlib.hardware import Cluster, chip_for
 from shardlib.plan import Job, Layout, Transformer, peak_memory, step_time
 from shardlib.run.calibrating import calibrate
+from step_overhead import shardlib_trainer
 
 
 def job_of(flags: argparse.Namespace) -> Job:

@@ -17,12 +17,12 @@ import json
 import time
 from pathlib import Path
 
+from published import Case, read_file
 from shardlib.cost.transformer.memory import peak_memory
 from shardlib.cost.transformer.step_time import step_time
 from shardlib.cost.workload import NONE, Job
 from shardlib.hardware import parse_cluster
 from shardlib.plan.candidates import candidates
-from shardlib.plan.published import Case, read_file
 from shardlib.plan.search import search
 from shardlib.plan.workloads.named_models import named_model
 from shardlib.plan.workloads.transformer import TransformerWorkload

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 import plain_jax
 from plain_jax import PlainConfig
 

@@ -17,6 +17,7 @@ import json
 from typing import Any
 
 import flax.linen as nn
+
 from collectives import TPU_OPTIONS, devices_of, start_platforms
 
 MESHES = "data=2,fsdp=2,tensor=2", "fsdp=4,tensor=2", "fsdp=8"

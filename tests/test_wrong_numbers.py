@@ -4,12 +4,7 @@ The programs of `WRONG_BY_XLA` are wrong where XLA decides where values lie; run
 `benchmarks/wrong_numbers.py --constrain user --only ...` to see it.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from random_programs.compare import compare, run
 from random_programs.model import KINDS

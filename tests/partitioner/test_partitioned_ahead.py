@@ -12,13 +12,13 @@ import jax
 import optax
 import pytest
 from gradient_sums import Reader
-from unannotated import CASES
 
 import shardlib as sl
 from shardlib.explain.aot.topology import devices_of
 from shardlib.explain.wrong_numbers import wrong_numbers
 from shardlib.hardware import parse_cluster
 from shardlib.paths import named_leaves
+from unannotated import CASES
 
 BATCH = ("data", "fsdp")
 CLUSTERS = {

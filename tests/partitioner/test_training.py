@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from unannotated import CASES, Case, squared_error, vectors
 
 import shardlib as sl
 from shardlib.registry import DataSpec, family
@@ -20,6 +19,7 @@ from shardlib.train.local_sgd.outer import group_means
 from shardlib.train.reduce.reduction import ReductionConfig
 from shardlib_models.resnet import ResNetConfig
 from shardlib_models.transformer import TransformerConfig
+from unannotated import CASES, Case, squared_error, vectors
 
 MESH, ONE = "data=2,fsdp=2,tensor=2", "data=1"
 SGD = optax.sgd(0.1, 0.9)

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from published import fit_constants, read_file
 from shardlib.cost.layout import Layout, Software
 from shardlib.cost.machine.constants import PRIORS, committed
 from shardlib.cost.transformer.step_time import step_time
 from shardlib.cost.workload import FULL, FULL_EAGER, NONE, Experts, Job, Remat, Transformer
 from shardlib.errors import MeshError
 from shardlib.hardware import parse_cluster
-from shardlib.plan import calibrate
-from shardlib.plan.published import read_file
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.json"
 LLAMA = Transformer(32, 4096, 32, 8, 128, 14336, 128256)
@@ -115,22 +114,22 @@ def test_every_kind_of_cluster(cluster):
 
 
 def test_published_runs(cases):
-    errors = [calibrate.error(case, committed()) for case in cases]
+    errors = [fit_constants.error(case, committed()) for case in cases]
     sizes = sorted(map(abs, errors))
     assert len(cases) >= 200
     assert statistics.median(sizes) < 0.03
-    assert calibrate.percentile(sizes, 0.9) < 0.09
+    assert fit_constants.percentile(sizes, 0.9) < 0.09
     # Also where nothing was fitted: from datasheets alone.
     expected = {name: prior.value for name, prior in PRIORS.items()}
-    sizes = sorted(abs(calibrate.error(case, expected)) for case in cases)
+    sizes = sorted(abs(fit_constants.error(case, expected)) for case in cases)
     assert statistics.median(sizes) < 0.08
-    assert calibrate.percentile(sizes, 0.9) < 0.18
+    assert fit_constants.percentile(sizes, 0.9) < 0.18
 
 
 def test_constants_are_what_calibration_gives(cases):
     start = committed()
     assert set(start) == set(PRIORS)
-    moved = calibrate.calibrate(cases, start, rounds=2).constants
+    moved = fit_constants.calibrate(cases, start, rounds=2).constants
     for name, value in start.items():
         # It stops where further rounds move by less than a hundredth of the standard error.
         assert moved[name] == pytest.approx(value, rel=5e-3), name
@@ -140,14 +139,14 @@ def test_constants_are_what_calibration_gives(cases):
 def test_families_left_out_are_predicted(cases):
     """One family of each kind; the benchmark does all."""
     asked = [c for c in cases if c.family in ("tpu_recipes_ironwood", "megatron_seqsel_a100")]
-    errors = calibrate.cross_validate(asked, cases, committed())
+    errors = fit_constants.cross_validate(asked, cases, committed())
     assert len(errors) == len(asked) >= 10
     assert statistics.median(map(abs, errors.values())) < 0.12
 
 
 def test_saved_constants_read_back(tmp_path, cases):
-    fit = calibrate.calibrate(cases[:5], committed(), rounds=1)
-    calibrate.save(fit, tmp_path / "constants.json")
+    fit = fit_constants.calibrate(cases[:5], committed(), rounds=1)
+    fit_constants.save(fit, tmp_path / "constants.json")
     record = json.loads((tmp_path / "constants.json").read_text())
     assert {n: entry["value"] for n, entry in record["constants"].items()} == fit.constants
     assert record["fit"]["cases"] == 5

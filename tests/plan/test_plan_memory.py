@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from published import read_file
 from shardlib.cost.layout import Layout, Software
 from shardlib.cost.transformer.memory import layer_activations, peak_memory
 from shardlib.cost.workload import DOTS, FULL, NONE, SELECTIVE, Experts, Job, Remat, Transformer
@@ -17,7 +18,6 @@ from shardlib.hardware import parse_cluster
 from shardlib.optim.named import OptimizerConfig, build_optimizer
 from shardlib.plan.api import STATE_BYTES
 from shardlib.plan.problem import Choice
-from shardlib.plan.published import read_file
 from shardlib.plan.workloads.named_models import named_model
 from shardlib.plan.workloads.transformer import TransformerWorkload
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from published import read_file
 from shardlib.cost.layout import AXES, SHARDLIB, Layout
 from shardlib.cost.transformer.memory import peak_memory
 from shardlib.cost.transformer.step_time import step_time
@@ -15,7 +16,6 @@ from shardlib.errors import MeshError
 from shardlib.hardware import parse_cluster
 from shardlib.plan.candidates import candidates, of_layout, schedule
 from shardlib.plan.problem import Choice
-from shardlib.plan.published import read_file
 from shardlib.plan.search import capacity_bytes, least_layers, mesh_of, search
 from shardlib.plan.workloads.transformer import POLICIES, TransformerWorkload
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from published.model import model_of
 from shardlib.cost.transformer.flops import attended_pairs, step_flops
 from shardlib.cost.workload import FULL, FULL_EAGER, NONE, SELECTIVE, Job, Remat, Transformer
-from shardlib.plan.published.model import model_of
 
 RUNS = json.loads(
     (Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.json").read_text()

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
+from published import Unusable, read, read_file
+from published.case import chip_of, convention_of
+from published.software import software_of
 from shardlib.cost.layout import Layout
 from shardlib.cost.workload import DOTS, EVERY_SECOND, FULL, FULL_EAGER, NONE, SELECTIVE, Remat
-from shardlib.plan.published import Unusable, read, read_file
-from shardlib.plan.published.case import chip_of, convention_of
-from shardlib.plan.published.software import software_of
 
 DIMS = {
     "d_model": 4096,

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from published.model import Unusable
 from shardlib.cost.layout import Layout, Software
 from shardlib.cost.transformer import memory
 from shardlib.cost.workload import DOTS, EVERY_SECOND, FULL, FULL_EAGER, NONE, SELECTIVE, Job, Remat
 from shardlib.hardware import Cluster
-from shardlib.plan.published.model import Unusable
 
 _AXES = {
     "tp": "tensor",

@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from published.mesh import layout_of
+from published.model import Unusable, model_of
+from published.software import bytes_of, software_of
 from shardlib.cost.layout import Layout, Software
 from shardlib.cost.transformer.flops import Convention, step_flops
 from shardlib.cost.workload import Job, Precision
 from shardlib.hardware import Cluster
 from shardlib.hardware.chips import CHIPS, Chip
-from shardlib.plan.published.mesh import layout_of
-from shardlib.plan.published.model import Unusable, model_of
-from shardlib.plan.published.software import bytes_of, software_of
 
 _CHIPS = (
     (r"gb200|gb300|b300|pcie|nvl\b|gh200|a10g", None),

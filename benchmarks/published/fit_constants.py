@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
+from published import Case
 from shardlib.cost.machine.constants import PRIORS
 from shardlib.cost.transformer.step_time import step_time
-from shardlib.plan.published import Case
 
 _NOISE = 0.06
 """Standard deviation of the logarithm of a step time that no constant explains."""
