@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardlib.cost.layout import Layout
-from shardlib.cost.machine.constants import fit_errors
 from shardlib.errors import MeshError, ModelError
 from shardlib.hardware import Cluster, MixedCluster
 from shardlib.humanize import count, duration, gib
 from shardlib.mesh import MeshSpec
+from shardlib.plan.answer import Answer
 from shardlib.plan.describe import beyond_default_share, examples
 from shardlib.plan.mixed_describe import describe_mixed
 from shardlib.plan.mixed_search import (
@@ -25,9 +25,8 @@ from shardlib.plan.mixed_search import (
 )
 from shardlib.plan.objective import Goal
 from shardlib.plan.problem import Plan, Workload
-from shardlib.plan.result import OF_PUBLISHED_RUNS
 from shardlib.plan.search import capacity_bytes, mesh_of, search
-from shardlib.plan.settings import Settings, settings, to_overrides, to_yaml
+from shardlib.plan.settings import Settings, settings
 from shardlib.plan.why_not import WhyNot, read_mesh, slower_by
 
 if TYPE_CHECKING:
@@ -47,26 +46,15 @@ class Alone:
 
 
 @dataclasses.dataclass(frozen=True)
-class MixedPlans:
+class MixedPlans(Answer[MixedPlan]):
     """The best plans for a model on a mixed cluster; `str()` gives the report."""
 
-    name: str
-    """Name of the model or the config."""
-    workload: Workload
-    goal: Goal
-    cluster: MixedCluster
     found: MixedFound
-    """Search result with at least one plan."""
-    asked: tuple[WhyNot, ...] = ()
-    """Answers for the meshes that the question named."""
-    notes: tuple[str, ...] = ()
-    kept: frozenset[str] = frozenset()
-    """Config keys that no plan may set."""
 
     @property
-    def best(self) -> MixedPlan:
-        """The first plan."""
-        return self.found.plans[0]
+    def cluster(self) -> MixedCluster:
+        """Cluster that the plans are for."""
+        return self.best.cluster
 
     @functools.cached_property
     def alone(self) -> tuple[Alone, ...]:
@@ -78,50 +66,15 @@ class MixedPlans:
         ]
         return tuple(sorted(found, key=lambda one: one.plan.seconds if one.plan else math.inf))
 
-    @property
-    def rate(self) -> float:
-        """Tokens or images per second of the first plan."""
-        return self.workload.tokens / self.best.seconds
+    def why_not(self, mesh: MeshSpec) -> WhyNot:
+        """Returns the reasons why a mesh is not the plan.
 
-    @property
-    def tokens(self) -> float | None:
-        """Tokens or images of the whole run; None if not given."""
-        return self.goal.tokens
+        Raises:
+            MeshError: If the mesh cannot be read or does not fill the devices.
+        """
+        return _why_not(self.workload, self.cluster, self.best, mesh)
 
-    @property
-    def run_seconds(self) -> float:
-        """Seconds of the whole run; NaN if its length is not given."""
-        return math.nan if self.tokens is None else self.tokens / self.rate
-
-    @property
-    def chip_hours(self) -> float:
-        """Chip-hours of the whole run; NaN if its length is not given."""
-        return self.run_seconds * self.cluster.num_chips / 3600
-
-    @property
-    def error(self) -> float:
-        """Relative error within which nine in ten predictions on chips of one kind lie."""
-        return fit_errors()["cv_p90_error"]
-
-    @property
-    def error_source(self) -> str:
-        """Source of `error`, as text."""
-        return OF_PUBLISHED_RUNS
-
-    def mfu(self, plan: MixedPlan | None = None) -> float:
-        """Returns model FLOPs (causal attention) over the peak FLOPs of all chips; 0.0 if
-        unknown."""
-        plan = self.best if plan is None else plan
-        peak = 0.0
-        for kind in self.cluster.kinds:
-            assert kind.chip is not None
-            each = kind.chip.flops_per_device("bf16") or kind.chip.flops_per_device("fp16") or 0.0
-            peak += each * kind.num_devices
-        return self.workload.flops / (peak * plan.seconds) if peak else 0.0
-
-    def settings(self, plan: MixedPlan | None = None) -> Settings:
-        """Returns the settings of a plan by config key."""
-        plan = self.best if plan is None else plan
+    def _settings(self, plan: MixedPlan) -> Settings:
         batch, shards = self.workload.batch, plan.layout.batch_shards
         counts = ",".join(map(str, plan.group_microbatches))
         found = settings(plan.as_plan(), self.workload.num_layers, batch=batch)
@@ -132,59 +85,20 @@ class MixedPlans:
         if batch % shards:
             # Groups take equal parts of an evaluation batch.
             found["eval.global_batch"] = max(batch // shards, 1) * shards
-        return {key: value for key, value in found.items() if key not in self.kept}
-
-    def fragment(self, plan: MixedPlan | None = None) -> str:
-        """Returns the settings of a plan as YAML, to be merged into a config."""
-        return to_yaml(self.settings(plan))
-
-    def overrides(self, plan: MixedPlan | None = None) -> list[str]:
-        """Returns the settings of a plan as command-line arguments for `shardlib train CONFIG`."""
-        return to_overrides(self.settings(plan))
-
-    def why_not(self, mesh: MeshSpec) -> WhyNot:
-        """Returns the reasons why a mesh is not the plan.
-
-        Raises:
-            MeshError: If the mesh cannot be read or does not fill the devices.
-        """
-        return _why_not(self.workload, self.cluster, self.best, mesh)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the answer as plain data."""
-        return {
-            "model": self.name,
-            "cluster": self.cluster.name,
-            "devices": self.cluster.num_devices,
-            "chips": self.cluster.num_chips,
-            "objective": self.goal.objective,
-            "batch": self.workload.batch,
-            self.workload.unit + "_per_step": self.workload.tokens,
-            self.workload.unit + "_per_second": self.rate,
-            "error": self.error,
-            "layouts": self.found.layouts,
-            "fitting": self.found.fitting,
-            "priced": self.found.priced,
-            "run_seconds": None if self.tokens is None else self.run_seconds,
-            "chip_hours": None if self.tokens is None else self.chip_hours,
-            "plans": [self._plan(plan) for plan in self.found.plans],
-            "bottleneck": self.best.time.bottleneck,
-            "alone": [
-                {"cluster": one.cluster.name, "seconds": one.plan.seconds if one.plan else None}
-                for one in self.alone
-            ],
-            "why_not": [asked.to_dict() for asked in self.asked],
-            "notes": list(self.notes),
-        }
+        alone = [
+            {"cluster": one.cluster.name, "seconds": one.plan.seconds if one.plan else None}
+            for one in self.alone
+        ]
+        return {**super().to_dict(), "alone": alone}
 
-    def _plan(self, plan: MixedPlan) -> dict[str, Any]:
+    def _plan_facts(self, plan: MixedPlan) -> dict[str, Any]:
         return {
-            "settings": self.settings(plan),
-            "overrides": self.overrides(plan),
-            "seconds": plan.seconds,
-            "mfu": self.mfu(plan),
+            **super()._plan_facts(plan),
             "rows_per_microbatch": plan.rows,
-            "time": plan.time.parts,
             "kinds": [_share(share) for share in plan.shares],
         }
 
@@ -240,7 +154,7 @@ def answer_mixed(
     said += _of_jax(cluster)
     held = ([(s.cluster, s.memory.total) for s in plan.shares] for plan in found.plans)
     said += beyond_default_share(held)
-    return MixedPlans(name, workload, goal, cluster, found, tuple(asked), tuple(said), kept)
+    return MixedPlans(name, workload, goal, found, tuple(asked), tuple(said), kept)
 
 
 def _of_jax(cluster: MixedCluster) -> list[str]:

@@ -7,12 +7,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from shardlib.cost.machine.constants import fit_errors
-from shardlib.cost.machine.measured import MeasuredCluster
 from shardlib.errors import MeshError
 from shardlib.hardware import Cluster
 from shardlib.humanize import count, duration, gib
 from shardlib.mesh import MeshSpec
+from shardlib.plan.answer import Answer
 from shardlib.plan.candidates import candidates
 from shardlib.plan.describe import describe, largest_parts
 from shardlib.plan.fixes import smallest
@@ -20,7 +19,7 @@ from shardlib.plan.objective import Goal, next_larger, roomier
 from shardlib.plan.problem import Plan, Workload
 from shardlib.plan.search import Found, capacity_bytes, search
 from shardlib.plan.sensitivity import Lever, levers
-from shardlib.plan.settings import Settings, settings, to_overrides, to_yaml
+from shardlib.plan.settings import Settings, settings
 from shardlib.plan.why_not import WhyNot, why_not
 
 _SIMILAR = 0.25
@@ -28,32 +27,13 @@ _NEAR_BATCHES = 40
 """Other batches to try when no mesh divides a batch."""
 
 
-OF_PUBLISHED_RUNS = "nine in ten published runs whose family was not fitted to lie within"
-"""Source of the error of a plan on hardware that was not measured."""
-
-
 @dataclasses.dataclass(frozen=True)
-class Plans:
+class Plans(Answer[Plan]):
     """The best plans for a model on a cluster; `str()` gives the report."""
 
-    name: str
-    """Name of the model or the config."""
-    workload: Workload
-    goal: Goal
     found: Found
-    """Search result with at least one plan."""
-    asked: tuple[WhyNot, ...] = ()
-    """Answers for the meshes that the question named."""
-    notes: tuple[str, ...] = ()
-    kept: frozenset[str] = frozenset()
-    """Config keys that no plan may set."""
     in_code: bool = False
     """Whether the model is the user's own, without a config, so that a plan is shown as code."""
-
-    @property
-    def best(self) -> Plan:
-        """The first plan."""
-        return self.found.plans[0]
 
     @property
     def cluster(self) -> Cluster:
@@ -66,74 +46,16 @@ class Plans:
         return capacity_bytes(self.cluster)
 
     @property
-    def tokens(self) -> float | None:
-        """Tokens or images of the whole run; None if not given."""
-        return self.goal.tokens
-
-    @property
-    def rate(self) -> float:
-        """Tokens or images per second of the first plan."""
-        return self.workload.tokens / self.best.seconds
-
-    @property
-    def run_seconds(self) -> float:
-        """Seconds of the whole run; NaN if its length is not given."""
-        return math.nan if self.tokens is None else self.tokens / self.rate
-
-    @property
-    def chip_hours(self) -> float:
-        """Chip-hours of the whole run; NaN if its length is not given."""
-        return self.run_seconds * self.cluster.num_chips / 3600
-
-    @property
     def cost(self) -> float | None:
         """USD of the whole run; None without a price or a length of the run."""
         if self.goal.price is None or self.tokens is None:
             return None
         return self.chip_hours * self.goal.price
 
-    @property
-    def error(self) -> float:
-        """Relative error within which nine in ten predictions lie, as far as known."""
-        if isinstance(self.cluster, MeasuredCluster):
-            return self.cluster.measured.fit_error
-        return fit_errors()["cv_p90_error"]
-
-    @property
-    def error_source(self) -> str:
-        """Source of `error`, as text."""
-        if isinstance(self.cluster, MeasuredCluster):
-            return "constants fitted here match the measurements within"
-        return OF_PUBLISHED_RUNS
-
     @functools.cached_property
     def levers(self) -> list[Lever]:
         """Changes that would make the first plan faster or cheaper."""
         return levers(self.workload, self.best)
-
-    def mfu(self, plan: Plan | None = None) -> float:
-        """Returns model FLOPs (causal attention) over the peak FLOPs of the chips; 0.0 if
-        unknown."""
-        plan = self.best if plan is None else plan
-        chip = plan.cluster.chip
-        peak = (chip.flops_per_device("bf16") or chip.flops_per_device("fp16")) if chip else None
-        if not peak:
-            return 0.0
-        return self.workload.flops / (peak * plan.cluster.num_devices * plan.seconds)
-
-    def settings(self, plan: Plan | None = None) -> Settings:
-        """Returns the settings of a plan by config key."""
-        plan = self.best if plan is None else plan
-        found = settings(plan, self.workload.num_layers, batch=self.workload.batch)
-        return {key: value for key, value in found.items() if key not in self.kept}
-
-    def fragment(self, plan: Plan | None = None) -> str:
-        """Returns the settings of a plan as YAML, to be merged into a config."""
-        return to_yaml(self.settings(plan))
-
-    def overrides(self, plan: Plan | None = None) -> list[str]:
-        """Returns the settings of a plan as command-line arguments for `shardlib train CONFIG`."""
-        return to_overrides(self.settings(plan))
 
     def why_not(self, mesh: MeshSpec) -> WhyNot:
         """Returns the reasons why a mesh is not the plan.
@@ -143,38 +65,17 @@ class Plans:
         """
         return why_not(self.workload, self.cluster, self.best, mesh)
 
+    def _settings(self, plan: Plan) -> Settings:
+        return settings(plan, self.workload.num_layers, batch=self.workload.batch)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the answer as plain data."""
-        return {
-            "model": self.name,
-            "cluster": self.cluster.name,
-            "devices": self.cluster.num_devices,
-            "chips": self.cluster.num_chips,
-            "objective": self.goal.objective,
-            "batch": self.workload.batch,
-            self.workload.unit + "_per_step": self.workload.tokens,
-            self.workload.unit + "_per_second": self.rate,
-            "error": self.error,
-            "layouts": self.found.layouts,
-            "fitting": self.found.fitting,
-            "priced": self.found.priced,
-            "run_seconds": None if self.tokens is None else self.run_seconds,
-            "chip_hours": None if self.tokens is None else self.chip_hours,
-            "cost": self.cost,
-            "plans": [self._plan(plan) for plan in self.found.plans],
-            "bottleneck": self.best.time.bottleneck,
-            "levers": [dataclasses.asdict(lever) for lever in self.levers],
-            "why_not": [asked.to_dict() for asked in self.asked],
-            "notes": list(self.notes),
-        }
+        facts = [dataclasses.asdict(lever) for lever in self.levers]
+        return {**super().to_dict(), "cost": self.cost, "levers": facts}
 
-    def _plan(self, plan: Plan) -> dict[str, Any]:
+    def _plan_facts(self, plan: Plan) -> dict[str, Any]:
         return {
-            "settings": self.settings(plan),
-            "overrides": self.overrides(plan),
-            "seconds": plan.seconds,
-            "mfu": self.mfu(plan),
-            "time": plan.time.parts,
+            **super()._plan_facts(plan),
             "memory": vars(plan.memory) | {"total": plan.memory.total},
             "capacity": capacity_bytes(plan.cluster),
         }
