@@ -80,7 +80,10 @@ def _headline(plans: "Plans") -> str:
     cluster = best.cluster
     chips = f"{cluster.num_chips:,} {cluster.chip.full_name}" if cluster.chip else cluster.name
     head = headline(plans.name, plans.workload, f"{cluster.name} ({chips})")
-    tried = f"{found.layouts:,} layouts can be run, {found.fitting:,} fit, {found.priced:,} priced"
+    tried = (
+        f"{found.layouts:,} layouts can be run, {found.fitting:,} fit; "
+        f"{found.priced:,} plans with them were priced"
+    )
     return f"{head}\n{tried}"
 
 

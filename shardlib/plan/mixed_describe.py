@@ -41,7 +41,10 @@ def _headline(plans: "MixedPlans") -> str:
     found, cluster = plans.found, plans.cluster
     chips = (f"{k.num_chips:,} {k.chip.full_name}" for k in cluster.kinds if k.chip)
     head = headline(plans.name, plans.workload, f"{cluster.name} ({', '.join(chips)})")
-    tried = f"{found.layouts:,} layouts can be run, {found.fitting:,} fit, {found.priced:,} priced"
+    tried = (
+        f"{found.layouts:,} layouts can be run, {found.fitting:,} fit; "
+        f"{found.priced:,} plans with them were priced"
+    )
     return f"{head}\n{tried}"
 
 

@@ -85,7 +85,7 @@ class StepReport:
         if limit is None:
             return f"needs {needed} on each device"
         if not memory.fits:
-            return f"does not fit: needs {needed} of {humanize.size(limit)}"
+            return f"does not fit: needs {needed}; a device has {humanize.size(limit)}"
         share = memory.peak_bytes / limit
         note = f" ({memory.note})" if memory.note else ""
         return f"fits: needs {needed} of {humanize.size(limit)} on each device, {share:.0%}{note}"
