@@ -6,7 +6,7 @@ import math
 def size(num_bytes: float) -> str:
     """Returns bytes with a binary unit: `512 B`, `3.4 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1024 or unit == "TiB":
+        if round(num_bytes, 1) < 1024 or unit == "TiB":
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     raise AssertionError
@@ -24,9 +24,10 @@ def duration(seconds: float) -> str:
     for unit, name in ((86400, "days"), (3600, "hours")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:,.1f} {name}"
-    if 0 < seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} µs"
-    return f"{seconds * 1e3:.3g} ms" if 0 < seconds < 1 else f"{seconds:,.4g} s"
+    rounded = _three_digits(seconds)
+    if 0 < rounded < 1e-3:
+        return f"{rounded * 1e6:.3g} µs"
+    return f"{rounded * 1e3:.3g} ms" if 0 < rounded < 1 else f"{seconds:,.4g} s"
 
 
 def clock(seconds: float) -> str:
@@ -43,6 +44,7 @@ def clock(seconds: float) -> str:
 
 def count(number: float) -> str:
     """Returns a count with three digits: `950`, `7.5K`, `1.23M`, `8.03B`."""
+    number = _three_digits(number)
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(number) >= unit:
             return f"{number / unit:.3g}{name}"
@@ -51,6 +53,7 @@ def count(number: float) -> str:
 
 def flops(number: float) -> str:
     """Returns a number of floating-point operations: `12.3 TFLOP`."""
+    number = _three_digits(number)
     for unit, name in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= unit:
             return f"{number / unit:.3g} {name}FLOP"
@@ -71,3 +74,8 @@ def plural(number: int, noun: str) -> str:
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def _three_digits(number: float) -> float:
+    """Rounds before a unit is chosen: 999,999 is `1M`, not `1e+03K`."""
+    return float(f"{number:.3g}")

@@ -1,4 +1,4 @@
-"""What all answers of `plan` have: a ranking, the run that it implies, and settings of a config."""
+"""The common part of all answers of `plan`: a ranking, the length of the run, config settings."""
 
 import dataclasses
 import math

@@ -70,7 +70,7 @@ def resolve(config: RunConfig, devices: Devices, *, began: RunConfig | None = No
 
 
 def as_recorded(config: RunConfig, began: RunConfig | None) -> RunConfig:
-    """Returns a config whose open settings are those of the run that it continues."""
+    """Returns a config whose open settings have the values of the run that it continues."""
     if began is None:
         return config
     train, before = config.train, began.train
