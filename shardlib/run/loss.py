@@ -26,7 +26,7 @@ def check_loss(config: RunConfig) -> None:
     """Raises `ConfigError` for a loss that does not take what a run passes to it."""
     loss = loss_of(config, family(config.model.name), train=True)
     try:
-        inspect.signature(loss).bind(None, None, None)
+        inspect.signature(loss.func).bind(None, None, None, **loss.keywords)
     except TypeError as error:
         name = config.train.loss or f"the loss of model {config.model.name!r}"
         given = ", ".join(f"{key}={value}" for key, value in loss.keywords.items())
