@@ -1,54 +1,53 @@
-"""Model families: the trainer's interface to models, found by entry point.
+"""Model families: the trainer's interface to models, found by entry point or by import path.
 
 A package offers its models in `pyproject.toml`, in addition to the built-in ones:
 
     [project.entry-points."shardlib.models"]
     mymodel = "mypackage.mymodel:FAMILY"
+
+A config may also name a family by where it is, as in `model.name: mypackage.mymodel:FAMILY`.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Literal
+from typing import Any
 
+from shardlib.batch_kinds import EXAMPLES as EXAMPLES
+from shardlib.batch_kinds import IMAGES as IMAGES
+from shardlib.batch_kinds import TEXT as TEXT
+from shardlib.batch_kinds import BatchKind as BatchKind
+from shardlib.batch_kinds import DataSpec as DataSpec
 from shardlib.errors import ModelError, did_you_mean
+from shardlib.import_paths import imported, is_import_path
 
 GROUP = "shardlib.models"
 
 
-@dataclass(frozen=True)
-class DataSpec:
-    """Properties of the data that a model needs. None for fields that do not apply."""
-
-    vocab_size: int | None = None
-    """Number of token ids: every token is in [0, vocab_size)."""
-    sequence_length: int | None = None
-    """Tokens in one row of a batch."""
-    num_classes: int | None = None
-    """Number of labels: every label is in [0, num_classes)."""
-    image_shape: tuple[int, int, int] | None = None
-    """Height, width and channels of one image."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelFamily:
     """One family of models: its config and the pure functions that make and use a model."""
 
     config: type
-    """A config class whose field `name: Literal["..."]` is the name of the entry point."""
-    inputs: Literal["text", "images"]
-    """The kind of batch that `loss` takes."""
+    """A configclass. Its field `name` is the name of the entry point, `name: Literal["..."]`, or
+    for a family named by import path any text, `name: str`."""
     make: Callable[..., Any]
     """`make(config, data_spec, rngs) -> nnx.Module`. Values depend on the RNGs alone."""
-    validate: Callable[..., list[str]]
-    """`validate(config, data_spec)`: every fault as a sentence; empty for a valid pair."""
     loss: Callable[..., Any]
     """`loss(model, batch, rng, *, train, label_smoothing=0.0, z_loss=0.0) -> (Mean, metrics)`.
 
-    `metrics` is a dict of `losses.Mean`. `train` switches dropout and batch statistics.
+    `metrics` is a dict of `losses.Mean`. `train` switches dropout and batch statistics. A loss may
+    leave out `label_smoothing` and `z_loss`, which a config then cannot set.
     """
-    flops_per_example: Callable[..., float]
-    """`flops_per_example(config, data_spec)`: model FLOPs of one example, forward and backward."""
+    inputs: BatchKind = EXAMPLES
+    """The kind of batch that `loss` takes: TEXT, IMAGES, EXAMPLES or one of your own."""
+    validate: Callable[..., list[str]] | None = None
+    """`validate(config, data_spec)`: every fault as a sentence; empty for a valid pair. `shardlib
+    check` shrinks the sizes of a model as far as they are valid. None: every config is valid, and
+    its sizes stay."""
+    flops_per_example: Callable[..., float] | None = None
+    """`flops_per_example(config, data_spec)`: model FLOPs of one example, forward and backward.
+    None: the matmuls and convolutions of the traced loss and its gradient."""
     generate: Callable[..., Any] | None = None
     """`generate(model, tokens, *, length, temperature, rng) -> [b, n + length] int32`.
 
@@ -61,6 +60,10 @@ class ModelFamily:
     """`dims(config, data_spec)`: the planner's dims of a decoder-only transformer, by the field
     names of `shardlib.plan.Transformer`, with `experts` as a mapping of the field names of
     `shardlib.plan.Experts`. None for models of other kinds, whose steps are traced instead."""
+
+    def faults(self, config: Any, data: DataSpec) -> list[str]:
+        """Returns the faults that `validate` finds."""
+        return [] if self.validate is None else self.validate(config, data)
 
 
 def families() -> dict[str, ModelFamily]:
@@ -75,9 +78,16 @@ def families() -> dict[str, ModelFamily]:
 def family(name: str) -> ModelFamily:
     """Returns one model family, without importing the others.
 
+    Args:
+        name: Name of an entry point, or an import path `module:name`.
+
     Raises:
         ModelError: If no installed package offers `name`, or its entry point cannot be loaded.
+        ConfigError: If an import path does not lead to a model family.
     """
+    if is_import_path(name):
+        expected = "a shardlib.registry.ModelFamily"
+        return imported(name, expected, lambda found: isinstance(found, ModelFamily))
     entries = _entries()
     if name not in entries:
         known = ", ".join(sorted(entries)) or "none"

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import sys
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,22 @@ def test_the_python_of_a_guide_runs(page, capsys, tmp_path, monkeypatch):
     if page.stem == "long_runs":
         up = names["arrays"]["params"]["up"]["kernel"]
         np.testing.assert_array_equal(up, names["state"].params["up"]["kernel"])
+
+
+@pytest.mark.docs
+def test_the_model_of_a_guide_trains_by_its_path(capfd, tmp_path, monkeypatch):
+    page = ROOT / "docs" / "your_model.md"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "mine.py").write_text(blocks(page, "python")[0])
+    (tmp_path / "mine.yaml").write_text(blocks(page, "yaml")[0])
+    words = ["train.cpu_devices=8", "train.compilation_cache=null", "mesh=fsdp=4,tensor=2"]
+    with pytest.raises(SystemExit) as exited:
+        main(["train", "mine.yaml", "train.steps=3", *words])
+    out, err = capfd.readouterr()
+    assert exited.value.code == 0, err
+    assert "finished at step 3" in out
+    assert (tmp_path / "runs" / "mine" / "checkpoints").is_dir()
 
 
 def test_the_readme_opens_with_the_two_commands_and_is_short():

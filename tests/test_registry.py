@@ -19,16 +19,16 @@ class Config:
     name: Literal["mine"] = "mine"
 
 
-FAMILY = registry.ModelFamily(Config, "text", print, print, print, print)
+FAMILY = registry.ModelFamily(config=Config, make=print, loss=print)
 
 
 def test_the_built_in_families_are_installed():
     families = registry.families()
     assert {"resnet", "transformer"} <= families.keys()
     assert registry.family("transformer") is families["transformer"]
-    assert families["transformer"].inputs == "text"
+    assert families["transformer"].inputs is registry.TEXT
     assert families["transformer"].generate is not None
-    assert families["resnet"].inputs == "images"
+    assert families["resnet"].inputs is registry.IMAGES
     assert families["resnet"].generate is None
 
 

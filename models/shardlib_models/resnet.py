@@ -17,7 +17,7 @@ from flax import nnx
 from shardlib.config import configclass
 from shardlib.errors import ModelError
 from shardlib.losses import Mean, cross_entropy
-from shardlib.registry import DataSpec, ModelFamily
+from shardlib.registry import IMAGES, DataSpec, ModelFamily
 from shardlib.sharding.constrain import constrain
 from shardlib_models.layers import Linear, parameter
 
@@ -299,7 +299,7 @@ def flops_per_example(config: ResNetConfig, data: DataSpec) -> float:
 
 FAMILY = ModelFamily(
     config=ResNetConfig,
-    inputs="images",
+    inputs=IMAGES,
     make=make,
     validate=validate,
     loss=loss,

@@ -12,7 +12,7 @@ from shardlib.losses import Mean, chunked_cross_entropy, cross_entropy
 from shardlib.nn.attention import Order, frequencies, rotations, zigzag
 from shardlib.nn.moe import RouterStats
 from shardlib.nn.stack import scan_layers, stack_layers
-from shardlib.registry import DataSpec, ModelFamily
+from shardlib.registry import TEXT, DataSpec, ModelFamily
 from shardlib.sharding.constrain import constrain
 from shardlib_models import moe
 from shardlib_models.layers import Embedding, Linear, Norm, dropout, residual, whole
@@ -235,7 +235,7 @@ def _with_routers(
 
 FAMILY = ModelFamily(
     config=TransformerConfig,
-    inputs="text",
+    inputs=TEXT,
     make=make,
     validate=validate,
     loss=loss,

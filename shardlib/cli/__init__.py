@@ -7,6 +7,7 @@ failure and for faults found by `explain --strict`.
 """
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Arguments after the program name; default `sys.argv[1:]`.
     """
+    _look_in_current_directory()
     words = list(sys.argv[1:] if arguments is None else arguments)
     own = words.index("--") if "--" in words else len(words)
     debug = "--debug" in words[:own]
@@ -64,6 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         _exit(_code_of(error))
+
+
+def _look_in_current_directory() -> None:
+    """Makes the modules of the current directory importable, as `python -m` does: a config may name
+    classes and functions in them."""
+    here = os.getcwd()
+    if not sys.flags.safe_path and not {"", here} & set(sys.path):
+        sys.path.insert(0, here)
 
 
 def _code_of(error: ShardlibError) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Sequence as _Sequence
 from typing import Any as _Any
 from typing import TypeVar as _TypeVar
 
+from shardlib.config.classes import ImportPath as ImportPath
 from shardlib.config.classes import Variants as Variants
 from shardlib.config.classes import configclass as configclass
 from shardlib.config.describe import Key as Key

@@ -13,7 +13,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from shardlib.errors import did_you_mean
+from shardlib.errors import ConfigError, did_you_mean
+from shardlib.import_paths import imported, is_import_path
 
 T = TypeVar("T")
 
@@ -57,11 +58,14 @@ class Variants:
             class has the field `key`, whose default is its own name.
         key: The key that chooses.
         default: The name used if the key is absent; None makes the key required.
+        by_path: Returns the configclass of an import path, `module:name`, or raises a
+            `ShardlibError`. Its field `key` is any text and holds the path. None allows no paths.
     """
 
     load_types: Callable[[], Mapping[str, type]]
     key: str = "name"
     default: str | None = None
+    by_path: Callable[[str], type] | None = None
 
     def classes(self) -> dict[str, type]:
         """Returns the configclasses by name.
@@ -78,6 +82,49 @@ class Variants:
                     f"{self.key}: Literal[{name!r}] = {name!r}."
                 )
         return classes
+
+    def takes(self, name: Any) -> bool:
+        """Whether a name is to be read as an import path."""
+        return self.by_path is not None and is_import_path(name)
+
+    def class_at(self, path: str) -> type:
+        """Returns the configclass of an import path.
+
+        Raises:
+            ShardlibError: If the path is wrong, or the class is not a configclass that holds it.
+        """
+        assert self.by_path is not None
+        cls = self.by_path(path)
+        field = fields_of(cls).get(self.key) if is_section(cls) else None
+        if field is None or str not in options(field.hint):
+            raise ConfigError(
+                f"{cls.__qualname__}, which {path} names, is not a configclass with the field "
+                f"{self.key}: str.\n  Declare `{self.key}: str = {path!r}` in it."
+            )
+        return cls
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportPath:
+    """Marks text that is the import path of an object, `module:name`.
+
+    ```python
+    loss: Annotated[str, ImportPath("a loss function")] | None = None
+    ```
+
+    The object is imported when the config is made, so that a wrong path is a fault of its key.
+
+    Args:
+        expected: The kind of object, with its article.
+        accepts: Whether an object is of that kind.
+    """
+
+    expected: str
+    accepts: Callable[[Any], bool] = callable
+
+    def load(self, path: str) -> Any:
+        """Returns the object; raises `ConfigError` for a wrong path."""
+        return imported(path, self.expected, self.accepts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,18 +162,30 @@ def fields_of(cls: type) -> Mapping[str, ConfigField]:
 def _choice_fields(cls: type) -> Mapping[str, list[Any]]:
     """Returns the fields with a `Literal` among the options of their type, with these options."""
     try:
-        hints = {name: options(hint) for name, hint in typing.get_type_hints(cls).items()}
+        hints = typing.get_type_hints(cls, include_extras=True)
     except NameError:  # A class defined in a function may refer to local names.
         return {}
-    return {name: found for name, found in hints.items() if any(map(choices, found))}
+    found = {name: options(hint) for name, hint in hints.items()}
+    return {
+        name: members
+        for name, members in found.items()
+        if any(choices(member) or import_path_of(member) for member in members)
+    }
 
 
 def _check_choices(config: Any) -> None:
     faults = []
     for name, found in _choice_fields(type(config)).items():
         value, known = getattr(config, name), [x for option in found for x in choices(option)]
-        others = [option for option in found if not choices(option)]
+        paths = [marker for option in found if (marker := import_path_of(option))]
+        others = [option for option in found if not choices(option) and not import_path_of(option)]
         if any(type(value) is type(x) and value == x for x in known):
+            continue
+        if paths and isinstance(value, str) and (is_import_path(value) or not known):
+            try:
+                paths[0].load(value)
+            except ConfigError as error:
+                faults.append(f"{name}: {error}")
             continue
         if any(not isinstance(o, type) or isinstance(value, o) for o in others):
             continue
@@ -134,6 +193,7 @@ def _check_choices(config: Any) -> None:
             continue
         near = did_you_mean(value, map(str, known)) if isinstance(value, str) else ""
         kinds = [o.__name__ for o in others if o is not type(None)]
+        kinds += [f"module:name of {marker.expected}" for marker in paths if not known]
         expected = ", ".join([*map(repr, known), *kinds])
         faults.append(f"{name} is {value!r}, but must be one of {expected}.{near}")
     if faults:
@@ -182,10 +242,14 @@ def is_section(hint: Any) -> bool:
 
 def variants_of(hint: Any) -> Variants | None:
     """Returns the `Variants` of an annotated type, or None."""
-    for marker in getattr(hint, "__metadata__", ()):
-        if isinstance(marker, Variants):
-            return marker
-    return None
+    markers = getattr(hint, "__metadata__", ())
+    return next((marker for marker in markers if isinstance(marker, Variants)), None)
+
+
+def import_path_of(hint: Any) -> ImportPath | None:
+    """Returns the `ImportPath` of an annotated type, or None."""
+    markers = getattr(hint, "__metadata__", ())
+    return next((marker for marker in markers if isinstance(marker, ImportPath)), None)
 
 
 def options(hint: Any) -> list[Any]:

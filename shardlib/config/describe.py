@@ -14,12 +14,14 @@ from shardlib.config.classes import (
     Variants,
     choices,
     fields_of,
+    import_path_of,
     is_section,
     options,
     variants_of,
 )
 from shardlib.config.tree import join
 from shardlib.errors import without_credentials
+from shardlib.import_paths import PATTERN
 
 _WORDS: dict[Any, str] = {
     int: "integer",
@@ -29,6 +31,7 @@ _WORDS: dict[Any, str] = {
     type(None): "null",
     Any: "anything",
 }
+_PATH_TEXT = "import path (module:name)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +79,7 @@ def expected(hint: Any) -> str:
     words = []
     for option in options(hint):
         word = type_text(option)
-        words.append(f"an {word}" if word.startswith("int") else word)
+        words.append(f"an {word}" if word.startswith(("int", "import")) else word)
         if word.startswith(("number", "list", "mapping", "section")):
             words[-1] = f"a {word}"
         if is_section(option):
@@ -96,6 +99,8 @@ def _option_text(option: Any) -> str:
         return " | ".join(repr(v) if isinstance(v, str) else dump.inline(v) for v in values)
     if is_section(option):
         return "section"
+    if import_path_of(option):
+        return _PATH_TEXT
     if marker := variants_of(option):
         return f"section with the key {marker.key!r}"
     origin, members = typing.get_origin(option) or option, typing.get_args(option)
@@ -156,7 +161,7 @@ def _field_keys(
 def _variant_keys(marker: Variants, path: str, instance: Any, when: str, doc: str) -> Iterator[Key]:
     classes = marker.classes()
     chosen = getattr(instance, marker.key, marker.default)
-    names = " | ".join(map(repr, classes))
+    names = " | ".join([*map(repr, classes), *([_PATH_TEXT] if marker.by_path else [])])
     yield Key(join(path, marker.key), names, dump.inline(chosen) if chosen else "", doc, when)
     for name, cls in classes.items():
         same = instance if type(instance) is cls else None
@@ -198,8 +203,14 @@ def _schema(hint: Any) -> dict[str, Any]:
         return {"enum": list(values)}
     if is_section(option):
         return _section_schema(option)
+    if import_path_of(option):
+        return {"type": "string", "pattern": PATTERN}
     if marker := variants_of(option):
-        return {"oneOf": [_variant_schema(marker, *pair) for pair in marker.classes().items()]}
+        schemas = [_variant_schema(marker, *pair) for pair in marker.classes().items()]
+        if marker.by_path:  # An editor does not know the keys of the class at a path.
+            by_path = {marker.key: {"type": "string", "pattern": PATTERN}}
+            schemas.append({"type": "object", "properties": by_path, "required": [marker.key]})
+        return {"oneOf": schemas}
     return _container_schema(option)
 
 

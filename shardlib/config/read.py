@@ -10,9 +10,18 @@ import typing
 from typing import Any
 
 from shardlib.config import describe, tree
-from shardlib.config.classes import Variants, choices, fields_of, is_section, options, variants_of
+from shardlib.config.classes import (
+    Variants,
+    choices,
+    fields_of,
+    import_path_of,
+    is_section,
+    options,
+    variants_of,
+)
 from shardlib.config.tree import Item, Plain, join
 from shardlib.errors import ShardlibError, did_you_mean
+from shardlib.import_paths import is_import_path
 
 FAILED = object()
 
@@ -107,9 +116,16 @@ class Reader:
             message = f"missing required key (one of {known})."
             return self.fail(Item(None, item.where), join(path, marker.key), message)
         name = marker.default if chooser is None else chooser.value
+        if chooser is not None and marker.takes(name):
+            try:
+                return self.section(marker.class_at(str(name)), item, path, chosen=str(name))
+            except ShardlibError as error:
+                return self.fail(chooser, join(path, marker.key), str(error))
         if not isinstance(name, str) or name not in classes:
             shown = describe.shown(name)
             message = f"{shown} is not one of {known}.{did_you_mean(str(name), classes)}"
+            if marker.by_path and "." in str(name):
+                message += " Name one of your own by its import path, module:name."
             return self.fail(chooser or item, join(path, marker.key), message)
         return self.section(classes[name], item, path, chosen=str(name))
 
@@ -142,6 +158,8 @@ class Reader:
             for choice in choices(option):
                 if _is_choice(item.value, choice):
                     return choice
+        if is_import_path(item.value) and any(map(import_path_of, members)):
+            return str(item.value)
         for read in _PLAIN if isinstance(item.value, Plain) else _TYPED:
             value = read(item.value, members)
             if value is not FAILED:
@@ -173,7 +191,7 @@ class Reader:
         known = [value for option in options(hint) for value in choices(option)]
         names = [value for value in known if isinstance(value, str)]
         near = did_you_mean(str(item.value), names) if isinstance(item.value, str) else ""
-        if known and all(choices(option) for option in options(hint)):
+        if known and all(choices(option) or import_path_of(option) for option in options(hint)):
             return self.fail(item, path, f"{shown} is not one of {describe.quoted(known)}.{near}")
         for marker in filter(None, map(variants_of, options(hint))):
             if isinstance(item.value, str) and item.value in marker.classes():
@@ -189,7 +207,7 @@ def _by_us(option: Any) -> bool:
     """Whether this module reads a type without pydantic."""
     if option in (Any, type(None), bool, int, float, str) or choices(option):
         return True
-    if is_section(option) or variants_of(option):
+    if is_section(option) or variants_of(option) or import_path_of(option):
         return True
     origin = typing.get_origin(option) or option
     if origin in (typing.Union, types.UnionType):

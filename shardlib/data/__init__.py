@@ -8,37 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardlib.data.arranged import ArrangedSource as ArrangedSource
-    from shardlib.data.config import ImageData as ImageData
-    from shardlib.data.config import TextData as TextData
-    from shardlib.data.config import check_held_out as check_held_out
+    from shardlib.data.config import DataConfig as DataConfig
+    from shardlib.data.images.config import ImageData as ImageData
     from shardlib.data.loader import MapSource as MapSource
     from shardlib.data.loader import Source as Source
+    from shardlib.data.open import batch_spec as batch_spec
     from shardlib.data.open import open_data as open_data
     from shardlib.data.position import StreamPosition as StreamPosition
     from shardlib.data.prefetch import Prefetcher as Prefetcher
-    from shardlib.data.spec import batch_spec as batch_spec
-    from shardlib.data.spec import known_spec as known_spec
+    from shardlib.data.text.config import TextData as TextData
     from shardlib.data.text.rows import load_tokenizer as load_tokenizer
-    from shardlib.data.text.rows import tokenizer_at_hand as tokenizer_at_hand
     from shardlib.data.tokenizer import Tokenizer as Tokenizer
     from shardlib.data.tokenizer import read_tokenizer as read_tokenizer
 
 _MODULES = {
     "ArrangedSource": "arranged",
-    "ImageData": "config",
+    "DataConfig": "config",
+    "ImageData": "images.config",
     "MapSource": "loader",
     "Prefetcher": "prefetch",
     "Source": "loader",
     "StreamPosition": "position",
-    "TextData": "config",
+    "TextData": "text.config",
     "Tokenizer": "tokenizer",
-    "batch_spec": "spec",
-    "check_held_out": "config",
-    "known_spec": "spec",
+    "batch_spec": "open",
     "load_tokenizer": "text.rows",
     "open_data": "open",
     "read_tokenizer": "tokenizer",
-    "tokenizer_at_hand": "text.rows",
 }
 
 

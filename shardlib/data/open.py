@@ -1,13 +1,15 @@
-"""The entry point from a data config to its batches."""
+"""The entry point from a data config to its batches and their shapes."""
 
 from typing import Literal
 
-from shardlib.data.config import ImageData, TextData
-from shardlib.data.loader import MapSource
+import jax
+
+from shardlib.data.config import DataConfig
+from shardlib.data.loader import MapSource, batch_of
 
 
 def open_data(
-    config: TextData | ImageData, *, global_batch: int, seed: int, split: Literal["train", "eval"]
+    config: DataConfig, *, global_batch: int, seed: int, split: Literal["train", "eval"]
 ) -> MapSource:
     """Returns the batches of a data config.
 
@@ -29,10 +31,13 @@ def open_data(
         DataError: If the data is missing, empty, malformed or too small, or nothing is held out.
         MissingExtraError: If the config is for images and the extra `images` is not installed.
     """
-    if isinstance(config, TextData):
-        from shardlib.data.text.rows import open_text
+    return config.open(global_batch=global_batch, seed=seed, split=split)
 
-        return open_text(config, global_batch=global_batch, seed=seed, split=split)
-    from shardlib.data.images.folders import open_images
 
-    return open_images(config, global_batch=global_batch, seed=seed, split=split)
+def batch_spec(config: DataConfig, global_batch: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shape and dtype of each array of a batch from `open_data`.
+
+    Raises:
+        DataError: If the config contradicts itself.
+    """
+    return batch_of(config.padding(), global_batch)

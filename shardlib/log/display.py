@@ -67,7 +67,7 @@ class Display:
 
     Args:
         total_steps: Steps of the whole run.
-        unit: Unit of a batch, `"tokens"` or `"images"`.
+        unit: Unit of a batch, such as `"tokens"`.
         log_every: Steps between lines if the output is not a terminal.
         enabled: False prints nothing, for all processes except the first.
         console: The console to print to; standard output by default.

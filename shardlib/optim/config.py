@@ -1,11 +1,16 @@
 """Optimizer config, with checks of which keys go together."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
 
-from shardlib.config import configclass
+from shardlib.config import ImportPath, configclass
+from shardlib.import_paths import is_import_path
 
 OptimizerName = Literal["adamw", "lion", "adafactor", "sgd", "lars", "lamb", "muon"]
+OWN_RULE = ImportPath("a function of the schedule that returns an optax transformation")
+"""Marks the import path of an update rule: `make(schedule) -> optax.GradientTransformation`. The
+schedule maps the step to the learning rate, which the transformation applies, as in
+`optax.adamw(schedule)`."""
 ScheduleName = Literal["constant", "cosine", "linear", "wsd", "step"]
 
 # Defaults by optimizer, used for None. They come from the paper cited by each update rule, except
@@ -41,8 +46,10 @@ _SCHEDULES_OF = {
 class OptimizerConfig:
     """The optimizer, its learning-rate schedule and its state."""
 
-    name: OptimizerName = "adamw"
-    """The update rule."""
+    name: OptimizerName | Annotated[str, OWN_RULE] = "adamw"
+    """The update rule. One of your own, `mypackage.mine:make`, is a function of the schedule that
+    returns an optax transformation; the keys of the schedule, clip_norm and ema_decay apply to it
+    too."""
     learning_rate: float = 3e-4
     """Peak learning rate, before the linear-scaling rule. For adafactor it is relative to the RMS
     of each parameter."""
@@ -154,6 +161,14 @@ def _unused_faults(config: OptimizerConfig) -> list[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(OptimizerConfig)}
     given = {key for key, default in defaults.items() if getattr(config, key) != default}
     faults = []
+    if is_import_path(config.name):
+        faults += [
+            f"{key} does nothing with name={config.name}: an optimizer of your own has its own. "
+            "Remove it."
+            for key in ("weight_decay", "no_decay", *_OPTIMIZERS_OF)
+            if key in given
+        ]
+        given -= {"no_decay", *_OPTIMIZERS_OF}
     for chooser, table in (("name", _OPTIMIZERS_OF), ("schedule", _SCHEDULES_OF)):
         choice = getattr(config, chooser)
         for key, readers in table.items():

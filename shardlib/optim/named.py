@@ -6,12 +6,14 @@ from typing import Any
 import optax
 
 from shardlib.errors import ConfigError, did_you_mean
+from shardlib.import_paths import is_import_path
 from shardlib.nn.moe import balance_biases
 from shardlib.optim import schedules, transforms
+from shardlib.optim.config import OWN_RULE
 from shardlib.optim.config import OptimizerConfig as OptimizerConfig
 from shardlib.optim.ema import average_params
 from shardlib.optim.ema import ema_params as ema_params
-from shardlib.optim.update_rules import RULES
+from shardlib.optim.update_rules import RULES, Rule
 from shardlib.paths import matches, named_leaves
 
 
@@ -40,20 +42,33 @@ def build_optimizer(config: OptimizerConfig, *, steps: int, global_batch: int) -
 
     Raises:
         ConfigError: If the schedule does not fit into `steps`. `transform.init` also raises it if a
-            given pattern matches no parameter.
+            given pattern matches no parameter. If an optimizer named by import path returns
+            something else than a transformation.
 
     Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural
     networks", arXiv:1211.5063 (clipping); Goyal et al., "Accurate, Large Minibatch SGD",
     arXiv:1706.02677, sections 2.1 and 2.2 (linear scaling and its warm-up).
     """
     schedule = build_schedule(config, steps=steps, global_batch=global_batch)
-    rule = RULES[config.name](config, schedule)
+    rule = _rule(config, schedule)
     clip = [] if config.clip_norm is None else [optax.clip_by_global_norm(config.clip_norm)]
     average = [] if config.ema_decay is None else [average_params(config.ema_decay)]
     update = transforms.compute_in_float32(optax.chain(*clip, *rule))
     update = balance_biases(update, config.router_bias_rate)
     checked = _check_patterns(config, optax.chain(update, *average))
     return Optimizer(checked, schedule)
+
+
+def _rule(config: OptimizerConfig, schedule: schedules.Schedule) -> Rule:
+    if not is_import_path(config.name):
+        return RULES[config.name](config, schedule)
+    made = OWN_RULE.load(config.name)(schedule)
+    if not (callable(getattr(made, "init", None)) and callable(getattr(made, "update", None))):
+        raise ConfigError(
+            f"optimizer.name: {config.name} returned a {type(made).__name__}, not an optax "
+            "transformation.\n  Return one that applies the schedule, as in optax.adamw(schedule)."
+        )
+    return [made]
 
 
 def build_schedule(config: OptimizerConfig, *, steps: int, global_batch: int) -> schedules.Schedule:

@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
-from shardlib.data import TextData, known_spec
 from shardlib.errors import ConfigError, MeshError, RuleError, ShardlibError, did_you_mean, require
 from shardlib.mesh import mesh_sizes
 from shardlib.optim.named import build_schedule
 from shardlib.registry import DataSpec, ModelFamily, family
 from shardlib.rules import ANY, STANDARD_AXES, Choice, preset
-from shardlib.run.config import RunConfig
+from shardlib.run.config import DATA_CONFIGS, RunConfig
+from shardlib.run.loss import check_loss
 from shardlib.sharding.constrain import Scope
 from shardlib.sharding.manual import NESTS_IN_MESH_ORDER_ONLY
 from shardlib.train.pipeline.schedules import schedule_faults
@@ -66,7 +66,7 @@ def _errors(config: RunConfig, make_scope: Callable[[], Scope]) -> Iterator[Shar
 def expected_spec(config: RunConfig) -> DataSpec:
     """Returns the data spec that a config implies. If the config leaves the number of tokens or
     classes to the data, the spec takes the model's number."""
-    known, model = known_spec(config.data), config.model
+    known, model = config.data.spec(), config.model
     return dataclasses.replace(
         known,
         vocab_size=known.vocab_size or getattr(model, "vocab_size", None),
@@ -75,26 +75,26 @@ def expected_spec(config: RunConfig) -> DataSpec:
 
 
 def check_fit(config: RunConfig, chosen: ModelFamily, data: DataSpec) -> None:
-    """Raises `ConfigError` with every reason why a model does not fit its data."""
-    kind = "text" if isinstance(config.data, TextData) else "images"
-    if kind != chosen.inputs:
+    """Raises `ConfigError` with every reason why a model does not fit its data or its loss."""
+    kind, gives, takes = config.data.kind, config.data.gives, chosen.inputs.name
+    if gives != takes:
+        given = repr(kind) if gives == kind else f"{kind!r}, which gives {gives}"
+        fix = f"={takes}" if takes in DATA_CONFIGS else f" to a source that gives {takes}"
         raise ConfigError(
-            f"model {config.model.name!r} takes {chosen.inputs}, but data.kind is {kind!r}.\n"
-            f"  Set data.kind={chosen.inputs}, or choose another model."
+            f"model {config.model.name!r} takes {takes}, but data.kind is {given}.\n"
+            f"  Set data.kind{fix}, or choose another model."
         )
-    faults = chosen.validate(config.model, data)
+    faults = chosen.faults(config.model, data)
     if faults:
         raise ConfigError("\n".join(f"model: {fault}" for fault in faults))
+    check_loss(config)
 
 
 def _check_model(config: RunConfig) -> None:
     data = expected_spec(config)
-    if isinstance(config.data, TextData):
-        # The data decides; a vocabulary of one token is smaller than any real one.
-        data = dataclasses.replace(data, vocab_size=data.vocab_size or 1)
-    else:
-        data = dataclasses.replace(data, num_classes=data.num_classes or 1)
-    check_fit(config, family(config.model.name), data)
+    # The data decides; a vocabulary of one token is smaller than any real one.
+    least = {name: getattr(data, name) or 1 for name in config.data.decides}
+    check_fit(config, family(config.model.name), dataclasses.replace(data, **least))
 
 
 def _check_optimizer(config: RunConfig) -> None:
@@ -178,8 +178,8 @@ def check_batch(config: RunConfig, scope: Scope) -> None:
         # Each group takes its own rows of a training batch, but every row of an evaluation batch.
         key = "eval.global_batch=null, train.global_batch"
         checks.append((key, config.train.global_batch, 1, "batch", sizes))
-    if isinstance(config.data, TextData):
-        length = config.data.sequence_length
+    length = getattr(config.data, "sequence_length", None)
+    if length is not None:
         names = ("length", "residual_length")
         checks += [("data.sequence_length", length, 1, name, sizes) for name in names]
     faults: dict[str, None] = {}

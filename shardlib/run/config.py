@@ -1,22 +1,27 @@
 """The root config of a run, assembled from the configs of its components."""
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from shardlib.checkpoint import CheckpointConfig
 from shardlib.config import Variants, configclass
-from shardlib.data import ImageData, TextData
+from shardlib.data import DataConfig, ImageData, TextData
 from shardlib.errors import ConfigError, MeshError, RuleError
+from shardlib.import_paths import imported
 from shardlib.mesh import MeshConfig
 from shardlib.optim.named import OptimizerConfig
-from shardlib.registry import families
+from shardlib.registry import families, family
 from shardlib.rules import AxisRules, preset
 from shardlib.runtime.watchdog import WatchdogConfig
 from shardlib.train.config import EvalConfig, TrainConfig
 from shardlib.train.reduce.reduction import ReductionConfig
 
 AUTO = "auto"
+
+DATA_CONFIGS: Mapping[str, type[DataConfig]] = {"text": TextData, "images": ImageData}
+"""The built-in data sources."""
 
 AxisRule = str | None | tuple[str | None, ...]
 
@@ -25,8 +30,19 @@ def _model_configs() -> Mapping[str, type]:
     return {name: family.config for name, family in families().items()}
 
 
-def _data_configs() -> Mapping[str, type]:
-    return {"text": TextData, "images": ImageData}
+def _model_config(path: str) -> type:
+    return family(path).config
+
+
+def _data_config(path: str) -> type:
+    cls = imported(path, "a configclass that inherits shardlib.data.DataConfig", _is_data_config)
+    if missing := ", ".join(sorted(cls.__abstractmethods__)):
+        raise ConfigError(f"{path} lacks what a run calls: {missing}.\n  Define it in the class.")
+    return cls
+
+
+def _is_data_config(found: Any) -> bool:
+    return inspect.isclass(found) and issubclass(found, DataConfig)
 
 
 @configclass
@@ -71,9 +87,11 @@ class RunConfig:
     the run in it."""
     seed: int = 0
     """Seed of the parameters, dropout and data order, with the same result on every mesh."""
-    model: Annotated[Any, Variants(_model_configs, default="transformer")]
-    """The model: a family by name, and its sizes."""
-    data: Annotated[Any, Variants(_data_configs, key="kind", default="text")] = TextData()
+    model: Annotated[Any, Variants(_model_configs, default="transformer", by_path=_model_config)]
+    """The model: a family by name or import path, and its sizes."""
+    data: Annotated[
+        Any, Variants(lambda: DATA_CONFIGS, key="kind", default="text", by_path=_data_config)
+    ] = TextData()
     """The training data."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its schedule."""

@@ -7,7 +7,7 @@ import tempfile
 import uuid
 
 from shardlib.config import load, to_yaml
-from shardlib.data import Tokenizer
+from shardlib.data import Tokenizer, read_tokenizer
 from shardlib.errors import ConfigError
 from shardlib.run.config import RunConfig
 
@@ -107,6 +107,16 @@ class RunDirectory:
                 "  Name the run_dir of a `shardlib train`."
             )
         return config
+
+    def read_tokenizer(self, config: RunConfig) -> Tokenizer | None:
+        """Returns the tokenizer of the run, or None for data other than text.
+
+        Raises:
+            DataError: If the file is damaged.
+        """
+        if not self.tokenizer_file.is_file():
+            return None
+        return read_tokenizer(self.tokenizer_file, getattr(config.data, "end_of_text", None))
 
     def write(self, config: RunConfig, tokenizer: Tokenizer | None) -> None:
         """Makes the directory and writes the config, the tokenizer and, if absent, the run id."""

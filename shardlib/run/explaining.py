@@ -6,14 +6,7 @@ from typing import Any
 
 import jax
 
-from shardlib.data import (
-    TextData,
-    Tokenizer,
-    batch_spec,
-    check_held_out,
-    load_tokenizer,
-    tokenizer_at_hand,
-)
+from shardlib.data import Tokenizer, batch_spec
 from shardlib.errors import DoesNotFitError, ShardlibError
 from shardlib.explain import ParamsReport, StepReport
 from shardlib.explain import explain as explain_state
@@ -124,7 +117,7 @@ def _traced(config: RunConfig, devices: Devices) -> Setup:
         parts = smallest(parts, batch)
     held_out = None
     if config.eval.every_steps != 0:
-        check_held_out(config.data)
+        config.data.check_held_out()
         rows = config.eval.global_batch or config.train.global_batch
         held_out = batch_spec(config.data, rows)
     traced(parts, batch, held_out, tokenizer)
@@ -144,12 +137,8 @@ def _partition(parts: Setup, batch: Any) -> dict[str, str]:
 def _data(config: RunConfig) -> tuple[DataSpec, Tokenizer | None]:
     """Returns the data spec of the model, and the tokenizer if it is available."""
     spec, data = expected_spec(config), config.data
-    faults = family(config.model.name).validate(config.model, spec)
-    if not isinstance(data, TextData):
-        return open_source(config, "train").spec if faults else spec, None
-    tokenizer = tokenizer_at_hand(data)
-    if tokenizer is None and faults:
-        tokenizer = load_tokenizer(data)
+    faults = family(config.model.name).faults(config.model, spec)
+    tokenizer = data.find_tokenizer() or (data.find_tokenizer(read=True) if faults else None)
     if tokenizer is not None:
-        spec = dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)
-    return spec, tokenizer
+        return dataclasses.replace(spec, vocab_size=tokenizer.vocab_size), tokenizer
+    return open_source(config, "train").spec if faults else spec, None

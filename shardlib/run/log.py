@@ -18,6 +18,7 @@ from shardlib.log.metrics import MetricsWriter, mfu, read_metrics
 from shardlib.mesh import describe
 from shardlib.mesh.device_order import draw
 from shardlib.run.directory import RunDirectory
+from shardlib.run.planning import flops_per_step
 from shardlib.run.setup import Setup
 from shardlib.runtime.distributed import ProcessGroup
 from shardlib.runtime.launch.progress import RESTARTS_VARIABLE
@@ -59,7 +60,7 @@ class RunLog:
         self._parts, self._directory, self._group = parts, directory, group
         self._display = Display(
             config.train.steps,
-            unit=parts.unit(),
+            unit=parts.inputs.unit,
             log_every=config.train.log_every,
             enabled=group.is_primary,
         )
@@ -70,7 +71,7 @@ class RunLog:
         chip = chip_for(jax.devices()[0])
         flops = chip.flops_per_device() if chip else None
         self._peak_flops = flops and flops * jax.device_count()
-        self._flops_per_step = parts.flops_per_step()
+        self._flops_per_step = flops_per_step(config, parts.data)
         self._writer: MetricsWriter | None = None
         self._held: _Row | None = None
         self._account = Account(clock or PhaseClock())
@@ -190,7 +191,7 @@ class RunLog:
             "loss": metrics.pop("loss"),
             "grad_norm": metrics.pop("grad_norm"),
             "learning_rate": metrics.pop("learning_rate"),
-            f"{self._parts.unit()}_per_second": rate,
+            f"{self._parts.inputs.unit}_per_second": rate,
             "step_seconds": record.step_seconds,
             "data_wait_seconds": record.data_wait_seconds,
             "mfu": utilisation,

@@ -1,12 +1,14 @@
 """Planning of a run from its config, and the mesh of `mesh: auto`."""
 
 import dataclasses
-import functools
 from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
 
 from shardlib.cost.layout import SHARDLIB, Layout
 from shardlib.cost.workload import Job
-from shardlib.data import TextData, batch_spec, tokenizer_at_hand
+from shardlib.data import batch_spec
 from shardlib.errors import ConfigError, MeshError, ModelError, ShardlibError
 from shardlib.hardware import Cluster
 from shardlib.humanize import duration
@@ -21,6 +23,7 @@ from shardlib.plan.request import Question
 from shardlib.plan.result import Plans
 from shardlib.plan.search import search
 from shardlib.plan.settings import mesh_text
+from shardlib.plan.workloads.traced import TracedWorkload
 from shardlib.plan.workloads.tracing import trace_workload
 from shardlib.plan.workloads.transformer import POLICIES, TransformerWorkload
 from shardlib.registry import DataSpec, family
@@ -28,7 +31,8 @@ from shardlib.rules import STANDARD, AxisRules
 from shardlib.run.calibrating import as_measured
 from shardlib.run.checks import check_fit, expected_spec
 from shardlib.run.config import AUTO, RulesConfig, RunConfig
-from shardlib.run.setup import TEXT_AXES, model_maker
+from shardlib.run.loss import loss_of
+from shardlib.run.setup import model_maker
 from shardlib.train.reduce.reduction import ReductionConfig
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1, "lars": 1, "muon": 1, "adafactor": 0}
@@ -117,7 +121,7 @@ def workload_of(config: RunConfig, question: Question | None = None) -> tuple[st
     if question is not None:
         rows = question.rows(tokens or 1, rows)
     if chosen.dims is None or tokens is None:
-        return config.model.name, traced_workload(config, spec, rows)
+        return config.model.name, cast(Workload, traced_workload(config, spec, rows))
     job = Job(of_dims(chosen.dims(config.model, spec)), tokens, rows, **_bytes(config))
     momentum = config.optimizer.momentum_dtype
     workload = TransformerWorkload(
@@ -139,8 +143,9 @@ def _lengthened(config: RunConfig, question: Question) -> RunConfig:
     Raises:
         ConfigError: If the config has no sequences.
     """
-    if not isinstance(config.data, TextData):
-        question.check_without_tokens(config.model.name, "images")
+    if not hasattr(config.data, "sequence_length"):
+        unit = family(config.model.name).inputs.unit
+        question.check_without_tokens(config.model.name, unit)
         return config
     if question.length is None:
         return config
@@ -148,7 +153,7 @@ def _lengthened(config: RunConfig, question: Question) -> RunConfig:
     return dataclasses.replace(config, data=data)
 
 
-def traced_workload(config: RunConfig, spec: DataSpec, batch: int) -> Workload:
+def traced_workload(config: RunConfig, spec: DataSpec, batch: int) -> TracedWorkload:
     """Returns the workload of any other model than a transformer, from its traced program.
 
     Raises:
@@ -157,20 +162,32 @@ def traced_workload(config: RunConfig, spec: DataSpec, batch: int) -> Workload:
     """
     chosen, options = family(config.model.name), config.train
     optimizer = build_optimizer(config.optimizer, steps=options.steps, global_batch=batch)
-    loss = functools.partial(
-        chosen.loss, train=True, label_smoothing=options.label_smoothing, z_loss=options.z_loss
-    )
-    found = trace_workload(
+    return trace_workload(
         model_maker(config, chosen, spec),
         optimizer.transform,
-        loss,
+        loss_of(config, chosen, train=True),
         batch_spec(config.data, batch),
         # The plan chooses among presets; custom rules are kept.
         rules=STANDARD if isinstance(config.rules, str) else config.axis_rules(),
         precision=config.precision,
-        batch_axes=TEXT_AXES if chosen.inputs == "text" else {},
+        batch_axes=chosen.inputs.axes,
+        unit=chosen.inputs.unit,
     )
-    return cast(Workload, found)
+
+
+def flops_per_step(config: RunConfig, data: DataSpec) -> float | None:
+    """Returns the model FLOPs of one optimizer step, or None if they cannot be counted.
+
+    The count follows the convention of the model family. With a loss of the config, or without a
+    convention, it holds the matmuls and convolutions of the traced loss and its gradient.
+    """
+    formula, batch = family(config.model.name).flops_per_example, config.train.global_batch
+    if formula is not None and config.train.loss is None:
+        return formula(config.model, data) * batch
+    try:
+        return traced_workload(config, data, batch).flops
+    except ShardlibError:
+        return None
 
 
 def planned_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
@@ -245,13 +262,11 @@ def _as_it_is(config: RunConfig) -> TransformerWorkload:
 def _spec(config: RunConfig) -> DataSpec:
     """Returns the data spec of the model without reading the data."""
     spec = expected_spec(config)
-    if spec.vocab_size is None and isinstance(config.data, TextData):
-        tokenizer = tokenizer_at_hand(config.data)
-        if tokenizer is not None:
-            return dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)
-        asked = config.data.vocab_size if hasattr(config.data, "vocab_size") else None
-        return dataclasses.replace(spec, vocab_size=asked)
-    return spec
+    if spec.vocab_size is not None:
+        return spec
+    tokenizer = config.data.find_tokenizer()
+    size = tokenizer.vocab_size if tokenizer else getattr(config.data, "vocab_size", None)
+    return dataclasses.replace(spec, vocab_size=size)
 
 
 def _bytes(config: RunConfig) -> dict[str, Any]:
@@ -259,7 +274,7 @@ def _bytes(config: RunConfig) -> dict[str, Any]:
     found = dict(STATE_BYTES[config.precision])
     optimizer = config.optimizer
     # In any parameter dtype; see `optim.transforms.compute_in_float32` and `optim.ema`.
-    moments = 4 * _MOMENTS[optimizer.name]
+    moments = _moment_bytes(config)
     if optimizer.momentum_dtype == "bfloat16":
         moments -= 2
     if optimizer.ema_decay is not None:
@@ -267,6 +282,19 @@ def _bytes(config: RunConfig) -> dict[str, Any]:
     if optimizer.name == "muon":
         found["newton_schulz_steps"] = _NEWTON_SCHULZ_STEPS
     return found | {"moment_bytes": moments}
+
+
+def _moment_bytes(config: RunConfig) -> float:
+    """Returns the bytes per parameter of an optimizer's moments in float32."""
+    optimizer = config.optimizer
+    if optimizer.name in _MOMENTS:
+        return 4 * _MOMENTS[optimizer.name]
+    plain = dataclasses.replace(optimizer, ema_decay=None)
+    rule = build_optimizer(plain, steps=config.train.steps, global_batch=config.train.global_batch)
+    kernel = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    state = jax.eval_shape(rule.transform.init, {"kernel": kernel})
+    arrays = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in arrays) / kernel.size
 
 
 def _offloads(config: RunConfig) -> tuple[bool, ...]:
@@ -309,7 +337,7 @@ def _kept(config: RunConfig) -> frozenset[str]:
     if config.train.local_sgd is not None or config.train.reduction != ReductionConfig():
         kept.add("train.reduction.dtype")
     kept |= {f"model.{key}" for key in ("remat", "loss_chunks") if not hasattr(config.model, key)}
-    if config.optimizer.name == "adafactor":
+    if config.optimizer.name == "adafactor" or config.optimizer.name not in _MOMENTS:
         kept.add("optimizer.momentum_dtype")
     return frozenset(kept)
 
@@ -326,6 +354,8 @@ def _own_mesh(config: RunConfig, cluster: Cluster) -> list[str]:
 
 def _notes(config: RunConfig) -> list[str]:
     train, found = config.train, []
+    if train.loss is not None and family(config.model.name).dims is not None:
+        found.append(f"Planned with the loss of the model: train.loss={train.loss} is not priced.")
     if train.local_sgd is not None or train.reduction != ReductionConfig():
         found.append(
             "Planned as if gradients were summed over data in float32: train.local_sgd and "

@@ -15,7 +15,7 @@ from shardlib.registry import DataSpec, family
 from shardlib.run.checks import expected_spec
 from shardlib.run.config import RunConfig
 from shardlib.run.resolve_auto import resolve
-from shardlib.run.setup import Setup, make_scope, setup
+from shardlib.run.setup import make_scope, open_source, setup
 from shardlib.tables import aligned
 from shardlib.testing.equivalent import Comparison, Reference
 
@@ -25,7 +25,6 @@ _SMALLEST = 16
 """Lower bound of a reduced width per device of the largest mesh axis."""
 _KEPT = ("head_dim", "window", "loss_chunks", "depth", "experts_per_token")
 """Sizes that stay fixed, since they are neither widths nor counts of the model."""
-_LENGTH, _VOCABULARY, _CLASSES, _PIXELS = 32, 64, 8, 16
 
 _SHOWN = 10
 """Most differing leaves that a table lists."""
@@ -82,15 +81,16 @@ def prove(config: RunConfig, mesh: str | None = None, *, steps: int = 3) -> Proo
         )
     small = reduced(config, spec)
     devices = jax.devices()[:needed]
-    parts = setup(small, _data(small), make_scope(small, devices))
+    data, batches = _batches(small, steps)
+    parts = setup(small, data, make_scope(small, devices))
     step = parts.train_step()
     reference = Reference(
         lambda rngs: parts.family.make(small.model, parts.data, rngs),
         parts.loss(train=True),
-        _batches(parts, steps),
+        batches,
         optimizer=parts.optimizer.transform,
         microbatches=small.train.num_microbatches,
-        batch_axes=parts.batch_axes,
+        batch_axes=parts.inputs.axes,
         seed=small.seed,
         device=devices[0],
     )
@@ -124,7 +124,8 @@ def small_mesh(spec: Any) -> str:
 
 
 def reduced(config: RunConfig, mesh: str) -> RunConfig:
-    """Returns a config whose model sizes are each halved as long as the config stays valid.
+    """Returns a config whose model sizes are each halved as long as the config stays valid. Sizes
+    stay if the family does not say what is valid.
 
     A count of layers or heads shrinks to what the mesh divides, a width to 16 times as much.
     """
@@ -149,52 +150,27 @@ def reduced(config: RunConfig, mesh: str) -> RunConfig:
 
 
 def _is_valid(config: RunConfig, model: Any) -> bool:
+    validate = family(model.name).validate
     try:
         small = dataclasses.replace(config, model=model)
-        return not family(model.name).validate(model, _data(small))
+        return validate is not None and not validate(model, _data(small))
     except (ValueError, ShardlibError):
         return False
 
 
 def _data(config: RunConfig) -> DataSpec:
-    known = expected_spec(config)
-    if family(config.model.name).inputs == "text":
-        length = min(known.sequence_length or _LENGTH, _LENGTH)
-        return DataSpec(getattr(config.model, "vocab_size", None) or _VOCABULARY, length)
-    height, width, channels = known.image_shape or (_PIXELS, _PIXELS, 3)
-    shape = (min(height, _PIXELS), min(width, _PIXELS), channels)
-    return DataSpec(num_classes=known.num_classes or _CLASSES, image_shape=shape)
+    known, reduced = expected_spec(config), family(config.model.name).inputs.reduced
+    return known if reduced is None else reduced(known, config.model)
 
 
-def _batches(parts: Setup, count: int) -> list[dict[str, np.ndarray]]:
-    """Returns random batches of text or images, as the model takes."""
-    random, rows, data = np.random.default_rng(0), parts.config.train.global_batch, parts.data
-    if parts.family.inputs == "text":
-        return [_text(random, rows, data) for _ in range(count)]
-    assert data.image_shape is not None
-    shape, classes = (rows, *data.image_shape), data.num_classes or _CLASSES
-    return [
-        {
-            "images": random.standard_normal(shape, np.float32),
-            "labels": random.integers(0, classes, rows, dtype=np.int32),
-        }
-        for _ in range(count)
-    ]
-
-
-def _text(random: np.random.Generator, rows: int, data: DataSpec) -> dict[str, np.ndarray]:
-    """Returns rows of up to three documents each."""
-    length, vocabulary = data.sequence_length or _LENGTH, data.vocab_size or _VOCABULARY
-    tokens = random.integers(0, vocabulary, (2, rows, length), dtype=np.int32)
-    segments = np.sort(random.integers(1, 4, (rows, length)), axis=1).astype(np.int32)
-    starts = np.stack([np.searchsorted(row, row) for row in segments])
-    return {
-        "tokens": tokens[0],
-        "targets": tokens[1],
-        "segment_ids": segments,
-        "positions": (np.arange(length)[None] - starts).astype(np.int32),
-        "num_bytes": np.full(rows, length, np.int32),
-    }
+def _batches(config: RunConfig, count: int) -> tuple[DataSpec, list[dict[str, np.ndarray]]]:
+    """Returns batches, random ones if the model family can draw them, and their spec."""
+    rows, draw = config.train.global_batch, family(config.model.name).inputs.example
+    if draw is None:
+        source = open_source(config, "train")
+        return source.spec, [source.read(step, 0, rows) for step in range(count)]
+    random, data = np.random.default_rng(0), _data(config)
+    return data, [draw(random, rows, data) for _ in range(count)]
 
 
 def _sizes(config: RunConfig) -> str:

@@ -13,13 +13,11 @@ from shardlib.checkpoint import Manifest, RunCheckpoints, SavedTiers, open_saved
 from shardlib.checkpoint.arrays import read_bound
 from shardlib.checkpoint.read_plan import HostReads, plan_reads
 from shardlib.config import to_dict
-from shardlib.data import read_tokenizer
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import parse_cluster
 from shardlib.log.events import EVENTS_FILE
 from shardlib.log.metrics import METRICS_FILE
 from shardlib.mesh import MeshConfig, describe
-from shardlib.registry import DataSpec
 from shardlib.run.checks import check_config
 from shardlib.run.config import RunConfig
 from shardlib.run.devices import start_devices
@@ -203,15 +201,12 @@ def _parts(manifest: Manifest, config: RunConfig, devices: Devices) -> Setup:
     run = resolve(as_saved(config, manifest), devices)
     scope = check_config(run.config, lambda: make_scope(run.config, devices))
     known: dict[str, Any] | None = manifest.run["data"].get("spec")
-    spec = DataSpec(**known) if known else open_source(config, "train").spec
+    spec = type(config.data.spec())(**known) if known else open_source(config, "train").spec
     return run.build(spec, scope)
 
 
 def _copy_beside(old: RunDirectory, new: RunDirectory, config: RunConfig) -> None:
-    tokenizer = None
-    if old.tokenizer_file.is_file():
-        tokenizer = read_tokenizer(old.tokenizer_file, config.data.end_of_text)
-    new.write(config, tokenizer)
+    new.write(config, old.read_tokenizer(config))
     # Both files hold the account of the run's time, and the last event may be newer than the rows.
     for name in (METRICS_FILE, EVENTS_FILE):
         if (old.path / name).is_file():

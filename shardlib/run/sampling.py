@@ -15,11 +15,10 @@ from shardlib.checkpoint import SavedTiers, open_saved
 from shardlib.checkpoint.errors import DamageError
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.tree import flatten
-from shardlib.data import Tokenizer, read_tokenizer
+from shardlib.data import Tokenizer
 from shardlib.errors import DataError, MeshError, ModelError
 from shardlib.functional.precision import precision
 from shardlib.optim.ema import EmaState
-from shardlib.registry import DataSpec
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
@@ -136,13 +135,13 @@ def generate(
         saved.manifest(step)
     elif not any(place.candidates() for place in saved.tiers.values()):
         raise no_checkpoint(run_dir, saved)
-    if not directory.tokenizer_file.is_file():
+    tokenizer = directory.read_tokenizer(config)
+    if tokenizer is None:
         raise ModelError(
             f"{run_dir} holds a run of model {config.model.name!r}, which was not trained on "
             "text.\n  Name the run_dir of a language model."
         )
-    tokenizer = read_tokenizer(directory.tokenizer_file, config.data.end_of_text)
-    spec = DataSpec(vocab_size=tokenizer.vocab_size, sequence_length=config.data.sequence_length)
+    spec = dataclasses.replace(config.data.spec(), vocab_size=tokenizer.vocab_size)
     run, scope = _resolved(config, mesh)
     parts = run.build(spec, scope)
     sampler = Sampler(parts, tokenizer)

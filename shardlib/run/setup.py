@@ -15,9 +15,10 @@ from shardlib.hardware import Cluster
 from shardlib.mesh import abstract_mesh, make_mesh, mesh_sizes
 from shardlib.optim.ema import ema_params
 from shardlib.optim.named import Optimizer, build_optimizer
-from shardlib.registry import DataSpec, ModelFamily, family
+from shardlib.registry import BatchKind, DataSpec, ModelFamily, family
 from shardlib.run.checks import check_fit, check_rules_used
 from shardlib.run.config import RunConfig
+from shardlib.run.loss import loss_of
 from shardlib.sharding.constrain import Scope, use
 from shardlib.train.local_sgd.outer import LocalSGD, make_local_sgd
 from shardlib.train.offload import offload_optimizer
@@ -25,14 +26,10 @@ from shardlib.train.pipeline.schedules import bubble_fraction
 from shardlib.train.reduce.reduction import Reduction, plan_reduction
 from shardlib.train.reduce.uneven import arranged_rows
 from shardlib.train.state import TrainState, abstract_state
-from shardlib.train.step import BatchAxes, TrainStep, batch_shardings, make_train_step
+from shardlib.train.step import TrainStep, batch_shardings, make_train_step
 
 Devices = Sequence[Any] | Cluster
 """Available devices, or a cluster that need not be present, for inspection only."""
-
-TEXT_AXES: BatchAxes = dict.fromkeys(
-    ("tokens", "targets", "segment_ids", "positions"), ("batch", "length")
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,20 +49,13 @@ class Setup:
     """Settings that the config left to the run, by name, with the reason."""
 
     @property
-    def batch_axes(self) -> BatchAxes:
-        """The logical axes of a batch's leaves."""
-        return TEXT_AXES if self.family.inputs == "text" else {}
+    def inputs(self) -> BatchKind:
+        """The kind of batch that the model takes."""
+        return self.family.inputs
 
     def loss(self, *, train: bool) -> Callable[[Any, Any, jax.Array], Any]:
-        """Returns the loss function of training, or of evaluation, which has neither dropout nor
-        label smoothing nor z-loss."""
-        options = self.config.train
-        return functools.partial(
-            self.family.loss,
-            train=train,
-            label_smoothing=options.label_smoothing if train else 0.0,
-            z_loss=options.z_loss if train else 0.0,
-        )
+        """Returns the loss function of training or of evaluation; see `loss_of`."""
+        return loss_of(self.config, self.family, train=train)
 
     def choices(self) -> dict[str, str]:
         """Returns the settings that were chosen for the run, by name, with the reason."""
@@ -85,24 +75,14 @@ class Setup:
         text = f"{pipeline.schedule}, {count} microbatches over {stages} stages: {idle:.0%} idle"
         return {"pipeline": text}
 
-    def flops_per_step(self) -> float:
-        """Returns the model FLOPs of one optimizer step, by the convention of the family."""
-        per_example = self.family.flops_per_example(self.config.model, self.data)
-        return per_example * self.config.train.global_batch
-
     def best_params(self, state: TrainState) -> Any:
         """Returns the parameters to evaluate: their moving average, if there is one."""
         averaged = ema_params(state.opt_state)
         return state.params if averaged is None else averaged
 
-    def unit(self) -> str:
-        """Returns the unit of throughput: `tokens` or `images`."""
-        return "tokens" if self.family.inputs == "text" else "images"
-
     def units_per_step(self) -> int:
-        """Returns the tokens or images of one optimizer step."""
-        per_example = self.data.sequence_length if self.family.inputs == "text" else 1
-        return self.config.train.global_batch * (per_example or 1)
+        """Returns the units of throughput, such as tokens, of one optimizer step."""
+        return self.config.train.global_batch * self.inputs.units_per_example(self.data)
 
     def train_step(self, microbatches: int | None = None) -> TrainStep | LocalSGD:
         """Returns the training step, with another number of microbatches if one is given."""
@@ -112,7 +92,7 @@ class Setup:
             microbatches=microbatches or train.num_microbatches,
             precision=self.config.precision,
             schedule=self.optimizer.schedule,
-            batch_axes=self.batch_axes,
+            batch_axes=self.inputs.axes,
             pipeline=train.pipeline,
             reduction=self.config.reduction(),
             arranged=True,
@@ -163,7 +143,7 @@ class Setup:
 
     def shardings(self, source: Source) -> dict[str, NamedSharding]:
         """Returns the sharding of each array of a batch."""
-        return batch_shardings(source.element_spec(), self.scope, self.batch_axes)
+        return batch_shardings(source.element_spec(), self.scope, self.inputs.axes)
 
 
 def open_source(config: RunConfig, split: Any) -> MapSource:

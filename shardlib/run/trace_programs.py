@@ -47,7 +47,7 @@ def traced(parts: Setup, batch: Any, held_out: Any, tokenizer: Tokenizer | None)
     evaluate = make_eval_step(
         parts.loss(train=False),
         precision=config.precision,
-        batch_axes=parts.batch_axes,
+        batch_axes=parts.inputs.axes,
         params_of=parts.best_params,
         pipeline=options.pipeline,
         constrain=options.constrain,

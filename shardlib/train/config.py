@@ -1,13 +1,16 @@
 """Configs of the training loop and of evaluation."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from shardlib.config import configclass
+from shardlib.config import ImportPath, configclass
 from shardlib.train.checked import unknown_codes
 from shardlib.train.guards import GuardsConfig
 from shardlib.train.local_sgd.outer import LocalSGDConfig
 from shardlib.train.pipeline.config import PipelineConfig
 from shardlib.train.reduce.reduction import ReductionConfig
+
+OWN_LOSS = ImportPath("a loss function")
+"""Marks the import path of a loss, called as `shardlib.registry.ModelFamily.loss`."""
 
 
 @configclass
@@ -35,6 +38,9 @@ class TrainConfig:
     that the constraints of the model leave open. user: XLA's partitioner does."""
     allow_wrong_numbers: tuple[str, ...] = ()
     """Codes of compiler faults, such as SL205, that do not stop a step from running."""
+    loss: Annotated[str, OWN_LOSS] | None = None
+    """A loss of your own in place of the model's, `mypackage.mine:loss`, called as
+    `loss(model, batch, rng, train=...)`, and with label_smoothing and z_loss if they are set."""
     offload_optimizer: bool = False
     """Whether the optimizer state stays in host memory between updates."""
     label_smoothing: float = 0.0

@@ -10,8 +10,7 @@ import optax
 from sklearn.datasets import load_digits
 
 from shardlib.nn.moe import balance_biases
-from shardlib.registry import DataSpec, family
-from shardlib.run.setup import TEXT_AXES
+from shardlib.registry import TEXT, DataSpec, family
 from shardlib.testing import Reference
 from shardlib_models.moe import MoEConfig
 from shardlib_models.resnet import ResNetConfig
@@ -96,7 +95,7 @@ PROBLEMS = {
         DataSpec(VOCAB, LENGTH),
         packed_batches,
         functools.partial(optax.adamw, 1e-3),
-        TEXT_AXES,
+        TEXT.axes,
     ),
     # Experts that all tokens share too, and biases that even the load beside a loss that does.
     "moe": Problem(
@@ -115,7 +114,7 @@ PROBLEMS = {
         DataSpec(VOCAB, LENGTH),
         packed_batches,
         lambda: balance_biases(optax.adamw(1e-3)),
-        TEXT_AXES,
+        TEXT.axes,
     ),
     # Batch normalisation over few examples magnifies rounding. At ten times this rate the loss
     # itself is chaotic: differences grow tenfold in two steps, on any mesh.

@@ -8,9 +8,8 @@ import pytest
 from flax import nnx
 
 import shardlib as sl
-from shardlib.registry import DataSpec, family
+from shardlib.registry import TEXT, DataSpec, family
 from shardlib.rules import SEQUENCE, STANDARD
-from shardlib.run.setup import TEXT_AXES
 from shardlib.testing import assert_equivalent
 from shardlib_models.transformer import TransformerConfig
 
@@ -136,7 +135,7 @@ def test_who_partitions_is_reported(mesh):
 def test_stages_whose_constraints_decide_are_left_as_they_are(rules):
     config = TransformerConfig(num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64)
     chosen, data = family(config.name), DataSpec(64, 16)
-    batch = dict.fromkeys(TEXT_AXES, jax.ShapeDtypeStruct((ROWS, 16), jnp.int32))
+    batch = dict.fromkeys(TEXT.axes, jax.ShapeDtypeStruct((ROWS, 16), jnp.int32))
     with sl.use(sl.make_mesh(MESH), rules):
         state = sl.abstract_state(lambda rngs: chosen.make(config, data, rngs), optax.sgd(0.1))
 
@@ -144,7 +143,7 @@ def test_stages_whose_constraints_decide_are_left_as_they_are(rules):
         return chosen.loss(model, batch, rng, train=True)
 
     auto, user = (
-        sl.make_train_step(of_text, microbatches=2, batch_axes=TEXT_AXES, constrain=who)
+        sl.make_train_step(of_text, microbatches=2, batch_axes=TEXT.axes, constrain=who)
         for who in ("auto", "user")
     )
     assert auto.lower(state, batch).as_text() == user.lower(state, batch).as_text()

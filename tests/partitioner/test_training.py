@@ -11,9 +11,8 @@ import optax
 import pytest
 
 import shardlib as sl
-from shardlib.registry import DataSpec, family
+from shardlib.registry import TEXT, DataSpec, family
 from shardlib.rules import FSDP, SEQUENCE, STANDARD, ZERO1
-from shardlib.run.setup import TEXT_AXES
 from shardlib.testing import assert_equivalent
 from shardlib.train.local_sgd.outer import group_means
 from shardlib.train.reduce.reduction import ReductionConfig
@@ -201,8 +200,8 @@ def image_batch():
 
 LAYERS = {"num_layers": 2, "embed_dim": 32, "num_heads": 4, "mlp_dim": 64}
 OUR_MODELS = {
-    "transformer": (TransformerConfig(**LAYERS), STANDARD, text_batch, TEXT_AXES),
-    "sequence": (TransformerConfig(**LAYERS), SEQUENCE, text_batch, TEXT_AXES),
+    "transformer": (TransformerConfig(**LAYERS), STANDARD, text_batch, TEXT.axes),
+    "sequence": (TransformerConfig(**LAYERS), SEQUENCE, text_batch, TEXT.axes),
     "resnet": (ResNetConfig(depth=18, stem="small", width=8), STANDARD, image_batch, {}),
 }
 

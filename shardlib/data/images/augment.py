@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.data.config import ImageData
+from shardlib.data.images.config import ImageData
 
 # Szegedy et al., "Going deeper with convolutions", 2015, section 6; as in Goyal et al., 2017.
 _AREA = (0.08, 1.0)

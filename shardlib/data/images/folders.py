@@ -8,9 +8,9 @@ from typing import Any, Literal
 import numpy as np
 
 from shardlib.data.cache import cached, read_array, reading
-from shardlib.data.config import ImageData, check_held_out
 from shardlib.data.hashing import content_hash, derive_seed, digest, shuffled
 from shardlib.data.images.augment import Transform
+from shardlib.data.images.config import ImageData
 from shardlib.data.loader import MapSource
 from shardlib.data.split import held_out, is_in
 from shardlib.data.text.corpus import BUILTIN
@@ -97,7 +97,7 @@ def open_images(
     train, evaluation = _sets(config)
     images = train if split == "train" else evaluation
     if split == "eval":
-        check_held_out(config)
+        config.check_held_out()
 
     def make_examples() -> Any:
         if split == "train":

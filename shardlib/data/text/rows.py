@@ -7,10 +7,11 @@ from typing import Any, Literal
 import numpy as np
 
 from shardlib.data.cache import cached
-from shardlib.data.config import TextData, as_paths, check_held_out
+from shardlib.data.config import as_paths
 from shardlib.data.hashing import content_hash, derive_seed, digest, mix, shuffled
 from shardlib.data.loader import MapSource
 from shardlib.data.split import held_out, is_in, union
+from shardlib.data.text.config import TextData
 from shardlib.data.text.packing import Concatenation, PackedRows
 from shardlib.data.text.sources import TextSource, missing, open_sources
 from shardlib.data.text.tokens import FORMAT, TokenArray, open_tokens
@@ -123,7 +124,7 @@ def _open_eval(
     tokenizer: Tokenizer,
     seed: int,
 ) -> tuple[list[PackedRows], Any, int]:
-    check_held_out(config)
+    config.check_held_out()
     parts = []
     for array in eval_arrays or arrays:
         documents = np.flatnonzero(is_in(array.hashes, held))

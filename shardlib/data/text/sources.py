@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from shardlib.data.config import TextData, as_paths
+from shardlib.data.config import as_paths
 from shardlib.data.hashing import digest
 from shardlib.data.safe_gzip import Gunzipped
+from shardlib.data.text.config import TextData
 from shardlib.data.text.corpus import BUILTIN, builtin_files
 from shardlib.errors import DataError, did_you_mean
 

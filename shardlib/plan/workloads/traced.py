@@ -40,6 +40,8 @@ class TracedWorkload:
     """Function that traces the same step for a batch of other shapes."""
     software: Software = SHARDLIB
     constants: Mapping[str, float] = dataclasses.field(default_factory=committed)
+    unit_of_examples: str | None = None
+    """Unit of a batch without a length; None: `images` or `examples`, by its shapes."""
     takes_inputs: bool = False
     """Whether its module is created from example inputs."""
 
@@ -58,6 +60,8 @@ class TracedWorkload:
         """Unit of `tokens`."""
         if self.step.length > 1:
             return "tokens"
+        if self.unit_of_examples is not None:
+            return self.unit_of_examples
         ranks = [len(leaf.shape) for leaf in jax.tree.leaves(self.step.examples)]
         return "images" if max(ranks) == 4 else "examples"
 

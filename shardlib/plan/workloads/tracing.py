@@ -51,6 +51,7 @@ def trace_workload(
     batch_axes: BatchAxes | None = None,
     platform: str | None = None,
     software: Software = SHARDLIB,
+    unit: str | None = None,
 ) -> TracedWorkload:
     """Traces a step of any model; allocates and compiles nothing.
 
@@ -67,6 +68,7 @@ def trace_workload(
         batch_axes: Logical axes of batch leaves by path; default `("batch", None, ...)`.
         platform: `cpu`, `gpu` or `tpu`, for models that choose an implementation by platform.
         software: Properties of the program.
+        unit: Unit of a batch without a length, in the plural; default: by its shapes.
 
     Raises:
         ModelError: If the model cannot be created.
@@ -104,10 +106,17 @@ def trace_workload(
         batch_axes=batch_axes,
         platform=platform,
         software=software,
+        unit=unit,
     )
-    takes_inputs = bool(inputs)
     return TracedWorkload(
-        module.name, step, step.batch, dtypes, retrace, software, takes_inputs=takes_inputs
+        module.name,
+        step,
+        step.batch,
+        dtypes,
+        retrace,
+        software,
+        unit_of_examples=unit,
+        takes_inputs=bool(inputs),
     )
 
 

@@ -1,0 +1,99 @@
+"""Kinds of batches: what a model family takes and a data source gives."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSpec:
+    """Properties of the data that a model needs. None for fields that do not apply.
+
+    A data source of your own may give a subclass with further fields of plain values.
+    """
+
+    vocab_size: int | None = None
+    """Number of token ids: every token is in [0, vocab_size)."""
+    sequence_length: int | None = None
+    """Tokens in one row of a batch."""
+    num_classes: int | None = None
+    """Number of labels: every label is in [0, num_classes)."""
+    image_shape: tuple[int, int, int] | None = None
+    """Height, width and channels of one image."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchKind:
+    """What the arrays of a batch mean."""
+
+    name: str
+    """Name of the kind. A family trains on data whose `gives` is the same name."""
+    axes: Mapping[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
+    """Logical axes of the arrays by path; others have the axes `("batch", None, ...)`."""
+    unit: str = "examples"
+    """Unit of throughput, in the plural."""
+    units_per_example: Callable[[DataSpec], int] = lambda data: 1
+    """`units_per_example(data_spec)`: number of units in one row of a batch."""
+    example: Callable[[np.random.Generator, int, DataSpec], dict[str, np.ndarray]] | None = None
+    """`example(random, rows, data_spec)`: a random batch for `shardlib check`. None: the check
+    reads the data."""
+    reduced: Callable[[DataSpec, Any], DataSpec] | None = None
+    """`reduced(data_spec, model_config)`: the spec of a small example, all of whose fields are
+    known. None: the whole spec."""
+
+
+EXAMPLES = BatchKind("examples")
+"""Arrays [batch, ...] of any meaning."""
+
+_LENGTH, _VOCABULARY, _CLASSES, _PIXELS = 32, 64, 8, 16
+
+
+def _reduced_text(data: DataSpec, model: Any) -> DataSpec:
+    length = min(data.sequence_length or _LENGTH, _LENGTH)
+    return DataSpec(getattr(model, "vocab_size", None) or _VOCABULARY, length)
+
+
+def _text(random: np.random.Generator, rows: int, data: DataSpec) -> dict[str, np.ndarray]:
+    """Returns rows of up to three documents each."""
+    length, vocabulary = data.sequence_length or _LENGTH, data.vocab_size or _VOCABULARY
+    tokens = random.integers(0, vocabulary, (2, rows, length), dtype=np.int32)
+    segments = np.sort(random.integers(1, 4, (rows, length)), axis=1).astype(np.int32)
+    starts = np.stack([np.searchsorted(row, row) for row in segments])
+    return {
+        "tokens": tokens[0],
+        "targets": tokens[1],
+        "segment_ids": segments,
+        "positions": (np.arange(length)[None] - starts).astype(np.int32),
+        "num_bytes": np.full(rows, length, np.int32),
+    }
+
+
+TEXT = BatchKind(
+    "text",
+    axes=dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), ("batch", "length")),
+    unit="tokens",
+    units_per_example=lambda data: data.sequence_length or 1,
+    example=_text,
+    reduced=_reduced_text,
+)
+"""Packed rows of tokens; see `shardlib.data.open_data`."""
+
+
+def _reduced_images(data: DataSpec, model: Any) -> DataSpec:
+    height, width, channels = data.image_shape or (_PIXELS, _PIXELS, 3)
+    shape = (min(height, _PIXELS), min(width, _PIXELS), channels)
+    return DataSpec(num_classes=data.num_classes or _CLASSES, image_shape=shape)
+
+
+def _images(random: np.random.Generator, rows: int, data: DataSpec) -> dict[str, np.ndarray]:
+    assert data.image_shape is not None
+    return {
+        "images": random.standard_normal((rows, *data.image_shape), np.float32),
+        "labels": random.integers(0, data.num_classes or _CLASSES, rows, dtype=np.int32),
+    }
+
+
+IMAGES = BatchKind("images", unit="images", example=_images, reduced=_reduced_images)
+"""Images and their labels; see `shardlib.data.open_data`."""
