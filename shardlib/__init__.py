@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shardlib.sharding.constrain import constrain as constrain
     from shardlib.sharding.constrain import use as use
     from shardlib.sharding.partition import shard as shard
+    from shardlib.train.evaluate import evaluate as evaluate
     from shardlib.train.evaluate import make_eval_step as make_eval_step
     from shardlib.train.fit_microbatches import fit_microbatches as fit_microbatches
     from shardlib.train.guards import GuardsConfig as GuardsConfig
@@ -80,6 +81,7 @@ _HOME = {
     "abstract_state": "train.state",
     "constrain": "sharding.constrain",
     "draw": "explain",
+    "evaluate": "train.evaluate",
     "explain": "explain",
     "fit_microbatches": "train.fit_microbatches",
     "init_state": "train.state",

@@ -5,6 +5,8 @@ import re
 import sys
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -62,6 +64,37 @@ def test_the_python_of_a_guide_runs(page, capsys, tmp_path, monkeypatch):
     if page.stem == "long_runs":
         up = names["arrays"]["params"]["up"]["kernel"]
         np.testing.assert_array_equal(up, names["state"].params["up"]["kernel"])
+    if page.stem == "losses_and_steps":
+        losses = [names["eval_step"](names["state"], x)["loss"].value for x in names["batches"]]
+        assert f"\nloss: {np.mean(losses):.4f}\n" in shown
+
+
+@pytest.mark.docs
+def test_the_loop_of_a_guide_resumes_at_the_batch_where_it_was_killed(tmp_path, monkeypatch):
+    names = run([blocks(README, "python")[0]])
+    loop = blocks(ROOT / "docs" / "long_runs.md", "python")[0]
+    start, seen = names["state"], []
+
+    def trained(folder, killed_at=None):
+        def step(state, batch):
+            number = next(i for i, x in enumerate(names["batches"]) if x is batch)
+            if number == killed_at:
+                raise KeyboardInterrupt
+            seen.append(number)
+            return names["step"](state, batch)
+
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        mine = {**names, "state": jax.tree.map(jnp.copy, start), "step": step}
+        exec(loop, mine)
+        return mine["state"]
+
+    whole = trained("whole")
+    with pytest.raises(KeyboardInterrupt):
+        trained("killed", killed_at=1)
+    resumed = trained("killed")
+    assert seen == [0, 1, 2, 0, 1, 2]
+    jax.tree.map(np.testing.assert_array_equal, whole.params, resumed.params)
 
 
 @pytest.mark.docs

@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object per step, TensorBoard events, and rates.
+"""Metrics of a run: one JSON object per step, and rates.
 
 `metrics.jsonl` holds one object per line with the keys `step`, `loss`, `grad_norm`,
 `learning_rate`, `tokens_per_second` (or `images_per_second`), `step_seconds`,
@@ -23,10 +23,8 @@ from typing import Any
 from shardlib.errors import ShardlibError
 from shardlib.log.append import AppendFile
 from shardlib.log.jsonl import decode, encode
-from shardlib.log.tensorboard import EventFile
 
 METRICS_FILE = "metrics.jsonl"
-EVENTS_DIRECTORY = "tensorboard"
 
 
 class MetricsWriter:
@@ -38,34 +36,27 @@ class MetricsWriter:
 
     Args:
         run_dir: The directory of the run, which exists.
-        tensorboard: Whether to also write event files to `run_dir/tensorboard`.
         resume_step: The step of the checkpoint that the run resumes from; 0 for a new run.
         warn: Called when lines cannot be written, and with each line that is not a step's metrics.
 
     Attributes:
         kept: The last remaining row of an earlier attempt, as in `read_metrics`, or None.
         last: The last row found in the file, even if it was then removed, or None.
-
-    Raises:
-        MissingExtraError: If `tensorboard` is set and tensorboardX is not installed.
     """
 
     def __init__(
         self,
         run_dir: str | os.PathLike[str],
         *,
-        tensorboard: bool = False,
         resume_step: int = 0,
         warn: Callable[[str], None] = lambda text: None,
     ):
         self.path = Path(run_dir) / METRICS_FILE
-        self._warn = warn
         text = self.path.read_bytes() if self.path.exists() else b""
         rows = _rows(self.path, text, lambda fault: warn(f"{fault} The line is passed over."))
         size, self.kept = _up_to(rows, resume_step)
         self.last = rows[-1][0] if rows else None
         self._last_step = self.kept["step"] if self.kept else 0
-        self._events = self._begin_events(resume_step) if tensorboard else None
         self._file = AppendFile(self.path, size=size, warn=warn)
 
     def write(
@@ -76,7 +67,7 @@ class MetricsWriter:
         Args:
             step: The number of the step.
             metrics: Its metrics.
-            account: The result of `goodput.Account.stamp`, for the file but not for TensorBoard.
+            account: The result of `goodput.Account.stamp`.
 
         Raises:
             ValueError: If the step is not after the last written step.
@@ -88,35 +79,23 @@ class MetricsWriter:
         self._last_step = step
         values = {name: _number(value) for name, value in metrics.items()}
         self._file.write(encode({"step": step, **values, **(account or {})}))
-        if self._events is not None:
-            self._events.scalars(step, {n: v for n, v in values.items() if v is not None})
 
     def rewind(self, step: int) -> dict[str, Any] | None:
         """Removes the rows of later steps, which are repeated; returns the last remaining row."""
         size, kept = _up_to(_rows(self.path, self._file.read(), lambda line: None), step)
         self._file.cut(size)
         self._last_step = kept["step"] if kept else 0
-        if self._events is not None:
-            self._events.close()
-            self._events = self._begin_events(step)
         return kept
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the file."""
         self._file.close()
-        if self._events is not None:
-            self._events.close()
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         self.close()
-
-    def _begin_events(self, step: int) -> EventFile:
-        """Starts an event file that hides earlier events after `step`, which are lost."""
-        directory = self.path.with_name(EVENTS_DIRECTORY)
-        return EventFile(directory, purge_step=step + 1, warn=self._warn)
 
 
 def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:

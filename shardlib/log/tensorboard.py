@@ -14,6 +14,41 @@ from pathlib import Path
 
 from shardlib.errors import require
 from shardlib.log.append import AppendFile
+from shardlib.log.loggers import RunInfo
+
+EVENTS_DIRECTORY = "tensorboard"
+
+
+class TensorBoardLogger:
+    """A metrics logger that writes event files to `tensorboard/` in the directory of the run.
+
+    Raises:
+        MissingExtraError: If tensorboardX is not installed.
+    """
+
+    def __init__(self) -> None:
+        require("tensorboardX", "tensorboard", "TensorBoardLogger")
+
+    def start(self, run: RunInfo) -> None:
+        """Begins an event file, which hides the events of later steps in earlier files."""
+        self._directory, self._warn = run.run_dir / EVENTS_DIRECTORY, run.warn
+        self._begin(run.step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the scalars of a step."""
+        self._events.scalars(step, metrics)
+
+    def rewind(self, step: int) -> None:
+        """Begins an event file, which hides the events after `step`."""
+        self._events.close()
+        self._begin(step)
+
+    def close(self, failed: bool) -> None:
+        """Closes the file."""
+        self._events.close()
+
+    def _begin(self, step: int) -> None:
+        self._events = EventFile(self._directory, purge_step=step + 1, warn=self._warn)
 
 
 class EventFile:
@@ -23,9 +58,6 @@ class EventFile:
         directory: The run's directory for TensorBoard.
         purge_step: TensorBoard hides events of this step and later steps in earlier files.
         warn: Called when an event cannot be written: see `AppendFile`.
-
-    Raises:
-        MissingExtraError: If tensorboardX is not installed; no file is created then.
     """
 
     def __init__(
@@ -35,7 +67,6 @@ class EventFile:
         purge_step: int,
         warn: Callable[[str], None] = lambda text: None,
     ):
-        require("tensorboardX", "tensorboard", "train.tensorboard=true")
         self._proto = importlib.import_module("tensorboardX.proto.event_pb2")
         self._checksum = importlib.import_module("tensorboardX.record_writer").masked_crc32c
         path = Path(directory)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from shardlib.errors import ConfigError, MeshError, RuleError, ShardlibError, did_you_mean, require
+from shardlib.log.loggers import logger_class
 from shardlib.mesh import mesh_sizes
 from shardlib.optim.named import build_schedule
 from shardlib.registry import DataSpec, ModelFamily, family
@@ -31,8 +32,8 @@ def check_config(config: RunConfig, make_scope: Callable[[], Scope]) -> Scope:
         make_scope: Returns the mesh and rules of the run, or raises their fault.
 
     Raises:
-        ConfigError: If model, data and optimizer do not fit each other, or there are several
-            faults.
+        ConfigError: If model, data and optimizer do not fit each other, a logger is not one, or
+            there are several faults.
         MeshError: If the mesh does not fit the devices, or the batch does not fit the mesh.
         RuleError: If a rule names a mesh axis that does not exist.
         MissingExtraError: If a required package is not installed.
@@ -56,7 +57,8 @@ def _errors(config: RunConfig, make_scope: Callable[[], Scope]) -> Iterator[Shar
         _check_stages(config, scope)
 
     checks = (_check_model, _check_optimizer, _check_extras)
-    for check in (check_scope, *(lambda check=check: check(config) for check in checks)):
+    loggers = (lambda name=name: logger_class(name) for name in config.train.loggers)
+    for check in (check_scope, *(lambda check=check: check(config) for check in checks), *loggers):
         try:
             check()
         except ShardlibError as error:

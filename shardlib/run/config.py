@@ -184,6 +184,7 @@ _MAY_CHANGE = (
     "train.sample_length",
     "train.sample_temperature",
     "train.tensorboard",
+    "train.loggers",
     "train.cpu_devices",
     "train.compilation_cache",
     "mesh",

@@ -24,6 +24,7 @@ class RunDirectory:
         metrics.jsonl    one object per step: see `shardlib.log.metrics`
         events.jsonl     one object per event of the run, from `start` to `end`
         tensorboard/     event files, if enabled
+        wandb/           files of Weights & Biases, if enabled
         checkpoints/     one directory per step
         stacks-process<i>.txt  stacks of process i when the watchdog last found it hung
 

@@ -1,19 +1,21 @@
-"""The display, metrics and events of a run."""
+"""The display, metrics, loggers and events of a run."""
 
 import dataclasses
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from shardlib.errors import ShardlibError
+from shardlib.config import to_dict
+from shardlib.errors import ShardlibError, without_credentials
 from shardlib.explain import explain
 from shardlib.hardware import chip_for
 from shardlib.log.display import Display, Header, StepStatus
 from shardlib.log.events import Events, last_account
 from shardlib.log.goodput import Account, goodput, summary
+from shardlib.log.loggers import Loggers, MetricsLogger, RunInfo, logger_class
 from shardlib.log.metrics import MetricsWriter, mfu, read_metrics
 from shardlib.mesh import describe
 from shardlib.mesh.device_order import draw
@@ -38,7 +40,7 @@ class _Row:
 
 
 class RunLog:
-    """The display, metrics and events of a run: silent on every process except the first.
+    """The display, metrics, loggers and events of a run: silent on all processes except the first.
 
     A context manager; leaving it ends the display and closes the files in every case.
 
@@ -47,6 +49,7 @@ class RunLog:
         directory: Directory of the run.
         group: This process's place in its group.
         clock: The clock that the run drives from its start, for the account of its time.
+        loggers: Metrics loggers, in addition to the ones that the config names.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class RunLog:
         directory: RunDirectory,
         group: ProcessGroup,
         clock: PhaseClock | None = None,
+        loggers: Sequence[MetricsLogger] = (),
     ):
         config = parts.config
         self._parts, self._directory, self._group = parts, directory, group
@@ -73,6 +77,8 @@ class RunLog:
         self._peak_flops = flops and flops * jax.device_count()
         self._flops_per_step = flops_per_step(config, parts.data)
         self._writer: MetricsWriter | None = None
+        self._given = loggers
+        self._loggers = Loggers()
         self._held: _Row | None = None
         self._account = Account(clock or PhaseClock())
         self._events = Events()
@@ -100,6 +106,7 @@ class RunLog:
         elif self._events.is_waiting and self._directory.path.is_dir():
             self._events.open(self._directory.path, self.warning)
         self._events.close()
+        self._loggers.close(failed=kind is not None)
 
     def header(self, start: int) -> None:
         """Prints what is known before the first step."""
@@ -131,12 +138,7 @@ class RunLog:
         if not self._group.is_primary:
             return
         path = self._directory.path
-        self._writer = MetricsWriter(
-            path,
-            tensorboard=self._parts.config.train.tensorboard,
-            resume_step=start,
-            warn=self.warning,
-        )
+        self._writer = MetricsWriter(path, resume_step=start, warn=self.warning)
         written = [x for x in (last_account(path), self._writer.last) if x and "spent" in x]
         # An account only grows, so the larger one is newer; timestamps of two hosts, or within a
         # millisecond, say less. In a tie the event knows more: whether the run had ended.
@@ -145,6 +147,14 @@ class RunLog:
         self._events.open(path, self.warning)
         mesh = describe(self._parts.scope.mesh)
         self.event("start", mesh=mesh, devices=_devices_text(), processes=self._group.count)
+        self._start_loggers(start)
+
+    def _start_loggers(self, start: int) -> None:
+        named = [logger_class(name) for name in self._parts.config.train.logger_names]
+        self._loggers = Loggers(named, self._given, self.warning)
+        config = _without_credentials(to_dict(self._parts.recorded))
+        path, identity = self._directory.path, self._directory.identity
+        self._loggers.start(RunInfo(config, path, identity, start, self.warning))
 
     def event(self, kind: str, text: str = "", *, step: int | None = None, **facts: Any) -> None:
         """Shows an event on the terminal, and writes it to `events.jsonl`.
@@ -176,6 +186,7 @@ class RunLog:
         self._display.forget(self._at_step - step)
         if self._writer is not None:
             self._account.rewound(self._writer.rewind(step))
+        self._loggers.rewind(step)
         self._at_step = step
         self.event("rewind", text, **facts)
 
@@ -231,6 +242,7 @@ class RunLog:
         if held is not None and self._writer is not None:
             row = held.metrics | {"goodput": round(goodput(held.account["spent"]), 4)}
             self._writer.write(held.step, row, held.account)
+            self._loggers.log(held.step, row)
 
     def closing(self, title: str, *, is_finished: bool, step: int, can_sample: bool) -> None:
         """Prints the closing card of all steps in the metrics file, and the next commands.
@@ -277,6 +289,15 @@ class RunLog:
         if can_sample:
             commands["sample"] = f"shardlib generate {shlex.quote(str(self._directory))}"
         return commands | {"explain": f"shardlib explain {config}"}
+
+
+def _without_credentials(value: Any) -> Any:
+    """Returns plain data with the credentials of URLs as `***`, for loggers that send it away."""
+    if isinstance(value, dict):
+        return {name: _without_credentials(child) for name, child in value.items()}
+    if isinstance(value, list):
+        return [_without_credentials(child) for child in value]
+    return without_credentials(value) if isinstance(value, str) else value
 
 
 def _devices_text() -> str:

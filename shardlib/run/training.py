@@ -8,6 +8,7 @@ import jax
 
 from shardlib.checkpoint import RunCheckpoints, TieredCheckpoints, open_checkpoints
 from shardlib.errors import DivergedError, RunDirError, SaveFailedError, ShardlibError
+from shardlib.log.loggers import MetricsLogger, check_loggers
 from shardlib.run.checks import check_config
 from shardlib.run.config import RunConfig, check_resumable
 from shardlib.run.devices import make_deterministic, start_devices
@@ -34,6 +35,7 @@ def train(
     clock: PhaseClock | None = None,
     notices: Sequence[Notice] = (),
     after_step: AfterStep | None = None,
+    loggers: Sequence[MetricsLogger] = (),
 ) -> TrainResult:
     """Trains until `config.train.steps`, from the newest checkpoint of `config.run_dir` if any.
 
@@ -47,10 +49,12 @@ def train(
             `shardlib.runtime.preemption`.
         after_step: Called with the number of each step once it is dispatched, in the thread and
             process that runs it. A text that it returns requests a stop and gives the reason.
+        loggers: Objects that receive the metrics of each step, in addition to those that
+            `train.loggers` names; see `shardlib.log.loggers`.
 
     Raises:
-        ConfigError: If the directory holds a run of another config or cannot be written, or model
-            and data do not fit each other.
+        ConfigError: If the directory holds a run of another config or cannot be written, model and
+            data do not fit each other, or a logger lacks a method.
         DataError: If the data is missing, empty or malformed.
         MeshError: If mesh, devices and batch do not fit each other.
         RuleError: If tensors cannot be placed.
@@ -63,14 +67,19 @@ def train(
         PeerLostError: If other processes of the group have gone.
     """
     try:
-        return _train(config, clock or PhaseClock(), notices, after_step)
+        check_loggers(loggers)
+        return _train(config, clock or PhaseClock(), notices, after_step, loggers)
     except ShardlibError as error:
         _tell_launcher(error)
         raise
 
 
 def _train(
-    config: RunConfig, clock: PhaseClock, notices: Sequence[Notice], after_step: AfterStep | None
+    config: RunConfig,
+    clock: PhaseClock,
+    notices: Sequence[Notice],
+    after_step: AfterStep | None,
+    loggers: Sequence[MetricsLogger],
 ) -> TrainResult:
     directory = RunDirectory(config.run_dir)
     directory.check_writable()
@@ -92,7 +101,7 @@ def _train(
             parts = dataclasses.replace(parts, decided=decided)
         evaluated = None if held_out is None else held_out.element_spec()
         programs = traced(parts, source.element_spec(), evaluated, source.tokenizer)
-        log = RunLog(parts, directory, group, clock)
+        log = RunLog(parts, directory, group, clock, loggers)
         watchdog.on_end = lambda phase: log.event("hung", phase=phase)
         with (
             # The directory is written from here on.

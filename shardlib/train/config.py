@@ -3,6 +3,7 @@
 from typing import Annotated, Literal
 
 from shardlib.config import ImportPath, configclass
+from shardlib.log.loggers import unknown_loggers
 from shardlib.train.checked import unknown_codes
 from shardlib.train.guards import GuardsConfig
 from shardlib.train.local_sgd.outer import LocalSGDConfig
@@ -58,7 +59,10 @@ class TrainConfig:
     sample_temperature: float = 0.8
     """Sampling temperature; 0 takes the most likely token."""
     tensorboard: bool = False
-    """Whether TensorBoard event files are written (extra `tensorboard`)."""
+    """Whether TensorBoard event files are written: short for `tensorboard` in `loggers`."""
+    loggers: tuple[str, ...] = ()
+    """Receivers of the metrics, in addition to metrics.jsonl: tensorboard, wandb, mlflow (extras of
+    these names), or a class of your own, as package.module:Name."""
     cpu_devices: int | None = None
     """Virtual CPU devices over all processes, without an accelerator. Unset: the value of
     JAX_NUM_CPU_DEVICES, or one per process."""
@@ -73,6 +77,7 @@ class TrainConfig:
             if getattr(self, name) != "auto" and getattr(self, name) < 1
         ]
         faults += unknown_codes(self.allow_wrong_numbers)
+        faults += unknown_loggers(self.loggers)
         if self.sample_every is not None and self.sample_every < 1:
             faults.append(f"sample_every must be at least 1, or null, not {self.sample_every}")
         if self.microbatches != "auto" and self.global_batch % max(self.microbatches, 1):
@@ -100,6 +105,11 @@ class TrainConfig:
         ]
         if faults:
             raise ValueError("; ".join(faults))
+
+    @property
+    def logger_names(self) -> tuple[str, ...]:
+        """The loggers of `tensorboard` and `loggers`, each once."""
+        return tuple(dict.fromkeys(("tensorboard",) * self.tensorboard + self.loggers))
 
     @property
     def num_microbatches(self) -> int:

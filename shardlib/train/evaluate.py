@@ -162,10 +162,16 @@ def evaluate(
 ) -> dict[str, float]:
     """Returns each metric over all batches: weighted means, and exact sums, maxima and minima.
 
+    ```python
+    step = sl.make_eval_step(loss_fn)
+    for name, value in sl.evaluate(step, state, batches).items():
+        print(f"{name}: {value:.4f}")
+    ```
+
     Args:
         step: The step from `make_eval_step`.
         state: The state to evaluate.
-        batches: Held-out batches; padding has weight 0.
+        batches: Held-out batches; padding has weight 0. Without any, the result is empty.
         inputs: Extra inputs of the loss.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The metrics file and its guarantees, event files, rates."""
+"""The metrics file and its guarantees, rates."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.errors import MissingExtraError, ShardlibError
+from shardlib.errors import ShardlibError
 from shardlib.log.metrics import MetricsWriter, StepTimer, mfu, read_metrics
 
 
@@ -179,105 +179,12 @@ def test_the_row_to_go_on_from_and_the_last_that_was_there(tmp_path):
         assert writer.kept is None
 
 
-def test_an_account_is_written_but_not_drawn(tmp_path):
+def test_a_row_ends_with_its_account(tmp_path):
     account = {"time": 5.5, "spent": {"step": 2.0}}
-    with MetricsWriter(tmp_path, tensorboard=True) as writer:
+    with MetricsWriter(tmp_path) as writer:
         writer.write(1, {"loss": 0.5, "goodput": 0.25}, account)
     (row,) = read_metrics(tmp_path)
     assert row == {"step": 1, "loss": 0.5, "goodput": 0.25, "time": 5.5, "spent": {"step": 2.0}}
-    assert events(tmp_path) == [(1, "loss", 0.5), (1, "goodput", 0.25)]
-
-
-def records(path):
-    from tensorboardX.proto import event_pb2
-
-    data = path.read_bytes()
-    while data:  # Length (8 bytes), its checksum (4), record, checksum (4).
-        length = int.from_bytes(data[:8], "little")
-        yield event_pb2.Event.FromString(data[12 : 12 + length])
-        data = data[16 + length :]
-
-
-def test_event_files_are_those_of_tensorboardx_byte_for_byte(tmp_path):
-    from tensorboardX.event_file_writer import EventsWriter
-
-    with MetricsWriter(tmp_path, tensorboard=True) as writer:
-        writer.write(7, {"loss": 0.5, "count": 3})
-        writer.write(9, {"loss": math.nan})
-    (path,) = (tmp_path / "tensorboard").iterdir()
-    version, *rest = records(path)
-    assert (version.file_version, len(rest)) == ("brain.Event:2", 3)
-    theirs = EventsWriter(str(tmp_path / "theirs"))
-    for event in rest:
-        theirs.write_event(event)
-    theirs.close()
-    (expected,) = tmp_path.glob("theirs*")
-    size = 16 + version.ByteSize()  # Theirs begins with a version too, at a time of its own.
-    assert path.read_bytes()[size:] == expected.read_bytes()[size:]
-
-
-def test_a_full_disk_holds_no_run_up(tmp_path, small_files):
-    said = []
-    with MetricsWriter(tmp_path, tensorboard=True, warn=said.append) as writer:
-        small_files(200)
-        for step in range(1, 101):
-            writer.write(step, {"loss": 0.5, "learning_rate": 1.0})
-        (board,) = (tmp_path / "tensorboard").iterdir()
-        full = "cannot be written: File too large. New data is kept in memory until there is"
-        assert said == [f"{path} {full} room." for path in (board, tmp_path / "metrics.jsonl")]
-        assert steps_of(tmp_path) == [1, 2, 3, 4]
-        small_files(-1)
-        writer.rewind(99)
-        writer.write(100, {"loss": 0.25})
-    assert steps_of(tmp_path) == list(range(1, 101))
-    assert events(tmp_path)[-2:] == [(100, "learning_rate", 1.0), (100, "loss", 0.25)]
-
-
-def events(run_dir):
-    return [
-        (event.step, value.tag, value.simple_value)
-        for path in sorted((run_dir / "tensorboard").iterdir())
-        for event in records(path)
-        for value in event.summary.value
-    ]
-
-
-def test_tensorboard_events_hold_the_same_numbers(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=True) as writer:
-        writer.write(1, {"loss": 0.5, "mfu": None})
-        writer.write(2, {"loss": 0.25, "eval/loss": 4.0})
-    assert events(tmp_path) == [(1, "loss", 0.5), (2, "loss", 0.25), (2, "eval/loss", 4.0)]
-
-
-def test_tensorboard_hides_what_a_rewind_takes_away(tmp_path):
-    with MetricsWriter(tmp_path, tensorboard=True) as writer:
-        for step in (1, 2, 3):
-            writer.write(step, {"loss": 9.0})
-        writer.rewind(1)
-        writer.write(2, {"loss": 0.5})
-    names = sorted(path.name for path in (tmp_path / "tensorboard").iterdir())
-    assert len(names) == 2
-    assert hidden_from(tmp_path / "tensorboard" / names[1]) == [2]
-    assert events(tmp_path)[-1] == (2, "loss", 0.5)
-
-
-def hidden_from(path):
-    """The steps from which on a file says that what was there before does not hold."""
-    from tensorboardX.proto import event_pb2
-
-    start = event_pb2.SessionLog.START
-    return [event.step for event in records(path) if event.session_log.status == start]
-
-
-def test_a_missing_extra_is_named_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)  # Python's way to say: not there.
-    with pytest.raises(MissingExtraError) as error:
-        MetricsWriter(tmp_path, tensorboard=True)
-    assert str(error.value) == (
-        "train.tensorboard=true needs 'tensorboardX', which is not installed: "
-        "pip install 'shardlib[tensorboard]'"
-    )
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_step_times_leave_out_compilation_and_pauses():

@@ -214,8 +214,6 @@ def test_bad_requests_are_refused_before_anything_is_compiled(start):
 
 
 def test_evaluation_changes_nothing_and_adds_up_exactly(start):
-    from shardlib.train.evaluate import evaluate
-
     def loss(model, batch, rng):
         model.eval()
         error = jnp.square(model(batch["x"]) - batch["y"])
@@ -224,8 +222,10 @@ def test_evaluation_changes_nothing_and_adds_up_exactly(start):
     state = start()
     step = sl.make_eval_step(loss)
     parts = [{k: v[i : i + 4] for k, v in BATCH.items()} for i in range(0, 16, 4)]
-    whole = evaluate(step, state, [BATCH])
-    assert evaluate(step, state, parts)["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    whole = sl.evaluate(step, state, [BATCH])
+    assert type(whole["loss"]) is float
+    assert sl.evaluate(step, state, parts)["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+    assert sl.evaluate(step, state, []) == {}
     assert int(state.step) == 0
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
