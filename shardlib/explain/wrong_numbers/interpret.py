@@ -326,7 +326,7 @@ class Reader:
         else:
             self.notes, carried = [], self.given_up(carried)
         self.notes = before + self.notes
-        return carried
+        return _unpooled(instruction, start, carried)
 
     def _branches(self, instruction: Instruction, operands: list[AnyValue]) -> AnyValue:
         names = instruction.called()
@@ -378,6 +378,20 @@ def _is_zero(instruction: Instruction, operands: list[Value]) -> bool:
         return all(zeros[1:])
     passes = ("add", "broadcast", "bitcast", "reshape", "transpose", "copy", "convert", "slice")
     return instruction.opcode in (*passes, "concatenate", "reduce") and all(zeros)
+
+
+def _unpooled(instruction: Instruction, start: AnyValue, carried: AnyValue) -> AnyValue:
+    """Returns the results of a loop, which may be the gradient of a max-pool. That carries a
+    counter, the result, the indices and the flat cotangent."""
+    if isinstance(start, Value) or isinstance(carried, Value) or len(start) != 4:
+        return carried
+    if not operations.is_unpooling(instruction):
+        return carried
+    result, cotangent = carried[1], start[3]
+    if not isinstance(result, Value) or not isinstance(cotangent, Value):
+        return carried
+    layout = operations.unpooled(cotangent.layout, result.layout.shape)
+    return (carried[0], result._replace(layout=layout), *carried[2:])
 
 
 def _returns_tuple(instruction: Instruction, kind: str) -> bool:

@@ -1,5 +1,6 @@
 """Layouts of the results of operations within one device."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -65,6 +66,10 @@ def layout_of(
         return context.once(_bitcast, instruction.shape, operands[0].layout, before), []
     if opcode == "slice":
         return _sliced(instruction, operands, shape, context), []
+    if opcode == "select-and-scatter":
+        return _selected(operands, shape)
+    if opcode == "scatter" and is_unpooling(instruction):
+        return unpooled(operands[2].layout, shape), []
     if opcode in _MOVES and operands:
         return _MOVES[opcode](instruction, operands, shape), []
     if opcode == "concatenate":
@@ -95,6 +100,39 @@ def _updated(operands: Sequence[Value], shape: tuple[int, ...]) -> tuple[Layout,
     whole = forget(update, shape, partial)
     pairs = [((found, dim), (whole, dim)) for dim in range(len(shape)) if dim not in partial]
     return merged(found, whole), pairs
+
+
+def _selected(operands: Sequence[Value], shape: tuple[int, ...]) -> tuple[Layout, Pairs]:
+    """Returns the layout of a max-pool's gradient, the operand's. In dims without a window, operand
+    and cotangent have the same parts."""
+    found, cotangent = operands[0].layout, operands[1].layout
+    alike = [n for n, size in enumerate(shape) if cotangent.shape[n] == size]
+    return found, [((found, dim), (cotangent, dim)) for dim in alike]
+
+
+def is_unpooling(instruction: Instruction) -> bool:
+    """Whether a scatter, or a loop of updates, is the gradient of a max-pool on CPU devices: there
+    XLA computes the indices of the largest elements, and adds the cotangent at them."""
+    return instruction.op_name.endswith("select_and_scatter")
+
+
+def unpooled(cotangent: Layout, shape: tuple[int, ...]) -> Layout:
+    """Returns the layout of a max-pool's gradient, `shape`, from that of its flat cotangent.
+
+    Only the first and the last dim, of the batch and the features as a rule, can be found in a flat
+    array without the window. They are known where they lie on one axis each.
+    """
+    count = math.prod(cotangent.shape)
+    known: dict[int, tuple[Layout, Dim]] = {}
+    for dim, sizes in ((0, (shape[0], -1)), (len(shape) - 1, (-1, shape[-1]))):
+        if count % shape[dim] == 0:
+            sizes = [size if size > 0 else count // shape[dim] for size in sizes]
+            layout = reshape(cotangent, sizes)
+            factors = layout.dims[0 if dim == 0 else 1]
+            if is_known(factors) and len({factor.axis for factor in factors}) == 1:
+                known[dim] = layout, factors
+    rest = unknown(shape)
+    return assembled(known.get(n, (rest, rest.dims[n])) for n in range(len(shape)))
 
 
 def _dot(
@@ -308,7 +346,6 @@ _MOVES: dict[str, Callable[[Instruction, Sequence[Value], Sequence[int]], Layout
     "sort": _kept,
     "topk": _kept,
     "scatter": _kept,
-    "select-and-scatter": _kept,
     "reduce-window": _windowed,
     "gather": _gathered,
     "reduce": _reduced,
