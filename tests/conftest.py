@@ -28,6 +28,9 @@ os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
+# Processes of pytest-xdist have 80 columns, others none: reports are as wide as in a pipe.
+os.environ.pop("COLUMNS", None)
+
 import jax
 import pytest
 from ids import faulty_ids

@@ -76,7 +76,7 @@ def test_what_a_person_sees_of_a_run(finished):
         "8 x cpu",
         "fsdp=8 over 8 cpu devices",
         "37.5K parameters, 18.9 KiB per device",
-        "128 tokens, 23.0 MFLOP",
+        "128 tokens, 23 MFLOP",
         "\ncompiling the training step\n",
         "\nstep  1/20  loss ",
         "\nstep 10/20  loss ",
