@@ -2,8 +2,10 @@
 
 A package offers its models in `pyproject.toml`, in addition to the built-in ones:
 
-    [project.entry-points."shardlib.models"]
-    mymodel = "mypackage.mymodel:FAMILY"
+```toml
+[project.entry-points."shardlib.models"]
+mymodel = "mypackage.mymodel:FAMILY"
+```
 
 A config may also name a family by where it is, as in `model.name: mypackage.mymodel:FAMILY`.
 """

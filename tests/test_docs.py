@@ -165,13 +165,37 @@ def test_the_report_is_what_the_command_prints(capsys, monkeypatch):
     assert_shown(map(without_sources, lines), list(map(without_sources, printed)))
 
 
+def prose(page):
+    """Returns the text of a page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page):
+    """Returns the anchors that GitHub gives to the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+def links(page):
+    """Returns the files and anchors that a page links to, apart from those of other sites."""
+    targets = re.findall(r"\]\(([^)\s:]+)\)", prose(page))
+    return [
+        (page.parent / file if file else page, anchor)
+        for file, _, anchor in (target.partition("#") for target in targets)
+    ]
+
+
 @PAGES
 def test_every_file_and_heading_that_a_page_names_exists(page):
-    for target, _, heading in re.findall(r"\]\(([^)#:]+)(#([^)]*))?\)", page.read_text()):
-        file = page.parent / target
-        assert file.exists(), target
-        titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if heading else []
-        assert not heading or heading in [title.lower().replace(" ", "-") for title in titles]
+    for file, anchor in links(page):
+        assert file.exists(), file
+        assert not anchor or anchor in anchors(file), f"{file}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "index.md"], ids=lambda page: page.stem)
+def test_every_guide_is_linked(page):
+    linked = {file.resolve() for file, _ in links(page)}
+    assert {*GUIDES} - linked <= {ROOT / "docs" / "index.md"}
 
 
 def test_every_command_is_listed():

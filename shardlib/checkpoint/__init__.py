@@ -1,13 +1,15 @@
 """Checkpoints of a run: any state on any mesh, restored bit for bit and verified.
 
-    with RunCheckpoints("run/checkpoints", CheckpointConfig(keep=2)) as checkpoints:
-        checkpoints.save(100, state, {"mesh": "fsdp=8", "samples_seen": 12_800})
-        ...
-        if found := checkpoints.restore_newest(target):  # None before the first save.
-            manifest, state = found
+```python
+with RunCheckpoints("run/checkpoints", CheckpointConfig(keep=2)) as checkpoints:
+    checkpoints.save(100, state, {"mesh": "fsdp=8", "samples_seen": 12_800})
+    ...
+    if found := checkpoints.restore_newest(target):  # None before the first save.
+        manifest, state = found
 
-    saved = SavedCheckpoints("run/checkpoints")  # Read-only; nested dicts of numpy arrays here.
-    arrays = saved.restore(100, saved.target(100))
+saved = SavedCheckpoints("run/checkpoints")  # Read-only; nested dicts of numpy arrays here.
+arrays = saved.restore(100, saved.target(100))
+```
 
 The format is described in `store.py` (directories), `manifest.py` (the JSON manifest),
 `fingerprint.py` (verification of values) and `tree.py` (names of leaves).

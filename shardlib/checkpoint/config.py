@@ -45,7 +45,7 @@ class LocalTier:
 
 @configclass
 class CheckpointConfig:
-    """The schedule and retention of checkpoints; one stays if any keep_ setting keeps it."""
+    """The schedule and retention of checkpoints; one stays if any `keep_*` setting keeps it."""
 
     enabled: bool = True
     """Whether the run saves checkpoints; without them it cannot be resumed."""

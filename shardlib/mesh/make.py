@@ -19,6 +19,7 @@ STANDARD_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 AxisTypes: TypeAlias = Literal["auto", "explicit"]
 MeshSpec: TypeAlias = "str | Mapping[str, int | str] | MeshConfig"
+"""A mesh as text (`"data=2,fsdp=-1"`), as a mapping of axes to degrees, or as a config."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DEGREE = re.compile(r"(-?\d+)(?:\s*[xX]\s*(-?\d+))?")

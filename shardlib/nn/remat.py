@@ -1,12 +1,10 @@
 """Rematerialisation policies: the values that the forward pass keeps for the backward pass.
 
-| policy        | kept of each layer                               | recomputed                    |
-|---------------|--------------------------------------------------|-------------------------------|
-| `none`        | everything                                       | nothing                       |
-| `dots`        | results of weight matmuls                        | norms, activations, attention |
-| `save:a,b`    | values tagged `a` or `b` (`tag(x, "a")`)         | all else                      |
-| `offload:a,b` | the same, in host memory                         | all else                      |
-| `full`        | the layer's inputs                               | the whole layer               |
+- `none` keeps everything, and nothing is recomputed.
+- `dots` keeps results of weight matmuls; norms, activations and attention are recomputed.
+- `save:a,b` keeps values tagged `a` or `b` (`tag(x, "a")`); all else is recomputed.
+- `offload:a,b` does the same, and keeps them in host memory.
+- `full` keeps the inputs of each layer, which is recomputed as a whole.
 
 The layers of a stack may have policies by range, with both ends included: `0-7:full,8-:dots`. Each
 range is compiled as a loop of its own. Only the number of recomputed layers matters: half of the

@@ -102,6 +102,7 @@ PRESETS: Mapping[str, AxisRules] = {
     "zero1": ZERO1,
     "zero2": ZERO2,
 }
+"""The presets by name."""
 
 
 def preset(name: str) -> AxisRules:

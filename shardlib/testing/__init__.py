@@ -1,9 +1,11 @@
 """Tests for your own model: equal numbers on every mesh, and only the expected communication.
 
+```python
 import shardlib as sl
 
 def test_my_model():
     sl.testing.assert_equivalent(make_model, loss_fn, batch, ["data=8", "fsdp=4,tensor=2"])
+```
 """
 
 from shardlib.testing.collectives import Sent as Sent
