@@ -10,16 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import yaml
 from flax import nnx
 
 import shardlib as sl
 from shardlib import cli, run
-from shardlib.config import configclass, load
+from shardlib.config import configclass, json_schema, load
 from shardlib.data import DataConfig, MapSource
 from shardlib.errors import ConfigError
 from shardlib.plan.request import Question
 from shardlib.registry import BatchKind, DataSpec, ModelFamily
 from shardlib.run.planning import flops_per_step, plan_run, workload_of
+from shardlib.run.setup import make_scope, setup
 
 HERE = __name__
 
@@ -217,9 +219,20 @@ def test_a_loss_of_ones_own(file, tmp_path):
     assert other[1] == pytest.approx(plain[1], rel=1e-6)
 
 
-def test_any_optimizer_of_optax_by_its_path(file):
-    config = load(run.RunConfig, file, ["optimizer.name=optax:adamw"])
-    assert workload_of(config)[1].step.opt_state is not None
+@pytest.mark.parametrize(("name", "num_bytes"), [("adamw", 8), ("sgd", 0), ("lion", 4)])
+def test_any_optimizer_of_optax_is_planned_with_its_moments(name, num_bytes):
+    words = [f"optimizer.name=optax:{name}", "model.name=transformer", "data.tokenizer=bytes"]
+    config = load(run.RunConfig, None, words)
+    _, workload = workload_of(config)
+    assert workload.job.moment_bytes == num_bytes
+
+
+def test_an_editor_takes_import_paths(file):
+    jsonschema = pytest.importorskip("jsonschema")
+    config = yaml.safe_load(file.read_text())
+    jsonschema.validate(config, json_schema(run.RunConfig))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(config | {"model": {"name": "transformr"}}, json_schema(run.RunConfig))
 
 
 def test_a_family_may_name_the_axes_and_the_unit_of_its_batch(file, monkeypatch):
@@ -231,8 +244,6 @@ def test_a_family_may_name_the_axes_and_the_unit_of_its_batch(file, monkeypatch)
     )
     monkeypatch.setattr(sys.modules[HERE], "FAMILY", dataclasses.replace(FAMILY, inputs=kind))
     config = load(run.RunConfig, file)
-    from shardlib.run.setup import make_scope, setup
-
     parts = setup(config, config.data.spec(), make_scope(config, jax.devices()))
     assert (parts.units_per_step(), parts.inputs.unit) == (16 * 8, "points")
     assert parts.train_step().batch_axes == {"x": ("batch", "length")}
