@@ -176,7 +176,7 @@ READ = (
     Cell("llama3.2-3b", "v5e-16", "data=2,fsdp=8", 64, microbatches=4, loss_chunks=8),
     Cell("llama3-70b", "8x8xh100", "fsdp=64", 64, remat=_SAVE, loss_chunks=8),
 )
-"""Whose programs the rules of `shardlib.cost.transformer.program_memory` were read from."""
+"""Models from whose programs the rules of `shardlib.cost.transformer.program_memory` come."""
 HELD_OUT = (
     Cell("qwen3-8b", "8xh100", "fsdp=8", 16, remat="dots"),
     Cell("qwen3-32b", "4x8xh100", "fsdp=8,tensor=4", 32),

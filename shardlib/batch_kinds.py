@@ -26,7 +26,7 @@ class DataSpec:
 
 @dataclasses.dataclass(frozen=True)
 class BatchKind:
-    """What the arrays of a batch mean."""
+    """The meaning of the arrays of a batch."""
 
     name: str
     """Name of the kind. A family trains on data whose `gives` is the same name."""

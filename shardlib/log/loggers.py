@@ -20,12 +20,12 @@ class Prints:
 """
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from shardlib.errors import ConfigError, did_you_mean, require, without_credentials
+from shardlib.import_paths import imported
 
 # The package that each logger needs, which the extra of the logger's name installs; its class.
 _BUILT_IN = {
@@ -175,20 +175,10 @@ def logger_class(name: str) -> type[MetricsLogger]:
         require(package, name, f"train.loggers={name}")
     else:
         path = name
-    module, _, attribute = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
-        raise ConfigError(
-            f"train.loggers: {name!r} cannot be imported: {type(error).__name__}: {error}\n"
-            f"  Correct the name, or add the folder that holds {module.partition('.')[0]!r} to "
-            "PYTHONPATH."
-        ) from error
-    if not isinstance(found, type):
-        raise ConfigError(
-            f"train.loggers: {name!r} is a {type(found).__name__}, but a class is expected.\n"
-            "  Name a class, or pass the object as shardlib.run.train(config, loggers=[...])."
-        )
+        found = imported(path, "a class", lambda value: isinstance(value, type))
+    except ConfigError as error:
+        raise ConfigError(f"train.loggers: {error}") from error
     if missing := _missing(found):
         raise ConfigError(f"train.loggers: {name!r} {missing}")
     return found

@@ -1,5 +1,6 @@
 """The common part of all answers of `plan`: a ranking, the length of the run, config settings."""
 
+import abc
 import dataclasses
 import math
 from typing import Any, Generic, TypeVar
@@ -17,7 +18,7 @@ AnyPlan = TypeVar("AnyPlan", Plan, MixedPlan)
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer(Generic[AnyPlan]):
+class Answer(abc.ABC, Generic[AnyPlan]):
     """The best plans for a model; `str()` gives the report."""
 
     name: str
@@ -90,8 +91,9 @@ class Answer(Generic[AnyPlan]):
         found = self._settings(self.best if plan is None else plan)
         return {key: value for key, value in found.items() if key not in self.kept}
 
+    @abc.abstractmethod
     def _settings(self, plan: AnyPlan) -> Settings:
-        raise NotImplementedError
+        """Returns the settings of a plan, the kept ones too."""
 
     def fragment(self, plan: AnyPlan | None = None) -> str:
         """Returns the settings of a plan as YAML, to be merged into a config."""

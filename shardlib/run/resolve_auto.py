@@ -30,7 +30,7 @@ class Resolved:
     """The config for the run's directory: its mesh may be `auto`, to be decided anew by a run that
     resumes on other devices."""
     choices: Mapping[str, str]
-    """What was decided and why, by the name of the setting."""
+    """Each decided value and the reason for it, by the name of the setting."""
     leaves_microbatches: bool
     """Whether the number of microbatches is a placeholder until the memory of the step is known."""
 

@@ -115,9 +115,8 @@ def test_what_is_not_a_logger_is_refused_before_anything_is_written(lab, tmp_pat
         run.train(lab.config(tmp_path / "run", names))
     assert str(error.value) == (
         "the run has 2 faults:\n"
-        "  train.loggers: 'nowhere:Mine' cannot be imported: ModuleNotFoundError: "
-        "No module named 'nowhere'\n"
-        "    Correct the name, or add the folder that holds 'nowhere' to PYTHONPATH.\n"
+        "  train.loggers: there is no module 'nowhere'.\n"
+        "    Install its package, or run the command in the directory that holds it.\n"
         "  train.loggers: 'pathlib:Path' lacks methods of a metrics logger: "
         "start, log, rewind, close.\n"
         "    Add them as shardlib.log.loggers.MetricsLogger describes."

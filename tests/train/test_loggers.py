@@ -144,15 +144,16 @@ def test_a_class_of_ones_own_is_found_or_refused(tmp_path, monkeypatch):
     for name, message in {
         "mine_a:Half": "train.loggers: 'mine_a:Half' lacks methods of a metrics logger: close.\n"
         "  Add them as shardlib.log.loggers.MetricsLogger describes.",
-        "mine_a:made": "train.loggers: 'mine_a:made' is a Whole, but a class is expected.\n"
-        "  Name a class, or pass the object as shardlib.run.train(config, loggers=[...]).",
-        "mine_b:Mine": "train.loggers: 'mine_b:Mine' cannot be imported: ValueError: broken\n"
-        "  Correct the name, or add the folder that holds 'mine_b' to PYTHONPATH.",
+        "mine_a:made": "train.loggers: mine_a:made is of type Whole, not a class.\n"
+        "  Name a class in its place.",
+        "mine_b:Mine": "train.loggers: the module mine_b cannot be imported: ValueError: broken "
+        f"({tmp_path}/mine_b.py:1).\n"
+        "  Repair the module.",
     }.items():
         with pytest.raises(ConfigError) as error:
             logger_class(name)
         assert str(error.value) == message
-    with pytest.raises(ConfigError, match="No module named 'nowhere'"):
+    with pytest.raises(ConfigError, match="there is no module 'nowhere'"):
         logger_class("nowhere.loggers:Mine")
 
 
