@@ -3,7 +3,11 @@
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
 from shardlib.explain.analysis.collectives import (
@@ -13,7 +17,10 @@ from shardlib.explain.analysis.collectives import (
     axes_text,
     read_program,
 )
+from shardlib.explain.hlo.allreduce_uses import Fate
 from shardlib.explain.hlo.text import array_bytes
+from shardlib.train.state import TrainState
+from shardlib.train.step import TrainStep
 
 _SINGLE_NUMBER = re.compile(r"\w+\[\]")
 Kind = tuple[str, str]
@@ -28,13 +35,16 @@ class Sent(NamedTuple):
     """Bytes of the whole buffers of all executions."""
 
 
+Expected: TypeAlias = Iterable[Kind] | Mapping[Kind, int | Sent]
+
+
 def assert_collectives(
-    step_or_compiled: Any,
-    expected: Iterable[Kind] | Mapping[Kind, int | Sent],
+    step_or_compiled: TrainStep | jax.stages.Compiled,
+    expected: Expected,
     *,
-    state: Any = None,
-    batch: Any = None,
-    mesh: Any = None,
+    state: TrainState | None = None,
+    batch: PyTree = None,
+    mesh: Mesh | Mapping[str, int] | None = None,
     at_least_bytes: int = 0,
 ) -> ProgramReport:
     """Asserts that a compiled step holds these collectives and no others.
@@ -67,18 +77,19 @@ def assert_collectives(
     """
     report = _report(step_or_compiled, state, batch, mesh)
     wanted = _wanted(expected, report.mesh)
-    sent = [_without_numbers(c) for c in report.collectives if c.mesh_axes != ()]
-    sent = [c for c in sent if c.shapes and c.bytes >= at_least_bytes]
-    if _is_cpu(mesh if state is None else state.definition.scope.mesh):
+    mesh = mesh if state is None else state.definition.scope.mesh
+    scattered: set[str] = set()
+    if isinstance(mesh, Mesh) and all(d.platform == "cpu" for d in mesh.devices.flat):
         scattered = {axes for kind, axes in wanted if kind == "reduce-scatter"}
-        sent = [part for collective in sent for part in _as_elsewhere(collective, scattered)]
-    found: dict[Kind, list[Collective]] = {}
-    for collective in sent:
-        found.setdefault((collective.kind, axes_text(collective.mesh_axes)), []).append(collective)
-    faults = [f"missing: {kind} over {axes}" for kind, axes in wanted if (kind, axes) not in found]
-    for key, members in found.items():
+    sent: dict[Kind, list[Collective]] = {}
+    for collective in report.collectives:
+        for part in _parts(collective, scattered):
+            if part.mesh_axes != () and part.bytes >= at_least_bytes:
+                sent.setdefault((part.kind, axes_text(part.mesh_axes)), []).append(part)
+    faults = [f"missing: {kind} over {axes}" for kind, axes in wanted if (kind, axes) not in sent]
+    for key, members in sent.items():
         if key not in wanted:
-            faults.append(f"unexpected: {_told(key, members)}")
+            faults.append(f"unexpected: {_description(key, members)}")
         else:
             faults += _amount_faults(key, members, wanted[key])
     if faults:
@@ -89,8 +100,13 @@ def assert_collectives(
     return report
 
 
-def _report(step_or_compiled: Any, state: Any, batch: Any, mesh: Any) -> ProgramReport:
-    if hasattr(step_or_compiled, "lower"):
+def _report(
+    step_or_compiled: TrainStep | jax.stages.Compiled,
+    state: TrainState | None,
+    batch: PyTree,
+    mesh: Mesh | Mapping[str, int] | None,
+) -> ProgramReport:
+    if not isinstance(step_or_compiled, jax.stages.Compiled):
         if state is None or batch is None:
             raise ModelError(
                 "a step is compiled for a state and a batch, which may be abstract.\n"
@@ -103,7 +119,7 @@ def _report(step_or_compiled: Any, state: Any, batch: Any, mesh: Any) -> Program
     return read_program(step_or_compiled, mesh)
 
 
-def _wanted(expected: Any, sizes: Mapping[str, int]) -> dict[Kind, Sent]:
+def _wanted(expected: Expected, sizes: Mapping[str, int]) -> dict[Kind, Sent]:
     amounts = expected if isinstance(expected, Mapping) else dict.fromkeys(expected, Sent())
     if not all(isinstance(key, tuple) and len(key) == 2 for key in amounts):
         raise ModelError(
@@ -125,33 +141,31 @@ def _wanted(expected: Any, sizes: Mapping[str, int]) -> dict[Kind, Sent]:
     return wanted
 
 
-def _as_elsewhere(collective: Collective, scattered: set[str]) -> Iterator[Collective]:
-    """Yields an all-reduce of a CPU program as on other platforms: arrays of which each device uses
-    its part become a reduce-scatter, if one is expected over these axes."""
-    if not collective.fates or axes_text(collective.mesh_axes) not in scattered:
-        yield collective
-        return
-    arrays = list(zip(collective.shapes, collective.fates, strict=True))
-    for kind, is_cut in (("all-reduce", False), ("reduce-scatter", True)):
-        part = [(shape, fate) for shape, fate in arrays if (fate == "sliced") is is_cut]
-        if part:
-            shapes, fates = zip(*part, strict=True)
-            size = sum(map(array_bytes, shapes))
-            yield dataclasses.replace(collective, kind=kind, shapes=shapes, fates=fates, bytes=size)
+def _parts(collective: Collective, scattered: set[str]) -> Iterator[Collective]:
+    """Yields a collective without the single numbers that the compiler merged into it.
 
+    Arrays of an all-reduce of which each device uses its part are a reduce-scatter of their own, if
+    one is expected over these axes.
 
-def _without_numbers(collective: Collective) -> Collective:
-    """Returns the collective without the single numbers that the compiler merged into it."""
+    Args:
+        collective: A collective of the program.
+        scattered: Mesh axes over which an all-reduce stands for a reduce-scatter.
+    """
+    is_split = bool(collective.fates) and axes_text(collective.mesh_axes) in scattered
+    arrays: dict[str, list[tuple[str, Fate | None]]] = {}
     fates = collective.fates or (None,) * len(collective.shapes)
-    pairs = list(zip(collective.shapes, fates, strict=True))
-    kept = [(shape, fate) for shape, fate in pairs if not _SINGLE_NUMBER.fullmatch(shape)]
-    size = sum(array_bytes(shape) for shape, _ in pairs if _SINGLE_NUMBER.fullmatch(shape))
-    return dataclasses.replace(
-        collective,
-        shapes=tuple(shape for shape, _ in kept),
-        fates=tuple(fate for _, fate in kept if fate is not None),
-        bytes=collective.bytes - size,
-    )
+    num_bytes = collective.bytes
+    for shape, fate in zip(collective.shapes, fates, strict=True):
+        if _SINGLE_NUMBER.fullmatch(shape):
+            num_bytes -= array_bytes(shape)
+        else:
+            kind = "reduce-scatter" if is_split and fate == "sliced" else collective.kind
+            arrays.setdefault(kind, []).append((shape, fate))
+    for kind, part in arrays.items():
+        shapes = tuple(shape for shape, _ in part)
+        kept = tuple(fate for _, fate in part if fate is not None)
+        size = sum(map(array_bytes, shapes)) if is_split else num_bytes
+        yield dataclasses.replace(collective, kind=kind, shapes=shapes, fates=kept, bytes=size)
 
 
 def _amount_faults(key: Kind, members: list[Collective], wanted: Sent) -> list[str]:
@@ -161,21 +175,16 @@ def _amount_faults(key: Kind, members: list[Collective], wanted: Sent) -> list[s
         wrong.append(f"{count} times instead of {wanted.count}")
     if wanted.bytes is not None and wanted.bytes != size:
         wrong.append(f"{size} bytes instead of {wanted.bytes}")
-    return [f"{' and '.join(wrong)}: {_told(key, members)}"] if wrong else []
+    return [f"{' and '.join(wrong)}: {_description(key, members)}"] if wrong else []
 
 
-def _told(key: Kind, members: list[Collective]) -> str:
+def _description(key: Kind, members: list[Collective]) -> str:
     kind, axes = key
     lines = [f"{kind} over {axes}, {sum(c.total_bytes for c in members)} bytes"]
     for member in sorted(members, key=lambda c: -c.total_bytes):
         where = member.source or member.op_name or member.name
         lines.append(f"{member.count} x {' '.join(member.shapes)} at {where}")
     return "\n      ".join(lines)
-
-
-def _is_cpu(mesh: Any) -> bool:
-    devices = getattr(mesh, "devices", None)
-    return devices is not None and all(d.platform == "cpu" for d in devices.flat)
 
 
 def _mesh_text(sizes: Mapping[str, int]) -> str:

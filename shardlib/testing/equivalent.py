@@ -1,7 +1,9 @@
 """A proof for any model that training on a mesh equals training on one device."""
 
+import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -9,26 +11,18 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from shardlib.errors import DataError, MeshError, ModelError
+from shardlib.humanize import plural
+from shardlib.losses.signature import LossFn
 from shardlib.mesh import MeshConfig, MeshSpec, describe, make_mesh
 from shardlib.rules import ANY, STANDARD, Auto, AxisRules
-from shardlib.testing.comparable import refuse_chaos, refuse_narrower, refuse_other_forms
-from shardlib.testing.deviations import (
-    Deviation,
-    Order,
-    Quantity,
-    blurred,
-    bounds,
-    counted,
-    deviations,
-    nearest,
-    quantities,
-)
+from shardlib.testing.deviations import Baseline, Deviation, Quantity
 from shardlib.testing.forward import where_forward_differs
-from shardlib.testing.order import first_uses
-from shardlib.testing.rounding import perturbations, reductions
-from shardlib.testing.training import Problem, Program
+from shardlib.testing.rounding import perturbations, reductions, roundings, unit_roundoff
+from shardlib.testing.training import MakeModel, Problem, Program, by_layer
+from shardlib.train.batches import BatchAxes
 
 OneMesh: TypeAlias = "MeshSpec | Mesh"
 Meshes: TypeAlias = "OneMesh | Iterable[OneMesh]"
@@ -69,9 +63,10 @@ class Comparison:
         if self.hint:
             lines.append(self.hint)
         if others:
-            count = self.num_compared - 1
             verb = "deviates" if len(others) == 1 else "deviate"
-            lines.append(f"Of {count} others {len(others)} {verb}: {counted(others)}.")
+            counts = collections.Counter(d.quantity.kind for d in others)
+            kinds = ", ".join(plural(n, kind) for kind, n in counts.items())
+            lines.append(f"Of {self.num_compared - 1} others {len(others)} {verb}: {kinds}.")
         return "\n    ".join(lines)
 
 
@@ -86,45 +81,30 @@ class Equivalence:
 
 
 def assert_equivalent(
-    make_model: Any,
-    loss_fn: Any,
-    batch: Any,
+    make_model: MakeModel,
+    loss_fn: LossFn,
+    batch: PyTree,
     meshes: Meshes,
     *,
     rules: AxisRules = STANDARD,
     optimizer: optax.GradientTransformation | None = None,
     steps: int = 3,
     microbatches: int = 1,
-    batch_axes: Mapping[str, tuple[str | None, ...]] | None = None,
-    inputs: Any = (),
+    batch_axes: BatchAxes | None = None,
+    inputs: PyTree = (),
     seed: int = 0,
     devices: Sequence[Any] | None = None,
     **step_options: Any,
 ) -> Equivalence:
     """Trains on each mesh and on one device, in float32, and asserts equal numbers.
 
-    It compares the initial state (bit for bit), the loss of every step, every gradient of the first
-    step, and parameters, optimizer state and model state after the last step; stacked layers one by
-    one. Differences may only come from rounding: from the change that another order of the
-    program's largest sum allows, propagated through the model itself. See
-    `shardlib.testing.rounding` for the derivation. No tolerance needs to be chosen.
-
-    A model on a CPU runs on virtual devices: call `sl.local_cpu_devices(8)` before JAX is first
-    used.
+    `Reference` says what is compared, and describes the arguments that are not listed here. A model
+    on a CPU runs on virtual devices: call `sl.local_cpu_devices(8)` before JAX is first used.
 
     Args:
-        make_model: `make(rngs) -> module` for an NNX or linen module, or a linen module itself.
-        loss_fn: `loss_fn(model, batch, rng)`, as for `make_train_step`.
-        batch: A pytree of host arrays, or a list of them, used in turn.
         meshes: One or more of `"data=8"`, a mapping, a `MeshConfig` or a `Mesh`.
         rules: The sharding rules.
-        optimizer: Any optax transformation; `optax.adamw(1e-3)` by default.
         steps: Number of training steps.
-        microbatches: Number of parts of each batch, on one device too: random masks and batch
-            statistics belong to a part.
-        batch_axes: Logical axes of batch leaves, as for `make_train_step`.
-        inputs: For linen, example arguments, as for `init_state`.
-        seed: Seed of parameters and random masks.
         devices: Source of the devices of the meshes; all devices by default.
         step_options: More arguments of `make_train_step`, for the meshes alone: with any of them
             the results must equal the plain step's.
@@ -136,28 +116,15 @@ def assert_equivalent(
         AssertionError: If anything differs by more than rounding explains. For each mesh the
             message names the first such quantity, in the order of computation, with its layer, its
             difference and its bound, and counts the others. All meshes are compared first.
-        MeshError: If a mesh needs more devices than there are.
-        ModelError: If the loss on one device is not finite, or rounding alone changes this training
-            so much that a comparison is meaningless; if a model has different variables on a mesh,
-            or computes there in a narrower dtype than on one device.
-        DataError: If the batches differ in structure or shapes.
+        MeshError, ModelError, DataError: See `Reference`.
     """
-    given = list(jax.devices() if devices is None else devices)
-    made = _meshes(meshes, given)
+    made = _meshes(meshes, jax.devices() if devices is None else devices)
+    arguments = {"microbatches": microbatches, "batch_axes": batch_axes, "inputs": inputs}
+    device = made[0].devices.flat[0]
     reference = Reference(
-        make_model,
-        loss_fn,
-        batch,
-        optimizer=optimizer,
-        microbatches=microbatches,
-        batch_axes=batch_axes,
-        inputs=inputs,
-        seed=seed,
-        device=made[0].devices.flat[0],
+        make_model, loss_fn, batch, optimizer=optimizer, seed=seed, device=device, **arguments
     )
-    comparisons = [
-        reference.compare(mesh, rules=rules, steps=steps, **step_options) for mesh in made
-    ]
+    comparisons = [reference.compare(m, rules=rules, steps=steps, **step_options) for m in made]
     wrong = [comparison for comparison in comparisons if comparison.deviations]
     if wrong:
         verb = "differs" if len(wrong) == 1 else "differ"
@@ -171,28 +138,46 @@ def assert_equivalent(
 class Reference:
     """A training on one device, run once, to compare with trainings on any number of meshes.
 
-    The arguments are as in `assert_equivalent`.
+    It compares the initial state (bit for bit), the loss of every step, every gradient of the first
+    step, and parameters, optimizer state and model state after the last step; stacked layers one by
+    one. Differences may only come from rounding: from the change that another order of the
+    program's largest sum allows, propagated through the model itself. See
+    `shardlib.testing.rounding` for the derivation. No tolerance needs to be chosen.
+
+    Args:
+        make_model: `make(rngs) -> module` for an NNX or linen module, or a linen module itself.
+        loss_fn: `loss_fn(model, batch, rng)`, as for `make_train_step`.
+        batch: A pytree of host arrays, or a list of them, used in turn.
+        optimizer: Any optax transformation; `optax.adamw(1e-3)` by default.
+        microbatches: Number of parts of each batch, on one device too: random masks and batch
+            statistics belong to a part.
+        batch_axes: Logical axes of batch leaves, as for `make_train_step`.
+        inputs: For linen, example arguments, as for `init_state`.
+        seed: Seed of parameters and random masks.
+        device: The one device; the first of `jax.devices()` by default.
+
+    Raises:
+        DataError: If the batches differ in structure or shapes.
     """
 
     def __init__(
         self,
-        make_model: Any,
-        loss_fn: Any,
-        batch: Any,
+        make_model: MakeModel,
+        loss_fn: LossFn,
+        batch: PyTree,
         *,
         optimizer: optax.GradientTransformation | None = None,
         microbatches: int = 1,
-        batch_axes: Mapping[str, tuple[str | None, ...]] | None = None,
-        inputs: Any = (),
+        batch_axes: BatchAxes | None = None,
+        inputs: PyTree = (),
         seed: int = 0,
-        device: Any = None,
+        device: object = None,
     ):
         optimizer = optax.adamw(1e-3) if optimizer is None else optimizer
-        batches = _batches(batch)
-        self._problem = Problem(make_model, loss_fn, batches, optimizer, inputs, seed)
+        self._problem = Problem(make_model, loss_fn, _batches(batch), optimizer, inputs, seed)
         self._options = {"microbatches": microbatches, "batch_axes": batch_axes}
         self._device = jax.devices()[0] if device is None else device
-        self._bounds: dict[int, dict[Quantity, float]] = {}
+        self._baselines: dict[int, Baseline] = {}
 
     def compare(
         self,
@@ -200,7 +185,7 @@ class Reference:
         *,
         rules: AxisRules = STANDARD,
         steps: int = 3,
-        make_model: Any = None,
+        make_model: MakeModel | None = None,
         **step_options: Any,
     ) -> Comparison:
         """Trains on a mesh and compares; deviations do not raise.
@@ -215,34 +200,35 @@ class Reference:
                 than on one device, for a model without random masks.
 
         Raises:
-            ModelError: If a comparison is impossible; see `assert_equivalent`.
+            MeshError: If the mesh needs more devices than there are.
+            ModelError: If the loss on one device is not finite, or rounding alone changes this
+                training so much that a comparison is meaningless; if the model has different
+                variables on the mesh, or computes there in a narrower dtype than on one device.
         """
-        (mesh,) = _meshes(mesh, None)
-        expected = self._expected(steps)
+        (mesh,) = _meshes(mesh, jax.devices())
+        baseline = self._baseline(steps)
         problem = self._problem
         if make_model is not None:
             problem = dataclasses.replace(problem, make_model=make_model)
         program = Program(problem, mesh, rules, **{**self._options, **step_options})
-        refuse_other_forms(self._program, program)
-        refuse_narrower(self._program, program)
-        found = quantities(program.run(steps), self._order)
-        allowed = self._allowed(steps)
-        far = tuple(deviations(found, expected, allowed))
+        _refuse_other_forms(self._program, program)
+        _refuse_narrower(self._program, program)
+        values = by_layer(program.run(steps), self._program.uses())
+        deviations = baseline.deviations(values)
         return Comparison(
             mesh,
-            far,
-            len(expected),
-            len(blurred(expected, allowed)),
-            *nearest(found, expected, allowed),
-            self._hint(far, program),
+            deviations,
+            len(values),
+            len(baseline.blurred()),
+            *baseline.nearest(values),
+            self._hint(deviations[0].quantity, program) if deviations else "",
             program.compiled,
         )
 
-    def _hint(self, far: Sequence[Deviation], program: Program) -> str:
-        first = far[0].quantity if far else None
-        if first is not None and first.kind == "gradient":
+    def _hint(self, first: Quantity, program: Program) -> str:
+        if first.kind == "gradient":
             return "The loss of that step agrees; the error is in the backward pass."
-        if first is not None and first.kind == "loss" and first.step == 1:
+        if first.kind == "loss" and first.step == 1:
             relative = reductions(self._program.jaxpr).relative
             return where_forward_differs(self._program, program, relative)
         return ""
@@ -252,41 +238,58 @@ class Reference:
         mesh = make_mesh("data=1", devices=[self._device])
         return Program(self._problem, mesh, _REPLICATED, **self._options)
 
-    @functools.cached_property
-    def _order(self) -> Order:
-        arguments = enumerate(self._program.arguments)
-        params = {at: path for at, (kind, path) in arguments if kind == "parameter"}
-        return Order(first_uses(self._program.jaxpr), params)
-
-    @functools.cached_property
-    def _trainings(self) -> dict[int, dict[Quantity, np.ndarray]]:
-        return {}
-
-    def _expected(self, steps: int) -> dict[Quantity, np.ndarray]:
-        if steps not in self._trainings:
-            training = self._program.run(steps)
-            if not np.isfinite(training.losses).all():
-                first = int(np.argmin(np.isfinite(training.losses)))
+    def _baseline(self, steps: int) -> Baseline:
+        if steps in self._baselines:
+            return self._baselines[steps]
+        program, uses = self._program, self._program.uses()
+        values = by_layer(program.run(steps), uses)
+        for quantity, value in values.items():
+            if quantity.kind == "loss" and not np.isfinite(value):
                 raise ModelError(
-                    f"the loss of step {first + 1} is {training.losses[first]} on one device, so "
-                    "nothing can be compared.\n  Lower the learning rate, or take fewer steps."
+                    f"{quantity} is {value} on one device, so nothing can be compared.\n"
+                    "  Lower the learning rate, or take fewer steps."
                 )
-            self._trainings[steps] = quantities(training, self._order)
-        return self._trainings[steps]
-
-    def _allowed(self, steps: int) -> dict[Quantity, float]:
-        if steps not in self._bounds:
-            relative = reductions(self._program.jaxpr).relative
-            expected = self._expected(steps)
-            probes = (self._program.run(steps, change) for change in perturbations(relative))
-            found = [quantities(probe, self._order) for probe in probes]
-            allowed = bounds(expected, found, relative)
-            refuse_chaos(expected, allowed)
-            self._bounds[steps] = allowed
-        return self._bounds[steps]
+        relative = reductions(program.jaxpr).relative
+        probes = (by_layer(program.run(steps, c), uses) for c in perturbations(relative))
+        baseline = Baseline.measured(values, probes, relative)
+        baseline.refuse_chaos()
+        self._baselines[steps] = baseline
+        return baseline
 
 
-def _batches(batch: Any) -> list[Any]:
+def _refuse_other_forms(reference: Program, program: Program) -> None:
+    """Rejects a model that has different variables on a mesh than on one device."""
+    one, here = reference.forms, program.forms
+    faults = [
+        f"{name} is {here.get(name, 'absent')}, on one device {one.get(name, 'absent')}."
+        for name in dict.fromkeys((*one, *here))
+        if one.get(name) != here.get(name)
+    ]
+    if faults:
+        raise ModelError(
+            f"mesh {describe(program.mesh)} has a different model than one device:\n  "
+            + "\n  ".join(faults)
+            + "\n  Make the same variables on every mesh."
+        )
+
+
+def _refuse_narrower(reference: Program, program: Program) -> None:
+    """Rejects a program that computes in a dtype narrower than any on one device."""
+    widest = max((unit_roundoff(r.dtype) for r in roundings(reference.jaxpr)), default=0.0)
+    narrower = (r for r in roundings(program.jaxpr) if unit_roundoff(r.dtype) > widest)
+    first = next(narrower, None)
+    if first is None:
+        return
+    what = "a result" if first.argument is None else program.arguments[first.argument]
+    raise ModelError(
+        f"mesh {describe(program.mesh)} cannot be compared: its step rounds {what} to "
+        f"{first.dtype} (at {first.source}), but the step on one device does not.\n"
+        f"  Leave out what asks for {first.dtype} there (precision, reduction, or the model's own "
+        "code), or compute in it on one device too."
+    )
+
+
+def _batches(batch: PyTree) -> list[PyTree]:
     batches = list(batch) if isinstance(batch, list) else [batch]
     if not batches:
         raise DataError("no batch to train on was given.\n  Pass one, or a list of them.")
@@ -300,41 +303,31 @@ def _batches(batch: Any) -> list[Any]:
     return batches
 
 
-def _meshes(meshes: Meshes, devices: Sequence[Any] | None) -> list[Mesh]:
+def _meshes(meshes: Meshes, devices: Sequence[Any]) -> list[Mesh]:
     """Makes meshes, each over the first devices that it needs.
 
     Raises:
         MeshError: If there are too few devices; lists all meshes that need more.
     """
     is_one = isinstance(meshes, str | Mapping | MeshConfig | Mesh)
-    given = list(jax.devices() if devices is None else devices)
-    made, faults, needed = [], [], 0
+    made, faults, most = [], [], 0
     for spec in [meshes] if is_one else list(meshes):
         if isinstance(spec, Mesh):
             made.append(spec)
             continue
         config = MeshConfig.parse(spec)  # type: ignore[arg-type]
-        count = _count(config, len(given))
-        if count > len(given):
-            needed = max(needed, count)
-            faults.append(f"mesh {config} needs {count} devices, but there are {len(given)}.")
+        sizes = config.sizes.values()
+        count = len(devices) if -1 in sizes else math.prod(sizes)
+        if count > len(devices):
+            most = max(most, count)
+            faults.append(f"mesh {config} needs {count} devices, but there are {len(devices)}.")
         else:
-            made.append(make_mesh(config, devices=given[:count]))
+            made.append(make_mesh(config, devices=devices[:count]))
     if faults:
         raise MeshError(
             "\n".join(faults) + "\n  For virtual devices on a CPU, set JAX_PLATFORMS=cpu and call "
-            f"sl.local_cpu_devices({needed}) before JAX is first used."
+            f"sl.local_cpu_devices({most}) before JAX is first used."
         )
     if not made:
         raise MeshError("no mesh to compare was given.\n  Pass one, or a list of them.")
     return made
-
-
-def _count(config: MeshConfig, available: int) -> int:
-    """Returns the number of devices of a mesh; all devices if one degree is open."""
-    product = 1
-    for axis in config.axes:
-        if axis.size == -1:
-            return available
-        product *= axis.size
-    return product

@@ -7,19 +7,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jaxtyping import Array, PyTree
 
 from shardlib.functional.precision import precision
 from shardlib.losses.signature import called_by_position
 from shardlib.nn.stack import LayerStack, intercept
 from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import use
-from shardlib.testing.deviations import Quantity, bounds, deviations
-from shardlib.testing.rounding import perturbations
-from shardlib.testing.training import Change, Program
+from shardlib.testing.deviations import Baseline, Quantity
+from shardlib.testing.rounding import Change, perturbations
+from shardlib.testing.training import Program
 from shardlib.train.gradients import PartLoss, part_key
+from shardlib.train.state import TrainState
 from shardlib.train.step import batch_shardings
 
 _INPUT, _OUTPUT = "input", "output"
+_Seen = list[tuple[PyTree, PyTree]]
+"""For each stack, the carry before its layers, and the carries after each layer."""
 
 
 def where_forward_differs(reference: Program, program: Program, relative: float) -> str:
@@ -34,17 +39,16 @@ def where_forward_differs(reference: Program, program: Program, relative: float)
         relative: The relative change of parameters for measuring bounds.
     """
     on_one = _forward(reference)
-    expected = on_one(None)
     probes = [on_one(change) for change in perturbations(relative)]
-    found = _forward(program)(None)
-    far = [d.quantity for d in deviations(found, expected, bounds(expected, probes, relative))]
-    if not far:
+    baseline = Baseline.measured(on_one(None), probes, relative)
+    deviations = baseline.deviations(_forward(program)(None))
+    if not deviations:
         return (
             "A forward pass alone agrees; the error is in how the step splits or reduces the batch."
         )
-    if len(expected) == 1:  # The loss: no layers were observed.
+    if len(baseline.values) == 1:  # The loss: no layers were observed.
         return "To find the layer, run the layers by shardlib.scan_layers."
-    first = far[0]
+    first = deviations[0].quantity
     if first.kind == _INPUT:
         return "The inputs of the layers differ already."
     if first.kind == "loss":
@@ -58,11 +62,11 @@ def _forward(program: Program) -> Callable[[Change | None], dict[Quantity, np.nd
     loss_fn = called_by_position(program.problem.loss_fn)
     loss = PartLoss(program.definition, loss_fn, precision("f32"))
 
-    def forward(state: Any, batch: Any) -> Any:
-        seen: list[tuple[Any, Any]] = []
+    def forward(state: TrainState, batch: PyTree) -> tuple[_Seen, Array]:
+        seen: _Seen = []
 
-        def run(stack: LayerStack) -> Any:
-            def call(layer: Any, carry: Any, inputs: Any) -> Any:
+        def run(stack: LayerStack) -> tuple[PyTree, PyTree, dict[Any, Any]]:
+            def call(layer: nnx.Module, carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
                 carry, outputs = stack.call(layer, carry, inputs)
                 return carry, (outputs, carry)
 
@@ -84,21 +88,25 @@ def _forward(program: Program) -> Callable[[Change | None], dict[Quantity, np.nd
 
     def run_from(change: Change | None) -> dict[Quantity, np.ndarray]:
         seen, value = compiled(program.start(change), placed)
-        return {**_handed_on(seen), Quantity("loss", step=1): np.asarray(value)}
+        return {**_by_layer(seen), Quantity("loss", step=1): np.asarray(value)}
 
     return run_from
 
 
-def _handed_on(seen: Sequence[tuple[Any, Any]]) -> dict[Quantity, np.ndarray]:
-    found: dict[Quantity, np.ndarray] = {}
-    for index, (before, after) in enumerate(seen):
-        found |= {Quantity(_INPUT, f"{index}/{p}"): x for p, x in _floating(before).items()}
-        layers = {p: list(x) for p, x in _floating(after).items()}
-        for layer in range(max(map(len, layers.values()), default=0)):
-            found |= {Quantity(_OUTPUT, f"{index}/{p}", layer): x[layer] for p, x in layers.items()}
-    return found
+def _by_layer(stacks: Sequence[tuple[PyTree, PyTree]]) -> dict[Quantity, np.ndarray]:
+    """Returns the inputs of each stack, then the outputs of its layers in order."""
+    values: dict[Quantity, np.ndarray] = {}
+    for index, (before, after) in enumerate(stacks):
+        values |= {Quantity(_INPUT, f"{index}/{p}"): x for p, x in _floating(before).items()}
+        outputs = _floating(after)
+        for layer in range(max(map(len, outputs.values()), default=0)):
+            values |= {
+                Quantity(_OUTPUT, f"{index}/{path}", layer): np.asarray(leaf[layer])
+                for path, leaf in outputs.items()
+            }
+    return values
 
 
-def _floating(tree: Any) -> dict[str, np.ndarray]:
+def _floating(tree: PyTree) -> dict[str, np.ndarray]:
     leaves = {path: np.asarray(leaf) for path, leaf in named_leaves(tree).items()}
     return {p: x for p, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.floating)}

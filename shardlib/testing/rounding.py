@@ -17,13 +17,20 @@ Source: Higham 2002, "Accuracy and Stability of Numerical Algorithms", sec. 4.2 
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.source_info_util import summarize
+from jax.typing import DTypeLike
 
-from shardlib.testing.order import equations
-from shardlib.testing.training import Change, Leaves
+from shardlib.testing.traced import equations, inner_programs, shape_of
+
+Change = Callable[[np.ndarray], np.ndarray]
+"""A function that changes the initial value of a parameter."""
 
 NUM_PROBES = 3
 
@@ -45,7 +52,7 @@ class Reductions(NamedTuple):
         return self.unit_roundoff * max(1.0, math.log2(self.terms))
 
 
-def reductions(jaxpr: Any) -> Reductions:
+def reductions(jaxpr: Jaxpr) -> Reductions:
     """Returns the sums of a program as traced by JAX."""
     terms, unit = 1, unit_roundoff(np.float32)
     for equation, trips in equations(jaxpr):
@@ -56,14 +63,14 @@ def reductions(jaxpr: Any) -> Reductions:
     return Reductions(terms, unit)
 
 
-def _floating(variables: Any) -> list[Any]:
-    shaped = [x.aval for x in variables if hasattr(x.aval, "dtype")]
+def _floating(values: Iterable[Var | Literal]) -> list[ShapedArray]:
+    shaped = [x.aval for x in values if isinstance(x.aval, ShapedArray)]
     return [x for x in shaped if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-def _terms(equation: Any, sizes: list[int]) -> int:
+def _terms(equation: JaxprEqn, sizes: list[int]) -> int:
     """Returns the most numbers summed into one element of the result of an equation."""
-    name, shape = equation.primitive.name, equation.invars[0].aval.shape
+    name, shape = equation.primitive.name, shape_of(equation.invars[0])
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         return math.prod(shape[dim] for dim in contracted)
@@ -72,11 +79,43 @@ def _terms(equation: Any, sizes: list[int]) -> int:
     if name == "reduce_sum":
         return math.prod(shape[dim] for dim in equation.params["axes"])
     if name.startswith("scatter"):
-        return math.prod(equation.invars[1].aval.shape[:-1])
+        return math.prod(shape_of(equation.invars[1])[:-1])
     return max(shape, default=1)
 
 
-def unit_roundoff(dtype: Any) -> float:
+class Rounding(NamedTuple):
+    """An equation whose result is narrower than float32."""
+
+    dtype: np.dtype
+    argument: int | None
+    """Index of the only program argument that the result is computed from, if there is only one."""
+    source: str
+
+
+def roundings(jaxpr: Jaxpr, origins: Mapping[Var, int] | None = None) -> Iterator[Rounding]:
+    """Yields the roundings of a program to less than float32, in program order.
+
+    Args:
+        jaxpr: The program.
+        origins: Arguments of the whole program by variable; by default this is the whole program.
+    """
+    made_of = dict(zip(jaxpr.invars, range(len(jaxpr.invars)), strict=True))
+    made_of = made_of if origins is None else dict(origins)
+    for equation in jaxpr.eqns:
+        operands = [x for x in equation.invars if isinstance(x, Var)]
+        origin = made_of.get(operands[0]) if len(operands) == 1 else None
+        programs = list(inner_programs(equation))
+        for program, given in programs:
+            yield from roundings(program, {v: made_of[x] for v, x in given.items() if x in made_of})
+        for variable in () if programs else equation.outvars:
+            if origin is not None:
+                made_of[variable] = origin
+            for value in _floating([variable]):
+                if unit_roundoff(value.dtype) > unit_roundoff(np.float32):
+                    yield Rounding(value.dtype, origin, summarize(equation.source_info))
+
+
+def unit_roundoff(dtype: DTypeLike) -> float:
     """Returns the largest relative change of a number by rounding to a dtype."""
     return float(jnp.finfo(dtype).eps) / 2
 
@@ -90,10 +129,7 @@ def perturbation(relative: float, seed: int) -> Change:
     """Returns a function that changes every float by `relative`, up or down at random."""
     rng = np.random.default_rng(seed)
 
-    def change(leaves: Leaves) -> Leaves:
-        return {path: changed(leaf) for path, leaf in leaves.items()}
-
-    def changed(leaf: np.ndarray) -> np.ndarray:
+    def change(leaf: np.ndarray) -> np.ndarray:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf
         signs = rng.choice((-1.0, 1.0), leaf.shape)

@@ -12,7 +12,7 @@ from flax import nnx
 from shardlib.errors import ModelError
 from shardlib.sharding.manual import axis_size
 from shardlib.testing import Reference, assert_equivalent
-from shardlib.testing.comparable import roundings
+from shardlib.testing.rounding import roundings
 from shardlib.train.reduce.reduction import ReductionConfig
 
 BATCH = {"x": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)}
@@ -110,7 +110,7 @@ def test_roundings_are_found_in_loops_and_traced_to_their_argument():
         return x.astype(jnp.float16)
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 4), (2, 4, 4))]
-    found = list(roundings(jax.jit(program).trace(*shapes).jaxpr))
+    found = list(roundings(jax.jit(program).trace(*shapes).jaxpr.jaxpr))
     assert [(str(r.dtype), r.argument) for r in found] == [("bfloat16", 1), ("float16", None)]
     assert all(__file__ in r.source for r in found)
 
@@ -122,5 +122,5 @@ def test_a_rounding_in_the_condition_of_a_loop():
 
         return jax.lax.while_loop(go_on, lambda x: x + step, x)
 
-    found = list(roundings(jax.make_jaxpr(run)(jnp.ones(3), jnp.ones(3), jnp.zeros(3))))
+    found = list(roundings(jax.make_jaxpr(run)(jnp.ones(3), jnp.ones(3), jnp.zeros(3)).jaxpr))
     assert {rounding.argument for rounding in found} == {0}

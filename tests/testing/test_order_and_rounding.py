@@ -7,16 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.testing.deviations import Order, Quantity, bounds, deviations, quantities
-from shardlib.testing.order import LAST, Use, first_uses
+from shardlib.testing.deviations import Baseline, Quantity
 from shardlib.testing.rounding import NUM_PROBES, perturbation, perturbations, reductions
-from shardlib.testing.training import Snapshot, Training
+from shardlib.testing.traced import LAST, Use, first_uses
+from shardlib.testing.training import by_layer, use_of
 
 U = 2.0**-24
 
 
 def traced(fn, *shapes, dtype=jnp.float32):
-    return jax.jit(fn).trace(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)).jaxpr
+    return jax.jit(fn).trace(*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)).jaxpr.jaxpr
+
+
+def uses_by_index(jaxpr):
+    uses = first_uses(jaxpr)
+    return {i: uses[variable] for i, variable in enumerate(jaxpr.invars) if variable in uses}
 
 
 def test_arguments_in_the_order_of_their_use():
@@ -34,7 +39,7 @@ def test_arguments_in_the_order_of_their_use():
         x, _ = jax.lax.scan(layer, x, (ups, downs))
         return jax.jit(jnp.matmul)(x, head)
 
-    uses = first_uses(traced(program, (3,), (4, 4), (5, 4, 4), (5, 4, 4), (4, 4), (4, 4)))
+    uses = uses_by_index(traced(program, (3,), (4, 4), (5, 4, 4), (5, 4, 4), (4, 4), (4, 4)))
     keys = {name: uses[i] for i, name in enumerate(["unused", *"hdux", "t"]) if i in uses}
     assert "unused" not in keys
     assert {name: use.layers for name, use in keys.items()} == {
@@ -54,7 +59,7 @@ def test_branches_and_gradients_keep_the_order():
         x = jax.lax.cond(flag[0] > 0, lambda: jnp.sin(second), lambda: jnp.cos(second))
         return jnp.sum(x * first) + jnp.sum(third)
 
-    uses = first_uses(traced(jax.grad(loss, argnums=(0, 1, 2)), *[(4,)] * 4))
+    uses = uses_by_index(traced(jax.grad(loss, argnums=(0, 1, 2)), *[(4,)] * 4))
     assert uses[3].key(None) < uses[1].key(None) < uses[0].key(None)
 
 
@@ -89,7 +94,7 @@ def test_a_perturbation_is_relative_and_leaves_integers_alone(seed, relative):
         "x": np.random.default_rng(seed).normal(size=64).astype(np.float32),
         "n": np.arange(3),
     }
-    changed = perturbation(relative, seed)(leaves)
+    changed = {name: perturbation(relative, seed)(leaf) for name, leaf in leaves.items()}
     np.testing.assert_array_equal(changed["n"], leaves["n"])
     assert changed["x"].dtype == np.float32
     moved = changed["x"].astype(np.float64) / leaves["x"] - 1
@@ -98,35 +103,43 @@ def test_a_perturbation_is_relative_and_leaves_integers_alone(seed, relative):
 
 
 def test_probes_differ_from_each_other():
-    leaves = {"x": np.ones(64, np.float32)}
-    found = {change(leaves)["x"].tobytes() for change in perturbations(1e-3)}
-    assert len(found) == NUM_PROBES
+    leaf = np.ones(64, np.float32)
+    assert len({change(leaf).tobytes() for change in perturbations(1e-3)}) == NUM_PROBES
 
 
-def training(gradient, loss=1.0):
-    empty = Snapshot({}, {}, {})
-    return Training(empty, {"w": np.asarray(gradient, np.float32)}, np.array([loss]), empty)
+GRADIENT = Quantity("gradient", "w")
+
+
+def values(gradient):
+    return {GRADIENT: np.asarray(gradient, np.float32)}
 
 
 @pytest.mark.parametrize(
-    ("value", "deviates"),
-    [(1.0 + 2.0**-20, False), (1.0 + 2.0**-10, True), (np.nan, True), (np.inf, True)],
+    ("gradient", "error"),
+    [
+        ([1.0 + 2.0**-20, 0.5], None),
+        ([1.0 + 2.0**-10, 0.5], 2.0**-10),
+        ([np.nan, 0.5], np.inf),
+        ([np.inf, 0.5], np.inf),
+        ([1.0], np.inf),
+    ],
 )
-def test_what_deviates(value, deviates):
-    order = Order({0: Use((0,))}, {0: "w"})
-    expected = quantities(training([1.0, 0.5]), order)
-    probe = quantities(training([1.0 + 2.0**-22, 0.5]), order)
-    allowed = bounds(expected, [probe], 2.0**-22)
+def test_what_deviates(gradient, error):
+    probe = values([1.0 + 2.0**-22, 0.5])
+    baseline = Baseline.measured(values([1.0, 0.5]), [probe], 2.0**-22)
     # Four times the change of the probe and the rounding of the sum itself.
-    assert allowed[Quantity("gradient", "w")] == 4 * (2.0**-22 + 2.0**-22)
-    found = list(deviations(quantities(training([value, 0.5]), order), expected, allowed))
-    assert [str(d.quantity) for d in found] == (["the gradient of w"] if deviates else [])
+    assert baseline.bounds == {GRADIENT: 4 * (2.0**-22 + 2.0**-22)}
+    errors = [(str(d.quantity), d.error) for d in baseline.deviations(values(gradient))]
+    assert errors == ([] if error is None else [("the gradient of w", error)])
 
 
-def test_shapes_and_dtypes_must_agree():
-    order = Order({}, {0: "w"})
-    assert order.use("w") == order.use("0/mu/w") == LAST
-    expected = quantities(training([1.0, 0.5]), order)
-    short = quantities(training([1.0]), order)
-    allowed = bounds(expected, [expected], U)
-    assert [d.error for d in deviations(short, expected, allowed)] == [np.inf]
+def test_layers_are_sorted_by_their_use():
+    uses = {"up": Use((3,), (0,), 2), "down": Use((3,), (1,), 2), "head": Use((4,)), "table": LAST}
+    stack, whole = np.zeros((2, 3)), np.zeros(3)
+    shapes = {"table": whole, "head": whole, "0/mu/down": stack, "0/mu/up": stack}
+    assert use_of("0/mu/up", uses) == uses["up"]
+    assert use_of("0/count", uses) == LAST
+    forward = ["0/mu/up 0", "0/mu/down 0", "0/mu/up 1", "0/mu/down 1", "head None", "table None"]
+    for kind, expected in (("parameter", forward), ("gradient", forward[::-1])):
+        ordered = by_layer({Quantity(kind, path): x for path, x in shapes.items()}, uses)
+        assert [f"{q.path} {q.layer}" for q in ordered] == expected
