@@ -204,10 +204,10 @@ def local_cpu_devices(num_devices: int, *, processes: int = 1) -> int:
     try:
         jax.config.update("jax_num_cpu_devices", here)
     except RuntimeError:
-        found = jax.local_device_count(backend="cpu")
-        if found != here:
+        running = jax.local_device_count(backend="cpu")
+        if running != here:
             raise DistributedError(
-                f"{here} CPU devices are requested, but JAX is already running with {found}.\n"
+                f"{here} CPU devices are requested, but JAX is already running with {running}.\n"
                 "  Ask for them before the first use of JAX, or set "
                 f"JAX_NUM_CPU_DEVICES={here} before starting Python."
             ) from None
@@ -344,8 +344,8 @@ def _end_at_once(
     sys.__excepthook__(kind, error, traceback)
     code = exit_code(error)
     if code == HUNG:
-        said = f"process {process_index()} has lost other processes of its group"
-        print(f"{said}: ending with exit code {HUNG}.", file=sys.stderr)
+        lost = f"process {process_index()} has lost other processes of its group"
+        print(f"{lost}: ending with exit code {HUNG}.", file=sys.stderr)
     exit_process(code)
 
 

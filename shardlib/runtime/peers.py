@@ -23,14 +23,14 @@ from shardlib.runtime.exit_codes import HUNG
 
 _TASKS = "/proc/self/task"
 
-_IN_ANY_ERROR = re.compile(
+_LOST_PEER_TEXT = re.compile(
     r"Gloo [\w-]+ failed"
     r"|remote process exited or there was a network error"  # NCCL
     r"|Connection (?:reset|closed) by peer"
     r"|tasks are unhealthy|CoordinationServiceError|coordination service"
 )
 # Status codes of gRPC for an unreachable peer; other libraries use them for unreachable storage.
-_OF_JAX = re.compile(r"^(?:UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED):")
+_JAX_STATUS = re.compile(r"^(?:UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED):")
 
 _own_threads: set[int] = set()
 # The C handler and the objects it references must live as long as the process.
@@ -39,7 +39,7 @@ _kept_alive: list[Any] = []
 
 def lost_peers(error: BaseException) -> bool:
     """Whether an error, or one of its causes, says that other processes of the group have gone."""
-    return any(_says_so(cause) for cause in _chain(error))
+    return any(_names_lost_peers(cause) for cause in _chain(error))
 
 
 def thread_ids() -> frozenset[int]:
@@ -95,15 +95,15 @@ def end_when_coordination_fails(threads: Collection[int], index: int) -> None:
     former = libc.signal(signal.SIGABRT, ctypes.cast(aborted, ctypes.c_void_p))
 
 
-def _says_so(error: BaseException) -> bool:
+def _names_lost_peers(error: BaseException) -> bool:
     if isinstance(error, PeerLostError):
         return True
     if not isinstance(error, (RuntimeError, ValueError)):
         return False
     text = str(error)
-    if isinstance(error, jax.errors.JaxRuntimeError) and _OF_JAX.search(text):
+    if isinstance(error, jax.errors.JaxRuntimeError) and _JAX_STATUS.search(text):
         return True
-    return bool(_IN_ANY_ERROR.search(text))
+    return bool(_LOST_PEER_TEXT.search(text))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

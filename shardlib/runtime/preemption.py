@@ -129,14 +129,14 @@ class NoticeWatch:
         self._over = threading.Event()
         for notice in notices:
             threading.Thread(
-                target=self._ask, args=(notice,), name="shardlib-notice", daemon=True
+                target=self._poll, args=(notice,), name="shardlib-notice", daemon=True
             ).start()
 
     def end(self) -> None:
         """Stops polling. A thread that waits for an answer is left behind, and reports nothing."""
         self._over.set()
 
-    def _ask(self, notice: Notice) -> None:
+    def _poll(self, notice: Notice) -> None:
         has_failed = False
         while not self._over.is_set():
             try:
@@ -145,8 +145,8 @@ class NoticeWatch:
                 # Training continues without notices, and reports that once.
                 if not has_failed:
                     has_failed = True
-                    said = f"notices cannot be read from {notice} ({error}); trying again"
-                    os.write(2, f"\n{said}\n".encode())
+                    message = f"notices cannot be read from {notice} ({error}); trying again"
+                    os.write(2, f"\n{message}\n".encode())
                 reason = None
             if reason and not self._over.is_set():
                 self._tell(reason)

@@ -94,11 +94,11 @@ class StopRequest:
         self._watch: preemption.NoticeWatch | None = None
         self.own_reason: str | None = None
         """The reason given to this process itself."""
-        self._asked = False
+        self._is_requested = False
         self.is_interrupted = False
         """Whether KeyboardInterrupt was raised."""
         self._interrupts = 0
-        self._is_told = threading.Lock()
+        self._announced = threading.Lock()
         self._reader: _SignalReader | None = None
         self._former: dict[int, Any] = {}
         self._agreement: _Agreement | None = None
@@ -131,7 +131,7 @@ class StopRequest:
     @property
     def requested(self) -> bool:
         """Whether this process was asked to stop, or knows that another one was."""
-        return self._asked or (self._agreement is not None and self._agreement.voted)
+        return self._is_requested or (self._agreement is not None and self._agreement.voted)
 
     @property
     def reason(self) -> str | None:
@@ -150,7 +150,7 @@ class StopRequest:
             reason: The reason, in words that follow "stopped by".
         """
         self.own_reason = self.own_reason or reason
-        self._asked = True
+        self._is_requested = True
 
     def agreed(self, step: int) -> bool:
         """Whether to stop now that `step` is done; all processes get the same answer.
@@ -160,7 +160,7 @@ class StopRequest:
         """
         if self._agreement:
             return self._agreement.reached(step)
-        return self._asked
+        return self._is_requested
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # Only plain attributes are set: the handler may run while any lock is held.
@@ -175,7 +175,7 @@ class StopRequest:
     def noticed(self, reason: str) -> None:
         """Requests a stop, and prints a line for the first request."""
         self.request(reason)
-        if self._is_told.acquire(blocking=False):
+        if self._announced.acquire(blocking=False):
             again = "; Ctrl-C again ends at once" if reason == "SIGINT" else ""
             os.write(2, f"\n{reason}: stopping after this step{again}.\n".encode())
 
@@ -227,9 +227,9 @@ class _SignalReader(threading.Thread):
                 if not number:
                     return
                 if number in _HANDLED:
-                    self._came(number)
+                    self._receive(number)
 
-    def _came(self, number: int) -> None:
+    def _receive(self, number: int) -> None:
         self.interrupts += number == signal.SIGINT
         if self._over.wait(_HANDLER_SECONDS):  # The handler goes first if it can run.
             return

@@ -152,17 +152,17 @@ class Watchdog:
         with open(os.devnull, "w") as nowhere:
             faulthandler.dump_traceback_later(3 * _WRITING_SECONDS, exit=True, file=nowhere)
             threading.Thread(target=_exit_later, daemon=True).start()
-            said = (
+            message = (
                 f"process {self._index}: no progress in phase {phase!r} for {seconds:.0f} s "
                 f"(its limit: {limit:g} s); stacks in {self._report}, exit code {HUNG}\n"
             )
             # Bypasses sys.stderr, whose lock a hung thread may hold.
-            os.write(2, f"\n{said}".encode())
+            os.write(2, f"\n{message}".encode())
             faulthandler.dump_traceback(2, all_threads=True)
             try:
                 self._report.parent.mkdir(parents=True, exist_ok=True)
                 with open(self._report, "a") as report:
-                    report.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {said}")
+                    report.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}")
                     report.flush()
                     faulthandler.dump_traceback(report, all_threads=True)
             except OSError as error:

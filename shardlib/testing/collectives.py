@@ -35,12 +35,12 @@ class Sent(NamedTuple):
     """Bytes of the whole buffers of all executions."""
 
 
-Expected: TypeAlias = Iterable[Kind] | Mapping[Kind, int | Sent]
+Wanted: TypeAlias = Iterable[Kind] | Mapping[Kind, int | Sent]
 
 
 def assert_collectives(
     step_or_compiled: TrainStep | jax.stages.Compiled,
-    expected: Expected,
+    expected: Wanted,
     *,
     state: TrainState | None = None,
     batch: PyTree = None,
@@ -119,7 +119,7 @@ def _report(
     return read_program(step_or_compiled, mesh)
 
 
-def _wanted(expected: Expected, sizes: Mapping[str, int]) -> dict[Kind, Sent]:
+def _wanted(expected: Wanted, sizes: Mapping[str, int]) -> dict[Kind, Sent]:
     amounts = expected if isinstance(expected, Mapping) else dict.fromkeys(expected, Sent())
     if not all(isinstance(key, tuple) and len(key) == 2 for key in amounts):
         raise ModelError(

@@ -59,7 +59,7 @@ class Deviation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Baseline:
+class Expected:
     """The values on one device, and the difference of each that rounding explains."""
 
     values: Values
@@ -67,7 +67,7 @@ class Baseline:
     """The allowed differences: 0 for integers and initial values."""
 
     @classmethod
-    def measured(cls, values: Values, probes: Iterable[Values], relative: float) -> "Baseline":
+    def measured(cls, values: Values, probes: Iterable[Values], relative: float) -> "Expected":
         """Measures the bounds.
 
         Args:

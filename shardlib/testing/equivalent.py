@@ -18,10 +18,10 @@ from shardlib.humanize import plural
 from shardlib.losses.signature import LossFn
 from shardlib.mesh import MeshConfig, MeshSpec, describe, make_mesh
 from shardlib.rules import ANY, STANDARD, Auto, AxisRules
-from shardlib.testing.deviations import Baseline, Deviation, Quantity
+from shardlib.testing.deviations import Deviation, Expected, Quantity
 from shardlib.testing.forward import where_forward_differs
 from shardlib.testing.rounding import perturbations, reductions, roundings, unit_roundoff
-from shardlib.testing.training import MakeModel, Problem, Program, by_layer
+from shardlib.testing.training import CompiledTraining, MakeModel, Problem, by_layer
 from shardlib.train.batches import BatchAxes
 
 OneMesh: TypeAlias = "MeshSpec | Mesh"
@@ -177,7 +177,7 @@ class Reference:
         self._problem = Problem(make_model, loss_fn, _batches(batch), optimizer, inputs, seed)
         self._options = {"microbatches": microbatches, "batch_axes": batch_axes}
         self._device = jax.devices()[0] if device is None else device
-        self._baselines: dict[int, Baseline] = {}
+        self._expectations: dict[int, Expected] = {}
 
     def compare(
         self,
@@ -206,26 +206,26 @@ class Reference:
                 variables on the mesh, or computes there in a narrower dtype than on one device.
         """
         (mesh,) = _meshes(mesh, jax.devices())
-        baseline = self._baseline(steps)
+        expected = self._expected(steps)
         problem = self._problem
         if make_model is not None:
             problem = dataclasses.replace(problem, make_model=make_model)
-        program = Program(problem, mesh, rules, **{**self._options, **step_options})
+        program = CompiledTraining(problem, mesh, rules, **{**self._options, **step_options})
         _refuse_other_forms(self._program, program)
         _refuse_narrower(self._program, program)
         values = by_layer(program.run(steps), self._program.uses())
-        deviations = baseline.deviations(values)
+        deviations = expected.deviations(values)
         return Comparison(
             mesh,
             deviations,
             len(values),
-            len(baseline.blurred()),
-            *baseline.nearest(values),
+            len(expected.blurred()),
+            *expected.nearest(values),
             self._hint(deviations[0].quantity, program) if deviations else "",
             program.compiled,
         )
 
-    def _hint(self, first: Quantity, program: Program) -> str:
+    def _hint(self, first: Quantity, program: CompiledTraining) -> str:
         if first.kind == "gradient":
             return "The loss of that step agrees; the error is in the backward pass."
         if first.kind == "loss" and first.step == 1:
@@ -234,13 +234,13 @@ class Reference:
         return ""
 
     @functools.cached_property
-    def _program(self) -> Program:
+    def _program(self) -> CompiledTraining:
         mesh = make_mesh("data=1", devices=[self._device])
-        return Program(self._problem, mesh, _REPLICATED, **self._options)
+        return CompiledTraining(self._problem, mesh, _REPLICATED, **self._options)
 
-    def _baseline(self, steps: int) -> Baseline:
-        if steps in self._baselines:
-            return self._baselines[steps]
+    def _expected(self, steps: int) -> Expected:
+        if steps in self._expectations:
+            return self._expectations[steps]
         program, uses = self._program, self._program.uses()
         values = by_layer(program.run(steps), uses)
         for quantity, value in values.items():
@@ -251,13 +251,13 @@ class Reference:
                 )
         relative = reductions(program.jaxpr).relative
         probes = (by_layer(program.run(steps, c), uses) for c in perturbations(relative))
-        baseline = Baseline.measured(values, probes, relative)
-        baseline.refuse_chaos()
-        self._baselines[steps] = baseline
-        return baseline
+        expected = Expected.measured(values, probes, relative)
+        expected.refuse_chaos()
+        self._expectations[steps] = expected
+        return expected
 
 
-def _refuse_other_forms(reference: Program, program: Program) -> None:
+def _refuse_other_forms(reference: CompiledTraining, program: CompiledTraining) -> None:
     """Rejects a model that has different variables on a mesh than on one device."""
     one, here = reference.forms, program.forms
     faults = [
@@ -273,7 +273,7 @@ def _refuse_other_forms(reference: Program, program: Program) -> None:
         )
 
 
-def _refuse_narrower(reference: Program, program: Program) -> None:
+def _refuse_narrower(reference: CompiledTraining, program: CompiledTraining) -> None:
     """Rejects a program that computes in a dtype narrower than any on one device."""
     widest = max((unit_roundoff(r.dtype) for r in roundings(reference.jaxpr)), default=0.0)
     narrower = (r for r in roundings(program.jaxpr) if unit_roundoff(r.dtype) > widest)

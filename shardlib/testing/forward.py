@@ -15,9 +15,9 @@ from shardlib.losses.signature import called_by_position
 from shardlib.nn.stack import LayerStack, intercept
 from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import use
-from shardlib.testing.deviations import Baseline, Quantity
+from shardlib.testing.deviations import Expected, Quantity
 from shardlib.testing.rounding import Change, perturbations
-from shardlib.testing.training import Program
+from shardlib.testing.training import CompiledTraining
 from shardlib.train.gradients import PartLoss, part_key
 from shardlib.train.state import TrainState
 from shardlib.train.step import batch_shardings
@@ -27,7 +27,9 @@ _Seen = list[tuple[PyTree, PyTree]]
 """For each stack, the carry before its layers, and the carries after each layer."""
 
 
-def where_forward_differs(reference: Program, program: Program, relative: float) -> str:
+def where_forward_differs(
+    reference: CompiledTraining, program: CompiledTraining, relative: float
+) -> str:
     """Returns a sentence on the first layer whose output on a mesh differs from one device.
 
     Both models run once more, forward only and on the whole batch, without the rest of the step.
@@ -40,13 +42,13 @@ def where_forward_differs(reference: Program, program: Program, relative: float)
     """
     on_one = _forward(reference)
     probes = [on_one(change) for change in perturbations(relative)]
-    baseline = Baseline.measured(on_one(None), probes, relative)
-    deviations = baseline.deviations(_forward(program)(None))
+    expected = Expected.measured(on_one(None), probes, relative)
+    deviations = expected.deviations(_forward(program)(None))
     if not deviations:
         return (
             "A forward pass alone agrees; the error is in how the step splits or reduces the batch."
         )
-    if len(baseline.values) == 1:  # The loss: no layers were observed.
+    if len(expected.values) == 1:  # The loss: no layers were observed.
         return "To find the layer, run the layers by shardlib.scan_layers."
     first = deviations[0].quantity
     if first.kind == _INPUT:
@@ -56,7 +58,7 @@ def where_forward_differs(reference: Program, program: Program, relative: float)
     return f"The forward pass goes wrong in layer {first.layer}; its inputs agree."
 
 
-def _forward(program: Program) -> Callable[[Change | None], dict[Quantity, np.ndarray]]:
+def _forward(program: CompiledTraining) -> Callable[[Change | None], dict[Quantity, np.ndarray]]:
     """Returns a function that computes inputs of stacks, outputs of layers, and the loss."""
     scope, batch = program.definition.scope, program.problem.batches[0]
     loss_fn = called_by_position(program.problem.loss_fn)

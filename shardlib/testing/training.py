@@ -38,7 +38,7 @@ class Problem:
     seed: int
 
 
-class Program:
+class CompiledTraining:
     """The compiled step of a problem on a mesh, to be run any number of times from its start.
 
     The keyword arguments `step_options` are passed to `make_train_step`. Matrix products are

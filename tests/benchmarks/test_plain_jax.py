@@ -1,26 +1,18 @@
 """The baseline computes what shardlib's transformer computes, on every one of its meshes."""
 
 import dataclasses
-import importlib.util
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import plain_jax as plain
 from shardlib import registry
 from shardlib.functional import functional
 from shardlib.paths import named_leaves
 
 pytestmark = pytest.mark.docs
-
-SOURCE = Path(__file__).parents[2] / "benchmarks" / "plain_jax.py"
-spec = importlib.util.spec_from_file_location("plain_jax", SOURCE)
-plain = importlib.util.module_from_spec(spec)
-sys.modules["plain_jax"] = plain  # Its dataclass looks itself up there.
-spec.loader.exec_module(plain)
 
 CONFIG = plain.PlainConfig(
     num_layers=2,

@@ -23,7 +23,7 @@ from shardlib.runtime.launch import (
 )
 from shardlib.runtime.launch.group import Ending
 from shardlib.runtime.launch.progress import Progress, read_progress
-from shardlib.runtime.launch.restarts import Restarts, Verdict
+from shardlib.runtime.launch.restarts import RestartDecision, Restarts
 
 PRELUDE = """
 import os, pathlib, signal, sys, time
@@ -120,7 +120,7 @@ def test_what_is_wrong_stays_wrong(launch, tmp_path):
     assert code == WRONG_REQUEST
     assert said == [
         "process 0 ended with exit code 2",
-        "not started again: process 0 ended with exit code 2: what was asked for is wrong",
+        "not started again: process 0 ended with exit code 2: the request is wrong",
     ]
     assert starts(tmp_path) == 1
 
@@ -332,7 +332,7 @@ def test_a_step_lost_since_is_no_progress():
     judge = Restarts(1)
     assert judge.judge(Ending(1), Progress(50)).again
     assert judge.judge(Ending(1), Progress(40)).again
-    assert judge.judge(Ending(1), Progress(50)) == Verdict(
+    assert judge.judge(Ending(1), Progress(50)) == RestartDecision(
         False, "not started again: 2 attempts in a row saved nothing new"
     )
 
@@ -351,7 +351,7 @@ def test_going_back_is_no_progress():
     assert judge.judge(Ending(1), Progress(100)).again
     for place in (Progress(50, None, 50), Progress(None, None, 0)):
         assert "nothing new was saved" in judge.judge(Ending(1), place).reason
-    assert judge.judge(Ending(1), Progress(None, None, 0)) == Verdict(
+    assert judge.judge(Ending(1), Progress(None, None, 0)) == RestartDecision(
         False, "not started again: 3 attempts in a row saved nothing new"
     )
 
@@ -388,7 +388,7 @@ def test_a_divergence_that_says_no_step():
 
 
 def test_ctrl_c_in_a_process_itself():
-    assert Restarts(9).judge(Ending(130), Progress()) == Verdict(
+    assert Restarts(9).judge(Ending(130), Progress()) == RestartDecision(
         False, "not started again: Ctrl-C ended it"
     )
     assert not Restarts(9).judge(Ending(-signal.SIGINT), Progress()).again

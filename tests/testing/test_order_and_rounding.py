@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardlib.testing.deviations import Baseline, Quantity
+from shardlib.testing.deviations import Expected, Quantity
 from shardlib.testing.rounding import NUM_PROBES, perturbation, perturbations, reductions
 from shardlib.testing.traced import LAST, Use, first_uses
 from shardlib.testing.training import by_layer, use_of
@@ -126,10 +126,10 @@ def values(gradient):
 )
 def test_what_deviates(gradient, error):
     probe = values([1.0 + 2.0**-22, 0.5])
-    baseline = Baseline.measured(values([1.0, 0.5]), [probe], 2.0**-22)
+    expected = Expected.measured(values([1.0, 0.5]), [probe], 2.0**-22)
     # Four times the change of the probe and the rounding of the sum itself.
-    assert baseline.bounds == {GRADIENT: 4 * (2.0**-22 + 2.0**-22)}
-    errors = [(str(d.quantity), d.error) for d in baseline.deviations(values(gradient))]
+    assert expected.bounds == {GRADIENT: 4 * (2.0**-22 + 2.0**-22)}
+    errors = [(str(d.quantity), d.error) for d in expected.deviations(values(gradient))]
     assert errors == ([] if error is None else [("the gradient of w", error)])
 
 

@@ -17,8 +17,8 @@ from shardlib.runtime.exit_codes import DIVERGED, HUNG
 POLL_SECONDS = 0.05
 # A process that lost a peer may be seen to end before the peer itself.
 _SETTLING_SECONDS = 1.0
-_OF_LOST_PEERS = (HUNG, -signal.SIGABRT)
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_LOST_PEER_STATUSES = (HUNG, -signal.SIGABRT)
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Messages of the CPU collectives about each connection, from several threads at once.
 _NOISE = re.compile(r"\[Gloo\] Rank \d|Expected number of connected peer ranks")
 
@@ -34,7 +34,7 @@ class Ending:
 
     status: int
     index: int = 0
-    asked: str | None = None
+    cause: str | None = None
     """The outside cause that ended the group, such as `SIGINT`; None without one."""
 
     @property
@@ -48,12 +48,12 @@ class Ending:
         meaning = {HUNG: " (it hung, or lost its peers)", DIVERGED: " (it diverged)"}
         how = f"with exit code {self.status}{meaning.get(self.status, '')}"
         if self.status < 0:
-            known = {number.value: number.name for number in signal.Signals}
-            how = f"by {known.get(-self.status, f'signal {-self.status}')}"
+            names = {number.value: number.name for number in signal.Signals}
+            how = f"by {names.get(-self.status, f'signal {-self.status}')}"
         return f"process {self.index} ended {how}"
 
 
-class Output:
+class LineOutput:
     """The output of all processes, until its reader closes it."""
 
     def __init__(self, stream: TextIO):
@@ -73,7 +73,7 @@ class Output:
             self.closed = True
 
 
-class Signals:
+class PendingSignals:
     """Received signals that still have to be forwarded."""
 
     def __init__(self) -> None:
@@ -81,21 +81,19 @@ class Signals:
         self.first: str | None = None
         """Name of the first signal received."""
 
-    def came(self, number: int) -> None:
+    def receive(self, number: int) -> None:
         self.pending.append(number)
         self.first = self.first or signal.Signals(number).name
 
 
 @contextlib.contextmanager
-def passed_on() -> Iterator[Signals]:
+def forwarded_signals() -> Iterator[PendingSignals]:
     """Collects SIGINT, SIGTERM and SIGUSR1 inside the context; only the main thread can."""
-    signals = Signals()
-    if threading.current_thread() is not threading.main_thread():
-        yield signals
-        return
+    signals = PendingSignals()
+    is_main = threading.current_thread() is threading.main_thread()
     former = {
-        number: signal.signal(number, lambda number, _: signals.came(number))
-        for number in _PASSED_ON
+        number: signal.signal(number, lambda number, _: signals.receive(number))
+        for number in (_FORWARDED if is_main else ())
     }
     try:
         yield signals
@@ -104,15 +102,15 @@ def passed_on() -> Iterator[Signals]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-class Group:
-    """The running processes and the threads that read them."""
+class LocalProcesses:
+    """The running processes of an attempt, and the threads that read their output."""
 
-    def __init__(self, output: Output, signals: Signals, grace_seconds: float):
+    def __init__(self, output: LineOutput, signals: PendingSignals, grace_seconds: float):
         self._output, self._signals, self._grace_seconds = output, signals, grace_seconds
         self._processes: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
 
-    def __enter__(self) -> "Group":
+    def __enter__(self) -> "LocalProcesses":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -153,9 +151,13 @@ class Group:
                 for process in self._processes:
                     process.send_signal(number)
             if self._failed():
-                return self._failure()
+                ending = self._first_failure()
+                running = sum(process.poll() is None for process in self._processes)
+                others = f"; ending the other {running}" if running else ""
+                self._output.write(f"[launch] {ending.who}{others}")
+                return ending
             if self._output.closed:
-                return Ending(-signal.SIGPIPE, asked="the end of its output")
+                return Ending(-signal.SIGPIPE, cause="the end of its output")
             if all(process.poll() == 0 for process in self._processes):
                 return Ending(0)
             time.sleep(POLL_SECONDS)
@@ -165,23 +167,17 @@ class Group:
         statuses = {index: process.poll() for index, process in enumerate(self._processes)}
         return {index: status for index, status in statuses.items() if status}
 
-    def _failure(self) -> Ending:
-        failed = self._failed()
-        first = next(iter(failed))
+    def _first_failure(self) -> Ending:
+        """Waits a moment for a failure that is not merely a loss of peers."""
+        first = next(iter(self._failed()))
         deadline = time.monotonic() + _SETTLING_SECONDS
-        while failed.keys() != set(range(len(self._processes))) and time.monotonic() < deadline:
-            if any(status not in _OF_LOST_PEERS for status in failed.values()):
-                break
-            time.sleep(POLL_SECONDS)
+        while True:
             failed = self._failed()
-        own = [index for index, status in failed.items() if status not in _OF_LOST_PEERS]
-        index = own[0] if own else first
-        ending = Ending(failed[index], index, self._signals.first)
-        others = sum(process.poll() is None for process in self._processes)
-        self._output.write(
-            f"[launch] {ending.who}" + (f"; ending the other {others}" * bool(others))
-        )
-        return ending
+            own = [index for index, status in failed.items() if status not in _LOST_PEER_STATUSES]
+            if own or len(failed) == len(self._processes) or time.monotonic() > deadline:
+                index = own[0] if own else first
+                return Ending(failed[index], index, self._signals.first)
+            time.sleep(POLL_SECONDS)
 
     def _end(self) -> None:
         """Ends the running processes; a SIGKILL also ends their own children."""

@@ -1,6 +1,5 @@
 """Launch of several processes on this machine as one group with one output and exit code."""
 
-import contextlib
 import glob
 import os
 import pathlib
@@ -8,11 +7,18 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from shardlib.errors import DistributedError
-from shardlib.runtime.launch.group import POLL_SECONDS, Ending, Group, Output, Signals, passed_on
+from shardlib.runtime.launch.group import (
+    POLL_SECONDS,
+    Ending,
+    LineOutput,
+    LocalProcesses,
+    PendingSignals,
+    forwarded_signals,
+)
 from shardlib.runtime.launch.progress import (
     PROGRESS_VARIABLE,
     RESTARTS_VARIABLE,
@@ -43,10 +49,8 @@ def run_local(
     Each line that process 1 writes, on either stream, appears as `[1] line`, except for Gloo's
     reports of healthy connections. The first process that fails ends the others: SIGTERM, and
     SIGKILL after the grace period. SIGINT, SIGTERM and SIGUSR1 are forwarded each time they arrive,
-    and the processes decide. The processes share GPUs evenly.
-
-    `Restarts` decides whether a failed group is started again, and the output reports it in one
-    line each time. A group that was ended by a signal to this process is not started again.
+    and the processes decide. The processes share GPUs evenly. `Restarts` decides whether a failed
+    group is started again, unless a signal to this process ended it; one line reports it each time.
 
     Args:
         command: Program and arguments, the same for every process.
@@ -69,51 +73,45 @@ def run_local(
         raise DistributedError(f"{processes} processes cannot be started.\n  Start at least one.")
     if restarts < 0:
         raise DistributedError(f"{restarts} restarts are impossible.\n  Give 0 for none.")
-    given = dict(os.environ if environment is None else environment)
-    given[RESTARTS_VARIABLE] = str(restarts)
-    lines, judge = Output(output or sys.stdout), Restarts(restarts)
-    with passed_on() as signals:
+    variables = dict(os.environ if environment is None else environment)
+    variables[RESTARTS_VARIABLE] = str(restarts)
+    lines, judge = LineOutput(output or sys.stdout), Restarts(restarts)
+    with forwarded_signals() as signals:
         while True:
-            with _told(processes) as files:
-                with Group(lines, signals, grace_seconds) as group:
-                    for variables, file in zip(
-                        group_variables(given, processes), files, strict=True
-                    ):
-                        group.start(command, variables | {PROGRESS_VARIABLE: str(file)})
-                    ending = group.wait()
-                # Terminated processes may have saved on their way out.
-                progress = _progress(files, ending)
+            group = LocalProcesses(lines, signals, grace_seconds)
+            ending, progress = _attempt(group, command, group_variables(variables, processes))
             if not restarts or not ending.code:
                 return ending.code
-            verdict = judge.judge(ending, progress)
-            lines.write(f"[launch] {verdict.reason}")
-            if not verdict.again:
+            decision = judge.judge(ending, progress)
+            lines.write(f"[launch] {decision.reason}")
+            if not decision.again:
                 return ending.code
-            if not _back_off(verdict.backoff_seconds, signals):
+            if not _back_off(decision.backoff_seconds, signals):
                 lines.write(f"[launch] not started again: {signals.first} ended it")
                 return ending.code
 
 
-@contextlib.contextmanager
-def _told(processes: int) -> Iterator[list[pathlib.Path]]:
-    """Yields the progress files of the processes of one attempt."""
+def _attempt(
+    group: LocalProcesses, command: Sequence[str], environments: Sequence[dict[str, str]]
+) -> tuple[Ending, Progress]:
+    """Runs a group once; returns its end and the combined progress of its processes."""
     with tempfile.TemporaryDirectory(prefix="shardlib-launch-") as directory:
-        yield [pathlib.Path(directory) / str(index) for index in range(processes)]
-
-
-def _progress(files: Sequence[pathlib.Path], ending: Ending) -> Progress:
-    """Returns the combined progress of all processes of an attempt."""
-    said = [read_progress(file) for file in files]
-    own = said[ending.index].failure
-    failure = own or next((each.failure for each in said if each.failure), None)
+        files = [str(pathlib.Path(directory, str(index))) for index in range(len(environments))]
+        with group:
+            for variables, file in zip(environments, files, strict=True):
+                group.start(command, variables | {PROGRESS_VARIABLE: file})
+            ending = group.wait()
+        # Terminated processes may have saved on their way out.
+        reports = [read_progress(file) for file in files]
+    failures = [report.failure for report in (reports[ending.index], *reports) if report.failure]
     # Some may have ended before they could report that the run went back.
-    back = [each for each in said if each.rewound_to is not None]
-    saved = [each.saved_step for each in back or said if each.saved_step is not None]
-    places = [each.rewound_to for each in back if each.rewound_to is not None]
-    return Progress(max(saved, default=None), failure, min(places, default=None))
+    rewound = [report for report in reports if report.rewound_to is not None]
+    saved = [r.saved_step for r in rewound or reports if r.saved_step is not None]
+    rewound_to = min((r.rewound_to for r in rewound if r.rewound_to is not None), default=None)
+    return ending, Progress(max(saved, default=None), next(iter(failures), None), rewound_to)
 
 
-def _back_off(seconds: float, signals: Signals) -> bool:
+def _back_off(seconds: float, signals: PendingSignals) -> bool:
     """Waits, and returns whether to go on: False if a signal came meanwhile."""
     deadline = time.monotonic() + seconds
     while not signals.first and time.monotonic() < deadline:

@@ -68,38 +68,33 @@ def read_progress(path: str | os.PathLike[str]) -> Progress:
         match json.loads(pathlib.Path(path).read_text()):
             case {
                 "saved_step": int() | None as saved_step,
-                "failure": None,
+                "failure": None | [str(), int() | None] as failure,
                 "rewound_to": int() | None as rewound_to,
             }:
-                return Progress(saved_step, None, rewound_to)
-            case {
-                "saved_step": int() | None as saved_step,
-                "failure": [str(kind), int() | None as step],
-                "rewound_to": int() | None as rewound_to,
-            }:
-                return Progress(saved_step, (kind, step), rewound_to)
+                kind_and_step = tuple(failure) if failure else None
+                return Progress(saved_step, kind_and_step, rewound_to)  # type: ignore[arg-type]
     except (OSError, ValueError):
         pass
     return Progress()
 
 
-def _report(**said: int | tuple[str, int | None] | None) -> None:
+def _report(**changes: int | tuple[str, int | None] | None) -> None:
     path = os.environ.get(PROGRESS_VARIABLE)
     if not path:
         return
-    progress = dataclasses.replace(read_progress(path), **said)  # type: ignore[arg-type]
+    progress = dataclasses.replace(read_progress(path), **changes)  # type: ignore[arg-type]
     part = f"{path}.part"
     try:
         pathlib.Path(part).write_text(json.dumps(dataclasses.asdict(progress)))
         os.replace(part, path)
     except OSError as error:
-        _say_once(
+        _warn_once(
             f"{path} cannot be written: {error.strerror}. "
             "The launcher does not know the progress of this run."
         )
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     with contextlib.suppress(OSError):  # The reader of stderr may have gone.
         print(text, file=sys.stderr, flush=True)

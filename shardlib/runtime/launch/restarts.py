@@ -12,7 +12,7 @@ _INTERRUPTED = 130
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class RestartDecision:
     """A decision: whether to start again, the delay, and the reason in one line."""
 
     again: bool
@@ -39,7 +39,7 @@ class Restarts:
         self._saved_step: int | None = None
         self._failures: set[tuple[str, int]] = set()
 
-    def judge(self, ending: Ending, progress: Progress) -> Verdict:
+    def judge(self, ending: Ending, progress: Progress) -> RestartDecision:
         """Decides on a failed attempt.
 
         Args:
@@ -48,17 +48,19 @@ class Restarts:
         """
         gained = self._gained(progress)
         if forbidden := self._forbidden(ending, progress.failure):
-            return Verdict(False, f"not started again: {forbidden}")
+            return RestartDecision(False, f"not started again: {forbidden}")
         self._in_vain = 0 if gained else self._in_vain + 1
         if self._in_vain > self._allowed:
             times = "1 attempt" if self._in_vain == 1 else f"{self._in_vain} attempts in a row"
-            return Verdict(False, f"not started again: {times} saved nothing new")
+            return RestartDecision(False, f"not started again: {times} saved nothing new")
         backoff = _FIRST_BACKOFF_SECONDS * 2 ** max(0, self._in_vain - 1)
         backoff = min(backoff, _LONGEST_BACKOFF_SECONDS)
         saved = f"nothing new was saved ({self._in_vain} of {self._allowed})"
         if gained:
             saved = f"step {progress.saved_step} is saved"
-        return Verdict(True, f"starting again in {backoff:g} s: {ending.who}; {saved}", backoff)
+        return RestartDecision(
+            True, f"starting again in {backoff:g} s: {ending.who}; {saved}", backoff
+        )
 
     def _gained(self, progress: Progress) -> bool:
         saved, before = progress.saved_step, self._saved_step
@@ -71,10 +73,10 @@ class Restarts:
 
     def _forbidden(self, ending: Ending, failure: tuple[str, int | None] | None) -> str | None:
         """Returns a reason against another attempt that holds even after progress, or None."""
-        if ending.asked or ending.code == _INTERRUPTED:
-            return f"{ending.asked or 'Ctrl-C'} ended it"
+        if ending.cause or ending.code == _INTERRUPTED:
+            return f"{ending.cause or 'Ctrl-C'} ended it"
         if ending.code == WRONG_REQUEST:
-            return f"{ending.who}: what was asked for is wrong"
+            return f"{ending.who}: the request is wrong"
         # The last saved step stands in for a failure without a step.
         saved_step = self._saved_step or 0
         if failure is None and ending.code == DIVERGED:
