@@ -115,34 +115,6 @@ def test_only_attempts_in_vain_count(launch, tmp_path):
     ]
 
 
-def test_what_is_wrong_stays_wrong(launch, tmp_path):
-    code, said = launch(f"sys.exit({WRONG_REQUEST})")
-    assert code == WRONG_REQUEST
-    assert said == [
-        "process 0 ended with exit code 2",
-        "not started again: process 0 ended with exit code 2: the request is wrong",
-    ]
-    assert starts(tmp_path) == 1
-
-
-@pytest.mark.process
-def test_the_same_failure_at_the_same_step_is_not_tried_a_third_time(launch, tmp_path):
-    """Though each attempt has saved something new."""
-    code, said = launch(f"""
-        report_progress(attempt)
-        report_failure("values that are not finite", 120)
-        sys.exit({DIVERGED})
-    """)
-    assert code == DIVERGED
-    assert said[1] == (
-        "starting again in 1 s: process 0 ended with exit code 76 (it diverged); step 0 is saved"
-    )
-    assert said[3] == (
-        "not started again: values that are not finite at step 120 for the second time"
-    )
-    assert starts(tmp_path) == 2
-
-
 @pytest.mark.process
 def test_a_run_that_went_back_gets_on(launch):
     """The process that was killed first could not tell."""
@@ -327,71 +299,79 @@ def test_waits_grow_to_half_a_minute_and_start_over_with_progress():
     assert judge.judge(failed, Progress(5)).backoff_seconds == 2
 
 
-def test_a_step_lost_since_is_no_progress():
-    """A damaged checkpoint may throw a run back."""
-    judge = Restarts(1)
-    assert judge.judge(Ending(1), Progress(50)).again
-    assert judge.judge(Ending(1), Progress(40)).again
-    assert judge.judge(Ending(1), Progress(50)) == RestartDecision(
-        False, "not started again: 2 attempts in a row saved nothing new"
-    )
+MISSING = ("data are missing", None)
+IN_VAIN = "not started again: {} attempts in a row saved nothing new"
 
 
-def test_progress_on_another_way_is_progress():
-    judge = Restarts(1)
-    assert judge.judge(Ending(1), Progress(100)).reason.endswith("; step 100 is saved")
-    assert judge.judge(Ending(1), Progress(60, None, 50)).reason.endswith("; step 60 is saved")
-    assert judge.judge(Ending(1), Progress(70)).reason.endswith("; step 70 is saved")
-    # From the last place it went back to, and not from where it was before.
-    assert judge.judge(Ending(1), Progress(150, None, 120)).reason.endswith("; step 150 is saved")
-
-
-def test_going_back_is_no_progress():
-    judge = Restarts(2)
-    assert judge.judge(Ending(1), Progress(100)).again
-    for place in (Progress(50, None, 50), Progress(None, None, 0)):
-        assert "nothing new was saved" in judge.judge(Ending(1), place).reason
-    assert judge.judge(Ending(1), Progress(None, None, 0)) == RestartDecision(
-        False, "not started again: 3 attempts in a row saved nothing new"
-    )
-
-
-def test_a_failure_at_no_step_is_the_same_until_something_is_saved():
-    judge = Restarts(9)
-    missing = ("data are missing", None)
-    assert judge.judge(Ending(1), Progress(None, missing)).again
-    assert judge.judge(Ending(1), Progress(10, missing)).again
-    assert judge.judge(Ending(1), Progress(20, missing)).again
-    assert judge.judge(Ending(1), Progress(None, ("another", None))).again
-    assert judge.judge(Ending(1), Progress(20, missing)).reason == (
-        "not started again: data are missing, for the second time"
-    )
-
-
-def test_other_failures_in_between_do_not_hide_the_second_time():
-    judge = Restarts(9)
-    nan = Ending(DIVERGED), Progress(10, ("nan", 12))
-    assert judge.judge(*nan).again
-    assert judge.judge(Ending(DIVERGED), Progress(11, ("nan", 13))).again
-    assert judge.judge(Ending(DIVERGED), Progress(11, ("spike", 12))).again
-    assert judge.judge(Ending(HUNG), Progress()).again
-    assert not judge.judge(*nan).again
-
-
-def test_a_divergence_that_says_no_step():
-    judge = Restarts(9)
-    assert judge.judge(Ending(DIVERGED), Progress(10)).again
-    assert judge.judge(Ending(DIVERGED), Progress(20)).again
-    assert judge.judge(Ending(DIVERGED), Progress()).reason == (
-        "not started again: diverged at step 20 for the second time"
-    )
-
-
-def test_ctrl_c_in_a_process_itself():
-    assert Restarts(9).judge(Ending(130), Progress()) == RestartDecision(
-        False, "not started again: Ctrl-C ended it"
-    )
-    assert not Restarts(9).judge(Ending(-signal.SIGINT), Progress()).again
+@pytest.mark.parametrize(
+    ("allowed", "attempts", "end"),
+    [
+        # A damaged checkpoint may throw a run back: what it saves again is no progress.
+        (1, [(1, Progress(50)), (1, Progress(40)), (1, Progress(50))], IN_VAIN.format(2)),
+        # A run that went back on purpose makes progress from there.
+        (
+            0,
+            [
+                (1, Progress(100)),
+                (1, Progress(60, None, 50)),
+                (1, Progress(70)),
+                (1, Progress(150, None, 120)),
+                (1, Progress(150)),
+            ],
+            "not started again: 1 attempt saved nothing new",
+        ),
+        # Going back is no progress.
+        (
+            2,
+            [(1, Progress(100)), (1, Progress(50, None, 50)), *[(1, Progress(None, None, 0))] * 2],
+            IN_VAIN.format(3),
+        ),
+        # A failure outside of steps is the same until something is saved.
+        (
+            9,
+            [
+                (1, Progress(None, MISSING)),
+                (1, Progress(10, MISSING)),
+                (1, Progress(20, MISSING)),
+                (1, Progress(None, ("another", None))),
+                (1, Progress(20, MISSING)),
+            ],
+            "not started again: data are missing, for the second time",
+        ),
+        # Other failures in between do not hide the second time.
+        (
+            9,
+            [
+                (DIVERGED, Progress(10, ("nan", 12))),
+                (DIVERGED, Progress(11, ("nan", 13))),
+                (DIVERGED, Progress(11, ("spike", 12))),
+                (HUNG, Progress()),
+                (DIVERGED, Progress(12, ("nan", 12))),
+            ],
+            "not started again: nan at step 12 for the second time",
+        ),
+        # A divergence without a step counts at the last saved one.
+        (
+            9,
+            [(DIVERGED, Progress(10)), (DIVERGED, Progress(20)), (DIVERGED, Progress())],
+            "not started again: diverged at step 20 for the second time",
+        ),
+        (9, [(130, Progress())], "not started again: Ctrl-C ended it"),
+        (
+            9,
+            [(WRONG_REQUEST, Progress())],
+            "not started again: process 0 ended with exit code 2: the request is wrong",
+        ),
+    ],
+    ids=[
+        *("lost", "rewound", "going back", "no step", "in between", "diverged", "ctrl-c", "wrong"),
+    ],
+)
+def test_the_last_attempt(allowed, attempts, end):
+    judge = Restarts(allowed)
+    *before, last = [judge.judge(Ending(status), progress) for status, progress in attempts]
+    assert all(decision.again for decision in before)
+    assert last == RestartDecision(False, end)
 
 
 def test_how_processes_end():
