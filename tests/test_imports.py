@@ -27,6 +27,20 @@ NOT_AT_IMPORT = ("pydantic", "grain", "typer", "tokenizers", "orbax.checkpoint")
 NOT_AT_IMPORT += ("tensorboardX", "wandb", "mlflow")
 
 
+# Files that import each other; none may join them.
+TO_BREAK = {
+    "checkpoint": "fallback reading store",
+    "cost.transformer": "memory program_memory",
+    "data.images": "augment config folders",
+    "data.text": "config packing rows sources tokens",
+    "explain.report": "diff html_page report to_json",
+    "partitioner": "analyze loops",
+    "plan": "answer api describe mixed_describe mixed_result result sensitivity why_not",
+    "rules": "resolve table",
+    "run": "checks config loss planning setup",
+}
+
+
 def name_of(file: Path) -> str:
     """`shardlib/train/step.py` -> `train.step`; a package's `__init__` is the package itself."""
     parts = file.relative_to(PACKAGE).with_suffix("").parts
@@ -92,8 +106,8 @@ def test_a_file_imports_its_own_package_or_those_above_it():
     assert not faults, "\n".join(faults)
 
 
-def test_no_folder_is_in_a_circle():
-    """Within each package: its files and subpackages, with imports in functions and for types."""
+def test_no_file_or_folder_is_in_a_circle():
+    """Within each folder: its files and subfolders, with imports in functions and for types."""
     known = modules()
     edges = collections.defaultdict(set)
     for module, file in known.items():
@@ -106,8 +120,9 @@ def test_no_folder_is_in_a_circle():
                 depth += 1
             if 0 < depth < min(len(here), len(there)):
                 edges[".".join(here[: depth + 1])].add(".".join(there[: depth + 1]))
-    folders = {name for name, file in known.items() if file.name == "__init__.py"}
-    assert not [name for name in folders if name in reached(name, edges)]
+    circular = {name for name in known if name in reached(name, edges)}
+    allowed = {f"{folder}.{name}" for folder, names in TO_BREAK.items() for name in names.split()}
+    assert not circular - allowed
 
 
 def reached(start: str, edges: dict[str, set[str]]) -> set[str]:
