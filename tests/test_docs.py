@@ -57,10 +57,20 @@ def test_every_guide_with_code_is_run():
 @pytest.mark.parametrize("page", CONTINUED, ids=lambda page: page.stem)
 def test_the_python_of_a_guide_runs(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    if page.stem == "configs":
+        (tmp_path / "tiny.yaml").write_text(blocks(page, "yaml")[0])
     names = run([blocks(README, "python")[0], *blocks(page, "python")])
     shown = capsys.readouterr().out
     if page.stem == "know_before_you_rent":
         assert "Plan 1, in code:\n  mesh = sl.make_mesh(" in shown
+    if page.stem == "configs":
+        assert "train.steps: 100 -> 3\n" in shown
+        assert "lst: " in shown
+        assert "Did you mean 'last'?" in shown
+    if page.stem == "data":
+        assert "'tokens': (1, 64)" in shown
+    if page.stem == "extending":
+        assert "('shards', 'model')" in shown
     if page.stem == "long_runs":
         up = names["arrays"]["params"]["up"]["kernel"]
         np.testing.assert_array_equal(up, names["state"].params["up"]["kernel"])
@@ -99,7 +109,7 @@ def test_the_loop_of_a_guide_resumes_at_the_batch_where_it_was_killed(tmp_path, 
 
 @pytest.mark.docs
 def test_the_model_of_a_guide_trains_by_its_path(capfd, tmp_path, monkeypatch):
-    page = ROOT / "docs" / "your_model.md"
+    page = ROOT / "docs" / "extending.md"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "mine.py").write_text(blocks(page, "python")[0])
