@@ -195,7 +195,7 @@ def generate(
 
 @app.command()
 def devices(as_json: AsJson = False) -> None:
-    """Show the devices, the facts of their chips, and the mesh of `mesh: auto`."""
+    """Show the devices, their chips and the mesh of `mesh: auto`."""
     import jax
 
     from shardlib.mesh import draw, make_mesh
@@ -236,7 +236,7 @@ def launch(
 
 @app.command()
 def schema() -> None:
-    """Print the JSON schema of the config, for editors that check YAML."""
+    """Print the JSON schema of configs, for editors."""
     from shardlib.config import json_schema
     from shardlib.run.config import RunConfig
 

@@ -19,8 +19,11 @@ Meshes = Annotated[
 def check(
     config: ConfigPath, overrides: Overrides = None, mesh: Meshes = None, as_json: AsJson = False
 ) -> None:
-    """Prove at a reduced size, on virtual CPU devices, that a config trains on its mesh as on one
-    device: losses, gradients and optimizer state, leaf by leaf. Exits 1 if anything differs."""
+    """Prove that a config computes the same numbers on its mesh as on one device.
+
+    The model is reduced and runs on virtual CPU devices. Losses, gradients and optimizer state are
+    compared leaf by leaf. Exits 1 if anything differs.
+    """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     loaded = load_config(config, overrides)
     from shardlib.run.proving import DEVICES, prove, tables

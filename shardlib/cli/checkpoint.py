@@ -40,7 +40,10 @@ Step = Annotated[int | None, typer.Option(help="The checkpoint; default: the new
 
 @app.command("ls")
 def list_(run: Run, as_json: AsJson = False) -> None:
-    """List the checkpoints: step, time, size, mesh, samples seen and metrics."""
+    """List the checkpoints of a run.
+
+    The columns are step, time, size, mesh, samples seen and metrics.
+    """
     _check_whole(run)
     saved = _open(run)
     rows = [
@@ -66,8 +69,10 @@ def verify(
     step: Annotated[int | None, typer.Option(help="Only this step; default: all.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every file and every array, and compare them with the saved digests; exit 1 on damage,
-    or if there is nothing to verify."""
+    """Verify every file and every array by the saved digests.
+
+    Exits 1 on damage, or if there is nothing to verify.
+    """
     run, step = _one_step(run, step)
     saved = _open(run)
     found = []
@@ -97,7 +102,10 @@ def diff(
     second: Annotated[str, typer.Argument(metavar="B", help="The other run or RUN@STEP.")],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two checkpoints by their metadata: arrays, config, data, versions."""
+    """Compare two checkpoints by their metadata.
+
+    The metadata are arrays, config, data and versions.
+    """
     from shardlib.checkpoint.diff import diff as compare
 
     found = compare(_manifest(first), _manifest(second))
@@ -121,7 +129,7 @@ def reshard(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a run with its checkpoint laid out for another mesh, or show the cost of a restore.
+    """Copy a run for another mesh, or show what a restore costs.
 
     A run resumes from its checkpoint on any mesh without a copy, which only makes reads smaller.
     """

@@ -73,8 +73,11 @@ def explain(
     baseline: BaselineFile = None,
     accept: Accept = False,
 ) -> None:
-    """Show how every parameter is sharded and why; with --on, the traffic, memory and faults of the
-    compiled step. Raises the errors of train, except for errors in the data. Allocates nothing."""
+    """Show how every parameter is sharded, and why.
+
+    With --on, also show the traffic, memory and faults of the compiled step. Raises the errors of
+    train, except for errors in the data. Allocates nothing.
+    """
     if on is not None:  # Does not use the devices of this machine.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")

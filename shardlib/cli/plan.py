@@ -29,8 +29,11 @@ def plan(
     top: options.Top = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Find the best mesh, rules, rematerialisation and microbatches for a cluster that need not be
-    present, by a calibrated cost model; compiles nothing without --verify."""
+    """Find the best mesh and its settings for a cluster.
+
+    The cluster need not be present: a calibrated cost model ranks meshes, rules, rematerialisation
+    and microbatches. Compiles nothing without --verify.
+    """
     _check(on, config, model, verify)
     given = model if config is None else load_config(config, overrides)
     from shardlib.plan import plan as make_plans
@@ -92,7 +95,10 @@ def calibrate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the available devices for `plan`: matmuls, memory, collectives. Takes a minute."""
+    """Measure the available devices for `plan`.
+
+    Matmuls, memory and collectives take a minute.
+    """
     import pathlib
 
     from shardlib.cost.machine.measured import save

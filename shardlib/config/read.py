@@ -76,7 +76,9 @@ class Reader:
             if key in fields:
                 values[key] = self.read(fields[key].hint, child, join(path, key))
             else:
-                values[key] = self.fail(child, join(path, key), self.unknown(key, fields, chosen))
+                values[key] = self.fail(
+                    child, join(path, key), self.unknown(key, path, fields, chosen)
+                )
         for name, field in fields.items():
             if field.required and name not in item.value:
                 message = f"missing required key ({describe.expected(field.hint)})."
@@ -99,11 +101,13 @@ class Reader:
         else:
             self.fail(item, path, message)
 
-    def unknown(self, key: str, fields: typing.Iterable[str], chosen: str) -> str:
+    def unknown(self, key: str, path: str, fields: typing.Iterable[str], chosen: str) -> str:
         message = f"unknown key of {chosen!r}." if chosen else "unknown key."
         if near := did_you_mean(key, fields):
             return message + near
-        paths = [known.path for known in describe.keys(self.root)]
+        # The same path may be a key of another variant.
+        paths = {known.path: None for known in describe.keys(self.root)}
+        paths.pop(join(path, key), None)
         if elsewhere := [path for path in paths if path.split(".")[-1] == key]:
             return f"{message} Did you mean {elsewhere[0]!r}?"
         return f"{message} The keys here are {', '.join(fields) or 'none'}."

@@ -41,6 +41,11 @@ class LinenFunctional:
                 "  Pass them: inputs=(x,), as in sl.init_state(model, optimizer, inputs=(x,))."
             )
         self.name = type(module).__name__
+        if not callable(module):
+            raise ModelError(
+                f"{self.name} is a linen module without __call__, which makes its parameters.\n"
+                "  Define a __call__ that runs each layer once; a loss may call any method."
+            )
         self._module = module
         self._inputs = inputs
         boxed, self.reduces_over = self._traced()

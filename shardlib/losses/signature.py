@@ -26,8 +26,9 @@ def called_by_position(loss_fn: LossFn) -> LossFn:
         # More arguments than a model, a batch and a key are inputs; the first call checks them.
         if callable(loss_fn) and any(_accepts(loss_fn, n) for n in range(5, 17)):
             return loss_fn
+        name = getattr(loss_fn, "__name__", repr(loss_fn))
         raise ModelError(
-            f"the loss function {loss_fn!r} cannot be called as loss_fn(model, batch).\n"
+            f"the loss function {name} cannot be called as loss_fn(model, batch).\n"
             "  Let it take (model, batch), (model, batch, rng) or (model, batch, rng, *inputs)."
         )
 

@@ -78,8 +78,8 @@ def clusters(on: str, objective: Objective = "time", *, deadline: bool = True) -
         if objective == "time" and not deadline:
             raise MeshError(
                 f"cluster {on!r} has no size.\n"
-                f"  Add it, as in {names[3]}, or let the plan decide: an objective of cost or "
-                "chips, or tokens and days."
+                f"  Add it, as in {names[3]}; or give an objective of cost or chips, or tokens "
+                "and days, and the plan chooses the size."
             )
         return [parse_cluster(name) for name in names]
     cluster = parse_cluster(on)

@@ -228,7 +228,7 @@ def tokens_of(given: float | str | None, units: Mapping[str, float]) -> float | 
     if number <= 0:
         raise ConfigError(
             f"{given!r} is not a number of tokens.\n"
-            f"  Write one as in 4M, with {', '.join(u.upper() for u in units if u)} or none."
+            f"  Write it as 4M or 4194304; units are {', '.join(u.upper() for u in units if u)}."
         )
     return number
 

@@ -109,7 +109,7 @@ def _nothing_fits(name: str, workload: Workload, cluster: Cluster, least: Plan) 
     lines = [
         f"{name} does not fit {cluster.name}: its leanest plan ({least.layout}, "
         f"{least.layout.microbatches} microbatches, remat {least.choice.remat}{state}) needs "
-        f"{gib(least.memory.total)} of {gib(capacity)} a device "
+        f"{gib(least.memory.total)} on a device, which has {gib(capacity)} "
         f"({largest_parts(least.memory)})."
     ]
     lines += [f"  {change}" for change in _ways_out(workload, cluster)[:3]]

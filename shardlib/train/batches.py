@@ -45,7 +45,7 @@ def _structure_of_inputs(inputs: tuple[Any, ...]) -> Any:
 def check_batch(batch: Any) -> None:
     """Raises `DataError` for leaves that are not arrays [batch, ...]; names all of them."""
     faults, fixes = [], {}
-    for path, leaf in named_leaves(batch).items():
+    for path, leaf in named_leaves(batch, is_leaf=_is_list_of_numbers).items():
         name = f"the batch's {path}" if path else "the batch"
         if isinstance(leaf, str | bytes) or _is_object(leaf):
             faults.append(f"{name} is text or an object ({type(leaf).__name__}).")
@@ -58,6 +58,11 @@ def check_batch(batch: Any) -> None:
             fixes[_MAKE_ARRAY] = True
     if faults:
         raise DataError("\n".join(faults) + "\n  " + " ".join(fixes))
+
+
+def _is_list_of_numbers(node: object) -> bool:
+    is_list = isinstance(node, list | tuple) and bool(node)
+    return is_list and all(isinstance(x, bool | int | float) for x in jax.tree.leaves(node))
 
 
 _MAKE_ARRAY = (

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlib.errors import ModelError
 from shardlib.functional import FunctionalModule, Inputs, functional, refuse_no_params
 from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
@@ -97,6 +98,11 @@ def abstract_state(
         ModelError: If the model cannot be created or has no trainable parameter.
     """
     scope = active_or(mesh, rules)
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ModelError(
+            f"the optimizer is {optimizer!r}, which is not an optax transformation.\n"
+            "  Pass one, such as optax.adamw(3e-4)."
+        )
     module = functional(make, inputs, wrt)
     dtypes = precision_named(precision)
     shapes, rng = module.shapes(), jax.random.key(0)

@@ -203,6 +203,11 @@ class TrainStep:
     def __call__(
         self, state: TrainState, batch: Any, *inputs: Any
     ) -> tuple[TrainState, dict[str, jax.Array]]:
+        if not isinstance(state, TrainState):
+            raise ModelError(
+                f"the state of a step is a {type(state).__name__}, not a TrainState.\n"
+                "  Call step(state, batch) with the state from init_state or from the step before."
+            )
         refuse_donated(state)
         if inputs:
             refuse_shared(state, inputs)

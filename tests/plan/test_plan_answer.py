@@ -86,8 +86,8 @@ def test_clusters_by_objective():
     with pytest.raises(MeshError) as refused:
         clusters("v5p", deadline=False)
     assert str(refused.value) == (
-        "cluster 'v5p' has no size.\n  Add it, as in v5p-64, or let the plan decide: an objective "
-        "of cost or chips, or tokens and days."
+        "cluster 'v5p' has no size.\n  Add it, as in v5p-64; or give an objective of cost or "
+        "chips, or tokens and days, and the plan chooses the size."
     )
 
 

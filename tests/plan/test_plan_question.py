@@ -31,7 +31,7 @@ def test_all_faults_of_a_question_at_once():
         "Did you mean 'chips'?",
         "days is -1, but must be a positive number.\n    Give another one.",
         "days gives a deadline, but not the tokens to train on.\n    Give tokens too.",
-        "'4X' is not a number of tokens.\n    Write one as in 4M, with K, M, G or none.",
+        "'4X' is not a number of tokens.\n    Write it as 4M or 4194304; units are K, M, G.",
         "no precision is called 'bf61'. Did you mean 'bf16'?\n    Choose one of: f32, bf16, bf16_",
         "cluster 'v5pp-8' is unknown. Did you mean 'v5p'?",
         "no model is known by the name 'lama3-70b'. Did you mean 'llama3-70b'?",
@@ -68,7 +68,7 @@ def test_all_faults_of_a_question_at_once():
         ),
         (
             {"tokens": ()},
-            "() is not a number of tokens.\n  Write one as in 4M, with K, M, B, G, T or none.",
+            "() is not a number of tokens.\n  Write it as 4M or 4194304; units are K, M, B, G, T.",
         ),
     ],
 )

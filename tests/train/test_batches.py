@@ -106,8 +106,7 @@ def test_torch_tensors_keep_their_bits():
         (
             {"step": np.float32(3), "scale": 2.0, "on": True, "list": [1, 2]},
             [
-                "the batch's list/0 is a Python int, not an array [batch, ...].",
-                "the batch's list/1 is a Python int, not an array [batch, ...].",
+                "the batch's list is a Python list, not an array [batch, ...].",
                 "the batch's on is a Python bool, not an array [batch, ...].",
                 "the batch's scale is a Python float, not an array [batch, ...].",
                 "the batch's step is a scalar, which has no rows.",
