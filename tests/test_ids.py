@@ -10,44 +10,25 @@ import pytest
 from ids import LONGEST, faulty_ids
 
 REFUSED = {
-    "bytes": ("t.py::test_a[\\x1f\\x8b\\x08]", "it holds bytes"),
-    "not printable": ("t.py::test_a[\x01]", "it holds what cannot be printed"),
-    "half a character": ("t.py::test_a[\\udcff]", "it holds bytes"),
-    "address": ("t.py::test_a[0x7f32a8c01d90-1]", "it holds an address"),
-    "object": ("t.py::test_a[<builtins.object object at", "it holds an address"),
-    "seconds": (f"t.py::test_a[{time.time()}]", "it holds a time"),
-    "clock": ("t.py::test_a[12:41:07]", "it holds a time"),
-    "date": ("t.py::test_a[2026-01-31T12]", "it holds a time"),
-    "long": (
-        f"t.py::test_a[{'x' * (LONGEST + 1)}]",
-        f"its part in brackets has {LONGEST + 1} characters, more than {LONGEST}",
-    ),
+    "bytes": ("\\x1f\\x8b\\x08", "it holds bytes"),
+    "not printable": ("\x01", "it holds what cannot be printed"),
+    "half a character": ("\\udcff", "it holds bytes"),
+    "address": ("0x7f32a8c01d90-1", "it holds an address"),
+    "object": ("<builtins.object object at", "it holds an address"),
+    "seconds": (str(time.time()), "it holds a time"),
+    "clock": ("12:41:07", "it holds a time"),
+    "long": ("x" * (LONGEST + 1), f"its part in brackets has {LONGEST + 1} characters, more than"),
 }
+ALLOWED = ["8xh100-data=8-<lambda>", "10x1xrtx4090-rtx4090-10-10-1-1", "8030261248", "x" * LONGEST]
 
 
-@pytest.mark.parametrize(("name", "fault"), REFUSED.values(), ids=REFUSED)
-def test_what_two_processes_may_not_agree_on_is_refused(name, fault):
-    (line,) = faulty_ids(["t.py::test_b[1]", name])
+@pytest.mark.parametrize(("case", "fault"), REFUSED.values(), ids=REFUSED)
+def test_what_two_processes_may_not_agree_on_is_refused(case, fault):
+    (line,) = faulty_ids([*(f"t.py::test_b[{name}]" for name in ALLOWED), f"t.py::test_a[{case}]"])
     assert line.startswith("t.py::test_a[")
-    assert line.endswith(f": {fault}")
+    assert f": {fault}" in line
     assert line.isprintable()
     assert len(line) < LONGEST
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "t.py::test_a",
-        "t.py::test_a[8xh100-data=8-<lambda>]",
-        "t.py::test_a[0xh100-cluster has no devices.\\n  Write counts of at least 1.]",
-        "t.py::test_a[10x1xrtx4090-rtx4090-10-10-1-1]",
-        "t.py::test_a[8030261248]",
-        "t.py::test_a[" + "x" * LONGEST + "]",
-    ],
-    ids=["plain", "lambda", "line break", "cluster", "number", "longest"],
-)
-def test_what_is_the_same_in_all_processes_may_be(name):
-    assert faulty_ids([name]) == []
 
 
 @pytest.mark.mesh
