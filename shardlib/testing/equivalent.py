@@ -213,7 +213,7 @@ class Reference:
         program = CompiledTraining(problem, mesh, rules, **{**self._options, **step_options})
         _refuse_other_forms(self._program, program)
         _refuse_narrower(self._program, program)
-        values = by_layer(program.run(steps), self._program.uses())
+        values = by_layer(program.run(steps), self._program.uses)
         deviations = expected.deviations(values)
         return Comparison(
             mesh,
@@ -241,7 +241,7 @@ class Reference:
     def _expected(self, steps: int) -> Expected:
         if steps in self._expectations:
             return self._expectations[steps]
-        program, uses = self._program, self._program.uses()
+        program, uses = self._program, self._program.uses
         values = by_layer(program.run(steps), uses)
         for quantity, value in values.items():
             if quantity.kind == "loss" and not np.isfinite(value):

@@ -1,6 +1,7 @@
 """A few training steps on one mesh, with results on the host."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from shardlib.testing.traced import LAST, Key, Use, first_uses
 from shardlib.train.state import TrainState, init_state, state_shardings
 from shardlib.train.step import make_train_step
 
+_KINDS = {"params": "parameter", "model_state": "model state", "opt_state": "optimizer state"}
 MakeModel = Callable[[nnx.Rngs], object] | linen.Module
 """`make(rngs) -> module` for an NNX or linen module, or a linen module itself."""
 
@@ -65,13 +67,8 @@ class CompiledTraining:
         self.definition = state.definition
         self.batch_axes = step.batch_axes
         leaves, _ = jax.tree_util.tree_flatten_with_path((state, {"batch": self._batches[0]}))
-        kinds = {
-            "params": "parameter",
-            "model_state": "model state",
-            "opt_state": "optimizer state",
-        }
         fields = [(key_string(path[1]), path_string(path[2:])) for path, _ in leaves]
-        self.arguments = [Quantity(kinds.get(field, field), path) for field, path in fields]
+        self.arguments = [Quantity(_KINDS.get(field, field), path) for field, path in fields]
         """The arguments of the step, flattened."""
         self.forms = {
             argument: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
@@ -110,8 +107,9 @@ class CompiledTraining:
             start = dataclasses.replace(start, params=jax.tree.map(change, start.params))
         return jax.tree.map(_to_devices, start, self._dtypes, self._shardings)
 
+    @functools.cached_property
     def uses(self) -> dict[str, Use]:
-        """Returns the first use of each parameter by its path."""
+        """The first use of each parameter by its path."""
         uses = first_uses(self.jaxpr)
         return {
             argument.path: uses.get(variable, LAST)
