@@ -16,8 +16,8 @@ from shardlib.sharding.constrain import use
 from shardlib.testing.deviations import Quantity, bounds, deviations
 from shardlib.testing.rounding import perturbations
 from shardlib.testing.training import Change, Program
-from shardlib.train.gradients import PartLoss, part_key
-from shardlib.train.step import batch_shardings
+from shardlib.train.batches import batch_shardings
+from shardlib.train.gradients import LossArguments, PartLoss, part_key
 
 _INPUT, _OUTPUT = "input", "output"
 
@@ -75,7 +75,7 @@ def _forward(program: Program) -> Callable[[Change | None], dict[Quantity, np.nd
 
         key = part_key(jax.random.fold_in(state.rng, state.step), 0)
         with use(scope.mesh, scope.rules), intercept(run):
-            sums, _ = loss(state.params, state.model_state, batch, key)
+            sums, _ = loss(LossArguments(state.params, state.model_state, batch, key))
         return seen, sums["loss"].value
 
     placed = jax.device_put(batch, batch_shardings(batch, scope, program.batch_axes))

@@ -12,9 +12,9 @@ import shardlib as sl
 from shardlib.nn.stack import scan_layers
 from shardlib.paths import named_leaves
 from shardlib.sharding.manual import NESTS_IN_MESH_ORDER_ONLY, manual
-from shardlib.train.gradients import accumulate_gradients
+from shardlib.train.gradients import LossArguments, accumulate_gradients
 from shardlib.train.pipeline import PipelineConfig, bubble_fraction
-from shardlib.train.pipelined import pipelined_gradients, pipelined_groups
+from shardlib.train.pipeline.gradients import pipelined_gradients, pipelined_groups
 from shardlib.train.reduce.reduction import ReductionConfig, plan_reduction, reduced_gradients
 
 MICROBATCHES = 8
@@ -131,26 +131,21 @@ def test_groups_with_stages_of_their_own(schedule):
         config, scope.mesh, microbatches=4, params=job.state.definition.params
     )
     groups = functools.partial(
-        pipelined_groups, microbatches=4, axis="data", config=PipelineConfig(schedule=schedule)
+        pipelined_groups, microbatches=4, config=PipelineConfig(schedule=schedule)
     )
 
-    def run(params, model_state, batch, key):
+    def run(arguments):
         with sl.use(scope.mesh, scope.rules):
-            arguments = job.loss, params, model_state, batch, key
-            return reduced_gradients(groups, *arguments, reduction=reduction)
+            return reduced_gradients(groups, job.loss, arguments, reduction)
 
-    result = jax.device_get(jax.jit(run)(*job.arguments))
+    result = jax.device_get(jax.jit(run)(job.arguments))
     alone = make_job("data=1", num_layers=4)
-    params, model_state, batch, key = alone.arguments
     wanted = []
     for first, rows in ((0, slice(0, 32)), (4, slice(32, 64))):
-        part = {name: x[rows] for name, x in batch.items()}
+        part = {name: x[rows] for name, x in alone.batch.items()}
+        arguments = alone.arguments._replace(batch=part)
         with sl.use(alone.mesh, sl.rules.STANDARD):
-            wanted.append(
-                accumulate_gradients(
-                    alone.loss, params, model_state, part, key, microbatches=4, first_index=first
-                )
-            )
+            wanted.append(accumulate_gradients(alone.loss, arguments, first, microbatches=4))
     sums = dict(result.sums)
     bubble = sums.pop("pipeline_bubble")
     assert_close(result.grads, jax.tree.map(np.add, *(jax.device_get(x.grads) for x in wanted)))
@@ -171,9 +166,8 @@ def test_inside_of_another_region():
     spec = jax.sharding.PartitionSpec
 
     def group(params, batch, key):
-        found = pipelined_gradients(
-            job.loss, params, job.state.model_state, batch, key, microbatches=2
-        )
+        arguments = LossArguments(params, job.state.model_state, batch, key)
+        found = pipelined_gradients(job.loss, arguments, microbatches=2)
         return jax.lax.psum(found.grads, "data")
 
     def run(params, batch, key):
@@ -184,8 +178,7 @@ def test_inside_of_another_region():
 
     twice = jax.tree.map(lambda x: np.concatenate([x, x]), half)
     grads = jax.jit(run)(job.state.params, twice, jax.random.key(1))
-    params, model_state, _, key = alone.arguments
-    once = alone.gradients(None, 2)(params, model_state, half, key)
+    once = alone.gradients(None, 2)(*alone.arguments._replace(batch=half))
     assert_close(jax.device_get(grads), jax.tree.map(lambda g: 2 * np.asarray(g), once.grads))
 
 

@@ -188,8 +188,8 @@ def test_stages_inside_of_a_region_over_a_later_axis(monkeypatch):
     spec = jax.sharding.PartitionSpec
 
     def group(batch):
-        params, model_state, _, key = job.arguments
-        return job.gradients(PipelineConfig(), 2)(params, model_state, batch, key).grads
+        arguments = job.arguments._replace(batch=batch)
+        return job.gradients(PipelineConfig(), 2)(*arguments).grads
 
     with pytest.raises(MeshError) as raised, sl.use(job.mesh, sl.rules.STANDARD):
         jax.jit(manual.manual(group, ("data",), (spec("data"),), spec())).lower(job.batch)

@@ -14,9 +14,8 @@ from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
 from shardlib.checkpoint.tree import flatten
 from shardlib.errors import ModelError
 from shardlib.optim.named import OptimizerConfig, build_optimizer
-from shardlib.train.guards import GuardsConfig, SpikeConfig
+from shardlib.train.guards import GuardsConfig, SpikeConfig, robust_score
 from shardlib.train.local_sgd.outer import LocalSGDConfig, group_means, make_local_sgd
-from shardlib.train.spikes import robust_score
 from shardlib.train.state import materialize
 
 

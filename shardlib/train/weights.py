@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError, did_you_mean
 from shardlib.functional import FunctionalModule
@@ -17,7 +18,7 @@ from shardlib.sharding.partition import weights_by_path
 def place_weights(
     module: FunctionalModule,
     expected: Mapping[str, jax.ShapeDtypeStruct],
-    weights: Any,
+    weights: PyTree,
     fresh: Sequence[str] = (),
 ) -> dict[str, jax.Array]:
     """Returns weights by path, each a copy on its shards.
@@ -56,7 +57,7 @@ def place_weights(
     return {path: _placed(leaf, expected[path]) for path, leaf in given.items()}
 
 
-def _by_path(weights: Any) -> dict[str, Any]:
+def _by_path(weights: PyTree) -> dict[str, Any]:
     if isinstance(weights, nnx.Module):
         weights = nnx.state(weights)
     if isinstance(weights, nnx.State):
@@ -65,7 +66,7 @@ def _by_path(weights: Any) -> dict[str, Any]:
 
 
 def _required(
-    module: FunctionalModule, made: Mapping[str, Any], given: Collection[str]
+    module: FunctionalModule, made: Mapping[str, jax.Array], given: Collection[str]
 ) -> list[str]:
     """Returns the paths of the parameters, and of all model state if any of it is given."""
     params = {*named_leaves(module.shapes()[0]), *module.frozen}
@@ -90,7 +91,7 @@ def _path_faults(
 
 
 def _leaf_faults(
-    path: str, leaf: Any, shape: tuple[int, ...], dtypes: Collection[np.dtype]
+    path: str, leaf: object, shape: tuple[int, ...], dtypes: Collection[np.dtype]
 ) -> list[str]:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
@@ -106,7 +107,7 @@ def _leaf_faults(
     return faults
 
 
-def _placed(leaf: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+def _placed(leaf: jax.Array | np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns a copy of a weight on its shards, because a step donates the state.
 
     If the sharding spans processes, each process copies its own shards out of its full array.
