@@ -201,32 +201,6 @@ def test_stages_inside_of_a_region_over_a_later_axis(monkeypatch):
     )
 
 
-def test_too_few_microbatches_and_layers_for_the_chunks():
-    job = make_job("stage=2", num_layers=2)
-    interleaved = PipelineConfig(schedule="interleaved")
-    assert refusal(job, microbatches=1) == (
-        "1 microbatch does not fill 2 stages: the schedule 1f1b keeps one in each.\n"
-        "  Use at least microbatches=2, fewer stages, or gpipe."
-    )
-    assert refusal(job, interleaved) == (
-        "2 layers cannot be cut into 2 stages of 2 chunks.\n"
-        "  Use a number of layers that 4 divides, or other stages or chunks."
-    )
-
-
-def test_layers_that_stages_do_not_divide_are_refused_by_their_placement():
-    with pytest.raises(sl.errors.RuleError) as raised:
-        make_job("stage=2", num_layers=3)
-    assert str(raised.value) == (
-        "layers/down: logical axis 'layers' (dim 0 of ('layers', 'mlp', 'embed'), shape (3, 8, 4)) "
-        "cannot be sharded: stage=2 does not divide 3.\n"
-        "layers/up: logical axis 'layers' (dim 0 of ('layers', 'embed', 'mlp'), shape (3, 4, 8)) "
-        "cannot be sharded: stage=2 does not divide 3.\n"
-        "  Change the dim or the mesh (stage=2), or allow replication: "
-        "params={'layers': ['stage', None]}."
-    )
-
-
 @pytest.mark.parametrize(
     ("schedule", "chunks", "text"),
     [

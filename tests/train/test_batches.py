@@ -8,7 +8,7 @@ import pytest
 from flax import linen, nnx
 
 import shardlib as sl
-from shardlib.errors import DataError, ModelError, RuleError
+from shardlib.errors import DataError, ModelError
 from shardlib.train.batches import moved
 
 torch = pytest.importorskip("torch", reason="not installed")
@@ -131,19 +131,6 @@ def test_what_a_batch_may_not_hold(more, lines):
         with pytest.raises(DataError) as error:
             step(start(), {**BATCH, **more})
         assert str(error.value).splitlines() == lines
-
-
-@pytest.mark.rest("mesh")
-@pytest.mark.parametrize("rows", [6, 13])
-def test_a_partial_last_batch(rows):
-    step, state = sl.make_train_step(loss_fn), start()
-    state, _ = step(state, BATCH)
-    with pytest.raises(RuleError) as error:
-        step(state, {name: value[:rows] for name, value in BATCH.items()})
-    first, fix = str(error.value).splitlines()
-    assert first.startswith("the batch's x: ")
-    assert first.endswith(f"data+fsdp+expert=4 does not divide {rows}.")
-    assert "drop_last=True" in fix
 
 
 @pytest.mark.mesh

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from guarded import CASES, GUARDS, ROWS, SPIKES, Case, bad_batches, good_batch, loss_fn
+from guarded import CASES, GUARDS, ROWS, SPIKES, Case, bad_batches, good_batch
 
 import shardlib as sl
 from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
@@ -234,12 +234,4 @@ def test_a_state_without_the_window_of_its_step_is_refused():
     assert str(error.value) == (
         "the step looks for spikes among the latest 32 values, but the state keeps 16.\n"
         "  Give init_state and make_train_step the same guards."
-    )
-
-
-def test_guards_of_another_kind_are_refused():
-    with pytest.raises(ModelError) as error:
-        sl.make_train_step(loss_fn, guards="skip")  # type: ignore[arg-type]
-    assert str(error.value) == (
-        "guards is 'skip', not a GuardsConfig.\n  Write it as GuardsConfig(nonfinite='skip')."
     )

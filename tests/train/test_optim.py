@@ -151,6 +151,7 @@ PAPERS = {
     "adamw": adamw,
     "lion": lion,
     "sgd": sgd,
+    "nesterov": nesterov_sgd,
     "lars": lars,
     "lamb": lamb,
     "adafactor": adafactor,
@@ -175,35 +176,18 @@ def by_paper(rule, params, grads, lr, wd):
     return params
 
 
-def check(rule, config):
-    params = numbers(0, 0.5)
-    grads = [numbers(1 + step) for step in range(STEPS)]
+@pytest.mark.parametrize("name", [*RULES, "nesterov"])
+def test_update_rule_is_that_of_the_paper(name):
+    keys = {"name": "sgd", "nesterov": True} if name == "nesterov" else {"name": name}
+    params, grads = numbers(0, 0.5), [numbers(1 + step) for step in range(STEPS)]
+    config = OptimizerConfig(schedule="constant", learning_rate=0.05, weight_decay=0.1, **keys)
     got, _ = run(config, params, grads)
-    want = by_paper(rule, params, grads, config.learning_rate, config.weight_decay)
+    want = by_paper(PAPERS[name], params, grads, config.learning_rate, config.weight_decay)
     for path, leaf in named_leaves(got).items():
         # Muon's iteration multiplies rounding (6e-8) by up to 3.4445**5 = 485.
-        atol = 2e-5 if rule is muon else 1e-6
+        atol = 2e-5 if name == "muon" else 1e-6
         np.testing.assert_allclose(leaf, want[path], rtol=1e-5, atol=atol, err_msg=path)
         assert np.any(np.asarray(leaf) != params[path]), path
-
-
-@pytest.mark.parametrize("name", sorted(PAPERS))
-def test_update_rule_is_that_of_the_paper(name):
-    check(
-        PAPERS[name],
-        OptimizerConfig(name=name, schedule="constant", learning_rate=0.05, weight_decay=0.1),
-    )
-
-
-def test_nesterov_momentum():
-    config = OptimizerConfig(
-        name="sgd", schedule="constant", learning_rate=0.05, weight_decay=0.1, nesterov=True
-    )
-    check(nesterov_sgd, config)
-
-
-def test_every_rule_is_checked_against_its_paper():
-    assert set(PAPERS) == set(RULES)
 
 
 def test_weight_decay_spares_exactly_the_patterns():
