@@ -16,11 +16,9 @@ from shardlib.losses.aggregate import Aggregate, Max, Mean, Min, Output, Sum
 from shardlib.losses.microbatch import accumulate
 from shardlib.losses.signature import Inputs as Inputs
 from shardlib.losses.signature import LossFn as LossFn
-from shardlib.partitioner import Layout, Partition
+from shardlib.partitioner import Layout
 from shardlib.sharding.partition import Placement, pin
-from shardlib.train.batches import BatchAxes
-from shardlib.train.partitioning import Constrain, LossPartitioner, anywhere, placed_layouts
-from shardlib.train.state import Definition
+from shardlib.train.partitioning import LossPartitioner, anywhere, placed_layouts
 
 Sums = dict[str, Aggregate]
 
@@ -55,22 +53,13 @@ class Gradients(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PartLoss:
+class PartLoss(LossPartitioner):
     """The loss of one part of a batch, as a function of arrays alone."""
 
-    definition: Definition
     loss_fn: LossFn
     precision: Precision
     gradients_at: Mapping[str, Placement] | None = None
     """Placements in which gradients are accumulated; `Definition.gradients` if None."""
-    batch_axes: BatchAxes = dataclasses.field(default_factory=dict)
-    """Logical axes of batch leaves by path, as in `make_train_step`."""
-    constrain: Constrain = "user"
-    """The partitioner of the loss, as in `make_train_step`."""
-    inputs_at: PyTree = ()
-    """The shardings of the leaves of `inputs`."""
-    on_partition: Callable[[Partition], None] = lambda partition: None
-    """Called while the loss is traced, with the partitioner and the reason for choosing it."""
 
     def __call__(self, arguments: LossArguments) -> tuple[Sums, PyTree]:
         """Returns the sums of a part, and the model state after it."""
@@ -109,7 +98,7 @@ class PartLoss:
                 *placed_layouts(new, self.definition.model_state),
             ]
 
-        grads, (sums, new) = self.partitioner.run(grad, arguments, layouts)
+        grads, (sums, new) = self.run(grad, arguments, layouts)
         return Gradients(self.pin(grads), sums, new)
 
     def sums(self, arguments: LossArguments) -> Sums:
@@ -119,14 +108,7 @@ class PartLoss:
             part = LossArguments(*arguments)
             return self._call(part, part.key, part.key)[0]
 
-        return self.partitioner.run(forward, arguments, anywhere)
-
-    @property
-    def partitioner(self) -> LossPartitioner:
-        """Runs functions of the state's parameters, partitioned."""
-        return LossPartitioner(
-            self.definition, self.batch_axes, self.constrain, self.inputs_at, self.on_partition
-        )
+        return self.run(forward, arguments, anywhere)
 
     @property
     def _places(self) -> Mapping[str, Placement]:

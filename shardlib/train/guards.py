@@ -15,7 +15,7 @@ which do no harm elsewhere).
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from shardlib.config import configclass
 from shardlib.errors import DivergedError
+from shardlib.train.loop import StepRecord
 
 SKIPPED = "skipped"
 """Name of the metric that is 1 if the update of a step was refused and 0 otherwise. With local SGD
@@ -190,16 +191,6 @@ def _taken_in(window: SpikeWindow, value: jax.Array, accept: jax.Array) -> Spike
     )
 
 
-class Record(Protocol):
-    """The fields of `shardlib.train.loop.StepRecord` that guards read."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-
-
 Samples = Callable[[int], tuple[int, int]]
 """Maps a step to the range of stream samples that it read: first, and one past the last."""
 
@@ -270,7 +261,7 @@ class GuardPolicy:
         self._streak = state.get("streak", 0) if first else 0
         self.rewind = Rewind(*rewind) if rewind else None
 
-    def saw(self, record: Record) -> None:
+    def saw(self, record: StepRecord) -> None:
         """Takes in the metrics of a step.
 
         Raises:
@@ -319,7 +310,7 @@ class GuardPolicy:
         )
 
 
-def step_fault(config: GuardsConfig, record: Record) -> str | None:
+def step_fault(config: GuardsConfig, record: StepRecord) -> str | None:
     """Returns why the update of a step was refused, such as `loss is nan`, or None."""
     share = record.metrics.get(SKIPPED, 0.0)
     if not share:
@@ -332,7 +323,7 @@ def step_fault(config: GuardsConfig, record: Record) -> str | None:
     return " and ".join(f"{name} is {value}" for name, value in wrong.items()) + where
 
 
-def _nonfinite(record: Record) -> dict[str, float]:
+def _nonfinite(record: StepRecord) -> dict[str, float]:
     return {
         name: value
         for name in ("loss", "grad_norm")

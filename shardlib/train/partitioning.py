@@ -51,16 +51,18 @@ computed."""
 
 @dataclasses.dataclass(frozen=True)
 class LossPartitioner:
-    """Runs functions of the loss's arguments with their values partitioned.
-
-    Its fields are described by `PartLoss`.
-    """
+    """Runs functions of the loss's arguments with their values partitioned."""
 
     definition: Definition
-    batch_axes: BatchAxes
-    constrain: Constrain
-    inputs_at: PyTree
-    on_partition: Callable[[Partition], None]
+    _: dataclasses.KW_ONLY
+    batch_axes: BatchAxes = dataclasses.field(default_factory=dict)
+    """Logical axes of batch leaves by path, as in `make_train_step`."""
+    constrain: Constrain = "user"
+    """The partitioner of the loss, as in `make_train_step`."""
+    inputs_at: PyTree = ()
+    """The shardings of the leaves of `inputs`."""
+    on_partition: Callable[[Partition], None] = lambda partition: None
+    """Called while the loss is traced, with the partitioner and the reason for choosing it."""
 
     def run(self, fn: Callable[..., Any], arguments: tuple[Any, ...], outputs: Outputs) -> Any:
         """Returns `fn(*arguments)` for the `LossArguments` of a part; `outputs` as in `run_at`."""

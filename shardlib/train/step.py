@@ -335,10 +335,10 @@ class TrainStep(CompiledStep):
             self.precision,
             # Gradients that are summed only once go straight to the placement of the update.
             definition.updates if reduction is None and microbatches == 1 else None,
-            self.batch_axes,
-            self.constrain,
-            inputs_at,
-            self.on_partition,
+            batch_axes=self.batch_axes,
+            constrain=self.constrain,
+            inputs_at=inputs_at,
+            on_partition=self.on_partition,
         )
         key = jax.random.fold_in(state.rng, state.step)
         arguments = LossArguments(params, state.model_state, batch, key, inputs)

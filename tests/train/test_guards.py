@@ -34,16 +34,6 @@ def trained_bits(state):
     return {path: np.asarray(leaf).tobytes() for path, leaf in leaves.items()}
 
 
-@pytest.fixture
-def compilations(caplog):
-    """How often a training step was compiled so far."""
-    caplog.set_level("WARNING", "jax")
-    with jax.log_compiles():
-        yield lambda: sum(
-            "Finished XLA compilation of jit(train_step)" in r.message for r in caplog.records
-        )
-
-
 @pytest.mark.rest("mesh")
 @pytest.mark.parametrize("name", CASES)
 def test_a_refused_update_leaves_every_bit_and_the_next_is_as_if_it_had_not_been(
@@ -67,7 +57,7 @@ def test_a_refused_update_leaves_every_bit_and_the_next_is_as_if_it_had_not_been
     # Updates are what the schedule counts: it waits for the refused ones.
     expected = [float(optimizer.schedule(n)) for n in (0, 1, 1, 1, 1, 1, 1)]
     np.testing.assert_allclose(rates, expected, rtol=1e-6)
-    assert compilations() == 1
+    assert sum("jit(train_step)" in message for message in compilations()) == 1
 
     alone, _ = step(materialize(abstract), good_batch(1))
     assert trained_bits(alone) == before

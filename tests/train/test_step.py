@@ -45,14 +45,6 @@ def start():
     return make
 
 
-@pytest.fixture
-def compilations(caplog):
-    """The names of the programs compiled so far."""
-    caplog.set_level("WARNING", "jax")
-    with jax.log_compiles():
-        yield lambda: [r.message for r in caplog.records if "Finished XLA comp" in r.message]
-
-
 def test_the_second_step_compiles_nothing_and_donates_the_state(start, compilations):
     state = start()
     step = sl.make_train_step(mean_loss, schedule=optax.constant_schedule(1e-2))

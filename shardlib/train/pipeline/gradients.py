@@ -73,14 +73,17 @@ def pipelined_gradients(
         ModelError: If the model cannot be cut into stages, or the schedule does not fit the layers,
             stages and microbatches. It is raised while tracing, before anything is compiled.
     """
-    grads, sums = _gradients(loss, arguments, first_index, microbatches, config)
+    grads, sums = pipelined_groups(
+        loss, arguments, None, first_index, microbatches=microbatches, config=config
+    )
     return Gradients(loss.pin(grads), sums, arguments.model_state)
 
 
 def pipelined_groups(
     loss: PartLoss,
     arguments: LossArguments,
-    reduction: Reduction,
+    reduction: Reduction | None,
+    first_index: jax.Array | int = 0,
     *,
     microbatches: int,
     config: PipelineConfig | None = None,
@@ -89,47 +92,16 @@ def pipelined_groups(
 
     It takes the arguments of `pipelined_gradients`. Group g takes the g-th block of equally many
     rows, and its microbatches are numbered after those in earlier groups. The results are arrays
-    [groups, ...], sharded over the axis of the groups. One region is manual over both axes, because
-    regions nest in mesh order only.
+    [groups, ...], sharded over the axis of the groups. Without a reduction there is one pipeline
+    and no dim of groups. One region is manual over both axes, because regions nest in mesh order
+    only.
     """
-    return _gradients(loss, arguments, 0, microbatches, config, reduction.hops.axis)
-
-
-def pipelined_sums(
-    loss: PartLoss,
-    arguments: LossArguments,
-    *,
-    microbatches: int,
-    config: PipelineConfig | None = None,
-) -> Sums:
-    """Returns the sums of a batch without gradients, in M + S - 1 forward turns.
-
-    It takes the arguments of `pipelined_gradients`. The layers stay on the stages that store them,
-    whatever the training schedule, and any number of microbatches that divides the rows works.
-
-    Raises:
-        ModelError: If the model cannot be cut into stages.
-    """
-    schedule = forward_schedule(stages=_stages(), microbatches=microbatches)
-    region = _region(loss, arguments.params, schedule, config)
-    return _rows(region.run(Stage.sums, arguments, 0, PartitionSpec(), anywhere), 0)
-
-
-def _gradients(
-    loss: PartLoss,
-    arguments: LossArguments,
-    first_index: jax.Array | int,
-    microbatches: int,
-    config: PipelineConfig | None,
-    axis: str | None = None,
-) -> tuple[PyTree, Sums]:
-    """Returns the gradients and sums of a batch, or of each group along `axis` as
-    [groups, ...]."""
     config, stages = config or PipelineConfig(), _stages()
     schedule = make_schedule(
         config.schedule, stages=stages, microbatches=microbatches, chunks=config.chunks
     )
-    region = _region(loss, arguments.params, schedule, config, axis)
+    axis = None if reduction is None else reduction.hops.axis
+    region = _Region(loss, arguments, schedule, config, axis)
 
     def gradients(stage: Stage, tick: Tick) -> PyTree:
         result = stage.gradients(tick)
@@ -150,7 +122,7 @@ def _gradients(
     outer = () if axis is None else (axis,)
     over, every = PartitionSpec(*outer, AXIS), PartitionSpec(*outer)
     layer_grads, shared_grads, sums, turns = region.run(
-        gradients, arguments, first_index, (over, every, every, over), layouts
+        gradients, first_index, (over, every, every, over), layouts
     )
     sums = _rows(sums, len(outer))
     by_path = {**layer_grads, **shared_grads}
@@ -165,25 +137,42 @@ def _gradients(
     return grads, {**sums, BUBBLE_METRIC: Mean(idle, total)}
 
 
+def pipelined_sums(
+    loss: PartLoss,
+    arguments: LossArguments,
+    *,
+    microbatches: int,
+    config: PipelineConfig | None = None,
+) -> Sums:
+    """Returns the sums of a batch without gradients, in M + S - 1 forward turns.
+
+    It takes the arguments of `pipelined_gradients`. The layers stay on the stages that store them,
+    whatever the training schedule, and any number of microbatches that divides the rows works.
+
+    Raises:
+        ModelError: If the model cannot be cut into stages.
+    """
+    schedule = forward_schedule(stages=_stages(), microbatches=microbatches)
+    region = _Region(loss, arguments, schedule, config or PipelineConfig(), None)
+    return _rows(region.run(Stage.sums, 0, PartitionSpec(), anywhere), 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Region:
     """The part of a program that is manual over the stages, and over groups with stages of their
     own."""
 
     loss: PartLoss
-    shapes: Mapping[str, jax.ShapeDtypeStruct]
-    """Shapes of all parameters, by path."""
-    treedef: PyTree
+    arguments: LossArguments
+    """The arguments of the loss outside of the region."""
     schedule: Schedule
     config: PipelineConfig
-    layer_paths: frozenset[str]
     axis: str | None
     """The mesh axis of groups that each have their own stages, or None."""
 
     def run(
         self,
         compute: Callable[[Stage, Tick], PyTree],
-        arguments: LossArguments,
         first_index: jax.Array | int,
         out_specs: PyTree,
         outputs: Outputs,
@@ -192,14 +181,14 @@ class _Region:
 
         Args:
             compute: The function.
-            arguments, first_index: As in `pipelined_gradients`.
+            first_index: As in `pipelined_gradients`.
             out_specs: PartitionSpecs of the results over the manual axes.
             outputs: Layouts of the results over the other axes, as in `LossPartitioner.run_at`.
         """
-        params, model_state, batch, key, inputs = arguments
-        leaves = named_leaves(params)
-        layers = {path: x for path, x in leaves.items() if path in self.layer_paths}
-        shared = {path: x for path, x in leaves.items() if path not in self.layer_paths}
+        params, model_state, batch, key, inputs = self.arguments
+        leaves, layer_paths = named_leaves(params), self._layer_paths
+        layers = {path: x for path, x in leaves.items() if path in layer_paths}
+        shared = {path: x for path, x in leaves.items() if path not in layer_paths}
 
         def region(tick: Tick, *rest: Any) -> PyTree:
             layers, shared, batch, state, key, first, inputs = rest
@@ -214,7 +203,7 @@ class _Region:
                 loss = self._loss_by_path(*of_loss)
                 return compute(self._stage(traced, loss, layers, shared, batch), tick)
 
-            result = self.loss.partitioner.run_at(
+            result = self.loss.run_at(
                 on_stage,
                 arguments,
                 lambda: self._layouts(arguments),
@@ -230,6 +219,15 @@ class _Region:
         first = jnp.asarray(first_index, jnp.int32)
         return manual(region, axes, specs, out_specs)(
             ticks(self.schedule), layers, shared, batch, model_state, key, first, inputs
+        )
+
+    @property
+    def _layer_paths(self) -> frozenset[str]:
+        """Paths of the parameters that are divided over the stages."""
+        return frozenset(
+            path
+            for path, placement in self.loss.definition.params.items()
+            if placement.spec and AXIS in entry_axes(placement.spec[0])
         )
 
     def _stage(
@@ -250,16 +248,16 @@ class _Region:
     def _layouts(self, arguments: tuple[Any, ...]) -> ArgumentLayouts:
         """Returns the layouts of a stage's arguments over the non-manual mesh axes."""
         tick, layers, shared, batch, state, key, first, inputs = arguments
-        partitioner, places = self.loss.partitioner, self.loss.definition.params
-        rows, axes = partitioner.batch_layouts(batch)
+        loss, places = self.loss, self.loss.definition.params
+        rows, axes = loss.batch_layouts(batch)
         layouts = [
             *whole_layouts(tick),
             *placed_layouts(layers, places, lambda path: True),
             *placed_layouts(shared, places, lambda path: True),
             *rows,
-            *partitioner.state_layouts(state),
+            *loss.state_layouts(state),
             *whole_layouts((key, first)),
-            *partitioner.input_layouts(inputs),
+            *loss.input_layouts(inputs),
         ]
         return layouts, axes
 
@@ -268,7 +266,8 @@ class _Region:
         schedule = self.schedule
         one = microbatch_shapes(batch, schedule.microbatches)
         part = Part(one, jax.ShapeDtypeStruct((), jnp.int32))  # type: ignore[arg-type]
-        traced = trace_loss(loss, self.shapes, self.layer_paths, part)
+        params = named_leaves(self.arguments.params)
+        traced = trace_loss(loss, params, self._layer_paths, part)
         faults = layer_faults(traced.num_layers, stages=schedule.stages, chunks=schedule.chunks)
         if faults:
             raise ModelError("\n".join(faults))
@@ -279,8 +278,11 @@ class _Region:
     ) -> Loss:
         """Returns the loss of a microbatch as a function of parameters by path."""
 
+        paths = named_leaves(self.arguments.params)
+        treedef = jax.tree.structure(self.arguments.params)
+
         def run(leaves: Mapping[str, jax.Array], part: Part) -> tuple[jax.Array, Sums]:
-            params = jax.tree.unflatten(self.treedef, [leaves[path] for path in self.shapes])
+            params = jax.tree.unflatten(treedef, [leaves[path] for path in paths])
             own_key = part_key(key, first_index + part.index)
             arguments = LossArguments(params, model_state, part.batch, own_key, inputs)
             sums, new = self.loss(arguments)
@@ -303,25 +305,6 @@ class _Region:
         """Returns gradients by path, constrained to their placements."""
         definition = self.loss.definition
         return pin(grads, definition.gradients, definition.scope)
-
-
-def _region(
-    loss: PartLoss,
-    params: PyTree,
-    schedule: Schedule,
-    config: PipelineConfig | None,
-    axis: str | None = None,
-) -> _Region:
-    shapes = {
-        path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in named_leaves(params).items()
-    }
-    layer_paths = frozenset(
-        path
-        for path, placement in loss.definition.params.items()
-        if placement.spec and AXIS in entry_axes(placement.spec[0])
-    )
-    treedef = jax.tree.structure(params)
-    return _Region(loss, shapes, treedef, schedule, config or PipelineConfig(), layer_paths, axis)
 
 
 def _rows(sums: Sums, num_outer: int) -> Sums:

@@ -133,18 +133,12 @@ def plan_reduction(
     if groups == 1:
         return None
     _check_independent(params or {}, model_state)
-    counts = _counts(config, groups, microbatches)
+    counts = config.group_microbatches or (microbatches,) * groups
+    if config.group_seconds is not None:
+        counts = balance(config.group_seconds, groups * microbatches)
     bf16 = config.dtype == "bf16"
     hops = Hops(AXIS, groups // outer, outer, bf16, bf16 or config.compress_dcn)
     return Reduction(hops, counts)
-
-
-def _counts(config: ReductionConfig, groups: int, microbatches: int) -> tuple[int, ...]:
-    if config.group_microbatches is not None:
-        return config.group_microbatches
-    if config.group_seconds is not None:
-        return balance(config.group_seconds, groups * microbatches)
-    return (microbatches,) * groups
 
 
 def _faults(
