@@ -33,11 +33,11 @@ Constrain = Literal["auto", "user"]
 
 def check_constrain(constrain: str) -> None:
     """Raises `ModelError` if the value is not a `Constrain`."""
-    known = get_args(Constrain)
-    if constrain not in known:
+    choices = get_args(Constrain)
+    if constrain not in choices:
         raise ModelError(
-            f"constrain={constrain!r} is not one of {', '.join(map(repr, known))}."
-            f"{did_you_mean(str(constrain), known)}\n"
+            f"constrain={constrain!r} is not one of {', '.join(map(repr, choices))}."
+            f"{did_you_mean(str(constrain), choices)}\n"
             "  Leave it out: 'auto' lets shardlib partition what the model leaves open."
         )
 

@@ -40,20 +40,6 @@ def expected():
     return jax.device_get(job.gradients(None, MICROBATCHES)(*job.arguments))
 
 
-@functools.cache
-def job_on(mesh):
-    return make_job(mesh)
-
-
-@functools.cache
-def found(case):
-    mesh, config = CASES[case]
-    job = job_on(mesh)
-    result = job.gradients(config, MICROBATCHES)(*job.arguments)
-    placed = {path: x.sharding for path, x in named_leaves(result.grads).items()}
-    return jax.device_get(result), placed
-
-
 def assert_close(tree, wanted):
     tree, wanted = named_leaves(tree), named_leaves(wanted)
     assert tree.keys() == wanted.keys()
@@ -62,43 +48,28 @@ def assert_close(tree, wanted):
         np.testing.assert_allclose(tree[path], value, rtol=0, atol=RELATIVE * scale, err_msg=path)
 
 
-@pytest.mark.mesh
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_of_every_leaf(case):
-    result, _ = found(case)
+def test_a_schedule_computes_what_one_device_does(case):
+    """Gradients of every leaf, placed as the parameters; sums, model state, and the bubble."""
+    mesh, config = CASES[case]
+    job = make_job(mesh)
+    result = job.gradients(config, MICROBATCHES)(*job.arguments)
+    for path, grad in named_leaves(result.grads).items():
+        leaf = named_leaves(job.state.params)[path]
+        assert grad.sharding.is_equivalent_to(leaf.sharding, leaf.ndim), path
+    result = jax.device_get(result)
     assert_close(result.grads, expected().grads)
     read = {path for path, x in named_leaves(result.grads).items() if np.any(x)}
     assert read == set(named_leaves(result.grads)) - {"spare"}
-
-
-@pytest.mark.rest("mesh")
-@pytest.mark.parametrize("case", CASES)
-def test_sums_and_model_state(case):
-    result, _ = found(case)
     sums = dict(result.sums)
-    sums.pop("pipeline_bubble")
+    bubble, stages = sums.pop("pipeline_bubble"), job.mesh.shape["stage"]
     assert_close(sums, expected().sums)
     assert float(sums["depth"].value) == 8
     jax.tree.map(np.testing.assert_array_equal, result.model_state, expected().model_state)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_counted_bubble_is_the_theory_s(case):
-    mesh, config = CASES[case]
-    bubble = found(case)[0].sums["pipeline_bubble"]
-    stages = job_on(mesh).mesh.shape["stage"]
     theory = bubble_fraction(stages=stages, microbatches=MICROBATCHES, chunks=config.chunks)
     assert bubble.total == stages * (stages - 1) * 2
     assert float(bubble.value) == pytest.approx(theory, rel=1e-6)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_lie_where_their_parameters_do(case):
-    mesh, _ = CASES[case]
-    job = job_on(mesh)
-    for path, sharding in found(case)[1].items():
-        leaf = named_leaves(job.state.params)[path]
-        assert sharding.is_equivalent_to(leaf.sharding, leaf.ndim), path
 
 
 def test_dropout_is_on():
@@ -114,7 +85,7 @@ def test_dropout_is_on():
     ("stage=2,data=4", PipelineConfig(schedule="interleaved", skip_idle=True)),
 ])  # fmt: skip
 def test_sums_without_gradients(mesh, config):
-    job = job_on(mesh)
+    job = make_job(mesh)
     sums = jax.device_get(job.sums(MICROBATCHES, config)(*job.arguments))
     assert_close(sums, expected().sums)
 
