@@ -30,9 +30,9 @@ def temp_bytes(schedule: str, microbatches: int, flags: argparse.Namespace) -> i
     import shardlib as sl
     from shardlib.functional.precision import precision
     from shardlib.registry import DataSpec
-    from shardlib.train.gradients import PartLoss
+    from shardlib.train.gradients import LossArguments, PartLoss
     from shardlib.train.pipeline import PipelineConfig
-    from shardlib.train.pipelined import pipelined_gradients
+    from shardlib.train.pipeline.gradients import pipelined_gradients
     from shardlib_models.transformer import FAMILY
 
     config = FAMILY.config(
@@ -52,9 +52,8 @@ def temp_bytes(schedule: str, microbatches: int, flags: argparse.Namespace) -> i
 
     def gradients(params: Any, batch: Any, key: jax.Array) -> Any:
         with sl.use(mesh, rules):
-            return pipelined_gradients(
-                loss, params, {}, batch, key, microbatches=microbatches, config=pipeline
-            )
+            arguments = LossArguments(params, {}, batch, key)
+            return pipelined_gradients(loss, arguments, microbatches=microbatches, config=pipeline)
 
     shape = (flags.microbatch * microbatches, flags.length)
     over = NamedSharding(mesh, PartitionSpec(("data", "fsdp") if "data" in mesh.shape else None))

@@ -18,9 +18,9 @@ from shardlib.sharding.constrain import use
 from shardlib.testing.deviations import Expected, Quantity
 from shardlib.testing.rounding import Change, perturbations
 from shardlib.testing.training import CompiledTraining
-from shardlib.train.gradients import PartLoss, part_key
+from shardlib.train.batches import batch_shardings
+from shardlib.train.gradients import LossArguments, PartLoss, part_key
 from shardlib.train.state import TrainState
-from shardlib.train.step import batch_shardings
 
 _INPUT, _OUTPUT = "input", "output"
 _Seen = list[tuple[PyTree, PyTree]]
@@ -81,7 +81,7 @@ def _forward(program: CompiledTraining) -> Callable[[Change | None], dict[Quanti
 
         key = part_key(jax.random.fold_in(state.rng, state.step), 0)
         with use(scope.mesh, scope.rules), intercept(run):
-            sums, _ = loss(state.params, state.model_state, batch, key)
+            sums, _ = loss(LossArguments(state.params, state.model_state, batch, key))
         return seen, sums["loss"].value
 
     placed = jax.device_put(batch, batch_shardings(batch, scope, program.batch_axes))

@@ -1,24 +1,29 @@
 """Batches and inputs of a step: checked once per structure, and moved to their shardings."""
 
-import dataclasses
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
-from shardlib.errors import DataError, ModelError, RuleError, did_you_mean
+from shardlib.errors import DataError, RuleError, did_you_mean
+from shardlib.losses.microbatch import split
+from shardlib.losses.signature import Inputs
 from shardlib.paths import named_leaves, path_string
 from shardlib.sharding.constrain import Scope
 from shardlib.sharding.partition import place
+from shardlib.train.state import Definition
 
-BatchAxes = Mapping[str, tuple[str | None, ...]]
+BatchAxes: TypeAlias = Mapping[str, tuple[str | None, ...]]
+"""Logical axes of batch leaves by path."""
 
 
-def structure(state: Any, batch: Any, inputs: tuple[Any, ...] = ()) -> Any:
+def structure(definition: Definition, batch: PyTree, inputs: Inputs = ()) -> tuple[Any, ...]:
     """Returns the cache key of a program: the definition of the state, the structure, shapes and
     dtypes of the batch, and the structure, shapes, dtypes and shardings of the inputs.
 
@@ -31,18 +36,16 @@ def structure(state: Any, batch: Any, inputs: tuple[Any, ...] = ()) -> Any:
     except AttributeError:
         check_batch(batch)
         raise
-    key = state.definition, treedef, shapes
-    return (*key, _structure_of_inputs(inputs)) if inputs else key
-
-
-def _structure_of_inputs(inputs: tuple[Any, ...]) -> Any:
-    leaves, treedef = jax.tree.flatten(inputs)
-    return treedef, tuple(
+    if not inputs:
+        return definition, treedef, shapes
+    leaves, inputs_def = jax.tree.flatten(inputs)
+    kinds = tuple(
         (np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "sharding", None)) for x in leaves
     )
+    return definition, treedef, shapes, inputs_def, kinds
 
 
-def check_batch(batch: Any) -> None:
+def check_batch(batch: PyTree) -> None:
     """Raises `DataError` for leaves that are not arrays [batch, ...]; names all of them."""
     faults, fixes = [], {}
     for path, leaf in named_leaves(batch, is_leaf=_is_list_of_numbers).items():
@@ -71,7 +74,7 @@ _MAKE_ARRAY = (
 )
 
 
-def batch_shardings(batch: Any, scope: Scope, batch_axes: BatchAxes) -> Any:
+def batch_shardings(batch: PyTree, scope: Scope, batch_axes: BatchAxes) -> PyTree:
     """Returns the sharding of every leaf of a batch.
 
     Raises:
@@ -88,7 +91,7 @@ def batch_shardings(batch: Any, scope: Scope, batch_axes: BatchAxes) -> Any:
             f"{', '.join(paths)}.{did_you_mean(unknown[0], paths)}\n  Name leaves of the batch."
         )
 
-    def sharding(path: Any, leaf: Any) -> NamedSharding:
+    def sharding(path: KeyPath, leaf: jax.Array) -> NamedSharding:
         rank = len(leaf.shape)
         axes = batch_axes.get(path_string(path), ("batch", *[None] * (rank - 1))[:rank])
         shape = tuple(leaf.shape)
@@ -107,7 +110,18 @@ def batch_shardings(batch: Any, scope: Scope, batch_axes: BatchAxes) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, batch)
 
 
-def _places_one_row(scope: Scope, axes: Any, shape: tuple[int, ...]) -> bool:
+def microbatch_shapes(batch: PyTree, microbatches: int) -> PyTree:
+    """Returns one microbatch of a batch as `ShapeDtypeStruct`s.
+
+    Raises:
+        ModelError: If the number of microbatches does not divide the rows.
+    """
+    return jax.eval_shape(
+        lambda whole: jax.tree.map(lambda x: x[0], split(whole, microbatches)), batch
+    )
+
+
+def _places_one_row(scope: Scope, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> bool:
     """Returns whether the mesh fails to divide only the number of rows."""
     try:
         scope.sharding((None, *axes[1:]), shape, "activations")
@@ -117,7 +131,7 @@ def _places_one_row(scope: Scope, axes: Any, shape: tuple[int, ...]) -> bool:
     return True
 
 
-def input_shardings(inputs: tuple[Any, ...], scope: Scope) -> tuple[Any, ...]:
+def input_shardings(inputs: Inputs, scope: Scope) -> tuple[Any, ...]:
     """Returns the sharding of every leaf of the extra inputs.
 
     Arrays on the mesh keep their sharding. Other arrays are placed like parameters without
@@ -147,7 +161,7 @@ def input_shardings(inputs: tuple[Any, ...], scope: Scope) -> tuple[Any, ...]:
         placed = place(inner, {}, scope.rules.of("params"), scope.mesh)
         by_inner |= {f"{at}/{path}".rstrip("/"): p.spec for path, p in placed.items()}
 
-    def sharding(path: Any, leaf: Any) -> Any:
+    def sharding(path: KeyPath, leaf: Any) -> Sharding:
         if _is_on(leaf, scope):
             return leaf.sharding
         return NamedSharding(scope.mesh, by_inner.get(path_string(path), PartitionSpec()))
@@ -155,54 +169,28 @@ def input_shardings(inputs: tuple[Any, ...], scope: Scope) -> tuple[Any, ...]:
     return jax.tree_util.tree_map_with_path(sharding, inputs)
 
 
-def _is_on(x: Any, scope: Scope) -> bool:
+def _is_on(x: object, scope: Scope) -> bool:
     sharding = getattr(x, "sharding", None)
     return isinstance(sharding, NamedSharding) and sharding.mesh == scope.mesh
 
 
-def _is_numeric(x: Any) -> bool:
+def _is_numeric(x: object) -> bool:
     if isinstance(x, bool | int | float | complex):
         return True
     return hasattr(x, "shape") and hasattr(x, "dtype") and not _is_object(x)
 
 
-def _is_object(x: Any) -> bool:
+def _is_object(x: object) -> bool:
     """Returns whether a value is a NumPy array of text, times or Python objects."""
     return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSUMm"
 
 
-@dataclasses.dataclass
-class Program:
-    """A jitted step that moves its arguments to their shardings.
-
-    Arguments with other shardings are detected by the error that JAX raises, so arguments that need
-    not move cost nothing. After the first move, all later arguments are inspected before the call.
-    """
-
-    jitted: Any
-    placed: tuple[Any, ...]
-    """The shardings of the arguments after the state."""
-    moves: bool = False
-
-    def __call__(self, state: Any, *arguments: Any) -> Any:
-        if self.moves:
-            return self.jitted(state, *(moved(arguments, self.placed) or arguments))
-        try:
-            return self.jitted(state, *arguments)
-        except (TypeError, ValueError):
-            new = moved(arguments, self.placed)
-            if new is None:
-                raise
-        self.moves = True
-        return self.jitted(state, *new)
-
-
-def host_arrays(tree: Any) -> Any:
+def host_arrays(tree: PyTree) -> PyTree:
     """Returns a tree with torch tensors replaced by NumPy arrays that share their memory."""
     return jax.tree.map(lambda x: _from_torch(x) if _is_tensor(x) else x, tree)
 
 
-def moved(tree: Any, placed: Any) -> Any | None:
+def moved(tree: PyTree, placed: PyTree) -> PyTree | None:
     """Returns a tree of arrays with the given shardings, or None if none has to move.
 
     torch tensors on the CPU become arrays with the same bits.
@@ -218,7 +206,7 @@ def moved(tree: Any, placed: Any) -> Any | None:
     return treedef.unflatten(new)
 
 
-def _moved(x: Any, sharding: Any) -> Any:
+def _moved(x: Any, sharding: Sharding) -> Any:
     if _is_tensor(x):
         return _from_torch(x)
     if not isinstance(x, jax.Array) or not x.committed:
@@ -235,7 +223,7 @@ def _moved(x: Any, sharding: Any) -> Any:
         ) from None
 
 
-def _is_tensor(x: Any) -> bool:
+def _is_tensor(x: object) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
@@ -251,25 +239,3 @@ def _from_torch(x: Any) -> np.ndarray:
             f"a torch tensor of dtype {x.dtype} on {x.device} cannot be read: {error}\n"
             "  Give tensors on the CPU, or NumPy arrays."
         ) from None
-
-
-def refuse_shared(state: Any, inputs: tuple[Any, ...]) -> None:
-    """Raises `ModelError` for inputs that the step donates or that an earlier step donated."""
-    donated = {id(x) for x in jax.tree.leaves(state)}
-    for x in jax.tree.leaves(inputs):
-        if not isinstance(x, jax.Array):
-            continue
-        if id(x) in donated:
-            raise ModelError(
-                f"the input {_path_of(x, inputs)} is an array of the state, which the step "
-                "donates.\n  Pass a copy: jax.tree.map(jax.numpy.copy, ...)."
-            )
-        if x.is_deleted():
-            raise ModelError(
-                f"the input {_path_of(x, inputs)} was already donated to a step as part of its "
-                "state.\n  Pass the state that the step returned."
-            )
-
-
-def _path_of(leaf: Any, tree: Any) -> str:
-    return next(path for path, x in named_leaves(tree).items() if x is leaf)

@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from shardlib.config import ImportPath, configclass
 from shardlib.log.loggers import unknown_loggers
-from shardlib.train.checked import unknown_codes
 from shardlib.train.guards import GuardsConfig
 from shardlib.train.local_sgd.outer import LocalSGDConfig
 from shardlib.train.pipeline.config import PipelineConfig
+from shardlib.train.program import unknown_codes
 from shardlib.train.reduce.reduction import ReductionConfig
 
 OWN_LOSS = ImportPath("a loss function")

@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError, RuleError
 from shardlib.functional.precision import Precision
@@ -17,20 +17,23 @@ from shardlib.sharding.constrain import Scope, use
 from shardlib.sharding.manual import axis_size
 from shardlib.train.batches import (
     BatchAxes,
-    Program,
     batch_shardings,
-    host_arrays,
     input_shardings,
-    structure,
+    microbatch_shapes,
 )
-from shardlib.train.checked import ProgramCheck
-from shardlib.train.gradients import Inputs, LossFn, PartLoss
+from shardlib.train.gradients import Inputs, LossArguments, LossFn, PartLoss, Sums
 from shardlib.train.offload import fetch
 from shardlib.train.partitioning import Constrain, check_constrain
 from shardlib.train.pipeline.config import PipelineConfig
-from shardlib.train.pipelined import pipelined_sums
-from shardlib.train.reported import Reported, reported_shardings
-from shardlib.train.state import TrainState, state_shardings
+from shardlib.train.pipeline.gradients import pipelined_sums
+from shardlib.train.program import (
+    CompiledStep,
+    PlacedProgram,
+    ProgramCheck,
+    Reported,
+    reported_shardings,
+)
+from shardlib.train.state import Definition, TrainState, state_shardings
 
 
 def make_eval_step(
@@ -38,7 +41,7 @@ def make_eval_step(
     *,
     precision: str | Precision = "f32",
     batch_axes: BatchAxes | None = None,
-    params_of: Callable[[TrainState], Any] = lambda state: state.params,
+    params_of: Callable[[TrainState], PyTree] = lambda state: state.params,
     pipeline: PipelineConfig | None = None,
     constrain: Constrain = "auto",
     allow_wrong_numbers: tuple[str, ...] = (),
@@ -53,66 +56,52 @@ def make_eval_step(
     `skip_idle` of `pipeline` is read, because there is one schedule without gradients.
     """
     check_constrain(constrain)
-    dtypes, axes = precision_named(precision), dict(batch_axes or {})
-    check = ProgramCheck(tuple(allow_wrong_numbers))
-    pipeline = pipeline or PipelineConfig()
-    loss_fn = called_by_position(loss_fn)
-    return EvalStep(loss_fn, dtypes, axes, params_of, pipeline, constrain, check)
+    return EvalStep(
+        called_by_position(loss_fn),
+        precision_named(precision),
+        dict(batch_axes or {}),
+        params_of,
+        pipeline or PipelineConfig(),
+        constrain,
+        check=ProgramCheck(tuple(allow_wrong_numbers)),
+    )
 
 
 @dataclasses.dataclass(eq=False)
-class EvalStep:
+class EvalStep(CompiledStep):
     """A compiled evaluation step; see `make_eval_step`."""
 
     loss_fn: LossFn
     precision: Precision
     batch_axes: BatchAxes
-    params_of: Callable[[TrainState], Any]
+    params_of: Callable[[TrainState], PyTree]
     pipeline: PipelineConfig
     constrain: Constrain = "auto"
-    check: ProgramCheck = dataclasses.field(default_factory=ProgramCheck)
-    _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
-    def __call__(self, state: TrainState, batch: Any, *inputs: Any) -> dict[str, Aggregate]:
-        program = self._program(state, batch, inputs)
-        self.check(program, (state, batch, *inputs), state.definition.scope.mesh)
-        return program(state, batch, *inputs)
+    def __call__(self, state: TrainState, batch: PyTree, *inputs: PyTree) -> dict[str, Aggregate]:
+        return self._run(state, batch, inputs)
 
-    def program(self, state: TrainState, batch: Any, *inputs: Any) -> Any:
-        """Returns the jitted step for states, batches and inputs of this structure.
-
-        Raises:
-            DataError: If a leaf of the batch is not an array [batch, ...].
-            RuleError: If the mesh does not divide the batch.
-            ModelError: If the loss takes a different number of inputs.
-        """
-        return self._program(state, batch, inputs).jitted
-
-    def _program(self, state: TrainState, batch: Any, inputs: Inputs) -> Program:
-        key = structure(state, batch, inputs)
-        if key not in self._programs:
-            self._programs[key] = self._jit(state, host_arrays(batch), inputs)
-        return self._programs[key]
-
-    def _jit(self, state: TrainState, batch: Any, inputs: Inputs) -> Program:
+    def _compile(self, state: TrainState, batch: PyTree, inputs: Inputs) -> PlacedProgram:
         scope = state.definition.scope
         check_arity(self.loss_fn, inputs)
         given = batch_shardings(batch, scope, self.batch_axes), *input_shardings(inputs, scope)
 
-        def sums(state: TrainState, batch: Any, *inputs: Any) -> dict[str, Aggregate]:
-            return self._sums(state, batch, inputs, given[1:])
+        def sums(state: TrainState, batch: PyTree, *inputs: PyTree) -> Reported:
+            with use(scope.mesh, scope.rules):
+                params = fetch(self.params_of(state))
+                arguments = LossArguments(params, state.model_state, batch, state.rng, inputs)
+                return Reported.of(
+                    self._sums(state.definition, arguments, given[1:]), divided=False
+                )
 
         jitted = jax.jit(
             sums,
             in_shardings=(state_shardings(state), *given),
             out_shardings=reported_shardings(given[0], scope),
         )
-        return Program(jitted, given)
+        return PlacedProgram(jitted, given)
 
-    def _sums(
-        self, state: TrainState, batch: Any, inputs: Inputs, inputs_at: Any
-    ) -> dict[str, Aggregate]:
-        definition = state.definition
+    def _sums(self, definition: Definition, arguments: LossArguments, inputs_at: PyTree) -> Sums:
         loss = PartLoss(
             definition,
             self.loss_fn,
@@ -121,35 +110,18 @@ class EvalStep:
             constrain=self.constrain,
             inputs_at=inputs_at,
         )
-        with use(definition.scope.mesh, definition.scope.rules):
-            params = fetch(self.params_of(state))
-            if axis_size("stage") > 1:
-                sums = pipelined_sums(
-                    loss,
-                    params,
-                    state.model_state,
-                    batch,
-                    state.rng,
-                    inputs,
-                    microbatches=_eval_microbatches(batch, definition.scope, self.batch_axes),
-                    config=self.pipeline,
-                )
-            else:
-                sums = loss.sums(params, state.model_state, batch, state.rng, inputs)
-        return Reported.of(sums, divided=False)
+        if axis_size("stage") == 1:
+            return loss.sums(arguments)
+        parts = _eval_microbatches(arguments.batch, definition.scope, self.batch_axes)
+        return pipelined_sums(loss, arguments, microbatches=parts, config=self.pipeline)
 
 
-def _eval_microbatches(batch: Any, scope: Scope, batch_axes: BatchAxes) -> int:
+def _eval_microbatches(batch: PyTree, scope: Scope, batch_axes: BatchAxes) -> int:
     """Returns the largest number of microbatches, at most four per stage, that fits batch and
     mesh."""
     for parts in range(4 * axis_size("stage"), 1, -1):
-        one = jax.tree.map(
-            lambda x, n=parts: jax.ShapeDtypeStruct((x.shape[0] // n, *x.shape[1:]), x.dtype), batch
-        )
-        if any(x.shape[0] % parts for x in jax.tree.leaves(batch)):
-            continue
-        with contextlib.suppress(RuleError):
-            batch_shardings(one, scope, batch_axes)
+        with contextlib.suppress(RuleError, ModelError):
+            batch_shardings(microbatch_shapes(batch, parts), scope, batch_axes)
             return parts
     return 1
 
@@ -157,8 +129,8 @@ def _eval_microbatches(batch: Any, scope: Scope, batch_axes: BatchAxes) -> int:
 def evaluate(
     step: Callable[..., dict[str, Aggregate]],
     state: TrainState,
-    batches: Iterable[Any],
-    *inputs: Any,
+    batches: Iterable[PyTree],
+    *inputs: PyTree,
 ) -> dict[str, float]:
     """Returns each metric over all batches: weighted means, and exact sums, maxima and minima.
 
@@ -185,7 +157,7 @@ def evaluate(
         before, totals = totals, sums if totals is None else _join(totals, sums)
         # The next batch is read while one is computed. More in flight would fill device memory.
         jax.block_until_ready(totals if must_block() else before)
-    return {name: float(found.value) for name, found in jax.device_get(totals or {}).items()}
+    return {name: float(x.value) for name, x in jax.device_get(totals or {}).items()}
 
 
 _join = jax.jit(join)

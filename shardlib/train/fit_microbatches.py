@@ -10,21 +10,23 @@ others wait for it in a collective.
 The number affects dropout masks and batch statistics, so record it and resume with the same number.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from shardlib import humanize
-from shardlib.errors import MeshError, RuleError
-from shardlib.losses.microbatch import split
-from shardlib.paths import named_leaves
+from shardlib.errors import MeshError, ModelError, RuleError
+from shardlib.train.batches import batch_shardings, microbatch_shapes
 from shardlib.train.state import TrainState, materialize
-from shardlib.train.step import TrainStep, batch_shardings
+from shardlib.train.step import TrainStep
 
 _SPENT = "RESOURCE_EXHAUSTED"
 
@@ -73,7 +75,7 @@ class Fit:
 def fit_microbatches(
     make_step: Callable[[int], TrainStep],
     state: TrainState,
-    batch: Any,
+    batch: PyTree,
     *,
     multiple_of: int = 1,
     limit_bytes: int | None = None,
@@ -105,7 +107,7 @@ def fit_microbatches(
         attempt = _hopeless(needs, number, limit_bytes)
         if _all_agree(attempt is None):
             step = make_step(number)
-            attempt, needs = _attempt(step, state, batch, number, limit_bytes, tries_out)
+            attempt, needs = _attempt(step, state, batch, limit_bytes, tries_out)
             if _all_agree(attempt.problem is None):
                 return Fit(number, step, limit_bytes, (*attempts, attempt))
         if attempt is None or attempt.problem is None:
@@ -114,7 +116,7 @@ def fit_microbatches(
     raise MeshError(_nothing_fits(attempts))
 
 
-def counts(step: TrainStep, state: TrainState, batch: Any, *, multiple_of: int = 1) -> list[int]:
+def counts(step: TrainStep, state: TrainState, batch: PyTree, *, multiple_of: int = 1) -> list[int]:
     """Returns the numbers of microbatches that split a batch evenly on a mesh, smallest first.
 
     Args:
@@ -126,49 +128,40 @@ def counts(step: TrainStep, state: TrainState, batch: Any, *, multiple_of: int =
     Raises:
         MeshError: If no number splits the batch evenly.
     """
-    rows = {path: leaf.shape[0] for path, leaf in named_leaves(batch).items()}
-    least = min(rows.values())
-    found = [
+    least = min(leaf.shape[0] for leaf in jax.tree.leaves(batch))
+    numbers = [
         number
         for number in range(multiple_of, least + 1, multiple_of)
-        if not any(size % number for size in rows.values())
-        and _falls_evenly(step, state, batch, number)
+        if least % number == 0 and _divides_evenly(step, state, batch, number)
     ]
-    if not found:
+    if not numbers:
         multiple = f", a multiple of {multiple_of}," if multiple_of > 1 else ""
         raise MeshError(
             f"no number of microbatches{multiple} splits a batch of {least} evenly on this mesh.\n"
             "  Choose a larger batch, or another mesh."
         )
-    return found
+    return numbers
 
 
-def _falls_evenly(step: TrainStep, state: TrainState, batch: Any, number: int) -> bool:
-    parts = jax.eval_shape(lambda whole: split(whole, number), batch)
-    part = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
-    try:
+def _divides_evenly(step: TrainStep, state: TrainState, batch: PyTree, number: int) -> bool:
+    with contextlib.suppress(RuleError, ModelError):
+        part = microbatch_shapes(batch, number)
         batch_shardings(part, state.definition.scope, step.batch_axes)
-    except RuleError:
-        return False
-    return True
+        return True
+    return False
 
 
-@dataclasses.dataclass(frozen=True)
-class _Needs:
+class _Needs(NamedTuple):
     """Memory of a step on each device in bytes: arguments and outputs, and temporaries."""
 
     microbatches: int
     held: int
-    meanwhile: int
-
-    @property
-    def total(self) -> int:
-        return self.held + self.meanwhile
+    temporary: int
 
     def at_least(self, microbatches: int) -> int:
         """Returns a lower bound on the bytes for more microbatches, where only temporaries
         shrink."""
-        return self.held + self.meanwhile * self.microbatches // microbatches
+        return self.held + self.temporary * self.microbatches // microbatches
 
 
 def _hopeless(needs: _Needs | None, number: int, limit_bytes: int | None) -> Attempt | None:
@@ -183,26 +176,25 @@ def _hopeless(needs: _Needs | None, number: int, limit_bytes: int | None) -> Att
 def _attempt(
     step: TrainStep,
     state: TrainState,
-    batch: Any,
-    number: int,
+    batch: PyTree,
     limit_bytes: int | None,
     tries_out: bool | None,
 ) -> tuple[Attempt, _Needs | None]:
     """Compiles a step, and runs it once if requested and if it may fit."""
+    number = step.microbatches
     lowered = step.lower(state, batch)
     try:
         stats: Any = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         return Attempt(number, None, _refusal(error)), None
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    meanwhile = stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
-    needs = _Needs(number, held, meanwhile)
+    temporary = stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
     problem = None
-    if limit_bytes is not None and needs.total > limit_bytes:
-        problem = f"needed {humanize.size(needs.total)} of {humanize.size(limit_bytes)}"
+    if limit_bytes is not None and held + temporary > limit_bytes:
+        problem = f"needed {humanize.size(held + temporary)} of {humanize.size(limit_bytes)}"
     elif tries_out:
         problem = _try_out(step, state, batch)
-    return Attempt(number, needs.total, problem), needs
+    return Attempt(number, held + temporary, problem), _Needs(number, held, temporary)
 
 
 def _refusal(error: Exception) -> str:
@@ -213,7 +205,7 @@ def _refusal(error: Exception) -> str:
     return f"ran out of memory ({reason.rstrip('.')})"
 
 
-def _try_out(step: TrainStep, state: TrainState, batch: Any) -> str | None:
+def _try_out(step: TrainStep, state: TrainState, batch: PyTree) -> str | None:
     """Runs a step on a temporary state and batch. Returns the out-of-memory problem, or None."""
     placed = batch_shardings(batch, state.definition.scope, step.batch_axes)
     try:
@@ -227,7 +219,7 @@ def _try_out(step: TrainStep, state: TrainState, batch: Any) -> str | None:
     return None
 
 
-def _limit_bytes(mesh: Any) -> int | None:
+def _limit_bytes(mesh: Mesh) -> int | None:
     """Returns the memory of the smallest device of this process, or None if one does not report
     it."""
     mine = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]

@@ -1,11 +1,12 @@
-"""The gradients of one step, the interface of all schedules and reductions."""
+"""The loss of a part of a batch over arrays, its gradients, and their sums over microbatches."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
 from shardlib.functional import call
@@ -15,156 +16,116 @@ from shardlib.losses.aggregate import Aggregate, Max, Mean, Min, Output, Sum
 from shardlib.losses.microbatch import accumulate
 from shardlib.losses.signature import Inputs as Inputs
 from shardlib.losses.signature import LossFn as LossFn
-from shardlib.partitioner import Layout, Partition
+from shardlib.partitioner import Layout
 from shardlib.sharding.partition import Placement, pin
-from shardlib.train.batches import BatchAxes
-from shardlib.train.partitioning import Constrain, LossPartitioner, anywhere, placed_layouts
-from shardlib.train.state import Definition
+from shardlib.train.partitioning import LossPartitioner, anywhere, placed_layouts
 
 Sums = dict[str, Aggregate]
 
 RESERVED_METRICS = frozenset({"loss", "grad_norm", "learning_rate", "pipeline_bubble", "skipped"})
 
 
+class LossArguments(NamedTuple):
+    """The arrays from which a loss is computed."""
+
+    params: PyTree
+    """The trained parameters, in their storage dtype."""
+    model_state: PyTree
+    """The state that a forward pass updates."""
+    batch: PyTree
+    """A batch or a part of it, leaves [b, ...]."""
+    key: jax.Array
+    """The key of the step for a batch, the key from `part_key` for a part."""
+    inputs: Inputs = ()
+    """Extra inputs of the loss, the same for every part."""
+
+
 class Gradients(NamedTuple):
     """The gradients, metrics and new model state from a batch."""
 
-    grads: Any
+    grads: PyTree
     """Gradients of the summed loss, `sums["loss"].total`: float32, placed by
     `Definition.gradients`."""
     sums: Sums
     """The loss and all metrics as undivided means."""
-    model_state: Any
+    model_state: PyTree
     """The model state after the batch."""
 
 
-class Engine(Protocol):
-    """A function that computes the gradients of a batch, whole or in parts, on one or more stages.
-
-    `first_index` is the index of the first part of the batch among all parts of the step.
-    """
-
-    def __call__(
-        self,
-        loss: "PartLoss",
-        params: Any,
-        model_state: Any,
-        batch: Any,
-        key: jax.Array,
-        inputs: Inputs = (),
-        *,
-        first_index: jax.Array | int = 0,
-    ) -> Gradients: ...
-
-
 @dataclasses.dataclass(frozen=True)
-class PartLoss:
+class PartLoss(LossPartitioner):
     """The loss of one part of a batch, as a function of arrays alone."""
 
-    definition: Definition
     loss_fn: LossFn
     precision: Precision
     gradients_at: Mapping[str, Placement] | None = None
     """Placements in which gradients are accumulated; `Definition.gradients` if None."""
-    batch_axes: BatchAxes = dataclasses.field(default_factory=dict)
-    """Logical axes of batch leaves by path, as in `make_train_step`."""
-    constrain: Constrain = "user"
-    """The partitioner of the loss, as in `make_train_step`."""
-    inputs_at: Any = ()
-    """The shardings of the leaves of `inputs`."""
-    on_partition: Callable[[Partition], None] = lambda partition: None
-    """Called while the loss is traced, with the partitioner and the reason for choosing it."""
 
-    def __call__(
-        self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
-    ) -> tuple[Sums, Any]:
-        """Returns the sums of a part, and the model state after it.
+    def __call__(self, arguments: LossArguments) -> tuple[Sums, PyTree]:
+        """Returns the sums of a part, and the model state after it."""
+        model_key, loss_key = jax.random.split(arguments.key)
+        return self._call(arguments, model_key, loss_key)
 
-        Args:
-            params: The trained parameters, in their storage dtype.
-            model_state: The state that a forward pass updates.
-            part: A batch or a microbatch.
-            key: The key of the part, from `part_key`.
-            inputs: Extra inputs of the loss.
-        """
-        keys = jax.random.split(key)
-        return self.call(params, model_state, part, (keys[0], keys[1]), inputs)
-
-    def call(
-        self,
-        params: Any,
-        model_state: Any,
-        part: Any,
-        keys: tuple[jax.Array, jax.Array],
-        inputs: Inputs = (),
-    ) -> tuple[Sums, Any]:
-        """Returns the same as `__call__`, from two keys.
-
-        Args:
-            params, model_state, part, inputs: As in `__call__`.
-            keys: The key of the model's random streams, and the key for the loss.
-        """
-        part = self.precision.cast_batch(part)
+    def _call(
+        self, arguments: LossArguments, model_key: jax.Array, loss_key: jax.Array
+    ) -> tuple[Sums, PyTree]:
+        params, model_state, batch, _, inputs = arguments
+        part = self.precision.cast_batch(batch)
 
         def sums(model: Any) -> Sums:
             with boundary(model, self.precision.compute, part):
-                result = self.loss_fn(model, part, keys[1], *inputs)
+                result = self.loss_fn(model, part, loss_key, *inputs)
             return loss_sums(result, part)
 
         module = self.definition.module
-        return call(module, params, model_state, keys[0], sums, precision=self.precision)
+        return call(module, params, model_state, model_key, sums, precision=self.precision)
 
-    def gradients(
-        self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
-    ) -> Gradients:
+    def gradients(self, arguments: LossArguments) -> Gradients:
         """Returns the gradients of one part."""
 
-        arguments = params, model_state, part, key, inputs
-        grads, (sums, new) = self.partitioner.run(self._grad, arguments, self._gradients_at)
+        def grad(params: PyTree, *rest: Any) -> PyTree:
+            def total(params: PyTree) -> tuple[jax.Array, PyTree]:
+                sums, new = self(LossArguments(params, *rest))
+                return loss_mean(sums).total, (sums, new)
+
+            return jax.grad(total, has_aux=True)(params)
+
+        def layouts(shape: PyTree) -> list[Layout | None]:
+            grads, (sums, new) = shape
+            return [
+                *placed_layouts(grads, self._places),
+                *anywhere(sums),
+                *placed_layouts(new, self.definition.model_state),
+            ]
+
+        grads, (sums, new) = self.run(grad, arguments, layouts)
         return Gradients(self.pin(grads), sums, new)
 
-    def _grad(self, params: Any, *rest: Any) -> Any:
-        def total(params: Any) -> tuple[jax.Array, Any]:
-            sums, new = self(params, *rest)
-            return loss_mean(sums).total, (sums, new)
-
-        return jax.grad(total, has_aux=True)(params)
-
-    def sums(
-        self, params: Any, model_state: Any, part: Any, key: jax.Array, inputs: Inputs = ()
-    ) -> Sums:
+    def sums(self, arguments: LossArguments) -> Sums:
         """Returns the sums of one part, with the same key for the model's streams and the loss."""
 
-        def forward(params: Any, model_state: Any, part: Any, key: Any, inputs: Any) -> Sums:
-            return self.call(params, model_state, part, (key, key), inputs)[0]
+        def forward(*arguments: Any) -> Sums:
+            part = LossArguments(*arguments)
+            return self._call(part, part.key, part.key)[0]
 
-        arguments = params, model_state, part, key, inputs
-        return self.partitioner.run(forward, arguments, anywhere)
+        return self.run(forward, arguments, anywhere)
 
     @property
-    def partitioner(self) -> LossPartitioner:
-        """Runs functions of the state's parameters, partitioned."""
-        return LossPartitioner(
-            self.definition, self.batch_axes, self.constrain, self.inputs_at, self.on_partition
-        )
+    def _places(self) -> Mapping[str, Placement]:
+        return self.gradients_at or self.definition.gradients
 
-    def _gradients_at(self, shape: Any) -> list[Layout | None]:
-        grads, (sums, new) = shape
-        places = self.gradients_at or self.definition.gradients
-        return [
-            *placed_layouts(grads, places),
-            *[None] * len(jax.tree.leaves(sums)),
-            *placed_layouts(new, self.definition.model_state),
-        ]
-
-    def pin(self, grads: Any) -> Any:
+    def pin(self, grads: PyTree) -> PyTree:
         """Returns gradients in float32, constrained to their placements.
 
         Without the constraint, gradients of scanned layers can lose the sharding of their layers.
         """
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        places = self.gradients_at or self.definition.gradients
-        return pin(grads, places, self.definition.scope)
+        return pin(grads, self._places, self.definition.scope)
+
+
+Engine: TypeAlias = Callable[[PartLoss, LossArguments, jax.Array | int], Gradients]
+"""`engine(loss, arguments, first_index)` computes the gradients of a batch, whole or in parts, on
+one or more stages. `first_index` is the index of its first part among all parts of the step."""
 
 
 def part_key(key: jax.Array, index: jax.Array | int) -> jax.Array:
@@ -174,36 +135,28 @@ def part_key(key: jax.Array, index: jax.Array | int) -> jax.Array:
 
 def accumulate_gradients(
     loss: PartLoss,
-    params: Any,
-    model_state: Any,
-    batch: Any,
-    key: jax.Array,
-    inputs: Inputs = (),
+    arguments: LossArguments,
+    first_index: jax.Array | int = 0,
     *,
     microbatches: int = 1,
-    first_index: jax.Array | int = 0,
 ) -> Gradients:
     """Returns the gradients of a batch computed in microbatches, one after the other.
 
     Args:
         loss: The loss.
-        params: The trained parameters.
-        model_state: The model state for the first microbatch. Each microbatch passes its own on to
-            the next.
-        batch: Pytree of arrays [b, ...].
-        key: The key of the step.
-        inputs: Extra inputs of the loss, the same for every microbatch.
-        microbatches: Number of microbatches; divides b.
+        arguments: Its arguments. Each microbatch passes its model state on to the next.
         first_index: Index of the first microbatch among all parts of the step.
+        microbatches: Number of microbatches; divides the rows.
 
     Raises:
         ModelError: If the number of microbatches does not divide the batch.
     """
+    params, model_state, batch, key, inputs = arguments
 
-    def one(model_state: Any, part: Any, index: Any) -> tuple[Any, Any]:
-        key_of_part = part_key(key, first_index + index)
-        found = loss.gradients(params, model_state, part, key_of_part, inputs)
-        return found.model_state, (found.grads, found.sums)
+    def one(model_state: PyTree, part: PyTree, index: jax.Array) -> tuple[PyTree, PyTree]:
+        own_key = part_key(key, first_index + index)
+        result = loss.gradients(LossArguments(params, model_state, part, own_key, inputs))
+        return result.model_state, (result.grads, result.sums)
 
     model_state, (grads, sums) = accumulate(one, batch, microbatches, model_state)
     return Gradients(grads, sums, model_state)
@@ -216,7 +169,7 @@ def loss_mean(sums: Sums) -> Mean:
     return mean
 
 
-def loss_sums(result: Any, part: Any) -> Sums:
+def loss_sums(result: object, part: PyTree) -> Sums:
     """Returns the result of a loss function as one dict, with the loss as `"loss"`.
 
     Names in nested dicts are joined with slashes.
@@ -255,14 +208,15 @@ def loss_sums(result: Any, part: Any) -> Sums:
 
 
 def _flat(aux: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    """Returns the values of nested dicts with their names joined by slashes."""
+    flat: list[tuple[str, Any]] = []
     for name, value in aux.items():
         path = f"{prefix}{name}"
-        found += _flat(value, f"{path}/") if isinstance(value, Mapping) else [(path, value)]
-    return found
+        flat += _flat(value, f"{path}/") if isinstance(value, Mapping) else [(path, value)]
+    return flat
 
 
-def _loss(value: Any) -> Mean:
+def _loss(value: object) -> Mean:
     if isinstance(value, Sum | Max | Min | Output):
         raise ModelError(
             f"the loss is a {type(value).__name__}, which is not differentiated.\n"
@@ -271,7 +225,7 @@ def _loss(value: Any) -> Mean:
     return _as_mean("loss", value)
 
 
-def _aggregate(name: str, value: Any, rows: set[int]) -> Aggregate:
+def _aggregate(name: str, value: object, rows: set[int]) -> Aggregate:
     if isinstance(value, Output):
         array = jnp.asarray(value.value)
         if not array.shape or array.shape[0] not in rows:
@@ -290,7 +244,7 @@ def _aggregate(name: str, value: Any, rows: set[int]) -> Aggregate:
     return _as_mean(name, value)
 
 
-def _as_mean(name: str, value: Any) -> Mean:
+def _as_mean(name: str, value: object) -> Mean:
     pair = value if isinstance(value, Mean) else (value, 1.0)
     try:
         total, weight = (jnp.asarray(x, jnp.float32) for x in pair)

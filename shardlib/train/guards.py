@@ -1,8 +1,9 @@
 """Guards that skip harmful updates and rewind a run that keeps failing.
 
-There are two halves. Inside the compiled step (`shardlib.train.spikes`), an update is refused on
-the devices if its loss or gradients are not finite or are far above recent values. Parameters,
-model state and optimizer state then keep their bits, without communication or waiting. Outside,
+There are two halves. Inside the compiled step, `judge` refuses an update on the devices if its loss
+or gradients are not finite or are far above recent values. Parameters, model state and optimizer
+state then keep their bits. This is arithmetic on a few replicated scalars that the step computes
+anyway: it needs no communication or waiting, and good and bad steps run the same program. Outside,
 `GuardPolicy` reads the metrics, which arrive one step late, and counts consecutive refused updates.
 It decides when the run goes back to a checkpoint and skips the data that caused them.
 
@@ -11,18 +12,29 @@ section 5.1 (loss spikes: restart from an earlier checkpoint and skip the batche
 which do no harm elsewhere).
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from shardlib.config import configclass
 from shardlib.errors import DivergedError
+from shardlib.train.loop import StepRecord
 
 SKIPPED = "skipped"
 """Name of the metric that is 1 if the update of a step was refused and 0 otherwise. With local SGD
 it is the fraction of groups that refused it."""
 
 _LEAST_WARMUP = 8
+_TO_SIGMA = 1.4826
+"""Ratio of standard deviation to MAD for a normal distribution: 1 / Phi^-1(3/4)."""
+_FLOOR = 1e-4
+"""Minimum spread, as a fraction of the median. Nearly equal values have a MAD of about 0, so
+rounding errors would count as spikes."""
 
 
 @configclass
@@ -90,14 +102,93 @@ class GuardsConfig:
         return self.nonfinite != "off" or self.spike is not None
 
 
-class Record(Protocol):
-    """The fields of `shardlib.train.loop.StepRecord` that guards read."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SpikeWindow:
+    """The watched values of the latest accepted steps, replicated on every device.
 
-    @property
-    def step(self) -> int: ...
+    It is part of the training state, so that a resumed run decides as an uninterrupted one.
+    """
 
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
+    values: Float[Array, " window"]
+    """The next value goes to index `accepted % window`."""
+    accepted: Int[Array, ""]
+    """Number of accepted values so far."""
+
+
+def empty_window(guards: GuardsConfig | None) -> SpikeWindow | None:
+    """Returns the window of a new state, or None if the guards do not detect spikes."""
+    if guards is None or guards.spike is None:
+        return None
+    return SpikeWindow(jnp.zeros(guards.spike.window, jnp.float32), jnp.zeros((), jnp.int32))
+
+
+def judge(
+    guards: GuardsConfig,
+    window: SpikeWindow | None,
+    loss: Float[Array, ""],
+    grad_norm: Float[Array, ""],
+) -> tuple[Bool[Array, ""], SpikeWindow | None]:
+    """Returns whether to apply an update, and the window after it. A refused update does not change
+    the window."""
+    good = jnp.bool_(True)
+    if guards.nonfinite != "off":
+        # A sum that contains NaN or infinity is not finite, and the norm covers every gradient.
+        good = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    if guards.spike is None:
+        return good, window
+    assert window is not None
+    value = loss if guards.spike.metric == "loss" else grad_norm
+    good &= ~_is_spike(guards.spike, window, value)
+    return good, _taken_in(window, value, good & jnp.isfinite(value))
+
+
+def keep_unless(good: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
+    """Returns the leaves of `new` if `good`, else the leaves of `old` bit for bit.
+
+    It is a selection and not a branch. It fuses into the in-place update of each element, and keeps
+    collectives outside of conditionals.
+    """
+    return jax.tree.map(lambda n, o: n if n is o else jnp.where(good, n, o), new, old)
+
+
+def robust_score(
+    value: Float[Array, ""], values: Float[Array, " window"], count: Int[Array, ""]
+) -> Float[Array, ""]:
+    """Returns the distance of `value` above the median of the first `count` values in robust
+    standard deviations, or NaN if `count` is 0.
+
+    Source: Rousseeuw and Croux 1993, "Alternatives to the Median Absolute Deviation", Journal of
+    the American Statistical Association 88(424), equation 1.1 (the estimator and its constant);
+    Iglewicz and Hoaglin 1993, "How to Detect and Handle Outliers" (the score).
+    """
+    median = _median(values, count)
+    deviation = _median(jnp.abs(values - median), count)
+    floor = _FLOOR * jnp.abs(median) + jnp.finfo(jnp.float32).tiny
+    return (value - median) / (_TO_SIGMA * deviation + floor)
+
+
+def _is_spike(config: SpikeConfig, window: SpikeWindow, value: jax.Array) -> jax.Array:
+    count = jnp.minimum(window.accepted, window.values.shape[0])
+    score = robust_score(value, window.values, count)
+    is_judged = jnp.isfinite(value) & (window.accepted >= config.warmup)
+    return is_judged & (score > config.threshold)
+
+
+def _median(values: jax.Array, count: jax.Array) -> jax.Array:
+    is_there = jnp.arange(values.shape[0]) < count
+    ordered = jnp.sort(jnp.where(is_there, values, jnp.inf))
+    low, high = jnp.maximum(count - 1, 0) // 2, count // 2
+    return ordered[low] / 2 + ordered[high] / 2
+
+
+def _taken_in(window: SpikeWindow, value: jax.Array, accept: jax.Array) -> SpikeWindow:
+    slots = window.values.shape[0]
+    is_next = jnp.arange(slots) == window.accepted % slots
+    return SpikeWindow(
+        jnp.where(accept & is_next, value, window.values),
+        window.accepted + accept.astype(jnp.int32),
+    )
 
 
 Samples = Callable[[int], tuple[int, int]]
@@ -170,7 +261,7 @@ class GuardPolicy:
         self._streak = state.get("streak", 0) if first else 0
         self.rewind = Rewind(*rewind) if rewind else None
 
-    def saw(self, record: Record) -> None:
+    def saw(self, record: StepRecord) -> None:
         """Takes in the metrics of a step.
 
         Raises:
@@ -219,7 +310,7 @@ class GuardPolicy:
         )
 
 
-def step_fault(config: GuardsConfig, record: Record) -> str | None:
+def step_fault(config: GuardsConfig, record: StepRecord) -> str | None:
     """Returns why the update of a step was refused, such as `loss is nan`, or None."""
     share = record.metrics.get(SKIPPED, 0.0)
     if not share:
@@ -232,7 +323,7 @@ def step_fault(config: GuardsConfig, record: Record) -> str | None:
     return " and ".join(f"{name} is {value}" for name, value in wrong.items()) + where
 
 
-def _nonfinite(record: Record) -> dict[str, float]:
+def _nonfinite(record: StepRecord) -> dict[str, float]:
     return {
         name: value
         for name in ("loss", "grad_norm")

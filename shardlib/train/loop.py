@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
+from jaxtyping import PyTree
 
 from shardlib.log.metrics import StepTimer
 from shardlib.runtime.distributed import must_block
@@ -55,6 +56,7 @@ class StepRecord:
     data_wait_seconds: float
 
 
+@dataclasses.dataclass
 class Loop:
     """Runs training steps. The device runs one step while the host prepares the next.
 
@@ -74,68 +76,60 @@ class Loop:
             so that no time counts as `compile`.
     """
 
-    def __init__(
-        self,
-        step: Callable[[Any, Any], tuple[Any, Mapping[str, Any]]],
-        batches: Batches,
-        *,
-        on_step: Callable[[StepRecord], None],
-        is_due: Callable[[int], bool],
-        after_step: Callable[[int, Any], bool],
-        read: Callable[[Mapping[str, Any]], dict[str, float]] | None = None,
-        clock: PhaseClock | None = None,
-        is_compiled: bool = False,
-    ):
-        self._step = step
-        self._batches = batches
-        self._on_step = on_step
-        self._is_due = is_due
-        self._after_step = after_step
-        self._read = read or read_scalars
-        self._clock = clock or PhaseClock()
-        self._is_compiled = is_compiled
-        self._pending: tuple[int, Mapping[str, Any], float] | None = None
+    step: Callable[[Any, Any], tuple[Any, Mapping[str, Any]]]
+    batches: Batches
+    _: dataclasses.KW_ONLY
+    on_step: Callable[[StepRecord], None]
+    is_due: Callable[[int], bool]
+    after_step: Callable[[int, Any], bool]
+    read: Callable[[Mapping[str, Any]], dict[str, float]] | None = None
+    clock: PhaseClock = dataclasses.field(default_factory=PhaseClock)
+    is_compiled: bool = False
+    _pending: tuple[int, Mapping[str, Any], float] | None = dataclasses.field(
+        default=None, init=False
+    )
+    """Number, metrics and wait for the batch of the step in flight."""
 
-    def run(self, state: Any, steps: int) -> Any:
+    def run(self, state: PyTree, steps: int) -> PyTree:
         """Returns the state after `steps` total optimizer steps, or earlier if told to stop."""
-        with self._clock.within("step" if self._is_compiled else "compile"):
+        with self.clock.within("step" if self.is_compiled else "compile"):
             return self._run(state, steps)
 
-    def _run(self, state: Any, steps: int) -> Any:
+    def _run(self, state: PyTree, steps: int) -> PyTree:
         start = int(state.step)
         blocks = must_block()
         self._timer = StepTimer()
         for number in range(start + 1, steps + 1):
-            state, metrics = self._step(state, self._next_batch())
+            state, metrics = self.step(state, self._next_batch())
             if blocks:
                 jax.block_until_ready(metrics)
             self._flush()
-            self._pending = (number, metrics, self._batches.wait_seconds)
-            if self._is_due(number):
+            self._pending = (number, metrics, self.batches.wait_seconds)
+            if self.is_due(number):
                 self._flush()
-                if not self._after_step(number, state):
+                if not self.after_step(number, state):
                     break
                 self._timer.restart()
         self._flush()
         return state
 
     def _next_batch(self) -> Any:
-        if self._batches.is_ready:
-            return next(self._batches)
+        if self.batches.is_ready:
+            return next(self.batches)
         self._flush()
-        with self._clock.within("data_wait"):
-            return next(self._batches)
+        with self.clock.within("data_wait"):
+            return next(self.batches)
 
     def _flush(self) -> None:
         if self._pending is None:
             return
         number, metrics, wait = self._pending
         self._pending = None
-        values = self._read(metrics)
+        values = (self.read or read_scalars)(metrics)
         seconds = self._timer.tick()
-        if self._is_compiled:
-            self._clock.progress()
+        if self.is_compiled:
+            self.clock.progress()
         else:
-            self._is_compiled = True
-            self._clock.enter("step")
-        self._on_step(StepRecord(number, values, seconds, self._timer.mean_step_seconds, wait))
+            self.is_compiled = True
+            self.clock.enter("step")
+        self.on_step(StepRecord(number, values, seconds, self._timer.mean_step_seconds, wait))

@@ -2,28 +2,31 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
 from shardlib.losses.signature import check_arity
 from shardlib.mesh import mesh_sizes
 from shardlib.sharding.constrain import use
 from shardlib.sharding.manual import manual
-from shardlib.train.gradients import PartLoss, part_key
+from shardlib.train.batches import batch_shardings
+from shardlib.train.gradients import LossArguments, PartLoss, Sums, loss_mean, part_key
 from shardlib.train.reduce.reduction import AXIS
 from shardlib.train.reduce.uneven import check_rows
 from shardlib.train.state import TrainState, state_shardings
-from shardlib.train.step import TrainStep, batch_shardings
+from shardlib.train.step import TrainStep
 
 _POLL_SECONDS = 1e-4
 
 
 def measure_groups(
-    step: TrainStep, state: TrainState, batch: Any, *, repeats: int = 3
+    step: TrainStep, state: TrainState, batch: PyTree, *, repeats: int = 3
 ) -> tuple[float, ...]:
     """Returns the seconds per microbatch gradient of each group along `data`.
 
@@ -64,17 +67,17 @@ def measure_groups(
     return tuple(float(s) for s in seconds)
 
 
-def _program(step: TrainStep, state: TrainState, batch: Any) -> Any:
-    definition = state.definition
-    scope = definition.scope
+def _program(step: TrainStep, state: TrainState, batch: PyTree) -> Any:
+    scope = state.definition.scope
     check_arity(step.loss_fn, ())
-    loss = PartLoss(definition, step.loss_fn, step.precision)
+    loss = PartLoss(state.definition, step.loss_fn, step.precision)
 
-    def group(params: Any, model_state: Any, rows: Any, key: jax.Array) -> Any:
-        found = loss.gradients(params, model_state, rows, part_key(key, 0))
-        return jax.tree.map(lambda x: x[None], (found.grads, found.sums))
+    def group(*leaves: Any) -> tuple[PyTree, Sums]:
+        part = LossArguments(*leaves)
+        result = loss.gradients(part._replace(key=part_key(part.key, 0)))
+        return jax.tree.map(lambda x: x[None], (result.grads, result.sums))
 
-    def run(state: TrainState, batch: Any) -> Any:
+    def run(state: TrainState, batch: PyTree) -> tuple[PyTree, Sums]:
         arguments = state.params, state.model_state, batch, state.rng
         with use(scope.mesh, scope.rules):
             if AXIS not in scope.mesh.axis_names:
@@ -88,12 +91,12 @@ def _program(step: TrainStep, state: TrainState, batch: Any) -> Any:
     return jax.jit(run, in_shardings=placed, out_shardings=(None, by_group))
 
 
-def _time(run: Any, groups: int) -> list[float]:
+def _time(run: Callable[[], tuple[PyTree, Sums]], groups: int) -> list[float]:
     """Returns the seconds until the last local device of each group was done, 0 if it has none."""
     start = time.perf_counter()
     _, sums = run()
     waiting = defaultdict(list)
-    for shard in sums["loss"].weight.addressable_shards:
+    for shard in loss_mean(sums).weight.addressable_shards:
         waiting[shard.index[0].start or 0].append(shard.data)
     seconds = [0.0] * groups
     while waiting:

@@ -12,10 +12,10 @@ which also runs the update on the host. Here it runs on the devices, for any opt
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from shardlib.paths import named_leaves
 from shardlib.sharding.host_memory import HOST, check_host_memory
@@ -26,6 +26,8 @@ _PIECES = 8
 """Approximate number of pieces of an optimizer state. The program grows with it."""
 
 _OF = "of "
+
+Leaves = list[jax.Array]
 
 
 def offload_optimizer(abstract: TrainState) -> TrainState:
@@ -61,14 +63,14 @@ def _moves(placement: Placement) -> bool:
     return placement.origin.startswith(_OF) and math.prod(placement.shape) > 1
 
 
-def fetch(tree: Any) -> Any:
+def fetch(tree: PyTree) -> PyTree:
     """Returns a tree with every leaf in device memory, inside a compiled program."""
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
 def update_offloaded(
-    update: Callable[[TrainState], tuple[Any, Any]], state: TrainState
-) -> tuple[Any, Any]:
+    update: Callable[[TrainState], tuple[PyTree, PyTree]], state: TrainState
+) -> tuple[PyTree, PyTree]:
     """Returns the parameters and optimizer state after an update, with unchanged placements.
 
     Each piece traces the update of everything and uses one part of the result. The compiler removes
@@ -86,57 +88,58 @@ def update_offloaded(
     owners = _owners(state.definition.opt_state)
     if not owners:
         return update(state)
+    owner_of = [owners.get(path) for path in named_leaves(state.opt_state)]
     params, params_def = jax.tree.flatten(state.params)
     moments, moments_def = jax.tree.flatten(state.opt_state)
-    names = list(named_leaves(state.params))
-    owner_of = [owners.get(path) for path in named_leaves(state.opt_state)]
     moments = [_to_host(x) if owner else x for x, owner in zip(moments, owner_of, strict=True)]
 
-    def updated(params: list[Any], moments: list[Any]) -> tuple[list[Any], list[Any]]:
-        new = update(
-            dataclasses.replace(
-                state,
-                params=jax.tree.unflatten(params_def, params),
-                opt_state=jax.tree.unflatten(moments_def, fetch(moments)),
-            )
+    def updated(params: Leaves, moments: Leaves) -> tuple[Leaves, Leaves]:
+        before = dataclasses.replace(
+            state,
+            params=params_def.unflatten(params),
+            opt_state=moments_def.unflatten(fetch(moments)),
         )
-        return jax.tree.leaves(new[0]), jax.tree.leaves(new[1])
+        new_params, new_moments = update(before)
+        return jax.tree.leaves(new_params), jax.tree.leaves(new_moments)
 
     # Leaves that are not in host memory: counters, and parameters without optimizer state.
-    new_params, new_moments = updated(params, moments)
+    new = updated(params, moments)
     # Always one, but the compiler cannot know it.
     trips = jnp.asarray(state.step >= 0, jnp.int32)
     for piece in _pieces(state.definition.opt_state, owners):
-        of_params = [i for i, name in enumerate(names) if name in piece]
+        of_params = [i for i, name in enumerate(named_leaves(state.params)) if name in piece]
         of_moments = [i for i, owner in enumerate(owner_of) if owner in piece]
-
-        def body(
-            carry: Any, of_params: list[int] = of_params, of_moments: list[int] = of_moments
-        ) -> Any:
-            trip, some_params, some_moments = carry
-            found = updated(
-                _with(params, of_params, some_params), _with(moments, of_moments, some_moments)
-            )
-            some_params = [found[0][i] for i in of_params]
-            return trip + 1, some_params, [_to_host(found[1][i]) for i in of_moments]
-
-        start = ([params[i] for i in of_params], [moments[i] for i in of_moments])
-        trips, some_params, some_moments = jax.lax.while_loop(
-            lambda carry, trips=trips: carry[0] < trips, body, (jnp.int32(0), *start)
+        trips, piece_params, piece_moments = _update_piece(
+            updated, (params, moments), (of_params, of_moments), trips
         )
-        new_params = _with(new_params, of_params, some_params)
-        new_moments = _with(new_moments, of_moments, some_moments)
-    return (
-        jax.tree.unflatten(params_def, new_params),
-        jax.tree.unflatten(moments_def, new_moments),
-    )
+        new = _with(new[0], of_params, piece_params), _with(new[1], of_moments, piece_moments)
+    return params_def.unflatten(new[0]), moments_def.unflatten(new[1])
+
+
+def _update_piece(
+    updated: Callable[[Leaves, Leaves], tuple[Leaves, Leaves]],
+    leaves: tuple[Leaves, Leaves],
+    indices: tuple[list[int], list[int]],
+    trips: jax.Array,
+) -> tuple[jax.Array, Leaves, Leaves]:
+    """Updates the parameters and moments at some indices, in a loop of `trips` trips."""
+    starts = [[some[i] for i in at] for some, at in zip(leaves, indices, strict=True)]
+
+    def body(carry: tuple[jax.Array, Leaves, Leaves]) -> tuple[jax.Array, Leaves, Leaves]:
+        trip, *values = carry
+        params, moments = updated(*map(_with, leaves, indices, values))
+        new = [params[i] for i in indices[0]], [_to_host(moments[i]) for i in indices[1]]
+        return trip + 1, *new
+
+    start = jnp.int32(0), starts[0], starts[1]
+    return jax.lax.while_loop(lambda carry: carry[0] < trips, body, start)
 
 
 def _to_host(x: jax.Array) -> jax.Array:
     return jax.device_put(x, jax.memory.Space.Host)
 
 
-def _with(leaves: list[Any], indices: list[int], values: list[Any]) -> list[Any]:
+def _with(leaves: Leaves, indices: list[int], values: Leaves) -> Leaves:
     """Returns a copy of `leaves` with the given indices replaced."""
     changed = list(leaves)
     for index, value in zip(indices, values, strict=True):

@@ -6,6 +6,8 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError, did_you_mean
 from shardlib.mesh import entry_axes
@@ -29,53 +31,48 @@ Constrain = Literal["auto", "user"]
 """`auto`: shardlib partitions the values that the model leaves unconstrained. `user`: XLA does."""
 
 
-def check_constrain(constrain: Any) -> None:
+def check_constrain(constrain: str) -> None:
     """Raises `ModelError` if the value is not a `Constrain`."""
-    known = get_args(Constrain)
-    if constrain not in known:
+    choices = get_args(Constrain)
+    if constrain not in choices:
         raise ModelError(
-            f"constrain={constrain!r} is not one of {', '.join(map(repr, known))}."
-            f"{did_you_mean(str(constrain), known)}\n"
+            f"constrain={constrain!r} is not one of {', '.join(map(repr, choices))}."
+            f"{did_you_mean(str(constrain), choices)}\n"
             "  Leave it out: 'auto' lets shardlib partition what the model leaves open."
         )
 
 
-Outputs = Callable[[Any], list[Layout | None]]
+ArgumentLayouts = tuple[list[Layout], tuple[str, ...]]
+"""The layouts of the leaves of arguments, and the mesh axes that shard the rows of the batch."""
+Outputs = Callable[[PyTree], list[Layout | None]]
+"""Maps an abstract result to the layouts of its leaves; None for a leaf that stays where it is
+computed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LossPartitioner:
-    """Runs functions of `(params, model_state, part, key, inputs)` with their values partitioned.
-
-    Args:
-        definition: The definition of the state.
-        batch_axes: Logical axes of batch leaves by path, as in `make_train_step`.
-        constrain: The choice of partitioner, as in `make_train_step`.
-        inputs_at: The shardings of the leaves of `inputs`.
-    """
+    """Runs functions of the loss's arguments with their values partitioned."""
 
     definition: Definition
-    batch_axes: BatchAxes
-    constrain: Constrain
-    inputs_at: Any = ()
+    _: dataclasses.KW_ONLY
+    batch_axes: BatchAxes = dataclasses.field(default_factory=dict)
+    """Logical axes of batch leaves by path, as in `make_train_step`."""
+    constrain: Constrain = "user"
+    """The partitioner of the loss, as in `make_train_step`."""
+    inputs_at: PyTree = ()
+    """The shardings of the leaves of `inputs`."""
     on_partition: Callable[[Partition], None] = lambda partition: None
-    """Called with the partitioner and the reason for choosing it."""
+    """Called while the loss is traced, with the partitioner and the reason for choosing it."""
 
     def run(self, fn: Callable[..., Any], arguments: tuple[Any, ...], outputs: Outputs) -> Any:
-        """Returns `fn(*arguments)`.
-
-        Args:
-            fn: A function of `params, model_state, part, key, inputs`.
-            arguments: Its arguments. Rows of the batch are sharded by the rules.
-            outputs: As in `run_at`.
-        """
-        return self.run_at(fn, arguments, lambda: self.layouts(arguments), outputs)
+        """Returns `fn(*arguments)` for the `LossArguments` of a part; `outputs` as in `run_at`."""
+        return self.run_at(fn, arguments, lambda: self._layouts(arguments), outputs)
 
     def run_at(
         self,
         fn: Callable[..., Any],
         arguments: tuple[Any, ...],
-        layouts: Callable[[], tuple[list[Layout], tuple[str, ...]]],
+        layouts: Callable[[], ArgumentLayouts],
         outputs: Outputs,
         constrains: bool | None = None,
     ) -> Any:
@@ -84,15 +81,12 @@ class LossPartitioner:
         Args:
             fn: The function.
             arguments: Pytrees of arrays.
-            layouts: Returns the layout of each leaf of the arguments, and the mesh axes of the
-                batch.
-            outputs: Maps the abstract result to the layouts of its leaves; None for a leaf that
-                stays where it is computed.
+            layouts: Returns the layouts of the arguments.
+            outputs: The layouts of the result.
             constrains: As in `who_partitions`.
         """
-        beforehand = self._beforehand()
-        if beforehand is not None:
-            self.on_partition(beforehand)
+        if reason := self._reason_for_xla():
+            self.on_partition(Partition("XLA", reason))
             return fn(*arguments)
         traced = trace(fn, arguments)
         inputs, batch = layouts()
@@ -108,17 +102,14 @@ class LossPartitioner:
     def _scope(self) -> Scope:
         return self.definition.scope
 
-    def _beforehand(self) -> Partition | None:
-        """Returns the partitioner if the choice does not depend on the loss, or None."""
+    def _reason_for_xla(self) -> str | None:
+        """Returns why XLA partitions every loss here, or None if it depends on the loss."""
         if self.constrain == "user":
-            return Partition("XLA", "constrain is 'user'")
+            return "constrain is 'user'"
         sizes = {name: n for name, n in self._scope.sizes.items() if name not in manual_axes()}
-        if all(n == 1 for n in sizes.values()):
-            return Partition("XLA", "nothing is left to cut here")
-        return None
+        return "nothing is left to cut here" if all(n == 1 for n in sizes.values()) else None
 
-    def layouts(self, arguments: tuple[Any, ...]) -> tuple[list[Layout], tuple[str, ...]]:
-        """Returns the layouts of the arguments of `run`, and the mesh axes of the batch."""
+    def _layouts(self, arguments: tuple[Any, ...]) -> ArgumentLayouts:
         params, model_state, part, key, inputs = arguments
         batch, axes = self.batch_layouts(part)
         layouts = [
@@ -130,7 +121,7 @@ class LossPartitioner:
         ]
         return layouts, axes
 
-    def batch_layouts(self, part: Any) -> tuple[list[Layout], tuple[str, ...]]:
+    def batch_layouts(self, part: PyTree) -> ArgumentLayouts:
         """Returns the layout of each leaf of a batch, and the mesh axes that shard its rows."""
         placed = batch_shardings(part, self._scope, self.batch_axes)
         leaves = zip(jax.tree.leaves(part), jax.tree.leaves(placed), strict=True)
@@ -138,24 +129,26 @@ class LossPartitioner:
         axes = dict.fromkeys(axis for layout in batch for axis in (layout.dims or ((),))[0])
         return batch, tuple(axes)
 
-    def state_layouts(self, model_state: Any) -> list[Layout]:
+    def state_layouts(self, model_state: PyTree) -> list[Layout]:
         """Returns the layout of each leaf of the model state."""
         frozen = self.definition.module.frozen.__contains__
         return placed_layouts(model_state, self.definition.model_state, frozen)
 
-    def input_layouts(self, inputs: Any) -> list[Layout]:
+    def input_layouts(self, inputs: PyTree) -> list[Layout]:
         """Returns the layout of each leaf of the extra inputs."""
         pairs = zip(jax.tree.leaves(inputs), jax.tree.leaves(self.inputs_at), strict=True)
         return [_layout(sharding.spec, jnp.ndim(leaf), stored=True) for leaf, sharding in pairs]
 
 
-def whole_layouts(tree: Any) -> list[Layout]:
+def whole_layouts(tree: PyTree) -> list[Layout]:
     """Returns the layouts of replicated leaves."""
     return [from_spec((), len(leaf.shape)) for leaf in jax.tree.leaves(tree)]
 
 
 def placed_layouts(
-    tree: Any, places: Mapping[str, Placement], stored: Callable[[str], bool] = lambda path: False
+    tree: PyTree,
+    places: Mapping[str, Placement],
+    stored: Callable[[str], bool] = lambda path: False,
 ) -> list[Layout]:
     """Returns the layouts of leaves from their placements, without the manual mesh axes.
 
@@ -170,12 +163,12 @@ def placed_layouts(
     ]
 
 
-def _layout(spec: Any, rank: int, stored: bool) -> Layout:
+def _layout(spec: PartitionSpec, rank: int, stored: bool) -> Layout:
     gone = manual_axes()
     entries = [tuple(axis for axis in entry_axes(e) if axis not in gone) for e in spec]
     return from_spec(entries, rank, stored=stored)
 
 
-def anywhere(shape: Any) -> list[Layout | None]:
+def anywhere(shape: PyTree) -> list[Layout | None]:
     """Returns the `outputs` for a function whose results stay where they are computed."""
     return [None] * len(jax.tree.leaves(shape))

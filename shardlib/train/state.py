@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
 from shardlib.functional import FunctionalModule, Inputs, functional, refuse_no_params
@@ -24,9 +26,8 @@ from shardlib.sharding.partition import (
     place_optimizer,
     shardings,
 )
-from shardlib.train.guards import GuardsConfig
-from shardlib.train.loaded import place_weights
-from shardlib.train.spikes import SpikeWindow, empty_window
+from shardlib.train.guards import GuardsConfig, SpikeWindow, empty_window
+from shardlib.train.weights import place_weights
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,9 +61,9 @@ class TrainState:
     """
 
     step: jax.Array
-    params: Any
-    model_state: Any
-    opt_state: Any
+    params: PyTree
+    model_state: PyTree
+    opt_state: PyTree
     rng: jax.Array
     definition: Definition = dataclasses.field(metadata={"static": True})
     spike_window: SpikeWindow | None = None
@@ -108,12 +109,10 @@ def abstract_state(
     shapes, rng = module.shapes(), jax.random.key(0)
     refuse_no_params(module, shapes[0])
 
-    def start(params: Any, model_state: Any, rng: jax.Array) -> tuple[Any, ...]:
-        stored = (
-            dtypes.store(params, module.float32),
-            dtypes.store(model_state, module.float32, only=module.frozen),
-        )
-        return _start(optimizer, *stored, rng)
+    def start(params: PyTree, model_state: PyTree, rng: jax.Array) -> tuple[Any, ...]:
+        params = dtypes.store(params, module.float32)
+        model_state = dtypes.store(model_state, module.float32, only=module.frozen)
+        return _start(optimizer, params, model_state, rng)
 
     step, params, model_state, opt_state, rng = jax.eval_shape(start, *shapes, rng)
     places = {
@@ -146,7 +145,7 @@ def init_state(
     seed: int = 0,
     inputs: Inputs = (),
     wrt: Any = None,
-    params: Any = None,
+    params: PyTree = None,
     fresh: Sequence[str] = (),
     precision: str | Precision = "f32",
     guards: GuardsConfig | None = None,
@@ -177,10 +176,9 @@ def init_state(
         params: Weights to start from, as arrays of NumPy or JAX by path (nested or flat mappings),
             an `nnx.State`, an NNX module, or the variables of a linen module, on any devices. They
             are copied onto their shards bit for bit. They must include all parameters, also
-            untrained ones. Model state (batch statistics) must be given completely or not at all;
-            if not given, it is initialised.
-        fresh: Patterns over the paths of parameters that `params` leaves out, as in
-            `("**/lora_*",)`. These parameters are initialised.
+            untrained ones. Model state (batch statistics) is given completely or is initialised.
+        fresh: Patterns over the paths of parameters that `params` leaves out and that are
+            initialised, as in `("**/lora_*",)`.
         precision: A `Precision` or its name. Only its parameter dtype is used here.
         guards: The guards of the step. Only whether they detect spikes is used here.
         mesh: The mesh; defaults to the active one.
@@ -193,23 +191,16 @@ def init_state(
             missing, unknown, or have another shape or dtype. The message lists all of them, and
             nothing is allocated.
     """
-    abstract = abstract_state(
-        make,
-        optimizer,
-        inputs=inputs,
-        wrt=wrt,
-        precision=precision,
-        guards=guards,
-        mesh=mesh,
-        rules=rules,
-    )
+    scope: Any = {"mesh": mesh, "rules": rules}
+    options: Any = {"inputs": inputs, "wrt": wrt, "precision": precision, "guards": guards}
+    abstract = abstract_state(make, optimizer, **options, **scope)
     if params is None and isinstance(make, nnx.Module):
         params = make
     return materialize(abstract, seed=seed, params=params, fresh=fresh)
 
 
 def materialize(
-    abstract: TrainState, *, seed: int = 0, params: Any = None, fresh: Sequence[str] = ()
+    abstract: TrainState, *, seed: int = 0, params: PyTree = None, fresh: Sequence[str] = ()
 ) -> TrainState:
     """Creates the state described by an abstract state; see `init_state`."""
     definition = abstract.definition
@@ -231,10 +222,10 @@ def materialize(
     return jax.jit(init, out_shardings=placed, donate_argnums=0)(given, jax.random.key(seed))
 
 
-def _filled(tree: Any, abstract: Any, given: Mapping[str, jax.Array]) -> Any:
+def _filled(tree: PyTree, abstract: PyTree, given: Mapping[str, jax.Array]) -> PyTree:
     """Returns `tree` with given leaves replaced and all others cast to the dtypes of `abstract`."""
 
-    def leaf(path: Any, x: Any, like: Any) -> Any:
+    def leaf(path: KeyPath, x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
         name = path_string(path)
         return given[name] if name in given else jax.lax.convert_element_type(x, like.dtype)
 
@@ -242,7 +233,7 @@ def _filled(tree: Any, abstract: Any, given: Mapping[str, jax.Array]) -> Any:
 
 
 def _start(
-    optimizer: optax.GradientTransformation, params: Any, model_state: Any, rng: jax.Array
+    optimizer: optax.GradientTransformation, params: PyTree, model_state: PyTree, rng: jax.Array
 ) -> tuple[Any, ...]:
     state = (jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), rng)
     # A weakly typed leaf would change its type in the first step and force a second compilation.

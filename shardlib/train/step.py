@@ -2,50 +2,51 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
 from shardlib.functional import updated
 from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
 from shardlib.losses.aggregate import Aggregate, Mean
-from shardlib.losses.microbatch import split
 from shardlib.losses.signature import called_by_position, check_arity
 from shardlib.partitioner import Partition
 from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import use
 from shardlib.sharding.manual import axis_size
-from shardlib.sharding.partition import Placement
 from shardlib.train.batches import BatchAxes as BatchAxes
-from shardlib.train.batches import (
-    Program,
-    host_arrays,
-    input_shardings,
-    refuse_shared,
-)
 from shardlib.train.batches import batch_shardings as batch_shardings
-from shardlib.train.batches import structure as structure
-from shardlib.train.checked import ProgramCheck
+from shardlib.train.batches import host_arrays, input_shardings, microbatch_shapes
 from shardlib.train.gradients import (
     Gradients,
     Inputs,
+    LossArguments,
     LossFn,
     PartLoss,
     accumulate_gradients,
     loss_mean,
 )
-from shardlib.train.guards import SKIPPED, GuardsConfig
+from shardlib.train.guards import SKIPPED, GuardsConfig, judge, keep_unless
 from shardlib.train.offload import update_offloaded
 from shardlib.train.partitioning import Constrain, check_constrain
 from shardlib.train.pipeline.config import PipelineConfig
+from shardlib.train.pipeline.gradients import pipelined_gradients, pipelined_groups
 from shardlib.train.pipeline.schedules import SCHEDULES, schedule_faults
-from shardlib.train.pipelined import pipelined_gradients, pipelined_groups
+from shardlib.train.program import (
+    CompiledStep,
+    PlacedProgram,
+    ProgramCheck,
+    Reported,
+    refuse_donated,
+    reported_shardings,
+)
 from shardlib.train.reduce.reduction import (
     Reduction,
     ReductionConfig,
@@ -53,8 +54,6 @@ from shardlib.train.reduce.reduction import (
     plan_reduction,
     reduced_gradients,
 )
-from shardlib.train.reported import Reported, reported_shardings
-from shardlib.train.spikes import judge, keep_unless
 from shardlib.train.state import TrainState, state_shardings
 from shardlib.train.update import update
 
@@ -74,6 +73,56 @@ def make_train_step(
     allow_wrong_numbers: tuple[str, ...] = (),
 ) -> "TrainStep":
     """Returns `step(state, batch, *inputs) -> (state, metrics)`, compiled at its first call.
+
+    `TrainStep` describes the states, batches, inputs and metrics of the step, and, as attributes,
+    the options with all their values.
+
+    Args:
+        loss_fn: `loss_fn(model, batch, rng, *inputs)` or `loss_fn(model, batch)` returns the loss
+            or `(loss, aux)`.
+        microbatches: Number of parts of the batch, computed one after the other.
+        precision: Compute dtype of the model, as a `Precision` or its name.
+        schedule: Learning rate by applied update, for reporting only.
+        batch_axes: Logical axes of batch leaves by path; by default `("batch", None, ...)`.
+        pipeline: The pipeline schedule or its name, used if the mesh has `stage`.
+        reduction: Reduction of gradients over `data`. If left out, the compiler decides.
+        arranged: Whether batches are already laid out by `arrange_batch`.
+        guards: Conditions under which updates are refused. If left out, every update is applied.
+        constrain: The partitioner of the loss: `"auto"` or `"user"`.
+        allow_wrong_numbers: Codes of compiler faults, such as `"SL205"`, that do not stop the step
+            from running. A step is checked at its first call, and raises `WrongProgramError` if it
+            would compute other numbers than one device.
+
+    Raises:
+        ModelError: If an option has the wrong type, or `loss_fn` takes fewer than two arguments.
+        ConfigError: If the name of the precision is unknown.
+    """
+    return TrainStep(
+        called_by_position(loss_fn),
+        microbatches,
+        precision_named(precision),
+        schedule,
+        dict(batch_axes or {}),
+        _pipeline_config(pipeline),
+        reduction or ReductionConfig(),
+        arranged,
+        guards,
+        constrain,
+        check=ProgramCheck(tuple(allow_wrong_numbers)),
+    )
+
+
+def _pipeline_config(pipeline: PipelineConfig | str) -> PipelineConfig:
+    if isinstance(pipeline, PipelineConfig):
+        return pipeline
+    if pipeline not in SCHEDULES:
+        raise ModelError(schedule_faults(pipeline, stages=1, microbatches=1)[0])
+    return PipelineConfig(schedule=pipeline)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(eq=False)
+class TrainStep(CompiledStep):
+    """A compiled training step, `step(state, batch, *inputs) -> (state, metrics)`.
 
     The step donates the state, runs on the mesh of the state, and keeps the sharding of every leaf.
     A batch is a pytree of arrays [batch, ...]: NumPy arrays, JAX arrays with any sharding, or torch
@@ -102,126 +151,82 @@ def make_train_step(
 
     To train parts of one model with different optimizers, use one `optax.multi_transform`.
 
-    Args:
-        loss_fn: `loss_fn(model, batch, rng, *inputs)` or `loss_fn(model, batch)` returns the loss
-            or `(loss, aux)`. The loss is a scalar or a `Mean`, which stays exact if microbatches
-            have unequal weights. `aux` is a dict of metrics and may be nested. Scalars and `Mean`s
-            are averaged over the batch. `Sum`, `Max` and `Min` are reduced elementwise. The rows of
-            an `Output` are returned as one array [batch, ...], sharded on the batch.
-        microbatches: Number of parts of the batch, computed one after the other. Their gradients
-            are accumulated in float32.
-        precision: Compute dtype of the model. Parameters are cast inside the step, and floating
-            arrays where the loss passes them to the model. The batch, the outputs of the model and
-            the loss are in float32. A batch passed whole to the model may hold targets, and is not
-            cast.
-        schedule: Learning rate by applied update, for reporting only. If the optimizer has a
-            schedule, its own count of updates is used.
-        batch_axes: Logical axes of batch leaves by path. Leaves not listed have
-            `("batch", None, ...)`.
-        pipeline: The pipeline schedule or its name, used if the mesh has `stage`.
-        reduction: Reduction of gradients over `data`. If left out, the compiler decides.
-        arranged: Whether batches are already laid out by `arrange_batch`, for groups of `reduction`
-            with unequal shares. Otherwise the step lays them out, at the cost of a copy.
-        guards: Conditions under which updates are refused: a loss or gradient norm that is not
-            finite, or a spike. A refused update leaves parameters, model state and optimizer state
-            (with its learning-rate schedule, which counts updates) unchanged bit for bit. Only
-            `state.step` advances, and with it dropout and data. If left out, every update is
-            applied.
-        constrain: The partitioner of the loss. `"auto"`: the constraints of the model, if they
-            determine every sharding. Otherwise shardlib lowers the loss into one manual program, so
-            that XLA's partitioner does not take part. `"user"`: XLA's partitioner, which has been
-            measured to return wrong gradients silently (docs/xla_faults.md).
-        allow_wrong_numbers: Codes of compiler faults, such as `"SL205"`, that do not stop the step
-            from running. A step is checked at its first call, and raises `WrongProgramError` if it
-            would compute other numbers than one device.
-
-    Returns:
-        A callable with `lower(state, batch, *inputs)` for inspection. `metrics` holds float32
-        scalars on the devices: `loss`, `grad_norm` (before clipping), `learning_rate` (with a
-        schedule), `skipped` (with guards; 1 for a refused update, else 0) and the metrics of `aux`.
-        Read one of them regularly, because XLA fails on CPU devices with hundreds of steps in
-        flight.
-
-    Raises:
-        ModelError: If an option has the wrong type, or `loss_fn` takes fewer than two arguments.
-        ConfigError: If the name of the precision is unknown.
+    `metrics` holds float32 scalars on the devices: `loss`, `grad_norm` (before clipping),
+    `learning_rate` (with a schedule), `skipped` (with guards; 1 for a refused update, else 0) and
+    the metrics of `aux`. Read one of them regularly, because XLA fails on CPU devices with hundreds
+    of steps in flight.
     """
-    if not isinstance(microbatches, Integral) or microbatches < 1:
-        raise ModelError(
-            f"microbatches={microbatches!r} is not a positive whole number.\n"
-            "  Use 1 for no splitting; fit_microbatches finds the fewest that fit into memory."
-        )
-    if not isinstance(reduction, ReductionConfig | None):
-        raise ModelError(
-            f"reduction is {reduction!r}, not a ReductionConfig.\n"
-            "  Write it as ReductionConfig(dtype='bf16')."
-        )
-    if not isinstance(guards, GuardsConfig | None):
-        raise ModelError(
-            f"guards is {guards!r}, not a GuardsConfig.\n"
-            "  Write it as GuardsConfig(nonfinite='skip')."
-        )
-    check_constrain(constrain)
-    if isinstance(pipeline, str):
-        if pipeline not in SCHEDULES:
-            raise ModelError(schedule_faults(pipeline, stages=1, microbatches=1)[0])
-        pipeline = PipelineConfig(schedule=pipeline)  # type: ignore[arg-type]
-    return TrainStep(
-        called_by_position(loss_fn),
-        int(microbatches),
-        precision_named(precision),
-        schedule,
-        dict(batch_axes or {}),
-        pipeline,
-        reduction or ReductionConfig(),
-        arranged,
-        guards if guards and guards.refuses else None,
-        constrain,
-        ProgramCheck(tuple(allow_wrong_numbers)),
-    )
-
-
-@dataclasses.dataclass(eq=False)
-class TrainStep:
-    """A compiled training step; see `make_train_step`."""
 
     loss_fn: LossFn
+    """Returns the loss or `(loss, aux)`. The loss is a scalar or a `Mean`, which stays exact if
+    microbatches have unequal weights. `aux` is a dict of metrics and may be nested. Scalars and
+    `Mean`s are averaged over the batch. `Sum`, `Max` and `Min` are reduced elementwise. The rows of
+    an `Output` are returned as one array [batch, ...], sharded on the batch."""
     microbatches: int
+    """Number of parts of the batch, computed one after the other. Their gradients are accumulated
+    in float32."""
     precision: Precision
+    """Compute dtype of the model. Parameters are cast inside the step, and floating arrays where
+    the loss passes them to the model. The batch, the outputs of the model and the loss are in
+    float32. A batch passed whole to the model may hold targets, and is not cast."""
     schedule: Callable[[jax.Array], Any] | None
+    """Learning rate by applied update, for reporting only. If the optimizer has a schedule, its own
+    count of updates is used."""
     batch_axes: BatchAxes
+    """Logical axes of batch leaves by path. Leaves not listed have `("batch", None, ...)`."""
     pipeline: PipelineConfig
+    """The pipeline schedule, used if the mesh has `stage`."""
     reduction: ReductionConfig
+    """Reduction of gradients over `data`. With the defaults, the compiler decides."""
     arranged: bool = False
+    """Whether batches are already laid out by `arrange_batch`, for groups of `reduction` with
+    unequal shares. Otherwise the step lays them out, at the cost of a copy."""
     guards: GuardsConfig | None = None
+    """Conditions under which updates are refused: a loss or gradient norm that is not finite, or a
+    spike. A refused update leaves parameters, model state and optimizer state (with its
+    learning-rate schedule, which counts updates) unchanged bit for bit. Only `state.step` advances,
+    and with it dropout and data. None applies every update."""
     constrain: Constrain = "auto"
-    check: ProgramCheck = dataclasses.field(default_factory=ProgramCheck)
+    """The partitioner of the loss. `"auto"`: the constraints of the model, if they determine every
+    sharding. Otherwise shardlib lowers the loss into one manual program, so that XLA's partitioner
+    does not take part. `"user"`: XLA's partitioner, which has been measured to return wrong
+    gradients silently (docs/xla_faults.md)."""
     on_partition: Callable[[Partition], None] = lambda partition: None
     """Called whenever the step is traced, with the partitioner of the loss and the reason."""
-    _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.microbatches, Integral) or self.microbatches < 1:
+            raise ModelError(
+                f"microbatches={self.microbatches!r} is not a positive whole number.\n"
+                "  Use 1 for no splitting; fit_microbatches finds the fewest that fit into memory."
+            )
+        self.microbatches = int(self.microbatches)
+        if not isinstance(self.reduction, ReductionConfig):
+            raise ModelError(
+                f"reduction is {self.reduction!r}, not a ReductionConfig.\n"
+                "  Write it as ReductionConfig(dtype='bf16')."
+            )
+        if not isinstance(self.guards, GuardsConfig | None):
+            raise ModelError(
+                f"guards is {self.guards!r}, not a GuardsConfig.\n"
+                "  Write it as GuardsConfig(nonfinite='skip')."
+            )
+        if self.guards and not self.guards.refuses:
+            self.guards = None
+        check_constrain(self.constrain)
 
     def __call__(
-        self, state: TrainState, batch: Any, *inputs: Any
+        self, state: TrainState, batch: PyTree, *inputs: PyTree
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         if not isinstance(state, TrainState):
             raise ModelError(
                 f"the state of a step is a {type(state).__name__}, not a TrainState.\n"
                 "  Call step(state, batch) with the state from init_state or from the step before."
             )
-        refuse_donated(state)
-        if inputs:
-            refuse_shared(state, inputs)
-        batch = self.arrange(state, batch)
-        program = self._program(state, batch, inputs)
-        self.check(program, (state, batch, *inputs), state.definition.scope.mesh)
-        return program(state, batch, *inputs)
+        refuse_donated(state, inputs)
+        return self._run(state, batch, inputs)
 
-    def lower(self, state: TrainState, batch: Any, *inputs: Any) -> jax.stages.Lowered:
-        """Lowers the step for arguments that may be abstract."""
-        batch = self.arrange(state, batch)
-        return self.program(state, batch, *inputs).lower(state, batch, *inputs)
-
-    def arrange(self, state: TrainState, batch: Any) -> Any:
+    def arrange(self, state: TrainState, batch: PyTree) -> PyTree:
         """Returns the batch with its rows laid out for groups of unequal speed."""
         config = self.reduction
         if self.arranged or not (config.group_microbatches or config.group_seconds):
@@ -233,25 +238,7 @@ class TrainStep:
             return jax.eval_shape(reduction.arrange, batch)
         return reduction.arrange(batch)
 
-    def program(self, state: TrainState, batch: Any, *inputs: Any) -> Any:
-        """Returns the jitted step for states, batches and inputs of this structure. It takes the
-        rows of a batch as they are, without `arrange`.
-
-        Raises:
-            DataError: If a leaf of the batch is not an array [batch, ...].
-            RuleError: If the mesh does not divide the batch or a microbatch.
-            ModelError: If the state was made with another precision or other guards, or holds
-                parameters that cannot be trained.
-        """
-        return self._program(state, batch, inputs).jitted
-
-    def _program(self, state: TrainState, batch: Any, inputs: Inputs) -> Program:
-        key = structure(state, batch, inputs)
-        if key not in self._programs:
-            self._programs[key] = self._jit(state, host_arrays(batch), inputs)
-        return self._programs[key]
-
-    def _jit(self, state: TrainState, batch: Any, inputs: Inputs) -> Program:
+    def _compile(self, state: TrainState, batch: PyTree, inputs: Inputs) -> PlacedProgram:
         scope = state.definition.scope
         placed = state_shardings(state)
         _check_trainable(state)
@@ -261,16 +248,14 @@ class TrainStep:
         given = batch_shardings(batch, scope, self.batch_axes), *input_shardings(inputs, scope)
         # The devices must divide a microbatch too. This raises before any tracing.
         reduction = self._reduction(state)
-        microbatches = reduction.microbatches if reduction else self.microbatches
-        parts = jax.eval_shape(lambda whole: split(whole, microbatches), batch)
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
-        batch_shardings(one, scope, self.batch_axes)
+        parts = reduction.microbatches if reduction else self.microbatches
+        batch_shardings(microbatch_shapes(batch, parts), scope, self.batch_axes)
 
         def train_step(
-            state: TrainState, batch: Any, *inputs: Any
-        ) -> tuple[TrainState, dict[str, jax.Array]]:
-            new_state, found = self.apply(state, batch, inputs, given[1:])
-            return new_state, Reported.of(found, divided=True)
+            state: TrainState, batch: PyTree, *inputs: PyTree
+        ) -> tuple[TrainState, Reported]:
+            new_state, metrics = self.apply(state, batch, inputs, given[1:])
+            return new_state, Reported.of(metrics, divided=True)
 
         jitted = jax.jit(
             train_step,
@@ -278,10 +263,10 @@ class TrainStep:
             in_shardings=(placed, *given),
             out_shardings=(placed, reported_shardings(given[0], scope)),
         )
-        return Program(jitted, given)
+        return PlacedProgram(jitted, given)
 
     def apply(
-        self, state: TrainState, batch: Any, inputs: Inputs = (), inputs_at: Any = ()
+        self, state: TrainState, batch: PyTree, inputs: Inputs = (), inputs_at: PyTree = ()
     ) -> tuple[TrainState, dict[str, Aggregate]]:
         """Computes the step, for tracing inside a compiled program. The metrics are undivided.
         `inputs_at` are the shardings of the inputs."""
@@ -290,24 +275,24 @@ class TrainStep:
             self._gradients, state, batch=batch, inputs=inputs, inputs_at=inputs_at
         )
         with use(definition.scope.mesh, definition.scope.rules):
-            found = gradients(state.params)
-            sums, model_state = found.sums, found.model_state
-            grads, loss = _divided(found)
+            result = gradients(state.params)
+            grads, loss = _divided(result)
             grad_norm = optax.tree.norm(grads)
+            model_state = result.model_state
             good, window = None, state.spike_window
             if self.guards is not None:
                 good, window = judge(self.guards, window, loss, grad_norm)
                 model_state = keep_unless(good, model_state, state.model_state)
 
-            def evaluate(params: Any) -> tuple[jax.Array, Any]:
-                at_params = _divided(gradients(params))
-                return at_params[1], at_params[0]
+            def evaluate(params: PyTree) -> tuple[jax.Array, PyTree]:
+                grads, loss = _divided(gradients(params))
+                return loss, grads
 
             params, opt_state = update_offloaded(
                 lambda old: update(old, grads, loss, evaluate, good), state
             )
         one = jnp.float32(1.0)
-        metrics = {**sums, "grad_norm": Mean(grad_norm, one)}
+        metrics = {**result.sums, "grad_norm": Mean(grad_norm, one)}
         if self.schedule is not None:
             rate = jnp.asarray(self.schedule(_updates_before(state)), jnp.float32)
             metrics["learning_rate"] = Mean(rate, one)
@@ -328,7 +313,7 @@ class TrainStep:
             model_state=updated(definition.module, state.model_state),
         )
 
-    def partition(self, state: TrainState, batch: Any, *inputs: Any) -> Partition:
+    def partition(self, state: TrainState, batch: PyTree, *inputs: PyTree) -> Partition:
         """Returns the partitioner of the loss (`by`) and the reason (`why`).
 
         Args:
@@ -336,61 +321,49 @@ class TrainStep:
         """
         batch = self.arrange(state, batch)
         inputs_at = input_shardings(inputs, state.definition.scope)
-        found: list[Partition] = []
-        step = dataclasses.replace(self, on_partition=found.append)
-
-        def traced(state: TrainState, batch: Any, *inputs: Any) -> Any:
-            return step.apply(state, batch, inputs, inputs_at)
-
-        jax.eval_shape(traced, state, host_arrays(batch), *inputs)
-        return found[-1]
-
-    def _loss(
-        self, state: TrainState, inputs_at: Any, sums_at: Mapping[str, Placement] | None = None
-    ) -> PartLoss:
-        rest = sums_at, self.batch_axes, self.constrain, inputs_at, self.on_partition
-        return PartLoss(state.definition, self.loss_fn, self.precision, *rest)
+        partitions: list[Partition] = []
+        step = dataclasses.replace(self, on_partition=partitions.append)
+        apply = functools.partial(step.apply, inputs_at=inputs_at)
+        jax.eval_shape(apply, state, host_arrays(batch), inputs)
+        return partitions[-1]
 
     def _gradients(
-        self, state: TrainState, params: Any, batch: Any, inputs: Inputs, inputs_at: Any
+        self, state: TrainState, params: PyTree, batch: PyTree, inputs: Inputs, inputs_at: PyTree
     ) -> Gradients:
         """Returns the gradients of a batch at `params`, which may differ from `state.params`."""
         definition = state.definition
-        key = jax.random.fold_in(state.rng, state.step)
         reduction = self._reduction(state)
         microbatches = reduction.inner_microbatches if reduction else self.microbatches
-        # Gradients that are summed only once go straight to the placement of the update.
-        is_one = reduction is None and microbatches == 1
-        sums_at = definition.updates if is_one else definition.gradients
-        loss = self._loss(state, inputs_at, sums_at)
-        arguments = (loss, params, state.model_state, batch, key, inputs)
+        loss = PartLoss(
+            definition,
+            self.loss_fn,
+            self.precision,
+            # Gradients that are summed only once go straight to the placement of the update.
+            definition.updates if reduction is None and microbatches == 1 else None,
+            batch_axes=self.batch_axes,
+            constrain=self.constrain,
+            inputs_at=inputs_at,
+            on_partition=self.on_partition,
+        )
+        key = jax.random.fold_in(state.rng, state.step)
+        arguments = LossArguments(params, state.model_state, batch, key, inputs)
         if axis_size("stage") > 1:
             pipelined: Any = {"microbatches": microbatches, "config": self.pipeline}
-            if reduction is None:
-                return pipelined_gradients(*arguments, **pipelined)
-            groups = functools.partial(pipelined_groups, **pipelined, axis=reduction.hops.axis)
+            engine = functools.partial(pipelined_gradients, **pipelined)
+            groups = functools.partial(pipelined_groups, **pipelined)
         else:
             engine = functools.partial(accumulate_gradients, microbatches=microbatches)
-            if reduction is None:
-                return engine(*arguments)
-            groups = functools.partial(groups_apart, engine, reduction=reduction)
-        return reduced_gradients(groups, *arguments, reduction=reduction)
+            groups = functools.partial(groups_apart, engine)
+        if reduction is None:
+            return engine(loss, arguments)
+        return reduced_gradients(groups, loss, arguments, reduction)
 
 
-def _divided(found: Gradients) -> tuple[Any, jax.Array]:
+def _divided(summed: Gradients) -> tuple[PyTree, jax.Array]:
     """Returns the gradients of the mean loss, and the mean loss."""
-    loss = loss_mean(found.sums)
+    loss = loss_mean(summed.sums)
     scale = jnp.where(loss.weight == 0, 1.0, loss.weight)
-    return jax.tree.map(lambda g: g / scale, found.grads), loss.value
-
-
-def refuse_donated(state: Any) -> None:
-    """Raises `ModelError` for a state that was already donated, on which XLA would crash."""
-    if isinstance(state.step, jax.Array) and state.step.is_deleted():
-        raise ModelError(
-            "this state was already passed to a step, which donated its memory.\n"
-            "  Continue with the state that the step returned: state, metrics = step(state, batch)."
-        )
+    return jax.tree.map(lambda g: g / scale, summed.grads), loss.value
 
 
 def _check_trainable(state: TrainState) -> None:
@@ -412,10 +385,10 @@ def _check_precision(policy: Precision, state: TrainState) -> None:
     stored = jax.eval_shape(lambda params: policy.store(params, kept), state.params)
     dtypes = [x.dtype for x in jax.tree.leaves(state.params)]
     if dtypes != [x.dtype for x in jax.tree.leaves(stored)]:
-        found = ", ".join(sorted(set(map(str, dtypes))))
+        held = ", ".join(sorted(set(map(str, dtypes))))
         raise ModelError(
             f"the step's precision stores parameters in {jnp.dtype(policy.params)}, but the state "
-            f"has {found}.\n  Give init_state and make_train_step the same precision."
+            f"has {held}.\n  Give init_state and make_train_step the same precision."
         )
 
 
@@ -436,9 +409,7 @@ def check_window(guards: GuardsConfig | None, state: TrainState) -> None:
 def _updates_before(state: TrainState) -> jax.Array:
     """Returns the number of updates that the schedule of the optimizer counts, which leaves out
     refused ones; without a schedule, the number of steps."""
-
-    def counts(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByScheduleState)
-
-    nodes = jax.tree.leaves(state.opt_state, is_leaf=counts)
-    return next((node.count for node in nodes if counts(node)), state.step)
+    kind = optax.ScaleByScheduleState
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=lambda node: isinstance(node, kind))
+    counts: list[Any] = [node.count for node in nodes if isinstance(node, kind)]
+    return counts[0] if counts else state.step

@@ -1,4 +1,12 @@
-"""The optimizer update inside a step, with the keyword arguments that the optimizer takes."""
+"""The optimizer update inside a step, with the keyword arguments that the optimizer takes.
+
+An update can be refused without using more memory. Selecting between new and old moments after the
+update takes extra memory: the update of the parameters reads the new moments too, so a compiler
+that writes the selected moments over the old ones has to keep both. Here each leaf of the optimizer
+state is selected where it is computed, and later operations read the selected value. If the update
+is applied, the selected value is the new one. If it is refused, the results of the later operations
+are discarded.
+"""
 
 import functools
 import inspect
@@ -6,21 +14,23 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.extend.core import ClosedJaxpr, Literal, Var
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
 from shardlib.sharding.partition import pin
-from shardlib.train.gated import gated_update
-from shardlib.train.spikes import keep_unless
+from shardlib.train.guards import keep_unless
 from shardlib.train.state import TrainState
 
-Evaluate = Callable[[Any], tuple[jax.Array, Any]]
+Evaluate = Callable[[PyTree], tuple[jax.Array, PyTree]]
 """`evaluate(params) -> (loss, gradients)` on the batch of the step."""
 
 
 def update(
-    state: TrainState, grads: Any, loss: jax.Array, evaluate: Evaluate, good: jax.Array | None
-) -> tuple[Any, Any]:
+    state: TrainState, grads: PyTree, loss: jax.Array, evaluate: Evaluate, good: jax.Array | None
+) -> tuple[PyTree, PyTree]:
     """Returns the parameters and optimizer state after an update, with unchanged dtypes.
 
     `grads` and the arithmetic of the update are in float32, whatever the dtype of the parameters.
@@ -59,10 +69,10 @@ def _optimize(
     optimizer: optax.GradientTransformation,
     loss: jax.Array,
     evaluate: Evaluate,
-    grads: Any,
-    opt_state: Any,
-    params: Any,
-) -> tuple[Any, Any]:
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+) -> tuple[PyTree, PyTree]:
     """Returns the updates and the optimizer state, with its dtypes unchanged."""
     arguments = _arguments(optimizer, loss, evaluate, grads)
     # optax mixes dtypes freely, whatever promotion rules the user's code sets.
@@ -77,7 +87,7 @@ def _optimize(
 
 
 def _arguments(
-    optimizer: optax.GradientTransformation, loss: jax.Array, evaluate: Evaluate, grads: Any
+    optimizer: optax.GradientTransformation, loss: jax.Array, evaluate: Evaluate, grads: PyTree
 ) -> dict[str, Any]:
     """Returns the keyword arguments that an optimizer takes. An optimizer that takes any, such as a
     chain, gets the arguments of line searches and plateau schedules."""
@@ -94,26 +104,28 @@ def _arguments(
     return {name: x for name, x in offered.items() if name in names}
 
 
-def _value_fn(evaluate: Evaluate) -> Callable[[Any], jax.Array]:
+def _value_fn(evaluate: Evaluate) -> Callable[[PyTree], jax.Array]:
     """Returns the loss as a function whose gradient is the gradient of the step, which handles
     microbatches, groups and stages."""
 
     @jax.custom_vjp
-    def value(params: Any) -> jax.Array:
+    def value(params: PyTree) -> jax.Array:
         return evaluate(params)[0]
 
-    def forward(params: Any) -> tuple[jax.Array, Any]:
+    def forward(params: PyTree) -> tuple[jax.Array, PyTree]:
         loss, grads = evaluate(params)
         return loss, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
-    def backward(grads: Any, cotangent: jax.Array) -> tuple[Any]:
+    def backward(grads: PyTree, cotangent: jax.Array) -> tuple[PyTree]:
         return (jax.tree.map(lambda g: g * cotangent.astype(g.dtype), grads),)
 
     value.defvjp(forward, backward)
     return value
 
 
-def _refusal(optimizer: Any, arguments: Any, error: TypeError) -> str:
+def _refusal(
+    optimizer: optax.GradientTransformation, arguments: dict[str, Any], error: TypeError
+) -> str:
     name = getattr(optimizer.update, "__qualname__", type(optimizer).__name__)
     return (
         f"the optimizer ({name.partition('.')[0]}) cannot be given {', '.join(arguments)}, or "
@@ -121,3 +133,67 @@ def _refusal(optimizer: Any, arguments: Any, error: TypeError) -> str:
         "  Put the transformation that evaluates the loss outermost, as in "
         "optax.contrib.sam(optimizer=chain), or wrap it so that its update takes **extra."
     )
+
+
+def gated_update(
+    update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]],
+    good: jax.Array,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """Returns `(updates, opt_state)` of `update(grads, opt_state, params)`, gated by `good`.
+
+    Args:
+        update: Returns an optimizer state with the structure, shapes and dtypes of its input.
+        good: Whether to take the new state (bool scalar). If false, the result is the old state bit
+            for bit, and the updates are meaningless.
+        grads, opt_state, params: Arguments of `update`.
+    """
+    arguments = grads, opt_state, params
+    closed, shape = jax.make_jaxpr(update, return_shape=True)(*arguments)
+    old = jax.tree.leaves(opt_state)
+    computed = {var for equation in closed.jaxpr.eqns for var in equation.outvars}
+    of_state = closed.jaxpr.outvars[-len(old) :] if old else []
+    old_of = {
+        var: value
+        for var, value in zip(of_state, old, strict=True)
+        if not isinstance(var, Literal) and var in computed and of_state.count(var) == 1
+    }
+
+    def choose(var: Var, value: jax.Array) -> jax.Array:
+        return jnp.where(good, value, old_of[var]) if var in old_of else value
+
+    values = _evaluate(closed, jax.tree.leaves(arguments), choose)
+    updates, state = jax.tree.unflatten(jax.tree.structure(shape), values)
+    # Leaves that share a value, are passed through, or are constants are selected here.
+    chosen = [
+        new if not isinstance(var, Literal) and var in old_of else jnp.where(good, new, kept)
+        for var, new, kept in zip(of_state, jax.tree.leaves(state), old, strict=True)
+    ]
+    return updates, jax.tree.unflatten(jax.tree.structure(opt_state), chosen)
+
+
+def _evaluate(
+    closed: ClosedJaxpr,
+    arguments: list[jax.Array],
+    choose: Callable[[Var, jax.Array], jax.Array],
+) -> list[Any]:
+    """Retraces a program, replacing each value by `choose(variable, value)`."""
+    jaxpr = closed.jaxpr
+    values: dict[Var, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values |= zip(jaxpr.invars, arguments, strict=True)
+
+    def read(atom: Var | Literal) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        options = equation.primitive.get_bind_params(equation.params)
+        # Restores the context of the equation, such as a compute placement.
+        with equation.ctx.manager:
+            results = equation.primitive.bind(*map(read, equation.invars), **options)
+        if not equation.primitive.multiple_results:
+            results = [results]
+        for var, value in zip(equation.outvars, results, strict=True):
+            values[var] = choose(var, value)
+    return [read(atom) for atom in jaxpr.outvars]

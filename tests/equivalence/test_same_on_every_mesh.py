@@ -1,18 +1,12 @@
 """Losses, gradients, parameters, optimizer and model state on every mesh are one device's."""
 
-import dataclasses
 import itertools
 import math
-import re
 
-import jax.numpy as jnp
 import pytest
 from cases import CASES, WAYS
-from problems import PROBLEMS
 
-import shardlib as sl
 from shardlib.mesh import STANDARD_AXES
-from shardlib.registry import family
 
 # One case of each axis and one of several, of those that are quickly compiled; `mesh` has the rest.
 QUICK = {
@@ -65,24 +59,3 @@ def test_the_cases_cover_every_axis_and_every_pair():
 def test_the_cases_cover_every_word():
     assert {word for case in CASES for word in case.words.split(", ") if word} == {*WAYS}
     assert len({*map(str, CASES)}) == len(CASES)
-
-
-def test_the_cases_cover_every_way_to_share_a_row():
-    def shared(case):
-        problem = PROBLEMS[case.model]
-        config = dataclasses.replace(problem.config, **dict((*case.changes, *case.how)))
-        with sl.use(sl.make_mesh(case.mesh), case.rules):
-            text = family(config.name).choices(config, problem.data, dtype=jnp.float32)["context"]
-        return case.model, *re.fullmatch(r"(\w+): .*; (zigzag|contiguous) order: .*", text).groups()
-
-    ways = {shared(case) for case in CASES if case.axes.get("context", 1) > 1}
-    assert ways == {
-        ("transformer", "ring", "contiguous"),
-        ("transformer", "ring", "zigzag"),
-        ("transformer", "gather", "contiguous"),
-        ("transformer", "gather", "zigzag"),
-        ("transformer", "ulysses", "contiguous"),
-        ("moe", "ring", "zigzag"),
-        # The places of experts go by the order of the row.
-        ("moe", "ring", "contiguous"),
-    }

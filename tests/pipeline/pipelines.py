@@ -1,6 +1,7 @@
 """A small model with what pipelines have to get right, and its gradients on any mesh."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -16,8 +17,8 @@ from shardlib.losses import Mean
 from shardlib.mesh import MeshConfig
 from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib.sharding.constrain import constrain
-from shardlib.train.gradients import PartLoss, accumulate_gradients
-from shardlib.train.pipelined import pipelined_gradients, pipelined_sums
+from shardlib.train.gradients import LossArguments, PartLoss, accumulate_gradients
+from shardlib.train.pipeline.gradients import pipelined_gradients, pipelined_sums
 
 WIDTH, HIDDEN, VOCAB, BATCH = 4, 8, 16, 64
 
@@ -103,36 +104,32 @@ class Job:
     def gradients(self, config, microbatches):
         """The jitted gradients: of the pipeline, or with config None of the plain engine."""
 
-        def run(params, model_state, batch, key):
-            with sl.use(self.mesh, sl.rules.STANDARD):
-                engine = accumulate_gradients if config is None else pipelined_gradients
-                options = {} if config is None else {"config": config}
-                return engine(
-                    self.loss, params, model_state, batch, key, microbatches=microbatches, **options
-                )
-
-        return jax.jit(run)
+        engine = functools.partial(accumulate_gradients, microbatches=microbatches)
+        if config is not None:
+            engine = functools.partial(
+                pipelined_gradients, microbatches=microbatches, config=config
+            )
+        return self._jit(engine)
 
     def sums(self, microbatches, config=None):
         """The jitted sums of the pipeline, without gradients."""
 
-        def run(params, model_state, batch, key):
+        return self._jit(
+            functools.partial(pipelined_sums, microbatches=microbatches, config=config)
+        )
+
+    def _jit(self, compute):
+        def run(*arguments):
             with sl.use(self.mesh, sl.rules.STANDARD):
-                return pipelined_sums(
-                    self.loss,
-                    params,
-                    model_state,
-                    batch,
-                    key,
-                    microbatches=microbatches,
-                    config=config,
-                )
+                return compute(self.loss, LossArguments(*arguments))
 
         return jax.jit(run)
 
     @property
     def arguments(self):
-        return self.state.params, self.state.model_state, self.batch, jax.random.key(1)
+        return LossArguments(
+            self.state.params, self.state.model_state, self.batch, jax.random.key(1)
+        )
 
 
 def make_job(mesh, *, num_layers=8, make=None, loss=loss, batch=None, dtypes="f32"):

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pipelines import Model, loss, make_batch, make_job, nll
+from pipelines import Model, loss, make_job, nll
 
 import shardlib as sl
 from shardlib.nn.stack import scan_layers
 from shardlib.paths import named_leaves
 from shardlib.sharding.manual import NESTS_IN_MESH_ORDER_ONLY, manual
-from shardlib.train.gradients import accumulate_gradients
+from shardlib.train.gradients import LossArguments, accumulate_gradients
 from shardlib.train.pipeline import PipelineConfig, bubble_fraction
-from shardlib.train.pipelined import pipelined_gradients, pipelined_groups
+from shardlib.train.pipeline.gradients import pipelined_gradients, pipelined_groups
 from shardlib.train.reduce.reduction import ReductionConfig, plan_reduction, reduced_gradients
 
 MICROBATCHES = 8
@@ -40,20 +40,6 @@ def expected():
     return jax.device_get(job.gradients(None, MICROBATCHES)(*job.arguments))
 
 
-@functools.cache
-def job_on(mesh):
-    return make_job(mesh)
-
-
-@functools.cache
-def found(case):
-    mesh, config = CASES[case]
-    job = job_on(mesh)
-    result = job.gradients(config, MICROBATCHES)(*job.arguments)
-    placed = {path: x.sharding for path, x in named_leaves(result.grads).items()}
-    return jax.device_get(result), placed
-
-
 def assert_close(tree, wanted):
     tree, wanted = named_leaves(tree), named_leaves(wanted)
     assert tree.keys() == wanted.keys()
@@ -62,43 +48,28 @@ def assert_close(tree, wanted):
         np.testing.assert_allclose(tree[path], value, rtol=0, atol=RELATIVE * scale, err_msg=path)
 
 
-@pytest.mark.mesh
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_of_every_leaf(case):
-    result, _ = found(case)
+def test_a_schedule_computes_what_one_device_does(case):
+    """Gradients of every leaf, placed as the parameters; sums, model state, and the bubble."""
+    mesh, config = CASES[case]
+    job = make_job(mesh)
+    result = job.gradients(config, MICROBATCHES)(*job.arguments)
+    for path, grad in named_leaves(result.grads).items():
+        leaf = named_leaves(job.state.params)[path]
+        assert grad.sharding.is_equivalent_to(leaf.sharding, leaf.ndim), path
+    result = jax.device_get(result)
     assert_close(result.grads, expected().grads)
     read = {path for path, x in named_leaves(result.grads).items() if np.any(x)}
     assert read == set(named_leaves(result.grads)) - {"spare"}
-
-
-@pytest.mark.rest("mesh")
-@pytest.mark.parametrize("case", CASES)
-def test_sums_and_model_state(case):
-    result, _ = found(case)
     sums = dict(result.sums)
-    sums.pop("pipeline_bubble")
+    bubble, stages = sums.pop("pipeline_bubble"), job.mesh.shape["stage"]
     assert_close(sums, expected().sums)
     assert float(sums["depth"].value) == 8
     jax.tree.map(np.testing.assert_array_equal, result.model_state, expected().model_state)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_counted_bubble_is_the_theory_s(case):
-    mesh, config = CASES[case]
-    bubble = found(case)[0].sums["pipeline_bubble"]
-    stages = job_on(mesh).mesh.shape["stage"]
     theory = bubble_fraction(stages=stages, microbatches=MICROBATCHES, chunks=config.chunks)
     assert bubble.total == stages * (stages - 1) * 2
     assert float(bubble.value) == pytest.approx(theory, rel=1e-6)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_lie_where_their_parameters_do(case):
-    mesh, _ = CASES[case]
-    job = job_on(mesh)
-    for path, sharding in found(case)[1].items():
-        leaf = named_leaves(job.state.params)[path]
-        assert sharding.is_equivalent_to(leaf.sharding, leaf.ndim), path
 
 
 def test_dropout_is_on():
@@ -114,7 +85,7 @@ def test_dropout_is_on():
     ("stage=2,data=4", PipelineConfig(schedule="interleaved", skip_idle=True)),
 ])  # fmt: skip
 def test_sums_without_gradients(mesh, config):
-    job = job_on(mesh)
+    job = make_job(mesh)
     sums = jax.device_get(job.sums(MICROBATCHES, config)(*job.arguments))
     assert_close(sums, expected().sums)
 
@@ -131,26 +102,21 @@ def test_groups_with_stages_of_their_own(schedule):
         config, scope.mesh, microbatches=4, params=job.state.definition.params
     )
     groups = functools.partial(
-        pipelined_groups, microbatches=4, axis="data", config=PipelineConfig(schedule=schedule)
+        pipelined_groups, microbatches=4, config=PipelineConfig(schedule=schedule)
     )
 
-    def run(params, model_state, batch, key):
+    def run(arguments):
         with sl.use(scope.mesh, scope.rules):
-            arguments = job.loss, params, model_state, batch, key
-            return reduced_gradients(groups, *arguments, reduction=reduction)
+            return reduced_gradients(groups, job.loss, arguments, reduction)
 
-    result = jax.device_get(jax.jit(run)(*job.arguments))
+    result = jax.device_get(jax.jit(run)(job.arguments))
     alone = make_job("data=1", num_layers=4)
-    params, model_state, batch, key = alone.arguments
     wanted = []
     for first, rows in ((0, slice(0, 32)), (4, slice(32, 64))):
-        part = {name: x[rows] for name, x in batch.items()}
+        part = {name: x[rows] for name, x in alone.batch.items()}
+        arguments = alone.arguments._replace(batch=part)
         with sl.use(alone.mesh, sl.rules.STANDARD):
-            wanted.append(
-                accumulate_gradients(
-                    alone.loss, params, model_state, part, key, microbatches=4, first_index=first
-                )
-            )
+            wanted.append(accumulate_gradients(alone.loss, arguments, first, microbatches=4))
     sums = dict(result.sums)
     bubble = sums.pop("pipeline_bubble")
     assert_close(result.grads, jax.tree.map(np.add, *(jax.device_get(x.grads) for x in wanted)))
@@ -171,9 +137,8 @@ def test_inside_of_another_region():
     spec = jax.sharding.PartitionSpec
 
     def group(params, batch, key):
-        found = pipelined_gradients(
-            job.loss, params, job.state.model_state, batch, key, microbatches=2
-        )
+        arguments = LossArguments(params, job.state.model_state, batch, key)
+        found = pipelined_gradients(job.loss, arguments, microbatches=2)
         return jax.lax.psum(found.grads, "data")
 
     def run(params, batch, key):
@@ -184,8 +149,7 @@ def test_inside_of_another_region():
 
     twice = jax.tree.map(lambda x: np.concatenate([x, x]), half)
     grads = jax.jit(run)(job.state.params, twice, jax.random.key(1))
-    params, model_state, _, key = alone.arguments
-    once = alone.gradients(None, 2)(params, model_state, half, key)
+    once = alone.gradients(None, 2)(*alone.arguments._replace(batch=half))
     assert_close(jax.device_get(grads), jax.tree.map(lambda g: 2 * np.asarray(g), once.grads))
 
 
@@ -209,12 +173,6 @@ def test_bfloat16_travels_between_stages():
     program = job.gradients(PipelineConfig(), 2).lower(*job.arguments)
     sent = [line for line in program.as_text().splitlines() if "collective_permute" in line]
     assert sum("bf16>" in line for line in sent) == 2, "activations and their gradients"
-
-
-def test_a_number_of_microbatches_that_does_not_divide():
-    job = make_job("stage=2,data=4", num_layers=2, batch=make_batch(12))
-    with pytest.raises(sl.errors.ModelError, match=r"whose first dim 8 microbatches do not divide"):
-        job.gradients(PipelineConfig(), 8).lower(*job.arguments)
 
 
 @pytest.mark.mesh

@@ -22,10 +22,6 @@ def refusal(job, config=None, microbatches=4):
     return str(raised.value)
 
 
-def with_loss(loss, **options):
-    return make_job("stage=2", num_layers=2, loss=loss, **options)
-
-
 def run_layers(model, batch, call, layers=None, per_layer=None):
     x = model.embed(batch["tokens"])
     shift = jnp.zeros(len(batch["tokens"]))
@@ -34,45 +30,78 @@ def run_layers(model, batch, call, layers=None, per_layer=None):
     )
 
 
-def test_a_model_without_stacked_layers():
-    def flat(model, batch, rng):
-        return nll(model, model.embed(batch["tokens"]), batch)
+def flat(model, batch, rng):
+    return nll(model, model.embed(batch["tokens"]), batch)
 
-    assert refusal(with_loss(flat)) == (
+
+def twice(model, batch, rng):
+    x, _ = run_layers(model, batch, lambda x, _: (x, None))
+    shift = jnp.zeros(len(batch["tokens"]))
+    x, _ = scan_layers(lambda layer, x, _: (layer(x, shift), None), model.layers, x)
+    return nll(model, x, batch)
+
+
+def inputs_and_outputs(model, batch, rng):
+    scale = jnp.ones((2, WIDTH))
+    x, _ = run_layers(
+        model, batch, lambda x, scale: (x * scale[None], (jnp.sum(x), x)), per_layer=scale
+    )
+    return nll(model, x, batch)
+
+
+def decayed(model, batch, rng):
+    mean, _ = loss(model, batch, rng)
+    return mean._replace(total=mean.total + jnp.sum(model.layers.up[...] ** 2))
+
+
+def keyed(model, batch, rng):
+    shift = jnp.zeros(len(batch["tokens"]))
+    carry = (model.embed(batch["tokens"]), rng)
+    (x, _), _ = scan_layers(
+        lambda layer, c, _: ((layer(c[0], shift), jax.random.fold_in(c[1], 1)), None),
+        model.layers,
+        carry,
+    )
+    return nll(model, x, batch)
+
+
+LOSSES = [
+    (
+        flat,
         "the model has no stacked layers to cut into stages: its loss never calls scan_layers.\n"
         "  Make its layers with stack_layers and run them with scan_layers, or use a mesh without "
-        "stage."
-    )
-
-
-def test_two_loops_over_layers():
-    def twice(model, batch, rng):
-        x, _ = run_layers(model, batch, lambda x, _: (x, None))
-        shift = jnp.zeros(len(batch["tokens"]))
-        x, _ = scan_layers(lambda layer, x, _: (layer(x, shift), None), model.layers, x)
-        return nll(model, x, batch)
-
-    assert refusal(with_loss(twice)) == (
+        "stage.",
+    ),
+    (
+        twice,
         "the loss calls scan_layers more than once, so it cannot be cut into stages.\n"
-        "  Make one stack of all layers, or use a mesh without stage."
-    )
-
-
-def test_inputs_and_outputs_of_layers_are_named_together():
-    def both(model, batch, rng):
-        scale = jnp.ones((2, WIDTH))
-        x, _ = run_layers(
-            model, batch, lambda x, scale: (x * scale[None], (jnp.sum(x), x)), per_layer=scale
-        )
-        return nll(model, x, batch)
-
-    assert refusal(with_loss(both)) == (
+        "  Make one stack of all layers, or use a mesh without stage.",
+    ),
+    (
+        inputs_and_outputs,
         "the layers have separate inputs (per_layer), which stages do not distribute.\n"
         "  Keep per-layer values in variables of the layers.\n"
         "each layer returns outputs in addition to the carry (float32[], float32[16, 4]), which "
         "stages do not collect.\n"
-        "  Let `call` return the carry and None, and sum up metrics in the carry."
-    )
+        "  Let `call` return the carry and None, and sum up metrics in the carry.",
+    ),
+    (
+        decayed,
+        "the loss reads variables of the stacked layers outside of scan_layers, but each stage "
+        "holds only its own layers: layers/up.\n"
+        "  Read them only inside the layers, or use a mesh without stage.",
+    ),
+    (
+        keyed,
+        "the carry of the layers holds key<fry>, which stages cannot send.\n"
+        "  Let layers draw from streams of their own (nnx.Rngs).",
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "text"), LOSSES, ids=[loss.__name__ for loss, _ in LOSSES])
+def test_losses_that_cannot_be_cut(loss, text):
+    assert refusal(make_job("stage=2", num_layers=2, loss=loss)) == text
 
 
 class Normed(Layer):
@@ -87,60 +116,38 @@ class Normed(Layer):
         return super().__call__(x - self.mean[...][None], shift)
 
 
-def test_layers_with_running_statistics():
-    job = make_job("stage=2", make=lambda rngs: Model(2, rngs, Normed))
-    assert refusal(job) == (
-        "the layers update variables when they are called: mean. A pipeline runs every layer twice "
-        "for each microbatch and keeps no order of updates.\n"
-        "  Use layers without running statistics, or a mesh without stage."
-    )
+class Counting(Model):
+    """A model that counts its calls."""
+
+    def __init__(self, num_layers, rngs):
+        super().__init__(num_layers, rngs)
+        self.calls = nnx.Variable(jnp.float32(0))
+
+    def embed(self, tokens):
+        self.calls.set_value(self.calls[...] + 1)
+        return super().embed(tokens)
 
 
-def test_running_statistics_outside_of_the_layers():
-    class Counting(Model):
-        def __init__(self, num_layers, rngs):
-            super().__init__(num_layers, rngs)
-            self.calls = nnx.Variable(jnp.float32(0))
-
-        def embed(self, tokens):
-            self.calls.set_value(self.calls[...] + 1)
-            return super().embed(tokens)
-
-    job = make_job("stage=2", make=lambda rngs: Counting(2, rngs))
-    assert refusal(job) == (
-        "the model updates variables when it is called: calls. The stages of a pipeline run "
-        "microbatches side by side and keep no order of updates.\n"
-        "  Use a model without running statistics, or a mesh without stage."
-    )
-
-
-def test_layers_read_outside_of_their_loop():
-    def decayed(model, batch, rng):
-        mean, _ = loss(model, batch, rng)
-        return mean._replace(total=mean.total + jnp.sum(model.layers.up[...] ** 2))
-
-    assert refusal(with_loss(decayed)) == (
-        "the loss reads variables of the stacked layers outside of scan_layers, but each stage "
-        "holds only its own layers: layers/up.\n"
-        "  Read them only inside the layers, or use a mesh without stage."
-    )
-
-
-def test_a_random_key_in_the_carry():
-    def keyed(model, batch, rng):
-        shift = jnp.zeros(len(batch["tokens"]))
-        carry = (model.embed(batch["tokens"]), rng)
-        (x, _), _ = scan_layers(
-            lambda layer, c, _: ((layer(c[0], shift), jax.random.fold_in(c[1], 1)), None),
-            model.layers,
-            carry,
-        )
-        return nll(model, x, batch)
-
-    assert refusal(with_loss(keyed)) == (
-        "the carry of the layers holds key<fry>, which stages cannot send.\n"
-        "  Let layers draw from streams of their own (nnx.Rngs)."
-    )
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda rngs: Model(2, rngs, Normed),
+            "the layers update variables when they are called: mean. A pipeline runs every layer "
+            "twice for each microbatch and keeps no order of updates.\n"
+            "  Use layers without running statistics, or a mesh without stage.",
+        ),
+        (
+            lambda rngs: Counting(2, rngs),
+            "the model updates variables when it is called: calls. The stages of a pipeline run "
+            "microbatches side by side and keep no order of updates.\n"
+            "  Use a model without running statistics, or a mesh without stage.",
+        ),
+    ],
+    ids=["in the layers", "outside"],
+)
+def test_running_statistics(make, text):
+    assert refusal(make_job("stage=2", make=make)) == text
 
 
 @pytest.mark.mesh
@@ -188,8 +195,8 @@ def test_stages_inside_of_a_region_over_a_later_axis(monkeypatch):
     spec = jax.sharding.PartitionSpec
 
     def group(batch):
-        params, model_state, _, key = job.arguments
-        return job.gradients(PipelineConfig(), 2)(params, model_state, batch, key).grads
+        arguments = job.arguments._replace(batch=batch)
+        return job.gradients(PipelineConfig(), 2)(*arguments).grads
 
     with pytest.raises(MeshError) as raised, sl.use(job.mesh, sl.rules.STANDARD):
         jax.jit(manual.manual(group, ("data",), (spec("data"),), spec())).lower(job.batch)
@@ -198,32 +205,6 @@ def test_stages_inside_of_a_region_over_a_later_axis(monkeypatch):
         f"compiler of jax {jax.__version__} ends the process there.\n"
         "  Handle all of them in one region, leave the outer one out (local SGD is one over data), "
         "or use jax 0.10."
-    )
-
-
-def test_too_few_microbatches_and_layers_for_the_chunks():
-    job = make_job("stage=2", num_layers=2)
-    interleaved = PipelineConfig(schedule="interleaved")
-    assert refusal(job, microbatches=1) == (
-        "1 microbatch does not fill 2 stages: the schedule 1f1b keeps one in each.\n"
-        "  Use at least microbatches=2, fewer stages, or gpipe."
-    )
-    assert refusal(job, interleaved) == (
-        "2 layers cannot be cut into 2 stages of 2 chunks.\n"
-        "  Use a number of layers that 4 divides, or other stages or chunks."
-    )
-
-
-def test_layers_that_stages_do_not_divide_are_refused_by_their_placement():
-    with pytest.raises(sl.errors.RuleError) as raised:
-        make_job("stage=2", num_layers=3)
-    assert str(raised.value) == (
-        "layers/down: logical axis 'layers' (dim 0 of ('layers', 'mlp', 'embed'), shape (3, 8, 4)) "
-        "cannot be sharded: stage=2 does not divide 3.\n"
-        "layers/up: logical axis 'layers' (dim 0 of ('layers', 'embed', 'mlp'), shape (3, 4, 8)) "
-        "cannot be sharded: stage=2 does not divide 3.\n"
-        "  Change the dim or the mesh (stage=2), or allow replication: "
-        "params={'layers': ['stage', None]}."
     )
 
 

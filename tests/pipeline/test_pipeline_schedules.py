@@ -86,15 +86,6 @@ def test_idle_turns_are_the_bubble_of_the_literature(name, stages, chunks, micro
     assert found == pytest.approx(fraction, rel=1e-12)
 
 
-def test_time_in_ticks():
-    for stages, microbatches in itertools.product((2, 4, 8), (8, 16)):
-        sizes = {"stages": stages, "microbatches": microbatches}
-        assert len(make_schedule("gpipe", **sizes).forward.chunk) == 2 * (microbatches + stages - 1)
-        assert len(make_schedule("1f1b", **sizes).forward.chunk) == microbatches + 2 * (stages - 1)
-        twice = make_schedule("interleaved", chunks=2, **sizes)
-        assert len(twice.forward.chunk) == 2 * microbatches + 3 * stages - 2
-
-
 def test_kept_inputs_are_bounded_by_stages_or_by_microbatches():
     for stages, microbatches in itertools.product((2, 4, 8), (8, 16, 64)):
         sizes = {"stages": stages, "microbatches": microbatches}

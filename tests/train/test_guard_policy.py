@@ -62,12 +62,6 @@ def test_all_faults_of_a_config_at_once(make, faults):
         make()
 
 
-def test_a_healthy_run_wants_nothing():
-    policy = fed(GuardPolicy(GuardsConfig(), samples), map(record, range(1, 50)))
-    assert (policy.healthy, policy.rewind) == (True, None)
-    assert policy.fault is None
-
-
 def test_a_streak_ends_with_a_step_that_is_applied():
     policy = fed(GuardPolicy(GuardsConfig(patience=3), samples), [record(1), bad(2), bad(3)])
     assert (policy.healthy, policy.rewind) == (False, None)

@@ -7,16 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from guarded import CASES, GUARDS, ROWS, SPIKES, Case, bad_batches, good_batch, loss_fn
+from guarded import CASES, GUARDS, ROWS, SPIKES, Case, bad_batches, good_batch
 
 import shardlib as sl
 from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
 from shardlib.checkpoint.tree import flatten
 from shardlib.errors import ModelError
 from shardlib.optim.named import OptimizerConfig, build_optimizer
-from shardlib.train.guards import GuardsConfig, SpikeConfig
+from shardlib.train.guards import GuardsConfig, SpikeConfig, robust_score
 from shardlib.train.local_sgd.outer import LocalSGDConfig, group_means, make_local_sgd
-from shardlib.train.spikes import robust_score
 from shardlib.train.state import materialize
 
 
@@ -33,16 +32,6 @@ def trained_bits(state):
     parts = (state.params, state.model_state, state.opt_state, state.spike_window)
     leaves = flatten(dict(zip("pmow", parts, strict=True)))
     return {path: np.asarray(leaf).tobytes() for path, leaf in leaves.items()}
-
-
-@pytest.fixture
-def compilations(caplog):
-    """How often a training step was compiled so far."""
-    caplog.set_level("WARNING", "jax")
-    with jax.log_compiles():
-        yield lambda: sum(
-            "Finished XLA compilation of jit(train_step)" in r.message for r in caplog.records
-        )
 
 
 @pytest.mark.rest("mesh")
@@ -68,7 +57,7 @@ def test_a_refused_update_leaves_every_bit_and_the_next_is_as_if_it_had_not_been
     # Updates are what the schedule counts: it waits for the refused ones.
     expected = [float(optimizer.schedule(n)) for n in (0, 1, 1, 1, 1, 1, 1)]
     np.testing.assert_allclose(rates, expected, rtol=1e-6)
-    assert compilations() == 1
+    assert sum("jit(train_step)" in message for message in compilations()) == 1
 
     alone, _ = step(materialize(abstract), good_batch(1))
     assert trained_bits(alone) == before
@@ -235,12 +224,4 @@ def test_a_state_without_the_window_of_its_step_is_refused():
     assert str(error.value) == (
         "the step looks for spikes among the latest 32 values, but the state keeps 16.\n"
         "  Give init_state and make_train_step the same guards."
-    )
-
-
-def test_guards_of_another_kind_are_refused():
-    with pytest.raises(ModelError) as error:
-        sl.make_train_step(loss_fn, guards="skip")  # type: ignore[arg-type]
-    assert str(error.value) == (
-        "guards is 'skip', not a GuardsConfig.\n  Write it as GuardsConfig(nonfinite='skip')."
     )

@@ -11,8 +11,8 @@ import pytest
 from guarded import CASES, GUARDS, SPIKES, Case, good_batch
 
 from shardlib.explain.analysis.collectives import collectives
-from shardlib.train.gated import gated_update
 from shardlib.train.local_sgd.outer import LocalSGDConfig, make_local_sgd
+from shardlib.train.update import gated_update
 
 LOCAL = Case("data=2,fsdp=2,tensor=2", counts=True)
 

@@ -192,9 +192,7 @@ def test_progress_in_bfloat16_is_rounded_twice():
     config = LocalSGDConfig(
         inner_steps=5, outer_learning_rate=1.0, outer_momentum=0.0, nesterov=False
     )
-    rounded = LocalSGDConfig(
-        inner_steps=5, outer_learning_rate=1.0, outer_momentum=0.0, nesterov=False, dtype="bf16"
-    )
+    rounded = dataclasses.replace(config, dtype="bf16")
     _, exact, _ = run("data=2,fsdp=2", 4, config)
     _, found, _ = run("data=2,fsdp=2", 4, rounded)
     first = jax.device_get(start("data=1", 1).params)
@@ -253,17 +251,6 @@ def test_what_cannot_be_shared_out_is_refused():
     )
 
 
-@pytest.mark.mesh
-def test_states_split_over_data_are_refused():
-    state = start("data=8", rules=sl.rules.STANDARD.override(embed="data"))
-    with pytest.raises(RuleError) as error:
-        make_local_sgd(sl.make_train_step(loss_fn), LocalSGDConfig()).init(state)
-    assert str(error.value) == (
-        "params: down/kernel, up/kernel sharded over data, but local SGD groups hold whole "
-        "arrays.\n  Use rules that shard them over fsdp."
-    )
-
-
 def test_a_step_that_reduces_over_data_is_refused():
     step = sl.make_train_step(loss_fn, reduction=ReductionConfig(dtype="bf16"))
     with pytest.raises(ConfigError) as error:
@@ -274,22 +261,31 @@ def test_a_step_that_reduces_over_data_is_refused():
     )
 
 
-@pytest.mark.mesh
-def test_an_optimizer_state_on_the_host_is_refused():
-    state = start("data=8")
-    places = {
-        path: dataclasses.replace(p, memory_kind="pinned_host")
-        for path, p in state.definition.opt_state.items()
-    }
-    definition = dataclasses.replace(state.definition, opt_state=places)
+@pytest.mark.parametrize(
+    ("rules", "offloads", "text"),
+    [
+        (
+            sl.rules.STANDARD.override(embed="data"),
+            False,
+            "params: down/kernel, up/kernel sharded over data, but local SGD groups hold whole "
+            "arrays.\n  Use rules that shard them over fsdp.",
+        ),
+        (
+            sl.rules.STANDARD,
+            True,
+            "opt_state is in pinned_host memory, which local SGD does not support.\n"
+            "  Leave train.offload_optimizer out.",
+        ),
+    ],
+    ids=["split", "offloaded"],
+)
+def test_states_that_groups_cannot_hold_are_refused(rules, offloads, text):
+    with sl.use(sl.make_mesh("data=8"), rules):
+        state = sl.abstract_state(MLP, ADAM)
+    state = sl.offload_optimizer(state) if offloads else state
     with pytest.raises(RuleError) as error:
-        make_local_sgd(sl.make_train_step(loss_fn), LocalSGDConfig()).init(
-            dataclasses.replace(state, definition=definition)
-        )
-    assert str(error.value) == (
-        "opt_state is in pinned_host memory, which local SGD does not support.\n"
-        "  Leave train.offload_optimizer out."
-    )
+        make_local_sgd(sl.make_train_step(loss_fn), LocalSGDConfig()).init(state)
+    assert str(error.value) == text
 
 
 @pytest.mark.parametrize(

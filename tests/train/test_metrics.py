@@ -1,6 +1,5 @@
 """The metrics file and its guarantees, rates."""
 
-import json
 import math
 import subprocess
 import sys
@@ -33,34 +32,6 @@ def test_one_object_a_step(tmp_path):
         '{"step": 1, "loss": 0.5, "learning_rate": 0.001, "mfu": null}\n'
         '{"step": 2, "loss": 0.25, "eval/loss": 0.75, "count": 3}\n'
     )
-
-
-def test_lines_can_be_followed_while_the_run_goes_on(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(1, {"loss": 0.5})
-        assert steps_of(tmp_path) == [1]
-
-
-def test_nonfinite_values_are_valid_json_and_come_back(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(1, {"loss": math.nan, "grad_norm": jnp.inf, "low": -math.inf, "mfu": None})
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
-    assert row == {
-        "step": 1,
-        "loss": None,
-        "grad_norm": None,
-        "low": None,
-        "mfu": None,
-        "nonfinite": {"loss": "nan", "grad_norm": "inf", "low": "-inf"},
-    }
-    (back,) = read_metrics(tmp_path)
-    assert math.isnan(back["loss"])
-    assert (back["grad_norm"], back["low"], back["mfu"]) == (math.inf, -math.inf, None)
-    assert "nonfinite" not in back
 
 
 @settings(max_examples=25, deadline=None)
@@ -137,15 +108,6 @@ for read in (read_metrics, read_events):
         f"""{tmp_path}/metrics.jsonl:1: not the metrics of a step: '{{"step": "1"}}'.""",
         f"""{tmp_path}/events.jsonl:1: not an event: '{{"step": 1}}'.""",
     ]
-
-
-def test_steps_must_increase(tmp_path):
-    write(tmp_path, [1, 2, 3])
-    with (
-        MetricsWriter(tmp_path, resume_step=3) as writer,
-        pytest.raises(ValueError, match=r"^metrics of step 3 follow step 3: steps must increase$"),
-    ):
-        writer.write(3, {"loss": 1.0})
 
 
 def test_a_rewind_takes_rows_away_and_goes_on(tmp_path):

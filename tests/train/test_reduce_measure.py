@@ -66,12 +66,8 @@ def test_groups_of_several_devices_are_timed():
 
 def test_rows_and_repeats_are_checked():
     state, step = start("data=2", 2), sl.make_train_step(slow_loss)
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(ModelError, match="whose first dim 2 microbatches over all groups do not"):
         measure_groups(step, state, {"x": np.ones((3, 4), np.float32)})
-    assert str(error.value) == (
-        "the batch's x has shape (3, 4), whose first dim 2 microbatches over all groups do not "
-        "divide.\n  Choose a batch that is a multiple of 2."
-    )
     with pytest.raises(ModelError) as fault:
         measure_groups(step, state, {"x": np.ones((4, 4), np.float32)}, repeats=0)
     assert str(fault.value) == "repeats=0 is not positive.\n  Use 3, or more on a busy machine."

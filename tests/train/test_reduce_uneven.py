@@ -30,11 +30,6 @@ def test_every_group_finds_its_rows_in_its_shard(counts, per_microbatch):
     assert sorted(found) == batch.tolist()
 
 
-def test_equal_counts_leave_a_batch_as_it_is():
-    batch = np.arange(24).reshape(12, 2)
-    np.testing.assert_array_equal(arrange_batch(batch, (3, 3)), batch)
-
-
 def test_rows_that_microbatches_do_not_divide():
     with pytest.raises(ModelError) as error:
         arrange_batch({"x": np.zeros((10, 2)), "y": np.zeros(12)}, (1, 3))

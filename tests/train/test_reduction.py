@@ -16,7 +16,7 @@ from shardlib.errors import ConfigError, ModelError, RuleError
 from shardlib.explain.analysis.collectives import collectives
 from shardlib.functional.precision import precision
 from shardlib.losses import Mean
-from shardlib.train.gradients import PartLoss, accumulate_gradients, part_key
+from shardlib.train.gradients import LossArguments, PartLoss, accumulate_gradients, part_key
 from shardlib.train.reduce.reduction import (
     ReductionConfig,
     groups_apart,
@@ -81,8 +81,9 @@ def reduced(mesh, config, microbatches=1, rules=sl.rules.STANDARD):
 
     def compute(params, batch, key):
         with sl.use(scope.mesh, scope.rules):
-            groups = functools.partial(groups_apart, inner, reduction=reduction)
-            return reduced_gradients(groups, loss, params, {}, batch, key, reduction=reduction)
+            groups = functools.partial(groups_apart, inner)
+            arguments = LossArguments(params, {}, batch, key)
+            return reduced_gradients(groups, loss, arguments, reduction)
 
     arguments = state.params, reduction.arrange(BATCH), jax.random.key(3)
     compiled = jax.jit(compute).lower(*arguments).compile()
@@ -105,7 +106,7 @@ def parts_on_one_device(counts):
     @jax.jit
     def one(part, key):
         with sl.use(state.definition.scope.mesh, state.definition.scope.rules):
-            return loss.gradients(state.params, {}, part, key)[:2]
+            return loss.gradients(LossArguments(state.params, {}, part, key))[:2]
 
     return [
         one(jax.tree.map(lambda x, r=r: x[r], BATCH), part_key(jax.random.key(3), i))

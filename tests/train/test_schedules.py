@@ -53,14 +53,6 @@ def test_closed_form(name, warmup):
     np.testing.assert_allclose(got, want, rtol=RTOL)
 
 
-def test_first_step_moves_and_the_end_is_the_minimum():
-    got = rates(schedule="cosine", learning_rate=1.0, warmup_steps=9, min_fraction=0.2)
-    assert got[0] == pytest.approx(0.1)
-    assert got[9] == 1.0
-    assert got[99] > 0.2
-    assert got[100] == pytest.approx(0.2)
-
-
 def test_beyond_the_end_the_minimum_is_kept():
     schedule = build_schedule(OptimizerConfig(min_fraction=0.5), steps=10, global_batch=1)
     np.testing.assert_allclose(schedule(jnp.array([10, 11, 10_000])), 0.5 * 3e-4, rtol=RTOL)

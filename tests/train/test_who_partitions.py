@@ -41,32 +41,36 @@ def partition(names=(), mesh=MESH, abstract=True, **options):
     return found.by, found.why
 
 
-def test_shardlib_where_nothing_is_constrained():
-    assert partition() == ("shardlib", "the model constrains no activation")
-    assert partition(abstract=False) == partition()
+OPEN = "the model constrains no activation"
+DECIDED = "the constraints of the model decide where each product lies"
+ONCE, UNEVEN = sl.ReductionConfig(dtype="bf16"), sl.ReductionConfig(group_microbatches=(1, 3))
 
 
-def test_shardlib_where_a_product_is_open():
-    by, why = partition(("batch", "mlp"))
-    assert by == "shardlib"
-    assert why.startswith("no constraint decides the layout of dot_general at ")
-
-
-def test_the_compiler_where_the_constraints_decide():
-    by, why = partition(("batch", "mlp"), mesh="data=8")
-    assert (by, why) == ("XLA", "the constraints of the model decide where each product lies")
-
-
-def test_the_compiler_where_the_user_says_so():
-    assert partition(constrain="user") == ("XLA", "constrain is 'user'")
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_inside_of_groups_that_sum_their_gradients_there_is_less_to_cut(microbatches):
-    options = {"reduction": sl.ReductionConfig(dtype="bf16"), "microbatches": microbatches}
-    found = partition(mesh="data=8", **options)
-    assert found == ("XLA", "nothing is left to cut here")
-    assert partition(mesh="data=8", microbatches=microbatches)[0] == "shardlib"
+@pytest.mark.parametrize(
+    ("options", "by", "why"),
+    [
+        ({}, "shardlib", OPEN),
+        ({"abstract": False}, "shardlib", OPEN),
+        (
+            {"names": ("batch", "mlp")},
+            "shardlib",
+            "no constraint decides the layout of",
+        ),
+        ({"names": ("batch", "mlp"), "mesh": "data=8"}, "XLA", DECIDED),
+        ({"constrain": "user"}, "XLA", "constrain is 'user'"),
+        # Inside of groups that sum their gradients there is less to cut.
+        ({"mesh": "data=8", "reduction": ONCE}, "XLA", "nothing is left to cut here"),
+        ({"mesh": "data=8", "reduction": ONCE, "microbatches": 2}, "XLA", "nothing is left to cut"),
+        ({"mesh": "data=8", "microbatches": 2}, "shardlib", OPEN),
+        # The batch of unequal groups is arranged first.
+        ({"reduction": UNEVEN}, "shardlib", OPEN),
+        ({"reduction": UNEVEN, "abstract": False}, "shardlib", OPEN),
+    ],
+)
+def test_who_partitions_and_why(options, by, why):
+    found = partition(**options)
+    assert found[0] == by
+    assert found[1].startswith(why)
 
 
 def test_the_compiler_where_shardlib_cannot_keep_a_constraint():
@@ -82,9 +86,3 @@ def test_the_compiler_where_shardlib_cannot_keep_a_constraint():
     found = sl.make_train_step(uneven).partition(state, jax.eval_shape(lambda: BATCH))
     assert found.by == "XLA"
     assert found.why.startswith("a constraint of an array (63, 16)")
-
-
-def test_the_batch_of_unequal_groups_is_arranged_first():
-    options = {"reduction": sl.ReductionConfig(group_microbatches=(1, 3))}
-    assert partition(**options) == ("shardlib", "the model constrains no activation")
-    assert partition(abstract=False, **options) == partition(**options)

@@ -247,30 +247,28 @@ class LinenNoParam(linen.Module):
         return x @ self.variable("weights", "w", lambda: jnp.ones((16, 16))).value
 
 
-class TestNothingToTrain:
-    def test_nnx(self):
-        with pytest.raises(sl.ShardlibError) as caught:
-            start(NoParam)
-        assert str(caught.value) == (
-            "NoParam has no parameter to train: its variables are BatchStat (mean); Weight (w).\n"
-            "  Say which of them to train, as in sl.init_state(..., wrt=MyVariable) for NNX or "
-            'wrt=("params", "my_collection") for linen, or make them nnx.Param.'
-        )
-        assert train(start(NoParam, wrt=Weight))[1][-1] > 0
+@pytest.mark.parametrize(("make", "options"), [(NoParam, {}), (LinenNoParam(), {"inputs": (X,)})])
+def test_variables_of_other_kinds_are_trained_where_they_are_named(make, options):
+    wrt = Weight if make is NoParam else "weights"
+    assert train(start(make, wrt=wrt, **options))[1][-1] > 0
 
-    def test_linen(self):
-        with pytest.raises(sl.ShardlibError, match=r"LinenNoParam has no .* weights \(weights/w\)"):
-            start(LinenNoParam(), inputs=(X,))
-        assert train(start(LinenNoParam(), inputs=(X,), wrt="weights"))[1][-1] > 0
 
-    def test_no_variables_at_all(self):
-        with pytest.raises(sl.ShardlibError, match=r"its variables are none.\n  Say which"):
-            start(lambda rngs: nnx.Dropout(0.5, rngs=rngs))
-
-    def test_a_filter_that_matches_nothing(self):
-        with pytest.raises(sl.ShardlibError, match=r"WithLoRA has no parameter .*LoRAParam"):
-            start(WithLoRA, wrt=Weight)
-
-    def test_what_is_not_a_filter(self):
-        with pytest.raises(sl.ShardlibError, match=r"wrt is 3, which is not a filter.*\n  Give a"):
-            start(WithLoRA, wrt=3)
+@pytest.mark.parametrize(
+    ("make", "options", "text"),
+    [
+        (
+            NoParam,
+            {},
+            r"^NoParam has no parameter to train: its variables are BatchStat \(mean\); Weight "
+            r"\(w\)\.\n  Say which of them to train, as in sl\.init_state",
+        ),
+        (LinenNoParam(), {"inputs": (X,)}, r"LinenNoParam has no .* weights \(weights/w\)"),
+        (lambda rngs: nnx.Dropout(0.5, rngs=rngs), {}, r"its variables are none.\n  Say which"),
+        (WithLoRA, {"wrt": Weight}, r"WithLoRA has no parameter .*LoRAParam"),
+        (WithLoRA, {"wrt": 3}, r"wrt is 3, which is not a filter.*\n  Give a"),
+    ],
+    ids=["nnx", "linen", "no variables", "a filter that matches nothing", "not a filter"],
+)
+def test_nothing_to_train_is_refused(make, options, text):
+    with pytest.raises(sl.ShardlibError, match=text):
+        start(make, **options)

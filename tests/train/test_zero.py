@@ -34,37 +34,18 @@ def loss_fn(model, batch, rng):
     return jax.numpy.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
-def train(preset, mesh, num_devices=8):
-    devices = jax.devices()[:num_devices]
-    with sl.use(sl.make_mesh(mesh, devices=devices), sl.rules.preset(preset)):
+def reports(preset, mesh):
+    """The report of a state, and of the step of it."""
+    with sl.use(sl.make_mesh(mesh), sl.rules.preset(preset)):
         optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))
-        state = sl.init_state(MLP, optimizer, seed=0)
+        state = sl.abstract_state(MLP, optimizer)
         step = sl.make_train_step(loss_fn, microbatches=2)
-    report = sl.explain(step, state, BATCH)
-    held = sl.explain(state)
-    for _ in range(3):
-        state, metrics = step(state, BATCH)
-    return state, metrics, held, report
-
-
-@pytest.mark.mesh
-@pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=4", "fsdp=4,tensor=2"])
-@pytest.mark.parametrize("preset", ["zero1", "zero2", "standard"])
-def test_every_stage_makes_the_same_update(preset, mesh):
-    state, metrics, _, _ = train(preset, mesh)
-    expected, expected_metrics, _, _ = train("standard", "data=1", 1)
-    assert float(metrics["loss"]) == pytest.approx(float(expected_metrics["loss"]), rel=1e-6)
-    # Weights below 1 after three updates: a few roundings of 2**-24 each.
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6),
-        jax.device_get(state.params),
-        jax.device_get(expected.params),
-    )
+    return sl.explain(state), sl.explain(step, state, BATCH)
 
 
 @pytest.mark.mesh
 def test_stages_split_more_and_more():
-    held = {name: train(name, "fsdp=8")[2] for name in ("zero1", "zero2", "standard")}
+    held = {name: reports(name, "fsdp=8")[0] for name in ("zero1", "zero2", "standard")}
     params = {name: report.bytes_per_device("params") for name, report in held.items()}
     assert params == {"zero1": KERNELS, "zero2": KERNELS, "standard": KERNELS // 8}
     moments = {name: report.bytes_per_device("opt_state") for name, report in held.items()}
@@ -73,7 +54,7 @@ def test_stages_split_more_and_more():
 
 def test_stage_one_and_two_gather_parameters_once_a_step():
     for preset in ("zero1", "zero2"):
-        _, _, _, report = train(preset, "fsdp=8")
+        _, report = reports(preset, "fsdp=8")
         gathered = [c for c in report.collectives if c.kind == "all-gather"]
         assert sum(c.total_bytes for c in gathered) == KERNELS
         assert not any(c.in_loop for c in gathered)
@@ -84,7 +65,7 @@ def test_stage_two_reduces_across_groups_only_what_a_device_keeps():
     2 within a group and then, across groups, a quarter."""
 
     def reduced(preset):
-        _, _, _, report = train(preset, "data=2,fsdp=4")
+        _, report = reports(preset, "data=2,fsdp=4")
         # The norm and the loss may travel along: a few bytes.
         totals = report.totals(at_least_bytes=1024)
         found = {t.mesh_axes: t.bytes // 1024 * 1024 for t in totals}

@@ -20,12 +20,14 @@ arXiv:1805.09767.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from shardlib.config import configclass
 from shardlib.errors import ConfigError, MeshError, ModelError
@@ -37,14 +39,7 @@ from shardlib.paths import path_string
 from shardlib.sharding.constrain import use
 from shardlib.sharding.manual import manual
 from shardlib.sharding.partition import Placement
-from shardlib.train.batches import (
-    Program,
-    batch_shardings,
-    host_arrays,
-    input_shardings,
-    refuse_shared,
-    structure,
-)
+from shardlib.train.batches import batch_shardings, input_shardings, microbatch_shapes
 from shardlib.train.gradients import Inputs
 from shardlib.train.local_sgd.state import (
     LocalSGDState,
@@ -54,12 +49,14 @@ from shardlib.train.local_sgd.state import (
     repeat,
     replace_own,
 )
-from shardlib.train.reduce.groups import sum_groups
-from shardlib.train.reduce.hops import Hops, outer_degree
+from shardlib.train.program import CompiledStep, PlacedProgram, refuse_donated
+from shardlib.train.reduce.hops import Hops, outer_degree, sum_groups
 from shardlib.train.reduce.reduction import AXIS, ReductionConfig
 from shardlib.train.reduce.uneven import check_rows
 from shardlib.train.state import Definition, TrainState, state_shardings
-from shardlib.train.step import TrainStep, check_window, refuse_donated
+from shardlib.train.step import TrainStep, check_window
+
+Metrics: TypeAlias = dict[str, Aggregate]
 
 
 @configclass
@@ -125,16 +122,15 @@ def make_local_sgd(step: TrainStep, config: LocalSGDConfig) -> "LocalSGD":
             "  Leave reduction out; local_sgd.dtype sets the dtype in which groups send their "
             "progress."
         )
-    return LocalSGD(step, config)
+    return LocalSGD(step, config, check=step.check)
 
 
 @dataclasses.dataclass(eq=False)
-class LocalSGD:
+class LocalSGD(CompiledStep):
     """A compiled step of groups that train separately; see `make_local_sgd`."""
 
     inner: TrainStep
     config: LocalSGDConfig
-    _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def init(self, state: TrainState) -> LocalSGDState:
         """Returns groups that all start from one state. Abstract states give abstract groups.
@@ -161,8 +157,8 @@ class LocalSGD:
         return jax.jit(start, out_shardings=placed)(state)
 
     def __call__(
-        self, state: LocalSGDState, batch: Any, *inputs: Any
-    ) -> tuple[LocalSGDState, dict[str, Aggregate]]:
+        self, state: LocalSGDState, batch: PyTree, *inputs: PyTree
+    ) -> tuple[LocalSGDState, Metrics]:
         """Returns all groups after a step, synchronized if it was the last of `inner_steps`.
 
         Args:
@@ -181,31 +177,8 @@ class LocalSGD:
                 f"local SGD needs a LocalSGDState, not a {type(state).__name__}.\n"
                 "  Create it once: groups = local.init(state)."
             )
-        refuse_donated(state)
-        if inputs:
-            refuse_shared(state, inputs)
-        program = self._program(state, batch, inputs)
-        self.inner.check(program, (state, batch, *inputs), state.definition.scope.mesh)
-        return program(state, batch, *inputs)
-
-    def lower(self, state: LocalSGDState, batch: Any, *inputs: Any) -> jax.stages.Lowered:
-        """Lowers the step for arguments that may be abstract."""
-        return self.program(state, batch, *inputs).lower(state, batch, *inputs)
-
-    def program(self, state: LocalSGDState, batch: Any, *inputs: Any) -> Any:
-        """Returns the jitted step for groups, batches and inputs of this structure.
-
-        Raises:
-            ModelError: If the numbers of groups and microbatches do not divide the rows.
-            RuleError: If the mesh does not divide the batch or a microbatch.
-        """
-        return self._program(state, batch, inputs).jitted
-
-    def _program(self, state: LocalSGDState, batch: Any, inputs: Inputs) -> Program:
-        key = structure(state, batch, inputs)
-        if key not in self._programs:
-            self._programs[key] = self._jit(state, host_arrays(batch), inputs)
-        return self._programs[key]
+        refuse_donated(state, inputs)
+        return self._run(state, batch, inputs)
 
     def merge(self, state: LocalSGDState) -> TrainState:
         """Returns one state to evaluate, export or resume from, with the last synchronized
@@ -231,24 +204,19 @@ class LocalSGD:
             self._programs[key] = jax.jit(merged, out_shardings=placed)
         return self._programs[key](state)
 
-    def _jit(self, state: LocalSGDState, batch: Any, inputs: Inputs) -> Program:
-        scope = state.definition.scope
-        count, parts = self._count(state.definition), self.inner.microbatches
-        check_window(self.inner.guards, state.groups)
-        check_arity(self.inner.loss_fn, inputs)
-        given = (
-            batch_shardings(batch, scope, self.inner.batch_axes),
-            *input_shardings(inputs, scope),
-        )
-        check_rows(batch, count * parts)
-        one = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), batch
-        )
-        batch_shardings(one, scope, self.inner.batch_axes)
+    def _compile(self, state: LocalSGDState, batch: PyTree, inputs: Inputs) -> PlacedProgram:
+        scope, inner = state.definition.scope, self.inner
+        check_window(inner.guards, state.groups)
+        check_arity(inner.loss_fn, inputs)
+        given = batch_shardings(batch, scope, inner.batch_axes), *input_shardings(inputs, scope)
+        check_rows(batch, self._count(state.definition) * inner.microbatches)
+        batch_shardings(microbatch_shapes(batch, inner.microbatches), scope, inner.batch_axes)
         placed = local_shardings(state)
         by_group = NamedSharding(scope.mesh, PartitionSpec(*over_groups(scope.mesh)))
 
-        def local_step(state: LocalSGDState, batch: Any, *inputs: Any) -> tuple[LocalSGDState, Any]:
+        def local_step(
+            state: LocalSGDState, batch: PyTree, *inputs: PyTree
+        ) -> tuple[LocalSGDState, Metrics]:
             return self._step(state, batch, inputs, given[1:])
 
         jitted = jax.jit(
@@ -257,11 +225,11 @@ class LocalSGD:
             in_shardings=(placed, *given),
             out_shardings=(placed, by_group),
         )
-        return Program(jitted, given)
+        return PlacedProgram(jitted, given)
 
     def _step(
-        self, state: LocalSGDState, batch: Any, inputs: Inputs, inputs_at: Any
-    ) -> tuple[LocalSGDState, Any]:
+        self, state: LocalSGDState, batch: PyTree, inputs: Inputs, inputs_at: PyTree
+    ) -> tuple[LocalSGDState, Metrics]:
         definition = state.definition
         with use(definition.scope.mesh, definition.scope.rules):
             groups, metrics = self._inner_step(state.groups, batch, inputs, inputs_at)
@@ -270,8 +238,8 @@ class LocalSGD:
             return jax.lax.cond(is_last, self._agree, lambda state: state, state), metrics
 
     def _inner_step(
-        self, groups: TrainState, batch: Any, inputs: Inputs, inputs_at: Any
-    ) -> tuple[TrainState, Any]:
+        self, groups: TrainState, batch: PyTree, inputs: Inputs, inputs_at: PyTree
+    ) -> tuple[TrainState, Metrics]:
         """Runs one step of every group. A device along `data` holds one or more groups."""
         definition, step = groups.definition, groups.step
         count = self._count(definition)
@@ -280,8 +248,10 @@ class LocalSGD:
             jnp.arange(count),
         )
 
-        def held(own: Any, step: jax.Array, rng: jax.Array, rows: Any, inputs: Inputs) -> Any:
-            def one(group: Any) -> Any:
+        def held(
+            own: PyTree, step: jax.Array, rng: jax.Array, rows: PyTree, inputs: Inputs
+        ) -> PyTree:
+            def one(group: PyTree) -> PyTree:
                 params, model_state, opt_state, window, index, rows = group
                 key = jax.random.fold_in(rng, index)
                 state = TrainState(step, params, model_state, opt_state, key, definition, window)
@@ -312,12 +282,12 @@ class LocalSGD:
             lambda agreed, x: agreed[None] - x.astype(jnp.float32), state.params, groups.params
         )
         gradient = self._mean(progress, definition.params, definition, config.dtype == "bf16")
-        momentum = jax.tree.map(
-            lambda m, g: config.outer_momentum * m + g, state.momentum, gradient
-        )
-        direction = momentum
-        if config.nesterov:
-            direction = jax.tree.map(lambda m, g: config.outer_momentum * m + g, momentum, gradient)
+
+        def accumulate(momentum: PyTree) -> PyTree:
+            return jax.tree.map(lambda m, g: config.outer_momentum * m + g, momentum, gradient)
+
+        momentum = accumulate(state.momentum)
+        direction = accumulate(momentum) if config.nesterov else momentum
         params = jax.tree.map(
             lambda x, d: x - config.outer_learning_rate * d, state.params, direction
         )
@@ -328,7 +298,7 @@ class LocalSGD:
         groups = dataclasses.replace(groups, params=restarted, model_state=statistics)
         return LocalSGDState(params, momentum, groups)
 
-    def _mean_state(self, model_state: Any, definition: Definition, count: int) -> Any:
+    def _mean_state(self, model_state: PyTree, definition: Definition, count: int) -> PyTree:
         """Returns the model state with floating-point statistics averaged over groups. Each group
         keeps its other values and its untrained parameters."""
         statistics = {
@@ -340,15 +310,15 @@ class LocalSGD:
             return model_state
         means = self._mean(statistics, definition.model_state, definition, bf16=False)
 
-        def agreed(path: Any, x: jax.Array) -> jax.Array:
+        def agreed(path: KeyPath, x: jax.Array) -> jax.Array:
             mean = means.get(path_string(path))
             return x if mean is None else repeat(mean.astype(x.dtype), count)
 
         return jax.tree_util.tree_map_with_path(agreed, model_state)
 
     def _mean(
-        self, tree: Any, places: Mapping[str, Placement], definition: Definition, bf16: bool
-    ) -> Any:
+        self, tree: PyTree, places: Mapping[str, Placement], definition: Definition, bf16: bool
+    ) -> PyTree:
         """Returns the mean over groups of float32 arrays [groups, ...]."""
         mesh, count = definition.scope.mesh, self._count(definition)
         devices = mesh_sizes(mesh).get(AXIS, 1)
@@ -367,9 +337,12 @@ class LocalSGD:
         return self.config.count(mesh_sizes(definition.scope.mesh).get(AXIS, 1))
 
 
-def merged(step: TrainStep | LocalSGD, state: Any) -> TrainState:
+def merged(step: TrainStep | LocalSGD, state: TrainState | LocalSGDState) -> TrainState:
     """Returns the training state of a model, merged if it has groups; see `LocalSGD.merge`."""
-    return step.merge(state) if isinstance(step, LocalSGD) else state
+    if isinstance(state, TrainState):
+        return state
+    assert isinstance(step, LocalSGD)
+    return step.merge(state)
 
 
 def group_means(metrics: Mapping[str, Aggregate]) -> dict[str, float]:
@@ -385,10 +358,10 @@ def group_means(metrics: Mapping[str, Aggregate]) -> dict[str, float]:
             f"the loss returns arrays: {', '.join(wrong)}; groups report numbers.\n"
             "  Read metrics[name].value, [groups, ...], directly."
         )
-    return {name: _over_groups(found) for name, found in metrics.items()}
+    return {name: _over_groups(metric) for name, metric in metrics.items()}
 
 
-def _over_groups(found: Aggregate) -> float:
+def _over_groups(metric: Aggregate) -> float:
     def here(groups: jax.Array) -> np.ndarray:
         # Several devices may hold copies of one group.
         parts = {
@@ -396,7 +369,7 @@ def _over_groups(found: Aggregate) -> float:
         }
         return np.concatenate(list(parts.values()))
 
-    if isinstance(found, Mean):
-        return float(np.sum(here(found.total))) / (float(np.sum(here(found.weight))) or 1.0)
-    how = {Max: np.max, Min: np.min}.get(type(found), np.sum)
-    return float(how(here(found.value)))
+    if isinstance(metric, Mean):
+        return float(np.sum(here(metric.total))) / (float(np.sum(here(metric.weight))) or 1.0)
+    combine = {Max: np.max, Min: np.min}.get(type(metric), np.sum)
+    return float(combine(here(metric.value)))

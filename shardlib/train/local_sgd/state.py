@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from shardlib.errors import RuleError
 from shardlib.sharding.partition import Placement
-from shardlib.train.reduce.groups import kept_dim
+from shardlib.train.reduce.hops import kept_dim
 from shardlib.train.reduce.reduction import AXIS
 from shardlib.train.state import Definition, TrainState, state_shardings
 
@@ -20,9 +21,9 @@ from shardlib.train.state import Definition, TrainState, state_shardings
 class LocalSGDState:
     """The parameters of the last synchronization, and the current state of each group."""
 
-    params: Any
+    params: PyTree
     """Parameters of the last synchronization, float32, placed like parameters."""
-    momentum: Any
+    momentum: PyTree
     """Momentum of the outer optimizer, float32, placed like parameters."""
     groups: TrainState
     """State of all groups. Each leaf of `params`, `model_state`, `opt_state` and `spike_window` is
@@ -70,7 +71,7 @@ def check_whole(definition: Definition) -> None:
             )
 
 
-def over_groups(mesh: Any) -> tuple[str, ...]:
+def over_groups(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Returns the leading PartitionSpec entry of arrays [groups, ...], empty without that axis."""
     return (AXIS,) if AXIS in mesh.axis_names else ()
 

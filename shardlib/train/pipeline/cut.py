@@ -8,32 +8,33 @@ shared bias) up to the loop, for the microbatch that it runs. Unneeded values ar
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jaxtyping import Array, Int, PyTree
 
 from shardlib.errors import ModelError
 from shardlib.jaxprs import subprograms
 from shardlib.nn.stack import LayerStack, intercept
-from shardlib.train.pipeline.execute import Cut, Leaves, Part, Reads
+from shardlib.train.pipeline.execute import CutLoss, Leaves, Part, Reads
 
-Loss = Callable[[Leaves, Part], tuple[jax.Array, Any]]
+Loss = Callable[[Leaves, Part], tuple[jax.Array, PyTree]]
 """`loss(params, part) -> (loss, sums)` from parameters by path: a scalar and a pytree of
 scalars."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class LossTrace:
     """Properties of a traced loss."""
 
     num_layers: int
     reads: Reads
-    outputs: Any
-    """Structure of the layer outputs other than the carry. It has no leaves."""
+    outputs: PyTree
+    """Tree structure of the layer outputs other than the carry. It has no leaves."""
     sends: bool
     """Whether the model itself uses collective-permute, as ring attention does."""
     constrains: bool
@@ -47,7 +48,12 @@ class _Reached(BaseException):
         self.stack = stack
 
 
-def plan(loss: Loss, params: Leaves, layers: frozenset[str], part: Part) -> Plan:
+def trace_loss(
+    loss: Loss,
+    params: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+    layers: frozenset[str],
+    part: Part,
+) -> LossTrace:
     """Traces a whole loss and returns its properties for cutting.
 
     Args:
@@ -63,19 +69,19 @@ def plan(loss: Loss, params: Leaves, layers: frozenset[str], part: Part) -> Plan
     faults: list[str] = []
     made: list[Any] = []
 
-    def pre(params: Leaves, part: Part) -> Any:
+    def pre(params: Leaves, part: Part) -> PyTree:
         stack = _reach(loss, params, part)
         made.append(stack)
         return stack.carry
 
-    def run(params: Leaves, part: Part, carry: Any) -> Any:
+    def run(params: Leaves, part: Part, carry: PyTree) -> PyTree:
         stack = _reach(loss, params, part)
         carry, outputs, changed = stack.run(stack.state, carry, stack.per_layer)
         faults.extend(_stack_faults(stack, outputs, changed))
         made.append(jax.tree.structure(outputs))
         return carry
 
-    def post(params: Leaves, part: Part, carry: Any) -> Any:
+    def post(params: Leaves, part: Part, carry: PyTree) -> PyTree:
         return _resume(loss, params, part, carry, made[1])
 
     first, carry = jax.make_jaxpr(pre, return_shape=True)(*args)
@@ -97,24 +103,26 @@ def plan(loss: Loss, params: Leaves, layers: frozenset[str], part: Part) -> Plan
         any(_holds(traced.jaxpr, name) for traced in (first, middle, last))
         for name in ("ppermute", "sharding_constraint")
     )
-    return Plan(_num_layers(made[0]), reads, made[1], sends, constrains)
+    return LossTrace(_num_layers(made[0]), reads, made[1], sends, constrains)
 
 
-def cut(loss: Loss, plan: Plan, layers: Leaves, layers_per_chunk: int) -> Cut:
+def cut(loss: Loss, traced: LossTrace, layers: Leaves, layers_per_chunk: int) -> CutLoss:
     """Returns the parts of a loss, for one stage.
 
     Args:
-        loss: The planned loss, over the arrays that the stage sees.
-        plan: The result of `plan`.
+        loss: The traced loss, over the arrays that the stage sees.
+        traced: The result of `trace_loss`.
         layers: This stage's layers, which complete the tree of parameters in parts that do not read
             layers.
         layers_per_chunk: Number of layers that each call of `chunk` runs.
     """
 
-    def pre(shared: Leaves, part: Part) -> Any:
+    def pre(shared: Leaves, part: Part) -> PyTree:
         return _reach(loss, {**shared, **layers}, part).carry
 
-    def chunk(layers: Leaves, shared: Leaves, x: Any, part: Part, first_layer: jax.Array) -> Any:
+    def chunk(
+        layers: Leaves, shared: Leaves, x: PyTree, part: Part, first_layer: Int[Array, ""]
+    ) -> PyTree:
         stack = _reach(loss, {**shared, **layers}, part)
 
         def here(leaf: jax.Array) -> jax.Array:
@@ -124,22 +132,22 @@ def cut(loss: Loss, plan: Plan, layers: Leaves, layers_per_chunk: int) -> Cut:
             return jax.lax.dynamic_slice_in_dim(leaf, first_layer, layers_per_chunk)
 
         def whole(leaf: jax.Array) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((plan.num_layers, *leaf.shape[1:]), leaf.dtype)
+            return jax.ShapeDtypeStruct((traced.num_layers, *leaf.shape[1:]), leaf.dtype)
 
         layers_here = jax.tree.map(here, stack.state)
         stack = dataclasses.replace(stack, state=jax.tree.map(whole, stack.state))
         return stack.run(layers_here, x, stack.per_layer)[0]
 
-    def post(shared: Leaves, x: Any, part: Part) -> tuple[jax.Array, Any]:
-        return _resume(loss, {**shared, **layers}, part, x, plan.outputs)
+    def post(shared: Leaves, x: PyTree, part: Part) -> tuple[jax.Array, PyTree]:
+        return _resume(loss, {**shared, **layers}, part, x, traced.outputs)
 
-    return Cut(pre, chunk, post, plan.reads)
+    return CutLoss(pre, chunk, post, traced.reads)
 
 
 def _reach(loss: Loss, params: Leaves, part: Part) -> LayerStack:
     """Runs a loss up to its loop over layers."""
 
-    def stop(stack: LayerStack) -> Any:
+    def stop(stack: LayerStack) -> PyTree:
         raise _Reached(stack)
 
     try:
@@ -154,11 +162,11 @@ def _reach(loss: Loss, params: Leaves, part: Part) -> LayerStack:
     )
 
 
-def _resume(loss: Loss, params: Leaves, part: Part, carry: Any, outputs: Any) -> Any:
+def _resume(loss: Loss, params: Leaves, part: Part, carry: PyTree, outputs: PyTree) -> PyTree:
     """Runs a loss with `carry` in place of its loop over layers."""
     calls = []
 
-    def give(stack: LayerStack) -> Any:
+    def give(stack: LayerStack) -> PyTree:
         if calls:
             raise ModelError(
                 "the loss calls scan_layers more than once, so it cannot be cut into stages.\n"
@@ -171,7 +179,7 @@ def _resume(loss: Loss, params: Leaves, part: Part, carry: Any, outputs: Any) ->
         return loss(params, part)
 
 
-def _stack_faults(stack: LayerStack, outputs: Any, changed: dict[Any, Any]) -> list[str]:
+def _stack_faults(stack: LayerStack, outputs: PyTree, changed: dict[Any, Any]) -> list[str]:
     faults = []
     if jax.tree.leaves(stack.per_layer):
         faults.append(

@@ -8,12 +8,16 @@ dtype, and their gradients in float32. One of S chunks does not move.
 """
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Shaped
+
+Layers: TypeAlias = Shaped[Array, "layers ..."]
+"""A variable of the layers that a stage stores."""
 
 
 class Round(NamedTuple):
@@ -35,7 +39,7 @@ def rounds(stages: int, chunks: int) -> list[Round]:
     same stage. Each of them therefore takes a different one of g neighbouring j.
     """
     common = math.gcd(stages, chunks)
-    found = []
+    result = []
     for index in range(chunks):
         stored, run, pairs = np.zeros(stages, np.int32), np.zeros(stages, np.int32), []
         for source in range(stages):
@@ -44,43 +48,41 @@ def rounds(stages: int, chunks: int) -> list[Round]:
             run_index, target = divmod(source * chunks + int(stored[source]), stages)
             run[target] = run_index
             pairs.append((source, target))
-        found.append(Round(stored, run, tuple(pairs)))
-    return found
+        result.append(Round(stored, run, tuple(pairs)))
+    return result
 
 
 def to_run(
-    leaves: Mapping[str, jax.Array], axis: str, stages: int, chunks: int
+    leaves: Mapping[str, Layers], axis: str, stages: int, chunks: int
 ) -> dict[str, jax.Array]:
-    """Returns this stage's layers, leaves [layers, ...], in running order; manual over `axis`."""
-    stage = jax.lax.axis_index(axis)
-    result = {path: jnp.zeros_like(leaf) for path, leaf in leaves.items()}
-    for stored, run, pairs in rounds(stages, chunks):
-        for path, leaf in leaves.items():
-            block = _take(leaf, jnp.asarray(stored)[stage], chunks)
-            block = jax.lax.ppermute(block, axis, pairs)
-            result[path] = _put(result[path], block, jnp.asarray(run)[stage])
-    return result
+    """Returns this stage's layers in running order; manual over `axis`."""
+    routes = [(r.stored, r.run, r.pairs) for r in rounds(stages, chunks)]
+    return _exchange(leaves, axis, chunks, routes)
 
 
 def to_store(
-    leaves: Mapping[str, jax.Array], axis: str, stages: int, chunks: int
+    leaves: Mapping[str, Layers], axis: str, stages: int, chunks: int
 ) -> dict[str, jax.Array]:
     """Returns layers in stored order, the inverse of `to_run`."""
+    routes = [(r.run, r.stored, [(b, a) for a, b in r.pairs]) for r in rounds(stages, chunks)]
+    return _exchange(leaves, axis, chunks, routes)
+
+
+def _exchange(
+    leaves: Mapping[str, Layers],
+    axis: str,
+    chunks: int,
+    routes: Sequence[tuple[np.ndarray, np.ndarray, Sequence[tuple[int, int]]]],
+) -> dict[str, jax.Array]:
+    """Sends chunks along routes: positions before and after by stage, and pairs of stages."""
     stage = jax.lax.axis_index(axis)
     result = {path: jnp.zeros_like(leaf) for path, leaf in leaves.items()}
-    for stored, run, pairs in rounds(stages, chunks):
-        back = [(target, source) for source, target in pairs]
+    for before, after, pairs in routes:
         for path, leaf in leaves.items():
-            block = _take(leaf, jnp.asarray(run)[stage], chunks)
-            block = jax.lax.ppermute(block, axis, back)
-            result[path] = _put(result[path], block, jnp.asarray(stored)[stage])
+            size = leaf.shape[0] // chunks
+            start = jnp.asarray(before)[stage] * size
+            chunk = jax.lax.dynamic_slice_in_dim(leaf, start, size)
+            chunk = jax.lax.ppermute(chunk, axis, pairs)
+            start = jnp.asarray(after)[stage] * size
+            result[path] = jax.lax.dynamic_update_slice_in_dim(result[path], chunk, start, 0)
     return result
-
-
-def _take(leaf: jax.Array, index: jax.Array, chunks: int) -> jax.Array:
-    size = leaf.shape[0] // chunks
-    return jax.lax.dynamic_slice_in_dim(leaf, index * size, size)
-
-
-def _put(leaf: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(leaf, block, index * block.shape[0], 0)

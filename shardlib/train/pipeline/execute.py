@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from shardlib.losses.aggregate import join, nothing, over_axis
-from shardlib.train.pipeline.schedules import Schedule
-from shardlib.train.pipeline.turns import Tick, Turn
+from shardlib.train.pipeline.schedules import Schedule, Turns
 
 AXIS = "stage"
 Leaves = Mapping[str, jax.Array]
@@ -37,14 +37,13 @@ Leaves = Mapping[str, jax.Array]
 class Part(NamedTuple):
     """One microbatch and its index."""
 
-    batch: Any
-    """The rows, leaves [b / M, ...]."""
-    index: jax.Array
-    """Index of the microbatch among M, scalar int32."""
+    batch: PyTree[Shaped[Array, "rows ..."]]
+    index: Int[Array, ""]
+    """Index of the microbatch among M."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class CutLoss:
     """A loss cut at its layers, as functions that also take the parameters `shared` by all stages.
 
     A pytree of arrays passes from chunk to chunk, and gradients flow through its floating leaves.
@@ -67,7 +66,7 @@ class Reads(NamedTuple):
     post: frozenset[str]
 
 
-class Result(NamedTuple):
+class StageGradients(NamedTuple):
     """Gradients, sums and counts of turns from a pipeline."""
 
     layers: dict[str, jax.Array]
@@ -75,108 +74,128 @@ class Result(NamedTuple):
     shared: dict[str, jax.Array]
     """Gradients of the shared parameters, summed over microbatches and stages, float32. Parameters
     that are not read are left out."""
-    sums: Any
+    sums: PyTree
     """The sums of all microbatches."""
-    turns: jax.Array
-    """Forward and backward turns that this stage computed, int32 [1, 2]. A backward turn of the
-    model's last chunk also counts as a forward turn."""
+    turns: Int[Array, "1 2"]
+    """Forward and backward turns that this stage computed. A backward turn of the model's last
+    chunk also counts as a forward turn."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Pipeline:
-    """A cut loss with its schedule and options."""
+class Turn(NamedTuple):
+    """The turn of one stage in one tick, or in [ticks] ticks."""
 
-    cut: Cut
-    schedule: Schedule
-    num_layers: int
-    skip_idle: bool
-    pin: Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
-    """Constrains gradients by path over the mesh axes that are not manual."""
+    runs: Bool[Array, "*ticks"]
+    """Whether there is a turn. If not, the other fields are meaningless."""
+    microbatch: Int[Array, "*ticks"]
+    chunk: Int[Array, "*ticks"]
+    """Index of the chunk on this stage."""
+    slot: Int[Array, "*ticks"]
+    """Slot that keeps the input of the chunk; meaningless for the first chunk."""
+    place: Int[Array, "*ticks"]
+    """Position of the chunk in the order in which a microbatch passes the chunks."""
+    is_first: Bool[Array, "*ticks"]
+    """Whether it is the first chunk of the model."""
+    is_last: Bool[Array, "*ticks"]
+    """Whether it is the last chunk of the model."""
 
-    @property
-    def layers_per_chunk(self) -> int:
-        """Number of layers in each chunk."""
-        return self.num_layers // (self.schedule.stages * self.schedule.chunks)
 
-    def gradients(self, ticks: Tick, layers: Leaves, shared: Leaves, batch: Any) -> Result:
-        """Runs the schedule on one stage, forward and backward.
+class Tick(NamedTuple):
+    """The forward and backward turn of a stage in a tick."""
 
-        Args:
-            ticks: This stage's column of `turns.ticks`, leaves [ticks].
-            layers: This stage's layers, leaves [layers, ...], in chunk order.
-            shared: All other parameters.
-            batch: The whole batch, leaves [b, ...].
-        """
-        run = _Run(self, layers, shared, _parts(batch, self.schedule.microbatches))
-        carry, _ = jax.lax.scan(run.tick, run.start(ticks), ticks)
-        shared_grads, sums = over_axis((carry.shared, carry.sums), AXIS)
-        return Result(carry.layers, self.pin(shared_grads), sums, carry.turns[None])
+    forward: Turn
+    backward: Turn | None
 
-    def sums(self, ticks: Tick, layers: Leaves, shared: Leaves, batch: Any) -> Any:
-        """Runs only the forward turns and returns the sums of all microbatches."""
-        run = _Run(self, layers, shared, _parts(batch, self.schedule.microbatches))
-        zeros = (run.zero_x(ticks), run.zero_sums(ticks))
-        (_, sums), _ = jax.lax.scan(run.forward_tick, zeros, ticks)
-        return over_axis(sums, AXIS)
+
+def ticks(schedule: Schedule) -> Tick:
+    """Returns the whole schedule, with leaves [ticks, stages]."""
+    forward = _turns(schedule, schedule.forward)
+    return Tick(forward, schedule.backward and _turns(schedule, schedule.backward))
+
+
+def _turns(schedule: Schedule, turns: Turns) -> Turn:
+    place = turns.chunk * schedule.stages + np.arange(schedule.stages, dtype=np.int32)[None]
+    runs = turns.microbatch >= 0
+    numbers = (np.maximum(x, 0) for x in (turns.microbatch, turns.chunk, turns.slot))
+    is_last = place == schedule.chunks * schedule.stages - 1
+    return Turn(*map(jnp.asarray, (runs, *numbers, place, place == 0, is_last)))
 
 
 class _Carry(NamedTuple):
-    x: Any
+    x: PyTree
     """Activations from the previous stage."""
-    dx: Any
+    dx: PyTree
     """Gradients of the floating leaves of `x`, from the next stage."""
-    kept: Any
-    """Kept inputs of chunks, leaves [slots, ...]."""
+    kept: PyTree[Shaped[Array, "slots ..."]]
+    """Kept inputs of chunks."""
     layers: dict[str, jax.Array]
     shared: dict[str, jax.Array]
-    sums: Any
+    sums: PyTree
     turns: jax.Array
 
 
 class _Backward(NamedTuple):
     """The result of a backward turn."""
 
-    dx: Any
-    layers: Any
-    shared: Any
-    sums: Any
+    dx: PyTree
+    layers: PyTree
+    shared: PyTree
+    sums: PyTree
     turns: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
-    """The turns of one stage."""
+class Stage:
+    """The turns of one stage of a pipeline."""
 
-    pipeline: Pipeline
-    layers: Leaves
+    loss: CutLoss
+    schedule: Schedule
+    layers_per_chunk: int
+    skip_idle: bool
+    pin: Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
+    """Constrains gradients by path over the mesh axes that are not manual."""
+    layers: Mapping[str, Shaped[Array, "layers ..."]]
+    """This stage's layers, in chunk order."""
     shared: Leaves
-    parts: Any
+    """All other parameters."""
+    batch: PyTree[Shaped[Array, "rows microbatches ..."]]
+    """All microbatches; microbatch m is `[:, m]`, as in `microbatch.split`."""
+
+    def gradients(self, ticks: Tick) -> StageGradients:
+        """Runs the schedule forward and backward; `ticks` is this stage's column of `ticks`."""
+        carry, _ = jax.lax.scan(self.tick, self.start(ticks), ticks)
+        shared_grads, sums = over_axis((carry.shared, carry.sums), AXIS)
+        return StageGradients(carry.layers, self.pin(shared_grads), sums, carry.turns[None])
+
+    def sums(self, ticks: Tick) -> PyTree:
+        """Runs only the forward turns and returns the sums of all microbatches."""
+        zeros = (self.zero_x(ticks), self.zero_sums(ticks))
+        (_, sums), _ = jax.lax.scan(self.forward_tick, zeros, ticks)
+        return over_axis(sums, AXIS)
 
     def start(self, ticks: Tick) -> _Carry:
-        x, cut = self.zero_x(ticks), self.pipeline.cut
-        slots = self.pipeline.schedule.num_slots
-        read = cut.reads.pre | cut.reads.chunk | cut.reads.post
+        x, reads = self.zero_x(ticks), self.loss.reads
+        slots = self.schedule.num_slots
         return _Carry(
             x,
             _floats(x),
             jax.tree.map(lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype), x),
-            self.pipeline.pin(_zeros(self.layers)),
-            self.pipeline.pin(_zeros(_only(self.shared, read))),
+            self.pin(_zeros(self.layers)),
+            self.pin(_zeros(_only(self.shared, reads.pre | reads.chunk | reads.post))),
             self.zero_sums(ticks),
             jnp.zeros(2, jnp.int32),
         )
 
-    def zero_x(self, ticks: Tick) -> Any:
+    def zero_x(self, ticks: Tick) -> PyTree:
         """Returns a zero input of a chunk."""
         first = jax.tree.map(lambda leaf: leaf[0], ticks.forward)
-        shapes = jax.eval_shape(lambda: self.pipeline.cut.pre(self.shared, self.part(first)))
+        shapes = jax.eval_shape(lambda: self.loss.pre(self.shared, self.part(first)))
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
-    def zero_sums(self, ticks: Tick) -> Any:
+    def zero_sums(self, ticks: Tick) -> PyTree:
         first = jax.tree.map(lambda leaf: leaf[0], ticks.forward)
 
-        def sums() -> Any:
-            part, cut = self.part(first), self.pipeline.cut
+        def sums() -> PyTree:
+            part, cut = self.part(first), self.loss
             return cut.post(self.shared, cut.pre(self.shared, part), part)[1]
 
         return nothing(jax.eval_shape(sums))
@@ -185,10 +204,10 @@ class _Run:
         def pick(leaf: jax.Array) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(leaf, turn.microbatch, 1, keepdims=False)
 
-        return Part(jax.tree.map(pick, self.parts), turn.microbatch)
+        return Part(jax.tree.map(pick, self.batch), turn.microbatch)
 
     def chunk_of(self, turn: Turn) -> Leaves:
-        n = self.pipeline.layers_per_chunk
+        n = self.layers_per_chunk
         return {
             path: jax.lax.dynamic_slice_in_dim(leaf, turn.chunk * n, n)
             for path, leaf in self.layers.items()
@@ -199,7 +218,7 @@ class _Run:
         assert backward is not None
         kept = _keep(carry.kept, carry.x, forward.slot, forward.runs & ~forward.is_first)
 
-        def run_forward() -> Any:
+        def run_forward() -> PyTree:
             part = self.part(forward)
             return self.apply(forward, self.input(forward, carry.x, part), part), 1
 
@@ -213,72 +232,76 @@ class _Run:
             nothing(carry.sums),
             jnp.zeros(2, jnp.int32),
         )
-        found = self.when(
+        grads = self.when(
             backward.runs, lambda: self.backward(backward, x_kept, carry.dx, idle), idle
         )
-        return self.next(carry, backward, kept, x, found, forwards), None
+        return self.next(carry, backward, kept, x, grads, forwards), None
 
     def next(
-        self, carry: _Carry, turn: Turn, kept: Any, x: Any, found: _Backward, forwards: Any
+        self,
+        carry: _Carry,
+        turn: Turn,
+        kept: PyTree,
+        x: PyTree,
+        grads: _Backward,
+        forwards: jax.Array,
     ) -> _Carry:
         """Adds the gradients and sums of a tick, and sends its results to the neighbours."""
-        pin, n = self.pipeline.pin, self.pipeline.layers_per_chunk
-        schedule = self.pipeline.schedule
+        n, schedule = self.layers_per_chunk, self.schedule
 
         def add(path: str, total: jax.Array) -> jax.Array:
             at = turn.chunk * n
             old = jax.lax.dynamic_slice_in_dim(total, at, n)
-            return jax.lax.dynamic_update_slice_in_dim(total, old + found.layers[path], at, 0)
+            return jax.lax.dynamic_update_slice_in_dim(total, old + grads.layers[path], at, 0)
 
         return _Carry(
             _send(x, 1, schedule),
-            _send(found.dx, -1, schedule),
+            _send(grads.dx, -1, schedule),
             kept,
-            pin({path: add(path, total) for path, total in carry.layers.items()}),
-            pin({path: g + found.shared[path] for path, g in carry.shared.items()}),
-            join(carry.sums, found.sums),
-            carry.turns + found.turns + jnp.stack([forwards, jnp.zeros_like(forwards)]),
+            self.pin({path: add(path, total) for path, total in carry.layers.items()}),
+            self.pin({path: g + grads.shared[path] for path, g in carry.shared.items()}),
+            join(carry.sums, grads.sums),
+            carry.turns + grads.turns + jnp.stack([forwards, jnp.zeros_like(forwards)]),
         )
 
     def forward_tick(self, carry: tuple[Any, Any], tick: Tick) -> tuple[Any, None]:
         """Runs a tick without gradients, with the carry `(x, sums)`."""
         turn, (x, sums) = tick.forward, carry
-        cut = self.pipeline.cut
 
-        def run() -> Any:
+        def run() -> PyTree:
             part = self.part(turn)
             y = self.apply(turn, self.input(turn, x, part), part)
 
-            def post() -> Any:
-                return cut.post(self.shared, y, part)[1]
+            def post() -> PyTree:
+                return self.loss.post(self.shared, y, part)[1]
 
             return y, self.when(turn.is_last, post, nothing(sums))
 
-        y, found = self.when(turn.runs, run, (x, nothing(sums)))
-        return (_send(y, 1, self.pipeline.schedule), join(sums, found)), None
+        y, new = self.when(turn.runs, run, (x, nothing(sums)))
+        return (_send(y, 1, self.schedule), join(sums, new)), None
 
-    def input(self, turn: Turn, x: Any, part: Part) -> Any:
+    def input(self, turn: Turn, x: PyTree, part: Part) -> PyTree:
         """Returns the input of a chunk: the result of `pre` for the first chunk, otherwise `x`."""
-        return self.when(turn.is_first, lambda: self.pipeline.cut.pre(self.shared, part), x)
+        return self.when(turn.is_first, lambda: self.loss.pre(self.shared, part), x)
 
-    def apply(self, turn: Turn, x: Any, part: Part) -> Any:
-        first_layer = turn.place * self.pipeline.layers_per_chunk
-        return self.pipeline.cut.chunk(self.chunk_of(turn), self.shared, x, part, first_layer)
+    def apply(self, turn: Turn, x: PyTree, part: Part) -> PyTree:
+        first_layer = turn.place * self.layers_per_chunk
+        return self.loss.chunk(self.chunk_of(turn), self.shared, x, part, first_layer)
 
-    def backward(self, turn: Turn, x: Any, dy: Any, idle: _Backward) -> _Backward:
+    def backward(self, turn: Turn, x: PyTree, dy: PyTree, idle: _Backward) -> _Backward:
         """Recomputes a chunk and differentiates it, with `pre` for the first chunk and `post` for
         the last."""
-        cut, part, shared = self.pipeline.cut, self.part(turn), self.shared
+        cut, part, shared = self.loss, self.part(turn), self.shared
         x = self.input(turn, x, part)
-        first_layer = turn.place * self.pipeline.layers_per_chunk
+        first_layer = turn.place * self.layers_per_chunk
 
-        def chunk(layers: Any, read: Any, x: Any) -> Any:
+        def chunk(layers: PyTree, read: PyTree, x: PyTree) -> PyTree:
             return cut.chunk(layers, {**shared, **read}, x, part, first_layer)
 
         y, chunk_vjp = jax.vjp(chunk, self.chunk_of(turn), _only(shared, cut.reads.chunk), x)
 
-        def last() -> Any:
-            def post(read: Any, y: Any) -> Any:
+        def last() -> PyTree:
+            def post(read: PyTree, y: Any) -> PyTree:
                 return cut.post({**shared, **read}, y, part)
 
             read = _only(shared, cut.reads.post)
@@ -286,8 +309,8 @@ class _Run:
             grads, dy = vjp(jnp.ones_like(loss))
             return _floats(dy), self.wide(grads), sums
 
-        def first(dx: Any) -> Any:
-            def pre(read: Any) -> Any:
+        def first(dx: PyTree) -> PyTree:
+            def pre(read: PyTree) -> PyTree:
                 return cut.pre({**shared, **read}, part)
 
             _, vjp = jax.vjp(pre, _only(shared, cut.reads.pre))
@@ -304,30 +327,23 @@ class _Run:
         turns = jnp.stack([turn.is_last.astype(jnp.int32), jnp.ones((), jnp.int32)])
         return _Backward(_floats(dx), self.wide(layer_grads), shared_grads, sums, turns)
 
-    def wide(self, grads: Any) -> Any:
+    def wide(self, grads: PyTree) -> PyTree:
         """Returns gradients in float32, constrained to their placements."""
-        return self.pipeline.pin({path: g.astype(jnp.float32) for path, g in grads.items()})
+        return self.pin({path: g.astype(jnp.float32) for path, g in grads.items()})
 
-    def when(self, flag: jax.Array, run: Callable[[], Any], otherwise: Any) -> Any:
+    def when(self, flag: Bool[Array, ""], run: Callable[[], Any], otherwise: PyTree) -> PyTree:
         """Returns `run()` if the flag is set, else `otherwise`."""
         otherwise = jax.tree.map(jnp.asarray, otherwise)
 
-        def taken() -> Any:
+        def taken() -> PyTree:
             return jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), run(), otherwise)
 
-        if self.pipeline.skip_idle:
+        if self.skip_idle:
             return jax.lax.cond(flag, taken, lambda: otherwise)
         return jax.tree.map(lambda x, other: jnp.where(flag, x, other), taken(), otherwise)
 
 
-def _parts(batch: Any, microbatches: int) -> Any:
-    """Returns a batch as [b / M, M, ...]. Microbatch m is `[:, m]`, as in `microbatch.split`."""
-    return jax.tree.map(
-        lambda x: x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:]), batch
-    )
-
-
-def _keep(kept: Any, x: Any, slot: jax.Array, flag: jax.Array) -> Any:
+def _keep(kept: PyTree, x: PyTree, slot: Int[Array, ""], flag: Bool[Array, ""]) -> PyTree:
     def put(slots: jax.Array, leaf: jax.Array) -> jax.Array:
         leaf = jnp.where(flag, leaf, slots[slot])
         return jax.lax.dynamic_update_index_in_dim(slots, leaf, slot, 0)
@@ -335,7 +351,7 @@ def _keep(kept: Any, x: Any, slot: jax.Array, flag: jax.Array) -> Any:
     return jax.tree.map(put, kept, x)
 
 
-def _send(tree: Any, step: int, schedule: Schedule) -> Any:
+def _send(tree: PyTree, step: int, schedule: Schedule) -> PyTree:
     """Sends arrays to the next stage (1) or the previous stage (-1).
 
     The last and the first stage communicate only if stages hold several chunks.
@@ -355,15 +371,15 @@ def _zeros(leaves: Leaves) -> dict[str, jax.Array]:
     return {path: jnp.zeros(leaf.shape, jnp.float32) for path, leaf in leaves.items()}
 
 
-def _is_float(x: Any) -> bool:
+def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _floats(tree: Any) -> list[Any]:
+def _floats(tree: PyTree) -> list[jax.Array]:
     return [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
 
 
-def _cotangent(like: Any, floats: list[Any]) -> Any:
+def _cotangent(like: PyTree, floats: list[Any]) -> PyTree:
     """Returns a cotangent of `like` from the cotangents of its floating leaves."""
     leaves, treedef = jax.tree.flatten(like)
     rest = iter(floats)

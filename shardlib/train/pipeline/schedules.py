@@ -187,10 +187,10 @@ def _order(stages: int, microbatches: int, chunks: int) -> np.ndarray:
 
 def _laid_out(order: np.ndarray, first_ticks: np.ndarray, ticks: int) -> Placed:
     """Returns microbatches and chunks of the turns in `order`, from each stage's first tick on."""
-    found = np.full((2, ticks, len(first_ticks)), -1, np.int32)
+    turns = np.full((2, ticks, len(first_ticks)), -1, np.int32)
     for stage, first in enumerate(first_ticks):
-        found[:, first : first + len(order), stage] = order.T
-    return found[0], found[1]
+        turns[:, first : first + len(order), stage] = order.T
+    return turns[0], turns[1]
 
 
 def _slots(forward: Placed, backward: Placed) -> tuple[np.ndarray, np.ndarray]:

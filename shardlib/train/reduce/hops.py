@@ -1,20 +1,27 @@
 """Hierarchical sums along one mesh axis: within a slice, then between slices, and back.
 
-All of it runs on local shards, in a region in which every mesh axis is manual.
+They run on local shards, in a region in which every mesh axis is manual, so arrays may have any
+placement over the other axes.
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import Array, Float, PyTree
 
 from shardlib.hardware import slice_of
+from shardlib.losses.aggregate import over_axis
+from shardlib.mesh import entry_axes
 from shardlib.mesh.device_order import count_groups
+from shardlib.paths import path_string
+from shardlib.sharding.constrain import active
+from shardlib.sharding.manual import manual
+from shardlib.sharding.partition import Placement
 
 _LARGE = 2**20
 """Number of elements from which an array is sent separately. Smaller arrays are sent together."""
@@ -54,8 +61,8 @@ class Hops:
         rounds = [self.inner_bf16 and self.inner > 1, self.outer_bf16 and self.outer > 1]
         return not any(rounds)
 
-    def scatter(self, pieces: jax.Array) -> jax.Array:
-        """Returns this device's piece of the sum: [outer, inner, ...] -> [...] float32.
+    def scatter(self, pieces: Float[Array, "outer inner ..."]) -> Float[Array, "..."]:
+        """Returns this device's piece of the sum, in float32.
 
         Piece [o, i] goes to the device at index `o * inner + i` of the axis.
         """
@@ -63,8 +70,8 @@ class Hops:
         between = _scatter(within, self.axis, self._neighbours, self.inner_bf16)
         return _scatter(between, self.axis, self._peers, self.outer_bf16)
 
-    def gather(self, piece: jax.Array) -> jax.Array:
-        """Returns the pieces of all devices: [...] -> [outer, inner, ...]."""
+    def gather(self, piece: Float[Array, "..."]) -> Float[Array, "outer inner ..."]:
+        """Returns the pieces of all devices."""
         # Values sent between slices in bfloat16 lose nothing if they are sent on in bfloat16.
         rounded = self.inner_bf16 or (self.outer_bf16 and self.outer > 1)
         between = _gather(piece, self.axis, self._peers, self.outer_bf16)
@@ -107,7 +114,9 @@ def _unpack(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.bfloat16).astype(jnp.float32)
 
 
-def sum_leaves(leaves: Sequence[jax.Array], dims: Sequence[int | None], hops: Hops) -> list[Any]:
+def sum_leaves(
+    leaves: Sequence[jax.Array], dims: Sequence[int | None], hops: Hops
+) -> list[jax.Array]:
     """Returns the sums of float32 arrays along an axis.
 
     Args:
@@ -116,17 +125,15 @@ def sum_leaves(leaves: Sequence[jax.Array], dims: Sequence[int | None], hops: Ho
             the whole sum. The size of the axis divides that dim.
         hops: The axis and its hops.
     """
-    whole = [at for at, dim in enumerate(dims) if dim is None]
-    sums: list[Any] = [
+    parts = [
         x if dim is None else _keep_part(x, dim, hops) for x, dim in zip(leaves, dims, strict=True)
     ]
-    if hops.exact and (hops.outer == 1 or hops.inner == 1):
-        found = jax.lax.psum([leaves[at] for at in whole], hops.axis) if whole else []
+    whole = [x for x, dim in zip(leaves, dims, strict=True) if dim is None]
+    if hops.exact and 1 in (hops.outer, hops.inner):
+        sums = iter(jax.lax.psum(whole, hops.axis) if whole else [])
     else:
-        found = _all_reduce([leaves[at] for at in whole], hops)
-    for at, value in zip(whole, found, strict=True):
-        sums[at] = value
-    return sums
+        sums = iter(_all_reduce(whole, hops))
+    return [next(sums) if dim is None else x for x, dim in zip(parts, dims, strict=True)]
 
 
 def _keep_part(x: jax.Array, dim: int, hops: Hops) -> jax.Array:
@@ -151,6 +158,62 @@ def _all_reduce(leaves: Sequence[jax.Array], hops: Hops) -> list[jax.Array]:
     return sums
 
 
+def sum_groups(
+    tree: PyTree, scalars: PyTree, places: Mapping[str, Placement], hops: Hops
+) -> tuple[PyTree, PyTree]:
+    """Returns the sums over groups of arrays [groups, ...] that are sharded over the axis of
+    `hops`.
+
+    Call it inside `sl.use` and outside of manual regions.
+
+    Args:
+        tree: Float32 arrays [groups, ...]. If the placement of a leaf shards a dim over the axis of
+            `hops`, the sum stays sharded, and each device gets its own part.
+        scalars: Aggregates of each group, [groups, ...], for `aggregate.join`.
+        places: Placement of each leaf of `tree` by path, without the dim of the groups.
+        hops: The axis and its hops.
+
+    Returns:
+        Both trees, without the dim of the groups.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    specs = [places[path_string(path)].spec for path, _ in paths]
+    dims = [kept_dim(spec, hops.axis) for spec in specs]
+
+    def add(leaves: list[jax.Array], scalars: PyTree) -> tuple[list[jax.Array], PyTree]:
+        total = over_axis(jax.tree.map(lambda x: x[0], scalars), hops.axis)
+        return sum_leaves([x[0] for x in leaves], dims, hops), total
+
+    # Manual over every axis: each device sends its own shard, and nothing is gathered before.
+    scope = active()
+    axes = tuple(scope.sizes) if scope else ()
+    placed = [PartitionSpec(hops.axis, *_moved(spec, hops.axis, keep=False)) for spec in specs]
+    results = [PartitionSpec(*_moved(spec, hops.axis, keep=True)) for spec in specs]
+    sums, scalars = manual(
+        add, axes, (placed, PartitionSpec(hops.axis)), (results, PartitionSpec())
+    )([leaf for _, leaf in paths], scalars)
+    return treedef.unflatten(sums), scalars
+
+
+def kept_dim(spec: PartitionSpec, axis: str) -> int | None:
+    """Returns the dim that a PartitionSpec shards over a mesh axis, or None."""
+    return next((dim for dim, names in enumerate(spec) if axis in entry_axes(names)), None)
+
+
+def _moved(spec: PartitionSpec, axis: str, *, keep: bool) -> list[tuple[str, ...] | None]:
+    """Returns the entries of a PartitionSpec without a mesh axis, or with it as the minor axis.
+
+    Parts along the axis are cut out of the data on each device. For any other order of axes the
+    compiler moves one part per device.
+    """
+    entries = []
+    for names in map(entry_axes, spec):
+        others = tuple(name for name in names if name != axis)
+        last = (axis,) if keep and axis in names else ()
+        entries.append((*others, *last) or None)
+    return entries
+
+
 def outer_degree(mesh: Mesh | AbstractMesh, axis: str) -> int:
     """Returns the number of equal runs of neighbours along a mesh axis that a slow network joins.
 
@@ -160,9 +223,9 @@ def outer_degree(mesh: Mesh | AbstractMesh, axis: str) -> int:
     if isinstance(mesh, AbstractMesh) or count_groups(list(mesh.devices.flat)) == 1:
         return 1
     several_slices = len({slice_of(device) for device in mesh.devices.flat}) > 1
-    of = slice_of if several_slices else (lambda device: device.process_index)
+    group = slice_of if several_slices else (lambda device: device.process_index)
     along = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
-    ids = np.vectorize(of, otypes=[int])(along).reshape(len(along), -1)
+    ids = np.vectorize(group, otypes=[int])(along).reshape(len(along), -1)
     cuts = 1 + np.flatnonzero(np.any(ids[1:] != ids[:-1], axis=1))
     inner = math.gcd(len(along), *cuts.tolist())
     return len(along) // inner

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxtyping import Array, Int, PyTree, Shaped
 
 from shardlib.config import configclass
 from shardlib.errors import ConfigError, ModelError, RuleError
@@ -21,9 +22,8 @@ from shardlib.mesh import mesh_sizes
 from shardlib.paths import named_leaves
 from shardlib.sharding.manual import manual
 from shardlib.sharding.partition import Placement, pin
-from shardlib.train.gradients import Engine, Gradients, Inputs, PartLoss, Sums
-from shardlib.train.reduce.groups import kept_dim, sum_groups
-from shardlib.train.reduce.hops import Hops, outer_degree
+from shardlib.train.gradients import Engine, Gradients, LossArguments, PartLoss, Sums
+from shardlib.train.reduce.hops import Hops, kept_dim, outer_degree, sum_groups
 from shardlib.train.reduce.uneven import arrange_batch, balance
 
 AXIS = "data"
@@ -93,7 +93,7 @@ class Reduction:
         """Number of microbatches into which the inner engine splits its input."""
         return self.counts[0] if self.even else 1
 
-    def arrange(self, batch: Any) -> Any:
+    def arrange(self, batch: PyTree) -> PyTree:
         """Returns a plain batch laid out for `reduced_gradients`; see `arrange_batch`."""
         return arrange_batch(batch, self.counts)
 
@@ -104,7 +104,7 @@ def plan_reduction(
     *,
     microbatches: int = 1,
     params: Mapping[str, Placement] | None = None,
-    model_state: Any = None,
+    model_state: PyTree = None,
 ) -> Reduction | None:
     """Returns the reduction of gradients on a mesh, or None if the compiler decides.
 
@@ -133,18 +133,12 @@ def plan_reduction(
     if groups == 1:
         return None
     _check_independent(params or {}, model_state)
-    counts = _counts(config, groups, microbatches)
+    counts = config.group_microbatches or (microbatches,) * groups
+    if config.group_seconds is not None:
+        counts = balance(config.group_seconds, groups * microbatches)
     bf16 = config.dtype == "bf16"
     hops = Hops(AXIS, groups // outer, outer, bf16, bf16 or config.compress_dcn)
     return Reduction(hops, counts)
-
-
-def _counts(config: ReductionConfig, groups: int, microbatches: int) -> tuple[int, ...]:
-    if config.group_microbatches is not None:
-        return config.group_microbatches
-    if config.group_seconds is not None:
-        return balance(config.group_seconds, groups * microbatches)
-    return (microbatches,) * groups
 
 
 def _faults(
@@ -191,7 +185,7 @@ def _faults(
     return faults
 
 
-def _check_independent(params: Mapping[str, Placement], model_state: Any) -> None:
+def _check_independent(params: Mapping[str, Placement], model_state: PyTree) -> None:
     """Raises for parameters and model state that make groups depend on each other."""
     split_up = [path for path, p in params.items() if kept_dim(p.spec, AXIS) is not None]
     if split_up:
@@ -210,14 +204,9 @@ def _check_independent(params: Mapping[str, Placement], model_state: Any) -> Non
 
 
 def reduced_gradients(
-    groups: Callable[..., tuple[Any, Sums]],
+    groups: Callable[[PartLoss, LossArguments, Reduction], tuple[PyTree, Sums]],
     loss: PartLoss,
-    params: Any,
-    model_state: Any,
-    batch: Any,
-    key: jax.Array,
-    inputs: Inputs = (),
-    *,
+    arguments: LossArguments,
     reduction: Reduction,
 ) -> Gradients:
     """Returns the gradients of a batch, computed by each group separately and summed once.
@@ -226,75 +215,64 @@ def reduced_gradients(
     the whole batch, whatever part of it each group holds.
 
     Args:
-        groups: `groups(loss, params, model_state, batch, key, inputs)` returns the gradients and
-            sums of all groups as arrays [groups, ...] sharded over `data`. It is `groups_apart`
-            with any engine, or `pipelined_groups`.
+        groups: `groups(loss, arguments, reduction)` returns the gradients and sums of all groups as
+            arrays [groups, ...] sharded over `data`. It is `groups_apart` with any engine, or
+            `pipelined_groups`.
         loss: The loss.
-        params: The parameters.
-        model_state: The model state, which no call updates.
-        batch: Pytree of arrays [b, ...]: plain if groups are equal, else from `arrange_batch`.
-        key: The key of the step.
-        inputs: Extra inputs of the loss, replicated over the groups.
+        arguments: Its arguments, of which no call updates the model state. The batch is plain if
+            groups are equal, else from `arrange_batch`. Inputs are replicated over the groups.
         reduction: The result of `plan_reduction`.
     """
-    grads, sums = groups(loss, params, model_state, batch, key, inputs)
+    grads, sums = groups(loss, arguments, reduction)
     sums, outputs = split_outputs(sums)
-    grads, sums = sum_groups(grads, sums, loss.definition.gradients, reduction.hops)
+    definition = loss.definition
+    grads, sums = sum_groups(grads, sums, definition.gradients, reduction.hops)
     # Groups hold consecutive blocks of rows, so their outputs are concatenated.
     outputs = map_outputs(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), outputs)
-    sums = with_outputs(sums, outputs)
-    return Gradients(
-        pin(grads, loss.definition.gradients, loss.definition.scope), sums, model_state
-    )
+    grads = pin(grads, definition.gradients, definition.scope)
+    return Gradients(grads, with_outputs(sums, outputs), arguments.model_state)
 
 
 def groups_apart(
-    inner: Engine,
-    loss: PartLoss,
-    params: Any,
-    model_state: Any,
-    batch: Any,
-    key: jax.Array,
-    inputs: Inputs = (),
-    *,
-    reduction: Reduction,
-) -> tuple[Any, Sums]:
+    engine: Engine, loss: PartLoss, arguments: LossArguments, reduction: Reduction
+) -> tuple[PyTree, Sums]:
     """Returns the gradients and sums of each group, arrays [groups, ...] sharded over `data`.
 
     Args:
-        inner: The engine that computes the rows of a group: `inner(loss, params, model_state, rows,
-            key, first_index=i)`, where i is the index of its first microbatch among the
-            microbatches of all groups in order. If groups take unequal numbers of microbatches, it
-            is called on one microbatch at a time, and must not split it further.
-        loss, params, model_state, batch, key, inputs, reduction: As in `reduced_gradients`.
+        engine: The engine that computes the rows of a group. If groups take unequal numbers of
+            microbatches, it is called on one microbatch at a time, and must not split it further.
+        loss, arguments, reduction: As in `reduced_gradients`.
     """
     counts = jnp.asarray(reduction.counts, jnp.int32)
     firsts = jnp.cumsum(counts) - counts
 
-    def group(params: Any, model_state: Any, rows: Any, key: jax.Array, inputs: Inputs) -> Any:
-        index = jax.lax.axis_index(AXIS)
+    def group(*leaves: Any) -> PyTree:
+        arguments, index = LossArguments(*leaves), jax.lax.axis_index(AXIS)
 
-        def run(rows: Any, first: jax.Array) -> tuple[Any, Any]:
-            found = inner(loss, params, model_state, rows, key, inputs, first_index=first)
-            return found.grads, found.sums
+        def run(rows: PyTree, first: jax.Array) -> tuple[PyTree, Sums]:
+            result = engine(loss, arguments._replace(batch=rows), first)
+            return result.grads, result.sums
 
         if reduction.even:
-            added = run(rows, firsts[index])
+            added = run(arguments.batch, firsts[index])
         else:
-            parts = split(rows, reduction.microbatches)
+            parts = split(arguments.batch, reduction.microbatches)
             added = _add_up(run, parts, firsts[index], counts[index])
         return jax.tree.map(lambda x: x[None], added)
 
     shared, own = PartitionSpec(), PartitionSpec(AXIS)
-    specs = shared, shared, own, shared, shared
-    arguments = params, model_state, batch, key, inputs
-    return manual(group, (AXIS,), specs, own)(*arguments)
+    return manual(group, (AXIS,), (shared, shared, own, shared, shared), own)(*arguments)
 
 
-def _add_up(run: Any, parts: Any, first: jax.Array, count: jax.Array) -> Any:
+def _add_up(
+    run: Callable[[PyTree, jax.Array], PyTree],
+    parts: PyTree[Shaped[Array, "microbatches rows ..."]],
+    first: Int[Array, ""],
+    count: Int[Array, ""],
+) -> PyTree:
     """Returns the sum over `count` microbatches, a number that differs by group at run time."""
 
-    def body(at: jax.Array, added: Any) -> Any:
+    def body(at: jax.Array, added: PyTree) -> PyTree:
         part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, keepdims=False), parts)
         return join(added, run(part, first + at))
 

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int, PyTree
 
 from shardlib.errors import ModelError
 from shardlib.paths import named_leaves
@@ -43,7 +43,7 @@ def balance(seconds_per_microbatch: Sequence[float], total: int) -> tuple[int, .
     return tuple(counts)
 
 
-def arrange_batch(batch: Any, counts: Sequence[int]) -> Any:
+def arrange_batch(batch: PyTree, counts: Sequence[int]) -> PyTree:
     """Returns a batch laid out so that the rows of each group are in its own shard.
 
     Group g takes the next `counts[g] * m` rows, where m is the number of rows of one microbatch.
@@ -67,15 +67,12 @@ def arrange_batch(batch: Any, counts: Sequence[int]) -> Any:
     return jax.tree.map(lambda x: x[arranged_rows(counts, x.shape[0] // sum(counts))], batch)
 
 
-def arranged_rows(counts: Sequence[int], per_microbatch: int) -> np.ndarray:
+def arranged_rows(counts: Sequence[int], per_microbatch: int) -> Int[np.ndarray, " rows"]:
     """Returns the index of the plain row in each row of the arranged batch; see `arrange_batch`.
 
     Args:
         counts: Microbatches of each group.
         per_microbatch: Rows of one microbatch of one group.
-
-    Returns:
-        int32 [groups * max(counts) * per_microbatch].
     """
     most = max(counts)
     rows = np.zeros((len(counts), per_microbatch, most), np.int32)
@@ -88,7 +85,7 @@ def arranged_rows(counts: Sequence[int], per_microbatch: int) -> np.ndarray:
     return rows.reshape(-1)
 
 
-def check_rows(batch: Any, total: int) -> None:
+def check_rows(batch: PyTree, total: int) -> None:
     """Raises `ModelError` for leaves whose first dim `total` microbatches do not divide."""
     faults = [
         f"the batch's {path or 'array'} has shape {tuple(leaf.shape)}, whose first dim "

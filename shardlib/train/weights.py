@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError, did_you_mean
 from shardlib.functional import FunctionalModule
@@ -17,7 +18,7 @@ from shardlib.sharding.partition import weights_by_path
 def place_weights(
     module: FunctionalModule,
     expected: Mapping[str, jax.ShapeDtypeStruct],
-    weights: Any,
+    weights: PyTree,
     fresh: Sequence[str] = (),
 ) -> dict[str, jax.Array]:
     """Returns weights by path, each a copy on its shards.
@@ -34,15 +35,22 @@ def place_weights(
     """
     given = _by_path(weights)
     made = {path: leaf for tree in module.shapes() for path, leaf in named_leaves(tree).items()}
-    required = _required(module, made, given)
+    params = {*named_leaves(module.shapes()[0]), *module.frozen}
+    has_state = any(path in given for path in made if path not in params)
+    # Model state is given completely or not at all.
+    required = [path for path in made if has_state or path in params]
     skipped = {path for path in required for pattern in fresh if matches(pattern, path)}
+    missing = [path for path in required if path not in given and path not in skipped]
+    extra = [path for path in given if path not in made]
+    unused = [pattern for pattern in fresh if not any(matches(pattern, path) for path in required)]
     faults = [
-        *_path_faults(required, skipped, given, made),
+        *(f"{path}: missing." for path in missing),
+        *(f"{path}: not a weight of the model.{did_you_mean(path, missing)}" for path in extra),
         *(
-            f"fresh={pattern!r} matches no parameter."
-            for pattern in fresh
-            if not any(matches(pattern, path) for path in required)
+            f"{path}: given in params and also matched by fresh."
+            for path in sorted(skipped & given.keys())
         ),
+        *(f"fresh={pattern!r} matches no parameter." for pattern in unused),
     ]
     for path in given.keys() & made.keys():
         dtypes = {np.dtype(made[path].dtype), np.dtype(expected[path].dtype)}
@@ -56,7 +64,7 @@ def place_weights(
     return {path: _placed(leaf, expected[path]) for path, leaf in given.items()}
 
 
-def _by_path(weights: Any) -> dict[str, Any]:
+def _by_path(weights: PyTree) -> dict[str, Any]:
     if isinstance(weights, nnx.Module):
         weights = nnx.state(weights)
     if isinstance(weights, nnx.State):
@@ -64,33 +72,8 @@ def _by_path(weights: Any) -> dict[str, Any]:
     return {leaf.path: leaf.value for leaf in weights_by_path(weights)}
 
 
-def _required(
-    module: FunctionalModule, made: Mapping[str, Any], given: Collection[str]
-) -> list[str]:
-    """Returns the paths of the parameters, and of all model state if any of it is given."""
-    params = {*named_leaves(module.shapes()[0]), *module.frozen}
-    has_state = any(path in given for path in made if path not in params)
-    return [path for path in made if has_state or path in params]
-
-
-def _path_faults(
-    required: Sequence[str],
-    skipped: Collection[str],
-    given: Collection[str],
-    made: Collection[str],
-) -> list[str]:
-    missing = [path for path in required if path not in given and path not in skipped]
-    extra = [path for path in given if path not in made]
-    twice = [path for path in skipped if path in given]
-    return [
-        *(f"{path}: missing." for path in missing),
-        *(f"{path}: not a weight of the model.{did_you_mean(path, missing)}" for path in extra),
-        *(f"{path}: given in params and also matched by fresh." for path in sorted(twice)),
-    ]
-
-
 def _leaf_faults(
-    path: str, leaf: Any, shape: tuple[int, ...], dtypes: Collection[np.dtype]
+    path: str, leaf: object, shape: tuple[int, ...], dtypes: Collection[np.dtype]
 ) -> list[str]:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
@@ -106,7 +89,7 @@ def _leaf_faults(
     return faults
 
 
-def _placed(leaf: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+def _placed(leaf: jax.Array | np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns a copy of a weight on its shards, because a step donates the state.
 
     If the sharding spans processes, each process copies its own shards out of its full array.
