@@ -33,7 +33,7 @@ class Restoring:
         manifest: Its manifest.
         peers: The processes.
         notify: Called if the values cannot be verified.
-        on_difference: Called for each leaf that is cast, kept or dropped.
+        on_difference: Called for each leaf that is cast, kept or dropped; `notify` by default.
         cast: Whether dtypes may differ from the saved dtypes.
         partial: Whether leaves may be missing from the checkpoint, or unexpected.
     """
@@ -42,7 +42,7 @@ class Restoring:
     manifest: Manifest
     peers: Peers
     notify: Callable[[str], None]
-    on_difference: Callable[[str], None]
+    on_difference: Callable[[str], None] | None = None
     cast: bool = False
     partial: Partial = False
 
@@ -68,7 +68,7 @@ class Restoring:
             CheckpointError: If its leaves differ from `target`.
         """
         for line in self.peers.all_or_none("check", lambda: self.check(target)):
-            self.on_difference(f"restoring step {self.manifest.step}: {line}")
+            (self.on_difference or self.notify)(f"restoring step {self.manifest.step}: {line}")
         targets = flatten(target)
         wanted = {
             path: self._as_saved(path, leaf)
@@ -140,10 +140,9 @@ class Restoring:
             )
             return
         found = fingerprint.dispatch(leaves)
-        self.peers.all_or_none("verify", lambda: self._compare(found.result()))
-
-    def _compare(self, found: Mapping[str, str]) -> None:
-        check_fingerprints(self.place, self.manifest, found)
+        self.peers.all_or_none(
+            "verify", lambda: check_fingerprints(self.place, self.manifest, found.result())
+        )
 
 
 def check_fingerprints(place: pathlib.Path, manifest: Manifest, found: Mapping[str, str]) -> None:

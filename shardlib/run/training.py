@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from shardlib.checkpoint import RunCheckpoints, TieredCheckpoints, open_checkpoints
+from shardlib.checkpoint import RunCheckpoints
 from shardlib.errors import DivergedError, RunDirError, SaveFailedError, ShardlibError
 from shardlib.log.loggers import MetricsLogger, check_loggers
 from shardlib.run.checks import check_config
@@ -151,10 +151,8 @@ def _tell_launcher(error: ShardlibError) -> None:
         report_failure(f"{type(error).__name__}: {text}")
 
 
-def _checkpoints(
-    parts: Setup, directory: RunDirectory, log: RunLog
-) -> RunCheckpoints | TieredCheckpoints:
-    return open_checkpoints(
+def _checkpoints(parts: Setup, directory: RunDirectory, log: RunLog) -> RunCheckpoints:
+    return RunCheckpoints(
         directory.checkpoints,
         parts.config.checkpoint,
         notify=functools.partial(log.event, "checkpoint"),

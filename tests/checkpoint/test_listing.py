@@ -14,7 +14,7 @@ from shardlib.checkpoint import (
     RunCheckpoints,
     SavedCheckpoints,
 )
-from shardlib.checkpoint.retention import kept
+from shardlib.checkpoint.directory import kept
 from shardlib.errors import CheckpointError
 
 STATE = {"w": jnp.ones(4)}
