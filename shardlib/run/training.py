@@ -1,5 +1,6 @@
 """Training of a run from its config into its directory; a second call resumes."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -88,7 +89,10 @@ def _train(
         check_resumable(saved, as_recorded(config, saved))
     group = start_devices(config)
     stop = distributed.StopRequest(notices=(*preemption.notices(), *notices))
-    with Watchdog(clock, config.watchdog, directory.path) as watchdog, stop:
+    with (
+        Watchdog(clock, config.watchdog, directory.path) as watchdog,
+        contextlib.ExitStack() as stopping,
+    ):
         run = resolve(config, jax.devices(), began=saved)
         scope = check_config(run.config, lambda: make_scope(run.config, jax.devices()))
         source = open_source(config, "train")
@@ -126,6 +130,8 @@ def _train(
                 stop,
                 after_step,
             )
+            # Until here a signal ends the process: there is no step to stop after.
+            stopping.enter_context(stop)
             try:
                 result = attempt.go(newest, is_new=saved is None)
             finally:

@@ -205,7 +205,9 @@ def _digits() -> ImageSet:
         np.save(directory / "pixels.npy", np.rint(digits.images * (255 / 16)).astype(np.uint8))
         np.save(directory / "labels.npy", digits.target.astype(np.int32))
 
-    directory = cached("images", digest(["digits", _DIGITS_FORMAT]), build)
+    directory = cached(
+        "images", digest(["digits", _DIGITS_FORMAT]), build, task=f"caching {DIGITS}"
+    )
     with reading(directory):
         pixels = read_array(directory / "pixels.npy")
         labels = read_array(directory / "labels.npy")

@@ -159,7 +159,8 @@ def _tokenizer(
     split = [source.key() for source in eval_sources] or config.eval_fraction
     keys = [source.key() for source in sources]
     key = digest([FORMAT, keys, config.weights, split, config.vocab_size, SAMPLE_BYTES])
-    return read_tokenizer(cached("tokenizers", key, build) / _TOKENIZER_FILE)
+    task = f"training a tokenizer of {config.vocab_size:,} entries"
+    return read_tokenizer(cached("tokenizers", key, build, task=task) / _TOKENIZER_FILE)
 
 
 def _sample(
