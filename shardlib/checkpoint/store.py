@@ -40,7 +40,7 @@ from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.checkpoint.reading import LOCAL, RUN, SavedCheckpoints
 from shardlib.checkpoint.restoring import Restoring
 from shardlib.checkpoint.saving import Saving
-from shardlib.checkpoint.tree import check_leaves, flatten, leaf_spec
+from shardlib.checkpoint.tree import Leaf, check_leaves, flatten, leaf_spec
 from shardlib.errors import CheckpointError, ConfigError, SaveFailedError
 
 if TYPE_CHECKING:
@@ -538,7 +538,7 @@ def _check_one_host(hosts: list[str]) -> str:
     return ""
 
 
-def _check_global(leaves: Mapping[str, Any]) -> None:
+def _check_global(leaves: Mapping[str, Leaf]) -> None:
     """Rejects arrays on a single process of several: each process may hold another array."""
     if jax.process_count() == 1:
         return

@@ -15,7 +15,7 @@ from shardlib.tables import Table
 
 if TYPE_CHECKING:
     from shardlib.checkpoint import Manifest, SavedCheckpoints
-    from shardlib.checkpoint.diff import CheckpointDiff
+    from shardlib.checkpoint.manifest import CheckpointDiff
     from shardlib.run.resharding import ReshardPlan
 
 app = typer.Typer(
@@ -98,7 +98,7 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints by their metadata: arrays, config, data, versions."""
-    from shardlib.checkpoint.diff import diff as compare
+    from shardlib.checkpoint.manifest import diff as compare
 
     found = compare(_manifest(first), _manifest(second))
     if as_json:

@@ -14,7 +14,6 @@ import numpy as np
 from shardlib.cache_root import cache_root
 from shardlib.errors import DataError
 
-
 _LOG = logging.getLogger(__name__)
 _REPORT_SECONDS = 5.0
 
