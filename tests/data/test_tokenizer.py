@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -220,11 +219,6 @@ def test_a_forked_child_neither_warns_nor_hangs(setting, after):
     assert done.returncode == 0
     first, second = done.stdout.splitlines()
     assert first == f"{second} {after}"
-
-
-def test_dtypes():
-    assert BPE.token_num_bytes.dtype == np.int64
-    assert BPE.token_num_bytes.shape == (BPE.vocab_size,)
 
 
 def test_long_words_are_cut_before_training():
