@@ -108,15 +108,15 @@ def walk(root: pathlib.Path, below: str = "") -> dict[str, os.stat_result]:
 
     Links and other special files are included; directories are not.
     """
-    found: dict[str, os.stat_result] = {}
+    files: dict[str, os.stat_result] = {}
     with os.scandir(root / below) as entries:
         for entry in entries:
             name = f"{below}/{entry.name}" if below else entry.name
             if entry.is_dir(follow_symlinks=False):
-                found |= walk(root, name)
+                files |= walk(root, name)
             else:
-                found[name] = entry.stat(follow_symlinks=False)
-    return found
+                files[name] = entry.stat(follow_symlinks=False)
+    return files
 
 
 def check_sizes(directory: pathlib.Path, expected: Mapping[str, FileRecord]) -> None:
@@ -156,7 +156,7 @@ def check_contents(
     check_sizes(directory, expected)
     names = [name for name, r in expected.items() if largest is None or r.bytes <= largest]
     try:
-        found = checksums(directory, names)
+        actual = checksums(directory, names)
     except OSError:
         _raise(
             directory, [fault for name in sorted(names) for fault in _unreadable(directory, name)]
@@ -164,7 +164,7 @@ def check_contents(
         raise
     _raise(
         directory,
-        [f"{name}: checksum mismatch" for name in sorted(names) if found[name] != expected[name]],
+        [f"{name}: checksum mismatch" for name in sorted(names) if actual[name] != expected[name]],
     )
 
 

@@ -77,7 +77,7 @@ class StepDirectory:
         """
         try:
             with os.scandir(self.path) as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
+                listing = sorted(entries, key=lambda entry: entry.name)
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -86,7 +86,7 @@ class StepDirectory:
                 "  Name a directory that this user may read as run_dir."
             ) from error
         steps = []
-        for entry in found:
+        for entry in listing:
             if entry.is_symlink():
                 self._skip(entry.name, "a symbolic link")
             elif not entry.is_dir(follow_symlinks=False):
@@ -127,16 +127,16 @@ class StepDirectory:
         Raises:
             CheckpointError: If the directory cannot be listed.
         """
-        found = {}
+        complete = {}
         for step in self.candidates():
             try:
-                found[step] = self.read(step)
+                complete[step] = self.read(step)
             except CheckpointError as error:
                 # It may be gone since it was listed.
                 if self.of_step(step).is_dir():
                     reason = str(error).splitlines()[0]
                     self._skip(self.of_step(step).name, f"not a complete checkpoint ({reason})")
-        return found
+        return complete
 
     def read(self, step: int) -> Manifest:
         """Returns the manifest of one checkpoint.
@@ -402,7 +402,7 @@ def _is_temporary(name: str) -> bool:
 
 def _state_of(path: pathlib.Path) -> tuple[int, ...]:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return ()
-    return (found.st_ino, found.st_size, found.st_mtime_ns)
+    return (status.st_ino, status.st_size, status.st_mtime_ns)

@@ -54,12 +54,12 @@ class Pending:
 
     def result(self) -> dict[str, str]:
         """Waits for the devices and returns the fingerprints by path: 8 hex digits per plane."""
-        found = dict(self._host)
+        by_path = dict(self._host)
         for planes_of, words in self._device:
             values = iter(np.asarray(words).tolist())
             for path, planes in planes_of:
-                found[path] = _text([next(values) for _ in range(planes)])
-        return {path: found[path] for path in self._order}
+                by_path[path] = _text([next(values) for _ in range(planes)])
+        return {path: by_path[path] for path in self._order}
 
 
 def dispatch(leaves: Mapping[str, Leaf]) -> Pending:

@@ -321,10 +321,10 @@ class SavedCheckpoints:
             )
         check_contents(path, manifest.files)
         # Arrays without elements are not stored.
-        found = {
+        actual = {
             leaf: fingerprint.of_host(arrays.read_whole(path, leaf))
             for leaf, spec in manifest.leaves.items()
             if spec.size
         }
-        check_fingerprints(path, manifest, found)
+        check_fingerprints(path, manifest, actual)
         return manifest

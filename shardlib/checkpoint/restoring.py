@@ -83,10 +83,10 @@ class Restoring:
             if path in self.manifest.leaves
         }
         self.peers.all_or_none("files", self._check_files)
-        found = self._read(wanted)
-        self._verify(found)
+        restored = self._read(wanted)
+        self._verify(restored)
         leaves = [
-            _cast(found.pop(path), leaf) if path in found else leaf
+            _cast(restored.pop(path), leaf) if path in restored else leaf
             for path, leaf in targets.items()
         ]
         return jax.tree.unflatten(jax.tree.structure(target), leaves)
@@ -146,18 +146,18 @@ class Restoring:
                 "its values are not verified"
             )
             return
-        found = fingerprint.dispatch(leaves)
+        pending = fingerprint.dispatch(leaves)
         self.peers.all_or_none(
-            "verify", lambda: check_fingerprints(self.place, self.manifest, found.result())
+            "verify", lambda: check_fingerprints(self.place, self.manifest, pending.result())
         )
 
 
-def check_fingerprints(place: pathlib.Path, manifest: Manifest, found: Mapping[str, str]) -> None:
+def check_fingerprints(place: pathlib.Path, manifest: Manifest, actual: Mapping[str, str]) -> None:
     """Raises a `DamageError` that lists all leaves whose fingerprints differ from the save."""
-    changed = [path for path in found if found[path] != manifest.fingerprints[path]]
+    changed = [path for path in actual if actual[path] != manifest.fingerprints[path]]
     if changed:
         raise DamageError(
-            f"checkpoint {place} is damaged: {len(changed)} of {len(found)} leaves are "
+            f"checkpoint {place} is damaged: {len(changed)} of {len(actual)} leaves are "
             "not what was saved:\n"
             + "".join(f"  {path}: {manifest.leaves[path]}\n" for path in changed)
             + "  Restore another step."
@@ -192,7 +192,7 @@ def _cast(leaf: Leaf, target: Leaf) -> Leaf:
 
 def check_same_leaves(
     directory: pathlib.Path,
-    found: Mapping[str, LeafSpec],
+    saved: Mapping[str, LeafSpec],
     expected: Mapping[str, LeafSpec],
     *,
     cast: bool = False,
@@ -202,7 +202,7 @@ def check_same_leaves(
 
     Args:
         directory: The checkpoint.
-        found: Its leaves.
+        saved: Its leaves.
         expected: The leaves of the state.
         cast: Accepts other dtypes, except for PRNG keys.
         partial: Accepts missing and unexpected leaves: all, or those that it returns True for.
@@ -216,8 +216,8 @@ def check_same_leaves(
     """
     is_optional = partial if callable(partial) else lambda path: partial
     faults, accepted, options = [], [], set()
-    for path in sorted({*found, *expected}):
-        line, option = _difference(path, found.get(path), expected.get(path))
+    for path in sorted({*saved, *expected}):
+        line, option = _difference(path, saved.get(path), expected.get(path))
         if line is None:
             continue
         if (option == "cast" and cast) or (option == "partial" and is_optional(path)):
@@ -232,7 +232,7 @@ def check_same_leaves(
             fix += f"; in code, restore(..., {named}) accepts these"
         raise CheckpointError(
             f"checkpoint {directory} is of another model or optimizer: "
-            f"{len(faults)} of {len({*found, *expected})} leaves differ:\n"
+            f"{len(faults)} of {len({*saved, *expected})} leaves differ:\n"
             + "".join(f"  {fault}\n" for fault in faults)
             + f"  {fix}."
         )
@@ -240,17 +240,17 @@ def check_same_leaves(
 
 
 def _difference(
-    path: str, found: LeafSpec | None, expected: LeafSpec | None
+    path: str, saved: LeafSpec | None, expected: LeafSpec | None
 ) -> tuple[str | None, str | None]:
     """Returns a line about the difference of a leaf, and the `restore` option that accepts it.
 
     The line is None if the leaf is as expected; the option is None if no option accepts it.
     """
-    if found is None:
+    if saved is None:
         return f"{path}: expected {expected}, missing from the checkpoint", "partial"
     if expected is None:
-        return f"{path}: not expected, found {found}", "partial"
-    if found == expected:
+        return f"{path}: not expected, found {saved}", "partial"
+    if saved == expected:
         return None, None
-    is_cast = found.shape == expected.shape and "key<" not in found.dtype + expected.dtype
-    return f"{path}: expected {expected}, found {found}", "cast" if is_cast else None
+    is_cast = saved.shape == expected.shape and "key<" not in saved.dtype + expected.dtype
+    return f"{path}: expected {expected}, found {saved}", "cast" if is_cast else None

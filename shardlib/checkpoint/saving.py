@@ -41,7 +41,7 @@ class Saving:
         directory: Directory of the checkpoints.
         peers: The processes.
         writer: Writes the arrays.
-        draft: The manifest without fingerprints and files, which are known later.
+        draft: The manifest without fingerprints and files, which `_complete` adds.
         after: Called by the first process once the checkpoint is in place, in the thread of the
             save; it must not fail. It has to make the new name survive a power loss.
     """

@@ -174,7 +174,7 @@ class _Reader(threading.Thread):
         spec = self._spec[name]
 
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None, "only addressable devices are asked for"
+            assert index is not None, "the callback runs for addressable devices only"
             start, stop, _ = index[0].indices(spec.shape[0])
             first, chunk = next(
                 pair for pair in reversed(chunks) if pair[0] <= start

@@ -225,16 +225,16 @@ def _folder(place: Path, key: str) -> ImageSet:
             f"{key}: {str(place)!r} has no subdirectories.\n"
             f"  Give a directory with one subdirectory of images per class."
         )
-    found = [_image_names(folder) for folder in folders]
-    empty = [folder.name for folder, names in zip(folders, found, strict=True) if not names]
+    names_of = [_image_names(folder) for folder in folders]
+    empty = [folder.name for folder, names in zip(folders, names_of, strict=True) if not names]
     if empty:
         raise DataError(
             f"{key}: no images in these subdirectories of {str(place)!r}: {', '.join(empty)}.\n"
             f"  Each is a class and must hold images ({', '.join(IMAGE_SUFFIXES)})."
         )
-    pairs = zip(folders, found, strict=True)
+    pairs = zip(folders, names_of, strict=True)
     files = [f"{folder.name}/{name}" for folder, names in pairs for name in names]
-    labels = np.repeat(np.arange(len(folders), dtype=np.int32), [len(names) for names in found])
+    labels = np.repeat(np.arange(len(folders), dtype=np.int32), [len(names) for names in names_of])
     hashes = np.array([content_hash(name.encode()) for name in files], np.uint64)
     classes = tuple(folder.name for folder in folders)
     return ImageSet(classes, labels, hashes, lambda index: _decode(place / files[index]))

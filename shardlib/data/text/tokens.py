@@ -85,9 +85,9 @@ def _append_num_bytes(
     file: IO[bytes], encoded: Encoded, table: np.ndarray | None, expected: int
 ) -> None:
     if table is not None:
-        if (found := int(table[encoded.ids].sum())) != expected:
+        if (counted := int(table[encoded.ids].sum())) != expected:
             raise DataError(
-                f"the tokens of a document of {expected:,} bytes stand for {found:,} bytes.\n"
+                f"the tokens of a document of {expected:,} bytes stand for {counted:,} bytes.\n"
                 "  Repair the tokenizer.json: each id must map to one token."
             )
     elif encoded.num_bytes is not None:
