@@ -4,8 +4,8 @@
 with RunCheckpoints("run/checkpoints", CheckpointConfig(keep=2)) as checkpoints:
     checkpoints.save(100, state, {"mesh": "fsdp=8", "samples_seen": 12_800})
     ...
-    if found := checkpoints.restore_newest(target):  # None before the first save.
-        manifest, state = found
+    if newest := checkpoints.restore_newest(target):  # None before the first save.
+        manifest, state = newest
 
 saved = SavedCheckpoints("run/checkpoints")  # Read-only; nested dicts of numpy arrays here.
 arrays = saved.restore(100, saved.target(100))
@@ -20,8 +20,11 @@ from shardlib.checkpoint.config import KeepBest as KeepBest
 from shardlib.checkpoint.config import LocalTier as LocalTier
 from shardlib.checkpoint.manifest import Manifest as Manifest
 from shardlib.checkpoint.reading import SavedCheckpoints as SavedCheckpoints
+from shardlib.checkpoint.reading import open_saved as open_saved
 from shardlib.checkpoint.store import RunCheckpoints as RunCheckpoints
-from shardlib.checkpoint.tiers import SavedTiers as SavedTiers
-from shardlib.checkpoint.tiers import TieredCheckpoints as TieredCheckpoints
-from shardlib.checkpoint.tiers import open_checkpoints as open_checkpoints
-from shardlib.checkpoint.tiers import open_saved as open_saved
+from shardlib.checkpoint.store import open_checkpoints as open_checkpoints
+
+SavedTiers = SavedCheckpoints
+"""Another name of `SavedCheckpoints`, which may be in several places."""
+TieredCheckpoints = RunCheckpoints
+"""Another name of `RunCheckpoints`, which may be in several places."""

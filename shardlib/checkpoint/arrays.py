@@ -6,6 +6,7 @@ Orbax's own checkpointers leave the other processes waiting for minutes when one
 """
 
 import asyncio
+import dataclasses
 import json
 import logging
 import math
@@ -13,7 +14,7 @@ import pathlib
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -24,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardlib.checkpoint.checksums import walk
 from shardlib.checkpoint.errors import DamageError
-from shardlib.checkpoint.tree import is_key, nest, unnest
+from shardlib.checkpoint.tree import Leaf, is_key, nest, sharding_of, unnest
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ _CLOSED = "Event loop is closed"
 class Future(Protocol):
     """A write in progress."""
 
-    def result(self, timeout: float | None = None) -> Any: ...
+    def result(self, timeout: float | None = None) -> object: ...
 
 
 class ArrayWriter:
@@ -52,10 +53,9 @@ class ArrayWriter:
 
     def __init__(self) -> None:
         _quiet_orbax()
-        _quiet_late_writes()
         self._handler = _state_handler(READ_BYTES)
 
-    def start(self, directory: pathlib.Path, arrays: Mapping[str, Any]) -> Sequence[Future]:
+    def start(self, directory: pathlib.Path, arrays: Mapping[str, Leaf]) -> Sequence[Future]:
         """Starts writing `arrays` into `directory`, which exists.
 
         Returns once the arrays are copied to the host: they may then be donated or deleted.
@@ -83,7 +83,7 @@ def own_files(directory: pathlib.Path) -> list[str]:
     return [f"{own}/{name}" for name in walk(directory / own)] if (directory / own).is_dir() else []
 
 
-def read(directory: pathlib.Path, targets: Mapping[str, Any]) -> dict[str, Any]:
+def read(directory: pathlib.Path, targets: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """Reads arrays of the checkpoint `directory`, bit for bit.
 
     Args:
@@ -100,15 +100,17 @@ def read(directory: pathlib.Path, targets: Mapping[str, Any]) -> dict[str, Any]:
         DamageError: If the shape of a stored array differs from its target.
     """
     _quiet_orbax()
-    stored = {path: _StoredTarget(target) for path, target in targets.items()}
+    stored = {path: _StoredTarget.of_leaf(target) for path, target in targets.items()}
     present = {path: target for path, target in stored.items() if math.prod(target.shape)}
     # Orbax does not store arrays without elements; there is nothing to read for them.
-    arrays = {path: np.zeros(t.shape, t.dtype) for path, t in stored.items() if path not in present}
+    arrays: dict[str, Leaf] = {
+        path: np.zeros(t.shape, t.dtype) for path, t in stored.items() if path not in present
+    }
     if present:
         location = epath.Path(directory) / "state"
         handler = _state_handler(_read_bytes(directory, present))
         restore_args = nest({path: target.restore_args() for path, target in present.items()})
-        item = nest({path: target.struct() for path, target in present.items()})
+        item = nest({path: jax.ShapeDtypeStruct(t.shape, t.dtype) for path, t in present.items()})
         restored = handler.restore(
             location,
             args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True),
@@ -118,7 +120,7 @@ def read(directory: pathlib.Path, targets: Mapping[str, Any]) -> dict[str, Any]:
     return {path: _from_stored(arrays[path], target) for path, target in targets.items()}
 
 
-def _complete(coroutine: Coroutine[Any, Any, T]) -> T:
+def _complete(coroutine: Coroutine[object, None, T]) -> T:
     """Runs a coroutine to completion, even if an event loop is running, as in a notebook."""
 
     def run() -> T:
@@ -136,21 +138,22 @@ def _complete(coroutine: Coroutine[Any, Any, T]) -> T:
         return pool.submit(run).result()
 
 
+@dataclasses.dataclass(frozen=True)
 class _StoredTarget:
     """The shape, dtype and sharding that one leaf is read with; PRNG keys are read as integers."""
 
-    def __init__(self, target: Any) -> None:
-        self.sharding = _sharding_of(target)
-        if is_key(target):
-            data = jax.eval_shape(jax.random.key_data, _struct(target))
-            self.shape, self.dtype = data.shape, data.dtype
-            self.sharding = _key_data_sharding(self.sharding, target.ndim)
-        else:
-            array = target if hasattr(target, "dtype") else np.asarray(target)
-            self.shape, self.dtype = tuple(array.shape), array.dtype
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: Sharding | None
 
-    def struct(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+    @staticmethod
+    def of_leaf(leaf: Leaf) -> "_StoredTarget":
+        sharding = sharding_of(leaf)
+        if is_key(leaf):
+            sharding = _key_data_sharding(sharding, leaf.ndim)
+            leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        array = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        return _StoredTarget(tuple(array.shape), np.dtype(array.dtype), sharding)
 
     def restore_args(self) -> ocp.RestoreArgs:
         if self.sharding is None:
@@ -164,7 +167,7 @@ class _StoredTarget:
 
     def local_bytes(self) -> int:
         devices = 1 if self.sharding is None else len(self.sharding.addressable_devices)
-        return devices * math.prod(self.shard_shape()) * np.dtype(self.dtype).itemsize
+        return devices * math.prod(self.shard_shape()) * self.dtype.itemsize
 
 
 def _state_handler(read_bytes: int) -> ocp.PyTreeCheckpointHandler:
@@ -180,9 +183,9 @@ def _state_handler(read_bytes: int) -> ocp.PyTreeCheckpointHandler:
     )
 
 
-def stored_structs(targets: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+def stored_structs(targets: Mapping[str, Leaf]) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the stored structs of the leaves with elements and a sharding, by path."""
-    stored = {path: _StoredTarget(target) for path, target in targets.items()}
+    stored = {path: _StoredTarget.of_leaf(target) for path, target in targets.items()}
     return {
         path: jax.ShapeDtypeStruct(target.shape, target.dtype, sharding=target.sharding)
         for path, target in stored.items()
@@ -236,7 +239,7 @@ def read_whole(directory: pathlib.Path, path: str) -> np.ndarray:
     return ts.open({"driver": "zarr", "kvstore": kvstore}, open=True).result().read().result()
 
 
-def _store(directory: pathlib.Path) -> dict[str, Any]:
+def _store(directory: pathlib.Path) -> dict[str, object]:
     """Returns the TensorStore spec of the store that Orbax wrote."""
     return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory / 'state'}/"}}
 
@@ -254,7 +257,7 @@ def _read_bytes(directory: pathlib.Path, targets: Mapping[str, _StoredTarget]) -
     chunks = chunk_shapes(directory, {path: target.shape for path, target in targets.items()})
     largest = 0
     for path, target in targets.items():
-        footprint = np.dtype(target.dtype).itemsize
+        footprint = target.dtype.itemsize
         for dim, shard, step in zip(target.shape, target.shard_shape(), chunks[path], strict=True):
             footprint *= step * min(-(-dim // step), (shard - 1) // step + 2)
         largest = max(largest, footprint)
@@ -270,7 +273,7 @@ def read_bound(held_bytes: int) -> int:
     return max(READ_BYTES, held_bytes // READ_PART)
 
 
-def _to_stored(leaf: Any) -> Any:
+def _to_stored(leaf: Leaf) -> jax.Array | np.ndarray:
     """Returns the value that Orbax writes for a leaf: a global `jax.Array` or a numpy copy."""
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
@@ -282,13 +285,12 @@ def _to_stored(leaf: Any) -> Any:
     return np.array(leaf)  # A copy: the caller may change its array during the save.
 
 
-def _from_stored(array: Any, target: Any) -> Any:
+def _from_stored(array: Leaf, target: Leaf) -> Leaf:
     """Returns the stored value as a leaf of the type of `target`."""
+    sharding = sharding_of(target)
     if is_key(target):
         keys = jax.random.wrap_key_data(array, impl=_key_impl(target))
-        sharding = _sharding_of(target)
         return keys if sharding is None else jax.device_put(keys, sharding)
-    sharding = _sharding_of(target)
     if sharding is not None:
         if isinstance(array, jax.Array):
             return array
@@ -296,14 +298,6 @@ def _from_stored(array: Any, target: Any) -> Any:
     if isinstance(target, bool | int | float | complex) and not isinstance(target, np.generic):
         return array.item()
     return array[()] if isinstance(target, np.generic) else array
-
-
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
-def _sharding_of(target: Any) -> Sharding | None:
-    return getattr(target, "sharding", None)
 
 
 def _key_data_sharding(sharding: Sharding | None, ndim: int) -> Sharding | None:
@@ -314,56 +308,47 @@ def _key_data_sharding(sharding: Sharding | None, ndim: int) -> Sharding | None:
     return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
 
 
-def _key_impl(target: Any) -> Any:
+def _key_impl(target: Leaf) -> object:
     """Returns the PRNG implementation of keys, which may be abstract."""
-    found: list[Any] = []
-    jax.eval_shape(lambda keys: found.append(jax.random.key_impl(keys)), _struct(target))
-    return found[0]
+    impls: list[object] = []
+    keys = jax.ShapeDtypeStruct(target.shape, target.dtype)
+    jax.eval_shape(lambda keys: impls.append(jax.random.key_impl(keys)), keys)
+    return impls[0]
 
 
-class _OrbaxRecords(logging.Filter):
-    """Drops Orbax's log records and keeps all others.
-
-    Orbax logs through absl. It logs routine events at `WARNING`, and thread failures at `ERROR`
-    with a page of traceback each; the futures of `ArrayWriter.start` raise these failures anyway.
-    """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "orbax" not in pathlib.PurePath(record.pathname).parts
-
-
-def _quiet_late_writes() -> None:
-    """Silences the late errors of a failed save.
+def _quiet_orbax() -> None:
+    """Silences the log of Orbax, and the late errors of a failed save.
 
     Orbax closes its event loop at the first failed write. Each write still in progress then finds
     the loop closed, in a thread that cannot raise to anyone, and fails in a task that nobody
     awaits. `ArrayWriter` has reported the first error by then.
     """
+    logging.getLogger("absl").addFilter(_is_foreign)
+    logging.getLogger("asyncio").addFilter(_is_awaited)
     former = sys.unraisablehook
-    if not hasattr(former, "of_late_writes"):
+    if hasattr(former, "drops_late_writes"):
+        return
 
-        def hook(late: Any, /) -> None:
-            # Python names the object of errors that it cannot raise itself.
-            is_late = isinstance(late.exc_value, RuntimeError) and str(late.exc_value) == _CLOSED
-            if not is_late or late.object is not None:
-                former(late)
+    def hook(late: "sys.UnraisableHookArgs", /) -> None:
+        # Python names the object of errors that it cannot raise itself.
+        is_late = isinstance(late.exc_value, RuntimeError) and str(late.exc_value) == _CLOSED
+        if not is_late or late.object is not None:
+            former(late)
 
-        hook.of_late_writes = True  # type: ignore[attr-defined]
-        sys.unraisablehook = hook
-    logger = logging.getLogger("asyncio")
-    if not any(isinstance(present, _LateTasks) for present in logger.filters):
-        logger.addFilter(_LateTasks())
+    hook.drops_late_writes = True  # type: ignore[attr-defined]
+    sys.unraisablehook = hook
 
 
-class _LateTasks(logging.Filter):
-    """Drops asyncio's messages about Orbax writes that nobody awaits."""
+def _is_foreign(record: logging.LogRecord) -> bool:
+    """Whether a record is not from Orbax, which logs through absl.
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return "never retrieved" not in text or "orbax" not in text
+    It logs routine events at `WARNING`, and thread failures at `ERROR` with a page of traceback
+    each; the futures of `ArrayWriter.start` raise these failures anyway.
+    """
+    return "orbax" not in pathlib.PurePath(record.pathname).parts
 
 
-def _quiet_orbax() -> None:
-    logger = logging.getLogger("absl")
-    if not any(isinstance(present, _OrbaxRecords) for present in logger.filters):
-        logger.addFilter(_OrbaxRecords())
+def _is_awaited(record: logging.LogRecord) -> bool:
+    """Whether a record of asyncio is not about an Orbax write that nobody awaits."""
+    text = record.getMessage()
+    return "never retrieved" not in text or "orbax" not in text

@@ -45,25 +45,25 @@ def sync(path: pathlib.Path) -> None:
 def checksums(root: pathlib.Path, names: Iterable[str]) -> dict[str, FileRecord]:
     """Returns the records of files below `root`; parts of them are read in parallel."""
     names = list(names)
-    sizes = {name: (root / name).stat().st_size for name in names}
     parts = [
-        (root / name, start)
+        (name, start)
         for name in names
-        for start in range(0, max(1, sizes[name]), _PART_BYTES)
+        for start in range(0, max(1, (root / name).stat().st_size), _PART_BYTES)
     ]
+    records: dict[str, tuple[int, int]] = dict.fromkeys(names, (0, 0))
+
+    def checksum(part: tuple[str, int]) -> tuple[int, int]:
+        return _checksum_of_part(root / part[0], part[1])
+
     with ThreadPoolExecutor(_THREADS) as pool:
-        sums = dict(zip(parts, pool.map(_checksum_of_part, parts), strict=True))
-    records: dict[str, tuple[int, int]] = {}
-    for (path, _), (length, crc) in sums.items():
-        name = path.relative_to(root).as_posix()
-        so_far, before = records.get(name, (0, 0))
-        records[name] = (so_far + length, combined(before, crc, length))
+        for (name, _), (length, crc) in zip(parts, pool.map(checksum, parts), strict=True):
+            so_far, before = records[name]
+            records[name] = (so_far + length, combined(before, crc, length))
     return {name: FileRecord(length, f"{crc:08x}") for name, (length, crc) in records.items()}
 
 
-def _checksum_of_part(part: tuple[pathlib.Path, int]) -> tuple[int, int]:
-    """Returns the length and CRC-32 of a part of a file, given by its path and start."""
-    path, start = part
+def _checksum_of_part(path: pathlib.Path, start: int) -> tuple[int, int]:
+    """Returns the length and CRC-32 of a part of a file."""
     length, crc = 0, 0
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
@@ -108,15 +108,15 @@ def walk(root: pathlib.Path, below: str = "") -> dict[str, os.stat_result]:
 
     Links and other special files are included; directories are not.
     """
-    found: dict[str, os.stat_result] = {}
+    files: dict[str, os.stat_result] = {}
     with os.scandir(root / below) as entries:
         for entry in entries:
             name = f"{below}/{entry.name}" if below else entry.name
             if entry.is_dir(follow_symlinks=False):
-                found |= walk(root, name)
+                files |= walk(root, name)
             else:
-                found[name] = entry.stat(follow_symlinks=False)
-    return found
+                files[name] = entry.stat(follow_symlinks=False)
+    return files
 
 
 def check_sizes(directory: pathlib.Path, expected: Mapping[str, FileRecord]) -> None:
@@ -125,13 +125,15 @@ def check_sizes(directory: pathlib.Path, expected: Mapping[str, FileRecord]) -> 
     Raises:
         DamageError: If there are such files; all are listed.
     """
-    found = _regular_files(directory)
-    faults = []
-    for name, record in sorted(expected.items()):
-        if name not in found:
-            faults.append(f"{name}: missing")
-        elif found[name] != record.bytes:
-            faults.append(f"{name}: {found[name]} bytes instead of {record.bytes}")
+    files = walk(directory)
+    sizes = {name: file.st_size for name, file in files.items() if stat.S_ISREG(file.st_mode)}
+    faults = [
+        f"{name}: {sizes[name]} bytes instead of {record.bytes}"
+        if name in sizes
+        else f"{name}: missing"
+        for name, record in sorted(expected.items())
+        if sizes.get(name) != record.bytes
+    ]
     _raise(directory, faults)
 
 
@@ -154,31 +156,24 @@ def check_contents(
     check_sizes(directory, expected)
     names = [name for name, r in expected.items() if largest is None or r.bytes <= largest]
     try:
-        found = checksums(directory, names)
+        actual = checksums(directory, names)
     except OSError:
-        unreadable = [_unreadable(directory, name) for name in sorted(names)]
-        _raise(directory, [fault for fault in unreadable if fault])
+        _raise(
+            directory, [fault for name in sorted(names) for fault in _unreadable(directory, name)]
+        )
         raise
-    faults = [
-        f"{name}: checksum mismatch" for name in sorted(names) if found[name] != expected[name]
-    ]
-    _raise(directory, faults)
+    _raise(
+        directory,
+        [f"{name}: checksum mismatch" for name in sorted(names) if actual[name] != expected[name]],
+    )
 
 
-def _unreadable(directory: pathlib.Path, name: str) -> str | None:
+def _unreadable(directory: pathlib.Path, name: str) -> list[str]:
     try:
         checksums(directory, [name])
     except OSError as error:
-        return f"{name}: cannot be read: {error.strerror}"
-    return None
-
-
-def _regular_files(directory: pathlib.Path) -> dict[str, int]:
-    return {
-        name: entry.st_size
-        for name, entry in walk(directory).items()
-        if stat.S_ISREG(entry.st_mode)
-    }
+        return [f"{name}: cannot be read: {error.strerror}"]
+    return []
 
 
 def _raise(directory: pathlib.Path, faults: list[str]) -> None:

@@ -5,6 +5,13 @@ from typing import Literal
 from shardlib.config import configclass
 
 
+def _check_positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+
+
 @configclass
 class KeepBest:
     """The checkpoints that are kept for their metrics."""
@@ -19,8 +26,7 @@ class KeepBest:
     """Number of best checkpoints to keep."""
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"count must be at least 1, not {self.count}")
+        _check_positive(self, "count")
 
 
 @configclass
@@ -37,10 +43,7 @@ class LocalTier:
     """Number of newest local checkpoints to keep."""
 
     def __post_init__(self) -> None:
-        if self.every_steps < 1:
-            raise ValueError(f"every_steps must be at least 1, not {self.every_steps}")
-        if self.keep < 1:
-            raise ValueError(f"keep must be at least 1, not {self.keep}")
+        _check_positive(self, "every_steps", "keep")
 
 
 @configclass
@@ -72,11 +75,7 @@ class CheckpointConfig:
     """A second place for more frequent checkpoints; a run resumes from the newest of both."""
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "keep", "max_failures"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.keep_every_steps is not None and self.keep_every_steps < 1:
-            raise ValueError(f"keep_every_steps must be at least 1, not {self.keep_every_steps}")
+        _check_positive(self, "every_steps", "keep", "max_failures", "keep_every_steps")
         if self.local is not None and self.local.every_steps >= self.every_steps:
             raise ValueError(
                 f"local.every_steps is {self.local.every_steps}, but every_steps is "

@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints: its steps, and their removal.
+"""The directory of a run's checkpoints: its steps, their removal and their retention.
 
     run/checkpoints/
       00000500/                        one checkpoint; the name is the step
@@ -12,18 +12,21 @@ directory that cannot be restored. Other files in the directory are left alone.
 """
 
 import contextlib
+import errno
 import os
 import pathlib
 import re
 import shutil
 import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from shardlib.checkpoint import manifest as manifests
-from shardlib.checkpoint.errors import DamageError
+from shardlib.checkpoint.checksums import sync
+from shardlib.checkpoint.config import CheckpointConfig
+from shardlib.checkpoint.errors import DamageError, first_line, listed
 from shardlib.checkpoint.manifest import Manifest
-from shardlib.errors import CheckpointError
+from shardlib.errors import CheckpointError, SaveFailedError
 
 Notify = Callable[[str], None]
 
@@ -45,11 +48,13 @@ class StepDirectory:
         notify: Called once for each skipped entry.
     """
 
-    def __init__(self, path: pathlib.Path, notify: Notify) -> None:
-        self.path = path
-        self._notify = notify
-        self._told: set[str] = set()
-        self._known: dict[int, tuple[tuple[int, ...], Manifest]] = {}
+    def __init__(self, path: str | os.PathLike[str], notify: Notify) -> None:
+        self.path = pathlib.Path(path).absolute()
+        if ".." in self.path.parts:  # TensorStore takes no such paths.
+            self.path = self.path.resolve()
+        self.notify = notify
+        self._skipped: set[str] = set()
+        self._cache: dict[int, tuple[tuple[int, ...], Manifest]] = {}
         self._lock = threading.RLock()
         self._deletions: list[threading.Thread] = []
 
@@ -72,7 +77,7 @@ class StepDirectory:
         """
         try:
             with os.scandir(self.path) as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
+                listing = sorted(entries, key=lambda entry: entry.name)
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -81,7 +86,7 @@ class StepDirectory:
                 "  Name a directory that this user may read as run_dir."
             ) from error
         steps = []
-        for entry in found:
+        for entry in listing:
             if entry.is_symlink():
                 self._skip(entry.name, "a symbolic link")
             elif not entry.is_dir(follow_symlinks=False):
@@ -107,22 +112,31 @@ class StepDirectory:
             return []
         return sorted(int(name) for name in names if _is_step(name))
 
+    def holds(self, step: int) -> bool:
+        """Whether the step has a checkpoint, damaged or not, or a symbolic link in its place."""
+        return step in (*self.candidates(), *self.links())
+
+    def foreign_steps(self, owner: str | None) -> list[int]:
+        """Returns the steps saved by another run; checkpoints without a run id do not count."""
+        ids = {step: manifest.run.get("id") for step, manifest in self.manifests().items()}
+        return [step for step, run_id in ids.items() if run_id not in (None, owner)]
+
     def manifests(self) -> dict[int, Manifest]:
         """Returns the manifests of the complete checkpoints by step, oldest first.
 
         Raises:
             CheckpointError: If the directory cannot be listed.
         """
-        found = {}
+        complete = {}
         for step in self.candidates():
             try:
-                found[step] = self.read(step)
+                complete[step] = self.read(step)
             except CheckpointError as error:
                 # It may be gone since it was listed.
                 if self.of_step(step).is_dir():
                     reason = str(error).splitlines()[0]
                     self._skip(self.of_step(step).name, f"not a complete checkpoint ({reason})")
-        return found
+        return complete
 
     def read(self, step: int) -> Manifest:
         """Returns the manifest of one checkpoint.
@@ -142,11 +156,11 @@ class StepDirectory:
             raise DamageError(
                 f"the manifest {path} is a symbolic link.\n  Restore another step; remove this one."
             )
-        with self._lock:
-            known = self._known.get(step)
         state = _state_of(path)
-        if known is not None and known[0] == state:
-            return known[1]
+        with self._lock:
+            cached_state, cached = self._cache.get(step, (None, None))
+        if cached is not None and cached_state == state:
+            return cached
         manifest = manifests.read(place)
         if manifest.step != step:
             raise DamageError(
@@ -154,7 +168,7 @@ class StepDirectory:
                 "  Restore another step; remove this one."
             )
         with self._lock:
-            self._known[step] = (state, manifest)
+            self._cache[step] = (state, manifest)
         return manifest
 
     def clean(self) -> None:
@@ -221,10 +235,137 @@ class StepDirectory:
 
     def _skip(self, name: str, what: str) -> None:
         with self._lock:
-            is_new = name not in self._told
-            self._told.add(name)
+            is_new = name not in self._skipped
+            self._skipped.add(name)
         if is_new:
-            self._notify(f"{self.path / name} is skipped: {what}")
+            self.notify(f"{self.path / name} is skipped: {what}")
+
+
+class SaveDirectory(StepDirectory):
+    """The directory of checkpoints that a run saves to.
+
+    Args:
+        path: The directory; the first save creates it.
+        config: The schedule and the retention policies.
+        notify: As in `StepDirectory`; also called with each error that does not end the run.
+
+    Attributes:
+        failures: Number of failed saves since the last complete one.
+        last_saved: The last step known to be saved completely; None once that checkpoint has been
+            dropped or set aside.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], config: CheckpointConfig, notify: Notify
+    ) -> None:
+        super().__init__(path, notify)
+        self.config = config
+        self.failures = 0
+        self.last_saved: int | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether the config schedules a checkpoint after this step."""
+        return self.config.enabled and step % self.config.every_steps == 0
+
+    def has_given_up(self) -> bool:
+        """Whether `config.max_failures` saves in a row have failed."""
+        return self.failures >= self.config.max_failures
+
+    def check_writable(self) -> None:
+        """Raises a `SaveFailedError` if the directory cannot be created or written to."""
+        probe = self.path / f"{PROBE}{uuid.uuid4().hex}"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"shardlib")
+            probe.unlink()
+        except OSError as error:
+            fix = "Name a directory that this user may write"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                fix = "Free space there"
+            raise SaveFailedError(
+                f"checkpoints cannot be written: {error.strerror}: {self.path}.\n"
+                f"  {fix}, or set checkpoint.enabled=false."
+            ) from error
+
+    def complete_steps(self) -> str:
+        """Returns the steps of the complete checkpoints as text."""
+        try:
+            return listed(list(self.manifests()))
+        except CheckpointError:
+            return "unknown (the directory cannot be listed)"
+
+    def check_new(self, step: int) -> None:
+        """Raises a `CheckpointError` if a step is negative or already saved here."""
+        fault = "is negative" if step < 0 else None
+        with contextlib.suppress(CheckpointError):  # The save raises the reason.
+            if step in self.manifests():
+                fault = f"is already saved in {self.path}"
+        if fault:
+            raise CheckpointError(f"step {step} {fault}.\n  Save each step once, counted from 0.")
+
+    def prune(self, step: int) -> None:
+        """Deletes the checkpoints that no policy keeps, after the save of a step."""
+
+        def delete() -> None:
+            # The new checkpoint must survive a power loss before old ones are deleted.
+            sync(self.path)
+            saved = self.manifests()
+            metrics = {step: manifest.metrics for step, manifest in saved.items()}
+            unhealthy = {step for step, each in saved.items() if not each.run.get("healthy", True)}
+            stay = {step, *kept(metrics, self.config, unhealthy)}
+            self.discard([self.of_step(step) for step in saved if step not in stay])
+
+        self.tolerate("old checkpoints remain", delete)
+
+    def drop_after(self, step: int) -> None:
+        """Removes every checkpoint after `step`, the newest first."""
+        later = [each for each in self.candidates() if each > step]
+        self.discard([self.of_step(each) for each in reversed(later)])
+
+    def forget(self, since: int) -> None:
+        """Forgets that a step from `since` on was saved."""
+        if self.last_saved is not None and self.last_saved >= since:
+            self.last_saved = None
+
+    def tolerate(self, consequence: str, work: Callable[[], None]) -> None:
+        """Runs `work` and reports its failure, which does not end the run."""
+        try:
+            work()
+        except (OSError, CheckpointError) as error:
+            self.notify(f"{consequence} in {self.path}: {first_line(error)}")
+
+
+def kept(
+    metrics: Mapping[int, Mapping[str, float]],
+    config: CheckpointConfig,
+    unhealthy: Container[int] = (),
+) -> set[int]:
+    """Returns the steps that any of the policies keeps, and the newest healthy step.
+
+    A run saves `"healthy": false` with a state that is not fit to go back to, because the run is in
+    the middle of updates that it rejects. These checkpoints count like all others, but the newest
+    healthy checkpoint is kept as well.
+
+    Args:
+        metrics: The metrics saved with every existing checkpoint, by step.
+        config: The policies. A tie between checkpoints goes to the newer one; a checkpoint without
+            the metric is never the best.
+        unhealthy: Steps that are not fit to go back to.
+    """
+    stay = set(sorted(metrics)[-config.keep :])
+    stay |= set(sorted(step for step in metrics if step not in unhealthy)[-1:])
+    if config.keep_every_steps is not None:
+        stay |= {step for step in metrics if step % config.keep_every_steps == 0}
+    if config.keep_best is not None:
+        best = config.keep_best
+        sign = -1 if best.mode == "min" else 1
+        ranked = sorted(
+            (step for step in metrics if best.metric in metrics[step]),
+            key=lambda step: (sign * metrics[step][best.metric], step),
+            reverse=True,
+        )
+        stay |= set(ranked[: best.count])
+    return stay
 
 
 def _is_step(name: str) -> bool:
@@ -261,7 +402,7 @@ def _is_temporary(name: str) -> bool:
 
 def _state_of(path: pathlib.Path) -> tuple[int, ...]:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return ()
-    return (found.st_ino, found.st_size, found.st_mtime_ns)
+    return (status.st_ino, status.st_size, status.st_mtime_ns)

@@ -23,16 +23,18 @@ import functools
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardlib.checkpoint.tree import is_key
+from shardlib.checkpoint.tree import Leaf, is_key, sharding_of
 from shardlib.sharding.host_memory import HOST
 
+Index = int | jax.Array
+Words = TypeVar("Words", np.ndarray, jax.Array)
 _POSITION = 0x9E3779B9
 _FIRST, _SECOND = 0x85EBCA6B, 0xC2B2AE35
 _WORD = 0xFFFFFFFF
@@ -52,15 +54,15 @@ class Pending:
 
     def result(self) -> dict[str, str]:
         """Waits for the devices and returns the fingerprints by path: 8 hex digits per plane."""
-        found = dict(self._host)
+        by_path = dict(self._host)
         for planes_of, words in self._device:
             values = iter(np.asarray(words).tolist())
             for path, planes in planes_of:
-                found[path] = _text([next(values) for _ in range(planes)])
-        return {path: found[path] for path in self._order}
+                by_path[path] = _text([next(values) for _ in range(planes)])
+        return {path: by_path[path] for path in self._order}
 
 
-def dispatch(leaves: Mapping[str, Any]) -> Pending:
+def dispatch(leaves: Mapping[str, Leaf]) -> Pending:
     """Starts to compute the fingerprints of leaves, and returns before they are ready.
 
     One compiled program reads the arrays on the same devices. Numpy arrays, numbers, and arrays on
@@ -72,24 +74,22 @@ def dispatch(leaves: Mapping[str, Any]) -> Pending:
     """
     from shardlib.runtime.distributed import must_block
 
-    on_host = {path: leaf for path, leaf in leaves.items() if not _on_devices(leaf)}
-    groups = _by_devices({path: leaf for path, leaf in leaves.items() if _on_devices(leaf)})
     device = []
-    for group in groups:
+    for group in _by_devices(leaves):
         words = _program(group)(list(group.values()))
         if must_block():
             jax.block_until_ready(words)
         device.append(([(path, _planes_of(leaf)) for path, leaf in group.items()], words))
-    host = {path: of_host(leaf) for path, leaf in on_host.items()}
+    host = {path: of_host(leaf) for path, leaf in leaves.items() if not _on_devices(leaf)}
     return Pending(host, device, list(leaves))
 
 
-def fingerprints(leaves: Mapping[str, Any]) -> dict[str, str]:
+def fingerprints(leaves: Mapping[str, Leaf]) -> dict[str, str]:
     """Returns the fingerprints of leaves by path; see `dispatch`."""
     return dispatch(leaves).result()
 
 
-def of_host(leaf: Any) -> str:
+def of_host(leaf: Leaf) -> str:
     """Returns the fingerprint of a numpy array or a number, computed by this process."""
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
@@ -102,9 +102,9 @@ def of_host(leaf: Any) -> str:
     return _text([_sum_on_host(words[plane::planes]) for plane in range(planes)])
 
 
-def compile_ahead(leaves: Mapping[str, Any]) -> None:
+def compile_ahead(leaves: Mapping[str, Leaf]) -> None:
     """Compiles the programs of `dispatch` for leaves, which may be abstract with shardings."""
-    for group in _by_devices({path: leaf for path, leaf in leaves.items() if _on_devices(leaf)}):
+    for group in _by_devices(leaves):
         _program(group)
 
 
@@ -123,7 +123,7 @@ def _sum_on_host(words: np.ndarray) -> int:
     return total & _WORD
 
 
-def _finalize(words: Any) -> Any:
+def _finalize(words: Words) -> Words:
     """Applies Appleby's `fmix32` to an array of uint32 on the host or on devices."""
     u32 = np.uint32
     words = words ^ (words >> u32(16))
@@ -133,26 +133,28 @@ def _finalize(words: Any) -> Any:
     return words ^ (words >> u32(16))
 
 
-def _on_devices(leaf: Any) -> bool:
-    if getattr(leaf, "sharding", None) is None or not math.prod(leaf.shape):
+def _on_devices(leaf: Leaf) -> bool:
+    if sharding_of(leaf) is None or not math.prod(leaf.shape):
         return False
     return not (jax.process_count() > 1 and leaf.sharding.is_fully_addressable)
 
 
-def _by_devices(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the groups of leaves that one program reads: one group per set of devices.
+def _by_devices(leaves: Mapping[str, Leaf]) -> list[dict[str, Leaf]]:
+    """Returns the groups of leaves on devices that one program reads: one per set of devices.
 
     A leaf in host memory gets its own group: the devices have room for only one such leaf at a
     time.
     """
-    groups: dict[Any, dict[str, Any]] = {}
+    groups: dict[Any, dict[str, Leaf]] = {}
     for path, leaf in leaves.items():
+        if not _on_devices(leaf):
+            continue
         alone = path if leaf.sharding.memory_kind == HOST else None
         groups.setdefault((frozenset(leaf.sharding.device_set), alone), {})[path] = leaf
     return list(groups.values())
 
 
-def _program(group: Mapping[str, Any]) -> Any:
+def _program(group: Mapping[str, Leaf]) -> Any:
     """Returns the compiled program for the leaves of one set of devices."""
     structs = tuple(
         jax.ShapeDtypeStruct(
@@ -220,7 +222,7 @@ def _sums(leaf: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _sums_of_shard(
-    shard: jax.Array, shape: tuple[int, ...], starts: Sequence[Any], max_words: int
+    shard: jax.Array, shape: tuple[int, ...], starts: Sequence[Index], max_words: int
 ) -> jax.Array:
     """Returns the sums of the planes of a shard that begins at `starts` of an array of `shape`.
 
@@ -231,7 +233,7 @@ def _sums_of_shard(
     leading = shard.shape[: max(1, shard.ndim - 1)] or (1,)
     step = max(1, min(rows.shape[0], max_words // max(1, math.prod(rows.shape[1:]))))
 
-    def of_block(first: Any, size: int) -> jax.Array:
+    def of_block(first: Index, size: int) -> jax.Array:
         position = _first_positions(first, size, leading, shape, starts)
         if rows.ndim == 2:
             column = jnp.arange(rows.shape[1], dtype=jnp.uint32) + _u32(starts[-1])
@@ -251,7 +253,11 @@ def _sums_of_shard(
 
 
 def _first_positions(
-    first: Any, size: int, leading: tuple[int, ...], shape: tuple[int, ...], starts: Sequence[Any]
+    first: Index,
+    size: int,
+    leading: tuple[int, ...],
+    shape: tuple[int, ...],
+    starts: Sequence[Index],
 ) -> jax.Array:
     """Returns the flat positions of the first elements of some rows of a shard, modulo 2^32.
 
@@ -272,7 +278,7 @@ def _first_positions(
     return position
 
 
-def _u32(number: Any) -> jax.Array:
+def _u32(number: Index) -> jax.Array:
     return jnp.asarray(number).astype(jnp.uint32)
 
 
@@ -301,5 +307,5 @@ def _planes(array: jax.Array) -> list[jax.Array]:
     return [jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)]
 
 
-def _planes_of(leaf: Any) -> int:
+def _planes_of(leaf: Leaf) -> int:
     return 1 if is_key(leaf) else max(1, leaf.dtype.itemsize // 4)

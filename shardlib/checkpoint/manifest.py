@@ -39,7 +39,7 @@ import platform
 import re
 import stat
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -212,81 +212,89 @@ def _without_waiting(path: str, flags: int) -> int:
 def _parsed(document: dict[str, Any]) -> Manifest:
     """Returns the manifest in a document of schema 1 or 2; raises an error if it is invalid."""
     schema = document["schema"]
-    if schema >= 2 and document["digest"] != digest(document):
+    has_marks = schema >= 2
+    if has_marks and document["digest"] != digest(document):
         raise ValueError("digest mismatch")
-    for key, is_valid in _FIELDS.items():
+    fields = _FIELDS | _LATER_FIELDS if has_marks else _FIELDS
+    for key, is_valid in fields.items():
         _check(is_valid(document[key]), key, document[key])
     _check_depth(document["run"])
-    leaves, fingerprints = {}, {}
-    for path, leaf in document["leaves"].items():
-        leaves[path], fingerprint = _leaf(path, leaf, schema)
-        if fingerprint is not None:
-            fingerprints[path] = fingerprint
-    manifest = Manifest(
-        leaves=leaves, schema=schema, **{key: document[key] for key in _FIELDS if key != "leaves"}
-    )
-    if schema == 1:
-        return manifest
-    metrics, files = document["metrics"], document["files"]
-    _check(isinstance(metrics, dict) and all(map(_is_number, metrics.values())), "metrics", metrics)
-    _check(isinstance(files, dict), "files", files)
-    return dataclasses.replace(
-        manifest,
-        metrics={name: float(value) for name, value in metrics.items()},
-        fingerprints=fingerprints,
-        files={name: _file(name, record) for name, record in files.items()},
-    )
+    leaves = document["leaves"]
+    values = {key: document[key] for key in fields} | {
+        "schema": schema,
+        "leaves": {path: _leaf(path, leaf) for path, leaf in leaves.items()},
+    }
+    if has_marks:
+        values |= {
+            "metrics": {name: float(value) for name, value in document["metrics"].items()},
+            "fingerprints": {path: _fingerprint(path, leaf) for path, leaf in leaves.items()},
+            "files": {name: _file(name, record) for name, record in document["files"].items()},
+        }
+    return Manifest(**values)
 
 
-def _leaf(path: str, leaf: Any, schema: int) -> tuple[LeafSpec, str | None]:
+def _leaf(path: str, leaf: dict[str, Any]) -> LeafSpec:
     _check(is_storable_path(path), "the name of a leaf", path)
     shape, dtype = leaf["shape"], leaf["dtype"]
     _check(isinstance(shape, list) and all(map(_is_count, shape)), f"shape of {path}", shape)
-    is_known = isinstance(dtype, str) and (dtype in STORABLE or _KEY_DTYPE.fullmatch(dtype))
-    _check(bool(is_known), f"dtype of {path}", dtype)
-    fingerprint = None
-    if schema >= 2:
-        fingerprint = leaf["fingerprint"]
-        is_text = isinstance(fingerprint, str) and _FINGERPRINT.fullmatch(fingerprint)
-        _check(bool(is_text), f"fingerprint of {path}", fingerprint)
-    return LeafSpec(tuple(shape), dtype), fingerprint
+    is_storable = isinstance(dtype, str) and (dtype in STORABLE or _KEY_DTYPE.fullmatch(dtype))
+    _check(bool(is_storable), f"dtype of {path}", dtype)
+    return LeafSpec(tuple(shape), dtype)
 
 
-def _file(name: str, record: Any) -> FileRecord:
+def _fingerprint(path: str, leaf: dict[str, Any]) -> str:
+    value = leaf["fingerprint"]
+    _check(_matches(_FINGERPRINT, value), f"fingerprint of {path}", value)
+    return value
+
+
+def _file(name: str, record: dict[str, Any]) -> FileRecord:
     parts = name.split("/")
     is_inside = all(part not in ("", ".", "..") for part in parts) and "\\" not in name
     _check(is_inside and name.isprintable(), "the name of a file", name)
     _check(_is_count(record["bytes"]), f"bytes of {name}", record["bytes"])
-    crc = record["crc32"]
-    _check(isinstance(crc, str) and bool(_CRC.fullmatch(crc)), f"crc32 of {name}", crc)
-    return FileRecord(record["bytes"], crc)
+    _check(_matches(_CRC, record["crc32"]), f"crc32 of {name}", record["crc32"])
+    return FileRecord(record["bytes"], record["crc32"])
 
 
-def _is_count(value: Any, *, least: int = 0) -> bool:
+def _matches(pattern: re.Pattern[str], value: object) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _is_count(value: object, *, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
-def _is_text_by_name(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+def _is_dict(value: object, is_valid: Callable[[object], bool] = lambda value: True) -> bool:
+    return isinstance(value, dict) and all(map(is_valid, value.values()))
 
 
-_FIELDS = {
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
     "step": _is_count,
-    "leaves": lambda value: isinstance(value, dict) and len(value) > 0,
-    "run": lambda value: isinstance(value, dict),
-    "libraries": _is_text_by_name,
-    "saved_at": lambda value: isinstance(value, str),
+    "leaves": lambda value: _is_dict(value) and len(value) > 0,
+    "run": _is_dict,
+    "libraries": lambda value: _is_dict(value, _is_text),
+    "saved_at": _is_text,
     "processes": lambda value: _is_count(value, least=1),
     "devices": lambda value: _is_count(value, least=1),
 }
+_LATER_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "metrics": lambda value: _is_dict(value, _is_number),
+    "files": _is_dict,
+}
 
 
-def _check(is_valid: bool, what: str, value: Any) -> None:
+def _check(is_valid: bool, what: str, value: object) -> None:
     if not is_valid:
         raise ValueError(f"{what} is {str(value)[:80]!r}")
 
@@ -308,68 +316,64 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def check_same_leaves(
-    directory: pathlib.Path,
-    found: Mapping[str, LeafSpec],
-    expected: Mapping[str, LeafSpec],
-    *,
-    cast: bool = False,
-    partial: Partial = False,
-) -> list[str]:
-    """Rejects a checkpoint whose leaves differ from the leaves of the target state.
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Two different entries of one name in two checkpoints; None if one lacks it."""
 
-    Args:
-        directory: The checkpoint.
-        found: Its leaves.
-        expected: The leaves of the state.
-        cast: Accepts other dtypes, except for PRNG keys.
-        partial: Accepts missing and unexpected leaves: all, or those that it returns True for.
+    name: str
+    first: Any
+    second: Any
 
-    Returns:
-        A line for each accepted difference.
 
-    Raises:
-        CheckpointError: If any other leaf is missing, unexpected, or has another shape or dtype;
-            all such leaves are listed with their expected and found specs.
+@dataclasses.dataclass(frozen=True)
+class CheckpointDiff:
+    """The differences between two checkpoints.
+
+    Attributes:
+        shapes: Leaves that one of them lacks, or that differ in shape or dtype.
+        values: Leaves whose fingerprints differ.
+        unknown: Leaves that cannot be compared, because a checkpoint has no fingerprints.
+        same: Number of equal leaves.
+        run: Differences in the run's metadata: config, mesh, rules, position in the data.
+        libraries: Differences in library versions.
     """
-    is_optional = partial if callable(partial) else lambda path: partial
-    faults, accepted, means = [], [], set()
-    for path in sorted({*found, *expected}):
-        line, mean = _difference(path, found.get(path), expected.get(path))
-        if line is None:
-            continue
-        is_accepted = (mean == "cast" and cast) or (mean == "partial" and is_optional(path))
-        (accepted if is_accepted else faults).append(line)
-        if not is_accepted:
-            means.add(mean)
-    if faults:
-        asked = " and ".join(f"{mean}=True" for mean in sorted(filter(None, means)))
-        raise CheckpointError(
-            f"checkpoint {directory} is of another model or optimizer: "
-            f"{len(faults)} of {len({*found, *expected})} leaves differ:\n"
-            + "".join(f"  {fault}\n" for fault in faults)
-            + "  Restore it with the configuration it was saved with, or start another run"
-            + (
-                f"; in code, restore(..., {asked}) accepts these."
-                if asked and None not in means
-                else "."
-            )
-        )
-    return accepted
+
+    shapes: list[Difference]
+    values: list[str]
+    unknown: list[str]
+    same: int
+    run: list[Difference]
+    libraries: list[Difference]
 
 
-def _difference(
-    path: str, found: LeafSpec | None, expected: LeafSpec | None
-) -> tuple[str | None, str | None]:
-    """Returns a line about the difference of a leaf, and the `restore` option that accepts it.
+def diff(first: Manifest, second: Manifest) -> CheckpointDiff:
+    """Returns the differences between two checkpoints without reading arrays."""
+    specs = [{path: str(x) for path, x in each.leaves.items()} for each in (first, second)]
+    shapes = [
+        Difference(path, specs[0].get(path), specs[1].get(path))
+        for path in dict.fromkeys([*first.leaves, *second.leaves])
+        if specs[0].get(path) != specs[1].get(path)
+    ]
+    common = [path for path in first.leaves if specs[0][path] == specs[1].get(path)]
+    marks = {path: (first.fingerprints.get(path), second.fingerprints.get(path)) for path in common}
+    unknown = [path for path in common if None in marks[path]]
+    values = [path for path in common if path not in unknown and len(set(marks[path])) > 1]
+    return CheckpointDiff(
+        shapes,
+        values,
+        unknown,
+        same=len(common) - len(unknown) - len(values),
+        run=list(_differences(first.run, second.run)),
+        libraries=list(_differences(first.libraries, second.libraries)),
+    )
 
-    The line is None if the leaf is as expected; the option is None if no option accepts it.
-    """
-    if found is None:
-        return f"{path}: expected {expected}, missing from the checkpoint", "partial"
-    if expected is None:
-        return f"{path}: not expected, found {found}", "partial"
-    if found == expected:
-        return None, None
-    is_cast = found.shape == expected.shape and "key<" not in found.dtype + expected.dtype
-    return f"{path}: expected {expected}, found {found}", "cast" if is_cast else None
+
+def _differences(
+    first: Mapping[str, Any], second: Mapping[str, Any], prefix: str = ""
+) -> Iterator[Difference]:
+    for key in sorted({*first, *second}):
+        a, b = first.get(key), second.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            yield from _differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            yield Difference(f"{prefix}{key}", a, b)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from shardlib.errors import MeshError
 from shardlib.mesh import describe, entry_axes, mesh_sizes
@@ -60,12 +60,13 @@ def plan_reads(
     read, held = np.zeros(num_hosts, np.int64), np.zeros(num_hosts, np.int64)
     largest = 0
     for path, target in targets.items():
-        footprints = _footprints(target, chunks[path])
+        shard_shape = target.sharding.shard_shape(target.shape)
+        footprints = _footprints(target.shape, shard_shape, chunks[path])
         shard_of = _shard_of_device(target.sharding).reshape(num_hosts, -1)
         itemsize = np.dtype(target.dtype).itemsize
         for host, shards in enumerate(shard_of):
             read[host] += itemsize * sum(footprints[shard] for shard in set(shards.tolist()))
-        shard_bytes = itemsize * math.prod(_shard_shape(target))
+        shard_bytes = itemsize * math.prod(shard_shape)
         held += shard_bytes * shard_of.shape[1]
         largest = max(largest, itemsize * max(footprints))
     return [
@@ -74,37 +75,26 @@ def plan_reads(
     ]
 
 
-def _splits(target: Any) -> list[int]:
-    """Returns the number of parts that each dim is split into."""
-    sizes = mesh_sizes(target.sharding.mesh)
-    entries = (*target.sharding.spec, *[None] * len(target.shape))[: len(target.shape)]
-    return [math.prod(sizes[name] for name in entry_axes(entry)) for entry in entries]
-
-
-def _shard_shape(target: Any) -> list[int]:
-    return [size // parts for size, parts in zip(target.shape, _splits(target), strict=True)]
-
-
 def _shard_of_device(sharding: NamedSharding) -> np.ndarray:
     """Returns the shard index of each device, with devices in mesh order.
 
     Shards are numbered in row-major order.
     """
-    mesh: Mesh | AbstractMesh = sharding.mesh
-    sizes = mesh_sizes(mesh)
+    sizes = mesh_sizes(sharding.mesh)
     position = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
-    found = np.zeros(tuple(sizes.values()), np.int64)
+    shard = np.zeros(tuple(sizes.values()), np.int64)
     for name in itertools.chain.from_iterable(entry_axes(entry) for entry in sharding.spec):
-        found = found * sizes[name] + position[name]
-    return found.reshape(-1)
+        shard = shard * sizes[name] + position[name]
+    return shard.reshape(-1)
 
 
-def _footprints(target: Any, chunk: Sequence[int]) -> list[int]:
+def _footprints(
+    shape: Sequence[int], shard_shape: Sequence[int], chunk: Sequence[int]
+) -> list[int]:
     """Returns the number of elements read from storage for each shard, in whole chunks."""
     counts = []
-    for size, parts, step in zip(target.shape, _splits(target), chunk, strict=True):
-        starts = np.arange(parts) * (size // parts)
-        stops = starts + size // parts
-        counts.append((-(-stops // step) - starts // step).tolist())
-    of_chunk = math.prod(chunk)
-    return [of_chunk * math.prod(combination) for combination in itertools.product(*counts)]
+    for size, shard, step in zip(shape, shard_shape, chunk, strict=True):
+        starts = np.arange(0, size, shard)
+        counts.append((-(-(starts + shard) // step) - starts // step).tolist())
+    chunk_elements = math.prod(chunk)
+    return [chunk_elements * math.prod(combination) for combination in itertools.product(*counts)]

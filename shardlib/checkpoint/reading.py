@@ -1,15 +1,19 @@
-"""Read-only access to the checkpoints in a directory: listing, verification and restore."""
+"""Read-only access to the checkpoints of a run: listing, verification and restore."""
 
+import copy
 import logging
 import os
 import pathlib
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
-from shardlib.checkpoint import fallback, fingerprint
+from shardlib.checkpoint import fingerprint
 from shardlib.checkpoint.checksums import check_contents
+from shardlib.checkpoint.config import CheckpointConfig
 from shardlib.checkpoint.consensus import Peers, one_checkpoint
 from shardlib.checkpoint.directory import Notify, StepDirectory
 from shardlib.checkpoint.errors import DamageError, first_line, listed
@@ -19,30 +23,92 @@ from shardlib.checkpoint.saving import THREAD_NAME
 from shardlib.checkpoint.tree import dtype_of, flatten, nest
 from shardlib.errors import CheckpointError
 
+_Path = str | os.PathLike[str]
+# Names of the places.
+RUN, LOCAL = "run", "local"
+
 
 def _log(text: str) -> None:
     logging.getLogger(__name__).warning("%s", text)
 
 
-class SavedCheckpoints:
-    """The checkpoints in a directory, opened read-only.
+def open_saved(
+    directory: _Path,
+    config: CheckpointConfig,
+    *,
+    notify: Notify | None = None,
+    owner: str | None = None,
+) -> "SavedCheckpoints":
+    """Returns the checkpoints of a run from one or two places, for reading only.
 
-    With several processes, each makes its own instance on the same shared directory, and all call
+    A local directory that does not exist, for example on another machine, or that holds checkpoints
+    of another run is skipped and reported through `notify`.
+
+    Args:
+        directory: As in `open_checkpoints`.
+        config: Checkpoint config of the run.
+        notify: As in `RunCheckpoints`.
+        owner: As in `open_checkpoints`.
+    """
+    notify = notify or _log
+    places: dict[str, _Path] = {RUN: directory}
+    if config.local is not None:
+        local = StepDirectory(config.local.directory, notify)
+        if not local.path.is_dir():
+            notify(f"checkpoint.local.directory does not exist, skipped: {local.path}")
+        elif local.foreign_steps(owner):
+            notify(
+                f"checkpoint.local.directory holds checkpoints of another run, skipped: "
+                f"{local.path}"
+            )
+        else:
+            places[LOCAL] = local.path
+    return SavedCheckpoints(places, notify=notify)
+
+
+class SavedCheckpoints:
+    """The checkpoints of a run in one or several places, opened read-only.
+
+    If several places have a step, the first complete checkpoint of it is used.
+
+    With several processes, each makes its own instance on the same shared directories, and all call
     `latest` and `restore` together; see `RunCheckpoints`.
 
     Args:
-        directory: Holds the checkpoints, for example `run/checkpoints`; it need not exist.
+        directory: Holds the checkpoints, for example `run/checkpoints`; it need not exist. Several
+            places are given by name, as directories or as the `SavedCheckpoints` of each.
         notify: As in `RunCheckpoints`.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, notify: Notify | None = None) -> None:
-        self.directory = pathlib.Path(directory).absolute()
-        if ".." in self.directory.parts:  # TensorStore takes no such paths.
-            self.directory = self.directory.resolve()
+    def __init__(
+        self,
+        directory: "_Path | Mapping[str, _Path | SavedCheckpoints]",
+        *,
+        notify: Notify | None = None,
+    ) -> None:
+        places = directory if isinstance(directory, Mapping) else {RUN: directory}
         self.peers = Peers()
         self._tell = notify or _log
         self._later: list[str] = []
-        self._steps = StepDirectory(self.directory, self.notify)
+        self._places: Mapping[str, StepDirectory] = {
+            name: StepDirectory(
+                place.directory if isinstance(place, SavedCheckpoints) else place, self.notify
+            )
+            for name, place in places.items()
+        }
+
+    @property
+    def directory(self) -> pathlib.Path:
+        """The directory of the run's checkpoints."""
+        return next(iter(self._places.values())).path
+
+    @property
+    def tiers(self) -> "Mapping[str, SavedCheckpoints]":
+        """The checkpoints of each place alone, by its name: `run`, and `local` if there is one."""
+        views = {name: copy.copy(self) for name in self._places}
+        for name, view in views.items():
+            view._places = {name: self._places[name]}
+        return views
 
     def settle(self) -> None:
         """Waits for the save in flight; a reader has none."""
@@ -61,21 +127,24 @@ class SavedCheckpoints:
         each symbolic link and each other directory; they are left alone.
 
         Raises:
-            CheckpointError: If the directory cannot be listed.
+            CheckpointError: If a place cannot be listed.
         """
         return list(self.manifests())
 
     def manifests(self) -> dict[int, Manifest]:
         """Returns the manifests of the complete checkpoints by step, oldest first."""
-        return self._steps.manifests()
+        merged: dict[int, Manifest] = {}
+        for place in self._places.values():
+            merged = place.manifests() | merged
+        return dict(sorted(merged.items()))
 
     def candidates(self) -> list[int]:
         """Returns the steps of all checkpoints, damaged or not, oldest first."""
-        return self._steps.candidates()
+        return sorted({step for place in self._places.values() for step in place.candidates()})
 
     def links(self) -> list[int]:
         """Returns the steps whose checkpoint is a symbolic link; other lists omit them."""
-        return self._steps.links()
+        return sorted({step for place in self._places.values() for step in place.links()})
 
     def latest(self) -> int | None:
         """Returns the newest step, the same on every process; None without checkpoints."""
@@ -88,12 +157,25 @@ class SavedCheckpoints:
         Raises:
             CheckpointError: If the step has no checkpoint, or its manifest is damaged.
         """
-        if step not in (*self.candidates(), *self.links()):
-            raise CheckpointError(
-                f"step {step} has no checkpoint in {self.directory}.\n"
-                f"  Steps there: {listed(self.steps())}."
-            )
-        return self._steps.read(step)
+        return self._place_of(step).read(step)
+
+    def _name_of(self, step: int) -> str:
+        """Returns the name of the first place with a complete checkpoint of a step, or with any."""
+        holders = [name for name, place in self._places.items() if place.holds(step)]
+        if not holders:
+            raise self._no_checkpoint(step)
+        if len(holders) > 1:  # The sort is stable.
+            holders.sort(key=lambda name: step not in self._places[name].manifests())
+        return holders[0]
+
+    def _place_of(self, step: int) -> StepDirectory:
+        return self._places[self._name_of(step)]
+
+    def _no_checkpoint(self, step: int) -> CheckpointError:
+        where = " and ".join(str(place.path) for place in self._places.values())
+        return CheckpointError(
+            f"step {step} has no checkpoint in {where}.\n  Steps there: {listed(self.steps())}."
+        )
 
     def metadata(self, step: int) -> dict[str, Any]:
         """Returns the metadata that was passed to `save`, as parsed from JSON."""
@@ -119,24 +201,25 @@ class SavedCheckpoints:
             }
         )
 
-    def check(self, step: int, target: Any) -> None:
+    def check(self, step: int, target: PyTree) -> None:
         """Checks that the checkpoint has the leaves of `target`, without reading arrays.
 
         Raises:
             CheckpointError: If the step has no checkpoint, or its leaves differ from `target`: each
                 missing or unexpected leaf, or leaf of another shape or dtype, is listed.
         """
-        self._restoring(step, self.manifest(step)).check(target)
+        place = self._place_of(step)
+        Restoring(place.of_step(step), place.read(step), self.peers, self.notify).check(target)
 
     def restore(
         self,
         step: int,
-        target: Any,
+        target: PyTree,
         *,
         cast: bool = False,
         partial: Partial = False,
         on_difference: Notify | None = None,
-    ) -> Any:
+    ) -> PyTree:
         """Returns the state saved at `step`, bit for bit, on the shardings of `target`.
 
         The restored values are verified against the fingerprints in the manifest.
@@ -158,16 +241,20 @@ class SavedCheckpoints:
                 damaged: damaged files or leaves are listed.
         """
         self.settle()
-        manifest = self._same_manifest(step)
+        place = self._places[self.peers.decide("place", "", lambda _: self._name_of(step))]
+        manifest = self._same_manifest(place, step)
+        options = (on_difference, cast, partial)
         try:
-            return self._restoring(step, manifest, cast, partial, on_difference).restore(target)
+            return Restoring(
+                place.of_step(step), manifest, self.peers, self.notify, *options
+            ).restore(target)
         except DamageError as error:
             body = str(error).removesuffix("\n  Restore another step.")
             others = listed(self.steps(), without=step)
             raise DamageError(f"{body}\n  Restore another step ({others}).") from error
 
     def stored(
-        self, step: int, target: Any
+        self, step: int, target: PyTree
     ) -> tuple[dict[str, jax.ShapeDtypeStruct], dict[str, tuple[int, ...]]]:
         """Returns the structs and chunk shapes that a restore onto `target` would read.
 
@@ -187,48 +274,29 @@ class SavedCheckpoints:
         from shardlib.checkpoint import arrays
 
         self.check(step, target)
+        path = self._place_of(step).of_step(step)
         structs = arrays.stored_structs(flatten(target))
         try:
-            chunks = arrays.chunk_shapes(
-                self._steps.of_step(step), {path: struct.shape for path, struct in structs.items()}
-            )
+            chunks = arrays.chunk_shapes(path, {name: x.shape for name, x in structs.items()})
         except Exception as error:
             raise DamageError(
-                f"checkpoint {self._steps.of_step(step)} cannot be read: {first_line(error)}\n"
+                f"checkpoint {path} cannot be read: {first_line(error)}\n"
                 f"  Name another step ({listed(self.steps(), without=step)})."
             ) from error
         return structs, chunks
 
-    def restore_accepted(
-        self, step: int, target: Any, accept: fallback.Accept, *, partial: Partial = False
-    ) -> tuple[Manifest, Any] | None:
-        """Restores one step, or returns None if `accept` skips it."""
-        self.settle()
-        manifest = self._same_manifest(step)
-        refused: list[Exception] = []
-
-        def see() -> bool:
-            try:
-                return accept(manifest) is not False
-            except Exception as error:
-                refused.append(error)
-                raise
-
-        try:
-            if not self.peers.all_or_none("accept", see):
-                return None
-        except CheckpointError:
-            if refused:
-                raise refused[0] from None
-            raise
-        return manifest, self._restoring(step, manifest, False, partial).restore(target)
-
-    def _same_manifest(self, step: int) -> Manifest:
+    def _same_manifest(self, place: StepDirectory, step: int) -> Manifest:
         """Returns the manifest of a step, which must be equal on all processes.
 
         Each process verifies the arrays that it reads by its own copy.
         """
-        manifest = self.peers.all_or_none("manifest", lambda: self.manifest(step))
+
+        def read() -> Manifest:
+            if not place.holds(step):
+                raise self._no_checkpoint(step)
+            return place.read(step)
+
+        manifest = self.peers.all_or_none("manifest", read)
         if self.peers.count > 1:
             self.peers.decide("same", f"{step} {manifest.identity}", one_checkpoint)
         return manifest
@@ -244,37 +312,19 @@ class SavedCheckpoints:
         """
         from shardlib.checkpoint import arrays
 
-        manifest = self.manifest(step)
+        place = self._place_of(step)
+        manifest, path = place.read(step), place.of_step(step)
         if not manifest.is_verifiable:
             raise CheckpointError(
-                f"checkpoint {self._steps.of_step(step)} has format {manifest.schema}, without "
-                "checksums.\n  Restore it and save it again to add them."
+                f"checkpoint {path} has format {manifest.schema}, without checksums.\n"
+                "  Restore it and save it again to add them."
             )
-        place = self._steps.of_step(step)
-        check_contents(place, manifest.files)
+        check_contents(path, manifest.files)
         # Arrays without elements are not stored.
-        found = {
-            path: fingerprint.of_host(arrays.read_whole(place, path))
-            for path, spec in manifest.leaves.items()
+        actual = {
+            leaf: fingerprint.of_host(arrays.read_whole(path, leaf))
+            for leaf, spec in manifest.leaves.items()
             if spec.size
         }
-        check_fingerprints(place, manifest, found)
+        check_fingerprints(path, manifest, actual)
         return manifest
-
-    def _restoring(
-        self,
-        step: int,
-        manifest: Manifest,
-        cast: bool = False,
-        partial: Partial = False,
-        on_difference: Notify | None = None,
-    ) -> Restoring:
-        return Restoring(
-            self._steps.of_step(step),
-            manifest,
-            self.peers,
-            self.notify,
-            on_difference or self.notify,
-            cast,
-            partial,
-        )

@@ -9,18 +9,25 @@ the arrays. The third computes their fingerprints in place.
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from shardlib.checkpoint import fingerprint
-from shardlib.checkpoint import manifest as manifests
 from shardlib.checkpoint.checksums import SMALL_FILE_BYTES, check_contents
 from shardlib.checkpoint.consensus import Peers
 from shardlib.checkpoint.errors import DamageError, first_line
 from shardlib.checkpoint.manifest import Manifest, Partial
-from shardlib.checkpoint.tree import check_leaves, flatten, is_key, leaf_spec, unflatten
+from shardlib.checkpoint.tree import (
+    Leaf,
+    LeafSpec,
+    check_leaves,
+    flatten,
+    is_key,
+    leaf_spec,
+    sharding_of,
+)
 from shardlib.errors import CheckpointError
 
 
@@ -33,7 +40,7 @@ class Restoring:
         manifest: Its manifest.
         peers: The processes.
         notify: Called if the values cannot be verified.
-        on_difference: Called for each leaf that is cast, kept or dropped.
+        on_difference: Called for each leaf that is cast, kept or dropped; `notify` by default.
         cast: Whether dtypes may differ from the saved dtypes.
         partial: Whether leaves may be missing from the checkpoint, or unexpected.
     """
@@ -42,15 +49,15 @@ class Restoring:
     manifest: Manifest
     peers: Peers
     notify: Callable[[str], None]
-    on_difference: Callable[[str], None]
+    on_difference: Callable[[str], None] | None = None
     cast: bool = False
     partial: Partial = False
 
-    def check(self, target: Any) -> list[str]:
+    def check(self, target: PyTree) -> list[str]:
         """Checks the leaves of `target` against the manifest; returns accepted differences."""
         targets = flatten(target)
         check_leaves(targets)
-        accepted = manifests.check_same_leaves(
+        accepted = check_same_leaves(
             self.place,
             self.manifest.leaves,
             {path: leaf_spec(leaf) for path, leaf in targets.items()},
@@ -60,7 +67,7 @@ class Restoring:
         _check_given({path: x for path, x in targets.items() if path not in self.manifest.leaves})
         return accepted
 
-    def restore(self, target: Any) -> Any:
+    def restore(self, target: PyTree) -> PyTree:
         """Returns the state, on the shardings of `target`.
 
         Raises:
@@ -68,7 +75,7 @@ class Restoring:
             CheckpointError: If its leaves differ from `target`.
         """
         for line in self.peers.all_or_none("check", lambda: self.check(target)):
-            self.on_difference(f"restoring step {self.manifest.step}: {line}")
+            (self.on_difference or self.notify)(f"restoring step {self.manifest.step}: {line}")
         targets = flatten(target)
         wanted = {
             path: self._as_saved(path, leaf)
@@ -76,18 +83,18 @@ class Restoring:
             if path in self.manifest.leaves
         }
         self.peers.all_or_none("files", self._check_files)
-        found = self._read(wanted)
-        self._verify(found)
-        leaves = {
-            path: _cast(found.pop(path), leaf) if path in found else leaf
+        restored = self._read(wanted)
+        self._verify(restored)
+        leaves = [
+            _cast(restored.pop(path), leaf) if path in restored else leaf
             for path, leaf in targets.items()
-        }
-        return unflatten(leaves, target)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
-    def _as_saved(self, path: str, target: Any) -> Any:
+    def _as_saved(self, path: str, target: Leaf) -> Leaf:
         """Returns the target that an array is read into, with its saved dtype."""
         spec = self.manifest.leaves[path]
-        sharding = getattr(target, "sharding", None)
+        sharding = sharding_of(target)
         if is_key(target):
             return target
         dtype = np.dtype(spec.dtype)
@@ -107,7 +114,7 @@ class Restoring:
         if self.peers.is_first and self.manifest.is_verifiable:
             check_contents(self.place, self.manifest.files, largest=SMALL_FILE_BYTES)
 
-    def _read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    def _read(self, wanted: Mapping[str, Leaf]) -> dict[str, Leaf]:
         from shardlib.checkpoint import arrays
 
         try:
@@ -132,33 +139,32 @@ class Restoring:
             f"{text}\n  Its files match their checksums; look for the cause on this machine."
         ) from error
 
-    def _verify(self, leaves: Mapping[str, Any]) -> None:
+    def _verify(self, leaves: Mapping[str, Leaf]) -> None:
         if not self.manifest.is_verifiable:
             self.notify(
                 f"checkpoint {self.place} has format {self.manifest.schema}, without fingerprints: "
                 "its values are not verified"
             )
             return
-        found = fingerprint.dispatch(leaves)
-        self.peers.all_or_none("verify", lambda: self._compare(found.result()))
+        pending = fingerprint.dispatch(leaves)
+        self.peers.all_or_none(
+            "verify", lambda: check_fingerprints(self.place, self.manifest, pending.result())
+        )
 
-    def _compare(self, found: Mapping[str, str]) -> None:
-        check_fingerprints(self.place, self.manifest, found)
 
-
-def check_fingerprints(place: pathlib.Path, manifest: Manifest, found: Mapping[str, str]) -> None:
+def check_fingerprints(place: pathlib.Path, manifest: Manifest, actual: Mapping[str, str]) -> None:
     """Raises a `DamageError` that lists all leaves whose fingerprints differ from the save."""
-    changed = [path for path in found if found[path] != manifest.fingerprints[path]]
+    changed = [path for path in actual if actual[path] != manifest.fingerprints[path]]
     if changed:
         raise DamageError(
-            f"checkpoint {place} is damaged: {len(changed)} of {len(found)} leaves are "
+            f"checkpoint {place} is damaged: {len(changed)} of {len(actual)} leaves are "
             "not what was saved:\n"
             + "".join(f"  {path}: {manifest.leaves[path]}\n" for path in changed)
             + "  Restore another step."
         )
 
 
-def _check_given(leaves: Mapping[str, Any]) -> None:
+def _check_given(leaves: Mapping[str, Leaf]) -> None:
     """Rejects abstract leaves that are missing from the checkpoint."""
     abstract = [path for path, leaf in leaves.items() if isinstance(leaf, jax.ShapeDtypeStruct)]
     if abstract:
@@ -169,11 +175,11 @@ def _check_given(leaves: Mapping[str, Any]) -> None:
         )
 
 
-def _cast(leaf: Any, target: Any) -> Any:
+def _cast(leaf: Leaf, target: Leaf) -> Leaf:
     """Returns a saved leaf with the dtype and placement of `target`."""
     if leaf_spec(leaf) == leaf_spec(target):
         return leaf
-    sharding = getattr(target, "sharding", None)
+    sharding = sharding_of(target)
     if isinstance(leaf, jax.Array):
         return leaf.astype(target.dtype)
     if not hasattr(target, "dtype"):
@@ -182,3 +188,69 @@ def _cast(leaf: Any, target: Any) -> Any:
     if sharding is None:
         return array[()] if isinstance(target, np.generic) else array
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def check_same_leaves(
+    directory: pathlib.Path,
+    saved: Mapping[str, LeafSpec],
+    expected: Mapping[str, LeafSpec],
+    *,
+    cast: bool = False,
+    partial: Partial = False,
+) -> list[str]:
+    """Rejects a checkpoint whose leaves differ from the leaves of the target state.
+
+    Args:
+        directory: The checkpoint.
+        saved: Its leaves.
+        expected: The leaves of the state.
+        cast: Accepts other dtypes, except for PRNG keys.
+        partial: Accepts missing and unexpected leaves: all, or those that it returns True for.
+
+    Returns:
+        A line for each accepted difference.
+
+    Raises:
+        CheckpointError: If any other leaf is missing, unexpected, or has another shape or dtype;
+            all such leaves are listed with their expected and found specs.
+    """
+    is_optional = partial if callable(partial) else lambda path: partial
+    faults, accepted, options = [], [], set()
+    for path in sorted({*saved, *expected}):
+        line, option = _difference(path, saved.get(path), expected.get(path))
+        if line is None:
+            continue
+        if (option == "cast" and cast) or (option == "partial" and is_optional(path)):
+            accepted.append(line)
+        else:
+            faults.append(line)
+            options.add(option)
+    if faults:
+        fix = "Restore it with the configuration it was saved with, or start another run"
+        if None not in options:
+            named = " and ".join(f"{option}=True" for option in sorted(options))
+            fix += f"; in code, restore(..., {named}) accepts these"
+        raise CheckpointError(
+            f"checkpoint {directory} is of another model or optimizer: "
+            f"{len(faults)} of {len({*saved, *expected})} leaves differ:\n"
+            + "".join(f"  {fault}\n" for fault in faults)
+            + f"  {fix}."
+        )
+    return accepted
+
+
+def _difference(
+    path: str, saved: LeafSpec | None, expected: LeafSpec | None
+) -> tuple[str | None, str | None]:
+    """Returns a line about the difference of a leaf, and the `restore` option that accepts it.
+
+    The line is None if the leaf is as expected; the option is None if no option accepts it.
+    """
+    if saved is None:
+        return f"{path}: expected {expected}, missing from the checkpoint", "partial"
+    if expected is None:
+        return f"{path}: not expected, found {saved}", "partial"
+    if saved == expected:
+        return None, None
+    is_cast = saved.shape == expected.shape and "key<" not in saved.dtype + expected.dtype
+    return f"{path}: expected {expected}, found {saved}", "cast" if is_cast else None

@@ -25,6 +25,7 @@ from shardlib.checkpoint.consensus import Peers
 from shardlib.checkpoint.directory import STATE, StepDirectory
 from shardlib.checkpoint.errors import first_line
 from shardlib.checkpoint.manifest import Manifest
+from shardlib.checkpoint.tree import Leaf
 from shardlib.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Saving:
         directory: Directory of the checkpoints.
         peers: The processes.
         writer: Writes the arrays.
-        draft: The manifest without fingerprints and files, which are known later.
+        draft: The manifest without fingerprints and files, which `_complete` adds.
         after: Called by the first process once the checkpoint is in place, in the thread of the
             save; it must not fail. It has to make the new name survive a power loss.
     """
@@ -63,7 +64,7 @@ class Saving:
         self._futures: Sequence[Future] = ()
         self._fingerprints: fingerprint.Pending | None = None
 
-    def begin(self, leaves: Mapping[str, Any]) -> None:
+    def begin(self, leaves: Mapping[str, Leaf]) -> None:
         """Copies the leaves to the host and starts to write them; they may then be donated.
 
         Raises:

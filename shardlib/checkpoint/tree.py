@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import PyTree
 
 from shardlib.errors import CheckpointError
 from shardlib.paths import key_string
@@ -25,6 +27,8 @@ STORABLE = (
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz"),
 )
+Leaf = Any
+"""A leaf of a state: an array, a typed PRNG key, a number or a `jax.ShapeDtypeStruct`."""
 _KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
@@ -44,7 +48,7 @@ class LeafSpec:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-def flatten(tree: Any) -> dict[str, Any]:
+def flatten(tree: PyTree) -> dict[str, Leaf]:
     """Returns the leaves of a tree by path (`params/layers/kernel`), in tree order.
 
     Raises:
@@ -70,23 +74,7 @@ def flatten(tree: Any) -> dict[str, Any]:
     return {"/".join(path): leaf for path, (_, leaf) in zip(paths, leaves, strict=True)}
 
 
-def unflatten(leaves: Mapping[str, Any], like: Any) -> Any:
-    """Returns a tree with the structure of `like` and the leaves by path from `flatten`.
-
-    Raises:
-        CheckpointError: If the paths of `leaves` differ from the paths of `like`.
-    """
-    paths = list(flatten(like))
-    differing = sorted(set(paths) ^ set(leaves))
-    if differing:
-        raise CheckpointError(
-            f"the given leaves do not match the tree: {', '.join(differing)}.\n"
-            "  Pass a tree with the structure that was flattened."
-        )
-    return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in paths])
-
-
-def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def nest(leaves: Mapping[str, Leaf]) -> dict[str, Any]:
     """Returns leaves by path as plain nested dicts: `{"a/b": x}` becomes `{"a": {"b": x}}`."""
     nested: dict[str, Any] = {}
     for path, leaf in leaves.items():
@@ -98,7 +86,7 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def unnest(nested: Mapping[str, Any]) -> dict[str, Any]:
+def unnest(nested: Mapping[str, Any]) -> dict[str, Leaf]:
     """Returns nested dicts as leaves by path, the inverse of `nest`."""
     leaves: dict[str, Any] = {}
     for key, value in nested.items():
@@ -109,14 +97,14 @@ def unnest(nested: Mapping[str, Any]) -> dict[str, Any]:
     return leaves
 
 
-def leaf_spec(leaf: Any) -> LeafSpec:
+def leaf_spec(leaf: Leaf) -> LeafSpec:
     """Returns the shape and dtype of an array, a scalar or a `jax.ShapeDtypeStruct`."""
     if not hasattr(leaf, "dtype"):
         leaf = np.asarray(leaf)
     return LeafSpec(tuple(leaf.shape), str(leaf.dtype))
 
 
-def dtype_of(spec: LeafSpec) -> Any:
+def dtype_of(spec: LeafSpec) -> np.dtype:
     """Returns the dtype that a spec names, including PRNG key dtypes.
 
     Raises:
@@ -139,12 +127,17 @@ def is_storable_path(path: str) -> bool:
     return path.isprintable() and "." not in path and all(path.split("/"))
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: Leaf) -> bool:
     """Whether a leaf is an array of typed PRNG keys, or describes one."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def check_leaves(leaves: Mapping[str, Any]) -> None:
+def sharding_of(leaf: Leaf) -> Sharding | None:
+    """Returns the sharding of a leaf; None for numpy arrays, numbers and structs without one."""
+    return getattr(leaf, "sharding", None)
+
+
+def check_leaves(leaves: Mapping[str, Leaf]) -> None:
     """Rejects leaves that are not arrays or numbers of a storable dtype.
 
     Raises:

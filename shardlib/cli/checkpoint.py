@@ -14,8 +14,8 @@ from shardlib.humanize import plural, size
 from shardlib.tables import Table
 
 if TYPE_CHECKING:
-    from shardlib.checkpoint import Manifest, SavedTiers
-    from shardlib.checkpoint.diff import CheckpointDiff
+    from shardlib.checkpoint import Manifest, SavedCheckpoints
+    from shardlib.checkpoint.manifest import CheckpointDiff
     from shardlib.run.resharding import ReshardPlan
 
 app = typer.Typer(
@@ -106,7 +106,7 @@ def diff(
 
     The metadata are arrays, config, data and versions.
     """
-    from shardlib.checkpoint.diff import diff as compare
+    from shardlib.checkpoint.manifest import diff as compare
 
     found = compare(_manifest(first), _manifest(second))
     if as_json:
@@ -155,8 +155,8 @@ def reshard(
         print(f"{setting} is left out of its config: it belongs to the other run")
 
 
-def _open(run: str) -> "SavedTiers":
-    from shardlib.checkpoint import SavedCheckpoints, SavedTiers, open_saved
+def _open(run: str) -> "SavedCheckpoints":
+    from shardlib.checkpoint import SavedCheckpoints, open_saved
     from shardlib.run.directory import RunDirectory
 
     directory = RunDirectory(run)
@@ -176,14 +176,14 @@ def _open(run: str) -> "SavedTiers":
     if config is not None and (inside.is_dir() or config.checkpoint.local is not None):
         return open_saved(inside, config.checkpoint, notify=_warn, owner=directory.identity)
     place = inside if inside.is_dir() else directory.path
-    return SavedTiers({"run": SavedCheckpoints(place, notify=_warn)})
+    return SavedCheckpoints(place, notify=_warn)
 
 
 def _warn(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _candidates(saved: "SavedTiers", step: int | None) -> list[tuple[int, str]]:
+def _candidates(saved: "SavedCheckpoints", step: int | None) -> list[tuple[int, str]]:
     """Returns every step, or the given one, with each place that holds it."""
     found = sorted(
         (each, rank, tier)
@@ -237,7 +237,7 @@ def _manifest(place: str) -> "Manifest":
     return saved.manifest(found)
 
 
-def _nothing_complete(saved: "SavedTiers", run: str) -> CheckpointError:
+def _nothing_complete(saved: "SavedCheckpoints", run: str) -> CheckpointError:
     damaged = len(_candidates(saved, None))
     if not damaged:
         return CheckpointError(f"no checkpoint in {saved.directory}.\n  Name another run.")

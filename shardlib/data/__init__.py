@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from shardlib.data.images.config import ImageData as ImageData
     from shardlib.data.loader import MapSource as MapSource
     from shardlib.data.loader import Source as Source
+    from shardlib.data.loader import StreamPosition as StreamPosition
     from shardlib.data.open import batch_spec as batch_spec
     from shardlib.data.open import open_data as open_data
-    from shardlib.data.position import StreamPosition as StreamPosition
     from shardlib.data.prefetch import Prefetcher as Prefetcher
     from shardlib.data.text.config import TextData as TextData
     from shardlib.data.text.rows import load_tokenizer as load_tokenizer
@@ -28,7 +28,7 @@ _MODULES = {
     "MapSource": "loader",
     "Prefetcher": "prefetch",
     "Source": "loader",
-    "StreamPosition": "position",
+    "StreamPosition": "loader",
     "TextData": "text.config",
     "Tokenizer": "tokenizer",
     "batch_spec": "open",

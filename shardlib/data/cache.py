@@ -1,8 +1,11 @@
 """A cache of directories that are computed once, safe for processes that start together."""
 
 import contextlib
+import logging
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,8 +14,11 @@ import numpy as np
 from shardlib.cache_root import cache_root
 from shardlib.errors import DataError
 
+_LOG = logging.getLogger(__name__)
+_REPORT_SECONDS = 5.0
 
-def cached(kind: str, key: str, build: Callable[[Path], None]) -> Path:
+
+def cached(kind: str, key: str, build: Callable[[Path], None], *, task: str) -> Path:
     """Returns the directory of a cache entry, and builds it first if it is missing.
 
     `build(directory)` fills an empty directory, which gets its final name by one rename: readers
@@ -23,6 +29,7 @@ def cached(kind: str, key: str, build: Callable[[Path], None]) -> Path:
         kind: The type of entry, a plain word.
         key: A digest of everything that the entry depends on.
         build: Computes the entry.
+        task: The work in words, such as "tokenising corpus.txt"; it is logged while it lasts.
 
     Raises:
         DataError: If the cache directory cannot be written.
@@ -40,8 +47,9 @@ def cached(kind: str, key: str, build: Callable[[Path], None]) -> Path:
             f"  Set SHARDLIB_CACHE to a writable directory."
         ) from error
     try:
-        with _lock(folder / f".{key}.lock"):
+        with _reported(task), _lock(folder / f".{key}.lock"):
             if not final.is_dir():
+                _LOG.info("%s once, into the cache", task)
                 build(temporary)
                 _publish(temporary, final)
     finally:
@@ -71,6 +79,27 @@ def reading(directory: Path) -> Iterator[None]:
         raise DataError(
             f"{directory} in the cache is damaged: {error}.\n  Remove it; it will be rebuilt."
         ) from error
+
+
+@contextlib.contextmanager
+def _reported(task: str) -> Iterator[None]:
+    """Logs the seconds that a task has taken, after 5, 10, 20, ... of them."""
+    done = threading.Event()
+    start = time.monotonic()
+
+    def report() -> None:
+        seconds = _REPORT_SECONDS
+        while not done.wait(start + seconds - time.monotonic()):
+            _LOG.warning("%s, once, into the cache: %g s so far", task, seconds)
+            seconds *= 2
+
+    thread = threading.Thread(target=report, name="shardlib-cache", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _publish(temporary: Path, final: Path) -> None:

@@ -1,6 +1,8 @@
 """Sources of batches by step, whose rows can be read independently."""
 
 import copy
+import dataclasses
+import queue
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -8,10 +10,41 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from shardlib.data.position import StreamPosition
-from shardlib.data.thread_map import in_threads
 from shardlib.data.tokenizer import Tokenizer
 from shardlib.registry import DataSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamPosition:
+    """At optimizer step `step` a run has consumed the first `samples_seen` samples of its stream.
+
+    Each later step takes the next `global_batch` samples, whatever that number was before, and
+    however many processes, devices or mesh axes read them. Skipped samples count as seen. A sample
+    is one row of a batch: a packed row of text or an image.
+    """
+
+    step: int = 0
+    samples_seen: int = 0
+
+    def __post_init__(self) -> None:
+        if self.step < 0 or self.samples_seen < 0:
+            raise ValueError(f"neither part of a position may be negative: {self}")
+
+    def samples_at(self, step: int, global_batch: int) -> int:
+        """Returns the samples seen at a later step, with equal batches from here on.
+
+        Raises:
+            ValueError: If the step is before this position.
+        """
+        if step < self.step:
+            raise ValueError(f"step {step} lies before step {self.step}, where the stream begins")
+        return self.samples_seen + (step - self.step) * global_batch
+
+
+class Examples(Protocol):
+    """A sequence of dicts of arrays that depend only on their index."""
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class Source(Protocol):
@@ -89,7 +122,7 @@ class MapSource:
 
     def __init__(
         self,
-        make_examples: Callable[[], Any],
+        make_examples: Callable[[], Examples],
         *,
         spec: DataSpec,
         global_batch: int,
@@ -110,7 +143,7 @@ class MapSource:
         self._max_steps = max_steps
         self._padding = dict(padding)
         self._make_examples = make_examples
-        self._examples: Any = None
+        self._examples: Examples | None = None
         self._lock = threading.Lock()
         self._threads = threads
         self._position = StreamPosition()
@@ -168,3 +201,50 @@ class MapSource:
             if self._examples is None:
                 self._examples = self._make_examples()
         return self._examples[index]
+
+
+def in_threads(work: Callable[[int], None], count: int, *, threads: int) -> None:
+    """Calls `work` on each index of `range(count)` in parallel, and waits for all calls.
+
+    The threads are daemons. Python joins the threads of `concurrent.futures` at exit, but a thread
+    that waits for a dead file system must not keep the process alive.
+
+    Args:
+        work: The function to call.
+        count: Number of calls.
+        threads: Maximum parallel calls; 1 runs in the caller's thread.
+
+    Raises:
+        BaseException: The error of `work` with the lowest index. Calls that have not started by
+            then are skipped.
+    """
+    if threads == 1 or count <= 1:
+        for index in range(count):
+            work(index)
+        return
+    indices: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for index in range(count):
+        indices.put(index)
+    errors: dict[int, BaseException] = {}
+
+    def run() -> None:
+        while not errors:
+            try:
+                index = indices.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                work(index)
+            except BaseException as error:  # The caller must see every error.
+                errors[index] = error
+
+    started = [
+        threading.Thread(target=run, name="shardlib-read", daemon=True)
+        for _ in range(min(threads, count))
+    ]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]

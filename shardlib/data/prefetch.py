@@ -1,5 +1,6 @@
 """Prefetching of batches onto the devices."""
 
+import contextlib
 import logging
 import queue
 import threading
@@ -60,22 +61,13 @@ class Prefetcher:
             )
         if depth < 1:
             raise ValueError(f"depth must be at least 1, not {depth}")
-        reader = _Reader(source, spec, shardings, start_step)
         self.wait_seconds = 0.0
-        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
-        self._stopped = threading.Event()
         self._last: tuple[str, Any] | None = None
         # The thread holds no reference to this object, so the object can be garbage-collected.
-        self._thread = threading.Thread(
-            target=_fill,
-            args=(reader, source.num_steps, self._queue, self._stopped),
-            name="shardlib-prefetch",
-            daemon=True,
-        )
-        self._thread.start()
-        self._close = weakref.finalize(
-            self, _stop, reader, self._stopped, self._queue, self._thread
-        )
+        reader = _Reader(source, spec, shardings, start_step, depth)
+        self._queue = reader.batches
+        reader.start()
+        self._close = weakref.finalize(self, reader.stop)
 
     def __iter__(self) -> "Prefetcher":
         return self
@@ -109,8 +101,8 @@ class Prefetcher:
         self.close()
 
 
-class _Reader:
-    """Creates the global arrays of successive steps."""
+class _Reader(threading.Thread):
+    """Creates the global arrays of successive steps, and puts them into a queue."""
 
     def __init__(
         self,
@@ -118,12 +110,13 @@ class _Reader:
         spec: Mapping[str, jax.ShapeDtypeStruct],
         shardings: Mapping[str, NamedSharding],
         step: int,
+        depth: int,
     ):
-        self.step = step
-        """The next step to read."""
-        self._source = source
-        self._spec = spec
-        self._shardings = shardings
+        super().__init__(name="shardlib-prefetch", daemon=True)
+        self.batches: queue.Queue[tuple[str, Any]] = queue.Queue(depth)
+        self._step = step  # The next step to read.
+        self._source, self._spec, self._shardings = source, spec, shardings
+        self._stopped = threading.Event()
         needed = set()
         for name, array in spec.items():
             indices = shardings[name].addressable_devices_indices_map(array.shape)
@@ -133,19 +126,55 @@ class _Reader:
             needed.update(rows)
         self._ranges = merged(sorted(needed))
 
-    def __call__(self) -> dict[str, jax.Array]:
+    def run(self) -> None:
+        num_steps = self._source.num_steps
+        try:
+            while not self._stopped.is_set():
+                if num_steps is not None and self._step >= num_steps:
+                    self.batches.put((_END, None))
+                    return
+                self.batches.put((_BATCH, self._read()))
+        except BaseException as error:  # The training loop must see every error.
+            self.batches.put((_ERROR, error))
+
+    def stop(self) -> None:
+        """Ends the thread, unless a read in progress takes too long, and drops all batches."""
+        self._stopped.set()
+        self._drain()
+        if self is threading.current_thread():  # The garbage collector may run anywhere.
+            return
+        deadline = time.monotonic() + MOST_CLOSE_SECONDS
+        while self.is_alive():  # The thread may be waiting for room in the queue.
+            self._drain()
+            self.join(0.01)
+            if time.monotonic() > deadline:
+                _LOG.warning(
+                    "the thread that reads the batch of step %d has not ended within %g s and is "
+                    "left behind; its open files stay open",
+                    self._step,
+                    MOST_CLOSE_SECONDS,
+                )
+                return
+        self._drain()
+
+    def _drain(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.batches.get_nowait()
+
+    def _read(self) -> dict[str, jax.Array]:
         chunks = [
-            (start, self._source.read(self.step, start, stop)) for start, stop in self._ranges
+            (start, self._source.read(self._step, start, stop)) for start, stop in self._ranges
         ]
         batch = {name: self._array(name, chunks) for name in self._spec}
-        self.step += 1
+        self._step += 1
         return batch
 
     def _array(self, name: str, chunks: Sequence[tuple[int, dict[str, np.ndarray]]]) -> jax.Array:
         spec = self._spec[name]
 
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None, "only addressable devices are asked for"
+            assert index is not None, "the callback runs for addressable devices only"
             start, stop, _ = index[0].indices(spec.shape[0])
             first, chunk = next(
                 pair for pair in reversed(chunks) if pair[0] <= start
@@ -166,52 +195,3 @@ def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             result.append((start, stop))
     return result
-
-
-def _fill(
-    reader: _Reader,
-    num_steps: int | None,
-    batches: queue.Queue[tuple[str, Any]],
-    stopped: threading.Event,
-) -> None:
-    try:
-        while not stopped.is_set():
-            if num_steps is not None and reader.step >= num_steps:
-                batches.put((_END, None))
-                return
-            batches.put((_BATCH, reader()))
-    except BaseException as error:  # The training loop must see every error.
-        batches.put((_ERROR, error))
-
-
-def _stop(
-    reader: _Reader,
-    stopped: threading.Event,
-    batches: queue.Queue[tuple[str, Any]],
-    thread: threading.Thread,
-) -> None:
-    stopped.set()
-    _drain(batches)
-    if thread is threading.current_thread():  # The garbage collector may run anywhere.
-        return
-    deadline = time.monotonic() + MOST_CLOSE_SECONDS
-    while thread.is_alive():  # The thread may be waiting for room in the queue.
-        _drain(batches)
-        thread.join(0.01)
-        if time.monotonic() > deadline:
-            _LOG.warning(
-                "the thread that reads the batch of step %d has not ended within %g s and is left "
-                "behind; its open files stay open",
-                reader.step,
-                MOST_CLOSE_SECONDS,
-            )
-            return
-    _drain(batches)
-
-
-def _drain(batches: queue.Queue[tuple[str, Any]]) -> None:
-    while True:
-        try:
-            batches.get_nowait()
-        except queue.Empty:
-            return

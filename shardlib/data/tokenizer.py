@@ -22,6 +22,9 @@ _BLOCK_CHARACTERS = 1 << 20
 # A line end between two non-whitespace characters: the split patterns of published byte-level
 # tokenizers never join text across it.
 _BLOCK_END = re.compile(r"(?<=\S\n)(?=\S)")
+# The trainer merges each pair in time quadratic in the length of a word, so words are cut there.
+_MOST_WORD_CHARACTERS = 4096
+_LONG_WORD = re.compile(rf"\S{{{_MOST_WORD_CHARACTERS}}}|\s{{{_MOST_WORD_CHARACTERS}}}")
 
 
 class Encoded(NamedTuple):
@@ -170,7 +173,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     """Returns a byte-level BPE tokenizer trained on texts; equal texts give equal tokenizers.
 
     Args:
-        texts: The texts.
+        texts: The texts. Words of more than 4,096 characters are cut.
         vocab_size: Requested entries, at least 257. It has fewer if no pair is left to merge.
 
     Source: Sennrich, Haddow and Birch, "Neural machine translation of rare words with subword
@@ -189,7 +192,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
         show_progress=False,
     )
     with _parallel():
-        tokenizer.train_from_iterator(texts, trainer)
+        pieces = (piece for text in texts for piece in _bounded_words(text))
+        tokenizer.train_from_iterator(pieces, trainer)
     return JsonTokenizer(tokenizer.to_str())
 
 
@@ -289,6 +293,15 @@ def _is_lossless(content: dict[str, Any]) -> bool:
     ]
     prefixed = any(step.get("add_prefix_space") for step in steps)
     return all(keeping) and not prefixed and any(step["type"] == "ByteLevel" for step in steps)
+
+
+def _bounded_words(text: str) -> Iterator[str]:
+    """Yields a text in pieces, cut within each run of many characters without or of whitespace."""
+    start = 0
+    for word in _LONG_WORD.finditer(text):
+        yield text[start : word.end()]
+        start = word.end()
+    yield text[start:]
 
 
 def _blocks(text: str) -> Iterator[str]:

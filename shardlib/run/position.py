@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardlib import __version__
-from shardlib.checkpoint import Manifest, SavedTiers
+from shardlib.checkpoint import Manifest, SavedCheckpoints
 from shardlib.checkpoint.directory import StepDirectory
 from shardlib.checkpoint.errors import listed
 from shardlib.config import from_dict, to_dict
@@ -52,7 +52,7 @@ class Standing:
     ) -> dict[str, Any]:
         """Returns the metadata of a checkpoint of `step`, reached from here by equal batches.
 
-        `healthy` says whether a rewind may go back to it; see `shardlib.checkpoint.retention`.
+        `healthy` says whether a rewind may go back to it; see `shardlib.checkpoint.directory.kept`.
         """
         rules = parts.scope.rules
         batch = parts.config.train.global_batch
@@ -73,9 +73,9 @@ class Standing:
         }
 
 
-def no_checkpoint(run_dir: str, saved: SavedTiers) -> CheckpointError:
+def no_checkpoint(run_dir: str, saved: SavedCheckpoints) -> CheckpointError:
     """Returns the error of a run without a readable checkpoint: none yet, or only damaged ones."""
-    steps = sorted({step for place in saved.tiers.values() for step in place.candidates()})
+    steps = saved.candidates()
     if not steps:
         return CheckpointError(
             f"{run_dir} has no checkpoint yet.\n  Train with `shardlib train` until it has one."

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from shardlib.checkpoint import Manifest, RunCheckpoints, SavedTiers, open_saved
+from shardlib.checkpoint import Manifest, RunCheckpoints, SavedCheckpoints, open_saved
 from shardlib.checkpoint.arrays import read_bound
 from shardlib.checkpoint.read_plan import HostReads, plan_reads
 from shardlib.config import to_dict
@@ -164,7 +164,7 @@ def reshard(
     return Resharded(step, left_out)
 
 
-def _saved(directory: RunDirectory, config: RunConfig, notify: Notify | None) -> SavedTiers:
+def _saved(directory: RunDirectory, config: RunConfig, notify: Notify | None) -> SavedCheckpoints:
     return open_saved(
         directory.checkpoints, config.checkpoint, notify=notify, owner=directory.identity
     )
@@ -178,7 +178,7 @@ def _identify(new: RunDirectory) -> str:
     return identity
 
 
-def _step(run_dir: str, checkpoints: SavedTiers, step: int | None) -> int:
+def _step(run_dir: str, checkpoints: SavedCheckpoints, step: int | None) -> int:
     found = checkpoints.latest() if step is None else step
     if found is None:
         raise no_checkpoint(run_dir, checkpoints)

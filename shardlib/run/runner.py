@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib.checkpoint import Manifest, RunCheckpoints, TieredCheckpoints
+from shardlib.checkpoint import Manifest, RunCheckpoints
 from shardlib.data import MapSource, Prefetcher
 from shardlib.paths import path_string
 from shardlib.run.directory import RunDirectory
@@ -59,7 +59,7 @@ class Attempt:
         programs: Programs,
         source: MapSource,
         held_out: MapSource | None,
-        checkpoints: RunCheckpoints | TieredCheckpoints,
+        checkpoints: RunCheckpoints,
         directory: RunDirectory,
         log: RunLog,
         clock: PhaseClock,

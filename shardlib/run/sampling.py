@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.checkpoint import SavedTiers, open_saved
+from shardlib.checkpoint import SavedCheckpoints, open_saved
 from shardlib.checkpoint.errors import DamageError
 from shardlib.checkpoint.manifest import Manifest
 from shardlib.checkpoint.tree import flatten
@@ -133,7 +133,7 @@ def generate(
     )
     if step is not None:
         saved.manifest(step)
-    elif not any(place.candidates() for place in saved.tiers.values()):
+    elif not saved.candidates():
         raise no_checkpoint(run_dir, saved)
     tokenizer = directory.read_tokenizer(config)
     if tokenizer is None:
@@ -154,7 +154,7 @@ def generate(
 
 
 def _restored(
-    saved: SavedTiers,
+    saved: SavedCheckpoints,
     parts: Setup,
     step: int | None,
     notify: Notify,

@@ -1,12 +1,13 @@
 """Training of a run from its config into its directory; a second call resumes."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
 
 import jax
 
-from shardlib.checkpoint import RunCheckpoints, TieredCheckpoints, open_checkpoints
+from shardlib.checkpoint import RunCheckpoints
 from shardlib.errors import DivergedError, RunDirError, SaveFailedError, ShardlibError
 from shardlib.log.loggers import MetricsLogger, check_loggers
 from shardlib.run.checks import check_config
@@ -88,7 +89,10 @@ def _train(
         check_resumable(saved, as_recorded(config, saved))
     group = start_devices(config)
     stop = distributed.StopRequest(notices=(*preemption.notices(), *notices))
-    with Watchdog(clock, config.watchdog, directory.path) as watchdog, stop:
+    with (
+        Watchdog(clock, config.watchdog, directory.path) as watchdog,
+        contextlib.ExitStack() as stopping,
+    ):
         run = resolve(config, jax.devices(), began=saved)
         scope = check_config(run.config, lambda: make_scope(run.config, jax.devices()))
         source = open_source(config, "train")
@@ -126,6 +130,8 @@ def _train(
                 stop,
                 after_step,
             )
+            # Until here a signal ends the process: there is no step to stop after.
+            stopping.enter_context(stop)
             try:
                 result = attempt.go(newest, is_new=saved is None)
             finally:
@@ -151,10 +157,8 @@ def _tell_launcher(error: ShardlibError) -> None:
         report_failure(f"{type(error).__name__}: {text}")
 
 
-def _checkpoints(
-    parts: Setup, directory: RunDirectory, log: RunLog
-) -> RunCheckpoints | TieredCheckpoints:
-    return open_checkpoints(
+def _checkpoints(parts: Setup, directory: RunDirectory, log: RunLog) -> RunCheckpoints:
+    return RunCheckpoints(
         directory.checkpoints,
         parts.config.checkpoint,
         notify=functools.partial(log.event, "checkpoint"),

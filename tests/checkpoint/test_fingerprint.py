@@ -118,20 +118,6 @@ def test_large_arrays_take_little_memory(name):
     assert _compiled((leaf,)).memory_analysis().temp_size_in_bytes < 8 * block_bytes
 
 
-@given(
-    st.sampled_from([name for name in STORABLE if name not in ("bool", "int4")]),
-    st.integers(1, 40),
-    st.data(),
-)
-@settings(max_examples=150, deadline=None)
-def test_any_one_flipped_bit_changes_it(name, size, data):
-    array = random_array(name, (size,), data.draw(st.integers(0, 2**32 - 1)))
-    changed = array.copy()
-    content = changed.view(np.uint8)
-    content[data.draw(st.integers(0, content.size - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert of_host(changed) != of_host(array)
-
-
 @given(st.sampled_from(STORABLE), st.integers(1, 40), st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_other_bits_of_one_element_change_it(name, size, data):

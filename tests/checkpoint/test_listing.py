@@ -14,7 +14,7 @@ from shardlib.checkpoint import (
     RunCheckpoints,
     SavedCheckpoints,
 )
-from shardlib.checkpoint.retention import kept
+from shardlib.checkpoint.directory import kept
 from shardlib.errors import CheckpointError
 
 STATE = {"w": jnp.ones(4)}
@@ -51,18 +51,6 @@ def test_what_any_policy_keeps_stays(config, expected):
     losses = {10: 5.0, 20: 4.0, 30: 2.0, 40: 2.5, 50: 2.5}
     metrics = {step: {"loss": loss} for step, loss in losses.items()} | {60: {}}
     assert kept(metrics, config) == expected
-
-
-def test_of_equally_good_checkpoints_the_newer_is_kept():
-    config = CheckpointConfig(keep=1, keep_best=KeepBest(metric="x"))
-    assert kept({1: {"x": 1.0}, 2: {"x": 1.0}, 3: {"x": 2.0}}, config) == {2, 3}
-
-
-def test_the_newest_healthy_one_is_kept():
-    metrics = {10: {}, 20: {}, 30: {}, 40: {}}
-    assert kept(metrics, CheckpointConfig(keep=1), {30, 40}) == {20, 40}
-    assert kept(metrics, CheckpointConfig(keep=2), {20, 40}) == {30, 40}
-    assert kept(metrics, CheckpointConfig(keep=2), {10, 20, 30, 40}) == {30, 40}
 
 
 def test_an_unhealthy_save_leaves_the_last_healthy_one(tmp_path):
@@ -281,12 +269,6 @@ def test_a_later_format_is_not_damage(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["00000001", "00000002"]
 
 
-def test_an_empty_directory_has_no_newest(tmp_path):
-    with RunCheckpoints(tmp_path / "nowhere") as checkpoints:
-        assert checkpoints.restore_newest(STATE) is None
-    assert not (tmp_path / "nowhere").exists()
-
-
 def test_what_never_was_a_checkpoint_is_none_that_fails(tmp_path):
     told = []
     (tmp_path / "00000007" / "notes").mkdir(parents=True)
@@ -357,24 +339,17 @@ def test_a_directory_that_cannot_be_written(tmp_path):
     assert str(caught.value) == text
 
 
-def test_config_faults():
-    for faulty in (
-        lambda: CheckpointConfig(every_steps=0),
-        lambda: LocalTier(directory="x", every_steps=0),
-    ):
-        with pytest.raises(ValueError, match="every_steps must be at least 1, not 0"):
-            faulty()
-    for faulty in (
-        lambda: CheckpointConfig(keep=-1),
-        lambda: LocalTier(directory="x", keep=-1),
-    ):
-        with pytest.raises(ValueError, match="keep must be at least 1, not -1"):
-            faulty()
-    with pytest.raises(ValueError, match="max_failures must be at least 1, not 0"):
-        CheckpointConfig(max_failures=0)
-    with pytest.raises(ValueError, match="keep_every_steps must be at least 1, not 0"):
-        CheckpointConfig(keep_every_steps=0)
-    with pytest.raises(ValueError, match="count must be at least 1, not 0"):
-        KeepBest(metric="loss", count=0)
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        *((CheckpointConfig, {name: 0}) for name in ("every_steps", "keep", "max_failures")),
+        (CheckpointConfig, {"keep_every_steps": 0}),
+        (KeepBest, {"count": 0, "metric": "loss"}),
+        *((LocalTier, {name: 0, "directory": "x"}) for name in ("every_steps", "keep")),
+    ],
+)
+def test_config_faults(config, options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} must be at least 1, not 0"):
+        config(**options)
     with pytest.raises(ValueError, match="local checkpoints must be more frequent"):
         CheckpointConfig(every_steps=10, local=LocalTier(directory="x", every_steps=10))

@@ -10,11 +10,10 @@ from shardlib.checkpoint import (
     CheckpointConfig,
     LocalTier,
     RunCheckpoints,
-    TieredCheckpoints,
     open_checkpoints,
     open_saved,
 )
-from shardlib.checkpoint.tiers import _check_one_host
+from shardlib.checkpoint.store import _check_one_host
 from shardlib.errors import CheckpointError, ConfigError
 
 
@@ -35,11 +34,6 @@ def train(checkpoints, steps):
     for step in steps:
         if checkpoints.is_due(step):
             checkpoints.save(step, state_of(step), {"step": step})
-
-
-def test_one_place_unless_asked_for_two(tmp_path):
-    assert type(open_checkpoints(tmp_path, CheckpointConfig())) is RunCheckpoints
-    assert type(open_both(tmp_path)) is TieredCheckpoints
 
 
 def test_each_step_is_in_the_place_that_asks_for_it(tmp_path):

@@ -1,7 +1,5 @@
 """Every fault of the data has one clear message, before anything is written."""
 
-import json
-import re
 import sys
 
 import pytest
@@ -49,11 +47,7 @@ def test_images_are_not_text():
 def test_directory_without_text(tmp_path):
     (tmp_path / "code").mkdir()
     place = str(tmp_path / "code")
-    assert message(text(place)) == (
-        f"data.path: the directory {place!r} holds no file, and none of .txt, .md, .jsonl, "
-        f".txt.gz, .md.gz, .jsonl.gz.\n"
-        f"  Name the files by a glob, such as '{place}/**/*.txt'."
-    )
+    assert f"{place!r} holds no file" in message(text(place))
     (tmp_path / "code" / "a.rs").write_text("fn main() {}")
     assert message(text(place)) == (
         f"data.path: the directory {place!r} holds only .rs files, and none of .txt, .md, .jsonl, "
@@ -98,34 +92,21 @@ def test_nothing_to_hold_out(tmp_path):
     )
 
 
-def test_malformed_lines_of_jsonl(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('{"txt": "x", "id": 3}', "no field 'text'; its fields: 'txt', 'id'. Did you mean 'txt'?"),
+        ("{oops", "not JSON: Expecting property name enclosed in double quotes"),
+        ("[1]", "expected a JSON object, found list."),
+        ('{"text": 3}', "the field 'text' holds int, not text."),
+        ('{"text": "\\ud800"}', "the field 'text' holds half of a surrogate pair"),
+    ],
+    ids=["no field", "not JSON", "list", "number", "surrogate"],
+)
+def test_malformed_lines_of_jsonl(tmp_path, line, fault):
     file = tmp_path / "a.jsonl"
-    good = json.dumps({"text": "fine"})
-
-    def fault(line):
-        file.write_text(f"{good}\n{line}\n")
-        return message(text(str(file)))
-
-    assert fault('{"txt": "x", "id": 3}') == (
-        f"{file}:2: no field 'text'; its fields: 'txt', 'id'. Did you mean 'txt'?\n"
-        f"  Set data.text_field to the field that holds the text."
-    )
-    assert fault("{oops") == (
-        f"{file}:2: not JSON: Expecting property name enclosed in double quotes: "
-        f"line 1 column 2 (char 1).\n"
-        f"  A .jsonl file holds one JSON object a line; repair or remove this one."
-    )
-    assert fault("[1]") == (
-        f'{file}:2: expected a JSON object, found list.\n  Write the line as {{"text": "..."}}.'
-    )
-    assert fault('{"text": 3}') == (
-        f"{file}:2: the field 'text' holds int, not text.\n"
-        f"  Set data.text_field to a field of text."
-    )
-    assert fault('{"text": "\\ud800"}') == (
-        f"{file}:2: the field 'text' holds half of a surrogate pair, which is not valid Unicode.\n"
-        f"  Repair or remove the line."
-    )
+    file.write_text(f'{{"text": "fine"}}\n{line}\n')
+    assert message(text(str(file))).startswith(f"{file}:2: {fault}")
 
 
 def test_text_that_is_not_utf8(tmp_path):
@@ -147,21 +128,10 @@ def test_missing_tokenizer(corpus, tmp_path, monkeypatch):
 
 def test_image_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert message(ImageData(path="photos")) == (
-        f"data.path: there is nothing at 'photos'.\n"
-        f"  Correct the path; it is relative to {str(tmp_path)!r}."
-    )
-    assert message(ImageData(path="builtin:digit")) == (
-        "data.path: no embedded set of images is called 'builtin:digit'. "
-        "Did you mean 'builtin:digits'?\n"
-        "  Choose builtin:digits, or give the path of a directory."
-    )
+    assert message(ImageData(path="photos")).startswith("data.path: there is nothing at 'photos'.")
+    assert "Did you mean 'builtin:digits'?" in message(ImageData(path="builtin:digit"))
     (tmp_path / "one.png").write_bytes(b"")
-    assert message(ImageData(path="one.png")) == (
-        "data.path: 'one.png' is a file.\n"
-        "  Give a directory with one subdirectory of images per class."
-    )
-    assert message(ImageData(path=str(tmp_path / "cache"))).startswith("data.path: there is")
+    assert message(ImageData(path="one.png")).startswith("data.path: 'one.png' is a file.\n")
     (tmp_path / "photos").mkdir()
     assert message(ImageData(path="photos")) == (
         "data.path: 'photos' has no subdirectories.\n"
@@ -170,10 +140,8 @@ def test_image_paths(tmp_path, monkeypatch):
     for name in ("cat", "dog"):
         (tmp_path / "photos" / name).mkdir()
         (tmp_path / "photos" / name / "notes.txt").write_text("no image")
-    assert message(ImageData(path="photos")) == (
+    assert message(ImageData(path="photos")).startswith(
         "data.path: no images in these subdirectories of 'photos': cat, dog.\n"
-        "  Each is a class and must hold images (.bmp, .gif, .jpeg, .jpg, .pgm, .png, .ppm, .tif, "
-        ".tiff, .webp)."
     )
 
 
@@ -196,50 +164,30 @@ def test_a_missing_extra_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "fault"),
+    ("config", "options"),
     [
-        ({"path": ()}, "path must name at least one place"),
-        ({"path": ("a", "")}, "path must name at least one place"),
-        ({"eval_path": ""}, "eval_path must name at least one place"),
-        ({"weights": (0.5, 0.5)}, "weights has 2 entries but path has 1"),
-        ({"weights": (0.0,)}, "weights must all be positive numbers, not (0.0,)"),
-        ({"sequence_length": 0}, "sequence_length must be at least 1, not 0"),
-        (
-            {"vocab_size": 256},
-            "vocab_size must be at least 257 (256 byte values and the end-of-text token), not 256",
-        ),
-        (
-            {"tokenizer": "bytes", "vocab_size": 512},
-            "vocab_size is for tokenizer 'bpe'; tokenizer 'bytes' has its own",
-        ),
-        ({"end_of_text": "</s>"}, "end_of_text is for a tokenizer.json, not for 'bpe'"),
-        ({"separator": ""}, "separator must not be empty"),
-        ({"eval_fraction": 1.0}, "eval_fraction must lie in [0, 1), not 1.0"),
-        (
-            {"eval_steps": 0, "sequence_length": -1},
-            "eval_steps must be at least 1, not 0; sequence_length must be at least 1, not -1",
-        ),
+        *((TextData, {"path": path}) for path in ((), ("a", ""))),
+        *((TextData, {"weights": weights}) for weights in ((0.5, 0.5), (0.0,))),
+        *((TextData, {"vocab_size": n, "tokenizer": x}) for n, x in ((256, "bpe"), (512, "bytes"))),
+        *((TextData, {name: ""}) for name in ("eval_path", "separator")),
+        *((TextData, {name: 0}) for name in ("sequence_length", "eval_steps")),
+        (TextData, {"end_of_text": "</s>"}),
+        (TextData, {"eval_fraction": 1.0}),
+        *((ImageData, {name: 0}) for name in ("image_size", "threads", "center_crop")),
+        (ImageData, {"path": ""}),
+        (ImageData, {"mean": (0.1, 0.2)}),
+        (ImageData, {"std": (0.0,)}),
     ],
 )
-def test_faults_of_a_text_config(options, fault):
-    with pytest.raises(ValueError, match=f"^{re.escape(fault)}$"):
-        TextData(**options)
+def test_faults_of_a_config(config, options):
+    with pytest.raises(ValueError, match=f"^{next(iter(options))} (must|has|is for) "):
+        config(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "fault"),
-    [
-        ({"path": ""}, "path must name at least one place"),
-        ({"image_size": 0}, "image_size must be at least 1, not 0"),
-        ({"center_crop": 1.5}, "center_crop must lie in (0, 1], not 1.5"),
-        ({"threads": 0}, "threads must be at least 1, not 0"),
-        ({"mean": (0.1, 0.2)}, "mean must hold 1 or 3 numbers, not 2"),
-        ({"std": (0.0,)}, "std must be positive, not (0.0,)"),
-    ],
-)
-def test_faults_of_an_image_config(options, fault):
-    with pytest.raises(ValueError, match=f"^{re.escape(fault)}$"):
-        ImageData(**options)
+def test_all_faults_of_a_config_are_reported():
+    fault = "eval_steps must be at least 1, not 0; sequence_length must be at least 1, not -1"
+    with pytest.raises(ValueError, match=f"^{fault}$"):
+        TextData(eval_steps=0, sequence_length=-1)
 
 
 def test_global_batch_must_be_positive(corpus):

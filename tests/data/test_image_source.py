@@ -114,19 +114,6 @@ def test_eval_path_takes_the_classes_of_path(folder, tmp_path):
     )
 
 
-@pytest.mark.parametrize("augment", ["none", "shift", "resized_crop"])
-def test_batches_are_a_function_of_seed_and_step(augment):
-    config = ImageData(augment=augment, flip=augment != "none")
-    first, second = (open_split(config) for _ in range(2))
-    whole = {step: first.read(step, 0, 16) for step in (0, 500)}
-    for step in (500, 0):
-        parts = [second.read(step, start, start + 4) for start in range(0, 16, 4)]
-        for name, values in whole[step].items():
-            np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), values)
-    other = open_split(config, seed=1).read(0, 0, 16)
-    assert not np.array_equal(other["images"], whole[0]["images"])
-
-
 def test_augmentation_differs_between_epochs(tmp_path):
     pixels = np.arange(64, dtype=np.uint8).reshape(8, 8)
     for name in ("a", "b"):

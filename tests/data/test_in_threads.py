@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from shardlib.data.thread_map import in_threads
+from shardlib.data.loader import in_threads
 
 
 def readers():

@@ -113,13 +113,6 @@ def test_counted_bytes_agree_with_the_table(texts, length):
         assert table[index]["num_bytes"] == counted[index]["num_bytes"]
 
 
-def test_padding_is_a_row_without_text():
-    row = packed(["ab"], 4).padding()
-    assert row["segment_ids"].tolist() == [0, 0, 0, 0]
-    assert row["num_bytes"] == 0
-    assert {value.dtype for value in row.values()} == {np.dtype(np.int32)}
-
-
 def test_concatenation_holds_each_row_of_each_part_once():
     parts = [packed(["abcdefgh"], 3), packed(["ij"], 3)]
     both = Concatenation(parts, np.array([3, 1, 0, 2]))

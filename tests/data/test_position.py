@@ -158,23 +158,6 @@ def test_a_rewind_goes_on_past_what_it_skips(configs, streams, name, step, seen,
     assert_equal(source.read(0, 0, batch), first)
 
 
-def test_each_pass_holds_every_row_once(configs, streams):
-    """So that `each sample once` is more than agreement with a stream that repeats itself."""
-    stream = streams["text"]
-    rows = [tuple(row) for row in stream["tokens"]]
-    size = len(set(rows))
-    assert size * 3 <= LENGTH
-    for first in range(0, 3 * size, size):
-        assert len(set(rows[first : first + size])) == size
-
-
-def test_augmentation_is_a_function_of_the_sample_and_not_of_the_step(configs, streams):
-    source = open_data(configs["images"], global_batch=1, seed=3, split="train")
-    for step in (0, 7, 10**6):
-        found = source.at(StreamPosition(step, 50)).read(step, 0, 1)
-        np.testing.assert_array_equal(found["images"], streams["images"]["images"][50:51])
-
-
 @pytest.mark.parametrize("counts", [(1, 3), (2, 1)])
 def test_rows_arranged_for_unequal_groups(configs, streams, counts):
     batch = 4 * sum(counts)

@@ -59,34 +59,6 @@ def test_element_spec_is_the_shape_of_a_batch(corpus):
     assert {value.dtype for value in batch.values()} == {np.dtype(np.int32)}
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_processes_read_parts_of_one_global_batch(corpus, split, processes):
-    settings = config(str(corpus))
-    whole = open_split(settings, split)
-    rows = BATCH // processes
-    readers = [open_split(settings, split) for _ in range(processes)]
-    for step in range(2):
-        parts = [
-            reader.read(step, index * rows, (index + 1) * rows)
-            for index, reader in enumerate(readers)
-        ]
-        stacked = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        assert_equal(stacked, whole.read(step, 0, BATCH))
-    overlapping = whole.read(1, 2, 5)
-    assert_equal(overlapping, {k: v[2:5] for k, v in whole.read(1, 0, BATCH).items()})
-
-
-def test_any_step_can_be_read_at_once(corpus):
-    settings = config((str(corpus), str(corpus / "0*.txt")), weights=(1.0, 2.0))
-    straight = open_split(settings)
-    before = [straight.read(step, 0, BATCH) for step in range(30)]
-    resumed = open_split(settings)
-    for step in (29, 7, 28):
-        assert_equal(resumed.read(step, 0, BATCH), before[step])
-    resumed.read(10**9, 0, BATCH)
-
-
 def test_seed_sets_the_order_of_training_and_not_of_evaluation(corpus):
     settings = config(str(corpus))
     first, second = (open_split(settings, seed=seed).read(0, 0, BATCH) for seed in (0, 1))

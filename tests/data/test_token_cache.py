@@ -92,9 +92,11 @@ def test_a_failed_build_leaves_nothing(cache):
         raise RuntimeError("stopped")
 
     with pytest.raises(RuntimeError, match="stopped"):
-        cached("things", "key", fail)
+        cached("things", "key", fail, task="building")
     assert [entry for entry in (cache / "things").iterdir() if entry.is_dir()] == []
-    folder = cached("things", "key", lambda directory: (directory / "whole").write_text("yes"))
+    folder = cached(
+        "things", "key", lambda directory: (directory / "whole").write_text("yes"), task="building"
+    )
     assert folder == cache / "things" / "key"
     assert (folder / "whole").read_text() == "yes"
 
@@ -106,7 +108,7 @@ def test_a_cache_built_meanwhile_is_taken(cache):
         (cache / "things" / "key" / "whole").write_text("theirs")
         (directory / "whole").write_text("ours")
 
-    assert (cached("things", "key", build) / "whole").read_text() == "theirs"
+    assert (cached("things", "key", build, task="building") / "whole").read_text() == "theirs"
 
 
 def test_a_tokenizer_with_two_tokens_of_one_id(tmp_path):
@@ -159,7 +161,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("SHARDLIB_CACHE", str(tmp_path / "file"))
     with pytest.raises(DataError) as caught:
-        cached("things", "key", lambda directory: None)
+        cached("things", "key", lambda directory: None, task="building")
     assert str(caught.value) == (
         f"the cache directory {tmp_path / 'file'} cannot be written: Not a directory.\n"
         f"  Set SHARDLIB_CACHE to a writable directory."

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -222,6 +221,8 @@ def test_a_forked_child_neither_warns_nor_hangs(setting, after):
     assert first == f"{second} {after}"
 
 
-def test_dtypes():
-    assert BPE.token_num_bytes.dtype == np.int64
-    assert BPE.token_num_bytes.shape == (BPE.vocab_size,)
+def test_long_words_are_cut_before_training():
+    word = "ab" * 10_000
+    cut = [word[start : start + 4096] for start in range(0, len(word), 4096)]
+    assert train_bpe([word], 300).fingerprint == train_bpe(cut, 300).fingerprint
+    assert train_bpe([word], 300).decode(train_bpe([word], 300).encode(word)) == word

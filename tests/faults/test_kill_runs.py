@@ -93,3 +93,21 @@ def test_runs_that_are_killed_fifty_times(processes, steps, lab, tmp_path):
         lab, tmp_path, processes=processes, kills=25, steps=steps, seed=processes
     )
     assert count == 25
+
+
+def test_sigterm_ends_a_run_that_prepares_its_data(lab, tmp_path):
+    """One line of 20 MB without a space takes a minute to tokenise, which the run reports."""
+    text, run_dir = tmp_path / "text.txt", tmp_path / "run"
+    text.write_bytes(random.Random(0).randbytes(10_000_000).hex().encode())
+    eval_text = tmp_path / "eval.txt"
+    eval_text.write_text("a b c")
+    data = (f"data.path={text}", f"data.eval_path={eval_text}", "data.tokenizer=bpe")
+    words = ("train", lab.config_file, f"run_dir={run_dir}", "model.vocab_size=null", *data, *QUIET)
+    with subprocess.Popen(
+        lab.command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr.readline().endswith(", once, into the cache: 5 s so far\n")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=5)
+    assert process.returncode == -signal.SIGTERM
+    assert not run_dir.exists()

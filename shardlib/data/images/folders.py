@@ -1,5 +1,6 @@
 """Images and labels: the embedded digits, or a directory with one subdirectory per class."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,12 +59,11 @@ class TrainExamples:
     def __init__(self, images: ImageSet, transform: Transform, seed: int):
         import grain
 
-        self._images = images
-        self._transform = transform
+        self._images, self._transform = images, transform
         self._seed = derive_seed(seed, "augment")
-        count = len(images.labels)
         # Grain reshuffles each epoch.
-        self._order: Any = grain.MapDataset.range(count).shuffle(seed=derive_seed(seed, "images"))
+        order = grain.MapDataset.range(len(images.labels))
+        self._order: Any = order.shuffle(seed=derive_seed(seed, "images"))
 
     def __getitem__(self, position: int) -> dict[str, np.ndarray]:
         epoch = position // len(self._images.labels)
@@ -77,8 +77,7 @@ class EvalExamples:
     """Unaugmented images, once each, in a fixed shuffled order."""
 
     def __init__(self, images: ImageSet, transform: Transform):
-        self._images = images
-        self._transform = transform
+        self._images, self._transform = images, transform
         self._order = shuffled(len(images.labels), _EVAL_SEED)
 
     def __getitem__(self, position: int) -> dict[str, np.ndarray]:
@@ -95,22 +94,18 @@ def open_images(
     size, _, channels = shape = image_shape(config)
     transform = Transform(config, size, channels)
     train, evaluation = _sets(config)
-    images = train if split == "train" else evaluation
-    if split == "eval":
+    if split == "train":
+        make_examples = functools.partial(TrainExamples, train, transform, seed)
+    else:
         config.check_held_out()
-
-    def make_examples() -> Any:
-        if split == "train":
-            return TrainExamples(images, transform, seed)
-        return EvalExamples(images, transform)
-
+        make_examples = functools.partial(EvalExamples, evaluation, transform)
     return MapSource(
         make_examples,
         spec=DataSpec(num_classes=len(train.classes), image_shape=shape),
         global_batch=global_batch,
         padding=no_image(shape),
-        num_examples=None if split == "train" else len(images.labels),
-        max_steps=config.eval_steps if split == "eval" else None,
+        num_examples=None if split == "train" else len(evaluation.labels),
+        max_steps=None if split == "train" else config.eval_steps,
         fingerprint=digest(
             (part.classes, part.hashes.tobytes(), part.labels.tobytes())
             for part in (train, evaluation)
@@ -205,7 +200,9 @@ def _digits() -> ImageSet:
         np.save(directory / "pixels.npy", np.rint(digits.images * (255 / 16)).astype(np.uint8))
         np.save(directory / "labels.npy", digits.target.astype(np.int32))
 
-    directory = cached("images", digest(["digits", _DIGITS_FORMAT]), build)
+    directory = cached(
+        "images", digest(["digits", _DIGITS_FORMAT]), build, task=f"caching {DIGITS}"
+    )
     with reading(directory):
         pixels = read_array(directory / "pixels.npy")
         labels = read_array(directory / "labels.npy")
@@ -228,16 +225,16 @@ def _folder(place: Path, key: str) -> ImageSet:
             f"{key}: {str(place)!r} has no subdirectories.\n"
             f"  Give a directory with one subdirectory of images per class."
         )
-    found = [_image_names(folder) for folder in folders]
-    empty = [folder.name for folder, names in zip(folders, found, strict=True) if not names]
+    names_of = [_image_names(folder) for folder in folders]
+    empty = [folder.name for folder, names in zip(folders, names_of, strict=True) if not names]
     if empty:
         raise DataError(
             f"{key}: no images in these subdirectories of {str(place)!r}: {', '.join(empty)}.\n"
             f"  Each is a class and must hold images ({', '.join(IMAGE_SUFFIXES)})."
         )
-    pairs = zip(folders, found, strict=True)
+    pairs = zip(folders, names_of, strict=True)
     files = [f"{folder.name}/{name}" for folder, names in pairs for name in names]
-    labels = np.repeat(np.arange(len(folders), dtype=np.int32), [len(names) for names in found])
+    labels = np.repeat(np.arange(len(folders), dtype=np.int32), [len(names) for names in names_of])
     hashes = np.array([content_hash(name.encode()) for name in files], np.uint64)
     classes = tuple(folder.name for folder in folders)
     return ImageSet(classes, labels, hashes, lambda index: _decode(place / files[index]))

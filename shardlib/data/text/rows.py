@@ -1,15 +1,16 @@
 """The text source of a config: tokenizer, split and packed rows."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from shardlib.data.cache import cached
 from shardlib.data.config import as_paths
 from shardlib.data.hashing import content_hash, derive_seed, digest, mix, shuffled
-from shardlib.data.loader import MapSource
+from shardlib.data.loader import Examples, MapSource
 from shardlib.data.split import held_out, is_in, union
 from shardlib.data.text.config import TextData
 from shardlib.data.text.packing import Concatenation, PackedRows
@@ -57,54 +58,64 @@ def open_text(
     """Returns the text source of a config; see `open_data`."""
     sources, eval_sources = _sources(config)
     tokenizer = _tokenizer(config, sources, eval_sources)
-    arrays = [open_tokens(source, tokenizer) for source in sources]
-    for source, array in zip(sources, arrays, strict=True):
-        _check_not_empty(source, array, "data.path")
-    eval_arrays = [open_tokens(source, tokenizer) for source in eval_sources]
-    for source, array in zip(eval_sources, eval_arrays, strict=True):
-        _check_not_empty(source, array, "data.eval_path")
+    arrays = [_open_nonempty(source, tokenizer, "data.path") for source in sources]
+    eval_arrays = [_open_nonempty(source, tokenizer, "data.eval_path") for source in eval_sources]
     held = _held_out(config, arrays, eval_arrays)
-    spec = DataSpec(vocab_size=tokenizer.vocab_size, sequence_length=config.sequence_length)
-    opened = _open_train if split == "train" else _open_eval
-    parts, make_examples, num_examples = opened(config, arrays, eval_arrays, held, tokenizer, seed)
+    if split == "train":
+        parts = _train_parts(config, arrays, held, tokenizer, seed)
+        num_examples, max_steps = None, None
+        make_examples = functools.partial(_endless_mixture, parts, config.weights, seed)
+    else:
+        config.check_held_out()
+        parts = _eval_parts(config, eval_arrays or arrays, held, tokenizer)
+        num_examples, max_steps = sum(map(len, parts)), config.eval_steps
+        order = shuffled(num_examples, _EVAL_SEED)
+        make_examples = functools.partial(Concatenation, parts, order)
     return MapSource(
         make_examples,
-        spec=spec,
+        spec=DataSpec(vocab_size=tokenizer.vocab_size, sequence_length=config.sequence_length),
         global_batch=global_batch,
         padding=parts[0].padding(),
         num_examples=num_examples,
-        max_steps=config.eval_steps if split == "eval" else None,
+        max_steps=max_steps,
         fingerprint=digest(array.fingerprint for array in (*arrays, *eval_arrays)),
         tokenizer=tokenizer,
     )
 
 
-def _open_train(
+def _train_parts(
     config: TextData,
     arrays: Sequence[TokenArray],
-    eval_arrays: Sequence[TokenArray],
     held: np.ndarray,
     tokenizer: Tokenizer,
     seed: int,
-) -> tuple[list[PackedRows], Any, None]:
+) -> list[PackedRows]:
+    """Returns the rows of each path without held-out documents, shuffled by the seed."""
     parts = []
     for index, array in enumerate(arrays):
         documents = np.flatnonzero(~is_in(array.hashes, held))
-        order = np.argsort(
-            mix(array.hashes[documents], derive_seed(seed, "documents", index)), kind="stable"
-        )
+        scores = mix(array.hashes[documents], derive_seed(seed, "documents", index))
+        order = np.argsort(scores, kind="stable")
         parts.append(PackedRows(array, documents[order], config.sequence_length, tokenizer))
     _check_enough(config, parts)
+    return parts
 
-    def make_examples() -> Any:
-        return _endless_mixture(parts, config.weights, seed)
 
-    return parts, make_examples, None
+def _eval_parts(
+    config: TextData, arrays: Sequence[TokenArray], held: np.ndarray, tokenizer: Tokenizer
+) -> list[PackedRows]:
+    """Returns the rows of the held-out documents of each path that has some."""
+    chosen = [(array, np.flatnonzero(is_in(array.hashes, held))) for array in arrays]
+    return [
+        PackedRows(array, documents, config.sequence_length, tokenizer)
+        for array, documents in chosen
+        if len(documents)
+    ]
 
 
 def _endless_mixture(
     parts: Sequence[PackedRows], weights: tuple[float, ...] | None, seed: int
-) -> Any:
+) -> Examples:
     import grain
 
     endless = [
@@ -114,25 +125,6 @@ def _endless_mixture(
     if len(endless) == 1:
         return endless[0]
     return grain.MapDataset.mix(endless, weights=weights or [len(part) for part in parts])
-
-
-def _open_eval(
-    config: TextData,
-    arrays: Sequence[TokenArray],
-    eval_arrays: Sequence[TokenArray],
-    held: np.ndarray,
-    tokenizer: Tokenizer,
-    seed: int,
-) -> tuple[list[PackedRows], Any, int]:
-    config.check_held_out()
-    parts = []
-    for array in eval_arrays or arrays:
-        documents = np.flatnonzero(is_in(array.hashes, held))
-        if len(documents):
-            parts.append(PackedRows(array, documents, config.sequence_length, tokenizer))
-    order = shuffled(sum(map(len, parts)), _EVAL_SEED)
-    examples = Concatenation(parts, order)
-    return parts, lambda: examples, len(examples)
 
 
 def _sources(config: TextData) -> tuple[list[TextSource], list[TextSource]]:
@@ -159,7 +151,8 @@ def _tokenizer(
     split = [source.key() for source in eval_sources] or config.eval_fraction
     keys = [source.key() for source in sources]
     key = digest([FORMAT, keys, config.weights, split, config.vocab_size, SAMPLE_BYTES])
-    return read_tokenizer(cached("tokenizers", key, build) / _TOKENIZER_FILE)
+    task = f"training a tokenizer of {config.vocab_size:,} entries"
+    return read_tokenizer(cached("tokenizers", key, build, task=task) / _TOKENIZER_FILE)
 
 
 def _sample(
@@ -213,12 +206,14 @@ def _held_out(
     return held
 
 
-def _check_not_empty(source: TextSource, array: TokenArray, key: str) -> None:
+def _open_nonempty(source: TextSource, tokenizer: Tokenizer, key: str) -> TokenArray:
+    array = open_tokens(source, tokenizer)
     if not len(array.hashes):
         raise DataError(
             f"{key}: {source.path!r} holds no text ({len(source.files)} files, all empty).\n"
             f"  Give a path that holds text."
         )
+    return array
 
 
 def _check_enough(config: TextData, parts: Sequence[PackedRows]) -> None:

@@ -144,8 +144,8 @@ def _files(path: str) -> list[Path]:
     if place.is_dir():
         return _directory_files(place)
     if glob.has_magic(path):
-        found = sorted(map(Path, glob.glob(str(place), recursive=True)))
-        files = [file for file in found if file.is_file()]
+        matches = sorted(map(Path, glob.glob(str(place), recursive=True)))
+        files = [file for file in matches if file.is_file()]
         if not files:
             raise DataError(f"no file matches {path!r}.\n  Correct the pattern, or add files.")
         return files
@@ -158,10 +158,10 @@ def _directory_files(place: Path) -> list[Path]:
     files = [file for file in everything if file.name.endswith(DIRECTORY_SUFFIXES)]
     if not files:
         suffixes = sorted({file.suffix for file in everything if file.suffix})
-        found = f"only {', '.join(suffixes)} files" if suffixes else "no file"
+        content = f"only {', '.join(suffixes)} files" if suffixes else "no file"
         example = place / "**" / f"*{suffixes[0] if suffixes else '.txt'}"
         raise DataError(
-            f"the directory {str(place)!r} holds {found}, and none of "
+            f"the directory {str(place)!r} holds {content}, and none of "
             f"{', '.join(DIRECTORY_SUFFIXES)}.\n"
             f"  Name the files by a glob, such as {str(example)!r}."
         )

@@ -1,7 +1,7 @@
 """Tokens of a text source, computed once and memory-mapped from the cache."""
 
+import functools
 import json
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ from shardlib.errors import DataError
 # Part of every cache key; increment it when the layout or meaning of cached data changes.
 FORMAT = 1
 _BATCH_CHARACTERS = 1 << 22
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,9 @@ def open_tokens(source: TextSource, tokenizer: Tokenizer) -> TokenArray:
             or not writable.
     """
 
-    def build(directory: Path) -> None:
-        _logger.info("tokenising %s once, into the cache", source.path)
-        _write(source, tokenizer, directory)
-
-    return _read(cached("tokens", digest([FORMAT, source.key(), tokenizer.fingerprint]), build))
+    key = digest([FORMAT, source.key(), tokenizer.fingerprint])
+    build = functools.partial(_write, source, tokenizer)
+    return _read(cached("tokens", key, build, task=f"tokenising {source.path}"))
 
 
 def _write(source: TextSource, tokenizer: Tokenizer, directory: Path) -> None:
@@ -88,9 +85,9 @@ def _append_num_bytes(
     file: IO[bytes], encoded: Encoded, table: np.ndarray | None, expected: int
 ) -> None:
     if table is not None:
-        if (found := int(table[encoded.ids].sum())) != expected:
+        if (counted := int(table[encoded.ids].sum())) != expected:
             raise DataError(
-                f"the tokens of a document of {expected:,} bytes stand for {found:,} bytes.\n"
+                f"the tokens of a document of {expected:,} bytes stand for {counted:,} bytes.\n"
                 "  Repair the tokenizer.json: each id must map to one token."
             )
     elif encoded.num_bytes is not None:
