@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from shardlib import cli
-from shardlib.cli.arguments import load_config
+from shardlib.cli.arguments import keys_text, load_config
 from shardlib.config import configclass
 from shardlib.errors import CheckpointError
 
@@ -37,7 +37,7 @@ def test_help_lists_the_commands_without_importing_jax():
     code = (
         "import sys, shardlib.cli as cli\n"
         "try: cli.main(['--help'])\n"
-        "finally: print('heavy:', sorted({'jax', 'pydantic', 'yaml', 'numpy'} & {*sys.modules}))"
+        "finally: print('heavy:', sorted({'jax', 'yaml', 'numpy'} & {*sys.modules}))"
     )
     done = python("-c", code)
     assert done.stderr == ""
@@ -80,6 +80,29 @@ def test_a_missing_config_names_its_neighbour(capfd, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        (["--steps", "30"], "train.steps=30"),
+        (["--learning-rate=1"], "optimizer.learning_rate=1"),
+        (["--data.path"], "data.path=VALUE"),
+    ],
+)
+def test_an_option_that_is_a_key_is_told_to_be_written_as_one(capfd, tmp_path, words, setting):
+    code, out, err = shardlib(capfd, "train", str(tmp_path), *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("Usage: shardlib train [OPTIONS] CONFIG [KEY=VALUE]...\n")
+    assert err.endswith(f": {words[0].partition('=')[0]}. Write {setting}.\n")
+
+
+def test_a_machine_without_a_tpu_gives_no_errors_of_libtpu():
+    pytest.importorskip("libtpu")
+    machine = {name: x for name, x in os.environ.items() if not name.startswith(("TPU_", "JAX_"))}
+    words = [sys.executable, "-m", "shardlib", "devices"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=machine)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.mesh
 def test_debug_shows_the_traceback_and_exits_alike():
     for words in (["--debug", "train", "no.yaml"], ["train", "no.yaml", "--debug"]):
@@ -111,10 +134,13 @@ def test_other_failures_exit_1(capfd, tmp_path):
 
 
 def test_a_directory_that_is_not_there_is_a_wrong_request(capfd, tmp_path):
-    for command in (("generate",), ("checkpoint", "ls")):
-        code, out, err = shardlib(capfd, *command, str(tmp_path / "none"))
-        assert (code, out) == (2, "")
-        assert err.startswith(f"ConfigError: {tmp_path}/none ")
+    for command in (("generate",), ("checkpoint", "ls"), ("checkpoint", "verify")):
+        assert shardlib(capfd, *command, str(tmp_path / "none")) == (
+            2,
+            "",
+            f"ConfigError: no such directory: {tmp_path}/none.\n"
+            "  Pass a run directory created by `shardlib train`.\n",
+        )
 
 
 def test_a_config_may_come_from_a_pipe(tmp_path):
@@ -153,7 +179,7 @@ def test_keys_are_described_a_block_each():
         first step that it ever took."""
         path: str
 
-    assert cli.keys_text(Section, 60) == (
+    assert keys_text(Section, 60) == (
         "Keys of the config (type, default, condition, meaning):\n"
         "\n"
         "  steps  integer, default 3\n"

@@ -9,7 +9,6 @@ import textwrap
 from dataclasses import FrozenInstanceError, field
 from typing import Annotated, Any, Literal
 
-import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,20 +109,10 @@ def test_a_configclass_is_an_ordinary_frozen_dataclass():
         Train(4)
 
 
-def test_importing_config_imports_neither_pydantic_nor_yaml():
-    code = (
-        "import sys, shardlib.config; print({'pydantic', 'yaml', 'jax', 'typer'} & {*sys.modules})"
-    )
+def test_importing_config_imports_nothing_heavy():
+    code = "import sys, shardlib.config; print({'yaml', 'jax', 'typer'} & {*sys.modules})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout == "set()\n"
-
-
-def test_pydantic_accepts_the_same_class():
-    adapter = pydantic.TypeAdapter(Train)
-    assert adapter.validate_python({"steps": 4}) == Train(steps=4)
-    assert adapter.json_schema()["properties"]["steps"]["description"] == "Optimizer steps."
-    with pytest.raises(pydantic.ValidationError, match="Unexpected keyword argument"):
-        adapter.validate_python({"stepz": 4})
 
 
 def test_the_type_of_the_field_decides_what_a_scalar_means(write):
@@ -428,28 +417,29 @@ def test_variants_must_carry_their_names():
 
 @configclass
 class Exotic:
-    folder: pathlib.Path = pathlib.Path("a")
-    rate: Annotated[float, pydantic.Field(gt=0)] = 1.0
     depth: Literal[1, 2, True, None, "auto"] = 1
     either: int | float | bool | str | None = None
     free: Any = None
 
 
-def test_types_of_pydantic_are_validated_by_it():
-    loaded = config.load(Exotic, None, ["folder=b/c", "rate=1e-2", "depth=2", "either=1e3"])
-    assert loaded == Exotic(folder=pathlib.Path("b/c"), rate=0.01, depth=2, either=1000.0)
+def test_unions_and_literals_of_several_types():
+    loaded = config.load(Exotic, None, ["depth=2", "either=1e3"])
+    assert loaded == Exotic(depth=2, either=1000.0)
     assert config.load(Exotic, None, ["depth=null"]).depth is None
     assert config.load(Exotic, None, ["depth=true"]).depth is True
     assert config.load(Exotic, None, ["free={a: [1, no, 1.5, null]}"]).free == {
         "a": [1, "no", 1.5, None]
     }
-    assert faults(Exotic, None, ["rate=-1"]) == (
-        "command line: rate=-1: '-1' should be greater than 0."
-    )
-    assert faults(Exotic, None, ["rate=x"]) == "command line: rate=x: expected a number, got 'x'."
     assert faults(Exotic, None, ["depth=3"]) == (
         "command line: depth=3: '3' is not one of 1, 2, true, null, 'auto'."
     )
+
+
+@pytest.mark.parametrize("hint", [pathlib.Path, list[set[int]], Annotated[int, "> 0"]])
+def test_a_type_that_a_config_cannot_hold_is_refused(hint):
+    wrong = configclass(type("Wrong", (), {"__annotations__": {"key": hint}, "key": None}))
+    with pytest.raises(TypeError, match=r"Wrong.key is .* which a config cannot hold"):
+        config.load(wrong)
 
 
 def test_from_dict_takes_typed_data_strictly():
@@ -556,8 +546,6 @@ roots = st.builds(
 )
 exotics = st.builds(
     Exotic,
-    folder=st.just(pathlib.Path("a/b")),
-    rate=st.floats(0, exclude_min=True, allow_nan=False),
     depth=st.sampled_from([1, 2, True, None, "auto"]),
     either=scalars,
     free=st.recursive(scalars, lambda x: st.lists(x) | st.dictionaries(st.text(), x), max_leaves=5),

@@ -156,8 +156,7 @@ def _open(run: str) -> "SavedTiers":
         raise CheckpointError(
             f"{run} is one checkpoint of a run.\n  Name the directory of the run, or RUN@STEP."
         )
-    if not directory.path.is_dir():
-        raise ConfigError(f"{run} is not a directory.\n  Name the run_dir of a `shardlib train`.")
+    directory.check_exists()
     try:
         config = directory.read_config()
     except ConfigError as error:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from shardlib.errors import ConfigError
+
+if TYPE_CHECKING:
+    import yaml
 
 MOST_BYTES = 1 << 18
 """Largest file size. PyYAML takes some seconds for it."""
@@ -31,7 +34,7 @@ def read_text(file: TextIO, name: str) -> str:
     return text
 
 
-def check_size(root: Any, name: str) -> None:
+def check_size(root: yaml.Node, name: str) -> None:
     """Counts the values of a tree of PyYAML's nodes without expanding aliases.
 
     Raises:
@@ -57,7 +60,9 @@ def too_deep(name: str) -> ConfigError:
     return ConfigError(f"{name}: values nest more than {MOST_DEPTH} deep, which no config does.")
 
 
-def _measured(node: Any, known: dict[int, tuple[int, int] | None], name: str) -> tuple[int, int]:
+def _measured(
+    node: yaml.Node, known: dict[int, tuple[int, int] | None], name: str
+) -> tuple[int, int]:
     """Returns the number of values and keys of a node and their depth; visits each node once."""
     import yaml
 

@@ -6,10 +6,13 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardlib.config import bounds
 from shardlib.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    import yaml
 
 COMMAND_LINE = "command line"
 
@@ -37,7 +40,7 @@ class Item:
         return ": ".join(part for part in (self.where, subject, message) if part)
 
 
-def join(path: str, key: Any) -> str:
+def join(path: str, key: str | int) -> str:
     """Returns the path of a key within the section at `path`."""
     return f"{path}.{key}" if path else str(key)
 
@@ -90,7 +93,7 @@ class _NotYaml(Exception):
         self.line = line
 
 
-def _compose(text: str, name: str) -> Any:
+def _compose(text: str, name: str) -> yaml.Node | None:
     """Returns PyYAML's tree of nodes, or None for an empty document."""
     import yaml
 
@@ -117,13 +120,13 @@ class _NodeReader:
         self.name = name
         self.faults: list[str] = []
 
-    def where(self, node: Any) -> str:
+    def where(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}"
 
-    def fault(self, node: Any, path: str, message: str) -> None:
+    def fault(self, node: yaml.Node, path: str, message: str) -> None:
         self.faults.append(Item(None, self.where(node)).fault(path, message))
 
-    def value(self, node: Any, path: str) -> Any:
+    def value(self, node: yaml.Node, path: str) -> Any:
         import yaml
 
         if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS:
@@ -136,9 +139,10 @@ class _NodeReader:
                 Item(self.value(child, join(path, index)), self.where(child))
                 for index, child in enumerate(node.value)
             ]
+        assert isinstance(node, yaml.ScalarNode)
         return node.value if node.style else Plain(node.value)
 
-    def mapping(self, node: Any, path: str) -> dict[str, Item]:
+    def mapping(self, node: yaml.Node, path: str) -> dict[str, Item]:
         import yaml
 
         own: dict[str, Item] = {}
@@ -162,7 +166,7 @@ class _NodeReader:
         return {**merged, **own}
 
 
-def from_python(value: Any, where: str) -> Item:
+def from_python(value: object, where: str) -> Item:
     """Returns plain Python data, such as JSON, as a tree."""
     if isinstance(value, Mapping):
         return Item({str(key): from_python(child, where) for key, child in value.items()}, where)
@@ -200,9 +204,11 @@ def _override_value(text: str, path: str, override: str) -> Any:
     if text[:1] in ("[", "{", '"', "'"):
         reader = _NodeReader(COMMAND_LINE)
         try:
-            value = reader.value(_compose(text, f"{COMMAND_LINE}: {path}"), path)
+            node = _compose(text, f"{COMMAND_LINE}: {path}")
         except _NotYaml as error:
             raise ConfigError(f"{COMMAND_LINE}: {override}: not YAML: {error}.") from None
+        assert node is not None  # The text has a value.
+        value = reader.value(node, path)
         if reader.faults:
             raise ConfigError(f"{COMMAND_LINE}: {override}: {reader.faults[0].partition(': ')[2]}")
         return _attributed(Item(value, COMMAND_LINE), override).value
@@ -219,7 +225,7 @@ def _attributed(item: Item, override: str) -> Item:
     return Item(value, COMMAND_LINE, override)
 
 
-def _write(root: Item, keys: list[str], value: Any, override: str) -> None:
+def _write(root: Item, keys: list[str], value: object, override: str) -> None:
     item = root
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1

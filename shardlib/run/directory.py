@@ -95,17 +95,25 @@ class RunDirectory:
         """
         return load(RunConfig, self.config_file) if self.config_file.is_file() else None
 
+    def check_exists(self) -> None:
+        """Raises `ConfigError` if there is no directory."""
+        if not self.path.is_dir():
+            raise ConfigError(
+                f"no such directory: {self}.\n  Pass a run directory created by `shardlib train`."
+            )
+
     def config_of_run(self) -> RunConfig:
         """Returns the config of the run that the directory must hold.
 
         Raises:
-            ConfigError: If the directory holds no run, or the file is damaged.
+            ConfigError: If the directory is missing or holds no run, or the file is damaged.
         """
+        self.check_exists()
         config = self.read_config()
         if config is None:
             raise ConfigError(
                 f"{self} does not hold a run: {self.config_file.name} is missing.\n"
-                "  Name the run_dir of a `shardlib train`."
+                "  Pass a run directory created by `shardlib train`."
             )
         return config
 

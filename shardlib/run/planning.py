@@ -40,7 +40,7 @@ _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1, "lars": 1, "muon": 1, "a
 column factors are few and not counted."""
 _NEWTON_SCHULZ_STEPS = 5
 """Newton-Schulz steps of optax.contrib.muon."""
-UNPLANNED = "the plain choice: only TPUs and GPUs that are known are planned for"
+UNPLANNED = "default; the planner does not know this device"
 _WORTH_CHANGING = 0.9
 """Fraction of the time of the plain choice that another mesh must beat for `mesh: auto` to take it.
 The margin is the error of the predictions."""

@@ -90,7 +90,9 @@ def _train(
     stop = distributed.StopRequest(notices=(*preemption.notices(), *notices))
     with Watchdog(clock, config.watchdog, directory.path) as watchdog, stop:
         run = resolve(config, jax.devices(), began=saved)
-        scope = check_config(run.config, lambda: make_scope(run.config, jax.devices()))
+        scope = check_config(
+            run.config, lambda: make_scope(run.config, jax.devices()), reads_data=True
+        )
         source = open_source(config, "train")
         held_out = None if config.eval.every_steps == 0 else open_source(config, "eval")
         parts = run.build(source.spec, scope)

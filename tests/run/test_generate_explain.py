@@ -130,7 +130,7 @@ def test_a_directory_without_a_run_or_a_checkpoint_generates_nothing(finished, t
         run.generate(str(tmp_path))
     assert str(refused.value) == (
         f"{tmp_path} does not hold a run: config.yaml is missing.\n"
-        "  Name the run_dir of a `shardlib train`."
+        "  Pass a run directory created by `shardlib train`."
     )
     (tmp_path / "config.yaml").write_text((finished.run_dir / "config.yaml").read_text())
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):

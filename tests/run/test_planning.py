@@ -209,7 +209,7 @@ def test_the_automatic_mesh_is_planned_where_it_is_clearly_faster(file):
     )
     assert auto("cpu:8") == (
         mesh.parse("fsdp=8"),
-        "the plain choice: only TPUs and GPUs that are known are planned for",
+        "default; the planner does not know this device",
     )
     scope = make_scope(load(RunConfig, file, ["mesh=auto"]), parse_cluster("v5e-16"))
     assert mesh_sizes(scope.mesh) == {"fsdp": 16}
@@ -232,7 +232,7 @@ def test_the_automatic_mesh_runs_with_the_rest_of_the_config(on, microbatches):
 def test_a_run_says_which_mesh_it_took_where_its_chip_is_not_known(file):
     config = load(RunConfig, file, ["mesh=auto"])
     assert run.explain(config).choices["auto mesh"] == (
-        "fsdp=8, the plain choice: only TPUs and GPUs that are known are planned for"
+        "fsdp=8, default; the planner does not know this device"
     )
 
 
