@@ -23,7 +23,7 @@ def check(
     device: losses, gradients and optimizer state, leaf by leaf. Exits 1 if anything differs."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     loaded = load_config(config, overrides)
-    from shardlib.run.proving import DEVICES, prove, tables
+    from shardlib.run.reports.proving import DEVICES, prove, tables
     from shardlib.runtime.distributed import local_cpu_devices
 
     local_cpu_devices(DEVICES)

@@ -158,7 +158,7 @@ def _parameters(
     loaded: "RunConfig", on: str | None, as_json: bool, strict: bool
 ) -> Sequence[object]:
     """Prints the report on a run's state; returns its faults, which the report does not show."""
-    from shardlib.run.explaining import explain as run_explain
+    from shardlib.run.reports.explaining import explain as run_explain
 
     report = run_explain(loaded, on)
     _print(report, as_json)
@@ -175,7 +175,7 @@ def _compiled(
     import dataclasses
 
     from shardlib.explain.lint.baseline import Baseline, baseline_of, read_baseline, write_baseline
-    from shardlib.run.explaining import explain_compiled
+    from shardlib.run.reports.explaining import explain_compiled
 
     exists = baseline is not None and os.path.exists(baseline)
     accepted = read_baseline(baseline) if baseline and (exists or not accept) else Baseline()
@@ -196,7 +196,7 @@ def _compiled(
 def _compare(config: str, others: list[str], on: str, optimize: bool, as_json: bool) -> list[str]:
     """Prints the changes between two steps; returns the faults that fail --strict."""
     from shardlib.explain.report.diff import diff
-    from shardlib.run.explaining import explain_compiled
+    from shardlib.run.reports.explaining import explain_compiled
 
     other, rest = others[0], others[1:]
     is_config = os.path.exists(other) or "=" not in other

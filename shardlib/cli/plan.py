@@ -12,7 +12,7 @@ from shardlib.hardware import is_mixed
 
 if TYPE_CHECKING:
     from shardlib.plan.result import Plans
-    from shardlib.run.verify_plans import Verification
+    from shardlib.run.reports.verify_plans import Verification
 
 On = Annotated[
     str,
@@ -126,7 +126,7 @@ def _check(on: str, config: str | None, model: str | None, verify: int) -> None:
 def _verified(
     plans: "Plans", config: str, overrides: list[str] | None, length: int | None, count: int
 ) -> "Verification":
-    from shardlib.run.verify_plans import verify
+    from shardlib.run.reports.verify_plans import verify
 
     given = [*(overrides or ()), *([f"data.sequence_length={length}"] if length else ())]
     return verify(plans, lambda changes: load_config(config, [*given, *changes]), count)
@@ -146,7 +146,7 @@ def calibrate(
     import pathlib
 
     from shardlib.cost.machine.measured import save
-    from shardlib.run import calibrating
+    from shardlib.run.plans import calibrating
 
     found = calibrating.calibrate(on)
     calibrating.check_steady(found)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shardlib.errors import require
-from shardlib.log.append import AppendFile
+from shardlib.log.durable_log import AppendFile
 from shardlib.log.loggers import RunInfo
 
 EVENTS_DIRECTORY = "tensorboard"

@@ -148,8 +148,8 @@ class RunConfig:
         return dataclasses.replace(self, mesh=mesh)
 
     def planned(self, question: Any) -> Any:
-        """Returns the best plans of the run; see `shardlib.run.planning.plan_run`."""
-        from shardlib.run.planning import plan_run
+        """Returns the best plans of the run; see `shardlib.run.plans.planning.plan_run`."""
+        from shardlib.run.plans.planning import plan_run
 
         return plan_run(self, question)
 

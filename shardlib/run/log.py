@@ -20,7 +20,7 @@ from shardlib.log.metrics import MetricsWriter, mfu, read_metrics
 from shardlib.mesh import describe
 from shardlib.mesh.device_order import draw
 from shardlib.run.directory import RunDirectory
-from shardlib.run.planning import flops_per_step
+from shardlib.run.plans.planning import flops_per_step
 from shardlib.run.setup import Setup
 from shardlib.runtime.distributed import ProcessGroup
 from shardlib.runtime.launch.progress import RESTARTS_VARIABLE

@@ -13,7 +13,7 @@ from shardlib.hardware import Cluster, cluster_of
 from shardlib.mesh import MeshConfig, describe, make_mesh, mesh_sizes
 from shardlib.registry import DataSpec
 from shardlib.run.config import AUTO, RunConfig
-from shardlib.run.planning import UNPLANNED, planned_mesh
+from shardlib.run.plans.planning import UNPLANNED, planned_mesh
 from shardlib.run.setup import Devices, Setup, setup
 from shardlib.sharding.constrain import Scope
 from shardlib.train.config import TrainConfig

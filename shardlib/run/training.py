@@ -12,8 +12,7 @@ from shardlib.log.loggers import MetricsLogger, check_loggers
 from shardlib.run.checks import check_config
 from shardlib.run.config import RunConfig, check_resumable
 from shardlib.run.devices import make_deterministic, start_devices
-from shardlib.run.directory import RunDirectory
-from shardlib.run.lock import hold
+from shardlib.run.directory import RunDirectory, hold
 from shardlib.run.log import RunLog
 from shardlib.run.position import check_not_lost
 from shardlib.run.resolve_auto import as_recorded, fitted, resolve

@@ -12,7 +12,7 @@ from shardlib.cost.machine.measured import COLLECTIVES, Line, MatmulFit, Measure
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import parse_cluster
 from shardlib.plan import Job, Layout, Transformer, step_time
-from shardlib.run import calibrating
+from shardlib.run.plans import calibrating
 
 pytestmark = pytest.mark.mesh
 
@@ -138,7 +138,7 @@ def test_what_is_not_at_hand_is_not_measured():
 def test_the_command_writes_where_plan_looks(tmp_path):
     """In a process of its own, which may choose how many devices the CPU stands for."""
     script = (
-        "import shardlib.run.calibrating as c\n"
+        "import shardlib.run.plans.calibrating as c\n"
         "whole = c.calibrate\n"
         "c.calibrate = lambda on: whole(on, rounds=3, target_seconds=1e-4)\n"
         "c._UNSTEADY = float('inf')\n"  # Loops so short tell little.

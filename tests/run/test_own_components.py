@@ -20,7 +20,7 @@ from shardlib.data import DataConfig, MapSource
 from shardlib.errors import ConfigError
 from shardlib.plan.request import Question
 from shardlib.registry import BatchKind, DataSpec, ModelFamily
-from shardlib.run.planning import flops_per_step, plan_run, workload_of
+from shardlib.run.plans.planning import flops_per_step, plan_run, workload_of
 from shardlib.run.setup import make_scope, setup
 
 HERE = __name__

@@ -14,7 +14,7 @@ from shardlib.hardware import parse_cluster
 from shardlib.mesh import mesh_sizes
 from shardlib.plan import plan
 from shardlib.run import RunConfig
-from shardlib.run.planning import planned_mesh, workload_of
+from shardlib.run.plans.planning import planned_mesh, workload_of
 from shardlib.run.setup import make_scope
 
 CONFIG = """

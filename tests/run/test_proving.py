@@ -10,7 +10,7 @@ from shardlib import cli
 from shardlib.cli.arguments import load_config
 from shardlib.errors import MeshError
 from shardlib.mesh import make_mesh
-from shardlib.run.proving import Proof, reduced, small_mesh, tables
+from shardlib.run.reports.proving import Proof, reduced, small_mesh, tables
 from shardlib.sharding.constrain import active
 from shardlib.testing.deviations import Deviation, Quantity
 from shardlib.testing.equivalent import Comparison

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from shardlib import humanize
-from shardlib.log import curve
+from shardlib.log import ascii_plot
 from shardlib.log.display import Display, Header, StepStatus
 
 HEADER = Header(
@@ -239,9 +239,9 @@ def test_counts_keep_three_digits(number):
 
 
 def test_curve_is_monotone_where_the_values_are():
-    assert curve.sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8) == "▁▂▃▄▅▆▇█"
-    assert curve.sparkline([2.0, math.nan, 1.0], 3, ascii_only=True) == "@ _"
-    assert curve.plot([1, 2, 3], [3.0, 2.0, 1.0], width=3, height=3, ascii_only=True) == [
+    assert ascii_plot.sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8) == "▁▂▃▄▅▆▇█"
+    assert ascii_plot.sparkline([2.0, math.nan, 1.0], 3, ascii_only=True) == "@ _"
+    assert ascii_plot.plot([1, 2, 3], [3.0, 2.0, 1.0], width=3, height=3, ascii_only=True) == [
         "3.000 |*  ",
         "      | * ",
         "1.000 |  *",
@@ -257,7 +257,7 @@ def test_curve_is_monotone_where_the_values_are():
     ascii_only=st.booleans(),
 )
 def test_any_curve_is_drawn_within_its_box(values, width, ascii_only):
-    lines = curve.plot(range(len(values)), values, width=width, ascii_only=ascii_only)
+    lines = ascii_plot.plot(range(len(values)), values, width=width, ascii_only=ascii_only)
     if any(map(math.isfinite, values)):
         assert len(lines) == 10
         assert len({len(line) for line in lines}) == 1

@@ -20,9 +20,9 @@ from shardlib.registry import DataSpec, family
 from shardlib.run.checks import check_config, expected_spec
 from shardlib.run.config import RunConfig
 from shardlib.run.devices import start_devices
+from shardlib.run.plans.planning import fixes_of
 from shardlib.run.resolve_auto import resolve, smallest
 from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup
-from shardlib.run.suggest_fixes import fixes_of
 from shardlib.run.trace_programs import traced
 from shardlib.train.step import TrainStep
 
