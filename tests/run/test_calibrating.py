@@ -36,14 +36,6 @@ def test_every_figure_is_measured(measured):
     assert 1e7 < measured.matmul["f32"].flops < 1e13
 
 
-def test_the_report_names_what_was_measured(measured):
-    lines = calibrating.report(measured).splitlines()
-    assert lines[0].startswith("2 devices of kind 'cpu' on ")
-    assert "all at work at once" in lines[0]
-    assert [line.split()[0] for line in lines[1:4]] == ["matmul", "matmul", "memory"]
-    assert len(lines) == 4 + len(COLLECTIVES)
-
-
 def test_what_was_measured_beside_other_work_is_refused(measured):
     steady = dataclasses.replace(
         measured,
