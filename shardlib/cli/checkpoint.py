@@ -291,7 +291,7 @@ def _print_diff(found: "CheckpointDiff") -> None:
         print("long values are shortened (--json has all)")
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     """Returns a value as JSON; a long dict is reduced to its keys, other long values are cut."""
     text = json.dumps(value)
     if len(text) > _MOST_CHARACTERS and isinstance(value, dict):

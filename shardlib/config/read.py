@@ -1,11 +1,14 @@
-"""Reader that fills configclasses from a tree of located values and collects every fault."""
+"""Loading of configs: a reader fills configclasses from a tree of located values, and collects
+every fault."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import typing
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from shardlib.config import describe, tree
 from shardlib.config.classes import (
@@ -21,10 +24,74 @@ from shardlib.config.classes import (
     variants_of,
 )
 from shardlib.config.tree import Item, Plain, join
-from shardlib.errors import ShardlibError, did_you_mean
+from shardlib.errors import ConfigError, ShardlibError, did_you_mean
 from shardlib.import_paths import is_import_path
 
 FAILED = object()
+
+T = TypeVar("T")
+
+
+def load(
+    cls: type[T], path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()
+) -> T:
+    """Returns a config read from a YAML file, with `key.path=value` overrides on top.
+
+    Args:
+        cls: The configclass to fill.
+        path: The YAML file; None uses only the defaults and the overrides.
+        overrides: Applied in order. A value in `[]`, `{}` or quotes is YAML; any other value is
+            text that the type of its field parses.
+
+    Raises:
+        ConfigError: If the file or the overrides have faults; the message lists each on a line.
+    """
+    root, faults = (Item({}, tree.COMMAND_LINE), []) if path is None else tree.read_file(path)
+    faults += tree.apply_overrides(root, overrides)
+    return _filled(cls, root, faults)
+
+
+def from_dict(cls: type[T], data: Mapping[str, Any], source: str) -> T:
+    """Returns a config from plain data, such as the result of `to_dict`.
+
+    Args:
+        cls: The configclass to fill.
+        data: Its keys and values.
+        source: Name of the data in messages.
+
+    Raises:
+        ConfigError: If the data has faults; the message lists each on a line.
+    """
+    return _filled(cls, tree.from_python(data, source), [])
+
+
+def from_yaml(text: str, name: str) -> Any:
+    """Returns the plain data of a YAML document other than a config, with the same safety checks.
+
+    Args:
+        text: One YAML document.
+        name: Name of the document in messages.
+
+    Raises:
+        ConfigError: If the text is not one YAML document, has a duplicate key or a tag, or exceeds
+            the size limits of a config.
+    """
+    root, faults = tree.parse(text, name)
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return tree.natural(root)
+
+
+def _filled(cls: type[T], root: Item, faults: list[str]) -> T:
+    reader = Reader(cls, faults)
+    config = reader.read(cls, root, "")
+    if not faults:
+        assert config is not FAILED
+        return config
+    if len(faults) == 1:
+        raise ConfigError(faults[0])
+    lines = (fault.replace("\n", "\n  ") for fault in faults)
+    raise ConfigError("\n  ".join([f"the configuration has {len(faults)} faults:", *lines]))
 
 
 @dataclasses.dataclass

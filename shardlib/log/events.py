@@ -47,7 +47,7 @@ class Events:
             self._write_held(self._file)
             self._closed = path, warn
 
-    def add(self, kind: str, **entries: Any) -> None:
+    def add(self, kind: str, **entries: object) -> None:
         """Writes an event with the current time; entries that are None or empty are dropped."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         given = {name: value for name, value in entries.items() if value not in (None, "", {})}

@@ -143,11 +143,16 @@ class RunDirectory:
             return None
         return read_tokenizer(self.tokenizer_file, getattr(config.data, "end_of_text", None))
 
+    def identify(self) -> str | None:
+        """Makes the directory, writes an id if it has none, and returns the id."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self.identity is None:
+            _replace(self.identity_file, f"{uuid.uuid4().hex}\n")
+        return self.identity
+
     def write(self, config: RunConfig, tokenizer: Tokenizer | None) -> None:
         """Makes the directory and writes the config, the tokenizer and, if absent, the run id."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        if self.identity is None:  # Before the config, whose presence makes the directory a run.
-            _replace(self.identity_file, f"{uuid.uuid4().hex}\n")
+        self.identify()  # Before the config, whose presence makes the directory a run.
         _replace(self.config_file, to_yaml(config))
         if tokenizer is not None:
             _replace(self.tokenizer_file, tokenizer.to_json())

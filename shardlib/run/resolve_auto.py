@@ -5,7 +5,8 @@ Every job resolves its config before it builds anything. What it builds never me
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+
+from jaxtyping import PyTree
 
 from shardlib.data import MapSource
 from shardlib.errors import MeshError
@@ -132,7 +133,7 @@ def fitted(parts: Setup, source: MapSource) -> Setup:
     return _with_microbatches(parts, fit.microbatches, str(fit))
 
 
-def smallest(parts: Setup, batch: Any) -> Setup:
+def smallest(parts: Setup, batch: PyTree) -> Setup:
     """Returns the parts with the first number of microbatches that `fitted` would try.
 
     Args:

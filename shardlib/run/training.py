@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
-from shardlib.checkpoint import RunCheckpoints, TieredCheckpoints, open_checkpoints
+from shardlib.checkpoint import open_checkpoints
 from shardlib.errors import DivergedError, RunDirError, SaveFailedError, ShardlibError
 from shardlib.log.loggers import MetricsLogger, check_loggers
 from shardlib.run.checks import check_config
@@ -18,7 +18,7 @@ from shardlib.run.position import check_not_lost
 from shardlib.run.resolve_auto import as_recorded, fitted, resolve
 from shardlib.run.runner import AfterStep, Attempt
 from shardlib.run.runner import TrainResult as TrainResult
-from shardlib.run.setup import Setup, make_scope, open_source
+from shardlib.run.setup import make_scope, open_source
 from shardlib.run.trace_programs import traced
 from shardlib.runtime import distributed, preemption
 from shardlib.runtime.launch.progress import report_failure
@@ -108,7 +108,12 @@ def _train(
             # The directory is written from here on.
             hold(directory.path, functools.partial(log.event, "lock")),
             log,
-            _checkpoints(parts, directory, log) as checkpoints,
+            open_checkpoints(
+                directory.checkpoints,
+                parts.config.checkpoint,
+                notify=functools.partial(log.event, "checkpoint"),
+                owner=directory.identity,
+            ) as checkpoints,
         ):
             newest = checkpoints.latest() or 0
             if not newest:
@@ -150,14 +155,3 @@ def _tell_launcher(error: ShardlibError) -> None:
     if not (may_pass or lost_peers(error)):
         text = str(error).partition("\n")[0].rstrip(".:")
         report_failure(f"{type(error).__name__}: {text}")
-
-
-def _checkpoints(
-    parts: Setup, directory: RunDirectory, log: RunLog
-) -> RunCheckpoints | TieredCheckpoints:
-    return open_checkpoints(
-        directory.checkpoints,
-        parts.config.checkpoint,
-        notify=functools.partial(log.event, "checkpoint"),
-        owner=directory.identity,
-    )

@@ -6,7 +6,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from shardlib.cost.layout import SHARDLIB, Layout
+from shardlib.cost.layout import SHARDLIB, Layout, Software
 from shardlib.cost.workload import Job
 from shardlib.data import batch_spec
 from shardlib.errors import ConfigError, MeshError, ModelError, ShardlibError
@@ -305,14 +305,14 @@ def _offloads(config: RunConfig) -> tuple[bool, ...]:
     return (False, True) if config.train.local_sgd is None else (False,)
 
 
-def _policies(model: Any) -> tuple[str, ...]:
+def _policies(model: object) -> tuple[str, ...]:
     if not hasattr(model, "remat"):
         return ("none",)
     tags = getattr(model, "remat_tags", ())
     return tuple(policy for policy in POLICIES if not remat.check(policy, tags))
 
 
-def _software(config: RunConfig) -> Any:
+def _software(config: RunConfig) -> Software:
     unfused = getattr(config.model, "attention", "auto") == "xla"
     return dataclasses.replace(SHARDLIB, attention="unfused") if unfused else SHARDLIB
 
