@@ -29,7 +29,7 @@ from plain_jax import make_mesh, random_batch
 from shardlib.cost.machine.measured import MeasuredCluster
 from shardlib.hardware import Cluster, chip_for
 from shardlib.plan import Job, Layout, Transformer, peak_memory, step_time
-from shardlib.run.calibrating import calibrate
+from shardlib.run.plans.calibrating import calibrate
 from step_overhead import shardlib_trainer
 
 

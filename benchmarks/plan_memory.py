@@ -48,9 +48,8 @@ from shardlib.plan.search import capacity_bytes
 from shardlib.plan.workloads.named_models import named_model
 from shardlib.run.checks import expected_spec
 from shardlib.run.config import RunConfig
-from shardlib.run.planning import workload_of
+from shardlib.run.plans.planning import choice_of, layout_of, workload_of
 from shardlib.run.setup import make_scope, setup
-from shardlib.run.suggest_fixes import choice_of, layout_of
 
 STORED = Path(__file__).parent / "data" / "compiled_memory.json"
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")

@@ -37,10 +37,10 @@ from shardlib.cost.machine.measured import measured_cluster
 from shardlib.data import batch_spec
 from shardlib.hardware import parse_cluster
 from shardlib.plan import Job, Layout, StepTime, Transformer, step_time
-from shardlib.run.calibrating import calibrate
 from shardlib.run.checks import expected_spec
 from shardlib.run.config import RunConfig
 from shardlib.run.devices import keep_compiled_programs
+from shardlib.run.plans.calibrating import calibrate
 from shardlib.run.setup import make_scope, setup
 from shardlib.train.state import materialize
 from shardlib.train.step import batch_shardings

@@ -126,3 +126,17 @@ def tpu_devices():
         return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
 
     return devices
+
+
+@pytest.fixture
+def shardlib(capfd):
+    """Runs the command line in this process; returns its exit code, stdout and stderr."""
+    from shardlib import cli
+
+    def run(*words):
+        with pytest.raises(SystemExit) as exited:
+            cli.main(list(map(str, words)))
+        out, err = capfd.readouterr()
+        return exited.value.code, out, err
+
+    return run

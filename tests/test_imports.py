@@ -23,7 +23,7 @@ PACKAGES = [
 ]
 FLOOR = {name: floor for floor, names in enumerate(PACKAGES) for name in names}
 # Imported where they are used only: slow, or absent where the sharding core must still run.
-NOT_AT_IMPORT = ("pydantic", "grain", "typer", "tokenizers", "orbax.checkpoint")
+NOT_AT_IMPORT = ("grain", "typer", "tokenizers", "orbax.checkpoint")
 NOT_AT_IMPORT += ("tensorboardX", "wandb", "mlflow")
 
 

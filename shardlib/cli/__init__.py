@@ -6,18 +6,27 @@ watchdog ended a process, or its peers have gone; 76 when training diverged; 1 f
 failure and for faults found by `explain --strict`.
 """
 
+import glob
 import json
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from shardlib.cli import checkpoint
-from shardlib.cli.arguments import AsJson, ConfigPath, Overrides, check_named, console, load_config
+from shardlib.cli.arguments import (
+    AsJson,
+    CommandWithKeys,
+    ConfigCommand,
+    ConfigPath,
+    Overrides,
+    check_named,
+    console,
+    load_config,
+)
 from shardlib.cli.check import check
 from shardlib.cli.explain import explain
 from shardlib.cli.plan import calibrate, plan
@@ -31,10 +40,17 @@ from shardlib.errors import (
 )
 from shardlib.runtime.exit_codes import DIVERGED, FAILED, WRONG_REQUEST
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 # Each command imports its dependencies itself, so that `shardlib --help` does not wait for JAX.
 
 # Errors that a change of the config or command fixes, unlike errors of data, files or processes.
 _ASKED_WRONG = (ConfigError, MeshError, ModelError, RuleError)
+
+# Where a machine has no TPU, libtpu logs errors about what it cannot find out, unless these say it.
+_TPU_ENVIRONMENT = {"TPU_ACCELERATOR_TYPE": "v5litepod-16", "TPU_WORKER_HOSTNAMES": "localhost"}
+_TPU_DEVICE_FILES = ("/dev/accel*", "/dev/vfio/*")
 
 app = typer.Typer(
     help="Named sharding for Flax models: train any model on any mesh.",
@@ -52,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: Arguments after the program name; default `sys.argv[1:]`.
     """
     _look_in_current_directory()
+    if not any(map(glob.glob, _TPU_DEVICE_FILES)):
+        os.environ.update(_TPU_ENVIRONMENT | os.environ)
     words = list(sys.argv[1:] if arguments is None else arguments)
     own = words.index("--") if "--" in words else len(words)
     debug = "--debug" in words[:own]
@@ -85,7 +103,7 @@ def _code_of(error: ShardlibError) -> int:
     return distributed.exit_code(error) if distributed else FAILED
 
 
-def _exit(code: Any) -> None:
+def _exit(code: str | int | None) -> None:
     """Ends the process: together with its group on success, and without waiting on failure."""
     distributed = sys.modules.get("shardlib.runtime.distributed")
     if distributed is None:  # The process has not joined a group.
@@ -118,32 +136,7 @@ def _root(
     pass
 
 
-class _CommandWithKeys(TyperCommand):
-    """A command whose `--help` ends with every key of the config."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        from shardlib.run.config import RunConfig
-
-        super().format_help(ctx, formatter)
-        formatter.write("\n" + keys_text(RunConfig, formatter.width))
-
-
-def keys_text(cls: type, width: int) -> str:
-    """Returns every key of a configclass with its type, default and meaning, one block per key."""
-    import textwrap
-
-    from shardlib.config import keys
-
-    lines = ["Keys of the config (type, default, condition, meaning):"]
-    for key in keys(cls):
-        default = "required" if key.required else f"default {key.default_text}"
-        when = f", with {key.when}" if key.when else ""
-        lines += ["", f"  {key.path}  {key.type_text}, {default}{when}"]
-        lines += textwrap.wrap(key.doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join(lines) + "\n"
-
-
-@app.command(cls=_CommandWithKeys)
+@app.command(cls=CommandWithKeys)
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train a model; repeating the command resumes."""
     from shardlib.runtime.phases import PhaseClock, process_age_seconds
@@ -160,9 +153,9 @@ def train(config: ConfigPath, overrides: Overrides = None) -> None:
         raise typer.Exit(130) from None
 
 
-app.command()(explain)
-app.command()(check)
-app.command()(plan)
+app.command(cls=ConfigCommand)(explain)
+app.command(cls=ConfigCommand)(check)
+app.command(cls=ConfigCommand)(plan)
 app.command()(calibrate)
 app.add_typer(checkpoint.app, name="checkpoint")
 
@@ -262,7 +255,7 @@ def _device_facts(device: Any) -> dict[str, Any]:
     }
 
 
-def _device_table(rows: Sequence[dict[str, Any]]) -> Any:
+def _device_table(rows: Sequence[dict[str, Any]]) -> "Table":
     from rich.table import Table
 
     table = Table("id", "process", "kind", "chip", "memory", "bf16 peak", "memory bandwidth")

@@ -5,12 +5,19 @@ import dataclasses
 import os
 import pathlib
 import sys
+import textwrap
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from shardlib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardlib.run.config import RunConfig
 
 ConfigPath = Annotated[
     str,
@@ -28,7 +35,66 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def load_config(path: str, overrides: list[str] | None) -> Any:
+class ConfigCommand(TyperCommand):
+    """A command with a config: an unknown option that names a key is told to be written as one."""
+
+    def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        """Returns the arguments of the usage line, without braces around the required ones."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parses the words of the command."""
+        words = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # Its class lies elsewhere in each Typer.
+            option = getattr(error, "option_name", "")
+            if setting := _as_setting(option, words):
+                error.message = f"No such option: {option}. Write {setting}."  # type: ignore[attr-defined]
+                error.possibilities = None  # type: ignore[attr-defined]
+            raise
+
+
+class CommandWithKeys(ConfigCommand):
+    """A command whose `--help` ends with every key of the config."""
+
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:
+        """Writes the help of the command, then the keys."""
+        from shardlib.run.config import RunConfig
+
+        super().format_help(ctx, formatter)
+        formatter.write("\n" + keys_text(RunConfig, formatter.width))
+
+
+def keys_text(cls: type, width: int) -> str:
+    """Returns every key of a configclass with its type, default and meaning, one block per key."""
+    from shardlib.config import keys
+
+    lines = ["Keys of the config (type, default, condition, meaning):"]
+    for key in keys(cls):
+        default = "required" if key.required else f"default {key.default_text}"
+        when = f", with {key.when}" if key.when else ""
+        lines += ["", f"  {key.path}  {key.type_text}, {default}{when}"]
+        lines += textwrap.wrap(key.doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines) + "\n"
+
+
+def _as_setting(option: str, words: list[str]) -> str:
+    """Returns an unknown option as `key.path=value`, or an empty text if it names no key."""
+    from shardlib.config import keys
+    from shardlib.run.config import RunConfig
+
+    name = option.removeprefix("--").replace("-", "_")
+    paths = [key.path for key in keys(RunConfig)]
+    matching = [path for path in paths if name and name in (path, path.rpartition(".")[2])]
+    if not matching:
+        return ""
+    word = next(word for word in words if word.partition("=")[0] == option)
+    value = word.partition("=")[2] or next(iter(words[words.index(word) + 1 :]), "VALUE")
+    return f"{matching[0]}={value}"
+
+
+def load_config(path: str, overrides: list[str] | None) -> "RunConfig":
     """Returns the config of a run, before the run's code is imported, so that faults show early.
 
     The config of a run's directory, given by its path or by its config.yaml, applies to the run in
@@ -106,7 +172,7 @@ def writing(path: str) -> Iterator[None]:
         ) from None
 
 
-def console() -> Any:
+def console() -> "Console":
     from rich.console import Console
 
     # Rich takes the width of a terminal, then COLUMNS; for a file or a pipe it assumes only 80.

@@ -26,7 +26,7 @@ def check(
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     loaded = load_config(config, overrides)
-    from shardlib.run.proving import DEVICES, prove, tables
+    from shardlib.run.reports.proving import DEVICES, prove, tables
     from shardlib.runtime.distributed import local_cpu_devices
 
     local_cpu_devices(DEVICES)

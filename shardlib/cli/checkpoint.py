@@ -164,8 +164,7 @@ def _open(run: str) -> "SavedCheckpoints":
         raise CheckpointError(
             f"{run} is one checkpoint of a run.\n  Name the directory of the run, or RUN@STEP."
         )
-    if not directory.path.is_dir():
-        raise ConfigError(f"{run} is not a directory.\n  Name the run_dir of a `shardlib train`.")
+    directory.check_exists()
     try:
         config = directory.read_config()
     except ConfigError as error:
@@ -300,7 +299,7 @@ def _print_diff(found: "CheckpointDiff") -> None:
         print("long values are shortened (--json has all)")
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     """Returns a value as JSON; a long dict is reduced to its keys, other long values are cut."""
     text = json.dumps(value)
     if len(text) > _MOST_CHARACTERS and isinstance(value, dict):

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
@@ -18,6 +18,18 @@ from shardlib.cli.arguments import (
     writing,
 )
 from shardlib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from shardlib.explain import StepReport
+    from shardlib.run.config import RunConfig
+
+
+class _Report(Protocol):
+    def render(self) -> "RenderableType": ...
+    def to_dict(self) -> dict[str, Any]: ...
+
 
 On = Annotated[
     str | None,
@@ -102,7 +114,7 @@ def explain(
         raise typer.Exit(1)
 
 
-def _check_options(on: str | None, abstract: bool, given: dict[str, Any]) -> None:
+def _check_options(on: str | None, abstract: bool, given: dict[str, str | bool | None]) -> None:
     needing = [name for name, value in given.items() if value and name != "--accept"]
     looks = f"{', '.join(needing)} look{'s' * (len(needing) == 1)} at a compiled step"
     if needing and on is None:
@@ -128,7 +140,9 @@ def _check_optimize(on: str) -> None:
         )
 
 
-def _check_diff(config: str, others: list[str] | None, on: str, files: dict[str, Any]) -> None:
+def _check_diff(
+    config: str, others: list[str] | None, on: str, files: dict[str, str | bool | None]
+) -> None:
     if not others:
         raise ConfigError(
             "--diff compares two steps, but only one is given.\n  Add a config or a key to change: "
@@ -143,9 +157,11 @@ def _check_diff(config: str, others: list[str] | None, on: str, files: dict[str,
         )
 
 
-def _parameters(loaded: Any, on: str | None, as_json: bool, strict: bool) -> Sequence[Any]:
+def _parameters(
+    loaded: "RunConfig", on: str | None, as_json: bool, strict: bool
+) -> Sequence[object]:
     """Prints the report on a run's state; returns its faults, which the report does not show."""
-    from shardlib.run.explaining import explain as run_explain
+    from shardlib.run.reports.explaining import explain as run_explain
 
     report = run_explain(loaded, on)
     _print(report, as_json)
@@ -156,13 +172,13 @@ def _parameters(loaded: Any, on: str | None, as_json: bool, strict: bool) -> Seq
 
 
 def _compiled(
-    loaded: Any, on: str, optimize: bool, baseline: str | None, accept: bool
-) -> tuple[Any, list[str]]:
+    loaded: "RunConfig", on: str, optimize: bool, baseline: str | None, accept: bool
+) -> tuple["StepReport", list[str]]:
     """Returns the report without accepted faults, and the faults that fail --strict."""
     import dataclasses
 
     from shardlib.explain.lint.baseline import Baseline, baseline_of, read_baseline, write_baseline
-    from shardlib.run.explaining import explain_compiled
+    from shardlib.run.reports.explaining import explain_compiled
 
     exists = baseline is not None and os.path.exists(baseline)
     accepted = read_baseline(baseline) if baseline and (exists or not accept) else Baseline()
@@ -183,7 +199,7 @@ def _compiled(
 def _compare(config: str, others: list[str], on: str, optimize: bool, as_json: bool) -> list[str]:
     """Prints the changes between two steps; returns the faults that fail --strict."""
     from shardlib.explain.report.diff import diff
-    from shardlib.run.explaining import explain_compiled
+    from shardlib.run.reports.explaining import explain_compiled
 
     other, rest = others[0], others[1:]
     is_config = os.path.exists(other) or "=" not in other
@@ -195,7 +211,7 @@ def _compare(config: str, others: list[str], on: str, optimize: bool, as_json: b
     return [*found.new_faults, *([] if after.fits else [after.verdict()])]
 
 
-def _print(report: Any, as_json: bool) -> None:
+def _print(report: _Report, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.to_dict(), indent=2, allow_nan=False))
     else:

@@ -2,31 +2,79 @@
 
 import json
 import os
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardlib.cli import plan_options as options
 from shardlib.cli.arguments import AsJson, Overrides, console, load_config
 from shardlib.errors import ConfigError
 from shardlib.hardware import is_mixed
 
+if TYPE_CHECKING:
+    from shardlib.plan.result import Plans
+    from shardlib.run.reports.verify_plans import Verification
+
+On = Annotated[
+    str,
+    typer.Option(
+        metavar="CLUSTER",
+        help="Cluster to plan for: v5p-128, 2xv5e-256, 64x8xh100, or GPUs of several kinds: "
+        "8xh100+16xa100-80. A chip alone, such as v5p, with --objective cost or chips, or with "
+        "--tokens and --days, plans for as many as needed.",
+    ),
+]
+Config = Annotated[
+    str | None, typer.Argument(metavar="CONFIG", help="A config, as for train; or give --model.")
+]
+Model = Annotated[
+    str | None, typer.Option(help="A published model in place of a config: llama3-70b.")
+]
+GlobalBatch = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Tokens per step: 4M is 4 x 2**20. (train.global_batch of a config counts "
+        "sequences: 512 of 8192 tokens are 4M.)",
+    ),
+]
+Length = Annotated[int | None, typer.Option(help="Tokens per sequence.")]
+Objective = Annotated[str, typer.Option(help="time, cost (chip-hours) or chips (the fewest).")]
+WhyNot = Annotated[
+    list[str] | None,
+    typer.Option(metavar="MESH", help="Explain why this mesh was not chosen. Repeatable."),
+]
+Tokens = Annotated[
+    str | None,
+    typer.Option(help="Tokens of the whole run: 1T is 10**12. Default: the tokens of the config."),
+]
+Days = Annotated[float | None, typer.Option(help="Days for the whole run.")]
+Price = Annotated[float | None, typer.Option(metavar="USD", help="Price per chip-hour.")]
+Precision = Annotated[
+    str | None,
+    typer.Option(help="With --model: f32, bf16, bf16_params. Default bf16."),
+]
+Verify = Annotated[
+    int,
+    typer.Option(metavar="K", min=0, help="Compile the best K ahead of time, and rank them again."),
+]
+Top = Annotated[int, typer.Option(min=1, help="Number of meshes to rank.")]
+
 
 def plan(
-    on: options.On,
-    config: options.Config = None,
+    on: On,
+    config: Config = None,
     overrides: Overrides = None,
-    model: options.Model = None,
-    global_batch: options.GlobalBatch = None,
-    length: options.Length = None,
-    objective: options.Objective = "time",
-    why_not: options.WhyNot = None,
-    tokens: options.Tokens = None,
-    days: options.Days = None,
-    price: options.Price = None,
-    precision: options.Precision = None,
-    verify: options.Verify = 0,
-    top: options.Top = 5,
+    model: Model = None,
+    global_batch: GlobalBatch = None,
+    length: Length = None,
+    objective: Objective = "time",
+    why_not: WhyNot = None,
+    tokens: Tokens = None,
+    days: Days = None,
+    price: Price = None,
+    precision: Precision = None,
+    verify: Verify = 0,
+    top: Top = 5,
     as_json: AsJson = False,
 ) -> None:
     """Find the best mesh and its settings for a cluster.
@@ -43,7 +91,9 @@ def plan(
         price=price, objective=objective, precision=precision,  # type: ignore[arg-type]
         why_not=why_not or (), top=top,
     )  # fmt: skip
-    verified = _verified(plans, str(config), overrides, length, verify) if verify else None
+    verified = None
+    if verify:
+        verified = _verified(plans, str(config), overrides, length, verify)  # type: ignore[arg-type]
     if as_json:
         facts = plans.to_dict()
         print(json.dumps(facts | ({"verified": verified.to_dict()} if verified else {}), indent=2))
@@ -77,9 +127,9 @@ def _check(on: str, config: str | None, model: str | None, verify: int) -> None:
 
 
 def _verified(
-    plans: Any, config: str, overrides: list[str] | None, length: int | None, count: int
-) -> Any:
-    from shardlib.run.verify_plans import verify
+    plans: "Plans", config: str, overrides: list[str] | None, length: int | None, count: int
+) -> "Verification":
+    from shardlib.run.reports.verify_plans import verify
 
     given = [*(overrides or ()), *([f"data.sequence_length={length}"] if length else ())]
     return verify(plans, lambda changes: load_config(config, [*given, *changes]), count)
@@ -102,7 +152,7 @@ def calibrate(
     import pathlib
 
     from shardlib.cost.machine.measured import save
-    from shardlib.run import calibrating
+    from shardlib.run.plans import calibrating
 
     found = calibrating.calibrate(on)
     calibrating.check_steady(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections.abc
 import dataclasses
 import functools
 import inspect
@@ -11,12 +12,15 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from shardlib.errors import ConfigError, did_you_mean
 from shardlib.import_paths import imported, is_import_path
 
 T = TypeVar("T")
+Hint = Any
+"""The type of a field as its annotation has it: a class, a union, a `Literal` and so on."""
+_SCALARS = (Any, type(None), bool, int, float, str)
 
 
 @typing.dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -32,16 +36,13 @@ def configclass(cls: type[T]) -> type[T]:
     """
     own = getattr(cls, "__post_init__", None)
 
-    def __post_init__(self: Any, *init_only: Any) -> None:
+    def __post_init__(self: T, *init_only: object) -> None:
         _check_choices(self)
         if own is not None:
             own(self, *init_only)
 
     cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
-    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    # Equal strictness for code that validates with pydantic, such as a web service.
-    made.__pydantic_config__ = {"extra": "forbid", "use_attribute_docstrings": True}  # type: ignore[attr-defined]
-    return made
+    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Variants:
                 )
         return classes
 
-    def takes(self, name: Any) -> bool:
+    def takes(self, name: object) -> bool:
         """Whether a name is to be read as an import path."""
         return self.by_path is not None and is_import_path(name)
 
@@ -132,7 +133,7 @@ class ConfigField:
     """One field of a configclass: its resolved type, its default and its description."""
 
     name: str
-    hint: Any
+    hint: Hint
     factory: Callable[[], Any] | None
     doc: str
 
@@ -148,14 +149,38 @@ class ConfigField:
 
 @functools.cache
 def fields_of(cls: type) -> Mapping[str, ConfigField]:
-    """Returns the fields of a dataclass by name, in order."""
+    """Returns the fields of a dataclass by name, in order.
+
+    Raises:
+        TypeError: If a config cannot hold the type of a field.
+    """
     hints = typing.get_type_hints(cls, include_extras=True)
-    docs = _attribute_docs(cls)
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        docs.update(_attribute_docs(base) if dataclasses.is_dataclass(base) else {})
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    for field in fields:
+        if not _is_readable(hint := hints[field.name]):
+            raise TypeError(
+                f"{cls.__qualname__}.{field.name} is {hint}, which a config cannot hold.\n"
+                "  Use a plain type, and check its value in __post_init__."
+            )
     return {
-        field.name: ConfigField(field.name, hints[field.name], _factory(field), docs(field.name))
-        for field in dataclasses.fields(cls)
-        if field.init
+        field.name: ConfigField(
+            field.name, hints[field.name], _factory(field), docs.get(field.name, "")
+        )
+        for field in fields
     }
+
+
+def _is_readable(hint: Hint) -> bool:
+    if len(members := options(hint)) > 1:
+        return all(map(_is_readable, members))
+    (option,) = members
+    if items := sequence_of(option) or mapping_of(option):
+        return all(_is_readable(item) for item in items if item is not Ellipsis)
+    is_ours = is_section(option) or variants_of(option) or import_path_of(option)
+    return option in _SCALARS or bool(choices(option) or is_ours)
 
 
 @functools.cache
@@ -173,7 +198,7 @@ def _choice_fields(cls: type) -> Mapping[str, list[Any]]:
     }
 
 
-def _check_choices(config: Any) -> None:
+def _check_choices(config: object) -> None:
     faults = []
     for name, found in _choice_fields(type(config)).items():
         value, known = getattr(config, name), [x for option in found for x in choices(option)]
@@ -207,16 +232,8 @@ def _factory(field: dataclasses.Field[Any]) -> Callable[[], Any] | None:
     return None if field.default_factory is dataclasses.MISSING else field.default_factory
 
 
-def _attribute_docs(cls: type) -> Callable[[str], str]:
-    """Returns a function from a field's name to the string below it, in `cls` or in a base."""
-    docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
-            docs.update(_own_attribute_docs(base))
-    return lambda name: docs.get(name, "")
-
-
-def _own_attribute_docs(cls: type) -> dict[str, str]:
+def _attribute_docs(cls: type) -> dict[str, str]:
+    """Returns the strings below the fields that a class itself declares, by field."""
     try:
         module = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError, SyntaxError):  # A class typed at a prompt has no source.
@@ -235,24 +252,24 @@ def _own_attribute_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def is_section(hint: Any) -> bool:
+def is_section(hint: Hint) -> TypeGuard[type]:
     """Whether a type is a nested configclass."""
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
-def variants_of(hint: Any) -> Variants | None:
+def variants_of(hint: Hint) -> Variants | None:
     """Returns the `Variants` of an annotated type, or None."""
     markers = getattr(hint, "__metadata__", ())
     return next((marker for marker in markers if isinstance(marker, Variants)), None)
 
 
-def import_path_of(hint: Any) -> ImportPath | None:
+def import_path_of(hint: Hint) -> ImportPath | None:
     """Returns the `ImportPath` of an annotated type, or None."""
     markers = getattr(hint, "__metadata__", ())
     return next((marker for marker in markers if isinstance(marker, ImportPath)), None)
 
 
-def options(hint: Any) -> list[Any]:
+def options(hint: Hint) -> list[Hint]:
     """Returns the members of a union, flattened; of any other type, the type itself."""
     if hint is None:
         return [type(None)]
@@ -263,6 +280,23 @@ def options(hint: Any) -> list[Any]:
     return [hint]
 
 
-def choices(hint: Any) -> tuple[Any, ...]:
+def choices(hint: Hint) -> tuple[Any, ...]:
     """Returns the values of a `Literal`, and nothing for any other type."""
     return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+
+
+def sequence_of(hint: Hint) -> tuple[Hint, ...] | None:
+    """Returns the types of the items of a list or tuple: one each, or one and `...` for any number.
+    Other types give None."""
+    origin, members = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin not in (tuple, list):
+        return None
+    is_fixed = origin is tuple and members and Ellipsis not in members
+    return members if is_fixed else (*(members[:1] or (Any,)), ...)
+
+
+def mapping_of(hint: Hint) -> tuple[Hint, Hint] | None:
+    """Returns the types of the keys and values of a mapping, and None for any other type."""
+    if (typing.get_origin(hint) or hint) not in (dict, collections.abc.Mapping):
+        return None
+    return typing.get_args(hint) or (str, Any)  # type: ignore[return-value]

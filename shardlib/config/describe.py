@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import collections.abc
 import dataclasses
-import typing
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shardlib.config import dump
 from shardlib.config.classes import (
     ConfigField,
+    Hint,
     Variants,
     choices,
     fields_of,
     import_path_of,
     is_section,
+    mapping_of,
     options,
+    sequence_of,
     variants_of,
 )
 from shardlib.config.tree import join
 from shardlib.errors import without_credentials
 from shardlib.import_paths import PATTERN
 
-_WORDS: dict[Any, str] = {
-    int: "integer",
-    float: "number",
-    str: "text",
-    bool: "true or false",
-    type(None): "null",
-    Any: "anything",
+_TYPES: dict[Hint, tuple[str, str]] = {
+    int: ("integer", "integer"),
+    float: ("number", "number"),
+    str: ("text", "string"),
+    bool: ("true or false", "boolean"),
+    type(None): ("null", "null"),
 }
+"""Each scalar type in words and in a JSON schema."""
 _PATH_TEXT = "import path (module:name)"
 
 
@@ -57,12 +58,13 @@ class Key:
         return not self.default_text
 
 
-def quoted(values: Iterable[Any]) -> str:
+def quoted(values: Iterable[object], separator: str = ", ") -> str:
     """Returns values as written in YAML, with text in quotes."""
-    return ", ".join(repr(v) if isinstance(v, str) else dump.inline(v) for v in values) or "(none)"
+    texts = (repr(value) if isinstance(value, str) else dump.inline(value) for value in values)
+    return separator.join(texts) or "(none)"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Returns the description of a found value, for a message."""
     if isinstance(value, dict):
         return f"a mapping of {', '.join(map(repr, value))}" if value else "an empty mapping"
@@ -74,7 +76,7 @@ def shown(value: Any) -> str:
     return dump.inline(value)
 
 
-def expected(hint: Any) -> str:
+def expected(hint: Hint) -> str:
     """Returns the type of a field for a message: "an integer or null"."""
     words = []
     for option in options(hint):
@@ -87,36 +89,29 @@ def expected(hint: Any) -> str:
     return " or ".join(words)
 
 
-def type_text(hint: Any) -> str:
+def type_text(hint: Hint) -> str:
     """Returns the type of a field for a table: `integer | null`."""
     return " | ".join(_option_text(option) for option in options(hint))
 
 
-def _option_text(option: Any) -> str:
-    if option in _WORDS:
-        return _WORDS[option]
+def _option_text(option: Hint) -> str:
+    if option is Any:
+        return "anything"
+    if option in _TYPES:
+        return _TYPES[option][0]
     if values := choices(option):
-        return " | ".join(repr(v) if isinstance(v, str) else dump.inline(v) for v in values)
-    if is_section(option):
-        return "section"
+        return quoted(values, " | ")
     if import_path_of(option):
         return _PATH_TEXT
     if marker := variants_of(option):
         return f"section with the key {marker.key!r}"
-    origin, members = typing.get_origin(option) or option, typing.get_args(option)
-    if origin is typing.Annotated:
-        return type_text(members[0])
-    if origin in (tuple, list):
-        if origin is tuple and members and Ellipsis not in members:
-            return f"list of {len(members)}: {', '.join(map(type_text, members))}"
-        return f"list of {type_text(members[0])}" if members else "list"
-    if origin in (dict, collections.abc.Mapping):
-        return (
-            f"mapping of {type_text(members[0])} to {type_text(members[1])}"
-            if members
-            else ("mapping")
-        )
-    return getattr(option, "__name__", str(option)).lower()
+    if items := sequence_of(option):
+        if items[-1] is Ellipsis:
+            return f"list of {type_text(items[0])}"
+        return f"list of {len(items)}: {', '.join(map(type_text, items))}"
+    if pair := mapping_of(option):
+        return f"mapping of {type_text(pair[0])} to {type_text(pair[1])}"
+    return "section"
 
 
 def keys(cls: type) -> list[Key]:
@@ -124,33 +119,27 @@ def keys(cls: type) -> list[Key]:
     return list(_section_keys(cls, "", None, ""))
 
 
-def _section_keys(cls: type, path: str, instance: Any, when: str) -> Iterator[Key]:
+def _section_keys(cls: type, path: str, instance: object, when: str) -> Iterator[Key]:
     for field in fields_of(cls).values():
-        default, required = _default(field, instance)
+        # The default of the section, if there is one, gives the defaults of its fields.
+        given = getattr(instance, field.name) if instance is not None else None
+        default = field.default() if instance is None and not field.required else given
+        required = field.required and instance is None
         yield from _field_keys(field, join(path, field.name), default, required, when)
 
 
-def _default(field: ConfigField, instance: Any) -> tuple[Any, bool]:
-    """Returns a field's default, taken from the default of its section if there is one."""
-    if instance is not None:
-        return getattr(instance, field.name), False
-    return (None, True) if field.required else (field.default(), False)
-
-
 def _field_keys(
-    field: ConfigField, path: str, default: Any, required: bool, when: str
+    field: ConfigField, path: str, default: object, required: bool, when: str
 ) -> Iterator[Key]:
-    nested = [(path, option) for option in options(field.hint)]
-    for option in options(field.hint):
-        if (typing.get_origin(option) or option) in (tuple, list):
-            members = typing.get_args(option)
-            nested += [(f"{path}[]", member) for member in members if member is not Ellipsis]
+    members = options(field.hint)
+    nested = [(path, option) for option in members]
+    nested += [(f"{path}[]", item) for option in members for item in sequence_of(option) or ()]
     nested = [(at, option) for at, option in nested if is_section(option) or variants_of(option)]
-    if len(options(field.hint)) > 1 or not nested or nested[0][0] != path:
+    if len(members) > 1 or not nested or nested[0][0] != path:
         text = "" if required else dump.inline(default)
         yield Key(path, type_text(field.hint), text, field.doc, when)
+    instance = default if dataclasses.is_dataclass(default) else None
     for at, option in nested:
-        instance = default if dataclasses.is_dataclass(default) else None
         if marker := variants_of(option):
             yield from _variant_keys(marker, at, instance, when, field.doc)
         else:
@@ -158,7 +147,9 @@ def _field_keys(
             yield from _section_keys(option, at, same, when)
 
 
-def _variant_keys(marker: Variants, path: str, instance: Any, when: str, doc: str) -> Iterator[Key]:
+def _variant_keys(
+    marker: Variants, path: str, instance: object, when: str, doc: str
+) -> Iterator[Key]:
     classes = marker.classes()
     chosen = getattr(instance, marker.key, marker.default)
     names = " | ".join([*map(repr, classes), *([_PATH_TEXT] if marker.by_path else [])])
@@ -190,19 +181,17 @@ def _section_schema(cls: type) -> dict[str, Any]:
     return schema
 
 
-def _schema(hint: Any) -> dict[str, Any]:
+def _schema(hint: Hint) -> dict[str, Any]:
     members = options(hint)
     if len(members) > 1:
         return {"anyOf": [_schema(member) for member in members]}
     option = members[0]
     if option is Any:
         return {}
-    if option in _JSON_TYPES:
-        return {"type": _JSON_TYPES[option]}
+    if option in _TYPES:
+        return {"type": _TYPES[option][1]}
     if values := choices(option):
         return {"enum": list(values)}
-    if is_section(option):
-        return _section_schema(option)
     if import_path_of(option):
         return {"type": "string", "pattern": PATTERN}
     if marker := variants_of(option):
@@ -211,16 +200,14 @@ def _schema(hint: Any) -> dict[str, Any]:
             by_path = {marker.key: {"type": "string", "pattern": PATTERN}}
             schemas.append({"type": "object", "properties": by_path, "required": [marker.key]})
         return {"oneOf": schemas}
-    return _container_schema(option)
-
-
-_JSON_TYPES: dict[Any, str] = {
-    int: "integer",
-    float: "number",
-    str: "string",
-    bool: "boolean",
-    type(None): "null",
-}
+    if items := sequence_of(option):
+        if items[-1] is Ellipsis:
+            return {"type": "array", "items": _schema(items[0])}
+        size = {"minItems": len(items), "maxItems": len(items)}
+        return {"type": "array", "items": [_schema(item) for item in items], **size}
+    if pair := mapping_of(option):
+        return {"type": "object", "additionalProperties": _schema(pair[1])}
+    return _section_schema(option)
 
 
 def _variant_schema(marker: Variants, name: str, cls: type) -> dict[str, Any]:
@@ -229,19 +216,3 @@ def _variant_schema(marker: Variants, name: str, cls: type) -> dict[str, Any]:
     if name != marker.default:
         schema["required"] = [*schema.get("required", ()), marker.key]
     return schema
-
-
-def _container_schema(option: Any) -> dict[str, Any]:
-    origin, members = typing.get_origin(option) or option, typing.get_args(option)
-    if origin in (tuple, list):
-        if origin is tuple and members and Ellipsis not in members:
-            items = [_schema(member) for member in members]
-            size = len(members)
-            return {"type": "array", "items": items, "minItems": size, "maxItems": size}
-        return {"type": "array", "items": _schema(members[0] if members else Any)}
-    if origin in (dict, collections.abc.Mapping):
-        value = _schema(members[1]) if members else {}
-        return {"type": "object", "additionalProperties": value}
-    import pydantic
-
-    return pydantic.TypeAdapter(option).json_schema()

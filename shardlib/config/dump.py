@@ -7,9 +7,12 @@ import functools
 import math
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardlib.config import tree
+
+if TYPE_CHECKING:
+    import yaml
 
 
 class _Absent:
@@ -28,7 +31,7 @@ class Change(NamedTuple):
     new: Any
 
 
-def to_dict(value: Any) -> Any:
+def to_dict(value: object) -> Any:
     """Returns a config, or any value in one, as dicts, lists and scalars."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
@@ -41,22 +44,20 @@ def to_dict(value: Any) -> Any:
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    import pydantic_core
-
-    return pydantic_core.to_jsonable_python(value)
+    raise TypeError(f"a config cannot hold {value!r}, which is not plain data")
 
 
-def to_yaml(config: Any) -> str:
+def to_yaml(config: object) -> str:
     """Returns a config as YAML; `load` reads it back to an equal config."""
     return _dump(to_dict(config))
 
 
-def inline(value: Any) -> str:
+def inline(value: object) -> str:
     """Returns a value as YAML on one line."""
     return _dump(to_dict(value), flow=True).removesuffix("\n").removesuffix("\n...")
 
 
-def _dump(value: Any, flow: bool = False) -> str:
+def _dump(value: object, flow: bool = False) -> str:
     import yaml
 
     return yaml.dump(
@@ -70,21 +71,21 @@ def _dump(value: Any, flow: bool = False) -> str:
 
 
 @functools.cache
-def _dumper() -> Any:
+def _dumper() -> type[yaml.SafeDumper]:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
+        def ignore_aliases(self, data: object) -> bool:
             return True
 
-    def represent_text(dumper: Any, text: str) -> Any:
+    def represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
         # Quoted wherever another type could parse it: PyYAML leaves 1e-3 unquoted.
         ambiguous = tree.natural_scalar(text) != text or tree.as_bool(text) is not None
         style = "'" if ambiguous or text.lower() == "none" else None
         style = style if text.isprintable() else '"'
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
-    def represent_list(dumper: Any, values: list[Any]) -> Any:
+    def represent_list(dumper: yaml.SafeDumper, values: list[Any]) -> yaml.Node:
         nested = any(isinstance(value, dict | list) for value in values)
         flow = None if nested else True
         return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=flow)
@@ -94,12 +95,12 @@ def _dumper() -> Any:
     return Dumper
 
 
-def diff(old: Any, new: Any) -> list[Change]:
+def diff(old: object, new: object) -> list[Change]:
     """Returns the differing keys of two configs, or of their plain data, by path."""
     return _diff(to_dict(old), to_dict(new), "")
 
 
-def _diff(old: Any, new: Any, path: str) -> list[Change]:
+def _diff(old: object, new: object, path: str) -> list[Change]:
     if isinstance(old, dict) and isinstance(new, dict):
         changes = []
         for key in [*old, *(key for key in new if key not in old)]:

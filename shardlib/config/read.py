@@ -1,29 +1,97 @@
-"""Reader that fills configclasses from a tree of located values and collects every fault."""
+"""Loading of configs: a reader fills configclasses from a tree of located values, and collects
+every fault."""
 
 from __future__ import annotations
 
-import collections.abc
 import dataclasses
+import os
 import re
-import types
 import typing
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from shardlib.config import describe, tree
 from shardlib.config.classes import (
+    Hint,
     Variants,
     choices,
     fields_of,
     import_path_of,
     is_section,
+    mapping_of,
     options,
+    sequence_of,
     variants_of,
 )
 from shardlib.config.tree import Item, Plain, join
-from shardlib.errors import ShardlibError, did_you_mean
+from shardlib.errors import ConfigError, ShardlibError, did_you_mean
 from shardlib.import_paths import is_import_path
 
 FAILED = object()
+
+T = TypeVar("T")
+
+
+def load(
+    cls: type[T], path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()
+) -> T:
+    """Returns a config read from a YAML file, with `key.path=value` overrides on top.
+
+    Args:
+        cls: The configclass to fill.
+        path: The YAML file; None uses only the defaults and the overrides.
+        overrides: Applied in order. A value in `[]`, `{}` or quotes is YAML; any other value is
+            text that the type of its field parses.
+
+    Raises:
+        ConfigError: If the file or the overrides have faults; the message lists each on a line.
+    """
+    root, faults = (Item({}, tree.COMMAND_LINE), []) if path is None else tree.read_file(path)
+    faults += tree.apply_overrides(root, overrides)
+    return _filled(cls, root, faults)
+
+
+def from_dict(cls: type[T], data: Mapping[str, Any], source: str) -> T:
+    """Returns a config from plain data, such as the result of `to_dict`.
+
+    Args:
+        cls: The configclass to fill.
+        data: Its keys and values.
+        source: Name of the data in messages.
+
+    Raises:
+        ConfigError: If the data has faults; the message lists each on a line.
+    """
+    return _filled(cls, tree.from_python(data, source), [])
+
+
+def from_yaml(text: str, name: str) -> Any:
+    """Returns the plain data of a YAML document other than a config, with the same safety checks.
+
+    Args:
+        text: One YAML document.
+        name: Name of the document in messages.
+
+    Raises:
+        ConfigError: If the text is not one YAML document, has a duplicate key or a tag, or exceeds
+            the size limits of a config.
+    """
+    root, faults = tree.parse(text, name)
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return tree.natural(root)
+
+
+def _filled(cls: type[T], root: Item, faults: list[str]) -> T:
+    reader = Reader(cls, faults)
+    config = reader.read(cls, root, "")
+    if not faults:
+        assert config is not FAILED
+        return config
+    if len(faults) == 1:
+        raise ConfigError(faults[0])
+    lines = (fault.replace("\n", "\n  ") for fault in faults)
+    raise ConfigError("\n  ".join([f"the configuration has {len(faults)} faults:", *lines]))
 
 
 @dataclasses.dataclass
@@ -33,7 +101,7 @@ class Reader:
     root: type
     faults: list[str] = dataclasses.field(default_factory=list)
 
-    def read(self, hint: Any, item: Item, path: str) -> Any:
+    def read(self, hint: Hint, item: Item, path: str) -> Any:
         """Returns the value of an item for a field of type `hint`, or `FAILED`."""
         fitting = [option for option in options(hint) if _fits(option, item.value)]
         if item.value == "" and isinstance(item.value, Plain):
@@ -54,20 +122,17 @@ class Reader:
         self.faults += min(attempts, key=len)
         return FAILED
 
-    def structure(self, option: Any, item: Item, path: str) -> Any:
+    def structure(self, option: Hint, item: Item, path: str) -> Any:
         """Returns the value of a mapping or a list for one member of a union."""
+        if option is Any:
+            return tree.natural(item)
         if is_section(option):
             return self.section(option, item, path)
         if marker := variants_of(option):
             return self.variant(marker, item, path)
-        if option is Any:
-            return tree.natural(item)
-        origin = typing.get_origin(option) or option
-        if origin in (tuple, list):
-            return self.sequence(option, item, path)
-        if origin in (dict, collections.abc.Mapping):
-            return self.mapping(option, item, path)
-        return self.by_pydantic(option, tree.natural(item), item, path)
+        if items := sequence_of(option):
+            return self.sequence(option, items, item, path)
+        return self.mapping(mapping_of(option) or (str, Any), item, path)
 
     def section(self, cls: type, item: Item, path: str, chosen: str = "") -> Any:
         fields = fields_of(cls)
@@ -133,30 +198,27 @@ class Reader:
             return self.fail(chooser or item, join(path, marker.key), message)
         return self.section(classes[name], item, path, chosen=str(name))
 
-    def sequence(self, hint: Any, item: Item, path: str) -> Any:
-        members = typing.get_args(hint) or (Any, ...)
-        if typing.get_origin(hint) is tuple and Ellipsis not in members:
-            if len(members) != len(item.value):
-                return self.wrong(hint, item, path)
-        else:
-            members = [members[0]] * len(item.value)
+    def sequence(self, hint: Hint, items: tuple[Hint, ...], item: Item, path: str) -> Any:
+        if items[-1] is Ellipsis:
+            items = items[:1] * len(item.value)
+        elif len(items) != len(item.value):
+            return self.wrong(hint, item, path)
         values = [
             self.read(member, child, join(path, index))
-            for index, (member, child) in enumerate(zip(members, item.value, strict=True))
+            for index, (member, child) in enumerate(zip(items, item.value, strict=True))
         ]
         if FAILED in values:
             return FAILED
         return tuple(values) if (typing.get_origin(hint) or hint) is tuple else values
 
-    def mapping(self, hint: Any, item: Item, path: str) -> Any:
-        key_hint, value_hint = typing.get_args(hint) or (str, Any)
+    def mapping(self, hints: tuple[Hint, Hint], item: Item, path: str) -> Any:
         values = {}
         for key, child in item.value.items():
-            read_key = self.read(key_hint, Item(Plain(key), child.where), join(path, key))
-            values[read_key] = self.read(value_hint, child, join(path, key))
+            read_key = self.read(hints[0], Item(Plain(key), child.where), join(path, key))
+            values[read_key] = self.read(hints[1], child, join(path, key))
         return FAILED if FAILED in values or FAILED in values.values() else values
 
-    def scalar(self, hint: Any, item: Item, path: str) -> Any:
+    def scalar(self, hint: Hint, item: Item, path: str) -> Any:
         members = options(hint)
         for option in members:
             for choice in choices(option):
@@ -164,33 +226,11 @@ class Reader:
                     return choice
         if is_import_path(item.value) and any(map(import_path_of, members)):
             return str(item.value)
-        for read in _PLAIN if isinstance(item.value, Plain) else _TYPED:
-            value = read(item.value, members)
-            if value is not FAILED:
-                return value
-        for option in members:
-            if not _by_us(option):
-                return self.by_pydantic(option, item.value, item, path)
-        return self.wrong(hint, item, path)
+        read = _plain if isinstance(item.value, Plain) else _typed
+        value = read(item.value, members)
+        return self.wrong(hint, item, path) if value is FAILED else value
 
-    def by_pydantic(self, hint: Any, value: Any, item: Item, path: str) -> Any:
-        """Validates types other than the plain ones: constraints, paths, enums, dates."""
-        import pydantic
-
-        if typing.get_origin(hint) is typing.Annotated:
-            base = typing.get_args(hint)[0]
-            value = self.read(base, item, path) if _by_us(base) else value
-            if value is FAILED:
-                return FAILED
-        try:
-            plain = str(value) if isinstance(value, Plain) else value
-            return pydantic.TypeAdapter(hint).validate_python(plain)
-        except pydantic.ValidationError as error:
-            reasons = {fault["msg"].replace("Input ", "") for fault in error.errors()}
-            shown = describe.shown(item.value)
-            return self.fail(item, path, f"{shown} {', '.join(sorted(reasons))}.")
-
-    def wrong(self, hint: Any, item: Item, path: str) -> Any:
+    def wrong(self, hint: Hint, item: Item, path: str) -> Any:
         shown = describe.shown(item.value)
         known = [value for option in options(hint) for value in choices(option)]
         names = [value for value in known if isinstance(value, str)]
@@ -207,33 +247,16 @@ class Reader:
         return FAILED
 
 
-def _by_us(option: Any) -> bool:
-    """Whether this module reads a type without pydantic."""
-    if option in (Any, type(None), bool, int, float, str) or choices(option):
-        return True
-    if is_section(option) or variants_of(option) or import_path_of(option):
-        return True
-    origin = typing.get_origin(option) or option
-    if origin in (typing.Union, types.UnionType):
-        return all(_by_us(member) for member in options(option))
-    return origin in (tuple, list, dict, collections.abc.Mapping)
+def _fits(option: Hint, value: object) -> bool:
+    """Whether a type accepts `value`, if that is a mapping or a list."""
+    if isinstance(value, dict):
+        return option is Any or bool(
+            is_section(option) or variants_of(option) or mapping_of(option)
+        )
+    return isinstance(value, list) and (option is Any or sequence_of(option) is not None)
 
 
-def _fits(option: Any, value: Any) -> bool:
-    """Whether a type accepts `value`, which is a mapping or a list."""
-    if not isinstance(value, dict | list):
-        return False
-    origin = typing.get_origin(option) or option
-    if option is Any:
-        return True
-    if is_section(option) or variants_of(option) or origin in (dict, collections.abc.Mapping):
-        return isinstance(value, dict)
-    if origin in (tuple, list):
-        return isinstance(value, list)
-    return not _by_us(option)
-
-
-def _is_choice(value: Any, choice: Any) -> bool:
+def _is_choice(value: object, choice: object) -> bool:
     if not isinstance(value, Plain) or isinstance(choice, str):
         return type(value) in (type(choice), Plain) and value == choice
     if choice is None:
@@ -242,48 +265,29 @@ def _is_choice(value: Any, choice: Any) -> bool:
     return read(value) is choice if isinstance(choice, bool) else read(value) == choice
 
 
-# Readers of an unquoted scalar, in the order in which the members of a union are tried.
-
-
-def _plain_null(text: str, members: list[Any]) -> Any:
-    return None if type(None) in members and tree.as_null(text) else FAILED
-
-
-def _plain_bool(text: str, members: list[Any]) -> Any:
-    value = tree.as_bool(text) if bool in members else None
-    return FAILED if value is None else value
-
-
-def _plain_integer(text: str, members: list[Any]) -> Any:
-    if int not in members:
-        return FAILED
-    value = tree.as_integer(text)
-    if value is None and float not in members:  # steps=1e4, where no float is meant
-        number = tree.as_number(text)
-        value = int(number) if number is not None and number.is_integer() else None
-    return FAILED if value is None else value
-
-
-def _plain_number(text: str, members: list[Any]) -> Any:
-    value = tree.as_number(text) if float in members else None
-    return FAILED if value is None else value
-
-
-def _plain_text(text: str, members: list[Any]) -> Any:
+def _plain(text: str, members: list[Hint]) -> Any:
+    """Returns the value of an unquoted scalar for a union, or `FAILED`."""
+    is_optional = type(None) in members
+    if is_optional and tree.as_null(text):
+        return None
+    if bool in members and (flag := tree.as_bool(text)) is not None:
+        return flag
+    if int in members and (integer := tree.as_integer(text)) is not None:
+        return integer
+    number = tree.as_number(text)
+    if float in members and number is not None:
+        return number
+    if int in members and float not in members and number is not None and number.is_integer():
+        return int(number)  # steps=1e4
     if Any in members:
         return tree.natural_scalar(text)
-    return str(text) if str in members else FAILED
+    if str in members:
+        return str(text)
+    return None if is_optional and text in ("none", "None") else FAILED
 
 
-def _plain_none(text: str, members: list[Any]) -> Any:
-    return None if type(None) in members and text in ("none", "None") else FAILED
-
-
-def _typed(value: Any, members: list[Any]) -> Any:
+def _typed(value: object, members: list[Hint]) -> Any:
+    """Returns the value of a quoted or a Python scalar for a union, or `FAILED`."""
     if type(value) in members or Any in members:
         return value
     return float(value) if type(value) is int and float in members else FAILED
-
-
-_PLAIN = (_plain_null, _plain_bool, _plain_integer, _plain_number, _plain_text, _plain_none)
-_TYPED = (_typed,)

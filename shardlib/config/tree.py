@@ -1,17 +1,28 @@
-"""Tree of YAML and overrides in which every value knows its source location."""
+"""Tree of YAML and overrides in which every value knows its source location. The size of a document
+is checked before its aliases are expanded."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from shardlib.config import bounds
 from shardlib.errors import ConfigError, did_you_mean
 
+if TYPE_CHECKING:
+    import yaml
+
 COMMAND_LINE = "command line"
+
+_MOST_BYTES = 1 << 18
+"""Largest file size. PyYAML takes some seconds for it."""
+_MOST_VALUES = 10_000
+"""Most values and keys with aliases expanded: a hundred bytes of YAML can expand to gigabytes."""
+_MOST_DEPTH = 64
+"""Deepest nesting of values, far below the limit of Python's stack."""
 
 _TAGS = ("null", "bool", "int", "float", "str", "timestamp", "seq", "map", "merge", "value")
 
@@ -37,7 +48,7 @@ class Item:
         return ": ".join(part for part in (self.where, subject, message) if part)
 
 
-def join(path: str, key: Any) -> str:
+def join(path: str, key: str | int) -> str:
     """Returns the path of a key within the section at `path`."""
     return f"{path}.{key}" if path else str(key)
 
@@ -51,7 +62,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Item, list[str]]:
     name = os.fspath(path)
     try:
         with open(name, encoding="utf-8") as file:
-            text = bounds.read_text(file, name)
+            text = _read_text(file, name)
     except FileNotFoundError:
         folder = os.path.dirname(name)
         siblings = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
@@ -90,7 +101,7 @@ class _NotYaml(Exception):
         self.line = line
 
 
-def _compose(text: str, name: str) -> Any:
+def _compose(text: str, name: str) -> yaml.Node | None:
     """Returns PyYAML's tree of nodes, or None for an empty document."""
     import yaml
 
@@ -104,10 +115,76 @@ def _compose(text: str, name: str) -> Any:
         line = text.count("\n", 0, position) + 1
         raise _NotYaml(f"the character #x{error.character:04x} is not allowed", line) from None
     except RecursionError:
-        raise bounds.too_deep(name) from None
+        raise _too_deep(name) from None
     if node is not None:
-        bounds.check_size(node, name)
+        _check_size(node, name)
     return node
+
+
+def _read_text(file: TextIO, name: str) -> str:
+    """Returns the whole text of a file.
+
+    Raises:
+        ConfigError: If the file exceeds the size limit of a config.
+    """
+    # The file system's size is not used: pipes and devices have none.
+    text = file.read(_MOST_BYTES + 1)
+    if len(text) > _MOST_BYTES:
+        size = os.fstat(file.fileno()).st_size
+        size_text = f"{size:,}" if size > _MOST_BYTES else f"more than {_MOST_BYTES:,}"
+        raise ConfigError(f"{name}: {size_text} bytes, but a config has at most {_MOST_BYTES:,}.")
+    return text
+
+
+def _check_size(root: yaml.Node, name: str) -> None:
+    """Counts the values of a tree of PyYAML's nodes without expanding aliases.
+
+    Raises:
+        ConfigError: If the tree exceeds the limits of a config in size or depth, or is recursive.
+    """
+    try:
+        count, depth = _measured(root, {}, name)
+    except RecursionError:
+        raise _too_deep(name) from None
+    if depth > _MOST_DEPTH:
+        raise _too_deep(name)
+    if count > _MOST_VALUES:
+        # The exact count may have thousands of digits.
+        count_text = f"{count:,}" if count < 10**12 else "more than a trillion"
+        raise ConfigError(
+            f"{name}: {count_text} values, keys and aliases included, but a config has at most "
+            f"{_MOST_VALUES:,}."
+        )
+
+
+def _too_deep(name: str) -> ConfigError:
+    """Returns the error for a document that nests deeper than any config."""
+    return ConfigError(f"{name}: values nest more than {_MOST_DEPTH} deep, which no config does.")
+
+
+def _measured(
+    node: yaml.Node, known: dict[int, tuple[int, int] | None], name: str
+) -> tuple[int, int]:
+    """Returns the number of values and keys of a node and their depth; visits each node once."""
+    import yaml
+
+    if isinstance(node, yaml.ScalarNode):
+        return 1, 1
+    if id(node) in known:
+        found = known[id(node)]
+        if found is None:
+            line = node.start_mark.line + 1
+            raise ConfigError(f"{name}:{line}: an alias refers to a value that contains it.")
+        return found
+    known[id(node)] = None
+    is_mapping = isinstance(node, yaml.MappingNode)
+    # Keys count too: a key that is not plain is rejected later, but only after its expansion.
+    children = itertools.chain.from_iterable(node.value) if is_mapping else node.value
+    measures = [_measured(child, known, name) for child in children]
+    count = 1 + sum(count for count, _ in measures)
+    depth = 1 + max((depth for _, depth in measures), default=0)
+    known[id(node)] = count, depth
+    return count, depth
 
 
 class _NodeReader:
@@ -117,13 +194,13 @@ class _NodeReader:
         self.name = name
         self.faults: list[str] = []
 
-    def where(self, node: Any) -> str:
+    def where(self, node: yaml.Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}"
 
-    def fault(self, node: Any, path: str, message: str) -> None:
+    def fault(self, node: yaml.Node, path: str, message: str) -> None:
         self.faults.append(Item(None, self.where(node)).fault(path, message))
 
-    def value(self, node: Any, path: str) -> Any:
+    def value(self, node: yaml.Node, path: str) -> Any:
         import yaml
 
         if node.tag.removeprefix("tag:yaml.org,2002:") not in _TAGS:
@@ -136,9 +213,10 @@ class _NodeReader:
                 Item(self.value(child, join(path, index)), self.where(child))
                 for index, child in enumerate(node.value)
             ]
+        assert isinstance(node, yaml.ScalarNode)
         return node.value if node.style else Plain(node.value)
 
-    def mapping(self, node: Any, path: str) -> dict[str, Item]:
+    def mapping(self, node: yaml.Node, path: str) -> dict[str, Item]:
         import yaml
 
         own: dict[str, Item] = {}
@@ -162,7 +240,7 @@ class _NodeReader:
         return {**merged, **own}
 
 
-def from_python(value: Any, where: str) -> Item:
+def from_python(value: object, where: str) -> Item:
     """Returns plain Python data, such as JSON, as a tree."""
     if isinstance(value, Mapping):
         return Item({str(key): from_python(child, where) for key, child in value.items()}, where)
@@ -200,9 +278,11 @@ def _override_value(text: str, path: str, override: str) -> Any:
     if text[:1] in ("[", "{", '"', "'"):
         reader = _NodeReader(COMMAND_LINE)
         try:
-            value = reader.value(_compose(text, f"{COMMAND_LINE}: {path}"), path)
+            node = _compose(text, f"{COMMAND_LINE}: {path}")
         except _NotYaml as error:
             raise ConfigError(f"{COMMAND_LINE}: {override}: not YAML: {error}.") from None
+        assert node is not None  # The text has a value.
+        value = reader.value(node, path)
         if reader.faults:
             raise ConfigError(f"{COMMAND_LINE}: {override}: {reader.faults[0].partition(': ')[2]}")
         return _attributed(Item(value, COMMAND_LINE), override).value
@@ -219,7 +299,7 @@ def _attributed(item: Item, override: str) -> Item:
     return Item(value, COMMAND_LINE, override)
 
 
-def _write(root: Item, keys: list[str], value: Any, override: str) -> None:
+def _write(root: Item, keys: list[str], value: object, override: str) -> None:
     item = root
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1

@@ -1,6 +1,8 @@
 """Data configs: what a run asks of its data, and the checks that several kinds share."""
 
 import abc
+import glob
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -58,6 +60,13 @@ class DataConfig(abc.ABC):
                 out.
         """
 
+    def check_paths(self) -> None:
+        """Raises `DataError` with every path that does not exist; reads no data.
+
+        A run whose config has other faults calls it, to report all faults at once.
+        """
+        return None
+
     def check_held_out(self) -> None:
         """Raises `DataError` for a config without held-out data, such as `eval_fraction: 0`."""
         path, fraction = getattr(self, "eval_path", None), getattr(self, "eval_fraction", None)
@@ -91,6 +100,22 @@ def path_faults(path: str | tuple[str, ...], eval_path: str | tuple[str, ...] | 
         for name, value in named
         if not value or not all(as_paths(value))
     ]
+
+
+def check_exist(path: str | tuple[str, ...], eval_path: str | tuple[str, ...] | None) -> None:
+    """Raises `DataError` with every path or pattern at which there is nothing."""
+    from shardlib.data.text.sources import missing
+
+    places = {"data.path": as_paths(path), "data.eval_path": as_paths(eval_path or ())}
+    faults = [
+        f"{key}: {missing(place)}"
+        for key, named in places.items()
+        for place in named
+        if not place.startswith("builtin:")
+        and not glob.glob(os.path.expanduser(place), recursive=True)
+    ]
+    if faults:
+        raise DataError("\n".join(faults))
 
 
 def eval_faults(config: Any) -> list[str]:

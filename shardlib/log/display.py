@@ -9,7 +9,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.box import ROUNDED
 from rich.console import Console, Group, RenderableType
@@ -20,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlib import humanize
-from shardlib.log import curve
+from shardlib.log import ascii_plot
 
 _PLOT_WIDTH = 60
 
@@ -102,7 +101,7 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(self, *exc_info: Any) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -190,7 +189,7 @@ class Display:
         if steps:
             width = max(20, min(_PLOT_WIDTH, self.console.width - 20))
             ascii_only = self._ascii_only
-            lines = curve.plot(steps, losses, width=width, ascii_only=ascii_only)
+            lines = ascii_plot.plot(steps, losses, width=width, ascii_only=ascii_only)
             parts += [Text("loss", "bold"), Text("\n".join(lines), "green", no_wrap=True), Text()]
         shown = {
             name: value if isinstance(value, str) else humanize.value(value)
@@ -274,7 +273,7 @@ class Display:
             ProgressBar(total=self.total_steps, completed=status.step),
             Text(f"{100 * done:.0f} %  {self._time_left(status)}"),
         )
-        trend = curve.sparkline(self._losses, 12, ascii_only=self._ascii_only)
+        trend = ascii_plot.sparkline(self._losses, 12, ascii_only=self._ascii_only)
         fields = self._fields(status)
         fields = [f"{fields[0]} {trend}", *fields[1:]]
         if not self._ascii_only:  # In a narrow terminal, lines break only between fields.

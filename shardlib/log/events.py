@@ -1,5 +1,6 @@
 """Events of a run over all of its attempts, in `events.jsonl`: one JSON object per line."""
 
+import contextlib
 import datetime
 import os
 import threading
@@ -8,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.errors import ShardlibError
-from shardlib.log.append import AppendFile
-from shardlib.log.jsonl import decode, encode
+from shardlib.log.durable_log import AppendFile, encode, entries, foreign
 
 EVENTS_FILE = "events.jsonl"
 
@@ -47,7 +47,7 @@ class Events:
             self._write_held(self._file)
             self._closed = path, warn
 
-    def add(self, kind: str, **entries: Any) -> None:
+    def add(self, kind: str, **entries: object) -> None:
         """Writes an event with the current time; entries that are None or empty are dropped."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         given = {name: value for name, value in entries.items() if value not in (None, "", {})}
@@ -91,19 +91,11 @@ def read_events(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ShardlibError: If another line is not an event.
     """
-    path = Path(run_dir) / EVENTS_FILE
-    events = []
-    for number, line in enumerate(_lines(path), start=1):
-        try:
-            event = decode(line)
-            if not {"time", "kind"} <= event.keys():
-                raise ValueError("an event has a time and a kind")
-        except (ValueError, TypeError):
-            shown = line.decode(errors="backslashreplace")[:60]
-            raise ShardlibError(
-                f"{path}:{number}: not an event: {shown!r}.\n"
-                "  Remove that line, or move the file away."
-            ) from None
+    path, events = Path(run_dir) / EVENTS_FILE, []
+    for number, line, event in entries(_text(path), lambda event: {"time", "kind"} <= event.keys()):
+        if event is None:
+            fault = foreign(path, number, line, "an event")
+            raise ShardlibError(f"{fault}\n  Remove that line, or move the file away.")
         events.append(event)
     return events
 
@@ -114,15 +106,12 @@ def last_account(run_dir: str | os.PathLike[str]) -> Mapping[str, Any] | None:
     `finished` is True if the run had completed all of its steps by then. Other and malformed lines
     are skipped, because the account only affects the goodput.
     """
-    for line in reversed(_lines(Path(run_dir) / EVENTS_FILE)):
-        try:
-            event = decode(line)
+    for event in reversed(_readable(run_dir)):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             time = datetime.datetime.fromisoformat(event["time"]).timestamp()
             spent = {share: float(seconds) for share, seconds in event["spent"].items()}
             finished = event.get("facts", {}).get("finished") is True
             return {"time": time, "spent": spent, "finished": finished}
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
     return None
 
 
@@ -133,9 +122,8 @@ def saved_step(run_dir: str | os.PathLike[str]) -> int | None:
     are skipped, so that they cannot keep a run from resuming.
     """
     saved = None
-    for line in _lines(Path(run_dir) / EVENTS_FILE):
+    for event in _readable(run_dir):
         try:
-            event = decode(line)
             kind, step = event["kind"], int(event["step"])
         except (ValueError, KeyError, TypeError):
             continue
@@ -148,8 +136,14 @@ def saved_step(run_dir: str | os.PathLike[str]) -> int | None:
 
 def _opened(path: Path, warn: Callable[[str], None]) -> AppendFile:
     """Opens the file and removes a truncated last line."""
-    return AppendFile(path, size=sum(len(line) + 1 for line in _lines(path)), warn=warn)
+    return AppendFile(path, size=_text(path).rfind(b"\n") + 1, warn=warn)
 
 
-def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+def _readable(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Returns the objects of all lines that hold one."""
+    lines = entries(_text(Path(run_dir) / EVENTS_FILE), lambda event: True)
+    return [event for _, _, event in lines if event is not None]
+
+
+def _text(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""

@@ -129,7 +129,7 @@ class Loggers:
         self._call("close", failed)
         self._loggers = []
 
-    def _call(self, method: str, *args: Any) -> None:
+    def _call(self, method: str, *args: object) -> None:
         self._loggers = [
             logger
             for logger in self._loggers
@@ -199,7 +199,7 @@ def check_loggers(loggers: Iterable[Any]) -> None:
         raise ConfigError("\n".join(faults))
 
 
-def _missing(logger: Any) -> str:
+def _missing(logger: object) -> str:
     """Returns the methods of a logger that a class or object lacks, and a fix, or an empty text."""
     names = [name for name in _METHODS if not callable(getattr(logger, name, None))]
     if not names:

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.errors import ShardlibError
-from shardlib.log.append import AppendFile
-from shardlib.log.jsonl import decode, encode
+from shardlib.log.durable_log import AppendFile, encode, entries, foreign
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -94,7 +93,7 @@ class MetricsWriter:
     def __enter__(self) -> "MetricsWriter":
         return self
 
-    def __exit__(self, *exc_info: Any) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
@@ -122,20 +121,12 @@ def _rows(
     `on_fault` gets the fault of each line that is not the metrics of a step.
     """
     rows, end = [], 0
-    # Split only at line feeds: `splitlines` would also split at separators inside strings.
-    *lines, tail = text.split(b"\n")
-    del tail  # Empty, or a line that was being written when the process ended.
-    for number, line in enumerate(lines, start=1):
+    for number, line, row in entries(text, lambda row: isinstance(row.get("step"), int)):
         end += len(line) + 1
-        try:
-            row = decode(line)
-            if not isinstance(row["step"], int):
-                raise ValueError("a step is a whole number")
-        except (ValueError, KeyError, TypeError):
-            shown = line.decode(errors="backslashreplace")[:60]
-            on_fault(f"{path}:{number}: not the metrics of a step: {shown!r}.")
-            continue
-        rows.append((row, end))
+        if row is None:
+            on_fault(foreign(path, number, line, "the metrics of a step"))
+        else:
+            rows.append((row, end))
     return rows
 
 
@@ -151,10 +142,10 @@ def _up_to(
     return kept
 
 
-def _number(value: Any) -> float | int | None:
+def _number(value: object) -> float | int | None:
     if value is None or isinstance(value, bool | int):
         return value
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
 
 
 class StepTimer:

@@ -5,15 +5,13 @@ A full disk ends that thread, and the training loop then waits for it forever.
 """
 
 import importlib
-import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 from shardlib.errors import require
-from shardlib.log.append import AppendFile
+from shardlib.log.durable_log import AppendFile
 from shardlib.log.loggers import RunInfo
 
 EVENTS_DIRECTORY = "tensorboard"
@@ -28,67 +26,40 @@ class TensorBoardLogger:
 
     def __init__(self) -> None:
         require("tensorboardX", "tensorboard", "TensorBoardLogger")
+        self._proto = importlib.import_module("tensorboardX.proto.event_pb2")
+        self._checksum = importlib.import_module("tensorboardX.record_writer").masked_crc32c
 
     def start(self, run: RunInfo) -> None:
         """Begins an event file, which hides the events of later steps in earlier files."""
         self._directory, self._warn = run.run_dir / EVENTS_DIRECTORY, run.warn
+        self._directory.mkdir(exist_ok=True)
         self._begin(run.step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes the scalars of a step."""
-        self._events.scalars(step, metrics)
+        summary = self._proto.Event().summary
+        for name, value in metrics.items():
+            summary.value.add(tag=name, simple_value=value)
+        self._write(step=step, summary=summary)
 
     def rewind(self, step: int) -> None:
         """Begins an event file, which hides the events after `step`."""
-        self._events.close()
+        self._file.close()
         self._begin(step)
 
     def close(self, failed: bool) -> None:
         """Closes the file."""
-        self._events.close()
+        self._file.close()
 
     def _begin(self, step: int) -> None:
-        self._events = EventFile(self._directory, purge_step=step + 1, warn=self._warn)
-
-
-class EventFile:
-    """A new event file in a directory, which is created if needed.
-
-    Args:
-        directory: The run's directory for TensorBoard.
-        purge_step: TensorBoard hides events of this step and later steps in earlier files.
-        warn: Called when an event cannot be written: see `AppendFile`.
-    """
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        purge_step: int,
-        warn: Callable[[str], None] = lambda text: None,
-    ):
-        self._proto = importlib.import_module("tensorboardX.proto.event_pb2")
-        self._checksum = importlib.import_module("tensorboardX.record_writer").masked_crc32c
-        path = Path(directory)
-        path.mkdir(exist_ok=True)
+        """Opens a new file, for which TensorBoard hides later events of earlier files."""
         # TensorBoard reads files in name order, and two files may start within one second.
-        number = len(list(path.iterdir()))
+        number = len(list(self._directory.iterdir()))
         name = f"events.out.tfevents.{int(time.time()):010d}.{number:06d}.{socket.gethostname()}"
-        self._file = AppendFile(path / name, warn=warn)
+        self._file = AppendFile(self._directory / name, warn=self._warn)
         self._write(file_version="brain.Event:2")
         start = self._proto.SessionLog(status=self._proto.SessionLog.START)
-        self._write(step=purge_step, session_log=start)
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes the scalars of a step by name."""
-        summary = self._proto.Event().summary
-        for name, value in values.items():
-            summary.value.add(tag=name, simple_value=value)
-        self._write(step=step, summary=summary)
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        self._write(step=step + 1, session_log=start)
 
     def _write(self, **entries: object) -> None:
         """Appends an event as a record: length, checksum of the length, data, checksum of the data.

@@ -7,7 +7,7 @@ from shardlib.run.config import RulesConfig as RulesConfig
 from shardlib.run.config import RunConfig as RunConfig
 
 if TYPE_CHECKING:
-    from shardlib.run.explaining import explain as explain
+    from shardlib.run.reports.explaining import explain as explain
     from shardlib.run.sampling import generate as generate
     from shardlib.run.training import TrainResult as TrainResult
     from shardlib.run.training import train as train
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # No module shares its name with a function it offers: importing it would rebind that name.
 _HOME = {
     "TrainResult": "training",
-    "explain": "explaining",
+    "explain": "reports.explaining",
     "generate": "sampling",
     "train": "training",
 }

@@ -9,7 +9,15 @@ from typing import Any
 
 import jax
 
-from shardlib.errors import ConfigError, MeshError, RuleError, ShardlibError, did_you_mean, require
+from shardlib.errors import (
+    ConfigError,
+    DataError,
+    MeshError,
+    RuleError,
+    ShardlibError,
+    did_you_mean,
+    require,
+)
 from shardlib.log.loggers import logger_class
 from shardlib.mesh import mesh_sizes
 from shardlib.optim.named import build_schedule
@@ -24,12 +32,16 @@ from shardlib.train.reduce.reduction import ReductionConfig, plan_reduction
 from shardlib.train.state import Definition
 
 
-def check_config(config: RunConfig, make_scope: Callable[[], Scope]) -> Scope:
+def check_config(
+    config: RunConfig, make_scope: Callable[[], Scope], *, reads_data: bool = False
+) -> Scope:
     """Returns the scope of a config, or raises every fault of it, alone and with its devices.
 
     Args:
         config: The config.
         make_scope: Returns the mesh and rules of the run, or raises their fault.
+        reads_data: Whether missing data is reported with other faults. It alone is not: the data
+            itself then tells more.
 
     Raises:
         ConfigError: If model, data and optimizer do not fit each other, a logger is not one, or
@@ -40,6 +52,11 @@ def check_config(config: RunConfig, make_scope: Callable[[], Scope]) -> Scope:
     """
     scopes: list[Scope] = []
     errors = list(_errors(config, lambda: scopes.append(make_scope()) or scopes[0]))
+    if errors and reads_data:
+        try:
+            config.data.check_paths()
+        except DataError as error:
+            errors.append(error)
     if len(errors) == 1:
         raise errors[0]
     if errors:

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from shardlib.checkpoint import CheckpointConfig
 from shardlib.config import Variants, configclass
@@ -17,6 +17,11 @@ from shardlib.rules import AxisRules, preset
 from shardlib.runtime.watchdog import WatchdogConfig
 from shardlib.train.config import EvalConfig, TrainConfig
 from shardlib.train.reduce.reduction import ReductionConfig
+
+if TYPE_CHECKING:
+    from shardlib.plan.mixed_result import MixedPlans
+    from shardlib.plan.request import Question
+    from shardlib.plan.result import Plans
 
 AUTO = "auto"
 
@@ -41,7 +46,7 @@ def _data_config(path: str) -> type:
     return cls
 
 
-def _is_data_config(found: Any) -> bool:
+def _is_data_config(found: object) -> bool:
     return inspect.isclass(found) and issubclass(found, DataConfig)
 
 
@@ -147,9 +152,9 @@ class RunConfig:
             MeshConfig.parse(mesh)
         return dataclasses.replace(self, mesh=mesh)
 
-    def planned(self, question: Any) -> Any:
-        """Returns the best plans of the run; see `shardlib.run.planning.plan_run`."""
-        from shardlib.run.planning import plan_run
+    def planned(self, question: "Question") -> "Plans | MixedPlans":
+        """Returns the best plans of the run; see `shardlib.run.plans.planning.plan_run`."""
+        from shardlib.run.plans.planning import plan_run
 
         return plan_run(self, question)
 

@@ -1,15 +1,31 @@
-"""The directory of a run and its layout."""
+"""The directory of a run: its layout, and the lock that keeps other runs out of it.
 
+Two runs in one directory would remove each other's checkpoints. The kernel releases the lock when
+the process ends in any way, so that a killed run blocks no other.
+"""
+
+import contextlib
 import os
 import pathlib
 import re
+import socket
 import tempfile
 import uuid
+from collections.abc import Callable, Iterator
 
+from shardlib.checkpoint.consensus import Peers
 from shardlib.config import load, to_yaml
 from shardlib.data import Tokenizer, read_tokenizer
-from shardlib.errors import ConfigError
+from shardlib.errors import ConfigError, RunDirError
 from shardlib.run.config import RunConfig
+
+_LOCK_FILE = "run.lock"
+
+# Retries after the previous run has removed the file. A file system that cannot tell files apart
+# uses them all up.
+_TRIES = 9
+
+_held: set[int] = set()
 
 
 class RunDirectory:
@@ -18,7 +34,7 @@ class RunDirectory:
     On disk:
 
         run_id           identity of the run: 32 hex digits, made with the first config and kept
-        run.lock         the process that is using the directory, if any: see `shardlib.run.lock`
+        run.lock         the process that is using the directory, if any: see `hold`
         config.yaml      the resolved config
         tokenizer.json   the tokenizer, if the data is text
         metrics.jsonl    one object per step: see `shardlib.log.metrics`
@@ -95,17 +111,25 @@ class RunDirectory:
         """
         return load(RunConfig, self.config_file) if self.config_file.is_file() else None
 
+    def check_exists(self) -> None:
+        """Raises `ConfigError` if there is no directory."""
+        if not self.path.is_dir():
+            raise ConfigError(
+                f"no such directory: {self}.\n  Pass a run directory created by `shardlib train`."
+            )
+
     def config_of_run(self) -> RunConfig:
         """Returns the config of the run that the directory must hold.
 
         Raises:
-            ConfigError: If the directory holds no run, or the file is damaged.
+            ConfigError: If the directory is missing or holds no run, or the file is damaged.
         """
+        self.check_exists()
         config = self.read_config()
         if config is None:
             raise ConfigError(
                 f"{self} does not hold a run: {self.config_file.name} is missing.\n"
-                "  Name the run_dir of a `shardlib train`."
+                "  Pass a run directory created by `shardlib train`."
             )
         return config
 
@@ -119,11 +143,16 @@ class RunDirectory:
             return None
         return read_tokenizer(self.tokenizer_file, getattr(config.data, "end_of_text", None))
 
+    def identify(self) -> str | None:
+        """Makes the directory, writes an id if it has none, and returns the id."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self.identity is None:
+            _replace(self.identity_file, f"{uuid.uuid4().hex}\n")
+        return self.identity
+
     def write(self, config: RunConfig, tokenizer: Tokenizer | None) -> None:
         """Makes the directory and writes the config, the tokenizer and, if absent, the run id."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        if self.identity is None:  # Before the config, whose presence makes the directory a run.
-            _replace(self.identity_file, f"{uuid.uuid4().hex}\n")
+        self.identify()  # Before the config, whose presence makes the directory a run.
         _replace(self.config_file, to_yaml(config))
         if tokenizer is not None:
             _replace(self.tokenizer_file, tokenizer.to_json())
@@ -134,3 +163,114 @@ def _replace(path: pathlib.Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def hold(run_dir: pathlib.Path, notify: Callable[[str], None]) -> Iterator[None]:
+    """Keeps other runs out of a directory, and makes it if needed.
+
+    The file exists while the lock is held, and names the holder. The file of a killed process stays
+    and is harmless. All processes of a group enter together.
+
+    Args:
+        run_dir: The directory.
+        notify: Called on the first process if the file system has no locks; other runs are then
+            not kept out.
+
+    Raises:
+        RunDirError: If another run holds the lock, or the directory cannot be written; on every
+            process.
+        CheckpointError: If the first process has gone.
+    """
+    path = run_dir / _LOCK_FILE
+    taken: list[int] = []
+
+    def take(_: list[str]) -> str:
+        try:
+            taken.append(_take(path, notify))
+        except RunDirError as error:
+            return str(error)
+        return ""
+
+    try:
+        if refusal := Peers().decide("lock", "", take):
+            raise RunDirError(refusal)
+        yield
+    finally:
+        for file in taken:
+            _give_back(file, path)
+
+
+def _take(path: pathlib.Path, notify: Callable[[str], None]) -> int:
+    """Returns the descriptor of the locked file."""
+    file = _locked(path, notify)
+    for _ in range(_TRIES):
+        if _is_at(file, path):
+            break
+        os.close(file)  # The previous run has just removed it.
+        file = _locked(path, notify)
+    _held.add(file)
+    # On a full disk the lock still keeps other runs out.
+    with contextlib.suppress(OSError):
+        os.ftruncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return file
+
+
+def _locked(path: pathlib.Path, notify: Callable[[str], None]) -> int:
+    file = _opened(path)
+    try:
+        _lock(file)
+    except BlockingIOError:
+        holder = os.read(file, 300).decode(errors="replace").strip() or "another process"
+        os.close(file)
+        raise RunDirError(
+            f"run_dir {path.parent} is in use by another run: {holder}.\n"
+            "  Wait until it has ended, or set run_dir to another directory."
+        ) from None
+    except (ImportError, OSError) as error:  # Some network file systems have no locks.
+        notify(f"{path.parent} cannot be locked ({error}): make sure that no other run uses it")
+    return file
+
+
+def _opened(path: pathlib.Path) -> int:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise RunDirError(
+            f"run_dir {path.parent} cannot be written: {error.strerror}.\n"
+            "  Free space or restore access there, then start again."
+        ) from None
+
+
+def _lock(file: int) -> None:
+    import fcntl
+
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _is_at(file: int, path: pathlib.Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except OSError:
+        return False
+
+
+def _give_back(file: int, path: pathlib.Path) -> None:
+    if file not in _held:  # It belongs to the parent process.
+        return
+    _held.remove(file)
+    # Before the lock is released: afterwards the file may belong to another run.
+    with contextlib.suppress(OSError):
+        path.unlink()
+    os.close(file)
+
+
+def _leave_to_parent() -> None:
+    # A forked child shares the lock, which would outlive its parent.
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

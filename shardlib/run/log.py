@@ -20,7 +20,7 @@ from shardlib.log.metrics import MetricsWriter, mfu, read_metrics
 from shardlib.mesh import describe
 from shardlib.mesh.device_order import draw
 from shardlib.run.directory import RunDirectory
-from shardlib.run.planning import flops_per_step
+from shardlib.run.plans.planning import flops_per_step
 from shardlib.run.setup import Setup
 from shardlib.runtime.distributed import ProcessGroup
 from shardlib.runtime.launch.progress import RESTARTS_VARIABLE
@@ -91,7 +91,7 @@ class RunLog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
     ) -> None:
         self._display.__exit__(kind, error, traceback)
         self._write_held()
@@ -156,7 +156,7 @@ class RunLog:
         path, identity = self._directory.path, self._directory.identity
         self._loggers.start(RunInfo(config, path, identity, start, self.warning))
 
-    def event(self, kind: str, text: str = "", *, step: int | None = None, **facts: Any) -> None:
+    def event(self, kind: str, text: str = "", *, step: int | None = None, **facts: object) -> None:
         """Shows an event on the terminal, and writes it to `events.jsonl`.
 
         May be called from any thread, and before `open`: events are held back until then.
@@ -291,7 +291,7 @@ class RunLog:
         return commands | {"explain": f"shardlib explain {config}"}
 
 
-def _without_credentials(value: Any) -> Any:
+def _without_credentials(value: object) -> Any:
     """Returns plain data with the credentials of URLs as `***`, for loggers that send it away."""
     if isinstance(value, dict):
         return {name: _without_credentials(child) for name, child in value.items()}

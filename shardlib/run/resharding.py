@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import shutil
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -154,7 +153,7 @@ def reshard(
     state = checkpoints.restore(step, parts.saved_state())
     metadata = {
         **manifest.run,
-        "id": _identify(new),
+        "id": new.identify(),
         "config": to_dict(parts.recorded),
         "mesh": describe(parts.scope.mesh),
     }
@@ -168,14 +167,6 @@ def _saved(directory: RunDirectory, config: RunConfig, notify: Notify | None) ->
     return open_saved(
         directory.checkpoints, config.checkpoint, notify=notify, owner=directory.identity
     )
-
-
-def _identify(new: RunDirectory) -> str:
-    """Writes an id into a new directory before the config, which makes it a run; returns the id."""
-    identity = uuid.uuid4().hex
-    new.path.mkdir(parents=True, exist_ok=True)
-    new.identity_file.write_text(f"{identity}\n", encoding="utf-8")
-    return identity
 
 
 def _step(run_dir: str, checkpoints: SavedCheckpoints, step: int | None) -> int:

@@ -5,7 +5,8 @@ Every job resolves its config before it builds anything. What it builds never me
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+
+from jaxtyping import PyTree
 
 from shardlib.data import MapSource
 from shardlib.errors import MeshError
@@ -13,7 +14,7 @@ from shardlib.hardware import Cluster, cluster_of
 from shardlib.mesh import MeshConfig, describe, make_mesh, mesh_sizes
 from shardlib.registry import DataSpec
 from shardlib.run.config import AUTO, RunConfig
-from shardlib.run.planning import UNPLANNED, planned_mesh
+from shardlib.run.plans.planning import UNPLANNED, planned_mesh
 from shardlib.run.setup import Devices, Setup, setup
 from shardlib.sharding.constrain import Scope
 from shardlib.train.config import TrainConfig
@@ -132,7 +133,7 @@ def fitted(parts: Setup, source: MapSource) -> Setup:
     return _with_microbatches(parts, fit.microbatches, str(fit))
 
 
-def smallest(parts: Setup, batch: Any) -> Setup:
+def smallest(parts: Setup, batch: PyTree) -> Setup:
     """Returns the parts with the first number of microbatches that `fitted` would try.
 
     Args:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from shardlib.checkpoint import Manifest, RunCheckpoints
 from shardlib.data import MapSource, Prefetcher
@@ -24,6 +25,8 @@ from shardlib.train.local_sgd.outer import LocalSGD, group_means, merged
 from shardlib.train.loop import Loop, StepRecord
 from shardlib.train.state import TrainState, materialize
 
+_State = Any
+"""A `TrainState`, or the state of the groups of local SGD."""
 AfterStep = Callable[[int], str | None]
 """Callback that gets the number of each dispatched step; a returned text is a reason to stop."""
 
@@ -37,42 +40,28 @@ class TrainResult:
     evaluation: dict[str, float]
 
 
+@dataclasses.dataclass(eq=False)
 class Attempt:
-    """Trains from the newest checkpoint that validates to the end, a stop or an error.
+    """Trains from the newest checkpoint that validates to the end, a stop or an error."""
 
-    Args:
-        parts: The run.
-        programs: Its traced programs.
-        source: The training data.
-        held_out: The evaluation data, if the run evaluates.
-        checkpoints: The checkpoints of the run.
-        directory: The directory of the run.
-        log: The display, metrics and events.
-        clock: The clock of phases, driven by the attempt.
-        stop: The request to end early.
-        after_step: See `shardlib.run.train`.
-    """
+    parts: Setup
+    programs: Programs
+    source: MapSource
+    held_out: MapSource | None
+    """The evaluation data, if the run evaluates."""
+    checkpoints: RunCheckpoints
+    directory: RunDirectory
+    log: RunLog
+    clock: PhaseClock
+    """The clock of phases, driven by the attempt."""
+    stop: distributed.StopRequest
+    after_step: AfterStep | None = None
+    """See `shardlib.run.train`."""
 
-    def __init__(
-        self,
-        parts: Setup,
-        programs: Programs,
-        source: MapSource,
-        held_out: MapSource | None,
-        checkpoints: RunCheckpoints,
-        directory: RunDirectory,
-        log: RunLog,
-        clock: PhaseClock,
-        stop: distributed.StopRequest,
-        after_step: AfterStep | None = None,
-    ):
-        self.parts, self.config = parts, parts.config
-        self.source, self.held_out = source, held_out
-        self.checkpoints, self.directory = checkpoints, directory
-        self.log, self.clock, self._stop = log, clock, stop
-        self._ask = after_step
+    def __post_init__(self) -> None:
+        self.config = self.parts.config
         self.evaluation: dict[str, float] = {}
-        self._step, self._eval_step, self._sampler = programs
+        self._step, self._eval_step, self._sampler = self.programs
         self._standing = Standing()
         self._acts_on_guards = not isinstance(self._step, LocalSGD) or jax.process_count() == 1
         self._policy = GuardPolicy(self._guards(), self._samples_of)
@@ -109,7 +98,7 @@ class Attempt:
             saved = "and saved " if self.config.checkpoint.enabled else ""
         step = int(state.step)
         is_finished = step >= self.config.train.steps and self._policy.rewind is None
-        by = f" by {self._stop.reason}" if self._stop.reason else ""
+        by = f" by {self.stop.reason}" if self.stop.reason else ""
         self.log.closing(
             f"finished at step {step}" if is_finished else f"stopped{by} {saved}at step {step}",
             is_finished=is_finished,
@@ -118,7 +107,7 @@ class Attempt:
         )
         return TrainResult(merged(self._step, state), step, self.evaluation)
 
-    def _restored(self) -> Any:
+    def _restored(self) -> _State:
         """Returns the state of the newest valid checkpoint, or of step 0, and sets the progress of
         the run."""
         with self.clock.within("restore"):
@@ -134,7 +123,7 @@ class Attempt:
             self._tell_batch(found[0])
         return state
 
-    def _begun_at(self, found: tuple[Manifest, Any] | None) -> Any:
+    def _begun_at(self, found: tuple[Manifest, _State] | None) -> _State:
         """Returns the state of a checkpoint, or of step 0, and sets the progress of the run."""
         if found is not None:
             manifest, state = found
@@ -146,11 +135,11 @@ class Attempt:
         state = materialize(self.parts.abstract, seed=self.config.seed)
         return self._step.init(state) if isinstance(self._step, LocalSGD) else state
 
-    def _target(self) -> Any:
+    def _target(self) -> _State:
         """Returns the target of a restore. It has an empty spike window for checkpoints that were
         saved without one."""
 
-        def target(path: Any, leaf: Any) -> Any:
+        def target(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> Any:
             if not _is_of_window(path_string(path)):
                 return leaf
             return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
@@ -164,7 +153,7 @@ class Attempt:
             text = f"the global batch was {before} and is {now} from sample {seen} on"
             self.log.event("batch", text, step=manifest.step, before=before, now=now, sample=seen)
 
-    def _train(self, state: Any) -> Any:
+    def _train(self, state: _State) -> _State:
         if jax.process_index() == 0:
             self.directory.write(self.parts.recorded, self.source.tokenizer)
         self.log.open(self._standing.position.step)
@@ -185,7 +174,7 @@ class Attempt:
         self._save_at_last(int(state.step), state)
         return state
 
-    def _loop(self, state: Any, *, is_compiled: bool) -> Any:
+    def _loop(self, state: _State, *, is_compiled: bool) -> _State:
         position = self._standing.position
         rows = self.parts.rows(self.source.at(position))
         with Prefetcher(rows, self.parts.shardings(rows), position.step) as batches:
@@ -194,7 +183,7 @@ class Attempt:
                 batches,
                 on_step=self._saw,
                 is_due=self._is_due,
-                after_step=self._after_step,
+                after_step=self._finish_step,
                 read=group_means if isinstance(self._step, LocalSGD) else None,
                 clock=self.clock,
                 is_compiled=is_compiled,
@@ -219,15 +208,15 @@ class Attempt:
         """Whether to stop now. All processes ask equally often, and get the same answer."""
         # A counter and not the step, which falls on a rewind and stands still in an evaluation.
         self._asked += 1
-        self._stopping = self._stopping or self._stop.agreed(self._asked)
+        self._stopping = self._stopping or self.stop.agreed(self._asked)
         return self._stopping
 
     def _is_due(self, step: int) -> bool:
         self.checkpoints.poll()
         if self.checkpoints.has_given_up:
-            self._stop.request("saves that failed")
-        if self._ask is not None and (reason := self._ask(step)):
-            self._stop.request(reason)
+            self.stop.request("saves that failed")
+        if self.after_step is not None and (reason := self.after_step(step)):
+            self.stop.request(reason)
         self._report_progress()
         return (
             self._is_stopped()
@@ -239,7 +228,7 @@ class Attempt:
             or _every(step, self.config.train.sample_every)
         )
 
-    def _after_step(self, step: int, state: Any) -> bool:
+    def _finish_step(self, step: int, state: _State) -> bool:
         is_last = step == self.config.train.steps
         # A checkpoint between refused updates would be useless for a rewind.
         is_asked = self._is_save_put_off or self.checkpoints.is_due(step)
@@ -262,7 +251,7 @@ class Attempt:
             self._sample(step, state)
         return True
 
-    def _evaluate(self, step: int, state: Any, source: MapSource) -> dict[str, float]:
+    def _evaluate(self, step: int, state: _State, source: MapSource) -> dict[str, float]:
         with (
             self.clock.within("evaluate"),
             Prefetcher(source, self.parts.shardings(source)) as batches,
@@ -276,7 +265,7 @@ class Attempt:
         self.log.evaluation(step, found)
         return {f"eval/{name}": value for name, value in found.items()}
 
-    def _until_stopped(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _until_stopped(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
         """Yields batches until a stop: a preempted machine must not wait for an evaluation."""
         for batch in batches:
             # The watchdog's limit is for one batch, not for all of them.
@@ -285,7 +274,7 @@ class Attempt:
                 return
             yield batch
 
-    def _sample(self, step: int, state: Any) -> None:
+    def _sample(self, step: int, state: _State) -> None:
         options = self.config.train
         assert self._sampler is not None
         with self.clock.within("evaluate"):
@@ -299,7 +288,7 @@ class Attempt:
         self.log.sample(step, options.sample_prompt, text)
 
     def _save(
-        self, step: int, state: Any, evaluated: dict[str, float], *, wait: bool = False
+        self, step: int, state: _State, evaluated: dict[str, float], *, wait: bool = False
     ) -> None:
         if not self.config.checkpoint.enabled:
             return
@@ -310,7 +299,7 @@ class Attempt:
         with self.clock.within("save"):
             self.checkpoints.save(step, state, metadata, metrics=metrics, wait=wait)
 
-    def _save_at_last(self, step: int, state: Any) -> None:
+    def _save_at_last(self, step: int, state: _State) -> None:
         """Makes sure that the last step is saved, or raises; a failed save is tried again."""
         with self.clock.within("save"):
             self.checkpoints.settle()
@@ -331,7 +320,7 @@ class Attempt:
             self._recorded_step = kept
             self.log.event("saved", step=kept)
 
-    def _gone_back(self, rewind: Rewind) -> Any:
+    def _gone_back(self, rewind: Rewind) -> _State:
         """Returns the state of the last healthy checkpoint, and skips the data since: the same data
         would cause the same fault again."""
         rewinds = self._policy.rewinds

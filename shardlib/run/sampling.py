@@ -56,7 +56,9 @@ class Sampler:
         rules = parts.scope.rules.override(activations={"batch": None})
         policy = precision(parts.config.precision)
 
-        def sample(state: TrainState, tokens: jax.Array, length: int, t: Any, key: Any) -> Any:
+        def sample(
+            state: TrainState, tokens: jax.Array, length: int, t: jax.Array, key: jax.Array
+        ) -> jax.Array:
             with use(parts.scope.mesh, rules):
                 module = state.definition.module
                 params = policy.cast_params(fetch(parts.best_params(state)), module.float32)

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
+from jaxtyping import PyTree
 
 from shardlib.data import ArrangedSource, MapSource, Source, open_data
 from shardlib.functional.precision import precision
@@ -75,7 +76,7 @@ class Setup:
         text = f"{pipeline.schedule}, {count} microbatches over {stages} stages: {idle:.0%} idle"
         return {"pipeline": text}
 
-    def best_params(self, state: TrainState) -> Any:
+    def best_params(self, state: TrainState) -> PyTree:
         """Returns the parameters to evaluate: their moving average, if there is one."""
         averaged = ema_params(state.opt_state)
         return state.params if averaged is None else averaged
@@ -116,7 +117,7 @@ class Setup:
         per_microbatch = source.global_batch // sum(reduction.counts)
         return ArrangedSource(source, arranged_rows(reduction.counts, per_microbatch))
 
-    def arranged(self, batch: Any) -> Any:
+    def arranged(self, batch: PyTree) -> PyTree:
         """Returns the shapes of a batch with its rows in the order that the step expects."""
         reduction = self.reduction
         if reduction is None or reduction.even:
@@ -146,7 +147,7 @@ class Setup:
         return batch_shardings(source.element_spec(), self.scope, self.inputs.axes)
 
 
-def open_source(config: RunConfig, split: Any) -> MapSource:
+def open_source(config: RunConfig, split: Literal["train", "eval"]) -> MapSource:
     """Opens the training data or the held-out data.
 
     Raises:

@@ -1,6 +1,8 @@
 """The programs of a run, traced before anything is allocated."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jaxtyping import PyTree
 
 from shardlib.data import Tokenizer
 from shardlib.run.checks import check_activation_rules
@@ -20,7 +22,7 @@ class Programs(NamedTuple):
     sample: Sampler | None
 
 
-def traced(parts: Setup, batch: Any, held_out: Any, tokenizer: Tokenizer | None) -> Programs:
+def traced(parts: Setup, batch: PyTree, held_out: PyTree, tokenizer: Tokenizer | None) -> Programs:
     """Returns the programs of a run, each traced once. Tracing finds computations that fail and
     arrays that cannot be placed before anything is allocated. The mesh may be abstract.
 

@@ -13,14 +13,13 @@ from shardlib.log.loggers import MetricsLogger, check_loggers
 from shardlib.run.checks import check_config
 from shardlib.run.config import RunConfig, check_resumable
 from shardlib.run.devices import make_deterministic, start_devices
-from shardlib.run.directory import RunDirectory
-from shardlib.run.lock import hold
+from shardlib.run.directory import RunDirectory, hold
 from shardlib.run.log import RunLog
 from shardlib.run.position import check_not_lost
 from shardlib.run.resolve_auto import as_recorded, fitted, resolve
 from shardlib.run.runner import AfterStep, Attempt
 from shardlib.run.runner import TrainResult as TrainResult
-from shardlib.run.setup import Setup, make_scope, open_source
+from shardlib.run.setup import make_scope, open_source
 from shardlib.run.trace_programs import traced
 from shardlib.runtime import distributed, preemption
 from shardlib.runtime.launch.progress import report_failure
@@ -94,7 +93,9 @@ def _train(
         contextlib.ExitStack() as stopping,
     ):
         run = resolve(config, jax.devices(), began=saved)
-        scope = check_config(run.config, lambda: make_scope(run.config, jax.devices()))
+        scope = check_config(
+            run.config, lambda: make_scope(run.config, jax.devices()), reads_data=True
+        )
         source = open_source(config, "train")
         held_out = None if config.eval.every_steps == 0 else open_source(config, "eval")
         parts = run.build(source.spec, scope)
@@ -111,7 +112,12 @@ def _train(
             # The directory is written from here on.
             hold(directory.path, functools.partial(log.event, "lock")),
             log,
-            _checkpoints(parts, directory, log) as checkpoints,
+            RunCheckpoints(
+                directory.checkpoints,
+                parts.config.checkpoint,
+                notify=functools.partial(log.event, "checkpoint"),
+                owner=directory.identity,
+            ) as checkpoints,
         ):
             newest = checkpoints.latest() or 0
             if not newest:
@@ -155,12 +161,3 @@ def _tell_launcher(error: ShardlibError) -> None:
     if not (may_pass or lost_peers(error)):
         text = str(error).partition("\n")[0].rstrip(".:")
         report_failure(f"{type(error).__name__}: {text}")
-
-
-def _checkpoints(parts: Setup, directory: RunDirectory, log: RunLog) -> RunCheckpoints:
-    return RunCheckpoints(
-        directory.checkpoints,
-        parts.config.checkpoint,
-        notify=functools.partial(log.event, "checkpoint"),
-        owner=directory.identity,
-    )

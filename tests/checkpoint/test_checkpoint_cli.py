@@ -92,15 +92,15 @@ def test_places_without_checkpoints(shardlib, tmp_path):
     assert shardlib("ls", tmp_path / "none") == (
         2,
         "",
-        f"ConfigError: {tmp_path}/none is not a directory.\n"
-        "  Name the run_dir of a `shardlib train`.\n",
+        f"ConfigError: no such directory: {tmp_path}/none.\n"
+        "  Pass a run directory created by `shardlib train`.\n",
     )
     assert shardlib("diff", tmp_path, tmp_path)[2] == (
         f"CheckpointError: no checkpoint in {tmp_path}.\n  Name another run.\n"
     )
     assert shardlib("reshard", tmp_path, "--mesh", "fsdp=2", "--dry-run")[2] == (
         f"ConfigError: {tmp_path} does not hold a run: config.yaml is missing.\n"
-        "  Name the run_dir of a `shardlib train`.\n"
+        "  Pass a run directory created by `shardlib train`.\n"
     )
 
 

@@ -17,7 +17,7 @@ from shardlib.explain.aot.topology import devices_of
 from shardlib.hardware import parse_cluster
 from shardlib.run.checks import expected_spec
 from shardlib.run.config import RunConfig
-from shardlib.run.explaining import explain_compiled
+from shardlib.run.reports.explaining import explain_compiled
 from shardlib.run.setup import make_scope, setup
 
 CONFIG = Path(__file__).parents[2] / "configs" / "llama3_8b.yaml"

@@ -14,7 +14,7 @@ from second_reading import sent_bytes
 
 from shardlib.config import load
 from shardlib.run.config import RunConfig
-from shardlib.run.explaining import explain_compiled
+from shardlib.run.reports.explaining import explain_compiled
 
 pytestmark = pytest.mark.aot
 

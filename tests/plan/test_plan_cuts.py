@@ -18,7 +18,7 @@ from shardlib.plan.candidates import candidates
 from shardlib.plan.workloads.named_models import named_model
 from shardlib.plan.workloads.transformer import TransformerWorkload
 from shardlib.run import RunConfig
-from shardlib.run.planning import workload_of
+from shardlib.run.plans.planning import workload_of
 
 CONFIG = """
 run_dir: unused

@@ -12,7 +12,7 @@ from shardlib.cost.machine.measured import COLLECTIVES, Line, MatmulFit, Measure
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import parse_cluster
 from shardlib.plan import Job, Layout, Transformer, step_time
-from shardlib.run import calibrating
+from shardlib.run.plans import calibrating
 
 pytestmark = pytest.mark.mesh
 
@@ -34,14 +34,6 @@ def test_every_figure_is_measured(measured):
     assert all(one.seconds > 0 for one in measured.timed)
     # No processor of today multiplies faster, nor any as slowly.
     assert 1e7 < measured.matmul["f32"].flops < 1e13
-
-
-def test_the_report_names_what_was_measured(measured):
-    lines = calibrating.report(measured).splitlines()
-    assert lines[0].startswith("2 devices of kind 'cpu' on ")
-    assert "all at work at once" in lines[0]
-    assert [line.split()[0] for line in lines[1:4]] == ["matmul", "matmul", "memory"]
-    assert len(lines) == 4 + len(COLLECTIVES)
 
 
 def test_what_was_measured_beside_other_work_is_refused(measured):
@@ -138,7 +130,7 @@ def test_what_is_not_at_hand_is_not_measured():
 def test_the_command_writes_where_plan_looks(tmp_path):
     """In a process of its own, which may choose how many devices the CPU stands for."""
     script = (
-        "import shardlib.run.calibrating as c\n"
+        "import shardlib.run.plans.calibrating as c\n"
         "whole = c.calibrate\n"
         "c.calibrate = lambda on: whole(on, rounds=3, target_seconds=1e-4)\n"
         "c._UNSTEADY = float('inf')\n"  # Loops so short tell little.

@@ -24,7 +24,6 @@ from shardlib.errors import (
 from shardlib.mesh import make_mesh
 from shardlib.run.sampling import Sampler
 from shardlib.run.setup import make_scope, open_source, setup
-from shardlib.train.reduce.reduction import ReductionConfig
 
 
 @pytest.mark.mesh
@@ -130,7 +129,7 @@ def test_a_directory_without_a_run_or_a_checkpoint_generates_nothing(finished, t
         run.generate(str(tmp_path))
     assert str(refused.value) == (
         f"{tmp_path} does not hold a run: config.yaml is missing.\n"
-        "  Name the run_dir of a `shardlib train`."
+        "  Pass a run directory created by `shardlib train`."
     )
     (tmp_path / "config.yaml").write_text((finished.run_dir / "config.yaml").read_text())
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
@@ -180,6 +179,7 @@ def test_explain_reads_no_data_where_the_config_says_enough(lab, tmp_path):
     assert report.mesh == {"fsdp": 16}
 
 
+DIGITS = ("model={name: resnet, depth: 18, stem: small, width: 8}", "data={kind: images}")
 REFUSED = {
     "heads that ulysses cannot share out": (
         ModelError,
@@ -191,124 +191,75 @@ REFUSED = {
     "a ring within stages": (
         ModelError,
         ("mesh=stage=2,context=2,data=2", "model.context=ring", "train.microbatches=4"),
-        "attention by ring over context=2 cannot work: its hops are collective-permutes, which "
-        "meet over all devices, idle pipeline stages too, and the mesh has stage=2.\n"
-        "  Use context 'auto' or 'gather'.",
+        "the mesh has stage=2",
     ),
     "a ring of a kernel for whole rows": (
         ModelError,
         ("mesh=context=4,data=2", "model.context=ring", "model.attention=splash"),
-        "attention by ring over context=4 cannot work: it computes tiles itself, and the back end "
-        "splash takes whole rows.\n"
-        "  Use backend 'auto', and a length that is a power of two.",
+        "the back end splash takes whole rows",
     ),
     "chunks of the loss": (
         ModelError,
         ("mesh=context=8", "model.loss_chunks=8"),
-        "8 chunks of the loss do not divide rows of 16 positions in 8 parts.\n"
-        "  Choose a number of chunks that divides 2; 1 takes rows whole.",
+        "8 chunks of the loss do not divide rows of 16 positions",
     ),
     "layers that differ between stages": (
         ConfigError,
-        (
-            "mesh=stage=2,data=4",
-            "train.microbatches=2",
-            "model.num_layers=4",
-            "model.remat=0-0:full,1-:dots",
-        ),
-        "remat policy '0-0:full,1-:dots' gives layer 0 'full' and layer 2 'dots', but the layers "
-        "run in slices of 2 (stages of a pipeline), which are one program.\n"
-        "  Repeat the ranges every 2 layers, or choose one policy for all layers.",
+        ("mesh=stage=2,data=4", "train.microbatches=2", "model.num_layers=4",
+         "model.remat=0-0:full,1-:dots"),
+        "gives layer 0 'full' and layer 2 'dots'",
     ),
     "groups apart with state in host memory": (
         RuleError,
         ("mesh=data=2,fsdp=4", "train.local_sgd.inner_steps=2", "train.offload_optimizer=true"),
-        "opt_state is in pinned_host memory, which local SGD does not support.\n"
-        "  Leave train.offload_optimizer out.",
+        "Leave train.offload_optimizer out",
     ),
     "microbatches said twice": (
         ConfigError,
-        (
-            "mesh=data=2,fsdp=4",
-            "train.global_batch=16",
-            "train.microbatches=2",
-            "train.reduction.group_microbatches=[3,1]",
-        ),
-        "microbatches=2 conflicts with reduction.group_microbatches, which sets it for each "
-        "group.\n"
-        "  Leave microbatches at 1.",
+        ("mesh=data=2,fsdp=4", "train.global_batch=16", "train.microbatches=2",
+         "train.reduction.group_microbatches=[3,1]"),
+        "microbatches=2 conflicts with reduction.group_microbatches",
     ),
     "stages that no microbatches fill": (
         MeshError,
         ("mesh=stage=2,data=4", "train.microbatches=auto", "train.global_batch=4"),
-        "train.global_batch=4 in 2 microbatches of 2 cannot be shared out: data+fsdp+expert=4 does "
-        "not divide 2.\n"
-        "  Choose a multiple of 8, or another mesh.",
+        "train.global_batch=4 in 2 microbatches of 2 cannot be shared out",
     ),
     "a rule that no activation meets": (
         RuleError,
         ("rules.activations.hats=fsdp",),
-        "rules.activations.hats: no activation has the logical axis 'hats'. "
-        "Did you mean 'heads'?\n"
-        "  Those of this model: batch, embed, head_dim, heads, kv_heads, length, mlp, "
-        "residual_length, vocab.",
+        "no activation has the logical axis 'hats'. Did you mean 'heads'?",
     ),
-    "an evaluation of nothing": (
-        DataError,
-        ("data.eval_fraction=0",),
-        "the data has no held-out text: data.eval_fraction is 0 and data.eval_path is not set.\n"
-        "  Set one of them, or do not evaluate.",
-    ),
+    "an evaluation of nothing": (DataError, ("data.eval_fraction=0",), "no held-out text"),
+    # 4 tokens of the prompt and one before it.
     "a sample longer than the positions": (
         ModelError,
         ("model.max_positions=16", "train.sample_length=20"),
-        # 4 of the prompt and one before it.
-        "a sequence of 25 tokens is longer than max_positions=16.\n"
-        "  Shorten it, or make the model with more positions.",
+        "a sequence of 25 tokens is longer than max_positions=16",
     ),
-}
+    "stages of a model with statistics": (
+        ModelError,
+        (*DIGITS, "mesh=stage=2,data=4", "train.microbatches=2"),
+        "keep no order of updates",
+    ),
+    "groups of a model with statistics": (
+        ModelError,
+        (*DIGITS, "mesh=data=8", "train.reduction.dtype=bf16"),
+        "which would be different in every group",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.rest("mesh")
 @pytest.mark.parametrize("case", REFUSED)
 def test_explain_refuses_as_train_does(lab, tmp_path, case):
-    kind, overrides, text = REFUSED[case]
+    kind, overrides, part = REFUSED[case]
     config = lab.config(tmp_path / "run", *overrides)
     for job in (run.train, run.explain, lambda config: run.explain(config, "cpu:8")):
         with pytest.raises(kind) as refused:
             job(config)
-        assert str(refused.value) == text
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.mesh
-def test_explain_refuses_models_with_statistics_as_train_does(lab, tmp_path):
-    images = tmp_path / "digits.yaml"
-    images.write_text(
-        f"run_dir: {tmp_path}/run\n"
-        "model: {name: resnet, depth: 18, stem: small, width: 8}\n"
-        "data: {kind: images}\n"
-        "train: {global_batch: 16}\n"
-    )
-    config = lab.load(images)
-    stages = {"mesh": "stage=2,data=4", "train": {"microbatches": 2}}
-    bf16 = {"mesh": "data=8", "train": {"reduction": ReductionConfig(dtype="bf16")}}
-    places = "blocks/0/branch/0/norm/mean, blocks/0/branch/0/norm/var, blocks/0/branch/1/norm/mean,"
-    texts = (
-        f"the model updates variables when it is called: {places} blocks/0/branch/1/norm/var, .... "
-        "The stages of a pipeline run microbatches side by side and keep no order of updates.\n"
-        "  Use a model without running statistics, or a mesh without stage.",
-        f"the model updates {places} blocks/0/branch/1/norm/var, ... as it runs, which would be "
-        "different in every group.\n"
-        "  Leave train.reduction out to compute such statistics over the whole batch.",
-    )
-    for changes, text in zip((stages, bf16), texts, strict=True):
-        train = dataclasses.replace(config.train, **changes["train"])
-        changed = dataclasses.replace(config, mesh=changes["mesh"], train=train)
-        for job in (run.train, run.explain, lambda config: run.explain(config, "cpu:8")):
-            with pytest.raises(ModelError) as refused:
-                job(changed)
-            assert str(refused.value) == text
+        assert part in str(refused.value)
+        assert "\n  " in str(refused.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -359,13 +310,8 @@ def test_explain_chooses_for_the_platform_of_the_cluster(lab, cluster, attention
 
 
 def test_a_kernel_for_other_devices_is_refused(lab):
-    with pytest.raises(ModelError) as refused:
+    with pytest.raises(ModelError, match=r"splash cannot run here: the platform is gpu.*\n  Use"):
         run.explain(lab.config("unused", "model.attention=splash"), "8xh100")
-    assert str(refused.value) == (
-        "attention by splash cannot run here: the platform is gpu; a length of (16, 16) is not a "
-        "multiple of 128.\n"
-        "  Use backend 'auto' or 'xla'."
-    )
 
 
 @pytest.mark.mesh
@@ -443,8 +389,3 @@ def test_explain_says_who_partitions_the_loss(lab, overrides, partition):
     report = run.explain(lab.config("unused", *overrides))
     assert report.choices["partition"] == partition
     assert f"\npartition: {partition}\n" in str(report)
-
-
-def test_nobody_partitions_the_loss_of_one_device(lab):
-    report = run.explain(lab.config("unused", "mesh=data=1"), "cpu:1")
-    assert "partition" not in report.choices

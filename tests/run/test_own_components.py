@@ -14,13 +14,13 @@ import yaml
 from flax import nnx
 
 import shardlib as sl
-from shardlib import cli, run
+from shardlib import run
 from shardlib.config import configclass, json_schema, load
 from shardlib.data import DataConfig, MapSource
 from shardlib.errors import ConfigError
 from shardlib.plan.request import Question
 from shardlib.registry import BatchKind, DataSpec, ModelFamily
-from shardlib.run.planning import flops_per_step, plan_run, workload_of
+from shardlib.run.plans.planning import flops_per_step, plan_run, workload_of
 from shardlib.run.setup import make_scope, setup
 
 HERE = __name__
@@ -143,15 +143,8 @@ def file(tmp_path):
     return path
 
 
-def command(capfd, *words):
-    with pytest.raises(SystemExit) as exited:
-        cli.main([str(word) for word in words])
-    out, err = capfd.readouterr()
-    return exited.value.code, out, err
-
-
-def test_it_trains_and_evaluates(file, tmp_path, rows, capfd):
-    code, out, err = command(capfd, "train", file)
+def test_it_trains_and_evaluates(file, tmp_path, rows, shardlib):
+    code, out, err = shardlib("train", file)
     assert code == 0, err
     assert "16 examples" in out
     *_, last = rows(tmp_path / "run")
@@ -159,13 +152,13 @@ def test_it_trains_and_evaluates(file, tmp_path, rows, capfd):
 
 
 @pytest.mark.mesh
-def test_it_resumes_by_the_paths_of_its_directory(file, tmp_path, rows, capfd):
+def test_it_resumes_by_the_paths_of_its_directory(file, tmp_path, rows, shardlib):
     run.train(load(run.RunConfig, file))
     first = rows(tmp_path / "run")
     saved = load(run.RunConfig, tmp_path / "run" / "config.yaml")
     assert saved == load(run.RunConfig, file)
     assert (saved.model.name, saved.data.kind) == (f"{HERE}:FAMILY", f"{HERE}:VectorData")
-    code, out, err = command(capfd, "train", tmp_path / "run", "train.steps=6")
+    code, out, err = shardlib("train", tmp_path / "run", "train.steps=6")
     assert code == 0, err
     assert "from step 4" in out
     both = rows(tmp_path / "run")
@@ -175,8 +168,8 @@ def test_it_resumes_by_the_paths_of_its_directory(file, tmp_path, rows, capfd):
         run.train(load(run.RunConfig, file, [f"train.loss={HERE}:doubled"]))
 
 
-def test_it_is_explained_and_planned(file, capfd):
-    code, out, err = command(capfd, "explain", file, "--json")
+def test_it_is_explained_and_planned(file, shardlib):
+    code, out, err = shardlib("explain", file, "--json")
     assert code == 0, err
     assert "inner/kernel" in out
     config = load(run.RunConfig, file)
@@ -187,8 +180,8 @@ def test_it_is_explained_and_planned(file, capfd):
 
 
 @pytest.mark.mesh
-def test_it_is_checked_with_its_own_data(file, capfd):
-    code, out, err = command(capfd, "check", file, "--json")
+def test_it_is_checked_with_its_own_data(file, shardlib):
+    code, out, err = shardlib("check", file, "--json")
     assert code == 0, out + err
     (facts,) = json.loads(out)
     assert facts["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}
@@ -264,69 +257,24 @@ NAMELESS = ModelFamily(config=Nameless, make=make, loss=denoising)
 @pytest.mark.parametrize(
     ("key", "path", "fault"),
     [
-        (
-            "model.name",
-            "no_such_module.mine:FAMILY",
-            "there is no module 'no_such_module'.\n"
-            "    Install its package, or run the command in the directory that holds it.",
-        ),
-        (
-            "model.name",
-            "shardlib.registri:FAMILY",
-            "there is no module 'shardlib.registri'. Did you mean 'shardlib.registry'?\n"
-            "    Install its package, or run the command in the directory that holds it.",
-        ),
-        (
-            "train.loss",
-            "optax.losses:cosine_distanse",
-            "the module optax.losses has no 'cosine_distanse'. Did you mean 'cosine_distance'?\n"
-            f"    Name a loss function that {sys.modules['optax.losses'].__file__} defines.",
-        ),
-        (
-            "model.name",
-            f"{HERE}:make",
-            f"{HERE}:make is of type function, not a shardlib.registry.ModelFamily.\n"
-            "    Name a shardlib.registry.ModelFamily in its place.",
-        ),
-        (
-            "optimizer.name",
-            "math:pi",
-            "math:pi is of type float, not a function of the schedule that returns an optax "
-            "transformation.\n"
-            "    Name a function of the schedule that returns an optax transformation in its "
-            "place.",
-        ),
-        (
-            "data.kind",
-            f"{HERE}:FAMILY",
-            f"{HERE}:FAMILY is of type ModelFamily, not a configclass that inherits "
-            "shardlib.data.DataConfig.\n"
-            "    Name a configclass that inherits shardlib.data.DataConfig in its place.",
-        ),
-        (
-            "data.kind",
-            f"{HERE}:NotOpened",
-            f"{HERE}:NotOpened lacks what a run calls: open, padding.\n    Define it in the class.",
-        ),
-        (
-            "model.name",
-            f"{HERE}:NAMELESS",
-            f"Nameless, which {HERE}:NAMELESS names, is not a configclass with the field name: "
-            f"str.\n    Declare `name: str = '{HERE}:NAMELESS'` in it.",
-        ),
-        (
-            "train.loss",
-            "a:b:c",
-            "'a:b:c' is not an import path.\n    Write module:name, as in mypackage.mine:FAMILY.",
-        ),
-        ("train.loss", "mse", "expected an import path (module:name) or null, got 'mse'."),
+        ("model.name", "no_such_module.mine:FAMILY", "there is no module 'no_such_module'"),
+        ("model.name", "shardlib.registri:FAMILY", "Did you mean 'shardlib.registry'?"),
+        ("train.loss", "optax.losses:cosine_distanse", "Did you mean 'cosine_distance'?"),
+        ("model.name", f"{HERE}:make", "of type function, not a shardlib.registry.ModelFamily"),
+        ("optimizer.name", "math:pi", "of type float, not a function of the schedule"),
+        ("data.kind", f"{HERE}:FAMILY", "of type ModelFamily, not a configclass that inherits"),
+        ("data.kind", f"{HERE}:NotOpened", "lacks what a run calls: open, padding"),
+        ("model.name", f"{HERE}:NAMELESS", f"Declare `name: str = '{HERE}:NAMELESS'` in it"),
+        ("train.loss", "a:b:c", "Write module:name, as in mypackage.mine:FAMILY"),
+        ("train.loss", "mse", "expected an import path (module:name) or null, got 'mse'"),
     ],
-    ids=lambda value: value.removeprefix(f"{HERE}:") if ":" in value and "\n" not in value else "",
+    ids=lambda value: value.removeprefix(f"{HERE}:") if ":" in value and " " not in value else "",
 )
 def test_a_wrong_path_is_a_fault_of_its_key(file, key, path, fault):
     with pytest.raises(ConfigError) as refused:
         load(run.RunConfig, file, [f"{key}={path}"])
-    assert str(refused.value) == f"command line: {key}={path}: {fault}"
+    assert str(refused.value).startswith(f"command line: {key}={path}: ")
+    assert fault in str(refused.value)
 
 
 def test_a_module_that_fails_is_named_with_the_line(file, tmp_path, monkeypatch):
@@ -341,42 +289,24 @@ def test_a_module_that_fails_is_named_with_the_line(file, tmp_path, monkeypatch)
     )
 
 
-def test_what_does_not_fit_is_told_before_anything_is_allocated(file, capfd):
-    code, _, err = command(capfd, "explain", file, f"train.loss={HERE}:without_train")
-    assert (code, "Traceback" in err) == (2, False)
-    assert err.startswith(
-        f"ConfigError: {HERE}:without_train cannot be called as loss(model, batch, rng, "
-        "train=True): "
-    )
-    code, _, err = command(capfd, "explain", file, "train.label_smoothing=0.1")
-    assert "label_smoothing=0.1): got an unexpected keyword argument 'label_smoothing'" in err
-    code, _, err = command(capfd, "explain", file, f"optimizer.name={HERE}:not_an_optimizer")
-    assert err.startswith(
-        f"ConfigError: optimizer.name: {HERE}:not_an_optimizer returned a function, not an optax "
-        "transformation.\n  Return one"
-    )
-    code, _, err = command(capfd, "explain", file, "optimizer.weight_decay=0.1")
-    assert err.startswith(
-        "ConfigError: command line: optimizer.weight_decay=0.1: weight_decay does nothing with "
-        f"name={HERE}:make_optimizer: an optimizer of your own has its own. Remove it."
-    )
-    code, _, err = command(capfd, "explain", file, "model={name: resnet}")
-    assert err.startswith(
-        f"ConfigError: model 'resnet' takes images, but data.kind is '{HERE}:VectorData', which "
-        "gives examples.\n  Set data.kind=images, or choose another model."
-    )
-    code, _, err = command(capfd, "explain", file, "data={kind: images}")
-    assert err.startswith(
-        f"ConfigError: model '{HERE}:FAMILY' takes examples, but data.kind is 'images'.\n"
-        "  Set data.kind to a source that gives examples, or choose another model."
-    )
+def test_what_does_not_fit_is_told_before_anything_is_allocated(file, shardlib):
+    for override, fault in {
+        f"train.loss={HERE}:without_train": "cannot be called as loss(model, batch, rng",
+        "train.label_smoothing=0.1": "got an unexpected keyword argument 'label_smoothing'",
+        f"optimizer.name={HERE}:not_an_optimizer": "returned a function, not an optax",
+        "optimizer.weight_decay=0.1": "weight_decay does nothing with name=",
+        "model={name: resnet}": "Set data.kind=images, or choose another model",
+        "data={kind: images}": "Set data.kind to a source that gives examples",
+    }.items():
+        code, _, err = shardlib("explain", file, override)
+        assert (code, err.startswith("ConfigError: "), fault in err) == (2, True, True), err
 
 
-def test_the_current_directory_is_looked_in(file, tmp_path, monkeypatch, capfd):
+def test_the_current_directory_is_looked_in(file, tmp_path, monkeypatch, shardlib):
     (tmp_path / "beside_the_config.py").write_text(
         "def make(schedule):\n    import optax\n    return optax.sgd(schedule)\n"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    code, _, err = command(capfd, "explain", file, "optimizer.name=beside_the_config:make")
+    code, _, err = shardlib("explain", file, "optimizer.name=beside_the_config:make")
     assert code == 0, err

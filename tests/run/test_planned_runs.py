@@ -15,7 +15,7 @@ from shardlib.errors import ModelError
 from shardlib.hardware import parse_cluster
 from shardlib.plan.problem import Choice, Plan
 from shardlib.plan.settings import settings, to_overrides
-from shardlib.run.suggest_fixes import choice_of, layout_of
+from shardlib.run.plans.planning import choice_of, layout_of
 
 STEPS, LAYERS, BATCH = 2, 4, 32
 SHORT = (

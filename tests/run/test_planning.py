@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardlib import cli, run
+from shardlib import run
 from shardlib.config import load
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import parse_cluster
 from shardlib.mesh import mesh_sizes
 from shardlib.plan import plan
 from shardlib.run import RunConfig
-from shardlib.run.planning import planned_mesh, workload_of
+from shardlib.run.plans.planning import planned_mesh, workload_of
 from shardlib.run.setup import make_scope
 
 CONFIG = """
@@ -209,7 +209,7 @@ def test_the_automatic_mesh_is_planned_where_it_is_clearly_faster(file):
     )
     assert auto("cpu:8") == (
         mesh.parse("fsdp=8"),
-        "the plain choice: the planner knows only TPUs and GPUs",
+        "default; the planner does not know this device",
     )
     scope = make_scope(load(RunConfig, file, ["mesh=auto"]), parse_cluster("v5e-16"))
     assert mesh_sizes(scope.mesh) == {"fsdp": 16}
@@ -232,21 +232,14 @@ def test_the_automatic_mesh_runs_with_the_rest_of_the_config(on, microbatches):
 def test_a_run_says_which_mesh_it_took_where_its_chip_is_not_known(file):
     config = load(RunConfig, file, ["mesh=auto"])
     assert run.explain(config).choices["auto mesh"] == (
-        "fsdp=8, the plain choice: the planner knows only TPUs and GPUs"
+        "fsdp=8, default; the planner does not know this device"
     )
 
 
-def shardlib(capfd, *words):
-    with pytest.raises(SystemExit) as exited:
-        cli.main(list(map(str, words)))
-    out, err = capfd.readouterr()
-    return exited.value.code, out, err
-
-
 @pytest.mark.mesh
-def test_the_command(capfd, file):
+def test_the_command(shardlib, file):
     code, out, _ = shardlib(
-        capfd, "plan", file, "model.num_layers=4", "--on", "8xh100", "--why-not", "fsdp=4,tensor=2",
+        "plan", file, "model.num_layers=4", "--on", "8xh100", "--why-not", "fsdp=4,tensor=2",
         "--price", "2", "--top", "2",
     )  # fmt: skip
     assert code == 0
@@ -257,7 +250,7 @@ def test_the_command(capfd, file):
     assert "\nWhy not\n  data=8 (the config's): " in out
     assert "\n  fsdp=4,tensor=2: " in out
     code, out, _ = shardlib(
-        capfd, "plan", "--model", "llama3-8b", "--on", "v5p", "--tokens", "1T", "--days", "30",
+        "plan", "--model", "llama3-8b", "--on", "v5p", "--tokens", "1T", "--days", "30",
         "--global-batch", "4M", "--json",
     )  # fmt: skip
     facts = json.loads(out)
@@ -267,14 +260,14 @@ def test_the_command(capfd, file):
     assert facts["cluster"].startswith("v5p-")
 
 
-def test_what_the_command_refuses(capfd, file):
-    code, out, err = shardlib(capfd, "plan", "--on", "8xh100")
+def test_what_the_command_refuses(shardlib, file):
+    code, out, err = shardlib("plan", "--on", "8xh100")
     assert (code, out) == (2, "")
     assert err.endswith(
         "ConfigError: plan takes a config or a model.\n  Write shardlib plan CONFIG --on CLUSTER, "
         "or shardlib plan --model llama3-70b --on CLUSTER.\n"
     )
-    code, out, err = shardlib(capfd, "plan", "--model", "llama3-70b", "--on", "8xh100")
+    code, out, err = shardlib("plan", "--model", "llama3-70b", "--on", "8xh100")
     assert (code, out) == (2, "")
     assert "MeshError: llama3-70b does not fit 8xh100: " in err
     with pytest.raises(MeshError, match="has no size"):

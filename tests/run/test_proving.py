@@ -6,11 +6,10 @@ import json
 import pytest
 
 import shardlib as sl
-from shardlib import cli
 from shardlib.cli.arguments import load_config
 from shardlib.errors import MeshError
 from shardlib.mesh import make_mesh
-from shardlib.run.proving import Proof, reduced, small_mesh, tables
+from shardlib.run.reports.proving import Proof, reduced, small_mesh, tables
 from shardlib.sharding.constrain import active
 from shardlib.testing.deviations import Deviation, Quantity
 from shardlib.testing.equivalent import Comparison
@@ -29,13 +28,6 @@ def config(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG)
     return str(file)
-
-
-def check(capfd, *words):
-    with pytest.raises(SystemExit) as exited:
-        cli.main(["check", *words])
-    out, err = capfd.readouterr()
-    return exited.value.code, out, err
 
 
 def test_a_mesh_keeps_its_axes():
@@ -58,8 +50,8 @@ def test_a_config_is_halved_as_far_as_its_mesh_allows(config):
 
 
 @pytest.mark.mesh
-def test_a_right_config_exits_0(capfd, config):
-    code, out, err = check(capfd, config, "--mesh", "fsdp=4,tensor=2", "--json")
+def test_a_right_config_exits_0(shardlib, config):
+    code, out, err = shardlib("check", config, "--mesh", "fsdp=4,tensor=2", "--json")
     assert code == 0, err
     (facts,) = json.loads(out)
     assert facts["mesh"] == {"fsdp": 4, "tensor": 2}
@@ -68,7 +60,7 @@ def test_a_right_config_exits_0(capfd, config):
 
 
 @pytest.mark.mesh
-def test_a_wrong_loss_exits_1(capfd, config, monkeypatch):
+def test_a_wrong_loss_exits_1(shardlib, config, monkeypatch):
     """A loss that depends on the mesh: it is divided by the devices along an axis."""
 
     def divided(*arguments, **options):
@@ -77,21 +69,23 @@ def test_a_wrong_loss_exits_1(capfd, config, monkeypatch):
 
     wrong = dataclasses.replace(FAMILY, loss=divided)
     monkeypatch.setattr("shardlib_models.transformer.FAMILY", wrong)
-    code, out, err = check(capfd, config, "--mesh", "fsdp=4,tensor=2", "--mesh", "data=2,tensor=2")
+    code, out, err = shardlib(
+        "check", config, "--mesh", "fsdp=4,tensor=2", "--mesh", "data=2,tensor=2"
+    )
     assert code == 1, err
     assert "the loss of step 1" in out
-    code, out, _ = check(capfd, config, "--mesh", "data=2,fsdp=2", "--json")
+    code, out, _ = shardlib("check", config, "--mesh", "data=2,fsdp=2", "--json")
     assert code == 1
     (facts,) = json.loads(out)
     assert not facts["right"]
     assert any(row["quantity"] == "the loss of step 1" for row in facts["differ"])
 
 
-def test_wrong_requests_exit_2(capfd, config):
-    code, out, err = check(capfd, config, "--mesh", "data=two")
+def test_wrong_requests_exit_2(shardlib, config):
+    code, out, err = shardlib("check", config, "--mesh", "data=two")
     assert (code, out) == (2, "")
     assert "data=two" in err
-    code, _, err = check(capfd, config, "train.local_sgd.inner_steps=2")
+    code, _, err = shardlib("check", config, "train.local_sgd.inner_steps=2")
     assert code == 2
     assert "train.local_sgd=null" in err
 

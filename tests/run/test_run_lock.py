@@ -16,13 +16,13 @@ from shardlib import cli, run
 from shardlib.checkpoint import RunCheckpoints
 from shardlib.errors import RunDirError
 from shardlib.log.events import read_events
-from shardlib.run.lock import hold
+from shardlib.run.directory import hold
 from shardlib.runtime.launch.local import group_variables
 
 QUIET = ("eval.every_steps=0", "train.sample_length=0")
 HOLDER = """
 import os, pathlib, subprocess, sys, time
-from shardlib.run.lock import hold
+from shardlib.run.directory import hold
 with hold(pathlib.Path(sys.argv[1]), print):
     {meanwhile}
     print("held", flush=True)
@@ -98,7 +98,7 @@ def test_a_child_that_fails_does_not_give_the_lock_away(tmp_path):
     with hold(tmp_path, pytest.fail):
         code = """
             import os, pathlib, sys
-            from shardlib.run.lock import hold
+            from shardlib.run.directory import hold
             with hold(pathlib.Path(sys.argv[1]), print):
                 if child := os.fork():
                     os.waitpid(child, 0)
@@ -164,7 +164,7 @@ def test_every_process_of_a_group_is_refused(tmp_path):
         import pathlib, sys
         from shardlib.runtime import distributed
         from shardlib.errors import RunDirError
-        from shardlib.run.lock import hold
+        from shardlib.run.directory import hold
         distributed.initialize()
         for run_dir in sys.argv[1:]:
             try:

@@ -105,22 +105,13 @@ def test_loggers_get_the_rows_of_a_run_and_of_the_run_that_resumes_it(
 
 def test_what_is_not_a_logger_is_refused_before_anything_is_written(lab, tmp_path):
     config = lab.config(tmp_path / "run")
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"loggers\[0\] is the class Records"):
         run.train(config, loggers=[Records])
-    assert str(error.value) == (
-        "loggers[0] is the class Records, but an object is expected.\n  Pass Records(...)."
-    )
     names = "train.loggers=[nowhere:Mine, pathlib:Path]"
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(
+        ConfigError, match=r"(?s)2 faults.*no module 'nowhere'.*'pathlib:Path' lacks"
+    ):
         run.train(lab.config(tmp_path / "run", names))
-    assert str(error.value) == (
-        "the run has 2 faults:\n"
-        "  train.loggers: there is no module 'nowhere'.\n"
-        "    Install its package, or run the command in the directory that holds it.\n"
-        "  train.loggers: 'pathlib:Path' lacks methods of a metrics logger: "
-        "start, log, rewind, close.\n"
-        "    Add them as shardlib.log.loggers.MetricsLogger describes."
-    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from shardlib import run
 from shardlib.config import to_dict
-from shardlib.errors import ConfigError, MeshError, ModelError, RuleError
+from shardlib.errors import ConfigError, MeshError, RuleError
 
 SHORT = ("train.steps=4", "optimizer.warmup_steps=1", "train.sample_length=0", "model.dropout=0")
 NO_EVAL = ("eval.every_steps=0",)
@@ -119,58 +119,42 @@ def test_microbatches_auto_are_decided_once(lab, tmp_path, capsys):
     assert "2: as the run began" in capsys.readouterr().out
 
 
-def test_what_cannot_be_is_refused_before_data_is_read(lab, tmp_path):
-    def refusal(error, *overrides):
-        with pytest.raises(error) as caught:
-            run.train(lab.config(tmp_path / "run", *SHORT, *overrides))
-        assert not (tmp_path / "run").exists()
-        return str(caught.value)
+GROUPS = "train.reduction.group_microbatches"
 
-    assert refusal(ConfigError, "mesh=stage=4,data=2", "train.microbatches=2") == (
-        "2 microbatches do not fill 4 stages: the schedule 1f1b keeps one in each.\n"
-        "  Use at least microbatches=4, fewer stages, or gpipe.\n"
-        "2 layers cannot be cut into 4 stages.\n"
-        "  Use a number of layers that 4 divides, or other stages or chunks."
-    )
-    assert refusal(RuleError, "mesh=fsdp=4,tensor=2", "rules=fsdp") == (
-        "no rule names the mesh axis 'tensor': its 2 devices would all hold and compute the same.\n"
-        "  Set mesh to axes that the rules name, or rules to a preset that uses it."
-    )
-    assert refusal(RuleError, "mesh=auto", "rules=data") == (
-        "no rule names the mesh axis 'fsdp': its 8 devices would all hold and compute the same.\n"
-        "  Set mesh to axes that the rules name, or rules to a preset that uses it."
-    )
-    assert refusal(RuleError, "mesh=data=2,tnesor=4").startswith(
-        "no rule names the mesh axis 'tnesor': its 4 devices would all hold and compute the same. "
-        "Did you mean 'tensor'?\n"
-    )
-    assert refusal(ConfigError, "mesh=data=8", "train.reduction.group_microbatches=[1,2]") == (
-        "reduction.group_microbatches names 2 groups, but the mesh has data=8.\n"
-        "  Give 8, one for each group in order."
-    )
-    assert refusal(MeshError, "mesh=data=2,fsdp=4", "train.local_sgd.groups=3") == (
-        "3 groups do not divide over the 2 devices along data.\n"
-        "  Use a multiple of 2, or leave groups out."
-    )
-    uneven = ("train.reduction.group_microbatches=[3,2]",)
-    assert refusal(MeshError, "mesh=data=2,fsdp=4", *uneven, "train.global_batch=16") == (
-        "train.global_batch=16 does not divide into 5 microbatches over all groups.\n"
-        "  Choose a multiple of 5."
-    )
-    apart = ("train.local_sgd.groups=4",)
-    assert refusal(MeshError, "mesh=data=2,fsdp=4", *apart) == (
-        "train.global_batch=8 in 4 microbatches of 2 cannot be shared out: data+fsdp+expert=4 does "
-        "not divide 2.\n  Choose a multiple of 16, or another mesh."
-    )
-    uneven = ("train.reduction.group_microbatches=[2,1]", "train.global_batch=3")
-    assert refusal(MeshError, "mesh=data=2,tensor=4", *uneven) == (
-        "eval.global_batch=null, train.global_batch=3 cannot be shared out: data+fsdp+expert=2 "
-        "does not divide 3.\n  Choose a multiple of 2, or another mesh."
-    )
-    assert refusal(ModelError, "mesh=context=8", "model.context=ulysses") == (
-        "attention by ulysses over context=8 cannot work: 8 devices do not divide the 4 heads of "
-        "each.\n  Use context 'ring' or 'gather', or a smaller context axis."
-    )
+
+@pytest.mark.parametrize(
+    ("error", "overrides", "part"),
+    [
+        (ConfigError, ("mesh=stage=4,data=2", "train.microbatches=2"), "do not fill 4 stages"),
+        (ConfigError, ("mesh=stage=4,data=2", "train.microbatches=4"), "cannot be cut into 4"),
+        (RuleError, ("mesh=fsdp=4,tensor=2", "rules=fsdp"), "no rule names the mesh axis 'tensor'"),
+        (RuleError, ("mesh=auto", "rules=data"), "no rule names the mesh axis 'fsdp'"),
+        (RuleError, ("mesh=data=2,tnesor=4",), "Did you mean 'tensor'?"),
+        (
+            ConfigError,
+            ("mesh=data=8", f"{GROUPS}=[1,2]"),
+            "names 2 groups, but the mesh has data=8",
+        ),
+        (MeshError, ("mesh=data=2,fsdp=4", "train.local_sgd.groups=3"), "Use a multiple of 2"),
+        (
+            MeshError,
+            ("mesh=data=2,fsdp=4", f"{GROUPS}=[3,2]", "train.global_batch=16"),
+            "Choose a multiple of 5",
+        ),
+        (MeshError, ("mesh=data=2,fsdp=4", "train.local_sgd.groups=4"), "Choose a multiple of 16"),
+        (
+            MeshError,
+            ("mesh=data=2,tensor=4", f"{GROUPS}=[2,1]", "train.global_batch=3"),
+            "eval.global_batch=null, train.global_batch=3 cannot be shared out",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_data_is_read(lab, tmp_path, error, overrides, part):
+    with pytest.raises(error) as caught:
+        run.train(lab.config(tmp_path / "run", *SHORT, *overrides))
+    assert part in str(caught.value)
+    assert "\n  " in str(caught.value)
+    assert not (tmp_path / "run").exists()
 
 
 def test_options_that_exclude_each_other(lab, tmp_path):

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from shardlib import cli
-
 pytestmark = pytest.mark.aot
 
 pytest.importorskip("libtpu")
@@ -21,18 +19,11 @@ precision: bf16
 """
 
 
-def shardlib(capfd, *words):
-    with pytest.raises(SystemExit) as exited:
-        cli.main(words)
-    out, err = capfd.readouterr()
-    return exited.value.code, out, err
-
-
-def test_the_best_plans_are_compiled_and_ranked_again(capfd, tmp_path):
+def test_the_best_plans_are_compiled_and_ranked_again(shardlib, tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG)
     code, out, err = shardlib(
-        capfd, "plan", str(path), "--on", "v5e-8", "--verify", "2", "--top", "2", "--json"
+        "plan", str(path), "--on", "v5e-8", "--verify", "2", "--top", "2", "--json"
     )
     assert code == 0, err
     facts = json.loads(out)
@@ -46,14 +37,3 @@ def test_the_best_plans_are_compiled_and_ranked_again(capfd, tmp_path):
         assert found["peak_bytes"] < 15.75 * 2**30
         # The program sends what the cost model says it would, but for start-ups and scalars.
         assert 0.3 < found["traffic"] < 3.0
-
-
-def test_a_published_model_has_no_config_to_compile(capfd):
-    code, out, err = shardlib(
-        capfd, "plan", "--model", "llama3-8b", "--on", "v5e-64", "--verify", "1"
-    )
-    assert (code, out) == (2, "")
-    assert err == (
-        "ConfigError: --verify compiles the step of a config, but --model has none.\n"
-        "  Write shardlib plan CONFIG --on CLUSTER --verify K.\n"
-    )

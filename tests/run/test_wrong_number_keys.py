@@ -25,12 +25,6 @@ def test_both_steps_are_given_them(lab):
         assert step.check.allowed == ("SL205", "SL206")
 
 
-def test_left_out_shardlib_partitions_and_nothing_is_allowed(lab):
-    found = programs(lab.config("unused", "mesh=fsdp=8"))
-    for step in (found.train, found.evaluate):
-        assert (step.constrain, step.check.allowed) == ("auto", ())
-
-
 def test_groups_that_train_apart_are_given_them(lab):
     words = ("mesh=data=8", "train.local_sgd.inner_steps=2", "train.constrain=user")
     assert programs(lab.config("unused", *words)).train.inner.constrain == "user"

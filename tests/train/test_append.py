@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shardlib.log.append import AppendFile
+from shardlib.log.durable_log import AppendFile
 
 
 def test_a_full_disk_delays_what_is_written_and_says_so_once(tmp_path, small_files):

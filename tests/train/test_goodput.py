@@ -142,35 +142,11 @@ def test_whatever_befalls_a_run_its_shares_are_its_wall_time(actions):
     assert spent["step"] == pytest.approx(sum(seconds_of[n] for n in range(1, step + 1)), abs=1e-6)
 
 
-def test_rows_of_old_have_no_account_and_the_run_goes_on():
-    now = [50.0]
-    clock = PhaseClock(lambda: now[0])
-    account = Account(clock, now=lambda: now[0])
-    account.resume({"step": 7, "loss": 1.0}, {"step": 9, "loss": 1.0})
-    assert sum(account.seconds().values()) == 0.0
-    clock.enter("step")
-    now[0] += 5
-    account.rewound({"step": 7, "loss": 1.0})
-    assert account.seconds()["lost"] == 5.0
-
-
 def test_a_wall_clock_put_back_makes_no_time_negative():
     now = [50.0]
     account = Account(PhaseClock(lambda: 0.0), now=lambda: now[0])
     account.resume(None, {"time": 80.0, "spent": {"step": 4.0, "init": 1.0}})
     assert {k: v for k, v in account.seconds().items() if v} == {"init": 1.0, "lost": 4.0}
-
-
-def test_what_follows_the_end_of_a_finished_run_is_nobodys():
-    now = [50.0]
-    clock = PhaseClock(lambda: now[0])
-    account = Account(clock, now=lambda: now[0])
-    now[0] += 2.0
-    ended = {"time": 40.0, "spent": {"step": 4.0}}
-    account.resume({"spent": {"step": 4.0}}, ended | {"finished": True})
-    assert {k: v for k, v in account.seconds().items() if v} == {"init": 2.0, "step": 4.0}
-    account.resume({"spent": {"step": 4.0}}, ended | {"finished": False})
-    assert account.seconds()["idle"] == 10.0
 
 
 def test_a_stamp_is_short():

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.log.jsonl import decode, encode
+from shardlib.log.durable_log import decode, encode
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 VALUES = st.recursive(

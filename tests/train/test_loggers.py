@@ -255,13 +255,6 @@ def test_a_full_disk_holds_no_run_up(tmp_path, small_files):
     assert sorted(events(tmp_path)[-2:]) == [(100, "learning_rate", 1.0), (100, "loss", 0.25)]
 
 
-def test_event_files_hold_the_same_numbers(tmp_path):
-    with board(tmp_path) as loggers:
-        loggers.log(1, {"loss": 0.5, "mfu": None})
-        loggers.log(2, {"loss": 0.25, "eval/loss": 4.0})
-    assert events(tmp_path) == [(1, "loss", 0.5), (2, "loss", 0.25), (2, "eval/loss", 4.0)]
-
-
 def test_event_files_hide_what_a_rewind_takes_away(tmp_path):
     with board(tmp_path) as loggers:
         for step in (1, 2, 3):

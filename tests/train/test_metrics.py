@@ -1,8 +1,6 @@
 """The metrics file and its guarantees, rates."""
 
 import math
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -84,32 +82,6 @@ def test_a_foreign_line_does_not_keep_a_run_from_resuming(tmp_path):
     assert path.read_text().splitlines() == lines
 
 
-def test_foreign_lines_are_named_without_asserts(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": "1"}\n')
-    (tmp_path / "events.jsonl").write_text('{"step": 1}\n')
-    code = """
-import sys
-from shardlib.errors import ShardlibError
-from shardlib.log.events import read_events
-from shardlib.log.metrics import read_metrics
-for read in (read_metrics, read_events):
-    try:
-        read(sys.argv[1])
-    except ShardlibError as error:
-        print(str(error).splitlines()[0])
-"""
-    done = subprocess.run(
-        [sys.executable, "-O", "-c", code, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines() == [
-        f"""{tmp_path}/metrics.jsonl:1: not the metrics of a step: '{{"step": "1"}}'.""",
-        f"""{tmp_path}/events.jsonl:1: not an event: '{{"step": 1}}'.""",
-    ]
-
-
 def test_a_rewind_takes_rows_away_and_goes_on(tmp_path):
     write(tmp_path, [1, 2, 3])
     with MetricsWriter(tmp_path, resume_step=3) as writer:
@@ -130,23 +102,6 @@ def test_a_rewind_takes_rows_away_and_goes_on(tmp_path):
     with MetricsWriter(tmp_path, resume_step=3) as writer:
         assert writer.rewind(0) is None
     assert read_metrics(tmp_path) == []
-
-
-def test_the_row_to_go_on_from_and_the_last_that_was_there(tmp_path):
-    write(tmp_path, [1, 2, 3])
-    with MetricsWriter(tmp_path, resume_step=1) as writer:
-        assert writer.kept == {"step": 1, "loss": 1.0}
-        assert writer.last == {"step": 3, "loss": 1 / 3}
-    with MetricsWriter(tmp_path) as writer:
-        assert writer.kept is None
-
-
-def test_a_row_ends_with_its_account(tmp_path):
-    account = {"time": 5.5, "spent": {"step": 2.0}}
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(1, {"loss": 0.5, "goodput": 0.25}, account)
-    (row,) = read_metrics(tmp_path)
-    assert row == {"step": 1, "loss": 0.5, "goodput": 0.25, "time": 5.5, "spent": {"step": 2.0}}
 
 
 def test_step_times_leave_out_compilation_and_pauses():

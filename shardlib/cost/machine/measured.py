@@ -93,7 +93,7 @@ class Calibration:
     @property
     def exp_seconds(self) -> float:
         """Seconds of one exponential on top of the pass over memory that contains it."""
-        # A float32 element is read once and written twice; see `run.calibrating`.
+        # A float32 element is read once and written twice; see `run.plans.calibrating`.
         each = 12 / self.exp.bytes_per_second - 12 / self.memory.bytes_per_second
         return max(each, 0.0)
 

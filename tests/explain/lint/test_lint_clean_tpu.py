@@ -7,7 +7,7 @@ import pytest
 from shardlib.config import load
 from shardlib.explain.lint import Limits
 from shardlib.run.config import RunConfig
-from shardlib.run.explaining import explain_compiled
+from shardlib.run.reports.explaining import explain_compiled
 
 pytestmark = pytest.mark.aot
 

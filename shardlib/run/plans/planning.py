@@ -1,4 +1,4 @@
-"""Planning of a run from its config, and the mesh of `mesh: auto`."""
+"""Planning of a run from its config, the mesh of `mesh: auto`, and fixes for a full memory."""
 
 import dataclasses
 from typing import Any, cast
@@ -6,7 +6,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from shardlib.cost.layout import SHARDLIB, Layout
+from shardlib.cost.layout import SHARDLIB, Layout, Software
 from shardlib.cost.workload import Job
 from shardlib.data import batch_spec
 from shardlib.errors import ConfigError, MeshError, ModelError, ShardlibError
@@ -17,8 +17,9 @@ from shardlib.nn import remat
 from shardlib.optim.named import build_optimizer
 from shardlib.plan.api import STATE_BYTES, answer, of_dims
 from shardlib.plan.candidates import schedule
+from shardlib.plan.fixes import Fix, cheapest_fixes
 from shardlib.plan.mixed_result import MixedPlans, answer_mixed
-from shardlib.plan.problem import Plan, Workload
+from shardlib.plan.problem import Choice, Plan, Workload
 from shardlib.plan.request import Question
 from shardlib.plan.result import Plans
 from shardlib.plan.search import search
@@ -28,10 +29,10 @@ from shardlib.plan.workloads.tracing import trace_workload
 from shardlib.plan.workloads.transformer import POLICIES, TransformerWorkload
 from shardlib.registry import DataSpec, family
 from shardlib.rules import STANDARD, AxisRules
-from shardlib.run.calibrating import as_measured
 from shardlib.run.checks import check_fit, expected_spec
 from shardlib.run.config import AUTO, RulesConfig, RunConfig
 from shardlib.run.loss import loss_of
+from shardlib.run.plans.calibrating import as_measured
 from shardlib.run.setup import model_maker
 from shardlib.train.reduce.reduction import ReductionConfig
 
@@ -40,7 +41,7 @@ _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1, "lars": 1, "muon": 1, "a
 column factors are few and not counted."""
 _NEWTON_SCHULZ_STEPS = 5
 """Newton-Schulz steps of optax.contrib.muon."""
-UNPLANNED = "the plain choice: the planner knows only TPUs and GPUs"
+UNPLANNED = "default; the planner does not know this device"
 _WORTH_CHANGING = 0.9
 """Fraction of the time of the plain choice that another mesh must beat for `mesh: auto` to take it.
 The margin is the error of the predictions."""
@@ -304,14 +305,14 @@ def _offloads(config: RunConfig) -> tuple[bool, ...]:
     return (False, True) if config.train.local_sgd is None else (False,)
 
 
-def _policies(model: Any) -> tuple[str, ...]:
+def _policies(model: object) -> tuple[str, ...]:
     if not hasattr(model, "remat"):
         return ("none",)
     tags = getattr(model, "remat_tags", ())
     return tuple(policy for policy in POLICIES if not remat.check(policy, tags))
 
 
-def _software(config: RunConfig) -> Any:
+def _software(config: RunConfig) -> Software:
     unfused = getattr(config.model, "attention", "auto") == "xla"
     return dataclasses.replace(SHARDLIB, attention="unfused") if unfused else SHARDLIB
 
@@ -362,3 +363,66 @@ def _notes(config: RunConfig) -> list[str]:
             "train.reduction are not priced."
         )
     return found
+
+
+def fixes_of(config: RunConfig, cluster: Cluster, peak_bytes: float) -> list[Fix]:
+    """Returns at most three changes that make a run fit and cost the least time.
+
+    Args:
+        config: The run, with its mesh.
+        cluster: The cluster that the run does not fit.
+        peak_bytes: Peak bytes of its compiled step. The cost model is assumed to have the same
+            error after a change.
+
+    Raises:
+        ModelError: If the model, its rematerialisation or its axes cannot be planned.
+    """
+    _, workload = workload_of(config)
+    cluster = as_measured(cluster)
+    layout, choice = layout_of(config, cluster), choice_of(config)
+    predicted = workload.memory(layout, choice, cluster).total
+    over = peak_bytes - predicted
+    return cheapest_fixes(workload, layout, choice, cluster, over_bytes=over)
+
+
+def layout_of(config: RunConfig, cluster: Cluster) -> Layout:
+    """Returns the layout of a run over a cluster.
+
+    Raises:
+        ModelError: If the run has a mesh axis that the planner does not know.
+    """
+    sizes: dict[str, Any] = dict(MeshConfig.parse(config.mesh).resolve(cluster.num_devices).sizes)
+    train = config.train
+    known = Layout.__dataclass_fields__
+    if unknown := [name for name in sizes if name not in known]:
+        raise ModelError(f"the planner does not know the mesh axis {', '.join(unknown)}")
+    rules = read_rules(config.axis_rules())
+    return Layout(
+        **sizes,
+        slices=cluster.num_slices,
+        microbatches=train.num_microbatches,
+        chunks=train.pipeline.chunks if train.pipeline.schedule == "interleaved" else 1,
+        sequence_parallel=rules["sequence_parallel"],
+        zero=rules["zero"][0],
+        offload_optimizer=train.offload_optimizer and cluster.chip is not None,
+    )
+
+
+def choice_of(config: RunConfig) -> Choice:
+    """Returns the choices of a run other than its mesh.
+
+    Raises:
+        ModelError: If no plan has the ranges of its rematerialisation. A plan applies a policy to
+            the same number of layers in each stage, and none to the others.
+    """
+    policy = getattr(config.model, "remat", "none")
+    chunks = getattr(config.model, "loss_chunks", 1)
+    moments = config.optimizer.momentum_dtype
+    if not policy[0].isdecimal():
+        return Choice(policy, moments=moments, loss_chunks=chunks)
+    num_layers = config.model.num_layers
+    found = remat.runs(policy, num_layers, length=num_layers)
+    pieces = max(len(found) // 2, 1)
+    if len(found) > 1 and (found != found[:2] * pieces or found[1].policy != "none"):
+        raise ModelError(f"the planner does not know the rematerialisation {policy!r}")
+    return Choice(found[0].policy, found[0].num_layers, moments, chunks, pieces)

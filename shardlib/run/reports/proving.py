@@ -3,7 +3,7 @@ one device."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -105,7 +105,7 @@ def prove(config: RunConfig, mesh: str | None = None, *, steps: int = 3) -> Proo
     return Proof(comparison, _sizes(small))
 
 
-def small_mesh(spec: Any) -> str:
+def small_mesh(spec: str | Mapping[str, int | str]) -> str:
     """Returns a mesh of at most `DEVICES` devices with the same axes, the largest ones halved."""
     sizes = MeshConfig.parse(spec).sizes
     fixed = math.prod(size for size in sizes.values() if size > 0)

@@ -14,7 +14,7 @@ from shardlib.plan.result import Plans
 from shardlib.plan.settings import mesh_text
 from shardlib.plan.workloads.transformer import TransformerWorkload
 from shardlib.run.config import RunConfig
-from shardlib.run.explaining import explain_compiled
+from shardlib.run.reports.explaining import explain_compiled
 from shardlib.tables import Table
 
 _NETWORK = ("tensor", "context", "expert", "fsdp", "data", "stage")

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from shardlib.cache_root import cache_root
 from shardlib.cost.machine.fitting import fit_line, fit_matmul
@@ -283,10 +284,10 @@ def _loop(mesh: Mesh, body: Callable[[Any], Any], make: Callable[[], Any]) -> Ca
     Each run takes the result of the last one, so that XLA can neither drop nor hoist a run.
     """
 
-    def each(carry: Any, repeats: Any) -> Any:
+    def each(carry: PyTree, repeats: jax.Array) -> PyTree:
         return jax.lax.fori_loop(0, repeats, lambda _, x: body(x), carry)
 
-    def on_all(function: Callable[..., Any], in_specs: Any) -> Any:
+    def on_all(function: Callable[..., Any], in_specs: PyTree[P]) -> Callable[..., PyTree]:
         return jax.jit(
             jax.shard_map(
                 function, mesh=mesh, in_specs=in_specs, out_specs=P(_AXES), check_vma=False
@@ -295,7 +296,7 @@ def _loop(mesh: Mesh, body: Callable[[Any], Any], make: Callable[[], Any]) -> Ca
 
     program, carry = on_all(each, (P(_AXES), P())), on_all(make, ())()
 
-    def run(repeats: int) -> Any:
+    def run(repeats: int) -> PyTree:
         return jax.block_until_ready(program(carry, jnp.int32(repeats)))
 
     return run
@@ -305,11 +306,11 @@ def _matmul(mesh: Mesh, precision: str, shape: tuple[int, int, int]) -> _Trial:
     rows, fan_in, fan_out = shape
     dtype = jnp.dtype(_TYPES[precision])
 
-    def make() -> Any:
+    def make() -> PyTree:
         ones = jnp.ones((rows, fan_in), dtype), jnp.ones((fan_in, fan_out), dtype)
         return (*ones, jnp.zeros((rows, fan_out), dtype))
 
-    def body(carry: Any) -> Any:
+    def body(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         x, w, _ = carry
         y = x @ w
         # One element of the result feeds the operand of the next matmul.
@@ -323,10 +324,10 @@ def _passes(mesh: Mesh, what: str, num_bytes: int, pass_over: Callable[[Any], An
     reads its results back only long after it wrote them."""
     count = min(max(_STACK_BYTES // num_bytes, 1), _LARGEST_STACK)
 
-    def make() -> Any:
+    def make() -> PyTree:
         return jnp.ones((count, num_bytes // 4), jnp.float32)
 
-    def body(stack: Any) -> Any:
+    def body(stack: jax.Array) -> jax.Array:
         return jax.lax.map(pass_over, stack)
 
     # One read and two writes: XLA fills the stack of results with zeros first.
@@ -339,7 +340,7 @@ def _fresh(mesh: Mesh, num_bytes: int) -> _Trial:
     x = jax.jit(lambda: jnp.ones((mesh.size * num_bytes // 4,)), out_shardings=placed)()
     program = jax.jit(lambda x: x * 0.999 + 0.5)
 
-    def run(repeats: int) -> Any:
+    def run(repeats: int) -> PyTree:
         for _ in range(repeats):
             jax.block_until_ready(program(x))
 
@@ -360,12 +361,12 @@ def _collective(mesh: Mesh, kind: str, how: str, num_bytes: int) -> _Trial:
         "shift": lambda x: jax.lax.ppermute(x, axis, ring),
     }
 
-    def body(carry: Any) -> Any:
+    def body(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         x, _ = carry
         y = ways[kind](x)
         return jax.lax.dynamic_update_slice(x, y[:1] * 1e-3, (0,)), y
 
-    def make() -> Any:
+    def make() -> PyTree:
         length = part if kind == "reduce_scatter" else part * size
         return jnp.ones((part * size,), jnp.float32), jnp.zeros((length,), jnp.float32)
 

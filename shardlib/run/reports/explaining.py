@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from shardlib.data import Tokenizer, batch_spec
 from shardlib.errors import DoesNotFitError, ShardlibError
@@ -20,9 +20,9 @@ from shardlib.registry import DataSpec, family
 from shardlib.run.checks import check_config, expected_spec
 from shardlib.run.config import RunConfig
 from shardlib.run.devices import start_devices
+from shardlib.run.plans.planning import fixes_of
 from shardlib.run.resolve_auto import resolve, smallest
 from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup
-from shardlib.run.suggest_fixes import fixes_of
 from shardlib.run.trace_programs import traced
 from shardlib.train.step import TrainStep
 
@@ -124,7 +124,7 @@ def _traced(config: RunConfig, devices: Devices) -> Setup:
     return dataclasses.replace(parts, decided={**parts.decided, **_partition(parts, batch)})
 
 
-def _partition(parts: Setup, batch: Any) -> dict[str, str]:
+def _partition(parts: Setup, batch: PyTree) -> dict[str, str]:
     """Returns who partitions the loss and why, as an entry of `Setup.decided`. Empty on one device
     and for local SGD, whose groups train separately."""
     step = parts.train_step()

@@ -1,0 +1,1 @@
+"""Plans of runs: workloads from configs, and calibrations of devices."""

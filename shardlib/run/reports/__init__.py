@@ -1,0 +1,1 @@
+"""Reports on runs that do not train: placements, proofs on small meshes, compiled plans."""
