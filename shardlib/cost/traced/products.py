@@ -5,31 +5,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from shardlib.cost.machine.kernels import Product
 from shardlib.cost.traced.layout import Laid, Spreading
 from shardlib.cost.traced.rules import product_layout
 from shardlib.jaxprs import Operation
 
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
 """Primitives that multiply matrices."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """Matmuls or a convolution as one device runs them."""
-
-    rows: float
-    fan_in: float
-    fan_out: float
-    groups: float
-    num_bytes: float
-    """Bytes of operands and result."""
-    width: int
-    """Bytes per element of an operand."""
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of all groups."""
-        return 2.0 * self.rows * self.fan_in * self.fan_out * self.groups
 
 
 def product(

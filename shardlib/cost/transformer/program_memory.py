@@ -8,16 +8,13 @@ two layouts, the larger one counts.
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
+from shardlib.cost.costs import Memory
 from shardlib.cost.layout import Layout
-from shardlib.cost.transformer.communication_time import LocalWeights
-from shardlib.cost.transformer.compute_time import OFFLOADED_PIECES, Device, qkv_width
+from shardlib.cost.transformer.communication import LocalWeights
+from shardlib.cost.transformer.computation import OFFLOADED_PIECES, Device, qkv_width
 from shardlib.cost.workload import Job
 from shardlib.hardware import Cluster
-
-if TYPE_CHECKING:
-    from shardlib.cost.transformer.memory import Memory
 
 _FLOAT32 = 4
 _LANES = {"tpu": 128, "gpu": 1}
@@ -39,8 +36,8 @@ element."""
 
 
 def phases(
-    device: Device, cluster: Cluster, held: LocalWeights, base: "Memory"
-) -> tuple["Memory", ...]:
+    device: Device, cluster: Cluster, held: LocalWeights, base: Memory
+) -> tuple[Memory, ...]:
     """Returns the memory in the head, and in the backward pass of the layers.
 
     Args:
@@ -54,8 +51,8 @@ def phases(
 
 
 def _head(
-    device: Device, cluster: Cluster, gradients: tuple[float, float, float], base: "Memory"
-) -> "Memory":
+    device: Device, cluster: Cluster, gradients: tuple[float, float, float], base: Memory
+) -> Memory:
     """Returns the memory of the head and its loss.
 
     A loss in chunks holds the gathered table, a copy and its gradient in float32, and on GPUs a
@@ -84,8 +81,8 @@ def _head(
 
 
 def _layers(
-    device: Device, cluster: Cluster, gradients: tuple[float, float, float], base: "Memory"
-) -> "Memory":
+    device: Device, cluster: Cluster, gradients: tuple[float, float, float], base: Memory
+) -> Memory:
     """Returns the memory of the backward pass of the layers, with what the head leaves waiting."""
     logits, tables = _waiting(device, cluster)
     return dataclasses.replace(
@@ -119,7 +116,7 @@ def _waiting(device: Device, cluster: Cluster) -> tuple[float, float]:
     return device.tokens * job.model.vocab / layout.tensor * width, embedding
 
 
-def update(device: Device, held: LocalWeights, base: "Memory") -> "Memory":
+def update(device: Device, held: LocalWeights, base: Memory) -> Memory:
     """Returns the memory while a piece of an offloaded optimizer state is updated: all gradients,
     and the piece before and after the update. A piece is filled parameter by parameter, so that it
     exceeds its share by at most one parameter.
