@@ -5,6 +5,7 @@ traced program. `cost.pricing` turns them into seconds on the links and rates of
 """
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from shardlib.cost.machine.kernels import Kernel
@@ -152,7 +153,7 @@ class Memory:
     @property
     def total(self) -> float:
         """Bytes on the device."""
-        return sum(vars(self).values()) - self.host
+        return _total(vars(self))
 
     def fits(self, capacity_bytes: float) -> bool:
         """Returns whether it fits a device, with the memory that allocators cannot use."""
@@ -162,3 +163,17 @@ class Memory:
         """Returns the bytes by which it exceeds the usable memory of a device; negative if it
         fits."""
         return self.total - capacity_bytes * (1 - _FRAGMENTATION)
+
+
+def peak(throughout: Mapping[str, float], phases: Iterable[Mapping[str, float]]) -> Memory:
+    """Returns the memory in the phase of a step that holds most.
+
+    Args:
+        throughout: Bytes by category of `Memory`, as held during the whole step.
+        phases: The categories of which a phase holds another number of bytes.
+    """
+    return Memory(**max(({**throughout, **phase} for phase in phases), key=_total))
+
+
+def _total(held: Mapping[str, float]) -> float:
+    return sum(held.values()) - held.get("host", 0.0)

@@ -22,6 +22,7 @@ _PCIE = 31e9
 """Bytes/s to the host if the chip's bandwidth is not known: PCIe 4.0 x16."""
 LinksOf = Callable[[tuple[str, ...]], tuple[Link, ...]]
 """Links that a collective over some mesh axes uses in turn, innermost first."""
+_Group = tuple[str, float, Window]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Machine:
     ) -> dict[str, float]:
         """Returns the seconds by part of collectives that computation does not hide. Those of a
         part that overlap alike share a window; all activations share one."""
-        groups: dict[tuple[object, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        groups: dict[_Group, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for each in collectives:
             fraction = self.hidden_fraction(each.overlap, each.axes)
             shared = "" if each.overlap == "activations" else each.part
@@ -111,7 +112,9 @@ def host_link(cluster: Cluster) -> Link | None:
 
 def by_axis(links: Mapping[str, Link], cluster: Cluster) -> LinksOf:
     """Returns the links of collectives over one mesh axis each: `data` goes on between slices."""
-    found = {(axis,): (link,) for axis, link in links.items()}
+    found: dict[tuple[str, ...], tuple[Link, ...]] = {
+        (axis,): (link,) for axis, link in links.items()
+    }
     if "slices" in links:
         found["data",] += (links["slices"],)
     if host := host_link(cluster):

@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import math
 
-from shardlib.cost.costs import Pass, Work
+from shardlib.cost.costs import Work
 from shardlib.cost.layout import Layout, Software
 from shardlib.cost.machine.kernels import (
     FusedAttention,
@@ -131,11 +131,11 @@ def head(device: Device) -> list[Work]:
     forward, backward = _both_ways(matmul(tokens, model.embed, vocab, width=width))
     logits = tokens * vocab
     passed = Stream(logits * _LOGIT_BYTES[device.software.fusion] / 2, exponentials=logits)
-    kernels: list[tuple[Pass, Kernel]] = [("forward", forward), ("forward", passed)]
-    kernels += [("backward", kernel) for kernel in (*backward, passed)]
+    work = [Work("forward", "head", kernel) for kernel in (forward, passed)]
+    work += [Work("backward", "head", kernel) for kernel in (*backward, passed)]
     if device.job.loss_chunks > 1:
-        kernels.append(("recompute", forward))
-    return [Work(during, "head", kernel) for during, kernel in kernels]
+        work.append(Work("recompute", "head", forward))
+    return work
 
 
 def optimizer(device: Device, params: float) -> list[Work]:

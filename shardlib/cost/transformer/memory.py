@@ -12,10 +12,11 @@ ZeRO (Rajbhandari et al. 2020, section 5).
 
 import dataclasses
 
-from shardlib.cost.costs import RUNTIME_BYTES
+from shardlib.cost.costs import RUNTIME_BYTES, peak
 from shardlib.cost.costs import Memory as Memory
 from shardlib.cost.layout import SHARDLIB, Layout, Software
 from shardlib.cost.transformer import communication, computation, program_memory
+from shardlib.cost.transformer.program_memory import Phase
 from shardlib.cost.workload import NONE, Job
 from shardlib.hardware import Cluster
 
@@ -45,12 +46,12 @@ def peak_memory(
     held = communication.local_weights(device)
     base = _through_the_step(device, cluster, held, dropout=dropout)
     if software.keeps_traced:
-        phases = program_memory.phases(device, cluster, held, base)
+        phases = program_memory.phases(device, cluster, held)
         if layout.offload_optimizer:
-            phases += (program_memory.update(device, held, base),)
+            phases += (program_memory.update(device, held),)
     else:
-        phases = _published_phases(device, held, base)
-    return max(phases, key=lambda phase: phase.total)
+        phases = _published_phases(device, held)
+    return peak(base, phases)
 
 
 def _through_the_step(
@@ -59,8 +60,8 @@ def _through_the_step(
     held: communication.LocalWeights,
     *,
     dropout: bool,
-) -> Memory:
-    """Returns the memory alive in every phase: state, runtime, and activations for the backward
+) -> Phase:
+    """Returns the bytes alive in every phase: state, runtime, and activations for the backward
     pass."""
     job, layout = device.job, device.layout
     optimizer = held.total / layout.fsdp
@@ -73,35 +74,33 @@ def _through_the_step(
         inputs = _inputs_kept(layout) * device.tokens * job.model.embed * job.compute_bytes / cut
     moments = optimizer * job.moment_bytes
     away = moments if layout.offload_optimizer else 0.0
-    return Memory(
-        params=_param_bytes(device, held, optimizer),
-        optimizer=moments - away,
-        activations=waiting * kept + inputs,
-        runtime=RUNTIME_BYTES[cluster.platform],
-        host=waiting * host + away,
-    )
+    return {
+        "params": _param_bytes(device, held, optimizer),
+        "optimizer": moments - away,
+        "activations": waiting * kept + inputs,
+        "runtime": RUNTIME_BYTES[cluster.platform],
+        "host": waiting * host + away,
+    }
 
 
 def _published_phases(
-    device: computation.Device, held: communication.LocalWeights, base: Memory
-) -> tuple[Memory, Memory]:
-    """Returns the memory in the head and in the backward pass of a layer, for programs other than
+    device: computation.Device, held: communication.LocalWeights
+) -> tuple[Phase, Phase]:
+    """Returns what differs in the head and in the backward pass of a layer, for programs other than
     shardlib's, from what they must hold."""
     job, layout = device.job, device.layout
     gradients = held.total * job.gradient_bytes
     if layout.zero > 1:
         gradients /= layout.fsdp
-    in_head = dataclasses.replace(
-        base,
-        logits=device.tokens * job.model.vocab / layout.tensor * _LOGIT_BYTES / job.loss_chunks,
-        gradients=gradients if layout.microbatches > 1 else 0.0,
-    )
-    in_backward = dataclasses.replace(
-        base,
-        gradients=gradients,
-        recomputed=device.tokens * _recomputed(device),
-        gathered=_gathered(device),
-    )
+    in_head = {
+        "logits": device.tokens * job.model.vocab / layout.tensor * _LOGIT_BYTES / job.loss_chunks,
+        "gradients": gradients if layout.microbatches > 1 else 0.0,
+    }
+    in_backward = {
+        "gradients": gradients,
+        "recomputed": device.tokens * _recomputed(device),
+        "gathered": _gathered(device),
+    }
     return in_head, in_backward
 
 
