@@ -294,12 +294,10 @@ PARAMS_TABLE = "params of "
 def constrained_names(jaxpr: Jaxpr) -> set[str]:
     """Returns the logical axes named by a program that was traced on a mesh of logical axes."""
     found: set[str] = set()
-    equations: Sequence[Equation] = jaxpr.eqns
-    for equation in equations:
+    for equation in jaxpr.eqns:
         if equation.primitive.name == "sharding_constraint":
-            names, _ = _logical(
-                equation.params["sharding"].spec, len(equation.outvars[0].aval.shape)
-            )
+            aval: Any = equation.outvars[0].aval
+            names, _ = _logical(equation.params["sharding"].spec, len(aval.shape))
             found |= {name for name in names or () if name}
         for program in subprograms(equation):
             found |= constrained_names(program)

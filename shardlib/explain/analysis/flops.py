@@ -23,7 +23,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Literal
 
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from shardlib.cost.costs import Pass, pass_of
 from shardlib.cost.traced.layout import Equation
