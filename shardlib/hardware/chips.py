@@ -78,267 +78,154 @@ _TITAN = "pytorch/torchtitan, tools/utils.py, get_peak_flops"
 _BEKMAN = "stas00/ml-engineering, compute/accelerator and network"
 _GPU_NETWORKS = "https://docs.cloud.google.com/compute/docs/gpus/gpu-network-bandwidth"
 
-_TPUS = (
-    Chip(
-        name="v4",
-        full_name="TPU v4",
-        kind="tpu",
-        device_kinds=("TPU v4",),
-        bf16_flops=275e12,
-        fp16_flops=None,
-        fp8_flops=None,
-        int8_ops=275e12,
-        memory_bytes=32 * _GIB,
-        memory_bytes_per_second=1200e9,
-        chips_per_host=4,
-        network_bytes_per_second_per_host=25e9,
-        ici_links=6,
-        ici_bytes_per_second_per_link=50e9,
-        ici_achievable_bytes_per_second_per_link=45e9,
-        torus_dims=3,
-        max_chips=4096,
-        sources=(_CLOUD_DOCS + "v4", _SCALING_BOOK, _KINDS),
-        unverified=("ici_bytes_per_second_per_link",),
-    ),
-    Chip(
-        name="v5e",
-        full_name="TPU v5e",
-        kind="tpu",
-        device_kinds=("TPU v5 lite", "TPU v5e"),
-        bf16_flops=197e12,
-        fp16_flops=None,
-        fp8_flops=None,
-        int8_ops=393e12,
-        memory_bytes=16e9,
-        memory_bytes_per_second=819e9,
-        chips_per_host=8,
-        network_bytes_per_second_per_host=25e9,
-        ici_links=4,
-        ici_bytes_per_second_per_link=50e9,
-        ici_achievable_bytes_per_second_per_link=45e9,
-        torus_dims=2,
-        max_chips=256,
-        sources=(_CLOUD_DOCS + "v5e", _CLOUD_DOCS + "v6e (network)", _SCALING_BOOK, _KINDS),
-    ),
-    Chip(
-        name="v5p",
-        full_name="TPU v5p",
-        kind="tpu",
-        device_kinds=("TPU v5", "TPU v5p"),
-        bf16_flops=459e12,
-        fp16_flops=None,
-        fp8_flops=459e12,
-        int8_ops=918e12,
-        memory_bytes=95 * _GIB,
-        memory_bytes_per_second=2765e9,
-        chips_per_host=4,
-        network_bytes_per_second_per_host=25e9,
-        ici_links=6,
-        ici_bytes_per_second_per_link=100e9,
-        ici_achievable_bytes_per_second_per_link=90e9,
-        torus_dims=3,
-        max_chips=8960,
-        sources=(_CLOUD_DOCS + "v5p", _SCALING_BOOK, _KINDS),
-    ),
-    Chip(
-        name="v6e",
-        full_name="TPU v6e (Trillium)",
-        kind="tpu",
-        device_kinds=("TPU v6 lite", "TPU v6e"),
-        bf16_flops=918e12,
-        fp16_flops=None,
-        fp8_flops=918e12,
-        int8_ops=1836e12,
-        memory_bytes=32e9,
-        memory_bytes_per_second=1600e9,
-        chips_per_host=8,
-        network_bytes_per_second_per_host=100e9,
-        ici_links=4,
-        ici_bytes_per_second_per_link=100e9,
-        ici_achievable_bytes_per_second_per_link=90e9,
-        torus_dims=2,
-        max_chips=256,
-        sources=(_CLOUD_DOCS + "v6e", _CLOUD_DOCS + "tpu7x", _SCALING_BOOK, _KINDS),
-    ),
-    Chip(
-        name="tpu7x",
-        full_name="TPU7x (Ironwood)",
-        kind="tpu",
-        device_kinds=("TPU7x",),
-        bf16_flops=2307e12,
-        fp16_flops=None,
-        fp8_flops=4614e12,
-        int8_ops=None,
-        memory_bytes=192 * _GIB,
-        memory_bytes_per_second=7380e9,
-        chips_per_host=4,
-        network_bytes_per_second_per_host=50e9,
-        devices_per_chip=2,
-        ici_links=6,
-        ici_bytes_per_second_per_link=100e9,
-        torus_dims=3,
-        max_chips=9216,
-        sources=(_CLOUD_DOCS + "tpu7x", _BEKMAN, "jax.experimental.mesh_utils (device kind)"),
-    ),
-)
+
+def _tpu(
+    name: str,
+    full_name: str,
+    device_kinds: tuple[str, ...],
+    flops: tuple[float, float | None, float | None],
+    memory: tuple[float, float],
+    chips: tuple[int, int],
+    network: float,
+    ici: tuple[int, int, float],
+    *sources: str,
+    **facts: Any,
+) -> Chip:
+    """Returns a TPU.
+
+    Args:
+        name, full_name, device_kinds: As in `Chip`.
+        flops: Peak TFLOP/s in bfloat16 and in float8, and Top/s in int8.
+        memory: Bytes, and GB/s.
+        chips: Chips of a host, and of the largest slice.
+        network: GB/s of a host.
+        ici: Dims of the torus, links of a chip, and GB/s of a link.
+        sources: As in `Chip`.
+        facts: Further fields of `Chip`. The scaling book measured 9/10 of a link's bandwidth.
+    """
+    bf16, fp8, int8 = (None if rate is None else rate * 1e12 for rate in flops)
+    fields: dict[str, Any] = {
+        "bf16_flops": bf16,
+        "fp16_flops": None,
+        "fp8_flops": fp8,
+        "int8_ops": int8,
+        "memory_bytes": memory[0],
+        "memory_bytes_per_second": memory[1] * 1e9,
+        "chips_per_host": chips[0],
+        "max_chips": chips[1],
+        "network_bytes_per_second_per_host": network * 1e9,
+        "torus_dims": ici[0],
+        "ici_links": ici[1],
+        "ici_bytes_per_second_per_link": ici[2] * 1e9,
+        "ici_achievable_bytes_per_second_per_link": 0.9 * ici[2] * 1e9,
+    }
+    return Chip(name, full_name, "tpu", device_kinds, **(fields | facts), sources=sources)
 
 
-def _gpu(name: str, full_name: str, device_kinds: tuple[str, ...], **facts: Any) -> Chip:
-    """Returns a GPU with common defaults: no recorded int8 figure, PCIe 4.0 x16."""
-    defaults: dict[str, Any] = {
-        "fp8_flops": None,
+def _gpu(
+    name: str,
+    full_name: str,
+    device_kind: str,
+    flops: tuple[float | None, float, float | None],
+    memory: tuple[float, float],
+    pcie: float,
+    *sources: str,
+    **facts: Any,
+) -> Chip:
+    """Returns a GPU.
+
+    Args:
+        name, full_name, device_kind: As in `Chip`.
+        flops: Peak TFLOP/s in bfloat16, float16 and float8.
+        memory: GB, and GB/s.
+        pcie: GB/s of PCIe.
+        sources: As in `Chip`.
+        facts: Further fields of `Chip`.
+    """
+    bf16, fp16, fp8 = (None if rate is None else rate * 1e12 for rate in flops)
+    fields: dict[str, Any] = {
+        "bf16_flops": bf16,
+        "fp16_flops": fp16,
+        "fp8_flops": fp8,
         "int8_ops": None,
+        "memory_bytes": memory[0] * 1e9,
+        "memory_bytes_per_second": memory[1] * 1e9,
         "chips_per_host": None,
         "network_bytes_per_second_per_host": None,
-        "pcie_bytes_per_second": 31e9,
+        "pcie_bytes_per_second": pcie * 1e9,
     }
-    return Chip(name, full_name, "gpu", device_kinds, **(defaults | facts))
+    return Chip(name, full_name, "gpu", (device_kind,), **(fields | facts), sources=sources)
 
 
-_NVLINK_HOST = {"chips_per_host": 8, "nvlink_chips": 8}
-_A100: dict[str, Any] = {
-    "bf16_flops": 312e12,
-    "fp16_flops": 312e12,
-    "nvlink_bytes_per_second": 300e9,
-    # DGX A100: 8 x 200 Gb/s. AWS p4d has a quarter of this.
-    "network_bytes_per_second_per_host": 200e9,
-    "sources": (*_THROUGHPUT, _TITAN, "glennklockwood.com, A100", _BEKMAN),
-    "unverified": ("network_bytes_per_second_per_host",),
-    **_NVLINK_HOST,
-}
-_HOPPER: dict[str, Any] = {
-    "bf16_flops": 989.5e12,
-    "fp16_flops": 989.5e12,
-    "fp8_flops": 1979e12,
-    "nvlink_bytes_per_second": 450e9,
-    "network_bytes_per_second_per_host": 400e9,
-    "pcie_bytes_per_second": 63e9,
-    "sources": (*_THROUGHPUT, _TITAN, _BEKMAN),
-    **_NVLINK_HOST,
-}
+def _host_of_eight(nvlink: float, network: float) -> dict[str, Any]:
+    """Returns the facts of eight GPUs joined by NVLink, in GB/s of a GPU and of the host."""
+    return {
+        "chips_per_host": 8,
+        "nvlink_chips": 8,
+        "nvlink_bytes_per_second": nvlink * 1e9,
+        "network_bytes_per_second_per_host": network * 1e9,
+    }
 
-_GPUS = (
-    _gpu(
-        "a100-40",
-        "A100-40GB SXM",
-        ("NVIDIA A100-SXM4-40GB",),
-        memory_bytes=40e9,
-        memory_bytes_per_second=1555e9,
-        **_A100,
-    ),
-    _gpu(
-        "a100-80",
-        "A100-80GB SXM",
-        ("NVIDIA A100-SXM4-80GB",),
-        memory_bytes=80e9,
-        memory_bytes_per_second=2039e9,
-        **_A100,
-    ),
-    _gpu(
-        "h100",
-        "H100 SXM",
-        ("NVIDIA H100 80GB HBM3",),
-        memory_bytes=80e9,
-        memory_bytes_per_second=3350e9,
-        **_HOPPER,
-    ),
-    _gpu(
-        "h200",
-        "H200 SXM",
-        ("NVIDIA H200",),
-        memory_bytes=141e9,
-        memory_bytes_per_second=4800e9,
-        **_HOPPER,
-    ),
-    _gpu(
-        "b200",
-        "B200 SXM (HGX)",
-        ("NVIDIA B200",),
-        bf16_flops=2250e12,
-        fp16_flops=2250e12,
-        fp8_flops=4500e12,
-        memory_bytes=180e9,
-        memory_bytes_per_second=8000e9,
-        nvlink_bytes_per_second=900e9,
-        network_bytes_per_second_per_host=400e9,
-        pcie_bytes_per_second=63e9,
-        sources=(_TITAN, "glennklockwood.com, B200", _BEKMAN),
-        unverified=("pcie_bytes_per_second",),
-        **_NVLINK_HOST,
-    ),
-    _gpu(
-        "l4",
-        "L4",
-        ("NVIDIA L4",),
-        bf16_flops=121e12,
-        fp16_flops=121e12,
-        fp8_flops=242e12,
-        memory_bytes=24e9,
-        memory_bytes_per_second=300e9,
-        # Google G2: 100 Gb/s for 8 GPUs, and a proportional share for fewer.
-        network_bytes_per_second_per_chip=12.5e9 / 8,
-        sources=(_THROUGHPUT[0], _GPU_NETWORKS, "grokipedia.com, NVIDIA L4 vs L40S"),
-        unverified=("network_bytes_per_second_per_chip",),
-    ),
-    _gpu(
-        "a10",
-        "A10",
-        ("NVIDIA A10",),
-        bf16_flops=125e12,
-        fp16_flops=125e12,
-        memory_bytes=24e9,
-        memory_bytes_per_second=600e9,
-        sources=(_THROUGHPUT[1], "sysrqmts.com, A10 PCIe"),
-    ),
-    _gpu(
-        "t4",
-        "T4",
-        ("Tesla T4",),
-        bf16_flops=None,
-        fp16_flops=65e12,
-        f32_flops=8.1e12,
-        memory_bytes=16e9,
-        memory_bytes_per_second=320e9,
-        pcie_bytes_per_second=16e9,
-        # Google N1: 100 Gb/s for 4 GPUs.
-        network_bytes_per_second_per_chip=12.5e9 / 4,
-        sources=(*_THROUGHPUT, _GPU_NETWORKS, "sysrqmts.com, T4", "NVIDIA T4 datasheet"),
-        unverified=("network_bytes_per_second_per_chip",),
-    ),
-    _gpu(
-        "v100-32",
-        "V100-SXM2 32GB",
-        ("Tesla V100-SXM2-32GB",),
-        bf16_flops=None,
-        fp16_flops=125e12,
-        f32_flops=15.7e12,
-        memory_bytes=32e9,
-        memory_bytes_per_second=900e9,
-        nvlink_bytes_per_second=150e9,
-        pcie_bytes_per_second=16e9,
-        sources=(
-            *_THROUGHPUT,
-            _BEKMAN,
-            "cli99/llm-analysis, v100-sxm-32gb.json",
-            _GPU_NETWORKS,
-            "NVIDIA V100 datasheet",
-        ),
-        unverified=("network_bytes_per_second_per_host",),
-        # Google N1, AWS p3dn and Azure NDv2: 100 Gb/s. A DGX-1 has four times that.
-        **(_NVLINK_HOST | {"network_bytes_per_second_per_host": 12.5e9}),
-    ),
-    _gpu(
-        "rtx4090",
-        "RTX 4090",
-        ("NVIDIA GeForce RTX 4090",),
-        bf16_flops=165.2e12,
-        fp16_flops=165.2e12,
-        fp8_flops=330.3e12,
-        memory_bytes=24e9,
-        memory_bytes_per_second=1008e9,
-        sources=("waredb.com, GeForce RTX 4090",),
-    ),
+
+_A100_FLOPS, _HOPPER_FLOPS = (312, 312, None), (989.5, 989.5, 1979)
+_A100_SOURCES = (*_THROUGHPUT, _TITAN, "glennklockwood.com, A100", _BEKMAN)
+_HOPPER_SOURCES = (*_THROUGHPUT, _TITAN, _BEKMAN)
+# DGX A100: 8 x 200 Gb/s. AWS p4d has a quarter of this.
+_A100_HOST = _host_of_eight(300, 200) | {"unverified": ("network_bytes_per_second_per_host",)}
+_HOPPER_HOST = _host_of_eight(450, 400)
+# Google N1, AWS p3dn and Azure NDv2: 100 Gb/s. A DGX-1 has four times that.
+_V100_HOST = _host_of_eight(150, 12.5) | {"unverified": ("network_bytes_per_second_per_host",)}
+
+
+def _cloud_share(gpus: int) -> dict[str, Any]:
+    """Returns the network of a GPU in Google's machines, whose `gpus` GPUs share 100 Gb/s; fewer
+    GPUs have a proportional share."""
+    return {
+        "network_bytes_per_second_per_chip": 12.5e9 / gpus,
+        "unverified": ("network_bytes_per_second_per_chip",),
+    }
+
+
+# fmt: off
+_CHIPS = (
+    _tpu("v4", "TPU v4", ("TPU v4",), (275, None, 275), (32 * _GIB, 1200), (4, 4096), 25,
+         (3, 6, 50), _CLOUD_DOCS + "v4", _SCALING_BOOK, _KINDS,
+         unverified=("ici_bytes_per_second_per_link",)),
+    _tpu("v5e", "TPU v5e", ("TPU v5 lite", "TPU v5e"), (197, None, 393), (16e9, 819), (8, 256), 25,
+         (2, 4, 50), _CLOUD_DOCS + "v5e", _CLOUD_DOCS + "v6e (network)", _SCALING_BOOK, _KINDS),
+    _tpu("v5p", "TPU v5p", ("TPU v5", "TPU v5p"), (459, 459, 918), (95 * _GIB, 2765), (4, 8960), 25,
+         (3, 6, 100), _CLOUD_DOCS + "v5p", _SCALING_BOOK, _KINDS),
+    _tpu("v6e", "TPU v6e (Trillium)", ("TPU v6 lite", "TPU v6e"), (918, 918, 1836), (32e9, 1600),
+         (8, 256), 100, (2, 4, 100), _CLOUD_DOCS + "v6e", _CLOUD_DOCS + "tpu7x", _SCALING_BOOK,
+         _KINDS),
+    _tpu("tpu7x", "TPU7x (Ironwood)", ("TPU7x",), (2307, 4614, None), (192 * _GIB, 7380), (4, 9216),
+         50, (3, 6, 100), _CLOUD_DOCS + "tpu7x", _BEKMAN,
+         "jax.experimental.mesh_utils (device kind)", devices_per_chip=2,
+         ici_achievable_bytes_per_second_per_link=None),
+    _gpu("a100-40", "A100-40GB SXM", "NVIDIA A100-SXM4-40GB", _A100_FLOPS, (40, 1555), 31,
+         *_A100_SOURCES, **_A100_HOST),
+    _gpu("a100-80", "A100-80GB SXM", "NVIDIA A100-SXM4-80GB", _A100_FLOPS, (80, 2039), 31,
+         *_A100_SOURCES, **_A100_HOST),
+    _gpu("h100", "H100 SXM", "NVIDIA H100 80GB HBM3", _HOPPER_FLOPS, (80, 3350), 63,
+         *_HOPPER_SOURCES, **_HOPPER_HOST),
+    _gpu("h200", "H200 SXM", "NVIDIA H200", _HOPPER_FLOPS, (141, 4800), 63, *_HOPPER_SOURCES,
+         **_HOPPER_HOST),
+    _gpu("b200", "B200 SXM (HGX)", "NVIDIA B200", (2250, 2250, 4500), (180, 8000), 63, _TITAN,
+         "glennklockwood.com, B200", _BEKMAN, unverified=("pcie_bytes_per_second",),
+         **_host_of_eight(900, 400)),
+    _gpu("l4", "L4", "NVIDIA L4", (121, 121, 242), (24, 300), 31, _THROUGHPUT[0], _GPU_NETWORKS,
+         "grokipedia.com, NVIDIA L4 vs L40S", **_cloud_share(8)),
+    _gpu("a10", "A10", "NVIDIA A10", (125, 125, None), (24, 600), 31, _THROUGHPUT[1],
+         "sysrqmts.com, A10 PCIe"),
+    _gpu("t4", "T4", "Tesla T4", (None, 65, None), (16, 320), 16, *_THROUGHPUT, _GPU_NETWORKS,
+         "sysrqmts.com, T4", "NVIDIA T4 datasheet", f32_flops=8.1e12, **_cloud_share(4)),
+    _gpu("v100-32", "V100-SXM2 32GB", "Tesla V100-SXM2-32GB", (None, 125, None), (32, 900), 16,
+         *_THROUGHPUT, _BEKMAN, "cli99/llm-analysis, v100-sxm-32gb.json", _GPU_NETWORKS,
+         "NVIDIA V100 datasheet", f32_flops=15.7e12, **_V100_HOST),
+    _gpu("rtx4090", "RTX 4090", "NVIDIA GeForce RTX 4090", (165.2, 165.2, 330.3), (24, 1008), 31,
+         "waredb.com, GeForce RTX 4090"),
 )
+# fmt: on
 
-CHIPS: dict[str, Chip] = {chip.name: chip for chip in (*_TPUS, *_GPUS)}
+CHIPS: dict[str, Chip] = {chip.name: chip for chip in _CHIPS}
 """Every known chip by its short name."""

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
+from shardlib.cost.costs import Memory as Memory
+from shardlib.cost.costs import StepTime as StepTime
 from shardlib.cost.layout import SHARDLIB as SHARDLIB
 from shardlib.cost.layout import Layout as Layout
 from shardlib.cost.layout import Software as Software
-from shardlib.cost.transformer.memory import Memory as Memory
 from shardlib.cost.transformer.memory import peak_memory as peak_memory
-from shardlib.cost.transformer.step_time import StepTime as StepTime
 from shardlib.cost.transformer.step_time import step_time as step_time
 from shardlib.cost.workload import Experts as Experts
 from shardlib.cost.workload import Job as Job

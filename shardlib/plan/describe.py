@@ -4,9 +4,8 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from shardlib.cost.costs import Memory, StepTime
 from shardlib.cost.machine.measured import MeasuredCluster
-from shardlib.cost.transformer.memory import Memory
-from shardlib.cost.transformer.step_time import StepTime
 from shardlib.hardware import Cluster
 from shardlib.hardware.capacity import capacity
 from shardlib.humanize import count, duration, gib

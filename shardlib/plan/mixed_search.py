@@ -18,12 +18,11 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 
+from shardlib.cost.costs import Memory, StepTime
 from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.machine import fabric
 from shardlib.cost.machine.constants import committed
-from shardlib.cost.transformer import communication_time, compute_time
-from shardlib.cost.transformer.memory import Memory
-from shardlib.cost.transformer.step_time import StepTime
+from shardlib.cost.transformer import communication, computation
 from shardlib.hardware import Cluster, MixedCluster
 from shardlib.plan.problem import Choice, Plan, Workload
 from shardlib.plan.search import capacity_bytes, least_layers, mesh_of
@@ -212,9 +211,9 @@ def reduce_seconds(
     Collective Communication Operations in MPICH", as in `shardlib.cost.machine.fabric`.
     """
     if isinstance(workload, TransformerWorkload):
-        device = compute_time.Device(workload.job, layout, workload.software)
+        device = computation.Device(workload.job, layout, workload.software)
         cut = 1 if layout.zero == 1 else layout.fsdp
-        summed = communication_time.local_weights(device).total / cut * workload.job.gradient_bytes
+        summed = communication.local_weights(device).total / cut * workload.job.gradient_bytes
     else:
         summed = workload.memory(layout, choice, together(cluster)[0]).gradients
     whole = dataclasses.replace(layout, data=cluster.num_devices // layout.num_devices)

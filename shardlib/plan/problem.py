@@ -9,9 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+from shardlib.cost.costs import Memory, StepTime
 from shardlib.cost.layout import Layout
-from shardlib.cost.transformer.memory import Memory
-from shardlib.cost.transformer.step_time import StepTime
 from shardlib.hardware import Cluster
 
 MomentDtype = Literal["float32", "bfloat16"]

@@ -17,9 +17,9 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 
+from shardlib.cost.costs import Memory
 from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.machine.measured import MeasuredCluster
-from shardlib.cost.transformer.memory import Memory
 from shardlib.errors import MeshError
 from shardlib.hardware import Cluster
 from shardlib.hardware.capacity import capacity as capacity_of

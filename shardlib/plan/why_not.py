@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
+from shardlib.cost.costs import StepTime
 from shardlib.cost.layout import AXES, Layout
-from shardlib.cost.transformer.step_time import StepTime
 from shardlib.errors import MeshError, did_you_mean
 from shardlib.hardware import Cluster
 from shardlib.humanize import duration, gib

@@ -11,7 +11,7 @@ from shardlib.cost.layout import SHARDLIB, Layout, Software
 from shardlib.cost.machine.constants import committed
 from shardlib.cost.machine.measured import Line, measured_cluster
 from shardlib.cost.machine.rates import rates_on
-from shardlib.cost.transformer import communication_time, compute_time, step_time
+from shardlib.cost.transformer import communication, computation, step_time
 from shardlib.cost.workload import Experts, Job, Transformer
 from shardlib.hardware import parse_cluster
 from shardlib.plan.candidates import candidates
@@ -47,8 +47,7 @@ def file(tmp_path):
 
 
 def device(job, **degrees):
-    rates = rates_on(H100, job.precision, committed())
-    return compute_time.Device(job, Layout(**degrees), SHARDLIB, rates)
+    return computation.Device(job, Layout(**degrees), SHARDLIB)
 
 
 @pytest.mark.mesh
@@ -69,7 +68,7 @@ def test_a_device_holds_the_weights_that_the_rules_leave_it(file, mesh, own):
     report = run.explain(config, "8xh100")
     job = workload_of(config)[1].job
     sizes = {name: int(size) for name, size in (part.split("=") for part in mesh.split(","))}
-    weights = communication_time.local_weights(device(job, **sizes)).total / sizes.get("fsdp", 1)
+    weights = communication.local_weights(device(job, **sizes)).total / sizes.get("fsdp", 1)
     stages = sizes.get("stage", 1)
     norms = (2 * 4 / stages + 1) * 256
     assert weights + norms == report.bytes_per_device("params") / 4
@@ -82,13 +81,10 @@ def test_keys_and_values_that_tensor_does_not_divide_are_held_whole():
     (qkv,) = (m for m in job.model.matmuls(routed=False) if m.name == "qkv")
     assert shared.local_dims(qkv) == (4096, 4096 / 16 + kv / 8)
     assert cut.local_dims(qkv) == (4096, (4096 + kv) / 8)
-    assert compute_time.qkv_width(job.model, Layout(tensor=16)) == 4096 / 16 + kv / 8
+    assert computation.qkv_width(job.model, Layout(tensor=16)) == 4096 / 16 + kv / 8
     # Other software gives each device the weights of its own head alone.
     other = dataclasses.replace(shared, software=Software())
-    more = (
-        communication_time.local_weights(shared).total
-        - communication_time.local_weights(other).total
-    )
+    more = communication.local_weights(shared).total - communication.local_weights(other).total
     assert more == 32 * 4096 * (kv - kv / 8)
 
 
@@ -96,16 +92,21 @@ def test_experts_that_are_shared_out_are_orthogonalized_once():
     experts = Experts(64, 4, 512)
     model = Transformer(4, 1024, 8, 8, 128, 512, 1024, experts=experts)
     job = Job(model, 1024, 64, newton_schulz_steps=5)
-    everywhere = compute_time.orthogonalize(device(job, data=8))
-    shared_out = compute_time.orthogonalize(device(job, expert=8))
+    rates = rates_on(H100, job.precision, committed())
+
+    def seconds(job, **degrees):
+        work = computation.orthogonalize(device(job, **degrees))
+        return sum(one.count * one.kernel.seconds(rates) for one in work)
+
+    everywhere, shared_out = seconds(job, data=8), seconds(job, expert=8)
     routed = 2 * 3 * 1024 * 512 * 512 + 2 * 512 * 512 * 512  # FLOPs of a matrix and iteration
-    saved = 5 * 4 * 2 * (64 - 8) * routed / device(job).rates.flops
+    saved = 5 * 4 * 2 * (64 - 8) * routed / rates.flops
     assert everywhere - shared_out > saved
     # What is stacked is one kernel, however many layers there are.
     deep = dataclasses.replace(job, model=dataclasses.replace(model, layers=400))
-    start = device(job).rates.kernel_seconds
-    grown = compute_time.orthogonalize(device(deep)) - 100 * compute_time.orthogonalize(device(job))
-    kinds = len(compute_time.matrices(model, Layout()))
+    start = rates.kernel_seconds
+    grown = seconds(deep) - 100 * seconds(job)
+    kinds = len(computation.matrices(model, Layout()))
     assert grown == pytest.approx(-99 * 5 * 3 * kinds * start, rel=1e-6)
 
 

@@ -23,7 +23,7 @@ def test_matmuls_of_every_size_on_tpu7x():
     sizes = (128, 256, 512, 1024, 2048, 4096, 16384, 32768)
     teraflops = (2.59, 18.3, 105.1, 349.7, 679.3, 892.9, 950.1, 956.4)
     for n, measured in zip(sizes, teraflops, strict=True):
-        predicted = 2 * n**3 / kernels.matmul(achieved, n, n, n) / 1e12
+        predicted = 2 * n**3 / kernels.matmul(n, n, n).seconds(achieved) / 1e12
         # Below 1024 the time is that of a launch, above that of the matrix unit.
         assert predicted == pytest.approx(measured, rel=0.25), n
 
@@ -31,7 +31,7 @@ def test_matmuls_of_every_size_on_tpu7x():
 def test_a_large_matmul_on_v6e():
     """Source: tpu-recipes, microbenchmarks: 827.5 of 918 TFLOP/s at 8192^3."""
     achieved = measured_rates("v6e", 0.92)
-    predicted = 2 * 8192**3 / kernels.matmul(achieved, 8192, 8192, 8192) / 1e12
+    predicted = 2 * 8192**3 / kernels.matmul(8192, 8192, 8192).seconds(achieved) / 1e12
     # The law of TPU7x, which has 3 times the memory bandwidth for each FLOP, is a little slow here.
     assert predicted == pytest.approx(827.5, rel=0.07)
 
@@ -46,13 +46,15 @@ def test_a_roofline_lies_between_the_slower_and_the_sum():
 
 def test_small_sums_cost_more_for_each_flop():
     achieved = measured_rates("a100-80", 0.8)
-    per_flop = [kernels.matmul(achieved, 65536, k, 4096) / k for k in (256, 1024, 4096, 16384)]
+    per_flop = [
+        kernels.matmul(65536, k, 4096).seconds(achieved) / k for k in (256, 1024, 4096, 16384)
+    ]
     assert per_flop == sorted(per_flop, reverse=True)
 
 
 def test_a_matrix_unit_pads():
     achieved = measured_rates("v6e", 0.8)
-    whole, over = (kernels.matmul(achieved, 65536, 4096, n) for n in (2048, 2049))
+    whole, over = (kernels.matmul(65536, 4096, n).seconds(achieved) for n in (2048, 2049))
     # 9 tiles instead of 8, in what of it is computation.
     assert 1.09 < over / whole < 9 / 8
 
@@ -60,19 +62,19 @@ def test_a_matrix_unit_pads():
 def test_fused_attention_pads_heads_on_a_matrix_unit_only():
     tpu, gpu = measured_rates("v5p", 0.9), measured_rates("h100", 0.7)
     for achieved, ratio in ((tpu, 2.0), (gpu, 1.0)):
-        small, large = (
-            kernels.flash_attention(achieved, 1e12, dim, backward=False) for dim in (64, 128)
-        )
+        small, large = (kernels.FusedAttention(1e12, dim).seconds(achieved) for dim in (64, 128))
         assert small / large == ratio
-    both = sum(kernels.flash_attention(tpu, 1e12, 128, backward=way) for way in (False, True))
+    both = sum(
+        kernels.FusedAttention(1e12, 128, backward=way).seconds(tpu) for way in (False, True)
+    )
     assert both == pytest.approx(3.5e12 / tpu.flash_flops, rel=1e-12)
 
 
 def test_scores_in_memory_cost_more_than_fused_ones():
     achieved = measured_rates("a100-80", 0.8)
     flops = 4 * 2048**2 * 128 * 16 * 4
-    fused = kernels.flash_attention(achieved, flops / 2, 128, backward=False)
-    written = kernels.unfused_attention(achieved, 4, 2048, 16, 128, backward=False)
+    fused = kernels.FusedAttention(flops / 2, 128).seconds(achieved)
+    written = kernels.UnfusedAttention(4, 2048, 16, 128).seconds(achieved)
     assert written > 3 * fused
 
 

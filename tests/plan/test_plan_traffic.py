@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from shardlib.cost import pricing
 from shardlib.cost.layout import Layout, Software
 from shardlib.cost.machine import fabric
 from shardlib.cost.machine.constants import committed
 from shardlib.cost.machine.fabric import Link
 from shardlib.cost.machine.rates import rates
-from shardlib.cost.transformer import communication_time
-from shardlib.cost.transformer.compute_time import Device, Pass, Passes
+from shardlib.cost.transformer import communication
+from shardlib.cost.transformer.computation import Device
 from shardlib.cost.workload import Experts, Job, Transformer
 from shardlib.hardware import parse_cluster
 from shardlib.hardware.chips import CHIPS
@@ -82,19 +83,31 @@ def test_sides_of_a_slice(name, sides):
     assert fabric.slice_shape(parse_cluster(name)) == sides
 
 
-# The links of this table carry a byte a second, so that seconds are bytes.
 PLAIN = Transformer(4, 2048, 16, 8, 128, 8192, 32768)
 SPARSE = dataclasses.replace(PLAIN, experts=Experts(number=8, per_token=2, mlp=8192))
-NOTHING = Passes(Pass(), Pass(), Pass())
 
 
 def device(model=PLAIN, **degrees):
     job = Job(model, 1024, 32, compute_bytes=4, gradient_bytes=4)
-    return Device(job, Layout(**degrees), NO_OVERLAP, rates(CHIPS["h100"], "bf16", committed()))
+    return Device(job, Layout(**degrees), NO_OVERLAP)
 
 
-def slow(size):
-    return Link(size, 1.0, 0.0, 1.0, 1.0)
+def seconds(seen, collectives, model=PLAIN):
+    """Seconds on links that carry a byte a second, which are bytes."""
+    cluster = parse_cluster("8xh100")
+    found = rates(CHIPS["h100"], "bf16", committed())
+
+    def slow(axes):
+        return (Link(seen.layout.size(axes[0]), 1.0, 0.0, 1.0, 1.0),)
+
+    machine = pricing.Machine(seen.layout, NO_OVERLAP, cluster, found, slow)
+    return sum(one.count * machine.collective_seconds(one) for one in collectives)
+
+
+def sums(seen):
+    each, once = communication.replica_sums(seen, communication.local_weights(seen))
+    assert not each
+    return once
 
 
 @pytest.fixture
@@ -108,57 +121,41 @@ def closed(forms, mesh, model=PLAIN, zero=3):
     return forms.sent_bytes(sizes, forms.Strategy(mesh, zero=zero))
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_bytes_of_sharded_parameters(forms, zero):
-    seen = device(fsdp=8, zero=zero)
-    weights = communication_time.local_weights(seen)
-    seconds = communication_time.gather_seconds(seen, slow(8), weights, NOTHING)
-    assert seconds == pytest.approx(closed(forms, {"fsdp": 8}, zero=zero)["fsdp"], rel=1e-12)
+@pytest.mark.parametrize(
+    ("mesh", "zero", "model", "collectives"),
+    [
+        ({"fsdp": 8}, 2, PLAIN, lambda d: communication.sharded_params(d, _weights(d))),
+        ({"fsdp": 8}, 3, PLAIN, lambda d: communication.sharded_params(d, _weights(d))),
+        ({"data": 4, "fsdp": 2}, 3, PLAIN, sums),
+        ({"data": 2, "tensor": 4}, 3, PLAIN, lambda d: communication.tensor(d, PLAIN.layers)),
+        # The same axis sums gradients.
+        ({"context": 4}, 3, PLAIN, lambda d: communication.context(d, PLAIN.layers) + sums(d)),
+        # The same axis sums the gradients of what is not routed.
+        ({"expert": 4}, 3, SPARSE, lambda d: communication.expert(d, PLAIN.layers) + sums(d)),
+    ],
+)
+def test_bytes_by_axis(forms, mesh, zero, model, collectives):
+    seen = device(model, zero=zero, **mesh)
+    sizes = forms.Sizes(experts=model.experts.number if model.experts else 0)
+    found = collectives(seen)
+    expected = forms.sent_bytes(sizes, forms.Strategy(mesh, zero=zero))[found[0].axes[0]]
+    if model is SPARSE:
+        expected += 2 * 3 / 4 * (SPARSE.layers * 2048 * 8 / 4) * 4  # Of the router.
+    assert seconds(seen, found) == pytest.approx(expected, rel=1e-12)
 
 
-def test_bytes_of_replicas(forms):
-    seen = device(data=4, fsdp=2)
-    table = {"data": slow(4)}
-    seconds = communication_time.reduce_seconds(
-        seen, table, communication_time.local_weights(seen), NOTHING
-    )
-    assert seconds == pytest.approx(closed(forms, {"data": 4, "fsdp": 2})["data"], rel=1e-12)
-
-
-def test_bytes_of_tensor_parallelism(forms):
-    seen = device(data=2, tensor=4)
-    seconds = communication_time.tensor_seconds(seen, slow(4), PLAIN.layers, 0.0)
-    assert seconds == pytest.approx(closed(forms, {"data": 2, "tensor": 4})["tensor"], rel=1e-12)
-
-
-def test_bytes_of_a_ring_of_keys_and_values(forms):
-    seen = device(context=4)
-    seconds = communication_time.context_seconds(seen, slow(4), PLAIN.layers, 0.0)
-    # The same axis sums gradients.
-    weights = communication_time.local_weights(seen)
-    seconds += communication_time.reduce_seconds(seen, {"context": slow(4)}, weights, NOTHING)
-    assert seconds == pytest.approx(closed(forms, {"context": 4})["context"], rel=1e-12)
-
-
-def test_bytes_of_experts(forms):
-    seen = device(SPARSE, expert=4)
-    seconds = communication_time.expert_seconds(seen, slow(4), SPARSE.layers, 0.0)
-    # The same axis sums the gradients of what is not routed.
-    weights = communication_time.local_weights(seen)
-    seconds += communication_time.reduce_seconds(seen, {"expert": slow(4)}, weights, NOTHING)
-    expected = closed(forms, {"expert": 4}, SPARSE)["expert"]
-    router = SPARSE.layers * 2048 * 8 / 4
-    assert seconds - 2 * 3 / 4 * router * 4 == pytest.approx(expected, rel=1e-12)
+def _weights(seen):
+    return communication.local_weights(seen)
 
 
 def test_bytes_of_stages():
     seen = device(stage=4, tensor=2, microbatches=8)
     residual = 32 * 1024 / 8 * 2048 * 4 / 2
-    assert communication_time.stage_seconds(seen, slow(4)) == 2 * (8 + 3) * residual
+    assert seconds(seen, communication.stage_sends(seen)) == 2 * (8 + 3) * residual
 
 
 def test_a_collective_hides_as_far_as_there_is_work():
-    assert communication_time.hidden(10.0, 100.0, 0.8) == pytest.approx(2.0)
-    assert communication_time.hidden(10.0, 3.0, 0.8) == 7.0
-    assert communication_time.hidden(10.0, -1.0, 0.8) == 10.0
+    assert pricing.hidden(10.0, 100.0, 0.8) == pytest.approx(2.0)
+    assert pricing.hidden(10.0, 3.0, 0.8) == 7.0
+    assert pricing.hidden(10.0, -1.0, 0.8) == 10.0
     assert Link(1).gather(1e9) == 0.0

@@ -96,6 +96,28 @@ class Link:
             return 0.0
         return held / self.shift_bytes_per_second + self.seconds_per_collective / self.size
 
+    def seconds(self, kind: str, num_bytes: float, pieces: float = 1.0) -> float:
+        """Returns the seconds of a collective.
+
+        Args:
+            kind: Kind as in JAX (`all_gather`), or of an HLO instruction (`all-gather`).
+            num_bytes: Bytes of the array that is gathered or summed; for `all_to_all` and `shift`,
+                what a device holds for the others.
+            pieces: Arrays that travel one after the other.
+        """
+        match kind.replace("-", "_"):
+            case "all_gather":
+                return self.gather(num_bytes, pieces)
+            case "reduce_scatter":
+                return self.reduce_scatter(num_bytes, pieces)
+            case "all_reduce":
+                return self.all_reduce(num_bytes, pieces)
+            case "all_to_all" | "ragged_all_to_all":
+                return self.all_to_all(num_bytes)
+            case "shift" | "collective_permute" | "collective_broadcast":
+                return self.shift(num_bytes)
+        raise ValueError(f"no collective is called {kind!r}.\n  Name one of this function.")
+
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredLink(Link):

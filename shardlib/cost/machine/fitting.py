@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shardlib.cost.machine import kernels
+from shardlib.cost.machine.kernels import matmul
 from shardlib.cost.machine.measured import Line, MatmulFit, Timed
 from shardlib.cost.machine.rates import Rates
 
@@ -48,7 +48,7 @@ def fit_matmul(points: Sequence[Timed], memory: Line) -> MatmulFit:
             memory=memory.bytes_per_second,
             tile=1,
         )
-        return np.array([kernels.matmul(rates, *p.size[:3], width=p.size[3]) for p in points])
+        return np.array([matmul(*p.size[:3], width=p.size[3]).seconds(rates) for p in points])
 
     # A quantile, so that a single wrong point does not set the starting rate.
     best = float(np.quantile([2 * math.prod(p.size[:3]) / p.seconds for p in points], 0.8))

@@ -1,4 +1,4 @@
-"""Costs of a traced program on one device of a mesh: computation, memory passes, communication.
+"""Counts of a traced program on one device of a mesh, and the costs of its step.
 
 FLOPs     A multiply-add counts as two. Only matmuls and convolutions count. In a convolution the
           zeros between the elements of a dilated operand do not count, but edge padding does.
@@ -9,17 +9,20 @@ Peak      Bytes of written values alive at the same time, in program order.
 
 import dataclasses
 import functools
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+from shardlib.cost.costs import Collective, Costs, Pass, Window, Work, pass_of
+from shardlib.cost.layout import AXES, Layout
+from shardlib.cost.machine.kernels import Product, Stream
 from shardlib.cost.traced.fusion import LOOPS, Live, fusion
-from shardlib.cost.traced.layout import Laid, Moved, Spec, Spreading, replicated
-from shardlib.cost.traced.products import PRODUCTS, Product, product
+from shardlib.cost.traced.layout import Axes, Laid, Moved, Spec, Spreading, replicated
+from shardlib.cost.traced.products import PRODUCTS, product
 from shardlib.cost.traced.rules import keeps_summands, results
 from shardlib.jaxprs import Operation, Program, flatten, is_literal, scan_parts
 
-Way = Literal["forward", "backward", "again"]
 _EXPONENTIALS = frozenset(
     (
         *("exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "erf"),
@@ -28,36 +31,109 @@ _EXPONENTIALS = frozenset(
 )
 
 
-@dataclasses.dataclass
-class Costs:
-    """Costs of one run of a program on one device."""
+_PASSES: tuple[Pass, ...] = ("forward", "backward", "recompute")
 
-    products: Counter[tuple[Way, Product]] = dataclasses.field(default_factory=Counter)
-    moved: Counter[tuple[Way, Moved]] = dataclasses.field(default_factory=Counter)
-    fused_bytes: Counter[Way] = dataclasses.field(default_factory=Counter)
-    exponentials: Counter[Way] = dataclasses.field(default_factory=Counter)
-    kernels: Counter[Way] = dataclasses.field(default_factory=Counter)
+
+@functools.lru_cache(maxsize=4096)
+def _pass(stack: str) -> Pass:
+    return pass_of(stack, "forward")
+
+
+@dataclasses.dataclass
+class Tally:
+    """Counts of one run of a program on one device."""
+
+    products: Counter[tuple[Pass, Product]] = dataclasses.field(default_factory=Counter)
+    moved: Counter[tuple[Pass, Moved]] = dataclasses.field(default_factory=Counter)
+    fused_bytes: Counter[Pass] = dataclasses.field(default_factory=Counter)
+    exponentials: Counter[Pass] = dataclasses.field(default_factory=Counter)
+    kernels: Counter[Pass] = dataclasses.field(default_factory=Counter)
     """Passes over memory; each is one kernel launch."""
     peak_bytes: float = 0.0
     """Peak bytes of values other than arguments."""
     kept_bytes: float = 0.0
     """Bytes of values that the forward pass writes and another pass reads."""
 
-    def flops(self, *ways: Way) -> float:
+    def flops(self, *passes: Pass) -> float:
         """Returns the FLOPs of matmuls and convolutions, of all passes if none is named."""
         return sum(
             count * product.flops
-            for (way, product), count in self.products.items()
-            if not ways or way in ways
+            for (during, product), count in self.products.items()
+            if not passes or during in passes
         )
 
-    def add(self, other: "Costs", times: float) -> None:
-        """Adds the costs of another program that runs `times` times."""
+    def add(self, other: "Tally", times: float) -> None:
+        """Adds the counts of another program that runs `times` times."""
         for field in dataclasses.fields(self):
             mine, more = getattr(self, field.name), getattr(other, field.name)
             if isinstance(mine, Counter):
                 for key, count in more.items():
                     mine[key] += count * times  # type: ignore[index]
+
+    def work(self, during: Pass | None = None) -> list[Work]:
+        """Returns the kernels of the program, all in the pass `during` if it is given."""
+        found = [
+            Work(during or own, during or "matmul", product, count)
+            for (own, product), count in self.products.items()
+        ]
+        for own in _PASSES:
+            passed = Stream(self.fused_bytes[own], self.exponentials[own], self.kernels[own])
+            found.append(Work(during or own, during or "elementwise", passed))
+        return found
+
+
+def step_costs(gradient: Tally, update: Tally, layout: Layout, *, sums_twice: bool) -> Costs:
+    """Returns the costs of a step.
+
+    Args:
+        gradient: Counts of one microbatch.
+        update: Counts of the optimizer.
+        layout: Layout with the number of microbatches.
+        sums_twice: Whether a float32 sum has twice the bytes of a sum in the program's dtype.
+    """
+    each, once = [], []
+    started: set[tuple[Axes, str]] = set()
+    for (during, moved), count in gradient.moved.items():
+        for collective in _collectives(during, moved, layout, started):
+            waits = collective.overlap == "data" and layout.reduces_once
+            if waits and collective.axes == ("data",):
+                # The sum is in float32, with nothing left to hide behind.
+                times = count * (2 if sums_twice else 1)
+                once.append(collective._replace(count=times, overlap=None))
+            else:
+                each.append(collective._replace(count=count))
+    started = set()
+    for (during, moved), count in update.moved.items():
+        for one in _collectives(during, moved, layout, started):
+            once.append(one._replace(part="optimizer", count=count, overlap=None))
+    return Costs(gradient.work(), each, update.work("optimizer"), once)
+
+
+def _collectives(
+    during: Pass, moved: Moved, layout: Layout, started: set[tuple[Axes, str]]
+) -> Iterator[Collective]:
+    """Yields a collective as it runs on a layout; one over several axes counts for the outermost.
+
+    Small gradients are summed together with large ones and share their start. Sums over `data` that
+    wait for the end of a step are separate from those over inner axes.
+    """
+    axes = tuple(axis for axis in AXES if axis in moved.axes)
+    if not moved.of_param:
+        size = moved.num_bytes
+        found = Collective(axes[0], moved.kind, axes, size, 1.0, 1.0, "activations", "layers")
+        yield found
+    elif moved.kind not in ("all_reduce", "reduce_scatter"):
+        window: Window = "forward" if during == "forward" else "backward"
+        yield Collective(axes[0], moved.kind, axes, moved.num_bytes, 1.0, 1.0, "gather", window)
+    else:
+        groups, size = [axes], moved.num_bytes
+        if layout.reduces_once and axes[:1] == ("data",):
+            groups = [group for group in (axes[1:], axes[:1]) if group]
+        for group in groups:
+            pieces = float((group, moved.kind) not in started)
+            started.add((group, moved.kind))
+            yield Collective(group[0], moved.kind, group, size, pieces, 1.0, "data", "backward")
+            size /= math.prod(layout.size(axis) for axis in group)
 
 
 class Walk:
@@ -72,7 +148,7 @@ class Walk:
 
     def run(
         self, jaxpr: Any, laids: Sequence[Laid], stack: str = "", *, apart: int = 0
-    ) -> tuple[list[Laid], Costs]:
+    ) -> tuple[list[Laid], Tally]:
         """Returns the layouts of the results, and the costs of one run.
 
         Args:
@@ -90,8 +166,8 @@ class _Run:
 
     def __init__(self, walk: Walk, program: Program, laids: Sequence[Laid], stack: str):
         self.walk, self.program, self.stack = walk, program, stack
-        self.costs = Costs()
-        self.way: Way = way_of(stack)
+        self.costs = Tally()
+        self.during: Pass = _pass(stack)
         self.spread = Spreading(walk.sizes, walk.resolve, self._moved)
         self.env: dict[Any, Laid] = dict(zip(program.invars, laids, strict=True))
 
@@ -100,7 +176,7 @@ class _Run:
         live = Live(self.program, fusion(self.program), set(self.program.outvars[:apart]))
         for index, operation in enumerate(self.program.operations):
             stack = f"{self.stack}/{operation.stack}"
-            self.way = way_of(stack)
+            self.during = _pass(stack)
             inside = self._operation(operation, stack)
             live.step(index, self._held, inside)
         self._fused()
@@ -121,16 +197,16 @@ class _Run:
                 ins = self._settled(operation, ins)
             outs = results(self.spread, operation, ins)
             if operation.name in PRODUCTS:
-                self.costs.products[self.way, product(self.spread, operation, ins, outs)] += 1
+                self.costs.products[self.during, product(self.spread, operation, ins, outs)] += 1
         self.env.update(zip(operation.outvars, outs, strict=True))
         if operation.name in _EXPONENTIALS:
             (made,) = operation.outvars
             numbers = self._held(made) / made.aval.dtype.itemsize
-            self.costs.exponentials[self.way] += numbers  # type: ignore[assignment]
+            self.costs.exponentials[self.during] += numbers  # type: ignore[assignment]
         return inside
 
     def _moved(self, moved: Moved) -> None:
-        self.costs.moved[self.way, moved] += 1
+        self.costs.moved[self.during, moved] += 1
 
     def _read(self, value: Any) -> Laid:
         # Literals and constants of inner functions are replicated.
@@ -149,7 +225,7 @@ class _Run:
         pairs = zip(operation.invars, ins, strict=True)
         return [laid if is_literal(value) else self.env.get(value, laid) for value, laid in pairs]
 
-    def _loop(self, operation: Operation, ins: list[Laid], stack: str) -> tuple[list[Laid], Costs]:
+    def _loop(self, operation: Operation, ins: list[Laid], stack: str) -> tuple[list[Laid], Tally]:
         if operation.name == "scan":
             return self._scan(operation, ins, stack)
         if operation.name == "while":
@@ -158,7 +234,7 @@ class _Run:
         runs = [self.walk.run(branch, ins[1:], stack) for branch in branches]
         return max(runs, key=lambda run: run[1].flops() + run[1].peak_bytes)
 
-    def _scan(self, operation: Operation, ins: list[Laid], stack: str) -> tuple[list[Laid], Costs]:
+    def _scan(self, operation: Operation, ins: list[Laid], stack: str) -> tuple[list[Laid], Tally]:
         params = operation.params
         body = params["jaxpr"].jaxpr
         (fixed, carried), trips = scan_parts(operation), params["length"]
@@ -173,7 +249,7 @@ class _Run:
         settled = [dataclasses.replace(laid, partial=(), is_param=False) for laid in outs[:carried]]
         if [laid.spec for laid in settled] != [laid.spec for laid in carry]:
             outs, costs = self.walk.run(body, (*consts, *settled, *xs), stack)
-        total = Costs(peak_bytes=costs.peak_bytes)
+        total = Tally(peak_bytes=costs.peak_bytes)
         total.add(costs, trips)
         for var, laid in zip(body.outvars[:carried], outs[:carried], strict=True):
             self.spread.whole(var.aval, laid)
@@ -181,7 +257,7 @@ class _Run:
         stacked = [dataclasses.replace(laid, spec=((), *laid.spec)) for laid in outs[carried:]]
         return [*ends, *stacked], total
 
-    def _while(self, operation: Operation, ins: list[Laid], stack: str) -> tuple[list[Laid], Costs]:
+    def _while(self, operation: Operation, ins: list[Laid], stack: str) -> tuple[list[Laid], Tally]:
         params = operation.params
         skipped, fixed = params["cond_nconsts"], params["body_nconsts"]
         consts, carry = ins[skipped : skipped + fixed], ins[skipped + fixed :]
@@ -193,22 +269,13 @@ class _Run:
         made: set[Any] = set()
         kept: set[Any] = set()
         for group in fusion(self.program):
-            way = way_of(f"{self.stack}/{group.stack}")
-            if way == "forward":
+            during = _pass(f"{self.stack}/{group.stack}")
+            if during == "forward":
                 made.update(group.writes)
             else:
                 kept.update(value for value in group.reads if value in made)
             if not group.own:
                 values = (v for v in (*group.reads, *group.writes) if v in self.env)
-                self.costs.fused_bytes[way] += sum(map(self._held, values))  # type: ignore[assignment]
-                self.costs.kernels[way] += 1
+                self.costs.fused_bytes[during] += sum(map(self._held, values))  # type: ignore[assignment]
+                self.costs.kernels[during] += 1
         self.costs.kept_bytes = sum(map(self._held, kept))
-
-
-@functools.lru_cache(maxsize=4096)
-def way_of(stack: str) -> Way:
-    """Returns the pass that an operation belongs to, from the name stack of JAX's
-    transformations."""
-    if "rematted_computation" in stack or "checkpoint/rematted" in stack:
-        return "again"
-    return "backward" if "transpose(" in stack else "forward"

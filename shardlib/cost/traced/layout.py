@@ -16,12 +16,34 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 Axes = tuple[str, ...]
 Spec = tuple[Axes, ...]
 MICRO = "microbatch"
 """Pseudo-axis that splits the batch in time and not in space; nothing is communicated along it."""
+
+
+class Equation(Protocol):
+    """An equation of a jaxpr, or a `jaxprs.Operation`."""
+
+    @property
+    def primitive(self) -> Any: ...
+    @property
+    def params(self) -> Any: ...
+    @property
+    def invars(self) -> Sequence[Any]: ...
+    @property
+    def outvars(self) -> Sequence[Any]: ...
+
+
+class Aval(Protocol):
+    """The shape and dtype of a value."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +93,11 @@ class Spreading:
         """Returns the number of shards along axes, in space and time."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
-    def num_bytes(self, aval: Any, laid: Laid) -> float:
+    def num_bytes(self, aval: Aval, laid: Laid) -> float:
         """Returns the bytes of a value that one device holds."""
         return nbytes(aval) / self.shards(laid.axes)
 
-    def summand_bytes(self, aval: Any, laid: Laid) -> float:
+    def summand_bytes(self, aval: Aval, laid: Laid) -> float:
         """Returns the bytes of the summand that one device holds."""
         held = self.num_bytes(aval, laid)
         return held * laid.width / aval.dtype.itemsize if laid.width else held
@@ -102,7 +124,7 @@ class Spreading:
         if real and num_bytes:
             self.moved(Moved(kind, real, num_bytes, of_param))
 
-    def whole(self, aval: Any, laid: Laid) -> Laid:
+    def whole(self, aval: Aval, laid: Laid) -> Laid:
         """Returns a value with its summands reduced."""
         if not laid.partial:
             return laid
@@ -110,7 +132,7 @@ class Spreading:
         self.send("all_reduce", laid.partial, summand, of_param=laid.is_param)
         return dataclasses.replace(laid, partial=(), width=0)
 
-    def relaid(self, aval: Any, laid: Laid, spec: Spec) -> Laid:
+    def relaid(self, aval: Aval, laid: Laid, spec: Spec) -> Laid:
         """Returns a value in another layout, with its summands reduced."""
         if spec == laid.spec and not laid.partial:
             return Laid(spec, (), laid.is_param)
@@ -125,15 +147,18 @@ class Spreading:
             for axis in old:
                 if axis not in new:
                     (moving if axis in wanted else gone).append(axis)
-        if moving:
-            self.send("all_to_all", tuple(moving), held, of_param=laid.is_param)
-        if gone:
-            total = held * self.shards(tuple(a for a in gone if a != MICRO))
-            self.send("all_gather", tuple(gone), total, of_param=laid.is_param)
+        self.send("all_to_all", tuple(moving), held, of_param=laid.is_param)
+        self.gather(aval, laid, tuple(gone))
         return Laid(spec, (), laid.is_param)
 
+    def gather(self, aval: Aval, laid: Laid, axes: Axes) -> None:
+        """Records that a value is gathered along axes."""
+        real = tuple(axis for axis in axes if axis != MICRO)
+        total = self.num_bytes(aval, laid) * self.shards(real)
+        self.send("all_gather", real, total, of_param=laid.is_param)
 
-def nbytes(aval: Any) -> float:
+
+def nbytes(aval: Aval) -> float:
     """Returns the bytes of a whole value; 0 for a value that is not an array."""
     shape = getattr(aval, "shape", None)
     if shape is None:
@@ -141,18 +166,18 @@ def nbytes(aval: Any) -> float:
     return float(math.prod(shape)) * getattr(aval.dtype, "itemsize", 4)
 
 
-def replicated(aval: Any) -> Laid:
+def replicated(aval: Aval) -> Laid:
     """Returns the layout of a replicated value."""
     return Laid(((),) * len(getattr(aval, "shape", ())))
 
 
-def merged(spread: Spreading, avals: Sequence[Any], laids: Sequence[Laid], out: Any) -> Laid:
+def merged(spread: Spreading, avals: Sequence[Aval], laids: Sequence[Laid], out: Aval) -> Laid:
     """Returns the layout of an elementwise operation: the largest operand leads, the others
     follow."""
     rank = len(out.shape)
     spec: list[Axes] = [()] * rank
     used: set[str] = set()
-    for index in sorted(range(len(avals)), key=lambda i: -_held(spread, avals[i], laids[i])):
+    for index in sorted(range(len(avals)), key=lambda i: -spread.num_bytes(avals[i], laids[i])):
         if len(avals[index].shape) != rank:
             continue
         for dim, axes in enumerate(laids[index].spec):
@@ -164,36 +189,35 @@ def merged(spread: Spreading, avals: Sequence[Any], laids: Sequence[Laid], out: 
         if len(aval.shape) == rank:
             lost = [a for dim, axes in enumerate(laid.spec) for a in axes if a not in spec[dim]]
             if lost:
-                _gather(spread, aval, laid, tuple(lost))
+                spread.gather(aval, laid, tuple(lost))
     return Laid(tuple(spec))
 
 
-def contracted(
-    spread: Spreading,
-    avals: Sequence[Any],
-    laids: Sequence[Laid],
-    dims: tuple[Sequence[int], Sequence[int]],
-    batch: tuple[Sequence[int], Sequence[int]],
-    place: Callable[[int, int], int | None],
-    rank: int,
-) -> tuple[Laid, tuple[Laid, Laid]]:
-    """Returns the layout of a product, and the layouts in which it takes its operands.
+class Contraction(NamedTuple):
+    """Dims of a product."""
 
-    Args:
-        spread: The mesh.
-        avals: Both operands.
-        laids: Their layouts.
-        dims: Contracted dims of each operand, in pairs.
-        batch: Batch dims of each operand, in pairs.
-        place: `place(operand, dim)` gives the dim of the result, or None if the result lacks it.
-        rank: Rank of the result.
-    """
-    specs = _taken(spread, avals, laids, dims, batch, place)
+    dims: tuple[Sequence[int], Sequence[int]]
+    """Contracted dims of each operand, in pairs."""
+    batch: tuple[Sequence[int], Sequence[int]]
+    """Batch dims of each operand, in pairs."""
+    place: Callable[[int, int], int | None]
+    """Function from the number of an operand and its dim to the dim of the result, or None if the
+    result lacks it."""
+    rank: int
+    """Rank of the result."""
+
+
+def contracted(
+    spread: Spreading, avals: Sequence[Aval], laids: Sequence[Laid], product: Contraction
+) -> tuple[Laid, tuple[Laid, Laid]]:
+    """Returns the layout of a product of two values, and the layouts in which it takes them."""
+    dims, place, rank = product.dims, product.place, product.rank
+    specs = _taken(spread, avals, laids, product)
     taken = []
     for aval, laid, want in zip(avals, laids, specs, strict=True):
         pairs = zip(laid.spec, want, strict=True)
         if lost := [axis for old, new in pairs for axis in old if axis not in new]:
-            _gather(spread, aval, laid, tuple(lost))
+            spread.gather(aval, laid, tuple(lost))
         taken.append(Laid(want, (), laid.is_param))
     out: list[Axes] = [()] * rank
     for i in (0, 1):
@@ -206,22 +230,18 @@ def contracted(
 
 
 def _taken(
-    spread: Spreading,
-    avals: Sequence[Any],
-    laids: Sequence[Laid],
-    dims: tuple[Sequence[int], Sequence[int]],
-    batch: tuple[Sequence[int], Sequence[int]],
-    place: Callable[[int, int], int | None],
+    spread: Spreading, avals: Sequence[Aval], laids: Sequence[Laid], product: Contraction
 ) -> tuple[Spec, Spec]:
     """Returns the layouts of the operands of a product when it is computed: batch dims are sharded
     alike, and each axis occurs once."""
+    dims, batch, place, _ = product
     specs = lhs, rhs = list(laids[0].spec), list(laids[1].spec)
     for a, b in zip(*batch, strict=True):
         both = lhs[a] or rhs[b]
         lhs[a] = rhs[b] = tuple(x for x in both if not (lhs[a] and rhs[b]) or x in lhs[a])
     used = {axis for dim in batch[0] for axis in lhs[dim]}
     # The free dims of the larger operand come first, but a weight gives way to activations.
-    order = sorted((0, 1), key=lambda i: -_held(spread, avals[i], laids[i]))
+    order = sorted((0, 1), key=lambda i: -spread.num_bytes(avals[i], laids[i]))
     if laids[order[0]].is_param and not laids[order[1]].is_param:
         order.reverse()
     for i in order:
@@ -263,13 +283,3 @@ def reshaped(spread: Spreading, old: Sequence[int], laid: Laid, new: Sequence[in
                 spec[target] = tuple(dict.fromkeys((*spec[target], *axes)))
         i, j = i + 1, j + 1
     return spread.fitting(new, tuple(spec))
-
-
-def _held(spread: Spreading, aval: Any, laid: Laid) -> float:
-    return spread.num_bytes(aval, laid)
-
-
-def _gather(spread: Spreading, aval: Any, laid: Laid, axes: Axes) -> None:
-    real = tuple(a for a in axes if a != MICRO)
-    total = spread.num_bytes(aval, laid) * spread.shards(real)
-    spread.send("all_gather", real, total, of_param=laid.is_param)

@@ -3,33 +3,16 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from shardlib.cost.traced.layout import Laid, Spreading
+from shardlib.cost.machine.kernels import Product
+from shardlib.cost.traced.layout import Aval, Equation, Laid, Spreading
 from shardlib.cost.traced.rules import product_layout
 from shardlib.jaxprs import Operation
 
-PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
+RAGGED = ("ragged_dot", "ragged_dot_general")
+PRODUCTS = frozenset(("dot_general", "conv_general_dilated", *RAGGED))
 """Primitives that multiply matrices."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """Matmuls or a convolution as one device runs them."""
-
-    rows: float
-    fan_in: float
-    fan_out: float
-    groups: float
-    num_bytes: float
-    """Bytes of operands and result."""
-    width: int
-    """Bytes per element of an operand."""
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of all groups."""
-        return 2.0 * self.rows * self.fan_in * self.fan_out * self.groups
+Shape = Sequence[float]
 
 
 def product(
@@ -45,40 +28,55 @@ def product(
     """
     avals = [var.aval for var in operation.invars[:2]]
     out = operation.outvars[0].aval
-    if operation.name not in ("dot_general", "conv_general_dilated"):
-        return _ragged(spread, avals, ins, out, outs[0])
-    silent = dataclasses.replace(spread, moved=lambda _: None)
-    _, taken = product_layout(silent, operation, ins)
+    taken = ins[:2]
+    if operation.name not in RAGGED:
+        silent = dataclasses.replace(spread, moved=lambda _: None)
+        _, taken = product_layout(silent, operation, ins)
     made = spread.num_bytes(out, outs[0])
-    pairs = zip(avals, taken, strict=True)
+    pairs = list(zip(avals, taken, strict=True))
     moved = made + sum(spread.num_bytes(aval, laid) for aval, laid in pairs)
-    numbers, width = made / out.dtype.itemsize, avals[0].dtype.itemsize
-    params = operation.params
-    if operation.name == "dot_general":
+    shapes = [_local(spread, aval, laid) for aval, laid in (*pairs, (out, outs[0]))]
+    width = (out if operation.name in RAGGED else avals[0]).dtype.itemsize
+    return Product(*_dims(operation, *shapes), moved, width)
+
+
+def matmul_flops(equation: Equation) -> float | None:
+    """Returns the FLOPs of a matmul or convolution by its shapes, else None.
+
+    A multiply-add is two FLOPs. A ragged matmul multiplies each row by the weights of its group.
+    Rows without a group are counted too, because their number depends on the data. A convolution
+    has its whole window for each output despite padding.
+    """
+    if equation.primitive.name not in PRODUCTS:
+        return None
+    variables = (*equation.invars[:2], equation.outvars[0])
+    return 2.0 * math.prod(_dims(equation, *(variable.aval.shape for variable in variables)))
+
+
+def _dims(
+    equation: Equation, lhs: Shape, rhs: Shape, out: Shape
+) -> tuple[float, float, float, float]:
+    """Returns rows, fan-in, fan-out and number of groups of a product of the given shapes."""
+    params, name = equation.params, equation.primitive.name
+    if name == "dot_general":
         (dims, _), (batch, _) = params["dimension_numbers"]
-        shape = _local(spread, avals[0], taken[0])
-        fan_in = math.prod(shape[d] for d in dims)
-        groups = math.prod(shape[d] for d in batch)
-        rows = math.prod(shape) / max(fan_in * groups, 1)
-        return Product(rows, fan_in, numbers / max(rows * groups, 1), groups, moved, width)
-    numbering = params["dimension_numbers"]
-    kernel = _local(spread, avals[1], taken[1])
-    useful = math.prod(params["lhs_dilation"])
-    fan_in = math.prod(kernel[d] for d in numbering.rhs_spec[1:]) / useful
-    fan_out = _local(spread, out, outs[0])[numbering.out_spec[1]]
-    return Product(numbers / fan_out, fan_in, fan_out, 1.0, moved, width)
+        fan_in, groups = (math.prod(lhs[d] for d in some) for some in (dims, batch))
+        rows = math.prod(lhs) / max(fan_in * groups, 1)
+        return rows, fan_in, math.prod(out) / max(rows * groups, 1), groups
+    if name == "conv_general_dilated":
+        numbers = params["dimension_numbers"]
+        useful = math.prod(params["lhs_dilation"] or (1,))
+        fan_in = math.prod(rhs[d] for d in numbers.rhs_spec[1:]) / useful
+        fan_out = out[numbers.out_spec[1]]
+        return math.prod(out) / max(fan_out, 1), fan_in, fan_out, 1.0
+    numbers = params.get("ragged_dot_dimension_numbers")
+    free = rhs[-1:]
+    if numbers is not None:
+        (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+        given = {*numbers.rhs_group_dimensions, *contracted, *batch}
+        free = [size for dim, size in enumerate(rhs) if dim not in given]
+    return lhs[-2], lhs[-1], math.prod(free), math.prod(lhs[:-2])
 
 
-def _ragged(
-    spread: Spreading, avals: Sequence[Any], ins: Sequence[Laid], out: Any, laid: Laid
-) -> Product:
-    """Returns a product in which each row multiplies the matrix of its group."""
-    held = sum(spread.num_bytes(a, one) for a, one in zip(avals, ins, strict=False))
-    made = spread.num_bytes(out, laid)
-    rows, fan_in = _local(spread, avals[0], ins[0])[-2:]
-    fan_out = made / out.dtype.itemsize / rows
-    return Product(rows, fan_in, fan_out, 1.0, held + made, out.dtype.itemsize)
-
-
-def _local(spread: Spreading, aval: Any, laid: Laid) -> list[float]:
+def _local(spread: Spreading, aval: Aval, laid: Laid) -> list[float]:
     return [n / spread.shards(axes) for n, axes in zip(aval.shape, laid.spec, strict=True)]

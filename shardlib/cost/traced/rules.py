@@ -5,9 +5,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax.extend.core import Jaxpr
+
 from shardlib.cost.traced.layout import (
     MICRO,
+    Aval,
     Axes,
+    Contraction,
+    Equation,
     Laid,
     Spec,
     Spreading,
@@ -18,14 +23,14 @@ from shardlib.cost.traced.layout import (
 )
 from shardlib.jaxprs import subprograms
 
-Rule = Callable[[Spreading, Any, list[Laid]], list[Laid]]
+Rule = Callable[[Spreading, Equation, list[Laid]], list[Laid]]
 LINEAR = frozenset(
     ("convert_element_type", "neg", "transpose", "reshape", "copy", "reduce_sum", "squeeze")
 )
 """Operations that may be applied to summands before they are summed."""
 
 
-def results(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+def results(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
     """Returns the layouts of the results of an equation without an inner program, and records the
     collectives that it needs.
 
@@ -42,14 +47,14 @@ def results(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
     ]
 
 
-def _fitted(spread: Spreading, aval: Any, laid: Laid, widths: Sequence[int]) -> Laid:
+def _fitted(spread: Spreading, aval: Aval, laid: Laid, widths: Sequence[int]) -> Laid:
     width = 0
     if laid.partial:
         width = widths[0] if widths else aval.dtype.itemsize
     return Laid(spread.fitting(aval.shape, laid.spec), laid.partial, laid.is_param, width)
 
 
-def keeps_summands(equation: Any, laids: Sequence[Laid]) -> bool:
+def keeps_summands(equation: Equation, laids: Sequence[Laid]) -> bool:
     """Returns whether an equation may be applied to summands before they are summed."""
     name = equation.primitive.name
     if name in LINEAR:
@@ -64,7 +69,7 @@ def keeps_summands(equation: Any, laids: Sequence[Laid]) -> bool:
 
 
 def product_layout(
-    spread: Spreading, equation: Any, laids: list[Laid]
+    spread: Spreading, equation: Equation, laids: list[Laid]
 ) -> tuple[Laid, tuple[Laid, Laid]]:
     """Returns the layout of a `dot_general` or convolution, and the layouts in which it takes its
     operands."""
@@ -72,9 +77,8 @@ def product_layout(
     rank = len(equation.outvars[0].aval.shape)
     if equation.primitive.name == "dot_general":
         dims, batch = equation.params["dimension_numbers"]
-        return contracted(
-            spread, avals, laids[:2], dims, batch, _dot_places(avals, dims, batch), rank
-        )
+        dot = Contraction(dims, batch, _dot_places(avals, dims, batch), rank)
+        return contracted(spread, avals, laids[:2], dot)
     numbers = equation.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     groups = equation.params["feature_group_count"] * equation.params["batch_group_count"]
@@ -85,10 +89,13 @@ def product_layout(
     ]
     dims = ((lhs[1],), (rhs[1],)) if groups == 1 else ((), ())
     places = ({lhs[0]: out[0]}, {rhs[0]: out[1]} if groups == 1 else {})
-    return contracted(spread, avals, laids, dims, ((), ()), lambda i, dim: places[i].get(dim), rank)
+    window = Contraction(dims, ((), ()), lambda i, dim: places[i].get(dim), rank)
+    return contracted(spread, avals, laids, window)
 
 
-def _dot_places(avals: Sequence[Any], dims: Any, batch: Any) -> Callable[[int, int], int | None]:
+def _dot_places(
+    avals: Sequence[Aval], dims: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]
+) -> Callable[[int, int], int | None]:
     places: list[dict[int, int]] = [{}, {}]
     for where, (a, b) in enumerate(zip(*batch, strict=True)):
         places[0][a], places[1][b] = where, where
@@ -105,11 +112,11 @@ def _without(spec: Sequence[Axes], dims: Sequence[int]) -> tuple[Axes, ...]:
     return tuple(() if dim in dims else axes for dim, axes in enumerate(spec))
 
 
-def _product(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+def _product(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
     return [product_layout(spread, equation, laids)[0]]
 
 
-def _elementwise(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+def _elementwise(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
     """Returns the layouts of an elementwise operation. A result of any shape keeps the sharding of
     dims that an operand has in the same place."""
     avals = [v.aval for v in equation.invars]
@@ -132,7 +139,9 @@ def _elementwise(spread: Spreading, equation: Any, laids: list[Laid]) -> list[La
     return found
 
 
-def _led(spread: Spreading, operands: Sequence[tuple[Any, Laid]], out: Any, *, moves: bool) -> Spec:
+def _led(
+    spread: Spreading, operands: Sequence[tuple[Any, Laid]], out: Aval, *, moves: bool
+) -> Spec:
     """Returns the layout of a result whose operands differ in layout or shape."""
     kept = []
     for aval, laid in operands:
@@ -149,7 +158,7 @@ def _partial_of(laids: Sequence[Laid]) -> Axes:
     return next((laid.partial for laid in laids if laid.partial), ())
 
 
-def _broadcast(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+def _broadcast(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
     out, dims = equation.outvars[0].aval, equation.params["broadcast_dimensions"]
     spec: list[Axes] = [()] * len(out.shape)
     for dim, where in enumerate(dims):
@@ -158,7 +167,7 @@ def _broadcast(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid
     return [Laid(tuple(spec), laids[0].partial)]
 
 
-def _reshape(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+def _reshape(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
     old, out = equation.invars[0].aval, equation.outvars[0].aval
     laid = laids[0]
     spec = reshaped(spread, old.shape, laid, out.shape)
@@ -170,19 +179,19 @@ def _reshape(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
     return [Laid(spec, laid.partial, laid.is_param)]
 
 
-def _transpose(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+def _transpose(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
     laid = laids[0]
     spec = tuple(laid.spec[dim] for dim in equation.params["permutation"])
     return [Laid(spec, laid.partial, laid.is_param)]
 
 
-def _squeeze(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+def _squeeze(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
     gone, laid = equation.params["dimensions"], laids[0]
     spec = tuple(axes for dim, axes in enumerate(laid.spec) if dim not in gone)
     return [Laid(spec, laid.partial, laid.is_param)]
 
 
-def _reduce(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+def _reduce(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
     dims = equation.params.get("axes", ())
     found = []
     for var, laid in zip(equation.outvars, laids, strict=False):
@@ -194,7 +203,7 @@ def _reduce(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
     return found + [replicated(v.aval) for v in equation.outvars[len(found) :]]
 
 
-def _gather(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+def _gather(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
     """Lays out a lookup at its indices. A table sharded along the looked-up dim gives zeros for
     rows that another device holds, to be summed."""
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
@@ -222,7 +231,7 @@ def _gather(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
     return [Laid(tuple(spec), tuple(partial))]
 
 
-def _scatter(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+def _scatter(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
     """Lays out a scatter. Updates sharded where the operand is not become summands of the
     result."""
     operand, updates = equation.invars[0].aval, equation.invars[2].aval
@@ -255,7 +264,7 @@ def _scatter(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
     return [Laid(tuple(spec), tuple(over))]
 
 
-def _constraint(spread: Spreading, equation: Any, laids: list[Laid]) -> list[Laid]:
+def _constraint(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
     aval, laid = equation.invars[0].aval, laids[0]
     sharding = equation.params["sharding"]
     names, kind = _logical(getattr(sharding, "spec", ()), len(aval.shape))
@@ -282,21 +291,20 @@ PARAMS_TABLE = "params of "
 """Prefix of the logical axis of a constraint that the parameter table decides."""
 
 
-def constrained_names(jaxpr: Any) -> set[str]:
+def constrained_names(jaxpr: Jaxpr) -> set[str]:
     """Returns the logical axes named by a program that was traced on a mesh of logical axes."""
     found: set[str] = set()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "sharding_constraint":
-            names, _ = _logical(
-                equation.params["sharding"].spec, len(equation.outvars[0].aval.shape)
-            )
+            aval: Any = equation.outvars[0].aval
+            names, _ = _logical(equation.params["sharding"].spec, len(aval.shape))
             found |= {name for name in names or () if name}
         for program in subprograms(equation):
             found |= constrained_names(program)
     return found
 
 
-def _logical(spec: Any, rank: int) -> tuple[tuple[str | None, ...] | None, str]:
+def _logical(spec: Sequence[object], rank: int) -> tuple[tuple[str | None, ...] | None, str]:
     """Returns the logical axes and the table of a constraint traced on a mesh of logical axes."""
     names: list[str | None] = []
     kind = "activations"

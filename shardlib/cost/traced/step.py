@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
+from shardlib.cost.costs import Pass
 from shardlib.cost.layout import AXES, Layout
-from shardlib.cost.traced.costs import Costs, Walk, Way
+from shardlib.cost.traced.costs import Tally, Walk
 from shardlib.cost.traced.layout import MICRO, Axes, Laid, Moved, Spec, Spreading, replicated
 from shardlib.functional import FunctionalModule
 from shardlib.mesh import entry_axes
@@ -83,7 +84,7 @@ class TracedStep:
             lambda leaf: jax.ShapeDtypeStruct((batch, *leaf.shape[1:]), leaf.dtype), self.examples
         )
 
-    def costs(self, layout: Layout, parts: float) -> tuple[Costs, Costs]:
+    def costs(self, layout: Layout, parts: float) -> tuple[Tally, Tally]:
         """Returns the costs of one device for a microbatch, and for the update after it.
 
         Args:
@@ -148,7 +149,7 @@ class TracedStep:
             "moments": place_optimizer(self.opt_state, moments),
         }
 
-    def _walk(self, degrees: Mesh, zero: int, parts: float) -> tuple[list[Laid], Costs]:
+    def _walk(self, degrees: Mesh, zero: int, parts: float) -> tuple[list[Laid], Tally]:
         """Returns the layouts of the gradients after the forward and backward pass, and the
         costs."""
         params = self._placed(degrees, zero)["params"]
@@ -164,7 +165,7 @@ class TracedStep:
         outs, costs = self._on(degrees, parts).run(jaxpr, (*constants, *laids), apart=len(params))
         return outs[: len(params)], costs
 
-    def _sum(self, degrees: Mesh, zero: int, parts: float) -> Costs:
+    def _sum(self, degrees: Mesh, zero: int, parts: float) -> Tally:
         """Returns the costs of `_walk` with the gradient sums. `zero` 1 and 2 differ only in
         them."""
         outs, costs = self._walked(degrees, max(zero, 2), parts)
@@ -174,7 +175,7 @@ class TracedStep:
         _relay(found, "backward", self._on(degrees, parts), leaves, outs, wanted)
         return found
 
-    def _update(self, degrees: Mesh, zero: int) -> Costs:
+    def _update(self, degrees: Mesh, zero: int) -> Tally:
         places = self._placed(degrees, zero)
         laids = [_laid(places[part]) for part in ("updates", "moments", "updates")]
         constants = [replicated(var.aval) for var in self.update.constvars]
@@ -212,8 +213,8 @@ def shards(placement: Placement, layout: Layout, *, without: str = "") -> int:
 
 
 def _relay(
-    costs: Costs,
-    way: Way,
+    costs: Tally,
+    during: Pass,
     walk: Walk,
     leaves: Sequence[Any],
     laids: Sequence[Laid],
@@ -223,7 +224,7 @@ def _relay(
     layouts."""
 
     def count(moved: Moved) -> None:
-        costs.moved[way, moved] += 1
+        costs.moved[during, moved] += 1
 
     spread = Spreading(walk.sizes, walk.resolve, count)
     for leaf, laid, place_ in zip(leaves, laids, wanted.values(), strict=True):

@@ -12,58 +12,17 @@ ZeRO (Rajbhandari et al. 2020, section 5).
 
 import dataclasses
 
+from shardlib.cost.costs import RUNTIME_BYTES, peak
+from shardlib.cost.costs import Memory as Memory
 from shardlib.cost.layout import SHARDLIB, Layout, Software
-from shardlib.cost.transformer import communication_time, compute_time, program_memory
+from shardlib.cost.transformer import communication, computation, program_memory
+from shardlib.cost.transformer.program_memory import Phase
 from shardlib.cost.workload import NONE, Job
 from shardlib.hardware import Cluster
 
 _LOGIT_BYTES = 4
 """Bytes per logit: logits and their gradient in half precision. The softmax between them is not
 stored."""
-RUNTIME_BYTES = {"tpu": 0.5e9, "gpu": 2.0e9, "cpu": 0.0}
-"""Bytes of program, library contexts and buffers of collectives, by platform."""
-_FRAGMENTATION = 0.04
-"""Fraction of the memory that allocators cannot use. Together with the runtime it leaves 4 to 7% of
-what a program may use. That is more than the peak of any program of `benchmarks/plan_memory.py`
-exceeds the prediction for its kind of chip (3.5% on TPUs, 5.6% on GPUs)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes at the peak on the device that holds most; they add up to `total`.
-
-    The peak is either in the head or in the backward pass of a layer. In the head all activations
-    and the logits are alive. In the backward pass the gradients are alive, and one layer is
-    recomputed and gathered.
-    """
-
-    params: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    activations: float = 0.0
-    """Activations kept from the forward pass for the backward pass."""
-    recomputed: float = 0.0
-    """Activations that one layer recomputes before its backward pass and holds during it."""
-    gathered: float = 0.0
-    """Gathered parameters of the layers in use, and their gradients before they are scattered."""
-    logits: float = 0.0
-    runtime: float = 0.0
-    host: float = 0.0
-    """Offloaded activations and optimizer state in host memory; not part of `total`."""
-
-    @property
-    def total(self) -> float:
-        """Bytes on the device."""
-        return sum(value for name, value in vars(self).items() if name != "host")
-
-    def fits(self, capacity_bytes: float) -> bool:
-        """Returns whether it fits a device, with the memory that allocators cannot use."""
-        return self.over(capacity_bytes) <= 0
-
-    def over(self, capacity_bytes: float) -> float:
-        """Returns the bytes by which it exceeds the usable memory of a device; negative if it
-        fits."""
-        return self.total - capacity_bytes * (1 - _FRAGMENTATION)
 
 
 def peak_memory(
@@ -83,26 +42,26 @@ def peak_memory(
         software: Program properties: fusion of attention, and what is gathered at a time.
         dropout: Whether the residual branches keep dropout masks.
     """
-    device = compute_time.Device(job, layout, software)
-    held = communication_time.local_weights(device)
+    device = computation.Device(job, layout, software)
+    held = communication.local_weights(device)
     base = _through_the_step(device, cluster, held, dropout=dropout)
     if software.keeps_traced:
-        phases = program_memory.phases(device, cluster, held, base)
+        phases = program_memory.phases(device, cluster, held)
         if layout.offload_optimizer:
-            phases += (program_memory.update(device, held, base),)
+            phases += (program_memory.update(device, held),)
     else:
-        phases = _published_phases(device, held, base)
-    return max(phases, key=lambda phase: phase.total)
+        phases = _published_phases(device, held)
+    return peak(base, phases)
 
 
 def _through_the_step(
-    device: compute_time.Device,
+    device: computation.Device,
     cluster: Cluster,
-    held: communication_time.LocalWeights,
+    held: communication.LocalWeights,
     *,
     dropout: bool,
-) -> Memory:
-    """Returns the memory alive in every phase: state, runtime, and activations for the backward
+) -> Phase:
+    """Returns the bytes alive in every phase: state, runtime, and activations for the backward
     pass."""
     job, layout = device.job, device.layout
     optimizer = held.total / layout.fsdp
@@ -115,39 +74,37 @@ def _through_the_step(
         inputs = _inputs_kept(layout) * device.tokens * job.model.embed * job.compute_bytes / cut
     moments = optimizer * job.moment_bytes
     away = moments if layout.offload_optimizer else 0.0
-    return Memory(
-        params=_param_bytes(device, held, optimizer),
-        optimizer=moments - away,
-        activations=waiting * kept + inputs,
-        runtime=RUNTIME_BYTES[cluster.platform],
-        host=waiting * host + away,
-    )
+    return {
+        "params": _param_bytes(device, held, optimizer),
+        "optimizer": moments - away,
+        "activations": waiting * kept + inputs,
+        "runtime": RUNTIME_BYTES[cluster.platform],
+        "host": waiting * host + away,
+    }
 
 
 def _published_phases(
-    device: compute_time.Device, held: communication_time.LocalWeights, base: Memory
-) -> tuple[Memory, Memory]:
-    """Returns the memory in the head and in the backward pass of a layer, for programs other than
+    device: computation.Device, held: communication.LocalWeights
+) -> tuple[Phase, Phase]:
+    """Returns what differs in the head and in the backward pass of a layer, for programs other than
     shardlib's, from what they must hold."""
     job, layout = device.job, device.layout
     gradients = held.total * job.gradient_bytes
     if layout.zero > 1:
         gradients /= layout.fsdp
-    in_head = dataclasses.replace(
-        base,
-        logits=device.tokens * job.model.vocab / layout.tensor * _LOGIT_BYTES / job.loss_chunks,
-        gradients=gradients if layout.microbatches > 1 else 0.0,
-    )
-    in_backward = dataclasses.replace(
-        base,
-        gradients=gradients,
-        recomputed=device.tokens * _recomputed(device),
-        gathered=_gathered(device),
-    )
+    in_head = {
+        "logits": device.tokens * job.model.vocab / layout.tensor * _LOGIT_BYTES / job.loss_chunks,
+        "gradients": gradients if layout.microbatches > 1 else 0.0,
+    }
+    in_backward = {
+        "gradients": gradients,
+        "recomputed": device.tokens * _recomputed(device),
+        "gathered": _gathered(device),
+    }
     return in_head, in_backward
 
 
-def _recomputed(device: compute_time.Device) -> float:
+def _recomputed(device: computation.Device) -> float:
     """Returns the bytes per token that a layer as a whole recomputes or fetches from the host."""
     job, layout, software = device.job, device.layout, device.software
     everything, _ = layer_activations(dataclasses.replace(job, remat=NONE), layout, software)
@@ -157,7 +114,7 @@ def _recomputed(device: compute_time.Device) -> float:
 
 
 def _activations(
-    device: compute_time.Device, cluster: Cluster, *, dropout: bool
+    device: computation.Device, cluster: Cluster, *, dropout: bool
 ) -> tuple[float, float]:
     """Returns the bytes per token and layer, averaged over layers: on the device, and on the
     host."""
@@ -175,7 +132,7 @@ def _activations(
     return share * kept + (1 - share) * others, share * host
 
 
-def _gathered(device: compute_time.Device) -> float:
+def _gathered(device: computation.Device) -> float:
     """Returns the bytes of parameters gathered at a time, with one unit prefetched, and of the
     gradients of the unit. A compiled step gathers single matrices, an eager one whole layers."""
     job, layout = device.job, device.layout
@@ -191,7 +148,7 @@ def _gathered(device: compute_time.Device) -> float:
 
 
 def _param_bytes(
-    device: compute_time.Device, held: communication_time.LocalWeights, optimizer: float
+    device: computation.Device, held: communication.LocalWeights, optimizer: float
 ) -> float:
     """Returns the bytes of parameters. If `data` shards the state, there are also whole copies in
     the compute dtype. Programs of shardlib have such copies of the layers."""
@@ -226,7 +183,7 @@ def layer_activations(
     if software.attention == "unfused":
         scores = model.heads * job.length * (2 * width + 1)
     parts = {
-        "qkv": padding * compute_time.qkv_width(model, layout) * width,
+        "qkv": padding * computation.qkv_width(model, layout) * width,
         "attention": (heads * width + scores) / layout.tensor,
         "out": model.embed * width / residual,
         "up": (2 if model.gated else 1) * hidden * width / layout.tensor,

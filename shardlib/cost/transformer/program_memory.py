@@ -6,19 +6,16 @@ by hidden width, of the vocabulary table, or of the weights of a layer. If XLA c
 two layouts, the larger one counts.
 """
 
-import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 from shardlib.cost.layout import Layout
-from shardlib.cost.transformer.communication_time import LocalWeights
-from shardlib.cost.transformer.compute_time import OFFLOADED_PIECES, Device, qkv_width
+from shardlib.cost.transformer.communication import LocalWeights
+from shardlib.cost.transformer.computation import OFFLOADED_PIECES, Device, qkv_width
 from shardlib.cost.workload import Job
 from shardlib.hardware import Cluster
 
-if TYPE_CHECKING:
-    from shardlib.cost.transformer.memory import Memory
-
+Phase = dict[str, float]
+"""Bytes by category of `Memory`."""
 _FLOAT32 = 4
 _LANES = {"tpu": 128, "gpu": 1}
 """Multiple to which the last dim of an array is padded in memory. Source: "Array layouts" in the
@@ -38,24 +35,19 @@ _ROUTED_HIDDEN = 7
 element."""
 
 
-def phases(
-    device: Device, cluster: Cluster, held: LocalWeights, base: "Memory"
-) -> tuple["Memory", ...]:
-    """Returns the memory in the head, and in the backward pass of the layers.
+def phases(device: Device, cluster: Cluster, held: LocalWeights) -> tuple[Phase, ...]:
+    """Returns what differs in the head, and in the backward pass of the layers.
 
     Args:
         device: The job on one device.
         cluster: Cluster whose compiler builds the program.
         held: Weights of the device before `fsdp` shards them.
-        base: State, activations and runtime, which both phases hold.
     """
     gradients = _gradients(device, held)
-    return _head(device, cluster, gradients, base), _layers(device, cluster, gradients, base)
+    return _head(device, cluster, gradients), _layers(device, cluster, gradients)
 
 
-def _head(
-    device: Device, cluster: Cluster, gradients: tuple[float, float, float], base: "Memory"
-) -> "Memory":
+def _head(device: Device, cluster: Cluster, gradients: tuple[float, float, float]) -> Phase:
     """Returns the memory of the head and its loss.
 
     A loss in chunks holds the gathered table, a copy and its gradient in float32, and on GPUs a
@@ -80,21 +72,18 @@ def _head(
         shared = layout.tensor > 1 or job.model.tied
         held = logits * width * (1 if shared and not on_gpu else 2)
     there = sum(gradients if on_gpu else gradients[:1]) + embedding
-    return dataclasses.replace(base, logits=held, gradients=there, gathered=gathered)
+    return {"logits": held, "gradients": there, "gathered": gathered}
 
 
-def _layers(
-    device: Device, cluster: Cluster, gradients: tuple[float, float, float], base: "Memory"
-) -> "Memory":
+def _layers(device: Device, cluster: Cluster, gradients: tuple[float, float, float]) -> Phase:
     """Returns the memory of the backward pass of the layers, with what the head leaves waiting."""
     logits, tables = _waiting(device, cluster)
-    return dataclasses.replace(
-        base,
-        logits=logits,
-        gradients=sum(gradients) + tables,
-        recomputed=device.tokens * _at_once(device, cluster),
-        gathered=_gathered(device),
-    )
+    return {
+        "logits": logits,
+        "gradients": sum(gradients) + tables,
+        "recomputed": device.tokens * _at_once(device, cluster),
+        "gathered": _gathered(device),
+    }
 
 
 def _waiting(device: Device, cluster: Cluster) -> tuple[float, float]:
@@ -119,7 +108,7 @@ def _waiting(device: Device, cluster: Cluster) -> tuple[float, float]:
     return device.tokens * job.model.vocab / layout.tensor * width, embedding
 
 
-def update(device: Device, held: LocalWeights, base: "Memory") -> "Memory":
+def update(device: Device, held: LocalWeights) -> Phase:
     """Returns the memory while a piece of an offloaded optimizer state is updated: all gradients,
     and the piece before and after the update. A piece is filled parameter by parameter, so that it
     exceeds its share by at most one parameter.
@@ -139,7 +128,7 @@ def update(device: Device, held: LocalWeights, base: "Memory") -> "Memory":
     gradients = held.total / (1 if whole else layout.fsdp) * job.gradient_bytes
     moments = held.total / layout.fsdp * job.moment_bytes
     piece = min(moments, moments * (1 / OFFLOADED_PIECES + largest / held.total))
-    return dataclasses.replace(base, activations=0.0, gradients=gradients, optimizer=2 * piece)
+    return {"activations": 0.0, "gradients": gradients, "optimizer": 2 * piece}
 
 
 def _gradients(device: Device, held: LocalWeights) -> tuple[float, float, float]:

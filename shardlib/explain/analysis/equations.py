@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from shardlib.jaxprs import subprograms
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-RAGGED = ("ragged_dot", "ragged_dot_general")
+from shardlib.cost.traced.layout import Equation
+from shardlib.jaxprs import subprograms
 
 
 class Placed(NamedTuple):
@@ -25,15 +26,16 @@ class Placed(NamedTuple):
     in_kernel: bool = False
 
 
-def equations(jaxpr: Any) -> Iterator[Placed]:
+def equations(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[Placed]:
     """Yields all equations of a program, each before its inner equations.
 
     Each branch of a conditional counts as taken.
     """
-    yield from _walk(getattr(jaxpr, "jaxpr", jaxpr), Placed(None, "", 1, 1))
+    program = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    yield from _walk(program, Placed(None, "", 1, 1))
 
 
-def _walk(jaxpr: Any, around: Placed) -> Iterator[Placed]:
+def _walk(jaxpr: Jaxpr, around: Placed) -> Iterator[Placed]:
     for equation in jaxpr.eqns:
         here = around._replace(equation=equation, name=joined(around.name, equation))
         yield here
@@ -47,13 +49,13 @@ def _walk(jaxpr: Any, around: Placed) -> Iterator[Placed]:
             yield from _walk(program, inside)
 
 
-def joined(name: str, equation: Any) -> str:
+def joined(name: str, equation: JaxprEqn) -> str:
     """Returns the name stack of an equation, prefixed with the name stack around it."""
     stack = str(equation.source_info.name_stack)
     return f"{name}/{stack}" if name and stack else name or stack
 
 
-def trips(equation: Any) -> tuple[int, bool]:
+def trips(equation: Equation) -> tuple[int, bool]:
     """Returns the trip count of an equation's subprograms, and whether it is known."""
     name = equation.primitive.name
     if name == "scan":
@@ -64,7 +66,7 @@ def trips(equation: Any) -> tuple[int, bool]:
     return 1, name != "while"
 
 
-def manual_devices(equation: Any) -> int:
+def manual_devices(equation: Equation) -> int:
     """Returns the number of devices that a manual region splits its work over."""
     if equation.primitive.name != "shard_map":
         return 1
@@ -74,26 +76,7 @@ def manual_devices(equation: Any) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
-def matmul_flops(equation: Any) -> float | None:
-    """Returns the FLOPs of a matmul or convolution by its shapes, else None.
-
-    A multiply-add is two FLOPs. A ragged matmul multiplies each row by the weights of its group.
-    Rows without a group are counted too, because their number depends on the data.
-    """
-    name = equation.primitive.name
-    if name == "dot_general":
-        lhs = equation.invars[0].aval.shape
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        out = math.prod(equation.outvars[0].aval.shape)
-        return 2.0 * out * math.prod(lhs[dim] for dim in contracted)
-    if name == "conv_general_dilated":
-        return _convolution(equation)
-    if name in RAGGED:
-        return _ragged(equation)
-    return None
-
-
-def arriving_rows(jaxpr: Any) -> dict[int, int]:
+def arriving_rows(jaxpr: ClosedJaxpr | Jaxpr) -> dict[int, int]:
     """Returns the mean rows that arrive on a device, by the rows of the receive buffer.
 
     A ragged exchange has a buffer for the worst case, but as many rows arrive as are offered.
@@ -105,30 +88,3 @@ def arriving_rows(jaxpr: Any) -> dict[int, int]:
             if offered < room:
                 found[room] = offered
     return found
-
-
-def _convolution(equation: Any) -> float:
-    """Returns the FLOPs of a convolution, with the whole window for each output despite padding."""
-    rhs = equation.invars[1].aval.shape
-    numbers = equation.params["dimension_numbers"]
-    out_channels = rhs[numbers.rhs_spec[0]]
-    window = math.prod(rhs) / out_channels  # Already a group's share of the input channels.
-    out = math.prod(equation.outvars[0].aval.shape)
-    dilation = math.prod(equation.params.get("lhs_dilation") or (1,))
-    batch_groups = equation.params.get("batch_group_count", 1)
-    return 2.0 * out * window / dilation / batch_groups
-
-
-def _ragged(equation: Any) -> float:
-    lhs, rhs = (v.aval.shape for v in equation.invars[:2])
-    numbers = equation.params.get("ragged_dot_dimension_numbers")
-    if numbers is None:
-        return 2.0 * math.prod(lhs) * rhs[-1]
-    (_, contracted_rhs), (_, batched) = numbers.dot_dimension_numbers
-    groups = set(numbers.rhs_group_dimensions)
-    free = [
-        size
-        for dim, size in enumerate(rhs)
-        if dim not in groups and dim not in contracted_rhs and dim not in batched
-    ]
-    return 2.0 * math.prod(lhs) * math.prod(free)

@@ -21,20 +21,23 @@ import dataclasses
 import math
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Literal
 
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from shardlib.cost.costs import Pass, pass_of
+from shardlib.cost.traced.layout import Equation
+from shardlib.cost.traced.products import RAGGED, matmul_flops
 from shardlib.explain.analysis.equations import (
-    RAGGED,
     arriving_rows,
     equations,
     joined,
     manual_devices,
-    matmul_flops,
     trips,
 )
 from shardlib.jaxprs import subprograms
 
-Stage = Literal["forward", "backward", "recompute", "head", "optimizer"]
+Stage = Pass | Literal["head"]
 STAGES: tuple[Stage, ...] = ("forward", "recompute", "backward", "head", "optimizer")
 _FUSED_FORWARD, _FUSED_BACKWARD, _FUSED_AGAIN = 2, 4, 1
 
@@ -104,16 +107,16 @@ class _Count:
 class _About:
     """Facts about a whole program.
 
-    They are the vocabulary sizes, the mean arriving rows by the rows of the receive buffer, and
-    whether it takes gradients.
+    They are the vocabulary sizes, the mean arriving rows by the rows of the receive buffer, and the
+    pass of operations that are not differentiated: `optimizer` if the program takes gradients.
     """
 
     vocabularies: frozenset[int]
     arriving: Mapping[int, int]
-    differentiated: bool
+    undifferentiated: Pass
 
 
-def count_flops(jaxpr: Any, vocabularies: Collection[int] = ()) -> Flops:
+def count_flops(jaxpr: ClosedJaxpr | Jaxpr, vocabularies: Collection[int] = ()) -> Flops:
     """Returns the FLOPs of a traced step.
 
     Args:
@@ -121,41 +124,29 @@ def count_flops(jaxpr: Any, vocabularies: Collection[int] = ()) -> Flops:
         vocabularies: Vocabulary sizes: a matmul with a dim of such a size belongs to the head.
     """
     differentiated = any("jvp(" in placed.name for placed in equations(jaxpr))
-    about = _About(frozenset(vocabularies), arriving_rows(jaxpr), differentiated)
-    count = _program(getattr(jaxpr, "jaxpr", jaxpr), "", about)
+    undifferentiated: Pass = "optimizer" if differentiated else "forward"
+    about = _About(frozenset(vocabularies), arriving_rows(jaxpr), undifferentiated)
+    program = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    count = _program(program, "", about)
     uncounted, by_dtype = dict(count.uncounted), dict(count.by_dtype)
     return Flops(count.model, count.hardware, uncounted, count.loops, count.ragged, by_dtype)
 
 
-def stage_of(name: str, *, differentiated: bool = True) -> Stage:
-    """Returns the stage of training that an operation belongs to, by its JAX name.
-
-    Args:
-        name: JAX name, such as `jit(step)/transpose(jvp())/while/body/dot_general`.
-        differentiated: Whether the program takes gradients; if not, everything is forward.
-    """
-    if "rematted_computation" in name:
-        return "recompute"
-    if "transpose(" in name:
-        return "backward"
-    return "forward" if "jvp(" in name or not differentiated else "optimizer"
-
-
-def _program(jaxpr: Any, name: str, about: _About) -> _Count:
+def _program(jaxpr: Jaxpr, name: str, about: _About) -> _Count:
     count = _Count()
     for equation in jaxpr.eqns:
         count.add(_equation(equation, joined(name, equation), about))
     return count
 
 
-def _equation(equation: Any, name: str, about: _About) -> _Count:
+def _equation(equation: JaxprEqn, name: str, about: _About) -> _Count:
     count = _Count()
     flops = matmul_flops(equation)
     if flops is not None:
         _add_matmul(count, equation, flops, name, about)
         return count
     if fused := _fused(equation):
-        _add_fused(count, *fused, stage_of(name, differentiated=about.differentiated))
+        _add_fused(count, *fused, pass_of(name, about.undifferentiated))
         count.by_dtype[_dtype(equation)] += count.total
         return count
     kernel = equation.primitive.name
@@ -176,14 +167,14 @@ def _equation(equation: Any, name: str, about: _About) -> _Count:
     return count
 
 
-def _add_matmul(count: _Count, equation: Any, flops: float, name: str, about: _About) -> None:
+def _add_matmul(count: _Count, equation: Equation, flops: float, name: str, about: _About) -> None:
     if equation.primitive.name in RAGGED:
         rows = equation.invars[0].aval.shape[0]
         flops *= about.arriving.get(rows, rows) / max(rows, 1)
         count.ragged += rows not in about.arriving
     shapes = (v.aval.shape for v in (*equation.invars, *equation.outvars))
     sizes = {size for shape in shapes for size in shape}
-    stage = stage_of(name, differentiated=about.differentiated)
+    stage: Stage = pass_of(name, about.undifferentiated)
     kept = 0.0 if stage in ("recompute", "optimizer") else flops
     stage = "head" if about.vocabularies & sizes else stage
     count.hardware[stage] += flops
@@ -193,7 +184,7 @@ def _add_matmul(count: _Count, equation: Any, flops: float, name: str, about: _A
     count.matmuls += 1
 
 
-def _dtype(equation: Any) -> str:
+def _dtype(equation: Equation) -> str:
     """Returns the wider dtype of the two operands."""
     dtypes = [variable.aval.dtype for variable in equation.invars[:2]]
     return str(max(dtypes, key=lambda dtype: dtype.itemsize))
@@ -207,7 +198,7 @@ def _add_fused(count: _Count, forward: float, is_backward: bool, stage: Stage) -
     count.model[stage] += 0.0 if stage == "recompute" else forward / _FUSED_FORWARD * model
 
 
-def _kept_share(equation: Any, inside: _Count) -> float:
+def _kept_share(equation: Equation, inside: _Count) -> float:
     """Returns the share of a kernel's FLOPs that are model FLOPs; the rest is recomputation.
 
     A backward kernel of attention computes the scores and their gradient before the gradients of
@@ -224,7 +215,7 @@ def _kept_share(equation: Any, inside: _Count) -> float:
     return 2 / 3 if "dq" in name else 1.0
 
 
-def _fused(equation: Any) -> tuple[float, bool] | None:
+def _fused(equation: Equation) -> tuple[float, bool] | None:
     """Returns the forward FLOPs of a fused attention over all pairs, and whether it is backward.
 
     Any other operation gives None.

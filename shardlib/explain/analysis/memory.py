@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from shardlib.cost.costs import Pass, pass_of
 from shardlib.explain.hlo.buffers import Buffer, LiveRanges, live_ranges
 from shardlib.explain.hlo.text import Module, arrays, parse
 from shardlib.hardware.capacity import Capacity, capacity
@@ -156,10 +157,12 @@ def _category(buffer: Buffer, arguments: Mapping[int, str], sides: set[tuple[int
         return arguments.get(buffer.argument, "other")
     if buffer.is_output:
         return "outputs"
-    writes = {_phase(name) for name in buffer.writers}
-    reads = {_phase(name) for name in buffer.readers}
+    writes = {_pass(name) for name in buffer.writers}
+    reads = {_pass(name) for name in buffer.readers}
     if _dims(buffer.shape) in sides:
-        adds_up = any("/while/body/" in name and not _phase(name) for name in buffer.writers)
+        adds_up = any(
+            "/while/body/" in name and _pass(name) == "optimizer" for name in buffer.writers
+        )
         if "backward" in writes or adds_up:
             return "gradients"
         converts = any(name.endswith("convert_element_type") for name in buffer.writers)
@@ -186,11 +189,10 @@ def _left_out(dims: tuple[int, ...], at: int) -> tuple[int, ...]:
     return dims[:at] + dims[at + 1 :]
 
 
-def _phase(op_name: str) -> str:
-    """Returns `forward` or `backward` for an instruction, or "" for neither."""
-    if "transpose(" in op_name:
-        return "backward"
-    return "forward" if "jvp(" in op_name else ""
+def _pass(op_name: str) -> Pass:
+    """Returns the pass of an instruction; recomputation belongs to the backward pass."""
+    during = pass_of(op_name)
+    return "backward" if during == "recompute" else during
 
 
 def _sides(ranges: LiveRanges, arguments: Mapping[int, str]) -> set[tuple[int, ...]]:

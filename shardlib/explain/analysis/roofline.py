@@ -17,7 +17,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from shardlib import humanize
-from shardlib.explain.analysis.flops import STAGES, Flops, Stage, count_flops, stage_of
+from shardlib.cost.costs import Pass, pass_of
+from shardlib.explain.analysis.flops import STAGES, Flops, Stage, count_flops
 from shardlib.explain.analysis.kernel_cost import Work
 from shardlib.explain.analysis.params import ParamsReport
 from shardlib.explain.analysis.timing import Flow
@@ -226,7 +227,7 @@ def _program(work: Work, vocabularies: frozenset[int]) -> tuple[dict[Stage, floa
     for where, kernel, name in kernels:
         times = module.execution(where).count
         size = work.bytes_of(where, kernel)
-        stage = stage_of(name, differentiated=differentiated)
+        stage: Stage = pass_of(name, "optimizer" if differentiated else "forward")
         if stage != "optimizer" and _has_dim(kernel.shape, vocabularies):
             stage = "head"
         moved[stage] += size * times
@@ -266,7 +267,8 @@ def _network(
     found: dict[Stage, float] = collections.defaultdict(float)
     differentiated = any("jvp(" in flow.collective.op_name for flow in flows)
     for flow in flows:
-        stage = stage_of(flow.collective.op_name, differentiated=differentiated)
+        default: Pass = "optimizer" if differentiated else "forward"
+        stage = pass_of(flow.collective.op_name, default)
         found[stage] += flow.total_seconds or 0.0
     if not unknown:
         return found, ()

@@ -200,7 +200,7 @@ class _Network:
             return {}, f"meshes of more than {len(AXES)} axes are not modelled"
         if collective.between_slices:
             link = self._of_size(self.links["slices"], collective.group_size)
-            return {"network": _seconds(collective.kind, link, collective.bytes)}, ""
+            return {"network": link.seconds(collective.kind, collective.bytes)}, ""
         axes = [axis for axis in collective.mesh_axes if axis in self.links]
         if collective.kind in ("collective-permute", "collective-broadcast"):
             slowest = max(axes, key=lambda a: self._once(collective, a), default=None)
@@ -211,14 +211,14 @@ class _Network:
             link = self.links[axis]
             if len(axes) == 1:
                 link = self._of_size(link, collective.group_size)
-            found[self.fabric(axis)] += _seconds(collective.kind, link, held)
+            found[self.fabric(axis)] += link.seconds(collective.kind, held)
             if collective.kind in ("all-reduce", "all-gather", "reduce-scatter"):
                 held /= link.size
         return dict(found), ""
 
     def _once(self, collective: Collective, axis: str) -> float:
         assert self.links is not None
-        return _seconds(collective.kind, self.links[axis], collective.bytes)
+        return self.links[axis].seconds(collective.kind, collective.bytes)
 
     def _one(self, collective: Collective, axis: str) -> dict[Fabric, float]:
         return {self.fabric(axis): self._once(collective, axis)}
@@ -238,16 +238,6 @@ class _Network:
         if domain % reach:
             return "network"
         return "nvlink" if chip.nvlink_bytes_per_second else "pcie"
-
-
-def _seconds(kind: str, link: Link, num_bytes: float) -> float:
-    if kind == "all-reduce":
-        return link.all_reduce(num_bytes)
-    if kind in ("all-to-all", "ragged-all-to-all"):
-        return link.all_to_all(num_bytes)
-    if kind in ("collective-permute", "collective-broadcast"):
-        return link.shift(num_bytes)
-    return link.gather(num_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardlib import humanize
+from shardlib.cost.traced.products import matmul_flops
 from shardlib.explain.analysis.collectives import axes_text
 from shardlib.explain.analysis.equations import Placed as PlacedEquation
-from shardlib.explain.analysis.equations import equations, matmul_flops
+from shardlib.explain.analysis.equations import equations
 from shardlib.explain.analysis.explicit import is_explicit
 from shardlib.explain.hlo.places import Where, where_of_equation
 from shardlib.explain.hlo.text import Instruction, array_bytes

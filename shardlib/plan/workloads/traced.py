@@ -9,14 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib.cost import pricing
+from shardlib.cost.costs import RUNTIME_BYTES, Memory, StepTime
 from shardlib.cost.layout import AXES, SHARDLIB, Layout, Software
 from shardlib.cost.machine.constants import committed
-from shardlib.cost.traced.costs import Costs
+from shardlib.cost.machine.measured import software_on
+from shardlib.cost.machine.rates import Rates, rates_on
+from shardlib.cost.traced.costs import Tally, step_costs
 from shardlib.cost.traced.layout import nbytes
 from shardlib.cost.traced.step import TracedStep, shards
-from shardlib.cost.traced.time import traced_time
-from shardlib.cost.transformer.memory import RUNTIME_BYTES, Memory
-from shardlib.cost.transformer.step_time import StepTime
 from shardlib.errors import RuleError
 from shardlib.functional.precision import Precision
 from shardlib.hardware import Cluster
@@ -164,15 +165,21 @@ class TracedWorkload:
             RuleError: If the rules cannot place the parameters.
             ConfigError: If the devices cannot multiply in the workload's precision.
         """
-        width = jnp.dtype(self.precision.compute).itemsize
-        return traced_time(
-            *self.costs(layout),
-            layout,
-            cluster,
-            self.software,
-            "f32" if width == 4 else "bf16",
-            self.constants,
+        wide = jnp.dtype(self.precision.compute).itemsize == 4
+        costs = step_costs(*self.costs(layout), layout, sums_twice=not wide)
+        software = software_on(cluster, self.software)
+        rates = rates_on(cluster, "f32" if wide else "bf16", self.constants)
+        links_of = pricing.by_joint_axes(layout, cluster, self.constants, software)
+        machine = pricing.Machine(
+            layout, software, cluster, rates, links_of, self._wide(cluster, rates)
         )
+        return pricing.step_time(costs, machine)
+
+    def _wide(self, cluster: Cluster, rates: Rates) -> Rates:
+        """Returns the rates of float32 matmuls if the devices have them."""
+        if cluster.chip is not None and cluster.chip.bf16_flops is None:
+            return rates
+        return rates_on(cluster, "f32", self.constants)
 
     def peak_memory(self, layout: Layout, cluster: Cluster) -> Memory:
         """Returns the memory of one device at the peak of a step."""
@@ -194,7 +201,7 @@ class TracedWorkload:
             runtime=RUNTIME_BYTES[cluster.platform],
         )
 
-    def costs(self, layout: Layout) -> tuple[Costs, Costs]:
+    def costs(self, layout: Layout) -> tuple[Tally, Tally]:
         """Returns the costs of one device for a microbatch, and for the update after it."""
         traced = self.step
         # The program of another batch, or of a microbatch, is the same with other sizes.

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
+from shardlib.cost import pricing
+from shardlib.cost.costs import Memory, StepTime
 from shardlib.cost.layout import AXES, SHARDLIB, Layout, Software
 from shardlib.cost.machine import fabric
 from shardlib.cost.machine.constants import committed
 from shardlib.cost.machine.measured import software_on
 from shardlib.cost.machine.rates import Rates, rates_on
-from shardlib.cost.transformer import compute_time, memory, step_time
+from shardlib.cost.transformer import memory, step_time
 from shardlib.cost.transformer.flops import step_flops
 from shardlib.cost.workload import DOTS, FULL, NONE, Job, Remat
 from shardlib.hardware import Cluster
@@ -114,7 +116,7 @@ class TransformerWorkload:
         if shared and self.job.length % (layout.context * layout.tensor):
             return []  # The rules cannot be satisfied.
         stages: tuple[Literal[1, 2, 3], ...] = self.zero if layout.fsdp > 1 else (3,)
-        apart = self.job.moment_bytes and step_time.host_link(cluster) is not None
+        apart = self.job.moment_bytes and pricing.host_link(cluster) is not None
         return [
             dataclasses.replace(
                 layout, zero=zero, sequence_parallel=shared, offload_optimizer=offloaded
@@ -166,21 +168,21 @@ class TransformerWorkload:
         )
         return min(leanest, key=lambda choice: self.memory(layout, choice, cluster).total)
 
-    def memory(self, layout: Layout, choice: Choice, cluster: Cluster) -> memory.Memory:
+    def memory(self, layout: Layout, choice: Choice, cluster: Cluster) -> Memory:
         """Returns the memory of one device at the peak."""
         job = self.chosen(choice)
         return memory.peak_memory(job, layout, cluster, self.software, dropout=self.dropout)
 
-    def time(self, layout: Layout, choice: Choice, cluster: Cluster) -> step_time.StepTime:
+    def time(self, layout: Layout, choice: Choice, cluster: Cluster) -> StepTime:
         """Returns the seconds of a step."""
-        device = self._device(layout, self.chosen(choice), cluster)
-        return step_time.assembled(device, self._links(layout, cluster), cluster)
+        machine = self._machine(layout, cluster)
+        return pricing.step_time(step_time.costs(self.chosen(choice), machine), machine)
 
     def bound(self, layout: Layout, cluster: Cluster, most_microbatches: int) -> float:
-        """Returns a lower bound of the seconds with any choice; see `step_time.least_time`."""
-        device = self._device(layout, self._lightest, cluster)
-        links = self._links(layout, cluster)
-        return step_time.least_time(device, links, cluster, most_microbatches)
+        """Returns a lower bound of the seconds with any choice; see `pricing.least_time`."""
+        machine = self._machine(layout, cluster)
+        costs = step_time.costs(self._lightest, machine, own_memory=False)
+        return pricing.least_time(costs, machine, most_microbatches)
 
     def chosen(self, choice: Choice) -> Job:
         """Returns the job under a choice."""
@@ -213,7 +215,7 @@ class TransformerWorkload:
     def _policies(self, cluster: Cluster) -> list[str]:
         """Returns the policies that the devices of a cluster can use, in the order of
         `POLICIES`."""
-        has_host = step_time.host_link(cluster) is not None
+        has_host = pricing.host_link(cluster) is not None
         known = [name for name in POLICIES if name in self.policies]
         return [name for name in known if has_host or not POLICIES[name].offloaded] or known
 
@@ -222,9 +224,10 @@ class TransformerWorkload:
         each = self.job.length // layout.context
         return [n for n in self.loss_chunks if each % n == 0] or self.loss_chunks[:1]
 
-    def _device(self, layout: Layout, job: Job, cluster: Cluster) -> compute_time.Device:
+    def _machine(self, layout: Layout, cluster: Cluster) -> pricing.Machine:
         software = software_on(cluster, self.software, context=layout.context)
-        return compute_time.Device(job, layout, software, self._rates(cluster))
+        links_of = self._links(layout, cluster)
+        return pricing.Machine(layout, software, cluster, self._rates(cluster), links_of)
 
     @functools.cached_property
     def _rates(self) -> Callable[[Cluster], Rates]:
@@ -235,15 +238,15 @@ class TransformerWorkload:
         return found
 
     @functools.cached_property
-    def _known_links(self) -> dict[object, Mapping[str, fabric.Link]]:
+    def _known_links(self) -> dict[object, pricing.LinksOf]:
         return {}
 
-    def _links(self, layout: Layout, cluster: Cluster) -> Mapping[str, fabric.Link]:
+    def _links(self, layout: Layout, cluster: Cluster) -> pricing.LinksOf:
         key = (cluster.name, layout.slices, *(layout.size(axis) for axis in AXES))
         if key not in self._known_links:
             rail = self.software.single_rail
-            found = fabric.links(cluster, layout, self.constants, single_rail=rail)
-            self._known_links[key] = found
+            links = fabric.links(cluster, layout, self.constants, single_rail=rail)
+            self._known_links[key] = pricing.by_axis(links, cluster)
         return self._known_links[key]
 
     def _shares_residual(self, layout: Layout) -> bool:

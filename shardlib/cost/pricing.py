@@ -1,0 +1,243 @@
+"""Seconds of a training step from its costs, on the rates and links of a cluster.
+
+A collective of t seconds that overlaps with w seconds of computation costs t - min(f t, w): a
+fraction f of it, the constant of its kind, can be hidden if there is enough computation.
+"""
+
+import dataclasses
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+
+from shardlib.cost.costs import Collective, Costs, Overlap, StepTime, Window, Work
+from shardlib.cost.layout import Layout, Software
+from shardlib.cost.machine import fabric
+from shardlib.cost.machine.fabric import Link
+from shardlib.cost.machine.kernels import Product
+from shardlib.cost.machine.rates import Rates
+from shardlib.hardware import Cluster
+
+_PCIE = 31e9
+"""Bytes/s to the host if the chip's bandwidth is not known: PCIe 4.0 x16."""
+LinksOf = Callable[[tuple[str, ...]], tuple[Link, ...]]
+"""Links that a collective over some mesh axes uses in turn, innermost first."""
+_Group = tuple[str, float, Window]
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """One device of a layout, with the links to the others."""
+
+    layout: Layout
+    software: Software
+    cluster: Cluster
+    rates: Rates
+    links_of: LinksOf
+    wide: Rates | None = None
+    """Rates of matmuls with four-byte operands and of the optimizer's; None for `rates`."""
+
+    def seconds(self, work: Iterable[Work]) -> dict[tuple[str, str], float]:
+        """Returns the seconds of kernels by part and pass."""
+        found: dict[tuple[str, str], float] = defaultdict(float)
+        for during, part, kernel, count in work:
+            wide = isinstance(kernel, Product) and (during == "optimizer" or kernel.width > 2)
+            rates = self.wide if wide and self.wide is not None else self.rates
+            found[part, during] += count * kernel.seconds(rates)
+        return found
+
+    def collective_seconds(self, collective: Collective) -> float:
+        """Returns the seconds of one execution of a collective. Each link carries what the faster
+        ones leave."""
+        kind, size = collective.kind, collective.num_bytes
+        seconds = 0.0
+        for link in self.links_of(collective.axes):
+            seconds += link.seconds(kind, size, collective.pieces)
+            if kind != "all_to_all":
+                size /= link.size
+        return seconds
+
+    def hidden_fraction(self, overlap: Overlap | None, axes: tuple[str, ...]) -> float:
+        """Returns the fraction of a collective that enough computation hides."""
+        software, rates = self.software, self.rates
+        if overlap is None:
+            return 0.0
+        if overlap == "gather":
+            return rates.hide_gather if software.overlap_gather else 0.0
+        if overlap == "data":
+            return rates.hide_data if software.overlap_data else 0.0
+        if overlap == "expert":
+            return rates.hide_tensor if software.overlap_expert else 0.0
+        # Decomposed matmuls read the memory of their peers, over NVLink or a torus. A network
+        # offers no such reads to count on.
+        if overlap == "tensor" and any(link.leaves_domain for link in self.links_of(axes)):
+            return 0.0
+        return rates.hide_tensor if software.overlap_tensor else 0.0
+
+    def exposed(
+        self, collectives: Iterable[Collective], windows: Mapping[Window, float]
+    ) -> dict[str, float]:
+        """Returns the seconds by part of collectives that computation does not hide. Those of a
+        part that overlap alike share a window; all activations share one."""
+        groups: dict[_Group, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for each in collectives:
+            fraction = self.hidden_fraction(each.overlap, each.axes)
+            shared = "" if each.overlap == "activations" else each.part
+            group = groups[shared, fraction, each.window]
+            group[each.part] += each.count * self.collective_seconds(each)
+        found: dict[str, float] = defaultdict(float)
+        for (_, fraction, window), parts in groups.items():
+            total = sum(parts.values())
+            left = hidden(total, windows[window], fraction) / total if total else 1.0
+            for part, seconds in parts.items():
+                found[part] += seconds * left
+        return found
+
+
+def hidden(seconds: float, window: float, fraction: float) -> float:
+    """Returns the exposed seconds of collectives that overlap with `window` seconds of
+    computation."""
+    return seconds - min(fraction * seconds, max(window, 0.0))
+
+
+def host_link(cluster: Cluster) -> Link | None:
+    """Returns the link between one device and its host's memory; None if host memory is the
+    device's own memory, as on CPUs."""
+    chip = cluster.chip
+    if chip is None:
+        return None
+    speed = (chip.pcie_bytes_per_second or _PCIE) / chip.devices_per_chip
+    return Link(2, shift_bytes_per_second=speed)
+
+
+def by_axis(links: Mapping[str, Link], cluster: Cluster) -> LinksOf:
+    """Returns the links of collectives over one mesh axis each: `data` goes on between slices."""
+    found: dict[tuple[str, ...], tuple[Link, ...]] = {
+        (axis,): (link,) for axis, link in links.items()
+    }
+    if "slices" in links:
+        found["data",] += (links["slices"],)
+    if host := host_link(cluster):
+        found["host",] = (host,)
+    return found.__getitem__
+
+
+def by_joint_axes(
+    layout: Layout, cluster: Cluster, constants: Mapping[str, float], software: Software
+) -> LinksOf:
+    """Returns the links of collectives over several mesh axes as if they were one. From `data` they
+    go on between slices."""
+
+    @functools.cache
+    def links_of(axes: tuple[str, ...]) -> tuple[Link, ...]:
+        size = math.prod(layout.size(axis) for axis in axes)
+        joint = dataclasses.replace(layout, **{**dict.fromkeys(axes, 1), axes[0]: size})
+        links = fabric.links(cluster, joint, constants, single_rail=software.single_rail)
+        between = links.get("slices") if axes[0] == "data" else None
+        return (links[axes[0]],) if between is None else (links[axes[0]], between)
+
+    return links_of
+
+
+def step_time(costs: Costs, machine: Machine, *, patient: bool = False) -> StepTime:
+    """Returns the seconds of a step on the busiest device.
+
+    Args:
+        costs: Costs of one microbatch and of the step.
+        machine: Device with its rates and links.
+        patient: Whether to assume enough computation to hide every collective.
+    """
+    layout, software = machine.layout, machine.software
+    micro, stages = layout.microbatches, layout.stage
+    spent = machine.seconds(costs.work)
+    layers, head = _by_pass(spent, of_head=False), _by_pass(spent, of_head=True)
+    windows = _windows(spent, layers, head if stages == 1 else {}, patient=patient)
+    moved = machine.exposed(costs.collectives, windows)
+    turn = sum(layers.values()) + sum(s for part, s in moved.items() if part != "data")
+    in_head = sum(head.values())
+    parts: dict[str, float] = defaultdict(float)
+    for (part, during), seconds in spent.items():
+        again = during == "recompute" and part != "head"
+        parts["recompute" if again else part] += micro * seconds
+    parts["head"] /= stages if software.skip_idle else 1
+    for (part, _), seconds in machine.seconds(costs.work_once).items():
+        parts[part] += seconds
+    for part, seconds in moved.items():
+        parts[part] += micro * seconds
+    for part, seconds in machine.exposed(costs.collectives_once, windows).items():
+        parts[part] += seconds
+    parts["bubble"] = _bubble(layout, software, turn, in_head)
+    parts["imbalance"] = micro * _imbalance(costs, layout, software, turn, in_head, layers)
+    slowest = machine.rates.jitter * math.sqrt(2 * math.log(machine.cluster.num_hosts))
+    slowest += machine.rates.skew * math.log2(layout.slices)
+    return StepTime(**parts, waiting=slowest * sum(parts.values()))
+
+
+def least_time(costs: Costs, machine: Machine, most_microbatches: int) -> float:
+    """Returns a lower bound of the seconds of a step with any rematerialisation, and with any
+    number of microbatches from the layout's to `most_microbatches`.
+
+    Collectives hide as much as they ever can. Splitting a batch further makes no kernel and no
+    collective faster; it only shortens the bubble.
+    """
+    found = step_time(costs, machine, patient=True)
+    filled = 1 + found.waiting / max(found.total - found.waiting, 1e-30)
+    idle = (1 - machine.layout.microbatches / most_microbatches) * (found.bubble + found.stage)
+    return found.total - filled * (idle + found.imbalance)
+
+
+def _by_pass(spent: Mapping[tuple[str, str], float], *, of_head: bool) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for (part, during), seconds in spent.items():
+        if (part == "head") == of_head:
+            found[during] += seconds
+    return found
+
+
+def _windows(
+    spent: Mapping[tuple[str, str], float],
+    layers: Mapping[str, float],
+    head: Mapping[str, float],
+    *,
+    patient: bool,
+) -> Mapping[Window, float]:
+    if patient:
+        return defaultdict(lambda: math.inf)
+    forward = layers.get("forward", 0.0)
+    backward = layers.get("backward", 0.0) + layers.get("recompute", 0.0)
+    ending = head.get("backward", 0.0) + head.get("recompute", 0.0)
+    return {
+        "layers": forward + backward,
+        "attention": spent["attention", "forward"] + spent["attention", "backward"],
+        "forward": forward,
+        "backward": backward,
+        "all forward": forward + head.get("forward", 0.0),
+        "all backward": backward + ending,
+        "any": math.inf,
+    }
+
+
+def _bubble(layout: Layout, software: Software, turn: float, head: float) -> float:
+    """Returns the seconds of turns that a stage does not have. If stages compute all turns, the
+    turns before the first and after the last microbatch cost as much as any, including the head."""
+    idle = (layout.stage - 1) / layout.chunks
+    return idle * turn if software.skip_idle else 2 * idle * (turn + head)
+
+
+def _imbalance(
+    costs: Costs,
+    layout: Layout,
+    software: Software,
+    turn: float,
+    head: float,
+    layers: Mapping[str, float],
+) -> float:
+    """Returns the seconds by which the slowest stage exceeds the mean, for one microbatch."""
+    if layout.stage == 1 or not software.skip_idle:
+        return 0.0
+    parts = layout.stage * layout.chunks
+    uneven = turn * (math.ceil(costs.num_layers / parts) * parts / costs.num_layers - 1)
+    ahead = 0.0 if software.balance_head else head * (1 - 1 / layout.stage)
+    if software.rerun_chunks:  # All chunks but the last run again.
+        ahead -= layers["forward"] / layout.chunks
+    return max(uneven, ahead)
