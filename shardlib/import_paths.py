@@ -15,7 +15,7 @@ PATTERN = r"^[\w.]+:\w+$"
 """Form of an import path."""
 
 
-def is_import_path(value: Any) -> bool:
+def is_import_path(value: object) -> bool:
     """Whether a value of a config is meant as an import path; it may be malformed."""
     return isinstance(value, str) and ":" in value
 

@@ -5,6 +5,8 @@ import re
 from typing import Any
 
 import jax
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 
 def key_string(key: Any) -> str:
@@ -15,12 +17,12 @@ def key_string(key: Any) -> str:
     return str(key)
 
 
-def path_string(key_path: tuple[Any, ...]) -> str:
+def path_string(key_path: KeyPath) -> str:
     """Returns a JAX key path as `a/b/c`."""
     return "/".join(key_string(key) for key in key_path)
 
 
-def named_leaves(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
+def named_leaves(tree: PyTree, is_leaf: Any = None) -> dict[str, Any]:
     """Returns the leaves of a tree by path, in tree order."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return {path_string(path): leaf for path, leaf in leaves}

@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 _open: contextvars.ContextVar["_Boundary | None"] = contextvars.ContextVar("boundary", default=None)
 
 
 @contextlib.contextmanager
-def boundary(model: Any, dtype: Any, batch: Any) -> Iterator[None]:
+def boundary(model: Any, dtype: DTypeLike, batch: PyTree) -> Iterator[None]:
     """Casts arguments and results of a merged model while a loss calls it.
 
     Floating arrays among the arguments of a call, also inside tuples, lists and dicts, are cast to
@@ -71,7 +73,7 @@ def carried(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Boundary:
-    def __init__(self, dtype: Any, batch: Any):
+    def __init__(self, dtype: DTypeLike, batch: PyTree):
         self.dtype = dtype
         # A batch that is a single array is an input when it is passed to the model.
         self.batch = None if _is_array(batch) else batch
@@ -86,7 +88,7 @@ class _Boundary:
         finally:
             _open.reset(token)
 
-    def _enter(self, value: Any) -> Any:
+    def _enter(self, value: object) -> Any:
         if value is self.batch:
             return value
         return _cast(value, self.dtype, lambda x: x.dtype != self.dtype)
@@ -144,7 +146,7 @@ def _is_narrow(x: Any) -> bool:
     return jnp.finfo(x.dtype).bits < 32
 
 
-def _cast(tree: Any, dtype: Any, differs: Callable[[Any], bool]) -> Any:
+def _cast(tree: PyTree, dtype: DTypeLike, differs: Callable[[Any], bool]) -> PyTree:
     """Casts floating arrays; a tree without any to cast is returned as the same object."""
     own = (nnx.Pytree, nnx.Variable, nnx.State)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, own))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.tree_util import KeyPath
 
 from shardlib.errors import ModelError
 from shardlib.functional.precision import Precision
@@ -91,7 +92,7 @@ def unbound_axis(model: str, error: NameError) -> Exception:
 def _after(module: FunctionalModule, model: Any, before: Tree) -> Tree:
     new = named_leaves(module.collect(model))
 
-    def after(path: Any, old: jax.Array) -> jax.Array:
+    def after(path: KeyPath, old: jax.Array) -> jax.Array:
         name = path_string(path)
         # A changed dtype would recompile the next step.
         return old if name in module.frozen else new[name].astype(old.dtype)

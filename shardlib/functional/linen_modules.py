@@ -9,6 +9,7 @@ import numpy as np
 from flax import linen
 from flax.core import DenyList
 from flax.errors import FlaxError
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError, did_you_mean
 from shardlib.functional.calls import unbound_axis
@@ -172,7 +173,7 @@ def _path(keys: Keys) -> Keys:
     return keys[1:] if keys[0] == "params" else keys
 
 
-def _layout(variables: Any) -> Layout:
+def _layout(variables: PyTree) -> Layout:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(variables)
     return Layout(treedef, tuple(_path(keys_of(path)) for path, _ in leaves))
 
@@ -193,11 +194,11 @@ def _named(boxed: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     return found
 
 
-def _is_box(node: Any) -> bool:
+def _is_box(node: object) -> bool:
     return isinstance(node, linen.meta.AxisMetadata) and hasattr(node, "names")
 
 
-def _unboxed(variables: Any) -> Any:
+def _unboxed(variables: PyTree) -> PyTree:
     # The box's own `unbox` would constrain its value by linen's rules wherever a mesh is set.
     return jax.tree.map(
         lambda node: node.value if _is_box(node) else node, variables, is_leaf=_is_box

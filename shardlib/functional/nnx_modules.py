@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
 from shardlib.functional.protocol import AxesByPath, Layout, Tree, axis_names_of, keys_of
@@ -152,11 +153,11 @@ def _refuse_placed_arrays(module: nnx.Module) -> None:
         )
 
 
-def _is_variable(node: Any) -> bool:
+def _is_variable(node: object) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def _layout(state: Any) -> Layout:
+def _layout(state: PyTree) -> Layout:
     leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable)
     paths = []
     for path, variable in leaves:
@@ -165,7 +166,7 @@ def _layout(state: Any) -> Layout:
     return Layout(jax.tree.structure(state), tuple(paths))
 
 
-def _of_each(state: Any, say: Callable[[nnx.Variable, Any], Any]) -> dict[str, Any]:
+def _of_each(state: PyTree, say: Callable[[nnx.Variable, Any], Any]) -> dict[str, Any]:
     """Returns `say` of the variables of an `nnx.State` for each leaf by path."""
     found = {}
     variables, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable)
@@ -175,7 +176,7 @@ def _of_each(state: Any, say: Callable[[nnx.Variable, Any], Any]) -> dict[str, A
     return found
 
 
-def _axes(state: Any) -> AxesByPath:
+def _axes(state: PyTree) -> AxesByPath:
     return _of_each(
         state,
         lambda variable, leaf: axis_names_of(

@@ -6,6 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from shardlib.errors import ConfigError, did_you_mean
 from shardlib.paths import path_string
@@ -18,14 +21,14 @@ class Precision:
     Gradients have the dtype of the parameters and are accumulated in float32.
     """
 
-    params: Any
+    params: PyTree
     """Storage dtype of the parameters; the state of shardlib's optimizers is in float32."""
     compute: Any
     """Dtype of the parameters in the loss function, and of the arguments of the model."""
 
     def store(
-        self, params: Any, float32: Collection[str] = (), only: Collection[str] | None = None
-    ) -> Any:
+        self, params: PyTree, float32: Collection[str] = (), only: Collection[str] | None = None
+    ) -> PyTree:
         """Returns parameters in their storage dtype; integers are unchanged.
 
         Args:
@@ -36,12 +39,12 @@ class Precision:
         return _cast_params(params, self.params, float32, only)
 
     def cast_params(
-        self, params: Any, float32: Collection[str] = (), only: Collection[str] | None = None
-    ) -> Any:
+        self, params: PyTree, float32: Collection[str] = (), only: Collection[str] | None = None
+    ) -> PyTree:
         """Returns parameters in the compute dtype; the arguments are as in `store`."""
         return _cast_params(params, self.compute, float32, only)
 
-    def cast_batch(self, batch: Any) -> Any:
+    def cast_batch(self, batch: PyTree) -> PyTree:
         """Returns a batch with its floating leaves in float32, or in a wider compute dtype: targets
         are never rounded, and `boundary` casts the inputs of the model."""
         return jax.tree.map(lambda x: _cast(x, _wide(self.compute)), batch)
@@ -71,20 +74,20 @@ def precision(policy: str | Precision) -> Precision:
     return POLICIES[policy]
 
 
-def _cast(x: Any, dtype: Any) -> Any:
+def _cast(x: Any, dtype: DTypeLike) -> Any:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: DTypeLike) -> Any:
     return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
 def _cast_params(
-    params: Any, dtype: Any, float32: Collection[str], only: Collection[str] | None
-) -> Any:
+    params: PyTree, dtype: DTypeLike, float32: Collection[str], only: Collection[str] | None
+) -> PyTree:
     wide = _wide(dtype)
 
-    def cast(path: Any, x: Any) -> Any:
+    def cast(path: KeyPath, x: Any) -> Any:
         name = path_string(path)
         if only is not None and name not in only:
             return x

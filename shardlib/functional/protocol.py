@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from shardlib.paths import key_string
 
@@ -55,7 +57,7 @@ class Layout:
     treedef: Any
     paths: tuple[Keys, ...]
 
-    def to_tree(self, variables: Any) -> Tree:
+    def to_tree(self, variables: PyTree) -> Tree:
         """Returns the leaves as nested dicts by path."""
         return nested(dict(zip(self.paths, jax.tree.leaves(variables), strict=True)))
 
@@ -76,7 +78,7 @@ def nested(flat: Mapping[Keys, Any]) -> Tree:
     return tree
 
 
-def keys_of(key_path: tuple[Any, ...]) -> Keys:
+def keys_of(key_path: KeyPath) -> Keys:
     """Returns a JAX key path as plain strings."""
     return tuple(key_string(key) for key in key_path)
 
@@ -87,7 +89,9 @@ def _lookup(tree: Mapping[str, Any], path: Keys) -> Any:
     return tree
 
 
-def axis_names_of(metadata: Any, rank: int) -> tuple[str | None, ...] | None:
+def axis_names_of(
+    metadata: Sequence[Any] | NamedSharding | None, rank: int
+) -> tuple[str | None, ...] | None:
     """Returns the logical axes in the metadata of a variable, one for each dim.
 
     A `PartitionSpec`, alone or in a `NamedSharding`, may be shorter than the rank, as everywhere in
@@ -102,7 +106,7 @@ def axis_names_of(metadata: Any, rank: int) -> tuple[str | None, ...] | None:
     return tuple(names)
 
 
-def _joined(entry: Any) -> Any:
+def _joined(entry: object) -> Any:
     if isinstance(entry, Sequence) and not isinstance(entry, str):
         return "+".join(map(str, entry)) or None
     return entry

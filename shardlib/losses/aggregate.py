@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from shardlib.sharding.extremes import extreme
 
@@ -63,7 +64,7 @@ class Output(NamedTuple):
 Aggregate: TypeAlias = Mean | Sum | Max | Min | Output
 
 
-def join(whole: Any, part: Any) -> Any:
+def join(whole: PyTree, part: PyTree) -> PyTree:
     """Returns two pytrees of arrays and aggregates combined. Arrays are added."""
 
     def combine(a: Any, b: Any) -> Any:
@@ -76,7 +77,7 @@ def join(whole: Any, part: Any) -> Any:
     return jax.tree.map(combine, whole, part, is_leaf=_is_extreme)
 
 
-def nothing(like: Any) -> Any:
+def nothing(like: PyTree) -> PyTree:
     """Returns the identity of `join`: zeros for sums, dtype limits for `Max` and `Min`.
 
     Args:
@@ -96,7 +97,7 @@ def nothing(like: Any) -> Any:
     return jax.tree.map(empty, like, is_leaf=_is_extreme)
 
 
-def over_axis(tree: Any, axis: str) -> Any:
+def over_axis(tree: PyTree, axis: str) -> PyTree:
     """Returns the values of all devices along a manual mesh axis, joined."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_extreme)
     sums = iter(jax.lax.psum([x for x in leaves if not _is_extreme(x)], axis))
@@ -111,14 +112,14 @@ def over_axis(tree: Any, axis: str) -> Any:
     return treedef.unflatten([joined(x) for x in leaves])
 
 
-def split_outputs(tree: Any) -> tuple[Any, Any]:
+def split_outputs(tree: PyTree) -> tuple[Any, Any]:
     """Returns a tree with None in place of each `Output`, and a tree with only the `Output`s."""
     rest = jax.tree.map(lambda x: None if is_output(x) else x, tree, is_leaf=is_output)
     rows = jax.tree.map(lambda x: x if is_output(x) else None, tree, is_leaf=is_output)
     return rest, rows
 
 
-def with_outputs(rest: Any, rows: Any) -> Any:
+def with_outputs(rest: PyTree, rows: PyTree) -> PyTree:
     """Returns the tree that `split_outputs` split."""
     return jax.tree.map(
         lambda row, x: x if row is None else row,
@@ -128,17 +129,17 @@ def with_outputs(rest: Any, rows: Any) -> Any:
     )
 
 
-def map_outputs(fn: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+def map_outputs(fn: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
     """Applies a function to the array of each `Output`."""
     return jax.tree.map(
         lambda x: Output(fn(x.value)) if is_output(x) else x, tree, is_leaf=is_output
     )
 
 
-def is_output(node: Any) -> bool:
+def is_output(node: object) -> bool:
     """Whether a node of a pytree is an `Output`."""
     return isinstance(node, Output)
 
 
-def _is_extreme(node: Any) -> bool:
+def _is_extreme(node: object) -> bool:
     return isinstance(node, Max | Min)

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
 from shardlib.losses.aggregate import join, map_outputs, nothing, split_outputs, with_outputs
@@ -14,7 +15,7 @@ C = TypeVar("C")
 T = TypeVar("T")
 
 
-def split(batch: Any, n: int) -> Any:
+def split(batch: PyTree, n: int) -> PyTree:
     """Returns a batch of leaves [b, ...] as `n` microbatches, leaves [n, b // n, ...].
 
     Microbatch `i` holds the examples `i, i + n, i + 2n, ...`. The batch is sharded on its first
@@ -38,7 +39,7 @@ def unsplit(parts: jax.Array) -> jax.Array:
 
 
 def accumulate(
-    fn: Callable[[C, Any, Any], tuple[C, T]], batch: Any, n: int, carry: C
+    fn: Callable[[C, Any, Any], tuple[C, T]], batch: PyTree, n: int, carry: C
 ) -> tuple[C, T]:
     """Returns the final carry and the sums of `fn` over `n` microbatches.
 
@@ -69,7 +70,7 @@ def accumulate(
         return carry, with_outputs(jax.tree.map(widened, rest), rows)
     parts = split(batch, n)
 
-    def part_sums(carry: C, part: Any, index: Any) -> tuple[C, Any, Any]:
+    def part_sums(carry: C, part: PyTree, index: Any) -> tuple[C, Any, Any]:
         carry, new = fn(carry, part, index)
         rest, rows = split_outputs(new)
         return carry, jax.tree.map(widened, rest), rows
@@ -94,7 +95,7 @@ def widened(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _check(batch: Any, n: int) -> None:
+def _check(batch: PyTree, n: int) -> None:
     if n < 1:
         raise ModelError(f"{n} microbatches were asked for.\n  Use 1 to leave batches whole.")
     faults = [

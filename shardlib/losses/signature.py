@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
 
@@ -32,7 +33,7 @@ def called_by_position(loss_fn: LossFn) -> LossFn:
             "  Let it take (model, batch), (model, batch, rng) or (model, batch, rng, *inputs)."
         )
 
-    def without_key(model: Any, batch: Any, rng: jax.Array) -> Any:
+    def without_key(model: Any, batch: PyTree, rng: jax.Array) -> PyTree:
         return loss_fn(model, batch)
 
     return without_key

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
 from shardlib.losses.aggregate import Mean as Mean
@@ -75,7 +76,7 @@ def cross_entropy(
 
 def chunked_cross_entropy(
     project: Callable[[Any, jax.Array], jax.Array],
-    weights: Any,
+    weights: PyTree,
     x: jax.Array,
     labels: jax.Array,
     mask: jax.Array | None = None,
@@ -114,12 +115,12 @@ def chunked_cross_entropy(
     rows = _cut(x.shape[:2])
     _check_chunks(num_chunks, x.shape[1], rows)
 
-    def on_rows(copies: Any, x: jax.Array, labels: jax.Array, mask: jax.Array) -> Any:
+    def on_rows(copies: PyTree, x: jax.Array, labels: jax.Array, mask: jax.Array) -> PyTree:
         weights = jax.tree.map(lambda w: w[0], copies)
         wide = jax.tree.map(widened, weights)
 
         @jax.checkpoint
-        def of_chunk(wide: Any, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+        def of_chunk(wide: PyTree, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> PyTree:
             narrow = jax.tree.map(lambda w, like: w.astype(like.dtype), wide, weights)
             x, labels, mask = chunk
             logits = project(narrow, x)
@@ -128,7 +129,7 @@ def chunked_cross_entropy(
             )
             return {**metrics, "loss": loss}
 
-        def add(sums: Any, chunk: Any) -> tuple[Any, None]:
+        def add(sums: PyTree, chunk: Any) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, sums, of_chunk(wide, chunk)), None
 
         chunks = jax.tree.map(lambda a: _strided(a, num_chunks), (x, labels, mask))

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -218,7 +218,7 @@ def mesh_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     return dict(mesh.shape)
 
 
-def entry_axes(entry: Any) -> tuple[str, ...]:
+def entry_axes(entry: str | Iterable[str] | None) -> tuple[str, ...]:
     """Returns the mesh axes in one entry of a `PartitionSpec`: a name, several, or `None`."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 

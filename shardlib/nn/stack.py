@@ -16,11 +16,12 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 from flax import nnx
 from jax.sharding import NamedSharding
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
 from shardlib.functional.boundary import carried
@@ -65,7 +66,7 @@ def scan_layers(
     call: Callable[[L, C, Any], tuple[C, Any]],
     layers: L,
     carry: C,
-    per_layer: Any = None,
+    per_layer: PyTree = None,
     *,
     remat: str = "none",
     tags: tuple[str, ...] | None = None,
@@ -109,14 +110,16 @@ class LayerStack:
 
     call: Callable[[Any, Any, Any], tuple[Any, Any]]
     graphdef: Any
-    state: Any
+    state: PyTree
     """The variables of all layers: each leaf has a leading layer dim."""
-    carry: Any
-    per_layer: Any
+    carry: PyTree
+    per_layer: PyTree
     remat: str
     tags: tuple[str, ...] | None
 
-    def run(self, state: Any, carry: Any, per_layer: Any) -> tuple[Any, Any, dict[Any, Any]]:
+    def run(
+        self, state: PyTree, carry: PyTree, per_layer: PyTree
+    ) -> tuple[Any, Any, dict[Any, Any]]:
         """Runs the layers in `state`, all of them or a slice along the layer dim.
 
         Returns:
@@ -127,7 +130,7 @@ class LayerStack:
                 length.
         """
 
-        def body(carry: Any, step: tuple[Any, Any]) -> tuple[Any, Any]:
+        def body(carry: PyTree, step: tuple[Any, Any]) -> tuple[Any, Any]:
             layer_state, inputs = step
             layer = nnx.merge(self.graphdef, _map_axes(layer_state, lambda names: names[1:]))
             before = _values(nnx.state(layer))
@@ -172,11 +175,11 @@ def _pair(result: Any) -> tuple[Any, Any]:
     )
 
 
-def _length(layers: Any) -> int:
+def _length(layers: PyTree) -> int:
     return jax.tree.leaves(layers)[0].shape[0]
 
 
-def _cut(layers: Any, counts: list[int]) -> list[Any]:
+def _cut(layers: PyTree, counts: list[int]) -> list[Any]:
     """Cuts a tree along the layer dim; one copy joins the gradients of the parts."""
     if len(counts) == 1:
         return [layers]
@@ -193,12 +196,12 @@ def _joined(parts: list[Any]) -> Any:
     return jax.tree.map(lambda *leaves: jax.lax.concatenate(leaves, 0), *parts)
 
 
-def _is_variable(node: Any) -> bool:
+def _is_variable(node: object) -> TypeGuard[nnx.Variable]:
     return isinstance(node, nnx.Variable)
 
 
-def _map_axes(state: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Any:
-    def on_variable(variable: Any) -> Any:
+def _map_axes(state: PyTree, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> PyTree:
+    def on_variable(variable: nnx.Variable) -> nnx.Variable:
         names = variable.get_metadata().get("out_sharding") if _is_variable(variable) else None
         if names is None:
             return variable
@@ -212,14 +215,14 @@ def _map_axes(state: Any, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) 
     return jax.tree.map(on_variable, state, is_leaf=_is_variable)
 
 
-def _values(state: Any) -> dict[tuple[Any, ...], Any]:
+def _values(state: PyTree) -> dict[tuple[Any, ...], Any]:
     return {
         path: leaf.get_value() if _is_variable(leaf) else leaf
         for path, leaf in nnx.to_flat_state(state)
     }
 
 
-def _replaced(variable: Any, value: Any) -> Any:
+def _replaced(variable: nnx.Variable, value: jax.Array) -> nnx.Variable | jax.Array:
     return variable.replace(value) if _is_variable(variable) else value
 
 

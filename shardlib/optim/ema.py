@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 
 class EmaState(NamedTuple):
@@ -12,7 +13,7 @@ class EmaState(NamedTuple):
 
     count: jax.Array
     """Number of updates so far, int32 scalar."""
-    params: Any
+    params: PyTree
     """The averaged parameters, float32."""
 
 
@@ -28,12 +29,12 @@ def average_params(decay: float) -> optax.GradientTransformation:
     TensorFlow's `ExponentialMovingAverage(num_updates=...)` for the bound on the decay.
     """
 
-    def init(params: Any) -> EmaState:
+    def init(params: PyTree) -> EmaState:
         # A copy: the average and the parameters are donated as separate buffers.
         copied = jax.tree.map(lambda p: jnp.array(p, dtype=jnp.float32, copy=True), params)
         return EmaState(count=jnp.zeros((), jnp.int32), params=copied)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, EmaState]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, EmaState]:
         if params is None:
             raise ValueError(
                 "the average of the parameters needs transform.update(..., params=...)"
@@ -51,7 +52,7 @@ def average_params(decay: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def ema_params(opt_state: Any) -> Any | None:
+def ema_params(opt_state: PyTree) -> Any | None:
     """Returns the averaged parameters (float32) held in an optimizer state, or None.
 
     It works on any tree of optax states, including trees of `jax.ShapeDtypeStruct` or shardings.

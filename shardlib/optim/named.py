@@ -1,9 +1,9 @@
 """Optimizers by name, with learning-rate schedule, clipping, decay masks and averaging."""
 
 import dataclasses
-from typing import Any
 
 import optax
+from jaxtyping import PyTree
 
 from shardlib.errors import ConfigError, did_you_mean
 from shardlib.import_paths import is_import_path
@@ -122,7 +122,7 @@ def _check_patterns(
     keys = ("no_decay", "stacked", "not_matrices", "one_input", "one_output", "many_matrices")
     defaults = {field.name: field.default for field in dataclasses.fields(OptimizerConfig)}
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> PyTree:
         paths = list(named_leaves(params))
         faults = [
             f"optimizer.{key}: {pattern!r} names no parameter.{did_you_mean(pattern, paths)}"

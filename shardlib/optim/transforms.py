@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 from optax.contrib import MuonDimensionNumbers
 
 from shardlib.paths import matches, path_string
@@ -42,13 +44,13 @@ def compute_in_float32(inner: optax.GradientTransformation) -> optax.GradientTra
     Second moments and small weight decays vanish in bfloat16, whose relative spacing is 2**-8.
     """
 
-    def up(tree: Any) -> Any:
+    def up(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> PyTree:
         return inner.init(up(params))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("the optimizer needs transform.update(..., params=...)")
         # optax raises decay rates to integer powers, which strict promotion rejects.
@@ -60,21 +62,21 @@ def compute_in_float32(inner: optax.GradientTransformation) -> optax.GradientTra
 
 
 def store_as(
-    inner: optax.GradientTransformation, dtype: Any, field: str
+    inner: optax.GradientTransformation, dtype: DTypeLike, field: str
 ) -> optax.GradientTransformation:
     """Stores one field of `inner`'s state in `dtype`; `inner` itself computes in float32.
 
     The `mu_dtype` of optax would multiply the stored moment by its decay rate in `dtype`.
     """
 
-    def cast(state: Any, to: Any) -> Any:
+    def cast(state: PyTree, to: Any) -> PyTree:
         tree = jax.tree.map(lambda x: x.astype(to), getattr(state, field))
         return state._replace(**{field: tree})
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> PyTree:
         return cast(inner.init(params), dtype)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
         updates, state = inner.update(updates, cast(state, jnp.float32), params)
         return updates, cast(state, dtype)
 
@@ -84,7 +86,7 @@ def store_as(
 def _per_leaf(function: Callable[[str, jax.Array, jax.Array], jax.Array]) -> Any:
     """Returns a stateless transformation from `function(path, update, param) -> update`."""
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
         named = jax.tree_util.tree_map_with_path(
             lambda path, u, p: function(path_string(path), u, p), updates, params
         )
@@ -187,13 +189,13 @@ class HiddenMatrices:
             return None
         return MuonDimensionNumbers(tuple(range(first, middle)), tuple(range(middle, ndim)))
 
-    def labels(self, params: Any) -> Any:
+    def labels(self, params: PyTree) -> PyTree:
         """Returns a tree of "muon" and "adamw" labels for `optax.partition`."""
         return jax.tree_util.tree_map_with_path(
             lambda path, x: "muon" if self.dims(path_string(path), x.ndim) else "adamw", params
         )
 
-    def tree(self, params: Any) -> Any:
+    def tree(self, params: PyTree) -> PyTree:
         """Returns the matrix dims of all parameters that optax has not masked out, as a tree."""
         return jax.tree_util.tree_map_with_path(
             lambda path, x: self.dims(path_string(path), x.ndim), params

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import PyTree
 
 from shardlib.errors import RuleError
 from shardlib.mesh import mesh_sizes
@@ -33,7 +34,7 @@ class Auto:
     min_elements: int = 2**14
 
 
-def _alternative(value: Any, where: str) -> Alternative:
+def _alternative(value: object, where: str) -> Alternative:
     if value is None:
         return ()
     names = value.split("+") if isinstance(value, str) else value
@@ -83,7 +84,7 @@ class AxisRules:
         RuleError: If a rule does not have a form that the module describes.
     """
 
-    params: Any
+    params: PyTree
     activations: Any
     paths: Any = ()
     auto: Auto | None = None
@@ -149,7 +150,7 @@ class AxisRules:
             opt_state=nested(self.opt_state),
         )
 
-    def check(self, mesh: Any) -> None:
+    def check(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises `RuleError` if a rule names a mesh axis that is neither in the mesh nor standard;
         lists all such names."""
         names = tuple(mesh_sizes(mesh))
@@ -157,7 +158,7 @@ class AxisRules:
         if faults:
             raise RuleError("\n".join(faults))
 
-    def idle(self, mesh: Any) -> dict[str, int]:
+    def idle(self, mesh: Mesh | AbstractMesh) -> dict[str, int]:
         """Returns the mesh axes with more than one device that no rule names, with their sizes.
 
         Devices along them hold and compute the same values, unless code splits them manually.
@@ -174,7 +175,7 @@ class AxisRules:
         self,
         logical_axes: Sequence[str | None],
         shape: Sequence[int],
-        mesh: Any,
+        mesh: Mesh | AbstractMesh | Mapping[str, int],
         kind: Kind = "params",
     ) -> Resolution:
         """Places one tensor.
@@ -195,7 +196,7 @@ class AxisRules:
         self,
         logical_axes: Sequence[str | None],
         shape: Sequence[int],
-        mesh: Any,
+        mesh: Mesh | AbstractMesh | Mapping[str, int],
         kind: Kind = "params",
     ) -> PartitionSpec:
         """Returns the spec of one tensor.

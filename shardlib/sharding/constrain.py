@@ -104,7 +104,7 @@ def active_or(mesh: Mesh | None, rules: AxisRules | None) -> Scope:
     return Scope(mesh, rules)
 
 
-def _check_kinds(mesh: Any, rules: Any) -> None:
+def _check_kinds(mesh: Mesh | AbstractMesh, rules: Any) -> None:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise MeshError(
             f"the mesh is {mesh!r}, which is not a mesh yet.\n"

@@ -6,10 +6,9 @@ memory kind too, so that programs can be tried out; their memory is host memory 
 """
 
 from collections.abc import Collection
-from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.errors import MeshError
 
@@ -17,7 +16,7 @@ HOST = "pinned_host"
 DEVICE = "device"
 
 
-def check_host_memory(mesh: Any, purpose: str) -> None:
+def check_host_memory(mesh: Mesh | AbstractMesh | None, purpose: str) -> None:
     """Checks that the devices of a mesh can access the memory of their hosts.
 
     Args:

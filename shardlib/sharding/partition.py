@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from shardlib.errors import RuleError
 from shardlib.functional import AxesByPath, axis_names_of
@@ -36,7 +38,7 @@ class Placement:
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     logical_axes: tuple[str | None, ...] | None
     origin: str
     resolution: Resolution
@@ -63,7 +65,9 @@ class Placement:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def place(tree: Any, axes: AxesByPath, rules: AxisRules, mesh: Any) -> dict[str, Placement]:
+def place(
+    tree: PyTree, axes: AxesByPath, rules: AxisRules, mesh: Mesh | AbstractMesh
+) -> dict[str, Placement]:
     """Places every leaf of a tree of parameters or model state.
 
     The logical axes of a leaf come from the first path pattern of the rules that matches, since the
@@ -89,10 +93,10 @@ def place(tree: Any, axes: AxesByPath, rules: AxisRules, mesh: Any) -> dict[str,
 
 
 def place_model_state(
-    tree: Any,
+    tree: PyTree,
     axes: AxesByPath,
     rules: AxisRules,
-    mesh: Any,
+    mesh: Mesh | AbstractMesh,
     frozen: Collection[str] = (),
 ) -> dict[str, Placement]:
     """Places model state: leaves without names (statistics, counters) are small and are replicated.
@@ -110,7 +114,7 @@ def place_model_state(
     return {path: found.get(path) or _unnamed_state(path, leaf) for path, leaf in leaves.items()}
 
 
-def _unnamed_state(path: str, leaf: Any) -> Placement:
+def _unnamed_state(path: str, leaf: jax.Array) -> Placement:
     rank = len(leaf.shape)
     choices = tuple(Choice(dim, None, None, ()) for dim in range(rank))
     resolution = Resolution(PartitionSpec(*[None] * rank), choices)
@@ -133,7 +137,7 @@ def _raise_faults(placements: Iterable[Placement]) -> None:
 
 def _place_leaf(
     path: str,
-    leaf: Any,
+    leaf: jax.Array,
     logical: tuple[str | None, ...] | None,
     rules: AxisRules,
     sizes: Mapping[str, int],
@@ -163,7 +167,7 @@ def _mesh_axes_note(resolution: Resolution) -> str:
 
 
 def _auto(
-    path: str, shape: tuple[int, ...], dtype: Any, rules: AxisRules, sizes: Mapping[str, int]
+    path: str, shape: tuple[int, ...], dtype: np.dtype, rules: AxisRules, sizes: Mapping[str, int]
 ) -> Placement:
     def placed(resolution: Resolution, note: str = "", asked_for: bool = True) -> Placement:
         return Placement(path, shape, dtype, None, "auto", resolution, note, asked_for)
@@ -199,7 +203,7 @@ def _example(shape: tuple[int, ...]) -> tuple[None, ...]:
     return (None,) * len(shape)
 
 
-def place_optimizer(opt_state: Any, params: Mapping[str, Placement]) -> dict[str, Placement]:
+def place_optimizer(opt_state: PyTree, params: Mapping[str, Placement]) -> dict[str, Placement]:
     """Places optimizer state by its parameters, whatever the optax chain.
 
     A leaf belongs to the parameter whose path ends the leaf's own path. It takes the parameter's
@@ -223,7 +227,7 @@ def place_optimizer(opt_state: Any, params: Mapping[str, Placement]) -> dict[str
     return placements
 
 
-def _place_statistic(path: str, leaf: Any, owner: Placement | None) -> Placement:
+def _place_statistic(path: str, leaf: jax.Array, owner: Placement | None) -> Placement:
     shape = tuple(leaf.shape)
     kept: tuple[int, ...] | None = None
     if owner is not None and shape == owner.shape:
@@ -244,7 +248,7 @@ def _place_statistic(path: str, leaf: Any, owner: Placement | None) -> Placement
     return Placement(path, shape, leaf.dtype, axes, f"of {owner.path}", Resolution(spec, choices))
 
 
-def pin(tree: Any, placements: Mapping[str, Placement], scope: Scope) -> Any:
+def pin(tree: PyTree, placements: Mapping[str, Placement], scope: Scope) -> PyTree:
     """Returns traced arrays constrained to their placements.
 
     Mesh axes that are manual in the region being traced are left out: a leaf is the part in one of
@@ -252,7 +256,7 @@ def pin(tree: Any, placements: Mapping[str, Placement], scope: Scope) -> Any:
     """
     gone, mesh = manual_axes(), scope.mesh_here
 
-    def pinned(path: Any, x: jax.Array) -> jax.Array:
+    def pinned(path: KeyPath, x: jax.Array) -> jax.Array:
         spec = _without(placements[path_string(path)].spec, gone)
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))  # type: ignore[arg-type]
 
@@ -264,17 +268,19 @@ def _without(spec: PartitionSpec, gone: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*[names or None for names in kept])
 
 
-def shardings(tree: Any, placements: Mapping[str, Placement], mesh: Any) -> Any:
+def shardings(
+    tree: PyTree, placements: Mapping[str, Placement], mesh: Mesh | AbstractMesh
+) -> PyTree:
     """Returns a tree of `NamedSharding`s, one for each leaf, from placements by path."""
 
-    def sharding(path: Any, _: Any) -> NamedSharding:
+    def sharding(path: KeyPath, _: Any) -> NamedSharding:
         placement = placements[path_string(path)]
         return NamedSharding(mesh, placement.spec, memory_kind=placement.memory_kind)
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
-def shard(model: Any, mesh: Any = None, rules: AxisRules | None = None) -> Any:
+def shard(model: PyTree, mesh: Mesh | None = None, rules: AxisRules | None = None) -> Any:
     """Places a model that is already in memory.
 
     Parameters go where `init_state` would place them. Model state without axis names (batch
@@ -297,7 +303,7 @@ def shard(model: Any, mesh: Any = None, rules: AxisRules | None = None) -> Any:
     return _put(model, scope)
 
 
-def _put(tree: Any, scope: Scope) -> Any:
+def _put(tree: PyTree, scope: Scope) -> PyTree:
     leaves = weights_by_path(tree)
     params = {leaf.path for leaf in leaves if leaf.is_param}
     axes = {leaf.path: leaf.axes for leaf in leaves}
@@ -315,12 +321,12 @@ class Weight(NamedTuple):
 
     path: str
     """Its path as in a state: without the name of a linen collection of parameters."""
-    value: Any
+    value: object
     axes: tuple[str | None, ...] | None
     is_param: bool
 
 
-def weights_by_path(tree: Any) -> list[Weight]:
+def weights_by_path(tree: PyTree) -> list[Weight]:
     """Returns the leaves of an `nnx.State`, of linen variables (boxed or not) or of any other tree
     of arrays, in tree order."""
     is_mapping = isinstance(tree, Mapping) and not isinstance(tree, nnx.State)
@@ -337,17 +343,17 @@ def weights_by_path(tree: Any) -> list[Weight]:
     return found
 
 
-def _names_axes(node: Any) -> bool:
+def _names_axes(node: object) -> bool:
     return isinstance(node, nnx.Variable) or (hasattr(node, "names") and hasattr(node, "unbox"))
 
 
-def _value(box: Any) -> Any:
+def _value(box: Any) -> PyTree:
     if isinstance(box, nnx.Variable):
         return box.get_value()
     return box.value if _names_axes(box) else box
 
 
-def _axis_names(box: Any) -> Any:
+def _axis_names(box: object) -> Any:
     if isinstance(box, nnx.Variable):
         return box.get_metadata().get("out_sharding")
     return getattr(box, "names", None)

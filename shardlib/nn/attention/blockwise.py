@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from shardlib.nn.attention.mask import Mask, Places, cut_places, places
 from shardlib.nn.attention.tiles import Array, needed_tile, tile_size
@@ -225,14 +227,14 @@ def cotangents(
     return Cotangents(grad, delta, log_mass)
 
 
-def outputs(running: Running, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def outputs(running: Running, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Returns the output, [batch, length, heads, head_dim] in `dtype`, and the logarithm of each
     row's sum. Both are tagged for `remat`."""
     output, log_mass = finish(running)
     return tag(join_queries(output).astype(dtype), TAG), tag(log_mass, TAG)
 
 
-def gradients(of_query: jax.Array, of_keys: tuple[jax.Array, jax.Array], like: Any) -> Any:
+def gradients(of_query: jax.Array, of_keys: tuple[jax.Array, jax.Array], like: PyTree) -> PyTree:
     """Returns the gradients of query, key and value, untiled and in the dtypes of `like`."""
     joined = join_queries(of_query), join_keys(of_keys[0]), join_keys(of_keys[1])
     return tuple(x.astype(y.dtype) for x, y in zip(joined, like, strict=True))

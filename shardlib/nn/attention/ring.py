@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from shardlib.nn.attention.blockwise import (
     Queries,
@@ -62,7 +63,9 @@ def _attend(shard, query, key, value, segments):
     return _forward(shard, query, key, value, segments)[0]
 
 
-def _cut(shard: Shard, query: Any, key: Any, value: Any, segments: Any) -> tuple[Queries, Cargo]:
+def _cut(
+    shard: Shard, query: jax.Array, key: jax.Array, value: jax.Array, segments: Segments
+) -> tuple[Queries, Cargo]:
     """Returns this device's queries and the cargo that it sends, behind one optimization barrier.
 
     Segments are the same in every layer, so XLA would hoist their ring out of the loop over layers.
@@ -71,13 +74,13 @@ def _cut(shard: Shard, query: Any, key: Any, value: Any, segments: Any) -> tuple
     return jax.lax.optimization_barrier(shard.cut(query, key, value, segments))
 
 
-def _send(shard: Shard, x: Any, distance: int = 1) -> Any:
+def _send(shard: Shard, x: PyTree, distance: int = 1) -> PyTree:
     """Sends a pytree to the device `distance` places further along the ring."""
     pairs = [(i, (i + distance) % shard.shards) for i in range(shard.shards)]
     return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, AXIS, pairs), x)
 
 
-def _source(shard: Shard, step: Any) -> jax.Array:
+def _source(shard: Shard, step: int | jax.Array) -> jax.Array:
     """Returns the index of the device whose keys arrive after `step` hops."""
     return (jax.lax.axis_index(AXIS) - step) % shard.shards
 
@@ -85,10 +88,10 @@ def _source(shard: Shard, step: Any) -> jax.Array:
 def _forward(shard, query, key, value, segments):
     queries, cargo = _cut(shard, query, key, value, segments)
 
-    def meet(running: Running, cargo: Cargo, step: Any) -> Running:
+    def meet(running: Running, cargo: Cargo, step: int | jax.Array) -> Running:
         return fold(running, queries, shard.keys(cargo, _source(shard, step)), shard.mask)
 
-    def one_hop(carry: Any, step: jax.Array) -> tuple[Any, None]:
+    def one_hop(carry: PyTree, step: jax.Array) -> tuple[Any, None]:
         running, cargo = carry
         ahead = _send(shard, cargo)
         return (meet(running, cargo, step), ahead), None
@@ -104,11 +107,11 @@ def _backward(shard, saved, grad):
     queries, cargo = _cut(shard, query, key, value, segments)
     known = cotangents(grad, output, log_mass, key.shape[2], shard.tile)
 
-    def meet(of_query: jax.Array, cargo: Cargo, step: Any) -> Any:
+    def meet(of_query: jax.Array, cargo: Cargo, step: int | jax.Array) -> PyTree:
         keys = shard.keys(cargo, _source(shard, step))
         return pull_back(of_query, queries, keys, known, shard.mask)
 
-    def one_hop(carry: Any, step: Any) -> tuple[Any, None]:
+    def one_hop(carry: PyTree, step: jax.Array) -> tuple[Any, None]:
         # Neither transfer waits for the tiles of this step.
         of_query, of_keys, cargo, ahead = *carry, _send(shard, carry[-1])
         arrived = _send(shard, of_keys)

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from shardlib.paths import path_string
 
@@ -35,14 +37,16 @@ def balance_biases(
     """
     inner = optax.with_extra_args_support(optimizer)
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> PyTree:
         return inner.init(_without_biases(params))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[Any, Any]:
         others = None if params is None else _without_biases(params)
         changed, state = inner.update(_without_biases(updates), state, others, **extra)
 
-        def choose(path: Any, gradient: jax.Array, other: Any) -> Any:
+        def choose(path: KeyPath, gradient: jax.Array, other: PyTree) -> PyTree:
             return -rate * jnp.sign(gradient) if _is_bias(path) else other
 
         return jax.tree_util.tree_map_with_path(choose, updates, changed), state
@@ -50,11 +54,11 @@ def balance_biases(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_bias(path: Any) -> bool:
+def _is_bias(path: KeyPath) -> bool:
     return path_string(path).split("/")[-1] == BIAS
 
 
-def _without_biases(tree: Any) -> Any:
+def _without_biases(tree: PyTree) -> PyTree:
     """Returns the tree with a `MaskedNode`, which has no leaves, in place of each bias."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: optax.MaskedNode() if _is_bias(path) else leaf, tree
