@@ -149,24 +149,26 @@ def input_shardings(inputs: Inputs, scope: Scope) -> tuple[Any, ...]:
             f"{', '.join(f'{path} ({type(leaves[path]).__name__})' for path in wrong)}.\n"
             "  Pass pytrees of arrays, such as the parameters of a model or a whole state."
         )
+    return tuple(_placed_input(tree, scope) for tree in inputs)
+
+
+def _placed_input(tree: PyTree, scope: Scope) -> PyTree:
+    # Patterns refer to the tree of one input, so the index of the input is not part of the path.
     elsewhere = {
         path: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
-        for path, x in leaves.items()
+        for path, x in named_leaves(tree).items()
         if not _is_on(x, scope) and np.shape(x)
     }
-    # Patterns refer to the tree of one input, so the index of the input is not part of the path.
-    by_inner: dict[str, Any] = {}
-    for at in range(len(inputs)):
-        inner = {p.partition("/")[2]: x for p, x in elsewhere.items() if p.split("/")[0] == str(at)}
-        placed = place(inner, {}, scope.rules.of("params"), scope.mesh)
-        by_inner |= {f"{at}/{path}".rstrip("/"): p.spec for path, p in placed.items()}
+    placed = place(elsewhere, {}, scope.rules.of("params"), scope.mesh)
 
     def sharding(path: KeyPath, leaf: Any) -> Sharding:
         if _is_on(leaf, scope):
             return leaf.sharding
-        return NamedSharding(scope.mesh, by_inner.get(path_string(path), PartitionSpec()))
+        name = path_string(path)
+        spec = placed[name].spec if name in placed else PartitionSpec()
+        return NamedSharding(scope.mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(sharding, inputs)
+    return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
 def _is_on(x: object, scope: Scope) -> bool:
