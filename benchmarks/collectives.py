@@ -2,7 +2,7 @@
 
 For every strategy the step of a small Llama is compiled, never run: for eight CPU devices in
 float32, and ahead of time for eight TPU chips in bfloat16, where libtpu is installed. The
-collectives of each program are turned into bytes sent by ring algorithms and stand beside the
+collectives of each program are turned into bytes sent by ring algorithms and compared with the
 closed forms of `closed_forms.py`.
 
     python benchmarks/collectives.py
@@ -289,7 +289,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def by_axis(row: dict[str, Any]) -> str:
-    """Returns what is folded over each axis beside what the form says."""
+    """Returns the folded bytes of each axis, and those of the closed form."""
     found, form = row["by_axis"], row["closed_form_by_axis"]
     return ", ".join(
         f"{axis} {found.get(axis, 0.0) / 1e6:.1f} for {form.get(axis, 0.0) / 1e6:.1f}"

@@ -4,7 +4,7 @@ The step of a small transformer is compiled twice, for one device and a sequence
 for `--devices` devices along `context` and a sequence as many times as long. Every device then
 holds as many positions as before, so its memory should be the same: what the compiler reserves on
 each device for arguments, results and temporaries of the step, nothing of which is run. The plain
-way, scores of all pairs of positions, is compiled beside it for the short sequence on one device.
+way, scores of all pairs of positions, is also compiled for the short sequence on one device.
 
     python benchmarks/context_memory.py
     python benchmarks/context_memory.py --context gather --remat none

@@ -95,7 +95,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def block(config: PlainConfig, x: jax.Array, p: Any, cos: Any, sin: Any, mask: Any) -> jax.Array:
-    """One layer over x [b, l, e]; mask [b, 1, l, l] bool or None, beside the causal one."""
+    """One layer over x [b, l, e]; mask [b, 1, l, l] bool or None, in addition to the causal one."""
     y = rms_norm(x, p["attention_norm"]["scale"], config.norm_eps)
     attention = p["attention"]
     query = rotate(jnp.einsum("ble,ehd->blhd", y, attention["query"]["kernel"]), cos, sin)

@@ -119,7 +119,7 @@ class _Package(ModuleType):
     the function is bound instead.
     """
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         is_shadow = name in _HOME and isinstance(value, ModuleType)
         super().__setattr__(name, getattr(value, name) if is_shadow else value)
 

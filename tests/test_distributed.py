@@ -7,13 +7,11 @@ import sys
 import textwrap
 import time
 
-import jax
 import pytest
 
 from shardlib.errors import DistributedError
 from shardlib.runtime import distributed
 from shardlib.runtime.distributed import (
-    ProcessGroup,
     in_slurm_step,
     in_tpu_pod,
     launch_address,
@@ -360,8 +358,3 @@ def test_virtual_devices_get_threads(monkeypatch):
     monkeypatch.setenv("NPROC", "9")
     local_cpu_devices(8)
     assert os.environ["NPROC"] == "9"
-
-
-def test_this_process_is_alone():
-    assert distributed.process_group() == ProcessGroup(0, 1, "single")
-    assert local_cpu_devices(4) == len(jax.devices())

@@ -124,15 +124,6 @@ def test_google_says_that_a_machine_goes_away(
     assert later == {"wait_for_change": "true", "last_etag": was, "timeout_sec": "30"}
 
 
-def test_a_machine_that_goes_away_already(serve, monkeypatch):
-    server = serve()
-    server.change(PREEMPTED, "TRUE")
-    monkeypatch.setenv("GCE_METADATA_HOST", server.host)
-    with StopRequest() as stop:
-        until(lambda: stop.requested)
-        assert stop.agreed(0)
-
-
 def test_a_server_that_fails_is_asked_again(serve, capfd):
     server = serve()
     values = server.values

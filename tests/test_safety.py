@@ -1,11 +1,10 @@
 """No source file reads data in a way that lets it execute, and no error shows credentials.
 
 The first is checked on the syntax trees of all files. What is banned is looked up by full name,
-whatever it was imported as; the few uses that are meant stand below, each with its reason.
+whatever it was imported as.
 """
 
 import ast
-import functools
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,6 @@ from shardlib.errors import ConfigError, MissingExtraError
 
 ROOT = Path(shardlib.__file__).parents[1]
 FILES = sorted([*ROOT.glob("shardlib/**/*.py"), *ROOT.glob("models/**/*.py")])
-
-# Uses that are meant: (file, what) -> why. One that is met no longer is a fault too.
-ALLOWED: dict[tuple[str, str], str] = {}
 
 UNPICKLING = (
     "_pickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "pickle", "shelve",
@@ -124,23 +120,12 @@ def uses(source):
     return sorted(found)
 
 
-@functools.cache
-def all_uses():
-    return [
-        (file.relative_to(ROOT).as_posix(), line, what)
-        for file in FILES
-        for line, what in uses(file.read_text(encoding="utf-8"))
-    ]
-
-
 @pytest.mark.mesh
 def test_nothing_that_reads_can_execute():
     assert len(FILES) > 200
-    assert [use for use in all_uses() if (use[0], use[2]) not in ALLOWED] == []
-
-
-def test_what_is_allowed_is_used():
-    assert set(ALLOWED) <= {(file, what) for file, _, what in all_uses()}
+    assert {file: uses(file.read_text(encoding="utf-8")) for file in FILES} == {
+        file: [] for file in FILES
+    }
 
 
 @pytest.mark.parametrize(
