@@ -21,11 +21,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardlib.checkpoint.checksums import walk
 from shardlib.checkpoint.errors import DamageError
-from shardlib.checkpoint.tree import Leaf, is_key, nest, sharding_of, unnest
+from shardlib.checkpoint.tree import Leaf, is_key, sharding_of
 
 T = TypeVar("T")
 
@@ -63,7 +64,9 @@ class ArrayWriter:
         Returns:
             The futures to wait for; `result()` raises the error of a failed write.
         """
-        stored = nest({path: _to_stored(array) for path, array in arrays.items()})
+        stored = unflatten_dict(
+            {path: _to_stored(array) for path, array in arrays.items()}, sep="/"
+        )
         chunked = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
         item = ocp.args.PyTreeSave(stored, save_args=jax.tree.map(lambda _: chunked, stored))
         return _complete(self._handler.async_save(epath.Path(directory), args=item)) or []
@@ -109,14 +112,18 @@ def read(directory: pathlib.Path, targets: Mapping[str, Leaf]) -> dict[str, Leaf
     if present:
         location = epath.Path(directory) / "state"
         handler = _state_handler(_read_bytes(directory, present))
-        restore_args = nest({path: target.restore_args() for path, target in present.items()})
-        item = nest({path: jax.ShapeDtypeStruct(t.shape, t.dtype) for path, t in present.items()})
+        restore_args = {path: target.restore_args() for path, target in present.items()}
+        item = {path: jax.ShapeDtypeStruct(t.shape, t.dtype) for path, t in present.items()}
         restored = handler.restore(
             location,
-            args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True),
+            args=ocp.args.PyTreeRestore(
+                item=unflatten_dict(item, sep="/"),
+                restore_args=unflatten_dict(restore_args, sep="/"),
+                partial_restore=True,
+            ),
         )
         handler.close()
-        arrays |= unnest(restored)
+        arrays |= flatten_dict(restored, sep="/")
     return {path: _from_stored(arrays[path], target) for path, target in targets.items()}
 
 

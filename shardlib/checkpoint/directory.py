@@ -75,18 +75,8 @@ class StepDirectory:
         Raises:
             CheckpointError: If the directory cannot be listed.
         """
-        try:
-            with os.scandir(self.path) as entries:
-                listing = sorted(entries, key=lambda entry: entry.name)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoints cannot be listed: {error.strerror}: {self.path}.\n"
-                "  Name a directory that this user may read as run_dir."
-            ) from error
         steps = []
-        for entry in listing:
+        for entry in self._entries():
             if entry.is_symlink():
                 self._skip(entry.name, "a symbolic link")
             elif not entry.is_dir(follow_symlinks=False):
@@ -105,12 +95,20 @@ class StepDirectory:
 
         Links are not followed: their targets do not belong to this directory.
         """
+        links = [entry.name for entry in self._entries() if entry.is_symlink()]
+        return sorted(int(name) for name in links if _is_step(name))
+
+    def _entries(self) -> list[os.DirEntry[str]]:
         try:
             with os.scandir(self.path) as entries:
-                names = [entry.name for entry in entries if entry.is_symlink()]
-        except OSError:  # `candidates` raises the reason.
+                return sorted(entries, key=lambda entry: entry.name)
+        except FileNotFoundError:
             return []
-        return sorted(int(name) for name in names if _is_step(name))
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints cannot be listed: {error.strerror}: {self.path}.\n"
+                "  Name a directory that this user may read as run_dir."
+            ) from error
 
     def holds(self, step: int) -> bool:
         """Whether the step has a checkpoint, damaged or not, or a symbolic link in its place."""

@@ -84,11 +84,6 @@ def dispatch(leaves: Mapping[str, Leaf]) -> Pending:
     return Pending(host, device, list(leaves))
 
 
-def fingerprints(leaves: Mapping[str, Leaf]) -> dict[str, str]:
-    """Returns the fingerprints of leaves by path; see `dispatch`."""
-    return dispatch(leaves).result()
-
-
 def of_host(leaf: Leaf) -> str:
     """Returns the fingerprint of a numpy array or a number, computed by this process."""
     if is_key(leaf):

@@ -20,7 +20,7 @@ from shardlib.checkpoint.errors import DamageError, first_line, listed
 from shardlib.checkpoint.manifest import Manifest, Partial
 from shardlib.checkpoint.restoring import Restoring, check_fingerprints
 from shardlib.checkpoint.saving import THREAD_NAME
-from shardlib.checkpoint.tree import dtype_of, flatten, nest
+from shardlib.checkpoint.tree import dtype_of, flatten
 from shardlib.errors import CheckpointError
 
 _Path = str | os.PathLike[str]
@@ -193,13 +193,13 @@ class SavedCheckpoints:
         Raises:
             CheckpointError: If the step has no checkpoint, or its manifest is damaged.
         """
-        leaves = self.manifest(step).leaves
-        return nest(
-            {
-                path: jax.ShapeDtypeStruct(spec.shape, dtype_of(spec), sharding=sharding)
-                for path, spec in leaves.items()
-            }
-        )
+        from flax.traverse_util import unflatten_dict
+
+        structs = {
+            path: jax.ShapeDtypeStruct(spec.shape, dtype_of(spec), sharding=sharding)
+            for path, spec in self.manifest(step).leaves.items()
+        }
+        return unflatten_dict(structs, sep="/")
 
     def check(self, step: int, target: PyTree) -> None:
         """Checks that the checkpoint has the leaves of `target`, without reading arrays.

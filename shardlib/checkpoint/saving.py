@@ -10,7 +10,6 @@ Every process learns the outcome.
 import dataclasses
 import json
 import os
-import pathlib
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -164,14 +163,8 @@ class Saving:
             fingerprints=self._fingerprints.result(),
             files=dict(sorted(files.items())),
         )
-        _write(self._temporary / manifests.FILE_NAME, manifest.to_json())
-        for directory in (self._temporary / STATE, self._temporary):
-            sync(directory)
+        document = self._temporary / manifests.FILE_NAME
+        document.write_text(manifest.to_json(), encoding="utf-8")
+        for path in (document, self._temporary / STATE, self._temporary):
+            sync(path)
         self._temporary.rename(self._directory.of_step(self.step))
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

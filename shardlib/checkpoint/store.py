@@ -470,7 +470,7 @@ def open_checkpoints(
 ) -> RunCheckpoints:
     """Returns the checkpoints of a run, in one or two places as the config sets.
 
-    Arguments and errors are those of `RunCheckpoints`.
+    It takes the arguments of `RunCheckpoints` and raises its errors.
     """
     return RunCheckpoints(directory, config, notify=notify, owner=owner)
 

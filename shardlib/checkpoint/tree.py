@@ -74,29 +74,6 @@ def flatten(tree: PyTree) -> dict[str, Leaf]:
     return {"/".join(path): leaf for path, (_, leaf) in zip(paths, leaves, strict=True)}
 
 
-def nest(leaves: Mapping[str, Leaf]) -> dict[str, Any]:
-    """Returns leaves by path as plain nested dicts: `{"a/b": x}` becomes `{"a": {"b": x}}`."""
-    nested: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *branches, last = path.split("/")
-        node = nested
-        for branch in branches:
-            node = node.setdefault(branch, {})
-        node[last] = leaf
-    return nested
-
-
-def unnest(nested: Mapping[str, Any]) -> dict[str, Leaf]:
-    """Returns nested dicts as leaves by path, the inverse of `nest`."""
-    leaves: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            leaves |= {f"{key}/{path}": leaf for path, leaf in unnest(value).items()}
-        else:
-            leaves[key] = value
-    return leaves
-
-
 def leaf_spec(leaf: Leaf) -> LeafSpec:
     """Returns the shape and dtype of an array, a scalar or a `jax.ShapeDtypeStruct`."""
     if not hasattr(leaf, "dtype"):
