@@ -33,6 +33,25 @@ def captured(*renderables: Any, width: int = 160) -> str:
     return capture.get()
 
 
+class Report:
+    """Base of reports that print as lines and tables. `str()` returns them as text."""
+
+    def parts(self) -> Iterable[Any]:
+        """Yields the lines and tables of the report."""
+        raise NotImplementedError
+
+    def render(self) -> Any:
+        """Returns the report as a rich renderable."""
+        from rich.console import Group
+        from rich.text import Text
+
+        parts = self.parts()
+        return Group(*(Text(part) if isinstance(part, str) else part for part in parts))
+
+    def __str__(self) -> str:
+        return captured(self.render())
+
+
 @dataclasses.dataclass(frozen=True)
 class Table:
     """Rows of cells under named columns, which rich can print.

@@ -249,7 +249,8 @@ op_name="jit(step)/mul" source_file="model.py" source_line=9}
     )
     (stack,) = [b for b in live_ranges(text).buffers if b.bytes == 8 * 1024]
     assert (stack.name, stack.opcode) == ("stack", "broadcast")
-    assert (stack.op_name, stack.source) == ("jit(step)/jvp()/dot_general", "model.py:7")
+    computation, writer, output = stack.made_by
+    assert (computation, writer.name, output) == ("main", "first", 0)
 
 
 def test_what_is_called_returns_its_root_wherever_it_stands():

@@ -18,7 +18,7 @@ from typing import Any
 
 from shardlib.explain.hlo.aliasing import in_place, shareable
 from shardlib.explain.hlo.layouts import device_bytes
-from shardlib.explain.hlo.places import user_source
+from shardlib.explain.hlo.provenance import came_from, where_of
 from shardlib.explain.hlo.text import Instruction, Module, elements, parse
 
 Value = Any
@@ -40,8 +40,8 @@ class Buffer:
         bytes: Size with the padding of its layout; 0 outside of device memory.
         shape: Shape and layout of its largest array, as in the program.
         name, opcode: Name and opcode of the instruction that first writes it.
-        op_name, source: JAX name and source of the first writer that has a source, else of the
-            first writer.
+        made_by: Computation and instruction of the first writer that has a source, else of the
+            first writer, and the number of its result.
         spans: First and last positions between which it is alive; see `LiveRanges.labels`.
         argument: Number of the program argument that it holds, or None.
         is_output: Whether it holds a result of the program.
@@ -52,8 +52,7 @@ class Buffer:
     shape: str
     name: str
     opcode: str
-    op_name: str
-    source: str
+    made_by: tuple[str, Instruction, int]
     spans: list[tuple[int, int]]
     argument: int | None = None
     is_output: bool = False
@@ -76,8 +75,8 @@ class Buffer:
 class LiveRanges:
     """The buffers of a program and their live ranges.
 
-    `labels` names the instruction at each position of the schedule. `totals` holds the bytes alive
-    at each position, arguments included.
+    `labels` names the instruction at each position of the schedule by `Where.label`. `totals` holds
+    the bytes alive at each position, arguments included.
     """
 
     buffers: tuple[Buffer, ...]
@@ -130,6 +129,8 @@ class _Schedule:
     spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """First position and last use of each value."""
     labels: list[str] = dataclasses.field(default_factory=list)
+    computation: str = ""
+    """The computation that is run."""
     may_share: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     """Position, operand and result."""
 
@@ -171,6 +172,7 @@ class _Schedule:
     def run(self, computation: str, values: dict[str, Value]) -> Value:
         """Runs a computation on the values of its parameters, and returns the value of its root."""
         root: Value = []
+        outer, self.computation = self.computation, computation
         for instruction in self.module.computations.get(computation, ()):
             if instruction.name not in values:
                 operands = [values[name] for name in instruction.operand_names if name in values]
@@ -179,6 +181,7 @@ class _Schedule:
         instructions = self.module.computations.get(computation, ())
         if instructions and not any(i.root for i in instructions):
             root = values[instructions[-1].name]
+        self.computation = outer
         return root
 
     def call(self, computation: str, operands: list[Value]) -> Value:
@@ -194,8 +197,8 @@ class _Schedule:
         """Returns the value of an instruction, and marks the use of its operands."""
         result = self._result(instruction, operands)
         position = len(self.labels)
-        self.labels.append(instruction.op_name or instruction.name)
         silent = instruction.opcode in _SILENT
+        self.labels.append(self._label(instruction, silent=silent))
         # Taking an element out of a tuple uses only that element. A loop uses its initial values
         # where it starts.
         passes = instruction.opcode in ("get-tuple-element", "while")
@@ -209,6 +212,13 @@ class _Schedule:
             if not silent:
                 self.buffers[self.find(leaf)].writers.add(instruction.op_name)
         return result
+
+    def _label(self, instruction: Instruction, *, silent: bool) -> str:
+        where = where_of(self.module, instruction)
+        if not (where.name or silent):
+            # An instruction that the compiler adds is named, and placed where its operands are.
+            where = came_from(self.module, self.computation, instruction)._replace(name="")
+        return where.label(instruction.name)
 
     def _result(self, instruction: Instruction, operands: list[Value]) -> Value:
         opcode = instruction.opcode
@@ -306,16 +316,18 @@ class _Schedule:
                 self.may_share.append((len(self.labels), operands[operand], leaves[output]))
         return result
 
-    def new(self, instruction: Instruction, shape: str, argument: int | None = None) -> Value:
+    def new(
+        self, instruction: Instruction, shape: str, argument: int | None = None, output: int = 0
+    ) -> Value:
         """Returns new buffers for a shape."""
         if shape.startswith("("):
-            return [self.new(instruction, element, argument) for element in elements(shape)]
+            parts = enumerate(elements(shape))
+            return [self.new(instruction, part, argument, output) for output, part in parts]
         constant = instruction.opcode == "constant"
         size = 0 if constant else device_bytes(shape, tiled=self.module.is_tiled)
         at = len(self.labels)
-        names = (instruction.name, instruction.opcode, instruction.op_name)
-        source = user_source(self.module, instruction)
-        buffer = Buffer(size, shape, *names, source, [], argument)
+        made_by = self.computation or self.module.entry, instruction, output
+        buffer = Buffer(size, shape, instruction.name, instruction.opcode, made_by, [], argument)
         self.buffers.append(buffer)
         self.parent.append(len(self.parent))
         self.spans.append((at, at))
@@ -353,9 +365,10 @@ class _Schedule:
             kept.bytes, kept.shape = other.bytes, other.shape
         kept.writers |= other.writers
         kept.readers |= other.readers
-        if kept.argument is None and not kept.source and other.source:
+        sources = [where_of(self.module, buffer.made_by[1]).source for buffer in (kept, other)]
+        if kept.argument is None and sources[1] and not sources[0]:
             # A buffer that the compiler fills with zeros takes the source of its first real writer.
-            kept.op_name, kept.source = other.op_name, other.source
+            kept.made_by = other.made_by
         kept.argument = other.argument if kept.argument is None else kept.argument
         kept.is_output |= other.is_output
 

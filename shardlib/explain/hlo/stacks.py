@@ -18,13 +18,15 @@ class Frame(NamedTuple):
     """One call of a stack.
 
     `function` is a qualified name, such as `Attention.__call__` or `make.<locals>.step`. `number`
-    is the number of the frame in its program.
+    is the number of the frame in its program, and `column` the start of the call in the bytes of
+    its line, or -1.
     """
 
     file: str
     line: int
     function: str
     number: int = 0
+    column: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,8 @@ class Stacks:
             file = self.tables["FileNames"].get(field(location, "file_name_id"))
             function = self.tables["FunctionNames"].get(field(location, "function_name_id"), "")
             if file:
-                found[number] = Frame(file, field(location, "line"), function, number)
+                position = field(location, "line"), field(location, "column")
+                found[number] = Frame(file, position[0], function, number, position[1])
         return found
 
     @functools.cached_property

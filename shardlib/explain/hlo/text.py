@@ -11,11 +11,12 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from shardlib.explain.hlo.stacks import TABLES, Stacks, field
 from shardlib.explain.hlo.stacks import Frame as Frame
 
+T = TypeVar("T")
 _INSTRUCTION = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{\s*$")
 _ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\]")
@@ -34,6 +35,7 @@ _SIMPLE = re.compile(
 _COMMON = re.compile(r"([^ (]+) ([\w\-]+)\(([^()]*)\)")
 _OPENING, _CLOSING = "([{", ")]}"
 _NESTED, _MARKS = re.compile(r"[(\[{\"]"), re.compile(r"[()\[\]{},\"]")
+_KERNEL_METADATA = re.compile(r"(kernel_metadata=\{)\n([^\n]*)\n(\})")
 _BRACKETS = re.compile(r"[()\[\]{}]")
 # Opcodes that run their computation once, as a part of themselves.
 _WRAPS = ("fusion", "call", "async-start")
@@ -176,18 +178,27 @@ class Module:
         Instructions that the compiler adds have no name. If nothing in a fusion has a name, the
         origin of the fusion is returned.
         """
-        by_name = self._named[computation]
-
-        def operands(one: Instruction) -> list[Instruction]:
-            return [by_name[name] for name in one.operand_names if name in by_name]
-
-        found = next((one for one in _nearest(instruction, operands) if one.op_name), None)
-        if found is not None:
-            return found
+        nearest = self.sources(computation, instruction)
+        if named := next((one for one in nearest if one.op_name), None):
+            return named
         for where, caller in self.callers.get(computation, []):
             if caller.opcode in _WRAPS:
                 return self.origin(where, caller)
         return instruction
+
+    def sources(self, computation: str, instruction: Instruction) -> Iterator[Instruction]:
+        """Yields an instruction and what its value comes from in its computation, nearest first."""
+        by_name = self._named[computation]
+        yield from _nearest(
+            instruction, lambda one: [by_name[n] for n in one.operand_names if n in by_name]
+        )
+
+    def operand(
+        self, computation: str, instruction: Instruction, number: int
+    ) -> Instruction | None:
+        """Returns the instruction that makes an operand, or None if there is no such operand."""
+        names = instruction.operand_names
+        return self._named[computation].get(names[number]) if number < len(names) else None
 
     def readers(self, computation: str, instruction: Instruction) -> Iterator[Instruction]:
         """Yields the readers of an instruction's result in its computation, nearest first."""
@@ -226,6 +237,16 @@ class Module:
         """The trace stacks of its instructions."""
         return Stacks(self.tables)
 
+    def remembered(self, name: str, make: Callable[[], T]) -> T:
+        """Returns `make()`, computed once for each name, such as a table of the whole program."""
+        if name not in self._memory:
+            self._memory[name] = make()
+        return self._memory[name]
+
+    @functools.cached_property
+    def _memory(self) -> dict[str, Any]:
+        return {}
+
     def source(self, instruction: Instruction) -> str:
         """Returns `file:line` of the user's code, or an empty string."""
         metadata = instruction.attributes.get("metadata", "")
@@ -243,6 +264,8 @@ def parse(text: str) -> Module:
     tables: dict[str, dict[int, str]] = {name: {} for name in TABLES}
     entry, table = "", None
     current: list[Instruction] = []
+    if "kernel_metadata={\n" in text:  # The metadata of a Pallas kernel on TPU are on own lines.
+        text = _KERNEL_METADATA.sub(r"\1\2\3", text)
     for line in text.splitlines():
         if line.strip() in tables:
             table = tables[line.strip()]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from shardlib import humanize
-from shardlib.explain.hlo.places import Where, is_library, where_of
+from shardlib.explain.hlo.provenance import Where, is_library, where_of
 from shardlib.explain.hlo.text import Instruction
 from shardlib.explain.lint.activations import in_loss
 from shardlib.explain.lint.findings import Finding

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardlib.explain.analysis.equations import Placed, equations, matmul_flops
-from shardlib.explain.hlo.places import Where, where_of, where_of_equation
+from shardlib.explain.hlo.provenance import Where, where_of, where_of_equation
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import Subject, each
 

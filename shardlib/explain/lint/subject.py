@@ -10,7 +10,7 @@ from shardlib.explain.analysis.collectives import Collective, ProgramReport, rea
 from shardlib.explain.analysis.equations import equations
 from shardlib.explain.analysis.params import ParamsReport
 from shardlib.explain.aot.compile import CompiledStep, argument_names
-from shardlib.explain.hlo.places import Where, asks, is_library, outermost_source, where_of
+from shardlib.explain.hlo.provenance import Where, asks, is_library, outermost_source, where_of
 from shardlib.explain.hlo.text import Instruction, Module, array_bytes, parse
 from shardlib.explain.lint.arguments import Argument, read_arguments
 from shardlib.explain.lint.findings import Limits

@@ -3,17 +3,15 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardlib.explain.analysis import timing
 from shardlib.explain.analysis.roofline import Roofline, StageCost
 from shardlib.explain.analysis.timing import Flow
-
-if TYPE_CHECKING:
-    from shardlib.explain.report.report import StepReport
+from shardlib.explain.report.facts import StepFacts
 
 
-def facts(report: "StepReport") -> dict[str, Any]:
+def facts(report: StepFacts) -> dict[str, Any]:
     """Returns the data that `StepReport.to_dict` documents."""
     memory, program = report.memory, report.program
     found = {

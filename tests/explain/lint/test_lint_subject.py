@@ -118,6 +118,7 @@ def test_findings_are_data():
     assert found.to_dict() == {
         "code": "SL503", "place": "while", "message": "a loop", "fix": "count it",
         "source": "model.py:3", "op_name": "jit(step)/while", "bytes": 12.0,
+        "model_path": "", "phase": "",
         "title": "the trip count of a loop is unknown",
     }  # fmt: skip
 
