@@ -253,25 +253,6 @@ op_name="jit(step)/mul" source_file="model.py" source_line=9}
     assert (computation, writer.name, output) == ("main", "first", 0)
 
 
-def test_what_is_called_returns_its_root_wherever_it_stands():
-    others = """
-%inner (a: f32[256]) -> f32[512] {
-  %a = f32[256]{0} parameter(0)
-  ROOT %b = f32[512]{0} broadcast(%a), dimensions={0}
-  %late = f32[1024]{0} broadcast(%a), dimensions={0}
-}
-"""
-    text = program(
-        """
-  %p = f32[256]{0} parameter(0)
-  ROOT %d = f32[512]{0} call(%p), to_apply=%inner
-""",
-        others,
-    )
-    (returned,) = [b for b in live_ranges(text).buffers if b.is_output]
-    assert returned.name == "b"
-
-
 def test_branches_and_calls_return_what_their_roots_are():
     others = """
 %left (a: f32[256]) -> f32[512] {

@@ -102,10 +102,6 @@ def test_a_slice_that_cannot_be():
         devices_of(parse_cluster("v5e:3x4"))
 
 
-def test_cpu_devices_are_no_cluster_that_is_known():
-    assert cluster_of(jax.devices("cpu")) is None
-
-
 TOLD = """
 import os
 import jax
