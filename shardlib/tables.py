@@ -4,7 +4,10 @@ import dataclasses
 import html
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import ConsoleOptions, RenderableType
 
 _STACKED_BELOW = 110
 """Columns of a terminal below which a table that does not fit is written row by row."""
@@ -23,7 +26,7 @@ def aligned(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> list[st
     ]
 
 
-def captured(*renderables: Any, width: int = 160) -> str:
+def captured(*renderables: "RenderableType", width: int = 160) -> str:
     """Returns what rich would print in a terminal of this width, without colours."""
     from rich.console import Console, Group
 
@@ -71,7 +74,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+    def __rich_console__(self, console: object, options: "ConsoleOptions") -> Iterator[Any]:
         from rich.text import Text
 
         if options.max_width < min(self._width(), _STACKED_BELOW):

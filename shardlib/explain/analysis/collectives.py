@@ -9,7 +9,9 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from shardlib import humanize
 from shardlib.explain.hlo.allreduce_uses import Fate, fates
@@ -39,6 +41,8 @@ KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"),
     *("ragged-all-to-all", "collective-broadcast"),
 )
+Program = str | Module | jax.stages.Compiled
+AnyMesh = Mesh | AbstractMesh | Mapping[str, int]
 # Communication without groups: between slices (TPU) or with the host.
 _UNREAD = ("send", "recv")
 
@@ -213,12 +217,12 @@ class ProgramReport(Report):
             yield "some loops have unknown trip counts and count once"
 
 
-def collectives(program: Any, mesh: Any) -> list[Collective]:
+def collectives(program: Program, mesh: AnyMesh) -> list[Collective]:
     """Returns the collectives of a compiled program; see `read_program`."""
     return list(read_program(program, mesh).collectives)
 
 
-def read_program(program: Any, mesh: Any) -> ProgramReport:
+def read_program(program: Program, mesh: AnyMesh) -> ProgramReport:
     """Returns the collectives of a compiled program.
 
     The CPU compiler emits an all-reduce and a slice instead of a reduce-scatter, so its gradient
@@ -230,9 +234,10 @@ def read_program(program: Any, mesh: Any) -> ProgramReport:
         mesh: The mesh that the program was compiled for: a `Mesh`, an `AbstractMesh`, or a mapping
             of axis names to sizes.
     """
-    module = program
-    if not isinstance(program, Module):
-        module = parse(program if isinstance(program, str) else program.as_text())
+    if isinstance(program, Module):
+        module = program
+    else:
+        module = parse(program if isinstance(program, str) else program.as_text() or "")
     sizes = dict(mesh) if isinstance(mesh, Mapping) else mesh_sizes(mesh)
     slices = slices_of(mesh, sizes, module)
     axes_by_groups = groups_of_axes(slices.inner)

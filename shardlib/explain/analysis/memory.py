@@ -142,7 +142,7 @@ def memory_report(
 def _largest(
     module: Module, held: list[tuple[Buffer, str]], most: int = 10
 ) -> tuple[HeldBuffer, ...]:
-    """Returns the largest buffers, with those of equal size and origin merged."""
+    """Returns the largest buffers; buffers of equal size and origin are one."""
     kinds: dict[tuple[object, ...], HeldBuffer] = {}
     for b, category in held:
         shape = (arrays(b.shape) or [b.shape])[0]

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from jaxtyping import PyTree
+
 from shardlib import humanize
 from shardlib.mesh import entry_axes, mesh_sizes
 from shardlib.rules import AxisRules, Choice
@@ -160,7 +162,7 @@ class ParamsReport(Report):
             yield f"rules that no parameter used: {', '.join(self.unused_rules)}"
 
 
-def explain_params(state: Any) -> ParamsReport:
+def explain_params(state: PyTree) -> ParamsReport:
     """Returns the report on a training state, concrete or abstract; see `shardlib.explain`."""
     definition = state.definition
     sizes = mesh_sizes(definition.scope.mesh)

@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled, Lowered
+from jaxtyping import PyTree
 
 from shardlib.errors import ConfigError, MeshError
 from shardlib.explain.aot import cache
-from shardlib.explain.aot.call import NO_KEYWORDS, Call, abstract_leaf, bound, jitted
+from shardlib.explain.aot.call import NO_KEYWORDS, Call, Step, abstract_leaf, bound, jitted
 from shardlib.explain.aot.capture_stderr import captured_errors
 from shardlib.explain.aot.oom_fallback import compile_larger, needed_bytes
 from shardlib.explain.aot.retarget import AnyMesh, Move, is_state, lies_on, mesh_of, mesh_over
@@ -81,7 +83,7 @@ class CompiledStep:
     warnings: str | None = ""
     compiled_for: str = ""
     jaxpr: Any = None
-    compiled: Any = None
+    compiled: Compiled | None = None
 
     def argument_paths(self, module: Module | None = None) -> dict[int, str]:
         """Returns the path in `argument_names` of each argument of the program, by its number.
@@ -97,7 +99,7 @@ class CompiledStep:
 
 
 def compile_step(
-    step: Any,
+    step: Step,
     arguments: tuple[Any, ...],
     keywords: Mapping[str, Any] = NO_KEYWORDS,
     *,
@@ -140,7 +142,7 @@ def compile_step(
 class _Lowering:
     """A step lowered for its mesh."""
 
-    lowered: Any
+    lowered: Lowered
     mesh: Mesh
     call: Call
     jaxpr: Any
@@ -165,7 +167,7 @@ class _Lowering:
 
 
 def _lower(
-    step: Any,
+    step: Step,
     arguments: tuple[Any, ...],
     keywords: Mapping[str, Any],
     on: Cluster | None,
@@ -246,7 +248,7 @@ def _its_own_sources() -> Iterator[None]:
 
 
 def _described(
-    found: _Lowering, cluster: Cluster | None, program: cache.Program, compiled: Any
+    found: _Lowering, cluster: Cluster | None, program: cache.Program, compiled: Compiled | None
 ) -> CompiledStep:
     arguments = found.call.placed()
     return CompiledStep(
@@ -266,7 +268,7 @@ def _described(
     )
 
 
-def memory_of(compiled: Any, platform: str) -> dict[str, int]:
+def memory_of(compiled: Compiled, platform: str) -> dict[str, int]:
     """Returns the memory analysis of a compiled program, in bytes by name.
 
     The result is empty if the platform has no memory analysis.
@@ -297,7 +299,7 @@ def argument_names(arguments: tuple[Any, ...], names: tuple[str, ...]) -> dict[s
     return found
 
 
-def _category(path: list[str], leaf: Any) -> str:
+def _category(path: list[str], leaf: PyTree) -> str:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return "other"
     for word in path:
@@ -330,7 +332,7 @@ def _mesh_for(old: AnyMesh | None, on: Cluster | None, devices: list[Any] | None
 
 
 def _on_mesh(
-    step: Any,
+    step: Step,
     arguments: tuple[Any, ...],
     keywords: Mapping[str, Any],
     old: AnyMesh | None,

@@ -5,7 +5,6 @@ Source: `HloAliasAnalysis` and `HloDataflowAnalysis::CanShareOperandBufferWithUs
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from shardlib.explain.hlo.text import Instruction, Module
 
@@ -54,7 +53,9 @@ def _updated(fused: tuple[Instruction, ...]) -> Iterator[tuple[int, int]]:
             yield output, int(found.operands)
 
 
-def _first_operand(instruction: Instruction, by_name: Mapping[str, Any]) -> Instruction | None:
+def _first_operand(
+    instruction: Instruction, by_name: Mapping[str, Instruction]
+) -> Instruction | None:
     names = instruction.operand_names
     return by_name.get(names[0]) if names else None
 

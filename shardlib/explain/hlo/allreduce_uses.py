@@ -9,13 +9,11 @@ Source: XLA's passes `ReduceScatterCreator` and `AllReduceReassociate`.
 
 import collections
 import dataclasses
-import functools
 import math
-import re
 from collections.abc import Iterator
 from typing import Literal
 
-from shardlib.explain.hlo.text import Instruction, Module, arrays, elements, split
+from shardlib.explain.hlo.text import Instruction, Module, arrays, elements
 
 Fate = Literal["whole", "sliced", "added"]
 """Use of one array that an all-reduce returns. `whole`: it is used as it is. `sliced`: each device
@@ -34,24 +32,13 @@ class Flow:
 
     module: Module
 
-    @functools.cached_property
-    def _users(self) -> dict[Value, list[tuple[Instruction, int]]]:
-        users = collections.defaultdict(list)
-        for computation, instructions in self.module.computations.items():
-            for instruction in instructions:
-                for position, operand in enumerate(split(instruction.operands)):
-                    name = re.search(r"%?([\w.\-]+)$", operand)
-                    if name:
-                        users[computation, name[1]].append((instruction, position))
-        return dict(users)
-
     def uses(self, value: Value) -> Iterator[tuple[str, Instruction]]:
         """Yields the instructions that read a value, with their computations.
 
         Operations that only carry the value on, and fusion boundaries, are passed through.
         """
         computation, _ = value
-        for instruction, position in self._users.get(value, []):
+        for instruction, position in self.module.users(*value):
             if instruction.opcode in _CARRIED:
                 yield from self.uses((computation, instruction.name))
             elif instruction.opcode == "fusion":
@@ -80,7 +67,7 @@ class Flow:
         if len(shapes) == 1 and not instruction.shape.startswith("("):
             return [[(computation, instruction.name)]]
         values: list[list[Value]] = [[] for _ in shapes]
-        for user, _ in self._users.get((computation, instruction.name), []):
+        for user, _ in self.module.users(computation, instruction.name):
             if user.opcode == "get-tuple-element":
                 values[int(user.attributes["index"])].append((computation, user.name))
         return values

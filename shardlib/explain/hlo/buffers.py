@@ -154,7 +154,9 @@ class _Schedule:
             buffer.spans = _merged(buffer.spans)
         return LiveRanges(tuple(kept), tuple(self.labels), tuple(_totals(kept, len(self.labels))))
 
-    def _alias_arguments(self, root: Value, arguments: list[Value], entry: Any) -> None:
+    def _alias_arguments(
+        self, root: Value, arguments: list[Value], entry: tuple[Instruction, ...]
+    ) -> None:
         """Joins donated arguments with the results that reuse their memory."""
         numbers = [int(i.operands) for i in entry if i.opcode == "parameter"]
         by_number = dict(zip(numbers, arguments, strict=True))

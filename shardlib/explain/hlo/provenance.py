@@ -242,15 +242,6 @@ def _written(
             yield from module.sources(computation, operand) if operand else ()
 
 
-def user_source(module: Module, instruction: Instruction) -> str:
-    """Returns `file:line` of the innermost line of the user's own code, or an empty string.
-
-    Lines of shardlib, Python and libraries such as JAX and Flax count only if the stack has no
-    other lines.
-    """
-    return where_of(module, instruction).source
-
-
 def _innermost(frames: list[Frame]) -> Frame | None:
     return next(iter(_own(frames) or frames), None)
 

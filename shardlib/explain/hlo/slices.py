@@ -9,7 +9,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -43,7 +42,7 @@ class Slices:
         return tuple(name for name, degree in self.outer.items() if degree > 1)
 
 
-def slices_of(mesh: Any, sizes: Mapping[str, int], module: Module) -> Slices:
+def slices_of(mesh: object, sizes: Mapping[str, int], module: Module) -> Slices:
     """Returns the division of a mesh into the slices of a program.
 
     If the mesh has no devices to read it from, the leading axes cross slices, as in `make_mesh`.

@@ -202,10 +202,15 @@ class Module:
 
     def readers(self, computation: str, instruction: Instruction) -> Iterator[Instruction]:
         """Yields the readers of an instruction's result in its computation, nearest first."""
-        users = self._users[computation]
-        found = _nearest(instruction, lambda one: users.get(one.name, []))
-        next(found)
-        yield from found
+        nearest = _nearest(
+            instruction, lambda one: [user for user, _ in self.users(computation, one.name)]
+        )
+        next(nearest)
+        yield from nearest
+
+    def users(self, computation: str, name: str) -> list[tuple[Instruction, int]]:
+        """Returns the instructions that read a value, with its number among their operands."""
+        return self._users.get((computation, name), [])
 
     @functools.cached_property
     def _named(self) -> dict[str, dict[str, Instruction]]:
@@ -215,14 +220,13 @@ class Module:
         }
 
     @functools.cached_property
-    def _users(self) -> dict[str, dict[str, list[Instruction]]]:
-        found: dict[str, dict[str, list[Instruction]]] = {}
+    def _users(self) -> dict[tuple[str, str], list[tuple[Instruction, int]]]:
+        users = collections.defaultdict(list)
         for computation, instructions in self.computations.items():
-            users = found[computation] = collections.defaultdict(list)
             for instruction in instructions:
-                for name in instruction.operand_names:
-                    users[name].append(instruction)
-        return found
+                for position, name in enumerate(instruction.operand_names):
+                    users[computation, name].append((instruction, position))
+        return dict(users)
 
     def frames(self, instruction: Instruction) -> Iterator[Frame]:
         """Yields the trace stack of an instruction, innermost first.

@@ -11,7 +11,7 @@ from shardlib.explain.analysis.collectives import read_program
 from shardlib.explain.analysis.memory import MemoryReport, read_memory
 from shardlib.explain.analysis.params import ParamsReport, explain_params
 from shardlib.explain.analysis.roofline import read_roofline, vocabularies_of
-from shardlib.explain.aot.call import NO_KEYWORDS
+from shardlib.explain.aot.call import NO_KEYWORDS, Step
 from shardlib.explain.aot.compile import CompiledStep, compile_step
 from shardlib.explain.aot.retarget import is_state
 from shardlib.explain.hlo.text import parse
@@ -85,7 +85,7 @@ class StepReport(StepFacts, Report):
 
 
 def explain_step(
-    step: Any,
+    step: Step,
     arguments: tuple[Any, ...],
     keywords: Mapping[str, Any] = NO_KEYWORDS,
     *,

@@ -3,12 +3,15 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardlib.explain.analysis import timing
 from shardlib.explain.analysis.roofline import Roofline, StageCost
 from shardlib.explain.analysis.timing import Flow
 from shardlib.explain.report.facts import StepFacts
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 def facts(report: StepFacts) -> dict[str, Any]:
@@ -65,11 +68,11 @@ def _stage(stage: StageCost) -> dict[str, Any]:
     return {**_fields(stage), "intensity": stage.intensity, "binding": stage.binding}
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def _fields(value: "DataclassInstance") -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Returns dataclasses and containers as JSON types.
 
     A number that is not finite becomes None, because JSON cannot express it.
