@@ -77,23 +77,14 @@ def test_cpu_devices_are_those_of_this_process():
     ("name", "modules", "what", "extra"),
     [
         ("v5p-128", ["libtpu"], "libtpu", "tpu"),
-        (
-            "8xh100",
-            ["jax_cuda12_plugin", "jax_cuda13_plugin"],
-            "the CUDA plugin of JAX",
-            "cuda",
-        ),
+        ("8xh100", ["jax_cuda12_plugin", "jax_cuda13_plugin"], "the CUDA plugin of JAX", "cuda"),
     ],
 )
 def test_a_missing_compiler_is_named_with_what_installs_it(monkeypatch, name, modules, what, extra):
     for module in modules:
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError) as raised:
+    with pytest.raises(MissingExtraError, match=f"compiling for {name} needs {what}.*{extra}]'"):
         devices_of(parse_cluster(name))
-    assert str(raised.value) == (
-        f"compiling for {name} needs {what}, which is not installed: pip install "
-        f"'shardlib[{extra}]'"
-    )
 
 
 def test_a_slice_that_cannot_be():

@@ -17,7 +17,7 @@ import itertools
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -47,8 +47,9 @@ _OWN = frozenset(
         *("rematted_computation", "shard_map", "custom_jvp_call", "custom_vjp_call", "pjit"),
     )
 )
-# Parts of an argument's path that are not modules.
-_CONTAINERS = frozenset(("params", "model_state", "opt_state"))
+# Parts of an argument's path that are not modules: around modules, and of an optimizer.
+_CONTAINERS = frozenset(("params", "model_state"))
+_STATISTICS = frozenset(("opt_state", "optimizer", "opt", "momentum", "mu", "nu"))
 # A scan keeps a value of each turn for the backward pass.
 _STACKED = "jit(dynamic_update_index_in_dim)/dynamic_update_slice"
 _MOVES = frozenset(
@@ -314,10 +315,12 @@ class ModelTree:
     def __init__(self, module: Module):
         entry = module.computations.get(module.entry, ())
         paths = [_words(i.op_name) for i in entry if i.opcode == "parameter"]
-        self._nodes: set[_Node] = {path[:end] for path in paths for end in range(1, len(path))}
+        paths = [path for path in paths if _STATISTICS.isdisjoint(path)]
+        nodes = {path[:end]: None for path in paths for end in range(1, len(path))}
+        self._nodes: Set[_Node] = nodes.keys()
         self._numbers: dict[_Node, list[str]] = {}
         self._starts: dict[str, _Node] = {}
-        for node in sorted(self._nodes, key=len):
+        for node in sorted(nodes, key=len):
             *above, name = node
             if above and name not in _CONTAINERS:
                 self._starts.setdefault(name, node)

@@ -121,6 +121,8 @@ def test_findings_are_data():
         "model_path": "", "phase": "",
         "title": "the trip count of a loop is unknown",
     }  # fmt: skip
+    named = dataclasses.replace(found, model_path="layers[*]/mlp", phase="forward")
+    assert str(named) == "model.py:3: SL503 in layers[*]/mlp (forward): a loop\n  count it"
 
 
 # A loop over a stack that is gathered slice by slice; its tuple is taken apart twice, as on TPUs.
