@@ -40,8 +40,8 @@ class Buffer:
         bytes: Size with the padding of its layout; 0 outside of device memory.
         shape: Shape and layout of its largest array, as in the program.
         name, opcode: Name and opcode of the instruction that first writes it.
-        made_by: Computation and instruction of the first writer that has a source, else of the
-            first writer, and the number of its result.
+        made_by: Computation and instruction of the first writer that has a source and does not
+            only fill it, else of the first writer; and the number of its result.
         spans: First and last positions between which it is alive; see `LiveRanges.labels`.
         argument: Number of the program argument that it holds, or None.
         is_output: Whether it holds a result of the program.
@@ -367,9 +367,10 @@ class _Schedule:
             kept.bytes, kept.shape = other.bytes, other.shape
         kept.writers |= other.writers
         kept.readers |= other.readers
-        sources = [where_of(self.module, buffer.made_by[1]).source for buffer in (kept, other)]
-        if kept.argument is None and sources[1] and not sources[0]:
-            # A buffer that the compiler fills with zeros takes the source of its first real writer.
+        first, then = (where_of(self.module, buffer.made_by[1]) for buffer in (kept, other))
+        filled = not first.source or first.operation == "broadcast_in_dim"
+        if kept.argument is None and filled and then.source:
+            # A buffer that is filled with zeros comes from its first real writer.
             kept.made_by = other.made_by
         kept.argument = other.argument if kept.argument is None else kept.argument
         kept.is_output |= other.is_output

@@ -196,6 +196,8 @@ def came_from(module: Module, computation: str, instruction: Instruction, output
         instruction: The instruction.
         output: The result in question, of an instruction that returns several.
     """
+    if instruction.opcode == "parameter":
+        return where_of(module, instruction)
     fused = instruction.called()[0] if instruction.opcode == "fusion" else ""
     part = _result(module, fused, output) if fused else instruction
     origin = part if part and part.op_name else module.origin(computation, instruction)
@@ -300,7 +302,9 @@ def model_path(module: Module, name: str, frames: list[Frame]) -> str:
     outside = module.stacks.outside(traced[1] if traced else "")
     inside = [frame for frame in frames if frame.number not in outside]
     scopes, looped = _scopes(name), _is_looped(name)
-    path = tree.walk([((scope.partition(".")[0],),) for scope in scopes], looped=looped)
+    modules = [scope.partition(".")[0] for scope in scopes]
+    modules = modules or ([] if "/" in name else [*_words(name)][:-1])  # Of an argument.
+    path = tree.walk([((name,),) for name in modules], looped=looped)
     path = path or tree.walk([argument_chains(f) for f in reversed(inside)], looped=looped)
     return "/".join(path or _classes(inside) or scopes)
 
