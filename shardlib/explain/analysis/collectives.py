@@ -8,6 +8,7 @@ sharding rules and are flagged.
 import collections
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -19,8 +20,9 @@ from shardlib.explain.hlo.provenance import Phase, came_from
 from shardlib.explain.hlo.replica_groups import Groups, groups_of_axes, permuted_axes, read_groups
 from shardlib.explain.hlo.slices import (
     Slices,
-    between_slices,
     permutation_of,
+    received_shapes,
+    rendezvous_of,
     slices_of,
     transfer_kind,
 )
@@ -44,7 +46,7 @@ KINDS = (
 Program = str | Module | jax.stages.Compiled
 AnyMesh = Mesh | AbstractMesh | Mapping[str, int]
 # Communication without groups: between slices (TPU) or with the host.
-_UNREAD = ("send", "recv")
+_TRANSFERS = ("send", "recv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,53 +252,46 @@ def read_program(program: Program, mesh: AnyMesh) -> ProgramReport:
         )
         for computation, instruction, kind in instructions
     ]
-    found += [*_sent_between_slices(module, slices), *_sent_to_one(module, slices.inner)]
-    unread, unread_bytes = _unread(module)
+    transfers, unread, unread_bytes = _transfers(module, slices)
     crossed = {name: count for name, count in slices.outer.items() if count > 1}
-    return ProgramReport(sizes, tuple(c for c in found if c.count), unread, unread_bytes, crossed)
+    return ProgramReport(
+        sizes,
+        tuple(c for c in (*found, *transfers) if c.count),
+        dict(unread),
+        unread_bytes,
+        crossed,
+    )
 
 
-def _sent_between_slices(module: Module, slices: Slices) -> Iterator[Collective]:
-    for computation, instruction, kind, shape in between_slices(module):
-        yield dataclasses.replace(
-            _described(module, computation, instruction, kind, shape),
-            mesh_axes=slices.axes or None,
-            group_size=slices.count,
-            between_slices=True,
-        )
+def _transfers(module: Module, slices: Slices) -> tuple[list[Collective], Counter[str], int]:
+    """Returns the collectives that the compiler has written as sends and receives.
 
-
-def _sent_to_one(module: Module, sizes: Mapping[str, int]) -> Iterator[Collective]:
-    """Yields the permutations that the GPU compiler has written as sends and receives."""
-    for computation, instructions in module.computations.items():
-        for instruction in instructions:
-            pairs = permutation_of(instruction)
-            if instruction.opcode != "send" or pairs is None:
-                continue
-            attributes = {**instruction.attributes, "source_target_pairs": pairs}
+    These are collectives between TPU slices and permutations of GPUs. The other results are the
+    number of all other transfers by opcode, and the bytes that they send.
+    """
+    read: list[Collective] = []
+    unread, unread_bytes = Counter[str](), 0
+    received = received_shapes(module)
+    for computation, instruction in module.each(*_TRANSFERS):
+        sends, shape = instruction.opcode == "send", elements(instruction.shape)[0]
+        pairs, kind = permutation_of(instruction), transfer_kind(instruction)
+        if pairs is None and kind is None:
+            unread[instruction.opcode] += 1
+            unread_bytes += sends * array_bytes(shape) * module.execution(computation).count
+        elif sends and kind is not None:
+            whole = received.get(rendezvous_of(instruction), shape)
+            whole = whole if kind == "all-gather" else shape
+            collective = _described(module, computation, instruction, kind, whole)
+            places = {"mesh_axes": slices.axes or None, "group_size": slices.count}
+            read.append(dataclasses.replace(collective, between_slices=True, **places))
+        elif sends:
+            attributes = {**instruction.attributes, "source_target_pairs": pairs or ""}
+            kind = "collective-permute"
             permutation = dataclasses.replace(
-                instruction,
-                attributes=attributes,
-                shape=elements(instruction.shape)[0],
-                opcode="collective-permute",
+                instruction, attributes=attributes, shape=shape, opcode=kind
             )
-            yield _collective(module, computation, permutation, "collective-permute", sizes, {})
-
-
-def _unread(module: Module) -> tuple[dict[str, int], int]:
-    """Returns the number of unattributed transfers by opcode, and the bytes that they send."""
-    counts: collections.Counter[str] = collections.Counter()
-    sent = 0
-    for computation, instructions in module.computations.items():
-        for instruction in instructions:
-            if instruction.opcode not in _UNREAD or permutation_of(instruction) is not None:
-                continue
-            if transfer_kind(instruction) is None:
-                counts[instruction.opcode] += 1
-                if instruction.opcode == "send":
-                    payload = array_bytes(elements(instruction.shape)[0])
-                    sent += payload * module.execution(computation).count
-    return dict(counts), sent
+            read.append(_collective(module, computation, permutation, kind, slices.inner, {}))
+    return read, unread, unread_bytes
 
 
 def axes_text(axes: tuple[str, ...] | None) -> str:

@@ -102,6 +102,13 @@ class Module:
         """Whether it has the tiled layouts of TPUs."""
         return ":T(" in self.header
 
+    def each(self, *opcodes: str) -> Iterator[tuple[str, Instruction]]:
+        """Yields the instructions with one of the opcodes, and their computations."""
+        for computation, instructions in self.computations.items():
+            for instruction in instructions:
+                if instruction.opcode in opcodes:
+                    yield computation, instruction
+
     def donations(self) -> list[tuple[tuple[int, ...], int, tuple[int, ...]]]:
         """Returns the donations: index of the result, number of the argument, index in it."""
         text = self.header.partition("input_output_alias=")[2].partition("entry_computation")[0]
