@@ -245,7 +245,7 @@ def read_program(program: Program, mesh: AnyMesh) -> ProgramReport:
     axes_by_groups = groups_of_axes(slices.inner)
     instructions = list(_instructions(module))
     fates_of = _fates(module, instructions, math.prod(slices.inner.values()))
-    found = [
+    collectives = [
         dataclasses.replace(
             _collective(module, computation, instruction, kind, slices.inner, axes_by_groups),
             fates=fates_of.get((computation, instruction.name), ()),
@@ -256,7 +256,7 @@ def read_program(program: Program, mesh: AnyMesh) -> ProgramReport:
     crossed = {name: count for name, count in slices.outer.items() if count > 1}
     return ProgramReport(
         sizes,
-        tuple(c for c in (*found, *transfers) if c.count),
+        tuple(c for c in (*collectives, *transfers) if c.count),
         dict(unread),
         unread_bytes,
         crossed,

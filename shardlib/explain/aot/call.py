@@ -138,8 +138,8 @@ def bound(
         signature = inspect.signature(step)
     except (TypeError, ValueError):
         return arguments, dict(sorted(keywords.items()))
-    found = signature.bind(*arguments, **keywords)
-    return found.args, dict(sorted(found.kwargs.items()))
+    bound_arguments = signature.bind(*arguments, **keywords)
+    return bound_arguments.args, dict(sorted(bound_arguments.kwargs.items()))
 
 
 def abstract_leaf(leaf: PyTree, place: Callable[[Any], Any] = lambda sharding: sharding) -> Any:
@@ -227,7 +227,7 @@ def _by_itself(
         words, leaves = _words(name), jax.tree.leaves(value)
         if _holds_arrays(value):
             inputs += range(at, at := at + len(leaves))
-        elif any(found[: len(words)] == words for found in taken):
+        elif any(name_words[: len(words)] == words for name_words in taken):
             inputs += [(leaf,) for leaf in leaves]
     return traced.jaxpr, inputs, params
 

@@ -84,11 +84,11 @@ def fates(
             since only these can be added up before they are reduced.
     """
     flow = Flow(module)
-    found: dict[tuple[str, str], list[Fate]] = {}
+    fates_of: dict[tuple[str, str], list[Fate]] = {}
     pending: list[_Sum] = []
     for computation, instruction, devices in all_reduces:
         results = flow.results(computation, instruction)
-        found[computation, instruction.name] = ["whole"] * len(results)
+        fates_of[computation, instruction.name] = ["whole"] * len(results)
         for index, values in enumerate(results):
             shape = elements(instruction.shape)[index]
             uses = [use for value in values for use in flow.uses(value)]
@@ -97,10 +97,10 @@ def fates(
     for total in _added_up(flow, pending):
         computation, name, index = total.members[0]
         if total.uses and all(_is_part(use, total.part) for _, use in total.uses):
-            found[computation, name][index] = "sliced"
+            fates_of[computation, name][index] = "sliced"
         for computation, name, index in total.members[1:]:
-            found[computation, name][index] = "added"
-    return {key: tuple(value) for key, value in found.items()}
+            fates_of[computation, name][index] = "added"
+    return {key: tuple(value) for key, value in fates_of.items()}
 
 
 @dataclasses.dataclass

@@ -94,8 +94,8 @@ class LiveRanges:
 
     def alive(self, position: int) -> list[Buffer]:
         """Returns the buffers alive at a position, largest first."""
-        found = [b for b in self.buffers if b.bytes and b.is_alive(position)]
-        return sorted(found, key=lambda buffer: -buffer.bytes)
+        buffers = [b for b in self.buffers if b.bytes and b.is_alive(position)]
+        return sorted(buffers, key=lambda buffer: -buffer.bytes)
 
     def timeline(self, points: int = 400) -> tuple[tuple[str, int], ...]:
         """Returns labels and bytes over the schedule.

@@ -136,7 +136,7 @@ def is_library(file: str) -> bool:
     return file.startswith(_python()) and not _INSTALLED.search(file)
 
 
-def asks(file: str) -> bool:
+def makes_reports(file: str) -> bool:
     """Whether a file makes reports.
 
     On the stack of a step traced for a report, the frames outside of such a file belong to the
@@ -251,7 +251,7 @@ def _innermost(frames: list[Frame]) -> Frame | None:
 
 def _own(frames: list[Frame]) -> list[Frame]:
     """Returns the frames of the user's own code, innermost first."""
-    inside = itertools.takewhile(lambda frame: not asks(frame.file), frames)
+    inside = itertools.takewhile(lambda frame: not makes_reports(frame.file), frames)
     return [frame for frame in inside if not is_library(frame.file)]
 
 

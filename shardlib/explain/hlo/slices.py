@@ -47,9 +47,9 @@ def slices_of(mesh: object, sizes: Mapping[str, int], module: Module) -> Slices:
 
     If the mesh has no devices to read it from, the leading axes cross slices, as in `make_mesh`.
     """
-    found = re.search(r"num_partitions=(\d+)", module.header)
+    partitions = re.search(r"num_partitions=(\d+)", module.header)
     total = math.prod(sizes.values())
-    here = int(found[1]) if found else total
+    here = int(partitions[1]) if partitions else total
     count = total // here if here and total % here == 0 else 1
     outer = dict.fromkeys(sizes, 1)
     if count > 1 and isinstance(mesh, Mesh):

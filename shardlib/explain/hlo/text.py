@@ -61,8 +61,8 @@ class Instruction:
     @functools.cached_property
     def op_name(self) -> str:
         """The JAX name of its origin, such as `jit(step)/while/body/dot_general`, or ""."""
-        found = _OP_NAME.search(self.attributes.get("metadata", ""))
-        return found[1].replace("\\'", "'") if found else ""
+        name = _OP_NAME.search(self.attributes.get("metadata", ""))
+        return name[1].replace("\\'", "'") if name else ""
 
     @functools.cached_property
     def operand_names(self) -> tuple[str, ...]:
@@ -136,10 +136,10 @@ class Module:
 
     @functools.cached_property
     def _executions(self) -> dict[str, Execution]:
-        found: dict[str, Execution] = {}
+        executions: dict[str, Execution] = {}
 
         def visit(name: str) -> Execution:
-            if name not in found:
+            if name not in executions:
                 count, in_loop, known = int(name == self.entry), False, True
                 for where, instruction in self.callers.get(name, []):
                     outer = visit(where)
@@ -147,12 +147,12 @@ class Module:
                     count += outer.count * (1 if trips is None else trips)
                     in_loop |= outer.in_loop or instruction.opcode == "while"
                     known &= outer.trips_known and trips is not None
-                found[name] = Execution(count, in_loop, known)
-            return found[name]
+                executions[name] = Execution(count, in_loop, known)
+            return executions[name]
 
         for name in self.computations:
             visit(name)
-        return found
+        return executions
 
     def trips(self, loop: Instruction) -> int | None:
         """Returns the trip count of a `while`, or None if the text does not give it.
@@ -330,8 +330,8 @@ def split(text: str) -> list[str]:
     if not _NESTED.search(text):
         return [part for part in map(str.strip, text.split(",")) if part]
     parts, depth, start, quoted = [], 0, 0, False
-    for found in _MARKS.finditer(text):
-        mark, at = found[0], found.start()
+    for match in _MARKS.finditer(text):
+        mark, at = match[0], match.start()
         if mark == '"' and text[at - 1 : at] != "\\":
             quoted = not quoted
         elif quoted:
@@ -373,10 +373,10 @@ def _instruction(line: str) -> Instruction | None:
 def _closed(text: str, start: int) -> int:
     """Returns the position after the bracket that closes the one at `start`, or -1."""
     depth = 0
-    for found in _BRACKETS.finditer(text, start):
-        depth += 1 if found[0] in _OPENING else -1
+    for bracket in _BRACKETS.finditer(text, start):
+        depth += 1 if bracket[0] in _OPENING else -1
         if depth == 0:
-            return found.end()
+            return bracket.end()
     return -1
 
 
@@ -440,9 +440,9 @@ def _nearest(
     """Yields instructions in order of distance, `start` first."""
     seen, waiting = {start.name}, collections.deque([start])
     while waiting:
-        found = waiting.popleft()
-        yield found
-        for one in neighbours(found):
+        nearest = waiting.popleft()
+        yield nearest
+        for one in neighbours(nearest):
             if one.name not in seen:
                 seen.add(one.name)
                 waiting.append(one)

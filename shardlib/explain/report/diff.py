@@ -97,17 +97,17 @@ def diff(before: StepFacts, after: StepFacts, *, names: tuple[str, str] | None =
 
 def _figures(report: StepFacts) -> dict[str, float]:
     """Returns the figures of a report by name. Names of figures in seconds end with `time`."""
-    found: dict[str, float] = {"peak memory": report.memory.peak_bytes}
+    figures: dict[str, float] = {"peak memory": report.memory.peak_bytes}
     for name, size in report.memory.categories.items():
-        found[f"memory: {name.replace('_', ' ')}"] = size
+        figures[f"memory: {name.replace('_', ' ')}"] = size
     for collective in report.program.collectives:
         name = f"sent: {collective.kind} over {axes_text(collective.mesh_axes)}"
-        found[name] = found.get(name, 0.0) + collective.sent_bytes
+        figures[name] = figures.get(name, 0.0) + collective.sent_bytes
     if report.roofline is not None:
         for name, seconds in report.roofline.seconds.items():
             if seconds is not None:
-                found[f"{name} time"] = seconds
-    return found
+                figures[f"{name} time"] = seconds
+    return figures
 
 
 def _unit(what: str) -> str:

@@ -68,12 +68,12 @@ class StepFacts:
     def notes(self) -> list[str]:
         """Returns lines that complete the verdict: fixes, the cluster of the text if it is another
         one, hidden compiler warnings, and choices."""
-        found, (cluster, text_of) = [*self.fixes], (self.step.cluster, self.step.compiled_for)
+        lines, (cluster, text_of) = [*self.fixes], (self.step.cluster, self.step.compiled_for)
         if cluster is not None and text_of not in ("", cluster.name):
-            found.append(f"too large to compile for it: everything but the peak is from {text_of}")
+            lines.append(f"too large to compile for it: everything but the peak is from {text_of}")
         if self.step.warnings is None:
-            found.append(HIDDEN)
-        return [*found, *(f"{name}: {text}" for name, text in self.choices.items())]
+            lines.append(HIDDEN)
+        return [*lines, *(f"{name}: {text}" for name, text in self.choices.items())]
 
     def count(self) -> str:
         """Returns one line with the number of faults."""

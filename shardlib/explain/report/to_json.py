@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def facts(report: StepFacts) -> dict[str, Any]:
     """Returns the data that `StepReport.to_dict` documents."""
     memory, program = report.memory, report.program
-    found = {
+    data = {
         "cluster": report.step.cluster.name if report.step.cluster else None,
         "compiled_for": report.step.compiled_for,
         "mesh": report.step.mesh_sizes,
@@ -40,7 +40,7 @@ def facts(report: StepFacts) -> dict[str, Any]:
         "choices": report.choices,
         "params": report.params.to_dict() if report.params else None,
     }
-    return plain(found)
+    return plain(data)
 
 
 def _flow(flow: Flow) -> dict[str, Any]:
