@@ -83,11 +83,11 @@ def test_what_a_loop_carries_is_alive_around_what_one_turn_needs():
     ranges = live_ranges(text)
     # The argument, the carried row and stack, what waits behind the loop, and the work of a turn.
     assert ranges.peak_bytes == (1 + 1 + 8 + 4 + 16) * 1024
-    assert ranges.labels[ranges.peak] == "work"
+    assert ranges.label(ranges.peak) == "work"
     (stack,) = [b for b in ranges.buffers if b.shape.startswith("f32[8,256]")]
     assert stack.name == "zeros"
     # The update writes in place, and the end still reads it.
-    assert stack.end == ranges.labels.index("end")
+    assert ranges.label(stack.end) == "end"
 
 
 def test_what_a_turn_has_read_is_gone_until_it_makes_the_next():
@@ -118,7 +118,7 @@ def test_what_a_turn_has_read_is_gone_until_it_makes_the_next():
         body,
     )
     ranges = live_ranges(text)
-    at = {label: total / 1024 for label, total in zip(ranges.labels, ranges.totals, strict=True)}
+    at = {ranges.label(n): total / 1024 for n, total in enumerate(ranges.totals)}
     assert (at["small"], at["large"], at["next"]) == (1 + 16 + 1, 1 + 1 + 8, 1 + 1 + 16)
     (carried,) = [b for b in ranges.buffers if b.bytes == 4096 * 4]
     assert (carried.name, len(carried.spans), carried.is_output) == ("start", 2, True)

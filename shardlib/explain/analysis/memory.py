@@ -133,7 +133,7 @@ def memory_report(
         categories=dict(totals),
         capacity=limit,
         largest=_largest(module, held),
-        at=ranges.labels[ranges.peak] if ranges.labels else "",
+        at=ranges.label(ranges.peak) if ranges.schedule else "",
         timeline=ranges.timeline(),
         live_bytes=ranges.peak_bytes,
     )

@@ -42,7 +42,7 @@ class Buffer:
         name, opcode: Name and opcode of the instruction that first writes it.
         made_by: Computation and instruction of the first writer that has a source and does not
             only fill it, else of the first writer; and the number of its result.
-        spans: First and last positions between which it is alive; see `LiveRanges.labels`.
+        spans: First and last positions between which it is alive; see `LiveRanges.schedule`.
         argument: Number of the program argument that it holds, or None.
         is_output: Whether it holds a result of the program.
         writers, readers: JAX names of the instructions that write and read it.
@@ -75,12 +75,14 @@ class Buffer:
 class LiveRanges:
     """The buffers of a program and their live ranges.
 
-    `labels` names the instruction at each position of the schedule by `Where.label`. `totals` holds
-    the bytes alive at each position, arguments included.
+    `schedule` holds the computation and the instruction at each position, and `totals` the bytes
+    alive there, arguments included.
     """
 
+    module: Module
+
     buffers: tuple[Buffer, ...]
-    labels: tuple[str, ...]
+    schedule: tuple[tuple[str, Instruction], ...]
     totals: tuple[int, ...]
 
     @property
@@ -97,6 +99,15 @@ class LiveRanges:
         buffers = [b for b in self.buffers if b.bytes and b.is_alive(position)]
         return sorted(buffers, key=lambda buffer: -buffer.bytes)
 
+    def label(self, position: int) -> str:
+        """Returns the part of the model, operation and pass at a position; see `Where.label`."""
+        computation, instruction = self.schedule[position]
+        where = where_of(self.module, instruction)
+        if not (where.name or instruction.opcode in _SILENT):
+            # An instruction that the compiler adds is named, and placed where its operands are.
+            where = came_from(self.module, computation, instruction)._replace(name="")
+        return where.label(instruction.name)
+
     def timeline(self, points: int = 400) -> tuple[tuple[str, int], ...]:
         """Returns labels and bytes over the schedule.
 
@@ -111,7 +122,7 @@ class LiveRanges:
         tops = [
             max(range(a, b), key=self.totals.__getitem__) for a, b in zip(starts, ends, strict=True)
         ]
-        return tuple((self.labels[at], self.totals[at]) for at in tops)
+        return tuple((self.label(at), self.totals[at]) for at in tops)
 
 
 def live_ranges(module: Module | str) -> LiveRanges:
@@ -128,7 +139,7 @@ class _Schedule:
     parent: list[int] = dataclasses.field(default_factory=list)
     spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """First position and last use of each value."""
-    labels: list[str] = dataclasses.field(default_factory=list)
+    schedule: list[tuple[str, Instruction]] = dataclasses.field(default_factory=list)
     computation: str = ""
     """The computation that is run."""
     may_share: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
@@ -140,7 +151,7 @@ class _Schedule:
             i.name: self.new(i, i.shape, int(i.operands)) for i in entry if i.opcode == "parameter"
         }
         root = self.run(self.module.entry, dict(parameters))
-        last = len(self.labels) - 1
+        last = len(self.schedule) - 1
         for value in parameters.values():
             for leaf in _leaves(value):
                 self.use(leaf, last)
@@ -152,7 +163,8 @@ class _Schedule:
         kept = [self.buffers[n] for n in range(len(self.buffers)) if self.parent[n] == n]
         for buffer in kept:
             buffer.spans = _merged(buffer.spans)
-        return LiveRanges(tuple(kept), tuple(self.labels), tuple(_totals(kept, len(self.labels))))
+        totals = tuple(_totals(kept, len(self.schedule)))
+        return LiveRanges(self.module, tuple(kept), tuple(self.schedule), totals)
 
     def _alias_arguments(
         self, root: Value, arguments: list[Value], entry: tuple[Instruction, ...]
@@ -198,9 +210,9 @@ class _Schedule:
     def value(self, instruction: Instruction, operands: list[Value]) -> Value:
         """Returns the value of an instruction, and marks the use of its operands."""
         result = self._result(instruction, operands)
-        position = len(self.labels)
+        position = len(self.schedule)
         silent = instruction.opcode in _SILENT
-        self.labels.append(self._label(instruction, silent=silent))
+        self.schedule.append((self.computation, instruction))
         # Taking an element out of a tuple uses only that element. A loop uses its initial values
         # where it starts.
         passes = instruction.opcode in ("get-tuple-element", "while")
@@ -214,13 +226,6 @@ class _Schedule:
             if not silent:
                 self.buffers[self.find(leaf)].writers.add(instruction.op_name)
         return result
-
-    def _label(self, instruction: Instruction, *, silent: bool) -> str:
-        where = where_of(self.module, instruction)
-        if not (where.name or silent):
-            # An instruction that the compiler adds is named, and placed where its operands are.
-            where = came_from(self.module, self.computation, instruction)._replace(name="")
-        return where.label(instruction.name)
 
     def _result(self, instruction: Instruction, operands: list[Value]) -> Value:
         opcode = instruction.opcode
@@ -248,7 +253,7 @@ class _Schedule:
         Between its last read in an iteration and the value that replaces it, a carried value is not
         alive.
         """
-        position = len(self.labels)
+        position = len(self.schedule)
         root: Value = carried
         for name in ("condition", "body"):
             computation = instruction.attributes.get(name, "").lstrip("%")
@@ -315,7 +320,7 @@ class _Schedule:
         for operand, output in shareable(self.module, instruction, len(leaves)):
             both = operand < len(operands) and output < len(leaves)
             if both and isinstance(operands[operand], int) and isinstance(leaves[output], int):
-                self.may_share.append((len(self.labels), operands[operand], leaves[output]))
+                self.may_share.append((len(self.schedule), operands[operand], leaves[output]))
         return result
 
     def new(
@@ -327,7 +332,7 @@ class _Schedule:
             return [self.new(instruction, part, argument, output) for output, part in parts]
         constant = instruction.opcode == "constant"
         size = 0 if constant else device_bytes(shape, tiled=self.module.is_tiled)
-        at = len(self.labels)
+        at = len(self.schedule)
         made_by = self.computation or self.module.entry, instruction, output
         buffer = Buffer(size, shape, instruction.name, instruction.opcode, made_by, [], argument)
         self.buffers.append(buffer)
