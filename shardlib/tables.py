@@ -4,7 +4,10 @@ import dataclasses
 import html
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import ConsoleOptions, RenderableType
 
 _STACKED_BELOW = 110
 """Columns of a terminal below which a table that does not fit is written row by row."""
@@ -23,7 +26,7 @@ def aligned(rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> list[st
     ]
 
 
-def captured(*renderables: Any, width: int = 160) -> str:
+def captured(*renderables: "RenderableType", width: int = 160) -> str:
     """Returns what rich would print in a terminal of this width, without colours."""
     from rich.console import Console, Group
 
@@ -31,6 +34,25 @@ def captured(*renderables: Any, width: int = 160) -> str:
     with console.capture() as capture:
         console.print(Group(*renderables))
     return capture.get()
+
+
+class Report:
+    """Base of reports that print as lines and tables. `str()` returns them as text."""
+
+    def parts(self) -> Iterable[Any]:
+        """Yields the lines and tables of the report."""
+        raise NotImplementedError
+
+    def render(self) -> Any:
+        """Returns the report as a rich renderable."""
+        from rich.console import Group
+        from rich.text import Text
+
+        parts = self.parts()
+        return Group(*(Text(part) if isinstance(part, str) else part for part in parts))
+
+    def __str__(self) -> str:
+        return captured(self.render())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +74,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+    def __rich_console__(self, console: object, options: "ConsoleOptions") -> Iterator[Any]:
         from rich.text import Text
 
         if options.max_width < min(self._width(), _STACKED_BELOW):

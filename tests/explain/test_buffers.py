@@ -83,11 +83,11 @@ def test_what_a_loop_carries_is_alive_around_what_one_turn_needs():
     ranges = live_ranges(text)
     # The argument, the carried row and stack, what waits behind the loop, and the work of a turn.
     assert ranges.peak_bytes == (1 + 1 + 8 + 4 + 16) * 1024
-    assert ranges.labels[ranges.peak] == "work"
+    assert ranges.label(ranges.peak) == "work"
     (stack,) = [b for b in ranges.buffers if b.shape.startswith("f32[8,256]")]
     assert stack.name == "zeros"
     # The update writes in place, and the end still reads it.
-    assert stack.end == ranges.labels.index("end")
+    assert ranges.label(stack.end) == "end"
 
 
 def test_what_a_turn_has_read_is_gone_until_it_makes_the_next():
@@ -118,7 +118,7 @@ def test_what_a_turn_has_read_is_gone_until_it_makes_the_next():
         body,
     )
     ranges = live_ranges(text)
-    at = {label: total / 1024 for label, total in zip(ranges.labels, ranges.totals, strict=True)}
+    at = {ranges.label(n): total / 1024 for n, total in enumerate(ranges.totals)}
     assert (at["small"], at["large"], at["next"]) == (1 + 16 + 1, 1 + 1 + 8, 1 + 1 + 16)
     (carried,) = [b for b in ranges.buffers if b.bytes == 4096 * 4]
     assert (carried.name, len(carried.spans), carried.is_output) == ("start", 2, True)
@@ -249,26 +249,8 @@ op_name="jit(step)/mul" source_file="model.py" source_line=9}
     )
     (stack,) = [b for b in live_ranges(text).buffers if b.bytes == 8 * 1024]
     assert (stack.name, stack.opcode) == ("stack", "broadcast")
-    assert (stack.op_name, stack.source) == ("jit(step)/jvp()/dot_general", "model.py:7")
-
-
-def test_what_is_called_returns_its_root_wherever_it_stands():
-    others = """
-%inner (a: f32[256]) -> f32[512] {
-  %a = f32[256]{0} parameter(0)
-  ROOT %b = f32[512]{0} broadcast(%a), dimensions={0}
-  %late = f32[1024]{0} broadcast(%a), dimensions={0}
-}
-"""
-    text = program(
-        """
-  %p = f32[256]{0} parameter(0)
-  ROOT %d = f32[512]{0} call(%p), to_apply=%inner
-""",
-        others,
-    )
-    (returned,) = [b for b in live_ranges(text).buffers if b.is_output]
-    assert returned.name == "b"
+    computation, writer, output = stack.made_by
+    assert (computation, writer.name, output) == ("main", "first", 0)
 
 
 def test_branches_and_calls_return_what_their_roots_are():

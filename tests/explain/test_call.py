@@ -157,12 +157,6 @@ def test_what_a_function_that_is_not_jitted_needs_to_know(cluster):
         assert found(made) == [("all-reduce", ("data",), 16)]
 
 
-def test_options_that_the_compiler_does_not_know_are_its_to_refuse():
-    step = jax.jit(lambda x: x + 1, compiler_options={"xla_no_such_thing": 1})
-    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
-        compile_step(step, (struct(cpu_mesh(data=8), (8,), "data"),))
-
-
 class Noisy(nnx.Module):
     def __init__(self, rngs):
         self.layer = nnx.Linear(16, 16, rngs=rngs)

@@ -1,4 +1,4 @@
-"""Every strategy of the README on 8 and on 64 H100, with the attention that they take by default.
+"""Strategies of the README on 8 and on 64 H100, with the attention that they take by default.
 
 Where the CUDA plugin is, the step is compiled; it is lowered for CUDA anywhere. Neither needs a GPU
 or cuDNN, of which JAX asks the version while it traces.
@@ -70,20 +70,10 @@ STRATEGIES = {
         Strategy("data=2,fsdp=4", (LOCAL,)),
     ],
     "64xh100": [
-        Strategy("data=64"),
-        Strategy("fsdp=64"),
-        Strategy("fsdp=64", rules="zero1"),
-        Strategy("fsdp=64", rules="zero2"),
-        Strategy("data=8,fsdp=8"),
-        Strategy("fsdp=32,tensor=2"),
-        Strategy("data=8,tensor=8", rules="sequence"),
-        Strategy("data=8,context=8"),
-        Strategy("expert=8,fsdp=8", (EXPERTS,)),
-        Strategy("stage=4,data=16", (MICROBATCHES,)),
         Strategy("data=8x8"),
-        Strategy("data=8,fsdp=8", (REDUCTION,)),
+        Strategy("fsdp=32,tensor=2"),
+        Strategy("expert=8,fsdp=8", (EXPERTS,)),
         Strategy("data=8x8", (REDUCTION,)),
-        Strategy("data=8,fsdp=8", (LOCAL,)),
     ],
 }
 CASES = [

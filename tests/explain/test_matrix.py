@@ -17,42 +17,35 @@ def matrix(mesh, *found, slices=None):
     return communication_matrix(ProgramReport(mesh, found, {}, slices=slices or {}))
 
 
-def test_a_gather_goes_around_the_ring_of_its_axis():
-    sent = matrix({"data": 2, "fsdp": 2}, collective("all-gather", ("fsdp",), 100, 2, 3)).sent
-    # (n - 1) / n of 100 bytes, three times, to the other one of the pair.
+RING = {
+    # (n - 1) / n of 100 bytes, three times, to the other device of the pair.
+    "last axis": ("data=2,fsdp=2", "fsdp", {"count": 3}, {}, [(0, 1), (2, 3)], 150),
+    "first axis": ("data=2,fsdp=2", "data", {}, {}, [(0, 2), (1, 3)], 50),
+    "part of an axis": ("data=1,fsdp=4", "fsdp", {}, {}, [(0, 1), (2, 3)], 50),
+    # Devices 0 and 1 are one slice, 2 and 3 the other.
+    "between slices": (
+        *("data=4,fsdp=1", "data", {"between_slices": True}, {"data": 2}),
+        *([(0, 2), (1, 3)], 50),
+    ),
+    "in slices": ("data=4,fsdp=1", "data", {}, {"data": 2}, [(0, 1), (2, 3)], 50),
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis", "rest", "slices", "pairs", "size"), RING.values(), ids=RING
+)
+def test_a_collective_goes_around_the_rings_of_its_groups(mesh, axis, rest, slices, pairs, size):
+    sizes = {name: int(n) for name, n in (part.split("=") for part in mesh.split(","))}
+    sent = matrix(sizes, collective("all-gather", (axis,), 100, 2, **rest), slices=slices).sent
     expected = np.zeros((4, 4))
-    for a, b in ((0, 1), (1, 0), (2, 3), (3, 2)):
-        expected[a, b] = 150
+    for a, b in pairs:
+        expected[a, b] = expected[b, a] = size
     np.testing.assert_array_equal(sent, expected)
-
-
-def test_an_axis_that_is_not_the_last_has_distant_neighbours():
-    sent = matrix({"data": 2, "fsdp": 2}, collective("all-reduce", ("data",), 100, 2)).sent
-    assert sent[0, 2] == sent[2, 0] == sent[1, 3] == sent[3, 1] == 100
-    assert sent.sum() == 400
 
 
 def test_an_exchange_sends_to_every_member_alike():
     sent = matrix({"expert": 4}, collective("all-to-all", ("expert",), 400, 4)).sent
     np.testing.assert_array_equal(sent, 100 * (1 - np.eye(4)))
-
-
-def test_a_part_of_an_axis_is_a_ring_of_its_own():
-    sent = matrix({"tensor": 4}, collective("all-gather", ("tensor",), 100, 2)).sent
-    assert sent[0, 1] == sent[1, 0] == sent[2, 3] == sent[3, 2] == 50
-    assert sent.sum() == 200
-
-
-def test_slices_send_to_the_same_device_of_the_next_slice():
-    across = collective("all-reduce", ("data",), 100, 2, between_slices=True)
-    sent = matrix({"data": 4}, across, slices={"data": 2}).sent
-    # Devices 0 and 1 are one slice, 2 and 3 the other.
-    assert sent[0, 2] == sent[2, 0] == sent[1, 3] == sent[3, 1] == 100
-    assert sent.sum() == 400
-    within = collective("all-gather", ("data",), 100, 2)
-    sent = matrix({"data": 4}, within, slices={"data": 2}).sent
-    assert sent[0, 1] == sent[1, 0] == sent[2, 3] == sent[3, 2] == 50
-    assert sent.sum() == 200
 
 
 def test_two_axes_that_cross_slices():

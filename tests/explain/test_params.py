@@ -6,12 +6,9 @@ import json
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from flax import nnx
 
 import shardlib as sl
-from shardlib import humanize
-from shardlib.explain.analysis.params import spec_text
 from shardlib.mesh import abstract_mesh
 
 RULES = sl.AxisRules(
@@ -65,20 +62,6 @@ def test_a_row_for_each_leaf():
     assert list(rows(found, "opt_state")) == momentum
 
 
-def test_a_row_tells_who_and_why():
-    row = rows(report())["heads"]
-    assert row.shape == (64, 3, 32)
-    assert row.dtype == "float32"
-    assert row.logical_axes == ("vocab", "heads", "embed")
-    assert row.spec == ("tensor", None, "fsdp")
-    assert row.origin == "metadata"
-    assert row.refused == ("heads: not tensor: mesh axis 'tensor' already shards dim 0",)
-    assert row.absent_mesh_axes == ("data",)
-    assert row.bytes_total == 64 * 3 * 32 * 4
-    assert row.bytes_per_device == row.bytes_total // 8
-    assert (row.copies, row.replicated_bytes) == (1, 0)
-
-
 def test_copies_and_replicated_bytes():
     found = rows(report("data=2,fsdp=4"))
     assert (found["table"].copies, found["table"].replicated_bytes) == (2, 64 * 32 * 4)
@@ -96,11 +79,6 @@ def test_totals():
     each = 4 * (2048 // 8 + 6144 // 8 + 32 + 512 // 4 + 5 + 7)
     assert found.bytes_per_device("params") == each
     assert found.bytes_per_device() == 2 * each + 4
-
-
-def test_rules_that_nothing_used():
-    assert report().unused_rules == ("expert",)
-    assert report().unused_paths == ("no/such",)
 
 
 class TestFaults:
@@ -131,36 +109,18 @@ class TestFaults:
         assert report("data=8", rules=rules).faults(1) == []
 
 
-def lines_of(found):
-    """The cells of the table, and the lines below it."""
-    lines = [line.rstrip() for line in str(found).splitlines()]
-    cells = [[c.strip() for c in line.split("│")[1:-1]] for line in lines if line[:1] == "│"]
-    end = next(i for i, line in enumerate(lines) if line.startswith("└"))
-    return lines[0], cells, lines[end + 1 :]
-
-
 def test_text():
-    title, cells, footer = lines_of(report("data=2,fsdp=4"))
-    assert title == "parameters on mesh data=2,fsdp=4"
-    replicated = "heads: not data: data=2 does not divide 3"
-    assert cells == [
-        ["free", "16x32", "float32", "-", "-, fsdp", "auto", "512 B", "2.0 KiB"],
-        ["", "", "", "", "", "largest dim that divides", "", ""],
-        [
-            *["heads", "64x3x32", "float32", "vocab, heads, embed", "-, -, fsdp"],
-            *["metadata", "6.0 KiB", "24.0 KiB"],
-        ],
-        ["", "", "", "", "", replicated, "", ""],
-        ["", "", "", "", "", "this mesh has no tensor", "", ""],
-        ["scale", "32", "float32", "norm", "-", "metadata", "128 B", "896 B"],
-        ["small", "5", "float32", "-", "-", "auto", "20 B", "140 B"],
-        ["", "", "", "", "", "smaller than 256 elements", "", ""],
-        ["sub/plain", "7", "float32", "norm", "-", "path **/plain", "28 B", "196 B"],
-        ["table", "64x32", "float32", "vocab, embed", "-, fsdp", "metadata", "2.0 KiB", "8.0 KiB"],
-        ["", "", "", "", "", "this mesh has no tensor", "", ""],
-        ["count", "scalar", "int32", "-", "", "model state without names", "4 B", "28 B"],
+    table, *lines = report("data=2,fsdp=4").parts()
+    assert table.title == "parameters on mesh data=2,fsdp=4"
+    assert [row[0] for row in table.rows] == [
+        *("free", "heads", "scale", "small", "sub/plain", "table", "count"),
     ]
-    assert footer == [
+    why = "metadata\nheads: not data: data=2 does not divide 3\nthis mesh has no tensor"
+    assert table.rows[1] == [
+        *("heads", "64x3x32", "float32", "vocab, heads, embed", "-, -, fsdp"),
+        *(why, "6.0 KiB", "24.0 KiB"),
+    ]
+    assert lines == [
         "params: 34.2 KiB in all, 8.7 KiB on each device",
         "model state: 4 B in all, 4 B on each device",
         "opt state: 34.2 KiB in all, 8.7 KiB on each device",
@@ -206,26 +166,3 @@ def test_a_state_in_memory_has_the_report_of_its_plan():
     mesh, optimizer = sl.make_mesh("fsdp=4,tensor=2"), optax.sgd(0.1, momentum=0.9)
     state = sl.init_state(Model, optimizer, mesh=mesh, rules=RULES)
     assert sl.explain(state) == report()
-
-
-def test_takes_a_state():
-    with pytest.raises(TypeError, match=r"explain takes .*, not dict"):
-        sl.explain({"params": 1})
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (3.4 * 2**30, "3.4 GiB"),
-        (2**53, "8192.0 TiB"),
-    ],
-)
-def test_bytes_as_text(num_bytes, text):
-    assert humanize.size(num_bytes) == text
-
-
-def test_spec_text():
-    assert spec_text(("fsdp", None, ("data", "tensor"))) == "fsdp, -, data+tensor"

@@ -21,12 +21,6 @@ def drawn(mesh, spec, shape):
 
 PICTURES = {
     "scalar": ("data=8", (), (), "scalar in 1 piece\n  0-7"),
-    "one dim": (
-        "fsdp=4,tensor=2",
-        ("fsdp",),
-        (8,),
-        "8 in 4 pieces\ndim 0 [0:2]  0,1\ndim 0 [2:4]  2,3\ndim 0 [4:6]  4,5\ndim 0 [6:8]  6,7",
-    ),
     "two dims": (
         "fsdp=4,tensor=2",
         ("tensor", "fsdp"),
@@ -35,21 +29,6 @@ PICTURES = {
         "             dim 1 [0:2]  dim 1 [2:4]  dim 1 [4:6]  dim 1 [6:8]\n"
         "dim 0 [0:2]  0            2            4            6\n"
         "dim 0 [2:4]  1            3            5            7",
-    ),
-    "one of two dims": (
-        "data=2,fsdp=2,tensor=2",
-        (None, "fsdp"),
-        (4, 6),
-        "4x6 in 2 pieces\n             dim 1 [0:3]  dim 1 [3:6]\ndim 0 [0:4]  0,1,4,5      2,3,6,7",
-    ),
-    "two of three dims": (
-        "data=2,fsdp=2,tensor=2",
-        ("tensor", None, "fsdp"),
-        (2, 5, 4),
-        "2x5x4 in 4 pieces\n"
-        "             dim 2 [0:2]  dim 2 [2:4]\n"
-        "dim 0 [0:1]  0,4          2,6\n"
-        "dim 0 [1:2]  1,5          3,7",
     ),
     "three dims": (
         "data=2,fsdp=2,tensor=2",

@@ -223,5 +223,5 @@ def test_a_row_names_lines_and_parts_of_the_model_of_what_sends_most_first():
         )
     ]  # fmt: skip
     (row,) = rows(untimed(ProgramReport({"fsdp": 8}, tuple(found), {})))
-    assert row.sources == (("model.py:3", "Model/Block"), ("model.py:3", "Model/Norm"))
+    assert row.sources == (("model.py:3", "Model/Block", ""), ("model.py:3", "Model/Norm", ""))
     assert (row.fabric, row.seconds, row.unknown, row.notes) == ("?", 0.0, 4, ())

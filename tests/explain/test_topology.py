@@ -77,33 +77,20 @@ def test_cpu_devices_are_those_of_this_process():
     ("name", "modules", "what", "extra"),
     [
         ("v5p-128", ["libtpu"], "libtpu", "tpu"),
-        (
-            "8xh100",
-            ["jax_cuda12_plugin", "jax_cuda13_plugin"],
-            "the CUDA plugin of JAX",
-            "cuda",
-        ),
+        ("8xh100", ["jax_cuda12_plugin", "jax_cuda13_plugin"], "the CUDA plugin of JAX", "cuda"),
     ],
 )
 def test_a_missing_compiler_is_named_with_what_installs_it(monkeypatch, name, modules, what, extra):
     for module in modules:
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError) as raised:
+    with pytest.raises(MissingExtraError, match=f"compiling for {name} needs {what}.*{extra}]'"):
         devices_of(parse_cluster(name))
-    assert str(raised.value) == (
-        f"compiling for {name} needs {what}, which is not installed: pip install "
-        f"'shardlib[{extra}]'"
-    )
 
 
 def test_a_slice_that_cannot_be():
     pytest.importorskip("libtpu", reason="needs the extra tpu")
     with pytest.raises(MeshError, match=r"^cannot compile for v5e:3x4: INVALID_ARGUMENT: "):
         devices_of(parse_cluster("v5e:3x4"))
-
-
-def test_cpu_devices_are_no_cluster_that_is_known():
-    assert cluster_of(jax.devices("cpu")) is None
 
 
 TOLD = """

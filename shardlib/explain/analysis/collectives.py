@@ -8,16 +8,21 @@ sharding rules and are flagged.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from shardlib import humanize
 from shardlib.explain.hlo.allreduce_uses import Fate, fates
-from shardlib.explain.hlo.model_path import came_from
+from shardlib.explain.hlo.provenance import Phase, came_from
 from shardlib.explain.hlo.replica_groups import Groups, groups_of_axes, permuted_axes, read_groups
 from shardlib.explain.hlo.slices import (
     Slices,
-    between_slices,
     permutation_of,
+    received_shapes,
+    rendezvous_of,
     slices_of,
     transfer_kind,
 )
@@ -32,14 +37,16 @@ from shardlib.explain.hlo.text import (
     split,
 )
 from shardlib.mesh import mesh_sizes
-from shardlib.tables import aligned
+from shardlib.tables import Report, Table
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"),
     *("ragged-all-to-all", "collective-broadcast"),
 )
+Program = str | Module | jax.stages.Compiled
+AnyMesh = Mesh | AbstractMesh | Mapping[str, int]
 # Communication without groups: between slices (TPU) or with the host.
-_UNREAD = ("send", "recv")
+_TRANSFERS = ("send", "recv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +74,9 @@ class Collective:
         group_size: Devices in one group; 0 if its groups cannot be read.
         fates: The use of each array of an all-reduce; see `allreduce_uses.Fate`. Empty for others.
         between_slices: Whether it runs between TPU slices, over the data-centre network.
-        model_path: The part of the model that `source` is in, such as `Transformer/Block/MLP`; see
-            `model_path.model_path`.
+        model_path: The part of the model that `source` is in, such as `layers[*]/mlp/up`; see
+            `provenance`.
+        phase: The pass of its origin: `forward`, `recompute`, `backward`, `update` or empty.
     """
 
     kind: str
@@ -85,6 +93,7 @@ class Collective:
     fates: tuple[Fate, ...] = ()
     between_slices: bool = False
     model_path: str = ""
+    phase: Phase = ""
 
     @property
     def total_bytes(self) -> int:
@@ -132,7 +141,7 @@ class Total:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgramReport:
+class ProgramReport(Report):
     """The collectives of a program. `str()` draws a table of totals by kind and axes.
 
     `unread` counts communication without groups, `send` and `recv`, by opcode. `unread_bytes` is
@@ -183,9 +192,9 @@ class ProgramReport:
         sent = sum(collective.sent_bytes for collective in self.collectives) + self.unread_bytes
         return (self.unattributed_bytes + self.unread_bytes) / sent if sent else 0.0
 
-    def __str__(self) -> str:
-        header = ("collective", "mesh axes", "instructions", "executions", "MB on a device")
-        rows = [header] + [
+    def parts(self) -> Iterator[Table | str]:
+        columns = ("collective", "mesh axes", "instructions>", "executions>", "MB on a device>")
+        rows = [
             (
                 total.kind,
                 axes_text(total.mesh_axes),
@@ -195,26 +204,27 @@ class ProgramReport:
             )
             for total in self.totals()
         ]
-        lines = aligned(rows, right=(2, 3, 4))
-        for collective in self.unattributed():
-            lines.append(
-                f"no subset of axes: {collective.kind} {' '.join(collective.shapes)} "
-                f"x {collective.count} {collective.op_name} {collective.source}".rstrip()
-            )
+        yield Table("collectives of a program", columns, rows)
+        yield from self.unknowns()
+
+    def unknowns(self) -> Iterator[str]:
+        """Yields a line for everything that mesh axes and counts do not cover."""
+        for c in self.unattributed():
+            what = f"{c.kind} {' '.join(c.shapes)} x {c.count}, {humanize.size(c.sent_bytes)} sent"
+            yield f"follows no mesh axes: {what} {c.source}".rstrip()
+        if self.unread:
+            what = ", ".join(f"{count} {name}" for name, count in self.unread.items())
+            yield f"not read: {what}, {humanize.size(self.unread_bytes)} sent"
         if not all(collective.trips_known for collective in self.collectives):
-            lines.append("some loops have unknown trip counts and count once")
-        lines += [f"not attributed: {count} {opcode}" for opcode, count in self.unread.items()]
-        if self.unread_bytes:
-            lines[-1] += f", {self.unread_bytes / 1e6:.3f} MB"
-        return "\n".join(lines)
+            yield "some loops have unknown trip counts and count once"
 
 
-def collectives(program: Any, mesh: Any) -> list[Collective]:
+def collectives(program: Program, mesh: AnyMesh) -> list[Collective]:
     """Returns the collectives of a compiled program; see `read_program`."""
     return list(read_program(program, mesh).collectives)
 
 
-def read_program(program: Any, mesh: Any) -> ProgramReport:
+def read_program(program: Program, mesh: AnyMesh) -> ProgramReport:
     """Returns the collectives of a compiled program.
 
     The CPU compiler emits an all-reduce and a slice instead of a reduce-scatter, so its gradient
@@ -226,79 +236,62 @@ def read_program(program: Any, mesh: Any) -> ProgramReport:
         mesh: The mesh that the program was compiled for: a `Mesh`, an `AbstractMesh`, or a mapping
             of axis names to sizes.
     """
-    module = program
-    if not isinstance(program, Module):
-        module = parse(program if isinstance(program, str) else program.as_text())
+    if isinstance(program, Module):
+        module = program
+    else:
+        module = parse(program if isinstance(program, str) else program.as_text() or "")
     sizes = dict(mesh) if isinstance(mesh, Mapping) else mesh_sizes(mesh)
     slices = slices_of(mesh, sizes, module)
     axes_by_groups = groups_of_axes(slices.inner)
     instructions = list(_instructions(module))
     fates_of = _fates(module, instructions, math.prod(slices.inner.values()))
-    found = [
+    collectives = [
         dataclasses.replace(
             _collective(module, computation, instruction, kind, slices.inner, axes_by_groups),
             fates=fates_of.get((computation, instruction.name), ()),
         )
         for computation, instruction, kind in instructions
     ]
-    found += [*_sent_between_slices(module, slices), *_sent_to_one(module, slices.inner)]
-    unread, unread_bytes = _unread(module)
+    transfers, unread, unread_bytes = _transfers(module, slices)
     crossed = {name: count for name, count in slices.outer.items() if count > 1}
-    return ProgramReport(sizes, tuple(c for c in found if c.count), unread, unread_bytes, crossed)
+    return ProgramReport(
+        sizes,
+        tuple(c for c in (*collectives, *transfers) if c.count),
+        dict(unread),
+        unread_bytes,
+        crossed,
+    )
 
 
-def _sent_between_slices(module: Module, slices: Slices) -> Iterable[Collective]:
-    for computation, instruction, kind, shape in between_slices(module):
-        execution = module.execution(computation)
-        place = came_from(module, computation, instruction)
-        yield Collective(
-            kind=kind,
-            mesh_axes=slices.axes or None,
-            bytes=array_bytes(shape),
-            shapes=tuple(arrays(shape)),
-            count=execution.count,
-            in_loop=execution.in_loop,
-            trips_known=execution.trips_known,
-            op_name=place.op_name,
-            source=place.source,
-            name=instruction.name,
-            group_size=slices.count,
-            between_slices=True,
-            model_path=place.model_path,
-        )
+def _transfers(module: Module, slices: Slices) -> tuple[list[Collective], Counter[str], int]:
+    """Returns the collectives that the compiler has written as sends and receives.
 
-
-def _sent_to_one(module: Module, sizes: Mapping[str, int]) -> Iterable[Collective]:
-    """Yields the permutations that the GPU compiler has written as sends and receives."""
-    for computation, instructions in module.computations.items():
-        for instruction in instructions:
-            pairs = permutation_of(instruction)
-            if instruction.opcode != "send" or pairs is None:
-                continue
-            attributes = {**instruction.attributes, "source_target_pairs": pairs}
+    These are collectives between TPU slices and permutations of GPUs. The other results are the
+    number of all other transfers by opcode, and the bytes that they send.
+    """
+    read: list[Collective] = []
+    unread, unread_bytes = Counter[str](), 0
+    received = received_shapes(module)
+    for computation, instruction in module.each(*_TRANSFERS):
+        sends, shape = instruction.opcode == "send", elements(instruction.shape)[0]
+        pairs, kind = permutation_of(instruction), transfer_kind(instruction)
+        if pairs is None and kind is None:
+            unread[instruction.opcode] += 1
+            unread_bytes += sends * array_bytes(shape) * module.execution(computation).count
+        elif sends and kind is not None:
+            whole = received.get(rendezvous_of(instruction), shape)
+            whole = whole if kind == "all-gather" else shape
+            collective = _described(module, computation, instruction, kind, whole)
+            places = {"mesh_axes": slices.axes or None, "group_size": slices.count}
+            read.append(dataclasses.replace(collective, between_slices=True, **places))
+        elif sends:
+            attributes = {**instruction.attributes, "source_target_pairs": pairs or ""}
+            kind = "collective-permute"
             permutation = dataclasses.replace(
-                instruction,
-                attributes=attributes,
-                shape=elements(instruction.shape)[0],
-                opcode="collective-permute",
+                instruction, attributes=attributes, shape=shape, opcode=kind
             )
-            yield _collective(module, computation, permutation, "collective-permute", sizes, {})
-
-
-def _unread(module: Module) -> tuple[dict[str, int], int]:
-    """Returns the number of unattributed transfers by opcode, and the bytes that they send."""
-    counts: collections.Counter[str] = collections.Counter()
-    sent = 0
-    for computation, instructions in module.computations.items():
-        for instruction in instructions:
-            if instruction.opcode not in _UNREAD or permutation_of(instruction) is not None:
-                continue
-            if transfer_kind(instruction) is None:
-                counts[instruction.opcode] += 1
-                if instruction.opcode == "send":
-                    payload = array_bytes(elements(instruction.shape)[0])
-                    sent += payload * module.execution(computation).count
-    return dict(counts), sent
+            read.append(_collective(module, computation, permutation, kind, slices.inner, {}))
+    return read, unread, unread_bytes
 
 
 def axes_text(axes: tuple[str, ...] | None) -> str:
@@ -306,7 +299,7 @@ def axes_text(axes: tuple[str, ...] | None) -> str:
     return "?" if axes is None else "+".join(axes) or "none"
 
 
-def _instructions(module: Module) -> Iterable[tuple[str, Instruction, str]]:
+def _instructions(module: Module) -> Iterator[tuple[str, Instruction, str]]:
     """Yields the computation, instruction and kind of each collective, once."""
     fused_channels = set()
     for computation, instructions in module.computations.items():
@@ -357,7 +350,6 @@ def _collective(
     sizes: Mapping[str, int],
     axes_by_groups: Mapping[Groups, tuple[str, ...]],
 ) -> Collective:
-    execution = module.execution(computation)
     result = result_shape(instruction)
     size, devices = array_bytes(result), 0
     if kind == "collective-permute":
@@ -370,20 +362,29 @@ def _collective(
             size = min(size, _offered_bytes(module, computation, instruction) or size)
         if instruction.opcode.startswith("reduce-scatter"):
             size *= max(devices, 1)
-    place = came_from(module, computation, instruction)
+    described = _described(module, computation, instruction, kind, result)
+    return dataclasses.replace(described, mesh_axes=axes, bytes=size, group_size=devices)
+
+
+def _described(
+    module: Module, computation: str, instruction: Instruction, kind: str, shape: str
+) -> Collective:
+    """Returns a collective whose buffer has a shape, without its devices."""
+    execution = module.execution(computation)
+    where = came_from(module, computation, instruction)
     return Collective(
         kind=kind,
-        mesh_axes=axes,
-        bytes=size,
-        shapes=tuple(arrays(result)),
+        mesh_axes=None,
+        bytes=array_bytes(shape),
+        shapes=tuple(arrays(shape)),
         count=execution.count,
         in_loop=execution.in_loop,
         trips_known=execution.trips_known,
-        op_name=place.op_name,
-        source=place.source,
+        op_name=where.name,
+        source=where.source,
         name=instruction.name,
-        group_size=devices,
-        model_path=place.model_path,
+        model_path=where.model_path,
+        phase=where.phase,
     )
 
 

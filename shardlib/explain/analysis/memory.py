@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardlib.cost.costs import Pass, pass_of
 from shardlib.explain.hlo.buffers import Buffer, LiveRanges, live_ranges
+from shardlib.explain.hlo.provenance import Phase, came_from
 from shardlib.explain.hlo.text import Module, arrays, parse
 from shardlib.hardware.capacity import Capacity, capacity
 
@@ -42,6 +43,10 @@ class HeldBuffer:
     source: str
     """`file:line`, or empty."""
     count: int = 1
+    model_path: str = ""
+    """The part of the model that it comes from, such as `layers[*]/mlp/up`."""
+    phase: Phase = ""
+    """The pass of a training step that writes it, or empty."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +58,8 @@ class MemoryReport:
         categories: Bytes held at the peak for each of `CATEGORIES`.
         capacity: The memory of a device that a program may use; None if unknown.
         largest: The ten largest buffers alive at the peak, with equal ones merged.
-        at: JAX name of the instruction at the peak.
-        timeline: Names of instructions over the schedule, and the bytes alive there.
+        at: Label of the instruction at the peak, such as `layers[*]/mlp/up dot_general (backward)`.
+        timeline: Labels of instructions over the schedule, and the bytes alive there.
         live_bytes: The peak by live ranges, which `categories` comes from. The difference to XLA's
             peak counts as temporaries.
     """
@@ -113,7 +118,8 @@ def memory_report(
         arguments: Categories by argument number of the program; missing ones are `other`.
         limit: The capacity of a device.
     """
-    ranges = live_ranges(program)
+    module = parse(program) if isinstance(program, str) else program
+    ranges = live_ranges(module)
     sides = _sides(ranges, arguments)
     held = [(b, _category(b, arguments, sides)) for b in ranges.alive(ranges.peak)]
     code = memory.get("generated_code", 0)
@@ -127,21 +133,28 @@ def memory_report(
         peak_bytes=peak + code,
         categories=dict(totals),
         capacity=limit,
-        largest=_largest(held),
-        at=ranges.labels[ranges.peak] if ranges.labels else "",
+        largest=_largest(module, held),
+        at=ranges.label(ranges.peak) if ranges.schedule else "",
         timeline=ranges.timeline(),
         live_bytes=ranges.peak_bytes,
     )
 
 
-def _largest(held: list[tuple[Buffer, str]], most: int = 10) -> tuple[HeldBuffer, ...]:
-    """Returns the largest buffers, with equal ones merged."""
-    counts: Counter[HeldBuffer] = Counter()
+def _largest(
+    module: Module, held: list[tuple[Buffer, str]], most: int = 10
+) -> tuple[HeldBuffer, ...]:
+    """Returns the largest buffers; buffers of equal size and origin are one."""
+    kinds: dict[tuple[object, ...], HeldBuffer] = {}
     for b, category in held:
         shape = (arrays(b.shape) or [b.shape])[0]
-        counts[HeldBuffer(b.bytes, shape, category, b.opcode, b.op_name, b.source)] += 1
-    kinds = sorted(counts.items(), key=lambda kind: -kind[0].bytes)[:most]
-    return tuple(dataclasses.replace(kind, count=count) for kind, count in kinds)
+        where = came_from(module, *b.made_by)
+        key = (b.bytes, shape, category, where._replace(name=where.operation))
+        buffer = HeldBuffer(b.bytes, shape, category, b.opcode, where.name, where.source, 0)
+        kept = kinds.get(
+            key, dataclasses.replace(buffer, model_path=where.model_path, phase=where.phase)
+        )
+        kinds[key] = dataclasses.replace(kept, count=kept.count + 1)
+    return tuple(sorted(kinds.values(), key=lambda kind: -kind.bytes)[:most])
 
 
 def _settle(totals: Counter[str], difference: int) -> None:

@@ -3,14 +3,16 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from jaxtyping import PyTree
 
 from shardlib import humanize
 from shardlib.mesh import entry_axes, mesh_sizes
 from shardlib.rules import AxisRules, Choice
 from shardlib.sharding.partition import OVERRIDES, Placement
-from shardlib.tables import Table, captured
+from shardlib.tables import Report, Table
 
 _SECTIONS = ("params", "model_state", "opt_state")
 
@@ -67,7 +69,7 @@ class Fault:
 
 
 @dataclasses.dataclass(frozen=True)
-class ParamsReport:
+class ParamsReport(Report):
     """A table of all leaves, totals, and accidental replication. `str()` draws it.
 
     `choices` holds other choices of the run with their reasons, by name, if known.
@@ -138,23 +140,12 @@ class ParamsReport:
         """Returns the report as one JSON object."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def render(self) -> Any:
-        """Returns the report as a rich renderable."""
-        from rich.console import Group
-
+    def parts(self) -> Iterator[Table | str]:
         columns = ("parameter", "shape", "dtype", "logical axes", "spec", "why")
         rows = [_cells(row) for row in self.rows if row.section != "opt_state"]
-        table = Table(
-            f"parameters on mesh {self._mesh_text()}",
-            (*columns, "per device>", "replicated>"),
-            rows,
-        )
-        return Group(table, *self._footer())
-
-    def _mesh_text(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in self.mesh.items())
-
-    def _footer(self) -> Iterable[str]:
+        mesh = ",".join(f"{name}={size}" for name, size in self.mesh.items())
+        columns += ("per device>", "replicated>")
+        yield Table(f"parameters on mesh {mesh}", columns, rows)
         for section in _SECTIONS:
             total, each = self.total_bytes(section), self.bytes_per_device(section)
             if total:
@@ -170,11 +161,8 @@ class ParamsReport:
         if self.unused_rules:
             yield f"rules that no parameter used: {', '.join(self.unused_rules)}"
 
-    def __str__(self) -> str:
-        return captured(self.render())
 
-
-def explain_params(state: Any) -> ParamsReport:
+def explain_params(state: PyTree) -> ParamsReport:
     """Returns the report on a training state, concrete or abstract; see `shardlib.explain`."""
     definition = state.definition
     sizes = mesh_sizes(definition.scope.mesh)

@@ -58,7 +58,8 @@ class Row:
     """All collectives of one kind over the same axes and fabric.
 
     `seconds` and `overlappable_seconds` leave out instructions of unknown time; `unknown` counts
-    them. `sources` are source lines with their parts of the model, largest traffic first.
+    them. `sources` are source lines with their parts of the model and passes, largest
+    traffic first.
     """
 
     kind: str
@@ -71,7 +72,7 @@ class Row:
     overlappable_seconds: float
     overlaps: tuple[Overlap, ...]
     unknown: int
-    sources: tuple[tuple[str, str], ...]
+    sources: tuple[tuple[str, str, str], ...]
     notes: tuple[str, ...]
 
 
@@ -118,7 +119,8 @@ def _row(kind: str, axes: tuple[str, ...] | None, between_slices: bool, flows: l
     fabrics = dict.fromkeys(name for flow in flows for name in flow.seconds)
     seconds = [flow.total_seconds or 0.0 for flow in flows]
     by_size = sorted(flows, key=lambda flow: -flow.collective.sent_bytes)
-    places = [(f.collective.source, f.collective.model_path) for f in by_size]
+    collectives = [flow.collective for flow in by_size]
+    places = [(c.source, c.model_path, c.phase) for c in collectives]
     return Row(
         kind,
         axes,

@@ -46,22 +46,22 @@ def cached(key: str, make: Callable[[], Program]) -> Program:
     unknown.
     """
     path = cache_root() / "programs" / f"{key}.json.gz"
-    found = _read(path, key)
-    if found is None:
-        found = make()
-        if found.warnings is None:
-            return found
+    program = _read(path, key)
+    if program is None:
+        program = make()
+        if program.warnings is None:
+            return program
         with contextlib.suppress(OSError):
-            _write(path, key, found)
-    return found
+            _write(path, key, program)
+    return program
 
 
 def _versions() -> list[str]:
-    found = []
+    versions = []
     for name in _COMPILERS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name}=={importlib.metadata.version(name)}")
-    return found
+            versions.append(f"{name}=={importlib.metadata.version(name)}")
+    return versions
 
 
 def _read(path: Path, key: str) -> Program | None:

@@ -6,14 +6,17 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding, Sharding
+from jaxtyping import PyTree
 
+Step: TypeAlias = Callable[..., Any]
+"""Any function, jitted or not, or an object with a method `program`; see `compile_step`."""
 NO_KEYWORDS: Mapping[str, Any] = types.MappingProxyType({})
 
 
@@ -38,7 +41,7 @@ class Call:
 
     @classmethod
     def of(
-        cls, step: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any] = NO_KEYWORDS
+        cls, step: Step, arguments: tuple[Any, ...], keywords: Mapping[str, Any] = NO_KEYWORDS
     ) -> "Call":
         """Returns the traced call of a function."""
         values = {**dict(enumerate(arguments)), **keywords}
@@ -47,7 +50,7 @@ class Call:
         given = tuple(jax.tree.map(_array_leaf, values[at]) for at in arrays)
         names = tuple(named[at] for at in arrays)
 
-        def called(*given: Any) -> Any:
+        def called(*given: PyTree) -> Any:
             now = {**values, **dict(zip(arrays, given, strict=True))}
             positional = [now.pop(at) for at in range(len(arguments))]
             return step(*positional, **now)
@@ -104,7 +107,7 @@ class Call:
         return jax.tree.unflatten(tree, leaves)
 
 
-def jitted(step: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+def jitted(step: Step, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
     """Returns the jitted function of a step.
 
     If the step is not jitted yet, arguments without arrays are static: they may set array sizes.
@@ -119,7 +122,7 @@ def jitted(step: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -
 
 
 def bound(
-    step: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    step: Step, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments, with keyword arguments moved to their positions where possible.
 
@@ -135,11 +138,11 @@ def bound(
         signature = inspect.signature(step)
     except (TypeError, ValueError):
         return arguments, dict(sorted(keywords.items()))
-    found = signature.bind(*arguments, **keywords)
-    return found.args, dict(sorted(found.kwargs.items()))
+    bound_arguments = signature.bind(*arguments, **keywords)
+    return bound_arguments.args, dict(sorted(bound_arguments.kwargs.items()))
 
 
-def abstract_leaf(leaf: Any, place: Callable[[Any], Any] = lambda sharding: sharding) -> Any:
+def abstract_leaf(leaf: PyTree, place: Callable[[Any], Any] = lambda sharding: sharding) -> Any:
     """Returns an array as a `ShapeDtypeStruct` with its sharding after `place`.
 
     A leaf that is not an array is returned as it is.
@@ -152,7 +155,7 @@ def abstract_leaf(leaf: Any, place: Callable[[Any], Any] = lambda sharding: shar
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed, weak_type=weak)
 
 
-def _array_leaf(leaf: Any) -> Any:
+def _array_leaf(leaf: PyTree) -> Any:
     """Returns a leaf as `abstract_leaf` does, and a Python number as a scalar array, as in JAX."""
     if isinstance(leaf, bool | int | float | complex):
         kind = jax.typeof(leaf)
@@ -161,7 +164,7 @@ def _array_leaf(leaf: Any) -> Any:
 
 
 def _names(
-    function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    function: Step, arguments: tuple[Any, ...], keywords: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """Returns the names that JAX gives to the arguments in the program."""
     try:
@@ -178,16 +181,16 @@ def _names(
     return (*positional, *keywords)
 
 
-def _holds_arrays(value: Any) -> bool:
+def _holds_arrays(value: PyTree) -> bool:
     leaves = jax.tree.leaves(value)
     return any(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)
 
 
-def _is_static(value: Any) -> bool:
+def _is_static(value: PyTree) -> bool:
     return not _holds_arrays(value) and isinstance(value, Hashable)
 
 
-def _only_call(traced: ClosedJaxpr) -> Any:
+def _only_call(traced: ClosedJaxpr) -> JaxprEqn | None:
     """Returns the equation that calls the jitted function if it is the only one, else None.
 
     It may return more than `step` did: `nnx.jit` also returns what it writes back into modules.
@@ -197,7 +200,7 @@ def _only_call(traced: ClosedJaxpr) -> Any:
     return equations[0] if is_call else None
 
 
-def _inputs(traced: ClosedJaxpr, call: Any) -> list[Any]:
+def _inputs(traced: ClosedJaxpr, call: JaxprEqn) -> list[Any]:
     """Returns the index of an argument leaf, or a constant in a tuple, for each input of a call."""
     jaxpr = traced.jaxpr
     places: dict[int, Any] = {id(var): at for at, var in enumerate(jaxpr.invars)}
@@ -207,7 +210,7 @@ def _inputs(traced: ClosedJaxpr, call: Any) -> list[Any]:
 
 
 def _by_itself(
-    step: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any], names: list[str]
+    step: Step, arguments: tuple[Any, ...], keywords: Mapping[str, Any], names: list[str]
 ) -> tuple[ClosedJaxpr, list[Any], dict[str, Any]]:
     """Returns the jaxpr of a jitted function, its inputs and the parameters of `jax.jit`.
 
@@ -224,7 +227,7 @@ def _by_itself(
         words, leaves = _words(name), jax.tree.leaves(value)
         if _holds_arrays(value):
             inputs += range(at, at := at + len(leaves))
-        elif any(found[: len(words)] == words for found in taken):
+        elif any(name_words[: len(words)] == words for name_words in taken):
             inputs += [(leaf,) for leaf in leaves]
     return traced.jaxpr, inputs, params
 
@@ -233,7 +236,7 @@ def _words(name: str) -> list[str]:
     return re.findall(r"\w+", name)
 
 
-def unbound(subject: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def unbound(subject: Step) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """Returns the function behind `subject`, and the arguments that `subject` binds.
 
     The bound arguments are the Flax module of a module or method, or what `functools.partial` binds
@@ -249,7 +252,7 @@ def unbound(subject: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     first, *rest = inspect.signature(method).parameters.values()
 
     @functools.wraps(method)
-    def call(model: Any, *arguments: Any, **keywords: Any) -> Any:
+    def call(model: nnx.Module, *arguments: PyTree, **keywords: PyTree) -> Any:
         return method(model, *arguments, **keywords)
 
     call.__signature__ = inspect.Signature([first.replace(name="model"), *rest])  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ _LOG_LINE = re.compile(r"[IWEF]\d{4} |WARNING: All log messages before absl")
 
 
 @dataclasses.dataclass
-class Said:
+class CapturedLog:
     """The captured log lines; None if unknown.
 
     They are unknown without a standard error, or if TF_CPP_MIN_LOG_LEVEL hides warnings.
@@ -31,19 +31,19 @@ class Said:
 
 
 @contextlib.contextmanager
-def captured_errors() -> Iterator[Said]:
+def captured_errors() -> Iterator[CapturedLog]:
     """Captures C++ logs from the standard error; other output is passed on to it."""
-    said = Said()
+    log = CapturedLog()
     try:
         sys.stderr.flush()
         kept = os.dup(2)
     except (OSError, ValueError, AttributeError):  # The process has no standard error.
-        yield said
+        yield log
         return
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
         try:
-            yield said
+            yield log
         finally:
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.flush()
@@ -52,7 +52,7 @@ def captured_errors() -> Iterator[Said]:
             file.seek(0)
             lines = file.read().decode(errors="replace").splitlines(keepends=True)
             if not _HIDES_WARNINGS:
-                said.text = "".join(line for line in lines if _LOG_LINE.match(line))
+                log.text = "".join(line for line in lines if _LOG_LINE.match(line))
             for line in lines:
                 if not _LOG_LINE.match(line):
                     sys.stderr.write(line)

@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.stages import Compiled, Lowered
+from jaxtyping import PyTree
 
 from shardlib.errors import ConfigError, MeshError
 from shardlib.explain.aot import cache
-from shardlib.explain.aot.call import NO_KEYWORDS, Call, abstract_leaf, bound, jitted
+from shardlib.explain.aot.call import NO_KEYWORDS, Call, Step, abstract_leaf, bound, jitted
 from shardlib.explain.aot.capture_stderr import captured_errors
 from shardlib.explain.aot.oom_fallback import compile_larger, needed_bytes
 from shardlib.explain.aot.retarget import AnyMesh, Move, is_state, lies_on, mesh_of, mesh_over
@@ -81,7 +83,7 @@ class CompiledStep:
     warnings: str | None = ""
     compiled_for: str = ""
     jaxpr: Any = None
-    compiled: Any = None
+    compiled: Compiled | None = None
 
     def argument_paths(self, module: Module | None = None) -> dict[int, str]:
         """Returns the path in `argument_names` of each argument of the program, by its number.
@@ -97,7 +99,7 @@ class CompiledStep:
 
 
 def compile_step(
-    step: Any,
+    step: Step,
     arguments: tuple[Any, ...],
     keywords: Mapping[str, Any] = NO_KEYWORDS,
     *,
@@ -131,16 +133,16 @@ def compile_step(
     def compile_on(other: Cluster) -> CompiledStep:
         return compile_step(step, arguments, keywords, on=other, optimize=optimize, keep=keep)
 
-    found = _lower(step, tuple(arguments), keywords, on, optimize=optimize)
-    program, compiled = _program(found, on, compile_on, keep=keep)
-    return _described(found, on or cluster_of(found.devices), program, compiled)
+    lowering = _lower(step, tuple(arguments), keywords, on, optimize=optimize)
+    program, compiled = _program(lowering, on, compile_on, keep=keep)
+    return _described(lowering, on or cluster_of(lowering.devices), program, compiled)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Lowering:
     """A step lowered for its mesh."""
 
-    lowered: Any
+    lowered: Lowered
     mesh: Mesh
     call: Call
     jaxpr: Any
@@ -165,7 +167,7 @@ class _Lowering:
 
 
 def _lower(
-    step: Any,
+    step: Step,
     arguments: tuple[Any, ...],
     keywords: Mapping[str, Any],
     on: Cluster | None,
@@ -194,14 +196,14 @@ def _lower(
 
 def _options(mesh: Mesh, *, optimize: bool) -> dict[str, Any]:
     platform = mesh.devices.flat[0].platform
-    found = dict(_OPTIONS.get(platform, {}))
+    options = dict(_OPTIONS.get(platform, {}))
     if platform == "tpu":
-        found["optimization_level"] = _DEFAULT if optimize else _FAST
-    return found
+        options["optimization_level"] = _DEFAULT if optimize else _FAST
+    return options
 
 
 def _program(
-    found: _Lowering,
+    lowering: _Lowering,
     on: Cluster | None,
     compile_on: Callable[[Cluster], CompiledStep],
     *,
@@ -213,20 +215,20 @@ def _program(
     def compile_it() -> cache.Program:
         nonlocal compiled
         try:
-            with captured_errors() as said, _its_own_sources():
-                compiled = found.lowered.compile(compiler_options=found.options or None)
+            with captured_errors() as log, _its_own_sources():
+                compiled = lowering.lowered.compile(compiler_options=lowering.options or None)
         except jax.errors.JaxRuntimeError:
-            is_tpu = found.platform == "tpu"
-            needed = needed_bytes(found.lowered, found.options) if is_tpu else None
+            is_tpu = lowering.platform == "tpu"
+            needed = needed_bytes(lowering.lowered, lowering.options) if is_tpu else None
             if needed is None:
                 raise
             other = compile_larger(on, needed, compile_on)
             memory = {**other.memory, "peak": needed}
             return cache.Program(other.text, memory, other.warnings, other.compiled_for)
-        memory = memory_of(compiled, found.platform)
-        return cache.Program(compiled.as_text() or "", memory, said.text)
+        memory = memory_of(compiled, lowering.platform)
+        return cache.Program(compiled.as_text() or "", memory, log.text)
 
-    program = cache.cached(found.key(), compile_it) if keep else compile_it()
+    program = cache.cached(lowering.key(), compile_it) if keep else compile_it()
     return program, compiled
 
 
@@ -246,27 +248,27 @@ def _its_own_sources() -> Iterator[None]:
 
 
 def _described(
-    found: _Lowering, cluster: Cluster | None, program: cache.Program, compiled: Any
+    lowering: _Lowering, cluster: Cluster | None, program: cache.Program, compiled: Compiled | None
 ) -> CompiledStep:
-    arguments = found.call.placed()
+    arguments = lowering.call.placed()
     return CompiledStep(
         text=program.text,
         memory=program.memory,
-        lowered_hash=found.digest,
-        mesh_sizes=mesh_sizes(found.mesh),
-        mesh=found.mesh,
+        lowered_hash=lowering.digest,
+        mesh_sizes=mesh_sizes(lowering.mesh),
+        mesh=lowering.mesh,
         cluster=cluster,
         arguments=arguments,
-        argument_names=argument_names(arguments, found.call.names),
-        donated=found.call.donated,
+        argument_names=argument_names(arguments, lowering.call.names),
+        donated=lowering.call.donated,
         warnings=program.warnings,
-        compiled_for=program.compiled_for or (cluster.name if cluster else found.platform),
-        jaxpr=found.jaxpr,
+        compiled_for=program.compiled_for or (cluster.name if cluster else lowering.platform),
+        jaxpr=lowering.jaxpr,
         compiled=compiled,
     )
 
 
-def memory_of(compiled: Any, platform: str) -> dict[str, int]:
+def memory_of(compiled: Compiled, platform: str) -> dict[str, int]:
     """Returns the memory analysis of a compiled program, in bytes by name.
 
     The result is empty if the platform has no memory analysis.
@@ -275,29 +277,29 @@ def memory_of(compiled: Any, platform: str) -> dict[str, int]:
     if stats is None:
         return {}
     names = ("argument", "output", "alias", "temp", "generated_code")
-    found = {name: int(getattr(stats, f"{name}_size_in_bytes", 0)) for name in names}
+    sizes = {name: int(getattr(stats, f"{name}_size_in_bytes", 0)) for name in names}
     # On CPU the reported peak leaves out the temporaries.
-    together = found["argument"] + found["temp"] + found["output"] - found["alias"]
+    together = sizes["argument"] + sizes["temp"] + sizes["output"] - sizes["alias"]
     peak = together if platform == "cpu" else int(getattr(stats, "peak_memory_in_bytes", 0))
     if platform == "tpu":
         # The reported peak includes arguments in host memory.
         peak -= int(getattr(stats, "host_argument_size_in_bytes", 0))
-    return {**found, "peak": peak}
+    return {**sizes, "peak": peak}
 
 
 def argument_names(arguments: tuple[Any, ...], names: tuple[str, ...]) -> dict[str, str]:
     """Returns the category of each array, by its path prefixed with the argument's name."""
-    found = {}
+    categories = {}
     for name, argument in zip(names, arguments, strict=True):
         for path, leaf in named_leaves(argument).items():
             if not hasattr(leaf, "dtype"):
                 continue
             whole = f"{name}/{path}" if path else name
-            found[whole] = _category(whole.split("/"), leaf)
-    return found
+            categories[whole] = _category(whole.split("/"), leaf)
+    return categories
 
 
-def _category(path: list[str], leaf: Any) -> str:
+def _category(path: list[str], leaf: PyTree) -> str:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return "other"
     for word in path:
@@ -330,7 +332,7 @@ def _mesh_for(old: AnyMesh | None, on: Cluster | None, devices: list[Any] | None
 
 
 def _on_mesh(
-    step: Any,
+    step: Step,
     arguments: tuple[Any, ...],
     keywords: Mapping[str, Any],
     old: AnyMesh | None,

@@ -20,7 +20,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _REFUSED = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\) exceeds available HBM")
 
 
-def needed_bytes(lowered: Any, options: dict[str, Any]) -> int | None:
+def needed_bytes(lowered: jax.stages.Lowered, options: dict[str, Any]) -> int | None:
     """Returns the bytes per device in the compiler's out-of-memory error, or None without one."""
     strict = {name: value for name, value in options.items() if "oom" not in name}
     try:

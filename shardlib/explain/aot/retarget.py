@@ -9,12 +9,13 @@ device is replaced by the device at the same position of the new mesh.
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jaxtyping import PyTree
 
 from shardlib.errors import MeshError
 from shardlib.explain.aot.call import Call, abstract_leaf
@@ -24,9 +25,10 @@ from shardlib.mesh.device_order import arrange
 from shardlib.sharding.constrain import Scope
 
 AnyMesh = Mesh | AbstractMesh
+T = TypeVar("T")
 
 
-def is_state(node: Any) -> bool:
+def is_state(node: PyTree) -> bool:
     """Whether a node of a pytree names its own mesh, as training states do."""
     if not dataclasses.is_dataclass(node) or isinstance(node, type):
         return False
@@ -34,7 +36,7 @@ def is_state(node: Any) -> bool:
     return named and isinstance(getattr(node.definition, "scope", None), Scope)  # type: ignore[attr-defined]
 
 
-def mesh_of(arguments: Any) -> AnyMesh | None:
+def mesh_of(arguments: PyTree) -> AnyMesh | None:
     """Returns the mesh of arguments or shardings, or None if no leaf has one.
 
     The first mesh is returned if there are several over the same devices.
@@ -58,7 +60,7 @@ def mesh_of(arguments: Any) -> AnyMesh | None:
     return first
 
 
-def _meshes(tree: Any) -> Iterator[AnyMesh]:
+def _meshes(tree: PyTree) -> Iterator[AnyMesh]:
     for node in jax.tree.leaves(tree, is_leaf=is_state):
         sharding = getattr(node, "sharding", node)
         if is_state(node):
@@ -116,14 +118,14 @@ class Move:
     _done: dict[int, Any] = dataclasses.field(default_factory=dict)
     """Moved objects by the id of the original. The original is kept so that its id stays unique."""
 
-    def arguments(self, tree: Any) -> Any:
+    def arguments(self, tree: PyTree) -> PyTree:
         """Returns arguments on the new mesh.
 
         Arrays become `ShapeDtypeStruct`s, states name the new mesh, and other values are unchanged.
         """
         return jax.tree.map(self._node, tree, is_leaf=is_state)
 
-    def _node(self, node: Any) -> Any:
+    def _node(self, node: PyTree) -> PyTree:
         if not is_state(node):
             return abstract_leaf(node, self.sharding)
         definition = self._once(node.definition, self._definition)
@@ -134,7 +136,7 @@ class Move:
         scope = dataclasses.replace(definition.scope, mesh=self.new)
         return dataclasses.replace(definition, scope=scope)
 
-    def sharding(self, sharding: Any) -> Any:
+    def sharding(self, sharding: object) -> NamedSharding | None:
         """Returns a sharding on the new mesh, or None if it has no mesh."""
         if not isinstance(sharding, NamedSharding):
             return None
@@ -165,7 +167,7 @@ class Move:
             devices[index] = at[id(device)]
         return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
-    def _once(self, original: Any, move: Callable[[Any], Any]) -> Any:
+    def _once(self, original: T, move: Callable[[T], T]) -> T:
         if id(original) not in self._done:
             self._done[id(original)] = (move(original), original)
         return self._done[id(original)][0]
@@ -191,7 +193,7 @@ class Move:
     def _jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
         return jaxpr.replace(eqns=[self._equation(equation) for equation in jaxpr.eqns])
 
-    def _equation(self, equation: Any) -> Any:
+    def _equation(self, equation: JaxprEqn) -> JaxprEqn:
         params = {name: self.value(value) for name, value in equation.params.items()}
         context = equation.ctx
         if context.cur_abstract_mesh.empty:
@@ -219,7 +221,7 @@ class Move:
         """
         compute = jaxpr_as_fun(self.value(call.jaxpr))
 
-        def moved(*values: Any) -> list[Any]:
+        def moved(*values: PyTree) -> list[Any]:
             leaves = jax.tree.leaves(values)
             return compute(*(leaves[at] if isinstance(at, int) else at[0] for at in call.inputs))
 

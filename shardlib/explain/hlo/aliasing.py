@@ -5,7 +5,6 @@ Source: `HloAliasAnalysis` and `HloDataflowAnalysis::CanShareOperandBufferWithUs
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from shardlib.explain.hlo.text import Instruction, Module
 
@@ -42,19 +41,25 @@ def _updated(fused: tuple[Instruction, ...]) -> Iterator[tuple[int, int]]:
     if roots and roots[0].opcode == "tuple":
         roots = [by_name[name] for name in roots[0].operand_names if name in by_name]
     for output, root in enumerate(roots):
-        found: Instruction | None = root
-        while found is not None and found.opcode in ("bitcast", "copy", "convert"):
-            found = _first_operand(found, by_name)
-        if found is None or found.opcode not in ("dynamic-update-slice", "scatter"):
-            continue
-        found = _first_operand(found, by_name)
-        while found is not None and found.opcode in ("bitcast", "convert", "copy"):
-            found = _first_operand(found, by_name)
-        if found is not None and found.opcode == "parameter":
-            yield output, int(found.operands)
+        update = _unmoved(root, by_name)
+        if update is not None and update.opcode in ("dynamic-update-slice", "scatter"):
+            target = _unmoved(_first_operand(update, by_name), by_name)
+            if target is not None and target.opcode == "parameter":
+                yield output, int(target.operands)
 
 
-def _first_operand(instruction: Instruction, by_name: Mapping[str, Any]) -> Instruction | None:
+def _unmoved(
+    instruction: Instruction | None, by_name: Mapping[str, Instruction]
+) -> Instruction | None:
+    """Returns what an instruction copies or converts, or the instruction itself."""
+    while instruction is not None and instruction.opcode in ("bitcast", "copy", "convert"):
+        instruction = _first_operand(instruction, by_name)
+    return instruction
+
+
+def _first_operand(
+    instruction: Instruction, by_name: Mapping[str, Instruction]
+) -> Instruction | None:
     names = instruction.operand_names
     return by_name.get(names[0]) if names else None
 

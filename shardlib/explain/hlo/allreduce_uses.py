@@ -9,13 +9,11 @@ Source: XLA's passes `ReduceScatterCreator` and `AllReduceReassociate`.
 
 import collections
 import dataclasses
-import functools
 import math
-import re
 from collections.abc import Iterator
 from typing import Literal
 
-from shardlib.explain.hlo.text import Instruction, Module, arrays, elements, split
+from shardlib.explain.hlo.text import Instruction, Module, arrays, elements
 
 Fate = Literal["whole", "sliced", "added"]
 """Use of one array that an all-reduce returns. `whole`: it is used as it is. `sliced`: each device
@@ -34,24 +32,13 @@ class Flow:
 
     module: Module
 
-    @functools.cached_property
-    def _users(self) -> dict[Value, list[tuple[Instruction, int]]]:
-        users = collections.defaultdict(list)
-        for computation, instructions in self.module.computations.items():
-            for instruction in instructions:
-                for position, operand in enumerate(split(instruction.operands)):
-                    name = re.search(r"%?([\w.\-]+)$", operand)
-                    if name:
-                        users[computation, name[1]].append((instruction, position))
-        return dict(users)
-
     def uses(self, value: Value) -> Iterator[tuple[str, Instruction]]:
         """Yields the instructions that read a value, with their computations.
 
         Operations that only carry the value on, and fusion boundaries, are passed through.
         """
         computation, _ = value
-        for instruction, position in self._users.get(value, []):
+        for instruction, position in self.module.users(*value):
             if instruction.opcode in _CARRIED:
                 yield from self.uses((computation, instruction.name))
             elif instruction.opcode == "fusion":
@@ -80,7 +67,7 @@ class Flow:
         if len(shapes) == 1 and not instruction.shape.startswith("("):
             return [[(computation, instruction.name)]]
         values: list[list[Value]] = [[] for _ in shapes]
-        for user, _ in self._users.get((computation, instruction.name), []):
+        for user, _ in self.module.users(computation, instruction.name):
             if user.opcode == "get-tuple-element":
                 values[int(user.attributes["index"])].append((computation, user.name))
         return values
@@ -97,11 +84,11 @@ def fates(
             since only these can be added up before they are reduced.
     """
     flow = Flow(module)
-    found: dict[tuple[str, str], list[Fate]] = {}
+    fates_of: dict[tuple[str, str], list[Fate]] = {}
     pending: list[_Sum] = []
     for computation, instruction, devices in all_reduces:
         results = flow.results(computation, instruction)
-        found[computation, instruction.name] = ["whole"] * len(results)
+        fates_of[computation, instruction.name] = ["whole"] * len(results)
         for index, values in enumerate(results):
             shape = elements(instruction.shape)[index]
             uses = [use for value in values for use in flow.uses(value)]
@@ -110,10 +97,10 @@ def fates(
     for total in _added_up(flow, pending):
         computation, name, index = total.members[0]
         if total.uses and all(_is_part(use, total.part) for _, use in total.uses):
-            found[computation, name][index] = "sliced"
+            fates_of[computation, name][index] = "sliced"
         for computation, name, index in total.members[1:]:
-            found[computation, name][index] = "added"
-    return {key: tuple(value) for key, value in found.items()}
+            fates_of[computation, name][index] = "added"
+    return {key: tuple(value) for key, value in fates_of.items()}
 
 
 @dataclasses.dataclass

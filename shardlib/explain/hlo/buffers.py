@@ -18,7 +18,7 @@ from typing import Any
 
 from shardlib.explain.hlo.aliasing import in_place, shareable
 from shardlib.explain.hlo.layouts import device_bytes
-from shardlib.explain.hlo.places import user_source
+from shardlib.explain.hlo.provenance import came_from, where_of
 from shardlib.explain.hlo.text import Instruction, Module, elements, parse
 
 Value = Any
@@ -40,9 +40,9 @@ class Buffer:
         bytes: Size with the padding of its layout; 0 outside of device memory.
         shape: Shape and layout of its largest array, as in the program.
         name, opcode: Name and opcode of the instruction that first writes it.
-        op_name, source: JAX name and source of the first writer that has a source, else of the
-            first writer.
-        spans: First and last positions between which it is alive; see `LiveRanges.labels`.
+        made_by: Computation and instruction of the first writer that has a source and does not
+            only fill it, else of the first writer; and the number of its result.
+        spans: First and last positions between which it is alive; see `LiveRanges.schedule`.
         argument: Number of the program argument that it holds, or None.
         is_output: Whether it holds a result of the program.
         writers, readers: JAX names of the instructions that write and read it.
@@ -52,8 +52,7 @@ class Buffer:
     shape: str
     name: str
     opcode: str
-    op_name: str
-    source: str
+    made_by: tuple[str, Instruction, int]
     spans: list[tuple[int, int]]
     argument: int | None = None
     is_output: bool = False
@@ -76,12 +75,14 @@ class Buffer:
 class LiveRanges:
     """The buffers of a program and their live ranges.
 
-    `labels` names the instruction at each position of the schedule. `totals` holds the bytes alive
-    at each position, arguments included.
+    `schedule` holds the computation and the instruction at each position, and `totals` the bytes
+    alive there, arguments included.
     """
 
+    module: Module
+
     buffers: tuple[Buffer, ...]
-    labels: tuple[str, ...]
+    schedule: tuple[tuple[str, Instruction], ...]
     totals: tuple[int, ...]
 
     @property
@@ -95,8 +96,17 @@ class LiveRanges:
 
     def alive(self, position: int) -> list[Buffer]:
         """Returns the buffers alive at a position, largest first."""
-        found = [b for b in self.buffers if b.bytes and b.is_alive(position)]
-        return sorted(found, key=lambda buffer: -buffer.bytes)
+        buffers = [b for b in self.buffers if b.bytes and b.is_alive(position)]
+        return sorted(buffers, key=lambda buffer: -buffer.bytes)
+
+    def label(self, position: int) -> str:
+        """Returns the part of the model, operation and pass at a position; see `Where.label`."""
+        computation, instruction = self.schedule[position]
+        where = where_of(self.module, instruction)
+        if not (where.name or instruction.opcode in _SILENT):
+            # An instruction that the compiler adds is named, and placed where its operands are.
+            where = came_from(self.module, computation, instruction)._replace(name="")
+        return where.label(instruction.name)
 
     def timeline(self, points: int = 400) -> tuple[tuple[str, int], ...]:
         """Returns labels and bytes over the schedule.
@@ -112,7 +122,7 @@ class LiveRanges:
         tops = [
             max(range(a, b), key=self.totals.__getitem__) for a, b in zip(starts, ends, strict=True)
         ]
-        return tuple((self.labels[at], self.totals[at]) for at in tops)
+        return tuple((self.label(at), self.totals[at]) for at in tops)
 
 
 def live_ranges(module: Module | str) -> LiveRanges:
@@ -129,7 +139,9 @@ class _Schedule:
     parent: list[int] = dataclasses.field(default_factory=list)
     spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """First position and last use of each value."""
-    labels: list[str] = dataclasses.field(default_factory=list)
+    schedule: list[tuple[str, Instruction]] = dataclasses.field(default_factory=list)
+    computation: str = ""
+    """The computation that is run."""
     may_share: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     """Position, operand and result."""
 
@@ -139,7 +151,7 @@ class _Schedule:
             i.name: self.new(i, i.shape, int(i.operands)) for i in entry if i.opcode == "parameter"
         }
         root = self.run(self.module.entry, dict(parameters))
-        last = len(self.labels) - 1
+        last = len(self.schedule) - 1
         for value in parameters.values():
             for leaf in _leaves(value):
                 self.use(leaf, last)
@@ -151,9 +163,12 @@ class _Schedule:
         kept = [self.buffers[n] for n in range(len(self.buffers)) if self.parent[n] == n]
         for buffer in kept:
             buffer.spans = _merged(buffer.spans)
-        return LiveRanges(tuple(kept), tuple(self.labels), tuple(_totals(kept, len(self.labels))))
+        totals = tuple(_totals(kept, len(self.schedule)))
+        return LiveRanges(self.module, tuple(kept), tuple(self.schedule), totals)
 
-    def _alias_arguments(self, root: Value, arguments: list[Value], entry: Any) -> None:
+    def _alias_arguments(
+        self, root: Value, arguments: list[Value], entry: tuple[Instruction, ...]
+    ) -> None:
         """Joins donated arguments with the results that reuse their memory."""
         numbers = [int(i.operands) for i in entry if i.opcode == "parameter"]
         by_number = dict(zip(numbers, arguments, strict=True))
@@ -171,6 +186,7 @@ class _Schedule:
     def run(self, computation: str, values: dict[str, Value]) -> Value:
         """Runs a computation on the values of its parameters, and returns the value of its root."""
         root: Value = []
+        outer, self.computation = self.computation, computation
         for instruction in self.module.computations.get(computation, ()):
             if instruction.name not in values:
                 operands = [values[name] for name in instruction.operand_names if name in values]
@@ -179,6 +195,7 @@ class _Schedule:
         instructions = self.module.computations.get(computation, ())
         if instructions and not any(i.root for i in instructions):
             root = values[instructions[-1].name]
+        self.computation = outer
         return root
 
     def call(self, computation: str, operands: list[Value]) -> Value:
@@ -193,9 +210,9 @@ class _Schedule:
     def value(self, instruction: Instruction, operands: list[Value]) -> Value:
         """Returns the value of an instruction, and marks the use of its operands."""
         result = self._result(instruction, operands)
-        position = len(self.labels)
-        self.labels.append(instruction.op_name or instruction.name)
+        position = len(self.schedule)
         silent = instruction.opcode in _SILENT
+        self.schedule.append((self.computation, instruction))
         # Taking an element out of a tuple uses only that element. A loop uses its initial values
         # where it starts.
         passes = instruction.opcode in ("get-tuple-element", "while")
@@ -236,7 +253,7 @@ class _Schedule:
         Between its last read in an iteration and the value that replaces it, a carried value is not
         alive.
         """
-        position = len(self.labels)
+        position = len(self.schedule)
         root: Value = carried
         for name in ("condition", "body"):
             computation = instruction.attributes.get(name, "").lstrip("%")
@@ -303,19 +320,21 @@ class _Schedule:
         for operand, output in shareable(self.module, instruction, len(leaves)):
             both = operand < len(operands) and output < len(leaves)
             if both and isinstance(operands[operand], int) and isinstance(leaves[output], int):
-                self.may_share.append((len(self.labels), operands[operand], leaves[output]))
+                self.may_share.append((len(self.schedule), operands[operand], leaves[output]))
         return result
 
-    def new(self, instruction: Instruction, shape: str, argument: int | None = None) -> Value:
+    def new(
+        self, instruction: Instruction, shape: str, argument: int | None = None, output: int = 0
+    ) -> Value:
         """Returns new buffers for a shape."""
         if shape.startswith("("):
-            return [self.new(instruction, element, argument) for element in elements(shape)]
+            parts = enumerate(elements(shape))
+            return [self.new(instruction, part, argument, output) for output, part in parts]
         constant = instruction.opcode == "constant"
         size = 0 if constant else device_bytes(shape, tiled=self.module.is_tiled)
-        at = len(self.labels)
-        names = (instruction.name, instruction.opcode, instruction.op_name)
-        source = user_source(self.module, instruction)
-        buffer = Buffer(size, shape, *names, source, [], argument)
+        at = len(self.schedule)
+        made_by = self.computation or self.module.entry, instruction, output
+        buffer = Buffer(size, shape, instruction.name, instruction.opcode, made_by, [], argument)
         self.buffers.append(buffer)
         self.parent.append(len(self.parent))
         self.spans.append((at, at))
@@ -353,9 +372,11 @@ class _Schedule:
             kept.bytes, kept.shape = other.bytes, other.shape
         kept.writers |= other.writers
         kept.readers |= other.readers
-        if kept.argument is None and not kept.source and other.source:
-            # A buffer that the compiler fills with zeros takes the source of its first real writer.
-            kept.op_name, kept.source = other.op_name, other.source
+        first, then = (where_of(self.module, buffer.made_by[1]) for buffer in (kept, other))
+        filled = not first.source or first.operation == "broadcast_in_dim"
+        if kept.argument is None and filled and then.source:
+            # A buffer that is filled with zeros comes from its first real writer.
+            kept.made_by = other.made_by
         kept.argument = other.argument if kept.argument is None else kept.argument
         kept.is_output |= other.is_output
 

@@ -17,8 +17,8 @@ _HOST = 5
 
 def memory_space(shape: str) -> int:
     """Returns the memory space of an array; 0 is device memory."""
-    found = re.search(r"S\((\d+)\)", shape)
-    return int(found[1]) if found else 0
+    space = re.search(r"S\((\d+)\)", shape)
+    return int(space[1]) if space else 0
 
 
 def device_bytes(shape: str, *, tiled: bool) -> int:

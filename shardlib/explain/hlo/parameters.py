@@ -24,9 +24,9 @@ def parameter_paths(module: Module, paths: Iterable[str]) -> dict[int, str]:
         if instruction.opcode == "parameter" and instruction.operands.strip().isdigit()
     )
     by_words = {_words(path): path for path in paths}
-    found = {number: by_words[words] for number, words in parameters if words in by_words}
-    if len(found) == len(parameters):
-        return found
+    path_by_number = {number: by_words[words] for number, words in parameters if words in by_words}
+    if len(path_by_number) == len(parameters):
+        return path_by_number
     if len(parameters) == len(paths):
         return {number: path for (number, _), path in zip(parameters, paths, strict=True)}
     # Flax transformations rename the variables inside of a module but keep their order.
@@ -34,8 +34,8 @@ def parameter_paths(module: Module, paths: Iterable[str]) -> dict[int, str]:
         members = list(group)
         numbers = [n for n, words in parameters if words[:1] == _words(members[0])[:1]]
         if len(numbers) == len(members):
-            found |= dict(zip(numbers, members, strict=True))
-    return found
+            path_by_number |= dict(zip(numbers, members, strict=True))
+    return path_by_number
 
 
 def _words(path: str) -> tuple[str, ...]:

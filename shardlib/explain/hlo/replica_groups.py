@@ -22,16 +22,16 @@ def groups_of_axes(sizes: Mapping[str, int]) -> dict[Groups, tuple[str, ...]]:
     """
     ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     names = list(sizes)
-    found: dict[Groups, tuple[str, ...]] = {}
+    axes_by_groups: dict[Groups, tuple[str, ...]] = {}
     for name, size in sizes.items():
         for before, width in itertools.product(_divisors(size), repeat=2):
             if width > 1 and size % (before * width) == 0:
                 dim = names.index(name)
                 shape = (*ids.shape[:dim], before, width, -1, *ids.shape[dim + 1 :])
-                found[as_groups(_along(ids.reshape(shape), [dim + 1]))] = (name,)
+                axes_by_groups[as_groups(_along(ids.reshape(shape), [dim + 1]))] = (name,)
     wide = [name for name in names if sizes[name] > 1]
     subsets = (s for n in range(len(wide) + 1) for s in itertools.combinations(wide, n))
-    return found | {
+    return axes_by_groups | {
         as_groups(_along(ids, [names.index(name) for name in subset])): subset for subset in subsets
     }
 

@@ -8,8 +8,7 @@ name the collective that they are part of (`_xla_megascale_transfer_type`).
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 from jax.sharding import Mesh
@@ -43,14 +42,14 @@ class Slices:
         return tuple(name for name, degree in self.outer.items() if degree > 1)
 
 
-def slices_of(mesh: Any, sizes: Mapping[str, int], module: Module) -> Slices:
+def slices_of(mesh: object, sizes: Mapping[str, int], module: Module) -> Slices:
     """Returns the division of a mesh into the slices of a program.
 
     If the mesh has no devices to read it from, the leading axes cross slices, as in `make_mesh`.
     """
-    found = re.search(r"num_partitions=(\d+)", module.header)
+    partitions = re.search(r"num_partitions=(\d+)", module.header)
     total = math.prod(sizes.values())
-    here = int(found[1]) if found else total
+    here = int(partitions[1]) if partitions else total
     count = total // here if here and total % here == 0 else 1
     outer = dict.fromkeys(sizes, 1)
     if count > 1 and isinstance(mesh, Mesh):
@@ -72,43 +71,31 @@ def _crossed(mesh: Mesh) -> dict[str, int]:
     return crossed
 
 
-def between_slices(module: Module) -> Iterator[tuple[str, Instruction, str, str]]:
-    """Yields the computation, `send` instruction and kind of each collective between slices.
-
-    The fourth element is the shape of its whole buffer on one device.
-    """
-    received = {
+def received_shapes(module: Module) -> dict[str, str]:
+    """Returns the shape that each rendezvous between slices receives on one device."""
+    return {
         rendezvous: elements(instruction.shape)[0]
-        for instructions in module.computations.values()
-        for instruction in instructions
-        if instruction.opcode == "recv" and (rendezvous := _attribute(instruction, "rendezvous"))
+        for _, instruction in module.each("recv")
+        if (rendezvous := rendezvous_of(instruction))
     }
-    for computation, instructions in module.computations.items():
-        for instruction in instructions:
-            kind = transfer_kind(instruction)
-            if instruction.opcode != "send" or kind is None:
-                continue
-            sent = elements(instruction.shape)[0]
-            name = _attribute(instruction, "rendezvous")
-            whole = received.get(name, sent) if kind == "all-gather" else sent
-            yield computation, instruction, kind, whole
+
+
+def rendezvous_of(instruction: Instruction) -> str:
+    """Returns the name that a `send` shares with its `recv`, or ""."""
+    return _frontend(instruction, "_xla_host_transfer_rendezvous")
 
 
 def transfer_kind(instruction: Instruction) -> str | None:
     """Returns the kind of the collective between slices that a `send` or `recv` is part of."""
-    text = instruction.attributes.get("frontend_attributes", "")
-    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', text)
-    return _TYPES.get(found[1]) if found else None
+    return _TYPES.get(_frontend(instruction, "_xla_megascale_transfer_type"))
 
 
 def permutation_of(instruction: Instruction) -> str | None:
     """Returns the senders and receivers that a `send` or `recv` of a GPU program names."""
-    text = instruction.attributes.get("frontend_attributes", "")
-    found = re.search(r'_xla_send_recv_source_target_pairs="([^"]*)"', text)
-    return found[1] if found else None
+    return _frontend(instruction, "_xla_send_recv_source_target_pairs") or None
 
 
-def _attribute(instruction: Instruction, name: str) -> str:
+def _frontend(instruction: Instruction, name: str) -> str:
     text = instruction.attributes.get("frontend_attributes", "")
-    found = re.search(rf'_xla_host_transfer_{name}="([^"]*)"', text)
-    return found[1] if found else ""
+    value = re.search(rf'{name}="([^"]*)"', text)
+    return value[1] if value else ""

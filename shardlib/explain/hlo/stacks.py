@@ -18,13 +18,15 @@ class Frame(NamedTuple):
     """One call of a stack.
 
     `function` is a qualified name, such as `Attention.__call__` or `make.<locals>.step`. `number`
-    is the number of the frame in its program.
+    is the number of the frame in its program, and `column` the start of the call in the bytes of
+    its line, or -1.
     """
 
     file: str
     line: int
     function: str
     number: int = 0
+    column: int = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +48,8 @@ class Stacks:
             named = {n for n, frame in self._frames.items() if _is_of(frame, traced)}
             # The stack of a function that was traced before may begin in the middle.
             roots = {self._root(number) for number in named} or set(self._children.get(0, ()))
-            found = (number for root in roots for number in self._callers(root, named))
-            self._outside[traced] = frozenset(found)
+            callers = (number for root in roots for number in self._callers(root, named))
+            self._outside[traced] = frozenset(callers)
         return self._outside[traced]
 
     def _callers(self, root: int, named: set[int]) -> list[int]:
@@ -56,8 +58,10 @@ class Stacks:
         while len(inner) == 1:
             chain += inner
             inner = self._children.get(chain[-1], [])
-        met = [number for number in chain if number in named]
-        return chain if named.intersection(inner) or not met else chain[: chain.index(met[-1])]
+        traced = [number for number in chain if number in named]
+        return (
+            chain if named.intersection(inner) or not traced else chain[: chain.index(traced[-1])]
+        )
 
     def _root(self, number: int) -> int:
         while self._parents[number]:
@@ -70,14 +74,15 @@ class Stacks:
 
     @functools.cached_property
     def _frames(self) -> dict[int, Frame]:
-        found = {}
+        frames = {}
         for number, row in self.tables["StackFrames"].items():
             location = self.tables["FileLocations"].get(field(row, "file_location_id"), "")
             file = self.tables["FileNames"].get(field(location, "file_name_id"))
             function = self.tables["FunctionNames"].get(field(location, "function_name_id"), "")
             if file:
-                found[number] = Frame(file, field(location, "line"), function, number)
-        return found
+                position = field(location, "line"), field(location, "column")
+                frames[number] = Frame(file, position[0], function, number, position[1])
+        return frames
 
     @functools.cached_property
     def _parents(self) -> dict[int, int]:
@@ -86,16 +91,16 @@ class Stacks:
         # If the first frame names itself as its parent, parents are numbered from 1, and 0 means
         # no parent.
         shift = int(field(rows.get(1, ""), "parent_frame_id") == 1)
-        found = {number: field(row, "parent_frame_id") - shift for number, row in rows.items()}
+        parents = {number: field(row, "parent_frame_id") - shift for number, row in rows.items()}
         # A caller is listed before the frames that it calls.
-        return {number: up if up in rows and up < number else 0 for number, up in found.items()}
+        return {number: up if up in rows and up < number else 0 for number, up in parents.items()}
 
     @functools.cached_property
     def _children(self) -> dict[int, list[int]]:
-        found = collections.defaultdict(list)
+        children = collections.defaultdict(list)
         for number, parent in self._parents.items():
-            found[parent].append(number)
-        return dict(found)
+            children[parent].append(number)
+        return dict(children)
 
 
 def _is_of(frame: Frame, function: str) -> bool:
@@ -104,5 +109,5 @@ def _is_of(frame: Frame, function: str) -> bool:
 
 def field(text: str, name: str) -> int:
     """Returns a field of a row, such as 7 for `line` of `line=7 column=3`, or -1 if missing."""
-    found = re.search(rf"\b{name}=(\d+)", text)
-    return int(found[1]) if found else -1
+    value = re.search(rf"\b{name}=(\d+)", text)
+    return int(value[1]) if value else -1

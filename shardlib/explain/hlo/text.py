@@ -11,11 +11,12 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from shardlib.explain.hlo.stacks import TABLES, Stacks, field
 from shardlib.explain.hlo.stacks import Frame as Frame
 
+T = TypeVar("T")
 _INSTRUCTION = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{\s*$")
 _ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+\w*)\[([\d,<=]*)\]")
@@ -34,6 +35,7 @@ _SIMPLE = re.compile(
 _COMMON = re.compile(r"([^ (]+) ([\w\-]+)\(([^()]*)\)")
 _OPENING, _CLOSING = "([{", ")]}"
 _NESTED, _MARKS = re.compile(r"[(\[{\"]"), re.compile(r"[()\[\]{},\"]")
+_KERNEL_METADATA = re.compile(r"(kernel_metadata=\{)\n([^\n]*)\n(\})")
 _BRACKETS = re.compile(r"[()\[\]{}]")
 # Opcodes that run their computation once, as a part of themselves.
 _WRAPS = ("fusion", "call", "async-start")
@@ -59,8 +61,8 @@ class Instruction:
     @functools.cached_property
     def op_name(self) -> str:
         """The JAX name of its origin, such as `jit(step)/while/body/dot_general`, or ""."""
-        found = _OP_NAME.search(self.attributes.get("metadata", ""))
-        return found[1].replace("\\'", "'") if found else ""
+        name = _OP_NAME.search(self.attributes.get("metadata", ""))
+        return name[1].replace("\\'", "'") if name else ""
 
     @functools.cached_property
     def operand_names(self) -> tuple[str, ...]:
@@ -100,6 +102,13 @@ class Module:
         """Whether it has the tiled layouts of TPUs."""
         return ":T(" in self.header
 
+    def each(self, *opcodes: str) -> Iterator[tuple[str, Instruction]]:
+        """Yields the instructions with one of the opcodes, and their computations."""
+        for computation, instructions in self.computations.items():
+            for instruction in instructions:
+                if instruction.opcode in opcodes:
+                    yield computation, instruction
+
     def donations(self) -> list[tuple[tuple[int, ...], int, tuple[int, ...]]]:
         """Returns the donations: index of the result, number of the argument, index in it."""
         text = self.header.partition("input_output_alias=")[2].partition("entry_computation")[0]
@@ -127,10 +136,10 @@ class Module:
 
     @functools.cached_property
     def _executions(self) -> dict[str, Execution]:
-        found: dict[str, Execution] = {}
+        executions: dict[str, Execution] = {}
 
         def visit(name: str) -> Execution:
-            if name not in found:
+            if name not in executions:
                 count, in_loop, known = int(name == self.entry), False, True
                 for where, instruction in self.callers.get(name, []):
                     outer = visit(where)
@@ -138,12 +147,12 @@ class Module:
                     count += outer.count * (1 if trips is None else trips)
                     in_loop |= outer.in_loop or instruction.opcode == "while"
                     known &= outer.trips_known and trips is not None
-                found[name] = Execution(count, in_loop, known)
-            return found[name]
+                executions[name] = Execution(count, in_loop, known)
+            return executions[name]
 
         for name in self.computations:
             visit(name)
-        return found
+        return executions
 
     def trips(self, loop: Instruction) -> int | None:
         """Returns the trip count of a `while`, or None if the text does not give it.
@@ -176,25 +185,39 @@ class Module:
         Instructions that the compiler adds have no name. If nothing in a fusion has a name, the
         origin of the fusion is returned.
         """
-        by_name = self._named[computation]
-
-        def operands(one: Instruction) -> list[Instruction]:
-            return [by_name[name] for name in one.operand_names if name in by_name]
-
-        found = next((one for one in _nearest(instruction, operands) if one.op_name), None)
-        if found is not None:
-            return found
+        nearest = self.sources(computation, instruction)
+        if named := next((one for one in nearest if one.op_name), None):
+            return named
         for where, caller in self.callers.get(computation, []):
             if caller.opcode in _WRAPS:
                 return self.origin(where, caller)
         return instruction
 
+    def sources(self, computation: str, instruction: Instruction) -> Iterator[Instruction]:
+        """Yields an instruction and what its value comes from in its computation, nearest first."""
+        by_name = self._named[computation]
+        yield from _nearest(
+            instruction, lambda one: [by_name[n] for n in one.operand_names if n in by_name]
+        )
+
+    def operand(
+        self, computation: str, instruction: Instruction, number: int
+    ) -> Instruction | None:
+        """Returns the instruction that makes an operand, or None if there is no such operand."""
+        names = instruction.operand_names
+        return self._named[computation].get(names[number]) if number < len(names) else None
+
     def readers(self, computation: str, instruction: Instruction) -> Iterator[Instruction]:
         """Yields the readers of an instruction's result in its computation, nearest first."""
-        users = self._users[computation]
-        found = _nearest(instruction, lambda one: users.get(one.name, []))
-        next(found)
-        yield from found
+        nearest = _nearest(
+            instruction, lambda one: [user for user, _ in self.users(computation, one.name)]
+        )
+        next(nearest)
+        yield from nearest
+
+    def users(self, computation: str, name: str) -> list[tuple[Instruction, int]]:
+        """Returns the instructions that read a value, with its number among their operands."""
+        return self._users.get((computation, name), [])
 
     @functools.cached_property
     def _named(self) -> dict[str, dict[str, Instruction]]:
@@ -204,14 +227,13 @@ class Module:
         }
 
     @functools.cached_property
-    def _users(self) -> dict[str, dict[str, list[Instruction]]]:
-        found: dict[str, dict[str, list[Instruction]]] = {}
+    def _users(self) -> dict[tuple[str, str], list[tuple[Instruction, int]]]:
+        users = collections.defaultdict(list)
         for computation, instructions in self.computations.items():
-            users = found[computation] = collections.defaultdict(list)
             for instruction in instructions:
-                for name in instruction.operand_names:
-                    users[name].append(instruction)
-        return found
+                for position, name in enumerate(instruction.operand_names):
+                    users[computation, name].append((instruction, position))
+        return dict(users)
 
     def frames(self, instruction: Instruction) -> Iterator[Frame]:
         """Yields the trace stack of an instruction, innermost first.
@@ -225,6 +247,16 @@ class Module:
     def stacks(self) -> Stacks:
         """The trace stacks of its instructions."""
         return Stacks(self.tables)
+
+    def remembered(self, name: str, make: Callable[[], T]) -> T:
+        """Returns `make()`, computed once for each name, such as a table of the whole program."""
+        if name not in self._memory:
+            self._memory[name] = make()
+        return self._memory[name]
+
+    @functools.cached_property
+    def _memory(self) -> dict[str, Any]:
+        return {}
 
     def source(self, instruction: Instruction) -> str:
         """Returns `file:line` of the user's code, or an empty string."""
@@ -243,6 +275,8 @@ def parse(text: str) -> Module:
     tables: dict[str, dict[int, str]] = {name: {} for name in TABLES}
     entry, table = "", None
     current: list[Instruction] = []
+    if "kernel_metadata={\n" in text:  # The metadata of a Pallas kernel on TPU are on own lines.
+        text = _KERNEL_METADATA.sub(r"\1\2\3", text)
     for line in text.splitlines():
         if line.strip() in tables:
             table = tables[line.strip()]
@@ -296,8 +330,8 @@ def split(text: str) -> list[str]:
     if not _NESTED.search(text):
         return [part for part in map(str.strip, text.split(",")) if part]
     parts, depth, start, quoted = [], 0, 0, False
-    for found in _MARKS.finditer(text):
-        mark, at = found[0], found.start()
+    for match in _MARKS.finditer(text):
+        mark, at = match[0], match.start()
         if mark == '"' and text[at - 1 : at] != "\\":
             quoted = not quoted
         elif quoted:
@@ -339,10 +373,10 @@ def _instruction(line: str) -> Instruction | None:
 def _closed(text: str, start: int) -> int:
     """Returns the position after the bracket that closes the one at `start`, or -1."""
     depth = 0
-    for found in _BRACKETS.finditer(text, start):
-        depth += 1 if found[0] in _OPENING else -1
+    for bracket in _BRACKETS.finditer(text, start):
+        depth += 1 if bracket[0] in _OPENING else -1
         if depth == 0:
-            return found.end()
+            return bracket.end()
     return -1
 
 
@@ -406,9 +440,9 @@ def _nearest(
     """Yields instructions in order of distance, `start` first."""
     seen, waiting = {start.name}, collections.deque([start])
     while waiting:
-        found = waiting.popleft()
-        yield found
-        for one in neighbours(found):
+        nearest = waiting.popleft()
+        yield nearest
+        for one in neighbours(nearest):
             if one.name not in seen:
                 seen.add(one.name)
                 waiting.append(one)

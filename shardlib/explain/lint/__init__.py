@@ -1,7 +1,9 @@
 """Checks of a compiled step. Each fault is a finding with a code, a place and a fix."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
+from shardlib.explain.hlo.provenance import Where, where_of
 from shardlib.explain.lint import (
     activations,
     domain,
@@ -45,5 +47,22 @@ def lint(subject: Subject) -> tuple[Finding, ...]:
 
     A check that needs a jaxpr or a cluster finds nothing in a subject without one.
     """
-    found = [finding for check in CHECKS for finding in check(subject)]
-    return tuple(sorted(found, key=lambda finding: (finding.code, -finding.bytes, finding.place)))
+    findings = [finding for check in CHECKS for finding in check(subject)]
+    findings = _with_parts(subject, findings) if findings else []
+    return tuple(sorted(findings, key=lambda each: (each.code, -each.bytes, each.place)))
+
+
+def _with_parts(subject: Subject, findings: list[Finding]) -> list[Finding]:
+    """Returns findings with the part of the model and the pass of their operations."""
+    origins = {
+        (where.name, where.source): where
+        for instructions in subject.module.computations.values()
+        for instruction in instructions
+        if (where := where_of(subject.module, instruction)).source
+    }
+    nowhere = Where()
+    return [
+        dataclasses.replace(finding, model_path=where.model_path, phase=where.phase)
+        for finding in findings
+        for where in (origins.get((finding.op_name, finding.source), nowhere),)
+    ]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from shardlib import humanize
 from shardlib.explain.analysis.collectives import axes_text
 from shardlib.explain.analysis.equations import equations
-from shardlib.explain.hlo.places import Where
+from shardlib.explain.hlo.provenance import Where
 from shardlib.explain.hlo.text import array_bytes
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.shardings import dims

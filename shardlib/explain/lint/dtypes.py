@@ -10,7 +10,7 @@ from shardlib.explain.analysis.collectives import axes_text
 from shardlib.explain.analysis.equations import Placed as PlacedEquation
 from shardlib.explain.analysis.equations import equations
 from shardlib.explain.analysis.explicit import is_explicit
-from shardlib.explain.hlo.places import Where, where_of_equation
+from shardlib.explain.hlo.provenance import Where, where_of_equation
 from shardlib.explain.hlo.text import Instruction, array_bytes
 from shardlib.explain.lint.activations import in_loss, shape_of_leaf
 from shardlib.explain.lint.findings import Finding

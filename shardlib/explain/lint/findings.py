@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from shardlib.explain.hlo.provenance import Phase
 from shardlib.explain.wrong_numbers import FAULTS
 
 CODES: Mapping[str, str] = {
@@ -63,6 +64,8 @@ class Finding:
         source: `file:line` of the user's code, or empty.
         op_name: JAX name of the operation, such as `jit(step)/while/body/dot_general`.
         bytes: Bytes that one device wastes in a step, held or sent. 0 if no bytes are wasted.
+        model_path, phase: Part of the model and pass of the operation, as in `provenance`; empty
+            if unknown.
     """
 
     code: str
@@ -72,6 +75,8 @@ class Finding:
     source: str = ""
     op_name: str = ""
     bytes: float = 0.0
+    model_path: str = ""
+    phase: Phase = ""
 
     @property
     def title(self) -> str:
@@ -80,7 +85,9 @@ class Finding:
 
     def __str__(self) -> str:
         where = f"{self.source}: " if self.source else ""
-        return f"{where}{self.code} {self.message}\n  {self.fix}"
+        phase = f" ({self.phase})" if self.phase else ""
+        part = f" in {self.model_path}{phase}:" if self.model_path else ""
+        return f"{where}{self.code}{part} {self.message}\n  {self.fix}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the finding as plain data for JSON."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from shardlib import humanize
 from shardlib.explain.analysis.collectives import axes_text
-from shardlib.explain.hlo.places import Where, where_of
+from shardlib.explain.hlo.provenance import Where, where_of
 from shardlib.explain.hlo.text import Instruction
 from shardlib.explain.lint.activations import is_parameter
 from shardlib.explain.lint.findings import Finding

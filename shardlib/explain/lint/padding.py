@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from shardlib import humanize
-from shardlib.explain.hlo.places import Where, is_library, where_of
+from shardlib.explain.hlo.provenance import Where, is_library, where_of
 from shardlib.explain.hlo.text import Instruction
 from shardlib.explain.lint.activations import in_loss
 from shardlib.explain.lint.findings import Finding
@@ -49,7 +49,8 @@ def _padded_matmuls(subject: Subject) -> Iterator[Finding]:
         total += flops
         size = min((contracted, last), key=lambda n: n / _rounded(n))
         ratio = _rounded(contracted) * _rounded(last) / (contracted * last)
-        where = where_of(subject.module, instruction)._replace(name="")
+        where = where_of(subject.module, instruction)
+        where = where._replace(name="", model_path="", phase="")
         # The user does not choose the sizes of an optimizer's own matmuls.
         chosen = in_loss(subject, instruction.op_name) and not is_library(where.source)
         if chosen and ratio >= 1 + subject.limits.padding_waste:
@@ -62,7 +63,7 @@ def _padded_matmuls(subject: Subject) -> Iterator[Finding]:
         name = first.op_name
         yield Finding(
             "SL105",
-            where._replace(name=name).place(first.name),
+            where_of(subject.module, first).place(first.name),
             f"a dim of {size} is padded to {_rounded(size)} in {len(members)} matmul"
             f"{'s' * (len(members) > 1)} of this line: {wasted / total:.0%} of the step's matmul "
             "FLOPs multiply zeros.",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from shardlib import humanize
 from shardlib.explain.analysis.collectives import axes_text
 from shardlib.explain.analysis.explicit import is_explicit
-from shardlib.explain.hlo.places import Where, is_library
+from shardlib.explain.hlo.provenance import Where, is_library
 from shardlib.explain.lint.activations import (
     in_loss,
     is_parameter,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shardlib import humanize
 from shardlib.explain.analysis.params import ParamsReport
-from shardlib.explain.hlo.places import Where, where_of
+from shardlib.explain.hlo.provenance import Where, where_of
 from shardlib.explain.hlo.text import Instruction, array_bytes
 from shardlib.explain.lint.arguments import Argument
 from shardlib.explain.lint.findings import Finding

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardlib.cost.traced.products import matmul_flops
 from shardlib.explain.analysis.equations import Placed, equations
-from shardlib.explain.hlo.places import Where, where_of, where_of_equation
+from shardlib.explain.hlo.provenance import Where, where_of, where_of_equation
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import Subject, each
 

@@ -10,7 +10,13 @@ from shardlib.explain.analysis.collectives import Collective, ProgramReport, rea
 from shardlib.explain.analysis.equations import equations
 from shardlib.explain.analysis.params import ParamsReport
 from shardlib.explain.aot.compile import CompiledStep, argument_names
-from shardlib.explain.hlo.places import Where, asks, is_library, outermost_source, where_of
+from shardlib.explain.hlo.provenance import (
+    Where,
+    is_library,
+    makes_reports,
+    outermost_source,
+    where_of,
+)
 from shardlib.explain.hlo.text import Instruction, Module, array_bytes, parse
 from shardlib.explain.lint.arguments import Argument, read_arguments
 from shardlib.explain.lint.findings import Limits
@@ -129,7 +135,7 @@ class Subject:
         info = getattr(getattr(self.jaxpr, "jaxpr", None), "debug_info", None)
         found = re.search(r" at (.+:\d+)$", getattr(info, "func_src_info", None) or "")
         source = found[1] if found else ""
-        if not asks(source):
+        if not makes_reports(source):
             return "" if is_library(source) else source
         # A step moved to another mesh is wrapped in another function.
         placed = equations(self.jaxpr)

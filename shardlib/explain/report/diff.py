@@ -1,14 +1,14 @@
 """The difference between two reports on steps."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardlib import humanize
 from shardlib.explain.analysis.collectives import axes_text
 from shardlib.explain.analysis.params import spec_text
-from shardlib.explain.report.report import StepReport
-from shardlib.tables import Table, captured
+from shardlib.explain.report.facts import StepFacts
+from shardlib.tables import Report, Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Change:
 
 
 @dataclasses.dataclass(frozen=True)
-class Diff:
+class Diff(Report):
     """The difference between two steps.
 
     Attributes:
@@ -45,32 +45,25 @@ class Diff:
     new_faults: tuple[str, ...]
     mended_faults: tuple[str, ...]
 
-    def render(self) -> Any:
-        """Returns the difference as a rich renderable."""
-        from rich.console import Group
-        from rich.text import Text
-
-        before, after = self.titles
-        lines = [Text(f"before: {before}"), Text(f"after:  {after}")]
+    def parts(self) -> Iterator[Table | str]:
+        yield from (f"before: {self.titles[0]}", f"after:  {self.titles[1]}")
         if not (self.changes or self.specs or self.new_faults or self.mended_faults):
-            return Group(*lines, Text("the steps do not differ"))
+            yield "the steps do not differ"
+            return
         rows = [_row(change) for change in self.changes]
-        table = Table("what changes", ("what", "before>", "after>", "ratio>"), rows)
-        placed = [(path, str(a or "-"), str(b or "-")) for path, (a, b) in self.specs.items()]
-        specs = Table("parameters placed otherwise", ("parameter", "before", "after"), placed)
-        faults = [Text(f"new fault: {fault}") for fault in self.new_faults]
-        faults += [Text(f"fixed fault: {fault}") for fault in self.mended_faults]
-        return Group(*lines, table, *([specs] if placed else []), *faults)
-
-    def __str__(self) -> str:
-        return captured(self.render())
+        yield Table("what changes", ("what", "before>", "after>", "ratio>"), rows)
+        if self.specs:
+            placed = [(path, str(a or "-"), str(b or "-")) for path, (a, b) in self.specs.items()]
+            yield Table("parameters placed otherwise", ("parameter", "before", "after"), placed)
+        yield from (f"new fault: {fault}" for fault in self.new_faults)
+        yield from (f"fixed fault: {fault}" for fault in self.mended_faults)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the difference as plain data for JSON."""
         return dataclasses.asdict(self)
 
 
-def diff(before: StepReport, after: StepReport, *, names: tuple[str, str] | None = None) -> Diff:
+def diff(before: StepFacts, after: StepFacts, *, names: tuple[str, str] | None = None) -> Diff:
     """Returns the difference between two reports.
 
     Args:
@@ -102,26 +95,26 @@ def diff(before: StepReport, after: StepReport, *, names: tuple[str, str] | None
     )
 
 
-def _figures(report: StepReport) -> dict[str, float]:
+def _figures(report: StepFacts) -> dict[str, float]:
     """Returns the figures of a report by name. Names of figures in seconds end with `time`."""
-    found: dict[str, float] = {"peak memory": report.memory.peak_bytes}
+    figures: dict[str, float] = {"peak memory": report.memory.peak_bytes}
     for name, size in report.memory.categories.items():
-        found[f"memory: {name.replace('_', ' ')}"] = size
+        figures[f"memory: {name.replace('_', ' ')}"] = size
     for collective in report.program.collectives:
         name = f"sent: {collective.kind} over {axes_text(collective.mesh_axes)}"
-        found[name] = found.get(name, 0.0) + collective.sent_bytes
+        figures[name] = figures.get(name, 0.0) + collective.sent_bytes
     if report.roofline is not None:
         for name, seconds in report.roofline.seconds.items():
             if seconds is not None:
-                found[f"{name} time"] = seconds
-    return found
+                figures[f"{name} time"] = seconds
+    return figures
 
 
 def _unit(what: str) -> str:
     return "s" if what.endswith(" time") else "bytes"
 
 
-def _specs(report: StepReport) -> dict[str, str]:
+def _specs(report: StepFacts) -> dict[str, str]:
     rows = report.params.rows if report.params is not None else ()
     return {row.path: spec_text(row.spec) for row in rows if row.section == "params"}
 

@@ -3,12 +3,15 @@
 import math
 from typing import Any
 
+import jax
 from jax.sharding import Sharding
 
 from shardlib.tables import aligned
 
 
-def draw(array: Any, shape: tuple[int, ...] | None = None) -> str:
+def draw(
+    array: jax.Array | jax.ShapeDtypeStruct | Sharding, shape: tuple[int, ...] | None = None
+) -> str:
     """Draws the placement of an array as text: one cell for each shard, with its devices.
 
     Arrays of any rank are drawn over the two dims with the most shards.

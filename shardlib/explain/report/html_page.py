@@ -1,13 +1,11 @@
 """The HTML page of a report: the tables of the terminal, with charts."""
 
 import html
-from typing import TYPE_CHECKING
 
 from shardlib.explain.analysis.matrix import communication_matrix
 from shardlib.explain.report import html_charts as charts
-
-if TYPE_CHECKING:
-    from shardlib.explain.report.report import StepReport
+from shardlib.explain.report.facts import StepFacts
+from shardlib.explain.report.text import tables
 
 _COLOURS = (
     *("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2"),
@@ -43,12 +41,8 @@ figcaption { overflow-wrap: anywhere } small { color: var(--faint); display: blo
 )
 
 
-def page(report: "StepReport") -> str:
-    """Returns a report on a step as one HTML page that works offline.
-
-    Args:
-        report: A `StepReport`.
-    """
+def page(report: StepFacts) -> str:
+    """Returns a report on a step as one HTML page that works offline."""
     fits = "fits" if report.fits else "fault"
     parts = [
         f"<h1>{html.escape(report.title())}</h1>",
@@ -56,7 +50,7 @@ def page(report: "StepReport") -> str:
         *(f"<p>{html.escape(line)}</p>" for line in report.notes()),
         _findings(report),
         _memory(report),
-        *(table.html() for table in report.tables()),
+        *(table.html() for table in tables(report)),
         _matrix(report),
         _pieces(report),
     ]
@@ -67,7 +61,7 @@ def page(report: "StepReport") -> str:
     )
 
 
-def _findings(report: "StepReport") -> str:
+def _findings(report: StepFacts) -> str:
     title = f"<h2>{html.escape(report.count().capitalize())}</h2>"
     items = "".join(
         f"<li class=\"fault\" style='white-space: pre-wrap'>{html.escape(str(finding))}</li>"
@@ -76,7 +70,7 @@ def _findings(report: "StepReport") -> str:
     return f"{title}<ul>{items}</ul>" if items else title
 
 
-def _memory(report: "StepReport") -> str:
+def _memory(report: StepFacts) -> str:
     memory = report.memory
     limit = memory.capacity_bytes
     bar = charts.stacked_bar(list(memory.categories.items()), limit, "chip capacity")
@@ -84,7 +78,7 @@ def _memory(report: "StepReport") -> str:
     return f"<h2>Memory of one device at the peak</h2>{bar}<h2>Memory over the step</h2>{line}"
 
 
-def _matrix(report: "StepReport") -> str:
+def _matrix(report: StepFacts) -> str:
     matrix = communication_matrix(report.program)
     size = matrix.devices_per_block
     count = len(matrix.sent)
@@ -99,7 +93,7 @@ def _matrix(report: "StepReport") -> str:
     )
 
 
-def _pieces(report: "StepReport") -> str:
+def _pieces(report: StepFacts) -> str:
     """Returns drawings of the largest parameters with their shards."""
     if report.params is None:
         return ""

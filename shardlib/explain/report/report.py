@@ -1,39 +1,30 @@
-"""The report on a compiled step: memory, collectives, bounds and faults."""
+"""The report on a compiled step: its facts, with methods that render them."""
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from shardlib import humanize
 from shardlib.explain.analysis import timing
-from shardlib.explain.analysis.collectives import Collective, ProgramReport, Total, read_program
+from shardlib.explain.analysis.collectives import read_program
 from shardlib.explain.analysis.memory import MemoryReport, read_memory
 from shardlib.explain.analysis.params import ParamsReport, explain_params
-from shardlib.explain.analysis.roofline import Roofline, read_roofline, vocabularies_of
-from shardlib.explain.analysis.timing import Flow
-from shardlib.explain.aot.call import NO_KEYWORDS
-from shardlib.explain.aot.capture_stderr import HIDDEN
+from shardlib.explain.analysis.roofline import read_roofline, vocabularies_of
+from shardlib.explain.aot.call import NO_KEYWORDS, Step
 from shardlib.explain.aot.compile import CompiledStep, compile_step
 from shardlib.explain.aot.retarget import is_state
 from shardlib.explain.hlo.text import parse
-from shardlib.explain.lint import Finding, Limits, Subject, lint
-from shardlib.explain.report.step_tables import (
-    buffer_table,
-    collective_table,
-    memory_table,
-    roofline_table,
-)
-from shardlib.explain.report.to_json import facts
+from shardlib.explain.lint import Limits, Subject, lint
+from shardlib.explain.report import diff as diffs
+from shardlib.explain.report import html_page, text, to_json
+from shardlib.explain.report.facts import StepFacts
 from shardlib.hardware import Cluster, of_one_kind
-from shardlib.tables import Table, captured
-
-if TYPE_CHECKING:
-    from shardlib.explain.report.diff import Diff
+from shardlib.tables import Report, Table
 
 
 @dataclasses.dataclass(frozen=True)
-class StepReport:
+class StepReport(StepFacts, Report):
     """The report on one step on a mesh. `str()` draws tables, `html()` returns a page with charts.
 
     Attributes:
@@ -48,100 +39,20 @@ class StepReport:
         accepted: Faults that a baseline accepts.
     """
 
-    step: CompiledStep
-    program: ProgramReport
-    memory: MemoryReport
-    flows: tuple[Flow, ...]
-    roofline: Roofline | None
-    findings: tuple[Finding, ...]
-    params: ParamsReport | None = None
-    fixes: tuple[str, ...] = ()
-    accepted: tuple[Finding, ...] = ()
-
-    @property
-    def collectives(self) -> tuple[Collective, ...]:
-        """The collectives of the program."""
-        return self.program.collectives
-
-    def totals(self, at_least_bytes: int = 0) -> list[Total]:
-        """Returns the collectives by kind and axes, largest first. See `ProgramReport.totals`."""
-        return self.program.totals(at_least_bytes)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the step fits in the memory of a device."""
-        return self.memory.fits
-
-    def title(self) -> str:
-        """Returns a one-line title with the mesh and the cluster."""
-        mesh = ",".join(f"{name}={size}" for name, size in self.step.mesh_sizes.items())
-        where = self.step.cluster.name if self.step.cluster else "the devices at hand"
-        return f"step on mesh {mesh or 'of one device'} of {where}"
-
-    def verdict(self) -> str:
-        """Returns one line that says whether the step fits."""
-        memory, limit = self.memory, self.memory.capacity_bytes
-        needed = humanize.size(memory.peak_bytes)
-        if limit is None:
-            return f"needs {needed} on each device"
-        if not memory.fits:
-            return f"does not fit: needs {needed}; a device has {humanize.size(limit)}"
-        share = memory.peak_bytes / limit
-        note = f" ({memory.note})" if memory.note else ""
-        return f"fits: needs {needed} of {humanize.size(limit)} on each device, {share:.0%}{note}"
-
-    @property
-    def choices(self) -> Mapping[str, str]:
-        """Choices and reasons of a run for settings that its config left open."""
-        return self.params.choices if self.params is not None else {}
-
-    def notes(self) -> list[str]:
-        """Returns lines that complete the verdict: fixes, the cluster of the text if it is another
-        one, hidden compiler warnings, and choices."""
-        found, (cluster, text_of) = [*self.fixes], (self.step.cluster, self.step.compiled_for)
-        if cluster is not None and text_of not in ("", cluster.name):
-            found.append(f"too large to compile for it: everything but the peak is from {text_of}")
-        if self.step.warnings is None:
-            found.append(HIDDEN)
-        return [*found, *(f"{name}: {text}" for name, text in self.choices.items())]
-
-    def count(self) -> str:
-        """Returns one line with the number of faults."""
-        number, accepted = len(self.findings), len(self.accepted)
-        faults = "fault" if number == 1 else "faults"
-        if not accepted:
-            return f"{number or 'no'} {faults} found"
-        return f"{number or 'no'} new {faults}, {accepted} accepted"
-
     def tables(self) -> list[Table]:
         """Returns the tables of the report, except the table of parameters."""
-        found = [memory_table(self.memory), buffer_table(self.memory)]
-        found.append(collective_table(self.program, self.flows))
-        return [*found, roofline_table(self.roofline)] if self.roofline else found
+        return text.tables(self)
 
-    def render(self) -> Any:
-        """Returns the report as a rich renderable."""
-        from rich.console import Group
-        from rich.text import Text
-
-        head = [Text(line) for line in (self.title(), self.verdict(), *self.notes())]
-        tables = self.tables()
-        return Group(*head, *tables, *map(Text, map(str, self.findings)), Text(self.count()))
-
-    def __str__(self) -> str:
-        return captured(self.render())
+    def parts(self) -> Iterator[Table | str]:
+        return text.parts(self)
 
     def html(self) -> str:
         """Returns the report as one HTML page that works offline."""
-        from shardlib.explain.report.html_page import page
+        return html_page.page(self)
 
-        return page(self)
-
-    def diff(self, after: "StepReport") -> "Diff":
+    def diff(self, after: StepFacts) -> diffs.Diff:
         """Returns the difference from this step to another one."""
-        from shardlib.explain.report.diff import diff
-
-        return diff(self, after)
+        return diffs.diff(self, after)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data for JSON, with the same keys on every platform.
@@ -154,7 +65,7 @@ class StepReport:
         - `peak_bytes`, `capacity_bytes`, `live_bytes` (the peak by live ranges, without code),
           `peak_at`, `memory_bytes` (by category), `timeline` (pairs of operation and bytes),
           `largest_buffers` (`bytes` of each of `count` equal ones, `shape`, `category`, `opcode`,
-          `op_name`, `source`).
+          `op_name`, `source`, `model_path`, `phase`).
         - `collectives`, largest traffic first: the attributes of `Collective`, `sent_bytes` of one
           device in a step, and the attributes of `Flow`: `seconds` by fabric, `overlap`,
           `overlappable`, `note`. `unattributed_bytes` are sent over groups that follow no mesh
@@ -166,7 +77,7 @@ class StepReport:
         - `findings` and `accepted`: the attributes of `Finding`, and `title`.
         - `fixes`, `choices` (reasons by choice), `params` (see `ParamsReport`).
         """
-        return facts(self)
+        return to_json.facts(self)
 
     def to_json(self) -> str:
         """Returns the report as one JSON object."""
@@ -174,7 +85,7 @@ class StepReport:
 
 
 def explain_step(
-    step: Any,
+    step: Step,
     arguments: tuple[Any, ...],
     keywords: Mapping[str, Any] = NO_KEYWORDS,
     *,

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 from shardlib.explain.analysis import timing
 from shardlib.explain.analysis.roofline import Roofline, StageCost
 from shardlib.explain.analysis.timing import Flow
+from shardlib.explain.report.facts import StepFacts
 
 if TYPE_CHECKING:
-    from shardlib.explain.report.report import StepReport
+    from _typeshed import DataclassInstance
 
 
-def facts(report: "StepReport") -> dict[str, Any]:
+def facts(report: StepFacts) -> dict[str, Any]:
     """Returns the data that `StepReport.to_dict` documents."""
     memory, program = report.memory, report.program
-    found = {
+    data = {
         "cluster": report.step.cluster.name if report.step.cluster else None,
         "compiled_for": report.step.compiled_for,
         "mesh": report.step.mesh_sizes,
@@ -39,7 +40,7 @@ def facts(report: "StepReport") -> dict[str, Any]:
         "choices": report.choices,
         "params": report.params.to_dict() if report.params else None,
     }
-    return plain(found)
+    return plain(data)
 
 
 def _flow(flow: Flow) -> dict[str, Any]:
@@ -67,11 +68,11 @@ def _stage(stage: StageCost) -> dict[str, Any]:
     return {**_fields(stage), "intensity": stage.intensity, "binding": stage.binding}
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def _fields(value: "DataclassInstance") -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Returns dataclasses and containers as JSON types.
 
     A number that is not finite becomes None, because JSON cannot express it.

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from shardlib.explain.analysis.equations import equations
-from shardlib.explain.hlo.places import Where, where_of
+from shardlib.explain.hlo.provenance import Where, where_of
 from shardlib.explain.hlo.text import Instruction, Module
 from shardlib.explain.wrong_numbers.collectives import KINDS, members_of
 from shardlib.explain.wrong_numbers.interpret import Contradiction, Reader, Start

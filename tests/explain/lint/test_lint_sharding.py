@@ -158,7 +158,7 @@ def test_rows_that_are_gathered_inside_of_the_layers():
     findings = lint(compiled(descend(gathered), weights(MESH), batch(MESH, "fsdp")))
     assert {finding.code for finding in findings} == {"SL102"}
     found = next(f for f in findings if f.source == line_of(gathered_layer, "planted"))
-    assert found.place == "jvp()/sharding_constraint in test_lint_sharding.py:gathered_layer"
+    assert found.place == ("sharding_constraint (forward) in test_lint_sharding.py:gathered_layer")
     assert found.message == (
         "f32[2048,512] (4.0 MiB) is gathered over fsdp, 4 times a step: every device holds all "
         "the rows that the mesh splits."
@@ -272,7 +272,7 @@ def test_heads_that_a_tpu_pads():
         "step's matmul FLOPs multiply zeros.\n  Choose a size that is a multiple of 128 on each "
         "device (for heads, fewer and larger ones), or a mesh that splits it less."
     )
-    assert found.place == "jvp()/bhtd,bshd->bhts/dot_general in model.py"
+    assert found.place == "bhtd,bshd->bhts/dot_general (forward) in model.py"
     assert lint(Subject(TPU.replace("64]", "128]"), {"fsdp": 8})) == ()
 
 

@@ -118,8 +118,11 @@ def test_findings_are_data():
     assert found.to_dict() == {
         "code": "SL503", "place": "while", "message": "a loop", "fix": "count it",
         "source": "model.py:3", "op_name": "jit(step)/while", "bytes": 12.0,
+        "model_path": "", "phase": "",
         "title": "the trip count of a loop is unknown",
     }  # fmt: skip
+    named = dataclasses.replace(found, model_path="layers[*]/mlp", phase="forward")
+    assert str(named) == "model.py:3: SL503 in layers[*]/mlp (forward): a loop\n  count it"
 
 
 # A loop over a stack that is gathered slice by slice; its tuple is taken apart twice, as on TPUs.

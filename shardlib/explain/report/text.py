@@ -1,4 +1,4 @@
-"""The tables of a report on a compiled step."""
+"""A report on a compiled step as lines and tables."""
 
 from collections.abc import Iterator
 
@@ -8,10 +8,28 @@ from shardlib.explain.analysis.collectives import ProgramReport, axes_text
 from shardlib.explain.analysis.memory import HeldBuffer, MemoryReport
 from shardlib.explain.analysis.roofline import CONVENTIONS, Roofline, StageCost
 from shardlib.explain.analysis.timing import Flow
+from shardlib.explain.hlo.provenance import operation_of
+from shardlib.explain.report.facts import StepFacts
 from shardlib.tables import Table
 
+_WHERE = ("part of the model", "pass", "operation or argument")
 _SENT = ("kind", "mesh axes", "count>", "sent by a device>", "where it is from")
 _TIMED = (*_SENT[:2], "over", *_SENT[2:4], "time>", "hidden>", _SENT[4])
+
+
+def parts(report: StepFacts) -> Iterator[Table | str]:
+    """Yields the lines and tables of a report, except the table of parameters."""
+    yield from (report.title(), report.verdict(), *report.notes())
+    yield from tables(report)
+    yield from map(str, report.findings)
+    yield report.count()
+
+
+def tables(report: StepFacts) -> list[Table]:
+    """Returns the tables of a report, except the table of parameters."""
+    drawn = [memory_table(report.memory), buffer_table(report.memory)]
+    drawn.append(collective_table(report.program, report.flows))
+    return [*drawn, roofline_table(report.roofline)] if report.roofline else drawn
 
 
 def memory_table(memory: MemoryReport) -> Table:
@@ -32,34 +50,24 @@ def memory_table(memory: MemoryReport) -> Table:
 
 def buffer_table(memory: MemoryReport) -> Table:
     """Returns the table of the largest buffers at the peak."""
-    columns = ("bytes>", "array", "what", "operation or argument", "source")
+    columns = ("bytes>", "array", "what", *_WHERE, "source")
     return Table("largest buffers at the peak", columns, [_buffer(b) for b in memory.largest])
 
 
 def _buffer(held: HeldBuffer) -> tuple[str, ...]:
     size = humanize.size(held.bytes)
     size = size if held.count == 1 else f"{held.count} x {size}"
-    array = held.shape.partition("{")[0]
-    return size, array, held.category.replace("_", " "), held.op_name, short(held.source)
+    array, operation = held.shape.partition("{")[0], operation_of(held.op_name) or held.opcode
+    where = (held.model_path, held.phase, operation, short(held.source))
+    return size, array, held.category.replace("_", " "), *where
 
 
 def collective_table(program: ProgramReport, flows: tuple[Flow, ...]) -> Table:
     """Returns the table of collectives by kind and mesh axes, with times if `flows` is given."""
     rows = timing.rows(flows or timing.untimed(program))
-    notes = [*_unattributed(program), *dict.fromkeys(note for row in rows for note in row.notes)]
+    notes = [*program.unknowns(), *dict.fromkeys(note for row in rows for note in row.notes)]
     cells = [_timed(row) if flows else _sent(row) for row in rows]
     return Table("collectives of a step", _TIMED if flows else _SENT, cells, notes)
-
-
-def _unattributed(program: ProgramReport) -> Iterator[str]:
-    for c in program.unattributed():
-        what = f"{c.kind} {' '.join(c.shapes)} x {c.count}, {humanize.size(c.sent_bytes)} sent"
-        yield f"follows no mesh axes: {what} {c.source}".rstrip()
-    if program.unread:
-        what = ", ".join(f"{count} {name}" for name, count in program.unread.items())
-        yield f"not read: {what}, {humanize.size(program.unread_bytes)} sent"
-    if not all(collective.trips_known for collective in program.collectives):
-        yield "some loops have unknown trip counts and count once"
 
 
 def _sent(row: timing.Row) -> tuple[str, ...]:
@@ -77,7 +85,10 @@ def _timed(row: timing.Row) -> tuple[str, ...]:
 
 
 def _places(row: timing.Row) -> str:
-    lines = [f"{short(source)} {path}".strip() for source, path in row.sources[:2]]
+    lines = [
+        " ".join(filter(None, (path, f"({phase})" if phase else "", short(source))))
+        for source, path, phase in row.sources[:2]
+    ]
     if len(row.sources) > len(lines):
         lines.append(f"and {len(row.sources) - len(lines)} more")
     return "\n".join(lines)
