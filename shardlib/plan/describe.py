@@ -82,7 +82,7 @@ def _headline(plans: "Plans") -> str:
     head = headline(plans.name, plans.workload, f"{cluster.name} ({chips})")
     tried = (
         f"{found.layouts:,} layouts can be run, {found.fitting:,} of them fit; "
-        f"{found.priced:,} plans with these {found.fitting:,} were priced"
+        f"{found.priced:,} plans were priced, and a bound rules out the others"
     )
     return f"{head}\n{tried}"
 
