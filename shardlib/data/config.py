@@ -1,8 +1,6 @@
 """Data configs: what a run asks of its data, and the checks that several kinds share."""
 
 import abc
-import glob
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -100,22 +98,6 @@ def path_faults(path: str | tuple[str, ...], eval_path: str | tuple[str, ...] | 
         for name, value in named
         if not value or not all(as_paths(value))
     ]
-
-
-def check_exist(path: str | tuple[str, ...], eval_path: str | tuple[str, ...] | None) -> None:
-    """Raises `DataError` with every path or pattern at which there is nothing."""
-    from shardlib.data.text.sources import missing
-
-    places = {"data.path": as_paths(path), "data.eval_path": as_paths(eval_path or ())}
-    faults = [
-        f"{key}: {missing(place)}"
-        for key, named in places.items()
-        for place in named
-        if not place.startswith("builtin:")
-        and not glob.glob(os.path.expanduser(place), recursive=True)
-    ]
-    if faults:
-        raise DataError("\n".join(faults))
 
 
 def eval_faults(config: Any) -> list[str]:

@@ -44,21 +44,8 @@ class Header:
     """Further rows by name."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepStatus:
-    """One finished step. Fields that are None are not shown."""
-
-    step: int
-    loss: float
-    grad_norm: float | None = None
-    units_per_second: float | None = None
-    mfu: float | None = None
-    """Model-FLOPs utilisation in [0, 1]."""
-    memory_bytes: int | None = None
-    """Peak bytes in use on the fullest device."""
-    data_wait_seconds: float | None = None
-    step_seconds: float | None = None
-    """Mean over the latest steps, for the time left and the share of data wait."""
+Row = Mapping[str, float | None]
+"""The metrics of a step by the names of `metrics.jsonl`."""
 
 
 class Display:
@@ -131,19 +118,38 @@ class Display:
         else:
             self.notice(text)
 
-    def step(self, status: StepStatus) -> None:
-        """Shows one finished step: in place, or as a line for every `log_every`th step."""
+    def step(
+        self,
+        step: int,
+        row: Row,
+        *,
+        mean_seconds: float | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """Shows one finished step: in place, or as a line for every `log_every`th step.
+
+        Args:
+            step: The number of the step.
+            row: Its metrics. `loss` is required; other missing values are not shown.
+            mean_seconds: Mean time of the latest steps, for the time left and the data wait.
+            memory_bytes: Peak bytes in use on the fullest device.
+        """
         if not self.enabled:
             return
-        self._losses.append(status.loss)
+        self._losses.append(row["loss"] or 0.0)
+        is_last = step == self.total_steps
         if self._live is None:
-            if status.step % self.log_every == 0 or status.step in (1, self.total_steps):
-                self._line(self._plain(status))
+            if step % self.log_every == 0 or step == 1 or is_last:
+                fields = self._fields(row, mean_seconds, memory_bytes)
+                place = f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}"
+                self._line("  ".join([place, *fields, *self._time_left(step, mean_seconds)]))
             return
         now = time.monotonic()
-        if now - self._drawn_at >= self._refresh_seconds or status.step == self.total_steps:
+        if now - self._drawn_at >= self._refresh_seconds or is_last:
             self._drawn_at = now
-            self._live.update(self._progress(status), refresh=True)
+            fields = self._fields(row, mean_seconds, memory_bytes)
+            left = self._time_left(step, mean_seconds)
+            self._live.update(self._progress(step, fields, left), refresh=True)
 
     def forget(self, steps: int) -> None:
         """Forgets the latest steps, which the run repeats."""
@@ -237,44 +243,36 @@ class Display:
             grid.add_row(self._text(name), self._text(text))
         return grid
 
-    def _fields(self, status: StepStatus) -> list[str]:
-        fields = [f"loss {humanize.value(status.loss)}"]
-        if status.grad_norm is not None:
-            fields.append(f"grad norm {humanize.value(status.grad_norm)}")
-        if status.units_per_second is not None:
-            fields.append(f"{humanize.count(status.units_per_second)} {self.unit}/s")
-        if status.mfu is not None:
-            fields.append(f"MFU {100 * status.mfu:.1f} %")
-        if status.memory_bytes is not None:
-            fields.append(f"memory {humanize.size(status.memory_bytes)}")
-        if status.data_wait_seconds is not None and status.step_seconds:
-            share = 100 * status.data_wait_seconds / status.step_seconds
-            fields.append(f"data wait {share:.1f} %")
+    def _fields(self, row: Row, mean_seconds: float | None, memory_bytes: int | None) -> list[str]:
+        fields = [f"loss {humanize.value(row['loss'] or 0.0)}"]
+        if (norm := row.get("grad_norm")) is not None:
+            fields.append(f"grad norm {humanize.value(norm)}")
+        if (rate := row.get(f"{self.unit}_per_second")) is not None:
+            fields.append(f"{humanize.count(rate)} {self.unit}/s")
+        if (mfu := row.get("mfu")) is not None:
+            fields.append(f"MFU {100 * mfu:.1f} %")
+        if memory_bytes is not None:
+            fields.append(f"memory {humanize.size(memory_bytes)}")
+        if (wait := row.get("data_wait_seconds")) is not None and mean_seconds:
+            fields.append(f"data wait {100 * wait / mean_seconds:.1f} %")
         return fields
 
-    def _time_left(self, status: StepStatus) -> str:
-        if status.step_seconds is None:
-            return ""
-        remaining = max(0, self.total_steps - status.step)
-        return f"ETA {humanize.clock(status.step_seconds * remaining)}"
+    def _time_left(self, step: int, mean_seconds: float | None) -> list[str]:
+        if mean_seconds is None:
+            return []
+        return [f"ETA {humanize.clock(mean_seconds * max(0, self.total_steps - step))}"]
 
-    def _plain(self, status: StepStatus) -> str:
-        position = f"step {status.step:>{len(str(self.total_steps))}}/{self.total_steps}"
-        return "  ".join(filter(None, [position, *self._fields(status), self._time_left(status)]))
-
-    def _progress(self, status: StepStatus) -> RenderableType:
-        done = status.step / self.total_steps
+    def _progress(self, step: int, fields: list[str], left: list[str]) -> RenderableType:
         bar = Table.grid(expand=True, padding=(0, 1))
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
         bar.add_row(
-            Text(f"step {status.step}/{self.total_steps}", "bold"),
-            ProgressBar(total=self.total_steps, completed=status.step),
-            Text(f"{100 * done:.0f} %  {self._time_left(status)}"),
+            Text(f"step {step}/{self.total_steps}", "bold"),
+            ProgressBar(total=self.total_steps, completed=step),
+            Text(f"{100 * step / self.total_steps:.0f} %  {''.join(left)}"),
         )
         trend = ascii_plot.sparkline(self._losses, 12, ascii_only=self._ascii_only)
-        fields = self._fields(status)
         fields = [f"{fields[0]} {trend}", *fields[1:]]
         if not self._ascii_only:  # In a narrow terminal, lines break only between fields.
             fields = [field.replace(" ", "\N{NO-BREAK SPACE}") for field in fields]

@@ -80,8 +80,8 @@ def _headline(plans: "Plans") -> str:
     chips = f"{cluster.num_chips:,} {cluster.chip.full_name}" if cluster.chip else cluster.name
     head = headline(plans.name, plans.workload, f"{cluster.name} ({chips})")
     tried = (
-        f"{found.layouts:,} layouts can be run, {found.fitting:,} fit; "
-        f"{found.priced:,} plans with them were priced"
+        f"{found.layouts:,} layouts can be run, {found.fitting:,} of them fit; "
+        f"{found.priced:,} plans were priced, and a bound rules out the others"
     )
     return f"{head}\n{tried}"
 

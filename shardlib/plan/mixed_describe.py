@@ -42,8 +42,8 @@ def _headline(plans: "MixedPlans") -> str:
     chips = (f"{k.num_chips:,} {k.chip.full_name}" for k in cluster.kinds if k.chip)
     head = headline(plans.name, plans.workload, f"{cluster.name} ({', '.join(chips)})")
     tried = (
-        f"{found.layouts:,} layouts can be run, {found.fitting:,} fit; "
-        f"{found.priced:,} plans with them were priced"
+        f"{found.layouts:,} layouts can be run, {found.fitting:,} of them fit; "
+        f"{found.priced:,} plans were priced, and a bound rules out the others"
     )
     return f"{head}\n{tried}"
 

@@ -17,6 +17,7 @@ _HOME = {
     "TrainResult": "training",
     "explain": "reports.explaining",
     "generate": "sampling",
+    "plan_run": "plans.planning",
     "train": "training",
 }
 

@@ -5,7 +5,7 @@ Every fault is reported at once.
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -247,17 +247,23 @@ def check_activation_rules(config: RunConfig, met: set[str]) -> None:
         config: The config.
         met: The logical axes of the model and its batches.
     """
+    if faults := _unused_rules(config, "activations", "activation", met):
+        raise RuleError("\n".join(faults))
+
+
+def _unused_rules(
+    config: RunConfig, kind: Literal["params", "activations"], noun: str, met: set[str]
+) -> list[str]:
+    """Returns the fault of each rule of the config whose logical axis no tensor has."""
     if isinstance(config.rules, str):
-        return
-    known = {name for name, _ in preset(config.rules.preset).table("activations")} | met | {ANY}
-    faults = [
-        f"rules.activations.{name}: no activation has the logical axis {name!r}."
+        return []
+    known = {name for name, _ in preset(config.rules.preset).table(kind)} | met | {ANY}
+    return [
+        f"rules.{kind}.{name}: no {noun} has the logical axis {name!r}."
         f"{did_you_mean(name, known)}\n  Those of this model: {', '.join(sorted(met))}."
-        for name in config.rules.activations
+        for name in getattr(config.rules, kind)
         if name not in known
     ]
-    if faults:
-        raise RuleError("\n".join(faults))
 
 
 def check_rules_used(config: RunConfig, definition: Definition) -> None:
@@ -266,13 +272,7 @@ def check_rules_used(config: RunConfig, definition: Definition) -> None:
         return
     placements = [*definition.params.values(), *definition.model_state.values()]
     met = {axis for p in placements for axis in p.logical_axes or () if axis is not None}
-    known = {name for name, _ in preset(config.rules.preset).table("params")} | met | {ANY}
-    faults = [
-        f"rules.params.{name}: no parameter has the logical axis {name!r}."
-        f"{did_you_mean(name, known)}\n  Those of this model: {', '.join(sorted(met))}."
-        for name in config.rules.params
-        if name not in known
-    ]
+    faults = _unused_rules(config, "params", "parameter", met)
     # The origin of a pattern that overrides metadata says so after the pattern.
     origins = {placement.origin.partition(", in place of")[0] for placement in placements}
     unnamed = [placement.path for placement in placements if placement.origin != "metadata"]

@@ -154,9 +154,9 @@ class RunConfig:
 
     def planned(self, question: "Question") -> "Plans | MixedPlans":
         """Returns the best plans of the run; see `shardlib.run.plans.planning.plan_run`."""
-        from shardlib.run.plans.planning import plan_run
+        from shardlib import run
 
-        return plan_run(self, question)
+        return run.plan_run(self, question)
 
     def axis_rules(self) -> AxisRules:
         """Returns the rules that `rules` describes."""

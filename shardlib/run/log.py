@@ -12,7 +12,7 @@ from shardlib.config import to_dict
 from shardlib.errors import ShardlibError, without_credentials
 from shardlib.explain import explain
 from shardlib.hardware import chip_for
-from shardlib.log.display import Display, Header, StepStatus
+from shardlib.log.display import Display, Header
 from shardlib.log.events import Events, last_account
 from shardlib.log.goodput import Account, goodput, summary
 from shardlib.log.loggers import Loggers, MetricsLogger, RunInfo, logger_class
@@ -197,7 +197,6 @@ class RunLog:
         metrics = dict(record.metrics)
         seconds = record.mean_step_seconds
         rate = self._parts.units_per_step() / seconds if seconds else None
-        utilisation = mfu(self._flops_per_step, seconds, self._peak_flops)
         row = {
             "loss": metrics.pop("loss"),
             "grad_norm": metrics.pop("grad_norm"),
@@ -205,21 +204,11 @@ class RunLog:
             f"{self._parts.inputs.unit}_per_second": rate,
             "step_seconds": record.step_seconds,
             "data_wait_seconds": record.data_wait_seconds,
-            "mfu": utilisation,
+            "mfu": mfu(self._flops_per_step, seconds, self._peak_flops),
         }
         self._held = _Row(record.step, row | metrics, self._account.stamp())
-        self._display.step(
-            StepStatus(
-                step=record.step,
-                loss=row["loss"],
-                grad_norm=row["grad_norm"],
-                units_per_second=rate,
-                mfu=utilisation,
-                memory_bytes=_peak_memory_bytes(),
-                data_wait_seconds=record.data_wait_seconds,
-                step_seconds=seconds,
-            )
-        )
+        memory = _peak_memory_bytes()
+        self._display.step(record.step, row, mean_seconds=seconds, memory_bytes=memory)
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Shows an evaluation, and adds it to the row of its step."""

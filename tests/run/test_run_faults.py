@@ -36,6 +36,7 @@ FAILURE = 1
 @pytest.mark.parametrize(
     ("overrides", "error", "parts"),
     [
+        (("optimizer.lr=1",), "ConfigError", ("optimizer.lr=1: ", "Did you mean 'learning_rate'?")),
         (("mesh=fsdp8",), "ConfigError", ("mesh 'fsdp8' cannot be read", "Did you mean 'fsdp=8'")),
         (
             ("mesh=data=3,fsdp=2",),

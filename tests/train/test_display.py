@@ -11,7 +11,7 @@ from rich.console import Console
 
 from shardlib import humanize
 from shardlib.log import ascii_plot
-from shardlib.log.display import Display, Header, StepStatus
+from shardlib.log.display import Display, Header
 
 HEADER = Header(
     devices="8 x CPU",
@@ -25,18 +25,18 @@ HEADER = Header(
 )
 
 
-def status(step, **keys):
-    return StepStatus(step=step, loss=8.0 / step, **keys)
-
-
 FULL = {
     "grad_norm": 0.5,
-    "units_per_second": 6512.0,
+    "tokens_per_second": 6512.0,
     "mfu": 0.4125,
-    "memory_bytes": 3 * 2**30,
     "data_wait_seconds": 0.01,
-    "step_seconds": 0.5,
 }
+
+
+def show(display, step, *, full=False):
+    row = {"loss": 8.0 / step, "mfu": None, **(FULL if full else {})}
+    more = {"mean_seconds": 0.5, "memory_bytes": 3 * 2**30} if full else {}
+    display.step(step, row, **more)
 
 
 class Output:
@@ -65,7 +65,7 @@ def test_a_pipe_gets_every_nth_step_as_one_line_however_long():
     out = Output(width=40)
     with Display(25, log_every=10, console=out.console) as display:
         for step in range(1, 26):
-            display.step(status(step, **FULL) if step == 10 else status(step))
+            show(display, step, full=step == 10)
     assert out.text == (
         "step  1/25  loss 8.000\n"
         "step 10/25  loss 0.8000  grad norm 0.5000  6.51K tokens/s  MFU 41.2 %  "
@@ -106,7 +106,7 @@ def test_every_encoding_can_be_written(encoding):
     out = Output(encoding=encoding)
     with Display(3, console=out.console) as display:
         display.header(HEADER)
-        display.step(status(1))
+        show(display, 1)
         display.sample(1, "λ", "→ 漢字")
         display.closing(
             "finished", results={"loss": 1.0}, commands={"a": "b"}, steps=[1, 2], losses=[2.0, 1.0]
@@ -122,7 +122,7 @@ def test_other_processes_print_nothing():
         with Display(3, enabled=False, console=out.console) as display:
             display.header(HEADER)
             display.waiting("compiling")
-            display.step(status(1, **FULL))
+            show(display, 1, full=True)
             display.evaluation(1, {"loss": 1.0})
             display.sample(1, "a", "b")
             display.notice("c")
@@ -134,7 +134,7 @@ def test_a_terminal_sees_progress_in_place():
     out = Output(terminal=True)
     with Display(20, console=out.console, refresh_seconds=0.0) as display:
         for step in range(1, 11):
-            display.step(status(step, **FULL))
+            show(display, step, full=True)
         display.notice("saved step 10")
     assert "step 10/20" in out.text
     assert "50 %  ETA 0:05" in out.text
@@ -148,9 +148,9 @@ def test_many_steps_draw_rarely():
     out = Output(terminal=True)
     with Display(10_001, console=out.console, refresh_seconds=3600.0) as display:
         for step in range(1, 10_001):
-            display.step(status(step))
+            show(display, step)
         assert out.text.count("step ") == 1
-        display.step(status(10_001))
+        show(display, 10_001)
         assert out.text.count("step ") == 2
 
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shardlib.batch_kinds import DataSpec
 from shardlib.config import configclass
-from shardlib.data.config import DataConfig, check_exist, eval_faults, path_faults
+from shardlib.data.config import DataConfig, eval_faults, path_faults
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,6 +77,8 @@ class ImageData(DataConfig):
         return no_image(image_shape(self))
 
     def check_paths(self) -> None:
+        from shardlib.data.text.sources import check_exist
+
         check_exist(self.path, self.eval_path)
 
     def open(self, *, global_batch: int, seed: int, split: Literal["train", "eval"]) -> "MapSource":

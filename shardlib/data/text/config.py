@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from shardlib.batch_kinds import DataSpec
 from shardlib.config import configclass
-from shardlib.data.config import DataConfig, as_paths, check_exist, eval_faults, path_faults
+from shardlib.data.config import DataConfig, as_paths, eval_faults, path_faults
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,6 +100,8 @@ class TextData(DataConfig):
         return empty_row(self.sequence_length, eot=0)
 
     def check_paths(self) -> None:
+        from shardlib.data.text.sources import check_exist
+
         check_exist(self.path, self.eval_path)
 
     def open(self, *, global_batch: int, seed: int, split: Literal["train", "eval"]) -> "MapSource":

@@ -135,6 +135,20 @@ def missing(path: str) -> DataError:
     )
 
 
+def check_exist(path: str | tuple[str, ...], eval_path: str | tuple[str, ...] | None) -> None:
+    """Raises `DataError` with every path or pattern at which there is nothing."""
+    places = {"data.path": as_paths(path), "data.eval_path": as_paths(eval_path or ())}
+    faults = [
+        f"{key}: {missing(place)}"
+        for key, named in places.items()
+        for place in named
+        if not place.startswith(BUILTIN)
+        and not glob.glob(os.path.expanduser(place), recursive=True)
+    ]
+    if faults:
+        raise DataError("\n".join(faults))
+
+
 def _files(path: str) -> list[Path]:
     if path.startswith(BUILTIN):
         return builtin_files(path)
