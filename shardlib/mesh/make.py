@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -221,6 +221,12 @@ def mesh_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 def entry_axes(entry: Any) -> tuple[str, ...]:
     """Returns the mesh axes in one entry of a `PartitionSpec`: a name, several, or `None`."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def spec_axes(spec: Iterable[Any], rank: int) -> tuple[tuple[str, ...], ...]:
+    """Returns the mesh axes of each dim of an array with a `PartitionSpec`, by the array's rank."""
+    entries = tuple(entry_axes(entry) for entry in spec)
+    return entries + ((),) * (rank - len(entries))
 
 
 def describe(mesh: Mesh | AbstractMesh) -> str:

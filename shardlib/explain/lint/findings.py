@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from shardlib.explain.hlo.places import Where
 from shardlib.explain.wrong_numbers import FAULTS
 
 CODES: Mapping[str, str] = {
@@ -72,6 +73,20 @@ class Finding:
     source: str = ""
     op_name: str = ""
     bytes: float = 0.0
+
+    @classmethod
+    def at(
+        cls,
+        code: str,
+        where: Where,
+        message: str,
+        fix: str,
+        bytes: float = 0.0,
+        *,
+        otherwise: str = "",
+    ) -> "Finding":
+        """Returns a finding at an operation; `otherwise` names an operation without a JAX name."""
+        return cls(code, where.place(otherwise), message, fix, where.source, where.name, bytes)
 
     @property
     def title(self) -> str:

@@ -12,7 +12,7 @@ from shardlib.explain.analysis.collectives import read_program
 from shardlib.explain.aot.compile import compile_step
 from shardlib.explain.hlo.text import parse
 from shardlib.explain.lint import Finding, Subject, lint
-from shardlib.explain.lint.values import Value, Values
+from shardlib.explain.lint.values import HloValue, Values
 
 MESH = make_mesh(fsdp=4, tensor=2)
 X = array(MESH, (ROWS, EMBED), "fsdp")
@@ -160,7 +160,7 @@ def test_where_values_come_from():
     kept = values.unchanged(loop)
     assert kept == {0, 1, 2}
     invariant = {
-        name: values.is_invariant("body", kept, Value("body", name))
+        name: values.is_invariant("body", kept, HloValue("body", name))
         for name in ("copied", "both", "same", "drawn", "stack")
     }
     assert invariant == {
@@ -168,7 +168,7 @@ def test_where_values_come_from():
     }  # fmt: skip
 
     def origins(where, name):
-        found = values.origins(Value(where, name))
+        found = values.origins(HloValue(where, name))
         return {o.opcode if o.argument is None else o.argument for o in found}
 
     assert origins("main", "half") == {1}
