@@ -160,7 +160,7 @@ def test_where_values_come_from():
     kept = values.unchanged(loop)
     assert kept == {0, 1, 2}
     invariant = {
-        name: values.is_invariant("body", kept, HloValue("body", name))
+        name: values.is_invariant(kept, HloValue("body", name))
         for name in ("copied", "both", "same", "drawn", "stack")
     }
     assert invariant == {
