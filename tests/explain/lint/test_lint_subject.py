@@ -109,10 +109,6 @@ def test_what_is_read_already_is_not_read_again():
     assert Subject.of(step).program == program
 
 
-def test_nothing_is_found_in_nothing():
-    assert lint(Subject("", {"fsdp": 8})) == ()
-
-
 def test_findings_are_data():
     found = Finding("SL503", "while", "a loop", "count it", "model.py:3", "jit(step)/while", 12.0)
     assert found.to_dict() == {
