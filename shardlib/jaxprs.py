@@ -6,8 +6,12 @@ between versions. Facts are therefore read from shapes where possible.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeGuard, cast
+
+from jax.core import ShapedArray
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.source_info_util import NameStack
 
 _CALLS = """
     jit pjit closed_call core_call eval_jaxpr composite linear_call custom_jvp_call custom_vjp_call
@@ -18,7 +22,12 @@ REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "callee")
 
 
-def subprograms(equation: Any) -> Iterator[Any]:
+def array_of(variable: Var | Literal) -> ShapedArray:
+    """Returns the shape and dtype of a variable of a jaxpr."""
+    return cast(ShapedArray, variable.aval)
+
+
+def subprograms(equation: JaxprEqn) -> Iterator[Jaxpr]:
     """Yields the programs that an equation runs: loop bodies, branches, called functions."""
     for value in equation.params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
@@ -27,21 +36,11 @@ def subprograms(equation: Any) -> Iterator[Any]:
                 yield jaxpr
 
 
-def scan_parts(equation: Any) -> tuple[int, int]:
-    """Returns the number of operands of a scan that are constant over trips, and the number carried
-    from trip to trip; the others are sliced along their first dim."""
-    body = equation.params["jaxpr"].jaxpr
-    cut = _more_dims(equation.invars, body.invars)
-    carried = len(body.outvars) - _more_dims(equation.outvars, body.outvars)
-    return len(body.invars) - carried - cut, carried
+class Atom(Protocol):
+    """An operand of an operation: a `Value`, or a `Literal` of JAX."""
 
-
-def _more_dims(outside: Any, inside: Any) -> int:
-    """Returns the number of sliced or stacked values, which have one more dim outside the body."""
-    return sum(
-        len(out.aval.shape) > len(within.aval.shape)
-        for out, within in zip(outside, inside, strict=True)
-    )
+    @property
+    def aval(self) -> ShapedArray: ...
 
 
 class Value:
@@ -49,7 +48,7 @@ class Value:
 
     __slots__ = ("aval", "const")
 
-    def __init__(self, aval: Any, const: Any = None):
+    def __init__(self, aval: ShapedArray, const: Any = None):
         self.aval = aval
         self.const = const
 
@@ -58,22 +57,21 @@ class Value:
 class Operation:
     """One operation, as an equation of a jaxpr."""
 
-    equation: Any
+    equation: JaxprEqn
     """The equation; its variables belong to the jaxpr that it came from."""
-    invars: tuple[Any, ...]
-    """Values, or literals with `val`."""
+    invars: tuple[Atom, ...]
     outvars: tuple[Value, ...]
     stack: str
     """Names of JAX transformations, from the outermost."""
-    names: Any
+    names: NameStack
     """The same names as a `NameStack`, to trace the operation under."""
 
     @property
-    def primitive(self) -> Any:
+    def primitive(self) -> Primitive:
         return self.equation.primitive
 
     @property
-    def params(self) -> Any:
+    def params(self) -> dict[str, Any]:
         return self.equation.params
 
     @property
@@ -83,17 +81,32 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class FlatProgram:
     """Operations in order, with calls inlined except loops and branches."""
 
     invars: tuple[Value, ...]
     """Constants, then arguments."""
-    outvars: tuple[Any, ...]
+    outvars: tuple[Atom, ...]
     operations: tuple[Operation, ...]
 
 
+def scan_parts(scan: JaxprEqn | Operation) -> tuple[int, int]:
+    """Returns the number of operands of a scan that are constant over trips, and the number carried
+    from trip to trip; the others are sliced along their first dim."""
+    body = scan.params["jaxpr"].jaxpr
+    cut = _more_dims(scan.invars, body.invars)
+    carried = len(body.outvars) - _more_dims(scan.outvars, body.outvars)
+    return len(body.invars) - carried - cut, carried
+
+
+def _more_dims(outside: Sequence[Any], inside: Sequence[Var]) -> int:
+    """Returns the number of sliced or stacked values, which have one more dim outside the body."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(len(out.aval.shape) > len(array_of(within).shape) for out, within in pairs)
+
+
 @functools.lru_cache(maxsize=4096)
-def flatten(jaxpr: Any, fenced: bool = False) -> Program:
+def flatten(jaxpr: Jaxpr, fenced: bool = False) -> FlatProgram:
     """Returns a jaxpr with its calls inlined and dead code removed.
 
     Args:
@@ -101,7 +114,7 @@ def flatten(jaxpr: Any, fenced: bool = False) -> Program:
         fenced: Whether to keep calls that recompute and must not be merged with the first
             computation: the backward pass of a `jax.checkpoint`.
     """
-    inputs = tuple(Value(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars))
+    inputs = tuple(Value(array_of(var)) for var in (*jaxpr.constvars, *jaxpr.invars))
     operations: list[Operation] = []
     outputs = _write(jaxpr, inputs, "", None, operations, fenced)
     needed = {value for value in outputs if not is_literal(value)}
@@ -110,15 +123,15 @@ def flatten(jaxpr: Any, fenced: bool = False) -> Program:
         if needed.intersection(operation.outvars) or operation.equation.effects:
             kept.append(operation)
             needed.update(value for value in operation.invars if not is_literal(value))
-    return Program(inputs, tuple(outputs), tuple(reversed(kept)))
+    return FlatProgram(inputs, tuple(outputs), tuple(reversed(kept)))
 
 
-def is_literal(value: Any) -> bool:
+def is_literal(value: object) -> TypeGuard[Literal]:
     """Returns whether a value is a constant of the program."""
     return hasattr(value, "val")
 
 
-def is_fence(equation: Any) -> bool:
+def is_fence(equation: JaxprEqn) -> bool:
     """Returns whether an equation recomputes and must not be merged with the first computation."""
     params = equation.params
     is_remat = equation.primitive.name in REMAT
@@ -126,33 +139,39 @@ def is_fence(equation: Any) -> bool:
 
 
 def _write(
-    jaxpr: Any, inputs: Any, stack: str, names: Any, operations: list[Operation], fenced: bool
-) -> list[Any]:
+    jaxpr: Jaxpr,
+    inputs: Sequence[Atom],
+    stack: str,
+    names: NameStack | None,
+    operations: list[Operation],
+    fenced: bool,
+) -> list[Atom]:
     """Appends the operations of a jaxpr; returns its results."""
-    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
+    values: dict[Var, Atom] = dict(zip((*jaxpr.constvars, *jaxpr.invars), inputs, strict=True))
 
-    def read(var: Any) -> Any:
-        return var if is_literal(var) else values[var]
+    def read(variable: Any) -> Atom:
+        return cast(Atom, variable) if is_literal(variable) else values[variable]
 
     for equation in jaxpr.eqns:
         name_stack = equation.source_info.name_stack
         here, named = f"{stack}/{name_stack}", name_stack if names is None else names + name_stack
         given = tuple(read(var) for var in equation.invars)
         inner, captured = _called(equation)
+        results: Sequence[Atom]
         if inner is not None and not (fenced and is_fence(equation)):
             arrays = captured or [None] * len(inner.constvars)
             pairs = zip(inner.constvars, arrays, strict=True)
-            constants = tuple(Value(var.aval, array) for var, array in pairs)
+            constants = tuple(Value(array_of(var), array) for var, array in pairs)
             arguments = given[len(given) - len(inner.invars) :]
             results = _write(inner, (*constants, *arguments), here, named, operations, fenced)
         else:
-            results = [Value(var.aval) for var in equation.outvars]
-            operations.append(Operation(equation, given, tuple(results), here, named))
+            results = tuple(Value(array_of(var)) for var in equation.outvars)
+            operations.append(Operation(equation, given, results, here, named))
         values.update(zip(equation.outvars, results, strict=True))
     return [read(var) for var in jaxpr.outvars]
 
 
-def _called(equation: Any) -> tuple[Any, Any]:
+def _called(equation: JaxprEqn) -> tuple[Jaxpr | None, Sequence[Any]]:
     """Returns the program that an equation runs once unchanged, and its constants; None for other
     equations."""
     if equation.primitive.name not in CALLS | REMAT:

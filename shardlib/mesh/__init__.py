@@ -12,3 +12,4 @@ from shardlib.mesh.make import describe as describe
 from shardlib.mesh.make import entry_axes as entry_axes
 from shardlib.mesh.make import make_mesh as make_mesh
 from shardlib.mesh.make import mesh_sizes as mesh_sizes
+from shardlib.mesh.make import spec_axes as spec_axes

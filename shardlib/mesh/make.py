@@ -223,6 +223,12 @@ def entry_axes(entry: str | Iterable[str] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
+def spec_axes(spec: Iterable[Any], rank: int) -> tuple[tuple[str, ...], ...]:
+    """Returns the mesh axes of each dim of an array with a `PartitionSpec`, by the array's rank."""
+    entries = tuple(entry_axes(entry) for entry in spec)
+    return entries + ((),) * (rank - len(entries))
+
+
 def describe(mesh: Mesh | AbstractMesh) -> str:
     """Returns a mesh as text, such as `data=2,fsdp=4`."""
     return ",".join(f"{name}={size}" for name, size in mesh_sizes(mesh).items())

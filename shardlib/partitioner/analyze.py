@@ -2,34 +2,49 @@
 
 The walk follows the program forward. Each operation takes the layouts of its operands, chooses the
 mesh axes that cut its factors, and fixes the layouts of its operands and results. The answer is a
-`Program`: plain data that `lower` executes.
-"""
+`PartitionedProgram`: plain data that `lower` executes.
+
+The carry of a loop must have the same layout before and after each trip. It starts with the layout
+of its initial value. The walk repeats until a trip keeps the layout, or else moves it back."""
 
 import collections
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from shardlib.errors import PartitionError
-from shardlib.jaxprs import REMAT, Operation, flatten, is_literal
-from shardlib.jaxprs import Program as Flat
-from shardlib.partitioner import loops
-from shardlib.partitioner.choose import Assignment, Choice, choose, dims_of
-from shardlib.partitioner.factors import ELEMENTWISE, Factors, factors_of
+from shardlib.jaxprs import (
+    REMAT,
+    Atom,
+    FlatProgram,
+    Operation,
+    Value,
+    array_of,
+    flatten,
+    is_literal,
+    scan_parts,
+)
+from shardlib.partitioner.choose import CutProblem, choose
+from shardlib.partitioner.factors import ELEMENTWISE, Assignment, Factors, dims_of, factors_of
 from shardlib.partitioner.layout import (
     Dims,
     Layout,
     Sizes,
     degree,
     from_spec,
+    made,
     moved_bytes,
     num_bytes,
     scattered,
     whole,
 )
-from shardlib.partitioner.program import Program, Step, source_of
+from shardlib.partitioner.program import PartitionedProgram, Step, source_of
 from shardlib.partitioner.wanted import Readers, wanted_layouts
 
 _UNSUPPORTED = frozenset({"shard_map", "pallas_call", "custom_partitioning", "run_state"})
@@ -52,11 +67,11 @@ class Analysis:
     def __init__(self, sizes: Sizes, batch_axes: Sequence[str]):
         self.sizes = sizes
         self.batch_axes = frozenset(batch_axes)
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[tuple, PartitionedProgram] = {}
 
     def program(
-        self, jaxpr: Any, inputs: Sequence[Layout], wanted: Sequence[Dims | None]
-    ) -> Program:
+        self, jaxpr: Jaxpr, inputs: Sequence[Layout], wanted: Sequence[Dims | None]
+    ) -> PartitionedProgram:
         """Returns the program of a jaxpr, with the layout of every value.
 
         Args:
@@ -70,38 +85,41 @@ class Analysis:
         key = jaxpr, tuple(inputs), tuple(wanted)
         if key not in self._programs:
             flat = flatten(jaxpr, fenced=True)
-            self._programs[key] = Walk(self, flat, inputs, wanted).run()
+            self._programs[key] = LayoutWalk(self, flat, inputs, wanted).run()
         return self._programs[key]
 
     def closed(
-        self, closed: Any, inputs: Sequence[Layout], wanted: Sequence[Dims | None] | None = None
-    ) -> Program:
+        self,
+        closed: ClosedJaxpr,
+        inputs: Sequence[Layout],
+        wanted: Sequence[Dims | None] | None = None,
+    ) -> PartitionedProgram:
         """Returns the program of a closed jaxpr; its constants are replicated."""
-        consts = [whole(len(v.aval.shape)) for v in closed.jaxpr.constvars]
+        consts = [whole(len(array_of(v).shape)) for v in closed.jaxpr.constvars]
         wanted = wanted or [None] * len(closed.jaxpr.outvars)
         return self.program(closed.jaxpr, [*consts, *inputs], wanted)
 
 
-class Walk:
+class LayoutWalk:
     """One pass over a flat program."""
 
     def __init__(
         self,
         analysis: Analysis,
-        flat: Flat,
+        flat: FlatProgram,
         inputs: Sequence[Layout],
         wanted: Sequence[Dims | None],
     ):
         self.analysis, self.sizes, self.flat = analysis, analysis.sizes, flat
         self.inputs = tuple(inputs)
-        self.at: dict[Any, Layout] = dict(zip(flat.invars, inputs, strict=True))
+        self.at: dict[Atom, Layout] = dict(zip(flat.invars, inputs, strict=True))
         self._wanted = wanted_layouts(flat, wanted)
         self._readers = Readers(flat, self.at)
         atoms = [atom for operation in flat.operations for atom in operation.invars]
         atoms += flat.outvars
         self._uses = collections.Counter(atom for atom in atoms if not is_literal(atom))
 
-    def run(self) -> Program:
+    def run(self) -> PartitionedProgram:
         steps = []
         for operation in self.flat.operations:
             step = self._step(operation, [self._read(v) for v in operation.invars])
@@ -109,9 +127,9 @@ class Walk:
             steps.append(step)
             self.at.update(zip(operation.outvars, step.settled or step.results, strict=True))
         outputs = tuple(self._read(v) for v in self.flat.outvars)
-        return Program(self.flat, self.inputs, steps, outputs)
+        return PartitionedProgram(self.flat, self.inputs, steps, outputs)
 
-    def wanted(self, var: Any) -> Dims | None:
+    def wanted(self, var: Value) -> Dims | None:
         """Returns the dims that the end of the program wants for a value, or else the dims of
         another operand of an operation that reads it."""
         return self._wanted.get(var) or self._readers.wants(var)
@@ -123,11 +141,10 @@ class Walk:
         batch = self.analysis.batch_axes
         return Layout(tuple(tuple(a for a in dim if a not in batch) for dim in layout.dims))
 
-    def _read(self, atom: Any) -> Layout:
+    def _read(self, atom: Atom) -> Layout:
         if is_literal(atom):
             is_number = isinstance(atom.val, int | float | np.generic)
-            made = ((),) * len(atom.aval.shape)
-            return Layout(made, made=True, zero=is_number and bool(atom.val == 0))
+            return made(array_of(atom).shape, zero=is_number and bool(atom.val == 0))
         if atom not in self.at:
             self.at[atom] = whole(len(atom.aval.shape))  # a constant captured by an inner call
         return self.at[atom]
@@ -137,10 +154,9 @@ class Walk:
         if is_unsupported(operation):
             raise _refusal(name, operation)
         if name in REMAT:
-            return loops.again(self, operation, ins)
-        if name in ("scan", "while", "cond"):
-            step = {"scan": loops.scan, "while": loops.while_loop, "cond": loops.cond}[name]
-            return step(self, operation, ins)
+            return _again(self, operation, ins)
+        if name in _LOOPS:
+            return _LOOPS[name](self, operation, ins)
         if name == "sharding_constraint":
             return self._constraint(operation, ins[0])
         if name in ("optimization_barrier", "device_put"):
@@ -160,26 +176,23 @@ class Walk:
         kept = _kept_pending(ins, factors)
         ins = [x.keeping(pending) for x, pending in zip(ins, kept, strict=True)]
         if _can_be_made(operation, ins):
-            is_zero = ins[:1] and ins[0].zero and operation.name in _KEEPS_ZERO
-            results = [
-                Layout(((),) * len(v.aval.shape), made=True, zero=bool(is_zero))
-                for v in operation.outvars
-            ]
+            zero = bool(ins) and ins[0].zero and operation.name in _KEEPS_ZERO
+            results = [made(v.aval.shape, zero=zero) for v in operation.outvars]
             return Step(operation, tuple(ins), tuple(results), factors=factors)
-        found = choose(self._choice(operation, ins, factors), self.sizes)
+        cut = choose(self._choice(operation, ins, factors), self.sizes)
         pending = frozenset[str]().union(*kept)
         pairs = list(zip(ins, factors.operands, strict=True))
-        operands = tuple(Layout(dims_of(dims, found), have.pending) for have, dims in pairs)
-        sums = [a for f, kind in factors.reduced.items() if kind == "sum" for a in found.get(f, ())]
-        results = [Layout(dims_of(dims, found), pending.union(sums)) for dims in factors.results]
+        operands = tuple(Layout(dims_of(dims, cut), have.pending) for have, dims in pairs)
+        sums = [a for f, kind in factors.reduced.items() if kind == "sum" for a in cut.get(f, ())]
+        results = [Layout(dims_of(dims, cut), pending.union(sums)) for dims in factors.results]
         moved = self._moved(operation, ins, operands)
-        return Step(operation, operands, tuple(results), found, factors, moved_bytes=moved)
+        return Step(operation, operands, tuple(results), cut, factors, moved_bytes=moved)
 
-    def _choice(self, operation: Operation, ins: list[Layout], factors: Factors) -> Choice:
+    def _choice(self, operation: Operation, ins: list[Layout], factors: Factors) -> CutProblem:
         # A value written into one made here takes the layout that its reader wants.
         is_made_here = ins and ins[0].made and operation.invars[0].aval.shape
         wants = self.wanted if is_made_here else self._wanted.get
-        return Choice(
+        return CutProblem(
             factors,
             tuple(ins),
             tuple(num_bytes(v.aval) for v in operation.invars),
@@ -193,13 +206,13 @@ class Walk:
 
     def _stored(self, operation: Operation, layout: Layout, factors: Factors) -> Step:
         """Returns the step of a parameter that changes only its dtype or the order of its dims."""
-        found: Assignment = {}
+        cut: Assignment = {}
         for factor, axes in zip(factors.operands[0], layout.dims, strict=True):
             if axes and factor is not None and not factors.sizes[factor] % degree(axes, self.sizes):
-                found[factor] = axes
-        operand = dataclasses.replace(layout, dims=dims_of(factors.operands[0], found))
-        result = Layout(dims_of(factors.results[0], found), stored=True)
-        return Step(operation, (operand,), (result,), found, factors)
+                cut[factor] = axes
+        operand = dataclasses.replace(layout, dims=dims_of(factors.operands[0], cut))
+        result = Layout(dims_of(factors.results[0], cut), stored=True)
+        return Step(operation, (operand,), (result,), cut, factors)
 
     def _whole(self, operation: Operation, ins: list[Layout]) -> Step:
         """Returns the step of an unknown operation, which every device computes whole."""
@@ -210,22 +223,20 @@ class Walk:
 
     def _constraint(self, operation: Operation, layout: Layout) -> Step:
         """Returns the step of a user's constraint; unconstrained dims keep their axes."""
-        sharding, open_dims = (
-            operation.params["sharding"],
-            operation.params.get("unconstrained_dims") or (),
-        )
+        sharding = operation.params["sharding"]
+        open_dims = operation.params.get("unconstrained_dims") or ()
         if not hasattr(sharding, "spec"):
             raise _refusal(f"a constraint to {sharding}", operation)
         entries = [e if isinstance(e, str | tuple) else None for e in sharding.spec]
-        asked = from_spec(entries, len(layout.dims))
-        if not set(asked.axes) <= set(self.sizes):
+        target = from_spec(entries, len(layout.dims))
+        if not set(target.axes) <= set(self.sizes):
             raise _refusal(f"a constraint to axes of another mesh, {sharding.spec},", operation)
         shape = operation.invars[0].aval.shape
-        if any(n % degree(axes, self.sizes) for n, axes in zip(shape, asked.dims, strict=True)):
+        if any(n % degree(axes, self.sizes) for n, axes in zip(shape, target.dims, strict=True)):
             raise _refusal(f"a constraint of an array {shape} to {sharding.spec}", operation)
         dims = tuple(
-            tuple(a for a in layout.dims[dim] if a not in asked.axes) if dim in open_dims else axes
-            for dim, axes in enumerate(asked.dims)
+            tuple(a for a in layout.dims[dim] if a not in target.axes) if dim in open_dims else axes
+            for dim, axes in enumerate(target.dims)
         )
         return Step(operation, (Layout(dims),), (Layout(dims),))
 
@@ -307,3 +318,142 @@ def _refusal(what: str, operation: Operation) -> PartitionError:
         f"{what} at {source_of(operation)} cannot be partitioned by shardlib.\n"
         "  Call it outside of the partitioned function, or leave the function to XLA."
     )
+
+
+if TYPE_CHECKING:
+    from shardlib.partitioner.analyze import LayoutWalk
+
+_MAX_TRIPS = 6
+
+
+def _again(walk: LayoutWalk, operation: Operation, ins: list[Layout]) -> Step:
+    """Returns the step of a recomputation in the backward pass, from saved values."""
+    operands = [layout.complete() for layout in ins]
+    wanted = [walk.wanted(v) for v in operation.outvars]
+    body = walk.analysis.program(operation.params["jaxpr"], operands, wanted)
+    return Step(operation, tuple(operands), body.outputs, bodies=(body,))
+
+
+def _scan(walk: LayoutWalk, operation: Operation, ins: list[Layout]) -> Step:
+    """Returns the step of a scan: operands are whole along the loop, and results are stacked."""
+    closed = operation.params["jaxpr"]
+    num_consts, num_carry = scan_parts(operation)
+    # Loop constants are gathered once, before the loop.
+    consts = [walk.used(layout).complete() for layout in ins[:num_consts]]
+    init = [walk.used(layout) for layout in ins[num_consts : num_consts + num_carry]]
+    xs = [
+        dataclasses.replace(layout.complete(), dims=((), *layout.dims[1:]))
+        for layout in ins[num_consts + num_carry :]
+    ]
+    rows = [dataclasses.replace(x, dims=x.dims[1:]) for x in xs]
+    stacked = [walk.wanted(v) for v in operation.outvars[num_carry:]]
+    wanted = [None] * num_carry + [dims[1:] if dims else None for dims in stacked]
+
+    def trip(carry: Sequence[Layout]) -> PartitionedProgram:
+        return walk.analysis.closed(closed, [*consts, *carry, *rows], wanted)
+
+    carry, body = _fixpoint(trip, init, sums_may_wait=True)
+    ys = [Layout(((), *y.dims)) for y in body.outputs[num_carry:]]
+    return Step(operation, (*consts, *carry, *xs), (*carry, *ys), bodies=(body,))
+
+
+def _while(walk: LayoutWalk, operation: Operation, ins: list[Layout]) -> Step:
+    """Returns the step of a while loop; its condition is whole, for equal trips on all devices."""
+    operation, ins = _with_one_condition(operation, ins)
+    params = operation.params
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    consts = [walk.used(x).complete() for x in ins[: num_cond + num_body]]
+    init = [walk.used(layout) for layout in ins[num_cond + num_body :]]
+
+    def trip(carry: Sequence[Layout]) -> PartitionedProgram:
+        return walk.analysis.closed(params["body_jaxpr"], [*consts[num_cond:], *carry])
+
+    carry, body = _fixpoint(trip, init, sums_may_wait=False)
+    cond = walk.analysis.closed(params["cond_jaxpr"], [*consts[:num_cond], *carry])
+    return Step(operation, (*consts, *carry), tuple(carry), bodies=(cond, body))
+
+
+def _with_one_condition(operation: Operation, ins: list[Layout]) -> tuple[Operation, list[Layout]]:
+    """Returns a loop that goes on while any of its rows does.
+
+    The `vmap` of a loop may have a condition for each row: a row keeps its values once it has
+    ended.
+    """
+    params = operation.params
+    cond, body, count = params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"]
+    if not cond.out_avals[0].shape:
+        return operation, ins
+    start = -len(body.out_avals)
+
+    def any_goes_on(*arguments: jax.Array) -> jax.Array:
+        return jnp.any(jaxpr_as_fun(cond)(*arguments)[0])
+
+    def trip(*arguments: jax.Array) -> list[jax.Array]:
+        carry = arguments[start:]
+        goes_on = jaxpr_as_fun(cond)(*arguments[:count], *carry)[0]
+        rows = range(goes_on.ndim)
+        return [
+            lax.select(lax.broadcast_in_dim(goes_on, new.shape, rows), new, old)
+            for new, old in zip(jaxpr_as_fun(body)(*arguments[count:]), carry, strict=True)
+        ]
+
+    changed = {
+        **params,
+        "cond_jaxpr": jax.make_jaxpr(any_goes_on)(*cond.in_avals),
+        "body_jaxpr": jax.make_jaxpr(trip)(*cond.in_avals[:count], *body.in_avals),
+        "body_nconsts": count + params["body_nconsts"],
+    }
+    equation = operation.equation.replace(params=changed)
+    invars = operation.invars[:count] + operation.invars
+    return dataclasses.replace(operation, equation=equation, invars=invars), ins[:count] + ins
+
+
+def _cond(walk: LayoutWalk, operation: Operation, ins: list[Layout]) -> Step:
+    """Returns the step of a conditional: all branches use the layout that cuts a result most."""
+    operands = [walk.used(layout).solid().complete() for layout in ins[1:]]
+    wanted = [walk.wanted(v) for v in operation.outvars]
+    bodies = [walk.analysis.closed(b, operands, wanted) for b in operation.params["branches"]]
+    outputs = zip(*(body.outputs for body in bodies), strict=True)
+    results = [Layout(max(branches, key=lambda x: len(x.axes)).dims) for branches in outputs]
+    return Step(operation, (whole(0), *operands), tuple(results), bodies=tuple(bodies))
+
+
+def _fixpoint(
+    trip: Callable[[Sequence[Layout]], PartitionedProgram],
+    init: Sequence[Layout],
+    *,
+    sums_may_wait: bool,
+) -> tuple[list[Layout], PartitionedProgram]:
+    """Returns layouts of the carry that a trip keeps or can be moved back to, and the trip.
+
+    A sum may stay pending through a loop that begins at zero: the weights of a recurrent network
+    accumulate their gradient over all trips, and it is sent once.
+    """
+    carry = [layout.complete().solid(keep_zero=sums_may_wait) for layout in init]
+    for number in range(_MAX_TRIPS):
+        body = trip(carry)
+        pairs = zip(carry, body.outputs, strict=False)
+        after = [_next(old, new, number, sums_may_wait) for old, new in pairs]
+        # The carry is zero on the first trip alone: layouts that depend on it are walked again.
+        if after == carry:
+            return carry, body
+        carry = after
+    carry = [Layout(layout.dims) for layout in carry]
+    return carry, trip(carry)
+
+
+def _next(old: Layout, new: Layout, number: int, sums_may_wait: bool) -> Layout:
+    """Returns the layout of a carry on the next trip, from its layouts before and after a trip.
+
+    It follows the trip at first; later it only loses axes, so that the walk ends.
+    """
+    pending = new.pending if sums_may_wait and (old.zero or old.pending) else frozenset[str]()
+    if number >= 2:
+        pending &= old.pending
+    dims = new.dims if number == 1 or len(new.axes) > len(old.axes) else old.dims
+    if number >= 3:
+        dims = tuple(a if a == b else () for a, b in zip(old.dims, new.dims, strict=True))
+    return Layout(dims, pending.difference(*dims))
+
+
+_LOOPS = {"scan": _scan, "while": _while, "cond": _cond}

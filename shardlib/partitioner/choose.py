@@ -3,9 +3,9 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
-from shardlib.partitioner.factors import Dim, Factors
+from shardlib.partitioner.factors import Assignment, Dim, Factors, dims_of
 from shardlib.partitioner.layout import Dims, Layout, Sizes, degree, moved_bytes
 
 # Cost of an operation in addition to communication, in bytes on a link, with rounded figures of one
@@ -15,13 +15,10 @@ _FLOPS_PER_LINK_BYTE = 2000.0
 _MEMORY_PER_LINK_BYTE = 16.0
 _MAX_COMBINATIONS = 512
 
-Assignment = dict[int, tuple[str, ...]]
-"""The mesh axes of each cut factor, major to minor."""
-
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """The inputs of a choice.
+class CutProblem:
+    """An operation whose factors are to be cut by mesh axes.
 
     `operands` are the layouts of the operands, `bytes` and `result_bytes` the sizes of the whole
     operands and results. `wanted` are the dims that readers want for the results, None if unknown.
@@ -33,49 +30,40 @@ class Choice:
     result_bytes: tuple[int, ...]
     wanted: tuple[Dims | None, ...]
 
+    def cuts(self) -> Iterator[tuple[str, Dim]]:
+        """Yields each mesh axis with a factor that it cuts, the largest operand first."""
+        for i in sorted(range(len(self.operands)), key=lambda i: -self.bytes[i]):
+            if self.operands[i].made:
+                continue
+            pairs = zip(self.factors.operands[i], self.operands[i].dims, strict=True)
+            yield from ((axis, factor) for factor, axes in pairs for axis in axes)
 
-def dims_of(factors: Sequence[Dim], assignment: Mapping[int, tuple[str, ...]]) -> Dims:
-    """Returns the axes of each dim of a value whose dims have these factors."""
-    return tuple(assignment.get(factor, ()) if factor is not None else () for factor in factors)
 
-
-def choose(choice: Choice, sizes: Sizes) -> Assignment:
+def choose(problem: CutProblem, sizes: Sizes) -> Assignment:
     """Returns the cheapest assignment of the axes that cut the operands to factors.
 
     An axis that cuts no operand goes where the reader of a result wants it, if that costs nothing.
     Ties go to the assignment that leaves the largest operands in place.
     """
-    votes = _votes(choice)
-    pending = frozenset().union(*(layout.pending for layout in choice.operands))
-    votes = {axis: where for axis, where in votes.items() if axis not in pending}
-    options = [list(dict.fromkeys(where)) for where in votes.values()]
+    pending = frozenset().union(*(layout.pending for layout in problem.operands))
+    votes: dict[str, dict[Dim, None]] = {}
+    for axis, factor in problem.cuts():
+        if axis not in pending:
+            votes.setdefault(axis, {})[factor] = None
+    options = [list(factors) for factors in votes.values()]
     if all(len(one) == 1 and one[0] is not None for one in options):
-        found = _ordered(zip(votes, (one[0] for one in options), strict=True), choice)
-        if _divides(found, choice.factors, sizes):
-            return _take_wanted(found, choice, sizes, pending)
+        agreed = _ordered(zip(votes, (one[0] for one in options), strict=True), problem)
+        if _divides(agreed, problem.factors, sizes):
+            return _take_wanted(agreed, problem, sizes, pending)
     best, least = {}, math.inf
     for combination in _combinations(options):
-        found = _ordered(zip(votes, combination, strict=True), choice)
-        if not _divides(found, choice.factors, sizes):
+        assignment = _ordered(zip(votes, combination, strict=True), problem)
+        if not _divides(assignment, problem.factors, sizes):
             continue
-        cost = _cost(found, choice, sizes)
+        cost = _cost(assignment, problem, sizes)
         if cost < least:
-            best, least = found, cost
-    return _take_wanted(best, choice, sizes, pending)
-
-
-def _votes(choice: Choice) -> dict[str, list[Dim]]:
-    """Returns the factors that each axis cuts in some operand, the largest operand first."""
-    votes: dict[str, list[Dim]] = {}
-    order = sorted(range(len(choice.operands)), key=lambda i: -choice.bytes[i])
-    for i in order:
-        layout = choice.operands[i]
-        if layout.made:
-            continue
-        for factor, axes in zip(choice.factors.operands[i], layout.dims, strict=True):
-            for axis in axes:
-                votes.setdefault(axis, []).append(factor)
-    return votes
+            best, least = assignment, cost
+    return _take_wanted(best, problem, sizes, pending)
 
 
 def _combinations(options: list[list[Dim]]) -> Iterator[tuple[Dim, ...]]:
@@ -86,61 +74,49 @@ def _combinations(options: list[list[Dim]]) -> Iterator[tuple[Dim, ...]]:
     return itertools.islice(itertools.product(*choices), 4 * _MAX_COMBINATIONS)
 
 
-def _ordered(pairs: Iterator[tuple[str, Dim]], choice: Choice) -> Assignment:
+def _ordered(pairs: Iterator[tuple[str, Dim]], problem: CutProblem) -> Assignment:
     """Groups axes by factor, in the order of the largest operand."""
-    found: Assignment = {}
+    assignment: Assignment = {}
     for axis, factor in pairs:
         if factor is not None:
-            found[factor] = (*found.get(factor, ()), axis)
-    for factor, axes in found.items():
+            assignment[factor] = (*assignment.get(factor, ()), axis)
+    for factor, axes in assignment.items():
         if len(axes) > 1:
-            found[factor] = _order(factor, axes, choice)
-    return found
+            ranked = list(dict.fromkeys(axis for axis, f in problem.cuts() if f == factor))
+            assignment[factor] = tuple(sorted(axes, key=ranked.index))
+    return assignment
 
 
-def _order(factor: int, axes: tuple[str, ...], choice: Choice) -> tuple[str, ...]:
-    order = sorted(range(len(choice.operands)), key=lambda i: -choice.bytes[i])
-    ranks: dict[str, int] = {}
-    for i in order:
-        if choice.operands[i].made:
-            continue
-        for f, dims in zip(choice.factors.operands[i], choice.operands[i].dims, strict=True):
-            if f == factor:
-                for axis in dims:
-                    ranks.setdefault(axis, len(ranks))
-    return tuple(sorted(axes, key=lambda axis: ranks.get(axis, len(ranks))))
+def _divides(assignment: Assignment, factors: Factors, sizes: Sizes) -> bool:
+    return all(factors.sizes[f] % degree(axes, sizes) == 0 for f, axes in assignment.items())
 
 
-def _divides(found: Assignment, factors: Factors, sizes: Sizes) -> bool:
-    return all(factors.sizes[f] % degree(axes, sizes) == 0 for f, axes in found.items())
-
-
-def _cost(found: Assignment, choice: Choice, sizes: Sizes) -> float:
-    factors = choice.factors
-    parts = math.prod(degree(axes, sizes) for axes in found.values())
+def _cost(assignment: Assignment, problem: CutProblem, sizes: Sizes) -> float:
+    factors = problem.factors
+    parts = math.prod(degree(axes, sizes) for axes in assignment.values())
     cost = factors.flops / parts / _FLOPS_PER_LINK_BYTE
-    operands = zip(choice.operands, factors.operands, choice.bytes, strict=True)
+    operands = zip(problem.operands, factors.operands, problem.bytes, strict=True)
     for layout, dims, size in operands:
-        cost += moved_bytes(size, layout, dims_of(dims, found), sizes)
-    summed = degree([a for f in factors.reduced for a in found.get(f, ())], sizes)
-    for dims, size in zip(factors.results, choice.result_bytes, strict=True):
-        cut = degree([axis for dim in dims_of(dims, found) for axis in dim], sizes)
+        cost += moved_bytes(size, layout, dims_of(dims, assignment), sizes)
+    summed = degree([a for f in factors.reduced for a in assignment.get(f, ())], sizes)
+    for dims, size in zip(factors.results, problem.result_bytes, strict=True):
+        cut = degree([axis for dim in dims_of(dims, assignment) for axis in dim], sizes)
         cost += size / cut * (1 / _MEMORY_PER_LINK_BYTE + 2 * (summed - 1) / summed)
     return cost
 
 
 def _take_wanted(
-    found: Assignment, choice: Choice, sizes: Sizes, pending: frozenset[str]
+    assignment: Assignment, problem: CutProblem, sizes: Sizes, pending: frozenset[str]
 ) -> Assignment:
     """Adds axes that the readers of the results want and that require no move of an operand."""
-    used = {axis for axes in found.values() for axis in axes} | pending
-    for dims, wanted in zip(choice.factors.results, choice.wanted, strict=True):
+    used = {axis for axes in assignment.values() for axis in axes} | pending
+    for dims, wanted in zip(problem.factors.results, problem.wanted, strict=True):
         for factor, axes in zip(dims, wanted or (), strict=wanted is not None):
             for axis in axes:
                 if factor is None or axis in used:
                     continue
-                more = (*found.get(factor, ()), axis)
-                if choice.factors.sizes[factor] % degree(more, sizes) == 0:
-                    found = {**found, factor: more}
+                more = (*assignment.get(factor, ()), axis)
+                if problem.factors.sizes[factor] % degree(more, sizes) == 0:
+                    assignment = {**assignment, factor: more}
                     used.add(axis)
-    return found
+    return assignment

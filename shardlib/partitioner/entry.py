@@ -3,24 +3,29 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import NamedSharding
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
-from shardlib.errors import ModelError
+from shardlib.errors import ModelError, PartitionError, RuleError, did_you_mean
 from shardlib.garbage import garbage_left
+from shardlib.jaxprs import REMAT, Operation, flatten, subprograms
 from shardlib.mesh import entry_axes
 from shardlib.partitioner import indexing, products, reductions, shapes  # noqa: F401 (rules)
-from shardlib.partitioner.analyze import Analysis
-from shardlib.partitioner.layout import Layout, from_spec
-from shardlib.partitioner.lower import Lowering, Value
-from shardlib.partitioner.program import Program
-from shardlib.partitioner.specs import argument_layouts, result_layouts
+from shardlib.partitioner.analyze import Analysis, is_unsupported
+from shardlib.partitioner.layout import Layout, Sizes, from_spec
+from shardlib.partitioner.lower import Lowering, Shard
+from shardlib.partitioner.program import PartitionedProgram, Step, source_of
+from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import Scope, active_or, manual_axes, platform
 
+Specs: TypeAlias = PyTree
+"""A `PartitionSpec` for each argument or leaf, or a prefix of such a tree."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -29,10 +34,10 @@ class Traced:
     """A function traced for given arguments."""
 
     closed: ClosedJaxpr
-    shape: Any
+    shape: PyTree
     """The structure of its result, with shapes in place of arrays."""
 
-    def __call__(self, arguments: tuple[Any, ...]) -> Any:
+    def __call__(self, arguments: tuple[PyTree, ...]) -> PyTree:
         """Runs the function, with its operations left to XLA."""
         results = jaxpr_as_fun(self.closed)(*jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(self.shape), results)
@@ -43,11 +48,11 @@ class Laid:
     """A traced function and the layouts of its values."""
 
     traced: Traced
-    program: Program
+    program: PartitionedProgram
     outputs: tuple[Layout, ...]
 
 
-def trace(fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Traced:
+def trace(fn: Callable[..., Any], arguments: tuple[PyTree, ...]) -> Traced:
     """Traces a function of pytrees; arguments are arrays, tracers or `ShapeDtypeStruct`s."""
     return Traced(*jax.make_jaxpr(fn, return_shape=True)(*arguments))
 
@@ -57,7 +62,7 @@ def analyze(
     traced: Traced,
     scope: Scope,
     inputs: Sequence[Layout],
-    outputs: Callable[[Any], Sequence[Layout | None]],
+    outputs: Callable[[PyTree], Sequence[Layout | None]],
     batch_axes: Sequence[str],
 ) -> Laid:
     """Decides the layouts of the values of a function.
@@ -85,7 +90,7 @@ def analyze(
     return Laid(traced, program, outs)
 
 
-def _const_layout(x: Any, scope: Scope) -> Layout:
+def _const_layout(x: jax.typing.ArrayLike, scope: Scope) -> Layout:
     """Returns the layout of a captured array: its own on this mesh, otherwise whole."""
     rank = len(jax.numpy.shape(x))
     sharding = getattr(x, "sharding", None)
@@ -95,7 +100,7 @@ def _const_layout(x: Any, scope: Scope) -> Layout:
 
 
 @garbage_left()
-def execute(laid: Laid, scope: Scope, arguments: tuple[Any, ...]) -> Any:
+def execute(laid: Laid, scope: Scope, arguments: tuple[PyTree, ...]) -> PyTree:
     """Returns the results of a function, run as one manual region over all remaining axes.
 
     Args:
@@ -111,9 +116,9 @@ def execute(laid: Laid, scope: Scope, arguments: tuple[Any, ...]) -> Any:
         )
     sizes = {name: n for name, n in scope.sizes.items() if name not in manual_axes()}
 
-    def local(*shards: Any) -> list[Any]:
+    def local(*shards: jax.Array) -> list[jax.Array]:
         lowering = Lowering(sizes, ordered=platform() == "cpu")
-        values = [Value(layout, x) for layout, x in zip(program.inputs, shards, strict=True)]
+        values = [Shard(layout, x) for layout, x in zip(program.inputs, shards, strict=True)]
         results = lowering.run(program, values)
         return [lowering.shard(v, want) for v, want in zip(results, laid.outputs, strict=True)]
 
@@ -131,8 +136,8 @@ def execute(laid: Laid, scope: Scope, arguments: tuple[Any, ...]) -> Any:
 
 def partitioned(
     fn: Callable[..., Any],
-    in_specs: Any,
-    out_specs: Any = None,
+    in_specs: Specs,
+    out_specs: Specs = None,
     *,
     params: Sequence[int] = (),
 ) -> Callable[..., Any]:
@@ -154,12 +159,12 @@ def partitioned(
         PartitionError: If `fn` holds an operation that cannot be partitioned.
     """
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: PyTree) -> PyTree:
         scope = active_or(None, None)
         sizes = {name: n for name, n in scope.sizes.items() if name not in manual_axes()}
         inputs = argument_layouts(in_specs, arguments, sizes, params)
 
-        def outputs(shape: Any) -> list[Layout | None]:
+        def outputs(shape: PyTree) -> list[Layout | None]:
             return result_layouts(out_specs, shape, sizes)
 
         traced = trace(fn, arguments)
@@ -175,7 +180,7 @@ def _underived(fn: Callable[..., Any]) -> Callable[..., Any]:
     guarded = jax.custom_jvp(fn)
 
     @guarded.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def _(primals: object, tangents: object) -> NoReturn:
         raise ModelError(
             "the result of `partitioned` cannot be differentiated.\n"
             "  Take the derivative inside: partitioned(jax.value_and_grad(loss), ...)."
@@ -188,3 +193,176 @@ def batch_mesh_axes(scope: Scope) -> tuple[str, ...]:
     """Returns the mesh axes that cut the batch according to the rules."""
     every = math.prod(scope.sizes.values())
     return tuple(entry_axes(scope.sharding(("batch",), (every,), "activations").spec[0]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """The partitioner of a function, and the reason."""
+
+    by: Literal["shardlib", "XLA"]
+    why: str
+
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+def who_partitions(
+    traced: Traced, analyze: Callable[[], Laid], constrains: bool | None = None
+) -> tuple[Partition, Laid | None]:
+    """Returns the partitioner of a function, and the function's layouts if it is shardlib.
+
+    XLA partitions functions with operations that shardlib cannot partition, and functions whose
+    constraints decide all layouts. In the latter no product of the forward pass has to move an
+    activation, the operands and results of every product are cut alike, and a partitioner has
+    nothing to choose.
+
+    Args:
+        traced: The function.
+        analyze: Returns the layouts of its values.
+        constrains: Whether the model constrains an activation; None if all constraints in the
+            function belong to the model.
+    """
+    operations = list(_operations(traced.closed.jaxpr))
+    refused = next(filter(is_unsupported, operations), None)
+    if refused is not None:
+        return Partition("XLA", f"it holds {refused.name} at {source_of(refused)}"), None
+    try:
+        laid = analyze()
+    except PartitionError as error:
+        return Partition("XLA", str(error).partition("\n")[0]), None
+    if constrains is None:
+        constrains = any(operation.name == "sharding_constraint" for operation in operations)
+    if not constrains:
+        return Partition("shardlib", "the model constrains no activation"), laid
+    why = next(_open(laid.program), None)
+    if why is not None:
+        return Partition("shardlib", why), laid
+    return Partition("XLA", "the constraints of the model decide where each product lies"), None
+
+
+def _operations(jaxpr: Jaxpr) -> Iterator[Operation]:
+    for operation in flatten(jaxpr, fenced=True).operations:
+        yield operation
+        if operation.name in ("scan", "while", "cond", *REMAT):
+            for body in subprograms(operation.equation):
+                yield from _operations(body)
+
+
+def _forward(program: PartitionedProgram) -> Iterator[Step]:
+    """Yields the steps of a forward pass, including bodies: all but transposed operations."""
+    for step in program.steps:
+        if not step.operation.stack.lstrip("/").startswith("transpose("):
+            yield step
+            for body in step.bodies:
+                yield from _forward(body)
+
+
+def _open(program: PartitionedProgram) -> Iterator[str]:
+    """Yields the reasons why layouts of products are open, or would be wrong under XLA."""
+    for step in _forward(program):
+        operation = step.operation
+        if operation.name not in _PRODUCTS:
+            continue
+        at, params = source_of(operation), operation.params
+        if step.moved_bytes:
+            yield f"no constraint decides the layout of {operation.name} at {at}"
+        if params.get("feature_group_count", 1) > 1 or params.get("batch_group_count", 1) > 1:
+            yield f"XLA computes wrong gradients of grouped convolutions, such as the one at {at}"
+
+
+def argument_layouts(
+    specs: Specs, arguments: Sequence[PyTree], sizes: Sizes, params: Sequence[int]
+) -> list[Layout]:
+    """Returns the layouts of the leaves of all arguments.
+
+    Args:
+        specs: A spec for each argument, or a pytree of specs that is a prefix of the argument.
+        arguments: Pytrees of arrays and numbers.
+        sizes: Devices along each mesh axis.
+        params: Positions of arguments that hold parameters.
+
+    Raises:
+        RuleError: If specs do not fit; the message lists all of them.
+    """
+    is_one = not isinstance(specs, tuple | list) or isinstance(specs, PartitionSpec)
+    if is_one or len(specs) != len(arguments):
+        raise RuleError(
+            f"in_specs is {specs!r}, and the number of arguments is {len(arguments)}.\n"
+            '  Give a tuple of one entry for each argument, such as (P("data"), None).'
+        )
+    layouts, faults = [], []
+    for number, (spec_tree, argument) in enumerate(zip(specs, arguments, strict=True)):
+        name = f"in_specs[{number}]"
+        for leaf, spec, path in _pairs(spec_tree, argument, name):
+            faults += _faults(f"{name}{path}", spec, jnp.shape(leaf), sizes)
+            if not faults:
+                layouts.append(from_spec(spec, jnp.ndim(leaf), stored=number in params))
+    _refuse(faults)
+    return layouts
+
+
+def result_layouts(specs: Specs, shape: PyTree, sizes: Sizes) -> list[Layout | None]:
+    """Returns the layouts of the leaves of a result from its shapes; None if unspecified.
+
+    Raises:
+        RuleError: If specs do not fit; the message lists all of them.
+    """
+    if specs is None:
+        return [None] * len(jax.tree.leaves(shape))
+    triples = list(_pairs(specs, shape, "out_specs"))
+    _refuse([f for x, s, path in triples for f in _faults(f"out_specs{path}", s, x.shape, sizes)])
+    return [from_spec(spec, len(leaf.shape)) for leaf, spec, _ in triples]
+
+
+def _pairs(specs: Specs, tree: PyTree, name: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yields each leaf of a tree, its spec, and its path."""
+
+    def is_spec(x: object) -> bool:
+        return x is None or isinstance(x, PartitionSpec)
+
+    try:
+        repeated = jax.tree.map(
+            lambda spec, part: [spec] * len(jax.tree.leaves(part)), specs, tree, is_leaf=is_spec
+        )
+    except (ValueError, TypeError) as error:
+        raise RuleError(
+            f"{name} does not fit {jax.tree.structure(tree)}: {str(error).partition(chr(10))[0]}\n"
+            "  Give one PartitionSpec for all of it, or one for each of its parts."
+        ) from None
+    for (path, leaf), spec in zip(
+        named_leaves(tree).items(), jax.tree.leaves(repeated, is_leaf=is_spec), strict=True
+    ):
+        yield leaf, spec, f" of {path!r}" if path else ""
+
+
+def _refuse(faults: Sequence[str]) -> None:
+    if faults:
+        raise RuleError(
+            "\n".join(faults) + "\n  Name axes of the mesh, each once, on dims that they divide."
+        )
+
+
+def _faults(name: str, spec: object, shape: Sequence[int], sizes: Sizes) -> Iterator[str]:
+    """Yields the faults of the spec of an array."""
+    if spec is None:
+        return
+    if not isinstance(spec, PartitionSpec):
+        yield f"{name} is {spec!r}, not a PartitionSpec or None."
+        return
+    if len(spec) > len(shape):
+        yield f"{name} is {spec} for an array of shape {tuple(shape)}, which has fewer dims."
+        return
+    if PartitionSpec.UNCONSTRAINED in spec:
+        yield f"{name} is {spec}, which leaves a dim open."
+        return
+    axes = [axis for entry in spec for axis in entry_axes(entry)]
+    for axis in dict.fromkeys(axes):
+        if axis not in sizes:
+            axis_names = ", ".join(sizes)
+            yield f"{name} names {axis!r}, the mesh has {axis_names}.{did_you_mean(axis, sizes)}"
+        elif axes.count(axis) > 1:
+            yield f"{name} is {spec}, which names {axis!r} twice."
+    for dim, entry in enumerate(spec):
+        parts = math.prod(sizes.get(axis, 1) for axis in entry_axes(entry))
+        if shape[dim] % parts:
+            yield f"{name} is {spec}: {parts} devices do not divide dim {dim} of {tuple(shape)}."

@@ -11,9 +11,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal
 
+import jax
 import jax.numpy as jnp
+from jax import lax
+
+from shardlib.jaxprs import Operation
+from shardlib.partitioner.layout import Dims, Sizes, degree
 
 Dim = int | None
 """The factor of a dim; None for a dim that must be whole."""
@@ -23,19 +28,35 @@ Linear = Literal["no", "first", "each", "all"]
 the others are complete (`each`), or all of them alike (`all`)."""
 
 
-class Cut(Protocol):
-    """The cut of an operation on this device."""
+Assignment = dict[int, tuple[str, ...]]
+"""The mesh axes of each cut factor, major to minor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DevicePiece:
+    """The piece of an operation that this device computes, inside a manual region."""
+
+    assignment: Assignment
+    axis_sizes: Sizes
 
     def parts(self, factor: Dim) -> int:
         """Returns the number of pieces along a factor; 1 for an uncut factor, or None."""
-        ...
+        return degree(self._axes(factor), self.axis_sizes)
 
-    def index(self, factor: Dim) -> Any:
-        """Returns the index of the piece that this device computes, an int32 scalar."""
-        ...
+    def index(self, factor: Dim) -> jax.Array:
+        """Returns the index of the piece along a factor, an int32 scalar."""
+        at = jnp.int32(0)
+        for axis in self._axes(factor):
+            at = at * self.axis_sizes[axis] + lax.axis_index(axis).astype(jnp.int32)
+        return at
+
+    def _axes(self, factor: Dim) -> tuple[str, ...]:
+        return () if factor is None else self.assignment.get(factor, ())
 
 
-Local = Callable[[Any, list[Any], Cut], Sequence[Any]]
+Arrays = Sequence[jax.Array]
+"""The operands or the results of an operation."""
+Local = Callable[[Operation, Arrays, DevicePiece], Arrays]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,31 +74,54 @@ class Factors:
     flops: float = 0.0
     linear: Linear = "no"
     local: Local | None = None
-    """`local(equation, pieces, cut)` computes the operation on pieces; None binds it unchanged."""
+    """`local(operation, operands, piece)` computes a piece of the results from pieces of the
+    operands; None binds the operation unchanged."""
+
+    def compute(self, operation: Operation, operands: Arrays, piece: DevicePiece) -> Arrays:
+        """Returns a piece of the results from pieces of the operands."""
+        if self.local is None:
+            return bind(operation, operands)
+        return self.local(operation, operands, piece)
 
 
-def bind(equation: Any, values: Sequence[Any], **changes: Any) -> Sequence[Any]:
-    """Returns the results of an equation's primitive on other operands, with some parameters
+class FactorList(list[int]):
+    """The sizes of the factors of an operation, in the order of their creation."""
+
+    def new(self, size: int, sums: dict[int, Reduction] | None = None) -> int:
+        """Adds a factor and returns its number; notes it in `sums`, if given, as summed."""
+        self.append(size)
+        if sums is not None:
+            sums[len(self) - 1] = "sum"
+        return len(self) - 1
+
+
+def bind(operation: Operation, values: Arrays, **changes: object) -> Arrays:
+    """Returns the results of an operation's primitive on other operands, with some parameters
     changed. Shardings among the parameters are left out: they describe the whole value."""
-    params = {**equation.params, **changes}
+    params = {**operation.params, **changes}
     params |= {name: None for name in ("out_sharding", "sharding") if name in params}
-    options = equation.primitive.get_bind_params(params)
-    found = equation.primitive.bind(*values, **options)
-    return found if equation.primitive.multiple_results else [found]
+    options = operation.primitive.get_bind_params(params)
+    results = operation.primitive.bind(*values, **options)
+    return results if operation.primitive.multiple_results else [results]
 
 
-def pieces(shape: Sequence[int], dims: Sequence[Dim], cut: Cut) -> tuple[int, ...]:
+def piece_shape(shape: Sequence[int], dims: Sequence[Dim], piece: DevicePiece) -> tuple[int, ...]:
     """Returns the shape of a piece of a value whose dims have these factors."""
-    return tuple(n // cut.parts(factor) for n, factor in zip(shape, dims, strict=True))
+    return tuple(n // piece.parts(factor) for n, factor in zip(shape, dims, strict=True))
 
 
-Rule = Callable[[Any], Factors | None]
+def dims_of(factors: Sequence[Dim], assignment: Assignment) -> Dims:
+    """Returns the mesh axes of each dim of a value whose dims have these factors."""
+    return tuple(assignment.get(factor, ()) if factor is not None else () for factor in factors)
+
+
+Rule = Callable[[Operation], Factors | None]
 RULES: dict[str, Rule] = {}
-"""Rules by the name of a primitive. A rule returns None if an equation must be computed whole."""
+"""Rules by the name of a primitive. A rule returns None if an operation must be computed whole."""
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers a function of an equation as the rule of the named primitives."""
+    """Registers a function of an operation as the rule of the named primitives."""
 
     def register(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, function))
@@ -86,12 +130,12 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def factors_of(equation: Any) -> Factors | None:
-    """Returns the factors of an equation; None if it is unknown and must be computed whole."""
-    name = equation.primitive.name
+def factors_of(operation: Operation) -> Factors | None:
+    """Returns the factors of an operation; None if it is unknown and must be computed whole."""
+    name = operation.name
     if name in RULES:
-        return RULES[name](equation)
-    return _elementwise(equation) if name in ELEMENTWISE else None
+        return RULES[name](operation)
+    return _elementwise(operation) if name in ELEMENTWISE else None
 
 
 _NAMES = """
@@ -109,11 +153,11 @@ ELEMENTWISE = frozenset(_NAMES.split())
 _UNARY_LINEAR = frozenset({"convert_element_type", "copy", "copy_p", "imag", "name", "neg", "real"})
 
 
-def _elementwise(equation: Any) -> Factors | None:
+def _elementwise(operation: Operation) -> Factors | None:
     """Every dim of the result is a factor; scalars and operand dims of size 1 are repeated."""
-    avals = [var.aval for var in equation.invars]
-    shape = equation.outvars[0].aval.shape
-    if any(out.aval.shape != shape for out in equation.outvars):
+    avals = [var.aval for var in operation.invars]
+    shape = operation.outvars[0].aval.shape
+    if any(out.aval.shape != shape for out in operation.outvars):
         return None
     if not all(a.shape == () or _repeats(a.shape, shape) for a in avals):
         return None
@@ -122,45 +166,39 @@ def _elementwise(equation: Any) -> Factors | None:
     operands = tuple(
         tuple(dim if n == shape[dim] else None for dim, n in enumerate(a.shape)) for a in avals
     )
-    every = tuple(range(len(shape)))
-    size = float(math.prod(shape))
-    return Factors(
-        operands,
-        (every,) * len(equation.outvars),
-        tuple(shape),
-        flops=size,
-        linear=_linearity(equation),
-    )
+    results = (tuple(range(len(shape))),) * len(operation.outvars)
+    flops, linear = float(math.prod(shape)), _linearity(operation)
+    return Factors(operands, results, tuple(shape), flops=flops, linear=linear)
 
 
 COLLECTIVES = ("psum", "pmax", "pmin", "ppermute")
 
 
 @rule(*COLLECTIVES)
-def collective(equation: Any) -> Factors | None:
+def collective(operation: Operation) -> Factors | None:
     """A collective over axes of an outer region does the same with every element.
 
     Over a `jax.vmap` axis it is a reduction: `axes` holds the position of the dim.
     """
-    axes = equation.params.get("axes", ())
-    shapes = [var.aval.shape for var in equation.invars]
+    axes = operation.params.get("axes", ())
+    shapes = [var.aval.shape for var in operation.invars]
     if any(isinstance(axis, int) for axis in axes):
-        return _over_dims(equation, axes) if len(shapes) == 1 else None
+        return _over_dims(operation, axes) if len(shapes) == 1 else None
     starts = itertools.accumulate((len(shape) for shape in shapes), initial=0)
     dims = tuple(tuple(range(at, at + len(s))) for at, s in zip(starts, shapes, strict=False))
-    is_linear = equation.primitive.name in ("psum", "ppermute") and len(shapes) == 1
+    is_linear = operation.name in ("psum", "ppermute") and len(shapes) == 1
     sizes = tuple(n for shape in shapes for n in shape)
     return Factors(dims, dims, sizes, linear="first" if is_linear else "no")
 
 
-def _over_dims(equation: Any, axes: Sequence[Any]) -> Factors | None:
+def _over_dims(operation: Operation, axes: Sequence[object]) -> Factors | None:
     kinds: dict[str, Reduction] = {"psum": "sum", "pmax": "max", "pmin": "min"}
-    shape, kind = equation.invars[0].aval.shape, kinds[equation.primitive.name]
-    if not all(isinstance(axis, int) for axis in axes) or equation.params["axis_index_groups"]:
+    shape, kind = operation.invars[0].aval.shape, kinds[operation.name]
+    if not all(isinstance(axis, int) for axis in axes) or operation.params["axis_index_groups"]:
         return None
     every = tuple(range(len(shape)))
     kept = tuple(dim for dim in every if dim not in axes)
-    reduced: dict[int, Reduction] = dict.fromkeys(axes, kind)
+    reduced: dict[int, Reduction] = {dim: kind for dim in every if dim in axes}
     return Factors((every,), (kept,), tuple(shape), reduced, float(math.prod(shape)))
 
 
@@ -170,9 +208,9 @@ def _repeats(small: Sequence[int], shape: Sequence[int]) -> bool:
     )
 
 
-def _linearity(equation: Any) -> Linear:
-    name, (first, *_) = equation.primitive.name, [var.aval.dtype for var in equation.invars]
-    out = equation.outvars[0].aval.dtype
+def _linearity(operation: Operation) -> Linear:
+    name, first = operation.name, operation.invars[0].aval.dtype
+    out = operation.outvars[0].aval.dtype
     if not jnp.issubdtype(out, jnp.inexact) or not jnp.issubdtype(first, jnp.inexact):
         return "no"
     if name in ("add", "add_any", "sub"):
@@ -186,16 +224,3 @@ def _linearity(equation: Any) -> Linear:
     # A sum sends fewer bytes before it is widened. If narrowed first, its terms would be rounded.
     same = out.itemsize == first.itemsize
     return "first" if name in _UNARY_LINEAR and same else "no"
-
-
-@dataclasses.dataclass(frozen=True)
-class Pieces:
-    """A `Cut` that is known at trace time: (parts, index) by factor."""
-
-    at: dict[int, tuple[int, int]]
-
-    def parts(self, factor: Dim) -> int:
-        return self.at.get(factor, (1, 0))[0] if factor is not None else 1
-
-    def index(self, factor: Dim) -> Any:
-        return jnp.int32(self.at.get(factor, (1, 0))[1] if factor is not None else 0)

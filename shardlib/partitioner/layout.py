@@ -7,15 +7,16 @@ axes along which the shards are terms of a sum that has not been taken yet.
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 
-from shardlib.mesh import entry_axes
+from shardlib.mesh import spec_axes
 
 Dims = tuple[tuple[str, ...], ...]
 """The mesh axes of each dim, major to minor."""
@@ -71,11 +72,14 @@ def whole(rank: int) -> Layout:
     return Layout(((),) * rank)
 
 
-def from_spec(spec: Any, rank: int, *, stored: bool = False) -> Layout:
+def made(shape: Sequence[int], *, zero: bool = False) -> Layout:
+    """Returns the layout of a value that each device can make by itself."""
+    return Layout(((),) * len(shape), made=True, zero=zero)
+
+
+def from_spec(spec: Iterable[Any] | None, rank: int, *, stored: bool = False) -> Layout:
     """Returns the layout of a `PartitionSpec`; set `stored` for a parameter."""
-    entries = [entry_axes(entry) for entry in spec or ()]
-    dims = tuple(tuple(entry) for entry in entries) + ((),) * (rank - len(entries))
-    return Layout(dims, stored=stored)
+    return Layout(spec_axes(spec or (), rank), stored=stored)
 
 
 def degree(axes: Sequence[str], sizes: Sizes) -> int:
@@ -83,7 +87,7 @@ def degree(axes: Sequence[str], sizes: Sizes) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def num_bytes(aval: Any) -> int:
+def num_bytes(aval: ShapedArray) -> int:
     """Returns the bytes of an array of this shape and dtype; a random key counts as 8."""
     return math.prod(aval.shape) * (
         8 if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else aval.dtype.itemsize

@@ -5,21 +5,23 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr
 
-from shardlib.jaxprs import REMAT, is_literal, scan_parts
-from shardlib.partitioner.choose import Assignment, dims_of
-from shardlib.partitioner.factors import COLLECTIVES, Dim, bind
-from shardlib.partitioner.layout import Layout, Sizes, degree, move, moved_bytes, whole
-from shardlib.partitioner.order import CollectiveOrder
-from shardlib.partitioner.program import Program, Step
+from shardlib.jaxprs import REMAT, Atom, Value, array_of, is_literal, scan_parts
+from shardlib.partitioner.factors import COLLECTIVES, Arrays, DevicePiece, bind, dims_of
+from shardlib.partitioner.layout import Layout, Sizes, made, move, moved_bytes, whole
+from shardlib.partitioner.program import PartitionedProgram, Step
 from shardlib.sharding.extremes import Extreme, extreme
+
+Collective = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass
-class Value:
+class Shard:
     """A shard of a value, and the layout of the value.
 
     `make` makes the shard of a value in the layout in which it is read.
@@ -27,33 +29,8 @@ class Value:
 
     layout: Layout
     x: Any = None
-    make: Callable[[Layout], Any] | None = None
-    moved: dict[Layout, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class DeviceCut:
-    """The cut of an operation along mesh axes; see `factors.Cut`."""
-
-    assignment: Assignment
-    sizes: Sizes
-
-    def parts(self, factor: Dim) -> int:
-        return degree(self._axes(factor), self.sizes)
-
-    def index(self, factor: Dim) -> Any:
-        return _index(self._axes(factor), self.sizes)
-
-    def _axes(self, factor: Dim) -> tuple[str, ...]:
-        return () if factor is None else self.assignment.get(factor, ())
-
-
-def _index(axes: Sequence[str], sizes: Sizes) -> Any:
-    """Returns the position of this device along the axes, major to minor."""
-    at = jnp.int32(0)
-    for axis in axes:
-        at = at * sizes[axis] + lax.axis_index(axis).astype(jnp.int32)
-    return at
+    make: Callable[[Layout], jax.Array] | None = None
+    moved: dict[Layout, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 class Lowering:
@@ -68,16 +45,17 @@ class Lowering:
         self.sizes = sizes
         self._order = CollectiveOrder() if ordered else None
 
-    def run(self, program: Program, values: Sequence[Value]) -> list[Value]:
+    def run(self, program: PartitionedProgram, values: Sequence[Shard]) -> list[Shard]:
         """Returns the results of a program, given its constants and then its arguments."""
         flat = program.flat
-        env = dict(zip(flat.invars, values, strict=True))
+        env: dict[Atom, Shard] = dict(zip(flat.invars, values, strict=True))
 
-        def read(atom: Any) -> Value:
+        def read(atom: Atom) -> Shard:
             if is_literal(atom):
-                layout = Layout(((),) * len(atom.aval.shape), made=True)
-                return Value(layout, make=lambda _: jnp.asarray(atom.val, atom.aval.dtype))
+                aval = array_of(atom)
+                return Shard(made(aval.shape), make=lambda _: jnp.asarray(atom.val, aval.dtype))
             if atom not in env:  # a constant captured by an inner call
+                assert isinstance(atom, Value)
                 env[atom] = _whole_values([atom.const])[0]
             return env[atom]
 
@@ -89,13 +67,13 @@ class Lowering:
                 results = self._step(step, [read(v) for v in operation.invars])
                 if step.settled:
                     results = [
-                        Value(layout, self.shard(v, layout))
+                        Shard(layout, self.shard(v, layout))
                         for v, layout in zip(results, step.settled, strict=True)
                     ]
             env.update(zip(operation.outvars, results, strict=True))
         return [read(v) for v in flat.outvars]
 
-    def shard(self, value: Value, want: Layout) -> Any:
+    def shard(self, value: Shard, want: Layout) -> jax.Array:
         """Returns the shard of a value in another layout."""
         have = value.layout
         if value.make is None and (have.dims, have.pending) == (want.dims, want.pending):
@@ -108,7 +86,7 @@ class Lowering:
             value.moved[key] = x
         return value.moved[key]
 
-    def _shard(self, value: Value, want: Layout) -> Any:
+    def _shard(self, value: Shard, want: Layout) -> jax.Array:
         if value.make is not None:
             return value.make(Layout(want.dims))
         have = value.layout
@@ -117,7 +95,7 @@ class Lowering:
             have = dataclasses.replace(have, pending=have.pending | want.pending, zero=False)
         return self._send(value.x, lambda x: move(x, have, want, self.sizes), have, want)
 
-    def _send(self, x: Any, collective: Any, have: Layout, want: Layout) -> Any:
+    def _send(self, x: jax.Array, collective: Collective, have: Layout, want: Layout) -> jax.Array:
         is_sent = moved_bytes(1.0, have, want.dims, self.sizes) > 0 or have.pending - want.pending
         if self._order is None or not is_sent:
             return collective(x)
@@ -125,7 +103,7 @@ class Lowering:
 
     # -- one equation
 
-    def _step(self, step: Step, ins: list[Value]) -> list[Value]:
+    def _step(self, step: Step, ins: list[Shard]) -> list[Shard]:
         operation, name = step.operation, step.operation.name
         if name in REMAT:
             return self._again(step, ins)
@@ -141,52 +119,54 @@ class Lowering:
             return _values(step.results, bind(operation, shards))
         return _values(step.results, self._operation(step, shards))
 
-    def _operation(self, step: Step, shards: Sequence[Any]) -> Sequence[Any]:
-        factors, cut = step.factors, DeviceCut(step.assignment, self.sizes)
+    def _operation(self, step: Step, shards: Arrays) -> Arrays:
+        factors = step.factors
         assert factors is not None
-        compute = factors.local or _as_it_is
+        piece = DevicePiece(step.assignment, self.sizes)
+        compute = functools.partial(factors.compute, step.operation, piece=piece)
         if step.operation.name in COLLECTIVES and self._order is not None:
-            results = self._order.send_all(shards, lambda xs: compute(step.operation, xs, cut))
+            results = self._order.send_all(shards, compute)
         else:
-            results = compute(step.operation, list(shards), cut)
+            results = compute(shards)
         for factor, kind in factors.reduced.items():
             axes = step.assignment.get(factor, ())
             if axes and kind != "sum":
                 results = [self._extreme(x, kind, axes) for x in results]
         return results
 
-    def _extreme(self, x: Any, kind: Extreme, axes: tuple[str, ...]) -> Any:
-        def collective(x: Any) -> Any:
+    def _extreme(self, x: jax.Array, kind: Extreme, axes: tuple[str, ...]) -> jax.Array:
+        def collective(x: jax.Array) -> jax.Array:
             return extreme(x, kind, axes)
 
         return collective(x) if self._order is None else self._order.send(x, collective)
 
-    def _in_order(self, loop: Any, shards: list[Any]) -> Sequence[Any]:
+    def _in_order(
+        self, loop: Callable[[list[jax.Array]], Arrays], shards: list[jax.Array]
+    ) -> Arrays:
         return loop(shards) if self._order is None else self._order.loop(shards, loop)
 
-    def _lazily(self, step: Step, ins: list[Value], number: int) -> Value:
+    def _lazily(self, step: Step, ins: list[Shard], number: int) -> Shard:
         """Returns a value that is made, shard by shard, in the layouts in which it is read."""
         factors = step.factors
         assert factors is not None
 
-        def make(want: Layout) -> Any:
+        def make(want: Layout) -> jax.Array:
             axes = zip(factors.results[number], want.dims, strict=True)
-            found = {factor: dim for factor, dim in axes if factor is not None and dim}
+            cut = {factor: dim for factor, dim in axes if factor is not None and dim}
             shards = [
-                self.shard(v, Layout(dims_of(dims, found)))
+                self.shard(v, Layout(dims_of(dims, cut)))
                 for v, dims in zip(ins, factors.operands, strict=True)
             ]
-            cut = DeviceCut(found, self.sizes)
-            return (factors.local or _as_it_is)(step.operation, shards, cut)[number]
+            return factors.compute(step.operation, shards, DevicePiece(cut, self.sizes))[number]
 
-        return Value(step.results[number], make=make)
+        return Shard(step.results[number], make=make)
 
     # -- programs within
 
-    def _again(self, step: Step, ins: list[Value]) -> list[Value]:
+    def _again(self, step: Step, ins: list[Shard]) -> list[Shard]:
         """Recomputes values that were not saved, behind a barrier against reuse of the first."""
         values = [
-            v if v.make else Value(want, self.shard(v, want))
+            v if v.make else Shard(want, self.shard(v, want))
             for v, want in zip(ins, step.operands, strict=True)
         ]
         solid = [v for v in values if v.make is None]
@@ -194,7 +174,7 @@ class Lowering:
         new = iter(_values([v.layout for v in solid], fenced))
         return self.run(step.bodies[0], [v if v.make else next(new) for v in values])
 
-    def _scan(self, step: Step, shards: list[Any]) -> Sequence[Any]:
+    def _scan(self, step: Step, shards: list[jax.Array]) -> Arrays:
         params = step.operation.params
         num_consts, num_carry = scan_parts(step.operation)
         end = num_consts + num_carry
@@ -203,42 +183,46 @@ class Lowering:
         out = [*step.results[:num_carry]]
         out += [Layout(y.dims[1:]) for y in step.results[num_carry:]]
 
-        def trip(carry: Any, x: Any) -> Any:
-            found = self._body(body, params["jaxpr"].consts, [*consts, *carry, *x], out)
-            return found[:num_carry], found[num_carry:]
+        def trip(carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
+            results = self._body(body, params["jaxpr"].consts, [*consts, *carry, *x], out)
+            return results[:num_carry], results[num_carry:]
 
         options = {name: params[name] for name in ("length", "reverse", "unroll")}
         carry, ys = lax.scan(trip, carry, xs, **options)
         return [*carry, *ys]
 
-    def _while(self, step: Step, shards: list[Any]) -> Sequence[Any]:
+    def _while(self, step: Step, shards: list[jax.Array]) -> Arrays:
         params = step.operation.params
         num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
         cond, body = step.bodies
         of_cond, of_body = shards[:num_cond], shards[num_cond : num_cond + num_body]
 
-        def goes_on(carry: Any) -> Any:
+        def goes_on(carry: Arrays) -> jax.Array:
             inputs = [*of_cond, *carry]
             return self._body(cond, params["cond_jaxpr"].consts, inputs, [whole(0)])[0]
 
-        def trip(carry: Any) -> Any:
+        def trip(carry: Arrays) -> Arrays:
             inputs = [*of_body, *carry]
             return self._body(body, params["body_jaxpr"].consts, inputs, step.results)
 
         return lax.while_loop(goes_on, trip, shards[num_cond + num_body :])
 
-    def _cond(self, step: Step, shards: list[Any]) -> Sequence[Any]:
+    def _cond(self, step: Step, shards: list[jax.Array]) -> Arrays:
         index, *operands = shards
 
-        def branch(body: Program, closed: Any) -> Any:
+        def branch(body: PartitionedProgram, closed: ClosedJaxpr) -> Callable[..., list[jax.Array]]:
             return lambda *xs: self._body(body, closed.consts, xs, step.results)
 
         pairs = zip(step.bodies, step.operation.params["branches"], strict=True)
         return lax.switch(index, [branch(*pair) for pair in pairs], *operands)
 
     def _body(
-        self, program: Program, consts: Sequence[Any], xs: Sequence[Any], out: Sequence[Layout]
-    ) -> list[Any]:
+        self,
+        program: PartitionedProgram,
+        consts: Arrays,
+        xs: Arrays,
+        out: Sequence[Layout],
+    ) -> list[jax.Array]:
         layouts = program.inputs[len(consts) :]
         order = self._order
         # Bodies are traced on their own: nothing in them waits for operations outside.
@@ -249,13 +233,61 @@ class Lowering:
         return shards
 
 
-def _values(layouts: Sequence[Layout], shards: Sequence[Any]) -> list[Value]:
-    return [Value(layout, x) for layout, x in zip(layouts, shards, strict=True)]
+def _values(layouts: Sequence[Layout], shards: Arrays) -> list[Shard]:
+    return [Shard(layout, x) for layout, x in zip(layouts, shards, strict=True)]
 
 
-def _whole_values(arrays: Sequence[Any]) -> list[Value]:
-    return [Value(whole(jnp.ndim(x)), x) for x in arrays]
+def _whole_values(arrays: Arrays) -> list[Shard]:
+    return [Shard(whole(jnp.ndim(x)), x) for x in arrays]
 
 
-def _as_it_is(equation: Any, shards: list[Any], cut: Any) -> Sequence[Any]:
-    return bind(equation, shards)
+class CollectiveOrder:
+    """Orders collectives and loops in trace order by data dependencies, alike on all CPU devices.
+
+    XLA's CPU runtime starts a loop as soon as its operands are ready, concurrently with collectives
+    outside of it. JAX gives all collectives of manual regions one channel. Two of them that run at
+    once, started in a different order on each device, take each other's data or deadlock: wrong
+    numbers were measured (jax 0.10.2). Here a loop waits for the collectives before it, and
+    collectives after it wait for the loop. GPUs and TPUs run collectives in program order.
+    """
+
+    def __init__(self) -> None:
+        self._loop: jax.Array | None = None
+        self._sent: list[jax.Array] = []
+
+    def send(self, x: jax.Array, collective: Collective) -> jax.Array:
+        """Returns `collective(x)`, after the last loop."""
+        (result,) = self.send_all([x], lambda operands: [collective(operands[0])])
+        return result
+
+    def send_all(self, operands: Arrays, collective: Callable[[Arrays], Arrays]) -> Arrays:
+        """Returns `collective(operands)`, one or more results, after the last loop."""
+        first, *rest = operands
+        results = collective([first if self._loop is None else _after(first, [self._loop]), *rest])
+        self._sent.extend(results)
+        return results
+
+    def loop(self, operands: Arrays, run: Callable[[list[jax.Array]], Arrays]) -> Arrays:
+        """Returns `run(operands)`, which loops, after the collectives before it."""
+        done = [*self._sent, *([] if self._loop is None else [self._loop])]
+        operands = list(operands)
+        at = next((i for i, x in enumerate(operands) if _is_plain(x)), None)
+        if done and at is not None:
+            operands[at] = _after(operands[at], done)
+        results = run(operands)
+        self._sent, self._loop = [], next(filter(_is_plain, results), self._loop)
+        return results
+
+
+def _is_plain(x: jax.Array) -> bool:
+    return x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _after(x: jax.Array, done: Arrays) -> jax.Array:
+    """Returns `x` once `done` is computed: a select that the compiler cannot fold."""
+    never = jnp.zeros((), bool)
+    for other in filter(_is_plain, done):
+        first = lax.slice(other, (0,) * other.ndim, (1,) * other.ndim).reshape(())
+        number = jnp.real(first).astype(jnp.float32)
+        never |= (number != number) & (number == number)
+    return jnp.where(never, jnp.zeros(x.shape, x.dtype), x)

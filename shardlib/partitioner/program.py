@@ -2,14 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 from jax.extend.source_info_util import summarize
 
-from shardlib.jaxprs import Operation
-from shardlib.jaxprs import Program as Flat
-from shardlib.partitioner.choose import Assignment
-from shardlib.partitioner.factors import Factors
+from shardlib.jaxprs import FlatProgram, Operation
+from shardlib.partitioner.factors import Assignment, Factors
 from shardlib.partitioner.layout import Layout, num_bytes
 
 _LARGE = 2**20
@@ -26,7 +23,7 @@ class Step:
     assignment: Assignment = dataclasses.field(default_factory=dict)
     factors: Factors | None = None
     """None for steps without factors: loops, constraints and whole computations."""
-    bodies: tuple["Program", ...] = ()
+    bodies: tuple["PartitionedProgram", ...] = ()
     moved_bytes: float = 0.0
     """Bytes that a device receives to bring activations into the layouts of the operands."""
     is_whole: bool = False
@@ -41,10 +38,10 @@ class Step:
 
 
 @dataclasses.dataclass
-class Program:
+class PartitionedProgram:
     """A partitioned jaxpr with inlined calls."""
 
-    flat: Flat
+    flat: FlatProgram
     inputs: tuple[Layout, ...]
     steps: list[Step]
     outputs: tuple[Layout, ...]
@@ -58,7 +55,7 @@ class Program:
 
     def held_whole(self) -> list[str]:
         """Returns the large operations that every device computes whole, with source lines."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for step in self.walk():
             if not step.is_whole:
                 continue
@@ -66,10 +63,10 @@ class Program:
             most = max(num_bytes(var.aval) for var in (*operation.invars, *operation.outvars))
             if most >= _LARGE:
                 name = f"{operation.name} at {source_of(operation)}"
-                found[name] = max(most, found.get(name, 0))
-        return [f"{name} ({size / 2**20:.1f} MiB)" for name, size in found.items()]
+                sizes[name] = max(most, sizes.get(name, 0))
+        return [f"{name} ({size / 2**20:.1f} MiB)" for name, size in sizes.items()]
 
 
-def source_of(operation: Any) -> str:
+def source_of(operation: Operation) -> str:
     """Returns the source line that an operation comes from."""
     return summarize(operation.equation.source_info) or "a line that JAX did not record"

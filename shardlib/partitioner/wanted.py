@@ -7,10 +7,9 @@ of an all-reduce, and a loop that stacks gradients of layers then stacks parts o
 
 import collections
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from shardlib.jaxprs import Operation, Program, is_literal
-from shardlib.partitioner.factors import ELEMENTWISE, Factors, factors_of
+from shardlib.jaxprs import Atom, FlatProgram, Operation, Value, is_literal
+from shardlib.partitioner.factors import ELEMENTWISE, Factors, dims_of, factors_of
 from shardlib.partitioner.layout import Dims, Layout
 
 _FAR = 8
@@ -18,16 +17,16 @@ _FAR = 8
 _FOLLOWED = ELEMENTWISE | {"transpose", "squeeze", "reshape", "broadcast_in_dim"}
 
 
-def wanted_layouts(flat: Program, outputs: Sequence[Dims | None]) -> dict[Any, Dims]:
+def wanted_layouts(flat: FlatProgram, outputs: Sequence[Dims | None]) -> dict[Atom, Dims]:
     """Returns the dims that readers want, by variable.
 
     Args:
         flat: The program.
         outputs: The wanted dims of its results.
     """
-    wanted: dict[Any, Dims] = {}
+    wanted: dict[Atom, Dims] = {}
 
-    def want(atom: Any, dims: Dims | None) -> None:
+    def want(atom: Atom, dims: Dims | None) -> None:
         if dims is not None and any(dims) and not is_literal(atom):
             wanted.setdefault(atom, dims)
 
@@ -38,63 +37,58 @@ def wanted_layouts(flat: Program, outputs: Sequence[Dims | None]) -> dict[Any, D
     for operation in reversed(flat.operations):
         if operation.name not in _FOLLOWED:
             continue
-        found = wanted.get(operation.outvars[0])
-        factors = factors_of(operation) if found is not None else None
-        if found is None or factors is None:
+        result = wanted.get(operation.outvars[0])
+        factors = factors_of(operation) if result is not None else None
+        if result is None or factors is None:
             continue
         for number, atom in enumerate(operation.invars):
-            want(atom, _through(factors, number, found))
+            want(atom, _through(factors, number, result))
     return wanted
 
 
 def _through(factors: Factors, operand: int, result: Dims) -> Dims:
-    axes = {
-        factor: dim
-        for factor, dim in zip(factors.results[0], result, strict=True)
-        if factor is not None
-    }
-    return tuple(
-        axes.get(factor, ()) if factor is not None else () for factor in factors.operands[operand]
-    )
+    pairs = zip(factors.results[0], result, strict=True)
+    cut = {factor: axes for factor, axes in pairs if factor is not None}
+    return dims_of(factors.operands[operand], cut)
 
 
 class Readers:
     """The readers of each value, known before the walk reaches them.
 
-    `at` holds the layouts known so far, which grow as the walk goes on.
+    `at` holds the layouts of the values that the walk has passed.
     """
 
-    def __init__(self, flat: Program, at: Mapping[Any, Layout]):
+    def __init__(self, flat: FlatProgram, at: Mapping[Atom, Layout]):
         self.at = at
-        self._readers: dict[Any, list[Operation]] = collections.defaultdict(list)
-        self._makers: dict[Any, Operation] = {}
+        self._readers: dict[Atom, list[Operation]] = collections.defaultdict(list)
+        self._makers: dict[Atom, Operation] = {}
         for operation in flat.operations:
             self._makers.update(dict.fromkeys(operation.outvars, operation))
             for atom in operation.invars:
                 if not is_literal(atom):
                     self._readers[atom].append(operation)
 
-    def wants(self, var: Any, depth: int = _FAR) -> Dims | None:
+    def wants(self, var: Value, depth: int = _FAR) -> Dims | None:
         """Returns the dims of another operand of a reader; None if unknown."""
         for operation in self._readers[var] if depth else ():
             if operation.name not in _FOLLOWED:
                 continue
             others = [v for v in operation.invars if v is not var and not is_literal(v)]
             peers = (self._guess(v, depth) for v in others if v.aval.shape == var.aval.shape)
-            found = next(filter(None, peers), None)
-            if found is None and (onward := self.wants(operation.outvars[0], depth - 1)):
+            dims = next(filter(None, peers), None)
+            if dims is None and (onward := self.wants(operation.outvars[0], depth - 1)):
                 factors = factors_of(operation)
                 number = operation.invars.index(var)
-                found = _through(factors, number, onward) if factors else None
-            if found is not None and any(found):
-                return found
+                dims = _through(factors, number, onward) if factors else None
+            if dims is not None and any(dims):
+                return dims
         return None
 
-    def _guess(self, var: Any, depth: int) -> Dims | None:
+    def _guess(self, var: Atom, depth: int) -> Dims | None:
         """Returns the future layout of a value computed elementwise from known ones."""
-        known, maker = self.at.get(var), self._makers.get(var)
-        if known is not None:
-            return known.dims if known.axes and not known.made else None
+        layout, maker = self.at.get(var), self._makers.get(var)
+        if layout is not None:
+            return layout.dims if layout.axes and not layout.made else None
         if maker is None or maker.name not in ELEMENTWISE or not depth:
             return None
         same = (v for v in maker.invars if not is_literal(v) and v.aval.shape == var.aval.shape)

@@ -1,7 +1,5 @@
 """Accepted findings in a file."""
 
-import dataclasses
-
 import pytest
 
 from shardlib.errors import ConfigError
@@ -101,15 +99,6 @@ def test_a_file_that_is_no_baseline(tmp_path, name, text, message):
     with pytest.raises(ConfigError) as caught:
         read_baseline(path)
     assert str(caught.value) == f"the baseline {path}{message}"
-
-
-def test_the_same_operation_of_another_function_is_another_place():
-    every = Accepted("SL102", "jvp()/dot_general in model.py:*")
-    other = dataclasses.replace(GATHER, place="jvp()/dot_general in model.py:head")
-    assert every.covers(GATHER)
-    assert every.covers(other)
-    assert not Accepted("SL102", PLACE).covers(other)
-    assert not Accepted("SL102", "jvp()/dot_general").covers(GATHER)
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path):

@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 import shardlib as sl
 from shardlib.explain.hlo.text import parse
 from shardlib.explain.wrong_numbers import wrong_numbers
-from shardlib.explain.wrong_numbers.alike import without_copies
-from shardlib.explain.wrong_numbers.suspects import is_suspect
+from shardlib.explain.wrong_numbers.prescan import is_suspect, without_copies
 
 PROGRAM = """HloModule m, num_partitions=8
 

@@ -14,7 +14,7 @@ from jax.extend.core import Primitive, primitives
 
 from shardlib.jaxprs import CALLS, REMAT, flatten, is_literal
 from shardlib.partitioner import partitioned  # noqa: F401 (registers the rules)
-from shardlib.partitioner.factors import ELEMENTWISE, RULES, Pieces, bind, factors_of
+from shardlib.partitioner.factors import ELEMENTWISE, RULES, DevicePiece, bind, factors_of
 
 _JOIN = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min, "and": jnp.all, "or": jnp.any}
 
@@ -55,13 +55,22 @@ def cuts_of(factors):
     yield from itertools.combinations([cut for cut in cuts if cut[1] == 2], 2)
 
 
+class Piece(DevicePiece):
+    """A piece that is known at trace time: its assignment maps a factor to (parts, index)."""
+
+    def parts(self, factor):
+        return self.assignment.get(factor, (1, 0))[0]
+
+    def index(self, factor):
+        return jnp.int32(self.assignment.get(factor, (1, 0))[1])
+
+
 def in_pieces(operation, factors, values, cuts, at=None):
     """Returns the results of an operation joined from pieces."""
     at = at or {}
     if not cuts:
-        local = factors.local or (lambda op, xs, cut: bind(op, xs))
-        pieces = zip(values, factors.operands, strict=True)
-        return local(operation, [part(x, dims, at) for x, dims in pieces], Pieces(at))
+        pairs = zip(values, factors.operands, strict=True)
+        return factors.compute(operation, [part(x, dims, at) for x, dims in pairs], Piece(at, {}))
     (factor, parts), *rest = cuts
     found = [
         in_pieces(operation, factors, values, rest, {**at, factor: (parts, i)})

@@ -12,11 +12,6 @@ import shardlib as sl
 ALL = ("data", "fsdp", "tensor")
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return sl.make_mesh("data=2,fsdp=2,tensor=2")
-
-
 def numbers(*shape, seed=0):
     return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
 

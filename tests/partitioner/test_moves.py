@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-import shardlib as sl
 from shardlib.partitioner.layout import Layout, from_spec, move, moved_bytes, scattered
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -24,11 +23,6 @@ SPECS = (
     (None, ("tensor", "data")),
     ("fsdp", ("tensor", "data")),
 )
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return sl.make_mesh(",".join(f"{name}={n}" for name, n in SIZES.items()))
 
 
 def test_every_move_keeps_the_value(mesh):
@@ -84,9 +78,3 @@ def test_sums_are_taken_into_the_part_that_is_read():
     assert scattered(layout, wanted, (8, 4), SIZES) == Layout((("tensor", "fsdp"), ()))
     assert scattered(layout, (("fsdp",), ()), (8, 4), SIZES) is None
     assert scattered(layout, wanted, (2, 4), SIZES) is None
-
-
-def test_an_axis_cuts_one_dim_or_is_pending():
-    for wrong in (((("data",), ("data",)), frozenset()), ((("data",),), frozenset({"data"}))):
-        with pytest.raises(AssertionError, match="used twice"):
-            Layout(*wrong)

@@ -15,11 +15,6 @@ P = PartitionSpec
 BATCH = ("data", "fsdp")
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return sl.make_mesh("data=2,fsdp=2,tensor=2")
-
-
 def numbers(*shape):
     return (np.random.default_rng(shape).standard_normal(shape) / 2).astype(np.float32)
 

@@ -14,11 +14,6 @@ from shardlib.errors import PartitionError, RuleError
 ODD, EVEN = np.ones((7, 8), np.float32), np.ones((8, 8), np.float32)
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return sl.make_mesh("data=2,fsdp=2,tensor=2")
-
-
 def call(mesh, *args, specs, out=None, fn=lambda x, *_: jax.tree.map(lambda v: v * 2, x)):
     with sl.use(mesh, sl.rules.STANDARD):
         return jax.jit(sl.partitioned(fn, specs, out))(*args)

@@ -21,7 +21,7 @@ from shardlib.cost.traced.fusion import LOOPS, Live, fusion
 from shardlib.cost.traced.layout import Axes, Laid, Moved, Spec, Spreading, replicated
 from shardlib.cost.traced.products import PRODUCTS, product
 from shardlib.cost.traced.rules import keeps_summands, results
-from shardlib.jaxprs import Operation, Program, flatten, is_literal, scan_parts
+from shardlib.jaxprs import FlatProgram, Operation, flatten, is_literal, scan_parts
 
 _EXPONENTIALS = frozenset(
     (
@@ -164,7 +164,7 @@ class Walk:
 class _Run:
     """One run of a program."""
 
-    def __init__(self, walk: Walk, program: Program, laids: Sequence[Laid], stack: str):
+    def __init__(self, walk: Walk, program: FlatProgram, laids: Sequence[Laid], stack: str):
         self.walk, self.program, self.stack = walk, program, stack
         self.costs = Tally()
         self.during: Pass = _pass(stack)

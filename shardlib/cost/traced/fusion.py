@@ -12,7 +12,7 @@ from typing import Any
 
 from shardlib.cost.traced.layout import nbytes
 from shardlib.cost.traced.products import PRODUCTS
-from shardlib.jaxprs import Operation, Program, is_literal
+from shardlib.jaxprs import FlatProgram, Operation, is_literal
 
 LOOPS = frozenset(("scan", "while", "cond"))
 """Operations that run an inner program."""
@@ -60,7 +60,7 @@ class Group:
 
 
 @functools.lru_cache(maxsize=4096)
-def fusion(program: Program) -> tuple[Group, ...]:
+def fusion(program: FlatProgram) -> tuple[Group, ...]:
     """Returns the groups of a program, in the order of their ends."""
     return _Fusing(program).groups()
 
@@ -73,7 +73,7 @@ class _Fusing:
     bytes than recomputing it in each group from the values it is made of.
     """
 
-    def __init__(self, program: Program):
+    def __init__(self, program: FlatProgram):
         self.program = program
         self.solid = [operation.name in _SOLID for operation in program.operations]
         self.users: dict[Any, list[int]] = {}
@@ -138,7 +138,7 @@ class Live:
     """Bytes alive in program order. A value lives from its creation to the last group that reads
     it."""
 
-    def __init__(self, program: Program, groups: Sequence[Group], apart: Collection[Any]):
+    def __init__(self, program: FlatProgram, groups: Sequence[Group], apart: Collection[Any]):
         self.last = {value: group.end for group in groups for value in group.reads}
         end = len(program.operations)
         self.last |= {value: end for value in program.outvars if not is_literal(value)}

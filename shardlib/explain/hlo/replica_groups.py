@@ -141,6 +141,20 @@ def _device_ids(text: str | None, count: int) -> np.ndarray | None:
     return ids.reshape(-1) if ids.size == count else None
 
 
+def tile_devices(text: str) -> np.ndarray | None:
+    """Returns the devices of each tile of an array, or None if the text names no tiles.
+
+    Args:
+        text: A sharding such as `{devices=[4,1,2]<=[8] last_tile_dim_replicate}`.
+    """
+    form = re.search(r"devices=\[([\d,]+)\](?:<=(\[[\d,]+\](?:T\([\d,]+\))?)|([\d,]+))", text)
+    if form is None:
+        return None
+    tiles = _ints(form[1])
+    ids = _device_ids(form[2] or form[3], math.prod(tiles))
+    return None if ids is None else ids.reshape(tiles)
+
+
 def permuted_axes(instruction: Instruction, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
     """Returns the mesh axes along which senders and receivers differ."""
     pairs = re.findall(r"\{(\d+),(\d+)\}", instruction.attributes.get("source_target_pairs", ""))

@@ -4,18 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from shardlib.explain.hlo.provenance import Where, where_of
-from shardlib.explain.lint import (
-    activations,
-    domain,
-    donation,
-    dtypes,
-    loops,
-    miscompiled,
-    padding,
-    resharding,
-    sharding,
-    structure,
-)
+from shardlib.explain.lint import communication, memory, precision, sharding, structure
 from shardlib.explain.lint.findings import CODES as CODES
 from shardlib.explain.lint.findings import Finding as Finding
 from shardlib.explain.lint.findings import Limits as Limits
@@ -24,21 +13,21 @@ from shardlib.explain.lint.subject import Subject as Subject
 CHECKS: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
     sharding.replicated_leaves,
     sharding.whole_batch,
-    activations.gathered_activations,
+    sharding.gathered_activations,
     sharding.rematerialized,
-    padding.padded,
-    resharding.resharded,
-    loops.repeated,
-    resharding.unattributed,
-    domain.slow_axes,
-    miscompiled.miscompiled,
-    donation.not_reused,
-    donation.not_donated,
-    dtypes.wide_traffic,
-    dtypes.wide_matmuls,
+    sharding.padded,
+    communication.resharded,
+    communication.repeated,
+    communication.unattributed,
+    communication.slow_axes,
+    communication.miscompiled,
+    memory.not_reused,
+    memory.not_donated,
+    precision.wide_traffic,
+    precision.wide_matmuls,
     structure.host_calls,
     structure.unrolled,
-    loops.uncounted,
+    structure.uncounted,
 )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from shardlib.explain.hlo.provenance import Phase
+from shardlib.explain.hlo.provenance import Phase, Where
 from shardlib.explain.wrong_numbers import FAULTS
 
 CODES: Mapping[str, str] = {
@@ -77,6 +77,20 @@ class Finding:
     bytes: float = 0.0
     model_path: str = ""
     phase: Phase = ""
+
+    @classmethod
+    def at(
+        cls,
+        code: str,
+        where: Where,
+        message: str,
+        fix: str,
+        bytes: float = 0.0,
+        *,
+        otherwise: str = "",
+    ) -> "Finding":
+        """Returns a finding at an operation; `otherwise` names an operation without a JAX name."""
+        return cls(code, where.place(otherwise), message, fix, where.source, where.name, bytes)
 
     @property
     def title(self) -> str:

@@ -1,43 +1,42 @@
-"""Checks for host calls in a step (SL501) and for unrolled layers (SL502)."""
+"""Checks of a program: host calls (SL501), unrolled layers (SL502) and loops of unknown trip count
+(SL503)."""
 
 import collections
 from collections.abc import Iterator
-from typing import Any
 
+from shardlib import humanize
 from shardlib.cost.traced.products import matmul_flops
 from shardlib.explain.analysis.equations import Placed, equations
 from shardlib.explain.hlo.provenance import Where, where_of, where_of_equation
 from shardlib.explain.lint.findings import Finding
-from shardlib.explain.lint.subject import Subject, each
+from shardlib.explain.lint.subject import Subject
+from shardlib.explain.lint.values import reached
 
 _HOST = ("infeed", "outfeed")
 
 
 def host_calls(subject: Subject) -> Iterator[Finding]:
     """Yields SL501: callbacks and transfers that make devices wait for Python or the host."""
-    found: dict[tuple[str, Where], int] = collections.Counter()
+    calls: dict[tuple[str, Where], int] = collections.Counter()
     for placed in equations(subject.jaxpr) if subject.jaxpr is not None else ():
         what = placed.equation.primitive.name
         if what.endswith("_callback") or what == "debug_print" or what in _HOST:
             name = "/".join(filter(None, (placed.name, what)))
-            found[what, where_of_equation(placed.equation, name)] += placed.times
-    if not found:
-        found = _host_instructions(subject)
-    for (what, where), times in found.items():
+            calls[what, where_of_equation(placed.equation, name)] += placed.times
+    for (what, where), times in (calls or _host_instructions(subject)).items():
         often = f"{times} times" if times > 1 else "once"
-        yield Finding(
+        yield Finding.at(
             "SL501",
-            where.place(what),
+            where,
             f"{what} runs {often} in a step: devices wait for the host.",
             "Return the value as a metric of the step, and read it outside.",
-            where.source,
-            where.name,
+            otherwise=what,
         )
 
 
 def _host_instructions(subject: Subject) -> dict[tuple[str, Where], int]:
-    found: dict[tuple[str, Where], int] = collections.Counter()
-    for computation, instruction in each(subject, ("custom-call", "send", "recv", *_HOST)):
+    calls: dict[tuple[str, Where], int] = collections.Counter()
+    for computation, instruction in subject.instructions(("custom-call", "send", "recv", *_HOST)):
         target = instruction.attributes.get("custom_call_target", "").strip('"')
         between_slices = "megascale" in instruction.attributes.get("frontend_attributes", "")
         if instruction.opcode == "custom-call" and "callback" not in target:
@@ -48,8 +47,8 @@ def _host_instructions(subject: Subject) -> dict[tuple[str, Where], int]:
                 continue
         what = target or instruction.opcode
         where = where_of(subject.module, instruction)
-        found[what, where] += subject.module.execution(computation).count
-    return found
+        calls[what, where] += subject.module.execution(computation).count
+    return calls
 
 
 def unrolled(subject: Subject) -> Iterator[Finding]:
@@ -57,7 +56,7 @@ def unrolled(subject: Subject) -> Iterator[Finding]:
     if subject.jaxpr is None:
         return
     lines: dict[Where, list[tuple[Placed, float]]] = collections.defaultdict(list)
-    alike: dict[tuple[Where, Any], int] = collections.Counter()
+    alike: dict[tuple[Where, tuple[tuple[int, ...], ...]], int] = collections.Counter()
     for placed in equations(subject.jaxpr):
         flops = matmul_flops(placed.equation)
         again = "transpose(" in placed.name or "rematted_computation" in placed.name
@@ -78,12 +77,37 @@ def unrolled(subject: Subject) -> Iterator[Finding]:
     placed = lines[line][0][0]
     name = "/".join(filter(None, (placed.name, placed.equation.primitive.name)))
     others = f", and {len(unrolled) - 1} more lines like it" if len(unrolled) > 1 else ""
-    yield Finding(
+    yield Finding.at(
         "SL502",
-        line._replace(name=name).place(),
+        line._replace(name=name),
         f"the matmul of this line appears {unrolled[line]} times in the program with the same "
         f"shapes{others}: it is compiled as often, and its layers cannot be told apart.",
         "Stack the layers and scan over them, as shardlib.nn.stack.scan_layers does.",
-        line.source,
-        name,
     )
+
+
+def uncounted(subject: Subject) -> Iterator[Finding]:
+    """Yields SL503: loops with collectives and an unknown trip count."""
+    for _, loop in subject.instructions(("while",)):
+        inside = [c for c in subject.collectives if loop.name in _callers(subject, c.computation)]
+        if subject.module.trips(loop) is not None or not inside:
+            continue
+        where = where_of(subject.module, loop)
+        sent = sum(placed.collective.sent_bytes for placed in inside)
+        yield Finding.at(
+            "SL503",
+            where,
+            f"a loop with {len(inside)} collective{'s' * (len(inside) > 1)} "
+            f"({humanize.size(sent)} sent in an iteration) has an unknown trip count: its traffic "
+            "is counted once.",
+            "Write it as jax.lax.scan or fori_loop with a fixed trip count.",
+            sent,
+            otherwise="while",
+        )
+
+
+def _callers(subject: Subject, computation: str) -> set[str]:
+    """Returns the names of the instructions that run a computation, directly or not."""
+    callers = subject.module.callers
+    around = reached([computation], lambda name: [where for where, _ in callers.get(name, [])])
+    return {caller.name for name in around for _, caller in callers.get(name, [])}

@@ -3,11 +3,12 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import NamedTuple, TypeVar
 
 from shardlib.explain.hlo.text import Instruction, Module
 
+_Node = TypeVar("_Node", bound=Hashable)
 # Operations that rearrange, split or join values, and compute nothing.
 MOVES = frozenset(
     (
@@ -24,7 +25,18 @@ _FRESH = ("constant", "iota", "partition-id", "replica-id", "after-all")
 _EFFECTS = ("rng", "rng-get-and-update-state", "infeed", "recv", "send", "recv-done")
 
 
-class Value(NamedTuple):
+def reached(start: Iterable[_Node], onward: Callable[[_Node], Iterable[_Node]]) -> Iterator[_Node]:
+    """Yields the given nodes and all nodes that `onward` leads to, each once."""
+    pending, seen = list(start), set()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            pending += onward(node)
+
+
+class HloValue(NamedTuple):
     """The result of an instruction in a computation, or one element of it."""
 
     computation: str
@@ -54,20 +66,12 @@ class Values:
         }
 
     @functools.cached_property
-    def _parameters(self) -> dict[tuple[str, int], str]:
-        return {
-            (where, int(instruction.operands)): name
-            for (where, name), instruction in self._by_name.items()
-            if instruction.opcode == "parameter" and instruction.operands.strip().isdigit()
-        }
-
-    @functools.cached_property
     def _users(self) -> dict[tuple[str, str], list[tuple[Instruction, int]]]:
-        found = collections.defaultdict(list)
+        users = collections.defaultdict(list)
         for (where, _), instruction in self._by_name.items():
             for position, name in enumerate(instruction.operand_names):
-                found[where, name].append((instruction, position))
-        return dict(found)
+                users[where, name].append((instruction, position))
+        return dict(users)
 
     def users(self, computation: str, name: str) -> list[tuple[Instruction, int]]:
         """Returns the instructions that read a value, and the operand index in each."""
@@ -77,13 +81,15 @@ class Values:
         """Returns an instruction by its name."""
         return self._by_name.get((computation, name))
 
-    def operands(self, computation: str, instruction: Instruction) -> list[Value]:
+    def operands(self, computation: str, instruction: Instruction) -> list[HloValue]:
         """Returns the operands of an instruction as values."""
-        return [Value(computation, name) for name in instruction.operand_names]
+        return [HloValue(computation, name) for name in instruction.operand_names]
 
-    def parameter(self, computation: str, number: int) -> str | None:
-        """Returns the name of a computation's parameter."""
-        return self._parameters.get((computation, number))
+    def parameter(self, computation: str, number: int) -> Instruction | None:
+        """Returns a computation's parameter."""
+        instructions = self.module.computations[computation]
+        own = (one for one in instructions if one.opcode == "parameter")
+        return next((one for one in own if one.operands.strip() == str(number)), None)
 
     def root(self, computation: str) -> Instruction | None:
         """Returns the root instruction of a computation."""
@@ -91,39 +97,35 @@ class Values:
         marked = (instruction for instruction in instructions if instruction.root)
         return next(marked, instructions[-1] if instructions else None)
 
-    def origins(self, value: Value) -> frozenset[Origin]:
+    def origins(self, value: HloValue) -> frozenset[Origin]:
         """Returns the origins of a value, traced back only through moves."""
-        if value not in self._known:
-            self._known[value] = self._origins(value)
-        return self._known[value]
+        if value not in self._origins:
+            at_ends = map(self._origin, reached([value], self.before))
+            self._origins[value] = frozenset(origin for origin in at_ends if origin is not None)
+        return self._origins[value]
 
     @functools.cached_property
-    def _known(self) -> dict[Value, frozenset[Origin]]:
+    def _origins(self) -> dict[HloValue, frozenset[Origin]]:
         return {}
 
-    def _origins(self, value: Value) -> frozenset[Origin]:
-        found: set[Origin] = set()
-        seen: set[Value] = set()
-        pending = [value]
-        while pending:
-            at = pending.pop()
-            if at in seen:
-                continue
-            seen.add(at)
-            instruction = self._by_name.get((at.computation, at.name))
-            if instruction is None:
-                found.add(Origin(None, "unknown"))
-            elif instruction.opcode == "parameter" and at.computation == self.module.entry:
-                found.add(Origin(int(instruction.operands), "parameter"))
-            else:
-                before = list(self.before(at, instruction))
-                pending += before
-                if not before:
-                    found.add(Origin(None, instruction.opcode))
-        return frozenset(found)
+    def _origin(self, at: HloValue) -> Origin | None:
+        """Returns where a value is computed or passed to the program, or None if it is moved."""
+        instruction = self.instruction(at.computation, at.name)
+        if instruction is None:
+            return Origin(None, "unknown")
+        if self._is_argument(at, instruction):
+            return Origin(int(instruction.operands), "parameter")
+        is_moved = next(iter(self.before(at)), None) is not None
+        return None if is_moved else Origin(None, instruction.opcode)
 
-    def before(self, at: Value, instruction: Instruction) -> Iterator[Value]:
+    def _is_argument(self, at: HloValue, instruction: Instruction) -> bool:
+        return instruction.opcode == "parameter" and at.computation == self.module.entry
+
+    def before(self, at: HloValue) -> Iterator[HloValue]:
         """Yields the values that a value is moved from, or nothing if it is computed."""
+        instruction = self.instruction(at.computation, at.name)
+        if instruction is None or self._is_argument(at, instruction):
+            return
         where, opcode = at.computation, instruction.opcode
         operands = self.operands(where, instruction)
         if opcode == "get-tuple-element":
@@ -136,15 +138,15 @@ class Values:
             yield operands[0]._replace(index=at.index)
             body = instruction.attributes["body"].lstrip("%")
             if root := self.root(body):
-                yield Value(body, root.name, at.index)
+                yield HloValue(body, root.name, at.index)
         elif opcode == "fusion" or opcode in _CALLS:
             for called in instruction.called()[:1]:
                 if root := self.root(called):
-                    yield Value(called, root.name, at.index)
+                    yield HloValue(called, root.name, at.index)
         elif opcode in MOVES:
             yield from operands[:1] if opcode in _FIRST_ONLY else operands
 
-    def _passed(self, at: Value, number: int) -> Iterator[Value]:
+    def _passed(self, at: HloValue, number: int) -> Iterator[HloValue]:
         """Yields the values that callers of a computation pass for one of its parameters."""
         for where, caller in self.module.callers.get(at.computation, []):
             operands = self.operands(where, caller)
@@ -152,7 +154,7 @@ class Values:
                 yield operands[0]._replace(index=at.index)
                 root = self.root(at.computation)
                 if root and caller.attributes["body"].lstrip("%") == at.computation:
-                    yield Value(at.computation, root.name, at.index)
+                    yield HloValue(at.computation, root.name, at.index)
             elif number < len(operands) and caller.opcode in ("fusion", *_CALLS):
                 yield operands[number]._replace(index=at.index)
 
@@ -160,15 +162,14 @@ class Values:
         """Returns the elements of a loop's carry that no iteration changes."""
         body = loop.attributes["body"].lstrip("%")
         root = self.root(body)
-        count = len(root.operand_names) if root and root.opcode == "tuple" else 0
-        return frozenset(index for index in range(count) if self._handed_on(body, index) == index)
+        if root is None or root.opcode != "tuple":
+            return frozenset()
+        elements = [HloValue(body, root.name, n) for n in range(len(root.operand_names))]
+        return frozenset(n for n, value in enumerate(elements) if self._handed_on(value) == n)
 
-    def _handed_on(self, body: str, index: int) -> int | None:
-        """Returns the element of the body's parameter that equals an element of its result."""
-        root = self.root(body)
-        assert root is not None
-        at = Value(body, root.name, index)
-        while instruction := self._by_name.get((body, at.name)):
+    def _handed_on(self, at: HloValue) -> int | None:
+        """Returns the element of the body's parameter that equals a value of the body."""
+        while instruction := self.instruction(at.computation, at.name):
             if instruction.opcode == "parameter":
                 return at.index
             inside = self._element(at, instruction)
@@ -177,42 +178,39 @@ class Values:
             at = inside
         return None
 
-    def _element(self, at: Value, instruction: Instruction) -> Value | None:
+    def _element(self, at: HloValue, instruction: Instruction) -> HloValue | None:
         """Returns the value behind one tuple or copy in the same computation, or None."""
         names = instruction.operand_names
         if instruction.opcode == "get-tuple-element":
-            return Value(at.computation, names[0], int(instruction.attributes["index"]))
+            return HloValue(at.computation, names[0], int(instruction.attributes["index"]))
         if instruction.opcode == "tuple" and at.index is not None:
-            return Value(at.computation, names[at.index])
+            return HloValue(at.computation, names[at.index])
         if instruction.opcode in ("copy", "bitcast", "optimization-barrier"):
-            return Value(at.computation, names[0], at.index)
+            return HloValue(at.computation, names[0], at.index)
         return None
 
-    def is_invariant(self, body: str, kept: frozenset[int], value: Value) -> bool:
+    def is_invariant(self, kept: frozenset[int], value: HloValue) -> bool:
         """Whether a value in the body of a loop is the same in every iteration.
 
         Args:
-            body: The computation of the body.
-            kept: The elements of its carry that no iteration changes.
+            kept: The elements of the body's carry that no iteration changes.
             value: A value of the body.
         """
-        seen: set[Value] = set()
-        pending = [value]
-        while pending:
-            at = pending.pop()
-            if at in seen:
-                continue
-            seen.add(at)
-            instruction = self._by_name.get((body, at.name))
-            if instruction is not None and instruction.opcode == "parameter":
-                if at.index not in kept:
-                    return False
-                continue
+
+        def operands(at: HloValue) -> list[HloValue]:
+            instruction = self.instruction(at.computation, at.name)
+            if instruction is None or instruction.opcode == "parameter":
+                return []
+            inside = self._element(at, instruction)
+            return [inside] if inside else self.operands(at.computation, instruction)
+
+        for at in reached([value], operands):
+            instruction = self.instruction(at.computation, at.name)
             if instruction is None or instruction.opcode in _EFFECTS:
                 return False
-            inside = self._element(at, instruction)
-            operands = [inside] if inside else self.operands(body, instruction)
-            if not operands and instruction.opcode not in _FRESH:
+            if instruction.opcode == "parameter":
+                if at.index not in kept:
+                    return False
+            elif not operands(at) and instruction.opcode not in _FRESH:
                 return False
-            pending += operands
         return True

@@ -6,26 +6,36 @@
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractMesh, Mesh, Sharding
+from jax.stages import Compiled
 
 from shardlib.explain.hlo.text import Module, parse
-from shardlib.explain.wrong_numbers import tiles
-from shardlib.explain.wrong_numbers.alike import without_copies
 from shardlib.explain.wrong_numbers.faults import FAULTS as FAULTS
 from shardlib.explain.wrong_numbers.faults import Fault as Fault
 from shardlib.explain.wrong_numbers.faults import faults_of
-from shardlib.explain.wrong_numbers.interpret import Reader
-from shardlib.explain.wrong_numbers.suspects import is_suspect
-from shardlib.explain.wrong_numbers.values import Value, shapes_of
+from shardlib.explain.wrong_numbers.interpret import HloReader
+from shardlib.explain.wrong_numbers.prescan import is_suspect, without_copies
+from shardlib.explain.wrong_numbers.values import (
+    Spec,
+    SpmdValue,
+    axes_of_sharding,
+    by_axes,
+    by_text,
+    nothing_known,
+    shapes_of,
+)
 from shardlib.garbage import garbage_left
 from shardlib.mesh import mesh_sizes
 
-NOTHING: Mapping[int, Any] = MappingProxyType({})
+NOTHING: Mapping[int, Spec] = MappingProxyType({})
 
 
-def wrong_numbers(compiled: Any, mesh: Any, jaxpr: Any = None) -> tuple[Fault, ...]:
+def wrong_numbers(
+    compiled: Compiled, mesh: Mesh | AbstractMesh, jaxpr: ClosedJaxpr | None = None
+) -> tuple[Fault, ...]:
     """Returns the places where a compiled program computes other numbers than its source.
 
     Args:
@@ -41,7 +51,9 @@ def wrong_numbers(compiled: Any, mesh: Any, jaxpr: Any = None) -> tuple[Fault, .
         return _wrong_numbers(compiled, mesh_sizes(mesh), jaxpr)
 
 
-def _wrong_numbers(compiled: Any, sizes: Mapping[str, int], jaxpr: Any) -> tuple[Fault, ...]:
+def _wrong_numbers(
+    compiled: Compiled, sizes: Mapping[str, int], jaxpr: ClosedJaxpr | None
+) -> tuple[Fault, ...]:
     text = compiled.as_text() or ""
     if not is_suspect(text, sizes, jaxpr):
         return ()
@@ -58,9 +70,9 @@ def _wrong_numbers(compiled: Any, sizes: Mapping[str, int], jaxpr: Any) -> tuple
 def read(
     module: Module,
     mesh: Mapping[str, int],
-    jaxpr: Any = None,
-    inputs: Mapping[int, Any] = NOTHING,
-    outputs: Mapping[int, Any] = NOTHING,
+    jaxpr: ClosedJaxpr | None = None,
+    inputs: Mapping[int, Spec | Sharding] = NOTHING,
+    outputs: Mapping[int, Spec | Sharding] = NOTHING,
     stands_for: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Fault, ...]:
     """Returns the faults in the text of a program. See `wrong_numbers`.
@@ -78,7 +90,7 @@ def read(
     devices = _partitions(module)
     if devices < 2 or module.entry not in module.computations:
         return ()
-    reader = Reader(module, devices, stands_for)
+    reader = HloReader(module, devices, stands_for)
     entry = module.computations[module.entry]
     parameters = {int(one.operands): one for one in entry if one.opcode == "parameter"}
     arguments = []
@@ -86,16 +98,16 @@ def read(
         shape = (shapes_of(parameters[number].shape) or ((),))[0]
         value = _placed(inputs.get(number), mesh, shape, reader)
         text = parameters[number].attributes.get("sharding", "")
-        value = value or tiles.by_text(text, shape, reader.context)
-        arguments.append(value or tiles.nothing_known(shape))
-    found = reader.run(module.entry, arguments)
-    results = (found,) if isinstance(found, Value) else found
+        value = value or by_text(text, shape, reader.context)
+        arguments.append(value or nothing_known(shape))
+    results = reader.run(module.entry, arguments)
+    results = (results,) if isinstance(results, SpmdValue) else results
     expected = {
         output[0] if output else 0: arguments[number] for output, number, _ in module.donations()
     }
     for n, sharding in outputs.items():
         result = results[n] if n < len(results) else None
-        if isinstance(result, Value):
+        if isinstance(result, SpmdValue):
             value = _placed(sharding, mesh, result.layout.shape, reader)
             expected |= {} if value is None else {n: value}
     reader.compare_results(module.entry, results, expected)
@@ -103,11 +115,14 @@ def read(
 
 
 def _placed(
-    sharding: Any, mesh: Mapping[str, int], shape: tuple[int, ...], reader: Reader
-) -> Value | None:
+    sharding: Spec | Sharding | None,
+    mesh: Mapping[str, int],
+    shape: tuple[int, ...],
+    reader: HloReader,
+) -> SpmdValue | None:
     if not isinstance(sharding, tuple):
-        sharding = tiles.axes_of(sharding, len(shape), mesh)
-    return None if sharding is None else tiles.by_axes(sharding, mesh, shape, reader.context)
+        sharding = axes_of_sharding(sharding, len(shape), mesh)
+    return None if sharding is None else by_axes(sharding, mesh, shape, reader.context)
 
 
 def _partitions(module: Module) -> int:

@@ -9,7 +9,7 @@ import re
 import numpy as np
 
 from shardlib.explain.hlo.text import Instruction
-from shardlib.explain.wrong_numbers.values import LARGEST, Context, Value, shapes_of
+from shardlib.explain.wrong_numbers.values import LARGEST, Context, SpmdValue, shapes_of
 
 _COMPARE = {
     "EQ": np.equal,
@@ -36,7 +36,7 @@ _SHIFTS = {
 }
 
 
-def constant(context: Context, instruction: Instruction) -> Value | None:
+def constant(context: Context, instruction: Instruction) -> SpmdValue | None:
     """Returns the value of a small integer constant, or None for any other constant."""
     dtype = instruction.shape.partition("[")[0]
     shape = (shapes_of(instruction.shape) or [()])[0]
@@ -53,7 +53,9 @@ def _number(text: str) -> int:
     return int(text) if text not in ("true", "false") else int(text == "true")
 
 
-def computed(context: Context, instruction: Instruction, operands: list[Value]) -> Value | None:
+def computed(
+    context: Context, instruction: Instruction, operands: list[SpmdValue]
+) -> SpmdValue | None:
     """Returns the result of an operation on known integers, or None if it is unknown."""
     if not operands or any(operand.numbers is None for operand in operands):
         return None
@@ -66,7 +68,10 @@ def computed(context: Context, instruction: Instruction, operands: list[Value]) 
 
 
 def _array(
-    instruction: Instruction, arrays: list[np.ndarray], shape: tuple[int, ...], context: Context
+    instruction: Instruction,
+    arrays: list[np.ndarray],
+    shape: tuple[int, ...],
+    context: Context,
 ) -> np.ndarray | None:
     opcode = instruction.opcode
     if opcode in _TWO:

@@ -9,7 +9,9 @@ from shardlib.explain.hlo.replica_groups import read_rows
 from shardlib.explain.hlo.slices import permutation_of
 from shardlib.explain.hlo.text import Instruction
 from shardlib.explain.wrong_numbers.layout import (
-    Layout,
+    APART,
+    SAME,
+    Tiling,
     axes_of,
     chosen,
     dims_on,
@@ -21,8 +23,7 @@ from shardlib.explain.wrong_numbers.layout import (
     unknown,
 )
 from shardlib.explain.wrong_numbers.operations import numbers
-from shardlib.explain.wrong_numbers.values import Context, Value, shapes_of
-from shardlib.explain.wrong_numbers.vectors import APART, SAME
+from shardlib.explain.wrong_numbers.values import Context, SpmdValue, shapes_of
 
 KINDS = frozenset(
     (
@@ -59,7 +60,7 @@ def members_of(instruction: Instruction, kind: str, devices: int) -> Members | N
     return Members(of, rank)
 
 
-def copies_summed(value: Value, members: Members, context: Context) -> int:
+def copies_summed(value: SpmdValue, members: Members, context: Context) -> int:
     """Returns how often a sum over groups of devices counts the same value.
 
     The result is 1 if all summands may differ.
@@ -76,11 +77,11 @@ def _copies_summed(same: int, members: Members, context: Context) -> int:
 def result_of(
     instruction: Instruction,
     kind: str,
-    value: Value,
+    value: SpmdValue,
     index: int,
     members: Members | None,
     context: Context,
-) -> Value:
+) -> SpmdValue:
     """Returns the result of a collective for one of its operands.
 
     Args:
@@ -98,37 +99,42 @@ def result_of(
         shapes = shapes[len(shapes) // 2 :]
     shape = shapes[min(index, len(shapes) - 1)]
     if members is None:
-        return Value(unknown(shape), APART)
+        return SpmdValue(unknown(shape), APART)
     return context.once(_combined, kind, value, _along(instruction), shape, members)
 
 
 def _combined(
-    kind: str, value: Value, along: int, shape: tuple[int, ...], members: Members, context: Context
-) -> Value:
+    kind: str,
+    value: SpmdValue,
+    along: int,
+    shape: tuple[int, ...],
+    members: Members,
+    context: Context,
+) -> SpmdValue:
     vectors = context.vectors
     classes = vectors[value.same][members.of]
     ranked = np.concatenate([classes, members.rank[:, None]], 1)
     if kind == "all-reduce":
         same = vectors.classes(np.sort(classes, axis=1))
-        return Value(_agreed(value.layout, members, context), same, None, value.is_zero)
+        return SpmdValue(_agreed(value.layout, members, context), same, None, value.is_zero)
     if kind == "all-gather":
         parts = [taken_from(value.layout, sources, vectors) for sources in members.of.T]
-        return Value(put_together(parts, along, vectors), vectors.classes(classes))
+        return SpmdValue(put_together(parts, along, vectors), vectors.classes(classes))
     if kind == "reduce-scatter":
         layout = _agreed(value.layout, members, context)
         start = vectors.number(members.rank * shape[along])
         layout = moved(layout, along, start, shape[along], vectors)
-        return Value(layout, vectors.classes(ranked), None, value.is_zero)
-    return Value(unknown(shape), vectors.classes(ranked))
+        return SpmdValue(layout, vectors.classes(ranked), None, value.is_zero)
+    return SpmdValue(unknown(shape), vectors.classes(ranked))
 
 
-def shuffled(instruction: Instruction, value: Value, members: Members, context: Context) -> int:
+def shuffled(instruction: Instruction, value: SpmdValue, members: Members, context: Context) -> int:
     """Returns the id of the offsets of parts that an all-gather concatenates out of order, or the
     id of the zeros."""
     return context.once(_shuffled, value.layout, _along(instruction), members)
 
 
-def _shuffled(layout: Layout, along: int, members: Members, context: Context) -> int:
+def _shuffled(layout: Tiling, along: int, members: Members, context: Context) -> int:
     parts = [taken_from(layout, sources, context.vectors) for sources in members.of.T]
     axis = is_shuffled(parts, along, context.vectors)
     return SAME if axis is None else layout.axes[axis].offsets
@@ -138,7 +144,9 @@ def _along(instruction: Instruction) -> int:
     return (numbers(instruction, "dimensions") or [0])[0]
 
 
-def exchanged(values: tuple[Value, ...], members: Members, context: Context) -> tuple[Value, ...]:
+def exchanged(
+    values: tuple[SpmdValue, ...], members: Members, context: Context
+) -> tuple[SpmdValue, ...]:
     """Returns the results of an all-to-all with as many arrays as members.
 
     The n-th result is the array that the n-th member has for the device.
@@ -150,11 +158,11 @@ def exchanged(values: tuple[Value, ...], members: Members, context: Context) -> 
         layouts = [taken_from(value.layout, sources, vectors) for value in values]
         same = np.stack([classes[members.rank, sources], members.rank], 1)
         layout = chosen(layouts, members.rank, vectors)
-        found.append(Value(layout, vectors.classes(same)))
+        found.append(SpmdValue(layout, vectors.classes(same)))
     return tuple(found)
 
 
-def _agreed(layout: Layout, members: Members, context: Context) -> Layout:
+def _agreed(layout: Tiling, members: Members, context: Context) -> Tiling:
     """Returns the layout of a sum. Dims whose offsets differ between members become unknown."""
     offsets = {axis: context.vectors[layout.axes[axis].offsets] for axis in axes_of(layout)}
     differ = [axis for axis, found in offsets.items() if np.ptp(found[members.of], axis=1).any()]
@@ -166,7 +174,7 @@ def _pairs(instruction: Instruction) -> str:
     return instruction.attributes.get("source_target_pairs") or permutation_of(instruction) or ""
 
 
-def _permuted(pairs: str, value: Value, context: Context) -> Value:
+def _permuted(pairs: str, value: SpmdValue, context: Context) -> SpmdValue:
     """Returns the result of a permutation.
 
     A permutation of all devices that keeps the first one reorders the mesh axes. Any other is a
@@ -181,5 +189,5 @@ def _permuted(pairs: str, value: Value, context: Context) -> Value:
     classes = np.where(sources < 0, -1, vectors[value.same][sources])
     same = vectors.classes(classes[:, None])
     if sources[0] != 0 or (sources < 0).any():
-        return Value(unknown(value.layout.shape), same)
-    return Value(taken_from(value.layout, sources, vectors), same, None, value.is_zero)
+        return SpmdValue(unknown(value.layout.shape), same)
+    return SpmdValue(taken_from(value.layout, sources, vectors), same, None, value.is_zero)

@@ -3,16 +3,17 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
-from shardlib.explain.analysis.equations import equations
+from shardlib.explain.analysis.equations import Placed, equations
 from shardlib.explain.hlo.provenance import Where, where_of
 from shardlib.explain.hlo.text import Instruction, Module
 from shardlib.explain.wrong_numbers.collectives import KINDS, members_of
-from shardlib.explain.wrong_numbers.interpret import Contradiction, Reader, Start
+from shardlib.explain.wrong_numbers.interpret import Contradiction, HloReader, Start
 from shardlib.explain.wrong_numbers.operations import numbers, window_of
 from shardlib.explain.wrong_numbers.values import shapes_of
 
@@ -25,6 +26,7 @@ FAULTS: Mapping[str, str] = {
     "SL210": "the gradient of a strided slice or window is sharded, but its operand is replicated",
 }
 """Titles of the faults by code."""
+_Note = TypeVar("_Note", Contradiction, Start)
 _NUMPY_PAD = "jit(_pad)"
 """Part of the names of `jnp.pad` operations, which never pad between elements."""
 _FIXES = {
@@ -65,13 +67,13 @@ class Fault:
 
 
 def faults_of(
-    module: Module, reader: Reader, mesh: Mapping[str, int], jaxpr: Any = None
+    module: Module, reader: HloReader, mesh: Mapping[str, int], jaxpr: ClosedJaxpr | None = None
 ) -> Iterator[Fault]:
     """Yields the faults of a program that a reader has read, each code and place once.
 
     Args:
         module: The program.
-        reader: Reader with the notes on the program.
+        reader: HloReader with the notes on the program.
         mesh: Sizes of the mesh axes, in mesh order.
         jaxpr: The traced program. SL207 and SL210 are only found with it.
     """
@@ -94,13 +96,13 @@ def faults_of(
             yield fault
 
 
-def _each(reader: Reader, kind: type[Any]) -> list[Any]:
+def _each(reader: HloReader, kind: type[_Note]) -> list[_Note]:
     """Returns the notes of a kind, one per instruction. A computation may run several times."""
     return list({n.instruction.name: n for n in reader.notes if isinstance(n, kind)}.values())
 
 
 def _contradiction(
-    module: Module, reader: Reader, mesh: Mapping[str, int], found: Contradiction
+    module: Module, reader: HloReader, mesh: Mapping[str, int], found: Contradiction
 ) -> Fault:
     origin = module.origin(found.computation, found.instruction)
     where = where_of(module, origin)
@@ -115,7 +117,7 @@ def _contradiction(
     return Fault("SL206", what, where, axes)
 
 
-def _axes(reader: Reader, mesh: Mapping[str, int], found: Contradiction) -> tuple[str, ...]:
+def _axes(reader: HloReader, mesh: Mapping[str, int], found: Contradiction) -> tuple[str, ...]:
     """Returns the mesh axes that the rows are split over, or along which a summand is the same."""
     vectors = reader.context.vectors
     if math.prod(mesh.values()) != vectors.devices:
@@ -140,7 +142,9 @@ def _implied(collectives: Sequence[Instruction], suffix: str) -> list[Instructio
     return [one for one in collectives if one.op_name.endswith(f"/{suffix}")]
 
 
-def _batch_groups(module: Module, traded: list[Instruction], jaxpr: Any) -> Iterator[Fault]:
+def _batch_groups(
+    module: Module, traded: list[Instruction], jaxpr: ClosedJaxpr | None
+) -> Iterator[Fault]:
     traded = [one for one in traded if "transpose(" in one.op_name]
     grouped = [
         placed
@@ -177,7 +181,7 @@ def _pools(module: Module, halos: list[Instruction]) -> Iterator[Fault]:
                 yield Fault("SL208", what, where_of(module, halo))
 
 
-def _starts(module: Module, reader: Reader, jaxpr: Any) -> Iterator[Fault]:
+def _starts(module: Module, reader: HloReader, jaxpr: ClosedJaxpr | None) -> Iterator[Fault]:
     starts = _each(reader, Start)
     is_pad = any(start.instruction.op_name.endswith("/pad") for start in starts)
     padded = _interior(jaxpr) if is_pad else set()
@@ -205,7 +209,7 @@ def _starts(module: Module, reader: Reader, jaxpr: Any) -> Iterator[Fault]:
             yield Fault("SL210", what, where_of(module, start.instruction))
 
 
-def _interior(jaxpr: Any) -> set[tuple[int, int]]:
+def _interior(jaxpr: ClosedJaxpr | None) -> set[tuple[int, int]]:
     """Returns the rank and dim of each array dim that a program pads between elements."""
     found = set()
     for placed in _equations(jaxpr, "pad"):
@@ -214,7 +218,7 @@ def _interior(jaxpr: Any) -> set[tuple[int, int]]:
     return found
 
 
-def _equations(jaxpr: Any, primitive: str) -> list[Any]:
+def _equations(jaxpr: ClosedJaxpr | None, primitive: str) -> list[Placed]:
     if jaxpr is None:
         return []
     return [one for one in equations(jaxpr) if one.equation.primitive.name == primitive]

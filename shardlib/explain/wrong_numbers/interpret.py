@@ -9,15 +9,17 @@ nothing changes. Operations that are not understood give unknown values, which n
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardlib.explain.analysis.explicit import is_explicit
 from shardlib.explain.hlo.text import Instruction, Module
 from shardlib.explain.wrong_numbers import arithmetic, collectives, operations
 from shardlib.explain.wrong_numbers.layout import (
-    Layout,
-    Place,
+    APART,
+    SAME,
+    DimPlace,
     Side,
+    Tiling,
     are_reordered,
     merged,
     pieces,
@@ -25,16 +27,9 @@ from shardlib.explain.wrong_numbers.layout import (
     unknown,
 )
 from shardlib.explain.wrong_numbers.operations import Shapes
-from shardlib.explain.wrong_numbers.values import (
-    AnyValue,
-    Context,
-    Value,
-    blank,
-    shapes_of,
-)
-from shardlib.explain.wrong_numbers.vectors import APART, SAME
+from shardlib.explain.wrong_numbers.values import AnyValue, Context, SpmdValue, blank, shapes_of
 
-_NOTHING = Value(unknown(()))
+_NOTHING = SpmdValue(unknown(()))
 _ROUNDS = 6
 """Maximal iterations to reach a loop's fixed point. Values that still change become unknown."""
 _DISTINCT = ("rng", "rng-get-and-update-state", "infeed", "recv", "recv-done", "send")
@@ -80,7 +75,7 @@ class Start(NamedTuple):
     """Whether devices with the same value take different parts of it."""
 
 
-class Reader:
+class HloReader:
     """Reads a program and collects contradictions and dynamic starts in `notes`.
 
     Args:
@@ -95,7 +90,7 @@ class Reader:
         self.context = Context(devices)
         self.notes: list[Contradiction | Start] = []
         self._groups: dict[tuple, collectives.Members | None] = {}
-        self._places: dict[tuple[Layout, int], Place | None] = {}
+        self._places: dict[tuple[Tiling, int], DimPlace | None] = {}
         self._memory: dict[tuple, tuple[AnyValue, list[Contradiction | Start]]] = {}
 
     def run(self, computation: str, arguments: Sequence[AnyValue]) -> AnyValue:
@@ -154,12 +149,12 @@ class Reader:
 
     def _element(self, instruction: Instruction, value: AnyValue) -> AnyValue:
         index = int(instruction.attributes.get("index", "0"))
-        if isinstance(value, Value):
+        if isinstance(value, SpmdValue):
             return value if index == 0 else blank(instruction.shape, value.same)
         return value[index] if index < len(value) else blank(instruction.shape)
 
     def _operation(
-        self, where: str, instruction: Instruction, operands: list[Value], shapes: Shapes
+        self, where: str, instruction: Instruction, operands: list[SpmdValue], shapes: Shapes
     ) -> AnyValue:
         opcode = instruction.opcode
         if opcode == "constant":
@@ -168,7 +163,7 @@ class Reader:
             return self.context.known(self.context.vectors[APART], ())
         if opcode in ("iota", "replica-id"):
             (shape,) = shapes_of(instruction.shape)
-            return Value(unknown(shape), SAME, is_data=False)
+            return SpmdValue(unknown(shape), SAME, is_data=False)
         if opcode in _DISTINCT:
             return blank(instruction.shape, APART)
         known = arithmetic.computed(self.context, instruction, operands)
@@ -182,9 +177,9 @@ class Reader:
             self._note_start(instruction, operands)
         layout, pairs = operations.layout_of(instruction, operands, shapes, self.context)
         self._compare(where, instruction, pairs)
-        return Value(layout, same, None, _is_zero(instruction, operands), is_data)
+        return SpmdValue(layout, same, None, _is_zero(instruction, operands), is_data)
 
-    def _several(self, instruction: Instruction, operands: list[Value], same: int) -> AnyValue:
+    def _several(self, instruction: Instruction, operands: list[SpmdValue], same: int) -> AnyValue:
         """Returns the results of an operation with a tuple result.
 
         Results of a variadic reduction or sort follow the layouts of their operands. Both results
@@ -201,7 +196,7 @@ class Reader:
                 )
                 read = operands[:1] if len(operands) == 1 else operands[n:]
                 layouts[n], _ = operations.layout_of(one, read, {}, self.context)
-        return tuple(Value(layout, same) for layout in layouts)
+        return tuple(SpmdValue(layout, same) for layout in layouts)
 
     def _constant(self, instruction: Instruction) -> AnyValue:
         if instruction.shape.startswith("("):
@@ -211,10 +206,10 @@ class Reader:
             return known
         is_zero = instruction.operands.strip() in ("0", "-0", "false")
         (shape,) = shapes_of(instruction.shape)[:1] or [()]
-        return Value(unknown(shape), SAME, None, is_zero, is_data=False)
+        return SpmdValue(unknown(shape), SAME, None, is_zero, is_data=False)
 
     def _collective(
-        self, where: str, instruction: Instruction, kind: str, operands: list[Value]
+        self, where: str, instruction: Instruction, kind: str, operands: list[SpmdValue]
     ) -> AnyValue:
         members = None
         if kind != "collective-permute":
@@ -262,7 +257,7 @@ class Reader:
         if not is_manual(found.instruction):
             self.notes.append(found)
 
-    def _note_start(self, instruction: Instruction, operands: list[Value]) -> None:
+    def _note_start(self, instruction: Instruction, operands: list[SpmdValue]) -> None:
         starts = operands[1:]
         dims = tuple(n for n, start in enumerate(starts) if start.same != SAME)
         if not dims:
@@ -287,7 +282,7 @@ class Reader:
                 self._note(Contradiction("rows", where, instruction, one[0].shape, offsets))
 
     def compare_results(
-        self, computation: str, results: Any, expected: Mapping[int, AnyValue]
+        self, computation: str, results: Sequence[AnyValue], expected: Mapping[int, AnyValue]
     ) -> None:
         """Compares the layouts of a computation's results with the expected ones, by number."""
         computation = self.stands_for.get(computation, computation)
@@ -295,7 +290,7 @@ class Reader:
         root = next(one for one in by_name.values() if one.root)
         for n, value in expected.items():
             result = results[n]
-            if not isinstance(result, Value) or not isinstance(value, Value):
+            if not isinstance(result, SpmdValue) or not isinstance(value, SpmdValue):
                 continue
             if result.layout != value.layout and result.layout.shape == value.layout.shape:
                 name = root.operand_names[n] if root.opcode == "tuple" else root.name
@@ -303,7 +298,7 @@ class Reader:
                     ends = (result.layout, dim), (value.layout, dim)
                     self.compare(computation, by_name.get(name, root), *ends)
 
-    def _place(self, layout: Layout, dim: int) -> Place | None:
+    def _place(self, layout: Tiling, dim: int) -> DimPlace | None:
         key = layout, dim
         if key not in self._places:
             self._places[key] = place_of(layout, dim, self.context.vectors)
@@ -319,7 +314,7 @@ class Reader:
             after = self.joined(carried, results)
             if after == carried:
                 # The results of an iteration are the arguments of the next one.
-                if not isinstance(carried, Value):
+                if not isinstance(carried, SpmdValue) and not isinstance(results, SpmdValue):
                     self.compare_results(body, results, dict(enumerate(carried)))
                 break
             carried = after
@@ -331,7 +326,7 @@ class Reader:
     def _branches(self, instruction: Instruction, operands: list[AnyValue]) -> AnyValue:
         names = instruction.called()
         found = [self.run(name, [value]) for name, value in zip(names, operands[1:], strict=False)]
-        chosen = operands[0].same if isinstance(operands[0], Value) else APART
+        chosen = operands[0].same if isinstance(operands[0], SpmdValue) else APART
         joined = found[0] if found else blank(instruction.shape)
         for other in found[1:]:
             joined = self.joined(joined, other)
@@ -341,7 +336,7 @@ class Reader:
         """Returns the value that covers either of two values."""
         if one == other:
             return one
-        if not isinstance(one, Value) or not isinstance(other, Value):
+        if not isinstance(one, SpmdValue) or not isinstance(other, SpmdValue):
             pairs = zip(one, other, strict=False)
             return tuple(self.joined(a, b) for a, b in pairs)  # type: ignore[arg-type]
         vectors = self.context.vectors
@@ -351,16 +346,16 @@ class Reader:
         same = vectors.both(one.same, other.same)
         is_zero = one.is_zero and other.is_zero
         numbers = one.numbers if one.numbers == other.numbers else None
-        return Value(layout, same, numbers, is_zero, one.is_data or other.is_data)
+        return SpmdValue(layout, same, numbers, is_zero, one.is_data or other.is_data)
 
     def given_up(self, value: AnyValue) -> AnyValue:
         """Returns an unknown value of the same shape."""
-        if isinstance(value, Value):
-            return Value(unknown(value.layout.shape), APART)
+        if isinstance(value, SpmdValue):
+            return SpmdValue(unknown(value.layout.shape), APART)
         return tuple(self.given_up(part) for part in value)
 
     def _refined(self, value: AnyValue, same: int) -> AnyValue:
-        if isinstance(value, Value):
+        if isinstance(value, SpmdValue):
             return value._replace(same=self.context.vectors.both(value.same, same), numbers=None)
         return tuple(self._refined(part, same) for part in value)
 
@@ -370,7 +365,7 @@ def is_manual(instruction: Instruction) -> bool:
     return is_explicit(instruction.op_name)
 
 
-def _is_zero(instruction: Instruction, operands: list[Value]) -> bool:
+def _is_zero(instruction: Instruction, operands: list[SpmdValue]) -> bool:
     zeros = [operand.is_zero for operand in operands]
     if instruction.opcode in ("multiply", "dot", "and"):
         return any(zeros)
@@ -383,12 +378,12 @@ def _is_zero(instruction: Instruction, operands: list[Value]) -> bool:
 def _unpooled(instruction: Instruction, start: AnyValue, carried: AnyValue) -> AnyValue:
     """Returns the results of a loop, which may be the gradient of a max-pool. That carries a
     counter, the result, the indices and the flat cotangent."""
-    if isinstance(start, Value) or isinstance(carried, Value) or len(start) != 4:
+    if isinstance(start, SpmdValue) or isinstance(carried, SpmdValue) or len(start) != 4:
         return carried
     if not operations.is_unpooling(instruction):
         return carried
     result, cotangent = carried[1], start[3]
-    if not isinstance(result, Value) or not isinstance(cotangent, Value):
+    if not isinstance(result, SpmdValue) or not isinstance(cotangent, SpmdValue):
         return carried
     layout = operations.unpooled(cotangent.layout, result.layout.shape)
     return (carried[0], result._replace(layout=layout), *carried[2:])
@@ -398,9 +393,9 @@ def _returns_tuple(instruction: Instruction, kind: str) -> bool:
     return instruction.shape.startswith("(") and kind in ("all-reduce", "all-to-all")
 
 
-def _flat(values: Sequence[AnyValue]) -> Iterator[Value]:
+def _flat(values: Sequence[AnyValue]) -> Iterator[SpmdValue]:
     for value in values:
-        if isinstance(value, Value):
+        if isinstance(value, SpmdValue):
             yield value
         else:
             yield from _flat(value)

@@ -13,7 +13,77 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardlib.explain.wrong_numbers.vectors import SAME, Vectors
+SAME, APART = 0, 1
+"""The vectors 0, 0, 0, … and 0, 1, 2, …: as classes, all devices are alike, or all differ."""
+
+
+class Vectors:
+    """The vectors of a program for `devices` devices.
+
+    A vector has two uses. As *offsets* it gives the start of each device's block. As *classes* it
+    gives equal numbers to devices that hold the same value. Classes are numbered by first
+    occurrence, so equal classes are equal vectors.
+    """
+
+    def __init__(self, devices: int):
+        self.devices = devices
+        self._numbers: dict[bytes, int] = {}
+        self._vectors: list[np.ndarray] = []
+        self._memory: dict[tuple, int] = {}
+        self.number(np.zeros(devices, np.int64))
+        self.number(np.arange(devices))
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        return self._vectors[number]
+
+    def number(self, vector: np.ndarray) -> int:
+        """Returns the number that identifies a vector."""
+        vector = np.ascontiguousarray(vector, np.int64)
+        key = vector.tobytes()
+        if key not in self._numbers:
+            self._numbers[key] = len(self._vectors)
+            self._vectors.append(vector)
+        return self._numbers[key]
+
+    def add(self, one: int, other: int, factor: int = 1) -> int:
+        """Returns the offsets `one + factor * other`."""
+        key = ("add", one, other, factor)
+        if key not in self._memory:
+            self._memory[key] = self.number(self[one] + factor * self[other])
+        return self._memory[key]
+
+    def classes(self, rows: np.ndarray) -> int:
+        """Returns the classes of devices whose rows are equal.
+
+        Args:
+            rows: Integers, `[devices, anything]`.
+        """
+        rows = np.ascontiguousarray(rows, np.int64)
+        key = ("classes", rows.tobytes())
+        if key not in self._memory:
+            order: dict[bytes, int] = {}
+            found = [order.setdefault(row.tobytes(), len(order)) for row in rows]
+            self._memory[key] = self.number(np.array(found))
+        return self._memory[key]
+
+    def both(self, one: int, other: int) -> int:
+        """Returns the classes of devices that are alike by both classes."""
+        if one == other or other == SAME:
+            return one
+        if one == SAME:
+            return other
+        key = ("both", one, other)
+        if key not in self._memory:
+            self._memory[key] = self.classes(np.stack([self[one], self[other]], 1))
+        return self._memory[key]
+
+    def all_of(self, numbers: "list[int] | tuple[int, ...]") -> int:
+        """Returns the classes of devices that are alike by all the classes."""
+        found = SAME
+        for number in numbers:
+            found = self.both(found, number)
+        return found
+
 
 UNKNOWN = -1
 
@@ -36,7 +106,7 @@ class Axis(NamedTuple):
 Dim = tuple[Factor, ...]
 
 
-class Layout(NamedTuple):
+class Tiling(NamedTuple):
     """The dims of a value, and the axes of their factors."""
 
     dims: tuple[Dim, ...]
@@ -48,13 +118,13 @@ class Layout(NamedTuple):
         return tuple(math.prod(factor.size for factor in dim) for dim in self.dims)
 
 
-Side = tuple[Layout, int]
+Side = tuple[Tiling, int]
 """A layout and the number of one of its dims."""
 
 
-def unknown(shape: Iterable[int]) -> Layout:
+def unknown(shape: Iterable[int]) -> Tiling:
     """Returns a layout with all dims unknown."""
-    return Layout(tuple((Factor(size),) for size in shape))
+    return Tiling(tuple((Factor(size),) for size in shape))
 
 
 def is_known(dim: Sequence[Factor]) -> bool:
@@ -62,12 +132,12 @@ def is_known(dim: Sequence[Factor]) -> bool:
     return all(factor.axis != UNKNOWN for factor in dim)
 
 
-def assembled(parts: Iterable[tuple[Layout, Dim]]) -> Layout:
+def assembled(parts: Iterable[tuple[Tiling, Dim]]) -> Tiling:
     """Returns a layout with dims from other layouts, and with the axes of these dims."""
     numbers: dict[tuple[int, int], int] = {}
     axes: list[Axis] = []
     dims = []
-    layouts: list[Layout] = []
+    layouts: list[Tiling] = []
     for layout, dim in parts:
         source = next((n for n, one in enumerate(layouts) if one is layout), len(layouts))
         if source == len(layouts):
@@ -82,10 +152,10 @@ def assembled(parts: Iterable[tuple[Layout, Dim]]) -> Layout:
                 number = numbers[source, axis]
             factors.append(Factor(size, stride, number))
         dims.append(tuple(factors))
-    return Layout(tuple(dims), tuple(axes))
+    return Tiling(tuple(dims), tuple(axes))
 
 
-def forget(layout: Layout, shape: Sequence[int], dims: Iterable[int]) -> Layout:
+def forget(layout: Tiling, shape: Sequence[int], dims: Iterable[int]) -> Tiling:
     """Returns the layout with the given shape, in which the listed dims become unknown."""
     lost = set(dims)
     return assembled(
@@ -93,7 +163,7 @@ def forget(layout: Layout, shape: Sequence[int], dims: Iterable[int]) -> Layout:
     )
 
 
-def reshape(layout: Layout, shape: Sequence[int]) -> Layout:
+def reshape(layout: Tiling, shape: Sequence[int]) -> Tiling:
     """Returns the layout of the same elements, reshaped in row-major order."""
     if layout.shape == tuple(shape):
         return layout
@@ -115,7 +185,7 @@ def reshape(layout: Layout, shape: Sequence[int]) -> Layout:
         if left > 1:
             return unknown(shape)
         dims.append(_joined(dim) or (Factor(1),))
-    return Layout(tuple(dims), layout.axes)
+    return Tiling(tuple(dims), layout.axes)
 
 
 def _joined(dim: Sequence[Factor]) -> Dim:
@@ -130,7 +200,7 @@ def _joined(dim: Sequence[Factor]) -> Dim:
     return tuple(found)
 
 
-def put_together(parts: Sequence[Layout], dim: int, vectors: Vectors) -> Layout:
+def put_together(parts: Sequence[Tiling], dim: int, vectors: Vectors) -> Tiling:
     """Returns the layout of parts of equal shape that are concatenated along a dim.
 
     If the parts differ in one axis, by a constant step, they become a new major factor of the dim.
@@ -149,10 +219,10 @@ def put_together(parts: Sequence[Layout], dim: int, vectors: Vectors) -> Layout:
         return forget(first, shape, {dim, *dims_on(first, steps)})
     (axis,), dims = steps, list(first.dims)
     dims[dim] = _joined((Factor(count, int(step.flat[0]), axis), *dims[dim]))
-    return Layout(tuple(dims), first.axes)
+    return Tiling(tuple(dims), first.axes)
 
 
-def is_shuffled(parts: Sequence[Layout], dim: int, vectors: Vectors) -> int | None:
+def is_shuffled(parts: Sequence[Tiling], dim: int, vectors: Vectors) -> int | None:
     """Returns the axis whose parts are concatenated out of order along a dim, or None.
 
     The parts cover one range of the axis without gaps.
@@ -167,15 +237,15 @@ def is_shuffled(parts: Sequence[Layout], dim: int, vectors: Vectors) -> int | No
     return axis if is_whole and not np.array_equal(ascending, offsets) else None
 
 
-def taken_from(layout: Layout, sources: np.ndarray, vectors: Vectors) -> Layout:
+def taken_from(layout: Tiling, sources: np.ndarray, vectors: Vectors) -> Tiling:
     """Returns the layout after each device receives from the device in `sources` [devices]."""
     axes = (
         Axis(vectors.number(vectors[axis.offsets][sources]), axis.extent) for axis in layout.axes
     )
-    return Layout(layout.dims, tuple(axes))
+    return Tiling(layout.dims, tuple(axes))
 
 
-def chosen(layouts: Sequence[Layout], choice: np.ndarray, vectors: Vectors) -> Layout:
+def chosen(layouts: Sequence[Tiling], choice: np.ndarray, vectors: Vectors) -> Tiling:
     """Returns the layout of a value that each device picks from several values by `choice`."""
     first = layouts[0]
     if any(other.dims != first.dims for other in layouts):
@@ -185,21 +255,21 @@ def chosen(layouts: Sequence[Layout], choice: np.ndarray, vectors: Vectors) -> L
     for n, axis in enumerate(first.axes):
         offsets = np.stack([vectors[other.axes[n].offsets] for other in layouts])
         axes.append(Axis(vectors.number(offsets[choice, devices]), axis.extent))
-    return Layout(first.dims, tuple(axes))
+    return Tiling(first.dims, tuple(axes))
 
 
-def axes_of(layout: Layout) -> list[int]:
+def axes_of(layout: Tiling) -> list[int]:
     """Returns the numbers of the axes of all known factors."""
     return sorted({factor.axis for dim in layout.dims for factor in dim} - {UNKNOWN})
 
 
-def dims_on(layout: Layout, axes: Iterable[int]) -> set[int]:
+def dims_on(layout: Tiling, axes: Iterable[int]) -> set[int]:
     """Returns the dims with a factor on one of the axes."""
     lost = set(axes)
     return {n for n, dim in enumerate(layout.dims) if any(f.axis in lost for f in dim)}
 
 
-def moved(layout: Layout, dim: int, offsets: int, size: int, vectors: Vectors) -> Layout:
+def moved(layout: Tiling, dim: int, offsets: int, size: int, vectors: Vectors) -> Tiling:
     """Returns the layout of a slice of a dim: `size` elements from each device's offset."""
     factors, shape = list(layout.dims[dim]), list(layout.shape)
     shape[dim] = size
@@ -223,10 +293,10 @@ def moved(layout: Layout, dim: int, offsets: int, size: int, vectors: Vectors) -
     # A factor of size 1 is dropped if another dim on its axis gives the position.
     left = [f for f in factors if f.size > 1 or f.axis not in elsewhere]
     dims[dim] = _joined(left) or (Factor(1),)
-    return Layout(tuple(dims), tuple(axes))
+    return Tiling(tuple(dims), tuple(axes))
 
 
-def merged(one: Layout, other: Layout) -> Layout:
+def merged(one: Tiling, other: Tiling) -> Tiling:
     """Returns the layout of two values of equal shape that are combined elementwise."""
     if not other.axes or one == other:
         return one
@@ -249,11 +319,11 @@ def pieces(one: Side, other: Side) -> Iterator[tuple[Side, Side]]:
     yield one, other
 
 
-def _cut(layout: Layout, dim: int, sizes: Sequence[int]) -> Layout:
+def _cut(layout: Tiling, dim: int, sizes: Sequence[int]) -> Tiling:
     return reshape(layout, (*layout.shape[:dim], *sizes, *layout.shape[dim + 1 :]))
 
 
-class Place(NamedTuple):
+class DimPlace(NamedTuple):
     """The position of a dim, independent of axis numbers.
 
     It consists of the sizes and strides of the factors, the id of the offsets, and the extent of
@@ -267,7 +337,7 @@ class Place(NamedTuple):
     single: tuple[tuple[int, int], ...] = ()
 
 
-def place_of(layout: Layout, dim: int, vectors: Vectors) -> Place | None:
+def place_of(layout: Tiling, dim: int, vectors: Vectors) -> DimPlace | None:
     """Returns the position of a dim in the dim of the whole array, or None if unknown."""
     if not is_known(layout.dims[dim]):
         return None
@@ -295,10 +365,10 @@ def place_of(layout: Layout, dim: int, vectors: Vectors) -> Place | None:
             joined[-1] = (joined[-1][0] * size, stride)
         elif size > 1:
             joined.append((size, stride))
-    return Place(tuple(joined), offsets, extent, tuple(sorted(single)))
+    return DimPlace(tuple(joined), offsets, extent, tuple(sorted(single)))
 
 
-def are_reordered(one: Place | None, other: Place | None, vectors: Vectors) -> bool:
+def are_reordered(one: DimPlace | None, other: DimPlace | None, vectors: Vectors) -> bool:
     """Whether both places tile the same dim with the devices' parts, in another device order."""
     if one is None or other is None or one == other or one.extent != other.extent:
         return False
@@ -310,7 +380,7 @@ def are_reordered(one: Place | None, other: Place | None, vectors: Vectors) -> b
     return _tiles(one, vectors) and _tiles(other, vectors)
 
 
-def _tiles(place: Place, vectors: Vectors) -> bool:
+def _tiles(place: DimPlace, vectors: Vectors) -> bool:
     """Whether the devices' parts, each in ascending order, together tile a sharded dim."""
     strides = [stride for _, stride in place.factors]
     parts = len(np.unique(vectors[place.offsets]))

@@ -10,8 +10,8 @@ from shardlib.explain.hlo.text import Instruction
 from shardlib.explain.wrong_numbers.layout import (
     Dim,
     Factor,
-    Layout,
     Side,
+    Tiling,
     assembled,
     forget,
     is_known,
@@ -21,7 +21,7 @@ from shardlib.explain.wrong_numbers.layout import (
     reshape,
     unknown,
 )
-from shardlib.explain.wrong_numbers.values import Context, Value, dims_and_order
+from shardlib.explain.wrong_numbers.values import Context, SpmdValue, dims_and_order
 
 Pairs = list[tuple[Side, Side]]
 """Pairs of dims that an operation assumes to be the same."""
@@ -43,8 +43,11 @@ ELEMENTWISE = frozenset(
 
 
 def layout_of(
-    instruction: Instruction, operands: Sequence[Value], shapes: Shapes, context: Context
-) -> tuple[Layout, Pairs]:
+    instruction: Instruction,
+    operands: Sequence[SpmdValue],
+    shapes: Shapes,
+    context: Context,
+) -> tuple[Tiling, Pairs]:
     """Returns the layout of a result, and the pairs of operand dims that must agree.
 
     Args:
@@ -79,7 +82,7 @@ def layout_of(
     return unknown(shape), []
 
 
-def _together(operands: Sequence[Value], shape: tuple[int, ...]) -> tuple[Layout, Pairs]:
+def _together(operands: Sequence[SpmdValue], shape: tuple[int, ...]) -> tuple[Tiling, Pairs]:
     alike = [operand.layout for operand in operands if operand.layout.shape == shape]
     if not alike:
         return unknown(shape), []
@@ -92,7 +95,7 @@ def _together(operands: Sequence[Value], shape: tuple[int, ...]) -> tuple[Layout
     return found, pairs
 
 
-def _updated(operands: Sequence[Value], shape: tuple[int, ...]) -> tuple[Layout, Pairs]:
+def _updated(operands: Sequence[SpmdValue], shape: tuple[int, ...]) -> tuple[Tiling, Pairs]:
     """Returns the layout after a dynamic update slice. Dims that the update fills whole take its
     layout, because a loop stacks its outputs in zeros of unknown layout."""
     found, update = operands[0].layout, operands[1].layout
@@ -102,7 +105,7 @@ def _updated(operands: Sequence[Value], shape: tuple[int, ...]) -> tuple[Layout,
     return merged(found, whole), pairs
 
 
-def _selected(operands: Sequence[Value], shape: tuple[int, ...]) -> tuple[Layout, Pairs]:
+def _selected(operands: Sequence[SpmdValue], shape: tuple[int, ...]) -> tuple[Tiling, Pairs]:
     """Returns the layout of a max-pool's gradient, the operand's. In dims without a window, operand
     and cotangent have the same parts."""
     found, cotangent = operands[0].layout, operands[1].layout
@@ -116,14 +119,14 @@ def is_unpooling(instruction: Instruction) -> bool:
     return instruction.op_name.endswith("select_and_scatter")
 
 
-def unpooled(cotangent: Layout, shape: tuple[int, ...]) -> Layout:
+def unpooled(cotangent: Tiling, shape: tuple[int, ...]) -> Tiling:
     """Returns the layout of a max-pool's gradient, `shape`, from that of its flat cotangent.
 
     Only the first and the last dim, of the batch and the features as a rule, can be found in a flat
     array without the window. They are known where they lie on one axis each.
     """
     count = math.prod(cotangent.shape)
-    known: dict[int, tuple[Layout, Dim]] = {}
+    known: dict[int, tuple[Tiling, Dim]] = {}
     for dim, sizes in ((0, (shape[0], -1)), (len(shape) - 1, (-1, shape[-1]))):
         if count % shape[dim] == 0:
             sizes = [size if size > 0 else count // shape[dim] for size in sizes]
@@ -136,32 +139,21 @@ def unpooled(cotangent: Layout, shape: tuple[int, ...]) -> Layout:
 
 
 def _dot(
-    instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...]
-) -> tuple[Layout, Pairs]:
+    instruction: Instruction, operands: Sequence[SpmdValue], shape: tuple[int, ...]
+) -> tuple[Tiling, Pairs]:
+    """Returns the layout of a product: batch dims, then the remaining dims of each operand."""
     if len(operands) < 2:
         return unknown(shape), []
     left, right = operands[0].layout, operands[1].layout
-    batch = numbers(instruction, "lhs_batch_dims"), numbers(instruction, "rhs_batch_dims")
-    summed = (
-        numbers(instruction, "lhs_contracting_dims"),
-        numbers(instruction, "rhs_contracting_dims"),
+    batch, summed = (
+        [numbers(instruction, f"{side}_{kind}_dims") for side in ("lhs", "rhs")]
+        for kind in ("batch", "contracting")
     )
-    return product(left, right, batch, summed, shape)
-
-
-def product(
-    left: Layout,
-    right: Layout,
-    batch: tuple[Sequence[int], Sequence[int]],
-    summed: tuple[Sequence[int], Sequence[int]],
-    shape: tuple[int, ...],
-) -> tuple[Layout, Pairs]:
-    """Returns the layout of a product: batch dims, then the remaining dims of each operand."""
     both = [*zip(*batch, strict=True), *zip(*summed, strict=True)]
     pairs: Pairs = [((left, one), (right, other)) for one, other in both]
-    parts: list[tuple[Layout, Dim]] = [(left, left.dims[dim]) for dim in batch[0]]
+    parts: list[tuple[Tiling, Dim]] = [(left, left.dims[dim]) for dim in batch[0]]
     # Two operands have separate axes, even if they are the same value.
-    right = Layout(*right)
+    right = Tiling(*right)
     for layout, taken in ((left, (*batch[0], *summed[0])), (right, (*batch[1], *summed[1]))):
         parts += [(layout, dim) for n, dim in enumerate(layout.dims) if n not in taken]
     found = assembled(parts)
@@ -169,17 +161,17 @@ def product(
 
 
 def _convolution(
-    instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...]
-) -> tuple[Layout, Pairs]:
+    instruction: Instruction, operands: Sequence[SpmdValue], shape: tuple[int, ...]
+) -> tuple[Tiling, Pairs]:
     """Returns the layout of a convolution: a matmul in batch and features, unknown in the rest."""
     labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.attributes.get("dim_labels", ""))
     if labels is None or len(operands) < 2:
         return unknown(shape), []
     left, right = operands[0].layout, operands[1].layout
-    right = Layout(*right)
+    right = Tiling(*right)
     lhs, rhs, out = labels[1], labels[2], labels[3]
     groups = [instruction.attributes.get(f"{n}_group_count", "1") for n in ("feature", "batch")]
-    parts: list[tuple[Layout, Dim]] = [(left, (Factor(size),)) for size in shape]
+    parts: list[tuple[Tiling, Dim]] = [(left, (Factor(size),)) for size in shape]
     if groups == ["1", "1"]:
         parts[out.index("b")] = (left, left.dims[lhs.index("b")])
         parts[out.index("f")] = (right, right.dims[rhs.index("o")])
@@ -193,8 +185,11 @@ def _convolution(
 
 
 def _concatenated(
-    instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...], context: Context
-) -> tuple[Layout, Pairs]:
+    instruction: Instruction,
+    operands: Sequence[SpmdValue],
+    shape: tuple[int, ...],
+    context: Context,
+) -> tuple[Tiling, Pairs]:
     (along,) = numbers(instruction, "dimensions") or [0]
     parts = [operand.layout for operand in operands]
     apart = parts[0].shape[along] == 1 or is_known(parts[0].dims[along])
@@ -209,8 +204,11 @@ def _concatenated(
 
 
 def _part(
-    instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...], context: Context
-) -> Layout:
+    instruction: Instruction,
+    operands: Sequence[SpmdValue],
+    shape: tuple[int, ...],
+    context: Context,
+) -> Tiling:
     """Returns the layout of a dynamic slice.
 
     A sliced dim is known only if its starts are known and differ between devices. It is then the
@@ -235,8 +233,11 @@ def _part(
 
 
 def _sliced(
-    instruction: Instruction, operands: Sequence[Value], shape: tuple[int, ...], context: Context
-) -> Layout:
+    instruction: Instruction,
+    operands: Sequence[SpmdValue],
+    shape: tuple[int, ...],
+    context: Context,
+) -> Tiling:
     """Returns the layout of a slice with the same bounds on all devices."""
     found = operands[0].layout
     bounds = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", instruction.attributes.get("slice", ""))
@@ -255,26 +256,28 @@ def _sliced(
 
 
 def _transposed(
-    instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]
-) -> Layout:
+    instruction: Instruction, operands: Sequence[SpmdValue], shape: Sequence[int]
+) -> Tiling:
     layout = operands[0].layout
-    return Layout(
+    return Tiling(
         tuple(layout.dims[dim] for dim in numbers(instruction, "dimensions")), layout.axes
     )
 
 
-def _bitcast(shape: str, layout: Layout, shape_before: str, _: Context) -> Layout:
+def _bitcast(shape: str, layout: Tiling, shape_before: str, _: Context) -> Tiling:
     """Returns the layout of a bitcast: a reshape of the dims in memory order."""
     dims, after = dims_and_order(shape)
     before = dims_and_order(shape_before)[1]
     if len(before) != len(layout.dims):
         return unknown(dims)
-    physical = Layout(tuple(layout.dims[dim] for dim in before), layout.axes)
+    physical = Tiling(tuple(layout.dims[dim] for dim in before), layout.axes)
     found = reshape(physical, [dims[dim] for dim in after])
-    return Layout(tuple(found.dims[after.index(n)] for n in range(len(dims))), found.axes)
+    return Tiling(tuple(found.dims[after.index(n)] for n in range(len(dims))), found.axes)
 
 
-def _broadcast(instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]) -> Layout:
+def _broadcast(
+    instruction: Instruction, operands: Sequence[SpmdValue], shape: Sequence[int]
+) -> Tiling:
     layout = operands[0].layout
     at = numbers(instruction, "dimensions")
     return assembled(
@@ -285,7 +288,7 @@ def _broadcast(instruction: Instruction, operands: Sequence[Value], shape: Seque
     )
 
 
-def _kept(instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]) -> Layout:
+def _kept(instruction: Instruction, operands: Sequence[SpmdValue], shape: Sequence[int]) -> Tiling:
     """Returns the layout that keeps the dims that the operation does not change."""
     layout = operands[0].layout
     if len(layout.dims) != len(shape):
@@ -299,7 +302,9 @@ def _kept(instruction: Instruction, operands: Sequence[Value], shape: Sequence[i
     return forget(layout, shape, changed)
 
 
-def _windowed(instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]) -> Layout:
+def _windowed(
+    instruction: Instruction, operands: Sequence[SpmdValue], shape: Sequence[int]
+) -> Tiling:
     """Returns the layout that keeps the dims in which the window has size and stride 1."""
     layout = operands[0].layout
     sizes, strides = window_of(instruction)
@@ -309,7 +314,9 @@ def _windowed(instruction: Instruction, operands: Sequence[Value], shape: Sequen
     return forget(layout, shape, changed)
 
 
-def _gathered(instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]) -> Layout:
+def _gathered(
+    instruction: Instruction, operands: Sequence[SpmdValue], shape: Sequence[int]
+) -> Tiling:
     """Returns the layout of a gather: rows follow the indices, dims in a row follow the table."""
     table, indices = operands[0].layout, operands[1].layout
     within, at = numbers(instruction, "offset_dims"), numbers(instruction, "index_vector_dim")
@@ -331,13 +338,14 @@ def _gathered(instruction: Instruction, operands: Sequence[Value], shape: Sequen
     )
 
 
-def _reduced(instruction: Instruction, operands: Sequence[Value], shape: Sequence[int]) -> Layout:
+def _reduced(
+    instruction: Instruction, operands: Sequence[SpmdValue], shape: Sequence[int]
+) -> Tiling:
     layout, gone = operands[0].layout, numbers(instruction, "dimensions")
-    del shape
     return assembled((layout, dim) for n, dim in enumerate(layout.dims) if n not in gone)
 
 
-_MOVES: dict[str, Callable[[Instruction, Sequence[Value], Sequence[int]], Layout]] = {
+_MOVES: dict[str, Callable[[Instruction, Sequence[SpmdValue], Sequence[int]], Tiling]] = {
     "transpose": _transposed,
     "reshape": lambda _, operands, shape: reshape(operands[0].layout, shape),
     "broadcast": _broadcast,

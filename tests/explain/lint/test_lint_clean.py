@@ -1,16 +1,20 @@
-"""Steps as they should be: no check finds anything in the project's own models."""
+"""Steps as they should be: no check finds anything in the project's own models and configs."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import optax
 import pytest
+from shardlib.run.explaining import explain_compiled
 
 import shardlib as sl
+from shardlib.config import load
 from shardlib.explain import explain
 from shardlib.explain.aot.compile import compile_step
 from shardlib.explain.lint import Limits, Subject, lint
 from shardlib.registry import DataSpec, family
+from shardlib.run.config import RunConfig
 from shardlib_models.moe import MoEConfig
 from shardlib_models.resnet import ResNetConfig
 from shardlib_models.transformer_config import TransformerConfig
@@ -79,3 +83,28 @@ def test_the_projects_own_steps_have_no_faults(mesh, problem, options):
     assert [str(finding) for finding in lint(made)] == []
     # Nor without the rules at hand: shardings alone tell nothing else.
     assert [str(finding) for finding in lint(dataclasses.replace(made, state=None))] == []
+
+
+QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
+# The quickstart's own dims are a single tile of a TPU: cut, they are padded, which is a fault.
+WIDE = (
+    "model.embed_dim=256",
+    "model.num_heads=2",
+    "model.mlp_dim=512",
+    "data.sequence_length=512",
+)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more"),
+    [("fsdp=8", ()), ("fsdp=4,tensor=2", WIDE), ("data=2,fsdp=2,context=2", WIDE)],
+)
+def test_the_quickstart_has_no_faults_on_tpus(mesh, more):
+    pytest.importorskip("libtpu", reason="needs the extra tpu")
+    config = load(RunConfig, str(QUICKSTART), [f"mesh={mesh}", *more])
+    report = explain_compiled(
+        config,
+        "v5e-8",
+        limits=dataclasses.replace(STRICT, activation_bytes=2**16, traffic_bytes=2**16),
+    )
+    assert [str(finding) for finding in report.findings] == []

@@ -152,7 +152,3 @@ def test_a_module_that_is_only_read_need_not_be_donated(cluster):
     assert (found.code, found.place) == ("SL302", "model")
     # What is moved to other devices is known by its first line that computes.
     assert found.source.rpartition(":")[0] == __file__
-
-
-def test_what_is_not_returned_need_not_be_donated():
-    assert lint(compiled(loss, weights(MESH), X, donate_argnums=(), out_shardings=None)) == ()

@@ -24,7 +24,7 @@ from planted import (
 from shardlib.explain.analysis.params import ParamsReport, Row
 from shardlib.explain.hlo.text import parse
 from shardlib.explain.lint import Finding, Subject, lint
-from shardlib.explain.lint.shardings import spec_of_shapes, spec_of_text
+from shardlib.explain.lint.subject import spec_of_shapes, spec_of_text
 from shardlib.hardware import parse_cluster
 
 MESH = make_mesh(fsdp=4, tensor=2)

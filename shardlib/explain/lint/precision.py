@@ -2,24 +2,25 @@
 
 import collections
 from collections.abc import Iterator
-from typing import Any
+
+from jax.extend.core import JaxprEqn
 
 from shardlib import humanize
 from shardlib.cost.traced.products import matmul_flops
 from shardlib.explain.analysis.collectives import axes_text
-from shardlib.explain.analysis.equations import Placed as PlacedEquation
-from shardlib.explain.analysis.equations import equations
+from shardlib.explain.analysis.equations import Placed, equations
 from shardlib.explain.analysis.explicit import is_explicit
 from shardlib.explain.hlo.provenance import Where, where_of_equation
 from shardlib.explain.hlo.text import Instruction, array_bytes
-from shardlib.explain.lint.activations import in_loss, shape_of_leaf
 from shardlib.explain.lint.findings import Finding
-from shardlib.explain.lint.shardings import dims
-from shardlib.explain.lint.subject import Placed, Subject, array_text, largest
-from shardlib.explain.lint.values import Value
+from shardlib.explain.lint.subject import PlacedCollective, Subject, array_text, dims, largest
+from shardlib.explain.lint.values import HloValue
+from shardlib.jaxprs import array_of
 
-_HALF = ("bfloat16", "float16")
+_HALF = frozenset({"bfloat16", "float16"})
 _REDUCES = ("all-reduce", "reduce-scatter")
+_Wide = tuple[PlacedCollective, tuple[str, ...]]
+"""A collective and its arrays in float32."""
 _CARRIES = ("bitcast", "copy", "reshape", "transpose", "get-tuple-element")
 
 
@@ -28,9 +29,7 @@ def wide_traffic(subject: Subject) -> Iterator[Finding]:
     # A CPU has no native bfloat16 and sends everything in float32.
     if subject.platform == "cpu" or not computes_in_half(subject):
         return
-    found: dict[tuple[str, Where], list[tuple[Placed, tuple[str, ...]]]] = collections.defaultdict(
-        list
-    )
+    lines: dict[tuple[str, Where], list[_Wide]] = collections.defaultdict(list)
     for placed in subject.collectives:
         shapes = tuple(shape for shape in placed.collective.shapes if shape.startswith("f32"))
         if sum(map(array_bytes, shapes)) < subject.limits.activation_bytes:
@@ -40,51 +39,46 @@ def wide_traffic(subject: Subject) -> Iterator[Finding]:
             wide = _is_activation(subject, where.name, shapes)
         else:
             # An explicit collective in float32 is meant to stay exact.
-            named = is_explicit(where.name)
-            wide = _was_narrow(subject, placed)
-            wide = wide or (not named and _gets_narrow(subject, placed))
+            gets_narrow = not is_explicit(where.name) and _gets_narrow(subject, placed)
+            wide = gets_narrow or _was_narrow(subject, placed)
         if wide:
-            found[placed.collective.kind, where].append((placed, shapes))
-    for (kind, where), members in found.items():
-        yield _wide(kind, where, members)
+            lines[placed.collective.kind, where].append((placed, shapes))
+    for (kind, where), members in lines.items():
+        placed, shapes = max(members, key=lambda member: sum(map(array_bytes, member[1])))
+        wasted = sum(_sent(member, wide) / 2 for member, wide in members)
+        axes = axes_text(placed.collective.mesh_axes)
+        yield Finding.at(
+            "SL401",
+            where,
+            f"{kind} of {largest(shapes)} over {axes} is in float32 in a step of bfloat16 "
+            f"matmuls: bfloat16 would save {humanize.size(wasted)} a step.",
+            "Cast to bfloat16 before the collective: a parameter before it is gathered, an "
+            "activation where it is computed (preferred_element_type).",
+            wasted,
+            otherwise=kind,
+        )
 
 
-def _wide(kind: str, where: Where, members: list[tuple[Placed, tuple[str, ...]]]) -> Finding:
-    placed, shapes = max(members, key=lambda member: sum(map(array_bytes, member[1])))
-    wasted = sum(_sent(member, wide) / 2 for member, wide in members)
-    return Finding(
-        "SL401",
-        where.place(kind),
-        f"{kind} of {largest(shapes)} over {axes_text(placed.collective.mesh_axes)} is in float32 "
-        f"in a step of bfloat16 matmuls: bfloat16 would save {humanize.size(wasted)} a step.",
-        "Cast to bfloat16 before the collective: a parameter before it is gathered, an activation "
-        "where it is computed (preferred_element_type).",
-        where.source,
-        where.name,
-        wasted,
-    )
-
-
-def _sent(placed: Placed, shapes: tuple[str, ...]) -> float:
+def _sent(placed: PlacedCollective, shapes: tuple[str, ...]) -> float:
     whole = sum(map(array_bytes, placed.collective.shapes))
     return placed.collective.sent_bytes * sum(map(array_bytes, shapes)) / max(whole, 1)
 
 
 def _is_activation(subject: Subject, name: str, shapes: tuple[str, ...]) -> bool:
     """Whether a sum is over activations. A sum of gradients may be in float32."""
-    if is_explicit(name) or not in_loss(subject, name):
+    if is_explicit(name) or not subject.in_loss(name):
         return False
     large = [s for s in shapes if array_bytes(s) >= subject.limits.activation_bytes]
-    return bool(large) and not any(shape_of_leaf(subject, dims(shape)) for shape in large)
+    return bool(large) and not any(subject.is_leaf_shape(dims(shape)) for shape in large)
 
 
-def _was_narrow(subject: Subject, placed: Placed) -> bool:
+def _was_narrow(subject: Subject, placed: PlacedCollective) -> bool:
     """Whether every operand of a collective was converted from bfloat16 or float16."""
-    values = subject.values.operands(placed.computation, placed.instruction)
+    values = subject.operands(placed)
     return bool(values) and all(_is_widened(subject, value) for value in values)
 
 
-def _is_widened(subject: Subject, value: Value) -> bool:
+def _is_widened(subject: Subject, value: HloValue) -> bool:
     for _ in range(16):
         instruction = subject.values.instruction(value.computation, value.name)
         if instruction is None:
@@ -94,19 +88,19 @@ def _is_widened(subject: Subject, value: Value) -> bool:
             root = subject.values.root(called)
             if root is None:
                 return False
-            value = Value(called, root.name)
+            value = HloValue(called, root.name)
         elif instruction.opcode == "convert":
             (name,) = instruction.operand_names
             before = subject.values.instruction(value.computation, name)
             return before is not None and before.shape.startswith(("bf16", "f16"))
         elif instruction.opcode in _CARRIES:
-            value = Value(value.computation, instruction.operand_names[0])
+            value = HloValue(value.computation, instruction.operand_names[0])
         else:
             return False
     return False
 
 
-def _gets_narrow(subject: Subject, placed: Placed) -> bool:
+def _gets_narrow(subject: Subject, placed: PlacedCollective) -> bool:
     """Whether every use of a collective's result converts it to bfloat16 or float16."""
     instructions = subject.module.computations[placed.computation]
     done = [placed.instruction]
@@ -135,7 +129,7 @@ def _uses(subject: Subject, computation: str, instruction: Instruction) -> Itera
 def computes_in_half(subject: Subject) -> bool:
     """Whether most matmul FLOPs of a step multiply bfloat16 or float16."""
     flops = _matmuls(subject)
-    half = sum(f for p, f in flops if any(_dtype(v) in _HALF for v in p.equation.invars[:2]))
+    half = sum(f for p, f in flops if not _HALF.isdisjoint(_dtypes(p.equation)))
     return half > 0.5 * sum(f for _, f in flops)
 
 
@@ -149,10 +143,9 @@ def wide_matmuls(subject: Subject) -> Iterator[Finding]:
         return
     matmuls = _matmuls(subject)
     total = sum(flops for _, flops in matmuls)
-    lines: dict[Where, list[tuple[PlacedEquation, float]]] = collections.defaultdict(list)
+    lines: dict[Where, list[tuple[Placed, float]]] = collections.defaultdict(list)
     for placed, flops in matmuls:
-        wide = all(_dtype(v) == "float32" for v in placed.equation.invars[:2])
-        if wide and not _has_batch_dims(placed.equation):
+        if _dtypes(placed.equation) == {"float32"} and not _has_batch_dims(placed.equation):
             lines[where_of_equation(placed.equation)].append((placed, flops))
     for line, members in lines.items():
         share = sum(flops for _, flops in members) / total
@@ -162,31 +155,29 @@ def wide_matmuls(subject: Subject) -> Iterator[Finding]:
         placed, _ = max(forward, key=lambda member: member[1])
         left, right = (array_text(v.aval) for v in placed.equation.invars[:2])
         name = f"{placed.name}/{placed.equation.primitive.name}"
-        yield Finding(
+        yield Finding.at(
             "SL402",
-            line._replace(name=name).place(),
+            line._replace(name=name),
             f"{left} times {right} multiplies float32 in a step of bfloat16 matmuls, "
             f"{share:.0%} of its FLOPs with its gradients: at half the rate or less.",
             "Cast both operands to bfloat16, and pass preferred_element_type=float32 where the sum "
             "needs it.",
-            line.source,
-            name,
         )
 
 
-def _has_batch_dims(equation: Any) -> bool:
+def _has_batch_dims(equation: JaxprEqn) -> bool:
     if equation.primitive.name != "dot_general":
         return False
     _, (batch, _) = equation.params["dimension_numbers"]
     return bool(batch)
 
 
-def _matmuls(subject: Subject) -> list[tuple[PlacedEquation, float]]:
+def _matmuls(subject: Subject) -> list[tuple[Placed, float]]:
     if subject.jaxpr is None:
         return []
-    found = ((placed, matmul_flops(placed.equation)) for placed in equations(subject.jaxpr))
-    return [(p, flops * p.times * p.devices) for p, flops in found if flops and not p.in_kernel]
+    pairs = ((placed, matmul_flops(placed.equation)) for placed in equations(subject.jaxpr))
+    return [(p, flops * p.times * p.devices) for p, flops in pairs if flops and not p.in_kernel]
 
 
-def _dtype(variable: Any) -> str:
-    return variable.aval.dtype.name
+def _dtypes(matmul: JaxprEqn) -> set[str]:
+    return {array_of(variable).dtype.name for variable in matmul.invars[:2]}
