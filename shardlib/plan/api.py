@@ -6,16 +6,16 @@ from typing import Any
 
 from shardlib.cost.machine.fabric import remarks
 from shardlib.cost.workload import Experts, Job, Latent, Transformer
-from shardlib.errors import ConfigError, MeshError, ModelError, ShardlibError
+from shardlib.errors import ConfigError, ModelError, ShardlibError
 from shardlib.hardware import Cluster, MixedCluster
 from shardlib.mesh import MeshSpec
-from shardlib.plan.describe import beyond_default_share
-from shardlib.plan.mixed_result import MixedPlans, answer_mixed
+from shardlib.plan.answer import beyond_default_share, explained, relaxing
+from shardlib.plan.mixed.answer import MixedPlans, answer_mixed
 from shardlib.plan.objective import Objective, best_found
-from shardlib.plan.problem import Plan, Workload
+from shardlib.plan.problem import Workload
 from shardlib.plan.request import Question, TrainPrecision, raise_all
 from shardlib.plan.result import Plans, nothing_found
-from shardlib.plan.why_not import WhyNot, why_not
+from shardlib.plan.why_not import why_not
 from shardlib.plan.workloads.module import NOT_OF_MODULES, of_module
 from shardlib.plan.workloads.named_models import named_model
 from shardlib.plan.workloads.transformer import TransformerWorkload
@@ -150,23 +150,18 @@ def answer(
     Raises:
         MeshError: If nothing fits, or a mesh to explain is malformed.
     """
-    goal, notes = question.goal, list(notes)
-    tried = question.clusters() if tried is None else tried
-    found = best_found(workload, tried, goal, top=question.top)
-    if found is None and workload.relaxed() is not workload:
-        # Moments in bfloat16 change the numerics, so they are tried only if nothing else fits.
-        relaxed = workload.relaxed()
-        found = best_found(relaxed, tried, goal, top=question.top)
-        if found is not None:
-            workload = relaxed
-            notes.append("A plan exists only with the optimizer's first moment in bfloat16.")
+    goal = question.goal
+    clusters = question.clusters() if tried is None else tried
+    found, workload, relaxed = relaxing(
+        workload, lambda work: best_found(work, clusters, goal, top=question.top)
+    )
     if found is None:
-        raise nothing_found(name, workload, tried, goal)
+        raise nothing_found(name, workload, clusters, goal)
     best = found.plans[0]
-    notes += remarks(best.cluster, best.layout)
-    notes += beyond_default_share([(p.cluster, p.memory.total)] for p in found.plans)
-    asked = _asked(workload, best.cluster, best, question.meshes)
-    return Plans(name, workload, goal, found, asked, tuple(notes), kept)
+    asked = explained(question.meshes, lambda mesh: why_not(workload, best.cluster, best, mesh))
+    default_share = beyond_default_share([(p.cluster, p.memory.total)] for p in found.plans)
+    notes = (*notes, *relaxed, *remarks(best.cluster, best.layout), *default_share)
+    return Plans(name, workload, goal, found, asked, notes, kept)
 
 
 def of_dims(dims: Mapping[str, Any]) -> Transformer:
@@ -177,20 +172,6 @@ def of_dims(dims: Mapping[str, Any]) -> Transformer:
     if parts.get("latent"):
         parts["latent"] = Latent(**parts["latent"])
     return Transformer(**parts)
-
-
-def _asked(
-    workload: Workload, cluster: Cluster, best: Plan, meshes: Sequence[MeshSpec]
-) -> tuple[WhyNot, ...]:
-    found, faults = [], []
-    for mesh in meshes:
-        try:
-            found.append(why_not(workload, cluster, best, mesh))
-        except MeshError as error:
-            faults.append(str(error))
-    if faults:
-        raise MeshError("\n".join(faults))
-    return tuple(found)
 
 
 def _workload(

@@ -1,0 +1,1 @@
+"""Plans for clusters of several kinds of GPUs."""
