@@ -104,13 +104,13 @@ def _lines(tree: Mapping[str, Any], indent: str) -> list[str]:
     return lines
 
 
-def _quoted(value: Any) -> str:
+def _quoted(value: object) -> str:
     text = _scalar(value)
     # A colon would start a mapping.
     return f'"{text}"' if ":" in text else text
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: object) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_scalar(v)}" for key, v in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else str(value)
