@@ -59,7 +59,8 @@ def of_module(
             f"a plan for {_named(model)} traces its step, which lacks {_listed(missing)}.\n"
             "  Write sl.plan(make_model, optimizer=optimizer, loss=loss_fn, batch=batch, on=...)."
         )
-    assert optimizer is not None and loss is not None, "they are not missing"
+    assert optimizer is not None, "it is not missing"
+    assert loss is not None, "it is not missing"
     # Imported on demand: the other models do not need Flax.
     from shardlib.plan.workloads.tracing import trace_workload
 
