@@ -17,8 +17,8 @@ from shardlib.cost.workload import Transformer as Transformer
 from shardlib.plan.api import plan as plan
 from shardlib.plan.fixes import Fix as Fix
 from shardlib.plan.fixes import cheapest_fixes as cheapest_fixes
-from shardlib.plan.mixed.answer import MixedPlans as MixedPlans
-from shardlib.plan.mixed.search import MixedPlan as MixedPlan
+from shardlib.plan.mixed_result import MixedPlans as MixedPlans
+from shardlib.plan.mixed_search import MixedPlan as MixedPlan
 from shardlib.plan.problem import Choice as Choice
 from shardlib.plan.problem import Plan as Plan
 from shardlib.plan.problem import Workload as Workload

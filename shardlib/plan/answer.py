@@ -13,7 +13,7 @@ from shardlib.hardware import Cluster, MixedCluster
 from shardlib.hardware.capacity import capacity
 from shardlib.humanize import count, duration
 from shardlib.mesh import MeshSpec
-from shardlib.plan.mixed.search import MixedFound, MixedPlan
+from shardlib.plan.mixed_search import MixedFound, MixedPlan
 from shardlib.plan.objective import Goal
 from shardlib.plan.problem import Plan, Workload
 from shardlib.plan.search import Found

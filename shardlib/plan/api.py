@@ -12,7 +12,7 @@ from shardlib.errors import ConfigError, ModelError, ShardlibError
 from shardlib.hardware import Cluster, MixedCluster
 from shardlib.mesh import MeshSpec
 from shardlib.plan.answer import beyond_default_share, explained, relaxing
-from shardlib.plan.mixed.answer import MixedPlans, answer_mixed
+from shardlib.plan.mixed_result import MixedPlans, answer_mixed
 from shardlib.plan.objective import Objective, best_found
 from shardlib.plan.problem import Workload
 from shardlib.plan.request import Question, TrainPrecision, raise_all

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from shardlib.cost.costs import Memory, StepTime
 from shardlib.humanize import count, duration, gib
 from shardlib.plan.answer import Answer, AnyPlan
-from shardlib.plan.mixed.search import Alone, KindShare, MixedPlan
+from shardlib.plan.mixed_search import Alone, KindShare, MixedPlan
 from shardlib.plan.problem import PARTS, Plan, Workload, examples
 from shardlib.plan.search import capacity_bytes
 from shardlib.plan.sensitivity import Lever

@@ -16,7 +16,7 @@ from shardlib.mesh import MeshConfig, auto_mesh
 from shardlib.nn import remat
 from shardlib.optim.named import build_optimizer
 from shardlib.plan.api import STATE_BYTES, answer, of_dims
-from shardlib.plan.mixed.answer import MixedPlans, answer_mixed
+from shardlib.plan.mixed_result import MixedPlans, answer_mixed
 from shardlib.plan.problem import Plan, Workload
 from shardlib.plan.request import Question
 from shardlib.plan.result import Plans

@@ -23,8 +23,8 @@ from shardlib.hardware import CHIPS, Cluster, MixedCluster, parse_mixed
 from shardlib.humanize import duration
 from shardlib.mesh import MeshConfig, make_mesh
 from shardlib.plan import Choice, Layout, Transformer, plan
-from shardlib.plan.mixed.answer import MixedPlans
-from shardlib.plan.mixed.search import group_layouts, search_mixed, share_out, shared_out, together
+from shardlib.plan.mixed_result import MixedPlans
+from shardlib.plan.mixed_search import group_layouts, search_mixed, share_out, shared_out, together
 from shardlib.plan.search import capacity_bytes, least_layers
 from shardlib.plan.workloads.named_models import named_model
 from shardlib.plan.workloads.tracing import trace_workload

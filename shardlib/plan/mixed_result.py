@@ -12,7 +12,7 @@ from shardlib.hardware import MixedCluster
 from shardlib.humanize import gib
 from shardlib.mesh import MeshSpec
 from shardlib.plan.answer import Answer, beyond_default_share, explained, relaxing, too_slow
-from shardlib.plan.mixed.search import (
+from shardlib.plan.mixed_search import (
     Alone,
     KindShare,
     MixedFound,

@@ -1,1 +1,0 @@
-"""Plans for clusters of several kinds of GPUs."""
