@@ -105,7 +105,7 @@ def _step(
     batch_axes: BatchAxes | None,
     platform: str | None,
 ) -> TracedStep:
-    """Returns the traced step of a module; the arguments are those of `trace_workload`."""
+    """Returns the traced step of a module, from arguments as in `trace_workload`."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     params, model_state = module.shapes()
     refuse_no_params(module, params)
