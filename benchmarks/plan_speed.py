@@ -22,8 +22,7 @@ from shardlib.cost.transformer.memory import peak_memory
 from shardlib.cost.transformer.step_time import step_time
 from shardlib.cost.workload import NONE, Job
 from shardlib.hardware import parse_cluster
-from shardlib.plan.candidates import candidates
-from shardlib.plan.search import search
+from shardlib.plan.search import candidates, search
 from shardlib.plan.workloads.named_models import named_model
 from shardlib.plan.workloads.transformer import TransformerWorkload
 

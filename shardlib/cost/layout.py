@@ -58,7 +58,7 @@ class Layout:
     @property
     def reduces_once(self) -> bool:
         """Whether replicas along `data` sum gradients once a step and not in each microbatch. It
-        pays with enough microbatches (see `cost.transformer.gradient_reduction`)."""
+        pays with enough microbatches (see `cost.transformer.communication.replica_sums`)."""
         return self.stateless and self.data > 1 and self.microbatches >= _MANY_MICROBATCHES
 
     def size(self, axis: str) -> int:
@@ -105,7 +105,7 @@ class Software:
     in the compute dtype."""
     sums_each: bool = False
     """Whether each microbatch includes the gradient sums over replicas; see
-    `cost.transformer.gradient_reduction`."""
+    `cost.transformer.communication.replica_sums`."""
     whole_params: bool = False
     """Whether parameters that only ZeRO 3 would shard are also whole between steps. The updated
     parameters are then gathered once a step, and otherwise where they are used."""

@@ -3,18 +3,25 @@
 import abc
 import dataclasses
 import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from shardlib.cost.machine.constants import fit_errors
 from shardlib.cost.machine.measured import MeasuredCluster
+from shardlib.errors import MeshError
 from shardlib.hardware import Cluster, MixedCluster
-from shardlib.plan.mixed_search import MixedPlan
+from shardlib.hardware.capacity import capacity
+from shardlib.humanize import count, duration
+from shardlib.mesh import MeshSpec
+from shardlib.plan.mixed_search import MixedFound, MixedPlan
 from shardlib.plan.objective import Goal
 from shardlib.plan.problem import Plan, Workload
+from shardlib.plan.search import Found
 from shardlib.plan.settings import Settings, to_overrides, to_yaml
 from shardlib.plan.why_not import WhyNot
 
 AnyPlan = TypeVar("AnyPlan", Plan, MixedPlan)
+FoundT = TypeVar("FoundT", bound="Found | MixedFound | None")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,3 +148,68 @@ def _peak_flops(cluster: Cluster) -> float:
     chip = cluster.chip
     each = (chip.flops_per_device("bf16") or chip.flops_per_device("fp16")) if chip else None
     return (each or 0.0) * cluster.num_devices
+
+
+def relaxing(
+    workload: Workload, find: Callable[[Workload], FoundT]
+) -> tuple[FoundT, Workload, list[str]]:
+    """Returns a search result, its workload and notes on it. Moments in bfloat16 change the
+    numerics, so they are tried only if nothing else fits."""
+    found, relaxed = find(workload), workload.relaxed()
+    if (found is None or not found.plans) and relaxed is not workload:
+        again = find(relaxed)
+        if again is not None and again.plans:
+            note = "A plan exists only with the optimizer's first moment in bfloat16."
+            return again, relaxed, [note]
+    return found, workload, []
+
+
+def explained(
+    meshes: Sequence[MeshSpec], explain: Callable[[MeshSpec], WhyNot]
+) -> tuple[WhyNot, ...]:
+    """Returns the reasons why meshes are not planned.
+
+    Raises:
+        MeshError: If meshes cannot be read; the message names all of them.
+    """
+    found, faults = [], []
+    for mesh in meshes:
+        try:
+            found.append(explain(mesh))
+        except MeshError as error:
+            faults.append(str(error))
+    if faults:
+        raise MeshError("\n".join(faults))
+    return tuple(found)
+
+
+def too_slow(
+    name: str, workload: Workload, cluster: Cluster | MixedCluster, goal: Goal, seconds: float
+) -> MeshError:
+    """Returns the error for a step that takes longer than a goal allows."""
+    return MeshError(
+        f"{name} on {cluster.name} takes {duration(seconds)} a step of "
+        f"{count(workload.tokens)} {workload.unit}, but {count(goal.tokens or 0)} in "
+        f"{goal.days:g} days allow {duration(goal.seconds(workload.tokens))}.\n"
+        "  Take more or faster chips, more days, or a larger batch."
+    )
+
+
+def beyond_default_share(plans: Iterable[Iterable[tuple[Cluster, float]]]) -> list[str]:
+    """Returns notes on the memory fraction to set for plans that exceed JAX's default share of a
+    GPU.
+
+    Args:
+        plans: Per plan, in order, its clusters and the bytes that a device of each holds.
+    """
+    beyond: dict[str, list[str]] = {}
+    for number, devices in enumerate(plans, 1):
+        for cluster, held_bytes in devices:
+            limit = None if isinstance(cluster, MeasuredCluster) else capacity(cluster.chip)
+            if limit is not None and not limit.default_share_suffices(math.ceil(held_bytes)):
+                beyond.setdefault(limit.note, []).append(str(number))
+                break
+    return [
+        f"{note} for plan{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}."
+        for note, numbers in beyond.items()
+    ]

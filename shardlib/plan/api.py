@@ -1,26 +1,31 @@
 """`sl.plan`: the best plans for a model on a cluster, from user-facing arguments."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import PyTree
 
 from shardlib.cost.machine.fabric import remarks
 from shardlib.cost.workload import Experts, Job, Latent, Transformer
-from shardlib.errors import ConfigError, MeshError, ModelError, ShardlibError
+from shardlib.errors import ConfigError, ModelError, ShardlibError
 from shardlib.hardware import Cluster, MixedCluster
 from shardlib.mesh import MeshSpec
-from shardlib.plan.describe import beyond_default_share
+from shardlib.plan.answer import beyond_default_share, explained, relaxing
 from shardlib.plan.mixed_result import MixedPlans, answer_mixed
 from shardlib.plan.objective import Objective, best_found
-from shardlib.plan.problem import Plan, Workload
+from shardlib.plan.problem import Workload
 from shardlib.plan.request import Question, TrainPrecision, raise_all
 from shardlib.plan.result import Plans, nothing_found
-from shardlib.plan.why_not import WhyNot, why_not
+from shardlib.plan.why_not import why_not
 from shardlib.plan.workloads.module import NOT_OF_MODULES, of_module
 from shardlib.plan.workloads.named_models import named_model
 from shardlib.plan.workloads.transformer import TransformerWorkload
 from shardlib.registry import DataSpec, family
 from shardlib.rules import AxisRules
+
+if TYPE_CHECKING:
+    import optax
 
 STATE_BYTES: dict[str, dict[str, Any]] = {
     "f32": {"precision": "f32", "compute_bytes": 4},
@@ -46,25 +51,20 @@ def plan(
     precision: TrainPrecision | None = None,
     why_not: "MeshSpec | Sequence[MeshSpec]" = (),
     top: int = 5,
-    optimizer: Any = None,
-    loss: Any = None,
-    batch: Any = None,
+    optimizer: "optax.GradientTransformation | None" = None,
+    loss: Callable[..., Any] | None = None,
+    batch: PyTree = None,
     rules: AxisRules | None = None,
-    inputs: Any = None,
+    inputs: PyTree = None,
 ) -> Plans | MixedPlans:
     """Returns the best plans for a model on a cluster, ranked by the cost model.
 
     Any Flax module is planned from its traced step; nothing is allocated or compiled:
 
     ```python
-    plans = sl.plan(
-        lambda rngs: Model(rngs=rngs),
-        optimizer=optax.adam(1e-3),
-        loss=lambda model, batch, rng: jnp.mean(jnp.square(model(batch["x"]) - batch["y"])),
-        batch=dict.fromkeys("xy", jax.ShapeDtypeStruct((4096, 64), jnp.float32)),
-        on="8xh100",
-    )
-    print(plans)
+    batch = dict.fromkeys("xy", jax.ShapeDtypeStruct((4096, 64), jnp.float32))
+    make = lambda rngs: Model(rngs=rngs)
+    print(sl.plan(make, optimizer=optax.adam(1e-3), loss=loss_fn, batch=batch, on="8xh100"))
     ```
 
     Args:
@@ -81,16 +81,15 @@ def plan(
         length: Tokens per sequence. Default: the value in the config of a run, the length of the
             named model, or the longest that the config of a model allows.
         objective: `time`, `cost` or `chips`; see `Goal`.
-        tokens: Tokens of the whole run, as a number or as in `1T` (1e12).
-        days: Time limit of the run, in days.
-        price: USD per chip-hour, to compute the cost of `tokens`.
+        tokens, days, price: Tokens of the whole run, as a number or as in `1T` (1e12), its time
+            limit in days, and USD per chip-hour, to compute its cost.
         precision: A policy of `shardlib.functional.precision`, default `bf16`; a config of a run
             and a workload have their own.
         why_not: A mesh to explain, such as `fsdp=8,tensor=8`, or several.
         top: Number of plans to return, each of a different mesh.
-        optimizer: Any optax transformation; for modules.
-        loss: Loss as for `make_train_step`: `loss(model, batch, rng)`; for modules.
-        batch: Batch of a whole step, as arrays or `ShapeDtypeStruct`s; for modules.
+        optimizer, loss, batch: For modules: any optax transformation, a loss as for
+            `make_train_step`, `loss(model, batch, rng)`, and the batch of a whole step, as arrays
+            or `ShapeDtypeStruct`s.
         rules: Rules other than `sl.rules.STANDARD` and its ZeRO variants; for modules.
         inputs: Example arguments of `__call__`, as for `init_state`; for linen modules.
 
@@ -150,23 +149,18 @@ def answer(
     Raises:
         MeshError: If nothing fits, or a mesh to explain is malformed.
     """
-    goal, notes = question.goal, list(notes)
-    tried = question.clusters() if tried is None else tried
-    found = best_found(workload, tried, goal, top=question.top)
-    if found is None and workload.relaxed() is not workload:
-        # Moments in bfloat16 change the numerics, so they are tried only if nothing else fits.
-        relaxed = workload.relaxed()
-        found = best_found(relaxed, tried, goal, top=question.top)
-        if found is not None:
-            workload = relaxed
-            notes.append("A plan exists only with the optimizer's first moment in bfloat16.")
+    goal = question.goal
+    clusters = question.clusters() if tried is None else tried
+    found, workload, relaxed = relaxing(
+        workload, lambda work: best_found(work, clusters, goal, top=question.top)
+    )
     if found is None:
-        raise nothing_found(name, workload, tried, goal)
+        raise nothing_found(name, workload, clusters, goal)
     best = found.plans[0]
-    notes += remarks(best.cluster, best.layout)
-    notes += beyond_default_share([(p.cluster, p.memory.total)] for p in found.plans)
-    asked = _asked(workload, best.cluster, best, question.meshes)
-    return Plans(name, workload, goal, found, asked, tuple(notes), kept)
+    asked = explained(question.meshes, lambda mesh: why_not(workload, best.cluster, best, mesh))
+    default_share = beyond_default_share([(p.cluster, p.memory.total)] for p in found.plans)
+    notes = (*notes, *relaxed, *remarks(best.cluster, best.layout), *default_share)
+    return Plans(name, workload, goal, found, asked, notes, kept)
 
 
 def of_dims(dims: Mapping[str, Any]) -> Transformer:
@@ -177,20 +171,6 @@ def of_dims(dims: Mapping[str, Any]) -> Transformer:
     if parts.get("latent"):
         parts["latent"] = Latent(**parts["latent"])
     return Transformer(**parts)
-
-
-def _asked(
-    workload: Workload, cluster: Cluster, best: Plan, meshes: Sequence[MeshSpec]
-) -> tuple[WhyNot, ...]:
-    found, faults = [], []
-    for mesh in meshes:
-        try:
-            found.append(why_not(workload, cluster, best, mesh))
-        except MeshError as error:
-            faults.append(str(error))
-    if faults:
-        raise MeshError("\n".join(faults))
-    return tuple(found)
 
 
 def _workload(
@@ -215,7 +195,7 @@ def _workload(
     return name, TransformerWorkload(job)
 
 
-def _name_of(workload: Any) -> str:
+def _name_of(workload: object) -> str:
     return getattr(workload, "name", type(workload).__name__)
 
 
@@ -232,7 +212,7 @@ def _resized(workload: Workload, question: Question) -> Workload:
     return workload.with_batch(question.rows(workload.tokens // workload.batch, workload.batch))
 
 
-def _of_dims(model: Any, length: int | None) -> tuple[str, Transformer, int | None]:
+def _of_dims(model: object, length: int | None) -> tuple[str, Transformer, int | None]:
     """Returns the name, the dims and the length of a model that has dims."""
     if isinstance(model, Transformer):
         return "the transformer", model, length
@@ -248,7 +228,7 @@ def _of_dims(model: Any, length: int | None) -> tuple[str, Transformer, int | No
     return model, named.model, length or named.length
 
 
-def _of_config(config: Any, length: int | None) -> tuple[str, Transformer, int | None]:
+def _of_config(config: object, length: int | None) -> tuple[str, Transformer, int | None]:
     name = getattr(config, "name", None)
     if not isinstance(name, str):
         raise ModelError(

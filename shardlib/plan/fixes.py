@@ -6,10 +6,17 @@ from collections.abc import Iterable, Iterator
 from shardlib.cost.layout import Layout
 from shardlib.hardware import Cluster
 from shardlib.humanize import duration
-from shardlib.plan.candidates import candidates, of_layout
 from shardlib.plan.objective import next_larger
 from shardlib.plan.problem import Choice, Plan, Workload
-from shardlib.plan.search import capacity_bytes, least_layers, mesh_of, score, search
+from shardlib.plan.search import (
+    candidates,
+    capacity_bytes,
+    least_layers,
+    mesh_of,
+    of_layout,
+    score,
+    search,
+)
 from shardlib.plan.settings import Settings, settings, to_overrides
 
 

@@ -3,18 +3,17 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from shardlib.cost.layout import Layout
 from shardlib.errors import MeshError, ModelError
-from shardlib.hardware import Cluster, MixedCluster
-from shardlib.humanize import count, duration, gib
+from shardlib.hardware import MixedCluster
+from shardlib.humanize import gib
 from shardlib.mesh import MeshSpec
-from shardlib.plan.answer import Answer
-from shardlib.plan.describe import beyond_default_share, examples
-from shardlib.plan.mixed_describe import describe_mixed
+from shardlib.plan.answer import Answer, beyond_default_share, explained, relaxing, too_slow
 from shardlib.plan.mixed_search import (
+    Alone,
     KindShare,
     MixedFound,
     MixedPlan,
@@ -23,26 +22,15 @@ from shardlib.plan.mixed_search import (
     shared_out,
     together,
 )
-from shardlib.plan.objective import Goal
-from shardlib.plan.problem import Plan, Workload
+from shardlib.plan.problem import Workload, examples
+from shardlib.plan.report import describe_mixed
+from shardlib.plan.request import Question
 from shardlib.plan.search import capacity_bytes, mesh_of, search
 from shardlib.plan.settings import Settings, settings
 from shardlib.plan.why_not import WhyNot, read_mesh, slower_by
 
-if TYPE_CHECKING:
-    from shardlib.plan.api import Question
-
 _NEAR = 20
 """Batches to try on each side of a batch that cannot be shared out."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Alone:
-    """The best plan on one of the kinds alone."""
-
-    cluster: Cluster
-    plan: Plan | None
-    """None if nothing fits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +91,13 @@ class MixedPlans(Answer[MixedPlan]):
         }
 
     def __str__(self) -> str:
-        return describe_mixed(self)
+        return describe_mixed(self, self.alone)
 
 
 def answer_mixed(
     name: str,
     workload: Workload,
-    question: "Question",
+    question: Question,
     *,
     notes: Sequence[str] = (),
     kept: frozenset[str] = frozenset(),
@@ -130,31 +118,16 @@ def answer_mixed(
     cluster, goal, top = question.mixed, question.goal, question.top
     assert cluster is not None
     _check_stateless(name, workload, cluster)
-    said = list(notes)
-    found = search_mixed(workload, cluster, top=top)
-    if not found.plans and workload.relaxed() is not workload:
-        # Moments in bfloat16 change the numerics, so they are tried only if nothing else fits.
-        relaxed = workload.relaxed()
-        found = search_mixed(relaxed, cluster, top=top)
-        if found.plans:
-            workload = relaxed
-            said.append("A plan exists only with the optimizer's first moment in bfloat16.")
+    found, workload, relaxed = relaxing(workload, lambda work: search_mixed(work, cluster, top=top))
     if not found.plans:
         raise _nothing_found(name, workload, cluster)
     best = found.plans[0]
-    _check_in_time(name, workload, goal, best)
-    asked, wrong = [], []
-    for mesh in question.meshes:
-        try:
-            asked.append(_why_not(workload, cluster, best, mesh))
-        except MeshError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise MeshError("\n".join(wrong))
-    said += _of_jax(cluster)
+    if best.seconds > goal.seconds(workload.tokens):
+        raise too_slow(name, workload, cluster, goal, best.seconds)
+    asked = explained(question.meshes, lambda mesh: _why_not(workload, cluster, best, mesh))
     held = ([(s.cluster, s.memory.total) for s in plan.shares] for plan in found.plans)
-    said += beyond_default_share(held)
-    return MixedPlans(name, workload, goal, found, tuple(asked), tuple(said), kept)
+    notes = (*notes, *relaxed, *_of_jax(cluster), *beyond_default_share(held))
+    return MixedPlans(name, workload, goal, found, asked, notes, kept)
 
 
 def _of_jax(cluster: MixedCluster) -> list[str]:
@@ -183,17 +156,6 @@ def _check_stateless(name: str, workload: Workload, cluster: MixedCluster) -> No
         raise ModelError(
             f"{name} updates state of its own as it runs, and groups with unequal shares would "
             f"each hold a different one.\n  Plan for one kind alone: --on {cluster.kinds[0].name}"
-        )
-
-
-def _check_in_time(name: str, workload: Workload, goal: Goal, best: MixedPlan) -> None:
-    limit = goal.seconds(workload.tokens)
-    if best.seconds > limit:
-        raise MeshError(
-            f"{name} on {best.cluster.name} takes {duration(best.seconds)} a step of "
-            f"{count(workload.tokens)} {workload.unit}, but {count(goal.tokens or 0)} in "
-            f"{goal.days:g} days allow {duration(limit)}.\n"
-            "  Take more or faster chips, more days, or a larger batch."
         )
 
 
@@ -273,10 +235,13 @@ def _nothing_divides(name: str, workload: Workload, cluster: MixedCluster) -> Me
     devices = {kind.num_devices for kind in cluster.kinds}
     groups = cluster.num_devices // math.gcd(*devices)
     tried = (*near, *(groups * factor for factor in range(1, _NEAR + 1)), cluster.num_devices)
-    can = _first(
-        batch
-        for batch in sorted(set(tried), key=lambda b: (abs(b - workload.batch), b))
-        if batch > 0 and next(group_layouts(workload.with_batch(batch), cluster), None) is not None
+    can = next(
+        (
+            batch
+            for batch in sorted(set(tried), key=lambda b: (abs(b - workload.batch), b))
+            if batch > 0 and any(True for _ in group_layouts(workload.with_batch(batch), cluster))
+        ),
+        None,
     )
     hint = "Take other dims" if can is None else f"Take a batch of {can}"
     return MeshError(
@@ -284,10 +249,6 @@ def _nothing_divides(name: str, workload: Workload, cluster: MixedCluster) -> Me
         f"one kind each, and a batch of {workload.batch} does not fall into whole microbatches, "
         f"one or more for each.\n  {hint}, or another number of devices."
     )
-
-
-def _first(found: Iterable[int]) -> int | None:
-    return next(iter(found), None)
 
 
 def _share(share: KindShare) -> dict[str, Any]:

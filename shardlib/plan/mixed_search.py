@@ -95,6 +95,15 @@ class MixedPlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class Alone:
+    """The best plan on one of the kinds alone."""
+
+    cluster: Cluster
+    plan: Plan | None
+    """None if nothing fits."""
+
+
+@dataclasses.dataclass(frozen=True)
 class MixedFound:
     """Result of a search; see `shardlib.plan.search.Found`."""
 

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from shardlib.cost.costs import Memory, StepTime
 from shardlib.cost.layout import Layout
 from shardlib.hardware import Cluster
+from shardlib.humanize import gib
 
 MomentDtype = Literal["float32", "bfloat16"]
 
@@ -151,3 +152,37 @@ class Plan:
     def device_seconds(self) -> float:
         """Device-seconds of a step."""
         return self.time.total * self.cluster.num_devices
+
+
+PARTS = {
+    "matmul": "matmuls",
+    "attention": "attention",
+    "elementwise": "passes over memory",
+    "head": "logits and loss",
+    "recompute": "recomputation",
+    "optimizer": "optimizer",
+    "tensor": "collectives over tensor",
+    "context": "collectives over context",
+    "expert": "collectives over expert",
+    "fsdp": "collectives over fsdp",
+    "offload": "offloading",
+    "data": "gradient sums over data",
+    "stage": "sends between stages",
+    "bubble": "pipeline bubble",
+    "imbalance": "uneven stages",
+    "waiting": "waiting for the slowest",
+}
+"""Labels of the parts of `StepTime`; collectives count only their exposed time."""
+
+
+def largest_parts(memory: Memory, number: int = 3) -> str:
+    """Returns the largest parts of a device's memory, such as `optimizer 8.2 GiB, params 6.2
+    GiB`."""
+    parts = {name: size for name, size in vars(memory).items() if name != "host" and size}
+    largest = sorted(parts, key=lambda name: -parts[name])[:number]
+    return ", ".join(f"{name} {gib(parts[name])}" for name in largest)
+
+
+def examples(workload: Workload) -> str:
+    """Returns the unit of a batch: `sequences`, `images` or `examples`."""
+    return "sequences" if workload.unit == "tokens" else workload.unit

@@ -9,15 +9,14 @@ from typing import Any
 
 from shardlib.errors import MeshError
 from shardlib.hardware import Cluster
-from shardlib.humanize import count, duration, gib
+from shardlib.humanize import duration, gib
 from shardlib.mesh import MeshSpec
-from shardlib.plan.answer import Answer
-from shardlib.plan.candidates import candidates
-from shardlib.plan.describe import describe, largest_parts
+from shardlib.plan.answer import Answer, too_slow
 from shardlib.plan.fixes import smallest
 from shardlib.plan.objective import Goal, next_larger, roomier
-from shardlib.plan.problem import Plan, Workload
-from shardlib.plan.search import Found, capacity_bytes, search
+from shardlib.plan.problem import Plan, Workload, largest_parts
+from shardlib.plan.report import describe
+from shardlib.plan.search import Found, candidates, capacity_bytes, search
 from shardlib.plan.sensitivity import Lever, levers
 from shardlib.plan.settings import Settings, settings
 from shardlib.plan.why_not import WhyNot, why_not
@@ -81,7 +80,7 @@ class Plans(Answer[Plan]):
         }
 
     def __str__(self) -> str:
-        return describe(self)
+        return describe(self, self.levers, self.cost, in_code=self.in_code)
 
 
 def nothing_found(name: str, workload: Workload, tried: Sequence[Cluster], goal: Goal) -> MeshError:
@@ -94,13 +93,7 @@ def nothing_found(name: str, workload: Workload, tried: Sequence[Cluster], goal:
     if not least.memory.fits(capacity):
         return _nothing_fits(name, workload, largest, least)
     best = search(workload, largest, top=1).plans[0]
-    limit = goal.seconds(workload.tokens)
-    return MeshError(
-        f"{name} on {largest.name} takes {duration(best.seconds)} a step of "
-        f"{count(workload.tokens)} {workload.unit}, but {count(goal.tokens or 0)} in "
-        f"{goal.days:g} days allow {duration(limit)}.\n"
-        "  Take more or faster chips, more days, or a larger batch."
-    )
+    return too_slow(name, workload, largest, goal, best.seconds)
 
 
 def _nothing_fits(name: str, workload: Workload, cluster: Cluster, least: Plan) -> MeshError:

@@ -6,9 +6,8 @@ import dataclasses
 from shardlib.cost.machine.measured import MeasuredCluster
 from shardlib.hardware import Cluster
 from shardlib.humanize import duration
-from shardlib.plan.describe import examples, largest_parts
 from shardlib.plan.objective import next_larger
-from shardlib.plan.problem import Plan, Workload
+from shardlib.plan.problem import Plan, Workload, examples, largest_parts
 from shardlib.plan.search import search
 
 

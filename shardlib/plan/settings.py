@@ -5,7 +5,6 @@ from typing import Any
 
 from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.machine.fabric import outer_degree
-from shardlib.plan.candidates import schedule
 from shardlib.plan.problem import Choice, Plan
 
 Settings = dict[str, Any]
@@ -23,6 +22,15 @@ def mesh_text(layout: Layout) -> str:
         elif size > 1:
             sizes.append(f"{axis}={size}")
     return ",".join(sizes) or "data=1"
+
+
+def schedule(layout: Layout) -> str | None:
+    """Returns the pipeline schedule of a layout by its config name; None without stages."""
+    if layout.stage == 1:
+        return None
+    if layout.chunks > 1:
+        return "interleaved"
+    return "gpipe" if layout.microbatches < layout.stage else "1f1b"
 
 
 def rules(layout: Layout) -> str | dict[str, Any]:
@@ -96,13 +104,13 @@ def _lines(tree: Mapping[str, Any], indent: str) -> list[str]:
     return lines
 
 
-def _quoted(value: Any) -> str:
+def _quoted(value: object) -> str:
     text = _scalar(value)
     # A colon would start a mapping.
     return f'"{text}"' if ":" in text else text
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: object) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_scalar(v)}" for key, v in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else str(value)

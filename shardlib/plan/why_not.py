@@ -9,11 +9,9 @@ from shardlib.errors import MeshError, did_you_mean
 from shardlib.hardware import Cluster
 from shardlib.humanize import duration, gib
 from shardlib.mesh import MeshConfig, MeshSpec
-from shardlib.plan.candidates import crosses_slices
-from shardlib.plan.describe import PARTS, largest_parts
 from shardlib.plan.fixes import smallest
-from shardlib.plan.problem import Plan, Workload
-from shardlib.plan.search import capacity_bytes, mesh_of, search
+from shardlib.plan.problem import PARTS, Plan, Workload, largest_parts
+from shardlib.plan.search import capacity_bytes, crosses_slices, mesh_of, search
 
 _WORTH_NAMING = 0.25
 """Smallest slowdown worth naming, as a fraction of the largest part's slowdown."""

@@ -14,7 +14,7 @@ from shardlib.cost.machine.rates import rates_on
 from shardlib.cost.transformer import communication, computation, step_time
 from shardlib.cost.workload import Experts, Job, Transformer
 from shardlib.hardware import parse_cluster
-from shardlib.plan.candidates import candidates
+from shardlib.plan.search import candidates
 from shardlib.plan.workloads.named_models import named_model
 from shardlib.plan.workloads.transformer import TransformerWorkload
 from shardlib.run import RunConfig

@@ -76,7 +76,7 @@ def test_matmuls_are_fitted_by_the_planners_own_kernel():
     known = calibration(matmul={"f32": MatmulFit(2e10, 20.0, 8e-6, 0.0)}, memory=memory)
     rates = rates_on(measured_cluster(CPU, known), "f32", {})
     shapes = [(s, s, s) for s in (16, 64, 256, 1024)] + [(512, 32, 1024), (2048, 1024, 64)]
-    points = [Timed("matmul", (*s, 4), matmul(rates, *s, width=4), 0.0) for s in shapes]
+    points = [Timed("matmul", (*s, 4), matmul(*s, width=4).seconds(rates), 0.0) for s in shapes]
     fit = fit_matmul(points, memory)
     assert fit.flops == pytest.approx(2e10, rel=0.02)
     assert fit.fill == pytest.approx(20.0, rel=0.2)

@@ -14,9 +14,16 @@ from shardlib.cost.transformer.step_time import step_time
 from shardlib.cost.workload import NONE, Experts, Job, Remat, Transformer
 from shardlib.errors import MeshError
 from shardlib.hardware import parse_cluster
-from shardlib.plan.candidates import candidates, of_layout, schedule
 from shardlib.plan.problem import Choice
-from shardlib.plan.search import capacity_bytes, least_layers, mesh_of, search
+from shardlib.plan.search import (
+    candidates,
+    capacity_bytes,
+    least_layers,
+    mesh_of,
+    of_layout,
+    search,
+)
+from shardlib.plan.settings import schedule
 from shardlib.plan.workloads.transformer import POLICIES, TransformerWorkload
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.json"

@@ -5,12 +5,14 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import scipy.optimize
 
 from shardlib.cost.machine.kernels import matmul
 from shardlib.cost.machine.measured import Line, MatmulFit, Timed
 from shardlib.cost.machine.rates import Rates
 
 _FAR = 0.3
+_PULL = 1e-2
 
 
 def fit_line(points: Sequence[Timed]) -> Line:
@@ -61,29 +63,13 @@ def fit_matmul(points: Sequence[Timed], memory: Line) -> MatmulFit:
 def _fitted(
     predicted: Callable[[np.ndarray], np.ndarray], logs: np.ndarray, seconds: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """Returns the least-squares fit of the logarithms and its median relative error. The fit uses
-    Gauss-Newton with a weak pull towards the start; a step that increases the cost is halved.
-    Residuals beyond `_FAR` pull no harder than a residual of `_FAR` (Huber 1964)."""
-    start, loose = logs.copy(), 1e-2
+    """Returns the least-squares fit of the logarithms and its median relative error, with a weak
+    pull towards the start. Residuals beyond `_FAR` pull no harder than a residual of `_FAR` (Huber
+    1964)."""
 
     def misses(at: np.ndarray) -> np.ndarray:
-        return np.log(predicted(at)) - np.log(seconds)
+        pull = math.sqrt(_PULL) * (at - logs)
+        return np.concatenate([np.log(predicted(at)) - np.log(seconds), pull])
 
-    def cost(at: np.ndarray) -> float:
-        off = np.abs(misses(at))
-        bent = np.where(off < _FAR, off**2, _FAR * (2 * off - _FAR))
-        return float(bent.sum() + loose * ((at - start) ** 2).sum())
-
-    for _ in range(40):
-        here = misses(logs)
-        slopes = np.stack(
-            [(misses(logs + step) - here) / 1e-4 for step in 1e-4 * np.eye(len(logs))], axis=1
-        )
-        weights = np.minimum(1.0, _FAR / np.maximum(np.abs(here), 1e-9))
-        pull = (slopes.T * weights) @ slopes + loose * np.eye(len(logs))
-        move = np.linalg.solve(pull, -(slopes.T * weights) @ here - loose * (logs - start))
-        move = np.clip(move, -1.0, 1.0)
-        while cost(logs + move) > cost(logs) and np.abs(move).max() > 1e-4:
-            move = move / 2
-        logs = logs + move
-    return logs, float(np.median(np.abs(predicted(logs) / seconds - 1)))
+    found = scipy.optimize.least_squares(misses, logs, loss="huber", f_scale=_FAR).x
+    return found, float(np.median(np.abs(predicted(found) / seconds - 1)))

@@ -21,7 +21,7 @@ from shardlib.cost.traced.fusion import LOOPS, Live, fusion
 from shardlib.cost.traced.layout import Axes, Laid, Moved, Spec, Spreading, replicated
 from shardlib.cost.traced.products import PRODUCTS, product
 from shardlib.cost.traced.rules import keeps_summands, results
-from shardlib.jaxprs import FlatProgram, Operation, flatten, is_literal, scan_parts
+from shardlib.jaxprs import FlatProgram, Operation, array_of, flatten, is_literal, scan_parts
 
 _EXPONENTIALS = frozenset(
     (
@@ -211,7 +211,7 @@ class _Run:
     def _read(self, value: Any) -> Laid:
         # Literals and constants of inner functions are replicated.
         if is_literal(value) or value not in self.env:
-            return replicated(value.aval)
+            return replicated(array_of(value))
         return self.env[value]
 
     def _held(self, value: Any) -> float:

@@ -194,7 +194,7 @@ class TracedStep:
         return Walk({**named, MICRO: parts}, resolve)
 
 
-def spec_of(spec: Any, rank: int) -> Spec:
+def spec_of(spec: PartitionSpec, rank: int) -> Spec:
     """Returns a `PartitionSpec` as a layout of `rank` dims."""
     found = [entry_axes(entry) for entry in spec]
     return (*found, *((),) * (rank - len(found)))

@@ -270,7 +270,7 @@ def _padded_matmuls(subject: Subject) -> Iterator[Finding]:
         chosen = subject.in_loss(instruction.op_name) and not is_library(where.source)
         if chosen and ratio >= 1 + subject.limits.padding_waste:
             lines[where, size].append((instruction, flops, ratio))
-    for (where, size), members in lines.items():
+    for (_, size), members in lines.items():
         wasted = sum(flops * (ratio - 1) for _, flops, ratio in members)
         if wasted < subject.limits.flops_share * total:
             continue

@@ -213,7 +213,7 @@ class Subject:
         if not makes_reports(source):
             return "" if is_library(source) else source
         # A step moved to another mesh is wrapped in another function.
-        placed = equations(self.jaxpr)
+        placed = equations(self.jaxpr) if self.jaxpr else ()
         return next(filter(None, (outermost_source(p.equation) for p in placed)), "")
 
     @functools.cached_property

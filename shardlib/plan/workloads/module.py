@@ -1,6 +1,9 @@
 """Modules of the user: their workloads, and plans as code for them."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
 from shardlib.functional.precision import POLICIES
@@ -8,18 +11,21 @@ from shardlib.plan.problem import Plan, Workload
 from shardlib.plan.settings import mesh_text
 from shardlib.rules import PRESETS, STANDARD, AxisRules
 
+if TYPE_CHECKING:
+    import optax
+
 NOT_OF_MODULES = frozenset(("model.remat", "model.loss_chunks", "optimizer.momentum_dtype"))
 """Config keys that a plan cannot set in a user's module."""
 
 
 def of_module(
-    model: Any,
+    model: object,
     *,
-    optimizer: Any,
-    loss: Any,
-    batch: Any,
+    optimizer: "optax.GradientTransformation | None",
+    loss: Callable[..., Any] | None,
+    batch: PyTree,
     rules: AxisRules | None,
-    inputs: Any,
+    inputs: PyTree,
     precision: str,
 ) -> Any:
     """Returns the `model` argument, or the workload of its traced step if it is a module factory.
@@ -53,6 +59,8 @@ def of_module(
             f"a plan for {_named(model)} traces its step, which lacks {_listed(missing)}.\n"
             "  Write sl.plan(make_model, optimizer=optimizer, loss=loss_fn, batch=batch, on=...)."
         )
+    assert optimizer is not None, "it is not missing"
+    assert loss is not None, "it is not missing"
     # Imported on demand: the other models do not need Flax.
     from shardlib.plan.workloads.tracing import trace_workload
 
@@ -87,7 +95,7 @@ def _listed(names: list[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _named(model: Any) -> str:
+def _named(model: object) -> str:
     if isinstance(model, str):
         return repr(model)
     return getattr(model, "__name__", type(model).__name__)

@@ -15,13 +15,14 @@ exchange tokens).
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
+from jaxtyping import PyTree
 
 from shardlib.cost.layout import SHARDLIB, Software
 from shardlib.cost.traced.rules import PARAMS_TABLE, constrained_names
@@ -38,12 +39,15 @@ from shardlib.rules import STANDARD, AxisRules
 from shardlib.rules.resolve import ANY
 from shardlib.sharding.constrain import recording, use
 
+LossFn = Callable[..., Any]
+"""Loss as for `make_train_step`."""
+
 
 def trace_workload(
-    make: Any,
+    make: Callable[..., Any],
     optimizer: optax.GradientTransformation,
-    loss_fn: Any,
-    batch: Any,
+    loss_fn: LossFn,
+    batch: PyTree,
     *,
     rules: AxisRules = STANDARD,
     inputs: Inputs = (),
@@ -76,6 +80,32 @@ def trace_workload(
     """
     module, dtypes = functional(make, inputs), precision_named(precision)
     loss_fn = called_by_position(loss_fn)
+    step = _step(module, dtypes, optimizer, loss_fn, batch, rules, batch_axes, platform)
+    options: dict[str, Any] = {
+        "rules": rules,
+        "inputs": inputs,
+        "precision": precision,
+        "batch_axes": batch_axes,
+        "platform": platform,
+        "software": software,
+        "unit": unit,
+    }
+    retrace = functools.partial(trace_workload, make, optimizer, loss_fn, **options)
+    named = {"unit_of_examples": unit, "takes_inputs": bool(inputs)}
+    return TracedWorkload(module.name, step, step.batch, dtypes, retrace, software, **named)
+
+
+def _step(
+    module: FunctionalModule,
+    dtypes: Precision,
+    optimizer: optax.GradientTransformation,
+    loss_fn: LossFn,
+    batch: PyTree,
+    rules: AxisRules,
+    batch_axes: BatchAxes | None,
+    platform: str | None,
+) -> TracedStep:
+    """Returns the traced step of a module, from arguments as in `trace_workload`."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     params, model_state = module.shapes()
     refuse_no_params(module, params)
@@ -83,7 +113,7 @@ def trace_workload(
     opt_state = jax.eval_shape(optimizer.init, params)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
-    def gradient(*arguments: Any) -> Any:
+    def gradient(*arguments: PyTree) -> Any:
         return _gradient(module, dtypes, loss_fn, *arguments)
 
     arguments = (params, model_state, batch, key)
@@ -94,44 +124,21 @@ def trace_workload(
     names |= {name for axes in module.axes.values() for name in axes or () if name}
     update = _update(optimizer, params, opt_state)
     shapes = (module, params, model_state, opt_state, batch)
-    step = TracedStep(program, update, *shapes, rules, dict(batch_axes or {}), frozenset(names))
-    retrace = functools.partial(
-        trace_workload,
-        make,
-        optimizer,
-        loss_fn,
-        rules=rules,
-        inputs=inputs,
-        precision=precision,
-        batch_axes=batch_axes,
-        platform=platform,
-        software=software,
-        unit=unit,
-    )
-    return TracedWorkload(
-        module.name,
-        step,
-        step.batch,
-        dtypes,
-        retrace,
-        software,
-        unit_of_examples=unit,
-        takes_inputs=bool(inputs),
-    )
+    return TracedStep(program, update, *shapes, rules, dict(batch_axes or {}), frozenset(names))
 
 
 def _gradient(
     module: FunctionalModule,
     dtypes: Precision,
-    loss_fn: Any,
-    params: Any,
-    model_state: Any,
-    batch: Any,
-    key: Any,
+    loss_fn: LossFn,
+    params: PyTree,
+    model_state: PyTree,
+    batch: PyTree,
+    key: jax.Array,
 ) -> Any:
     """Returns the gradients of a batch, in float32."""
 
-    def loss(params: Any) -> Any:
+    def loss(params: PyTree) -> Any:
         model_key, loss_key = jax.random.split(key)
 
         def total(model: Any) -> Any:
@@ -147,10 +154,10 @@ def _gradient(
     return jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(params))
 
 
-def _update(optimizer: Any, params: Any, opt_state: Any) -> Any:
+def _update(optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> Any:
     """Returns the jaxpr of an update, from gradients, optimizer state and parameters."""
 
-    def update(grads: Any, opt_state: Any, params: Any) -> Any:
+    def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> Any:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             extra = optax.with_extra_args_support(optimizer)
             updates, new = extra.update(grads, opt_state, params, value=jnp.float32(1.0))
@@ -181,12 +188,12 @@ class _Naming(AxisRules):
             seen.add(name)
         return PartitionSpec(*names)
 
-    def check(self, mesh: Any) -> None:
+    def check(self, mesh: object) -> None:
         """Does nothing, because the underlying rules were checked."""
 
 
 @contextlib.contextmanager
-def _naming(rules: AxisRules, trace: Any, platform: str | None) -> Iterator[None]:
+def _naming(rules: AxisRules, trace: Callable[[], object], platform: str | None) -> Iterator[None]:
     """Activates a mesh of logical axes.
 
     The rules name the axes. If the rules match any axis, a first trace collects their names.

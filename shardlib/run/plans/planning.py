@@ -16,14 +16,13 @@ from shardlib.mesh import MeshConfig, auto_mesh
 from shardlib.nn import remat
 from shardlib.optim.named import build_optimizer
 from shardlib.plan.api import STATE_BYTES, answer, of_dims
-from shardlib.plan.candidates import schedule
 from shardlib.plan.fixes import Fix, cheapest_fixes
 from shardlib.plan.mixed_result import MixedPlans, answer_mixed
 from shardlib.plan.problem import Choice, Plan, Workload
 from shardlib.plan.request import Question
 from shardlib.plan.result import Plans
 from shardlib.plan.search import search
-from shardlib.plan.settings import mesh_text
+from shardlib.plan.settings import mesh_text, schedule
 from shardlib.plan.workloads.traced import TracedWorkload
 from shardlib.plan.workloads.tracing import trace_workload
 from shardlib.plan.workloads.transformer import POLICIES, TransformerWorkload

@@ -1,0 +1,243 @@
+"""Text reports of plans for a terminal."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from shardlib.cost.costs import Memory, StepTime
+from shardlib.humanize import count, duration, gib
+from shardlib.plan.answer import Answer, AnyPlan
+from shardlib.plan.mixed_search import Alone, KindShare, MixedPlan
+from shardlib.plan.problem import PARTS, Plan, Workload, examples
+from shardlib.plan.search import capacity_bytes
+from shardlib.plan.sensitivity import Lever
+from shardlib.plan.settings import mesh_text, rules, schedule
+from shardlib.plan.workloads.module import as_code
+from shardlib.plan.workloads.transformer import TransformerWorkload
+from shardlib.tables import aligned
+
+_SHOWN = 0.0005
+"""Fraction of the whole below which a part is left out."""
+
+
+def describe(
+    plans: Answer[Plan], levers: Sequence[Lever], cost: float | None, *, in_code: bool
+) -> str:
+    """Returns an answer for a cluster of one kind as text.
+
+    Args:
+        plans: The answer.
+        levers: Changes that would make the first plan faster or cheaper.
+        cost: USD of the run; None if not known.
+        in_code: Whether to show the first plan as code, not as settings.
+    """
+    best, cluster = plans.best, plans.best.cluster
+    chips = f"{cluster.num_chips:,} {cluster.chip.full_name}" if cluster.chip else cluster.name
+    first = f"Plan 1, for the config:\n{indented(plans.fragment())}"
+    if in_code:
+        first = f"Plan 1, in code:\n{indented(as_code(best, plans.workload))}"
+    time = ["Time of a step", *time_table(best.time)]
+    memory = memory_table(best.memory, capacity_bytes(cluster))
+    priced = "" if cost is None else f", ${cost:,.0f} at ${plans.goal.price:g} an hour"
+    summary = outcome(plans, priced)
+    if levers:
+        summary += ["What would move it:", *each("  ", map(str, levers))]
+    return _joined(
+        plans,
+        _headline(plans, chips),
+        _ranking(plans, ("micro", "schedule", "remat"), lambda plan: _uses(plans, plan)),
+        first,
+        "\n".join([*time, "Memory of a device at the peak", *memory]),
+        "\n".join(summary),
+    )
+
+
+def describe_mixed(plans: Answer[MixedPlan], alone: Sequence[Alone]) -> str:
+    """Returns an answer for a cluster of several kinds as text. `alone` holds the best plan of each
+    kind alone."""
+    best, cluster, tightest = plans.best, plans.best.cluster, plans.best.tightest
+    chips = ", ".join(f"{k.num_chips:,} {k.chip.full_name}" for k in cluster.kinds if k.chip)
+    broken_down = [
+        f"Time of a step, {best.slowest.cluster.name} being the last",
+        *time_table(best.time),
+        f"Memory of a device of {tightest.cluster.name} at the peak",
+        *memory_table(tightest.memory, capacity_bytes(tightest.cluster)),
+    ]
+    compared = each("  ", _compared(plans, alone))
+    return _joined(
+        plans,
+        _headline(plans, chips),
+        _ranking(plans, ("microbatches", "remat"), lambda plan: _shared_uses(plans, plan)),
+        f"Plan 1, for the config:\n{indented(plans.fragment())}",
+        _kinds(best, examples(plans.workload)),
+        "\n".join(broken_down),
+        "\n".join([*outcome(plans), "Compared with one kind alone:", *compared]),
+    )
+
+
+def _joined(plans: Answer[AnyPlan], *sections: str) -> str:
+    found = list(sections)
+    if plans.asked:
+        found.append("Why not\n" + indented("\n".join(map(str, plans.asked))))
+    if plans.notes:
+        found.append("\n".join(plans.notes))
+    return "\n\n".join(found)
+
+
+def _headline(plans: Answer[AnyPlan], chips: str) -> str:
+    found = plans.found
+    head = headline(plans.name, plans.workload, f"{plans.cluster.name} ({chips})")
+    return (
+        f"{head}\n{found.layouts:,} layouts can be run, {found.fitting:,} of them fit; "
+        f"{found.priced:,} plans were priced, and a bound rules out the others"
+    )
+
+
+def headline(name: str, workload: Workload, where: str) -> str:
+    """Returns the headline of a report: `llama3-8b (8.03B parameters) on v5p-64 (32 TPU v5p), 512
+    sequences = 4.19M tokens a step`."""
+    if isinstance(workload, TransformerWorkload):
+        name += f" ({count(workload.job.model.num_params)} parameters)"
+    batch = f"{workload.batch:,} {examples(workload)}"
+    if workload.unit == "tokens":
+        batch += f" = {count(workload.tokens)} tokens"
+    return f"{name} on {where}, {batch} a step"
+
+
+def speed(workload: Workload, rate: float, num_chips: int) -> str:
+    """Returns tokens or images per second, and the attention FLOPs that the MFU counts."""
+    line = f"{count(rate)} {workload.unit}/s, {count(rate / num_chips)} a chip"
+    # A traced program multiplies as its model says, masked or not.
+    return line + ("; MFU counts attention as causal." if _is_causal(workload) else ".")
+
+
+def _is_causal(workload: Workload) -> bool:
+    return isinstance(workload, TransformerWorkload) and workload.job.causal
+
+
+def _ranking(
+    plans: Answer[AnyPlan], titles: Sequence[str], uses: Callable[[AnyPlan], Sequence[str]]
+) -> str:
+    """Returns the plans as a table. `uses` gives a plan's cells under `titles`."""
+    rows = [("", "mesh", "rules", *titles, "step", "MFU", "memory")]
+    for number, plan in enumerate(plans.found.plans, 1):
+        named = rules(plan.layout)
+        rows.append(
+            (
+                str(number),
+                mesh_text(plan.layout),
+                named if isinstance(named, str) else f"{named['preset']}+sequence",
+                *uses(plan),
+                duration(plan.seconds),
+                f"{plans.mfu(plan):.1%}" if plans.mfu(plan) else "-",
+                gib(plan.memory.total),
+            )
+        )
+    last = len(rows[0])
+    numbers = (3,) if titles[0] == "micro" else ()
+    return "\n".join(aligned(rows, right=(0, *numbers, last - 3, last - 2, last - 1)))
+
+
+def _uses(plans: Answer[Plan], plan: Plan) -> Sequence[str]:
+    layers = plans.workload.num_layers
+    micro = str(plan.layout.microbatches)
+    return micro, schedule(plan.layout) or "-", plan.choice.summary(layers)
+
+
+def _shared_uses(plans: Answer[MixedPlan], plan: MixedPlan) -> Sequence[str]:
+    micro = " + ".join(_microbatches(share) for share in plan.shares)
+    return micro, plan.choice.policy(plans.workload.num_layers)
+
+
+def time_table(time: StepTime) -> list[str]:
+    """Returns the parts of a step as lines, longest first."""
+    rows = [
+        (PARTS[name], duration(seconds), f"{seconds / time.total:.1%}")
+        for name, seconds in sorted(time.parts.items(), key=lambda item: -item[1])
+        if seconds > _SHOWN * time.total
+    ]
+    return each("  ", aligned(rows, right=(1, 2)))
+
+
+def memory_table(memory: Memory, capacity: float) -> list[str]:
+    """Returns the memory of a device as lines, with fractions of its capacity."""
+    held = [
+        (name, gib(size), f"{size / capacity:.1%}")
+        for name, size in vars(memory).items()
+        if name != "host" and size > _SHOWN * memory.total
+    ]
+    held.append(("of " + gib(capacity), gib(memory.total), f"{memory.total / capacity:.1%}"))
+    if memory.host:
+        held.append(("on the host", gib(memory.host), ""))
+    return each("  ", aligned(held, right=(1, 2)))
+
+
+def outcome(plans: Answer[AnyPlan], priced: str = "") -> list[str]:
+    """Returns lines on the time of the first plan, its uncertainty and its bottleneck."""
+    best, error = plans.best, plans.error
+    low, high = best.seconds / (1 + error), best.seconds * (1 + error)
+    lines = [
+        f"A step takes {duration(best.seconds)}; {plans.error_source}: "
+        f"{duration(low)} to {duration(high)} ({error:.0%}).",
+        speed(plans.workload, plans.rate, plans.cluster.num_chips),
+        f"Bottleneck: {PARTS[best.time.bottleneck]}, "
+        f"{best.time.parts[best.time.bottleneck] / best.seconds:.0%} of the step.",
+    ]
+    if plans.tokens:
+        lines.append(
+            f"{count(plans.tokens)} {plans.workload.unit}: {duration(plans.run_seconds)}, "
+            f"{plans.chip_hours:,.0f} chip-hours{priced}."
+        )
+    return lines
+
+
+def _kinds(plan: MixedPlan, examples: str) -> str:
+    rows = [("", "devices", "groups", "microbatches", "of", "busy", "waits", "memory")]
+    for share in plan.shares:
+        cluster, longest = share.cluster, plan.slowest.busy_seconds
+        rows.append(
+            (
+                cluster.name,
+                f"{cluster.num_devices:,}",
+                f"{len(share.microbatches):,}",
+                _microbatches(share),
+                duration(share.microbatch_seconds),
+                duration(share.busy_seconds),
+                f"{1 - share.busy_seconds / longest:.1%}",
+                f"{gib(share.memory.total)} of {gib(capacity_bytes(cluster))}",
+            )
+        )
+    title = f"Groups by kind, {plan.rows} {examples} a microbatch"
+    return "\n".join([title, *each("  ", aligned(rows, right=(1, 2, 3, 4, 5, 6, 7)))])
+
+
+def _microbatches(share: KindShare) -> str:
+    """Returns the microbatches per group of a kind: `3`, or `3-4` if some groups take one more."""
+    fewest, most = min(share.microbatches), max(share.microbatches)
+    return str(most) if fewest == most else f"{fewest}-{most}"
+
+
+def _compared(plans: Answer[MixedPlan], alone: Sequence[Alone]) -> list[str]:
+    """Returns a comparison of the plan with the best plans on each kind alone."""
+    lines, best = [], plans.best
+    for one in alone:
+        if one.plan is None:
+            lines.append(f"{one.cluster.name} alone: no plan with this batch")
+            continue
+        faster = one.plan.seconds / best.seconds
+        cost = best.seconds * plans.cluster.num_chips
+        cost /= one.plan.seconds * one.cluster.num_chips
+        verdict = f"mixing is {faster:.2f} times as fast" if faster > 1 else "mixing does not pay"
+        lines.append(
+            f"{one.cluster.name} alone: {duration(one.plan.seconds)} a step on "
+            f"{mesh_text(one.plan.layout)}; {verdict}, {cost - 1:+.0%} chip-hours"
+        )
+    return lines
+
+
+def indented(text: str) -> str:
+    """Returns indented lines."""
+    return "\n".join(each("  ", text.rstrip().splitlines()))
+
+
+def each(prefix: str, lines: Iterable[str]) -> list[str]:
+    """Returns the lines with a prefix."""
+    return [prefix + line for line in lines]
