@@ -76,7 +76,7 @@ def test_refuses_a_linen_module_without_inputs_and_others_with_them():
 
 def test_the_docstring_runs(capsys):
     (example,) = re.findall(r"```python\n(.*?)```", inspect.getdoc(sl.plan), re.DOTALL)
-    names = {"sl": sl, "jax": jax, "jnp": jnp, "optax": optax, "Model": Model}
+    names = {"sl": sl, "jax": jax, "jnp": jnp, "optax": optax, "Model": Model, "loss_fn": loss}
     exec(textwrap.dedent(example), names)
     assert capsys.readouterr().out.startswith("Model on 8xh100 (8 H100 SXM), 4,096 ")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import optax
 import pytest
-from shardlib.run.explaining import explain_compiled
+from shardlib.run.reports.explaining import explain_compiled
 
 import shardlib as sl
 from shardlib.config import load
