@@ -29,7 +29,7 @@ from shardlib.import_paths import imported
 
 # The package that each logger needs, which the extra of the logger's name installs; its class.
 _BUILT_IN = {
-    "tensorboard": ("tensorboardX", "shardlib.log.tensorboard:TensorBoardLogger"),
+    "tensorboard": ("tensorboardX", "shardlib.log.tensorboard_logger:TensorBoardLogger"),
     "wandb": ("wandb", "shardlib.log.wandb_logger:WandbLogger"),
     "mlflow": ("mlflow", "shardlib.log.mlflow_logger:MLflowLogger"),
 }

@@ -20,7 +20,7 @@ from shardlib.errors import (
 )
 from shardlib.log.loggers import logger_class
 from shardlib.mesh import mesh_sizes
-from shardlib.optim.named import build_schedule
+from shardlib.optim.build import build_schedule
 from shardlib.registry import DataSpec, ModelFamily, family
 from shardlib.rules import ANY, STANDARD_AXES, Choice, preset
 from shardlib.run.config import DATA_CONFIGS, RunConfig

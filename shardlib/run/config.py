@@ -11,7 +11,7 @@ from shardlib.data import DataConfig, ImageData, TextData
 from shardlib.errors import ConfigError, MeshError, RuleError
 from shardlib.import_paths import imported
 from shardlib.mesh import MeshConfig
-from shardlib.optim.named import OptimizerConfig
+from shardlib.optim.build import OptimizerConfig
 from shardlib.registry import families, family
 from shardlib.rules import AxisRules, preset
 from shardlib.runtime.watchdog import WatchdogConfig

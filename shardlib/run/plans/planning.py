@@ -14,7 +14,7 @@ from shardlib.hardware import Cluster
 from shardlib.humanize import duration
 from shardlib.mesh import MeshConfig, auto_mesh
 from shardlib.nn import remat
-from shardlib.optim.named import build_optimizer
+from shardlib.optim.build import build_optimizer
 from shardlib.plan.api import STATE_BYTES, answer, of_dims
 from shardlib.plan.fixes import Fix, cheapest_fixes
 from shardlib.plan.mixed_result import MixedPlans, answer_mixed
