@@ -30,7 +30,7 @@ from shardlib.plan.settings import Settings, settings
 from shardlib.plan.why_not import WhyNot, read_mesh, slower_by
 
 _NEAR = 20
-"""Batches to try on each side of a batch that cannot be shared out."""
+"""Batches to try on each side of a batch that cannot be divided."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _nothing_found(name: str, workload: Workload, cluster: MixedCluster) -> Mesh
 
 def _nothing_divides(name: str, workload: Workload, cluster: MixedCluster) -> MeshError:
     """Returns the error for a batch without whole rows for each group, with the nearest batch that
-    can be shared out."""
+    can be divided."""
     near = (workload.batch + step * side for step in range(1, _NEAR + 1) for side in (-1, 1))
     devices = {kind.num_devices for kind in cluster.kinds}
     groups = cluster.num_devices // math.gcd(*devices)
@@ -245,7 +245,7 @@ def _nothing_divides(name: str, workload: Workload, cluster: MixedCluster) -> Me
     )
     hint = "Take other dims" if can is None else f"Take a batch of {can}"
     return MeshError(
-        f"{name} cannot be shared out over {cluster.name}: there are at least {groups} groups of "
+        f"{name} cannot be divided over {cluster.name}: there are at least {groups} groups of "
         f"one kind each, and a batch of {workload.batch} does not fall into whole microbatches, "
         f"one or more for each.\n  {hint}, or another number of devices."
     )

@@ -82,7 +82,8 @@ class TrainConfig:
             faults.append(f"sample_every must be at least 1, or null, not {self.sample_every}")
         if self.microbatches != "auto" and self.global_batch % max(self.microbatches, 1):
             faults.append(
-                f"microbatches={self.microbatches} does not divide global_batch={self.global_batch}"
+                f"microbatches={self.microbatches} does not divide "
+                f"global_batch={self.global_batch}: choose a number that does"
             )
         reduction = self.reduction
         if self.local_sgd is not None and reduction != ReductionConfig():

@@ -295,7 +295,7 @@ def test_what_is_refused():
 def test_a_batch_that_groups_cannot_share_out():
     # 13 rows are 13 microbatches at most, of groups that 8 GPUs can only form in powers of two.
     assert refusal(MeshError, SMALL, on=ON, global_batch=2, length=2048) == (
-        "the transformer cannot be shared out over 8xh100+16xa100-80: there are at least 3 groups "
+        "the transformer cannot be divided over 8xh100+16xa100-80: there are at least 3 groups "
         "of one kind each, and a batch of 2 does not fall into whole microbatches, one or more for "
         "each.\n  Take a batch of 3, or another number of devices."
     )

@@ -223,7 +223,7 @@ REFUSED = {
     "stages that no microbatches fill": (
         MeshError,
         ("mesh=stage=2,data=4", "train.microbatches=auto", "train.global_batch=4"),
-        "train.global_batch=4 in 2 microbatches of 2 cannot be shared out",
+        "train.global_batch=4 in 2 microbatches of 2 cannot be split evenly",
     ),
     "a rule that no activation meets": (
         RuleError,
@@ -345,7 +345,7 @@ def test_explain_refuses_a_batch_for_other_devices(lab):
     with pytest.raises(MeshError) as refused:
         run.explain(lab.config("unused", "mesh=fsdp=16"), "v5e-16")
     assert str(refused.value) == (
-        "train.global_batch=8 cannot be shared out: data+fsdp+expert=16 does not divide 8.\n"
+        "train.global_batch=8 cannot be split evenly: data+fsdp+expert=16 does not divide 8.\n"
         "  Choose a multiple of 16, or another mesh."
     )
     # Left to the planner, some devices share rows.

@@ -8,9 +8,9 @@
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
-from shardlib.errors import ModelError
+from shardlib.errors import ModelError, did_you_mean
 from shardlib.mesh import entry_axes, mesh_sizes
 from shardlib.nn.attention.backends import Backend
 from shardlib.nn.attention.order import AXIS, Order, ring_tile
@@ -61,11 +61,13 @@ def plan_context(
         order: The order of the row; None to choose.
 
     Raises:
-        ModelError: If the requested method cannot work; the message lists all reasons. Also if the
-            row is in zig-zag order and the mesh has a `context` axis, but the rules or an enclosing
-            manual region keep it from splitting the row.
+        ModelError: If the method or the order is unknown, or the requested method cannot work; the
+            message lists all reasons. Also if the row is in zig-zag order and the mesh has a
+            `context` axis, but the rules or an enclosing manual region keep it from splitting the
+            row.
         RuleError: If the mesh does not divide the length or the heads.
     """
+    _check_names(context, order)
     scope, shards = active(), axis_size(AXIS)
     if scope is None or mesh_sizes(scope.mesh).get(AXIS, 1) == 1:
         return ContextPlan("none", "contiguous", f"no axis {AXIS} of the mesh splits the row")
@@ -91,6 +93,18 @@ def plan_context(
         )
     why_order = why_order if order == best else "given"
     return ContextPlan(method, order, f"{method}: {why}; {order} order: {why_order}")
+
+
+def _check_names(context: ContextMethod, order: Order | None) -> None:
+    methods, orders = get_args(ContextMethod), get_args(Order)
+    for name, value, known in (("context", context, methods), ("order", order, (None, *orders))):
+        if value not in known:
+            choices = [choice for choice in known if choice is not None]
+            hint = did_you_mean(str(value), choices)
+            raise ModelError(
+                f"{name}={value!r} is not known to attention.{hint}\n"
+                f"  Choose one of: {', '.join(choices)}."
+            )
 
 
 def _whole(scope: Scope, order: Order | None, reason: str) -> ContextPlan:
