@@ -86,8 +86,8 @@ def _headline(plans: Answer[AnyPlan], chips: str) -> str:
     found = plans.found
     head = headline(plans.name, plans.workload, f"{plans.cluster.name} ({chips})")
     return (
-        f"{head}\n{found.layouts:,} layouts can be run, {found.fitting:,} of them fit; "
-        f"{found.priced:,} plans were priced, and a bound rules out the others"
+        f"{head}\n{found.layouts:,} layouts can run, {found.fitting:,} of them fit; "
+        f"{found.priced:,} plans were priced, and a lower bound excludes the others"
     )
 
 

@@ -100,7 +100,7 @@ class TrainConfig:
         if not 0 <= self.label_smoothing < 1:
             faults.append(f"label_smoothing must lie in [0, 1), not {self.label_smoothing}")
         faults += [
-            f"{name} must not be negative, not {getattr(self, name)}"
+            f"{name} must be at least 0, not {getattr(self, name)}"
             for name in ("z_loss", "sample_length", "sample_temperature")
             if getattr(self, name) < 0
         ]
@@ -131,7 +131,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         faults = []
         if self.every_steps is not None and self.every_steps < 0:
-            faults.append(f"every_steps must not be negative, not {self.every_steps}")
+            faults.append(f"every_steps must be at least 0, not {self.every_steps}")
         if self.global_batch is not None and self.global_batch < 1:
             faults.append(f"global_batch must be at least 1, not {self.global_batch}")
         if faults:
