@@ -1,4 +1,4 @@
-"""Metrics loggers: what receives the metrics of a run in addition to `metrics.jsonl`.
+"""Metrics loggers: receivers of the metrics of a run, in addition to `metrics.jsonl`.
 
 A logger is any object with the methods of `MetricsLogger`. `train.loggers` names loggers in a
 config, and `shardlib.run.train(config, loggers=[...])` takes objects:

@@ -124,9 +124,9 @@ def _method(
     if context != "auto":
         return context, "asked for"
     if backend in _WHOLE_ROWS:
-        return "ulysses", f"the back end {backend} takes whole rows"
+        return "ulysses", f"the backend {backend} needs whole rows"
     if _stages(scope) > 1:
-        return "gather", "hops of a ring would meet over all pipeline stages, idle ones too"
+        return "gather", "the hops of a ring would make idle pipeline stages take part"
     return "ring", "memory of one shard, for any number of heads"
 
 
@@ -136,14 +136,15 @@ def _order(
     if method == "ulysses":
         return "contiguous", "each device computes whole rows"
     if not causal:
-        return "contiguous", "without a causal mask all chunks are equal work"
+        return "contiguous", "without a causal mask all chunks have equal work"
     if window is not None:
-        return "contiguous", "with a window all chunks are equal work"
+        return "contiguous", "with a window all chunks have equal work"
     if dropout > 0:
-        return "contiguous", f"the masks of dropout={dropout} go by index"
+        return "contiguous", f"the masks of dropout={dropout} depend on the order"
     if ring_tile("zigzag", here) is None:
-        return "contiguous", f"{here * shards} positions do not cut into {2 * shards} tiled chunks"
-    return "zigzag", "an early and a late chunk each make causal work even"
+        chunks = f"{2 * shards} chunks of whole tiles"
+        return "contiguous", f"{here * shards} positions cannot be cut into {chunks}"
+    return "zigzag", "an early and a late chunk on each device balance causal work"
 
 
 def _faults(
@@ -162,23 +163,23 @@ def _faults(
         faults.append(f"zig-zag order would change the masks of dropout={dropout}")
     if method == "ring" and _stages(scope) > 1:
         faults.append(
-            "its hops are collective-permutes, which meet over all devices, idle pipeline stages "
-            f"too, and the mesh has stage={_stages(scope)}"
+            "its hops are collective-permutes, in which idle pipeline stages would have to take "
+            f"part, and the mesh has stage={_stages(scope)}"
         )
     if method == "ulysses":
         over = heads // scope.parts("heads", heads)
         if over % shards:
-            split = "" if over == heads else f" (of {heads}, split by the rules already)"
-            faults.append(f"{shards} devices do not divide the {over} heads{split} of each")
+            split = "" if over == heads else f" (of {heads}, after the split by the rules)"
+            faults.append(f"{over} heads{split} cannot be divided over {shards} devices")
         if order == "zigzag" and here % 2:
             faults.append(f"a shard of {here} positions cannot be halved for zig-zag order")
         return faults
     if backend in _WHOLE_ROWS:
-        faults.append(f"it computes tiles itself, and the back end {backend} takes whole rows")
+        faults.append(f"{method} computes in tiles, but the backend {backend} needs whole rows")
     if ring_tile(order, here) is None:
         half = "" if order == "contiguous" else "half of "
         faults.append(
-            f"{half}a shard of {here} positions does not divide into tiles of 64 to {MAX_TILE}"
+            f"{half}a shard of {here} positions cannot be cut into tiles of 64 to {MAX_TILE}"
         )
     return faults
 
