@@ -208,9 +208,9 @@ def planned_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
         cluster = as_measured(cluster)
         best = _best_as_it_is(config, workload, cluster, None)
     except ShardlibError as error:
-        return plain, f"the plain choice: {str(error).splitlines()[0]}"
+        return plain, f"default; not planned because {str(error).splitlines()[0]}"
     if best is None:
-        return plain, "the plain choice: no mesh fits by the cost model without other changes"
+        return plain, "default: by the cost model, no mesh fits without other changes"
     layout = Layout.of(plain.sizes, cluster.num_slices)
     usual = None
     if not workload.faults(layout):
