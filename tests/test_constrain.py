@@ -61,7 +61,7 @@ def test_places_eagerly_and_under_vmap_and_grad():
         (
             ("batch",),
             (4, 6),
-            "logical axes ('batch',) name 1 dims, but the shape (4, 6) has 2.\n"
+            "logical axes ('batch',) name 1 dim, but the shape (4, 6) has 2.\n"
             "  Give one name, or None, for each dim.",
         ),
         (

@@ -162,7 +162,7 @@ class TooFewNames(nnx.Module):
 
 def test_too_few_names_for_a_rank():
     mesh = sl.make_mesh("fsdp=8")
-    fault = "logical axes ('embed',) name 1 dims, but the shape (8, 16) has 2.\n"
+    fault = "logical axes ('embed',) name 1 dim, but the shape (8, 16) has 2.\n"
     fix = "  Give one name, or None, for each dim."
     with sl.use(mesh, sl.rules.STANDARD):
         with pytest.raises(RuleError) as refused:
