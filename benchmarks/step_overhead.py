@@ -56,7 +56,7 @@ class Trainer:
 def shardlib_trainer(config: PlainConfig, mesh: Any, *, length: int, steps: int) -> Trainer:
     """Returns shardlib's transformer of these sizes with its optimizer and step."""
     import shardlib as sl
-    from shardlib.optim.named import OptimizerConfig, build_optimizer
+    from shardlib.optim.build import OptimizerConfig, build_optimizer
     from shardlib.registry import DataSpec
     from shardlib_models.transformer import FAMILY
 

@@ -42,7 +42,7 @@ def imported(path: str, expected: str, accepts: Callable[[Any], bool]) -> Any:
         near = did_you_mean(name, vars(module))
         raise ConfigError(
             f"the module {module_name} has no {name!r}.{near}\n"
-            f"  Name {expected} that {module.__file__ or module_name} defines."
+            f"  Name {expected}, defined in {module.__file__ or module_name}."
         )
     found = getattr(module, name)
     if not accepts(found):

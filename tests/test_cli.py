@@ -110,6 +110,15 @@ def test_a_directory_that_is_not_there_is_a_wrong_request(shardlib, tmp_path):
         )
 
 
+def test_a_directory_without_a_run_is_a_wrong_request(shardlib, tmp_path):
+    assert shardlib("train", tmp_path) == (
+        2,
+        "",
+        f"ConfigError: {tmp_path} does not hold a run: config.yaml is missing.\n"
+        "  Pass a run directory created by `shardlib train`.\n",
+    )
+
+
 def test_a_config_may_come_from_a_pipe(tmp_path):
     pipe = tmp_path / "config.yaml"
     os.mkfifo(pipe)

@@ -266,6 +266,8 @@ def test_one_fault_of_an_override(overrides, message):
             "x.yaml:2: not a YAML document: the character #x0001 is not allowed.",
             id="a control character",
         ),
+        ("a:\n\tb: 1", "x.yaml:2: not a YAML document: found character '\\t' that cannot start any "
+         "token; indent with spaces."),
         ("a: *b", "x.yaml:1: not a YAML document: found undefined alias 'b'."),
         ("- 1\n- 2", "x.yaml: expected a section of keys, got a list of 2."),
         ("run_dir: !!python/name:os.system", "x.yaml:1: run_dir: the tag !!python/name:os.system "

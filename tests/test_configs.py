@@ -8,7 +8,7 @@ import yaml
 
 from shardlib import run
 from shardlib.config import load
-from shardlib.optim.named import build_optimizer
+from shardlib.optim.build import build_optimizer
 from shardlib_models.transformer_config import llama3_8b
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.yaml"))

@@ -61,7 +61,7 @@ def test_places_eagerly_and_under_vmap_and_grad():
         (
             ("batch",),
             (4, 6),
-            "logical axes ('batch',) name 1 dims, but the shape (4, 6) has 2.\n"
+            "logical axes ('batch',) name 1 dim, but the shape (4, 6) has 2.\n"
             "  Give one name, or None, for each dim.",
         ),
         (
@@ -153,13 +153,13 @@ def test_public_functions_are_not_shadowed_by_their_modules():
         (
             "data=8",
             sl.rules.STANDARD,
-            "the mesh is 'data=8', which is not a mesh yet.\n"
-            "  Make one of it: sl.make_mesh('data=2,fsdp=-1').",
+            "the mesh is 'data=8', not a jax.sharding.Mesh.\n"
+            "  Make one, as in sl.make_mesh('data=2,fsdp=-1'), and give it before the rules.",
         ),
         (
             None,
             "zero1",
-            "the rules are 'zero1', which are not an AxisRules.\n"
+            "the rules are 'zero1', not an AxisRules.\n"
             "  Give a preset, such as sl.rules.STANDARD, or sl.rules.preset(name).",
         ),
     ],

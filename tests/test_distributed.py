@@ -260,8 +260,8 @@ def test_cpu_devices_that_cannot_be_had():
                 jax.devices()
     """)
     assert result.stdout == (
-        "8 CPU devices cannot be shared out evenly over 3 processes.\n"
-        "  Ask for a multiple of 3 devices.\n"
+        "8 CPU devices cannot be divided evenly over 3 processes.\n"
+        "  Ask for a multiple of 3 devices (train.cpu_devices in a config).\n"
         "1\n"
         "4 CPU devices are requested, but JAX is already running with 1.\n"
         "  Ask for them before the first use of JAX, or set JAX_NUM_CPU_DEVICES=4 before starting "

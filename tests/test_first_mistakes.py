@@ -10,9 +10,12 @@ import pytest
 from flax import nnx
 
 import shardlib as sl
-from shardlib.errors import DataError, ModelError
+import shardlib.run
+from shardlib.data import TextData, open_data
+from shardlib.errors import ConfigError, DataError, MeshError, ModelError
 
 X = np.ones((16, 8), np.float32)
+HEADS = np.ones((2, 8, 4, 16), np.float32)
 
 
 def loss(model, batch):
@@ -34,6 +37,10 @@ def start(make, optimizer, **options):
 
 def linear(rngs):
     return nnx.Linear(8, 8, rngs=rngs)
+
+
+def train_on(loss_fn):
+    return sl.make_train_step(loss_fn)(start(linear, optax.sgd(0.1)), {"x": X})
 
 
 def train(*arguments):
@@ -68,8 +75,57 @@ def train(*arguments):
             ModelError,
             "the loss function <lambda> cannot be called as loss_fn(model, batch).\n  Let it take",
         ),
+        (
+            lambda: train_on(lambda model, batch: (loss(model, batch), {}, 3)),
+            ModelError,
+            "the loss function returned a tuple of 3.\n  Return the loss, or (loss, {name:",
+        ),
+        (
+            lambda: sl.use(sl.rules.STANDARD, sl.make_mesh("fsdp=8")).__enter__(),
+            MeshError,
+            "the mesh is of type AxisRules, not a jax.sharding.Mesh.\n  Make one, as in",
+        ),
+        (
+            lambda: sl.attention.attend(HEADS, HEADS, HEADS, backend="flash"),
+            ModelError,
+            "no attention backend is called 'flash'. Did you mean 'splash'?\n  Choose one of: auto",
+        ),
+        (
+            lambda: sl.attention.attend(HEADS, HEADS, HEADS, context="rnig"),
+            ModelError,
+            "context='rnig' is not known to attention. Did you mean 'ring'?\n  Choose one of: auto",
+        ),
+        (
+            lambda: sl.plan(linear, optimizer="adam", loss=loss, batch={"x": X}, on="8xh100"),
+            ModelError,
+            "the optimizer is 'adam', which is not an optax transformation.\n  Pass one, such as",
+        ),
+        (
+            lambda: shardlib.run.train("run.yaml"),
+            ConfigError,
+            "the config is 'run.yaml', not a RunConfig.\n  Read one: shardlib.config.load(",
+        ),
+        (
+            lambda: open_data(TextData(), global_batch=8, seed=0, split="test"),
+            DataError,
+            "no split is called 'test'.\n  Choose 'train' or 'eval'.",
+        ),
+        (
+            lambda: sl.draw(X),
+            TypeError,
+            "draw takes an array with a sharding, or a sharding, not ndarray.\n  Place the array",
+        ),
+        (
+            lambda: sl.explain(sl.make_train_step(loss), {}),
+            TypeError,
+            "TrainStep cannot be called with the arguments given: missing a required argument: "
+            "'batch'.\n  Give all arguments",
+        ),
     ],
-    ids=["optimizer", "linen", "order", "list", "loss"],
+    ids=[
+        *("optimizer", "linen", "order", "list", "loss", "tuple", "swapped", "backend", "context"),
+        *("plan", "config", "split", "draw", "explain"),
+    ],
 )
 def test_a_mistake_is_refused_with_its_fix(mistake, error, text):
     with pytest.raises(error, match=f"^{re.escape(text)}"):

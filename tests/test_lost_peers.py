@@ -44,7 +44,7 @@ def test_peers_that_have_gone(error):
         # As storage may say it too.
         ValueError("UNAVAILABLE: Error writing 'gs://bucket/x'"),
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
-        DistributedError("8 CPU devices cannot be shared out evenly over 3 processes."),
+        DistributedError("8 CPU devices cannot be divided evenly over 3 processes."),
         KeyError(GLOO),
         ValueError("nothing of the kind"),
     ],

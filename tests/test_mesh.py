@@ -107,9 +107,9 @@ def test_all_faults_are_told_at_once():
         "  'data:2' has no '='. Did you mean 'data=2'?\n"
         "  '' has no '='. Write name=degree.\n"
         "  'model 4' has no '='. Did you mean 'model=4'?\n"
-        "  fsdp=x: a degree is a whole number, -1, or outer x inner as in 4x8\n"
+        "  fsdp=x: a degree is a whole number above 0, -1, or outer x inner as in 4x8\n"
         "  '8' is not an axis name: use letters, digits and underscores\n"
-        "  tensor=0: a degree is a whole number, -1, or outer x inner as in 4x8\n"
+        "  tensor=0: a degree is a whole number above 0, -1, or outer x inner as in 4x8\n"
         "  axis 'data' is written 2 times: write it once\n"
         "  2 degrees are -1: only one can stand for the devices that remain"
     )
@@ -123,22 +123,22 @@ def test_all_faults_are_told_at_once():
         (
             {"data": True},
             "mesh 'data=True' cannot be read:\n"
-            "  data=True: a degree is a whole number, -1, or outer x inner as in 4x8",
+            "  data=True: a degree is a whole number above 0, -1, or outer x inner as in 4x8",
         ),
         (
             {"data": 2.0},
             "mesh 'data=2.0' cannot be read:\n"
-            "  data=2.0: a degree is a whole number, -1, or outer x inner as in 4x8",
+            "  data=2.0: a degree is a whole number above 0, -1, or outer x inner as in 4x8",
         ),
         (
             "data=2x2x2",
             "mesh 'data=2x2x2' cannot be read:\n"
-            "  data=2x2x2: a degree is a whole number, -1, or outer x inner as in 4x8",
+            "  data=2x2x2: a degree is a whole number above 0, -1, or outer x inner as in 4x8",
         ),
         (
             "data=-2",
             "mesh 'data=-2' cannot be read:\n"
-            "  data=-2: a degree is a whole number, -1, or outer x inner as in 4x8",
+            "  data=-2: a degree is a whole number above 0, -1, or outer x inner as in 4x8",
         ),
         (
             8,

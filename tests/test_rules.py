@@ -80,7 +80,7 @@ def test_too_few_names_for_the_rank():
     with pytest.raises(RuleError) as error:
         spec(rules(embed="fsdp"), ("embed",), (8, 8))
     assert str(error.value) == (
-        "logical axes ('embed',) name 1 dims, but the shape (8, 8) has 2.\n"
+        "logical axes ('embed',) name 1 dim, but the shape (8, 8) has 2.\n"
         "  Give one name, or None, for each dim."
     )
 

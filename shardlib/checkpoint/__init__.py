@@ -11,7 +11,7 @@ saved = SavedCheckpoints("run/checkpoints")  # Read-only; nested dicts of numpy 
 arrays = saved.restore(100, saved.target(100))
 ```
 
-The format is described in `store.py` (directories), `manifest.py` (the JSON manifest),
+The format is described in `run_checkpoints.py` (directories), `manifest.py` (the JSON manifest),
 `fingerprint.py` (verification of values) and `tree.py` (names of leaves).
 """
 
@@ -21,8 +21,8 @@ from shardlib.checkpoint.config import LocalTier as LocalTier
 from shardlib.checkpoint.manifest import Manifest as Manifest
 from shardlib.checkpoint.reading import SavedCheckpoints as SavedCheckpoints
 from shardlib.checkpoint.reading import open_saved as open_saved
-from shardlib.checkpoint.store import RunCheckpoints as RunCheckpoints
-from shardlib.checkpoint.store import open_checkpoints as open_checkpoints
+from shardlib.checkpoint.run_checkpoints import RunCheckpoints as RunCheckpoints
+from shardlib.checkpoint.run_checkpoints import open_checkpoints as open_checkpoints
 
 SavedTiers = SavedCheckpoints
 """Another name of `SavedCheckpoints`, which may be in several places."""

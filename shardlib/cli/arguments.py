@@ -109,6 +109,8 @@ def load_config(path: str, overrides: list[str] | None) -> "RunConfig":
     from shardlib.run.directory import RunDirectory
 
     here = RunDirectory(path if os.path.isdir(path) else os.path.dirname(path))
+    if os.path.isdir(path) and not here.config_file.is_file():
+        here.config_of_run()  # Raises: the directory holds no run.
     file = str(here.config_file) if os.path.isdir(path) and here.config_file.is_file() else path
     config = load(RunConfig, file, overrides or ())
     is_of_run = pathlib.Path(file) == here.config_file and here.identity is not None

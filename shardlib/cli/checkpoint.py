@@ -144,7 +144,7 @@ def reshard(
             _print_plan(plan)
         return
     if to is None or on is not None:
-        wrong = "--on is for --dry-run" if to else "nothing says where the copy goes"
+        wrong = "--on is for --dry-run" if to else "the directory of the copy is missing"
         raise typer.BadParameter(f"{wrong}; give --to DIRECTORY, or --dry-run.")
     copied = resharding.reshard(run, mesh, to, step=step, notify=_warn)
     if as_json:
@@ -196,7 +196,11 @@ def _candidates(saved: "SavedCheckpoints", step: int | None) -> list[tuple[int, 
 
 
 def _split(place: str) -> tuple[str, int | None]:
-    """Returns the run and the step of RUN, RUN@STEP or the directory of one checkpoint."""
+    """Returns the run and the step of RUN, RUN@STEP or the directory of one checkpoint.
+
+    Raises:
+        ConfigError: If STEP is not a number.
+    """
     path = pathlib.Path(place)
     if path.is_dir():
         is_one = any((path / name).exists() for name in ("manifest.json", "state"))
@@ -205,6 +209,11 @@ def _split(place: str) -> tuple[str, int | None]:
         holder = path.parent
         return str(holder.parent if holder.name == "checkpoints" else holder), int(path.name)
     run, at, step = place.rpartition("@")
+    if at and pathlib.Path(run).is_dir() and not step.isdecimal():
+        raise ConfigError(
+            f"{place}: the step {step!r} is not a number.\n"
+            f"  Write RUN@STEP, as in {run}@1000; list the steps with: shardlib checkpoint ls {run}"
+        )
     return (run, int(step)) if at and step.isdecimal() else (place, None)
 
 

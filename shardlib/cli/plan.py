@@ -106,8 +106,10 @@ def plan(
 def _check(on: str, config: str | None, model: str | None, verify: int) -> None:
     """Raises `ConfigError` for arguments that exclude each other."""
     if (config is None) == (model is None):
+        given = "neither" if config is None else "both"
         raise ConfigError(
-            "plan takes a config or a model.\n  Write shardlib plan CONFIG --on CLUSTER, or "
+            f"plan takes either a config or --model, but {given} is given.\n"
+            "  Write shardlib plan CONFIG --on CLUSTER, or "
             "shardlib plan --model llama3-70b --on CLUSTER."
         )
     if not verify:

@@ -109,7 +109,9 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise _NotYaml(error.problem or str(error), line) from None
+        problem = error.problem or str(error)
+        is_tab = "'\\t'" in problem
+        raise _NotYaml(problem + "; indent with spaces" * is_tab, line) from None
     except yaml.reader.ReaderError as error:  # A character that YAML forbids.
         position = error.position if isinstance(error.position, int) else 0
         line = text.count("\n", 0, position) + 1

@@ -6,6 +6,7 @@ import jax
 
 from shardlib.data.config import DataConfig
 from shardlib.data.loader import MapSource, batch_of
+from shardlib.errors import DataError
 
 
 def open_data(
@@ -28,9 +29,12 @@ def open_data(
         split: `train` or `eval`.
 
     Raises:
-        DataError: If the data is missing, empty, malformed or too small, or nothing is held out.
+        DataError: If the split is unknown, the data is missing, empty, malformed or too small, or
+            nothing is held out.
         MissingExtraError: If the config is for images and the extra `images` is not installed.
     """
+    if split not in ("train", "eval"):
+        raise DataError(f"no split is called {split!r}.\n  Choose 'train' or 'eval'.")
     return config.open(global_batch=global_batch, seed=seed, split=split)
 
 

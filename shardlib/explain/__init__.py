@@ -1,5 +1,7 @@
 """Reports on training states and compiled steps: shardings, their reasons and their costs."""
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 from shardlib.explain.analysis.collectives import ProgramReport as ProgramReport
@@ -50,7 +52,7 @@ def explain(
         keywords: Keyword arguments of the function.
 
     Raises:
-        TypeError: If the subject is neither a state nor a function with arguments.
+        TypeError: If the subject is neither a state nor a function with its arguments.
         MeshError: If mesh and cluster differ in their number of devices, or there is no mesh.
         MissingExtraError: If the compiler of the cluster's platform is not installed.
     """
@@ -69,6 +71,24 @@ def explain(
             f"explain takes a training state, or a function with its arguments, not {given}.\n"
             "  Write sl.explain(state) or sl.explain(step, state, batch)."
         )
+    _check_arguments(subject, arguments, keywords)
     function, first, named = unbound(subject)
     whole = (*first, *arguments), {**named, **keywords}
     return explain_step(function, *whole, on=on, optimize=optimize)
+
+
+def _check_arguments(
+    subject: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+) -> None:
+    try:
+        signature = inspect.signature(subject)
+    except (TypeError, ValueError):  # It is not written in Python: the call itself will tell.
+        return
+    try:
+        signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        name = getattr(subject, "__name__", type(subject).__name__)
+        raise TypeError(
+            f"{name} cannot be called with the arguments given: {error}.\n"
+            "  Give all arguments of a call, as in sl.explain(step, state, batch)."
+        ) from None

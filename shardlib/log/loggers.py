@@ -1,4 +1,4 @@
-"""Metrics loggers: what receives the metrics of a run in addition to `metrics.jsonl`.
+"""Metrics loggers: receivers of the metrics of a run, in addition to `metrics.jsonl`.
 
 A logger is any object with the methods of `MetricsLogger`. `train.loggers` names loggers in a
 config, and `shardlib.run.train(config, loggers=[...])` takes objects:
@@ -29,7 +29,7 @@ from shardlib.import_paths import imported
 
 # The package that each logger needs, which the extra of the logger's name installs; its class.
 _BUILT_IN = {
-    "tensorboard": ("tensorboardX", "shardlib.log.tensorboard:TensorBoardLogger"),
+    "tensorboard": ("tensorboardX", "shardlib.log.tensorboard_logger:TensorBoardLogger"),
     "wandb": ("wandb", "shardlib.log.wandb_logger:WandbLogger"),
     "mlflow": ("mlflow", "shardlib.log.mlflow_logger:MLflowLogger"),
 }

@@ -87,7 +87,8 @@ class MeshConfig:
         for name, degree in pairs:
             parsed = _parse_degree(degree)
             if parsed is None:
-                faults.append(f"{name}={degree}: {_DEGREE_HINT}")
+                comma = "; write a comma between axes" if "=" in str(degree) else ""
+                faults.append(f"{name}={degree}: {_DEGREE_HINT}{comma}")
             else:
                 axes.append(MeshAxis(name, inner=parsed[1], outer=parsed[0]))
         # An axis with a bad degree is not in `axes`, so its fault is never reported twice.
@@ -249,7 +250,7 @@ def _axis_types(axis_types: AxisTypes, count: int) -> tuple[AxisType, ...]:
     return (known[axis_types],) * count
 
 
-_DEGREE_HINT = "a degree is a whole number, -1, or outer x inner as in 4x8"
+_DEGREE_HINT = "a degree is a whole number above 0, -1, or outer x inner as in 4x8"
 
 
 def _parse_degree(degree: Any) -> tuple[int, int] | None:

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 
 class EmaState(NamedTuple):
-    """State of `average_params`. Its tree has the structure of the parameters and shards alike."""
+    """State of `average_params`. The average has the tree and the shardings of the parameters."""
 
     count: jax.Array
     """Number of updates so far, int32 scalar."""

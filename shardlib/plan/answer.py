@@ -72,18 +72,21 @@ class Answer(abc.ABC, Generic[AnyPlan]):
 
     @property
     def error(self) -> float:
-        """Relative error within which nine in ten predictions lie, as far as known. A cluster of
-        several kinds has that of runs on one kind."""
+        """Relative error that 9 of 10 predictions keep to, as far as known. A cluster of several
+        kinds of chips has the error of runs on one kind."""
         if isinstance(self.cluster, MeasuredCluster):
             return self.cluster.measured.fit_error
         return fit_errors()["cv_p90_error"]
 
     @property
     def error_source(self) -> str:
-        """Source of `error`, as text."""
+        """Source of `error`: the beginning of a sentence that ends with it."""
         if isinstance(self.cluster, MeasuredCluster):
-            return "constants fitted here match the measurements within"
-        return "nine in ten published runs whose family was not fitted to lie within"
+            return "the fitted constants match the measurements within"
+        return (
+            "the cost model, fitted without a run's model family, predicts 9 in 10 published runs "
+            "within"
+        )
 
     def mfu(self, plan: AnyPlan | None = None) -> float:
         """Returns model FLOPs (causal attention) over the peak FLOPs of the chips; 0.0 if

@@ -30,7 +30,7 @@ from shardlib.plan.settings import Settings, settings
 from shardlib.plan.why_not import WhyNot, read_mesh, slower_by
 
 _NEAR = 20
-"""Batches to try on each side of a batch that cannot be shared out."""
+"""Batches to try on each side of a batch that cannot be divided."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _why_not(workload: Workload, cluster: MixedCluster, best: MixedPlan, mesh: M
         return WhyNot(text, tuple(faults))
     found = search_mixed(workload, cluster, top=1, keep=group)
     if not found.layouts:
-        reason = f"{layout.data} groups cannot share out a batch of {workload.batch}"
+        reason = f"{layout.data} groups cannot divide a batch of {workload.batch}"
         return WhyNot(text, (reason,))
     if not found.plans:
         return WhyNot(
@@ -223,14 +223,14 @@ def _nothing_found(name: str, workload: Workload, cluster: MixedCluster) -> Mesh
     return MeshError(
         f"{name} does not fit {cluster.name}: its leanest plan, {least.layout}, "
         f"{_needs(least, workload)}.\n"
-        f"  A group lies on one kind, with at most {size} devices and neither stage nor context: "
+        f"  A group has at most {size} devices, all of one kind, and no axis stage or context: "
         "plan for one kind alone, or take kinds with more memory or more devices."
     )
 
 
 def _nothing_divides(name: str, workload: Workload, cluster: MixedCluster) -> MeshError:
     """Returns the error for a batch without whole rows for each group, with the nearest batch that
-    can be shared out."""
+    can be divided."""
     near = (workload.batch + step * side for step in range(1, _NEAR + 1) for side in (-1, 1))
     devices = {kind.num_devices for kind in cluster.kinds}
     groups = cluster.num_devices // math.gcd(*devices)
@@ -245,9 +245,9 @@ def _nothing_divides(name: str, workload: Workload, cluster: MixedCluster) -> Me
     )
     hint = "Take other dims" if can is None else f"Take a batch of {can}"
     return MeshError(
-        f"{name} cannot be shared out over {cluster.name}: there are at least {groups} groups of "
-        f"one kind each, and a batch of {workload.batch} does not fall into whole microbatches, "
-        f"one or more for each.\n  {hint}, or another number of devices."
+        f"{name} cannot be divided over {cluster.name}: there are at least {groups} groups of "
+        f"devices, and a batch of {workload.batch} cannot give each of them a whole microbatch.\n"
+        f"  {hint}, or another number of devices."
     )
 
 

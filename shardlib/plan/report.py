@@ -86,8 +86,8 @@ def _headline(plans: Answer[AnyPlan], chips: str) -> str:
     found = plans.found
     head = headline(plans.name, plans.workload, f"{plans.cluster.name} ({chips})")
     return (
-        f"{head}\n{found.layouts:,} layouts can be run, {found.fitting:,} of them fit; "
-        f"{found.priced:,} plans were priced, and a bound rules out the others"
+        f"{head}\n{found.layouts:,} layouts can run, {found.fitting:,} of them fit; "
+        f"{found.priced:,} plans were priced, and a lower bound excludes the others"
     )
 
 
@@ -175,8 +175,8 @@ def outcome(plans: Answer[AnyPlan], priced: str = "") -> list[str]:
     best, error = plans.best, plans.error
     low, high = best.seconds / (1 + error), best.seconds * (1 + error)
     lines = [
-        f"A step takes {duration(best.seconds)}; {plans.error_source}: "
-        f"{duration(low)} to {duration(high)} ({error:.0%}).",
+        f"A step takes {duration(best.seconds)} ({duration(low)} to {duration(high)}): "
+        f"{plans.error_source} {error:.0%}.",
         speed(plans.workload, plans.rate, plans.cluster.num_chips),
         f"Bottleneck: {PARTS[best.time.bottleneck]}, "
         f"{best.time.parts[best.time.bottleneck] / best.seconds:.0%} of the step.",

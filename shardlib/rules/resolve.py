@@ -176,9 +176,10 @@ def resolve(
     """Places one tensor; see `AxisRules.resolve`."""
     faults = list(unknown_mesh_axes(rules, tuple(name for name, _ in mesh)))
     if len(logical_axes) != len(shape):
+        count = f"{len(logical_axes)} dim{'s' * (len(logical_axes) != 1)}"
         faults.append(
-            f"logical axes {logical_axes} name {len(logical_axes)} dims, but the shape {shape} has "
-            f"{len(shape)}.\n  Give one name, or None, for each dim."
+            f"logical axes {logical_axes} name {count}, but the shape {shape} has {len(shape)}.\n"
+            "  Give one name, or None, for each dim."
         )
         return Resolution(PartitionSpec(), (), tuple(faults))
     table = _on_mesh(rules, kind, mesh)

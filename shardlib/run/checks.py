@@ -20,7 +20,7 @@ from shardlib.errors import (
 )
 from shardlib.log.loggers import logger_class
 from shardlib.mesh import mesh_sizes
-from shardlib.optim.named import build_schedule
+from shardlib.optim.build import build_schedule
 from shardlib.registry import DataSpec, ModelFamily, family
 from shardlib.rules import ANY, STANDARD_AXES, Choice, preset
 from shardlib.run.config import DATA_CONFIGS, RunConfig
@@ -207,7 +207,7 @@ def check_batch(config: RunConfig, scope: Scope) -> None:
         if found.faults:
             share = f" in {parts} microbatches of {size // parts}" if parts > 1 else ""
             reason, multiple = _indivisible(found.choices[0], sizes)
-            fault = f"{key}={size}{share} cannot be shared out: {reason}.\n"
+            fault = f"{key}={size}{share} cannot be split evenly: {reason}.\n"
             faults[f"{fault}  Choose a multiple of {multiple * parts}, or another mesh."] = None
     if faults:
         raise MeshError("\n".join(faults))
@@ -240,6 +240,15 @@ def _indivisible(choice: Choice, sizes: dict[str, int]) -> tuple[str, int]:
     return "; ".join(r.reason for r in choice.refused), multiple
 
 
+def check_is_config(config: object) -> None:
+    """Raises `ConfigError` for anything else than a `RunConfig`, such as the path of a config."""
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            f"the config is {config!r}, not a RunConfig.\n"
+            "  Read one: shardlib.config.load(RunConfig, 'run.yaml')."
+        )
+
+
 def check_activation_rules(config: RunConfig, met: set[str]) -> None:
     """Raises `RuleError` for rules of the config that match no activation.
 
@@ -260,7 +269,7 @@ def _unused_rules(
     known = {name for name, _ in preset(config.rules.preset).table(kind)} | met | {ANY}
     return [
         f"rules.{kind}.{name}: no {noun} has the logical axis {name!r}."
-        f"{did_you_mean(name, known)}\n  Those of this model: {', '.join(sorted(met))}."
+        f"{did_you_mean(name, known)}\n  The model has: {', '.join(sorted(met))}."
         for name in getattr(config.rules, kind)
         if name not in known
     ]

@@ -11,7 +11,7 @@ from shardlib.data import DataConfig, ImageData, TextData
 from shardlib.errors import ConfigError, MeshError, RuleError
 from shardlib.import_paths import imported
 from shardlib.mesh import MeshConfig
-from shardlib.optim.named import OptimizerConfig
+from shardlib.optim.build import OptimizerConfig
 from shardlib.registry import families, family
 from shardlib.rules import AxisRules, preset
 from shardlib.runtime.watchdog import WatchdogConfig
@@ -103,15 +103,16 @@ class RunConfig:
     train: TrainConfig = TrainConfig()
     """The training loop."""
     mesh: str | dict[str, int | str] = AUTO
-    """Mesh axes and their sizes, such as `data=2,fsdp=-1`, or a mapping; -1 takes the remaining
-    devices, `data=4x8` is 4 over the slow network times 8 over the fast one. `auto` chooses."""
+    """Mesh axes and their sizes, such as `data=2,fsdp=-1`, or a mapping. -1 takes the remaining
+    devices; `data=4x8` is 4 over the slow network times 8 over the fast one. `auto` chooses."""
     rules: str | RulesConfig = "standard"
-    """Mapping of logical axes to mesh axes: a preset (data, fsdp, standard) or changes to one."""
+    """Mapping of logical axes to mesh axes: a preset (data, fsdp, standard, sequence, zero1 or
+    zero2) or changes to one."""
     precision: Literal["f32", "bf16", "bf16_params"] = "f32"
     """f32; bf16: computes in bfloat16 with parameters in float32; bf16_params: all in bfloat16
     except the routers of experts."""
     deterministic: bool = False
-    """Whether repeated runs give identical bits, also on GPUs, where it costs speed."""
+    """Whether repeated runs give identical bits on GPUs too, where this costs speed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
     watchdog: WatchdogConfig = WatchdogConfig()

@@ -198,7 +198,7 @@ class Attempt:
             first, end = self._samples_of(record.step)
             self.log.event(
                 "skipped_update",
-                f"step {record.step}: its update is skipped, for {self._policy.fault} "
+                f"step {record.step}: its update is skipped because {self._policy.fault} "
                 f"(samples {first} to {end - 1})",
                 step=record.step,
                 samples=[first, end],
@@ -341,8 +341,8 @@ class Attempt:
         self._standing = self._standing.past(rewind.end)
         self.log.rewind(
             step,
-            f"went back from step {rewind.step} to step {step}, for {rewind.why}; samples {first} "
-            f"to {rewind.end - 1} are skipped",
+            f"went back from step {rewind.step} to step {step} because {rewind.why}; "
+            f"samples {first} to {rewind.end - 1} are skipped",
             samples=[first, rewind.end],
         )
         return state

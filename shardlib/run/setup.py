@@ -14,8 +14,8 @@ from shardlib.data import ArrangedSource, MapSource, Source, open_data
 from shardlib.functional.precision import precision
 from shardlib.hardware import Cluster
 from shardlib.mesh import abstract_mesh, make_mesh, mesh_sizes
+from shardlib.optim.build import Optimizer, build_optimizer
 from shardlib.optim.ema import ema_params
-from shardlib.optim.named import Optimizer, build_optimizer
 from shardlib.registry import BatchKind, DataSpec, ModelFamily, family
 from shardlib.run.checks import check_fit, check_rules_used
 from shardlib.run.config import RunConfig

@@ -10,7 +10,7 @@ import jax
 from shardlib.checkpoint import RunCheckpoints
 from shardlib.errors import DivergedError, RunDirError, SaveFailedError, ShardlibError
 from shardlib.log.loggers import MetricsLogger, check_loggers
-from shardlib.run.checks import check_config
+from shardlib.run.checks import check_config, check_is_config
 from shardlib.run.config import RunConfig, check_resumable
 from shardlib.run.devices import make_deterministic, start_devices
 from shardlib.run.directory import RunDirectory, hold
@@ -67,6 +67,7 @@ def train(
         PeerLostError: If other processes of the group have gone.
     """
     try:
+        check_is_config(config)
         check_loggers(loggers)
         return _train(config, clock or PhaseClock(), notices, after_step, loggers)
     except ShardlibError as error:

@@ -197,8 +197,8 @@ def local_cpu_devices(num_devices: int, *, processes: int = 1) -> int:
     here, left = divmod(num_devices, processes)
     if left or here < 1:
         raise DistributedError(
-            f"{num_devices} CPU devices cannot be shared out evenly over {processes} processes.\n"
-            f"  Ask for a multiple of {processes} devices."
+            f"{num_devices} CPU devices cannot be divided evenly over {processes} processes.\n"
+            f"  Ask for a multiple of {processes} devices (train.cpu_devices in a config)."
         )
     _give_threads(here)
     try:

@@ -106,13 +106,14 @@ def active_or(mesh: Mesh | None, rules: AxisRules | None) -> Scope:
 
 def _check_kinds(mesh: Mesh | AbstractMesh, rules: Any) -> None:
     if not isinstance(mesh, Mesh | AbstractMesh):
+        given = repr(mesh) if isinstance(mesh, str | dict) else f"of type {type(mesh).__name__}"
         raise MeshError(
-            f"the mesh is {mesh!r}, which is not a mesh yet.\n"
-            "  Make one of it: sl.make_mesh('data=2,fsdp=-1')."
+            f"the mesh is {given}, not a jax.sharding.Mesh.\n"
+            "  Make one, as in sl.make_mesh('data=2,fsdp=-1'), and give it before the rules."
         )
     if not isinstance(rules, AxisRules):
         raise RuleError(
-            f"the rules are {rules!r}, which are not an AxisRules.\n"
+            f"the rules are {rules!r}, not an AxisRules.\n"
             "  Give a preset, such as sl.rules.STANDARD, or sl.rules.preset(name)."
         )
 

@@ -70,8 +70,9 @@ def place(
 ) -> dict[str, Placement]:
     """Places every leaf of a tree of parameters or model state.
 
-    The logical axes of a leaf come from the first path pattern of the rules that matches, since the
-    user who trains the model wrote it, else from `axes`, else `rules.auto` decides.
+    The logical axes of a leaf come from the first path pattern of the rules that matches. Without a
+    match they come from `axes`, and without an entry there `rules.auto` places the leaf. Patterns
+    come first because the user who trains the model wrote them.
 
     Args:
         tree: Arrays or `ShapeDtypeStruct`s.

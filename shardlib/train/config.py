@@ -82,7 +82,8 @@ class TrainConfig:
             faults.append(f"sample_every must be at least 1, or null, not {self.sample_every}")
         if self.microbatches != "auto" and self.global_batch % max(self.microbatches, 1):
             faults.append(
-                f"microbatches={self.microbatches} does not divide global_batch={self.global_batch}"
+                f"microbatches={self.microbatches} does not divide "
+                f"global_batch={self.global_batch}: choose a number that does"
             )
         reduction = self.reduction
         if self.local_sgd is not None and reduction != ReductionConfig():
@@ -99,7 +100,7 @@ class TrainConfig:
         if not 0 <= self.label_smoothing < 1:
             faults.append(f"label_smoothing must lie in [0, 1), not {self.label_smoothing}")
         faults += [
-            f"{name} must not be negative, not {getattr(self, name)}"
+            f"{name} must be at least 0, not {getattr(self, name)}"
             for name in ("z_loss", "sample_length", "sample_temperature")
             if getattr(self, name) < 0
         ]
@@ -130,7 +131,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         faults = []
         if self.every_steps is not None and self.every_steps < 0:
-            faults.append(f"every_steps must not be negative, not {self.every_steps}")
+            faults.append(f"every_steps must be at least 0, not {self.every_steps}")
         if self.global_batch is not None and self.global_batch < 1:
             faults.append(f"global_batch must be at least 1, not {self.global_batch}")
         if faults:

@@ -64,10 +64,15 @@ class PartLoss(LossPartitioner):
     def __call__(self, arguments: LossArguments) -> tuple[Sums, PyTree]:
         """Returns the sums of a part, and the model state after it."""
         model_key, loss_key = jax.random.split(arguments.key)
-        return self._call(arguments, model_key, loss_key)
+        return self._call(arguments, model_key, loss_key, is_differentiated=True)
 
     def _call(
-        self, arguments: LossArguments, model_key: jax.Array, loss_key: jax.Array
+        self,
+        arguments: LossArguments,
+        model_key: jax.Array,
+        loss_key: jax.Array,
+        *,
+        is_differentiated: bool,
     ) -> tuple[Sums, PyTree]:
         params, model_state, batch, _, inputs = arguments
         part = self.precision.cast_batch(batch)
@@ -75,6 +80,8 @@ class PartLoss(LossPartitioner):
         def sums(model: Any) -> Sums:
             with boundary(model, self.precision.compute, part):
                 result = self.loss_fn(model, part, loss_key, *inputs)
+            if is_differentiated:
+                _refuse_integers(result)
             return loss_sums(result, part)
 
         module = self.definition.module
@@ -106,7 +113,7 @@ class PartLoss(LossPartitioner):
 
         def forward(*arguments: Any) -> Sums:
             part = LossArguments(*arguments)
-            return self._call(part, part.key, part.key)[0]
+            return self._call(part, part.key, part.key, is_differentiated=False)[0]
 
         return self.run(forward, arguments, anywhere)
 
@@ -162,6 +169,17 @@ def accumulate_gradients(
     return Gradients(grads, sums, model_state)
 
 
+def _refuse_integers(result: object) -> None:
+    """Raises `ModelError` for a loss of integers: its gradient would be 0 everywhere."""
+    loss = result[0] if type(result) is tuple and result else result
+    dtype = getattr(loss.total if isinstance(loss, Mean) else loss, "dtype", None)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise ModelError(
+            f"the loss is {dtype.name}, which has no gradient.\n"
+            "  Return a float computed from the outputs of the model, and counts as metrics."
+        )
+
+
 def loss_mean(sums: Sums) -> Mean:
     """Returns the loss from the sums."""
     mean = sums["loss"]
@@ -184,6 +202,11 @@ def loss_sums(result: object, part: PyTree) -> Sums:
     loss, aux = result, {}
     if isinstance(result, tuple) and not isinstance(result, Aggregate) and len(result) == 2:
         loss, aux = result
+    if type(result) is tuple and len(result) != 2:
+        raise ModelError(
+            f"the loss function returned a tuple of {len(result)}.\n"
+            "  Return the loss, or (loss, {name: scalar or Mean})."
+        )
     if not isinstance(aux, Mapping):
         raise ModelError(
             f"the loss function returned the loss and {type(aux).__name__}, not a dict.\n"

@@ -52,7 +52,7 @@ def inputs(kv_heads):
 
 @functools.cache
 def expected(variant, kv_heads):
-    """Returns output and gradients of one device with the plain back end."""
+    """Returns output and gradients of one device with the plain backend."""
     return jax.jit(graded(backend="xla", **VARIANTS[variant]))(*inputs(kv_heads))
 
 

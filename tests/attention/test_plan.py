@@ -40,7 +40,7 @@ def plan(mesh, length=32, heads=8, kv_heads=2, rules=STANDARD, **options):
             "ring",
             "zigzag",
             "ring: memory of one shard, for any number of heads; "
-            "zigzag order: an early and a late chunk each make causal work even",
+            "zigzag order: an early and a late chunk on each device balance causal work",
         ),
         (
             "context=8",
@@ -48,7 +48,7 @@ def plan(mesh, length=32, heads=8, kv_heads=2, rules=STANDARD, **options):
             "ring",
             "contiguous",
             "ring: memory of one shard, for any number of heads; "
-            "contiguous order: with a window all chunks are equal work",
+            "contiguous order: with a window all chunks have equal work",
         ),
         (
             "context=8",
@@ -56,14 +56,14 @@ def plan(mesh, length=32, heads=8, kv_heads=2, rules=STANDARD, **options):
             "ring",
             "contiguous",
             "ring: memory of one shard, for any number of heads; "
-            "contiguous order: without a causal mask all chunks are equal work",
+            "contiguous order: without a causal mask all chunks have equal work",
         ),
         (
             "context=8",
             {"dropout": 0.1, "context": "gather"},
             "gather",
             "contiguous",
-            "gather: asked for; contiguous order: the masks of dropout=0.1 go by index",
+            "gather: asked for; contiguous order: the masks of dropout=0.1 depend on the order",
         ),
         (
             "context=8",
@@ -71,22 +71,22 @@ def plan(mesh, length=32, heads=8, kv_heads=2, rules=STANDARD, **options):
             "ring",
             "contiguous",
             "ring: memory of one shard, for any number of heads; "
-            "contiguous order: 40 positions do not cut into 16 tiled chunks",
+            "contiguous order: 40 positions cannot be cut into 16 chunks of whole tiles",
         ),
         (
             "stage=2,context=4",
             {},
             "gather",
             "zigzag",
-            "gather: hops of a ring would meet over all pipeline stages, idle ones too; "
-            "zigzag order: an early and a late chunk each make causal work even",
+            "gather: the hops of a ring would make idle pipeline stages take part; "
+            "zigzag order: an early and a late chunk on each device balance causal work",
         ),
         (
             "context=4,tensor=2",
             {"backend": "xla"},
             "ulysses",
             "contiguous",
-            "ulysses: the back end xla takes whole rows; "
+            "ulysses: the backend xla needs whole rows; "
             "contiguous order: each device computes whole rows",
         ),
         (
@@ -116,37 +116,37 @@ def test_outside_of_a_mesh_there_is_nothing_to_share():
         (
             "context=4,tensor=2",
             {"context": "ulysses", "heads": 12},
-            "attention by ulysses over context=4 cannot work: 4 devices do not divide the 6 heads "
-            "(of 12, split by the rules already) of each.\n"
+            "attention by ulysses over context=4 cannot work: 6 heads (of 12, after the "
+            "split by the rules) cannot be divided over 4 devices.\n"
             "  Use context 'ring' or 'gather', or a smaller context axis.",
         ),
         (
             "context=8",
             {"context": "ulysses", "heads": 12},
-            "attention by ulysses over context=8 cannot work: 8 devices do not divide the 12 heads "
-            "of each.\n"
+            "attention by ulysses over context=8 cannot work: 12 heads cannot be divided over "
+            "8 devices.\n"
             "  Use context 'ring' or 'gather', or a smaller context axis.",
         ),
         (
             "stage=2,context=4",
             {"context": "ring"},
-            "attention by ring over context=4 cannot work: its hops are collective-permutes, which "
-            "meet over all devices, idle pipeline stages too, and the mesh has stage=2.\n"
+            "attention by ring over context=4 cannot work: its hops are collective-permutes, in "
+            "which idle pipeline stages would have to take part, and the mesh has stage=2.\n"
             "  Use context 'auto' or 'gather'.",
         ),
         (
             "context=8",
             {"context": "gather", "backend": "xla", "order": "zigzag", "length": 8, "dropout": 0.5},
             "attention by gather over context=8 cannot work: zig-zag order would change the masks "
-            "of dropout=0.5; it computes tiles itself, and the back end xla takes whole rows; "
-            "half of a shard of 1 positions does not divide into tiles of 64 to 512.\n"
+            "of dropout=0.5; gather computes in tiles, but the backend xla needs whole rows; "
+            "half of a shard of 1 positions cannot be cut into tiles of 64 to 512.\n"
             "  Use backend 'auto', and a length that is a power of two.",
         ),
         (
             "context=8",
             {"length": 8 * 1031},
             "attention by ring over context=8 cannot work: "
-            "a shard of 1031 positions does not divide into tiles of 64 to 512.\n"
+            "a shard of 1031 positions cannot be cut into tiles of 64 to 512.\n"
             "  Use backend 'auto', and a length that is a power of two.",
         ),
         (
@@ -185,7 +185,7 @@ def test_attend_refuses_before_it_computes():
         with pytest.raises(RuleError, match="does not divide 1"):
             attend(*arrays)
         arrays = [jnp.ones((2, 32, 6, 8))] * 3
-        with pytest.raises(ModelError, match="4 devices do not divide the 6 heads of each"):
+        with pytest.raises(ModelError, match="6 heads cannot be divided over 4 devices"):
             attend(*arrays, backend="xla")
 
 

@@ -194,6 +194,13 @@ def test_one_checkpoint_is_named_by_its_step_or_its_directory(trained, shardlib,
             f"shardlib checkpoint verify {trained} --step 2\n",
         )
         assert shardlib("diff", name, f"{trained}@2")[1] == "40 arrays are equal\n"
+    assert shardlib("verify", f"{trained}@last") == (
+        2,
+        "",
+        f"ConfigError: {trained}@last: the step 'last' is not a number.\n"
+        f"  Write RUN@STEP, as in {trained}@1000; list the steps with: "
+        f"shardlib checkpoint ls {trained}\n",
+    )
     # A run may have such a name itself.
     odd = shutil.copytree(trained, tmp_path / "run@2")
     code, out, _ = shardlib("verify", odd)

@@ -13,7 +13,7 @@ from shardlib.checkpoint import (
     open_checkpoints,
     open_saved,
 )
-from shardlib.checkpoint.store import _check_one_host
+from shardlib.checkpoint.run_checkpoints import _check_one_host
 from shardlib.errors import CheckpointError, ConfigError
 
 

@@ -50,7 +50,7 @@ def test_directory_without_text(tmp_path):
     assert f"{place!r} holds no file" in message(text(place))
     (tmp_path / "code" / "a.rs").write_text("fn main() {}")
     assert message(text(place)) == (
-        f"data.path: the directory {place!r} holds only .rs files, and none of .txt, .md, .jsonl, "
+        f"data.path: the directory {place!r} holds only .rs files; expected .txt, .md, .jsonl, "
         f".txt.gz, .md.gz, .jsonl.gz.\n"
         f"  Name the files by a glob, such as '{place}/**/*.rs'."
     )

@@ -128,15 +128,15 @@ CASES = {
         "4 chunks of the loss do not divide rows of 16 positions in 8 parts",
         "that divides 2",
     ),
-    "a ring of a back end that takes whole rows": (
+    "a ring of a backend that needs whole rows": (
         "context=8",
         changed(context="ring", attention="xla"),
         ModelError,
         "attention by ring over context=8 cannot work",
-        "the back end xla takes whole rows",
+        "the backend xla needs whole rows",
         "Use backend 'auto'",
     ),
-    "a back end of another platform": (
+    "a backend of another platform": (
         "data=8",
         changed(attention="cudnn"),
         ModelError,
@@ -147,7 +147,7 @@ CASES = {
         "context=8",
         changed(context="ulysses", num_heads=4),
         ModelError,
-        "8 devices do not divide the 4 heads",
+        "4 heads cannot be divided over 8 devices",
         "Use context 'ring' or 'gather'",
     ),
     "a ring in stages that idle": (

@@ -82,7 +82,7 @@ def test_entries_that_are_malformed_are_all_named(tmp_path):
     ("name", "text", "message"),
     [
         ("a.json", "[]", " has no list 'accepted'.\n  Write {\"accepted\": [{\"code\": "
-         "\"SL105\", \"place\": \"jvp()/dot_general in model.py:*\"}]}."),
+         "\"SL105\", \"place\": \"layers[*]/mlp/up dot_general (forward) in model.py:*\"}]}."),
         ("a.json", "{", " is not JSON: Expecting property name enclosed in double quotes: line 1 "
          "column 2 (char 1)."),
         ("a.yaml", "{", ":1: not a YAML document: expected the node content, but found "

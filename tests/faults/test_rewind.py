@@ -106,7 +106,7 @@ def test_bad_steps_leave_the_state_alone_and_the_run_goes_on(poisoned, tmp_path)
     assert rows[-1]["loss"] < rows[12]["loss"]
     said = [line for line in done.stdout.splitlines() if "its update is skipped" in line]
     assert said == [
-        f"step {step}: its update is skipped, for loss is inf "
+        f"step {step}: its update is skipped because loss is inf "
         f"(samples {(step - 1) * 8} to {step * 8 - 1})"
         for step in (14, 15, 16)
     ]
@@ -119,7 +119,7 @@ def test_a_run_goes_back_once_and_past_the_data(poisoned, tmp_path):
     words = ("train.guards.patience=3", "checkpoint.every_steps=5", "train.steps=25")
     done = poisoned(tmp_path / "run", *words)
     assert done.returncode == 0, done.stderr
-    text = "went back from step 16 to step 10, for loss is inf; samples 80 to 127 are skipped"
+    text = "went back from step 16 to step 10 because loss is inf; samples 80 to 127 are skipped"
     assert text in done.stdout.splitlines()
     rewinds = [e for e in read_events(tmp_path / "run") if e["kind"] == "rewind"]
     assert [event["facts"] for event in rewinds] == [{"lost_steps": 6, "samples": [80, 128]}]
@@ -142,7 +142,7 @@ def test_two_processes_go_back_together(poisoned, tmp_path):
     launch = ("launch", "--processes", 2, "--")
     done = poisoned(tmp_path / "run", *words, launch=launch)
     assert done.returncode == 0, done.stdout
-    text = "went back from step 16 to step 10, for loss is inf; samples 80 to 127 are skipped"
+    text = "went back from step 16 to step 10 because loss is inf; samples 80 to 127 are skipped"
     assert done.stdout.count(text) == 1
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(1, 19))
     with RunCheckpoints(tmp_path / "run" / "checkpoints") as checkpoints:
@@ -171,7 +171,8 @@ def test_a_run_that_stops_among_bad_steps_goes_on_as_one_that_did_not(
     assert healthy == {10: True, last: False}
     done = poisoned(tmp_path / "run", *PATIENT, "train.steps=22")
     assert (
-        "went back from step 16 to step 10, for loss is inf; samples 80 to 127 are" in done.stdout
+        "went back from step 16 to step 10 because loss is inf; samples 80 to 127 are"
+        in done.stdout
     )
     rows = read_metrics(tmp_path / "run")
     assert [row["loss"] for row in rows] == [row["loss"] for row in never_stopped]
@@ -184,7 +185,8 @@ def went_back_past_a_good_step(poisoned, tmp_path_factory):
     assert done.returncode == 0, done.stderr
     # The good step 17, which was on its way, is undone, and its data comes again.
     assert (
-        "went back from step 16 to step 12, for loss is inf; samples 96 to 127 are " in done.stdout
+        "went back from step 16 to step 12 because loss is inf; samples 96 to 127 are "
+        in done.stdout
     )
     return read_metrics(run_dir)
 
@@ -203,7 +205,8 @@ def test_a_stop_before_the_run_went_back_changes_nothing(
     done = poisoned(tmp_path / "run", *words)
     assert done.returncode == 0, done.stderr
     assert (
-        "went back from step 16 to step 12, for loss is inf; samples 96 to 127 are " in done.stdout
+        "went back from step 16 to step 12 because loss is inf; samples 96 to 127 are "
+        in done.stdout
     )
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
@@ -248,7 +251,7 @@ def test_groups_that_train_apart_in_two_processes_save_together(poisoned, tmp_pa
     launch = ("launch", "--processes", 2, "--")
     done = poisoned(tmp_path / "run", *words, launch=launch)
     assert done.returncode == 0, done.stdout
-    assert "its update is skipped, for loss is inf" in done.stdout
+    assert "its update is skipped because loss is inf" in done.stdout
     with RunCheckpoints(tmp_path / "run" / "checkpoints") as checkpoints:
         assert checkpoints.steps() == [16, 18, 20]
         for step in checkpoints.steps():

@@ -282,8 +282,8 @@ def test_what_is_refused():
         "  Choose one that it has (fp16, f32), or another chip."
     )
     assert refusal(MeshError, "llama3-8b", on="8xh100+8xa10") == (
-        "cluster '8xa10': how fast the network between hosts of A10 is depends on the machine, and "
-        "is not known.\n  Plan for one host, as in 8xa10, or for another GPU."
+        "cluster '8xa10': the speed of the network between hosts of A10 depends on the machine, "
+        "and is not known.\n  Plan for one host, as in 8xa10, or for another GPU."
     )
     needed = duration(plan("llama3-8b", on=ON, top=1).best.seconds)
     assert refusal(MeshError, "llama3-8b", on=ON, tokens="1T", days=1) == (
@@ -292,12 +292,12 @@ def test_what_is_refused():
     )
 
 
-def test_a_batch_that_groups_cannot_share_out():
+def test_a_batch_that_groups_cannot_divide():
     # 13 rows are 13 microbatches at most, of groups that 8 GPUs can only form in powers of two.
     assert refusal(MeshError, SMALL, on=ON, global_batch=2, length=2048) == (
-        "the transformer cannot be shared out over 8xh100+16xa100-80: there are at least 3 groups "
-        "of one kind each, and a batch of 2 does not fall into whole microbatches, one or more for "
-        "each.\n  Take a batch of 3, or another number of devices."
+        "the transformer cannot be divided over 8xh100+16xa100-80: there are at least 3 groups "
+        "of devices, and a batch of 2 cannot give each of them a whole microbatch.\n"
+        "  Take a batch of 3, or another number of devices."
     )
     assert plan(SMALL, on=ON, global_batch=3, length=2048).best.group_microbatches == (1, 1, 1)
 
@@ -323,7 +323,7 @@ def test_a_model_that_fits_no_group():
     assert group.num_devices == 8
     assert 75.2 < float(fault[2]) <= min(held) + 0.05
     assert second == (
-        "  A group lies on one kind, with at most 8 devices and neither stage nor context: plan "
+        "  A group has at most 8 devices, all of one kind, and no axis stage or context: plan "
         "for one kind alone, or take kinds with more memory or more devices."
     )
 

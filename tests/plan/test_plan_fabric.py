@@ -145,7 +145,7 @@ def test_hosts_of_unknown_networks_are_refused():
     with pytest.raises(MeshError) as caught:
         links("2x4xrtx4090", data=8)
     assert str(caught.value) == (
-        "cluster '2x4xrtx4090': how fast the network between hosts of RTX 4090 is depends on the "
+        "cluster '2x4xrtx4090': the speed of the network between hosts of RTX 4090 depends on the "
         "machine, and is not known.\n"
         "  Plan for one host, as in 4xrtx4090, or for another GPU."
     )

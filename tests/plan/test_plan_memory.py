@@ -15,7 +15,7 @@ from shardlib.cost.transformer.memory import layer_activations, peak_memory
 from shardlib.cost.workload import DOTS, FULL, NONE, SELECTIVE, Experts, Job, Remat, Transformer
 from shardlib.functional.precision import POLICIES
 from shardlib.hardware import parse_cluster
-from shardlib.optim.named import OptimizerConfig, build_optimizer
+from shardlib.optim.build import OptimizerConfig, build_optimizer
 from shardlib.plan.api import STATE_BYTES
 from shardlib.plan.problem import Choice
 from shardlib.plan.workloads.named_models import named_model

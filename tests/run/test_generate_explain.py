@@ -181,11 +181,11 @@ def test_explain_reads_no_data_where_the_config_says_enough(lab, tmp_path):
 
 DIGITS = ("model={name: resnet, depth: 18, stem: small, width: 8}", "data={kind: images}")
 REFUSED = {
-    "heads that ulysses cannot share out": (
+    "heads that ulysses cannot divide": (
         ModelError,
         ("mesh=context=8", "model.context=ulysses"),
-        "attention by ulysses over context=8 cannot work: 8 devices do not divide the 4 heads of "
-        "each.\n"
+        "attention by ulysses over context=8 cannot work: 4 heads cannot be divided over 8 "
+        "devices.\n"
         "  Use context 'ring' or 'gather', or a smaller context axis.",
     ),
     "a ring within stages": (
@@ -196,7 +196,7 @@ REFUSED = {
     "a ring of a kernel for whole rows": (
         ModelError,
         ("mesh=context=4,data=2", "model.context=ring", "model.attention=splash"),
-        "the back end splash takes whole rows",
+        "the backend splash needs whole rows",
     ),
     "chunks of the loss": (
         ModelError,
@@ -223,7 +223,7 @@ REFUSED = {
     "stages that no microbatches fill": (
         MeshError,
         ("mesh=stage=2,data=4", "train.microbatches=auto", "train.global_batch=4"),
-        "train.global_batch=4 in 2 microbatches of 2 cannot be shared out",
+        "train.global_batch=4 in 2 microbatches of 2 cannot be split evenly",
     ),
     "a rule that no activation meets": (
         RuleError,
@@ -345,7 +345,7 @@ def test_explain_refuses_a_batch_for_other_devices(lab):
     with pytest.raises(MeshError) as refused:
         run.explain(lab.config("unused", "mesh=fsdp=16"), "v5e-16")
     assert str(refused.value) == (
-        "train.global_batch=8 cannot be shared out: data+fsdp+expert=16 does not divide 8.\n"
+        "train.global_batch=8 cannot be split evenly: data+fsdp+expert=16 does not divide 8.\n"
         "  Choose a multiple of 16, or another mesh."
     )
     # Left to the planner, some devices share rows.

@@ -198,14 +198,14 @@ def test_the_automatic_mesh_is_planned_where_it_is_clearly_faster(file):
     mesh, reason = auto("v5e-16")
     assert str(mesh) == "fsdp=16"
     assert reason.startswith("planned: ")
-    # 8 rows cannot be shared out to 16 devices.
+    # 8 rows cannot be split over 16 devices.
     mesh, reason = auto("v5e-16", "train.global_batch=8")
     assert mesh.sizes.get("data", 1) * mesh.sizes.get("fsdp", 1) <= 8
     assert reason.endswith("fsdp=16 cannot be run")
     mesh, reason = auto("v5e-16", "train.local_sgd={inner_steps: 4}")
     assert (str(mesh), reason) == (
         "fsdp=16",
-        "the plain choice: the config sets the groups along data",
+        "default; not planned because the config sets the groups along data",
     )
     assert auto("cpu:8") == (
         mesh.parse("fsdp=8"),
@@ -264,8 +264,9 @@ def test_what_the_command_refuses(shardlib, file):
     code, out, err = shardlib("plan", "--on", "8xh100")
     assert (code, out) == (2, "")
     assert err.endswith(
-        "ConfigError: plan takes a config or a model.\n  Write shardlib plan CONFIG --on CLUSTER, "
-        "or shardlib plan --model llama3-70b --on CLUSTER.\n"
+        "ConfigError: plan takes either a config or --model, but neither is given.\n"
+        "  Write shardlib plan CONFIG --on CLUSTER, or shardlib plan --model llama3-70b "
+        "--on CLUSTER.\n"
     )
     code, out, err = shardlib("plan", "--model", "llama3-70b", "--on", "8xh100")
     assert (code, out) == (2, "")

@@ -61,7 +61,7 @@ FAILURE = 1
         (
             ("mesh=context=8", "data.sequence_length=12"),
             "MeshError",
-            ("data.sequence_length=12 cannot be shared out", "Choose a multiple of 8"),
+            ("data.sequence_length=12 cannot be split evenly", "Choose a multiple of 8"),
         ),
         (("model.max_positions=8",), "ConfigError", ("longer than max_positions=8", "shorten")),
         (("model.vocab_size=200",), "ConfigError", ("vocab_size=200; raise vocab_size",)),
@@ -79,7 +79,7 @@ def test_unknown_logical_axis_in_a_rule(refused):
         USAGE,
         "RuleError: rules.params.embd: no parameter has the logical axis 'embd'. "
         "Did you mean 'embed'?\n"
-        "  Those of this model: embed, head_dim, heads, kv_heads, layers, mlp, norm, vocab.\n"
+        "  The model has: embed, head_dim, heads, kv_heads, layers, mlp, norm, vocab.\n"
         "rules.paths: '**/kernels' matches no parameter, or an earlier pattern takes them all.\n"
         "  Remove it or correct it.\n",
     )
@@ -162,7 +162,7 @@ class TooFewNames(nnx.Module):
 
 def test_too_few_names_for_a_rank():
     mesh = sl.make_mesh("fsdp=8")
-    fault = "logical axes ('embed',) name 1 dims, but the shape (8, 16) has 2.\n"
+    fault = "logical axes ('embed',) name 1 dim, but the shape (8, 16) has 2.\n"
     fix = "  Give one name, or None, for each dim."
     with sl.use(mesh, sl.rules.STANDARD):
         with pytest.raises(RuleError) as refused:

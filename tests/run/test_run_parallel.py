@@ -145,7 +145,7 @@ GROUPS = "train.reduction.group_microbatches"
         (
             MeshError,
             ("mesh=data=2,tensor=4", f"{GROUPS}=[2,1]", "train.global_batch=3"),
-            "eval.global_batch=null, train.global_batch=3 cannot be shared out",
+            "eval.global_batch=null, train.global_batch=3 cannot be split evenly",
         ),
     ],
 )

@@ -235,3 +235,17 @@ def test_a_loss_that_has_no_gradient():
         "the loss is a Max, which is not differentiated.",
         "  Return a scalar, or Mean(total, weight) of two scalars.",
     ]
+
+
+def test_a_loss_of_integers():
+    def count(model, batch):
+        return jnp.sum(model(batch["x"]) > 0)
+
+    state = start("data=8")
+    with pytest.raises(ModelError) as error:
+        sl.make_train_step(count)(state, BATCH)
+    assert str(error.value).splitlines() == [
+        "the loss is int32, which has no gradient.",
+        "  Return a float computed from the outputs of the model, and counts as metrics.",
+    ]
+    assert sl.make_eval_step(count)(state, BATCH)["loss"].value >= 0

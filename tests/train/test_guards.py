@@ -13,7 +13,7 @@ import shardlib as sl
 from shardlib.checkpoint import CheckpointConfig, RunCheckpoints
 from shardlib.checkpoint.tree import flatten
 from shardlib.errors import ModelError
-from shardlib.optim.named import OptimizerConfig, build_optimizer
+from shardlib.optim.build import OptimizerConfig, build_optimizer
 from shardlib.train.guards import GuardsConfig, SpikeConfig, robust_score
 from shardlib.train.local_sgd.outer import LocalSGDConfig, group_means, make_local_sgd
 from shardlib.train.state import materialize

@@ -13,7 +13,7 @@ from shardlib.errors import ConfigError, MissingExtraError
 from shardlib.log.loggers import Loggers, RunInfo, check_loggers, logger_class
 from shardlib.log.metrics import MetricsWriter, read_metrics
 from shardlib.log.mlflow_logger import MLflowLogger
-from shardlib.log.tensorboard import TensorBoardLogger
+from shardlib.log.tensorboard_logger import TensorBoardLogger
 from shardlib.log.wandb_logger import WandbLogger
 from shardlib.train.config import TrainConfig
 

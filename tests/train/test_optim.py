@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from shardlib.errors import ConfigError
-from shardlib.optim.named import OptimizerConfig, build_optimizer, ema_params
+from shardlib.optim.build import OptimizerConfig, build_optimizer, ema_params
 from shardlib.optim.update_rules import RULES, hidden_matrices
 from shardlib.paths import matches, named_leaves
 

@@ -298,9 +298,9 @@ def test_what_does_not_fit_the_mesh_is_refused_at_once():
         "microbatches=2 conflicts with reduction.group_microbatches, which sets it for each "
         "group.\n"
         "  Leave microbatches at 1.\n"
-        "groups that take unequal numbers of microbatches cannot split stage: their "
-        "collective-permutes meet over all groups, and the group that is done would be waited "
-        "for.\n"
+        "groups that take unequal numbers of microbatches cannot split stage: all groups "
+        "take part in their collective-permutes, so the others would wait for a group that has "
+        "finished.\n"
         "  Use a mesh without stage, or the same count for every group."
     )
 

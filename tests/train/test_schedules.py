@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.errors import ConfigError
-from shardlib.optim.named import OptimizerConfig, build_schedule
+from shardlib.optim.build import OptimizerConfig, build_schedule
 
 # One float32 rounding per operation, at most 8 operations on values of order 1.
 RTOL = 1e-6

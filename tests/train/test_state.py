@@ -177,7 +177,7 @@ def test_all_faults_are_told_and_nothing_is_made():
         "b: logical axis 'embed' (dim 0 of ('embed', 'mlp'), shape (10, 4)) cannot be sharded: "
         "fsdp=8 does not divide 10.\n"
         f"{replicate}\n"
-        "c: logical axes ('embed',) name 1 dims, but the shape (8, 4) has 2.\n"
+        "c: logical axes ('embed',) name 1 dim, but the shape (8, 4) has 2.\n"
         "  Give one name, or None, for each dim.\n"
         "d: logical axis 'emebd' (dim 0 of ('emebd', 'mlp')) has no rule among the params. "
         "Did you mean 'embed'?\n"

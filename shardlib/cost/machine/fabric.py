@@ -225,7 +225,7 @@ def _network_of(cluster: Cluster) -> float:
     chip = cluster.chip
     assert chip is not None
     raise MeshError(
-        f"cluster {cluster.name!r}: how fast the network between hosts of {chip.full_name} is "
+        f"cluster {cluster.name!r}: the speed of the network between hosts of {chip.full_name} "
         f"depends on the machine, and is not known.\n"
         f"  Plan for one host, as in {cluster.devices_per_host}x{chip.name}, or for another GPU."
     )

@@ -172,10 +172,11 @@ def _directory_files(place: Path) -> list[Path]:
     files = [file for file in everything if file.name.endswith(DIRECTORY_SUFFIXES)]
     if not files:
         suffixes = sorted({file.suffix for file in everything if file.suffix})
-        content = f"only {', '.join(suffixes)} files" if suffixes else "no file"
+        others = f"only {', '.join(suffixes)} files" if suffixes else "only files without a suffix"
+        content = others if everything else "no file"
         example = place / "**" / f"*{suffixes[0] if suffixes else '.txt'}"
         raise DataError(
-            f"the directory {str(place)!r} holds {content}, and none of "
+            f"the directory {str(place)!r} holds {content}; expected "
             f"{', '.join(DIRECTORY_SUFFIXES)}.\n"
             f"  Name the files by a glob, such as {str(example)!r}."
         )

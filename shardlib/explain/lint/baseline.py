@@ -2,7 +2,11 @@
 
     {
       "accepted": [
-        {"code": "SL105", "place": "jvp()/dot_general in model.py:*", "why": "heads of 64"}
+        {
+          "code": "SL105",
+          "place": "layers[*]/mlp/up dot_general (forward) in model.py:*",
+          "why": "heads of 64"
+        }
       ]
     }
 
@@ -111,7 +115,8 @@ def read_baseline(path: str | Path) -> Baseline:
     if not isinstance(entries, list):
         raise ConfigError(
             f"the baseline {path} has no list 'accepted'.\n"
-            '  Write {"accepted": [{"code": "SL105", "place": "jvp()/dot_general in model.py:*"}]}.'
+            '  Write {"accepted": [{"code": "SL105", "place": '
+            '"layers[*]/mlp/up dot_general (forward) in model.py:*"}]}.'
         )
     faults = [f"entry {n}: {fault}" for n, e in enumerate(entries, 1) if (fault := _fault(e))]
     if faults:

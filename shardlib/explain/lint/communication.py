@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from shardlib import humanize
 from shardlib.explain.analysis.collectives import axes_text
 from shardlib.explain.analysis.explicit import is_explicit
+from shardlib.explain.hlo.origins import HloValue, reached
 from shardlib.explain.hlo.provenance import Where, is_library
 from shardlib.explain.hlo.text import Instruction
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import PlacedCollective, Subject, dims, largest, times_a_step
-from shardlib.explain.lint.values import HloValue, reached
 from shardlib.explain.wrong_numbers import read
 
 FAST_AXES = ("tensor", "context", "expert")

@@ -26,7 +26,7 @@ CODES: Mapping[str, str] = {
     "SL502": "layers are unrolled",
     "SL503": "the trip count of a loop is unknown",
 }
-"""Titles by code. The hundreds are sharding, communication, memory, precision and program."""
+"""Titles by code. The hundreds are sharding, communication, memory, precision and structure."""
 
 
 @dataclasses.dataclass(frozen=True)

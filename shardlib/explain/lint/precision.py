@@ -10,11 +10,11 @@ from shardlib.cost.traced.products import matmul_flops
 from shardlib.explain.analysis.collectives import axes_text
 from shardlib.explain.analysis.equations import Placed, equations
 from shardlib.explain.analysis.explicit import is_explicit
+from shardlib.explain.hlo.origins import HloValue
 from shardlib.explain.hlo.provenance import Where, where_of_equation
 from shardlib.explain.hlo.text import Instruction, array_bytes
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import PlacedCollective, Subject, array_text, dims, largest
-from shardlib.explain.lint.values import HloValue
 from shardlib.jaxprs import array_of
 
 _HALF = frozenset({"bfloat16", "float16"})

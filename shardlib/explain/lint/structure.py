@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from shardlib import humanize
 from shardlib.cost.traced.products import matmul_flops
 from shardlib.explain.analysis.equations import Placed, equations
+from shardlib.explain.hlo.origins import reached
 from shardlib.explain.hlo.provenance import Where, where_of, where_of_equation
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import Subject
-from shardlib.explain.lint.values import reached
 
 _HOST = ("infeed", "outfeed")
 

@@ -19,6 +19,7 @@ from shardlib.explain.analysis.collectives import Collective, ProgramReport, rea
 from shardlib.explain.analysis.equations import equations
 from shardlib.explain.analysis.params import ParamsReport
 from shardlib.explain.aot.compile import CompiledStep, argument_names
+from shardlib.explain.hlo.origins import HloValue, Values
 from shardlib.explain.hlo.parameters import parameter_paths
 from shardlib.explain.hlo.provenance import (
     Where,
@@ -30,7 +31,6 @@ from shardlib.explain.hlo.provenance import (
 from shardlib.explain.hlo.replica_groups import as_groups, groups_of_axes, tile_devices
 from shardlib.explain.hlo.text import Instruction, Module, array_bytes, parse
 from shardlib.explain.lint.findings import Limits
-from shardlib.explain.lint.values import HloValue, Values
 from shardlib.hardware import Cluster
 from shardlib.mesh import STANDARD_AXES, spec_axes
 from shardlib.paths import path_string

@@ -19,7 +19,15 @@ def draw(
     Args:
         array: An array or `ShapeDtypeStruct` with a sharding, or a sharding with `shape`.
         shape: Shape of the array if `array` is a sharding.
+
+    Raises:
+        TypeError: If the array has no sharding, such as one of NumPy.
     """
+    if not isinstance(array, Sharding) and not hasattr(array, "sharding"):
+        raise TypeError(
+            f"draw takes an array with a sharding, or a sharding, not {type(array).__name__}.\n"
+            "  Place the array first: jax.device_put(array, sharding)."
+        )
     sharding = array if isinstance(array, Sharding) else array.sharding
     dims = tuple(getattr(array, "shape", ()) if shape is None else shape)
     pieces: dict[tuple[tuple[int, int], ...], list[int]] = {}

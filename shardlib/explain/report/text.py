@@ -103,7 +103,7 @@ def roofline_table(roofline: Roofline) -> Table:
     flops = roofline.flops
     notes = [
         f"model FLOPs {flops.total_model:.4g}, hardware FLOPs {flops.total_hardware:.4g}, compiled "
-        f"{roofline.redundancy:.2f} of the hardware FLOPs; bound by {roofline.binding}",
+        f"{roofline.redundancy:.2f} times the hardware FLOPs; bound by {roofline.binding}",
         *(f"{name}: {meaning}" for name, meaning in CONVENTIONS.items()),
         *roofline.notes,
     ]

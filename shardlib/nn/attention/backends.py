@@ -9,12 +9,12 @@
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from shardlib.errors import ModelError
+from shardlib.errors import ModelError, did_you_mean
 from shardlib.nn.attention.tiles import MAX_TILE, tile_size
 from shardlib.sharding.constrain import platform as active_platform
 
@@ -67,8 +67,14 @@ def resolve_backend(
             process without one.
 
     Raises:
-        ModelError: If the requested backend cannot run.
+        ModelError: If the requested backend is unknown or cannot run.
     """
+    if backend not in get_args(Backend):
+        hint = did_you_mean(str(backend), get_args(Backend))
+        raise ModelError(
+            f"no attention backend is called {backend!r}.{hint}\n"
+            f"  Choose one of: {', '.join(get_args(Backend))}."
+        )
     platform = platform or active_platform()
     kernel = _KERNELS.get(platform)
     wanted = backend if backend != "auto" else kernel

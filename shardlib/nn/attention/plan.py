@@ -8,9 +8,9 @@
 """
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
-from shardlib.errors import ModelError
+from shardlib.errors import ModelError, did_you_mean
 from shardlib.mesh import entry_axes, mesh_sizes
 from shardlib.nn.attention.backends import Backend
 from shardlib.nn.attention.order import AXIS, Order, ring_tile
@@ -61,11 +61,13 @@ def plan_context(
         order: The order of the row; None to choose.
 
     Raises:
-        ModelError: If the requested method cannot work; the message lists all reasons. Also if the
-            row is in zig-zag order and the mesh has a `context` axis, but the rules or an enclosing
-            manual region keep it from splitting the row.
+        ModelError: If the method or the order is unknown, or the requested method cannot work; the
+            message lists all reasons. Also if the row is in zig-zag order and the mesh has a
+            `context` axis, but the rules or an enclosing manual region keep it from splitting the
+            row.
         RuleError: If the mesh does not divide the length or the heads.
     """
+    _check_names(context, order)
     scope, shards = active(), axis_size(AXIS)
     if scope is None or mesh_sizes(scope.mesh).get(AXIS, 1) == 1:
         return ContextPlan("none", "contiguous", f"no axis {AXIS} of the mesh splits the row")
@@ -93,6 +95,18 @@ def plan_context(
     return ContextPlan(method, order, f"{method}: {why}; {order} order: {why_order}")
 
 
+def _check_names(context: ContextMethod, order: Order | None) -> None:
+    methods, orders = get_args(ContextMethod), get_args(Order)
+    for name, value, known in (("context", context, methods), ("order", order, (None, *orders))):
+        if value not in known:
+            choices = [choice for choice in known if choice is not None]
+            hint = did_you_mean(str(value), choices)
+            raise ModelError(
+                f"{name}={value!r} is not known to attention.{hint}\n"
+                f"  Choose one of: {', '.join(choices)}."
+            )
+
+
 def _whole(scope: Scope, order: Order | None, reason: str) -> ContextPlan:
     """Returns the plan of a row that is not split, though the mesh has devices along `context`."""
     if order == "zigzag":
@@ -110,9 +124,9 @@ def _method(
     if context != "auto":
         return context, "asked for"
     if backend in _WHOLE_ROWS:
-        return "ulysses", f"the back end {backend} takes whole rows"
+        return "ulysses", f"the backend {backend} needs whole rows"
     if _stages(scope) > 1:
-        return "gather", "hops of a ring would meet over all pipeline stages, idle ones too"
+        return "gather", "the hops of a ring would make idle pipeline stages take part"
     return "ring", "memory of one shard, for any number of heads"
 
 
@@ -122,14 +136,15 @@ def _order(
     if method == "ulysses":
         return "contiguous", "each device computes whole rows"
     if not causal:
-        return "contiguous", "without a causal mask all chunks are equal work"
+        return "contiguous", "without a causal mask all chunks have equal work"
     if window is not None:
-        return "contiguous", "with a window all chunks are equal work"
+        return "contiguous", "with a window all chunks have equal work"
     if dropout > 0:
-        return "contiguous", f"the masks of dropout={dropout} go by index"
+        return "contiguous", f"the masks of dropout={dropout} depend on the order"
     if ring_tile("zigzag", here) is None:
-        return "contiguous", f"{here * shards} positions do not cut into {2 * shards} tiled chunks"
-    return "zigzag", "an early and a late chunk each make causal work even"
+        chunks = f"{2 * shards} chunks of whole tiles"
+        return "contiguous", f"{here * shards} positions cannot be cut into {chunks}"
+    return "zigzag", "an early and a late chunk on each device balance causal work"
 
 
 def _faults(
@@ -148,23 +163,23 @@ def _faults(
         faults.append(f"zig-zag order would change the masks of dropout={dropout}")
     if method == "ring" and _stages(scope) > 1:
         faults.append(
-            "its hops are collective-permutes, which meet over all devices, idle pipeline stages "
-            f"too, and the mesh has stage={_stages(scope)}"
+            "its hops are collective-permutes, in which idle pipeline stages would have to take "
+            f"part, and the mesh has stage={_stages(scope)}"
         )
     if method == "ulysses":
         over = heads // scope.parts("heads", heads)
         if over % shards:
-            split = "" if over == heads else f" (of {heads}, split by the rules already)"
-            faults.append(f"{shards} devices do not divide the {over} heads{split} of each")
+            split = "" if over == heads else f" (of {heads}, after the split by the rules)"
+            faults.append(f"{over} heads{split} cannot be divided over {shards} devices")
         if order == "zigzag" and here % 2:
             faults.append(f"a shard of {here} positions cannot be halved for zig-zag order")
         return faults
     if backend in _WHOLE_ROWS:
-        faults.append(f"it computes tiles itself, and the back end {backend} takes whole rows")
+        faults.append(f"{method} computes in tiles, but the backend {backend} needs whole rows")
     if ring_tile(order, here) is None:
         half = "" if order == "contiguous" else "half of "
         faults.append(
-            f"{half}a shard of {here} positions does not divide into tiles of 64 to {MAX_TILE}"
+            f"{half}a shard of {here} positions cannot be cut into tiles of 64 to {MAX_TILE}"
         )
     return faults
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing, dispatch with or without drops, exchange over a mesh, balance."""
+"""Mixtures of experts: routing, dispatch with or without drops, exchange over a mesh, balancing."""
 
 from shardlib.nn.moe.balance import balance_biases as balance_biases
 from shardlib.nn.moe.capacity import capacity as capacity

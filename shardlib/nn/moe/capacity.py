@@ -1,9 +1,10 @@
-"""Dispatch with a fixed capacity: an expert takes a fixed number of tokens per row, others drop.
+"""Dispatch with a fixed capacity: an expert takes up to a fixed number of tokens per row.
 
 An expert has `capacity(length, ...)` places for the tokens of one row. First choices come before
-second ones, and earlier tokens before later ones. A dropped copy adds nothing: the token stays on
-the residual stream. Places are counted within a row, so drops depend on neither the mesh nor the
-batch size. All shapes are fixed: plain matmuls and an all-to-all.
+second ones, and earlier tokens before later ones. A copy without a place is dropped and
+adds nothing: the token stays on the residual stream. Places are counted within a row, so drops
+depend on neither the mesh nor the batch size. All shapes are fixed: plain matmuls and
+an all-to-all.
 
 Under context parallelism places are still counted over the whole row. The buffers of each part of a
 row are sized for the case that its own tokens take all the places.

@@ -5,8 +5,9 @@ multiplied group by group (`jax.lax.ragged_dot`), sent back and summed by weight
 proportional to the tokens that arrive on platforms with a grouped matmul. XLA for CPU multiplies
 every row by every expert and masks the result.
 
-Memory is for the worst case, since no token may be dropped: all devices may send all their rows to
-one. With t tokens on a device, k experts per token and E experts over D devices, a device holds
+Memory is sized for the worst case, since no token may be dropped: all devices may send all their
+rows to one. With t tokens on a device, k experts per token and E experts over D devices, a device
+holds
 
     D * t * min(k, E / D) rows
 

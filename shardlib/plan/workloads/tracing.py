@@ -27,6 +27,7 @@ from jaxtyping import PyTree
 from shardlib.cost.layout import SHARDLIB, Software
 from shardlib.cost.traced.rules import PARAMS_TABLE, constrained_names
 from shardlib.cost.traced.step import BatchAxes, TracedStep
+from shardlib.errors import ModelError
 from shardlib.functional import FunctionalModule, Inputs, call, functional, refuse_no_params
 from shardlib.functional.boundary import boundary
 from shardlib.functional.precision import Precision
@@ -106,6 +107,11 @@ def _step(
     platform: str | None,
 ) -> TracedStep:
     """Returns the traced step of a module, from arguments as in `trace_workload`."""
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ModelError(
+            f"the optimizer is {optimizer!r}, which is not an optax transformation.\n"
+            "  Pass one, such as optax.adamw(3e-4)."
+        )
     key = jax.eval_shape(lambda: jax.random.key(0))
     params, model_state = module.shapes()
     refuse_no_params(module, params)

@@ -14,7 +14,7 @@ from shardlib.hardware import Cluster
 from shardlib.humanize import duration
 from shardlib.mesh import MeshConfig, auto_mesh
 from shardlib.nn import remat
-from shardlib.optim.named import build_optimizer
+from shardlib.optim.build import build_optimizer
 from shardlib.plan.api import STATE_BYTES, answer, of_dims
 from shardlib.plan.fixes import Fix, cheapest_fixes
 from shardlib.plan.mixed_result import MixedPlans, answer_mixed
@@ -208,9 +208,9 @@ def planned_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
         cluster = as_measured(cluster)
         best = _best_as_it_is(config, workload, cluster, None)
     except ShardlibError as error:
-        return plain, f"the plain choice: {str(error).splitlines()[0]}"
+        return plain, f"default; not planned because {str(error).splitlines()[0]}"
     if best is None:
-        return plain, "the plain choice: no mesh fits by the cost model without other changes"
+        return plain, "default: by the cost model, no mesh fits without other changes"
     layout = Layout.of(plain.sizes, cluster.num_slices)
     usual = None
     if not workload.faults(layout):

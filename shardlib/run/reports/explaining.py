@@ -17,7 +17,7 @@ from shardlib.explain.report.report import report_on
 from shardlib.hardware import Cluster, parse_cluster
 from shardlib.mesh import mesh_sizes
 from shardlib.registry import DataSpec, family
-from shardlib.run.checks import check_config, expected_spec
+from shardlib.run.checks import check_config, check_is_config, expected_spec
 from shardlib.run.config import RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.plans.planning import fixes_of
@@ -46,6 +46,7 @@ def explain(config: RunConfig, on: str | None = None) -> ParamsReport:
         RuleError: If tensors cannot be placed.
         ModelError: If the model cannot be computed, evaluated or sampled as configured.
     """
+    check_is_config(config)
     devices: Devices
     if on is None:
         start_devices(config)

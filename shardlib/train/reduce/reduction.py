@@ -178,8 +178,8 @@ def _faults(
     if uneven and meeting:
         faults.append(
             f"groups that take unequal numbers of microbatches cannot split "
-            f"{' and '.join(meeting)}: their collective-permutes meet over all groups, and the "
-            "group that is done would be waited for.\n"
+            f"{' and '.join(meeting)}: all groups take part in their collective-permutes, so "
+            "the others would wait for a group that has finished.\n"
             f"  Use a mesh without {' and '.join(meeting)}, or the same count for every group."
         )
     return faults

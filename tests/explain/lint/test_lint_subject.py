@@ -10,9 +10,9 @@ from planted import EMBED, ROWS, array, compiled, descend, make_mesh, mean_squar
 
 from shardlib.explain.analysis.collectives import read_program
 from shardlib.explain.aot.compile import compile_step
+from shardlib.explain.hlo.origins import HloValue, Values
 from shardlib.explain.hlo.text import parse
 from shardlib.explain.lint import Finding, Subject, lint
-from shardlib.explain.lint.values import HloValue, Values
 
 MESH = make_mesh(fsdp=4, tensor=2)
 X = array(MESH, (ROWS, EMBED), "fsdp")

@@ -41,9 +41,9 @@ def build_optimizer(config: OptimizerConfig, *, steps: int, global_batch: int) -
         global_batch: Examples (sequences or images) per update.
 
     Raises:
-        ConfigError: If the schedule does not fit into `steps`. `transform.init` also raises it if a
-            given pattern matches no parameter. If an optimizer named by import path returns
-            something else than a transformation.
+        ConfigError: If the schedule does not fit into `steps`, or an optimizer named by import path
+            does not return a transformation. `transform.init` raises it if a given pattern matches
+            no parameter.
 
     Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural
     networks", arXiv:1211.5063 (clipping); Goyal et al., "Accurate, Large Minibatch SGD",
