@@ -266,11 +266,14 @@ class Attempt:
         return {f"eval/{name}": value for name, value in found.items()}
 
     def _until_stopped(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
-        """Yields batches until a stop: a preempted machine must not wait for an evaluation."""
-        for batch in batches:
+        """Yields batches until a stop: a preempted machine must not wait for an evaluation.
+
+        The first one comes in any case, as an evaluation needs one.
+        """
+        for index, batch in enumerate(batches):
             # The watchdog's limit is for one batch, not for all of them.
             self.clock.progress()
-            if self._is_stopped():
+            if index and self._is_stopped():
                 return
             yield batch
 
