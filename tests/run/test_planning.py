@@ -205,7 +205,7 @@ def test_the_automatic_mesh_is_planned_where_it_is_clearly_faster(file):
     mesh, reason = auto("v5e-16", "train.local_sgd={inner_steps: 4}")
     assert (str(mesh), reason) == (
         "fsdp=16",
-        "the plain choice: the config sets the groups along data",
+        "default; the config sets the groups along data",
     )
     assert auto("cpu:8") == (
         mesh.parse("fsdp=8"),

@@ -42,7 +42,7 @@ _NEWTON_SCHULZ_STEPS = 5
 """Newton-Schulz steps of optax.contrib.muon."""
 UNPLANNED = "default; the planner does not know this device"
 _WORTH_CHANGING = 0.9
-"""Fraction of the time of the plain choice that another mesh must beat for `mesh: auto` to take it.
+"""Fraction of the time of the default mesh that another mesh must beat for `mesh: auto` to take it.
 The margin is the error of the predictions."""
 
 
@@ -193,8 +193,8 @@ def flops_per_step(config: RunConfig, data: DataSpec) -> float | None:
 def planned_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
     """Returns the mesh of `mesh: auto` on a cluster, and the reason for it.
 
-    The rest of the config stays fixed. Another mesh replaces the plain choice (`fsdp` within a
-    slice or host, `data` across) if it is clearly faster or the plain choice does not fit.
+    The rest of the config stays fixed. Another mesh replaces the default (`fsdp` within a
+    slice or host, `data` across) if it is clearly faster or the default does not fit.
 
     Raises:
         MeshError: If slices or hosts do not divide the devices.
@@ -208,9 +208,9 @@ def planned_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
         cluster = as_measured(cluster)
         best = _best_as_it_is(config, workload, cluster, None)
     except ShardlibError as error:
-        return plain, f"the plain choice: {str(error).splitlines()[0]}"
+        return plain, f"default; {str(error).splitlines()[0]}"
     if best is None:
-        return plain, "the plain choice: no mesh fits by the cost model without other changes"
+        return plain, "default; no mesh fits by the cost model without other changes"
     layout = Layout.of(plain.sizes, cluster.num_slices)
     usual = None
     if not workload.faults(layout):
