@@ -153,6 +153,17 @@ def test_a_library_file_does_not_import_the_whole_package():
             assert not whole, f"{file}:{whole}: import the module that holds the name"
 
 
+def test_no_two_classes_share_a_name():
+    names = collections.Counter(
+        node.name
+        for file in modules().values()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    # A choice of rules and a choice of a plan are public names of their packages.
+    assert {name for name, count in names.items() if count > 1} == {"Choice"}
+
+
 def test_no_file_is_called_utils():
     names = {file.name for root in (PACKAGE, MODELS) for file in root.rglob("*.py")}
     assert not names & {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}

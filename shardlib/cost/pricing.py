@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
-from shardlib.cost.costs import Collective, Costs, Overlap, StepTime, Window, Work
+from shardlib.cost.costs import CollectiveCost, Costs, Overlap, StepTime, Window, Work
 from shardlib.cost.layout import Layout, Software
 from shardlib.cost.machine import fabric
 from shardlib.cost.machine.fabric import Link
@@ -46,7 +46,7 @@ class Machine:
             found[part, during] += count * kernel.seconds(rates)
         return found
 
-    def collective_seconds(self, collective: Collective) -> float:
+    def collective_seconds(self, collective: CollectiveCost) -> float:
         """Returns the seconds of one execution of a collective. Each link carries what the faster
         ones leave."""
         kind, size = collective.kind, collective.num_bytes
@@ -75,7 +75,7 @@ class Machine:
         return rates.hide_tensor if software.overlap_tensor else 0.0
 
     def exposed(
-        self, collectives: Iterable[Collective], windows: Mapping[Window, float]
+        self, collectives: Iterable[CollectiveCost], windows: Mapping[Window, float]
     ) -> dict[str, float]:
         """Returns the seconds by part of collectives that computation does not hide. Those of a
         part that overlap alike share a window; all activations share one."""

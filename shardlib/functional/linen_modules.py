@@ -17,8 +17,8 @@ from shardlib.functional.protocol import (
     AxesByPath,
     Inputs,
     Keys,
-    Layout,
     Tree,
+    VariableTree,
     axis_names_of,
     keys_of,
 )
@@ -173,9 +173,9 @@ def _path(keys: Keys) -> Keys:
     return keys[1:] if keys[0] == "params" else keys
 
 
-def _layout(variables: PyTree) -> Layout:
+def _layout(variables: PyTree) -> VariableTree:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(variables)
-    return Layout(treedef, tuple(_path(keys_of(path)) for path, _ in leaves))
+    return VariableTree(treedef, tuple(_path(keys_of(path)) for path, _ in leaves))
 
 
 def _named(boxed: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:

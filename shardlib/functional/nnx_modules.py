@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
-from shardlib.functional.protocol import AxesByPath, Layout, Tree, axis_names_of, keys_of
+from shardlib.functional.protocol import AxesByPath, Tree, VariableTree, axis_names_of, keys_of
 
 Make = Callable[[nnx.Rngs], Any]
 
@@ -157,13 +157,13 @@ def _is_variable(node: object) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def _layout(state: PyTree) -> Layout:
+def _layout(state: PyTree) -> VariableTree:
     leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable)
     paths = []
     for path, variable in leaves:
         inner, _ = jax.tree_util.tree_flatten_with_path(variable.get_value())
         paths += [(*keys_of(path), *keys_of(within)) for within, _ in inner]
-    return Layout(jax.tree.structure(state), tuple(paths))
+    return VariableTree(jax.tree.structure(state), tuple(paths))
 
 
 def _of_each(state: PyTree, say: Callable[[nnx.Variable, Any], Any]) -> dict[str, Any]:

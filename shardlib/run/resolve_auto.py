@@ -23,7 +23,7 @@ from shardlib.train.step import TrainStep
 
 
 @dataclasses.dataclass(frozen=True)
-class Resolved:
+class ResolvedConfig:
     """A config in which every setting has a value."""
 
     config: RunConfig
@@ -41,7 +41,9 @@ class Resolved:
         return dataclasses.replace(parts, recorded=self.recorded, decided=self.choices)
 
 
-def resolve(config: RunConfig, devices: Devices, *, began: RunConfig | None = None) -> Resolved:
+def resolve(
+    config: RunConfig, devices: Devices, *, began: RunConfig | None = None
+) -> ResolvedConfig:
     """Returns a config with every open setting decided, but for microbatches that depend on the
     memory of the compiled step.
 
@@ -67,7 +69,7 @@ def resolve(config: RunConfig, devices: Devices, *, began: RunConfig | None = No
         train = dataclasses.replace(train, local_sgd=local_sgd)
     config = dataclasses.replace(config, train=train)
     recorded = dataclasses.replace(config, mesh=asked.mesh)
-    return Resolved(config, recorded, choices, leaves_microbatches)
+    return ResolvedConfig(config, recorded, choices, leaves_microbatches)
 
 
 def as_recorded(config: RunConfig, began: RunConfig | None) -> RunConfig:

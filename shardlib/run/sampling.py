@@ -23,7 +23,7 @@ from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
 from shardlib.run.position import no_checkpoint
-from shardlib.run.resolve_auto import Resolved, resolve
+from shardlib.run.resolve_auto import ResolvedConfig, resolve
 from shardlib.run.setup import Setup, make_scope
 from shardlib.sharding.constrain import Scope, use
 from shardlib.train.local_sgd.outer import merged
@@ -206,7 +206,7 @@ def _check_tokenizer(tokenizer: Tokenizer, file: pathlib.Path, manifest: Manifes
         )
 
 
-def _resolved(config: RunConfig, mesh: str | None) -> tuple[Resolved, Scope]:
+def _resolved(config: RunConfig, mesh: str | None) -> tuple[ResolvedConfig, Scope]:
     """Returns the run on the given mesh, or else on its own mesh if it fits the devices."""
     devices = jax.devices()
     run = resolve(config if mesh is None else config.with_mesh(mesh), devices)

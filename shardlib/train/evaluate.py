@@ -27,7 +27,7 @@ from shardlib.train.partitioning import Constrain, check_constrain
 from shardlib.train.pipeline.config import PipelineConfig
 from shardlib.train.pipeline.gradients import pipelined_sums
 from shardlib.train.program import (
-    CompiledStep,
+    JittedStep,
     PlacedProgram,
     ProgramCheck,
     Reported,
@@ -68,7 +68,7 @@ def make_eval_step(
 
 
 @dataclasses.dataclass(eq=False)
-class EvalStep(CompiledStep):
+class EvalStep(JittedStep):
     """A compiled evaluation step; see `make_eval_step`."""
 
     loss_fn: LossFn

@@ -14,7 +14,15 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from shardlib.cost.costs import Pass
 from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.traced.costs import Tally, Walk
-from shardlib.cost.traced.layout import MICRO, Axes, Laid, Moved, Spec, Spreading, replicated
+from shardlib.cost.traced.layout import (
+    MICRO,
+    Axes,
+    Moved,
+    Spec,
+    Spreading,
+    ValueSharding,
+    replicated,
+)
 from shardlib.functional import FunctionalModule
 from shardlib.mesh import entry_axes
 from shardlib.paths import path_string
@@ -102,7 +110,7 @@ class TracedStep:
         """
         return self._placed(_degrees(layout), layout.zero)
 
-    def batch_laid(self, layout: Layout, batch: int) -> list[Laid]:
+    def batch_laid(self, layout: Layout, batch: int) -> list[ValueSharding]:
         """Returns the layouts of the leaves of a batch of `batch` examples.
 
         Raises:
@@ -114,7 +122,9 @@ class TracedStep:
             axes = self.batch_axes.get(path_string(path), ("batch", *[None] * (rank - 1))[:rank])
             spec = spec_of(self.rules.spec(axes, leaf.shape, sizes, "activations"), rank)
             pairs = zip(axes, spec, strict=True)
-            found.append(Laid(tuple((*cut, MICRO) if a == "batch" else cut for a, cut in pairs)))
+            found.append(
+                ValueSharding(tuple((*cut, MICRO) if a == "batch" else cut for a, cut in pairs))
+            )
         return found
 
     @functools.cached_property
@@ -149,7 +159,7 @@ class TracedStep:
             "moments": place_optimizer(self.opt_state, moments),
         }
 
-    def _walk(self, degrees: Mesh, zero: int, parts: float) -> tuple[list[Laid], Tally]:
+    def _walk(self, degrees: Mesh, zero: int, parts: float) -> tuple[list[ValueSharding], Tally]:
         """Returns the layouts of the gradients after the forward and backward pass, and the
         costs."""
         params = self._placed(degrees, zero)["params"]
@@ -217,7 +227,7 @@ def _relay(
     during: Pass,
     walk: Walk,
     leaves: Sequence[Any],
-    laids: Sequence[Laid],
+    laids: Sequence[ValueSharding],
     wanted: Mapping[str, Placement],
 ) -> None:
     """Counts the collectives that bring arrays of the parameters' shapes to their wanted
@@ -240,8 +250,10 @@ def _sizes(degrees: Mesh) -> dict[str, int]:
     return dict(zip(AXES, degrees, strict=True))
 
 
-def _laid(places: Mapping[str, Placement], *, is_param: bool = False) -> list[Laid]:
-    return [Laid(spec_of(one.spec, len(one.shape)), (), is_param) for one in places.values()]
+def _laid(places: Mapping[str, Placement], *, is_param: bool = False) -> list[ValueSharding]:
+    return [
+        ValueSharding(spec_of(one.spec, len(one.shape)), (), is_param) for one in places.values()
+    ]
 
 
 def _unsharded(placement: Placement) -> Placement:

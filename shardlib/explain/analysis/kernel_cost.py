@@ -26,7 +26,7 @@ _CARRIES = ("bitcast", "convert", "copy", "reshape", "transpose")
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class ProgramWork:
     """FLOPs and bytes of the instructions of one program, per execution."""
 
     module: Module

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from shardlib import humanize
 from shardlib.cost.costs import Pass, pass_of
 from shardlib.explain.analysis.flops import STAGES, Flops, Stage, count_flops
-from shardlib.explain.analysis.kernel_cost import Work
+from shardlib.explain.analysis.kernel_cost import ProgramWork
 from shardlib.explain.analysis.params import ParamsReport
 from shardlib.explain.analysis.timing import Flow
 from shardlib.explain.hlo.text import Module, arrays
@@ -159,7 +159,7 @@ def read_roofline(
     peak = chip.flops_per_device(precision) if chip else None
     bandwidth = chip.memory_bytes_per_second / chip.devices_per_chip if chip else None
     heads = frozenset(size for held in vocabularies.values() for size in held)
-    moved, compiled = _program(Work(module), heads)
+    moved, compiled = _program(ProgramWork(module), heads)
     share = max(_redundancy(compiled, devices, flops), 1.0) / devices
     computed: dict[Stage, float] = {s: total * share for s, total in flops.hardware.items()}
     network, unknown = _network(flows)
@@ -217,7 +217,7 @@ def _redundancy(compiled: float, devices: int, flops: Flops) -> float:
     return compiled * devices / total if total else 1.0
 
 
-def _program(work: Work, vocabularies: frozenset[int]) -> tuple[dict[Stage, float], float]:
+def _program(work: ProgramWork, vocabularies: frozenset[int]) -> tuple[dict[Stage, float], float]:
     """Returns the bytes of a compiled program by stage, and the FLOPs of its matmuls."""
     moved: dict[Stage, float] = collections.defaultdict(float)
     flops = 0.0

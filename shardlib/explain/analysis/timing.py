@@ -16,7 +16,7 @@ from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.machine.constants import committed, constant
 from shardlib.cost.machine.fabric import Link, links
 from shardlib.explain.analysis.collectives import Collective, ProgramReport
-from shardlib.explain.analysis.kernel_cost import Work
+from shardlib.explain.analysis.kernel_cost import ProgramWork
 from shardlib.explain.hlo.text import Instruction, Module
 from shardlib.hardware import Cluster
 
@@ -54,7 +54,7 @@ class Flow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class CollectiveRow:
     """All collectives of one kind over the same axes and fabric.
 
     `seconds` and `overlappable_seconds` leave out instructions of unknown time; `unknown` counts
@@ -103,7 +103,7 @@ def _largest_first(flows: list[Flow]) -> tuple[Flow, ...]:
     return tuple(sorted(flows, key=lambda flow: -flow.collective.sent_bytes))
 
 
-def rows(flows: tuple[Flow, ...]) -> tuple[Row, ...]:
+def rows(flows: tuple[Flow, ...]) -> tuple[CollectiveRow, ...]:
     """Returns the flows grouped by kind, mesh axes and fabric, longest time first."""
     groups: dict[tuple[str, tuple[str, ...] | None, bool], list[Flow]] = collections.defaultdict(
         list
@@ -115,13 +115,15 @@ def rows(flows: tuple[Flow, ...]) -> tuple[Row, ...]:
     return tuple(sorted(found, key=lambda row: (-row.seconds, -row.sent_bytes)))
 
 
-def _row(kind: str, axes: tuple[str, ...] | None, between_slices: bool, flows: list[Flow]) -> Row:
+def _row(
+    kind: str, axes: tuple[str, ...] | None, between_slices: bool, flows: list[Flow]
+) -> CollectiveRow:
     fabrics = dict.fromkeys(name for flow in flows for name in flow.seconds)
     seconds = [flow.total_seconds or 0.0 for flow in flows]
     by_size = sorted(flows, key=lambda flow: -flow.collective.sent_bytes)
     collectives = [flow.collective for flow in by_size]
     places = [(c.source, c.model_path, c.phase) for c in collectives]
-    return Row(
+    return CollectiveRow(
         kind,
         axes,
         between_slices,
@@ -252,8 +254,8 @@ class _Schedule:
     """Remaining seconds of an instruction, by fabric and name, that hide no collective yet."""
 
     @functools.cached_property
-    def _work(self) -> Work:
-        return Work(self.module)
+    def _work(self) -> ProgramWork:
+        return ProgramWork(self.module)
 
     @functools.cached_property
     def _placed(self) -> dict[str, tuple[str, Instruction]]:
