@@ -45,6 +45,7 @@ def test_the_python_of_the_readme_runs(capsys):
     assert "up/kernel" in table
     assert "fsdp, tensor" in table
     assert re.search(r"│ all-gather +│ fsdp +│", table)
+    assert re.search(r"^\{'loss': \d+\.\d+\}$", table, re.MULTILINE)
 
 
 CONTINUES = "The code continues the example of the [README](../README.md)."

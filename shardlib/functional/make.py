@@ -80,12 +80,12 @@ def refuse_no_params(module: FunctionalModule, params: Tree) -> None:
     by_kind: dict[str, list[str]] = {}
     for path, kind in module.kinds.items():
         by_kind.setdefault(kind, []).append(path)
-    found = "; ".join(
+    variables = "; ".join(
         f"{kind} ({', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''})"
         for kind, paths in by_kind.items()
     )
     raise ModelError(
-        f"{module.name} has no parameter to train: its variables are {found or 'none'}.\n"
+        f"{module.name} has no parameter to train: its variables are {variables or 'none'}.\n"
         "  Say which of them to train, as in sl.init_state(..., wrt=MyVariable) for NNX or "
         'wrt=("params", "my_collection") for linen, or make them nnx.Param.'
     )

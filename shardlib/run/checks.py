@@ -86,11 +86,11 @@ def _errors(config: RunConfig, make_scope: Callable[[], Scope]) -> Iterator[Shar
 def expected_spec(config: RunConfig) -> DataSpec:
     """Returns the data spec that a config implies. If the config leaves the number of tokens or
     classes to the data, the spec takes the model's number."""
-    known, model = config.data.spec(), config.model
+    spec, model = config.data.spec(), config.model
     return dataclasses.replace(
-        known,
-        vocab_size=known.vocab_size or getattr(model, "vocab_size", None),
-        num_classes=known.num_classes or getattr(model, "num_classes", None),
+        spec,
+        vocab_size=spec.vocab_size or getattr(model, "vocab_size", None),
+        num_classes=spec.num_classes or getattr(model, "num_classes", None),
     )
 
 
@@ -204,10 +204,10 @@ def check_batch(config: RunConfig, scope: Scope) -> None:
         checks += [("data.sequence_length", length, 1, name, sizes) for name in names]
     faults: dict[str, None] = {}
     for key, size, parts, axis, sizes in checks:
-        found = scope.rules.resolve((axis,), (size // parts,), sizes, "activations")
-        if found.faults:
+        resolution = scope.rules.resolve((axis,), (size // parts,), sizes, "activations")
+        if resolution.faults:
             share = f" in {parts} microbatches of {size // parts}" if parts > 1 else ""
-            reason, multiple = _indivisible(found.choices[0], sizes)
+            reason, multiple = _indivisible(resolution.choices[0], sizes)
             fault = f"{key}={size}{share} cannot be shared out: {reason}.\n"
             faults[f"{fault}  Choose a multiple of {multiple * parts}, or another mesh."] = None
     if faults:

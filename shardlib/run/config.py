@@ -46,8 +46,8 @@ def _data_config(path: str) -> type:
     return cls
 
 
-def _is_data_config(found: object) -> bool:
-    return inspect.isclass(found) and issubclass(found, DataConfig)
+def _is_data_config(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, DataConfig)
 
 
 @configclass

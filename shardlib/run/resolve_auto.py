@@ -55,10 +55,10 @@ def resolve(
     Raises:
         MeshError: If no mesh can be made of the devices.
     """
-    asked, config = config, as_recorded(config, began)
+    given, config = config, as_recorded(config, began)
     mesh, choices = _mesh(config, devices)
     leaves_microbatches = config.train.microbatches == AUTO
-    if asked.train.microbatches == AUTO and not leaves_microbatches:
+    if given.train.microbatches == AUTO and not leaves_microbatches:
         choices["microbatches"] = f"{config.train.microbatches}: as the run began"
     config = dataclasses.replace(config, mesh=mesh)
     train, sizes = config.train, _sizes(config, devices)
@@ -68,7 +68,7 @@ def resolve(
         local_sgd = dataclasses.replace(train.local_sgd, groups=sizes.get("data", 1))
         train = dataclasses.replace(train, local_sgd=local_sgd)
     config = dataclasses.replace(config, train=train)
-    recorded = dataclasses.replace(config, mesh=asked.mesh)
+    recorded = dataclasses.replace(config, mesh=given.mesh)
     return ResolvedConfig(config, recorded, choices, leaves_microbatches)
 
 

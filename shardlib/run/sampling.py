@@ -183,9 +183,9 @@ def _restored(
     if step is not None:
         check(saved.manifest(step))
         return saved.restore(step, target, partial=partial, on_difference=on_difference)
-    found = [(each, place) for place in saved.tiers.values() for each in place.candidates()]
+    candidates = [(each, place) for place in saved.tiers.values() for each in place.candidates()]
     # The sort is stable: a step in two places is read from the first place.
-    for each, place in sorted(found, key=lambda found: -found[0]):
+    for each, place in sorted(candidates, key=lambda candidate: -candidate[0]):
         try:
             check(place.manifest(each))
             return place.restore(each, target, partial=partial, on_difference=on_difference)

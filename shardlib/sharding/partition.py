@@ -110,11 +110,13 @@ def place_model_state(
     """
     leaves = named_leaves(tree)
     placed = {p: x for p, x in leaves.items() if p in frozen or axes.get(p) is not None}
-    found = place(placed, axes, rules, mesh)
+    placements = place(placed, axes, rules, mesh)
     for path in frozen:
-        note = "; ".join(filter(None, ("not trained", found[path].note)))
-        found[path] = dataclasses.replace(found[path], note=note)
-    return {path: found.get(path) or _unnamed_state(path, leaf) for path, leaf in leaves.items()}
+        note = "; ".join(filter(None, ("not trained", placements[path].note)))
+        placements[path] = dataclasses.replace(placements[path], note=note)
+    return {
+        path: placements.get(path) or _unnamed_state(path, leaf) for path, leaf in leaves.items()
+    }
 
 
 def unmatched_patterns(rules: AxisRules, placements: Iterable[Placement]) -> dict[str, str]:
@@ -130,7 +132,7 @@ def unmatched_patterns(rules: AxisRules, placements: Iterable[Placement]) -> dic
 def warn_of_unmatched(rules: AxisRules, placements: Iterable[Placement], model: str) -> None:
     """Logs the path patterns that match no leaf.
 
-    They are no error: rules may be meant for several models.
+    They are not refused: a table of rules may serve several models.
     """
     for pattern, hint in unmatched_patterns(rules, placements).items():
         _LOG.warning("the path rule %r matches no parameter of %s.%s", pattern, model, hint)
@@ -353,7 +355,7 @@ def weights_by_path(tree: PyTree) -> list[Weight]:
     of arrays, in tree order."""
     is_mapping = isinstance(tree, Mapping) and not isinstance(tree, nnx.State)
     collections = is_mapping and isinstance(tree.get("params"), Mapping)
-    found = []
+    weights = []
     for path, box in named_leaves(tree, is_leaf=_names_axes).items():
         is_param = isinstance(box, nnx.Param) or not isinstance(box, nnx.Variable)
         if collections:
@@ -361,8 +363,8 @@ def weights_by_path(tree: PyTree) -> list[Weight]:
             path = path.removeprefix("params/")
         for inner, leaf in named_leaves(_value(box)).items():
             axes = axis_names_of(_axis_names(box), np.ndim(leaf))
-            found.append(Weight(f"{path}/{inner}" if inner else path, leaf, axes, is_param))
-    return found
+            weights.append(Weight(f"{path}/{inner}" if inner else path, leaf, axes, is_param))
+    return weights
 
 
 def _names_axes(node: object) -> bool:

@@ -72,14 +72,14 @@ class Tally:
 
     def work(self, during: Pass | None = None) -> list[Work]:
         """Returns the kernels of the program, all in the pass `during` if it is given."""
-        found = [
+        kernels = [
             Work(during or own, during or "matmul", product, count)
             for (own, product), count in self.products.items()
         ]
         for own in _PASSES:
             passed = Stream(self.fused_bytes[own], self.exponentials[own], self.kernels[own])
-            found.append(Work(during or own, during or "elementwise", passed))
-        return found
+            kernels.append(Work(during or own, during or "elementwise", passed))
+        return kernels
 
 
 def step_costs(gradient: Tally, update: Tally, layout: Layout, *, sums_twice: bool) -> Costs:
@@ -120,8 +120,10 @@ def _collectives(
     axes = tuple(axis for axis in AXES if axis in moved.axes)
     if not moved.of_param:
         size = moved.num_bytes
-        found = CollectiveCost(axes[0], moved.kind, axes, size, 1.0, 1.0, "activations", "layers")
-        yield found
+        collective = CollectiveCost(
+            axes[0], moved.kind, axes, size, 1.0, 1.0, "activations", "layers"
+        )
+        yield collective
     elif moved.kind not in ("all_reduce", "reduce_scatter"):
         window: Window = "forward" if during == "forward" else "backward"
         yield CollectiveCost(axes[0], moved.kind, axes, moved.num_bytes, 1.0, 1.0, "gather", window)

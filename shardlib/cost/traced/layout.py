@@ -107,15 +107,15 @@ class Spreading:
         if not any(spec):
             return spec
         used: set[str] = set()
-        found = []
+        dims = []
         for size, axes in zip(shape, spec, strict=True):
             kept: Axes = ()
             for axis in axes:
                 if axis not in used and size % self.shards((*kept, axis)) == 0:
                     kept = (*kept, axis)
                     used.add(axis)
-            found.append(kept)
-        return tuple(found)
+            dims.append(kept)
+        return tuple(dims)
 
     def send(self, kind: str, axes: Axes, num_bytes: float, *, of_param: bool = False) -> None:
         """Records a collective over the spatial axes among `axes` that have more than one

@@ -41,11 +41,11 @@ def results(
         equation: Equation of a jaxpr, or an `Operation`.
         laids: Layouts of its operands.
     """
-    found = RULES.get(equation.primitive.name, _elementwise)(spread, equation, laids)
+    layouts = RULES.get(equation.primitive.name, _elementwise)(spread, equation, laids)
     widths = [laid.width for laid in laids if laid.partial]
     return [
         _fitted(spread, var.aval, one, widths) if hasattr(var.aval, "shape") else one
-        for var, one in zip(equation.outvars, found, strict=True)
+        for var, one in zip(equation.outvars, layouts, strict=True)
     ]
 
 
@@ -133,18 +133,18 @@ def _elementwise(
     ]
     only = len(arrays) == 1 and arrays[0][1].is_param
     partial = laids[0].partial if equation.primitive.name in LINEAR else _partial_of(laids)
-    found: list[ValueSharding] = []
+    results: list[ValueSharding] = []
     for out in (v.aval for v in equation.outvars):
         shape = getattr(out, "shape", ())
         same = [(a, laid) for a, laid in arrays if len(a.shape) == len(shape)]
         if not same:
-            found.append(replicated(out))
+            results.append(replicated(out))
             continue
         spec = same[0][1].spec
         if any(a.shape != shape or laid.spec != spec for a, laid in same):
-            spec = _led(spread, same, out, moves=not found)
-        found.append(ValueSharding(spec, partial, only))
-    return found
+            spec = _led(spread, same, out, moves=not results)
+        results.append(ValueSharding(spec, partial, only))
+    return results
 
 
 def _led(
@@ -211,14 +211,14 @@ def _reduce(
     spread: Spreading, equation: Equation, laids: list[ValueSharding]
 ) -> list[ValueSharding]:
     dims = equation.params.get("axes", ())
-    found = []
+    results = []
     for var, laid in zip(equation.outvars, laids, strict=False):
         spec = tuple(axes for dim, axes in enumerate(laid.spec) if dim not in dims)
         over = tuple(a for dim in dims for a in laid.spec[dim] if a != MICRO)
         result = ValueSharding(spec, tuple(dict.fromkeys((*laid.partial, *over))))
         is_sum = equation.primitive.name == "reduce_sum"
-        found.append(result if is_sum else spread.whole(var.aval, result))
-    return found + [replicated(v.aval) for v in equation.outvars[len(found) :]]
+        results.append(result if is_sum else spread.whole(var.aval, result))
+    return results + [replicated(v.aval) for v in equation.outvars[len(results) :]]
 
 
 def _gather(
@@ -307,8 +307,8 @@ def _constraint(
     wanted = {axis for axes in spec for axis in axes}
     waiting = tuple(axis for axis in laid.partial if axis not in wanted)
     now = tuple(axis for axis in laid.partial if axis in wanted)
-    found = spread.relaid(aval, dataclasses.replace(laid, partial=now), spec)
-    return [ValueSharding(found.spec, waiting, found.is_param)]
+    relaid = spread.relaid(aval, dataclasses.replace(laid, partial=now), spec)
+    return [ValueSharding(relaid.spec, waiting, relaid.is_param)]
 
 
 PARAMS_TABLE = "params of "
@@ -317,15 +317,15 @@ PARAMS_TABLE = "params of "
 
 def constrained_names(jaxpr: Jaxpr) -> set[str]:
     """Returns the logical axes named by a program that was traced on a mesh of logical axes."""
-    found: set[str] = set()
+    logical_axes: set[str] = set()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "sharding_constraint":
             aval: Any = equation.outvars[0].aval
             names, _ = _logical(equation.params["sharding"].spec, len(aval.shape))
-            found |= {name for name in names or () if name}
+            logical_axes |= {name for name in names or () if name}
         for program in subprograms(equation):
-            found |= constrained_names(program)
-    return found
+            logical_axes |= constrained_names(program)
+    return logical_axes
 
 
 def _logical(spec: Sequence[object], rank: int) -> tuple[tuple[str | None, ...] | None, str]:

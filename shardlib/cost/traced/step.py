@@ -73,7 +73,7 @@ class TracedStep:
     @functools.cached_property
     def mesh_axes(self) -> frozenset[str]:
         """Mesh axes that the rules assign to logical axes of the model."""
-        found = {
+        axes = {
             name
             for kind in ("params", "activations")
             for logical, alternatives in self.rules.table(kind)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ class TracedStep:
             if name != "stage" and (name, logical) != ("expert", "batch")
         }
         auto = self.rules.auto.mesh_axis if self.rules.auto else None
-        return frozenset(found | ({auto} if auto else set()))
+        return frozenset(axes | ({auto} if auto else set()))
 
     def batch_of(self, batch: int) -> Any:
         """Returns the shapes of a batch of `batch` examples."""
@@ -116,16 +116,16 @@ class TracedStep:
         Raises:
             RuleError: If the rules cannot place them.
         """
-        sizes, found = _sizes(_degrees(layout)), []
+        sizes, laid = _sizes(_degrees(layout)), []
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch_of(batch)):
             rank = len(leaf.shape)
             axes = self.batch_axes.get(path_string(path), ("batch", *[None] * (rank - 1))[:rank])
             spec = spec_of(self.rules.spec(axes, leaf.shape, sizes, "activations"), rank)
             pairs = zip(axes, spec, strict=True)
-            found.append(
+            laid.append(
                 ValueSharding(tuple((*cut, MICRO) if a == "batch" else cut for a, cut in pairs))
             )
-        return found
+        return laid
 
     @functools.cached_property
     def _placed(self) -> Any:
@@ -181,9 +181,9 @@ class TracedStep:
         outs, costs = self._walked(degrees, max(zero, 2), parts)
         wanted = self._placed(degrees, zero)["gradients"]
         leaves = [jax.ShapeDtypeStruct(p.shape, jnp.float32) for p in jax.tree.leaves(self.params)]
-        found = dataclasses.replace(costs, moved=costs.moved.copy())
-        _relay(found, "backward", self._on(degrees, parts), leaves, outs, wanted)
-        return found
+        summed = dataclasses.replace(costs, moved=costs.moved.copy())
+        _relay(summed, "backward", self._on(degrees, parts), leaves, outs, wanted)
+        return summed
 
     def _update(self, degrees: Mesh, zero: int) -> Tally:
         places = self._placed(degrees, zero)
@@ -206,8 +206,8 @@ class TracedStep:
 
 def spec_of(spec: PartitionSpec, rank: int) -> Spec:
     """Returns a `PartitionSpec` as a layout of `rank` dims."""
-    found = [entry_axes(entry) for entry in spec]
-    return (*found, *((),) * (rank - len(found)))
+    axes = [entry_axes(entry) for entry in spec]
+    return (*axes, *((),) * (rank - len(axes)))
 
 
 def shards(placement: Placement, layout: Layout, *, without: str = "") -> int:

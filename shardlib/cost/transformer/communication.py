@@ -185,17 +185,19 @@ def orthogonalize(device: Device) -> list[CollectiveCost]:
     steps, model = device.job.newton_schulz_steps, device.job.model
     if not steps:
         return []
-    layers, found = model.layers / device.layout.stage, []
+    layers, collectives = model.layers / device.layout.stage, []
     for fan_in, fan_out, tensor, copies in matrices(model, device.layout):
         small, large = sorted((fan_in, fan_out))
         outer = FLOAT32 * layers * small * small
         rows = outer + 2 * FLOAT32 * layers * small * large / tensor
         count = steps * copies
-        found.append(CollectiveCost("optimizer", "all_gather", ("fsdp",), rows, 3.0, count))
+        collectives.append(CollectiveCost("optimizer", "all_gather", ("fsdp",), rows, 3.0, count))
         if tensor > 1:
             summed = outer / device.layout.fsdp
-            found.append(CollectiveCost("optimizer", "all_reduce", ("tensor",), summed, 1.0, count))
-    return found
+            collectives.append(
+                CollectiveCost("optimizer", "all_reduce", ("tensor",), summed, 1.0, count)
+            )
+    return collectives
 
 
 def offload(num_bytes: float) -> list[CollectiveCost]:

@@ -111,8 +111,8 @@ def rows(flows: tuple[Flow, ...]) -> tuple[CollectiveRow, ...]:
     for flow in flows:
         c = flow.collective
         groups[c.kind, c.mesh_axes, c.between_slices].append(flow)
-    found = [_row(*key, members) for key, members in groups.items()]
-    return tuple(sorted(found, key=lambda row: (-row.seconds, -row.sent_bytes)))
+    unsorted = [_row(*key, members) for key, members in groups.items()]
+    return tuple(sorted(unsorted, key=lambda row: (-row.seconds, -row.sent_bytes)))
 
 
 def _row(
@@ -187,8 +187,8 @@ class _Network:
         one = dataclasses.replace(
             self.cluster, num_hosts=self.cluster.num_hosts // slices, num_slices=1
         )
-        found = links(one, Layout(**sizes), constants)
-        named = {name: found[slot] for name, slot in self.slots.items()}
+        by_slot = links(one, Layout(**sizes), constants)
+        named = {name: by_slot[slot] for name, slot in self.slots.items()}
         if slices > 1:
             whole = Layout(data=slices, fsdp=self.cluster.num_devices // slices, slices=slices)
             named["slices"] = links(self.cluster, whole, constants)["slices"]
@@ -209,16 +209,16 @@ class _Network:
         if collective.kind in ("collective-permute", "collective-broadcast"):
             slowest = max(axes, key=lambda a: self._once(collective, a), default=None)
             return ({} if slowest is None else self._one(collective, slowest)), ""
-        found: dict[Fabric, float] = collections.defaultdict(float)
+        by_fabric: dict[Fabric, float] = collections.defaultdict(float)
         held = float(collective.bytes)
         for axis in reversed(axes):
             link = self.links[axis]
             if len(axes) == 1:
                 link = self._of_size(link, collective.group_size)
-            found[self.fabric(axis)] += link.seconds(collective.kind, held)
+            by_fabric[self.fabric(axis)] += link.seconds(collective.kind, held)
             if collective.kind in ("all-reduce", "all-gather", "reduce-scatter"):
                 held /= link.size
-        return dict(found), ""
+        return dict(by_fabric), ""
 
     def _once(self, collective: Collective, axis: str) -> float:
         assert self.links is not None
