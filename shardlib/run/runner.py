@@ -257,7 +257,8 @@ class Attempt:
             Prefetcher(source, self.parts.shardings(source)) as batches,
         ):
             model = merged(self._step, state)
-            metrics = evaluate(self._eval_step, model, self._until_stopped(batches))
+            stream = self._until_stopped(batches)
+            metrics = {} if self._is_stopped() else evaluate(self._eval_step, model, stream)
         if self._stopping:
             self.log.notice(f"the evaluation of step {step} is skipped, to stop in time")
             return {}
@@ -266,10 +267,8 @@ class Attempt:
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def _until_stopped(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
-        """Yields batches until a stop: a preempted machine must not wait for an evaluation.
-
-        The first one comes in any case, as an evaluation needs one.
-        """
+        """Yields a batch, and more until a stop: a preempted machine must not wait for an
+        evaluation."""
         for index, batch in enumerate(batches):
             # The watchdog's limit is for one batch, not for all of them.
             self.clock.progress()
