@@ -115,7 +115,7 @@ faulty = explained(careless=True)
 print(faulty)
 
 # %% [markdown]
-# The report names the fault, the line that it is in and what mends it. Mended, and what that
+# The report names the fault, its line and how to fix it. The fixed step, and what that
 # changed:
 
 # %%

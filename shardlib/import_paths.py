@@ -44,13 +44,13 @@ def imported(path: str, expected: str, accepts: Callable[[Any], bool]) -> Any:
             f"the module {module_name} has no {name!r}.{near}\n"
             f"  Name {expected}, defined in {module.__file__ or module_name}."
         )
-    found = getattr(module, name)
-    if not accepts(found):
+    value = getattr(module, name)
+    if not accepts(value):
         raise ConfigError(
-            f"{path} is of type {type(found).__name__}, not {expected}.\n"
+            f"{path} is of type {type(value).__name__}, not {expected}.\n"
             f"  Name {expected} in its place."
         )
-    return found
+    return value
 
 
 def _module(name: str) -> ModuleType:
@@ -73,8 +73,8 @@ def _siblings(name: str) -> Iterator[str]:
     """Yields the modules that stand where one was looked for: in its package, or in the current
     directory."""
     package = name.rpartition(".")[0]
-    found = importlib.util.find_spec(package) if package else None
-    places = found.submodule_search_locations or () if found else ["."]
+    spec = importlib.util.find_spec(package) if package else None
+    places = spec.submodule_search_locations or () if spec else ["."]
     for module in pkgutil.iter_modules(places, f"{package}." if package else ""):
         yield module.name
 

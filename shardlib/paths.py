@@ -2,11 +2,14 @@
 
 import functools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 from jax.tree_util import KeyPath
 from jaxtyping import PyTree
+
+from shardlib.errors import did_you_mean
 
 
 def key_string(key: Any) -> str:
@@ -41,3 +44,12 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def matches(pattern: str, path: str) -> bool:
     """Whether a path matches a glob: `*` stays within one segment, `**` crosses segments."""
     return _compiled(pattern).fullmatch(path) is not None
+
+
+def nearest_pattern(pattern: str, paths: Iterable[str]) -> str:
+    """Returns `" Did you mean '**/kernel'?"` for a pattern that matches no path, or `""`."""
+    if not pattern.startswith("**/"):
+        return did_you_mean(pattern, paths)
+    depth = pattern.count("/")
+    ends = {"/".join(["**", *path.split("/")[-depth:]]): None for path in paths}
+    return did_you_mean(pattern, ends)

@@ -103,16 +103,16 @@ def family(name: str) -> ModelFamily:
 
 
 def _entries() -> dict[str, EntryPoint]:
-    found: dict[str, EntryPoint] = {}
+    entries: dict[str, EntryPoint] = {}
     for entry in entry_points(group=GROUP):
-        other = found.setdefault(entry.name, entry)
+        other = entries.setdefault(entry.name, entry)
         if other.value != entry.value:
             raise ModelError(
                 f"two packages offer the model family {entry.name!r}: "
                 f"{other.value} and {entry.value}.\n"
                 f"  Uninstall one of them or rename its entry point."
             )
-    return found
+    return entries
 
 
 def _load(entry: EntryPoint) -> ModelFamily:

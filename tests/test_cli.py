@@ -371,7 +371,27 @@ def test_explain_refuses_what_it_could_not_write_before_it_compiles(
         assert shardlib("explain", tiny, *words) == (2, "", f"ConfigError: {message}")
 
 
-def test_launch_runs_the_command_in_every_process():
-    done = python("-m", "shardlib", "launch", "--processes", "2", "--", "--version")
+@pytest.mark.parametrize("columns", [None, 80, 60])
+def test_reports_are_as_wide_as_columns_says_and_160_in_a_pipe(
+    shardlib, tiny, monkeypatch, columns
+):
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, err = shardlib("explain", tiny)
+    assert (code, err) == (0, "")
+    lines = [line.rstrip() for line in out.splitlines()]
+    widest = max(map(len, lines))
+    if columns is None:
+        assert 110 < widest <= 160
+        assert any("parameter" in line and "┃" in line for line in lines)
+    else:
+        assert widest <= columns
+        assert "layers/attention/query/kernel" in lines  # A row of its own, whole.
+        assert "metadata" in out
+
+
+@pytest.mark.parametrize("words", [["--version"], ["shardlib", "--version"]])
+def test_launch_runs_the_command_in_every_process(words):
+    done = python("-m", "shardlib", "launch", "--processes", "2", "--", *words)
     assert done.returncode == 0
     assert done.stdout.count("shardlib 0.1.0") == 2

@@ -32,6 +32,11 @@ def run(sources):
     return names
 
 
+def example():
+    """Returns the example of the README, which the guides continue."""
+    return blocks(README, "python")[:3]
+
+
 @pytest.mark.docs
 def test_the_python_of_the_readme_runs(capsys):
     names = run(blocks(README, "python"))
@@ -40,6 +45,7 @@ def test_the_python_of_the_readme_runs(capsys):
     assert "up/kernel" in table
     assert "fsdp, tensor" in table
     assert re.search(r"│ all-gather +│ fsdp +│", table)
+    assert re.search(r"^\{'loss': \d+\.\d+\}$", table, re.MULTILINE)
 
 
 CONTINUES = "The code continues the example of the [README](../README.md)."
@@ -59,7 +65,7 @@ def test_the_python_of_a_guide_runs(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if page.stem == "configs":
         (tmp_path / "tiny.yaml").write_text(blocks(page, "yaml")[0])
-    names = run([blocks(README, "python")[0], *blocks(page, "python")])
+    names = run([*example(), *blocks(page, "python")])
     shown = capsys.readouterr().out
     if page.stem == "know_before_you_rent":
         assert "Plan 1, in code:\n  mesh = sl.make_mesh(" in shown
@@ -81,7 +87,7 @@ def test_the_python_of_a_guide_runs(page, capsys, tmp_path, monkeypatch):
 
 @pytest.mark.docs
 def test_the_loop_of_a_guide_resumes_at_the_batch_where_it_was_killed(tmp_path, monkeypatch):
-    names = run([blocks(README, "python")[0]])
+    names = run(example())
     loop = blocks(ROOT / "docs" / "long_runs.md", "python")[0]
     start, seen = names["state"], []
 
@@ -130,6 +136,7 @@ def test_the_readme_opens_with_the_two_commands_and_is_short():
         "pip install -e '.[dev]' && pytest -n 2 --dist loadfile",
     ]
     assert len(README.read_text().splitlines()) <= 180
+    assert max(len(block.splitlines()) for block in blocks(README, "python")) <= 15
 
 
 def assert_shown(lines, printed):

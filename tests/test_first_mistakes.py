@@ -30,6 +30,11 @@ class Encoder(linen.Module):
         return self.up(x)
 
 
+class Perceptron(nnx.Module):
+    def __init__(self, width=8, *, rngs):
+        self.layer = nnx.Linear(8, width, rngs=rngs)
+
+
 def start(make, optimizer, **options):
     rules = sl.rules.STANDARD.override(paths={"kernel": ("embed", None), "bias": (None,)})
     return sl.init_state(make, optimizer, mesh=sl.make_mesh("fsdp=8"), rules=rules, **options)
@@ -50,6 +55,17 @@ def train(*arguments):
 @pytest.mark.parametrize(
     ("mistake", "error", "text"),
     [
+        (
+            lambda: start(lambda: linear(nnx.Rngs(0)), optax.sgd(0.1)),
+            ModelError,
+            "the model function <lambda> cannot be called as make(rngs): too many positional "
+            "arguments.\n  Pass a function of one argument, such as lambda rngs: Model(",
+        ),
+        (
+            lambda: start(Perceptron, optax.sgd(0.1)),
+            ModelError,
+            "the model function Perceptron cannot be called as make(rngs): missing a required ",
+        ),
         (
             lambda: start(linear, None),
             ModelError,
@@ -123,7 +139,19 @@ def train(*arguments):
         ),
     ],
     ids=[
-        *("optimizer", "linen", "order", "list", "loss", "tuple", "swapped", "backend", "context"),
+        *(
+            "no-rngs",
+            "keyword",
+            "optimizer",
+            "linen",
+            "order",
+            "list",
+            "loss",
+            "tuple",
+            "swapped",
+            "backend",
+            "context",
+        ),
         *("plan", "config", "split", "draw", "explain"),
     ],
 )

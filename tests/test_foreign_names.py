@@ -119,6 +119,16 @@ class TestPathRulesComeFirst:
         assert row(state, "query/kernel").origin == said
         assert sl.explain(state).unused_paths == ("unused/*",)
 
+    def test_a_pattern_that_matches_nothing_is_reported(self, caplog):
+        rules = sl.rules.STANDARD.override(paths={**PATHS, "query/kernl": ("embed",)})
+        with sl.use(sl.make_mesh("fsdp=4,tensor=2"), rules):
+            sl.init_state(self.make(), optax.sgd(0.1))
+        (record,) = caplog.records
+        assert record.getMessage() == (
+            "the path rule 'query/kernl' matches no parameter of Misnamed. "
+            "Did you mean 'query/kernel'?"
+        )
+
     def test_without_them_all_faults_are_told(self):
         with pytest.raises(sl.ShardlibError) as caught:
             train(self.make(), "fsdp=4,tensor=2", sl.rules.STANDARD)

@@ -171,6 +171,14 @@ USAGE = (
         ("", f"cluster '' is unknown.\n{USAGE}"),
         ("v5p", f"cluster 'v5p' is unknown. Add the size of the slice, as in v5p-8.\n{USAGE}"),
         ("0xh100", "cluster '0xh100' has no devices.\n  Write counts of at least 1."),
+        *(
+            (
+                name,
+                f"cluster {name!r} is unknown. Write cpu and the number of devices, as in cpu:8.\n"
+                f"{USAGE}",
+            )
+            for name in ("cpu:x", "cpu", "cpus:4", "cpu-8", "8xcpu", "cpu8")
+        ),
         ("cpu:0", "cluster 'cpu:0' has no devices.\n  Write counts of at least 1."),
         (
             "12xh100",

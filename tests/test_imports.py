@@ -27,20 +27,6 @@ NOT_AT_IMPORT = ("grain", "typer", "tokenizers", "orbax.checkpoint")
 NOT_AT_IMPORT += ("tensorboardX", "wandb", "mlflow")
 
 
-# Files that import each other; none may join them.
-TO_BREAK = {
-    "checkpoint": "fallback reading store",
-    "cost.transformer": "memory program_memory",
-    "data.images": "augment config folders",
-    "data.text": "config packing rows sources tokens",
-    "explain.report": "diff html_page report to_json",
-    "partitioner": "analyze loops",
-    "plan": "answer api describe mixed_describe mixed_result result sensitivity why_not",
-    "rules": "resolve table",
-    "run": "checks config loss planning setup",
-}
-
-
 def name_of(file: Path) -> str:
     """`shardlib/train/step.py` -> `train.step`; a package's `__init__` is the package itself."""
     parts = file.relative_to(PACKAGE).with_suffix("").parts
@@ -121,8 +107,7 @@ def test_no_file_or_folder_is_in_a_circle():
             if 0 < depth < min(len(here), len(there)):
                 edges[".".join(here[: depth + 1])].add(".".join(there[: depth + 1]))
     circular = {name for name in known if name in reached(name, edges)}
-    allowed = {f"{folder}.{name}" for folder, names in TO_BREAK.items() for name in names.split()}
-    assert not circular - allowed
+    assert not circular
 
 
 def reached(start: str, edges: dict[str, set[str]]) -> set[str]:
@@ -166,6 +151,17 @@ def test_a_library_file_does_not_import_the_whole_package():
         if module != "__init__":
             whole = [line for line, name in imports(file) if name == "shardlib"]
             assert not whole, f"{file}:{whole}: import the module that holds the name"
+
+
+def test_no_two_classes_share_a_name():
+    names = collections.Counter(
+        node.name
+        for file in modules().values()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    # A choice of rules and a choice of a plan are public names of their packages.
+    assert {name for name, count in names.items() if count > 1} == {"Choice"}
 
 
 def test_no_file_is_called_utils():

@@ -113,8 +113,8 @@ def _exit(code: str | int | None) -> None:
     distributed.exit_process(code)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(value: bool) -> None:
+    if value:
         from shardlib import __version__
 
         print(f"shardlib {__version__}")

@@ -75,24 +75,24 @@ def verify(
     """
     run, step = _one_step(run, step)
     saved = _open(run)
-    found = []
+    checked = []
     for each, tier in _candidates(saved, step):
         fault = None
         try:
             manifest = saved.tiers[tier].verify(each)
             counted = {"file": len(manifest.files), "array": len(manifest.leaves)}
-            said = " and ".join(plural(n, what) for what, n in counted.items()) + " are as saved"
+            verdict = " and ".join(plural(n, what) for what, n in counted.items()) + " are as saved"
         except CheckpointError as error:
-            said = fault = str(error)
-        found.append({"step": each, "in": tier, "fault": fault})
+            verdict = fault = str(error)
+        checked.append({"step": each, "in": tier, "fault": fault})
         if not as_json:
             where = f" in {tier}" if len(saved.tiers) > 1 else ""
-            print(f"step {each}{where}: {said}")
+            print(f"step {each}{where}: {verdict}")
     if as_json:
-        print(json.dumps(found, indent=2))
-    elif not found:
+        print(json.dumps(checked, indent=2))
+    elif not checked:
         print(f"no checkpoint in {saved.directory}")
-    if not found or any(each["fault"] for each in found):
+    if not checked or any(each["fault"] for each in checked):
         raise typer.Exit(1)
 
 
@@ -108,11 +108,11 @@ def diff(
     """
     from shardlib.checkpoint.manifest import diff as compare
 
-    found = compare(_manifest(first), _manifest(second))
+    differences = compare(_manifest(first), _manifest(second))
     if as_json:
-        print(json.dumps(dataclasses.asdict(found), indent=2))
+        print(json.dumps(dataclasses.asdict(differences), indent=2))
     else:
-        _print_diff(found)
+        _print_diff(differences)
 
 
 @app.command()
@@ -184,15 +184,15 @@ def _warn(text: str) -> None:
 
 def _candidates(saved: "SavedCheckpoints", step: int | None) -> list[tuple[int, str]]:
     """Returns every step, or the given one, with each place that holds it."""
-    found = sorted(
+    candidates = sorted(
         (each, rank, tier)
         for rank, (tier, place) in enumerate(saved.tiers.items())
         for each in (*place.candidates(), *place.links())
         if step in (None, each)
     )
-    if step is not None and not found:
+    if step is not None and not candidates:
         saved.manifest(step)  # Raises, and names the existing steps.
-    return [(each, tier) for each, _, tier in found]
+    return [(each, tier) for each, _, tier in candidates]
 
 
 def _split(place: str) -> tuple[str, int | None]:
@@ -239,10 +239,10 @@ def _check_whole(place: str) -> None:
 def _manifest(place: str) -> "Manifest":
     run, step = _split(place)
     saved = _open(run)
-    found = saved.latest() if step is None else step
-    if found is None:
+    chosen = saved.latest() if step is None else step
+    if chosen is None:
         raise _nothing_complete(saved, run)
-    return saved.manifest(found)
+    return saved.manifest(chosen)
 
 
 def _nothing_complete(saved: "SavedCheckpoints", run: str) -> CheckpointError:
@@ -292,16 +292,16 @@ def _cells(row: dict[str, Any], where: list[str]) -> tuple[str, ...]:
     )
 
 
-def _print_diff(found: "CheckpointDiff") -> None:
-    lines = [f"{d.name}: {d.first or 'absent'} and {d.second or 'absent'}" for d in found.shapes]
-    lines += [f"{path}: different values" for path in found.values]
-    lines += [f"{path}: unknown without fingerprints" for path in found.unknown]
-    print(_are(found.same, "array") + " equal" + (f", {_are(len(lines))} not:" if lines else ""))
+def _print_diff(diff: "CheckpointDiff") -> None:
+    lines = [f"{d.name}: {d.first or 'absent'} and {d.second or 'absent'}" for d in diff.shapes]
+    lines += [f"{path}: different values" for path in diff.values]
+    lines += [f"{path}: unknown without fingerprints" for path in diff.unknown]
+    print(_are(diff.same, "array") + " equal" + (f", {_are(len(lines))} not:" if lines else ""))
     for line in lines[:_MOST_LEAVES]:
         print(f"  {line}")
     if len(lines) > _MOST_LEAVES:
         print(f"  and {len(lines) - _MOST_LEAVES} more (--json lists all)")
-    others = [*found.run, *found.libraries]
+    others = [*diff.run, *diff.libraries]
     for each in others:
         print(f"{each.name}: {_brief(each.first)} and {_brief(each.second)}")
     if any(_brief(value) != json.dumps(value) for d in others for value in (d.first, d.second)):

@@ -206,9 +206,9 @@ def _compare(config: str, others: list[str], on: str, optimize: bool, as_json: b
     first = load_config(config, rest)
     second = load_config(other, rest) if is_config else load_config(config, [*rest, other])
     before, after = (explain_compiled(each, on, optimize=optimize) for each in (first, second))
-    found = diff(before, after, names=(config, other if is_config else f"{config} {other}"))
-    _print(found, as_json)
-    return [*found.new_faults, *([] if after.fits else [after.verdict()])]
+    difference = diff(before, after, names=(config, other if is_config else f"{config} {other}"))
+    _print(difference, as_json)
+    return [*difference.new_faults, *([] if after.fits else [after.verdict()])]
 
 
 def _print(report: _Report, as_json: bool) -> None:

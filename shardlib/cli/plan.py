@@ -156,9 +156,9 @@ def calibrate(
     from shardlib.cost.machine.measured import save
     from shardlib.run.plans import calibrating
 
-    found = calibrating.calibrate(on)
-    calibrating.check_steady(found)
-    kept = calibrating.calibration_path(calibrating.cluster_at_hand(found))
+    measured = calibrating.calibrate(on)
+    calibrating.check_steady(measured)
+    kept = calibrating.calibration_path(calibrating.cluster_at_hand(measured))
     path = pathlib.Path(output).expanduser() if output else kept
-    save(found, path)
-    print(path.read_text() if as_json else f"{calibrating.report(found)}\nwritten to {path}")
+    save(measured, path)
+    print(path.read_text() if as_json else f"{calibrating.report(measured)}\nwritten to {path}")

@@ -32,12 +32,16 @@ def configclass(cls: type[T]) -> type[T]:
     field decides the meaning of a scalar. The string below a field is its description in `--help`
     and in the JSON schema. `__post_init__` raises `ValueError` for faults between fields. Each
     fault takes a line; its further lines are indented. A fault that begins with the name of a key
-    is reported at the line of that key.
+    is reported at the line of that key. A static method `faults_of_fields(values)` returns the
+    faults of single fields. It is also called if other fields are wrong, with the right ones.
+    A method `check_paths()` raises a `ShardlibError` for paths that do not exist; a config with
+    other faults reports these too.
     """
     own = getattr(cls, "__post_init__", None)
 
     def __post_init__(self: T, *init_only: object) -> None:
-        _check_choices(self)
+        if faults := faults_of_fields(type(self), vars(self)):
+            raise ValueError("\n".join(faults))
         if own is not None:
             own(self, *init_only)
 
@@ -190,20 +194,30 @@ def _choice_fields(cls: type) -> Mapping[str, list[Any]]:
         hints = typing.get_type_hints(cls, include_extras=True)
     except NameError:  # A class defined in a function may refer to local names.
         return {}
-    found = {name: options(hint) for name, hint in hints.items()}
     return {
         name: members
-        for name, members in found.items()
+        for name, members in ((name, options(hint)) for name, hint in hints.items())
         if any(choices(member) or import_path_of(member) for member in members)
     }
 
 
-def _check_choices(config: object) -> None:
+def faults_of_fields(cls: type, values: Mapping[str, Any]) -> list[str]:
+    """Returns the faults of single fields; each begins with the name of its field.
+
+    `values` holds the fields by name, without those that could not be read.
+    """
+    own = getattr(cls, "faults_of_fields", None)
+    return _choice_faults(cls, values) + ([] if own is None else own(values))
+
+
+def _choice_faults(cls: type, values: Mapping[str, Any]) -> list[str]:
     faults = []
-    for name, found in _choice_fields(type(config)).items():
-        value, known = getattr(config, name), [x for option in found for x in choices(option)]
-        paths = [marker for option in found if (marker := import_path_of(option))]
-        others = [option for option in found if not choices(option) and not import_path_of(option)]
+    for name, members in _choice_fields(cls).items():
+        if name not in values:
+            continue
+        value, known = values[name], [x for option in members for x in choices(option)]
+        paths = [marker for option in members if (marker := import_path_of(option))]
+        others = [o for o in members if not choices(o) and not import_path_of(o)]
         if any(type(value) is type(x) and value == x for x in known):
             continue
         if paths and isinstance(value, str) and (is_import_path(value) or not known):
@@ -221,8 +235,7 @@ def _check_choices(config: object) -> None:
         kinds += [f"module:name of {marker.expected}" for marker in paths if not known]
         expected = ", ".join([*map(repr, known), *kinds])
         faults.append(f"{name} is {value!r}, but must be one of {expected}.{near}")
-    if faults:
-        raise ValueError("\n".join(faults))
+    return faults
 
 
 def _factory(field: dataclasses.Field[Any]) -> Callable[[], Any] | None:

@@ -15,6 +15,7 @@ from shardlib.config.classes import (
     Hint,
     Variants,
     choices,
+    faults_of_fields,
     fields_of,
     import_path_of,
     is_section,
@@ -88,6 +89,7 @@ def _filled(cls: type[T], root: Item, faults: list[str]) -> T:
     if not faults:
         assert config is not FAILED
         return config
+    reader.check_paths()
     if len(faults) == 1:
         raise ConfigError(faults[0])
     lines = (fault.replace("\n", "\n  ") for fault in faults)
@@ -100,6 +102,8 @@ class Reader:
 
     root: type
     faults: list[str] = dataclasses.field(default_factory=list)
+    sections: list[tuple[Any, Item, str]] = dataclasses.field(default_factory=list)
+    """The sections without faults, each with its item and its path."""
 
     def read(self, hint: Hint, item: Item, path: str) -> Any:
         """Returns the value of an item for a field of type `hint`, or `FAILED`."""
@@ -117,9 +121,12 @@ class Reader:
             attempt = Reader(self.root)
             value = attempt.structure(option, item, path)
             if value is not FAILED:
+                self.sections += attempt.sections
                 return value
-            attempts.append(attempt.faults)
-        self.faults += min(attempts, key=len)
+            attempts.append(attempt)
+        nearest = min(attempts, key=lambda attempt: len(attempt.faults))
+        self.faults += nearest.faults
+        self.sections += nearest.sections
         return FAILED
 
     def structure(self, option: Hint, item: Item, path: str) -> Any:
@@ -149,17 +156,34 @@ class Reader:
                 message = f"missing required key ({describe.expected(field.hint)})."
                 # Missing from the section as a whole, so no single override is to blame.
                 values[name] = self.fail(Item(None, item.where), join(path, name), message)
-        if FAILED in values.values():
+        right = {name: value for name, value in values.items() if value is not FAILED}
+        if len(right) < len(values):
+            self.of_class("\n".join(faults_of_fields(cls, right)), item, path)
             return FAILED
         try:
-            return cls(**values)
+            section = cls(**values)
         except (ValueError, ShardlibError) as error:
-            for fault in re.split(r"\n(?! )", str(error)):
-                self.between_fields(fault, item, path)
+            self.of_class(str(error), item, path)
             return FAILED
+        self.sections.append((section, item, path))
+        return section
 
-    def between_fields(self, message: str, item: Item, path: str) -> None:
-        """Reports a fault of `__post_init__`, at the key that its message begins with, if any."""
+    def check_paths(self) -> None:
+        """Reports what the method `check_paths` of each section without faults raises."""
+        for section, item, path in self.sections:
+            try:
+                getattr(section, "check_paths", lambda: None)()
+            except ShardlibError as error:
+                messages = re.split(r"\n(?! )", str(error))
+                self.of_class("\n".join(m.removeprefix(f"{path}.") for m in messages), item, path)
+
+    def of_class(self, messages: str, item: Item, path: str) -> None:
+        """Reports the faults that a class finds in its values, each on a line of its own."""
+        for message in re.split(r"\n(?! )", messages) if messages else ():
+            self.at_key(message, item, path)
+
+    def at_key(self, message: str, item: Item, path: str) -> None:
+        """Reports a fault at the key that its message begins with, if any."""
         word = re.split(r"\W", message, maxsplit=1)[0]
         if word in item.value:
             self.fail(item.value[word], join(path, word), message.removeprefix(f"{word}: "))

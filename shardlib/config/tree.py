@@ -165,27 +165,27 @@ def _too_deep(name: str) -> ConfigError:
 
 
 def _measured(
-    node: yaml.Node, known: dict[int, tuple[int, int] | None], name: str
+    node: yaml.Node, measured: dict[int, tuple[int, int] | None], name: str
 ) -> tuple[int, int]:
     """Returns the number of values and keys of a node and their depth; visits each node once."""
     import yaml
 
     if isinstance(node, yaml.ScalarNode):
         return 1, 1
-    if id(node) in known:
-        found = known[id(node)]
-        if found is None:
+    if id(node) in measured:
+        count_and_depth = measured[id(node)]
+        if count_and_depth is None:
             line = node.start_mark.line + 1
             raise ConfigError(f"{name}:{line}: an alias refers to a value that contains it.")
-        return found
-    known[id(node)] = None
+        return count_and_depth
+    measured[id(node)] = None
     is_mapping = isinstance(node, yaml.MappingNode)
     # Keys count too: a key that is not plain is rejected later, but only after its expansion.
     children = itertools.chain.from_iterable(node.value) if is_mapping else node.value
-    measures = [_measured(child, known, name) for child in children]
+    measures = [_measured(child, measured, name) for child in children]
     count = 1 + sum(count for count, _ in measures)
     depth = 1 + max((depth for _, depth in measures), default=0)
-    known[id(node)] = count, depth
+    measured[id(node)] = count, depth
     return count, depth
 
 

@@ -42,7 +42,7 @@ class Work(NamedTuple):
     count: float = 1.0
 
 
-class Collective(NamedTuple):
+class CollectiveCost(NamedTuple):
     """A collective, or a transfer to the host or to the next stage, that runs `count` times."""
 
     part: str
@@ -65,10 +65,10 @@ class Costs:
     """Costs of one microbatch on one device, and of the step around the microbatches."""
 
     work: list[Work] = dataclasses.field(default_factory=list)
-    collectives: list[Collective] = dataclasses.field(default_factory=list)
+    collectives: list[CollectiveCost] = dataclasses.field(default_factory=list)
     work_once: list[Work] = dataclasses.field(default_factory=list)
     """Kernels that run once a step."""
-    collectives_once: list[Collective] = dataclasses.field(default_factory=list)
+    collectives_once: list[CollectiveCost] = dataclasses.field(default_factory=list)
     num_layers: int = 1
     """Layers that are divided among pipeline stages."""
 

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
-from shardlib.cost.costs import Collective, Costs, Overlap, StepTime, Window, Work
+from shardlib.cost.costs import CollectiveCost, Costs, Overlap, StepTime, Window, Work
 from shardlib.cost.layout import Layout, Software
 from shardlib.cost.machine import fabric
 from shardlib.cost.machine.fabric import Link
@@ -39,14 +39,14 @@ class Machine:
 
     def seconds(self, work: Iterable[Work]) -> dict[tuple[str, str], float]:
         """Returns the seconds of kernels by part and pass."""
-        found: dict[tuple[str, str], float] = defaultdict(float)
+        seconds_by_part: dict[tuple[str, str], float] = defaultdict(float)
         for during, part, kernel, count in work:
             wide = isinstance(kernel, Product) and (during == "optimizer" or kernel.width > 2)
             rates = self.wide if wide and self.wide is not None else self.rates
-            found[part, during] += count * kernel.seconds(rates)
-        return found
+            seconds_by_part[part, during] += count * kernel.seconds(rates)
+        return seconds_by_part
 
-    def collective_seconds(self, collective: Collective) -> float:
+    def collective_seconds(self, collective: CollectiveCost) -> float:
         """Returns the seconds of one execution of a collective. Each link carries what the faster
         ones leave."""
         kind, size = collective.kind, collective.num_bytes
@@ -75,7 +75,7 @@ class Machine:
         return rates.hide_tensor if software.overlap_tensor else 0.0
 
     def exposed(
-        self, collectives: Iterable[Collective], windows: Mapping[Window, float]
+        self, collectives: Iterable[CollectiveCost], windows: Mapping[Window, float]
     ) -> dict[str, float]:
         """Returns the seconds by part of collectives that computation does not hide. Those of a
         part that overlap alike share a window; all activations share one."""
@@ -85,13 +85,13 @@ class Machine:
             shared = "" if each.overlap == "activations" else each.part
             group = groups[shared, fraction, each.window]
             group[each.part] += each.count * self.collective_seconds(each)
-        found: dict[str, float] = defaultdict(float)
+        exposed_seconds: dict[str, float] = defaultdict(float)
         for (_, fraction, window), parts in groups.items():
             total = sum(parts.values())
             left = hidden(total, windows[window], fraction) / total if total else 1.0
             for part, seconds in parts.items():
-                found[part] += seconds * left
-        return found
+                exposed_seconds[part] += seconds * left
+        return exposed_seconds
 
 
 def hidden(seconds: float, window: float, fraction: float) -> float:
@@ -112,14 +112,14 @@ def host_link(cluster: Cluster) -> Link | None:
 
 def by_axis(links: Mapping[str, Link], cluster: Cluster) -> LinksOf:
     """Returns the links of collectives over one mesh axis each: `data` goes on between slices."""
-    found: dict[tuple[str, ...], tuple[Link, ...]] = {
+    links_by_axes: dict[tuple[str, ...], tuple[Link, ...]] = {
         (axis,): (link,) for axis, link in links.items()
     }
     if "slices" in links:
-        found["data",] += (links["slices"],)
+        links_by_axes["data",] += (links["slices"],)
     if host := host_link(cluster):
-        found["host",] = (host,)
-    return found.__getitem__
+        links_by_axes["host",] = (host,)
+    return links_by_axes.__getitem__
 
 
 def by_joint_axes(
@@ -180,18 +180,18 @@ def least_time(costs: Costs, machine: Machine, most_microbatches: int) -> float:
     Collectives hide as much as they ever can. Splitting a batch further makes no kernel and no
     collective faster; it only shortens the bubble.
     """
-    found = step_time(costs, machine, patient=True)
-    filled = 1 + found.waiting / max(found.total - found.waiting, 1e-30)
-    idle = (1 - machine.layout.microbatches / most_microbatches) * (found.bubble + found.stage)
-    return found.total - filled * (idle + found.imbalance)
+    time = step_time(costs, machine, patient=True)
+    filled = 1 + time.waiting / max(time.total - time.waiting, 1e-30)
+    idle = (1 - machine.layout.microbatches / most_microbatches) * (time.bubble + time.stage)
+    return time.total - filled * (idle + time.imbalance)
 
 
 def _by_pass(spent: Mapping[tuple[str, str], float], *, of_head: bool) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
+    seconds_by_pass: dict[str, float] = defaultdict(float)
     for (part, during), seconds in spent.items():
         if (part == "head") == of_head:
-            found[during] += seconds
-    return found
+            seconds_by_pass[during] += seconds
+    return seconds_by_pass
 
 
 def _windows(

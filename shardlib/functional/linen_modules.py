@@ -17,8 +17,8 @@ from shardlib.functional.protocol import (
     AxesByPath,
     Inputs,
     Keys,
-    Layout,
     Tree,
+    VariableTree,
     axis_names_of,
     keys_of,
 )
@@ -133,22 +133,22 @@ class LinenFunctional:
     def collect(self, module: linen.Module) -> Tree:
         passed = {_INTERMEDIATES, *self._sown, *self._trained}
         held = {name: tree for name, tree in module.variables.items() if name not in passed}
-        known = set(self._rest.paths)
-        kept = {path[0] for path in known}
-        found: dict[Keys, Any] = {}
+        expected = set(self._rest.paths)
+        kept = {path[0] for path in expected}
+        collected: dict[Keys, Any] = {}
         for keys, leaf in jax.tree_util.tree_flatten_with_path(_unboxed(held))[0]:
             path = _path(keys_of(keys))
             # Sown values are usually tuples, and so outputs in a collection without state.
             if path[0] in kept or not any(hasattr(key, "idx") for key in keys):
-                found[path] = leaf
-        if changed := found.keys() ^ known:
+                collected[path] = leaf
+        if changed := collected.keys() ^ expected:
             raise ModelError(
                 f"the call of {self.name} added or removed variables: "
                 f"{', '.join(sorted('/'.join(path) for path in changed))}.\n"
                 "  Make them whenever the module is initialised, with a fixed shape, or sow "
                 "them into the collection 'intermediates'."
             )
-        return self._rest.to_tree([found[path] for path in self._rest.paths])
+        return self._rest.to_tree([collected[path] for path in self._rest.paths])
 
 
 def _trained(model: str, wrt: Any, held: Mapping[str, Any]) -> frozenset[str]:
@@ -173,25 +173,25 @@ def _path(keys: Keys) -> Keys:
     return keys[1:] if keys[0] == "params" else keys
 
 
-def _layout(variables: PyTree) -> Layout:
+def _layout(variables: PyTree) -> VariableTree:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(variables)
-    return Layout(treedef, tuple(_path(keys_of(path)) for path, _ in leaves))
+    return VariableTree(treedef, tuple(_path(keys_of(path)) for path, _ in leaves))
 
 
 def _named(boxed: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """Returns the collection and the logical axes of each leaf by path."""
-    found: dict[str, tuple[str, Any]] = {}
+    names_by_path: dict[str, tuple[str, Any]] = {}
     leaves, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=_is_box)
     for keys, box in leaves:
         path, collection = "/".join(_path(keys_of(keys))), keys_of(keys)[0]
         names = axis_names_of(box.names, np.ndim(box.value)) if _is_box(box) else None
-        if path in found:
+        if path in names_by_path:
             raise ModelError(
                 f"{path} is a parameter, and a variable of the collection "
                 f"{collection!r}.\n  Rename the submodule or the collection."
             )
-        found[path] = collection, names
-    return found
+        names_by_path[path] = collection, names
+    return names_by_path
 
 
 def _is_box(node: object) -> bool:

@@ -1,5 +1,7 @@
 """The functional view of any supported form of a model."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,6 +35,7 @@ def functional(make: Any, inputs: Inputs = (), wrt: Any = None) -> FunctionalMod
         return NnxFunctional(make, wrt)
     if not callable(make):
         raise ModelError(_not_a_module(f"the model is {make!r}"))
+    _check_takes_rngs(make)
     made: list[Any] = []
 
     def trace(key: jax.Array) -> None:
@@ -48,6 +51,22 @@ def functional(make: Any, inputs: Inputs = (), wrt: Any = None) -> FunctionalMod
     raise ModelError(_not_a_module(f"the model function returned {type(made[0]).__name__}"))
 
 
+def _check_takes_rngs(make: Callable[..., Any]) -> None:
+    """Raises `ModelError` for a function that does not take one argument by position."""
+    # The signature of an NNX class is that of its metaclass, which takes anything.
+    call, *itself = (make.__init__, None) if inspect.isclass(make) else (make,)
+    try:
+        inspect.signature(call).bind(*itself, None)
+    except ValueError:
+        return  # Not written in Python: the call itself will fail.
+    except TypeError as error:
+        name = getattr(make, "__name__", repr(make))
+        raise ModelError(
+            f"the model function {name} cannot be called as make(rngs): {error}.\n"
+            f"  Pass a function of one argument, such as lambda rngs: Model(..., rngs=rngs)."
+        ) from None
+
+
 def _not_a_module(what: str) -> str:
     return (
         f"{what}, which is not a Flax module.\n  Return an `nnx.Module` or a `flax.linen.Module`."
@@ -61,12 +80,12 @@ def refuse_no_params(module: FunctionalModule, params: Tree) -> None:
     by_kind: dict[str, list[str]] = {}
     for path, kind in module.kinds.items():
         by_kind.setdefault(kind, []).append(path)
-    found = "; ".join(
+    variables = "; ".join(
         f"{kind} ({', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''})"
         for kind, paths in by_kind.items()
     )
     raise ModelError(
-        f"{module.name} has no parameter to train: its variables are {found or 'none'}.\n"
+        f"{module.name} has no parameter to train: its variables are {variables or 'none'}.\n"
         "  Say which of them to train, as in sl.init_state(..., wrt=MyVariable) for NNX or "
         'wrt=("params", "my_collection") for linen, or make them nnx.Param.'
     )

@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
-from shardlib.functional.protocol import AxesByPath, Layout, Tree, axis_names_of, keys_of
+from shardlib.functional.protocol import AxesByPath, Tree, VariableTree, axis_names_of, keys_of
 
 Make = Callable[[nnx.Rngs], Any]
 
@@ -86,16 +86,16 @@ class NnxFunctional:
     def collect(self, module: nnx.Module) -> Tree:
         # Values that a module sows during a call are outputs of that call, not state.
         rest = nnx.state(module, nnx.Not(nnx.Any(self._trained, nnx.RngState, nnx.Intermediate)))
-        known = set(self._rest.paths)
+        expected = set(self._rest.paths)
         variables, _ = jax.tree_util.tree_flatten_with_path(rest, is_leaf=_is_variable)
         flat: dict[tuple[str, ...], Any] = {}
         for path, variable in variables:
             inner, _ = jax.tree_util.tree_flatten_with_path(variable.get_value())
             leaves = {(*keys_of(path), *keys_of(within)): leaf for within, leaf in inner}
-            is_sown = isinstance(variable.get_value(), tuple) and known.isdisjoint(leaves)
+            is_sown = isinstance(variable.get_value(), tuple) and expected.isdisjoint(leaves)
             flat |= {} if is_sown else leaves
-        if flat.keys() != known:
-            changed = sorted("/".join(path) for path in flat.keys() ^ known)
+        if flat.keys() != expected:
+            changed = sorted("/".join(path) for path in flat.keys() ^ expected)
             raise ModelError(
                 f"the call of {self.name} added or removed variables: {', '.join(changed)}.\n"
                 "  Make them in __init__, with a fixed shape."
@@ -157,23 +157,23 @@ def _is_variable(node: object) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def _layout(state: PyTree) -> Layout:
+def _layout(state: PyTree) -> VariableTree:
     leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable)
     paths = []
     for path, variable in leaves:
         inner, _ = jax.tree_util.tree_flatten_with_path(variable.get_value())
         paths += [(*keys_of(path), *keys_of(within)) for within, _ in inner]
-    return Layout(jax.tree.structure(state), tuple(paths))
+    return VariableTree(jax.tree.structure(state), tuple(paths))
 
 
 def _of_each(state: PyTree, say: Callable[[nnx.Variable, Any], Any]) -> dict[str, Any]:
     """Returns `say` of the variables of an `nnx.State` for each leaf by path."""
-    found = {}
+    by_path = {}
     variables, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=_is_variable)
     for path, variable in variables:
         for inner, leaf in jax.tree_util.tree_flatten_with_path(variable.get_value())[0]:
-            found["/".join((*keys_of(path), *keys_of(inner)))] = say(variable, leaf)
-    return found
+            by_path["/".join((*keys_of(path), *keys_of(inner)))] = say(variable, leaf)
+    return by_path
 
 
 def _axes(state: PyTree) -> AxesByPath:

@@ -51,7 +51,7 @@ class FunctionalModule(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class VariableTree:
     """The structure of a tree of variables, and the path of each of its leaves."""
 
     treedef: Any

@@ -43,8 +43,8 @@ def capacity(chip: Chip | None) -> Capacity | None:
         usable = int(_TPU_GIB[chip.name] * _GIB * scale) if chip.name in _TPU_GIB else total
         # The 16 GB of a data sheet may be 16 GiB.
         return Capacity(usable, max(total, usable))
-    known = chip.name in TARGETS
-    total = int(TARGETS[chip.name].memory_bytes * scale if known else chip.memory_bytes)
+    has_target = chip.name in TARGETS
+    total = int(TARGETS[chip.name].memory_bytes * scale if has_target else chip.memory_bytes)
     share = f"{_GPU_LARGEST_SHARE:.2f}".lstrip("0")
     note = (
         f"JAX takes {GPU_DEFAULT_SHARE:.0%} of a GPU's memory unless told otherwise: set "

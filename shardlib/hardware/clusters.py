@@ -298,6 +298,8 @@ def _unknown(name: str) -> MeshError:
     if core in CHIPS:
         example = f"{core}-8" if core in _CORES_PER_CHIP else f"{core}:4x4x4"
         hint = f" Add the size of the slice, as in {example}."
+    elif re.match(r"(\d+x)?cpus?\b|cpu\d", text):
+        hint = " Write cpu and the number of devices, as in cpu:8."
     elif variants:
         hint = f" Write {' or '.join(variants)}."
     elif match := re.fullmatch(rf"(\d+x)?({'|'.join(_CORES_PER_CHIP)})([1-9]\d*)", text):

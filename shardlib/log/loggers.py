@@ -176,12 +176,12 @@ def logger_class(name: str) -> type[MetricsLogger]:
     else:
         path = name
     try:
-        found = imported(path, "a class", lambda value: isinstance(value, type))
+        cls = imported(path, "a class", lambda value: isinstance(value, type))
     except ConfigError as error:
         raise ConfigError(f"train.loggers: {error}") from error
-    if missing := _missing(found):
+    if missing := _missing(cls):
         raise ConfigError(f"train.loggers: {name!r} {missing}")
-    return found
+    return cls
 
 
 def check_loggers(loggers: Iterable[Any]) -> None:

@@ -73,24 +73,24 @@ class MLflowLogger:
         """Returns the MLflow run of an earlier attempt, or a new one, which is then active."""
         if run.identity is None:
             return self._mlflow.start_run(run_name=run.run_dir.name)
-        found = self._mlflow.search_runs(
+        runs = self._mlflow.search_runs(
             filter_string=f"tags.`{_IDENTITY_TAG}` = '{run.identity}'",
             max_results=1,
             output_format="list",
         )
-        if found:
-            return self._mlflow.start_run(run_id=found[0].info.run_id)
+        if runs:
+            return self._mlflow.start_run(run_id=runs[0].info.run_id)
         tags = {_IDENTITY_TAG: run.identity}
         return self._mlflow.start_run(run_name=run.run_dir.name, tags=tags)
 
-    def _record(self, config: Mapping[str, str], known: Mapping[str, str]) -> None:
+    def _record(self, config: Mapping[str, str], recorded: Mapping[str, str]) -> None:
         """Records a config. MLflow never changes a parameter: a new value becomes a tag."""
         entities = self._mlflow.entities
-        params = [entities.Param(name, x) for name, x in config.items() if name not in known]
+        params = [entities.Param(name, x) for name, x in config.items() if name not in recorded]
         for first in range(0, len(params), _MAX_PARAMS):
             self._client.log_batch(self._run_id, params=params[first : first + _MAX_PARAMS])
         for name, value in config.items():
-            if known.get(name, value) != value:
+            if recorded.get(name, value) != value:
                 self._client.set_tag(self._run_id, f"shardlib.now.{name}", value)
 
     def _send(self) -> None:
@@ -101,13 +101,13 @@ class MLflowLogger:
 
 def _flat(config: Mapping[str, Any], path: str = "") -> dict[str, str]:
     """Returns the scalars and lists of a config as YAML, by path such as `model.num_layers`."""
-    found: dict[str, str] = {}
+    flat: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{path}{name}.")
+            flat |= _flat(value, f"{path}{name}.")
         else:
-            found[_key(f"{path}{name}")] = inline(value)
-    return found
+            flat[_key(f"{path}{name}")] = inline(value)
+    return flat
 
 
 def _key(name: str) -> str:

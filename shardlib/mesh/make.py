@@ -119,18 +119,18 @@ class MeshConfig:
         Raises:
             MeshError: If no degree fits, or if a mesh without -1 has another product.
         """
-        known = math.prod(d for a in self.axes for d in (a.outer, a.inner) if d != -1)
+        given = math.prod(d for a in self.axes for d in (a.outer, a.inner) if d != -1)
         if all(axis.size != -1 for axis in self.axes):
-            if known != num_devices:
-                raise MeshError(_product_fault(self, known, num_devices, at_hand=at_hand))
+            if given != num_devices:
+                raise MeshError(_product_fault(self, given, num_devices, at_hand=at_hand))
             return self
-        if num_devices % known:
+        if num_devices % given:
             raise MeshError(
                 f"mesh {self} cannot fill {_devices(num_devices)}: its other degrees multiply to "
-                f"{known}, which does not divide {num_devices}.\n"
-                f"  {_fewer_devices(num_devices - num_devices % known, num_devices, at_hand)}"
+                f"{given}, which does not divide {num_devices}.\n"
+                f"  {_fewer_devices(num_devices - num_devices % given, num_devices, at_hand)}"
             )
-        rest = num_devices // known
+        rest = num_devices // given
         return MeshConfig(
             tuple(
                 dataclasses.replace(
@@ -162,12 +162,12 @@ def make_mesh(
         MeshError: If the mesh is malformed, does not multiply out to the number of devices, or
             its outer degrees do not fit their slices and hosts.
     """
-    found = list(jax.devices() if devices is None else devices)
-    if not found:
+    all_devices = list(jax.devices() if devices is None else devices)
+    if not all_devices:
         raise MeshError("a mesh needs at least one device.\n  Leave devices out to use them all.")
-    config = _resolved(spec, len(found), count_groups(found), at_hand=devices is None)
+    config = _resolved(spec, len(all_devices), count_groups(all_devices), at_hand=devices is None)
     grid = arrange(
-        found,
+        all_devices,
         names=config.names,
         outer=tuple(axis.outer for axis in config.axes),
         inner=tuple(axis.inner for axis in config.axes),

@@ -219,14 +219,14 @@ def _parts(policy: str) -> tuple[list[_Part], list[str]]:
     parts, faults = [], []
     # A name to save never starts with a digit, so a comma before a digit ends a range.
     for text in re.split(r",(?=\s*\d)", policy):
-        found = _RANGE.fullmatch(text.strip())
-        if found is None:
+        match = _RANGE.fullmatch(text.strip())
+        if match is None:
             faults.append(
                 f"remat policy {policy!r}: {text.strip()!r} is not a range of layers with a "
                 f"policy.\n{_WRITE_RANGES}"
             )
             continue
-        first, dash, last, one = found.groups()
+        first, dash, last, one = match.groups()
         end = int(first) if dash is None else int(last) if last else None
         parts.append(_Part(int(first), end, one.strip()))
     return sorted(parts, key=lambda part: part.first), faults

@@ -6,13 +6,13 @@ return wrong numbers silently (docs/xla_faults.md). Here the decision is made on
 `lower` executes the result as one fully manual program with explicit collectives.
 """
 
-from shardlib.partitioner.entry import Laid as Laid
 from shardlib.partitioner.entry import Partition as Partition
+from shardlib.partitioner.entry import PartitionedFunction as PartitionedFunction
 from shardlib.partitioner.entry import Traced as Traced
 from shardlib.partitioner.entry import analyze as analyze
 from shardlib.partitioner.entry import execute as execute
 from shardlib.partitioner.entry import partitioned as partitioned
 from shardlib.partitioner.entry import trace as trace
 from shardlib.partitioner.entry import who_partitions as who_partitions
-from shardlib.partitioner.layout import Layout as Layout
+from shardlib.partitioner.layout import ValueLayout as ValueLayout
 from shardlib.partitioner.layout import from_spec as from_spec

@@ -34,8 +34,8 @@ from shardlib.partitioner.choose import CutProblem, choose
 from shardlib.partitioner.factors import ELEMENTWISE, Assignment, Factors, dims_of, factors_of
 from shardlib.partitioner.layout import (
     Dims,
-    Layout,
     Sizes,
+    ValueLayout,
     degree,
     from_spec,
     made,
@@ -70,7 +70,7 @@ class Analysis:
         self._programs: dict[tuple, PartitionedProgram] = {}
 
     def program(
-        self, jaxpr: Jaxpr, inputs: Sequence[Layout], wanted: Sequence[Dims | None]
+        self, jaxpr: Jaxpr, inputs: Sequence[ValueLayout], wanted: Sequence[Dims | None]
     ) -> PartitionedProgram:
         """Returns the program of a jaxpr, with the layout of every value.
 
@@ -91,7 +91,7 @@ class Analysis:
     def closed(
         self,
         closed: ClosedJaxpr,
-        inputs: Sequence[Layout],
+        inputs: Sequence[ValueLayout],
         wanted: Sequence[Dims | None] | None = None,
     ) -> PartitionedProgram:
         """Returns the program of a closed jaxpr; its constants are replicated."""
@@ -107,12 +107,12 @@ class LayoutWalk:
         self,
         analysis: Analysis,
         flat: FlatProgram,
-        inputs: Sequence[Layout],
+        inputs: Sequence[ValueLayout],
         wanted: Sequence[Dims | None],
     ):
         self.analysis, self.sizes, self.flat = analysis, analysis.sizes, flat
         self.inputs = tuple(inputs)
-        self.at: dict[Atom, Layout] = dict(zip(flat.invars, inputs, strict=True))
+        self.at: dict[Atom, ValueLayout] = dict(zip(flat.invars, inputs, strict=True))
         self._wanted = wanted_layouts(flat, wanted)
         self._readers = Readers(flat, self.at)
         atoms = [atom for operation in flat.operations for atom in operation.invars]
@@ -134,14 +134,14 @@ class LayoutWalk:
         another operand of an operation that reads it."""
         return self._wanted.get(var) or self._readers.wants(var)
 
-    def used(self, layout: Layout) -> Layout:
+    def used(self, layout: ValueLayout) -> ValueLayout:
         """Returns the layout of a parameter where it is used: whole over the batch axes."""
         if not layout.stored:
             return layout
         batch = self.analysis.batch_axes
-        return Layout(tuple(tuple(a for a in dim if a not in batch) for dim in layout.dims))
+        return ValueLayout(tuple(tuple(a for a in dim if a not in batch) for dim in layout.dims))
 
-    def _read(self, atom: Atom) -> Layout:
+    def _read(self, atom: Atom) -> ValueLayout:
         if is_literal(atom):
             is_number = isinstance(atom.val, int | float | np.generic)
             return made(array_of(atom).shape, zero=is_number and bool(atom.val == 0))
@@ -149,7 +149,7 @@ class LayoutWalk:
             self.at[atom] = whole(len(atom.aval.shape))  # a constant captured by an inner call
         return self.at[atom]
 
-    def _step(self, operation: Operation, ins: list[Layout]) -> Step:
+    def _step(self, operation: Operation, ins: list[ValueLayout]) -> Step:
         name = operation.name
         if is_unsupported(operation):
             raise _refusal(name, operation)
@@ -169,7 +169,7 @@ class LayoutWalk:
             return self._stored(operation, ins[0], factors)
         return self._cut(operation, ins, factors)
 
-    def _cut(self, operation: Operation, ins: list[Layout], factors: Factors) -> Step:
+    def _cut(self, operation: Operation, ins: list[ValueLayout], factors: Factors) -> Step:
         """Returns the step of an operation on pieces, cut along the cheapest factors."""
         if _uses_parameters(operation, ins):
             ins = [self.used(layout) for layout in ins]
@@ -182,13 +182,13 @@ class LayoutWalk:
         cut = choose(self._choice(operation, ins, factors), self.sizes)
         pending = frozenset[str]().union(*kept)
         pairs = list(zip(ins, factors.operands, strict=True))
-        operands = tuple(Layout(dims_of(dims, cut), have.pending) for have, dims in pairs)
+        operands = tuple(ValueLayout(dims_of(dims, cut), have.pending) for have, dims in pairs)
         sums = [a for f, kind in factors.reduced.items() if kind == "sum" for a in cut.get(f, ())]
-        results = [Layout(dims_of(dims, cut), pending.union(sums)) for dims in factors.results]
+        results = [ValueLayout(dims_of(dims, cut), pending.union(sums)) for dims in factors.results]
         moved = self._moved(operation, ins, operands)
         return Step(operation, operands, tuple(results), cut, factors, moved_bytes=moved)
 
-    def _choice(self, operation: Operation, ins: list[Layout], factors: Factors) -> CutProblem:
+    def _choice(self, operation: Operation, ins: list[ValueLayout], factors: Factors) -> CutProblem:
         # A value written into one made here takes the layout that its reader wants.
         is_made_here = ins and ins[0].made and operation.invars[0].aval.shape
         wants = self.wanted if is_made_here else self._wanted.get
@@ -200,28 +200,30 @@ class LayoutWalk:
             tuple(wants(v) for v in operation.outvars),
         )
 
-    def _moved(self, operation: Operation, have: Sequence[Layout], want: Sequence[Layout]) -> float:
+    def _moved(
+        self, operation: Operation, have: Sequence[ValueLayout], want: Sequence[ValueLayout]
+    ) -> float:
         triples = zip(operation.invars, have, want, strict=True)
         return sum(moved_bytes(num_bytes(v.aval), h, w.dims, self.sizes) for v, h, w in triples)
 
-    def _stored(self, operation: Operation, layout: Layout, factors: Factors) -> Step:
+    def _stored(self, operation: Operation, layout: ValueLayout, factors: Factors) -> Step:
         """Returns the step of a parameter that changes only its dtype or the order of its dims."""
         cut: Assignment = {}
         for factor, axes in zip(factors.operands[0], layout.dims, strict=True):
             if axes and factor is not None and not factors.sizes[factor] % degree(axes, self.sizes):
                 cut[factor] = axes
         operand = dataclasses.replace(layout, dims=dims_of(factors.operands[0], cut))
-        result = Layout(dims_of(factors.results[0], cut), stored=True)
+        result = ValueLayout(dims_of(factors.results[0], cut), stored=True)
         return Step(operation, (operand,), (result,), cut, factors)
 
-    def _whole(self, operation: Operation, ins: list[Layout]) -> Step:
+    def _whole(self, operation: Operation, ins: list[ValueLayout]) -> Step:
         """Returns the step of an unknown operation, which every device computes whole."""
         operands = tuple(whole(len(v.aval.shape)) for v in operation.invars)
         results = tuple(whole(len(v.aval.shape)) for v in operation.outvars)
         moved = self._moved(operation, ins, operands)
         return Step(operation, operands, results, moved_bytes=moved, is_whole=True)
 
-    def _constraint(self, operation: Operation, layout: Layout) -> Step:
+    def _constraint(self, operation: Operation, layout: ValueLayout) -> Step:
         """Returns the step of a user's constraint; unconstrained dims keep their axes."""
         sharding = operation.params["sharding"]
         open_dims = operation.params.get("unconstrained_dims") or ()
@@ -238,9 +240,9 @@ class LayoutWalk:
             tuple(a for a in layout.dims[dim] if a not in target.axes) if dim in open_dims else axes
             for dim, axes in enumerate(target.dims)
         )
-        return Step(operation, (Layout(dims),), (Layout(dims),))
+        return Step(operation, (ValueLayout(dims),), (ValueLayout(dims),))
 
-    def _settled(self, step: Step) -> tuple[Layout, ...] | None:
+    def _settled(self, step: Step) -> tuple[ValueLayout, ...] | None:
         """Returns the results' layouts after the sums that cannot wait: sums with several readers
         and sums of which the reader wants a part."""
         settled = []
@@ -254,7 +256,7 @@ class LayoutWalk:
         return None if tuple(settled) == step.results else tuple(settled)
 
 
-def _kept_pending(ins: Sequence[Layout], factors: Factors) -> list[frozenset[str]]:
+def _kept_pending(ins: Sequence[ValueLayout], factors: Factors) -> list[frozenset[str]]:
     """Returns the axes whose sums stay pending in each operand, because the operation is linear.
 
     An axis over which one operand is pending must not cut another: the product of a term and a
@@ -280,14 +282,14 @@ def _kept_pending(ins: Sequence[Layout], factors: Factors) -> list[frozenset[str
     return [frozenset() if layout.zero else alike for layout in ins]
 
 
-def _uses_parameters(operation: Operation, ins: Sequence[Layout]) -> bool:
+def _uses_parameters(operation: Operation, ins: Sequence[ValueLayout]) -> bool:
     """Returns whether to gather the parameters among the operands: they meet activations, or the
     operation is neither elementwise nor a sum. Their sum of squares is computed as stored."""
     meets = any(x.dims and not x.stored and not x.made for x in ins)
     return meets or not (operation.name in ELEMENTWISE or operation.name == "reduce_sum")
 
 
-def _can_be_made(operation: Operation, ins: Sequence[Layout]) -> bool:
+def _can_be_made(operation: Operation, ins: Sequence[ValueLayout]) -> bool:
     """Returns whether any device can make any piece of the results: constants, iota, random bits of
     a key, and elementwise functions of such values."""
     name, shape = operation.name, operation.outvars[0].aval.shape
@@ -326,7 +328,7 @@ if TYPE_CHECKING:
 _MAX_TRIPS = 6
 
 
-def _again(walk: LayoutWalk, operation: Operation, ins: list[Layout]) -> Step:
+def _again(walk: LayoutWalk, operation: Operation, ins: list[ValueLayout]) -> Step:
     """Returns the step of a recomputation in the backward pass, from saved values."""
     operands = [layout.complete() for layout in ins]
     wanted = [walk.wanted(v) for v in operation.outvars]
@@ -334,7 +336,7 @@ def _again(walk: LayoutWalk, operation: Operation, ins: list[Layout]) -> Step:
     return Step(operation, tuple(operands), body.outputs, bodies=(body,))
 
 
-def _scan(walk: LayoutWalk, operation: Operation, ins: list[Layout]) -> Step:
+def _scan(walk: LayoutWalk, operation: Operation, ins: list[ValueLayout]) -> Step:
     """Returns the step of a scan: operands are whole along the loop, and results are stacked."""
     closed = operation.params["jaxpr"]
     num_consts, num_carry = scan_parts(operation)
@@ -349,15 +351,15 @@ def _scan(walk: LayoutWalk, operation: Operation, ins: list[Layout]) -> Step:
     stacked = [walk.wanted(v) for v in operation.outvars[num_carry:]]
     wanted = [None] * num_carry + [dims[1:] if dims else None for dims in stacked]
 
-    def trip(carry: Sequence[Layout]) -> PartitionedProgram:
+    def trip(carry: Sequence[ValueLayout]) -> PartitionedProgram:
         return walk.analysis.closed(closed, [*consts, *carry, *rows], wanted)
 
     carry, body = _fixpoint(trip, init, sums_may_wait=True)
-    ys = [Layout(((), *y.dims)) for y in body.outputs[num_carry:]]
+    ys = [ValueLayout(((), *y.dims)) for y in body.outputs[num_carry:]]
     return Step(operation, (*consts, *carry, *xs), (*carry, *ys), bodies=(body,))
 
 
-def _while(walk: LayoutWalk, operation: Operation, ins: list[Layout]) -> Step:
+def _while(walk: LayoutWalk, operation: Operation, ins: list[ValueLayout]) -> Step:
     """Returns the step of a while loop; its condition is whole, for equal trips on all devices."""
     operation, ins = _with_one_condition(operation, ins)
     params = operation.params
@@ -365,7 +367,7 @@ def _while(walk: LayoutWalk, operation: Operation, ins: list[Layout]) -> Step:
     consts = [walk.used(x).complete() for x in ins[: num_cond + num_body]]
     init = [walk.used(layout) for layout in ins[num_cond + num_body :]]
 
-    def trip(carry: Sequence[Layout]) -> PartitionedProgram:
+    def trip(carry: Sequence[ValueLayout]) -> PartitionedProgram:
         return walk.analysis.closed(params["body_jaxpr"], [*consts[num_cond:], *carry])
 
     carry, body = _fixpoint(trip, init, sums_may_wait=False)
@@ -373,7 +375,9 @@ def _while(walk: LayoutWalk, operation: Operation, ins: list[Layout]) -> Step:
     return Step(operation, (*consts, *carry), tuple(carry), bodies=(cond, body))
 
 
-def _with_one_condition(operation: Operation, ins: list[Layout]) -> tuple[Operation, list[Layout]]:
+def _with_one_condition(
+    operation: Operation, ins: list[ValueLayout]
+) -> tuple[Operation, list[ValueLayout]]:
     """Returns a loop that goes on while any of its rows does.
 
     The `vmap` of a loop may have a condition for each row: a row keeps its values once it has
@@ -408,22 +412,22 @@ def _with_one_condition(operation: Operation, ins: list[Layout]) -> tuple[Operat
     return dataclasses.replace(operation, equation=equation, invars=invars), ins[:count] + ins
 
 
-def _cond(walk: LayoutWalk, operation: Operation, ins: list[Layout]) -> Step:
+def _cond(walk: LayoutWalk, operation: Operation, ins: list[ValueLayout]) -> Step:
     """Returns the step of a conditional: all branches use the layout that cuts a result most."""
     operands = [walk.used(layout).solid().complete() for layout in ins[1:]]
     wanted = [walk.wanted(v) for v in operation.outvars]
     bodies = [walk.analysis.closed(b, operands, wanted) for b in operation.params["branches"]]
     outputs = zip(*(body.outputs for body in bodies), strict=True)
-    results = [Layout(max(branches, key=lambda x: len(x.axes)).dims) for branches in outputs]
+    results = [ValueLayout(max(branches, key=lambda x: len(x.axes)).dims) for branches in outputs]
     return Step(operation, (whole(0), *operands), tuple(results), bodies=tuple(bodies))
 
 
 def _fixpoint(
-    trip: Callable[[Sequence[Layout]], PartitionedProgram],
-    init: Sequence[Layout],
+    trip: Callable[[Sequence[ValueLayout]], PartitionedProgram],
+    init: Sequence[ValueLayout],
     *,
     sums_may_wait: bool,
-) -> tuple[list[Layout], PartitionedProgram]:
+) -> tuple[list[ValueLayout], PartitionedProgram]:
     """Returns layouts of the carry that a trip keeps or can be moved back to, and the trip.
 
     A sum may stay pending through a loop that begins at zero: the weights of a recurrent network
@@ -438,11 +442,11 @@ def _fixpoint(
         if after == carry:
             return carry, body
         carry = after
-    carry = [Layout(layout.dims) for layout in carry]
+    carry = [ValueLayout(layout.dims) for layout in carry]
     return carry, trip(carry)
 
 
-def _next(old: Layout, new: Layout, number: int, sums_may_wait: bool) -> Layout:
+def _next(old: ValueLayout, new: ValueLayout, number: int, sums_may_wait: bool) -> ValueLayout:
     """Returns the layout of a carry on the next trip, from its layouts before and after a trip.
 
     It follows the trip at first; later it only loses axes, so that the walk ends.
@@ -453,7 +457,7 @@ def _next(old: Layout, new: Layout, number: int, sums_may_wait: bool) -> Layout:
     dims = new.dims if number == 1 or len(new.axes) > len(old.axes) else old.dims
     if number >= 3:
         dims = tuple(a if a == b else () for a, b in zip(old.dims, new.dims, strict=True))
-    return Layout(dims, pending.difference(*dims))
+    return ValueLayout(dims, pending.difference(*dims))
 
 
 _LOOPS = {"scan": _scan, "while": _while, "cond": _cond}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from shardlib.partitioner.factors import Assignment, Dim, Factors, dims_of
-from shardlib.partitioner.layout import Dims, Layout, Sizes, degree, moved_bytes
+from shardlib.partitioner.layout import Dims, Sizes, ValueLayout, degree, moved_bytes
 
 # Cost of an operation in addition to communication, in bytes on a link, with rounded figures of one
 # accelerator: 1e14 FLOP/s, 8e11 B/s of memory, 5e10 B/s of link (TPU v5e: 1.97e14, 8.2e11, 4.5e10).
@@ -25,7 +25,7 @@ class CutProblem:
     """
 
     factors: Factors
-    operands: tuple[Layout, ...]
+    operands: tuple[ValueLayout, ...]
     bytes: tuple[int, ...]
     result_bytes: tuple[int, ...]
     wanted: tuple[Dims | None, ...]

@@ -18,7 +18,7 @@ from shardlib.jaxprs import REMAT, Operation, flatten, subprograms
 from shardlib.mesh import entry_axes
 from shardlib.partitioner import indexing, products, reductions, shapes  # noqa: F401 (rules)
 from shardlib.partitioner.analyze import Analysis, is_unsupported
-from shardlib.partitioner.layout import Layout, Sizes, from_spec
+from shardlib.partitioner.layout import Sizes, ValueLayout, from_spec
 from shardlib.partitioner.lower import Lowering, Shard
 from shardlib.partitioner.program import PartitionedProgram, Step, source_of
 from shardlib.paths import named_leaves
@@ -44,12 +44,12 @@ class Traced:
 
 
 @dataclasses.dataclass(frozen=True)
-class Laid:
+class PartitionedFunction:
     """A traced function and the layouts of its values."""
 
     traced: Traced
     program: PartitionedProgram
-    outputs: tuple[Layout, ...]
+    outputs: tuple[ValueLayout, ...]
 
 
 def trace(fn: Callable[..., Any], arguments: tuple[PyTree, ...]) -> Traced:
@@ -61,10 +61,10 @@ def trace(fn: Callable[..., Any], arguments: tuple[PyTree, ...]) -> Traced:
 def analyze(
     traced: Traced,
     scope: Scope,
-    inputs: Sequence[Layout],
-    outputs: Callable[[PyTree], Sequence[Layout | None]],
+    inputs: Sequence[ValueLayout],
+    outputs: Callable[[PyTree], Sequence[ValueLayout | None]],
     batch_axes: Sequence[str],
-) -> Laid:
+) -> PartitionedFunction:
     """Decides the layouts of the values of a function.
 
     Args:
@@ -83,14 +83,14 @@ def analyze(
     analysis = Analysis(scope.sizes, batch_axes)
     dims = [None if layout is None else layout.dims for layout in wanted]
     program = analysis.program(closed.jaxpr, [*consts, *inputs], dims)
-    left = [Layout(layout.dims) for layout in program.outputs]
+    left = [ValueLayout(layout.dims) for layout in program.outputs]
     outs = tuple(
         here if layout is None else layout for here, layout in zip(left, wanted, strict=True)
     )
-    return Laid(traced, program, outs)
+    return PartitionedFunction(traced, program, outs)
 
 
-def _const_layout(x: jax.typing.ArrayLike, scope: Scope) -> Layout:
+def _const_layout(x: jax.typing.ArrayLike, scope: Scope) -> ValueLayout:
     """Returns the layout of a captured array: its own on this mesh, otherwise whole."""
     rank = len(jax.numpy.shape(x))
     sharding = getattr(x, "sharding", None)
@@ -100,7 +100,7 @@ def _const_layout(x: jax.typing.ArrayLike, scope: Scope) -> Layout:
 
 
 @garbage_left()
-def execute(laid: Laid, scope: Scope, arguments: tuple[PyTree, ...]) -> PyTree:
+def execute(laid: PartitionedFunction, scope: Scope, arguments: tuple[PyTree, ...]) -> PyTree:
     """Returns the results of a function, run as one manual region over all remaining axes.
 
     Args:
@@ -164,7 +164,7 @@ def partitioned(
         sizes = {name: n for name, n in scope.sizes.items() if name not in manual_axes()}
         inputs = argument_layouts(in_specs, arguments, sizes, params)
 
-        def outputs(shape: PyTree) -> list[Layout | None]:
+        def outputs(shape: PyTree) -> list[ValueLayout | None]:
             return result_layouts(out_specs, shape, sizes)
 
         traced = trace(fn, arguments)
@@ -207,8 +207,8 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def who_partitions(
-    traced: Traced, analyze: Callable[[], Laid], constrains: bool | None = None
-) -> tuple[Partition, Laid | None]:
+    traced: Traced, analyze: Callable[[], PartitionedFunction], constrains: bool | None = None
+) -> tuple[Partition, PartitionedFunction | None]:
     """Returns the partitioner of a function, and the function's layouts if it is shardlib.
 
     XLA partitions functions with operations that shardlib cannot partition, and functions whose
@@ -272,7 +272,7 @@ def _open(program: PartitionedProgram) -> Iterator[str]:
 
 def argument_layouts(
     specs: Specs, arguments: Sequence[PyTree], sizes: Sizes, params: Sequence[int]
-) -> list[Layout]:
+) -> list[ValueLayout]:
     """Returns the layouts of the leaves of all arguments.
 
     Args:
@@ -301,7 +301,7 @@ def argument_layouts(
     return layouts
 
 
-def result_layouts(specs: Specs, shape: PyTree, sizes: Sizes) -> list[Layout | None]:
+def result_layouts(specs: Specs, shape: PyTree, sizes: Sizes) -> list[ValueLayout | None]:
     """Returns the layouts of the leaves of a result from its shapes; None if unspecified.
 
     Raises:

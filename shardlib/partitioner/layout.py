@@ -25,7 +25,7 @@ Sizes = Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Layout:
+class ValueLayout:
     """The layout of a value.
 
     An axis cuts one dim, or is pending, or neither. Otherwise a device would hold a term of a piece
@@ -54,32 +54,32 @@ class Layout:
     def spec(self) -> PartitionSpec:
         return PartitionSpec(*[dim or None for dim in self.dims])
 
-    def keeping(self, pending: frozenset[str]) -> "Layout":
+    def keeping(self, pending: frozenset[str]) -> "ValueLayout":
         """Returns the same layout with the sum pending over these axes alone."""
         return self if pending == self.pending else dataclasses.replace(self, pending=pending)
 
-    def complete(self) -> "Layout":
+    def complete(self) -> "ValueLayout":
         """Returns the same layout without a pending sum."""
         return self.keeping(frozenset())
 
-    def solid(self, keep_zero: bool = False) -> "Layout":
+    def solid(self, keep_zero: bool = False) -> "ValueLayout":
         """Returns the same layout for a value that is held, not made."""
         return dataclasses.replace(self, made=False, zero=self.zero and keep_zero)
 
 
-def whole(rank: int) -> Layout:
+def whole(rank: int) -> ValueLayout:
     """Returns the layout of a replicated value."""
-    return Layout(((),) * rank)
+    return ValueLayout(((),) * rank)
 
 
-def made(shape: Sequence[int], *, zero: bool = False) -> Layout:
+def made(shape: Sequence[int], *, zero: bool = False) -> ValueLayout:
     """Returns the layout of a value that each device can make by itself."""
-    return Layout(((),) * len(shape), made=True, zero=zero)
+    return ValueLayout(((),) * len(shape), made=True, zero=zero)
 
 
-def from_spec(spec: Iterable[Any] | None, rank: int, *, stored: bool = False) -> Layout:
+def from_spec(spec: Iterable[Any] | None, rank: int, *, stored: bool = False) -> ValueLayout:
     """Returns the layout of a `PartitionSpec`; set `stored` for a parameter."""
-    return Layout(spec_axes(spec or (), rank), stored=stored)
+    return ValueLayout(spec_axes(spec or (), rank), stored=stored)
 
 
 def degree(axes: Sequence[str], sizes: Sizes) -> int:
@@ -101,7 +101,7 @@ def _common(have: Sequence[str], want: Sequence[str]) -> int:
     return count
 
 
-def moved_bytes(size: float, have: Layout, want: Dims, sizes: Sizes) -> float:
+def moved_bytes(size: float, have: ValueLayout, want: Dims, sizes: Sizes) -> float:
     """Returns the bytes that a device receives in a move, by ring collectives.
 
     Args:
@@ -133,7 +133,9 @@ def moved_bytes(size: float, have: Layout, want: Dims, sizes: Sizes) -> float:
     return total
 
 
-def scattered(layout: Layout, wanted: Dims, shape: Sequence[int], sizes: Sizes) -> Layout | None:
+def scattered(
+    layout: ValueLayout, wanted: Dims, shape: Sequence[int], sizes: Sizes
+) -> ValueLayout | None:
     """Returns a layout in which pending axes cut the dims that the reader wants them to cut, with
     all sums taken; None without such axes."""
     dims = list(layout.dims)
@@ -145,10 +147,10 @@ def scattered(layout: Layout, wanted: Dims, shape: Sequence[int], sizes: Sizes) 
                 break
             here = more
         dims[dim] = here
-    return None if tuple(dims) == layout.dims else Layout(tuple(dims))
+    return None if tuple(dims) == layout.dims else ValueLayout(tuple(dims))
 
 
-def move(x: jax.Array, have: Layout, want: Layout, sizes: Sizes) -> jax.Array:
+def move(x: jax.Array, have: ValueLayout, want: ValueLayout, sizes: Sizes) -> jax.Array:
     """Returns the shard in layout `want` from the shard in layout `have`, inside a manual region.
 
     Args:

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from shardlib.jaxprs import REMAT, Atom, Value, array_of, is_literal, scan_parts
 from shardlib.partitioner.factors import COLLECTIVES, Arrays, DevicePiece, bind, dims_of
-from shardlib.partitioner.layout import Layout, Sizes, made, move, moved_bytes, whole
+from shardlib.partitioner.layout import Sizes, ValueLayout, made, move, moved_bytes, whole
 from shardlib.partitioner.program import PartitionedProgram, Step
 from shardlib.sharding.extremes import Extreme, extreme
 
@@ -27,10 +27,10 @@ class Shard:
     `make` makes the shard of a value in the layout in which it is read.
     """
 
-    layout: Layout
+    layout: ValueLayout
     x: Any = None
-    make: Callable[[Layout], jax.Array] | None = None
-    moved: dict[Layout, jax.Array] = dataclasses.field(default_factory=dict)
+    make: Callable[[ValueLayout], jax.Array] | None = None
+    moved: dict[ValueLayout, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 class Lowering:
@@ -73,12 +73,12 @@ class Lowering:
             env.update(zip(operation.outvars, results, strict=True))
         return [read(v) for v in flat.outvars]
 
-    def shard(self, value: Shard, want: Layout) -> jax.Array:
+    def shard(self, value: Shard, want: ValueLayout) -> jax.Array:
         """Returns the shard of a value in another layout."""
         have = value.layout
         if value.make is None and (have.dims, have.pending) == (want.dims, want.pending):
             return value.x
-        key = Layout(want.dims, want.pending)
+        key = ValueLayout(want.dims, want.pending)
         if key not in value.moved:
             x = self._shard(value, want)
             if have.stored:
@@ -86,16 +86,18 @@ class Lowering:
             value.moved[key] = x
         return value.moved[key]
 
-    def _shard(self, value: Shard, want: Layout) -> jax.Array:
+    def _shard(self, value: Shard, want: ValueLayout) -> jax.Array:
         if value.make is not None:
-            return value.make(Layout(want.dims))
+            return value.make(ValueLayout(want.dims))
         have = value.layout
         if have.zero:
             # Zeros are a pending sum over any axes.
             have = dataclasses.replace(have, pending=have.pending | want.pending, zero=False)
         return self._send(value.x, lambda x: move(x, have, want, self.sizes), have, want)
 
-    def _send(self, x: jax.Array, collective: Collective, have: Layout, want: Layout) -> jax.Array:
+    def _send(
+        self, x: jax.Array, collective: Collective, have: ValueLayout, want: ValueLayout
+    ) -> jax.Array:
         is_sent = moved_bytes(1.0, have, want.dims, self.sizes) > 0 or have.pending - want.pending
         if self._order is None or not is_sent:
             return collective(x)
@@ -150,11 +152,11 @@ class Lowering:
         factors = step.factors
         assert factors is not None
 
-        def make(want: Layout) -> jax.Array:
+        def make(want: ValueLayout) -> jax.Array:
             axes = zip(factors.results[number], want.dims, strict=True)
             cut = {factor: dim for factor, dim in axes if factor is not None and dim}
             shards = [
-                self.shard(v, Layout(dims_of(dims, cut)))
+                self.shard(v, ValueLayout(dims_of(dims, cut)))
                 for v, dims in zip(ins, factors.operands, strict=True)
             ]
             return factors.compute(step.operation, shards, DevicePiece(cut, self.sizes))[number]
@@ -181,7 +183,7 @@ class Lowering:
         consts, carry, xs = shards[:num_consts], shards[num_consts:end], shards[end:]
         (body,) = step.bodies
         out = [*step.results[:num_carry]]
-        out += [Layout(y.dims[1:]) for y in step.results[num_carry:]]
+        out += [ValueLayout(y.dims[1:]) for y in step.results[num_carry:]]
 
         def trip(carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
             results = self._body(body, params["jaxpr"].consts, [*consts, *carry, *x], out)
@@ -221,7 +223,7 @@ class Lowering:
         program: PartitionedProgram,
         consts: Arrays,
         xs: Arrays,
-        out: Sequence[Layout],
+        out: Sequence[ValueLayout],
     ) -> list[jax.Array]:
         layouts = program.inputs[len(consts) :]
         order = self._order
@@ -233,7 +235,7 @@ class Lowering:
         return shards
 
 
-def _values(layouts: Sequence[Layout], shards: Arrays) -> list[Shard]:
+def _values(layouts: Sequence[ValueLayout], shards: Arrays) -> list[Shard]:
     return [Shard(layout, x) for layout, x in zip(layouts, shards, strict=True)]
 
 

@@ -7,7 +7,7 @@ from jax.extend.source_info_util import summarize
 
 from shardlib.jaxprs import FlatProgram, Operation
 from shardlib.partitioner.factors import Assignment, Factors
-from shardlib.partitioner.layout import Layout, num_bytes
+from shardlib.partitioner.layout import ValueLayout, num_bytes
 
 _LARGE = 2**20
 """Bytes from which a value replicated on every device is reported."""
@@ -18,8 +18,8 @@ class Step:
     """One operation with the layouts of its operands and results."""
 
     operation: Operation
-    operands: tuple[Layout, ...]
-    results: tuple[Layout, ...]
+    operands: tuple[ValueLayout, ...]
+    results: tuple[ValueLayout, ...]
     assignment: Assignment = dataclasses.field(default_factory=dict)
     factors: Factors | None = None
     """None for steps without factors: loops, constraints and whole computations."""
@@ -28,7 +28,7 @@ class Step:
     """Bytes that a device receives to bring activations into the layouts of the operands."""
     is_whole: bool = False
     """Whether every device computes it whole, because no rule can cut it."""
-    settled: tuple[Layout, ...] | None = None
+    settled: tuple[ValueLayout, ...] | None = None
     """Layouts of the results after sums that cannot wait; None if they stay as they are."""
 
     @property
@@ -42,9 +42,9 @@ class PartitionedProgram:
     """A partitioned jaxpr with inlined calls."""
 
     flat: FlatProgram
-    inputs: tuple[Layout, ...]
+    inputs: tuple[ValueLayout, ...]
     steps: list[Step]
-    outputs: tuple[Layout, ...]
+    outputs: tuple[ValueLayout, ...]
 
     def walk(self) -> Iterator[Step]:
         """Yields all steps, with the steps of bodies after the step that runs them."""

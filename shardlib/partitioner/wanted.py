@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from shardlib.jaxprs import Atom, FlatProgram, Operation, Value, is_literal
 from shardlib.partitioner.factors import ELEMENTWISE, Factors, dims_of, factors_of
-from shardlib.partitioner.layout import Dims, Layout
+from shardlib.partitioner.layout import Dims, ValueLayout
 
 _FAR = 8
 """Number of operations to look ahead."""
@@ -58,7 +58,7 @@ class Readers:
     `at` holds the layouts of the values that the walk has passed.
     """
 
-    def __init__(self, flat: FlatProgram, at: Mapping[Atom, Layout]):
+    def __init__(self, flat: FlatProgram, at: Mapping[Atom, ValueLayout]):
         self.at = at
         self._readers: dict[Atom, list[Operation]] = collections.defaultdict(list)
         self._makers: dict[Atom, Operation] = {}

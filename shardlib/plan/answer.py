@@ -115,7 +115,7 @@ class Answer(abc.ABC, Generic[AnyPlan]):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the answer as plain data."""
-        known = self.tokens is not None
+        has_length = self.tokens is not None
         return {
             "model": self.name,
             "cluster": self.cluster.name,
@@ -129,8 +129,8 @@ class Answer(abc.ABC, Generic[AnyPlan]):
             "layouts": self.found.layouts,
             "fitting": self.found.fitting,
             "priced": self.found.priced,
-            "run_seconds": self.run_seconds if known else None,
-            "chip_hours": self.chip_hours if known else None,
+            "run_seconds": self.run_seconds if has_length else None,
+            "chip_hours": self.chip_hours if has_length else None,
             "plans": [self._plan_facts(plan) for plan in self.found.plans],
             "bottleneck": self.best.time.bottleneck,
             "why_not": [asked.to_dict() for asked in self.asked],
@@ -158,13 +158,13 @@ def relaxing(
 ) -> tuple[FoundT, Workload, list[str]]:
     """Returns a search result, its workload and notes on it. Moments in bfloat16 change the
     numerics, so they are tried only if nothing else fits."""
-    found, relaxed = find(workload), workload.relaxed()
-    if (found is None or not found.plans) and relaxed is not workload:
+    answer, relaxed = find(workload), workload.relaxed()
+    if (answer is None or not answer.plans) and relaxed is not workload:
         again = find(relaxed)
         if again is not None and again.plans:
             note = "A plan exists only with the optimizer's first moment in bfloat16."
             return again, relaxed, [note]
-    return found, workload, []
+    return answer, workload, []
 
 
 def explained(
@@ -175,15 +175,15 @@ def explained(
     Raises:
         MeshError: If meshes cannot be read; the message names all of them.
     """
-    found, faults = [], []
+    reasons, faults = [], []
     for mesh in meshes:
         try:
-            found.append(explain(mesh))
+            reasons.append(explain(mesh))
         except MeshError as error:
             faults.append(str(error))
     if faults:
         raise MeshError("\n".join(faults))
-    return tuple(found)
+    return tuple(reasons)
 
 
 def too_slow(

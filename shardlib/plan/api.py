@@ -109,16 +109,16 @@ def plan(
 
 def _answered(model: Any, question: Question, parts: Mapping[str, Any]) -> Plans | MixedPlans:
     """Returns the answer to a question about a model or a module with `parts`, after validation."""
-    faults, found = question.faults(), None
+    faults, named_workload = question.faults(), None
     try:
         # Faults of the model are reported together with faults of the question.
-        found = _workload(model, Question(on=question.on) if faults else question, parts)
+        named_workload = _workload(model, Question(on=question.on) if faults else question, parts)
     except ShardlibError as error:
         faults.append(error)
     raise_all(faults)
-    if found is None:
+    if named_workload is None:
         return model.planned(question)
-    name, workload = found
+    name, workload = named_workload
     has_config = isinstance(workload, TransformerWorkload)
     kept = frozenset[str]() if has_config else NOT_OF_MODULES
     if question.mixed is not None:
@@ -236,15 +236,15 @@ def _of_config(config: object, length: int | None) -> tuple[str, Transformer, in
             "  Give the name of a model, a config, a shardlib.plan.Transformer, a Workload or, "
             "with optimizer, loss and batch, a module factory: lambda rngs: Model(rngs=rngs)."
         )
-    found = family(name)
+    model_family = family(name)
     length = length or getattr(config, "max_positions", None)
     vocab = getattr(config, "vocab_size", None)
-    if found.dims is None:
+    if model_family.dims is None:
         raise ModelError(
             f"the family {name!r} does not give its dims as a transformer.\n"
             "  Plan its run config, which is traced: shardlib plan CONFIG --on ..."
         )
     if vocab is None:
         raise ConfigError(f"the config of {name!r} has no vocab_size.\n  Set it.")
-    dims = found.dims(config, DataSpec(vocab_size=vocab, sequence_length=length))
+    dims = model_family.dims(config, DataSpec(vocab_size=vocab, sequence_length=length))
     return name, of_dims(dims), length

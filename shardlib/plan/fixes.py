@@ -82,11 +82,11 @@ def cheapest_fixes(
         # A change of more keys is redundant if a subset of them is enough.
         if not any(set(kind) <= set(_kind(fix)) for kind in kinds):
             kinds[_kind(fix)] = fix
-    found = list(kinds.values())[:count]
-    found += [fix for fix in fixes if fix not in found][: count - len(found)]
-    if len(found) < count and (larger := next_larger(cluster)) is not None:
-        found += _on_larger(workload, larger, as_is.seconds)
-    return sorted(found[:count], key=lambda fix: fix.plan.seconds)
+    chosen = list(kinds.values())[:count]
+    chosen += [fix for fix in fixes if fix not in chosen][: count - len(chosen)]
+    if len(chosen) < count and (larger := next_larger(cluster)) is not None:
+        chosen += _on_larger(workload, larger, as_is.seconds)
+    return sorted(chosen[:count], key=lambda fix: fix.plan.seconds)
 
 
 def smallest(workload: Workload, cluster: Cluster, keep: Layout | None = None) -> Plan | None:
@@ -130,8 +130,8 @@ def _one_key(workload: Workload, as_is: Plan, room: float) -> Iterator[Plan]:
 
 
 def _other_meshes(workload: Workload, as_is: Plan, room: float) -> Iterator[Plan]:
-    found = search(workload, as_is.cluster, top=3)
-    yield from (plan for plan in found.plans if plan.memory.fits(room))
+    others = search(workload, as_is.cluster, top=3)
+    yield from (plan for plan in others.plans if plan.memory.fits(room))
 
 
 def _on_larger(workload: Workload, cluster: Cluster, before: float) -> list[Fix]:

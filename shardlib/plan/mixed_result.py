@@ -48,11 +48,11 @@ class MixedPlans(Answer[MixedPlan]):
     def alone(self) -> tuple[Alone, ...]:
         """Best plan of each kind alone, with the same batch and meshes of any axes; fastest
         first."""
-        found = [
+        parts = [
             Alone(kind, next(iter(search(self.workload, kind, top=1).plans), None))
             for kind in self.cluster.kinds
         ]
-        return tuple(sorted(found, key=lambda one: one.plan.seconds if one.plan else math.inf))
+        return tuple(sorted(parts, key=lambda one: one.plan.seconds if one.plan else math.inf))
 
     def why_not(self, mesh: MeshSpec) -> WhyNot:
         """Returns the reasons why a mesh is not the plan.
@@ -65,15 +65,15 @@ class MixedPlans(Answer[MixedPlan]):
     def _settings(self, plan: MixedPlan) -> Settings:
         batch, shards = self.workload.batch, plan.layout.batch_shards
         counts = ",".join(map(str, plan.group_microbatches))
-        found = settings(plan.as_plan(), self.workload.num_layers, batch=batch)
-        found["train.reduction.group_microbatches"] = f"[{counts}]"
+        by_key = settings(plan.as_plan(), self.workload.num_layers, batch=batch)
+        by_key["train.reduction.group_microbatches"] = f"[{counts}]"
         # Only the first process writes to JAX's cache, under a key that is the same for all kinds.
         # The others would run code compiled for its GPUs.
-        found["train.compilation_cache"] = "null"
+        by_key["train.compilation_cache"] = "null"
         if batch % shards:
             # Groups take equal parts of an evaluation batch.
-            found["eval.global_batch"] = max(batch // shards, 1) * shards
-        return found
+            by_key["eval.global_batch"] = max(batch // shards, 1) * shards
+        return by_key
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the answer as plain data."""
@@ -176,15 +176,15 @@ def _why_not(workload: Workload, cluster: MixedCluster, best: MixedPlan, mesh: M
     faults += workload.faults(group)
     if faults:
         return WhyNot(text, tuple(faults))
-    found = search_mixed(workload, cluster, top=1, keep=group)
-    if not found.layouts:
+    outcome = search_mixed(workload, cluster, top=1, keep=group)
+    if not outcome.layouts:
         reason = f"{layout.data} groups cannot divide a batch of {workload.batch}"
         return WhyNot(text, (reason,))
-    if not found.plans:
+    if not outcome.plans:
         return WhyNot(
             text, (f"does not fit: {_needs(_leanest(workload, cluster, group), workload)}",)
         )
-    plan = found.plans[0]
+    plan = outcome.plans[0]
     if mesh_of(plan.layout) == mesh_of(best.layout):
         return WhyNot(text, ("this is the plan",), plan.as_plan(), 0.0)
     slower = plan.seconds / best.seconds - 1

@@ -304,9 +304,9 @@ def _update(
     """
     if not layout.offload_optimizer:
         return {"optimizer": max(time.optimizer for time in times), "offload": 0.0}
-    found = [workload.time(layout, choice, kind) for kind in together(cluster)]
-    moved = (new.offload - old.offload for new, old in zip(found, times, strict=True))
-    pairs = zip((time.optimizer for time in found), moved, strict=True)
+    moved_times = [workload.time(layout, choice, kind) for kind in together(cluster)]
+    moved = (new.offload - old.offload for new, old in zip(moved_times, times, strict=True))
+    pairs = zip((time.optimizer for time in moved_times), moved, strict=True)
     return dict(zip(("optimizer", "offload"), max(pairs, key=sum), strict=True))
 
 

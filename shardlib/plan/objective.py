@@ -131,9 +131,9 @@ def best_found(
     for cluster in tried:
         if not _may_do(workload, cluster, limit):
             continue
-        found = search(workload, cluster, top=top)
-        if found.plans and found.plans[0].seconds <= limit:
-            suited.append(found)
+        outcome = search(workload, cluster, top=top)
+        if outcome.plans and outcome.plans[0].seconds <= limit:
+            suited.append(outcome)
             if goal.objective == "chips" or (goal.objective == "time" and goal.days):
                 break
     if goal.objective == "cost":

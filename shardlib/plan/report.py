@@ -74,12 +74,12 @@ def describe_mixed(plans: Answer[MixedPlan], alone: Sequence[Alone]) -> str:
 
 
 def _joined(plans: Answer[AnyPlan], *sections: str) -> str:
-    found = list(sections)
+    parts = list(sections)
     if plans.asked:
-        found.append("Why not\n" + indented("\n".join(map(str, plans.asked))))
+        parts.append("Why not\n" + indented("\n".join(map(str, plans.asked))))
     if plans.notes:
-        found.append("\n".join(plans.notes))
-    return "\n\n".join(found)
+        parts.append("\n".join(plans.notes))
+    return "\n\n".join(parts)
 
 
 def _headline(plans: Answer[AnyPlan], chips: str) -> str:

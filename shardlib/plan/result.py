@@ -113,7 +113,7 @@ def _nothing_fits(name: str, workload: Workload, cluster: Cluster, least: Plan) 
 
 def _ways_out(workload: Workload, cluster: Cluster) -> list[str]:
     """Returns changes that make a step fit, lowest time per token first."""
-    found = []
+    ways = []
     tries: list[tuple[str, Workload, Cluster | None]] = [
         ("Store the first moment in bfloat16", workload.relaxed(), cluster)
     ]
@@ -133,8 +133,8 @@ def _ways_out(workload: Workload, cluster: Cluster) -> list[str]:
         if plans:
             per_token = plans[0].seconds / other.tokens
             line = f"{text}: {duration(plans[0].seconds)} a step on {plans[0].layout}"
-            found.append((per_token, f"{line}, {gib(plans[0].memory.total)}."))
-    return [line for _, line in sorted(found)]
+            ways.append((per_token, f"{line}, {gib(plans[0].memory.total)}."))
+    return [line for _, line in sorted(ways)]
 
 
 def _nothing_divides(name: str, workload: Workload, cluster: Cluster) -> MeshError:

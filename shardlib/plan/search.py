@@ -262,11 +262,11 @@ def least_layers(
             # Every layer holds the same amount, so the first guess is nearly always right.
             share = above.over(capacity) / (above.over(capacity) - below.over(capacity))
             guess = min(max(low + math.ceil(share * (high - low)), low + 1), high - 1)
-            found = held(guess)
-            if found.fits(capacity):
-                high, below = guess, found
+            memory = held(guess)
+            if memory.fits(capacity):
+                high, below = guess, memory
             else:
-                low, above = guess, found
+                low, above = guess, memory
     return dataclasses.replace(choice, layers=high) if below.host <= capacity else None
 
 

@@ -36,23 +36,23 @@ def levers(workload: Workload, best: Plan) -> list[Lever]:
     known."""
     cluster = best.cluster
     measured = isinstance(cluster, MeasuredCluster)
-    found = []
+    tried = []
     larger = None if measured else next_larger(cluster)
     if larger is not None:
-        found.append(_lever(workload, best, f"on {larger.name}", workload, larger))
+        tried.append(_lever(workload, best, f"on {larger.name}", workload, larger))
     for factor, word in ((2, "twice"), (0.5, "half")):
         batch = int(workload.batch * factor)
         if batch * 2 >= workload.batch:
             other = workload.with_batch(batch)
             change = f"{word} the batch ({batch:,} {examples(workload)})"
-            found.append(_lever(workload, best, change, other, cluster))
-    found.append(
+            tried.append(_lever(workload, best, change, other, cluster))
+    tried.append(
         _lever(workload, best, "the first moment in bfloat16", workload.relaxed(), cluster)
     )
     if not measured and (roomier := _roomier(cluster)):
         change = f"with twice the memory a device ({largest_parts(best.memory, 1)} now)"
-        found.append(_lever(workload, best, change, workload, roomier))
-    useful = [lever for lever in found if lever is not None and abs(lever.rate - 1) >= 0.005]
+        tried.append(_lever(workload, best, change, workload, roomier))
+    useful = [lever for lever in tried if lever is not None and abs(lever.rate - 1) >= 0.005]
     return sorted(useful, key=lambda lever: -lever.rate)
 
 

@@ -53,19 +53,19 @@ def settings(plan: Plan, num_layers: int, *, batch: int | None = None) -> Settin
         batch: Sequences per step; None to leave the config's value.
     """
     layout = plan.layout
-    found: Settings = {"mesh": mesh_text(layout), "rules": rules(layout)}
+    by_key: Settings = {"mesh": mesh_text(layout), "rules": rules(layout)}
     if batch is not None:
-        found["train.global_batch"] = batch
-    found["train.microbatches"] = layout.microbatches
+        by_key["train.global_batch"] = batch
+    by_key["train.microbatches"] = layout.microbatches
     if layout.reduces_once:
-        found["train.reduction.dtype"] = "f32"
+        by_key["train.reduction.dtype"] = "f32"
     if layout.offload_optimizer:
-        found["train.offload_optimizer"] = True
+        by_key["train.offload_optimizer"] = True
     if name := schedule(layout):
-        found["train.pipeline.schedule"] = name
+        by_key["train.pipeline.schedule"] = name
         if layout.chunks > 1:
-            found["train.pipeline.chunks_per_stage"] = layout.chunks
-    return found | of_choice(plan.choice, num_layers)
+            by_key["train.pipeline.chunks_per_stage"] = layout.chunks
+    return by_key | of_choice(plan.choice, num_layers)
 
 
 def of_choice(choice: Choice, num_layers: int) -> Settings:
@@ -77,10 +77,10 @@ def of_choice(choice: Choice, num_layers: int) -> Settings:
     }
 
 
-def to_yaml(found: Mapping[str, Any]) -> str:
+def to_yaml(settings: Mapping[str, Any]) -> str:
     """Returns settings as YAML with nested sections."""
     tree: dict[str, Any] = {}
-    for path, value in found.items():
+    for path, value in settings.items():
         *sections, key = path.split(".")
         at = tree
         for section in sections:
@@ -89,9 +89,9 @@ def to_yaml(found: Mapping[str, Any]) -> str:
     return "\n".join(_lines(tree, "")) + "\n"
 
 
-def to_overrides(found: Mapping[str, Any]) -> list[str]:
+def to_overrides(settings: Mapping[str, Any]) -> list[str]:
     """Returns settings as command-line arguments."""
-    return [f"{path}={_scalar(value)}" for path, value in found.items()]
+    return [f"{path}={_scalar(value)}" for path, value in settings.items()]
 
 
 def _lines(tree: Mapping[str, Any], indent: str) -> list[str]:

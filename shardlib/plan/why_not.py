@@ -61,10 +61,10 @@ def why_not(workload: Workload, cluster: Cluster, best: Plan | None, mesh: MeshS
     layout, text = Layout.of(config.sizes, cluster.num_slices), str(config)
     if refused := _refused(workload, cluster, layout):
         return WhyNot(text, tuple(refused))
-    found = search(workload, cluster, top=1, keep=layout)
-    if not found.plans:
+    outcome = search(workload, cluster, top=1, keep=layout)
+    if not outcome.plans:
         return WhyNot(text, (_too_large(workload, cluster, layout),))
-    plan = found.plans[0]
+    plan = outcome.plans[0]
     if best is None or mesh_of(best.layout) == mesh_of(layout):
         return WhyNot(text, ("this is the plan",), plan, 0.0)
     slower = plan.seconds / best.seconds - 1

@@ -28,9 +28,9 @@ from shardlib.rules.presets import ZERO1 as ZERO1
 from shardlib.rules.presets import ZERO2 as ZERO2
 from shardlib.rules.presets import preset as preset
 from shardlib.rules.resolve import ANY as ANY
+from shardlib.rules.resolve import Auto as Auto
 from shardlib.rules.resolve import Choice as Choice
 from shardlib.rules.resolve import Refusal as Refusal
 from shardlib.rules.resolve import Resolution as Resolution
 from shardlib.rules.resolve import Section as Section
-from shardlib.rules.table import Auto as Auto
 from shardlib.rules.table import AxisRules as AxisRules

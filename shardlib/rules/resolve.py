@@ -1,17 +1,15 @@
 """Pure and cached resolution of the rules for one tensor."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from jax.sharding import PartitionSpec
 
 from shardlib.errors import did_you_mean
 from shardlib.mesh import STANDARD_AXES
-
-if TYPE_CHECKING:
-    from shardlib.rules.table import AxisRules
 
 Alternative = tuple[str, ...]
 Table = tuple[tuple[str, tuple[Alternative, ...]], ...]
@@ -22,6 +20,31 @@ Section = Literal["params", "gradients", "opt_state"]
 
 ANY = "*"
 """The key of a rule for every logical axis that is not in its table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """The placement of parameters without logical axes.
+
+    The largest dim that `mesh_axis` divides is sharded over it if the parameter has at least
+    `min_elements` elements. Smaller parameters are replicated. A parameter without a divisible dim
+    is replicated too, and `explain` reports it. `mesh_axis=None` replicates all of them.
+    """
+
+    mesh_axis: str | None = "fsdp"
+    min_elements: int = 2**14
+
+
+class Rules(Protocol):
+    """The part of `AxisRules` that a resolution reads."""
+
+    @property
+    def auto(self) -> Auto | None:
+        """The placement of parameters without logical axes."""
+
+    def table(self, kind: Kind) -> Table:
+        """Returns one table in normal form."""
+        ...
 
 
 class Refusal(NamedTuple):
@@ -59,7 +82,7 @@ class Resolution(NamedTuple):
     faults: tuple[str, ...] = ()
 
 
-def mesh_axes_of(rules: "AxisRules") -> set[str]:
+def mesh_axes_of(rules: Rules) -> set[str]:
     """Returns every mesh axis that a rule names, even if no mesh has it."""
     kinds: tuple[Kind, ...] = ("params", "activations")
     tables = [alternatives for kind in kinds for _, alternatives in rules.table(kind)]
@@ -68,7 +91,7 @@ def mesh_axes_of(rules: "AxisRules") -> set[str]:
 
 
 @functools.lru_cache(maxsize=1024)
-def unknown_mesh_axes(rules: "AxisRules", mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
+def unknown_mesh_axes(rules: Rules, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
     known = {*mesh_axes, *STANDARD_AXES}
     faults = []
     for kind in ("params", "activations"):
@@ -108,7 +131,7 @@ class _Rule(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _on_mesh(rules: "AxisRules", kind: Kind, mesh: MeshSizes) -> dict[str, _Rule]:
+def _on_mesh(rules: Rules, kind: Kind, mesh: MeshSizes) -> dict[str, _Rule]:
     sizes = dict(mesh)
     return {
         name: _Rule(name, rank, tuple(_candidate(a, sizes) for a in alternatives))
@@ -167,7 +190,7 @@ def _refusal(candidate: _Candidate, size: int, used: Mapping[str, int]) -> Refus
 
 @functools.lru_cache(maxsize=2**17)
 def resolve(
-    rules: "AxisRules",
+    rules: Rules,
     kind: Kind,
     logical_axes: LogicalAxes,
     shape: tuple[int, ...],

@@ -11,6 +11,7 @@ from shardlib.errors import RuleError
 from shardlib.mesh import mesh_sizes
 from shardlib.rules.resolve import (
     Alternative,
+    Auto,
     Kind,
     Resolution,
     Section,
@@ -19,19 +20,6 @@ from shardlib.rules.resolve import (
     resolve,
     unknown_mesh_axes,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Auto:
-    """The placement of parameters without logical axes.
-
-    The largest dim that `mesh_axis` divides is sharded over it if the parameter has at least
-    `min_elements` elements. Smaller parameters are replicated. A parameter without a divisible dim
-    is replicated too, and `explain` reports it. `mesh_axis=None` replicates all of them.
-    """
-
-    mesh_axis: str | None = "fsdp"
-    min_elements: int = 2**14
 
 
 def _alternative(value: object, where: str) -> Alternative:

@@ -27,6 +27,7 @@ from shardlib.run.config import DATA_CONFIGS, RunConfig
 from shardlib.run.loss import check_loss
 from shardlib.sharding.constrain import Scope
 from shardlib.sharding.manual import NESTS_IN_MESH_ORDER_ONLY
+from shardlib.sharding.partition import OVERRIDES, unmatched_patterns
 from shardlib.train.pipeline.schedules import schedule_faults
 from shardlib.train.reduce.reduction import ReductionConfig, plan_reduction
 from shardlib.train.state import Definition
@@ -85,11 +86,11 @@ def _errors(config: RunConfig, make_scope: Callable[[], Scope]) -> Iterator[Shar
 def expected_spec(config: RunConfig) -> DataSpec:
     """Returns the data spec that a config implies. If the config leaves the number of tokens or
     classes to the data, the spec takes the model's number."""
-    known, model = config.data.spec(), config.model
+    spec, model = config.data.spec(), config.model
     return dataclasses.replace(
-        known,
-        vocab_size=known.vocab_size or getattr(model, "vocab_size", None),
-        num_classes=known.num_classes or getattr(model, "num_classes", None),
+        spec,
+        vocab_size=spec.vocab_size or getattr(model, "vocab_size", None),
+        num_classes=spec.num_classes or getattr(model, "num_classes", None),
     )
 
 
@@ -203,10 +204,10 @@ def check_batch(config: RunConfig, scope: Scope) -> None:
         checks += [("data.sequence_length", length, 1, name, sizes) for name in names]
     faults: dict[str, None] = {}
     for key, size, parts, axis, sizes in checks:
-        found = scope.rules.resolve((axis,), (size // parts,), sizes, "activations")
-        if found.faults:
+        resolution = scope.rules.resolve((axis,), (size // parts,), sizes, "activations")
+        if resolution.faults:
             share = f" in {parts} microbatches of {size // parts}" if parts > 1 else ""
-            reason, multiple = _indivisible(found.choices[0], sizes)
+            reason, multiple = _indivisible(resolution.choices[0], sizes)
             fault = f"{key}={size}{share} cannot be split evenly: {reason}.\n"
             faults[f"{fault}  Choose a multiple of {multiple * parts}, or another mesh."] = None
     if faults:
@@ -282,14 +283,15 @@ def check_rules_used(config: RunConfig, definition: Definition) -> None:
     placements = [*definition.params.values(), *definition.model_state.values()]
     met = {axis for p in placements for axis in p.logical_axes or () if axis is not None}
     faults = _unused_rules(config, "params", "parameter", met)
-    # The origin of a pattern that overrides metadata says so after the pattern.
-    origins = {placement.origin.partition(", in place of")[0] for placement in placements}
-    unnamed = [placement.path for placement in placements if placement.origin != "metadata"]
-    faults += [
-        f"rules.paths: {pattern!r} matches no parameter, or an earlier pattern takes them all."
-        f"{did_you_mean(pattern, unnamed)}\n  Remove it or correct it."
-        for pattern in config.rules.paths
-        if f"path {pattern}" not in origins
-    ]
+    origins = {placement.origin.partition(OVERRIDES)[0] for placement in placements}
+    unmatched = unmatched_patterns(definition.scope.rules, placements)
+    for pattern in config.rules.paths:
+        if pattern in unmatched:
+            fault = f"matches no parameter.{unmatched[pattern]}\n  Correct it or remove it."
+        elif f"path {pattern}" not in origins:
+            fault = "matches only what earlier patterns match.\n  Move it first, or remove it."
+        else:
+            continue
+        faults.append(f"rules.paths: {pattern!r} {fault}")
     if faults:
         raise RuleError("\n".join(faults))

@@ -46,8 +46,8 @@ def _data_config(path: str) -> type:
     return cls
 
 
-def _is_data_config(found: object) -> bool:
-    return inspect.isclass(found) and issubclass(found, DataConfig)
+def _is_data_config(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, DataConfig)
 
 
 @configclass
@@ -120,20 +120,21 @@ class RunConfig:
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out data."""
 
-    def __post_init__(self) -> None:
+    @staticmethod
+    def faults_of_fields(values: Mapping[str, Any]) -> list[str]:
+        """Returns the faults of the mesh and of the name of the rules."""
         faults = []
-        if self.mesh != AUTO:
+        if (mesh := values.get("mesh", AUTO)) != AUTO:
             try:
-                MeshConfig.parse(self.mesh)
+                MeshConfig.parse(mesh)
             except MeshError as error:
                 faults.append(f"mesh: {error}")
-        if isinstance(self.rules, str):
+        if isinstance(rules := values.get("rules"), str):
             try:
-                preset(self.rules)
+                preset(rules)
             except RuleError as error:
                 faults.append(f"rules: {error}")
-        if faults:
-            raise ValueError("\n".join(faults))
+        return faults
 
     def reduction(self) -> ReductionConfig:
         """Returns the reduction of gradients, with the outer degree of `data` from the mesh."""

@@ -170,10 +170,10 @@ def _saved(directory: RunDirectory, config: RunConfig, notify: Notify | None) ->
 
 
 def _step(run_dir: str, checkpoints: SavedCheckpoints, step: int | None) -> int:
-    found = checkpoints.latest() if step is None else step
-    if found is None:
+    chosen = checkpoints.latest() if step is None else step
+    if chosen is None:
         raise no_checkpoint(run_dir, checkpoints)
-    return found
+    return chosen
 
 
 def _num_devices(mesh: str) -> int:

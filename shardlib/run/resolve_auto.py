@@ -23,7 +23,7 @@ from shardlib.train.step import TrainStep
 
 
 @dataclasses.dataclass(frozen=True)
-class Resolved:
+class ResolvedConfig:
     """A config in which every setting has a value."""
 
     config: RunConfig
@@ -41,7 +41,9 @@ class Resolved:
         return dataclasses.replace(parts, recorded=self.recorded, decided=self.choices)
 
 
-def resolve(config: RunConfig, devices: Devices, *, began: RunConfig | None = None) -> Resolved:
+def resolve(
+    config: RunConfig, devices: Devices, *, began: RunConfig | None = None
+) -> ResolvedConfig:
     """Returns a config with every open setting decided, but for microbatches that depend on the
     memory of the compiled step.
 
@@ -53,10 +55,10 @@ def resolve(config: RunConfig, devices: Devices, *, began: RunConfig | None = No
     Raises:
         MeshError: If no mesh can be made of the devices.
     """
-    asked, config = config, as_recorded(config, began)
+    given, config = config, as_recorded(config, began)
     mesh, choices = _mesh(config, devices)
     leaves_microbatches = config.train.microbatches == AUTO
-    if asked.train.microbatches == AUTO and not leaves_microbatches:
+    if given.train.microbatches == AUTO and not leaves_microbatches:
         choices["microbatches"] = f"{config.train.microbatches}: as the run began"
     config = dataclasses.replace(config, mesh=mesh)
     train, sizes = config.train, _sizes(config, devices)
@@ -66,8 +68,8 @@ def resolve(config: RunConfig, devices: Devices, *, began: RunConfig | None = No
         local_sgd = dataclasses.replace(train.local_sgd, groups=sizes.get("data", 1))
         train = dataclasses.replace(train, local_sgd=local_sgd)
     config = dataclasses.replace(config, train=train)
-    recorded = dataclasses.replace(config, mesh=asked.mesh)
-    return Resolved(config, recorded, choices, leaves_microbatches)
+    recorded = dataclasses.replace(config, mesh=given.mesh)
+    return ResolvedConfig(config, recorded, choices, leaves_microbatches)
 
 
 def as_recorded(config: RunConfig, began: RunConfig | None) -> RunConfig:

@@ -113,20 +113,20 @@ class Attempt:
         with self.clock.within("restore"):
             if steps := self.checkpoints.steps():
                 self.log.waiting(f"restoring step {steps[-1]}")
-            found = self.checkpoints.restore_newest(
+            restored = self.checkpoints.restore_newest(
                 self._target(),
                 accept=check_same_run(self.parts, self.source),
                 partial=_is_of_window,
             )
-        state = self._begun_at(found)
-        if found is not None:
-            self._tell_batch(found[0])
+        state = self._begun_at(restored)
+        if restored is not None:
+            self._tell_batch(restored[0])
         return state
 
-    def _begun_at(self, found: tuple[Manifest, _State] | None) -> _State:
+    def _begun_at(self, restored: tuple[Manifest, _State] | None) -> _State:
         """Returns the state of a checkpoint, or of step 0, and sets the progress of the run."""
-        if found is not None:
-            manifest, state = found
+        if restored is not None:
+            manifest, state = restored
             self._standing = Standing.of(manifest)
             self._policy.resume(manifest.run.get("guards", {}))
             self._is_save_put_off = manifest.run.get("save_put_off", False)
@@ -257,20 +257,22 @@ class Attempt:
             Prefetcher(source, self.parts.shardings(source)) as batches,
         ):
             model = merged(self._step, state)
-            found = evaluate(self._eval_step, model, self._until_stopped(batches))
+            stream = self._until_stopped(batches)
+            metrics = {} if self._is_stopped() else evaluate(self._eval_step, model, stream)
         if self._stopping:
             self.log.notice(f"the evaluation of step {step} is skipped, to stop in time")
             return {}
-        self.evaluation = found
-        self.log.evaluation(step, found)
-        return {f"eval/{name}": value for name, value in found.items()}
+        self.evaluation = metrics
+        self.log.evaluation(step, metrics)
+        return {f"eval/{name}": value for name, value in metrics.items()}
 
     def _until_stopped(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
-        """Yields batches until a stop: a preempted machine must not wait for an evaluation."""
-        for batch in batches:
+        """Yields a batch, and more until a stop: a preempted machine must not wait for an
+        evaluation."""
+        for index, batch in enumerate(batches):
             # The watchdog's limit is for one batch, not for all of them.
             self.clock.progress()
-            if self._is_stopped():
+            if index and self._is_stopped():
                 return
             yield batch
 
@@ -325,13 +327,13 @@ class Attempt:
         would cause the same fault again."""
         rewinds = self._policy.rewinds
         with self.clock.within("restore"):
-            found = self.checkpoints.restore_newest(
+            restored = self.checkpoints.restore_newest(
                 self._target(),
                 accept=lambda manifest: manifest.run.get("healthy", True),
                 partial=_is_of_window,
             )
-            state = self._begun_at(found)
-            self.checkpoints.drop_after(int(state.step) if found else -1)
+            state = self._begun_at(restored)
+            self.checkpoints.drop_after(int(state.step) if restored else -1)
         self._reported_step = self._recorded_step = None
         report_rewind(int(state.step))
         self._policy.rewinds = rewinds

@@ -23,7 +23,7 @@ from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
 from shardlib.run.position import no_checkpoint
-from shardlib.run.resolve_auto import Resolved, resolve
+from shardlib.run.resolve_auto import ResolvedConfig, resolve
 from shardlib.run.setup import Setup, make_scope
 from shardlib.sharding.constrain import Scope, use
 from shardlib.train.local_sgd.outer import merged
@@ -183,9 +183,9 @@ def _restored(
     if step is not None:
         check(saved.manifest(step))
         return saved.restore(step, target, partial=partial, on_difference=on_difference)
-    found = [(each, place) for place in saved.tiers.values() for each in place.candidates()]
+    candidates = [(each, place) for place in saved.tiers.values() for each in place.candidates()]
     # The sort is stable: a step in two places is read from the first place.
-    for each, place in sorted(found, key=lambda found: -found[0]):
+    for each, place in sorted(candidates, key=lambda candidate: -candidate[0]):
         try:
             check(place.manifest(each))
             return place.restore(each, target, partial=partial, on_difference=on_difference)
@@ -206,7 +206,7 @@ def _check_tokenizer(tokenizer: Tokenizer, file: pathlib.Path, manifest: Manifes
         )
 
 
-def _resolved(config: RunConfig, mesh: str | None) -> tuple[Resolved, Scope]:
+def _resolved(config: RunConfig, mesh: str | None) -> tuple[ResolvedConfig, Scope]:
     """Returns the run on the given mesh, or else on its own mesh if it fits the devices."""
     devices = jax.devices()
     run = resolve(config if mesh is None else config.with_mesh(mesh), devices)

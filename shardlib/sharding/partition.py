@@ -1,6 +1,7 @@
 """The placement of every leaf of a training state, and the reason for it."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -16,12 +17,14 @@ from jaxtyping import PyTree
 from shardlib.errors import RuleError
 from shardlib.functional import AxesByPath, axis_names_of
 from shardlib.mesh import entry_axes, mesh_sizes
-from shardlib.paths import key_string, matches, named_leaves, path_string
+from shardlib.paths import key_string, matches, named_leaves, nearest_pattern, path_string
 from shardlib.rules import AxisRules, Choice, Resolution
 from shardlib.sharding.constrain import Scope, active_or, manual_axes
 
 Section = Literal["params", "model_state", "opt_state"]
 
+_LOG = logging.getLogger(__name__)
+_UNNAMED = "model state without names"
 OVERRIDES = ", in place of metadata "
 """Text in `Placement.origin` between a path pattern and the metadata that it overrides."""
 
@@ -108,19 +111,39 @@ def place_model_state(
     """
     leaves = named_leaves(tree)
     placed = {p: x for p, x in leaves.items() if p in frozen or axes.get(p) is not None}
-    found = place(placed, axes, rules, mesh)
+    placements = place(placed, axes, rules, mesh)
     for path in frozen:
-        note = "; ".join(filter(None, ("not trained", found[path].note)))
-        found[path] = dataclasses.replace(found[path], note=note)
-    return {path: found.get(path) or _unnamed_state(path, leaf) for path, leaf in leaves.items()}
+        note = "; ".join(filter(None, ("not trained", placements[path].note)))
+        placements[path] = dataclasses.replace(placements[path], note=note)
+    return {
+        path: placements.get(path) or _unnamed_state(path, leaf) for path, leaf in leaves.items()
+    }
+
+
+def unmatched_patterns(rules: AxisRules, placements: Iterable[Placement]) -> dict[str, str]:
+    """Returns the path patterns of the rules that match no leaf, with the nearest one that does."""
+    paths = [placement.path for placement in placements if placement.origin != _UNNAMED]
+    return {
+        pattern: nearest_pattern(pattern, paths)
+        for pattern, _ in rules.paths
+        if not any(matches(pattern, path) for path in paths)
+    }
+
+
+def warn_of_unmatched(rules: AxisRules, placements: Iterable[Placement], model: str) -> None:
+    """Logs the path patterns that match no leaf.
+
+    They are not refused: a table of rules may serve several models.
+    """
+    for pattern, hint in unmatched_patterns(rules, placements).items():
+        _LOG.warning("the path rule %r matches no parameter of %s.%s", pattern, model, hint)
 
 
 def _unnamed_state(path: str, leaf: jax.Array) -> Placement:
     rank = len(leaf.shape)
     choices = tuple(Choice(dim, None, None, ()) for dim in range(rank))
     resolution = Resolution(PartitionSpec(*[None] * rank), choices)
-    origin = "model state without names"
-    return Placement(path, tuple(leaf.shape), leaf.dtype, None, origin, resolution)
+    return Placement(path, tuple(leaf.shape), leaf.dtype, None, _UNNAMED, resolution)
 
 
 def _raise_faults(placements: Iterable[Placement]) -> None:
@@ -310,6 +333,7 @@ def _put(tree: PyTree, scope: Scope) -> PyTree:
     axes = {leaf.path: leaf.axes for leaf in leaves}
     flat = {leaf.path: leaf.value for leaf in leaves}
     placements = place_model_state(flat, axes, scope.rules, scope.mesh, frozen=params)
+    warn_of_unmatched(scope.rules, placements.values(), "the model")
     placed = jax.device_put(
         [leaf.value for leaf in leaves],
         [NamedSharding(scope.mesh, placements[leaf.path].spec) for leaf in leaves],
@@ -332,7 +356,7 @@ def weights_by_path(tree: PyTree) -> list[Weight]:
     of arrays, in tree order."""
     is_mapping = isinstance(tree, Mapping) and not isinstance(tree, nnx.State)
     collections = is_mapping and isinstance(tree.get("params"), Mapping)
-    found = []
+    weights = []
     for path, box in named_leaves(tree, is_leaf=_names_axes).items():
         is_param = isinstance(box, nnx.Param) or not isinstance(box, nnx.Variable)
         if collections:
@@ -340,8 +364,8 @@ def weights_by_path(tree: PyTree) -> list[Weight]:
             path = path.removeprefix("params/")
         for inner, leaf in named_leaves(_value(box)).items():
             axes = axis_names_of(_axis_names(box), np.ndim(leaf))
-            found.append(Weight(f"{path}/{inner}" if inner else path, leaf, axes, is_param))
-    return found
+            weights.append(Weight(f"{path}/{inner}" if inner else path, leaf, axes, is_param))
+    return weights
 
 
 def _names_axes(node: object) -> bool:

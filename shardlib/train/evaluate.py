@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import jax
 from jaxtyping import PyTree
 
-from shardlib.errors import ModelError, RuleError
+from shardlib.errors import DataError, ModelError, RuleError
 from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
 from shardlib.losses.aggregate import Aggregate, is_output, join
@@ -27,7 +27,7 @@ from shardlib.train.partitioning import Constrain, check_constrain
 from shardlib.train.pipeline.config import PipelineConfig
 from shardlib.train.pipeline.gradients import pipelined_sums
 from shardlib.train.program import (
-    CompiledStep,
+    JittedStep,
     PlacedProgram,
     ProgramCheck,
     Reported,
@@ -68,7 +68,7 @@ def make_eval_step(
 
 
 @dataclasses.dataclass(eq=False)
-class EvalStep(CompiledStep):
+class EvalStep(JittedStep):
     """A compiled evaluation step; see `make_eval_step`."""
 
     loss_fn: LossFn
@@ -143,11 +143,12 @@ def evaluate(
     Args:
         step: The step from `make_eval_step`.
         state: The state to evaluate.
-        batches: Held-out batches; padding has weight 0. Without any, the result is empty.
+        batches: Held-out batches; padding has weight 0.
         inputs: Extra inputs of the loss.
 
     Raises:
         ModelError: If the loss returns arrays, which do not reduce to one number.
+        DataError: If there is no batch.
     """
     totals: dict[str, Aggregate] | None = None
     for batch in batches:
@@ -157,7 +158,12 @@ def evaluate(
         before, totals = totals, sums if totals is None else _join(totals, sums)
         # The next batch is read while one is computed. More in flight would fill device memory.
         jax.block_until_ready(totals if must_block() else before)
-    return {name: float(x.value) for name, x in jax.device_get(totals or {}).items()}
+    if totals is None:
+        raise DataError(
+            "evaluate was given no batches, so there is nothing to average.\n"
+            "  Pass at least one; an iterator that was read to its end must be made anew."
+        )
+    return {name: float(x.value) for name, x in jax.device_get(totals).items()}
 
 
 _join = jax.jit(join)

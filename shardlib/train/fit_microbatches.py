@@ -32,7 +32,7 @@ _SPENT = "RESOURCE_EXHAUSTED"
 
 
 @dataclasses.dataclass(frozen=True)
-class Attempt:
+class Trial:
     """The result of trying one number of microbatches.
 
     `needed_bytes` is the memory needed on each device, or None if the compiler failed before it was
@@ -57,7 +57,7 @@ class Fit:
     microbatches: int
     step: TrainStep
     limit_bytes: int | None
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[Trial, ...]
 
     def __str__(self) -> str:
         chosen = self.attempts[-1]
@@ -101,7 +101,7 @@ def fit_microbatches(
         limit_bytes = _limit_bytes(state.definition.scope.mesh)
         if tries_out is None:
             tries_out = limit_bytes is not None and jax.process_count() == 1
-    attempts: list[Attempt] = []
+    attempts: list[Trial] = []
     needs: _Needs | None = None
     for number in counts(make_step(multiple_of), state, batch, multiple_of=multiple_of):
         attempt = _hopeless(needs, number, limit_bytes)
@@ -111,7 +111,7 @@ def fit_microbatches(
             if _all_agree(attempt.problem is None):
                 return Fit(number, step, limit_bytes, (*attempts, attempt))
         if attempt is None or attempt.problem is None:
-            attempt = Attempt(number, None, "did not fit in another process")
+            attempt = Trial(number, None, "did not fit in another process")
         attempts.append(attempt)
     raise MeshError(_nothing_fits(attempts))
 
@@ -164,13 +164,13 @@ class _Needs(NamedTuple):
         return self.held + self.temporary * self.microbatches // microbatches
 
 
-def _hopeless(needs: _Needs | None, number: int, limit_bytes: int | None) -> Attempt | None:
+def _hopeless(needs: _Needs | None, number: int, limit_bytes: int | None) -> Trial | None:
     """Returns a failed attempt if the needs of a smaller number rule this one out, or None."""
     if needs is None or limit_bytes is None or needs.at_least(number) <= limit_bytes:
         return None
     least = needs.at_least(number)
     problem = f"would need at least {humanize.size(least)} of {humanize.size(limit_bytes)}"
-    return Attempt(number, least, problem, at_least=True)
+    return Trial(number, least, problem, at_least=True)
 
 
 def _attempt(
@@ -179,14 +179,14 @@ def _attempt(
     batch: PyTree,
     limit_bytes: int | None,
     tries_out: bool | None,
-) -> tuple[Attempt, _Needs | None]:
+) -> tuple[Trial, _Needs | None]:
     """Compiles a step, and runs it once if requested and if it may fit."""
     number = step.microbatches
     lowered = step.lower(state, batch)
     try:
         stats: Any = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
-        return Attempt(number, None, _refusal(error)), None
+        return Trial(number, None, _refusal(error)), None
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     temporary = stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
     problem = None
@@ -194,7 +194,7 @@ def _attempt(
         problem = f"needed {humanize.size(held + temporary)} of {humanize.size(limit_bytes)}"
     elif tries_out:
         problem = _try_out(step, state, batch)
-    return Attempt(number, held + temporary, problem), _Needs(number, held, temporary)
+    return Trial(number, held + temporary, problem), _Needs(number, held, temporary)
 
 
 def _refusal(error: Exception) -> str:
@@ -236,7 +236,7 @@ def _all_agree(here: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.int32(here))))
 
 
-def _nothing_fits(attempts: list[Attempt]) -> str:
+def _nothing_fits(attempts: list[Trial]) -> str:
     tried = ", ".join(f"{attempt.microbatches} {attempt.problem}" for attempt in attempts)
     return (
         f"the step does not fit into memory with any number of microbatches: {tried}.\n"

@@ -16,7 +16,7 @@ from shardlib.losses.aggregate import Aggregate, Max, Mean, Min, Output, Sum
 from shardlib.losses.microbatch import accumulate
 from shardlib.losses.signature import Inputs as Inputs
 from shardlib.losses.signature import LossFn as LossFn
-from shardlib.partitioner import Layout
+from shardlib.partitioner import ValueLayout
 from shardlib.sharding.partition import Placement, pin
 from shardlib.train.partitioning import LossPartitioner, anywhere, placed_layouts
 
@@ -97,7 +97,7 @@ class PartLoss(LossPartitioner):
 
             return jax.grad(total, has_aux=True)(params)
 
-        def layouts(shape: PyTree) -> list[Layout | None]:
+        def layouts(shape: PyTree) -> list[ValueLayout | None]:
             grads, (sums, new) = shape
             return [
                 *placed_layouts(grads, self._places),

@@ -12,9 +12,9 @@ from jaxtyping import PyTree
 from shardlib.errors import ModelError, did_you_mean
 from shardlib.mesh import entry_axes
 from shardlib.partitioner import (
-    Laid,
-    Layout,
     Partition,
+    PartitionedFunction,
+    ValueLayout,
     analyze,
     execute,
     from_spec,
@@ -42,9 +42,9 @@ def check_constrain(constrain: str) -> None:
         )
 
 
-ArgumentLayouts = tuple[list[Layout], tuple[str, ...]]
+ArgumentLayouts = tuple[list[ValueLayout], tuple[str, ...]]
 """The layouts of the leaves of arguments, and the mesh axes that shard the rows of the batch."""
-Outputs = Callable[[PyTree], list[Layout | None]]
+Outputs = Callable[[PyTree], list[ValueLayout | None]]
 """Maps an abstract result to the layouts of its leaves; None for a leaf that stays where it is
 computed."""
 
@@ -91,7 +91,7 @@ class LossPartitioner:
         traced = trace(fn, arguments)
         inputs, batch = layouts()
 
-        def layouts_of_values() -> Laid:
+        def layouts_of_values() -> PartitionedFunction:
             return analyze(traced, self._scope, inputs, outputs, batch)
 
         partition, laid = who_partitions(traced, layouts_of_values, constrains)
@@ -129,18 +129,18 @@ class LossPartitioner:
         axes = dict.fromkeys(axis for layout in batch for axis in (layout.dims or ((),))[0])
         return batch, tuple(axes)
 
-    def state_layouts(self, model_state: PyTree) -> list[Layout]:
+    def state_layouts(self, model_state: PyTree) -> list[ValueLayout]:
         """Returns the layout of each leaf of the model state."""
         frozen = self.definition.module.frozen.__contains__
         return placed_layouts(model_state, self.definition.model_state, frozen)
 
-    def input_layouts(self, inputs: PyTree) -> list[Layout]:
+    def input_layouts(self, inputs: PyTree) -> list[ValueLayout]:
         """Returns the layout of each leaf of the extra inputs."""
         pairs = zip(jax.tree.leaves(inputs), jax.tree.leaves(self.inputs_at), strict=True)
         return [_layout(sharding.spec, jnp.ndim(leaf), stored=True) for leaf, sharding in pairs]
 
 
-def whole_layouts(tree: PyTree) -> list[Layout]:
+def whole_layouts(tree: PyTree) -> list[ValueLayout]:
     """Returns the layouts of replicated leaves."""
     return [from_spec((), len(leaf.shape)) for leaf in jax.tree.leaves(tree)]
 
@@ -149,7 +149,7 @@ def placed_layouts(
     tree: PyTree,
     places: Mapping[str, Placement],
     stored: Callable[[str], bool] = lambda path: False,
-) -> list[Layout]:
+) -> list[ValueLayout]:
     """Returns the layouts of leaves from their placements, without the manual mesh axes.
 
     Args:
@@ -163,12 +163,12 @@ def placed_layouts(
     ]
 
 
-def _layout(spec: PartitionSpec, rank: int, stored: bool) -> Layout:
+def _layout(spec: PartitionSpec, rank: int, stored: bool) -> ValueLayout:
     gone = manual_axes()
     entries = [tuple(axis for axis in entry_axes(e) if axis not in gone) for e in spec]
     return from_spec(entries, rank, stored=stored)
 
 
-def anywhere(shape: PyTree) -> list[Layout | None]:
+def anywhere(shape: PyTree) -> list[ValueLayout | None]:
     """Returns the `outputs` for a function whose results stay where they are computed."""
     return [None] * len(jax.tree.leaves(shape))

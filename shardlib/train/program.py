@@ -130,7 +130,7 @@ def _wrong_program(faults: Sequence[Fault]) -> str:
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class CompiledStep(abc.ABC):
+class JittedStep(abc.ABC):
     """A step that is compiled once for each structure of its arguments.
 
     A subclass defines `_compile`.

@@ -25,6 +25,7 @@ from shardlib.sharding.partition import (
     place_model_state,
     place_optimizer,
     shardings,
+    warn_of_unmatched,
 )
 from shardlib.train.guards import GuardsConfig, SpikeWindow, empty_window
 from shardlib.train.weights import place_weights
@@ -204,6 +205,8 @@ def materialize(
 ) -> TrainState:
     """Creates the state described by an abstract state; see `init_state`."""
     definition = abstract.definition
+    placements = [*definition.params.values(), *definition.model_state.values()]
+    warn_of_unmatched(definition.scope.rules, placements, definition.module.name)
     leaves = {**named_leaves(abstract.params), **named_leaves(abstract.model_state)}
     given = {} if params is None else place_weights(definition.module, leaves, params, fresh)
 

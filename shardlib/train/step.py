@@ -40,7 +40,7 @@ from shardlib.train.pipeline.config import PipelineConfig
 from shardlib.train.pipeline.gradients import pipelined_gradients, pipelined_groups
 from shardlib.train.pipeline.schedules import SCHEDULES, schedule_faults
 from shardlib.train.program import (
-    CompiledStep,
+    JittedStep,
     PlacedProgram,
     ProgramCheck,
     Reported,
@@ -121,7 +121,7 @@ def _pipeline_config(pipeline: PipelineConfig | str) -> PipelineConfig:
 
 
 @dataclasses.dataclass(eq=False)
-class TrainStep(CompiledStep):
+class TrainStep(JittedStep):
     """A compiled training step, `step(state, batch, *inputs) -> (state, metrics)`.
 
     The step donates the state, runs on the mesh of the state, and keeps the sharding of every leaf.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import time
 
@@ -84,6 +85,15 @@ def test_ls(trained, shardlib):
         (4, 32, 2),
     ]
     assert list(facts[0]["metrics"]) == ["loss"]
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_ls_fits_a_narrow_terminal_with_whole_times(trained, shardlib, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    code, out, err = shardlib("ls", trained)
+    assert (code, err) == (0, "")
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= columns
+    assert len(re.findall(r"\d{4}-\d\d-\d\d[ T]\s*\d\d:\d\d", out)) == 2
 
 
 def test_places_without_checkpoints(shardlib, tmp_path):

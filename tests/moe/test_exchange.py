@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 import shardlib as sl
 from shardlib.errors import ModelError
 from shardlib.mesh import abstract_mesh
-from shardlib.nn.moe.exchange import Link, exchange, plan_exchange, resolve_method
+from shardlib.nn.moe.exchange import ExchangeGroup, exchange, plan_exchange, resolve_method
 from shardlib.sharding.manual import manual
 
 DEVICES, GROUPS, ROWS, WIDTH = 4, 2, 12, 3
-LINK = Link(("expert",), pair_rows=ROWS, method="padded")
+LINK = ExchangeGroup(("expert",), pair_rows=ROWS, method="padded")
 
 
 @functools.cache
@@ -111,7 +111,7 @@ def test_rows_keep_their_dtype():
 
     def local(rows):
         plan = plan_exchange(jnp.full((DEVICES, 1), 2, jnp.int32), ("expert",))
-        return exchange(rows, plan, 8, Link(("expert",), 2, "padded"))
+        return exchange(rows, plan, 8, ExchangeGroup(("expert",), 2, "padded"))
 
     rows = jnp.arange(32 * WIDTH, dtype=jnp.bfloat16).reshape(32, WIDTH)
     with sl.use(mesh, sl.rules.STANDARD):

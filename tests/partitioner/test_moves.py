@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from shardlib.partitioner.layout import Layout, from_spec, move, moved_bytes, scattered
+from shardlib.partitioner.layout import ValueLayout, from_spec, move, moved_bytes, scattered
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
 SPECS = (
@@ -48,7 +48,7 @@ def test_every_move_keeps_the_value(mesh):
 def test_pending_sums_are_taken_once(mesh, want):
     """Each device along `data` and `fsdp` holds a term: the sum counts every term once."""
     x = np.arange(8 * 4, dtype=np.float32).reshape(8, 4)
-    have, to = Layout(((), ()), frozenset({"data", "fsdp"})), from_spec(want, 2)
+    have, to = ValueLayout(((), ()), frozenset({"data", "fsdp"})), from_spec(want, 2)
 
     def run(x):
         rank = jax.lax.axis_index("data") * 2 + jax.lax.axis_index("fsdp")
@@ -64,7 +64,7 @@ def test_bytes_of_ring_collectives():
     """Of n devices with shards of s bytes: all-gather (n - 1) s, all-to-all (n - 1) / n s,
     reduce-scatter (n - 1) / n s, all-reduce twice that (Thakur et al. 2005)."""
     cut, whole = from_spec(("data",), 2), from_spec((), 2)
-    pending = Layout(((), ()), frozenset({"data"}))
+    pending = ValueLayout(((), ()), frozenset({"data"}))
     assert moved_bytes(800, cut, whole.dims, SIZES) == 400
     assert moved_bytes(800, cut, from_spec((None, "data"), 2).dims, SIZES) == 200
     assert moved_bytes(800, pending, cut.dims, SIZES) == 400
@@ -73,8 +73,8 @@ def test_bytes_of_ring_collectives():
 
 
 def test_sums_are_taken_into_the_part_that_is_read():
-    layout = Layout((("tensor",), ()), frozenset({"data", "fsdp"}))
+    layout = ValueLayout((("tensor",), ()), frozenset({"data", "fsdp"}))
     wanted = (("tensor", "fsdp"), ())
-    assert scattered(layout, wanted, (8, 4), SIZES) == Layout((("tensor", "fsdp"), ()))
+    assert scattered(layout, wanted, (8, 4), SIZES) == ValueLayout((("tensor", "fsdp"), ()))
     assert scattered(layout, (("fsdp",), ()), (8, 4), SIZES) is None
     assert scattered(layout, wanted, (2, 4), SIZES) is None

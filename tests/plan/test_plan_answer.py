@@ -342,6 +342,12 @@ def test_text_and_data_say_the_same():
     assert text.splitlines()[0] == (
         "llama3-8b (8.03B parameters) on v5p-64 (32 TPU v5p), 512 sequences = 4.19M tokens a step"
     )
+    counts = found.found
+    assert 0 < counts.fitting < counts.layouts
+    assert text.splitlines()[1] == (
+        f"{counts.layouts:,} layouts can be run, {counts.fitting:,} of them fit; "
+        f"{counts.priced:,} plans were priced, and a bound rules out the others"
+    )
     for part in (
         f"mesh: {facts['plans'][0]['settings']['mesh']}\n",
         f"{fit_errors()['cv_p90_error']:.0%}",

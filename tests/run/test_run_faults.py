@@ -80,8 +80,39 @@ def test_unknown_logical_axis_in_a_rule(refused):
         "RuleError: rules.params.embd: no parameter has the logical axis 'embd'. "
         "Did you mean 'embed'?\n"
         "  The model has: embed, head_dim, heads, kv_heads, layers, mlp, norm, vocab.\n"
-        "rules.paths: '**/kernels' matches no parameter, or an earlier pattern takes them all.\n"
-        "  Remove it or correct it.\n",
+        "rules.paths: '**/kernels' matches no parameter. Did you mean '**/kernel'?\n"
+        "  Correct it or remove it.\n",
+    )
+
+
+def test_a_pattern_behind_one_that_takes_all_is_named(refused):
+    axes = "[layers, embed, kv_heads, head_dim]"
+    patterns = f"'**/key/kernel': {axes}, '**/attention/key/kernel': {axes}"
+    assert refused(f"rules.paths={{{patterns}}}") == (
+        USAGE,
+        "RuleError: rules.paths: '**/attention/key/kernel' matches only what earlier patterns "
+        "match.\n  Move it first, or remove it.\n",
+    )
+
+
+def test_faults_of_mesh_and_rules_come_with_those_of_other_keys(refused):
+    code, err = refused("mesh=fsdp8", "rules=zero3", "train.steps=abc")
+    assert code == USAGE
+    assert err.startswith(
+        "ConfigError: the configuration has 3 faults:\n"
+        "  command line: train.steps=abc: expected an integer, got 'abc'.\n"
+        "  command line: mesh=fsdp8: mesh 'fsdp8' cannot be read"
+    )
+    assert "\n  command line: rules=zero3: " in err
+
+
+def test_a_missing_path_of_the_data_comes_with_faults_of_other_keys(refused, tmp_path):
+    assert refused("train.stepz=3", f"data.path={tmp_path}/corpus") == (
+        USAGE,
+        "ConfigError: the configuration has 2 faults:\n"
+        "  command line: train.stepz=3: unknown key. Did you mean 'steps'?\n"
+        f"  command line: data.path={tmp_path}/corpus: there is nothing at '{tmp_path}/corpus'.\n"
+        f"      Correct the path; it is relative to '{os.getcwd()}'.\n",
     )
 
 

@@ -287,6 +287,19 @@ def test_a_run_that_hangs_is_ended_and_says_so(lab, tmp_path):
     assert last["spent"]["compile"] >= 0.3
 
 
+def test_a_run_without_a_writable_home_goes_on_and_says_so_once(
+    lab, tmp_path, rows, monkeypatch, caplog
+):
+    (tmp_path / "file").write_text("in the way")
+    for name in ("SHARDLIB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
+    run.train(lab.config(tmp_path / "run", "train.steps=3", "eval.every_steps=0"))
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+    (record,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert "home/.cache/shardlib cannot be written: the cache is " in record.getMessage()
+
+
 def test_names_stay_callable_whatever_is_imported_first():
     from shardlib.run import training
 

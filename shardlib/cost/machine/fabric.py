@@ -162,19 +162,19 @@ def remarks(cluster: Cluster, layout: Layout) -> list[str]:
     chip = cluster.chip
     if chip is None or chip.kind != "gpu" or isinstance(cluster, MeasuredCluster):
         return []
-    found, domain = [], domain_of(cluster)
+    lines, domain = [], domain_of(cluster)
     if layout.tensor > domain:
-        found.append(
+        lines.append(
             f"tensor={layout.tensor} exceeds the {domain} GPUs connected without a network: its "
             "collectives pay for both, and nothing hides them."
         )
     network = cluster.network_bytes_per_second_per_device
     if cluster.num_hosts > 1 and network and any("network" in fact for fact in chip.unverified):
-        found.append(
+        lines.append(
             f"Between hosts {network / 1e9:.3g} GB/s a GPU are assumed: machines with "
             f"{chip.full_name} differ (see shardlib.hardware.chips)."
         )
-    return found
+    return lines
 
 
 def domain_of(cluster: Cluster) -> int:
@@ -197,7 +197,7 @@ def _gpu_links(
     local *= constants["nvlink"]
     nic = _network_of(cluster) * constants["nic"]
     hop = constants["hop_seconds"]
-    found, stride = {}, 1
+    links_by_axis, stride = {}, 1
     for axis in reversed(AXES):
         size = layout.size(axis)
         inside = max(1, min(size, domain // stride))
@@ -207,9 +207,9 @@ def _gpu_links(
         if size > inside:
             start = _NETWORK_HOPS * hop * math.log2(size // inside)
             link = _across(link, size // inside, nic, start, single_rail=single_rail)
-        found[axis] = link
+        links_by_axis[axis] = link
         stride *= size
-    return found
+    return links_by_axis
 
 
 def _network_of(cluster: Cluster) -> float:
@@ -243,21 +243,23 @@ def _torus_links(
     free = [(side, side, _wraps(chip.name, shape, side)) for side in shape]
     if chip.devices_per_chip > 1:
         free.append((chip.devices_per_chip, chip.devices_per_chip, False))
-    found = {}
+    links_by_axis = {}
     for axis in reversed(AXES):
         size = layout.size(axis) // outer_degree(layout, axis)
-        found[axis] = _torus_link(size, _take(free, size), per_link, constants["hop_seconds"])
+        links_by_axis[axis] = _torus_link(
+            size, _take(free, size), per_link, constants["hop_seconds"]
+        )
     network = cluster.network_bytes_per_second_per_device
     assert network is not None, "hosts of TPUs have a network of known speed"
     network *= constants["dcn"]
     across = outer_degree(layout, "fsdp")
     if across > 1:
         start = _SLICE_START_SECONDS * math.log2(across)
-        found["fsdp"] = _across(found["fsdp"], across, network, start)
+        links_by_axis["fsdp"] = _across(links_by_axis["fsdp"], across, network, start)
     replicas = max(layout.slices // across, 1)
     start = _SLICE_START_SECONDS * math.log2(replicas)
-    found["slices"] = Link(replicas, network, start, network, network)
-    return found
+    links_by_axis["slices"] = Link(replicas, network, start, network, network)
+    return links_by_axis
 
 
 def _across(
@@ -360,13 +362,13 @@ def slice_shape(cluster: Cluster) -> tuple[int, ...]:
 
 def _factors(number: int) -> list[int]:
     """Returns the prime factors in ascending order."""
-    found, factor = [], 2
+    factors, factor = [], 2
     while number > 1:
         while number % factor == 0:
-            found.append(factor)
+            factors.append(factor)
             number //= factor
         factor += 1 if factor == 2 else 2
-    return found
+    return factors
 
 
 def _measured_links(calibration: Calibration, layout: Layout) -> dict[str, Link]:
@@ -374,13 +376,13 @@ def _measured_links(calibration: Calibration, layout: Layout) -> dict[str, Link]
 
     XLA on CPU has no native reduce-scatter: it all-reduces, and each device slices out its part.
     """
-    found: dict[str, Link] = {}
+    links_by_axis: dict[str, Link] = {}
     per_host = calibration.devices // calibration.hosts
     stride = 1
     for axis in reversed(AXES):
         size = layout.size(axis)
         if size == 1:
-            found[axis] = Link(1)
+            links_by_axis[axis] = Link(1)
             continue
         # A group of neighbours has as many members on a host as fit; a group of an outer axis has
         # fewer.
@@ -389,9 +391,9 @@ def _measured_links(calibration: Calibration, layout: Layout) -> dict[str, Link]
         lines = {kind: _of_size(by_size, size) for kind, by_size in table.items()}
         if calibration.platform == "cpu":
             lines["reduce_scatter"] = lines["all_reduce"]
-        found[axis] = MeasuredLink(size, lines=lines)
+        links_by_axis[axis] = MeasuredLink(size, lines=lines)
         stride *= size
-    return found
+    return links_by_axis
 
 
 def _of_size(by_size: Mapping[int, Line], size: int) -> Line:

@@ -28,8 +28,8 @@ def fit_line(points: Sequence[Timed]) -> Line:
     if start <= 0 or per_byte <= 0:
         # Noise dominates: fit the rate alone.
         start, per_byte = 0.0, float(rows[:, 1].sum() / (rows[:, 1] ** 2).sum())
-    found = start + sizes * per_byte
-    error = float(np.median(np.abs(found / seconds - 1)))
+    predicted = start + sizes * per_byte
+    error = float(np.median(np.abs(predicted / seconds - 1)))
     return Line(float(start), float(1 / per_byte), error)
 
 
@@ -71,5 +71,5 @@ def _fitted(
         pull = math.sqrt(_PULL) * (at - logs)
         return np.concatenate([np.log(predicted(at)) - np.log(seconds), pull])
 
-    found = scipy.optimize.least_squares(misses, logs, loss="huber", f_scale=_FAR).x
-    return found, float(np.median(np.abs(predicted(found) / seconds - 1)))
+    parameters = scipy.optimize.least_squares(misses, logs, loss="huber", f_scale=_FAR).x
+    return parameters, float(np.median(np.abs(predicted(parameters) / seconds - 1)))

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from shardlib.cost.costs import Collective, Costs, Pass, Window, Work, pass_of
+from shardlib.cost.costs import CollectiveCost, Costs, Pass, Window, Work, pass_of
 from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.machine.kernels import Product, Stream
 from shardlib.cost.traced.fusion import LOOPS, Live, fusion
-from shardlib.cost.traced.layout import Axes, Laid, Moved, Spec, Spreading, replicated
+from shardlib.cost.traced.layout import Axes, Moved, Spec, Spreading, ValueSharding, replicated
 from shardlib.cost.traced.products import PRODUCTS, product
 from shardlib.cost.traced.rules import keeps_summands, results
 from shardlib.jaxprs import FlatProgram, Operation, array_of, flatten, is_literal, scan_parts
@@ -72,14 +72,14 @@ class Tally:
 
     def work(self, during: Pass | None = None) -> list[Work]:
         """Returns the kernels of the program, all in the pass `during` if it is given."""
-        found = [
+        kernels = [
             Work(during or own, during or "matmul", product, count)
             for (own, product), count in self.products.items()
         ]
         for own in _PASSES:
             passed = Stream(self.fused_bytes[own], self.exponentials[own], self.kernels[own])
-            found.append(Work(during or own, during or "elementwise", passed))
-        return found
+            kernels.append(Work(during or own, during or "elementwise", passed))
+        return kernels
 
 
 def step_costs(gradient: Tally, update: Tally, layout: Layout, *, sums_twice: bool) -> Costs:
@@ -111,7 +111,7 @@ def step_costs(gradient: Tally, update: Tally, layout: Layout, *, sums_twice: bo
 
 def _collectives(
     during: Pass, moved: Moved, layout: Layout, started: set[tuple[Axes, str]]
-) -> Iterator[Collective]:
+) -> Iterator[CollectiveCost]:
     """Yields a collective as it runs on a layout; one over several axes counts for the outermost.
 
     Small gradients are summed together with large ones and share their start. Sums over `data` that
@@ -120,11 +120,13 @@ def _collectives(
     axes = tuple(axis for axis in AXES if axis in moved.axes)
     if not moved.of_param:
         size = moved.num_bytes
-        found = Collective(axes[0], moved.kind, axes, size, 1.0, 1.0, "activations", "layers")
-        yield found
+        collective = CollectiveCost(
+            axes[0], moved.kind, axes, size, 1.0, 1.0, "activations", "layers"
+        )
+        yield collective
     elif moved.kind not in ("all_reduce", "reduce_scatter"):
         window: Window = "forward" if during == "forward" else "backward"
-        yield Collective(axes[0], moved.kind, axes, moved.num_bytes, 1.0, 1.0, "gather", window)
+        yield CollectiveCost(axes[0], moved.kind, axes, moved.num_bytes, 1.0, 1.0, "gather", window)
     else:
         groups, size = [axes], moved.num_bytes
         if layout.reduces_once and axes[:1] == ("data",):
@@ -132,7 +134,7 @@ def _collectives(
         for group in groups:
             pieces = float((group, moved.kind) not in started)
             started.add((group, moved.kind))
-            yield Collective(group[0], moved.kind, group, size, pieces, 1.0, "data", "backward")
+            yield CollectiveCost(group[0], moved.kind, group, size, pieces, 1.0, "data", "backward")
             size /= math.prod(layout.size(axis) for axis in group)
 
 
@@ -147,8 +149,8 @@ class Walk:
         self.sizes, self.resolve = sizes, resolve
 
     def run(
-        self, jaxpr: Any, laids: Sequence[Laid], stack: str = "", *, apart: int = 0
-    ) -> tuple[list[Laid], Tally]:
+        self, jaxpr: Any, laids: Sequence[ValueSharding], stack: str = "", *, apart: int = 0
+    ) -> tuple[list[ValueSharding], Tally]:
         """Returns the layouts of the results, and the costs of one run.
 
         Args:
@@ -164,14 +166,16 @@ class Walk:
 class _Run:
     """One run of a program."""
 
-    def __init__(self, walk: Walk, program: FlatProgram, laids: Sequence[Laid], stack: str):
+    def __init__(
+        self, walk: Walk, program: FlatProgram, laids: Sequence[ValueSharding], stack: str
+    ):
         self.walk, self.program, self.stack = walk, program, stack
         self.costs = Tally()
         self.during: Pass = _pass(stack)
         self.spread = Spreading(walk.sizes, walk.resolve, self._moved)
-        self.env: dict[Any, Laid] = dict(zip(program.invars, laids, strict=True))
+        self.env: dict[Any, ValueSharding] = dict(zip(program.invars, laids, strict=True))
 
-    def outs(self, apart: int) -> list[Laid]:
+    def outs(self, apart: int) -> list[ValueSharding]:
         """Runs the program and returns the layouts of its results."""
         live = Live(self.program, fusion(self.program), set(self.program.outvars[:apart]))
         for index, operation in enumerate(self.program.operations):
@@ -208,7 +212,7 @@ class _Run:
     def _moved(self, moved: Moved) -> None:
         self.costs.moved[self.during, moved] += 1
 
-    def _read(self, value: Any) -> Laid:
+    def _read(self, value: Any) -> ValueSharding:
         # Literals and constants of inner functions are replicated.
         if is_literal(value) or value not in self.env:
             return replicated(array_of(value))
@@ -217,7 +221,7 @@ class _Run:
     def _held(self, value: Any) -> float:
         return self.spread.num_bytes(value.aval, self.env[value])
 
-    def _settled(self, operation: Operation, ins: list[Laid]) -> list[Laid]:
+    def _settled(self, operation: Operation, ins: list[ValueSharding]) -> list[ValueSharding]:
         """Returns the operands with their summands reduced, once for all readers."""
         for value, laid in zip(operation.invars, ins, strict=True):
             if laid.partial and self.env[value].partial:
@@ -225,7 +229,9 @@ class _Run:
         pairs = zip(operation.invars, ins, strict=True)
         return [laid if is_literal(value) else self.env.get(value, laid) for value, laid in pairs]
 
-    def _loop(self, operation: Operation, ins: list[Laid], stack: str) -> tuple[list[Laid], Tally]:
+    def _loop(
+        self, operation: Operation, ins: list[ValueSharding], stack: str
+    ) -> tuple[list[ValueSharding], Tally]:
         if operation.name == "scan":
             return self._scan(operation, ins, stack)
         if operation.name == "while":
@@ -234,7 +240,9 @@ class _Run:
         runs = [self.walk.run(branch, ins[1:], stack) for branch in branches]
         return max(runs, key=lambda run: run[1].flops() + run[1].peak_bytes)
 
-    def _scan(self, operation: Operation, ins: list[Laid], stack: str) -> tuple[list[Laid], Tally]:
+    def _scan(
+        self, operation: Operation, ins: list[ValueSharding], stack: str
+    ) -> tuple[list[ValueSharding], Tally]:
         params = operation.params
         body = params["jaxpr"].jaxpr
         (fixed, carried), trips = scan_parts(operation), params["length"]
@@ -257,7 +265,9 @@ class _Run:
         stacked = [dataclasses.replace(laid, spec=((), *laid.spec)) for laid in outs[carried:]]
         return [*ends, *stacked], total
 
-    def _while(self, operation: Operation, ins: list[Laid], stack: str) -> tuple[list[Laid], Tally]:
+    def _while(
+        self, operation: Operation, ins: list[ValueSharding], stack: str
+    ) -> tuple[list[ValueSharding], Tally]:
         params = operation.params
         skipped, fixed = params["cond_nconsts"], params["body_nconsts"]
         consts, carry = ins[skipped : skipped + fixed], ins[skipped + fixed :]

@@ -93,8 +93,8 @@ class _Fusing:
                     reads.update(self.reads.get(value, {value: None}))
             if self._is_written(index, operation, reads):
                 own = operation.name in PRODUCTS or operation.name in LOOPS
-                found = Group(index, tuple(reads), operation.outvars, operation.stack, own)
-                groups.append(found)
+                group = Group(index, tuple(reads), operation.outvars, operation.stack, own)
+                groups.append(group)
             else:
                 self.reads.update(dict.fromkeys(operation.outvars, reads))
         return tuple(groups)
@@ -118,20 +118,20 @@ class _Fusing:
     def _readers(self, operation: Operation) -> set[int]:
         """Returns the operations that read a value, directly or through recomputed operations. A
         conversion for a solid operation is written instead of its operand."""
-        found: set[int] = set()
+        readers: set[int] = set()
         waiting = [user for value in operation.outvars for user in self.users.get(value, ())]
         while waiting:
             index = waiting.pop()
             reader = self.program.operations[index]
             if reader.name not in _FREE or self.outputs.intersection(reader.outvars):
-                found.add(index)
+                readers.add(index)
                 continue
             for user in (u for value in reader.outvars for u in self.users.get(value, ())):
                 if reader.name == "convert_element_type" and self.solid[user]:
-                    found.add(index)
+                    readers.add(index)
                 else:
                     waiting.append(user)
-        return found
+        return readers
 
 
 class Live:

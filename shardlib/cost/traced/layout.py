@@ -47,7 +47,7 @@ class Aval(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Laid:
+class ValueSharding:
     """Layout of a value."""
 
     spec: Spec
@@ -93,11 +93,11 @@ class Spreading:
         """Returns the number of shards along axes, in space and time."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
-    def num_bytes(self, aval: Aval, laid: Laid) -> float:
+    def num_bytes(self, aval: Aval, laid: ValueSharding) -> float:
         """Returns the bytes of a value that one device holds."""
         return nbytes(aval) / self.shards(laid.axes)
 
-    def summand_bytes(self, aval: Aval, laid: Laid) -> float:
+    def summand_bytes(self, aval: Aval, laid: ValueSharding) -> float:
         """Returns the bytes of the summand that one device holds."""
         held = self.num_bytes(aval, laid)
         return held * laid.width / aval.dtype.itemsize if laid.width else held
@@ -107,15 +107,15 @@ class Spreading:
         if not any(spec):
             return spec
         used: set[str] = set()
-        found = []
+        dims = []
         for size, axes in zip(shape, spec, strict=True):
             kept: Axes = ()
             for axis in axes:
                 if axis not in used and size % self.shards((*kept, axis)) == 0:
                     kept = (*kept, axis)
                     used.add(axis)
-            found.append(kept)
-        return tuple(found)
+            dims.append(kept)
+        return tuple(dims)
 
     def send(self, kind: str, axes: Axes, num_bytes: float, *, of_param: bool = False) -> None:
         """Records a collective over the spatial axes among `axes` that have more than one
@@ -124,7 +124,7 @@ class Spreading:
         if real and num_bytes:
             self.moved(Moved(kind, real, num_bytes, of_param))
 
-    def whole(self, aval: Aval, laid: Laid) -> Laid:
+    def whole(self, aval: Aval, laid: ValueSharding) -> ValueSharding:
         """Returns a value with its summands reduced."""
         if not laid.partial:
             return laid
@@ -132,10 +132,10 @@ class Spreading:
         self.send("all_reduce", laid.partial, summand, of_param=laid.is_param)
         return dataclasses.replace(laid, partial=(), width=0)
 
-    def relaid(self, aval: Aval, laid: Laid, spec: Spec) -> Laid:
+    def relaid(self, aval: Aval, laid: ValueSharding, spec: Spec) -> ValueSharding:
         """Returns a value in another layout, with its summands reduced."""
         if spec == laid.spec and not laid.partial:
-            return Laid(spec, (), laid.is_param)
+            return ValueSharding(spec, (), laid.is_param)
         wanted = {axis for axes in spec for axis in axes}
         scattered = tuple(a for a in laid.partial if a in wanted)
         left = tuple(a for a in laid.partial if a not in wanted)
@@ -149,9 +149,9 @@ class Spreading:
                     (moving if axis in wanted else gone).append(axis)
         self.send("all_to_all", tuple(moving), held, of_param=laid.is_param)
         self.gather(aval, laid, tuple(gone))
-        return Laid(spec, (), laid.is_param)
+        return ValueSharding(spec, (), laid.is_param)
 
-    def gather(self, aval: Aval, laid: Laid, axes: Axes) -> None:
+    def gather(self, aval: Aval, laid: ValueSharding, axes: Axes) -> None:
         """Records that a value is gathered along axes."""
         real = tuple(axis for axis in axes if axis != MICRO)
         total = self.num_bytes(aval, laid) * self.shards(real)
@@ -166,12 +166,14 @@ def nbytes(aval: Aval) -> float:
     return float(math.prod(shape)) * getattr(aval.dtype, "itemsize", 4)
 
 
-def replicated(aval: Aval) -> Laid:
+def replicated(aval: Aval) -> ValueSharding:
     """Returns the layout of a replicated value."""
-    return Laid(((),) * len(getattr(aval, "shape", ())))
+    return ValueSharding(((),) * len(getattr(aval, "shape", ())))
 
 
-def merged(spread: Spreading, avals: Sequence[Aval], laids: Sequence[Laid], out: Aval) -> Laid:
+def merged(
+    spread: Spreading, avals: Sequence[Aval], laids: Sequence[ValueSharding], out: Aval
+) -> ValueSharding:
     """Returns the layout of an elementwise operation: the largest operand leads, the others
     follow."""
     rank = len(out.shape)
@@ -190,7 +192,7 @@ def merged(spread: Spreading, avals: Sequence[Aval], laids: Sequence[Laid], out:
             lost = [a for dim, axes in enumerate(laid.spec) for a in axes if a not in spec[dim]]
             if lost:
                 spread.gather(aval, laid, tuple(lost))
-    return Laid(tuple(spec))
+    return ValueSharding(tuple(spec))
 
 
 class Contraction(NamedTuple):
@@ -208,8 +210,8 @@ class Contraction(NamedTuple):
 
 
 def contracted(
-    spread: Spreading, avals: Sequence[Aval], laids: Sequence[Laid], product: Contraction
-) -> tuple[Laid, tuple[Laid, Laid]]:
+    spread: Spreading, avals: Sequence[Aval], laids: Sequence[ValueSharding], product: Contraction
+) -> tuple[ValueSharding, tuple[ValueSharding, ValueSharding]]:
     """Returns the layout of a product of two values, and the layouts in which it takes them."""
     dims, place, rank = product.dims, product.place, product.rank
     specs = _taken(spread, avals, laids, product)
@@ -218,7 +220,7 @@ def contracted(
         pairs = zip(laid.spec, want, strict=True)
         if lost := [axis for old, new in pairs for axis in old if axis not in new]:
             spread.gather(aval, laid, tuple(lost))
-        taken.append(Laid(want, (), laid.is_param))
+        taken.append(ValueSharding(want, (), laid.is_param))
     out: list[Axes] = [()] * rank
     for i in (0, 1):
         for dim, axes in enumerate(specs[i]):
@@ -226,11 +228,11 @@ def contracted(
             if where is not None and not out[where]:
                 out[where] = axes
     partial = tuple(axis for dim in dims[0] for axis in specs[0][dim] if axis != MICRO)
-    return Laid(tuple(out), partial), (taken[0], taken[1])
+    return ValueSharding(tuple(out), partial), (taken[0], taken[1])
 
 
 def _taken(
-    spread: Spreading, avals: Sequence[Aval], laids: Sequence[Laid], product: Contraction
+    spread: Spreading, avals: Sequence[Aval], laids: Sequence[ValueSharding], product: Contraction
 ) -> tuple[Spec, Spec]:
     """Returns the layouts of the operands of a product when it is computed: batch dims are sharded
     alike, and each axis occurs once."""
@@ -257,7 +259,9 @@ def _taken(
     return tuple(lhs), tuple(rhs)
 
 
-def reshaped(spread: Spreading, old: Sequence[int], laid: Laid, new: Sequence[int]) -> Spec:
+def reshaped(
+    spread: Spreading, old: Sequence[int], laid: ValueSharding, new: Sequence[int]
+) -> Spec:
     """Returns the layout after a reshape: axes stay with the major part of their dim in the
     result."""
     spec: list[Axes] = [()] * len(new)

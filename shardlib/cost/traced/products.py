@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from shardlib.cost.machine.kernels import Product
-from shardlib.cost.traced.layout import Aval, Equation, Laid, Spreading
+from shardlib.cost.traced.layout import Aval, Equation, Spreading, ValueSharding
 from shardlib.cost.traced.rules import product_layout
 from shardlib.jaxprs import Operation
 
@@ -16,7 +16,7 @@ Shape = Sequence[float]
 
 
 def product(
-    spread: Spreading, operation: Operation, ins: list[Laid], outs: Sequence[Laid]
+    spread: Spreading, operation: Operation, ins: list[ValueSharding], outs: Sequence[ValueSharding]
 ) -> Product:
     """Returns the matmul that one device runs for one of `PRODUCTS`.
 
@@ -78,5 +78,5 @@ def _dims(
     return lhs[-2], lhs[-1], math.prod(free), math.prod(lhs[:-2])
 
 
-def _local(spread: Spreading, aval: Aval, laid: Laid) -> list[float]:
+def _local(spread: Spreading, aval: Aval, laid: ValueSharding) -> list[float]:
     return [n / spread.shards(axes) for n, axes in zip(aval.shape, laid.spec, strict=True)]

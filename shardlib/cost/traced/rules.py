@@ -13,9 +13,9 @@ from shardlib.cost.traced.layout import (
     Axes,
     Contraction,
     Equation,
-    Laid,
     Spec,
     Spreading,
+    ValueSharding,
     contracted,
     merged,
     replicated,
@@ -23,14 +23,16 @@ from shardlib.cost.traced.layout import (
 )
 from shardlib.jaxprs import subprograms
 
-Rule = Callable[[Spreading, Equation, list[Laid]], list[Laid]]
+Rule = Callable[[Spreading, Equation, list[ValueSharding]], list[ValueSharding]]
 LINEAR = frozenset(
     ("convert_element_type", "neg", "transpose", "reshape", "copy", "reduce_sum", "squeeze")
 )
 """Operations that may be applied to summands before they are summed."""
 
 
-def results(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
+def results(
+    spread: Spreading, equation: Equation, laids: list[ValueSharding]
+) -> list[ValueSharding]:
     """Returns the layouts of the results of an equation without an inner program, and records the
     collectives that it needs.
 
@@ -39,22 +41,24 @@ def results(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[La
         equation: Equation of a jaxpr, or an `Operation`.
         laids: Layouts of its operands.
     """
-    found = RULES.get(equation.primitive.name, _elementwise)(spread, equation, laids)
+    layouts = RULES.get(equation.primitive.name, _elementwise)(spread, equation, laids)
     widths = [laid.width for laid in laids if laid.partial]
     return [
         _fitted(spread, var.aval, one, widths) if hasattr(var.aval, "shape") else one
-        for var, one in zip(equation.outvars, found, strict=True)
+        for var, one in zip(equation.outvars, layouts, strict=True)
     ]
 
 
-def _fitted(spread: Spreading, aval: Aval, laid: Laid, widths: Sequence[int]) -> Laid:
+def _fitted(
+    spread: Spreading, aval: Aval, laid: ValueSharding, widths: Sequence[int]
+) -> ValueSharding:
     width = 0
     if laid.partial:
         width = widths[0] if widths else aval.dtype.itemsize
-    return Laid(spread.fitting(aval.shape, laid.spec), laid.partial, laid.is_param, width)
+    return ValueSharding(spread.fitting(aval.shape, laid.spec), laid.partial, laid.is_param, width)
 
 
-def keeps_summands(equation: Equation, laids: Sequence[Laid]) -> bool:
+def keeps_summands(equation: Equation, laids: Sequence[ValueSharding]) -> bool:
     """Returns whether an equation may be applied to summands before they are summed."""
     name = equation.primitive.name
     if name in LINEAR:
@@ -69,8 +73,8 @@ def keeps_summands(equation: Equation, laids: Sequence[Laid]) -> bool:
 
 
 def product_layout(
-    spread: Spreading, equation: Equation, laids: list[Laid]
-) -> tuple[Laid, tuple[Laid, Laid]]:
+    spread: Spreading, equation: Equation, laids: list[ValueSharding]
+) -> tuple[ValueSharding, tuple[ValueSharding, ValueSharding]]:
     """Returns the layout of a `dot_general` or convolution, and the layouts in which it takes its
     operands."""
     avals = [v.aval for v in equation.invars[:2]]
@@ -112,11 +116,15 @@ def _without(spec: Sequence[Axes], dims: Sequence[int]) -> tuple[Axes, ...]:
     return tuple(() if dim in dims else axes for dim, axes in enumerate(spec))
 
 
-def _product(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
+def _product(
+    spread: Spreading, equation: Equation, laids: list[ValueSharding]
+) -> list[ValueSharding]:
     return [product_layout(spread, equation, laids)[0]]
 
 
-def _elementwise(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
+def _elementwise(
+    spread: Spreading, equation: Equation, laids: list[ValueSharding]
+) -> list[ValueSharding]:
     """Returns the layouts of an elementwise operation. A result of any shape keeps the sharding of
     dims that an operand has in the same place."""
     avals = [v.aval for v in equation.invars]
@@ -125,49 +133,53 @@ def _elementwise(spread: Spreading, equation: Equation, laids: list[Laid]) -> li
     ]
     only = len(arrays) == 1 and arrays[0][1].is_param
     partial = laids[0].partial if equation.primitive.name in LINEAR else _partial_of(laids)
-    found: list[Laid] = []
+    results: list[ValueSharding] = []
     for out in (v.aval for v in equation.outvars):
         shape = getattr(out, "shape", ())
         same = [(a, laid) for a, laid in arrays if len(a.shape) == len(shape)]
         if not same:
-            found.append(replicated(out))
+            results.append(replicated(out))
             continue
         spec = same[0][1].spec
         if any(a.shape != shape or laid.spec != spec for a, laid in same):
-            spec = _led(spread, same, out, moves=not found)
-        found.append(Laid(spec, partial, only))
-    return found
+            spec = _led(spread, same, out, moves=not results)
+        results.append(ValueSharding(spec, partial, only))
+    return results
 
 
 def _led(
-    spread: Spreading, operands: Sequence[tuple[Any, Laid]], out: Aval, *, moves: bool
+    spread: Spreading, operands: Sequence[tuple[Any, ValueSharding]], out: Aval, *, moves: bool
 ) -> Spec:
     """Returns the layout of a result whose operands differ in layout or shape."""
     kept = []
     for aval, laid in operands:
         pairs = zip(laid.spec, aval.shape, out.shape, strict=True)
         spec = tuple(axes if size in (wanted, 1) else () for axes, size, wanted in pairs)
-        kept.append(Laid(spec, (), laid.is_param))
+        kept.append(ValueSharding(spec, (), laid.is_param))
         if moves:
-            spread.relaid(aval, Laid(laid.spec, (), laid.is_param), spec)
+            spread.relaid(aval, ValueSharding(laid.spec, (), laid.is_param), spec)
     return merged(spread, [aval for aval, _ in operands], kept, out).spec
 
 
-def _partial_of(laids: Sequence[Laid]) -> Axes:
+def _partial_of(laids: Sequence[ValueSharding]) -> Axes:
     """Returns the pending summand axes. After `keeps_summands` only a linear operation has any."""
     return next((laid.partial for laid in laids if laid.partial), ())
 
 
-def _broadcast(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
+def _broadcast(
+    spread: Spreading, equation: Equation, laids: list[ValueSharding]
+) -> list[ValueSharding]:
     out, dims = equation.outvars[0].aval, equation.params["broadcast_dimensions"]
     spec: list[Axes] = [()] * len(out.shape)
     for dim, where in enumerate(dims):
         if equation.invars[0].aval.shape[dim] == out.shape[where]:
             spec[where] = laids[0].spec[dim]
-    return [Laid(tuple(spec), laids[0].partial)]
+    return [ValueSharding(tuple(spec), laids[0].partial)]
 
 
-def _reshape(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
+def _reshape(
+    spread: Spreading, equation: Equation, laids: list[ValueSharding]
+) -> list[ValueSharding]:
     old, out = equation.invars[0].aval, equation.outvars[0].aval
     laid = laids[0]
     spec = reshaped(spread, old.shape, laid, out.shape)
@@ -176,34 +188,42 @@ def _reshape(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[L
         lost = tuple(tuple(a for a in axes if a in kept) for axes in laid.spec)
         laid = spread.relaid(old, laid, lost)
         spec = reshaped(spread, old.shape, laid, out.shape)
-    return [Laid(spec, laid.partial, laid.is_param)]
+    return [ValueSharding(spec, laid.partial, laid.is_param)]
 
 
-def _transpose(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
+def _transpose(
+    spread: Spreading, equation: Equation, laids: list[ValueSharding]
+) -> list[ValueSharding]:
     laid = laids[0]
     spec = tuple(laid.spec[dim] for dim in equation.params["permutation"])
-    return [Laid(spec, laid.partial, laid.is_param)]
+    return [ValueSharding(spec, laid.partial, laid.is_param)]
 
 
-def _squeeze(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
+def _squeeze(
+    spread: Spreading, equation: Equation, laids: list[ValueSharding]
+) -> list[ValueSharding]:
     gone, laid = equation.params["dimensions"], laids[0]
     spec = tuple(axes for dim, axes in enumerate(laid.spec) if dim not in gone)
-    return [Laid(spec, laid.partial, laid.is_param)]
+    return [ValueSharding(spec, laid.partial, laid.is_param)]
 
 
-def _reduce(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
+def _reduce(
+    spread: Spreading, equation: Equation, laids: list[ValueSharding]
+) -> list[ValueSharding]:
     dims = equation.params.get("axes", ())
-    found = []
+    results = []
     for var, laid in zip(equation.outvars, laids, strict=False):
         spec = tuple(axes for dim, axes in enumerate(laid.spec) if dim not in dims)
         over = tuple(a for dim in dims for a in laid.spec[dim] if a != MICRO)
-        result = Laid(spec, tuple(dict.fromkeys((*laid.partial, *over))))
+        result = ValueSharding(spec, tuple(dict.fromkeys((*laid.partial, *over))))
         is_sum = equation.primitive.name == "reduce_sum"
-        found.append(result if is_sum else spread.whole(var.aval, result))
-    return found + [replicated(v.aval) for v in equation.outvars[len(found) :]]
+        results.append(result if is_sum else spread.whole(var.aval, result))
+    return results + [replicated(v.aval) for v in equation.outvars[len(results) :]]
 
 
-def _gather(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
+def _gather(
+    spread: Spreading, equation: Equation, laids: list[ValueSharding]
+) -> list[ValueSharding]:
     """Lays out a lookup at its indices. A table sharded along the looked-up dim gives zeros for
     rows that another device holds, to be summed."""
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
@@ -228,10 +248,12 @@ def _gather(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[La
         want[dim] = free
         used.update(free)
     spread.relaid(table, laids[0], tuple(want))
-    return [Laid(tuple(spec), tuple(partial))]
+    return [ValueSharding(tuple(spec), tuple(partial))]
 
 
-def _scatter(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
+def _scatter(
+    spread: Spreading, equation: Equation, laids: list[ValueSharding]
+) -> list[ValueSharding]:
     """Lays out a scatter. Updates sharded where the operand is not become summands of the
     result."""
     operand, updates = equation.invars[0].aval, equation.invars[2].aval
@@ -261,10 +283,12 @@ def _scatter(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[L
         for axis in axes
         if axis != MICRO and axis not in used
     ]
-    return [Laid(tuple(spec), tuple(over))]
+    return [ValueSharding(tuple(spec), tuple(over))]
 
 
-def _constraint(spread: Spreading, equation: Equation, laids: list[Laid]) -> list[Laid]:
+def _constraint(
+    spread: Spreading, equation: Equation, laids: list[ValueSharding]
+) -> list[ValueSharding]:
     aval, laid = equation.invars[0].aval, laids[0]
     sharding = equation.params["sharding"]
     names, kind = _logical(getattr(sharding, "spec", ()), len(aval.shape))
@@ -283,8 +307,8 @@ def _constraint(spread: Spreading, equation: Equation, laids: list[Laid]) -> lis
     wanted = {axis for axes in spec for axis in axes}
     waiting = tuple(axis for axis in laid.partial if axis not in wanted)
     now = tuple(axis for axis in laid.partial if axis in wanted)
-    found = spread.relaid(aval, dataclasses.replace(laid, partial=now), spec)
-    return [Laid(found.spec, waiting, found.is_param)]
+    relaid = spread.relaid(aval, dataclasses.replace(laid, partial=now), spec)
+    return [ValueSharding(relaid.spec, waiting, relaid.is_param)]
 
 
 PARAMS_TABLE = "params of "
@@ -293,15 +317,15 @@ PARAMS_TABLE = "params of "
 
 def constrained_names(jaxpr: Jaxpr) -> set[str]:
     """Returns the logical axes named by a program that was traced on a mesh of logical axes."""
-    found: set[str] = set()
+    logical_axes: set[str] = set()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "sharding_constraint":
             aval: Any = equation.outvars[0].aval
             names, _ = _logical(equation.params["sharding"].spec, len(aval.shape))
-            found |= {name for name in names or () if name}
+            logical_axes |= {name for name in names or () if name}
         for program in subprograms(equation):
-            found |= constrained_names(program)
-    return found
+            logical_axes |= constrained_names(program)
+    return logical_axes
 
 
 def _logical(spec: Sequence[object], rank: int) -> tuple[tuple[str | None, ...] | None, str]:

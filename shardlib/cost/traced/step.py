@@ -14,7 +14,15 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from shardlib.cost.costs import Pass
 from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.traced.costs import Tally, Walk
-from shardlib.cost.traced.layout import MICRO, Axes, Laid, Moved, Spec, Spreading, replicated
+from shardlib.cost.traced.layout import (
+    MICRO,
+    Axes,
+    Moved,
+    Spec,
+    Spreading,
+    ValueSharding,
+    replicated,
+)
 from shardlib.functional import FunctionalModule
 from shardlib.mesh import entry_axes
 from shardlib.paths import path_string
@@ -65,7 +73,7 @@ class TracedStep:
     @functools.cached_property
     def mesh_axes(self) -> frozenset[str]:
         """Mesh axes that the rules assign to logical axes of the model."""
-        found = {
+        axes = {
             name
             for kind in ("params", "activations")
             for logical, alternatives in self.rules.table(kind)  # type: ignore[arg-type]
@@ -76,7 +84,7 @@ class TracedStep:
             if name != "stage" and (name, logical) != ("expert", "batch")
         }
         auto = self.rules.auto.mesh_axis if self.rules.auto else None
-        return frozenset(found | ({auto} if auto else set()))
+        return frozenset(axes | ({auto} if auto else set()))
 
     def batch_of(self, batch: int) -> Any:
         """Returns the shapes of a batch of `batch` examples."""
@@ -102,20 +110,22 @@ class TracedStep:
         """
         return self._placed(_degrees(layout), layout.zero)
 
-    def batch_laid(self, layout: Layout, batch: int) -> list[Laid]:
+    def batch_laid(self, layout: Layout, batch: int) -> list[ValueSharding]:
         """Returns the layouts of the leaves of a batch of `batch` examples.
 
         Raises:
             RuleError: If the rules cannot place them.
         """
-        sizes, found = _sizes(_degrees(layout)), []
+        sizes, laid = _sizes(_degrees(layout)), []
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch_of(batch)):
             rank = len(leaf.shape)
             axes = self.batch_axes.get(path_string(path), ("batch", *[None] * (rank - 1))[:rank])
             spec = spec_of(self.rules.spec(axes, leaf.shape, sizes, "activations"), rank)
             pairs = zip(axes, spec, strict=True)
-            found.append(Laid(tuple((*cut, MICRO) if a == "batch" else cut for a, cut in pairs)))
-        return found
+            laid.append(
+                ValueSharding(tuple((*cut, MICRO) if a == "batch" else cut for a, cut in pairs))
+            )
+        return laid
 
     @functools.cached_property
     def _placed(self) -> Any:
@@ -149,7 +159,7 @@ class TracedStep:
             "moments": place_optimizer(self.opt_state, moments),
         }
 
-    def _walk(self, degrees: Mesh, zero: int, parts: float) -> tuple[list[Laid], Tally]:
+    def _walk(self, degrees: Mesh, zero: int, parts: float) -> tuple[list[ValueSharding], Tally]:
         """Returns the layouts of the gradients after the forward and backward pass, and the
         costs."""
         params = self._placed(degrees, zero)["params"]
@@ -171,9 +181,9 @@ class TracedStep:
         outs, costs = self._walked(degrees, max(zero, 2), parts)
         wanted = self._placed(degrees, zero)["gradients"]
         leaves = [jax.ShapeDtypeStruct(p.shape, jnp.float32) for p in jax.tree.leaves(self.params)]
-        found = dataclasses.replace(costs, moved=costs.moved.copy())
-        _relay(found, "backward", self._on(degrees, parts), leaves, outs, wanted)
-        return found
+        summed = dataclasses.replace(costs, moved=costs.moved.copy())
+        _relay(summed, "backward", self._on(degrees, parts), leaves, outs, wanted)
+        return summed
 
     def _update(self, degrees: Mesh, zero: int) -> Tally:
         places = self._placed(degrees, zero)
@@ -196,8 +206,8 @@ class TracedStep:
 
 def spec_of(spec: PartitionSpec, rank: int) -> Spec:
     """Returns a `PartitionSpec` as a layout of `rank` dims."""
-    found = [entry_axes(entry) for entry in spec]
-    return (*found, *((),) * (rank - len(found)))
+    axes = [entry_axes(entry) for entry in spec]
+    return (*axes, *((),) * (rank - len(axes)))
 
 
 def shards(placement: Placement, layout: Layout, *, without: str = "") -> int:
@@ -217,7 +227,7 @@ def _relay(
     during: Pass,
     walk: Walk,
     leaves: Sequence[Any],
-    laids: Sequence[Laid],
+    laids: Sequence[ValueSharding],
     wanted: Mapping[str, Placement],
 ) -> None:
     """Counts the collectives that bring arrays of the parameters' shapes to their wanted
@@ -240,8 +250,10 @@ def _sizes(degrees: Mesh) -> dict[str, int]:
     return dict(zip(AXES, degrees, strict=True))
 
 
-def _laid(places: Mapping[str, Placement], *, is_param: bool = False) -> list[Laid]:
-    return [Laid(spec_of(one.spec, len(one.shape)), (), is_param) for one in places.values()]
+def _laid(places: Mapping[str, Placement], *, is_param: bool = False) -> list[ValueSharding]:
+    return [
+        ValueSharding(spec_of(one.spec, len(one.shape)), (), is_param) for one in places.values()
+    ]
 
 
 def _unsharded(placement: Placement) -> Placement:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 
-from shardlib.cost.costs import Collective, Overlap, Window
+from shardlib.cost.costs import CollectiveCost, Overlap, Window
 from shardlib.cost.transformer.computation import Device, kv_cut, matrices
 
 FLOAT32 = 4
@@ -60,7 +60,7 @@ def _layer_weights(device: Device, *, routed: bool) -> float:
     return weights
 
 
-def tensor(device: Device, layers: float) -> list[Collective]:
+def tensor(device: Device, layers: float) -> list[CollectiveCost]:
     """Returns the collectives over `tensor` for one microbatch of `layers` layers.
 
     A layer takes two all-reduces of the residual stream forward, two backward, and the recomputed
@@ -73,7 +73,7 @@ def tensor(device: Device, layers: float) -> list[Collective]:
     return [_over("tensor", "all_reduce", residual, count * layers + 2, "tensor", "layers")]
 
 
-def expert(device: Device, routed_layers: float) -> list[Collective]:
+def expert(device: Device, routed_layers: float) -> list[CollectiveCost]:
     """Returns the exchanges over `expert` for one microbatch: tokens to experts and back."""
     job, experts = device.job, device.job.model.experts
     if experts is None:
@@ -84,7 +84,7 @@ def expert(device: Device, routed_layers: float) -> list[Collective]:
     return [_over("expert", "all_to_all", copies, count, "expert", "layers")]
 
 
-def context(device: Device, layers: float) -> list[Collective]:
+def context(device: Device, layers: float) -> list[CollectiveCost]:
     """Returns the shifts of keys and values around the ring of `context`, for one microbatch."""
     job = device.job
     held = device.tokens * job.model.kv_width / kv_cut(job.model, device.layout)
@@ -93,7 +93,7 @@ def context(device: Device, layers: float) -> list[Collective]:
     return [_over("context", "shift", held, count, "gather", "attention")]
 
 
-def sharded_params(device: Device, weights: LocalWeights) -> list[Collective]:
+def sharded_params(device: Device, weights: LocalWeights) -> list[CollectiveCost]:
     """Returns the collectives of parameters and gradients over `fsdp` for one microbatch.
 
     Parameters are gathered forward and, unless kept (`zero` < 3), backward; embedding and head are
@@ -128,7 +128,7 @@ def sharded_params(device: Device, weights: LocalWeights) -> list[Collective]:
 
 def replica_sums(
     device: Device, weights: LocalWeights
-) -> tuple[list[Collective], list[Collective]]:
+) -> tuple[list[CollectiveCost], list[CollectiveCost]]:
     """Returns the gradient sums over replicas: in each microbatch, and once a step.
 
     Over several axes the sum is hierarchical: each axis carries what the faster axes leave. If the
@@ -150,7 +150,7 @@ def replica_sums(
         if size == 1:
             continue
         summed = dense + (0.0 if axis == "expert" else routed)
-        sums = Collective("data", "all_reduce", (axis,), summed * width, pieces)
+        sums = CollectiveCost("data", "all_reduce", (axis,), summed * width, pieces)
         hiding = sums._replace(overlap="data", window="backward")
         if not device.software.sums_each:
             once += _published_sums(device, hiding._replace(num_bytes=summed * job.gradient_bytes))
@@ -162,11 +162,11 @@ def replica_sums(
         routed /= 1 if axis == "expert" else size
     if device.reruns:  # Every stage holds embedding and head: summed once a step.
         vocab = weights.vocab / cut * job.gradient_bytes
-        once.append(Collective("data", "all_reduce", ("stage",), vocab))
+        once.append(CollectiveCost("data", "all_reduce", ("stage",), vocab))
     return each, once
 
 
-def _published_sums(device: Device, sums: Collective) -> list[Collective]:
+def _published_sums(device: Device, sums: CollectiveCost) -> list[CollectiveCost]:
     """Returns the gradient sums of programs other than shardlib's. Half of an all-reduce scatters
     sums, the other half gathers them. If the optimizer state is sharded (ZeRO 1), updated
     parameters are gathered instead of sums, and hide behind the next forward pass."""
@@ -176,7 +176,7 @@ def _published_sums(device: Device, sums: Collective) -> list[Collective]:
     return [sums._replace(count=0.5), sums._replace(count=share, window="forward")]
 
 
-def orthogonalize(device: Device) -> list[Collective]:
+def orthogonalize(device: Device) -> list[CollectiveCost]:
     """Returns the collectives of the Newton-Schulz iterations of `computation.orthogonalize`.
 
     If `fsdp` shards the rows, each iteration gathers A once and X twice. If `tensor` shards the
@@ -185,39 +185,41 @@ def orthogonalize(device: Device) -> list[Collective]:
     steps, model = device.job.newton_schulz_steps, device.job.model
     if not steps:
         return []
-    layers, found = model.layers / device.layout.stage, []
+    layers, collectives = model.layers / device.layout.stage, []
     for fan_in, fan_out, tensor, copies in matrices(model, device.layout):
         small, large = sorted((fan_in, fan_out))
         outer = FLOAT32 * layers * small * small
         rows = outer + 2 * FLOAT32 * layers * small * large / tensor
         count = steps * copies
-        found.append(Collective("optimizer", "all_gather", ("fsdp",), rows, 3.0, count))
+        collectives.append(CollectiveCost("optimizer", "all_gather", ("fsdp",), rows, 3.0, count))
         if tensor > 1:
             summed = outer / device.layout.fsdp
-            found.append(Collective("optimizer", "all_reduce", ("tensor",), summed, 1.0, count))
-    return found
+            collectives.append(
+                CollectiveCost("optimizer", "all_reduce", ("tensor",), summed, 1.0, count)
+            )
+    return collectives
 
 
-def offload(num_bytes: float) -> list[Collective]:
+def offload(num_bytes: float) -> list[CollectiveCost]:
     """Returns the transfers of `num_bytes` of activations of a microbatch to the host and back.
 
     Each direction overlaps with the computation of its pass (Rajbhandari et al. 2021,
     "ZeRO-Infinity", section 6.2).
     """
-    there = Collective("offload", "shift", ("host",), num_bytes, 1.0, 1.0, "gather", "forward")
+    there = CollectiveCost("offload", "shift", ("host",), num_bytes, 1.0, 1.0, "gather", "forward")
     return [there, there._replace(window="backward")] if num_bytes else []
 
 
-def state_offload(device: Device, params: float) -> list[Collective]:
+def state_offload(device: Device, params: float) -> list[CollectiveCost]:
     """Returns the transfers of the optimizer state of `params` parameters from the host and back.
     Each piece is fetched, updated and sent back before the next one, after the gradients are
     computed, so that nothing overlaps with it. See `shardlib.train.offload`."""
     if not device.layout.offload_optimizer:
         return []
-    return [Collective("offload", "shift", ("host",), 2 * params * device.job.moment_bytes)]
+    return [CollectiveCost("offload", "shift", ("host",), 2 * params * device.job.moment_bytes)]
 
 
-def stage_sends(device: Device) -> list[Collective]:
+def stage_sends(device: Device) -> list[CollectiveCost]:
     """Returns the sends between stages in a step: the residual stream sent on and back.
 
     Each device of a tensor-parallel group sends a part, and the group gathers it on the fast links
@@ -238,6 +240,6 @@ def _over(
     window: Window,
     *,
     pieces: float = 1.0,
-) -> Collective:
+) -> CollectiveCost:
     """Returns a collective over one axis, which counts for the part of that name."""
-    return Collective(axis, kind, (axis,), num_bytes, pieces, count, overlap, window)
+    return CollectiveCost(axis, kind, (axis,), num_bytes, pieces, count, overlap, window)

@@ -177,15 +177,15 @@ def orthogonalize(device: Device) -> list[Work]:
 def matrices(model: Transformer, layout: Layout) -> list[tuple[float, float, int, float]]:
     """Returns fan-in, fan-out, tensor degree and count per device of the matrices of a layer."""
     parts = {"qkv": 1 if model.latent else 3, "up": 2 if model.gated else 1}
-    found = []
+    shapes = []
     for product in model.matmuls(routed=model.experts is not None):
         number = parts.get(product.name, 1)
         copies = 1.0
         if product.routed and model.experts:
             copies = max(model.experts.number / layout.expert, 1.0)
         cut = 1 if product.cut == "none" else layout.tensor
-        found.append((product.fan_in, product.fan_out / number, cut, float(number * copies)))
-    return found
+        shapes.append((product.fan_in, product.fan_out / number, cut, float(number * copies)))
+    return shapes
 
 
 def _local(device: Device, product: Matmul) -> Product:

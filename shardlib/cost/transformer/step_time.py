@@ -45,8 +45,8 @@ def step_time(
         MeshError: If the layout does not fill the cluster.
         ConfigError: If the chip cannot multiply in the job's precision.
     """
-    known = cluster.chip is not None or isinstance(cluster, MeasuredCluster)
-    if layout.num_devices != cluster.num_devices or not known:
+    is_known = cluster.chip is not None or isinstance(cluster, MeasuredCluster)
+    if layout.num_devices != cluster.num_devices or not is_known:
         raise MeshError(
             f"the layout {layout} is for {layout.num_devices} devices, but {cluster.name} has "
             f"{cluster.num_devices}.\n  Choose degrees whose product is {cluster.num_devices}, on "
@@ -115,8 +115,8 @@ def _own_memory(
     """Returns the traffic of CPU devices that receive the memory of a step from the system, and
     copy kept activations, weights and gradients of layers into stacks and out of them."""
     held = memory.peak_memory(device.job, device.layout, cluster, device.software)
-    asked = held.total - held.params - held.optimizer - held.runtime
+    allocated = held.total - held.params - held.optimizer - held.runtime
     turns = device.layout.microbatches * device.layout.chunks
     copied = _STACK_PASSES * held.activations * turns
     copied += _WEIGHT_PASSES * (weights.dense + weights.routed) * device.job.compute_bytes * turns
-    return Work("forward", "elementwise", Stream(copied, fresh_bytes=asked))
+    return Work("forward", "elementwise", Stream(copied, fresh_bytes=allocated))

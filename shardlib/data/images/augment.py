@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.data.images.config import ImageData
+from shardlib.data.images.fields import ImageFields
 
 # Szegedy et al., "Going deeper with convolutions", 2015, section 6; as in Goyal et al., 2017.
 _AREA = (0.08, 1.0)
@@ -25,7 +25,7 @@ class Transform:
         channels: 1 (grey) or 3 (RGB).
     """
 
-    def __init__(self, config: ImageData, size: int, channels: int):
+    def __init__(self, config: ImageFields, size: int, channels: int):
         self._config = config
         self._size = size
         self._mode = "L" if channels == 1 else "RGB"

@@ -11,7 +11,7 @@ import numpy as np
 from shardlib.data.cache import cached, read_array, reading
 from shardlib.data.hashing import content_hash, derive_seed, digest, shuffled
 from shardlib.data.images.augment import Transform
-from shardlib.data.images.config import ImageData
+from shardlib.data.images.fields import ImageFields
 from shardlib.data.loader import MapSource
 from shardlib.data.split import held_out, is_in
 from shardlib.data.text.corpus import BUILTIN
@@ -87,7 +87,7 @@ class EvalExamples:
 
 
 def open_images(
-    config: ImageData, *, global_batch: int, seed: int, split: Literal["train", "eval"]
+    config: ImageFields, *, global_batch: int, seed: int, split: Literal["train", "eval"]
 ) -> MapSource:
     """Returns the image source of a config; see `open_data`."""
     require("PIL", _EXTRA, "data.kind images")
@@ -119,7 +119,7 @@ def no_image(shape: tuple[int, int, int]) -> dict[str, np.ndarray]:
     return {"images": np.zeros(shape, np.float32), "labels": np.array(-1, np.int32)}
 
 
-def image_shape(config: ImageData) -> tuple[int, int, int]:
+def image_shape(config: ImageFields) -> tuple[int, int, int]:
     """Returns the height, width and channels of the images of a config without reading them.
 
     Raises:
@@ -136,7 +136,7 @@ def image_shape(config: ImageData) -> tuple[int, int, int]:
     return size, size, channels
 
 
-def _sets(config: ImageData) -> tuple[ImageSet, ImageSet]:
+def _sets(config: ImageFields) -> tuple[ImageSet, ImageSet]:
     """Returns the training images and the held-out images."""
     images = _open(config.path, "data.path")
     if config.eval_path is not None:
@@ -154,7 +154,7 @@ def _sets(config: ImageData) -> tuple[ImageSet, ImageSet]:
     return images.subset(~chosen), images.subset(chosen)
 
 
-def _relabelled(evaluation: ImageSet, classes: tuple[str, ...], config: ImageData) -> ImageSet:
+def _relabelled(evaluation: ImageSet, classes: tuple[str, ...], config: ImageFields) -> ImageSet:
     unknown = [name for name in evaluation.classes if name not in classes]
     if unknown:
         raise DataError(

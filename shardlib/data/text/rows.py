@@ -12,7 +12,7 @@ from shardlib.data.config import as_paths
 from shardlib.data.hashing import content_hash, derive_seed, digest, mix, shuffled
 from shardlib.data.loader import Examples, MapSource
 from shardlib.data.split import held_out, is_in, union
-from shardlib.data.text.config import TextData
+from shardlib.data.text.fields import TextFields
 from shardlib.data.text.packing import Concatenation, PackedRows
 from shardlib.data.text.sources import TextSource, missing, open_sources
 from shardlib.data.text.tokens import FORMAT, TokenArray, open_tokens
@@ -27,7 +27,7 @@ _SAMPLE_SEED, _EVAL_SEED = 0, 1
 _TOKENIZER_FILE = "tokenizer.json"
 
 
-def load_tokenizer(config: TextData) -> Tokenizer:
+def load_tokenizer(config: TextFields) -> Tokenizer:
     """Returns the tokenizer of a config; a `bpe` tokenizer is trained if it is not in the cache.
 
     A `bpe` tokenizer depends on the text. To use a trained model without that text, save the
@@ -41,7 +41,7 @@ def load_tokenizer(config: TextData) -> Tokenizer:
     return _tokenizer(config, [], [])
 
 
-def tokenizer_at_hand(config: TextData) -> Tokenizer | None:
+def tokenizer_at_hand(config: TextFields) -> Tokenizer | None:
     """Returns the tokenizer of a config if it can be loaded without reading text, else None.
 
     Raises:
@@ -53,7 +53,7 @@ def tokenizer_at_hand(config: TextData) -> Tokenizer | None:
 
 
 def open_text(
-    config: TextData, *, global_batch: int, seed: int, split: Literal["train", "eval"]
+    config: TextFields, *, global_batch: int, seed: int, split: Literal["train", "eval"]
 ) -> MapSource:
     """Returns the text source of a config; see `open_data`."""
     sources, eval_sources = _sources(config)
@@ -84,7 +84,7 @@ def open_text(
 
 
 def _train_parts(
-    config: TextData,
+    config: TextFields,
     arrays: Sequence[TokenArray],
     held: np.ndarray,
     tokenizer: Tokenizer,
@@ -102,7 +102,7 @@ def _train_parts(
 
 
 def _eval_parts(
-    config: TextData, arrays: Sequence[TokenArray], held: np.ndarray, tokenizer: Tokenizer
+    config: TextFields, arrays: Sequence[TokenArray], held: np.ndarray, tokenizer: Tokenizer
 ) -> list[PackedRows]:
     """Returns the rows of the held-out documents of each path that has some."""
     chosen = [(array, np.flatnonzero(is_in(array.hashes, held))) for array in arrays]
@@ -127,7 +127,7 @@ def _endless_mixture(
     return grain.MapDataset.mix(endless, weights=weights or [len(part) for part in parts])
 
 
-def _sources(config: TextData) -> tuple[list[TextSource], list[TextSource]]:
+def _sources(config: TextFields) -> tuple[list[TextSource], list[TextSource]]:
     sources = open_sources(config, config.path, "data.path")
     if config.eval_path is None:
         return sources, []
@@ -135,7 +135,7 @@ def _sources(config: TextData) -> tuple[list[TextSource], list[TextSource]]:
 
 
 def _tokenizer(
-    config: TextData, sources: Sequence[TextSource], eval_sources: Sequence[TextSource]
+    config: TextFields, sources: Sequence[TextSource], eval_sources: Sequence[TextSource]
 ) -> Tokenizer:
     if config.tokenizer == "bytes":
         return BytesTokenizer()
@@ -156,7 +156,7 @@ def _tokenizer(
 
 
 def _sample(
-    config: TextData, sources: Sequence[TextSource], eval_sources: Sequence[TextSource]
+    config: TextFields, sources: Sequence[TextSource], eval_sources: Sequence[TextSource]
 ) -> Iterator[str]:
     """Yields training documents of `SAMPLE_BYTES` in total, from each source by its weight."""
     indices = [_index(source) for source in sources]
@@ -190,7 +190,7 @@ def _index(source: TextSource) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _held_out(
-    config: TextData, arrays: Sequence[TokenArray], eval_arrays: Sequence[TokenArray]
+    config: TextFields, arrays: Sequence[TokenArray], eval_arrays: Sequence[TokenArray]
 ) -> np.ndarray:
     if eval_arrays:
         return union([array.hashes for array in eval_arrays])
@@ -216,7 +216,7 @@ def _open_nonempty(source: TextSource, tokenizer: Tokenizer, key: str) -> TokenA
     return array
 
 
-def _check_enough(config: TextData, parts: Sequence[PackedRows]) -> None:
+def _check_enough(config: TextFields, parts: Sequence[PackedRows]) -> None:
     faults = [
         f"data.path: {path!r} has {part.num_targets:,} tokens to train on, fewer than one row of "
         f"{config.sequence_length:,}.\n"

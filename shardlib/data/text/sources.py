@@ -12,8 +12,8 @@ from typing import IO, Any
 from shardlib.data.config import as_paths
 from shardlib.data.hashing import digest
 from shardlib.data.safe_gzip import Gunzipped
-from shardlib.data.text.config import TextData
 from shardlib.data.text.corpus import BUILTIN, builtin_files
+from shardlib.data.text.fields import TextFields
 from shardlib.errors import DataError, did_you_mean
 
 # Suffixes of the files read from a directory; a glob accepts any file.
@@ -97,7 +97,7 @@ class TextSource:
         return _text(record[self.text_field], self.text_field, where)
 
 
-def open_sources(config: TextData, paths: str | tuple[str, ...], key: str) -> list[TextSource]:
+def open_sources(config: TextFields, paths: str | tuple[str, ...], key: str) -> list[TextSource]:
     """Returns the text source of each path.
 
     Args:

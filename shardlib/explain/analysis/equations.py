@@ -81,10 +81,10 @@ def arriving_rows(jaxpr: ClosedJaxpr | Jaxpr) -> dict[int, int]:
 
     A ragged exchange has a buffer for the worst case, but as many rows arrive as are offered.
     """
-    found = {}
+    rows = {}
     for placed in equations(jaxpr):
         if placed.equation.primitive.name == "ragged_all_to_all":
             offered, room = (v.aval.shape[0] for v in placed.equation.invars[:2])
             if offered < room:
-                found[room] = offered
-    return found
+                rows[room] = offered
+    return rows

@@ -154,7 +154,7 @@ def _equation(equation: JaxprEqn, name: str, about: _About) -> _Count:
     if not programs and ("custom_call" in kernel or kernel in ("ffi_call", "triton_kernel_call")):
         count.uncounted[str(equation.params.get("target_name", kernel))] += 1
         return count
-    turns, known = trips(equation)
+    turns, is_known = trips(equation)
     inside = [_program(program, name, about) for program in programs]
     if kernel == "cond":
         inside = [max(inside, key=lambda branch: branch.total)] if inside else []
@@ -162,7 +162,7 @@ def _equation(equation: JaxprEqn, name: str, about: _About) -> _Count:
         kept = _kept_share(equation, one)
         one.model = {stage: flops * kept for stage, flops in one.model.items()}
         count.add(one, turns * manual_devices(equation))
-    if not known and any(one.total for one in inside):
+    if not is_known and any(one.total for one in inside):
         count.loops += 1
     return count
 

@@ -26,7 +26,7 @@ _CARRIES = ("bitcast", "convert", "copy", "reshape", "transpose")
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class ProgramWork:
     """FLOPs and bytes of the instructions of one program, per execution."""
 
     module: Module
@@ -154,8 +154,8 @@ class Work:
         text = instruction.attributes.get("lhs_contracting_dims", "")
         if not text:
             config = instruction.attributes.get("backend_config", "")
-            found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', config)
-            text = found[1] if found else ""
+            match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', config)
+            text = match[1] if match else ""
         summed = [int(dim) for dim in re.findall(r"\d+", text)]
         return 2.0 * out * math.prod(left[dim] for dim in summed if dim < len(left))
 
@@ -181,8 +181,8 @@ def _target(instruction: Instruction) -> str:
 
 
 def _dims(shape: str) -> tuple[int, ...]:
-    found = re.search(r"\[([\d,<=]*)\]", shape)
-    text = found[1] if found else ""
+    match = re.search(r"\[([\d,<=]*)\]", shape)
+    text = match[1] if match else ""
     return tuple(int(dim.removeprefix("<=")) for dim in text.split(",") if dim)
 
 

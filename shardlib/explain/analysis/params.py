@@ -57,7 +57,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fault:
+class ReplicatedLeaf:
     """A leaf that is more replicated than the rules ask for."""
 
     path: str
@@ -104,7 +104,7 @@ class ParamsReport(Report):
         """Returns the number of trained scalars."""
         return sum(math.prod(r.shape) for r in self.rows if r.section == "params")
 
-    def faults(self, threshold_bytes: int = 2**20) -> list[Fault]:
+    def faults(self, threshold_bytes: int = 2**20) -> list[ReplicatedLeaf]:
         """Returns the leaves that are more replicated than the rules ask for.
 
         Each device holds at least `threshold_bytes` of such a leaf. Either a size that does not
@@ -113,7 +113,7 @@ class ParamsReport(Report):
         """
         num_devices = math.prod(self.mesh.values())
         return [
-            Fault(row.path, row.bytes_per_device, "; ".join(_why(row)))
+            ReplicatedLeaf(row.path, row.bytes_per_device, "; ".join(_why(row)))
             for row in self.rows
             if num_devices > 1
             and not row.asked_for

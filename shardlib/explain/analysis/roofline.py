@@ -19,7 +19,7 @@ from typing import Any, Literal
 from shardlib import humanize
 from shardlib.cost.costs import Pass, pass_of
 from shardlib.explain.analysis.flops import STAGES, Flops, Stage, count_flops
-from shardlib.explain.analysis.kernel_cost import Work
+from shardlib.explain.analysis.kernel_cost import ProgramWork
 from shardlib.explain.analysis.params import ParamsReport
 from shardlib.explain.analysis.timing import Flow
 from shardlib.explain.hlo.text import Module, arrays
@@ -159,7 +159,7 @@ def read_roofline(
     peak = chip.flops_per_device(precision) if chip else None
     bandwidth = chip.memory_bytes_per_second / chip.devices_per_chip if chip else None
     heads = frozenset(size for held in vocabularies.values() for size in held)
-    moved, compiled = _program(Work(module), heads)
+    moved, compiled = _program(ProgramWork(module), heads)
     share = max(_redundancy(compiled, devices, flops), 1.0) / devices
     computed: dict[Stage, float] = {s: total * share for s, total in flops.hardware.items()}
     network, unknown = _network(flows)
@@ -196,14 +196,14 @@ def _stages(
     peak: float | None,
     bandwidth: float | None,
 ) -> tuple[StageCost, ...]:
-    found = []
+    costs = []
     for stage in STAGES:
         flops, size = computed.get(stage, 0.0), moved.get(stage, 0.0)
         sending = None if network is None else network.get(stage, 0.0)
         if flops or size or sending:
             seconds = (flops / peak if peak else None, size / bandwidth if bandwidth else None)
-            found.append(StageCost(stage, flops, size, *seconds, sending))
-    return tuple(found)
+            costs.append(StageCost(stage, flops, size, *seconds, sending))
+    return tuple(costs)
 
 
 def _precision(flops: Flops) -> Precision:
@@ -217,7 +217,7 @@ def _redundancy(compiled: float, devices: int, flops: Flops) -> float:
     return compiled * devices / total if total else 1.0
 
 
-def _program(work: Work, vocabularies: frozenset[int]) -> tuple[dict[Stage, float], float]:
+def _program(work: ProgramWork, vocabularies: frozenset[int]) -> tuple[dict[Stage, float], float]:
     """Returns the bytes of a compiled program by stage, and the FLOPs of its matmuls."""
     moved: dict[Stage, float] = collections.defaultdict(float)
     flops = 0.0
@@ -264,17 +264,17 @@ def _network(
     unknown = [flow for flow in flows or () if flow.total_seconds is None]
     if flows is None or (unknown and len(unknown) == len(flows)):
         return None, ("network seconds are not known",)
-    found: dict[Stage, float] = collections.defaultdict(float)
+    seconds: dict[Stage, float] = collections.defaultdict(float)
     differentiated = any("jvp(" in flow.collective.op_name for flow in flows)
     for flow in flows:
         default: Pass = "optimizer" if differentiated else "forward"
         stage = pass_of(flow.collective.op_name, default)
-        found[stage] += flow.total_seconds or 0.0
+        seconds[stage] += flow.total_seconds or 0.0
     if not unknown:
-        return found, ()
+        return seconds, ()
     sent = humanize.size(sum(flow.collective.sent_bytes for flow in unknown))
     count = f"{len(unknown)} of {len(flows)} collectives"
-    return found, (f"network seconds leave out {count}: {sent} sent by a device",)
+    return seconds, (f"network seconds leave out {count}: {sent} sent by a device",)
 
 
 def _notes(flops: Flops, left_out: Mapping[str, int]) -> Iterator[str]:
@@ -298,13 +298,13 @@ def _unknown(chip: Chip | None, precision: Precision) -> Iterator[str]:
 
 def _left_out(module: Module) -> dict[str, int]:
     """Returns the execution counts of opaque kernels that may contain matmuls."""
-    found: dict[str, int] = collections.Counter()
+    counts: dict[str, int] = collections.Counter()
     for where, instructions in module.computations.items():
         for instruction in instructions:
             target = instruction.attributes.get("custom_call_target", "").strip('"')
             if instruction.opcode == "custom-call" and _KERNEL.search(target):
-                found[target] += module.execution(where).count
-    return found
+                counts[target] += module.execution(where).count
+    return counts
 
 
 def _binding(compute: float | None, memory: float | None, network: float | None) -> Resource:

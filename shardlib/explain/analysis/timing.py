@@ -16,7 +16,7 @@ from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.machine.constants import committed, constant
 from shardlib.cost.machine.fabric import Link, links
 from shardlib.explain.analysis.collectives import Collective, ProgramReport
-from shardlib.explain.analysis.kernel_cost import Work
+from shardlib.explain.analysis.kernel_cost import ProgramWork
 from shardlib.explain.hlo.text import Instruction, Module
 from shardlib.hardware import Cluster
 
@@ -54,7 +54,7 @@ class Flow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class CollectiveRow:
     """All collectives of one kind over the same axes and fabric.
 
     `seconds` and `overlappable_seconds` leave out instructions of unknown time; `unknown` counts
@@ -103,7 +103,7 @@ def _largest_first(flows: list[Flow]) -> tuple[Flow, ...]:
     return tuple(sorted(flows, key=lambda flow: -flow.collective.sent_bytes))
 
 
-def rows(flows: tuple[Flow, ...]) -> tuple[Row, ...]:
+def rows(flows: tuple[Flow, ...]) -> tuple[CollectiveRow, ...]:
     """Returns the flows grouped by kind, mesh axes and fabric, longest time first."""
     groups: dict[tuple[str, tuple[str, ...] | None, bool], list[Flow]] = collections.defaultdict(
         list
@@ -111,17 +111,19 @@ def rows(flows: tuple[Flow, ...]) -> tuple[Row, ...]:
     for flow in flows:
         c = flow.collective
         groups[c.kind, c.mesh_axes, c.between_slices].append(flow)
-    found = [_row(*key, members) for key, members in groups.items()]
-    return tuple(sorted(found, key=lambda row: (-row.seconds, -row.sent_bytes)))
+    unsorted = [_row(*key, members) for key, members in groups.items()]
+    return tuple(sorted(unsorted, key=lambda row: (-row.seconds, -row.sent_bytes)))
 
 
-def _row(kind: str, axes: tuple[str, ...] | None, between_slices: bool, flows: list[Flow]) -> Row:
+def _row(
+    kind: str, axes: tuple[str, ...] | None, between_slices: bool, flows: list[Flow]
+) -> CollectiveRow:
     fabrics = dict.fromkeys(name for flow in flows for name in flow.seconds)
     seconds = [flow.total_seconds or 0.0 for flow in flows]
     by_size = sorted(flows, key=lambda flow: -flow.collective.sent_bytes)
     collectives = [flow.collective for flow in by_size]
     places = [(c.source, c.model_path, c.phase) for c in collectives]
-    return Row(
+    return CollectiveRow(
         kind,
         axes,
         between_slices,
@@ -185,8 +187,8 @@ class _Network:
         one = dataclasses.replace(
             self.cluster, num_hosts=self.cluster.num_hosts // slices, num_slices=1
         )
-        found = links(one, Layout(**sizes), constants)
-        named = {name: found[slot] for name, slot in self.slots.items()}
+        by_slot = links(one, Layout(**sizes), constants)
+        named = {name: by_slot[slot] for name, slot in self.slots.items()}
         if slices > 1:
             whole = Layout(data=slices, fsdp=self.cluster.num_devices // slices, slices=slices)
             named["slices"] = links(self.cluster, whole, constants)["slices"]
@@ -207,16 +209,16 @@ class _Network:
         if collective.kind in ("collective-permute", "collective-broadcast"):
             slowest = max(axes, key=lambda a: self._once(collective, a), default=None)
             return ({} if slowest is None else self._one(collective, slowest)), ""
-        found: dict[Fabric, float] = collections.defaultdict(float)
+        by_fabric: dict[Fabric, float] = collections.defaultdict(float)
         held = float(collective.bytes)
         for axis in reversed(axes):
             link = self.links[axis]
             if len(axes) == 1:
                 link = self._of_size(link, collective.group_size)
-            found[self.fabric(axis)] += link.seconds(collective.kind, held)
+            by_fabric[self.fabric(axis)] += link.seconds(collective.kind, held)
             if collective.kind in ("all-reduce", "all-gather", "reduce-scatter"):
                 held /= link.size
-        return dict(found), ""
+        return dict(by_fabric), ""
 
     def _once(self, collective: Collective, axis: str) -> float:
         assert self.links is not None
@@ -252,8 +254,8 @@ class _Schedule:
     """Remaining seconds of an instruction, by fabric and name, that hide no collective yet."""
 
     @functools.cached_property
-    def _work(self) -> Work:
-        return Work(self.module)
+    def _work(self) -> ProgramWork:
+        return ProgramWork(self.module)
 
     @functools.cached_property
     def _placed(self) -> dict[str, tuple[str, Instruction]]:

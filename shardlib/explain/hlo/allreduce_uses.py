@@ -27,7 +27,7 @@ Value = tuple[str, str]  # computation, instruction
 
 
 @dataclasses.dataclass(frozen=True)
-class Flow:
+class ValueUses:
     """The uses of values, through fusions."""
 
     module: Module
@@ -83,7 +83,7 @@ def fates(
         all_reduces: Computation, instruction and group size of each. All have the same groups,
             since only these can be added up before they are reduced.
     """
-    flow = Flow(module)
+    flow = ValueUses(module)
     fates_of: dict[tuple[str, str], list[Fate]] = {}
     pending: list[_Sum] = []
     for computation, instruction, devices in all_reduces:
@@ -112,7 +112,7 @@ class _Sum:
     uses: list[tuple[str, Instruction]]
 
 
-def _added_up(flow: Flow, sums: list[_Sum]) -> list[_Sum]:
+def _added_up(flow: ValueUses, sums: list[_Sum]) -> list[_Sum]:
     """Joins pairs that are used only in the same additions, until no such pair is left.
 
     A pair may have several additions: a fusion repeats one if that is cheaper than storing its

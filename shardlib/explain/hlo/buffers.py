@@ -127,11 +127,11 @@ class LiveRanges:
 
 def live_ranges(module: Module | str) -> LiveRanges:
     """Returns the live ranges of a scheduled program."""
-    return _Schedule(parse(module) if isinstance(module, str) else module).read()
+    return _ScheduleWalk(parse(module) if isinstance(module, str) else module).read()
 
 
 @dataclasses.dataclass
-class _Schedule:
+class _ScheduleWalk:
     """Walks a program in execution order."""
 
     module: Module

@@ -93,8 +93,8 @@ def _chains(node: ast.expr, names: _Names, depth: int = _DEPTH) -> Iterator[Chai
         yield from ((*chain, node.attr) for chain in _chains(node.value, names, depth))
     elif isinstance(node, ast.Name):
         values = names.get(node.id, ()) if depth else ()
-        known = [chain for value in values for chain in _chains(value, names, depth - 1) if chain]
-        yield from known or [()]
+        chains = [chain for value in values for chain in _chains(value, names, depth - 1) if chain]
+        yield from chains or [()]
     elif isinstance(node, ast.Subscript):
         yield from _chains(node.value, names, depth)
     elif isinstance(node, ast.IfExp):

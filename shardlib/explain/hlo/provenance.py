@@ -164,10 +164,10 @@ def _python() -> str:
 def where_of(module: Module, instruction: Instruction) -> Where:
     """Returns the origin of an instruction, as its own metadata tell."""
     metadata = instruction.attributes.get("metadata", "")
-    known = module.remembered("where", dict)
-    if metadata not in known:
-        known[metadata] = _read_where(module, instruction)
-    return known[metadata]
+    cache = module.remembered("where", dict)
+    if metadata not in cache:
+        cache[metadata] = _read_where(module, instruction)
+    return cache[metadata]
 
 
 def _read_where(module: Module, instruction: Instruction) -> Where:

@@ -140,14 +140,14 @@ class Module:
 
         def visit(name: str) -> Execution:
             if name not in executions:
-                count, in_loop, known = int(name == self.entry), False, True
+                count, in_loop, is_known = int(name == self.entry), False, True
                 for where, instruction in self.callers.get(name, []):
                     outer = visit(where)
                     trips = self.trips(instruction) if instruction.opcode == "while" else 1
                     count += outer.count * (1 if trips is None else trips)
                     in_loop |= outer.in_loop or instruction.opcode == "while"
-                    known &= outer.trips_known and trips is not None
-                executions[name] = Execution(count, in_loop, known)
+                    is_known &= outer.trips_known and trips is not None
+                executions[name] = Execution(count, in_loop, is_known)
             return executions[name]
 
         for name in self.computations:
@@ -160,11 +160,11 @@ class Module:
         CPU and GPU programs carry `known_trip_count`. In TPU programs it is the only integer
         constant of the condition, which the counter is compared with.
         """
-        known = re.search(
+        match = re.search(
             r'"known_trip_count":\{"n":"(\d+)"', loop.attributes.get("backend_config", "")
         )
-        if known:
-            return int(known[1])
+        if match:
+            return int(match[1])
         condition = loop.attributes.get("condition", "").lstrip("%")
         names = [condition]
         for instruction in self.computations.get(condition, ()):

@@ -80,10 +80,10 @@ class Baseline:
 
 def baseline_of(findings: Iterable[Finding], old: Baseline | None = None) -> Baseline:
     """Returns the baseline for these findings. Matching old entries keep their reasons."""
-    known = old.entries if old is not None else ()
+    accepted = old.entries if old is not None else ()
     entries = []
     for finding in findings:
-        kept = next((entry for entry in known if entry.covers(finding)), None)
+        kept = next((entry for entry in accepted if entry.covers(finding)), None)
         entries.append(kept or Accepted(finding.code, finding.place))
     return Baseline(tuple(sorted(dict.fromkeys(entries), key=str)))
 

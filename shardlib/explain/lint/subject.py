@@ -208,8 +208,8 @@ class Subject:
         The string is empty if the function belongs to a library.
         """
         info = getattr(getattr(self.jaxpr, "jaxpr", None), "debug_info", None)
-        found = re.search(r" at (.+:\d+)$", getattr(info, "func_src_info", None) or "")
-        source = found[1] if found else ""
+        match = re.search(r" at (.+:\d+)$", getattr(info, "func_src_info", None) or "")
+        source = match[1] if match else ""
         if not makes_reports(source):
             return "" if is_library(source) else source
         # A step moved to another mesh is wrapped in another function.

@@ -12,7 +12,7 @@ from shardlib.tables import Report, Table
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
+class FigureChange:
     """One figure before and after. None if a step lacks it."""
 
     what: str
@@ -40,7 +40,7 @@ class Diff(Report):
     """
 
     titles: tuple[str, str]
-    changes: tuple[Change, ...]
+    changes: tuple[FigureChange, ...]
     specs: Mapping[str, tuple[str | None, str | None]]
     new_faults: tuple[str, ...]
     mended_faults: tuple[str, ...]
@@ -75,7 +75,7 @@ def diff(before: StepFacts, after: StepFacts, *, names: tuple[str, str] | None =
         titles = (f"{names[0]}: {titles[0]}", f"{names[1]}: {titles[1]}")
     old, new = _figures(before), _figures(after)
     changes = tuple(
-        Change(what, old.get(what), new.get(what), _unit(what))
+        FigureChange(what, old.get(what), new.get(what), _unit(what))
         for what in {**old, **new}
         if old.get(what) != new.get(what)
     )
@@ -119,7 +119,7 @@ def _specs(report: StepFacts) -> dict[str, str]:
     return {row.path: spec_text(row.spec) for row in rows if row.section == "params"}
 
 
-def _row(change: Change) -> tuple[str, str, str, str]:
+def _row(change: FigureChange) -> tuple[str, str, str, str]:
     texts = [_text(value, change.unit) for value in (change.before, change.after)]
     ratio = "" if change.ratio is None else f"{change.ratio:.3g}x"
     return change.what, *texts, ratio  # type: ignore[return-value]

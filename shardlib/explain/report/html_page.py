@@ -83,12 +83,12 @@ def _matrix(report: StepFacts) -> str:
     size = matrix.devices_per_block
     count = len(matrix.sent)
     names = [str(i) if size == 1 else f"{i * size}-{(i + 1) * size - 1}" for i in range(count)]
-    of = "devices" if size == 1 else f"blocks of {size} devices"
+    senders = "devices" if size == 1 else f"blocks of {size} devices"
     note = ""
     if matrix.unplaced_bytes:
         note = f"<p>Not drawn: {matrix.unplaced_bytes:,.0f} bytes that follow no mesh axes.</p>"
     return (
-        f"<h2>Bytes that {of} send each other in a step</h2>"
+        f"<h2>Bytes that {senders} send each other in a step</h2>"
         f"{charts.heatmap(matrix.sent, names)}{note}"
     )
 

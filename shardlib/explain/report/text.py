@@ -70,12 +70,12 @@ def collective_table(program: ProgramReport, flows: tuple[Flow, ...]) -> Table:
     return Table("collectives of a step", _TIMED if flows else _SENT, cells, notes)
 
 
-def _sent(row: timing.Row) -> tuple[str, ...]:
+def _sent(row: timing.CollectiveRow) -> tuple[str, ...]:
     sent = humanize.size(row.sent_bytes)
     return row.kind, axes_text(row.mesh_axes), str(row.count), sent, _places(row)
 
 
-def _timed(row: timing.Row) -> tuple[str, ...]:
+def _timed(row: timing.CollectiveRow) -> tuple[str, ...]:
     kind, axes, count, sent, places = _sent(row)
     seconds = "?" if row.unknown and not row.seconds else humanize.duration(row.seconds)
     hidden = humanize.duration(row.overlappable_seconds) if row.overlappable_seconds else "-"
@@ -84,7 +84,7 @@ def _timed(row: timing.Row) -> tuple[str, ...]:
     return kind, axes, row.fabric, count, sent, seconds, hidden, places
 
 
-def _places(row: timing.Row) -> str:
+def _places(row: timing.CollectiveRow) -> str:
     lines = [
         " ".join(filter(None, (path, f"({phase})" if phase else "", short(source))))
         for source, path, phase in row.sources[:2]

@@ -60,11 +60,11 @@ def _wrong_numbers(
     inputs, outputs = map(jax.tree.leaves, (compiled.input_shardings, compiled.output_shardings))
     places = dict(enumerate(inputs)), dict(enumerate(outputs))
     shorter, stands_for = without_copies(text)
-    found = read(parse(shorter), sizes, jaxpr, *places, stands_for)
-    if found and len(shorter) < len(text):
+    faults = read(parse(shorter), sizes, jaxpr, *places, stands_for)
+    if faults and len(shorter) < len(text):
         # Only the whole text shows which of the equal computations has the fault.
         return read(parse(text), sizes, jaxpr, *places)
-    return found
+    return faults
 
 
 def read(
@@ -126,5 +126,5 @@ def _placed(
 
 
 def _partitions(module: Module) -> int:
-    found = re.search(r"num_partitions=(\d+)", module.header)
-    return int(found[1]) if found else 1
+    match = re.search(r"num_partitions=(\d+)", module.header)
+    return int(match[1]) if match else 1

@@ -63,8 +63,8 @@ def computed(
     arrays = [context.numbers(operand) for operand in operands]
     if instruction.shape[:1] not in ("s", "u", "p") or np.prod(shape, dtype=np.int64) > LARGEST:
         return None
-    found = _array(instruction, [a for a in arrays if a is not None], shape, context)
-    return None if found is None else context.known(found, shape)
+    array = _array(instruction, [a for a in arrays if a is not None], shape, context)
+    return None if array is None else context.known(array, shape)
 
 
 def _array(

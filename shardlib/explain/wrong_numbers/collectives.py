@@ -153,13 +153,13 @@ def exchanged(
     """
     vectors = context.vectors
     classes = np.stack([vectors[value.same] for value in values])
-    found = []
+    results = []
     for sources in members.of.T:
         layouts = [taken_from(value.layout, sources, vectors) for value in values]
         same = np.stack([classes[members.rank, sources], members.rank], 1)
         layout = chosen(layouts, members.rank, vectors)
-        found.append(SpmdValue(layout, vectors.classes(same)))
-    return tuple(found)
+        results.append(SpmdValue(layout, vectors.classes(same)))
+    return tuple(results)
 
 
 def _agreed(layout: Tiling, members: Members, context: Context) -> Tiling:

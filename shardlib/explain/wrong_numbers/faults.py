@@ -83,14 +83,14 @@ def faults_of(
         for one in instructions
         if one.opcode.removesuffix("-start") in KINDS
     ]
-    found = [
+    faults = [
         *(_contradiction(module, reader, mesh, one) for one in _each(reader, Contradiction)),
         *_batch_groups(module, _implied(traded, "conv_general_dilated"), jaxpr),
         *_pools(module, _implied(traded, "select_and_scatter")),
         *_starts(module, reader, jaxpr),
     ]
     seen = set()
-    for fault in sorted(found, key=lambda fault: fault.code):
+    for fault in sorted(faults, key=lambda fault: fault.code):
         if (fault.code, fault.where) not in seen:
             seen.add((fault.code, fault.where))
             yield fault
@@ -102,32 +102,34 @@ def _each(reader: HloReader, kind: type[_Note]) -> list[_Note]:
 
 
 def _contradiction(
-    module: Module, reader: HloReader, mesh: Mapping[str, int], found: Contradiction
+    module: Module, reader: HloReader, mesh: Mapping[str, int], contradiction: Contradiction
 ) -> Fault:
-    origin = module.origin(found.computation, found.instruction)
+    origin = module.origin(contradiction.computation, contradiction.instruction)
     where = where_of(module, origin)
-    name = where.name.rpartition("/")[2] or found.instruction.opcode
-    shape = f"[{','.join(map(str, found.shape))}]"
-    axes = _axes(reader, mesh, found)
+    name = where.name.rpartition("/")[2] or contradiction.instruction.opcode
+    shape = f"[{','.join(map(str, contradiction.shape))}]"
+    axes = _axes(reader, mesh, contradiction)
     over = f" over {'+'.join(axes)}" if axes else ""
-    if found.kind == "rows":
+    if contradiction.kind == "rows":
         what = f"{name} reads parts {shape} in two orders{over}: it combines different rows."
         return Fault("SL205", what, where, axes)
-    what = f"the sum of {name}, parts {shape}, counts each value {found.times} times{over}."
+    what = f"the sum of {name}, parts {shape}, counts each value {contradiction.times} times{over}."
     return Fault("SL206", what, where, axes)
 
 
-def _axes(reader: HloReader, mesh: Mapping[str, int], found: Contradiction) -> tuple[str, ...]:
+def _axes(
+    reader: HloReader, mesh: Mapping[str, int], contradiction: Contradiction
+) -> tuple[str, ...]:
     """Returns the mesh axes that the rows are split over, or along which a summand is the same."""
     vectors = reader.context.vectors
     if math.prod(mesh.values()) != vectors.devices:
         return ()
-    grids = [vectors[number].reshape(tuple(mesh.values())) for number in found.vectors]
+    grids = [vectors[number].reshape(tuple(mesh.values())) for number in contradiction.vectors]
     varies = [any(np.ptp(grid, axis=n).any() for grid in grids) for n in range(len(mesh))]
-    if found.kind == "rows":
+    if contradiction.kind == "rows":
         return tuple(name for name, differs in zip(mesh, varies, strict=True) if differs)
-    kind = found.instruction.opcode.removesuffix("-start")
-    members = members_of(found.instruction, kind, vectors.devices)
+    kind = contradiction.instruction.opcode.removesuffix("-start")
+    members = members_of(contradiction.instruction, kind, vectors.devices)
     assert members is not None
     groups = members.of.min(axis=1).reshape(tuple(mesh.values()))
     return tuple(
@@ -211,11 +213,11 @@ def _starts(module: Module, reader: HloReader, jaxpr: ClosedJaxpr | None) -> Ite
 
 def _interior(jaxpr: ClosedJaxpr | None) -> set[tuple[int, int]]:
     """Returns the rank and dim of each array dim that a program pads between elements."""
-    found = set()
+    padded = set()
     for placed in _equations(jaxpr, "pad"):
         config: Sequence[tuple[int, int, int]] = placed.equation.params["padding_config"]
-        found |= {(len(config), dim) for dim, (_, _, inner) in enumerate(config) if inner > 0}
-    return found
+        padded |= {(len(config), dim) for dim, (_, _, inner) in enumerate(config) if inner > 0}
+    return padded
 
 
 def _equations(jaxpr: ClosedJaxpr | None, primitive: str) -> list[Placed]:

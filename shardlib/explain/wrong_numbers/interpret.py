@@ -99,29 +99,29 @@ class HloReader:
         key = (computation, *arguments)
         if key not in self._memory:
             before, self.notes = self.notes, []
-            found = self._run(computation, arguments)
-            self._memory[key] = found, self.notes
+            value = self._run(computation, arguments)
+            self._memory[key] = value, self.notes
             self.notes = before
-        found, notes = self._memory[key]
+        value, notes = self._memory[key]
         self.notes += notes
-        return found
+        return value
 
     def _run(self, computation: str, arguments: Sequence[AnyValue]) -> AnyValue:
         values: dict[str, AnyValue] = {}
         shapes: dict[str, str] = {}
-        found: AnyValue = ()
+        value: AnyValue = ()
         for instruction in self.module.computations[computation]:
             shapes[instruction.name] = instruction.shape
             if instruction.opcode == "parameter":
                 number = int(instruction.operands)
-                found = arguments[number] if number < len(arguments) else blank(instruction.shape)
+                value = arguments[number] if number < len(arguments) else blank(instruction.shape)
             else:
                 operands = [values.get(name, _NOTHING) for name in instruction.operand_names]
-                found = self._value(computation, instruction, operands, shapes)
-            values[instruction.name] = found
+                value = self._value(computation, instruction, operands, shapes)
+            values[instruction.name] = value
             if instruction.root:
-                return found
-        return found
+                return value
+        return value
 
     def _value(
         self, where: str, instruction: Instruction, operands: list[AnyValue], shapes: Shapes
@@ -166,9 +166,9 @@ class HloReader:
             return SpmdValue(unknown(shape), SAME, is_data=False)
         if opcode in _DISTINCT:
             return blank(instruction.shape, APART)
-        known = arithmetic.computed(self.context, instruction, operands)
-        if known is not None:
-            return known
+        value = arithmetic.computed(self.context, instruction, operands)
+        if value is not None:
+            return value
         same = self.context.vectors.all_of([operand.same for operand in operands])
         is_data = any(operand.is_data for operand in operands)
         if instruction.shape.startswith("("):
@@ -201,9 +201,9 @@ class HloReader:
     def _constant(self, instruction: Instruction) -> AnyValue:
         if instruction.shape.startswith("("):
             return blank(instruction.shape, SAME)
-        known = arithmetic.constant(self.context, instruction)
-        if known is not None:
-            return known
+        value = arithmetic.constant(self.context, instruction)
+        if value is not None:
+            return value
         is_zero = instruction.operands.strip() in ("0", "-0", "false")
         (shape,) = shapes_of(instruction.shape)[:1] or [()]
         return SpmdValue(unknown(shape), SAME, None, is_zero, is_data=False)
@@ -228,15 +228,15 @@ class HloReader:
                     shape = operand.layout.shape
                     self._note(Contradiction("rows", where, instruction, shape, (offsets,)))
         if kind == "all-to-all" and members and len(operands) == members.of.shape[1] > 1:
-            found = self.context.once(collectives.exchanged, tuple(operands), members)
+            results = self.context.once(collectives.exchanged, tuple(operands), members)
         else:
-            found = tuple(
+            results = tuple(
                 collectives.result_of(instruction, kind, operand, n, members, self.context)
                 for n, operand in enumerate(operands)
             )
         if is_manual(instruction) and kind != "all-reduce":
-            found = tuple(v._replace(layout=unknown(v.layout.shape)) for v in found)
-        return found if len(found) > 1 or _returns_tuple(instruction, kind) else found[0]  # type: ignore[misc]
+            results = tuple(v._replace(layout=unknown(v.layout.shape)) for v in results)
+        return results if len(results) > 1 or _returns_tuple(instruction, kind) else results[0]  # type: ignore[misc]
 
     def _members(self, instruction: Instruction, kind: str) -> collectives.Members | None:
         attributes = instruction.attributes
@@ -253,9 +253,9 @@ class HloReader:
         opcodes = {one.opcode for one in called} - {"parameter", "convert", "copy", "bitcast"}
         return opcodes == {"add"}
 
-    def _note(self, found: Contradiction) -> None:
-        if not is_manual(found.instruction):
-            self.notes.append(found)
+    def _note(self, contradiction: Contradiction) -> None:
+        if not is_manual(contradiction.instruction):
+            self.notes.append(contradiction)
 
     def _note_start(self, instruction: Instruction, operands: list[SpmdValue]) -> None:
         starts = operands[1:]
@@ -325,10 +325,12 @@ class HloReader:
 
     def _branches(self, instruction: Instruction, operands: list[AnyValue]) -> AnyValue:
         names = instruction.called()
-        found = [self.run(name, [value]) for name, value in zip(names, operands[1:], strict=False)]
+        results = [
+            self.run(name, [value]) for name, value in zip(names, operands[1:], strict=False)
+        ]
         chosen = operands[0].same if isinstance(operands[0], SpmdValue) else APART
-        joined = found[0] if found else blank(instruction.shape)
-        for other in found[1:]:
+        joined = results[0] if results else blank(instruction.shape)
+        for other in results[1:]:
             joined = self.joined(joined, other)
         return self._refined(joined, chosen)
 

@@ -62,8 +62,8 @@ class Vectors:
         key = ("classes", rows.tobytes())
         if key not in self._memory:
             order: dict[bytes, int] = {}
-            found = [order.setdefault(row.tobytes(), len(order)) for row in rows]
-            self._memory[key] = self.number(np.array(found))
+            numbers = [order.setdefault(row.tobytes(), len(order)) for row in rows]
+            self._memory[key] = self.number(np.array(numbers))
         return self._memory[key]
 
     def both(self, one: int, other: int) -> int:
@@ -79,10 +79,10 @@ class Vectors:
 
     def all_of(self, numbers: "list[int] | tuple[int, ...]") -> int:
         """Returns the classes of devices that are alike by all the classes."""
-        found = SAME
+        joint = SAME
         for number in numbers:
-            found = self.both(found, number)
-        return found
+            joint = self.both(joint, number)
+        return joint
 
 
 UNKNOWN = -1
@@ -190,14 +190,14 @@ def reshape(layout: Tiling, shape: Sequence[int]) -> Tiling:
 
 def _joined(dim: Sequence[Factor]) -> Dim:
     """Returns a dim whose adjacent factors on one axis are merged if their strides allow it."""
-    found: list[Factor] = []
+    joined: list[Factor] = []
     for factor in dim:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if last and last.axis == factor.axis and last.stride == factor.stride * factor.size:
-            found[-1] = Factor(last.size * factor.size, factor.stride, factor.axis)
+            joined[-1] = Factor(last.size * factor.size, factor.stride, factor.axis)
         elif factor.size > 1 or factor.axis != UNKNOWN:
-            found.append(factor)
-    return tuple(found)
+            joined.append(factor)
+    return tuple(joined)
 
 
 def put_together(parts: Sequence[Tiling], dim: int, vectors: Vectors) -> Tiling:

@@ -86,31 +86,31 @@ def _together(operands: Sequence[SpmdValue], shape: tuple[int, ...]) -> tuple[Ti
     alike = [operand.layout for operand in operands if operand.layout.shape == shape]
     if not alike:
         return unknown(shape), []
-    found, pairs = alike[0], []
+    tiling, pairs = alike[0], []
     for other in alike[1:]:
-        if other == found or not other.axes:
+        if other == tiling or not other.axes:
             continue
-        pairs += [((found, dim), (other, dim)) for dim in range(len(shape))]
-        found = merged(found, other)
-    return found, pairs
+        pairs += [((tiling, dim), (other, dim)) for dim in range(len(shape))]
+        tiling = merged(tiling, other)
+    return tiling, pairs
 
 
 def _updated(operands: Sequence[SpmdValue], shape: tuple[int, ...]) -> tuple[Tiling, Pairs]:
     """Returns the layout after a dynamic update slice. Dims that the update fills whole take its
     layout, because a loop stacks its outputs in zeros of unknown layout."""
-    found, update = operands[0].layout, operands[1].layout
+    tiling, update = operands[0].layout, operands[1].layout
     partial = [n for n, size in enumerate(update.shape) if size != shape[n]]
     whole = forget(update, shape, partial)
-    pairs = [((found, dim), (whole, dim)) for dim in range(len(shape)) if dim not in partial]
-    return merged(found, whole), pairs
+    pairs = [((tiling, dim), (whole, dim)) for dim in range(len(shape)) if dim not in partial]
+    return merged(tiling, whole), pairs
 
 
 def _selected(operands: Sequence[SpmdValue], shape: tuple[int, ...]) -> tuple[Tiling, Pairs]:
     """Returns the layout of a max-pool's gradient, the operand's. In dims without a window, operand
     and cotangent have the same parts."""
-    found, cotangent = operands[0].layout, operands[1].layout
+    tiling, cotangent = operands[0].layout, operands[1].layout
     alike = [n for n, size in enumerate(shape) if cotangent.shape[n] == size]
-    return found, [((found, dim), (cotangent, dim)) for dim in alike]
+    return tiling, [((tiling, dim), (cotangent, dim)) for dim in alike]
 
 
 def is_unpooling(instruction: Instruction) -> bool:
@@ -126,16 +126,16 @@ def unpooled(cotangent: Tiling, shape: tuple[int, ...]) -> Tiling:
     array without the window. They are known where they lie on one axis each.
     """
     count = math.prod(cotangent.shape)
-    known: dict[int, tuple[Tiling, Dim]] = {}
+    tilings: dict[int, tuple[Tiling, Dim]] = {}
     for dim, sizes in ((0, (shape[0], -1)), (len(shape) - 1, (-1, shape[-1]))):
         if count % shape[dim] == 0:
             sizes = [size if size > 0 else count // shape[dim] for size in sizes]
             layout = reshape(cotangent, sizes)
             factors = layout.dims[0 if dim == 0 else 1]
             if is_known(factors) and len({factor.axis for factor in factors}) == 1:
-                known[dim] = layout, factors
+                tilings[dim] = layout, factors
     rest = unknown(shape)
-    return assembled(known.get(n, (rest, rest.dims[n])) for n in range(len(shape)))
+    return assembled(tilings.get(n, (rest, rest.dims[n])) for n in range(len(shape)))
 
 
 def _dot(
@@ -156,8 +156,8 @@ def _dot(
     right = Tiling(*right)
     for layout, taken in ((left, (*batch[0], *summed[0])), (right, (*batch[1], *summed[1]))):
         parts += [(layout, dim) for n, dim in enumerate(layout.dims) if n not in taken]
-    found = assembled(parts)
-    return (found if found.shape == shape else unknown(shape)), pairs
+    tiling = assembled(parts)
+    return (tiling if tiling.shape == shape else unknown(shape)), pairs
 
 
 def _convolution(
@@ -180,8 +180,8 @@ def _convolution(
         pairs = []
         if groups[1] == "1":
             parts[out.index("b")] = (left, left.dims[lhs.index("b")])
-    found = assembled(parts)
-    return (found if found.shape == shape else unknown(shape)), pairs
+    tiling = assembled(parts)
+    return (tiling if tiling.shape == shape else unknown(shape)), pairs
 
 
 def _concatenated(
@@ -195,12 +195,12 @@ def _concatenated(
     apart = parts[0].shape[along] == 1 or is_known(parts[0].dims[along])
     if apart and len({part.dims for part in parts}) == 1:
         return put_together(parts, along, context.vectors), []
-    found, pairs = forget(operands[0].layout, shape, (along,)), []
+    tiling, pairs = forget(operands[0].layout, shape, (along,)), []
     for other in operands[1:]:
         rest = forget(other.layout, shape, (along,))
-        pairs += [((found, dim), (rest, dim)) for dim in range(len(shape))]
-        found = merged(found, rest)
-    return found, pairs
+        pairs += [((tiling, dim), (rest, dim)) for dim in range(len(shape))]
+        tiling = merged(tiling, rest)
+    return tiling, pairs
 
 
 def _part(
@@ -214,8 +214,8 @@ def _part(
     A sliced dim is known only if its starts are known and differ between devices. It is then the
     device's part of the dim.
     """
-    found = operands[0].layout
-    whole = found.shape
+    tiling = operands[0].layout
+    whole = tiling.shape
     starts = operands[1:]
     if len(whole) != len(shape):
         return unknown(shape)
@@ -224,12 +224,12 @@ def _part(
             continue
         start = context.offsets(starts[dim]) if len(starts) == len(shape) else None
         if start is None or not starts[dim].same:
-            now = [size if n == dim else length for n, length in enumerate(found.shape)]
-            found = forget(found, now, (dim,))
+            now = [size if n == dim else length for n, length in enumerate(tiling.shape)]
+            tiling = forget(tiling, now, (dim,))
         else:
             clipped = context.vectors[start].clip(0, whole[dim] - size)
-            found = moved(found, dim, context.vectors.number(clipped), size, context.vectors)
-    return found
+            tiling = moved(tiling, dim, context.vectors.number(clipped), size, context.vectors)
+    return tiling
 
 
 def _sliced(
@@ -239,20 +239,20 @@ def _sliced(
     context: Context,
 ) -> Tiling:
     """Returns the layout of a slice with the same bounds on all devices."""
-    found = operands[0].layout
+    tiling = operands[0].layout
     bounds = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", instruction.attributes.get("slice", ""))
     if len(bounds) != len(shape):
         return unknown(shape)
     for dim, (start, _, step) in enumerate(bounds):
-        if shape[dim] == found.shape[dim]:
+        if shape[dim] == tiling.shape[dim]:
             continue
         if step not in ("", "1"):
-            now = [shape[n] if n == dim else size for n, size in enumerate(found.shape)]
-            found = forget(found, now, (dim,))
+            now = [shape[n] if n == dim else size for n, size in enumerate(tiling.shape)]
+            tiling = forget(tiling, now, (dim,))
         else:
             offset = context.vectors.number(np.full(context.vectors.devices, int(start)))
-            found = moved(found, dim, offset, shape[dim], context.vectors)
-    return found
+            tiling = moved(tiling, dim, offset, shape[dim], context.vectors)
+    return tiling
 
 
 def _transposed(
@@ -271,8 +271,8 @@ def _bitcast(shape: str, layout: Tiling, shape_before: str, _: Context) -> Tilin
     if len(before) != len(layout.dims):
         return unknown(dims)
     physical = Tiling(tuple(layout.dims[dim] for dim in before), layout.axes)
-    found = reshape(physical, [dims[dim] for dim in after])
-    return Tiling(tuple(found.dims[after.index(n)] for n in range(len(dims))), found.axes)
+    tiling = reshape(physical, [dims[dim] for dim in after])
+    return Tiling(tuple(tiling.dims[after.index(n)] for n in range(len(dims))), tiling.axes)
 
 
 def _broadcast(
@@ -369,5 +369,5 @@ def window_of(instruction: Instruction) -> tuple[list[int], list[int]]:
     """Returns the sizes and strides of a window by dim."""
     text = instruction.attributes.get("window", "")
     sizes, strides = (re.search(rf"\b{name}=([\dx]+)", text) for name in ("size", "stride"))
-    found = [int(part) for part in sizes[1].split("x")] if sizes else []
-    return found, [int(part) for part in strides[1].split("x")] if strides else [1] * len(found)
+    window = [int(part) for part in sizes[1].split("x")] if sizes else []
+    return window, [int(part) for part in strides[1].split("x")] if strides else [1] * len(window)

@@ -108,11 +108,11 @@ def shapes_of(shape: str) -> tuple[tuple[int, ...], ...]:
 @functools.cache
 def dims_and_order(shape: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the dims of an array, and the dim numbers in memory order, the major one first."""
-    found = _SHAPE.search(shape)
-    if found is None:
+    match = _SHAPE.search(shape)
+    if match is None:
         return (), ()
-    dims = _ints(found[2].replace("<=", ""))
-    minor_to_major = _ints(found[3] or "")
+    dims = _ints(match[2].replace("<=", ""))
+    minor_to_major = _ints(match[3] or "")
     if len(minor_to_major) != len(dims):
         minor_to_major = tuple(reversed(range(len(dims))))
     return dims, minor_to_major[::-1]
@@ -120,8 +120,8 @@ def dims_and_order(shape: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def blank(shape: str, same: int = APART) -> AnyValue:
     """Returns a value of the given shape with an unknown layout."""
-    found = tuple(SpmdValue(unknown(dims), same) for dims in shapes_of(shape))
-    return found if shape.startswith("(") else (found or (SpmdValue(unknown(())),))[0]
+    values = tuple(SpmdValue(unknown(dims), same) for dims in shapes_of(shape))
+    return values if shape.startswith("(") else (values or (SpmdValue(unknown(())),))[0]
 
 
 def _ints(text: str) -> tuple[int, ...]:

@@ -124,13 +124,13 @@ def _check_inputs(
 def _check_alone(context: ContextMethod, order: Order) -> None:
     """Rejects `context` and `order` arguments where attention does not use the `context` axis."""
     uses_it = context != "auto" and axis_size(AXIS) > 1
-    asked = [f"context={context!r}"] if uses_it else []
-    asked += [] if order == "contiguous" else [f"order={order!r}"]
-    if asked:
-        said = " and ".join(asked)
+    options = [f"context={context!r}"] if uses_it else []
+    options += [] if order == "contiguous" else [f"order={order!r}"]
+    if options:
+        named = " and ".join(options)
         raise ModelError(
-            f"attention with {said} is for self-attention without explicit positions.\n"
-            f"  Leave out {said}."
+            f"attention with {named} is for self-attention without explicit positions.\n"
+            f"  Leave out {named}."
         )
 
 

@@ -26,7 +26,7 @@ from shardlib.nn.attention.blockwise import (
 )
 from shardlib.nn.attention.mask import Mask, Places
 from shardlib.nn.attention.order import AXIS, Order
-from shardlib.nn.attention.shard import Cargo, Shard
+from shardlib.nn.attention.shard import Cargo, SequenceShard
 
 
 def gathered_attention(
@@ -39,7 +39,7 @@ def gathered_attention(
     order: Order,
 ) -> jax.Array:
     """Returns attention over the whole row; the arguments are as in `ring_attention`."""
-    shard = Shard(mask, order, jax.lax.axis_size(AXIS), query.shape[1])
+    shard = SequenceShard(mask, order, jax.lax.axis_size(AXIS), query.shape[1])
     return _attend(shard, query, key, value, segments)
 
 
@@ -48,7 +48,7 @@ def _attend(shard, query, key, value, segments):
     return _forward(shard, query, key, value, segments)[0]
 
 
-def _all_keys(shard: Shard, cargo: Cargo) -> Keys:
+def _all_keys(shard: SequenceShard, cargo: Cargo) -> Keys:
     cargo = jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, axis=0, tiled=True), cargo)
     row: Any = np.concatenate([shard.positions(i) for i in range(shard.shards)])
     return Keys(cargo.key, cargo.value, Places(row, cargo.segments))

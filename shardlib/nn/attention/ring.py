@@ -32,7 +32,7 @@ from shardlib.nn.attention.blockwise import (
 )
 from shardlib.nn.attention.mask import Mask
 from shardlib.nn.attention.order import AXIS, Order
-from shardlib.nn.attention.shard import Cargo, Shard
+from shardlib.nn.attention.shard import Cargo, SequenceShard
 
 
 def ring_attention(
@@ -54,7 +54,7 @@ def ring_attention(
         mask: The causal mask and the window.
         order: Order of the row over the axis.
     """
-    shard = Shard(mask, order, jax.lax.axis_size(AXIS), query.shape[1])
+    shard = SequenceShard(mask, order, jax.lax.axis_size(AXIS), query.shape[1])
     return _attend(shard, query, key, value, segments)
 
 
@@ -64,7 +64,7 @@ def _attend(shard, query, key, value, segments):
 
 
 def _cut(
-    shard: Shard, query: jax.Array, key: jax.Array, value: jax.Array, segments: Segments
+    shard: SequenceShard, query: jax.Array, key: jax.Array, value: jax.Array, segments: Segments
 ) -> tuple[Queries, Cargo]:
     """Returns this device's queries and the cargo that it sends, behind one optimization barrier.
 
@@ -74,13 +74,13 @@ def _cut(
     return jax.lax.optimization_barrier(shard.cut(query, key, value, segments))
 
 
-def _send(shard: Shard, x: PyTree, distance: int = 1) -> PyTree:
+def _send(shard: SequenceShard, x: PyTree, distance: int = 1) -> PyTree:
     """Sends a pytree to the device `distance` places further along the ring."""
     pairs = [(i, (i + distance) % shard.shards) for i in range(shard.shards)]
     return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, AXIS, pairs), x)
 
 
-def _source(shard: Shard, step: int | jax.Array) -> jax.Array:
+def _source(shard: SequenceShard, step: int | jax.Array) -> jax.Array:
     """Returns the index of the device whose keys arrive after `step` hops."""
     return (jax.lax.axis_index(AXIS) - step) % shard.shards
 

@@ -21,7 +21,7 @@ class Cargo(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class SequenceShard:
     """The static description of a shard."""
 
     mask: Mask

@@ -21,7 +21,7 @@ Source: Gale et al. 2022, "MegaBlocks: Efficient Sparse Training with Mixture-of
 import jax
 import jax.numpy as jnp
 
-from shardlib.nn.moe.exchange import Link, Method, exchange, plan_exchange, resolve_method
+from shardlib.nn.moe.exchange import ExchangeGroup, Method, exchange, plan_exchange, resolve_method
 from shardlib.nn.moe.rows import collect, spread, weighted_sum
 from shardlib.nn.moe.weights import Activation, ExpertWeights, mlp_of_sorted
 
@@ -115,7 +115,7 @@ def _through_devices(
 ) -> jax.Array:
     """Sends sorted rows to the devices of their experts and the results back to their places."""
     devices = jax.lax.axis_size(axes)
-    link = Link(axes, pair_rows, resolve_method(method))
+    link = ExchangeGroup(axes, pair_rows, resolve_method(method))
     plan = plan_exchange(sizes.reshape(devices, -1), axes)
     arrived = exchange(rows, plan, devices * pair_rows, link)
     arrived_sizes = jnp.sum(plan.recv_sizes, axis=0, dtype=jnp.int32)

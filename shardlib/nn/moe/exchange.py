@@ -31,7 +31,7 @@ _RAGGED_PLATFORMS = ("tpu", "gpu", "cuda", "rocm")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ExchangePlan:
     """The slices of rows on both sides of an exchange: [devices, groups] int32 each.
 
     Entry [p, g] of `send_*` describes the slice for device p and group g: the row at which this
@@ -47,9 +47,9 @@ class Plan:
     recv_sizes: jax.Array
     recv_from: jax.Array
 
-    def reversed(self) -> "Plan":
+    def reversed(self) -> "ExchangePlan":
         """Returns the plan that sends every row back to its place."""
-        return Plan(
+        return ExchangePlan(
             send_at=self.recv_at,
             send_sizes=self.recv_sizes,
             send_to=self.recv_from,
@@ -60,7 +60,7 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class ExchangeGroup:
     """The devices of an exchange and its method."""
 
     axes: tuple[str, ...]
@@ -83,7 +83,7 @@ def resolve_method(method: Method) -> Literal["ragged", "padded"]:
     return "ragged" if platform() in _RAGGED_PLATFORMS else "padded"
 
 
-def plan_exchange(counts: jax.Array, axes: tuple[str, ...]) -> Plan:
+def plan_exchange(counts: jax.Array, axes: tuple[str, ...]) -> ExchangePlan:
     """Returns the plan of an exchange, after an all-gather of the counts.
 
     Args:
@@ -96,7 +96,7 @@ def plan_exchange(counts: jax.Array, axes: tuple[str, ...]) -> Plan:
     # A source orders its rows by (destination, group), a destination by (group, source).
     read_at = _starts(everywhere, (0, 1, 2))
     written_at = _starts(everywhere, (1, 2, 0))
-    return Plan(
+    return ExchangePlan(
         send_at=read_at[here],
         send_sizes=counts,
         send_to=written_at[here],
@@ -115,7 +115,7 @@ def _starts(counts: jax.Array, order: tuple[int, int, int]) -> jax.Array:
     return jnp.transpose(starts, back)
 
 
-def exchange(rows: jax.Array, plan: Plan, out_rows: int, link: Link) -> jax.Array:
+def exchange(rows: jax.Array, plan: ExchangePlan, out_rows: int, link: ExchangeGroup) -> jax.Array:
     """Returns the rows that the plan brings to this device: [out_rows, d], padded with zeros.
 
     Its derivative is the exchange by the reversed plan.
@@ -130,7 +130,7 @@ def exchange(rows: jax.Array, plan: Plan, out_rows: int, link: Link) -> jax.Arra
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _exchange(rows: jax.Array, plan: Plan, out_rows: int, link: Link) -> jax.Array:
+def _exchange(rows: jax.Array, plan: ExchangePlan, out_rows: int, link: ExchangeGroup) -> jax.Array:
     if link.method == "padded":
         return _padded(rows, plan, out_rows, link)
     return jax.lax.ragged_all_to_all(
@@ -145,13 +145,13 @@ def _exchange(rows: jax.Array, plan: Plan, out_rows: int, link: Link) -> jax.Arr
 
 
 def _exchange_forward(
-    rows: jax.Array, plan: Plan, out_rows: int, link: Link
-) -> tuple[jax.Array, tuple[Plan, int]]:
+    rows: jax.Array, plan: ExchangePlan, out_rows: int, link: ExchangeGroup
+) -> tuple[jax.Array, tuple[ExchangePlan, int]]:
     return _exchange(rows, plan, out_rows, link), (plan, rows.shape[0])
 
 
 def _exchange_backward(
-    out_rows: int, link: Link, kept: tuple[Plan, int], gradient: jax.Array
+    out_rows: int, link: ExchangeGroup, kept: tuple[ExchangePlan, int], gradient: jax.Array
 ) -> tuple[jax.Array, None]:
     plan, num_rows = kept
     return _exchange(gradient, plan.reversed(), num_rows, link), None
@@ -160,7 +160,7 @@ def _exchange_backward(
 _exchange.defvjp(_exchange_forward, _exchange_backward)
 
 
-def _padded(rows: jax.Array, plan: Plan, out_rows: int, link: Link) -> jax.Array:
+def _padded(rows: jax.Array, plan: ExchangePlan, out_rows: int, link: ExchangeGroup) -> jax.Array:
     sent_at = _packet_rows(plan.send_at, plan.send_sizes, link.pair_rows, rows.shape[0])
     packets = rows.at[sent_at].get(mode="fill", fill_value=0)
     packets = jax.lax.all_to_all(packets, link.axes, split_axis=0, concat_axis=0, tiled=True)

@@ -104,10 +104,10 @@ def named_model(name: str) -> NamedModel:
     Raises:
         ModelError: If no model has that name.
     """
-    found = NAMED.get(name.strip().lower().replace("_", "-"))
-    if found is None:
+    model = NAMED.get(name.strip().lower().replace("_", "-"))
+    if model is None:
         raise ModelError(
             f"no model is known by the name {name!r}.{did_you_mean(name.lower(), NAMED)}\n"
             f"  Give a config, or one of: {', '.join(NAMED)}."
         )
-    return found
+    return model

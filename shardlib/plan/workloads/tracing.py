@@ -150,10 +150,10 @@ def _gradient(
         def total(model: Any) -> Any:
             given = dtypes.cast_batch(batch)
             with boundary(model, dtypes.compute, given):
-                found = loss_fn(model, given, loss_key)
-            if isinstance(found, tuple) and not isinstance(found, Mean):
-                found = found[0]
-            return jnp.asarray(found.total if isinstance(found, Mean) else found, jnp.float32)
+                loss = loss_fn(model, given, loss_key)
+            if isinstance(loss, tuple) and not isinstance(loss, Mean):
+                loss = loss[0]
+            return jnp.asarray(loss.total if isinstance(loss, Mean) else loss, jnp.float32)
 
         return call(module, params, model_state, model_key, total, precision=dtypes)[0]
 

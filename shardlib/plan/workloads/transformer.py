@@ -127,20 +127,20 @@ class TransformerWorkload:
 
     def faults(self, layout: Layout) -> list[str]:
         """Returns the reasons why a layout cannot run, as sentences."""
-        found = [
+        reasons = [
             f"{axis}={layout.size(axis)} does not divide {what}"
             for axis in ("stage", "fsdp", "expert", "context", "tensor")
             for size, what in self._divided(axis)
             if layout.size(axis) > 1 and size % layout.size(axis)
         ]
         if layout.expert > 1 and self.job.model.experts is None:
-            found.append(f"expert={layout.expert}: the model has no experts")
+            reasons.append(f"expert={layout.expert}: the model has no experts")
         if self.batch % layout.batch_shards:
-            found.append(
+            reasons.append(
                 f"data x fsdp x expert = {layout.batch_shards} does not divide the {self.batch} "
                 "sequences of a batch"
             )
-        return found
+        return reasons
 
     def choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
         """Returns the choices for a layout."""
@@ -267,14 +267,14 @@ class TransformerWorkload:
             return [(self.job.length // 2, f"half of the {self.job.length} tokens of a row")]
         if axis != "tensor":
             return []
-        found = [(model.heads, f"the {model.heads} heads"), (model.vocab, f"vocab {model.vocab}")]
+        sizes = [(model.heads, f"the {model.heads} heads"), (model.vocab, f"vocab {model.vocab}")]
         if model.dense_layers:
-            found.append((model.mlp, f"the MLP of {model.mlp}"))
+            sizes.append((model.mlp, f"the MLP of {model.mlp}"))
         if experts:
-            found.append((experts.mlp, f"the experts of {experts.mlp}"))
+            sizes.append((experts.mlp, f"the experts of {experts.mlp}"))
             if experts.shared_mlp:
-                found.append((experts.shared_mlp, f"the shared expert of {experts.shared_mlp}"))
-        return found
+                sizes.append((experts.shared_mlp, f"the shared expert of {experts.shared_mlp}"))
+        return sizes
 
 
 @functools.lru_cache(4096)

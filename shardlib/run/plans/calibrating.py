@@ -400,12 +400,12 @@ def _fitted(devices: Sequence[Any], hosts: int, timed: Sequence[Timed]) -> Calib
 
 
 def _lines(by_kind: Mapping[str, Sequence[Timed]], how: str) -> dict[str, dict[int, Line]]:
-    found: dict[str, dict[int, Line]] = {}
+    lines: dict[str, dict[int, Line]] = {}
     for what, timed in by_kind.items():
         kind, *rest = what.split()
         if rest[:1] == [how]:
-            found.setdefault(kind, {})[int(rest[1])] = fit_line(timed)
-    return found
+            lines.setdefault(kind, {})[int(rest[1])] = fit_line(timed)
+    return lines
 
 
 def _memory_bytes(devices: Sequence[Any]) -> float:

@@ -42,7 +42,7 @@ _NEWTON_SCHULZ_STEPS = 5
 """Newton-Schulz steps of optax.contrib.muon."""
 UNPLANNED = "default; the planner does not know this device"
 _WORTH_CHANGING = 0.9
-"""Fraction of the time of the plain choice that another mesh must beat for `mesh: auto` to take it.
+"""Fraction of the time of the default mesh that another mesh must beat for `mesh: auto` to take it.
 The margin is the error of the predictions."""
 
 
@@ -66,12 +66,12 @@ def plan_run(config: RunConfig, question: Question) -> Plans | MixedPlans:
     if question.mixed is not None:
         return _plan_mixed(config, name, workload, question)
     tried = [as_measured(cluster) for cluster in question.clusters()]
-    found = answer(name, workload, question, tried=tried, notes=_notes(config), kept=_kept(config))
+    plans = answer(name, workload, question, tried=tried, notes=_notes(config), kept=_kept(config))
     own = tuple(
-        dataclasses.replace(found.why_not(mesh), of_config=True)
-        for mesh in _own_mesh(config, found.cluster)
+        dataclasses.replace(plans.why_not(mesh), of_config=True)
+        for mesh in _own_mesh(config, plans.cluster)
     )
-    return dataclasses.replace(found, asked=own + found.asked)
+    return dataclasses.replace(plans, asked=own + plans.asked)
 
 
 def _plan_mixed(config: RunConfig, name: str, workload: Workload, question: Question) -> MixedPlans:
@@ -193,8 +193,8 @@ def flops_per_step(config: RunConfig, data: DataSpec) -> float | None:
 def planned_mesh(config: RunConfig, cluster: Cluster) -> tuple[MeshConfig, str]:
     """Returns the mesh of `mesh: auto` on a cluster, and the reason for it.
 
-    The rest of the config stays fixed. Another mesh replaces the plain choice (`fsdp` within a
-    slice or host, `data` across) if it is clearly faster or the plain choice does not fit.
+    The rest of the config stays fixed. Another mesh replaces the default (`fsdp` within a
+    slice or host, `data` across) if it is clearly faster or the default does not fit.
 
     Raises:
         MeshError: If slices or hosts do not divide the devices.
@@ -235,8 +235,8 @@ def _best_as_it_is(
         counted = train.microbatches in (AUTO, layout.microbatches)
         return piped and counted and layout.offload_optimizer <= train.offload_optimizer
 
-    found = search(workload, cluster, top=1, keep=keep, accepts=accepts)
-    return found.plans[0] if found.plans else None
+    outcome = search(workload, cluster, top=1, keep=keep, accepts=accepts)
+    return outcome.plans[0] if outcome.plans else None
 
 
 def _as_it_is(config: RunConfig) -> TransformerWorkload:
@@ -271,7 +271,7 @@ def _spec(config: RunConfig) -> DataSpec:
 
 def _bytes(config: RunConfig) -> dict[str, Any]:
     """Returns the bytes per value of the state, as arguments of `Job`."""
-    found = dict(STATE_BYTES[config.precision])
+    sizes = dict(STATE_BYTES[config.precision])
     optimizer = config.optimizer
     # In any parameter dtype; see `optim.transforms.compute_in_float32` and `optim.ema`.
     moments = _moment_bytes(config)
@@ -280,8 +280,8 @@ def _bytes(config: RunConfig) -> dict[str, Any]:
     if optimizer.ema_decay is not None:
         moments += 4
     if optimizer.name == "muon":
-        found["newton_schulz_steps"] = _NEWTON_SCHULZ_STEPS
-    return found | {"moment_bytes": moments}
+        sizes["newton_schulz_steps"] = _NEWTON_SCHULZ_STEPS
+    return sizes | {"moment_bytes": moments}
 
 
 def _moment_bytes(config: RunConfig) -> float:
@@ -353,15 +353,15 @@ def _own_mesh(config: RunConfig, cluster: Cluster) -> list[str]:
 
 
 def _notes(config: RunConfig) -> list[str]:
-    train, found = config.train, []
+    train, notes = config.train, []
     if train.loss is not None and family(config.model.name).dims is not None:
-        found.append(f"Planned with the loss of the model: train.loss={train.loss} is not priced.")
+        notes.append(f"Planned with the loss of the model: train.loss={train.loss} is not priced.")
     if train.local_sgd is not None or train.reduction != ReductionConfig():
-        found.append(
+        notes.append(
             "Planned as if gradients were summed over data in float32: train.local_sgd and "
             "train.reduction are not priced."
         )
-    return found
+    return notes
 
 
 def fixes_of(config: RunConfig, cluster: Cluster, peak_bytes: float) -> list[Fix]:
@@ -392,8 +392,8 @@ def layout_of(config: RunConfig, cluster: Cluster) -> Layout:
     """
     sizes: dict[str, Any] = dict(MeshConfig.parse(config.mesh).resolve(cluster.num_devices).sizes)
     train = config.train
-    known = Layout.__dataclass_fields__
-    if unknown := [name for name in sizes if name not in known]:
+    fields = Layout.__dataclass_fields__
+    if unknown := [name for name in sizes if name not in fields]:
         raise ModelError(f"the planner does not know the mesh axis {', '.join(unknown)}")
     rules = read_rules(config.axis_rules())
     return Layout(
@@ -420,8 +420,8 @@ def choice_of(config: RunConfig) -> Choice:
     if not policy[0].isdecimal():
         return Choice(policy, moments=moments, loss_chunks=chunks)
     num_layers = config.model.num_layers
-    found = remat.runs(policy, num_layers, length=num_layers)
-    pieces = max(len(found) // 2, 1)
-    if len(found) > 1 and (found != found[:2] * pieces or found[1].policy != "none"):
+    runs = remat.runs(policy, num_layers, length=num_layers)
+    pieces = max(len(runs) // 2, 1)
+    if len(runs) > 1 and (runs != runs[:2] * pieces or runs[1].policy != "none"):
         raise ModelError(f"the planner does not know the rematerialisation {policy!r}")
-    return Choice(found[0].policy, found[0].num_layers, moments, chunks, pieces)
+    return Choice(runs[0].policy, runs[0].num_layers, moments, chunks, pieces)

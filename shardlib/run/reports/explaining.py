@@ -99,10 +99,10 @@ def explain_compiled(
 def _fixes(config: RunConfig, cluster: Cluster, peak_bytes: int) -> tuple[str, ...]:
     """Returns changes that would make the step fit, cheapest first."""
     try:
-        found = fixes_of(config, cluster, peak_bytes)
+        fixes = fixes_of(config, cluster, peak_bytes)
     except ShardlibError as error:
         return (f"no fix can be suggested: {str(error).splitlines()[0]}",)
-    return tuple(f"fits with {fix}" for fix in found) or (
+    return tuple(f"fits with {fix}" for fix in fixes) or (
         "no change of the config makes it fit: use more devices, or larger ones",
     )
 

@@ -70,8 +70,8 @@ def prove(config: RunConfig, mesh: str | None = None, *, steps: int = 3) -> Proo
             "check compares a run with one device, but train.local_sgd trains groups separately.\n"
             "  Set train.local_sgd=null to check the rest."
         )
-    asked = config if mesh is None else config.with_mesh(mesh)
-    config = resolve(asked, jax.devices()[:DEVICES]).config
+    on_mesh = config if mesh is None else config.with_mesh(mesh)
+    config = resolve(on_mesh, jax.devices()[:DEVICES]).config
     spec = small_mesh(config.mesh)
     needed = math.prod(MeshConfig.parse(spec).sizes.values())
     if needed > jax.device_count():
@@ -159,8 +159,8 @@ def _is_valid(config: RunConfig, model: Any) -> bool:
 
 
 def _data(config: RunConfig) -> DataSpec:
-    known, reduced = expected_spec(config), family(config.model.name).inputs.reduced
-    return known if reduced is None else reduced(known, config.model)
+    spec, reduced = expected_spec(config), family(config.model.name).inputs.reduced
+    return spec if reduced is None else reduced(spec, config.model)
 
 
 def _batches(config: RunConfig, count: int) -> tuple[DataSpec, list[dict[str, np.ndarray]]]:
@@ -186,10 +186,10 @@ def tables(proofs: Sequence[Proof]) -> str:
     lines = []
     for proof in proofs:
         lines += [str(proof.comparison).split("\n")[0], f"  at {proof.sizes}"]
-        found = proof.rows()
-        rows = [("quantity", "error", "magnitude", "rounding"), *found[:_SHOWN]]
+        unequal = proof.rows()
+        rows = [("quantity", "error", "magnitude", "rounding"), *unequal[:_SHOWN]]
         if len(rows) > 1:
             lines += [f"  {line}" for line in aligned(rows)]
-        if len(found) > _SHOWN:
-            lines.append(f"  and {len(found) - _SHOWN} more; --json lists all")
+        if len(unequal) > _SHOWN:
+            lines.append(f"  and {len(unequal) - _SHOWN} more; --json lists all")
     return "\n".join(lines)

@@ -54,21 +54,21 @@ class Verification:
     def table(self) -> Table:
         """Returns the plans as a table."""
         columns = ("mesh", "step>", "corrected>", "traffic>", "memory>", "compiled>", "")
-        return Table("the plans, compiled", columns, [_row(found) for found in self.plans])
+        return Table("the plans, compiled", columns, [_row(verified) for verified in self.plans])
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Returns the plans as plain data."""
         return [
             {
-                "mesh": mesh_text(found.plan.layout),
-                "predicted_seconds": found.plan.seconds,
-                "seconds": found.seconds,
-                "predicted_bytes": found.plan.memory.total,
-                "peak_bytes": found.peak_bytes,
-                "traffic": found.traffic,
-                "fault": found.fault,
+                "mesh": mesh_text(verified.plan.layout),
+                "predicted_seconds": verified.plan.seconds,
+                "seconds": verified.seconds,
+                "predicted_bytes": verified.plan.memory.total,
+                "peak_bytes": verified.peak_bytes,
+                "traffic": verified.traffic,
+                "fault": verified.fault,
             }
-            for found in self.plans
+            for verified in self.plans
         ]
 
 
@@ -90,19 +90,21 @@ def verify(plans: Plans, load: Callable[[list[str]], RunConfig], count: int) -> 
             f"the plans of {plans.name} come from its traced step, which has no traffic to verify."
             "\n  Look at one of them with shardlib explain --on."
         )
-    found = []
+    verified = []
     for plan in plans.found.plans[:count]:
         config = load(plans.overrides(plan))
         try:
             report = explain_compiled(config, plan.cluster.name)
         except DoesNotFitError as error:
-            found.append(Verified(plan, plan.seconds, error.needed_bytes, None, None, "too large"))
+            verified.append(
+                Verified(plan, plan.seconds, error.needed_bytes, None, None, "too large")
+            )
         except ShardlibError as error:
             why = str(error).splitlines()[0]
-            found.append(Verified(plan, plan.seconds, None, None, None, why))
+            verified.append(Verified(plan, plan.seconds, None, None, None, why))
         else:
-            found.append(_verified(plan, workload, report))
-    return Verification(tuple(sorted(found, key=lambda one: (bool(one.fault), one.seconds))))
+            verified.append(_verified(plan, workload, report))
+    return Verification(tuple(sorted(verified, key=lambda one: (bool(one.fault), one.seconds))))
 
 
 def _verified(plan: Plan, workload: TransformerWorkload, report: StepReport) -> Verified:
@@ -126,13 +128,13 @@ def _verified(plan: Plan, workload: TransformerWorkload, report: StepReport) -> 
     )
 
 
-def _row(found: Verified) -> tuple[str, ...]:
+def _row(verified: Verified) -> tuple[str, ...]:
     return (
-        mesh_text(found.plan.layout),
-        duration(found.plan.seconds),
-        duration(found.seconds),
-        "?" if found.traffic is None else f"{found.traffic:.2f}x",
-        humanize.size(found.plan.memory.total),
-        "?" if found.peak_bytes is None else humanize.size(found.peak_bytes),
-        found.fault,
+        mesh_text(verified.plan.layout),
+        duration(verified.plan.seconds),
+        duration(verified.seconds),
+        "?" if verified.traffic is None else f"{verified.traffic:.2f}x",
+        humanize.size(verified.plan.memory.total),
+        "?" if verified.peak_bytes is None else humanize.size(verified.peak_bytes),
+        verified.fault,
     )

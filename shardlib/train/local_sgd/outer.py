@@ -49,7 +49,7 @@ from shardlib.train.local_sgd.state import (
     repeat,
     replace_own,
 )
-from shardlib.train.program import CompiledStep, PlacedProgram, refuse_donated
+from shardlib.train.program import JittedStep, PlacedProgram, refuse_donated
 from shardlib.train.reduce.hops import Hops, outer_degree, sum_groups
 from shardlib.train.reduce.reduction import AXIS, ReductionConfig
 from shardlib.train.reduce.uneven import check_rows
@@ -126,7 +126,7 @@ def make_local_sgd(step: TrainStep, config: LocalSGDConfig) -> "LocalSGD":
 
 
 @dataclasses.dataclass(eq=False)
-class LocalSGD(CompiledStep):
+class LocalSGD(JittedStep):
     """A compiled step of groups that train separately; see `make_local_sgd`."""
 
     inner: TrainStep

@@ -19,7 +19,7 @@ from shardlib.errors import ModelError
 from shardlib.losses.aggregate import Mean, map_outputs
 from shardlib.losses.microbatch import unsplit
 from shardlib.mesh import entry_axes
-from shardlib.partitioner import Layout
+from shardlib.partitioner import ValueLayout
 from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import platform
 from shardlib.sharding.manual import axis_size, manual
@@ -110,7 +110,7 @@ def pipelined_groups(
             grads = exchange.to_store(grads, AXIS, stages, schedule.chunks)
         return region.pin(grads), result.shared, result.sums, result.turns
 
-    def layouts(shape: PyTree) -> list[Layout | None]:
+    def layouts(shape: PyTree) -> list[ValueLayout | None]:
         layers, shared, *rest = shape
         places = loss.definition.gradients
         return [

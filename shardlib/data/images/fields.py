@@ -1,0 +1,60 @@
+"""The keys of image data."""
+
+from typing import ClassVar, Literal
+
+from shardlib.config import configclass
+from shardlib.data.config import DataConfig, eval_faults, path_faults
+
+
+@configclass
+class ImageFields(DataConfig):
+    """The fields of `ImageData`, which the reading of images takes."""
+
+    gives: ClassVar[str] = "images"
+    decides: ClassVar[tuple[str, ...]] = ("num_classes",)
+
+    kind: Literal["images"] = "images"
+    """Images with one label each."""
+    path: str = "builtin:digits"
+    """A directory with one subdirectory of images per class, or `builtin:digits`, the 1,797 images
+    of 8x8 pixels that come with scikit-learn."""
+    image_size: int | None = None
+    """Height and width in pixels. Unset: 8 for the digits, 224 for a directory."""
+    channels: Literal[1, 3] | None = None
+    """1 for grey, 3 for RGB. Unset: 1 for the digits, 3 for a directory."""
+    augment: Literal["none", "shift", "resized_crop"] = "none"
+    """Geometric augmentation of training images: `none`, `shift` (padding by an eighth on each
+    side, then a random crop) or `resized_crop` (a random crop of 8% to 100% of the area, then a
+    resize)."""
+    flip: bool = False
+    """Whether training images are flipped left to right with probability one half."""
+    center_crop: float = 1.0
+    """Side of the center crop as a fraction of the shorter side, used without a random crop."""
+    mean: tuple[float, ...] = (0.5,)
+    """Subtracted from pixels in [0, 1]: one number, or one per channel."""
+    std: tuple[float, ...] = (0.5,)
+    """Divisor of the result: one number, or one per channel."""
+    eval_fraction: float = 0.1
+    """Share of the images held out from training. Unused if `eval_path` is set."""
+    eval_path: str | None = None
+    """A directory of held-out images of the same classes."""
+    eval_steps: int | None = None
+    """Maximum batches in one evaluation, drawn from all classes. Unset: all held-out images."""
+    threads: int = 8
+    """Number of images decoded in parallel."""
+
+    def __post_init__(self) -> None:
+        faults = path_faults(self.path, self.eval_path) + eval_faults(self)
+        if self.image_size is not None and self.image_size < 1:
+            faults.append(f"image_size must be at least 1, not {self.image_size}")
+        if not 0 < self.center_crop <= 1:
+            faults.append(f"center_crop must lie in (0, 1], not {self.center_crop}")
+        if self.threads < 1:
+            faults.append(f"threads must be at least 1, not {self.threads}")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, 3):
+                faults.append(f"{name} must hold 1 or 3 numbers, not {len(values)}")
+        if not all(value > 0 for value in self.std):
+            faults.append(f"std must be positive, not {self.std}")
+        if faults:
+            raise ValueError("; ".join(faults))
