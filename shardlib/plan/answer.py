@@ -72,18 +72,21 @@ class Answer(abc.ABC, Generic[AnyPlan]):
 
     @property
     def error(self) -> float:
-        """Relative error within which nine in ten predictions lie, as far as known. A cluster of
-        several kinds has that of runs on one kind."""
+        """Relative error that nine in ten predictions stay below, or for a measured cluster the
+        error of its fit. A cluster of several kinds has the error of runs on one kind."""
         if isinstance(self.cluster, MeasuredCluster):
             return self.cluster.measured.fit_error
         return fit_errors()["cv_p90_error"]
 
     @property
     def error_source(self) -> str:
-        """Source of `error`, as text."""
+        """Meaning of `error`, as a sentence that ends with its value."""
         if isinstance(self.cluster, MeasuredCluster):
-            return "constants fitted here match the measurements within"
-        return "nine in ten published runs whose family was not fitted to lie within"
+            return f"the constants fitted here match the measurements within {self.error:.0%}"
+        return (
+            "nine in ten predictions of runs that the constants were not fitted to are off by at "
+            f"most {self.error:.0%}"
+        )
 
     def mfu(self, plan: AnyPlan | None = None) -> float:
         """Returns model FLOPs (causal attention) over the peak FLOPs of the chips; 0.0 if

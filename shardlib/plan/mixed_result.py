@@ -209,9 +209,9 @@ def _needs(plan: MixedPlan | None, workload: Workload) -> str:
     assert plan is not None, "a layout that does not fit can still run"
     share = plan.tightest
     return (
-        f"needs {gib(share.memory.total)} of {gib(capacity_bytes(share.cluster))} a device of "
-        f"{share.cluster.name} even with remat {plan.choice.remat} and {plan.rows} "
-        f"{examples(workload)} a microbatch"
+        f"a device of {share.cluster.name} needs {gib(share.memory.total)} and has "
+        f"{gib(capacity_bytes(share.cluster))}, even with remat {plan.choice.remat} and "
+        f"{plan.rows} {examples(workload)} a microbatch"
     )
 
 
@@ -221,7 +221,7 @@ def _nothing_found(name: str, workload: Workload, cluster: MixedCluster) -> Mesh
         return _nothing_divides(name, workload, cluster)
     size = math.gcd(*(kind.num_devices for kind in cluster.kinds))
     return MeshError(
-        f"{name} does not fit {cluster.name}: its leanest plan, {least.layout}, "
+        f"{name} does not fit {cluster.name}: with the leanest mesh, {least.layout}, "
         f"{_needs(least, workload)}.\n"
         f"  A group lies on one kind, with at most {size} devices and neither stage nor context: "
         "plan for one kind alone, or take kinds with more memory or more devices."

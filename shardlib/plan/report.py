@@ -175,8 +175,8 @@ def outcome(plans: Answer[AnyPlan], priced: str = "") -> list[str]:
     best, error = plans.best, plans.error
     low, high = best.seconds / (1 + error), best.seconds * (1 + error)
     lines = [
-        f"A step takes {duration(best.seconds)}; {plans.error_source}: "
-        f"{duration(low)} to {duration(high)} ({error:.0%}).",
+        f"A step takes {duration(best.seconds)}, between {duration(low)} and {duration(high)}: "
+        f"{plans.error_source}.",
         speed(plans.workload, plans.rate, plans.cluster.num_chips),
         f"Bottleneck: {PARTS[best.time.bottleneck]}, "
         f"{best.time.parts[best.time.bottleneck] / best.seconds:.0%} of the step.",

@@ -117,8 +117,8 @@ def _too_large(workload: Workload, cluster: Cluster, layout: Layout) -> str:
         return "no number of microbatches can be run"
     held, most = least.memory, capacity_bytes(cluster)
     return (
-        f"does not fit: needs {gib(held.total)} of {gib(most)} ({largest_parts(held)}) even with "
-        f"{_leanest(least, workload)}"
+        f"does not fit: a device needs {gib(held.total)} ({largest_parts(held)}) and has "
+        f"{gib(most)}, even with {_leanest(least, workload)}"
     )
 
 

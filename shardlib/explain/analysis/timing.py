@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.machine.constants import committed, constant
-from shardlib.cost.machine.fabric import Link, links
+from shardlib.cost.machine.fabric import Link, domain_of, links
 from shardlib.explain.analysis.collectives import Collective, ProgramReport
 from shardlib.explain.analysis.kernel_cost import Work
 from shardlib.explain.hlo.text import Instruction, Module
@@ -236,8 +236,7 @@ class _Network:
             return "network" if chip is None else "ici"
         names = list(self.mesh)
         reach = math.prod(self.mesh[name] for name in names[names.index(axis) :])
-        domain = min(self.cluster.devices_per_host, max(chip.nvlink_chips, 1))
-        if domain % reach:
+        if domain_of(self.cluster) % reach:
             return "network"
         return "nvlink" if chip.nvlink_bytes_per_second else "pcie"
 

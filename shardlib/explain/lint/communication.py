@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from shardlib import humanize
+from shardlib.cost.machine.fabric import domain_of
 from shardlib.explain.analysis.collectives import axes_text
 from shardlib.explain.analysis.explicit import is_explicit
 from shardlib.explain.hlo.provenance import Where, is_library
@@ -202,7 +203,8 @@ def _is_sliced(subject: Subject, computation: str, name: str) -> bool:
 
 
 def slow_axes(subject: Subject) -> Iterator[Finding]:
-    """Yields SL204: an axis of frequent collectives that spans several NVLink domains or slices."""
+    """Yields SL204: an axis of frequent collectives that spans several slices, NVLink domains or
+    hosts without NVLink."""
     cluster = subject.cluster
     if cluster is None or cluster.chip is None:
         return
@@ -211,8 +213,9 @@ def slow_axes(subject: Subject) -> Iterator[Finding]:
         domain, name = cluster.num_devices // cluster.num_slices, "a slice"
         fast = chip.ici_bytes_per_second_per_link
     else:
-        domain, name = min(cluster.devices_per_host, max(chip.nvlink_chips, 1)), "an NVLink domain"
-        fast = chip.nvlink_bytes_per_second
+        domain, fast = domain_of(cluster), chip.nvlink_bytes_per_second
+        name = "an NVLink domain" if fast else "a host"
+        fast = fast or chip.pcie_bytes_per_second
     slow = cluster.network_bytes_per_second_per_device
     fast_axes = (*FAST_AXES, *_own_fast_axes(subject))
     inner = math.prod(subject.mesh.values())
