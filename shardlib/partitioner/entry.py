@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from shardlib.cost.traced.products import PRODUCTS
 from shardlib.errors import ModelError, PartitionError, RuleError, did_you_mean
 from shardlib.garbage import garbage_left
 from shardlib.jaxprs import REMAT, Operation, flatten, subprograms
@@ -203,9 +204,6 @@ class Partition:
     why: str
 
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-
-
 def who_partitions(
     traced: Traced, analyze: Callable[[], Laid], constrains: bool | None = None
 ) -> tuple[Partition, Laid | None]:
@@ -261,7 +259,7 @@ def _open(program: PartitionedProgram) -> Iterator[str]:
     """Yields the reasons why layouts of products are open, or would be wrong under XLA."""
     for step in _forward(program):
         operation = step.operation
-        if operation.name not in _PRODUCTS:
+        if operation.name not in PRODUCTS:
             continue
         at, params = source_of(operation), operation.params
         if step.moved_bytes:

@@ -206,7 +206,7 @@ def test_a_page_needs_no_network(on_tpu):
 
 def test_text_and_page_have_all_lines_and_tables(here, on_tpu):
     assert here.title() == "step on mesh fsdp=4,tensor=2 of the devices at hand"
-    assert re.fullmatch(r"needs [\d.]+ KiB on each device", here.verdict())
+    assert re.fullmatch(r"a device needs [\d.]+ KiB", here.verdict())
     params = dataclasses.replace(on_tpu.params, choices={"attention": "xla: the platform is cpu"})
     step = dataclasses.replace(on_tpu.step, compiled_for="v5p-16", warnings=None)
     found = dataclasses.replace(on_tpu, params=params, step=step, findings=(FAULT,), fixes=("fix",))

@@ -19,10 +19,10 @@ from typing import Any, Literal
 from shardlib import humanize
 from shardlib.cost.costs import Pass, pass_of
 from shardlib.explain.analysis.flops import STAGES, Flops, Stage, count_flops
-from shardlib.explain.analysis.kernel_cost import Work
+from shardlib.explain.analysis.kernel_cost import KernelCosts
 from shardlib.explain.analysis.params import ParamsReport
 from shardlib.explain.analysis.timing import Flow
-from shardlib.explain.hlo.text import Module, arrays
+from shardlib.explain.hlo.text import Module, arrays, dims
 from shardlib.hardware import Cluster
 from shardlib.hardware.chips import Chip
 from shardlib.mesh import entry_axes
@@ -79,7 +79,7 @@ class StageCost:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Work and time of a step by resource.
+    """KernelCosts and time of a step by resource.
 
     Attributes:
         flops: FLOPs of the traced step, over all devices.
@@ -159,7 +159,7 @@ def read_roofline(
     peak = chip.flops_per_device(precision) if chip else None
     bandwidth = chip.memory_bytes_per_second / chip.devices_per_chip if chip else None
     heads = frozenset(size for held in vocabularies.values() for size in held)
-    moved, compiled = _program(Work(module), heads)
+    moved, compiled = _program(KernelCosts(module), heads)
     share = max(_redundancy(compiled, devices, flops), 1.0) / devices
     computed: dict[Stage, float] = {s: total * share for s, total in flops.hardware.items()}
     network, unknown = _network(flows)
@@ -217,7 +217,7 @@ def _redundancy(compiled: float, devices: int, flops: Flops) -> float:
     return compiled * devices / total if total else 1.0
 
 
-def _program(work: Work, vocabularies: frozenset[int]) -> tuple[dict[Stage, float], float]:
+def _program(work: KernelCosts, vocabularies: frozenset[int]) -> tuple[dict[Stage, float], float]:
     """Returns the bytes of a compiled program by stage, and the FLOPs of its matmuls."""
     moved: dict[Stage, float] = collections.defaultdict(float)
     flops = 0.0
@@ -247,11 +247,7 @@ def _name(module: Module, where: str, kernel: Any) -> str:
 
 
 def _has_dim(shape: str, sizes: frozenset[int]) -> bool:
-    for array in arrays(shape):
-        inside = array[array.index("[") + 1 : -1]
-        if any(int(dim.removeprefix("<=")) in sizes for dim in inside.split(",") if dim):
-            return True
-    return False
+    return any(not sizes.isdisjoint(dims(array)) for array in arrays(shape))
 
 
 def _network(

@@ -16,7 +16,7 @@ from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.machine.constants import committed, constant
 from shardlib.cost.machine.fabric import Link, domain_of, links
 from shardlib.explain.analysis.collectives import Collective, ProgramReport
-from shardlib.explain.analysis.kernel_cost import Work
+from shardlib.explain.analysis.kernel_cost import KernelCosts
 from shardlib.explain.hlo.text import Instruction, Module
 from shardlib.hardware import Cluster
 
@@ -251,20 +251,12 @@ class _Schedule:
     """Remaining seconds of an instruction, by fabric and name, that hide no collective yet."""
 
     @functools.cached_property
-    def _work(self) -> Work:
-        return Work(self.module)
-
-    @functools.cached_property
-    def _placed(self) -> dict[str, tuple[str, Instruction]]:
-        return {
-            instruction.name: (where, instruction)
-            for where, instructions in self.module.computations.items()
-            for instruction in instructions
-        }
+    def _work(self) -> KernelCosts:
+        return KernelCosts(self.module)
 
     def overlap(self, collective: Collective, fabric: str, needed: float) -> tuple[Overlap, float]:
         """Returns the overlap of a collective, and the seconds of it that computation hides."""
-        where, instruction = self._placed[collective.name]
+        where, instruction = self.module.located[collective.name]
         if '"is_sync":true' in instruction.attributes.get("backend_config", ""):
             return "blocking", 0.0
         start = instruction

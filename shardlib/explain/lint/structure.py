@@ -36,7 +36,7 @@ def host_calls(subject: Subject) -> Iterator[Finding]:
 
 def _host_instructions(subject: Subject) -> dict[tuple[str, Where], int]:
     calls: dict[tuple[str, Where], int] = collections.Counter()
-    for computation, instruction in subject.instructions(("custom-call", "send", "recv", *_HOST)):
+    for computation, instruction in subject.module.each("custom-call", "send", "recv", *_HOST):
         target = instruction.attributes.get("custom_call_target", "").strip('"')
         between_slices = "megascale" in instruction.attributes.get("frontend_attributes", "")
         if instruction.opcode == "custom-call" and "callback" not in target:
@@ -88,7 +88,7 @@ def unrolled(subject: Subject) -> Iterator[Finding]:
 
 def uncounted(subject: Subject) -> Iterator[Finding]:
     """Yields SL503: loops with collectives and an unknown trip count."""
-    for _, loop in subject.instructions(("while",)):
+    for _, loop in subject.module.each("while"):
         inside = [c for c in subject.collectives if loop.name in _callers(subject, c.computation)]
         if subject.module.trips(loop) is not None or not inside:
             continue

@@ -6,7 +6,6 @@ from pathlib import Path
 import jax
 import optax
 import pytest
-from shardlib.run.reports.explaining import explain_compiled
 
 import shardlib as sl
 from shardlib.config import load
@@ -15,6 +14,7 @@ from shardlib.explain.aot.compile import compile_step
 from shardlib.explain.lint import Limits, Subject, lint
 from shardlib.registry import DataSpec, family
 from shardlib.run.config import RunConfig
+from shardlib.run.reports.explaining import explain_compiled
 from shardlib_models.moe import MoEConfig
 from shardlib_models.resnet import ResNetConfig
 from shardlib_models.transformer_config import TransformerConfig
