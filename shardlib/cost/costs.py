@@ -32,6 +32,12 @@ def pass_of(name: str, default: Pass = "optimizer") -> Pass:
     return "forward" if "jvp(" in name else default
 
 
+def undifferentiated(names: Iterable[str]) -> Pass:
+    """Returns the pass of a program's operations without a transformation, given the JAX names of
+    all its operations: `optimizer` if the program takes gradients, else `forward`."""
+    return "optimizer" if any("jvp(" in name for name in names) else "forward"
+
+
 class Work(NamedTuple):
     """A kernel that runs `count` times."""
 

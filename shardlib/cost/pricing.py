@@ -47,15 +47,9 @@ class Machine:
         return found
 
     def collective_seconds(self, collective: Collective) -> float:
-        """Returns the seconds of one execution of a collective. Each link carries what the faster
-        ones leave."""
-        kind, size = collective.kind, collective.num_bytes
-        seconds = 0.0
-        for link in self.links_of(collective.axes):
-            seconds += link.seconds(kind, size, collective.pieces)
-            if kind != "all_to_all":
-                size /= link.size
-        return seconds
+        """Returns the seconds of one execution of a collective."""
+        _, kind, axes, size, pieces, *_ = collective
+        return sum(fabric.seconds_in_turn(self.links_of(axes), kind, size, pieces))
 
     def hidden_fraction(self, overlap: Overlap | None, axes: tuple[str, ...]) -> float:
         """Returns the fraction of a collective that enough computation hides."""

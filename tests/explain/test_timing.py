@@ -171,6 +171,15 @@ def test_what_runs_beside_a_collective():
     assert math.isclose(second.sent_bytes, 2 * 7 / 8 * 2 * 4096**2)
 
 
+def test_a_gpu_without_bfloat16_multiplies_as_long_as_in_float16():
+    report, cluster = read_program(GPU, {"fsdp": 8}), parse_cluster("8xv100-32")
+    matmul = 2 * 4096**3 / (125e12 * CONSTANTS["matmul.gpu"])
+    moved = 3 * 2 * 4096**2 / (900e9 * CONSTANTS["memory.gpu"])
+    flows = {flow.collective.name: flow for flow in collective_times(report, cluster, parse(GPU))}
+    assert moved < flows["g1"].total_seconds < matmul
+    assert flows["g1"].overlappable == 1.0
+
+
 TOGETHER = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
 ENTRY %main (p: bf16[512,4096], x: bf16[4096,2048]) -> bf16[4096,4096] {

@@ -237,20 +237,16 @@ def _read(record: Mapping[str, Any]) -> Calibration:
 
 
 def _faults(calibration: Calibration) -> list[str]:
-    figures = {f"matmul.{name}": (fit.flops,) for name, fit in calibration.matmul.items()}
-    figures |= {"memory": (calibration.memory.bytes_per_second,)}
-    figures |= {"exp": (calibration.exp.bytes_per_second,)}
-    figures |= {"fresh": (calibration.fresh.bytes_per_second,)}
-    figures |= {"devices": (calibration.devices,), "cores": (calibration.cores,)}
+    lines = {name: getattr(calibration, name) for name in ("memory", "exp", "fresh")}
     for table in ("collectives", "across"):
         for kind, by_size in getattr(calibration, table).items():
-            figures |= {
-                f"{table}.{kind}.{size}": (line.bytes_per_second,) for size, line in by_size.items()
-            }
+            lines |= {f"{table}.{kind}.{size}": line for size, line in by_size.items()}
+    figures = {f"matmul.{name}": fit.flops for name, fit in calibration.matmul.items()}
+    figures |= {name: line.bytes_per_second for name, line in lines.items()}
+    figures |= {"devices": calibration.devices, "cores": calibration.cores}
     faults = [
         f"{name} is {value!r}"
-        for name, values in figures.items()
-        for value in values
+        for name, value in figures.items()
         if not (isinstance(value, int | float) and 0 < value < math.inf)
     ]
     if not calibration.matmul:

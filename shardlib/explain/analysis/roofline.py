@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from shardlib import humanize
-from shardlib.cost.costs import Pass, pass_of
+from shardlib.cost.costs import pass_of, undifferentiated
 from shardlib.explain.analysis.flops import STAGES, Flops, Stage, count_flops
 from shardlib.explain.analysis.kernel_cost import KernelCosts
 from shardlib.explain.analysis.params import ParamsReport
@@ -223,11 +223,11 @@ def _program(work: KernelCosts, vocabularies: frozenset[int]) -> tuple[dict[Stag
     flops = 0.0
     module = work.module
     kernels = [(where, kernel, _name(module, where, kernel)) for where, kernel in work.kernels]
-    differentiated = any("jvp(" in name for _, _, name in kernels)
+    outside = undifferentiated(name for _, _, name in kernels)
     for where, kernel, name in kernels:
         times = module.execution(where).count
         size = work.bytes_of(where, kernel)
-        stage: Stage = pass_of(name, "optimizer" if differentiated else "forward")
+        stage: Stage = pass_of(name, outside)
         if stage != "optimizer" and _has_dim(kernel.shape, vocabularies):
             stage = "head"
         moved[stage] += size * times
@@ -261,11 +261,9 @@ def _network(
     if flows is None or (unknown and len(unknown) == len(flows)):
         return None, ("network seconds are not known",)
     found: dict[Stage, float] = collections.defaultdict(float)
-    differentiated = any("jvp(" in flow.collective.op_name for flow in flows)
+    outside = undifferentiated(flow.collective.op_name for flow in flows)
     for flow in flows:
-        default: Pass = "optimizer" if differentiated else "forward"
-        stage = pass_of(flow.collective.op_name, default)
-        found[stage] += flow.total_seconds or 0.0
+        found[pass_of(flow.collective.op_name, outside)] += flow.total_seconds or 0.0
     if not unknown:
         return found, ()
     sent = humanize.size(sum(flow.collective.sent_bytes for flow in unknown))

@@ -5,6 +5,7 @@ import collections
 from collections.abc import Iterator
 
 from shardlib import humanize
+from shardlib.cost.costs import pass_of
 from shardlib.cost.traced.products import matmul_flops
 from shardlib.explain.analysis.equations import Placed, equations
 from shardlib.explain.hlo.provenance import Where, where_of, where_of_equation
@@ -59,8 +60,8 @@ def unrolled(subject: Subject) -> Iterator[Finding]:
     alike: dict[tuple[Where, tuple[tuple[int, ...], ...]], int] = collections.Counter()
     for placed in equations(subject.jaxpr):
         flops = matmul_flops(placed.equation)
-        again = "transpose(" in placed.name or "rematted_computation" in placed.name
-        if flops is None or again or placed.times > 1 or placed.in_kernel:
+        first = pass_of(placed.name, "forward") == "forward"
+        if flops is None or not first or placed.times > 1 or placed.in_kernel:
             continue
         line = where_of_equation(placed.equation)
         shapes = tuple(variable.aval.shape for variable in placed.equation.invars)
