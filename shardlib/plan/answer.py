@@ -13,7 +13,7 @@ from shardlib.hardware import Cluster, MixedCluster
 from shardlib.hardware.capacity import capacity
 from shardlib.humanize import count, duration
 from shardlib.mesh import MeshSpec
-from shardlib.plan.mixed_search import MixedFound, MixedPlan
+from shardlib.plan.mixed_search import MixedPlan
 from shardlib.plan.objective import Goal
 from shardlib.plan.problem import Plan, Workload
 from shardlib.plan.search import Found
@@ -21,7 +21,7 @@ from shardlib.plan.settings import Settings, to_overrides, to_yaml
 from shardlib.plan.why_not import WhyNot
 
 AnyPlan = TypeVar("AnyPlan", Plan, MixedPlan)
-FoundT = TypeVar("FoundT", bound="Found | MixedFound | None")
+FoundT = TypeVar("FoundT", bound=Found[Any] | None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Answer(abc.ABC, Generic[AnyPlan]):
     """Name of the model or the config."""
     workload: Workload
     goal: Goal
-    found: Any
+    found: Found[AnyPlan]
     """Search result with at least one plan."""
     asked: tuple[WhyNot, ...] = ()
     """Answers for the meshes that the question named."""

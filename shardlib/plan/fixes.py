@@ -1,7 +1,7 @@
 """Fixes for a step that does not fit: the changes that cost the least time."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from shardlib.cost.layout import Layout
 from shardlib.hardware import Cluster
@@ -74,8 +74,9 @@ def cheapest_fixes(
     room = capacity_bytes(cluster) - max(over_bytes, 0.0)
     as_is = _plan(workload, cluster, layout, choice)
     plans = (*_one_key(workload, as_is, room), *_other_meshes(workload, as_is, room))
-    by_keys = {str(changed): (changed, plan) for changed, plan in _changes(workload, as_is, plans)}
-    fixes = [Fix(changed, plan, as_is.seconds) for changed, plan in by_keys.values()]
+    changes = ((_changed(workload, as_is, plan), plan) for plan in plans)
+    by_keys = {str(keys): Fix(keys, plan, as_is.seconds) for keys, plan in changes if keys}
+    fixes = list(by_keys.values())
     fixes.sort(key=lambda fix: (score(fix.plan)[0], len(fix.settings)))
     kinds: dict[tuple[str, ...], Fix] = {}
     for fix in fixes:
@@ -152,14 +153,6 @@ def _steps(as_is: Plan, layout: Layout, choice: Choice) -> int:
         + (choice.moments != same.moments)
         + (choice.loss_chunks != same.loss_chunks)
     )
-
-
-def _changes(
-    workload: Workload, as_is: Plan, plans: Iterable[Plan]
-) -> Iterator[tuple[Settings, Plan]]:
-    for plan in plans:
-        if changed := _changed(workload, as_is, plan):
-            yield changed, plan
 
 
 def _changed(workload: Workload, as_is: Plan, plan: Plan) -> Settings:

@@ -15,7 +15,6 @@ from shardlib.plan.answer import Answer, beyond_default_share, explained, relaxi
 from shardlib.plan.mixed_search import (
     Alone,
     KindShare,
-    MixedFound,
     MixedPlan,
     group_layouts,
     search_mixed,
@@ -25,7 +24,7 @@ from shardlib.plan.mixed_search import (
 from shardlib.plan.problem import Workload, examples
 from shardlib.plan.report import describe_mixed
 from shardlib.plan.request import Question
-from shardlib.plan.search import capacity_bytes, mesh_of, search
+from shardlib.plan.search import Found, capacity_bytes, mesh_of, search
 from shardlib.plan.settings import Settings, settings
 from shardlib.plan.why_not import WhyNot, read_mesh, slower_by
 
@@ -37,7 +36,7 @@ _NEAR = 20
 class MixedPlans(Answer[MixedPlan]):
     """The best plans for a model on a mixed cluster; `str()` gives the report."""
 
-    found: MixedFound
+    found: Found[MixedPlan]
 
     @property
     def cluster(self) -> MixedCluster:

@@ -39,7 +39,7 @@ def describe(
     priced = "" if cost is None else f", ${cost:,.0f} at ${plans.goal.price:g} an hour"
     summary = outcome(plans, priced)
     if levers:
-        summary += ["What would move it:", *each("  ", map(str, levers))]
+        summary += ["What would move it:", *_indented(map(str, levers))]
     return _joined(
         plans,
         _headline(plans, chips),
@@ -61,7 +61,7 @@ def describe_mixed(plans: Answer[MixedPlan], alone: Sequence[Alone]) -> str:
         f"Memory of a device of {tightest.cluster.name} at the peak",
         *memory_table(tightest.memory, capacity_bytes(tightest.cluster)),
     ]
-    compared = each("  ", _compared(plans, alone))
+    compared = _indented(_compared(plans, alone))
     return _joined(
         plans,
         _headline(plans, chips),
@@ -154,7 +154,7 @@ def time_table(time: StepTime) -> list[str]:
         for name, seconds in sorted(time.parts.items(), key=lambda item: -item[1])
         if seconds > _SHOWN * time.total
     ]
-    return each("  ", aligned(rows, right=(1, 2)))
+    return _indented(aligned(rows, right=(1, 2)))
 
 
 def memory_table(memory: Memory, capacity: float) -> list[str]:
@@ -167,7 +167,7 @@ def memory_table(memory: Memory, capacity: float) -> list[str]:
     held.append(("of " + gib(capacity), gib(memory.total), f"{memory.total / capacity:.1%}"))
     if memory.host:
         held.append(("on the host", gib(memory.host), ""))
-    return each("  ", aligned(held, right=(1, 2)))
+    return _indented(aligned(held, right=(1, 2)))
 
 
 def outcome(plans: Answer[AnyPlan], priced: str = "") -> list[str]:
@@ -206,7 +206,7 @@ def _kinds(plan: MixedPlan, examples: str) -> str:
             )
         )
     title = f"Groups by kind, {plan.rows} {examples} a microbatch"
-    return "\n".join([title, *each("  ", aligned(rows, right=(1, 2, 3, 4, 5, 6, 7)))])
+    return "\n".join([title, *_indented(aligned(rows, right=(1, 2, 3, 4, 5, 6, 7)))])
 
 
 def _microbatches(share: KindShare) -> str:
@@ -235,9 +235,8 @@ def _compared(plans: Answer[MixedPlan], alone: Sequence[Alone]) -> list[str]:
 
 def indented(text: str) -> str:
     """Returns indented lines."""
-    return "\n".join(each("  ", text.rstrip().splitlines()))
+    return "\n".join(_indented(text.rstrip().splitlines()))
 
 
-def each(prefix: str, lines: Iterable[str]) -> list[str]:
-    """Returns the lines with a prefix."""
-    return [prefix + line for line in lines]
+def _indented(lines: Iterable[str]) -> list[str]:
+    return ["  " + line for line in lines]
