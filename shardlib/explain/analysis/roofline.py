@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 from shardlib import humanize
 from shardlib.cost.costs import pass_of, undifferentiated
+from shardlib.cost.machine.rates import peak_flops
+from shardlib.cost.workload import Precision
 from shardlib.explain.analysis.flops import STAGES, Flops, Stage, count_flops
 from shardlib.explain.analysis.kernel_cost import KernelCosts
 from shardlib.explain.analysis.params import ParamsReport
@@ -31,7 +33,6 @@ _NONE: Mapping[int, Collection[int]] = MappingProxyType({})
 _KERNEL = re.compile(r"tpu_custom_call|cudnn|triton|onednn|eigen", re.IGNORECASE)
 
 Resource = Literal["compute", "memory", "network", "unknown"]
-Precision = Literal["bf16", "fp16", "fp8"]
 
 CONVENTIONS: Mapping[str, str] = {
     "model FLOPs": "matmuls and convolutions of the loss and its gradients, 2 per multiply-add, "
@@ -156,7 +157,7 @@ def read_roofline(
     flops = count_flops(jaxpr, vocabularies)
     chip = cluster.chip if cluster is not None else None
     precision = _precision(flops)
-    peak = chip.flops_per_device(precision) if chip else None
+    peak = peak_flops(chip, precision) if chip else None
     bandwidth = chip.memory_bytes_per_second / chip.devices_per_chip if chip else None
     heads = frozenset(size for held in vocabularies.values() for size in held)
     moved, compiled = _program(KernelCosts(module), heads)
@@ -207,9 +208,10 @@ def _stages(
 
 
 def _precision(flops: Flops) -> Precision:
-    """Returns the format of most matmuls; float32 is multiplied as bfloat16 by default."""
+    """Returns the format of most matmuls."""
     dtype = max(flops.by_dtype, key=lambda name: flops.by_dtype[name], default="")
-    return "fp8" if dtype.startswith("float8") else "fp16" if dtype == "float16" else "bf16"
+    known: dict[str, Precision] = {"float16": "fp16", "float32": "f32"}
+    return "fp8" if dtype.startswith("float8") else known.get(dtype, "bf16")
 
 
 def _redundancy(compiled: float, devices: int, flops: Flops) -> float:
@@ -286,7 +288,7 @@ def _notes(flops: Flops, left_out: Mapping[str, int]) -> Iterator[str]:
 def _unknown(chip: Chip | None, precision: Precision) -> Iterator[str]:
     if chip is None:
         yield "seconds are not known without a chip"
-    elif chip.flops_per_device(precision) is None:
+    elif peak_flops(chip, precision) is None:
         yield f"the {chip.full_name} has no matmul in {precision}"
 
 
