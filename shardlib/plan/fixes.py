@@ -12,7 +12,6 @@ from shardlib.plan.search import (
     candidates,
     capacity_bytes,
     least_layers,
-    mesh_of,
     of_layout,
     score,
     search,
@@ -95,7 +94,7 @@ def smallest(workload: Workload, cluster: Cluster, keep: Layout | None = None) -
     or not; None if nothing can run."""
     best: tuple[float, Layout, Choice] | None = None
     for candidate in candidates(workload, cluster):
-        if keep is not None and mesh_of(candidate.layout) != mesh_of(keep):
+        if keep is not None and candidate.layout.sizes != keep.sizes:
             continue
         for number in {candidate.microbatches[0], candidate.microbatches[-1]}:
             layout = candidate.with_microbatches(number)

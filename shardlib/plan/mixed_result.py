@@ -24,9 +24,9 @@ from shardlib.plan.mixed_search import (
 from shardlib.plan.problem import Workload, examples
 from shardlib.plan.report import describe_mixed
 from shardlib.plan.request import Question
-from shardlib.plan.search import Found, capacity_bytes, mesh_of, search
+from shardlib.plan.search import Found, capacity_bytes, search
 from shardlib.plan.settings import Settings, settings
-from shardlib.plan.why_not import WhyNot, read_mesh, slower_by
+from shardlib.plan.why_not import WhyNot, compared, read_mesh
 
 _NEAR = 20
 """Batches to try on each side of a batch that cannot be shared out."""
@@ -183,12 +183,7 @@ def _why_not(workload: Workload, cluster: MixedCluster, best: MixedPlan, mesh: M
         return WhyNot(
             text, (f"does not fit: {_needs(_leanest(workload, cluster, group), workload)}",)
         )
-    plan = found.plans[0]
-    if mesh_of(plan.layout) == mesh_of(best.layout):
-        return WhyNot(text, ("this is the plan",), plan.as_plan(), 0.0)
-    slower = plan.seconds / best.seconds - 1
-    reason = slower_by(plan.seconds, best.seconds)
-    return WhyNot(text, (reason,), plan.as_plan(), slower)
+    return compared(text, found.plans[0].as_plan(), best.as_plan())
 
 
 def _leanest(
@@ -199,7 +194,7 @@ def _leanest(
     tried = (
         shared_out(workload, cluster, layout, workload.leanest(layout, together(cluster)[0]))
         for layout in group_layouts(workload, cluster)
-        if keep is None or mesh_of(layout) == mesh_of(keep)
+        if keep is None or layout.sizes == keep.sizes
     )
     return min(tried, key=lambda plan: (plan.memory.total, plan.rows), default=None)
 

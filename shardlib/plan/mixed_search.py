@@ -19,13 +19,13 @@ import math
 from collections.abc import Iterator, Sequence
 
 from shardlib.cost.costs import Memory, StepTime
-from shardlib.cost.layout import AXES, Layout
+from shardlib.cost.layout import Layout
 from shardlib.cost.machine import fabric
 from shardlib.cost.machine.constants import committed
 from shardlib.cost.transformer import communication, computation
 from shardlib.hardware import Cluster, MixedCluster
 from shardlib.plan.problem import Choice, Plan, Workload
-from shardlib.plan.search import BestPlans, Found, capacity_bytes, least_layers, mesh_of
+from shardlib.plan.search import BestPlans, Found, capacity_bytes, least_layers
 from shardlib.plan.workloads.transformer import TransformerWorkload, divisors
 
 
@@ -119,7 +119,7 @@ def search_mixed(
     """
     tried = list(group_layouts(workload, cluster))
     if keep is not None:
-        tried = [layout for layout in tried if mesh_of(layout) == mesh_of(keep)]
+        tried = [layout for layout in tried if layout.sizes == keep.sizes]
     fitting = [layout for layout in tried if _may_fit(workload, cluster, layout)]
     bounds = ((_bound(workload, cluster, layout), layout) for layout in fitting)
     best = BestPlans(top, _score)
@@ -321,5 +321,5 @@ def _priced(workload: Workload, cluster: MixedCluster, layout: Layout) -> Iterat
 
 def _score(plan: MixedPlan) -> tuple[float, ...]:
     """Returns the ranking key of a plan: time, then simplicity."""
-    axes = sum(plan.layout.size(axis) > 1 for axis in AXES)
+    axes = sum(size > 1 for size in plan.layout.sizes)
     return plan.seconds, axes, sum(plan.group_microbatches), plan.choice.loss_chunks

@@ -11,7 +11,7 @@ from shardlib.errors import ConfigError, MeshError, did_you_mean
 from shardlib.hardware import Cluster, parse_cluster
 from shardlib.hardware.chips import CHIPS, Chip
 from shardlib.plan.problem import Plan, Workload
-from shardlib.plan.search import Found, capacity_bytes, search
+from shardlib.plan.search import Found, search
 
 Objective = Literal["time", "cost", "chips"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "chips")
@@ -143,7 +143,6 @@ def best_found(
 
 def _may_do(workload: Workload, cluster: Cluster, limit: float) -> bool:
     """Returns whether the devices could be fast enough at peak FLOP/s."""
-    capacity_bytes(cluster)
     if cluster.chip is None:
         return True
     peak = max(cluster.chip.flops_per_device(p) or 0.0 for p in ("bf16", "fp16", "fp8"))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from shardlib.cost.costs import Memory
-from shardlib.cost.layout import AXES, Layout
+from shardlib.cost.layout import Layout
 from shardlib.cost.machine.fabric import outer_degree
 from shardlib.cost.machine.measured import MeasuredCluster
 from shardlib.errors import MeshError
@@ -166,7 +166,7 @@ def search(
     capacity = capacity_bytes(cluster)
     tried = list(candidates(workload, cluster))
     if keep is not None:
-        tried = [c for c in tried if mesh_of(c.layout) == mesh_of(keep)]
+        tried = [c for c in tried if c.layout.sizes == keep.sizes]
     if accepts is not None:
         tried = [kept for c in tried if (kept := c.where(accepts)).microbatches]
     fitting = [c for c in tried if _may_fit(workload, cluster, c, capacity)]
@@ -201,13 +201,13 @@ class BestPlans(Generic[PlanT]):
     def seconds_of(self, layout: Layout) -> float:
         """Returns the seconds of the best plan of a layout's mesh; infinite if the mesh has
         none."""
-        found = self._best.get(mesh_of(layout))
+        found = self._best.get(layout.sizes)
         return math.inf if found is None else found[0][0]
 
     def offer(self, plan: PlanT) -> None:
         """Keeps a plan unless its mesh has a better one."""
         self.offered += 1
-        mesh, score = mesh_of(plan.layout), self._score(plan)
+        mesh, score = plan.layout.sizes, self._score(plan)
         if mesh in self._best and score >= self._best[mesh][0]:
             return
         self._best[mesh] = score, plan
@@ -225,10 +225,9 @@ def score(plan: Plan) -> tuple[float, ...]:
     """Returns the ranking key of a plan: time, then simplicity."""
     changed = plan.choice.moments != "float32"
     layout = plan.layout
-    axes = sum(layout.size(axis) > 1 for axis in AXES)
     return (
         plan.seconds * (_NUMERICS if changed else 1.0),
-        axes,
+        sum(size > 1 for size in layout.sizes),
         layout.microbatches,
         plan.choice.loss_chunks,
         plan.memory.total,
@@ -326,8 +325,3 @@ def _priced(
                 enough.add(alike)
             memory = workload.memory(layout, chosen, cluster)
             yield Plan(cluster, layout, chosen, workload.time(layout, chosen, cluster), memory)
-
-
-def mesh_of(layout: Layout) -> tuple[int, ...]:
-    """Returns the degrees of a layout's axes."""
-    return tuple(layout.size(axis) for axis in AXES)

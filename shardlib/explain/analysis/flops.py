@@ -86,14 +86,10 @@ class _Count:
         self.matmuls = 0
 
     def add(self, other: "_Count", times: int = 1) -> None:
-        for stage, flops in other.model.items():
-            self.model[stage] += flops * times
-        for stage, flops in other.hardware.items():
-            self.hardware[stage] += flops * times
-        for name, count in other.uncounted.items():
-            self.uncounted[name] += count * times
-        for dtype, flops in other.by_dtype.items():
-            self.by_dtype[dtype] += flops * times
+        for name in ("model", "hardware", "uncounted", "by_dtype"):
+            mine = getattr(self, name)
+            for key, count in getattr(other, name).items():
+                mine[key] += count * times
         self.loops += other.loops
         self.ragged += other.ragged
         self.matmuls += other.matmuls

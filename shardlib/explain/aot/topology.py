@@ -68,11 +68,10 @@ def _tpu_devices(cluster: Cluster, chip: Chip) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise _missing(cluster, "libtpu", "tpu")
     sides = _slice_sides(cluster, chip)
-    options: dict[str, Any] = {}
     chips_here = cluster.devices_per_host // chip.devices_per_chip
     in_one = chips_here == cluster.num_chips // cluster.num_slices
     bounds = (*sides, 1, 1)[:3] if in_one else _VM_BOUNDS
-    options["chips_per_host_bounds"] = bounds
+    options: dict[str, Any] = {"chips_per_host_bounds": bounds}
     if cluster.num_slices > 1:
         options["num_slices"] = cluster.num_slices
     if chip.name == "v4":
