@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from shardlib import humanize
 from shardlib.explain.analysis.collectives import axes_text
+from shardlib.explain.analysis.kernel_cost import KernelCosts
 from shardlib.explain.analysis.params import SECTIONS, ParamsReport
 from shardlib.explain.hlo.provenance import Where, is_library, where_of
 from shardlib.explain.hlo.text import Instruction, array_bytes, dims
@@ -251,13 +252,14 @@ def padded(subject: Subject) -> Iterator[Finding]:
 def _padded_matmuls(subject: Subject) -> Iterator[Finding]:
     lines: dict[tuple[Where, int], list[tuple[Instruction, float, float]]]
     lines = collections.defaultdict(list)
-    total = 0.0
+    total, costs = 0.0, KernelCosts(subject.module)
     for computation, instruction in subject.module.each("convolution"):
         sizes = _sizes(subject, computation, instruction)
         # The architecture fixes the channels of a convolution.
         if sizes is None or instruction.op_name.endswith("conv_general_dilated"):
             continue
-        flops, contracted, last = sizes
+        contracted, last = sizes
+        flops = costs.flops_of(computation, instruction)
         flops *= subject.module.execution(computation).count
         total += flops
         size = min((contracted, last), key=lambda n: n / _rounded(n))
@@ -285,10 +287,8 @@ def _padded_matmuls(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _sizes(
-    subject: Subject, computation: str, instruction: Instruction
-) -> tuple[float, int, int] | None:
-    """Returns the FLOPs of a matmul, its contracted size and the size of its last dims."""
+def _sizes(subject: Subject, computation: str, instruction: Instruction) -> tuple[int, int] | None:
+    """Returns the contracted size of a matmul, and the size of its last dims."""
     labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attributes.get("dim_labels", ""))
     operands = [subject.module.instruction(computation, name) for name in instruction.operand_names]
     if labels is None or len(operands) != 2 or None in operands:
@@ -299,7 +299,6 @@ def _sizes(
         return None
     contracted = left[labels[1].index("f")]
     last = result[labels[3].index("f")]
-    rows = result[labels[3].index("b")]
     # A matmul over several dims has the remaining ones as spatial dims.
     for mark in filter(str.isdigit, labels[2]):
         window, written = right[labels[2].index(mark)], result[labels[3].index(mark)]
@@ -308,9 +307,7 @@ def _sizes(
             last *= window
         elif written == 1 and window == read:
             contracted *= window
-        else:
-            rows *= written
-    return 2.0 * rows * contracted * last, contracted, last
+    return contracted, last
 
 
 def _rounded(size: int) -> int:
