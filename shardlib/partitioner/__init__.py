@@ -6,7 +6,7 @@ return wrong numbers silently (docs/xla_faults.md). Here the decision is made on
 `lower` executes the result as one fully manual program with explicit collectives.
 """
 
-from shardlib.partitioner.entry import Laid as Laid
+from shardlib.partitioner.entry import Analyzed as Analyzed
 from shardlib.partitioner.entry import Partition as Partition
 from shardlib.partitioner.entry import Traced as Traced
 from shardlib.partitioner.entry import analyze as analyze

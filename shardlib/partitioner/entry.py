@@ -45,7 +45,7 @@ class Traced:
 
 
 @dataclasses.dataclass(frozen=True)
-class Laid:
+class Analyzed:
     """A traced function and the layouts of its values."""
 
     traced: Traced
@@ -65,7 +65,7 @@ def analyze(
     inputs: Sequence[Layout],
     outputs: Callable[[PyTree], Sequence[Layout | None]],
     batch_axes: Sequence[str],
-) -> Laid:
+) -> Analyzed:
     """Decides the layouts of the values of a function.
 
     Args:
@@ -88,7 +88,7 @@ def analyze(
     outs = tuple(
         here if layout is None else layout for here, layout in zip(left, wanted, strict=True)
     )
-    return Laid(traced, program, outs)
+    return Analyzed(traced, program, outs)
 
 
 def _const_layout(x: jax.typing.ArrayLike, scope: Scope) -> Layout:
@@ -101,15 +101,15 @@ def _const_layout(x: jax.typing.ArrayLike, scope: Scope) -> Layout:
 
 
 @garbage_left()
-def execute(laid: Laid, scope: Scope, arguments: tuple[PyTree, ...]) -> PyTree:
+def execute(analyzed: Analyzed, scope: Scope, arguments: tuple[PyTree, ...]) -> PyTree:
     """Returns the results of a function, run as one manual region over all remaining axes.
 
     Args:
-        laid: The function.
+        analyzed: The function.
         scope: The mesh and rules.
         arguments: Its arguments, in the layouts given to `analyze`.
     """
-    traced, program = laid.traced, laid.program
+    traced, program = analyzed.traced, analyzed.program
     if held := program.held_whole():
         _LOG.warning(
             "every device computes these operations whole, as no rule can cut them: %s",
@@ -121,14 +121,14 @@ def execute(laid: Laid, scope: Scope, arguments: tuple[PyTree, ...]) -> PyTree:
         lowering = Lowering(sizes, ordered=platform() == "cpu")
         values = [Shard(layout, x) for layout, x in zip(program.inputs, shards, strict=True)]
         results = lowering.run(program, values)
-        return [lowering.shard(v, want) for v, want in zip(results, laid.outputs, strict=True)]
+        return [lowering.shard(v, want) for v, want in zip(results, analyzed.outputs, strict=True)]
 
     leaves = [*traced.closed.consts, *jax.tree.leaves(arguments)]
     region = jax.shard_map(
         local,
         mesh=scope.mesh_here,
         in_specs=tuple(layout.spec for layout in program.inputs),
-        out_specs=[layout.spec for layout in laid.outputs],
+        out_specs=[layout.spec for layout in analyzed.outputs],
         axis_names=set(sizes),
         check_vma=False,
     )
@@ -169,8 +169,8 @@ def partitioned(
             return result_layouts(out_specs, shape, sizes)
 
         traced = trace(fn, arguments)
-        laid = analyze(traced, scope, inputs, outputs, batch_mesh_axes(scope))
-        return _underived(lambda *leaves: execute(laid, scope, leaves))(*arguments)
+        analyzed = analyze(traced, scope, inputs, outputs, batch_mesh_axes(scope))
+        return _underived(lambda *leaves: execute(analyzed, scope, leaves))(*arguments)
 
     return call
 
@@ -205,8 +205,8 @@ class Partition:
 
 
 def who_partitions(
-    traced: Traced, analyze: Callable[[], Laid], constrains: bool | None = None
-) -> tuple[Partition, Laid | None]:
+    traced: Traced, analyze: Callable[[], Analyzed], constrains: bool | None = None
+) -> tuple[Partition, Analyzed | None]:
     """Returns the partitioner of a function, and the function's layouts if it is shardlib.
 
     XLA partitions functions with operations that shardlib cannot partition, and functions whose
@@ -225,16 +225,16 @@ def who_partitions(
     if refused is not None:
         return Partition("XLA", f"it holds {refused.name} at {source_of(refused)}"), None
     try:
-        laid = analyze()
+        analyzed = analyze()
     except PartitionError as error:
         return Partition("XLA", str(error).partition("\n")[0]), None
     if constrains is None:
         constrains = any(operation.name == "sharding_constraint" for operation in operations)
     if not constrains:
-        return Partition("shardlib", "the model constrains no activation"), laid
-    why = next(_open(laid.program), None)
+        return Partition("shardlib", "the model constrains no activation"), analyzed
+    why = next(_open(analyzed.program), None)
     if why is not None:
-        return Partition("shardlib", why), laid
+        return Partition("shardlib", why), analyzed
     return Partition("XLA", "the constraints of the model decide where each product lies"), None
 
 

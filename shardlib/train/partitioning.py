@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from shardlib.errors import ModelError, did_you_mean
 from shardlib.mesh import entry_axes
 from shardlib.partitioner import (
-    Laid,
+    Analyzed,
     Layout,
     Partition,
     analyze,
@@ -91,12 +91,12 @@ class LossPartitioner:
         traced = trace(fn, arguments)
         inputs, batch = layouts()
 
-        def layouts_of_values() -> Laid:
+        def layouts_of_values() -> Analyzed:
             return analyze(traced, self._scope, inputs, outputs, batch)
 
-        partition, laid = who_partitions(traced, layouts_of_values, constrains)
+        partition, analyzed = who_partitions(traced, layouts_of_values, constrains)
         self.on_partition(partition)
-        return traced(arguments) if laid is None else execute(laid, self._scope, arguments)
+        return traced(arguments) if analyzed is None else execute(analyzed, self._scope, arguments)
 
     @property
     def _scope(self) -> Scope:
