@@ -21,8 +21,7 @@ from typing import Generic, Protocol, TypeVar
 from shardlib.cost.costs import Memory
 from shardlib.cost.layout import Layout
 from shardlib.cost.machine.fabric import outer_degree
-from shardlib.cost.machine.measured import MeasuredCluster
-from shardlib.errors import MeshError
+from shardlib.cost.machine.measured import MeasuredCluster, check_known
 from shardlib.hardware import Cluster
 from shardlib.hardware.capacity import capacity as capacity_of
 from shardlib.plan.problem import Choice, Plan, Workload
@@ -242,11 +241,7 @@ def capacity_bytes(cluster: Cluster) -> float:
     """
     if isinstance(cluster, MeasuredCluster):
         return cluster.measured.memory_bytes
-    if cluster.chip is None:
-        raise MeshError(
-            f"cluster {cluster.name!r}: the speed and memory of its devices are not known.\n"
-            "  Run `shardlib calibrate` on them first, or name TPUs or GPUs, as in v5p-128, 8xh100."
-        )
+    check_known(cluster)
     usable = capacity_of(cluster.chip)
     assert usable is not None, "chips have memory of their own"
     return usable.usable_bytes

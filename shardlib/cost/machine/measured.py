@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.cost.layout import Software
-from shardlib.errors import ConfigError
+from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import Cluster
 
 FORMAT = 1
@@ -161,6 +161,15 @@ def measured_cluster(cluster: Cluster, calibration: Calibration) -> MeasuredClus
         )
     own = {field.name: getattr(cluster, field.name) for field in dataclasses.fields(Cluster)}
     return MeasuredCluster(**own, calibration=calibration)
+
+
+def check_known(cluster: Cluster) -> None:
+    """Raises `MeshError` if nothing is known about the devices of a cluster."""
+    if cluster.chip is None and not isinstance(cluster, MeasuredCluster):
+        raise MeshError(
+            f"cluster {cluster.name!r}: the speed and memory of its devices are not known.\n"
+            "  Run `shardlib calibrate` on them first, or name TPUs or GPUs, as in v5p-128, 8xh100."
+        )
 
 
 def software_on(cluster: Cluster, software: Software, *, context: int = 1) -> Software:
