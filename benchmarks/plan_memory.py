@@ -36,7 +36,7 @@ import jax
 import numpy as np
 
 from shardlib.config import from_dict
-from shardlib.cost.transformer.memory import Memory
+from shardlib.cost.costs import Memory
 from shardlib.data import batch_spec
 from shardlib.errors import DoesNotFitError, ShardlibError
 from shardlib.explain.analysis.memory import read_memory

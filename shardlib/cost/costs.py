@@ -25,11 +25,17 @@ layers, of a pass with the head, or as much as it needs. `backward` includes the
 def pass_of(name: str, default: Pass = "optimizer") -> Pass:
     """Returns the pass of an operation from the JAX name that its transformations gave it, such as
     `jit(step)/transpose(jvp())/while/body/dot_general`; `default` without a transformation."""
-    if "rematted_computation" in name or "checkpoint/rematted" in name:
+    if "rematted_computation" in name:
         return "recompute"
     if "transpose(" in name:
         return "backward"
     return "forward" if "jvp(" in name else default
+
+
+def undifferentiated(names: Iterable[str]) -> Pass:
+    """Returns the pass of a program's operations without a transformation, given the JAX names of
+    all its operations: `optimizer` if the program takes gradients, else `forward`."""
+    return "optimizer" if any("jvp(" in name for name in names) else "forward"
 
 
 class Work(NamedTuple):

@@ -48,7 +48,12 @@ class Layout:
     @property
     def num_devices(self) -> int:
         """Product of all degrees."""
-        return math.prod(self.size(axis) for axis in AXES)
+        return math.prod(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Degrees in the order of `AXES`."""
+        return tuple(self.size(axis) for axis in AXES)
 
     @property
     def batch_shards(self) -> int:

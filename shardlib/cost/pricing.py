@@ -47,15 +47,14 @@ class Machine:
         return seconds_by_part
 
     def collective_seconds(self, collective: CollectiveCost) -> float:
-        """Returns the seconds of one execution of a collective. Each link carries what the faster
-        ones leave."""
-        kind, size = collective.kind, collective.num_bytes
-        seconds = 0.0
-        for link in self.links_of(collective.axes):
-            seconds += link.seconds(kind, size, collective.pieces)
-            if kind != "all_to_all":
-                size /= link.size
-        return seconds
+        """Returns the seconds of one execution of a collective."""
+        times = fabric.seconds_in_turn(
+            self.links_of(collective.axes),
+            collective.kind,
+            collective.num_bytes,
+            collective.pieces,
+        )
+        return sum(times)
 
     def hidden_fraction(self, overlap: Overlap | None, axes: tuple[str, ...]) -> float:
         """Returns the fraction of a collective that enough computation hides."""

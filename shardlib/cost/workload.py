@@ -104,11 +104,14 @@ class Transformer:
 
     @property
     def layer_arrays(self) -> int:
-        """Weight arrays of one layer; query, key and value count separately, and so do gate and
-        up."""
-        parts = {"qkv": 1 if self.latent else 3, "up": 2 if self.gated else 1}
-        products = self.matmuls(routed=self.experts is not None)
-        return sum(parts.get(product.name.removeprefix("shared_"), 1) for product in products)
+        """Weight arrays of one layer."""
+        return sum(map(self.arrays_of, self.matmuls(routed=self.experts is not None)))
+
+    def arrays_of(self, product: Matmul) -> int:
+        """Returns the weight arrays that are one matmul: query, key and value, or gate and up."""
+        if product.name == "qkv":
+            return 1 if self.latent else 3
+        return 2 if self.gated and product.name in ("up", "shared_up") else 1
 
     @functools.cached_property
     def expert_weights(self) -> float:

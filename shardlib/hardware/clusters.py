@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardlib.errors import MeshError, did_you_mean
-from shardlib.hardware.chips import CHIPS as CHIPS
-from shardlib.hardware.chips import Chip as Chip
+from shardlib.hardware.chips import CHIPS, Chip
 
 _BY_KIND = {kind: chip for chip in CHIPS.values() for kind in chip.device_kinds}
 _ALIASES = {"v5litepod": "v5e"}

@@ -5,12 +5,12 @@ mesh axes that cut its factors, and fixes the layouts of its operands and result
 `PartitionedProgram`: plain data that `lower` executes.
 
 The carry of a loop must have the same layout before and after each trip. It starts with the layout
-of its initial value. The walk repeats until a trip keeps the layout, or else moves it back."""
+of its initial value. The walk repeats until a trip keeps the layout, or else moves it back.
+"""
 
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,7 @@ _UNSUPPORTED = frozenset({"shard_map", "pallas_call", "custom_partitioning", "ru
 _STAYS_STORED = frozenset(
     {"convert_element_type", "copy", "copy_p", "transpose", "squeeze", "name"}
 )
+_MAX_TRIPS = 6
 _KEEPS_ZERO = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p"})
 
 
@@ -320,12 +321,6 @@ def _refusal(what: str, operation: Operation) -> PartitionError:
         f"{what} at {source_of(operation)} cannot be partitioned by shardlib.\n"
         "  Call it outside of the partitioned function, or leave the function to XLA."
     )
-
-
-if TYPE_CHECKING:
-    from shardlib.partitioner.analyze import LayoutWalk
-
-_MAX_TRIPS = 6
 
 
 def _again(walk: LayoutWalk, operation: Operation, ins: list[ValueLayout]) -> Step:

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from shardlib.cost.traced.products import PRODUCTS
 from shardlib.errors import ModelError, PartitionError, RuleError, did_you_mean
 from shardlib.garbage import garbage_left
 from shardlib.jaxprs import REMAT, Operation, flatten, subprograms
@@ -100,15 +101,15 @@ def _const_layout(x: jax.typing.ArrayLike, scope: Scope) -> ValueLayout:
 
 
 @garbage_left()
-def execute(laid: PartitionedFunction, scope: Scope, arguments: tuple[PyTree, ...]) -> PyTree:
+def execute(analyzed: PartitionedFunction, scope: Scope, arguments: tuple[PyTree, ...]) -> PyTree:
     """Returns the results of a function, run as one manual region over all remaining axes.
 
     Args:
-        laid: The function.
+        analyzed: The function.
         scope: The mesh and rules.
         arguments: Its arguments, in the layouts given to `analyze`.
     """
-    traced, program = laid.traced, laid.program
+    traced, program = analyzed.traced, analyzed.program
     if held := program.held_whole():
         _LOG.warning(
             "every device computes these operations whole, as no rule can cut them: %s",
@@ -120,14 +121,14 @@ def execute(laid: PartitionedFunction, scope: Scope, arguments: tuple[PyTree, ..
         lowering = Lowering(sizes, ordered=platform() == "cpu")
         values = [Shard(layout, x) for layout, x in zip(program.inputs, shards, strict=True)]
         results = lowering.run(program, values)
-        return [lowering.shard(v, want) for v, want in zip(results, laid.outputs, strict=True)]
+        return [lowering.shard(v, want) for v, want in zip(results, analyzed.outputs, strict=True)]
 
     leaves = [*traced.closed.consts, *jax.tree.leaves(arguments)]
     region = jax.shard_map(
         local,
         mesh=scope.mesh_here,
         in_specs=tuple(layout.spec for layout in program.inputs),
-        out_specs=[layout.spec for layout in laid.outputs],
+        out_specs=[layout.spec for layout in analyzed.outputs],
         axis_names=set(sizes),
         check_vma=False,
     )
@@ -168,8 +169,8 @@ def partitioned(
             return result_layouts(out_specs, shape, sizes)
 
         traced = trace(fn, arguments)
-        laid = analyze(traced, scope, inputs, outputs, batch_mesh_axes(scope))
-        return _underived(lambda *leaves: execute(laid, scope, leaves))(*arguments)
+        analyzed = analyze(traced, scope, inputs, outputs, batch_mesh_axes(scope))
+        return _underived(lambda *leaves: execute(analyzed, scope, leaves))(*arguments)
 
     return call
 
@@ -203,9 +204,6 @@ class Partition:
     why: str
 
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-
-
 def who_partitions(
     traced: Traced, analyze: Callable[[], PartitionedFunction], constrains: bool | None = None
 ) -> tuple[Partition, PartitionedFunction | None]:
@@ -227,16 +225,16 @@ def who_partitions(
     if refused is not None:
         return Partition("XLA", f"it holds {refused.name} at {source_of(refused)}"), None
     try:
-        laid = analyze()
+        analyzed = analyze()
     except PartitionError as error:
         return Partition("XLA", str(error).partition("\n")[0]), None
     if constrains is None:
         constrains = any(operation.name == "sharding_constraint" for operation in operations)
     if not constrains:
-        return Partition("shardlib", "the model constrains no activation"), laid
-    why = next(_open(laid.program), None)
+        return Partition("shardlib", "the model constrains no activation"), analyzed
+    why = next(_open(analyzed.program), None)
     if why is not None:
-        return Partition("shardlib", why), laid
+        return Partition("shardlib", why), analyzed
     return Partition("XLA", "the constraints of the model decide where each product lies"), None
 
 
@@ -261,7 +259,7 @@ def _open(program: PartitionedProgram) -> Iterator[str]:
     """Yields the reasons why layouts of products are open, or would be wrong under XLA."""
     for step in _forward(program):
         operation = step.operation
-        if operation.name not in _PRODUCTS:
+        if operation.name not in PRODUCTS:
             continue
         at, params = source_of(operation), operation.params
         if step.moved_bytes:

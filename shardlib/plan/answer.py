@@ -13,7 +13,7 @@ from shardlib.hardware import Cluster, MixedCluster
 from shardlib.hardware.capacity import capacity
 from shardlib.humanize import count, duration
 from shardlib.mesh import MeshSpec
-from shardlib.plan.mixed_search import MixedFound, MixedPlan
+from shardlib.plan.mixed_search import MixedPlan
 from shardlib.plan.objective import Goal
 from shardlib.plan.problem import Plan, Workload
 from shardlib.plan.search import Found
@@ -21,7 +21,7 @@ from shardlib.plan.settings import Settings, to_overrides, to_yaml
 from shardlib.plan.why_not import WhyNot
 
 AnyPlan = TypeVar("AnyPlan", Plan, MixedPlan)
-FoundT = TypeVar("FoundT", bound="Found | MixedFound | None")
+FoundT = TypeVar("FoundT", bound=Found[Any] | None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Answer(abc.ABC, Generic[AnyPlan]):
     """Name of the model or the config."""
     workload: Workload
     goal: Goal
-    found: Any
+    found: Found[AnyPlan]
     """Search result with at least one plan."""
     asked: tuple[WhyNot, ...] = ()
     """Answers for the meshes that the question named."""
@@ -72,20 +72,20 @@ class Answer(abc.ABC, Generic[AnyPlan]):
 
     @property
     def error(self) -> float:
-        """Relative error that 9 of 10 predictions keep to, as far as known. A cluster of several
-        kinds of chips has the error of runs on one kind."""
+        """Relative error that nine in ten predictions stay below, or for a measured cluster the
+        error of its fit. A cluster of several kinds has the error of runs on one kind."""
         if isinstance(self.cluster, MeasuredCluster):
             return self.cluster.measured.fit_error
         return fit_errors()["cv_p90_error"]
 
     @property
     def error_source(self) -> str:
-        """Source of `error`: the beginning of a sentence that ends with it."""
+        """Meaning of `error`, as a sentence that ends with its value."""
         if isinstance(self.cluster, MeasuredCluster):
-            return "the fitted constants match the measurements within"
+            return f"the constants fitted here match the measurements within {self.error:.0%}"
         return (
-            "the cost model, fitted without a run's model family, predicts 9 in 10 published runs "
-            "within"
+            "nine in ten predictions of runs that the constants were not fitted to are off by at "
+            f"most {self.error:.0%}"
         )
 
     def mfu(self, plan: AnyPlan | None = None) -> float:

@@ -1,7 +1,7 @@
 """Fixes for a step that does not fit: the changes that cost the least time."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from shardlib.cost.layout import Layout
 from shardlib.hardware import Cluster
@@ -12,7 +12,6 @@ from shardlib.plan.search import (
     candidates,
     capacity_bytes,
     least_layers,
-    mesh_of,
     of_layout,
     score,
     search,
@@ -74,8 +73,9 @@ def cheapest_fixes(
     room = capacity_bytes(cluster) - max(over_bytes, 0.0)
     as_is = _plan(workload, cluster, layout, choice)
     plans = (*_one_key(workload, as_is, room), *_other_meshes(workload, as_is, room))
-    by_keys = {str(changed): (changed, plan) for changed, plan in _changes(workload, as_is, plans)}
-    fixes = [Fix(changed, plan, as_is.seconds) for changed, plan in by_keys.values()]
+    changes = ((_changed(workload, as_is, plan), plan) for plan in plans)
+    by_keys = {str(keys): Fix(keys, plan, as_is.seconds) for keys, plan in changes if keys}
+    fixes = list(by_keys.values())
     fixes.sort(key=lambda fix: (score(fix.plan)[0], len(fix.settings)))
     kinds: dict[tuple[str, ...], Fix] = {}
     for fix in fixes:
@@ -94,7 +94,7 @@ def smallest(workload: Workload, cluster: Cluster, keep: Layout | None = None) -
     or not; None if nothing can run."""
     best: tuple[float, Layout, Choice] | None = None
     for candidate in candidates(workload, cluster):
-        if keep is not None and mesh_of(candidate.layout) != mesh_of(keep):
+        if keep is not None and candidate.layout.sizes != keep.sizes:
             continue
         for number in {candidate.microbatches[0], candidate.microbatches[-1]}:
             layout = candidate.with_microbatches(number)
@@ -152,14 +152,6 @@ def _steps(as_is: Plan, layout: Layout, choice: Choice) -> int:
         + (choice.moments != same.moments)
         + (choice.loss_chunks != same.loss_chunks)
     )
-
-
-def _changes(
-    workload: Workload, as_is: Plan, plans: Iterable[Plan]
-) -> Iterator[tuple[Settings, Plan]]:
-    for plan in plans:
-        if changed := _changed(workload, as_is, plan):
-            yield changed, plan
 
 
 def _changed(workload: Workload, as_is: Plan, plan: Plan) -> Settings:

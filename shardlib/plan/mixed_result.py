@@ -15,7 +15,6 @@ from shardlib.plan.answer import Answer, beyond_default_share, explained, relaxi
 from shardlib.plan.mixed_search import (
     Alone,
     KindShare,
-    MixedFound,
     MixedPlan,
     group_layouts,
     search_mixed,
@@ -25,9 +24,9 @@ from shardlib.plan.mixed_search import (
 from shardlib.plan.problem import Workload, examples
 from shardlib.plan.report import describe_mixed
 from shardlib.plan.request import Question
-from shardlib.plan.search import capacity_bytes, mesh_of, search
+from shardlib.plan.search import Found, capacity_bytes, search
 from shardlib.plan.settings import Settings, settings
-from shardlib.plan.why_not import WhyNot, read_mesh, slower_by
+from shardlib.plan.why_not import WhyNot, compared, read_mesh
 
 _NEAR = 20
 """Batches to try on each side of a batch that cannot be divided."""
@@ -37,7 +36,7 @@ _NEAR = 20
 class MixedPlans(Answer[MixedPlan]):
     """The best plans for a model on a mixed cluster; `str()` gives the report."""
 
-    found: MixedFound
+    found: Found[MixedPlan]
 
     @property
     def cluster(self) -> MixedCluster:
@@ -184,12 +183,7 @@ def _why_not(workload: Workload, cluster: MixedCluster, best: MixedPlan, mesh: M
         return WhyNot(
             text, (f"does not fit: {_needs(_leanest(workload, cluster, group), workload)}",)
         )
-    plan = outcome.plans[0]
-    if mesh_of(plan.layout) == mesh_of(best.layout):
-        return WhyNot(text, ("this is the plan",), plan.as_plan(), 0.0)
-    slower = plan.seconds / best.seconds - 1
-    reason = slower_by(plan.seconds, best.seconds)
-    return WhyNot(text, (reason,), plan.as_plan(), slower)
+    return compared(text, outcome.plans[0].as_plan(), best.as_plan())
 
 
 def _leanest(
@@ -200,7 +194,7 @@ def _leanest(
     tried = (
         shared_out(workload, cluster, layout, workload.leanest(layout, together(cluster)[0]))
         for layout in group_layouts(workload, cluster)
-        if keep is None or mesh_of(layout) == mesh_of(keep)
+        if keep is None or layout.sizes == keep.sizes
     )
     return min(tried, key=lambda plan: (plan.memory.total, plan.rows), default=None)
 
@@ -209,9 +203,9 @@ def _needs(plan: MixedPlan | None, workload: Workload) -> str:
     assert plan is not None, "a layout that does not fit can still run"
     share = plan.tightest
     return (
-        f"needs {gib(share.memory.total)} of {gib(capacity_bytes(share.cluster))} a device of "
-        f"{share.cluster.name} even with remat {plan.choice.remat} and {plan.rows} "
-        f"{examples(workload)} a microbatch"
+        f"a device of {share.cluster.name} needs {gib(share.memory.total)} and has "
+        f"{gib(capacity_bytes(share.cluster))}, even with remat {plan.choice.remat} and "
+        f"{plan.rows} {examples(workload)} a microbatch"
     )
 
 
@@ -221,7 +215,7 @@ def _nothing_found(name: str, workload: Workload, cluster: MixedCluster) -> Mesh
         return _nothing_divides(name, workload, cluster)
     size = math.gcd(*(kind.num_devices for kind in cluster.kinds))
     return MeshError(
-        f"{name} does not fit {cluster.name}: its leanest plan, {least.layout}, "
+        f"{name} does not fit {cluster.name}: with the leanest mesh, {least.layout}, "
         f"{_needs(least, workload)}.\n"
         f"  A group has at most {size} devices, all of one kind, and no axis stage or context: "
         "plan for one kind alone, or take kinds with more memory or more devices."

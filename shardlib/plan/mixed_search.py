@@ -19,13 +19,13 @@ import math
 from collections.abc import Iterator, Sequence
 
 from shardlib.cost.costs import Memory, StepTime
-from shardlib.cost.layout import AXES, Layout
+from shardlib.cost.layout import Layout
 from shardlib.cost.machine import fabric
 from shardlib.cost.machine.constants import committed
 from shardlib.cost.transformer import communication, computation
 from shardlib.hardware import Cluster, MixedCluster
 from shardlib.plan.problem import Choice, Plan, Workload
-from shardlib.plan.search import capacity_bytes, least_layers, mesh_of
+from shardlib.plan.search import BestPlans, Found, capacity_bytes, least_layers
 from shardlib.plan.workloads.transformer import TransformerWorkload, divisors
 
 
@@ -103,19 +103,9 @@ class Alone:
     """None if nothing fits."""
 
 
-@dataclasses.dataclass(frozen=True)
-class MixedFound:
-    """Result of a search; see `shardlib.plan.search.Found`."""
-
-    plans: tuple[MixedPlan, ...]
-    layouts: int
-    fitting: int
-    priced: int
-
-
 def search_mixed(
     workload: Workload, cluster: MixedCluster, *, top: int = 5, keep: Layout | None = None
-) -> MixedFound:
+) -> Found[MixedPlan]:
     """Returns the fastest plans on all devices of a mixed cluster.
 
     Args:
@@ -129,21 +119,16 @@ def search_mixed(
     """
     tried = list(group_layouts(workload, cluster))
     if keep is not None:
-        tried = [layout for layout in tried if mesh_of(layout) == mesh_of(keep)]
+        tried = [layout for layout in tried if layout.sizes == keep.sizes]
     fitting = [layout for layout in tried if _may_fit(workload, cluster, layout)]
     bounds = ((_bound(workload, cluster, layout), layout) for layout in fitting)
-    best: dict[tuple[int, ...], MixedPlan] = {}
-    priced = 0
-    for bound, layout in sorted(bounds, key=lambda bound: bound[0]):
-        if len(best) >= top and bound > sorted(plan.seconds for plan in best.values())[top - 1]:
+    best = BestPlans(top, _score)
+    for bound, layout in sorted(bounds, key=lambda pair: pair[0]):
+        if bound > best.limit:
             break
         for plan in _priced(workload, cluster, layout):
-            priced += 1
-            mesh = mesh_of(layout)
-            if mesh not in best or _score(plan) < _score(best[mesh]):
-                best[mesh] = plan
-    plans = sorted(best.values(), key=_score)[:top]
-    return MixedFound(tuple(plans), len(tried), len(fitting), priced)
+            best.offer(plan)
+    return Found(best.ranked(), len(tried), len(fitting), best.offered)
 
 
 def group_layouts(workload: Workload, cluster: MixedCluster) -> Iterator[Layout]:
@@ -336,5 +321,5 @@ def _priced(workload: Workload, cluster: MixedCluster, layout: Layout) -> Iterat
 
 def _score(plan: MixedPlan) -> tuple[float, ...]:
     """Returns the ranking key of a plan: time, then simplicity."""
-    axes = sum(plan.layout.size(axis) > 1 for axis in AXES)
+    axes = sum(size > 1 for size in plan.layout.sizes)
     return plan.seconds, axes, sum(plan.group_microbatches), plan.choice.loss_chunks

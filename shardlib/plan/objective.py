@@ -10,8 +10,8 @@ from typing import Literal
 from shardlib.errors import ConfigError, MeshError, did_you_mean
 from shardlib.hardware import Cluster, parse_cluster
 from shardlib.hardware.chips import CHIPS, Chip
-from shardlib.plan.problem import Workload
-from shardlib.plan.search import Found, capacity_bytes, search
+from shardlib.plan.problem import Plan, Workload
+from shardlib.plan.search import Found, search
 
 Objective = Literal["time", "cost", "chips"]
 OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "chips")
@@ -116,7 +116,7 @@ def roomier(cluster: Cluster) -> list[Cluster]:
 
 def best_found(
     workload: Workload, tried: Sequence[Cluster], goal: Goal, *, top: int
-) -> Found | None:
+) -> Found[Plan] | None:
     """Returns the search result on the cluster that suits a goal best; None if nothing fits or is
     fast enough on any.
 
@@ -127,7 +127,7 @@ def best_found(
         top: Number of meshes to return a plan for.
     """
     limit = goal.seconds(workload.tokens)
-    suited: list[Found] = []
+    suited: list[Found[Plan]] = []
     for cluster in tried:
         if not _may_do(workload, cluster, limit):
             continue
@@ -143,7 +143,6 @@ def best_found(
 
 def _may_do(workload: Workload, cluster: Cluster, limit: float) -> bool:
     """Returns whether the devices could be fast enough at peak FLOP/s."""
-    capacity_bytes(cluster)
     if cluster.chip is None:
         return True
     peak = max(cluster.chip.flops_per_device(p) or 0.0 for p in ("bf16", "fp16", "fp8"))

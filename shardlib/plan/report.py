@@ -6,7 +6,7 @@ from shardlib.cost.costs import Memory, StepTime
 from shardlib.humanize import count, duration, gib
 from shardlib.plan.answer import Answer, AnyPlan
 from shardlib.plan.mixed_search import Alone, KindShare, MixedPlan
-from shardlib.plan.problem import PARTS, Plan, Workload, examples
+from shardlib.plan.problem import PARTS, Plan, examples
 from shardlib.plan.search import capacity_bytes
 from shardlib.plan.sensitivity import Lever
 from shardlib.plan.settings import mesh_text, rules, schedule
@@ -31,15 +31,15 @@ def describe(
     """
     best, cluster = plans.best, plans.best.cluster
     chips = f"{cluster.num_chips:,} {cluster.chip.full_name}" if cluster.chip else cluster.name
-    first = f"Plan 1, for the config:\n{indented(plans.fragment())}"
+    first = f"Plan 1, for the config:\n{_indented_text(plans.fragment())}"
     if in_code:
-        first = f"Plan 1, in code:\n{indented(as_code(best, plans.workload))}"
-    time = ["Time of a step", *time_table(best.time)]
-    memory = memory_table(best.memory, capacity_bytes(cluster))
+        first = f"Plan 1, in code:\n{_indented_text(as_code(best, plans.workload))}"
+    time = ["Time of a step", *_time_table(best.time)]
+    memory = _memory_table(best.memory, capacity_bytes(cluster))
     priced = "" if cost is None else f", ${cost:,.0f} at ${plans.goal.price:g} an hour"
-    summary = outcome(plans, priced)
+    summary = _outcome(plans, priced)
     if levers:
-        summary += ["What would move it:", *each("  ", map(str, levers))]
+        summary += ["What would move it:", *_indented(map(str, levers))]
     return _joined(
         plans,
         _headline(plans, chips),
@@ -57,60 +57,45 @@ def describe_mixed(plans: Answer[MixedPlan], alone: Sequence[Alone]) -> str:
     chips = ", ".join(f"{k.num_chips:,} {k.chip.full_name}" for k in cluster.kinds if k.chip)
     broken_down = [
         f"Time of a step, {best.slowest.cluster.name} being the last",
-        *time_table(best.time),
+        *_time_table(best.time),
         f"Memory of a device of {tightest.cluster.name} at the peak",
-        *memory_table(tightest.memory, capacity_bytes(tightest.cluster)),
+        *_memory_table(tightest.memory, capacity_bytes(tightest.cluster)),
     ]
-    compared = each("  ", _compared(plans, alone))
+    compared = _indented(_compared(plans, alone))
     return _joined(
         plans,
         _headline(plans, chips),
         _ranking(plans, ("microbatches", "remat"), lambda plan: _shared_uses(plans, plan)),
-        f"Plan 1, for the config:\n{indented(plans.fragment())}",
+        f"Plan 1, for the config:\n{_indented_text(plans.fragment())}",
         _kinds(best, examples(plans.workload)),
         "\n".join(broken_down),
-        "\n".join([*outcome(plans), "Compared with one kind alone:", *compared]),
+        "\n".join([*_outcome(plans), "Compared with one kind alone:", *compared]),
     )
 
 
 def _joined(plans: Answer[AnyPlan], *sections: str) -> str:
     parts = list(sections)
     if plans.asked:
-        parts.append("Why not\n" + indented("\n".join(map(str, plans.asked))))
+        parts.append("Why not\n" + _indented_text("\n".join(map(str, plans.asked))))
     if plans.notes:
         parts.append("\n".join(plans.notes))
     return "\n\n".join(parts)
 
 
 def _headline(plans: Answer[AnyPlan], chips: str) -> str:
-    found = plans.found
-    head = headline(plans.name, plans.workload, f"{plans.cluster.name} ({chips})")
+    """Returns the question, such as `llama3-8b (8.03B parameters) on v5p-64 (32 TPU v5p), 512
+    sequences = 4.19M tokens a step`, and what the search counted."""
+    name, work, found = plans.name, plans.workload, plans.found
+    if isinstance(work, TransformerWorkload):
+        name += f" ({count(work.job.model.num_params)} parameters)"
+    batch = f"{work.batch:,} {examples(work)}"
+    if work.unit == "tokens":
+        batch += f" = {count(work.tokens)} tokens"
     return (
-        f"{head}\n{found.layouts:,} layouts can run, {found.fitting:,} of them fit; "
-        f"{found.priced:,} plans were priced, and a lower bound excludes the others"
+        f"{name} on {plans.cluster.name} ({chips}), {batch} a step\n"
+        f"{found.layouts:,} layouts can be run, {found.fitting:,} of them fit; "
+        f"{found.priced:,} plans were priced, and a bound rules out the others"
     )
-
-
-def headline(name: str, workload: Workload, where: str) -> str:
-    """Returns the headline of a report: `llama3-8b (8.03B parameters) on v5p-64 (32 TPU v5p), 512
-    sequences = 4.19M tokens a step`."""
-    if isinstance(workload, TransformerWorkload):
-        name += f" ({count(workload.job.model.num_params)} parameters)"
-    batch = f"{workload.batch:,} {examples(workload)}"
-    if workload.unit == "tokens":
-        batch += f" = {count(workload.tokens)} tokens"
-    return f"{name} on {where}, {batch} a step"
-
-
-def speed(workload: Workload, rate: float, num_chips: int) -> str:
-    """Returns tokens or images per second, and the attention FLOPs that the MFU counts."""
-    line = f"{count(rate)} {workload.unit}/s, {count(rate / num_chips)} a chip"
-    # A traced program multiplies as its model says, masked or not.
-    return line + ("; MFU counts attention as causal." if _is_causal(workload) else ".")
-
-
-def _is_causal(workload: Workload) -> bool:
-    return isinstance(workload, TransformerWorkload) and workload.job.causal
 
 
 def _ranking(
@@ -147,17 +132,17 @@ def _shared_uses(plans: Answer[MixedPlan], plan: MixedPlan) -> Sequence[str]:
     return micro, plan.choice.policy(plans.workload.num_layers)
 
 
-def time_table(time: StepTime) -> list[str]:
+def _time_table(time: StepTime) -> list[str]:
     """Returns the parts of a step as lines, longest first."""
     rows = [
         (PARTS[name], duration(seconds), f"{seconds / time.total:.1%}")
         for name, seconds in sorted(time.parts.items(), key=lambda item: -item[1])
         if seconds > _SHOWN * time.total
     ]
-    return each("  ", aligned(rows, right=(1, 2)))
+    return _indented(aligned(rows, right=(1, 2)))
 
 
-def memory_table(memory: Memory, capacity: float) -> list[str]:
+def _memory_table(memory: Memory, capacity: float) -> list[str]:
     """Returns the memory of a device as lines, with fractions of its capacity."""
     held = [
         (name, gib(size), f"{size / capacity:.1%}")
@@ -167,23 +152,27 @@ def memory_table(memory: Memory, capacity: float) -> list[str]:
     held.append(("of " + gib(capacity), gib(memory.total), f"{memory.total / capacity:.1%}"))
     if memory.host:
         held.append(("on the host", gib(memory.host), ""))
-    return each("  ", aligned(held, right=(1, 2)))
+    return _indented(aligned(held, right=(1, 2)))
 
 
-def outcome(plans: Answer[AnyPlan], priced: str = "") -> list[str]:
+def _outcome(plans: Answer[AnyPlan], priced: str = "") -> list[str]:
     """Returns lines on the time of the first plan, its uncertainty and its bottleneck."""
-    best, error = plans.best, plans.error
+    best, error, work = plans.best, plans.error, plans.workload
+    # A traced program multiplies as its model says, masked or not.
+    is_causal = isinstance(work, TransformerWorkload) and work.job.causal
+    counted = "; MFU counts attention as causal." if is_causal else "."
     low, high = best.seconds / (1 + error), best.seconds * (1 + error)
     lines = [
-        f"A step takes {duration(best.seconds)} ({duration(low)} to {duration(high)}): "
-        f"{plans.error_source} {error:.0%}.",
-        speed(plans.workload, plans.rate, plans.cluster.num_chips),
+        f"A step takes {duration(best.seconds)}, between {duration(low)} and {duration(high)}: "
+        f"{plans.error_source}.",
+        f"{count(plans.rate)} {work.unit}/s, {count(plans.rate / plans.cluster.num_chips)} a chip"
+        f"{counted}",
         f"Bottleneck: {PARTS[best.time.bottleneck]}, "
         f"{best.time.parts[best.time.bottleneck] / best.seconds:.0%} of the step.",
     ]
     if plans.tokens:
         lines.append(
-            f"{count(plans.tokens)} {plans.workload.unit}: {duration(plans.run_seconds)}, "
+            f"{count(plans.tokens)} {work.unit}: {duration(plans.run_seconds)}, "
             f"{plans.chip_hours:,.0f} chip-hours{priced}."
         )
     return lines
@@ -206,7 +195,7 @@ def _kinds(plan: MixedPlan, examples: str) -> str:
             )
         )
     title = f"Groups by kind, {plan.rows} {examples} a microbatch"
-    return "\n".join([title, *each("  ", aligned(rows, right=(1, 2, 3, 4, 5, 6, 7)))])
+    return "\n".join([title, *_indented(aligned(rows, right=(1, 2, 3, 4, 5, 6, 7)))])
 
 
 def _microbatches(share: KindShare) -> str:
@@ -233,11 +222,10 @@ def _compared(plans: Answer[MixedPlan], alone: Sequence[Alone]) -> list[str]:
     return lines
 
 
-def indented(text: str) -> str:
+def _indented_text(text: str) -> str:
     """Returns indented lines."""
-    return "\n".join(each("  ", text.rstrip().splitlines()))
+    return "\n".join(_indented(text.rstrip().splitlines()))
 
 
-def each(prefix: str, lines: Iterable[str]) -> list[str]:
-    """Returns the lines with a prefix."""
-    return [prefix + line for line in lines]
+def _indented(lines: Iterable[str]) -> list[str]:
+    return ["  " + line for line in lines]

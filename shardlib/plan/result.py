@@ -30,7 +30,7 @@ _NEAR_BATCHES = 40
 class Plans(Answer[Plan]):
     """The best plans for a model on a cluster; `str()` gives the report."""
 
-    found: Found
+    found: Found[Plan]
     in_code: bool = False
     """Whether the model is the user's own, without a config, so that a plan is shown as code."""
 
@@ -114,26 +114,20 @@ def _nothing_fits(name: str, workload: Workload, cluster: Cluster, least: Plan) 
 def _ways_out(workload: Workload, cluster: Cluster) -> list[str]:
     """Returns changes that make a step fit, lowest time per token first."""
     ways = []
-    tries: list[tuple[str, Workload, Cluster | None]] = [
-        ("Store the first moment in bfloat16", workload.relaxed(), cluster)
-    ]
+    tries = [("Store the first moment in bfloat16", workload.relaxed(), cluster)]
     larger = next_larger(cluster)
-    while larger is not None:
-        plans = search(workload, larger, top=1).plans
-        if plans:
-            tries.append((f"Take {larger.name}", workload, larger))
-            break
+    while larger is not None and not search(workload, larger, top=1).plans:
         larger = next_larger(larger)
+    if larger is not None:
+        tries.append((f"Take {larger.name}", workload, larger))
     tries += [(f"Take {other.name}", workload, other) for other in roomier(cluster)]
     half = workload.batch // 2
     if half:
         tries.append((f"Halve the batch to {half}", workload.with_batch(half), cluster))
     for text, other, where in tries:
-        plans = search(other, where, top=1).plans if where else ()
-        if plans:
-            per_token = plans[0].seconds / other.tokens
-            line = f"{text}: {duration(plans[0].seconds)} a step on {plans[0].layout}"
-            ways.append((per_token, f"{line}, {gib(plans[0].memory.total)}."))
+        for plan in search(other, where, top=1).plans:
+            line = f"{text}: {duration(plan.seconds)} a step on {plan.layout}"
+            ways.append((plan.seconds / other.tokens, f"{line}, {gib(plan.memory.total)}."))
     return [line for _, line in sorted(ways)]
 
 

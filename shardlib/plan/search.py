@@ -16,12 +16,12 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from shardlib.cost.costs import Memory
-from shardlib.cost.layout import AXES, Layout
+from shardlib.cost.layout import Layout
 from shardlib.cost.machine.fabric import outer_degree
-from shardlib.cost.machine.measured import MeasuredCluster
-from shardlib.errors import MeshError
+from shardlib.cost.machine.measured import MeasuredCluster, check_known
 from shardlib.hardware import Cluster
 from shardlib.hardware.capacity import capacity as capacity_of
 from shardlib.plan.problem import Choice, Plan, Workload
@@ -31,8 +31,6 @@ _ORDER = ("tensor", "context", "expert", "stage", "fsdp")
 _MOST_CHUNKS = 4
 """Most chunks of layers on a stage: more chunks send proportionally more, and hardly shrink the
 bubble."""
-
-
 _NUMERICS = 1.02
 """Speedup that a plan with a moment in bfloat16 must exceed, because it changes the numerics."""
 
@@ -120,11 +118,21 @@ def meshes(workload: Workload, cluster: Cluster) -> Iterator[dict[str, int]]:
     yield from extend(0, num_devices, workload.batch, {})
 
 
+class LaidPlan(Protocol):
+    """A plan of a cluster of one kind or of several."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+
+PlanT = TypeVar("PlanT", bound=LaidPlan)
+
+
 @dataclasses.dataclass(frozen=True)
-class Found:
+class Found(Generic[PlanT]):
     """Result of a search."""
 
-    plans: tuple[Plan, ...]
+    plans: tuple[PlanT, ...]
     """Best plan of each of the best meshes, best first; empty if nothing fits."""
     layouts: int
     """Layouts that can run, not counting their microbatches."""
@@ -141,7 +149,7 @@ def search(
     top: int = 5,
     keep: Layout | None = None,
     accepts: Callable[[Layout], bool] | None = None,
-) -> Found:
+) -> Found[Plan]:
     """Returns the fastest plans on all devices of a cluster.
 
     Args:
@@ -157,62 +165,68 @@ def search(
     capacity = capacity_bytes(cluster)
     tried = list(candidates(workload, cluster))
     if keep is not None:
-        tried = [c for c in tried if mesh_of(c.layout) == mesh_of(keep)]
+        tried = [c for c in tried if c.layout.sizes == keep.sizes]
     if accepts is not None:
         tried = [kept for c in tried if (kept := c.where(accepts)).microbatches]
     fitting = [c for c in tried if _may_fit(workload, cluster, c, capacity)]
     bounds = []
-    for number, candidate in enumerate(fitting):
+    for candidate in fitting:
         first = candidate.with_microbatches(candidate.microbatches[0])
-        most = candidate.microbatches[-1]
-        bounds.append((workload.bound(first, cluster, most), number))
-    heapq.heapify(bounds)
-    best, priced = _Best(top), 0
-    while bounds:
-        bound, number = heapq.heappop(bounds)
+        bounds.append((workload.bound(first, cluster, candidate.microbatches[-1]), candidate))
+    best = BestPlans(top, score)
+    for bound, candidate in sorted(bounds, key=lambda pair: pair[0]):
         if bound > best.limit:
             break
-        for plan in _priced(workload, cluster, fitting[number], capacity, best):
-            priced += 1
+        for plan in _priced(workload, cluster, candidate, capacity, best):
             best.offer(plan)
-    plans = sorted(best.plans.values(), key=score)[:top]
-    return Found(tuple(plans), len(tried), len(fitting), priced)
+    return Found(best.ranked(), len(tried), len(fitting), best.offered)
 
 
-class _Best:
-    """The best plan of each mesh."""
+class BestPlans(Generic[PlanT]):
+    """The best plan of each mesh.
 
-    def __init__(self, top: int):
-        self.plans: dict[tuple[int, ...], Plan] = {}
+    Args:
+        top: Number of meshes whose plans are wanted.
+        score: Ranking key of a plan; its seconds come first.
+    """
+
+    def __init__(self, top: int, score: Callable[[PlanT], tuple[float, ...]]):
         self.limit = math.inf
         """Seconds that a plan of another mesh must not exceed."""
-        self._top = top
-        self._seconds: dict[tuple[int, ...], float] = {}
+        self.offered = 0
+        self._top, self._score = top, score
+        self._best: dict[tuple[int, ...], tuple[tuple[float, ...], PlanT]] = {}
 
     def seconds_of(self, layout: Layout) -> float:
         """Returns the seconds of the best plan of a layout's mesh; infinite if the mesh has
         none."""
-        return self._seconds.get(mesh_of(layout), math.inf)
+        found = self._best.get(layout.sizes)
+        return math.inf if found is None else found[0][0]
 
-    def offer(self, plan: Plan) -> None:
+    def offer(self, plan: PlanT) -> None:
         """Keeps a plan unless its mesh has a better one."""
-        mesh = mesh_of(plan.layout)
-        if mesh in self.plans and score(plan) >= score(self.plans[mesh]):
+        self.offered += 1
+        mesh, score = plan.layout.sizes, self._score(plan)
+        if mesh in self._best and score >= self._best[mesh][0]:
             return
-        self.plans[mesh] = plan
-        self._seconds[mesh] = score(plan)[0]
-        if len(self.plans) >= self._top:
-            self.limit = heapq.nsmallest(self._top, self._seconds.values())[-1]
+        self._best[mesh] = score, plan
+        if len(self._best) >= self._top:
+            seconds = (score[0] for score, _ in self._best.values())
+            self.limit = heapq.nsmallest(self._top, seconds)[-1]
+
+    def ranked(self) -> tuple[PlanT, ...]:
+        """Returns the best plans, best first."""
+        pairs = sorted(self._best.values(), key=lambda pair: pair[0])
+        return tuple(plan for _, plan in pairs[: self._top])
 
 
 def score(plan: Plan) -> tuple[float, ...]:
     """Returns the ranking key of a plan: time, then simplicity."""
     changed = plan.choice.moments != "float32"
     layout = plan.layout
-    axes = sum(layout.size(axis) > 1 for axis in AXES)
     return (
         plan.seconds * (_NUMERICS if changed else 1.0),
-        axes,
+        sum(size > 1 for size in layout.sizes),
         layout.microbatches,
         plan.choice.loss_chunks,
         plan.memory.total,
@@ -227,11 +241,7 @@ def capacity_bytes(cluster: Cluster) -> float:
     """
     if isinstance(cluster, MeasuredCluster):
         return cluster.measured.memory_bytes
-    if cluster.chip is None:
-        raise MeshError(
-            f"cluster {cluster.name!r}: the speed and memory of its devices are not known.\n"
-            "  Run `shardlib calibrate` on them first, or name TPUs or GPUs, as in v5p-128, 8xh100."
-        )
+    check_known(cluster)
     usable = capacity_of(cluster.chip)
     assert usable is not None, "chips have memory of their own"
     return usable.usable_bytes
@@ -282,7 +292,11 @@ def _may_fit(workload: Workload, cluster: Cluster, candidate: Candidate, capacit
 
 
 def _priced(
-    workload: Workload, cluster: Cluster, candidate: Candidate, capacity: float, best: _Best
+    workload: Workload,
+    cluster: Cluster,
+    candidate: Candidate,
+    capacity: float,
+    best: BestPlans[Plan],
 ) -> Iterator[Plan]:
     """Yields the plans of a candidate that fit and could be among the best."""
     for count in candidate.microbatches:
@@ -306,8 +320,3 @@ def _priced(
                 enough.add(alike)
             memory = workload.memory(layout, chosen, cluster)
             yield Plan(cluster, layout, chosen, workload.time(layout, chosen, cluster), memory)
-
-
-def mesh_of(layout: Layout) -> tuple[int, ...]:
-    """Returns the degrees of a layout's axes."""
-    return tuple(layout.size(axis) for axis in AXES)

@@ -49,9 +49,9 @@ def levers(workload: Workload, best: Plan) -> list[Lever]:
     tried.append(
         _lever(workload, best, "the first moment in bfloat16", workload.relaxed(), cluster)
     )
-    if not measured and (roomier := _roomier(cluster)):
+    if not measured and (doubled := _with_twice_the_memory(cluster)):
         change = f"with twice the memory a device ({largest_parts(best.memory, 1)} now)"
-        tried.append(_lever(workload, best, change, workload, roomier))
+        tried.append(_lever(workload, best, change, workload, doubled))
     useful = [lever for lever in tried if lever is not None and abs(lever.rate - 1) >= 0.005]
     return sorted(useful, key=lambda lever: -lever.rate)
 
@@ -68,7 +68,7 @@ def _lever(
     return Lever(change, plans[0].seconds, rate, cost)
 
 
-def _roomier(cluster: Cluster) -> Cluster | None:
+def _with_twice_the_memory(cluster: Cluster) -> Cluster | None:
     """Returns the cluster with twice the memory, to show what the memory limit costs in time."""
     if cluster.chip is None:
         return None

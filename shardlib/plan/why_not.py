@@ -11,7 +11,7 @@ from shardlib.humanize import duration, gib
 from shardlib.mesh import MeshConfig, MeshSpec
 from shardlib.plan.fixes import smallest
 from shardlib.plan.problem import PARTS, Plan, Workload, largest_parts
-from shardlib.plan.search import capacity_bytes, crosses_slices, mesh_of, search
+from shardlib.plan.search import capacity_bytes, crosses_slices, search
 
 _WORTH_NAMING = 0.25
 """Smallest slowdown worth naming, as a fraction of the largest part's slowdown."""
@@ -45,13 +45,13 @@ class WhyNot:
         }
 
 
-def why_not(workload: Workload, cluster: Cluster, best: Plan | None, mesh: MeshSpec) -> WhyNot:
+def why_not(workload: Workload, cluster: Cluster, best: Plan, mesh: MeshSpec) -> WhyNot:
     """Returns the reasons why a mesh is not planned.
 
     Args:
         workload: What is trained.
         cluster: Cluster to train on.
-        best: The best plan; None if nothing fits.
+        best: The best plan.
         mesh: The mesh asked about, such as `fsdp=8,tensor=8`; -1 takes the remaining devices.
 
     Raises:
@@ -65,11 +65,23 @@ def why_not(workload: Workload, cluster: Cluster, best: Plan | None, mesh: MeshS
     if not outcome.plans:
         return WhyNot(text, (_too_large(workload, cluster, layout),))
     plan = outcome.plans[0]
-    if best is None or mesh_of(best.layout) == mesh_of(layout):
-        return WhyNot(text, ("this is the plan",), plan, 0.0)
+    return compared(text, plan, best, _differences(plan.time, best.time))
+
+
+def compared(mesh: str, plan: Plan, best: Plan, differences: tuple[str, ...] = ()) -> WhyNot:
+    """Returns the answer for a mesh that can run.
+
+    Args:
+        mesh: The mesh as text.
+        plan: The best plan of the mesh.
+        best: The best plan of all meshes.
+        differences: Further reasons why it is slower.
+    """
+    if plan.layout.sizes == best.layout.sizes:
+        return WhyNot(mesh, ("this is the plan",), plan, 0.0)
     slower = plan.seconds / best.seconds - 1
-    reason = slower_by(plan.seconds, best.seconds)
-    return WhyNot(text, (reason, *_differences(plan.time, best.time)), plan, slower)
+    both = f"{duration(plan.seconds)} against {duration(best.seconds)} a step"
+    return WhyNot(mesh, (f"{slower:.1%} slower ({both})", *differences), plan, slower)
 
 
 def read_mesh(mesh: MeshSpec, num_devices: int) -> MeshConfig:
@@ -87,12 +99,6 @@ def read_mesh(mesh: MeshSpec, num_devices: int) -> MeshConfig:
             f"{did_you_mean(unknown[0], AXES)}\n  Use the axes {', '.join(AXES)}."
         )
     return config.resolve(num_devices)
-
-
-def slower_by(seconds: float, best: float) -> str:
-    """Returns as text how much slower a step is than the best."""
-    both = f"{duration(seconds)} against {duration(best)} a step"
-    return f"{seconds / best - 1:.1%} slower ({both})"
 
 
 def _refused(workload: Workload, cluster: Cluster, layout: Layout) -> list[str]:
@@ -117,8 +123,8 @@ def _too_large(workload: Workload, cluster: Cluster, layout: Layout) -> str:
         return "no number of microbatches can be run"
     held, most = least.memory, capacity_bytes(cluster)
     return (
-        f"does not fit: needs {gib(held.total)} of {gib(most)} ({largest_parts(held)}) even with "
-        f"{_leanest(least, workload)}"
+        f"does not fit: a device needs {gib(held.total)} ({largest_parts(held)}) and has "
+        f"{gib(most)}, even with {_leanest(least, workload)}"
     )
 
 

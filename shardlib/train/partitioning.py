@@ -94,9 +94,9 @@ class LossPartitioner:
         def layouts_of_values() -> PartitionedFunction:
             return analyze(traced, self._scope, inputs, outputs, batch)
 
-        partition, laid = who_partitions(traced, layouts_of_values, constrains)
+        partition, analyzed = who_partitions(traced, layouts_of_values, constrains)
         self.on_partition(partition)
-        return traced(arguments) if laid is None else execute(laid, self._scope, arguments)
+        return traced(arguments) if analyzed is None else execute(analyzed, self._scope, arguments)
 
     @property
     def _scope(self) -> Scope:

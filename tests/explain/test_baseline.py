@@ -74,7 +74,8 @@ def test_entries_that_are_malformed_are_all_named(tmp_path):
         "  entry 2: it has no 'place'\n"
         "  entry 3: 'SL102' is not a mapping with 'code' and 'place'\n"
         "  entry 4: 'wy' is unknown. Did you mean 'why'?\n"
-        "  entry 5: 'why' is not a string"
+        "  entry 5: 'why' is not a string\n"
+        "  Correct it, or rewrite it with --accept."
     )
 
 
@@ -84,12 +85,13 @@ def test_entries_that_are_malformed_are_all_named(tmp_path):
         ("a.json", "[]", " has no list 'accepted'.\n  Write {\"accepted\": [{\"code\": "
          "\"SL105\", \"place\": \"layers[*]/mlp/up dot_general (forward) in model.py:*\"}]}."),
         ("a.json", "{", " is not JSON: Expecting property name enclosed in double quotes: line 1 "
-         "column 2 (char 1)."),
+         "column 2 (char 1).\n  Correct it, or rewrite it with --accept."),
         ("a.yaml", "{", ":1: not a YAML document: expected the node content, but found "
          "'<stream end>'."),
         ("a.yaml", "accepted: !!python/name:os.system", ":1: accepted: the tag "
          "!!python/name:os.system is not allowed here."),
-        pytest.param("a.json", "[" * 100_000, " is not a list of findings: it nests too deeply.",
+        pytest.param("a.json", "[" * 100_000, " is not a list of findings: it nests too deeply.\n"
+                     "  Correct it, or rewrite it with --accept.",
                      id="deep"),
     ],
 )  # fmt: skip

@@ -206,7 +206,7 @@ def test_a_page_needs_no_network(on_tpu):
 
 def test_text_and_page_have_all_lines_and_tables(here, on_tpu):
     assert here.title() == "step on mesh fsdp=4,tensor=2 of the devices at hand"
-    assert re.fullmatch(r"needs [\d.]+ KiB on each device", here.verdict())
+    assert re.fullmatch(r"a device needs [\d.]+ KiB", here.verdict())
     params = dataclasses.replace(on_tpu.params, choices={"attention": "xla: the platform is cpu"})
     step = dataclasses.replace(on_tpu.step, compiled_for="v5p-16", warnings=None)
     found = dataclasses.replace(on_tpu, params=params, step=step, findings=(FAULT,), fixes=("fix",))
@@ -214,7 +214,7 @@ def test_text_and_page_have_all_lines_and_tables(here, on_tpu):
     assert (fix, choice) == ("fix", "attention: xla: the platform is cpu")
     assert other.endswith("is from v5p-16")
     assert "TF_CPP_MIN_LOG_LEVEL" in hidden
-    verdict = r"fits: needs [\d.]+ [KM]iB of 15\.8 GiB on each device, 0%"
+    verdict = r"fits: a device needs [\d.]+ [KM]iB and has 15\.8 GiB, 0% are in use"
     assert re.fullmatch(verdict, found.verdict())
     page, text = found.html(), str(found)
     for line in (found.title(), found.verdict(), *found.notes(), "SL101"):

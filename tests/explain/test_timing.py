@@ -87,6 +87,13 @@ def test_axes_of_any_name_stand_in_their_order():
     assert list(slow.seconds) == ["network"]
 
 
+def test_gpus_without_nvlink_meet_over_pcie_within_a_host():
+    mesh = {"data": 2, "fsdp": 4}
+    inner = one("2x4xl4", mesh, "all-gather", ("fsdp",), MIB, group=4)
+    outer = one("2x4xl4", mesh, "all-gather", ("data",), MIB, group=2)
+    assert (list(inner.seconds), list(outer.seconds)) == (["pcie"], ["network"])
+
+
 def test_axes_of_known_names_in_another_order_stand_in_that_order():
     mesh = {"tensor": 8, "fsdp": 8}
     outer = one("8x8xh100", mesh, "all-gather", ("tensor",), 64 * MIB, group=8)
@@ -162,6 +169,15 @@ def test_what_runs_beside_a_collective():
     )  # fmt: skip
     assert second.overlappable_seconds == pytest.approx(GATHER)
     assert math.isclose(second.sent_bytes, 2 * 7 / 8 * 2 * 4096**2)
+
+
+def test_a_gpu_without_bfloat16_multiplies_as_long_as_in_float16():
+    report, cluster = read_program(GPU, {"fsdp": 8}), parse_cluster("8xv100-32")
+    matmul = 2 * 4096**3 / (125e12 * CONSTANTS["matmul.gpu"])
+    moved = 3 * 2 * 4096**2 / (900e9 * CONSTANTS["memory.gpu"])
+    flows = {flow.collective.name: flow for flow in collective_times(report, cluster, parse(GPU))}
+    assert moved < flows["g1"].total_seconds < matmul
+    assert flows["g1"].overlappable == 1.0
 
 
 TOGETHER = """HloModule jit_step, is_scheduled=true, num_partitions=8

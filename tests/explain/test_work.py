@@ -2,7 +2,7 @@
 
 import math
 
-from shardlib.explain.analysis.kernel_cost import ProgramWork
+from shardlib.explain.analysis.kernel_cost import KernelCosts
 from shardlib.explain.hlo.text import parse
 
 # Kernels of a scheduled program: a slice of a stack is read, another is written in place.
@@ -55,7 +55,7 @@ backend_config={"known_trip_count":{"n":"8"}}
 
 def test_bytes_of_slices_and_of_updates_in_place():
     module = parse(PROGRAM)
-    work = ProgramWork(module)
+    work = KernelCosts(module)
     matrix = 4 * 64 * 64
     found = {
         kernel.name: (work.bytes_of(where, kernel), work.flops_of(where, kernel))
@@ -79,6 +79,6 @@ def test_a_combined_all_reduce_reads_and_writes_all_of_its_arrays():
   ROOT %r = f32[8]{0} get-tuple-element(%d), index=1
 }
 """)
-    work = ProgramWork(module)
+    work = KernelCosts(module)
     (found,) = (work.bytes_of(where, kernel) for where, kernel in work.kernels)
     assert found == 2 * (4096 + 32)

@@ -256,7 +256,7 @@ def test_why_not_a_mesh():
         "do not divide the 16 of 16xa100-80; tensor=3 does not divide the 32 heads"
     )
     assert why("data=3,expert=8") == "data=3,expert=8: expert=8: the model has no experts"
-    assert why("data=24").startswith("data=24: does not fit: needs ")
+    assert why("data=24").startswith("data=24: does not fit: a device of ")
     with pytest.raises(MeshError) as refused:
         found.why_not("data=3,model=9")
     assert str(refused.value) == (
@@ -306,9 +306,9 @@ def test_a_model_that_fits_no_group():
     text = refusal(MeshError, "llama3-70b", on=ON)
     first, second = text.splitlines()
     fault = re.fullmatch(
-        r"llama3-70b does not fit 8xh100\+16xa100-80: its leanest plan, data=3,(\S+), needs (\S+) "
-        r"GiB of 75.2 GiB a device of 8xh100 even with remat (\S+) and (\d+) sequences a "
-        r"microbatch.",
+        r"llama3-70b does not fit 8xh100\+16xa100-80: with the leanest mesh, data=3,(\S+), a "
+        r"device of 8xh100 needs (\S+) GiB and has 75.2 GiB, even with remat (\S+) and (\d+) "
+        r"sequences a microbatch.",
         first,
     )
     assert fault

@@ -208,9 +208,9 @@ def test_why_not():
     updated = 1 / 8 + 32 * 4096 * 14336 / 8.03e9
     state, sums = 2 * 8 * 8.03e9 * updated / 2**30, 4 * 8.03e9 / 2**30
     held = re.fullmatch(
-        r"does not fit: needs (\S+) GiB of 75.2 GiB \(optimizer (\S+) GiB, params (\S+) GiB, "
-        r"gradients (\S+) GiB\) even with remat offload:layer_in, the optimizer state on the host "
-        r"and 8 microbatches",
+        r"does not fit: a device needs (\S+) GiB \(optimizer (\S+) GiB, params (\S+) GiB, "
+        r"gradients (\S+) GiB\) and has 75.2 GiB, even with remat offload:layer_in, the optimizer "
+        r"state on the host and 8 microbatches",
         data.reasons[0],
     )
     assert held
@@ -350,7 +350,8 @@ def test_text_and_data_say_the_same():
     )
     for part in (
         f"mesh: {facts['plans'][0]['settings']['mesh']}\n",
-        f"{fit_errors()['cv_p90_error']:.0%}",
+        " s: nine in ten predictions of runs that the constants were not fitted to are off by at "
+        f"most {fit_errors()['cv_p90_error']:.0%}.\n",
         "Bottleneck: matmuls",
         "What would move it:\n",
         f"  on v5p-128: {duration(larger.seconds)} a step, ",

@@ -88,6 +88,16 @@ def test_keys_and_values_that_tensor_does_not_divide_are_held_whole():
     assert more == 32 * 4096 * (kv - kv / 8)
 
 
+def test_gate_and_up_are_two_matrices_in_shared_experts_too():
+    experts = Experts(64, 4, 512, shared_mlp=256)
+    model = Transformer(4, 1024, 8, 8, 128, 512, 1024, experts=experts)
+    found = computation.matrices(model, Layout())
+    shapes = {(fan_in, fan_out): number for fan_in, fan_out, _, number in found}
+    assert (shapes[1024, 256], shapes[256, 1024]) == (2, 1)
+    # Each of the 64 experts has its own gate, up and down.
+    assert sum(number for *_, number in found) == model.layer_arrays + 3 * 63
+
+
 def test_experts_that_are_shared_out_are_orthogonalized_once():
     experts = Experts(64, 4, 512)
     model = Transformer(4, 1024, 8, 8, 128, 512, 1024, experts=experts)

@@ -19,7 +19,6 @@ from shardlib.plan.search import (
     candidates,
     capacity_bytes,
     least_layers,
-    mesh_of,
     of_layout,
     search,
 )
@@ -99,7 +98,7 @@ def tried_everything(workload, cluster):
                     continue
                 seconds = step_time(chosen, layout, cluster).total
                 seconds *= 1.02 if moments == "bfloat16" else 1
-                mesh = mesh_of(layout)
+                mesh = layout.sizes
                 best[mesh] = min(best.get(mesh, math.inf), seconds)
                 if policy == "none":
                     break  # To compute anything again is not the plan.

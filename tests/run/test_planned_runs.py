@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shardlib import run
+from shardlib.cost.costs import Memory
 from shardlib.cost.layout import Layout
-from shardlib.cost.transformer.memory import Memory
 from shardlib.cost.transformer.step_time import StepTime
 from shardlib.errors import ModelError
 from shardlib.hardware import parse_cluster

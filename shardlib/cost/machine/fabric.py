@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.machine.measured import Calibration, Line, MeasuredCluster
@@ -117,6 +117,19 @@ class Link:
             case "shift" | "collective_permute" | "collective_broadcast":
                 return self.shift(num_bytes)
         raise ValueError(f"no collective is called {kind!r}.\n  Name one of this function.")
+
+
+def seconds_in_turn(
+    links: Iterable[Link], kind: str, num_bytes: float, pieces: float = 1.0
+) -> list[float]:
+    """Returns the seconds of a collective on each of several links, the innermost first. A link
+    carries what the links before it leave. Arguments are as in `Link.seconds`."""
+    found = []
+    for link in links:
+        found.append(link.seconds(kind, num_bytes, pieces))
+        if kind.replace("-", "_") in ("all_reduce", "all_gather", "reduce_scatter"):
+            num_bytes /= link.size
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

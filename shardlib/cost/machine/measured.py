@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.cost.layout import Software
-from shardlib.errors import ConfigError
+from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import Cluster
 
 FORMAT = 1
@@ -163,6 +163,15 @@ def measured_cluster(cluster: Cluster, calibration: Calibration) -> MeasuredClus
     return MeasuredCluster(**own, calibration=calibration)
 
 
+def check_known(cluster: Cluster) -> None:
+    """Raises `MeshError` if nothing is known about the devices of a cluster."""
+    if cluster.chip is None and not isinstance(cluster, MeasuredCluster):
+        raise MeshError(
+            f"cluster {cluster.name!r}: the speed and memory of its devices are not known.\n"
+            "  Run `shardlib calibrate` on them first, or name TPUs or GPUs, as in v5p-128, 8xh100."
+        )
+
+
 def software_on(cluster: Cluster, software: Software, *, context: int = 1) -> Software:
     """Returns software as it runs on a cluster. On virtual CPU devices attention is not fused,
     except for the ring over a `context` axis, and idle stages of a pipeline compute results that
@@ -237,20 +246,16 @@ def _read(record: Mapping[str, Any]) -> Calibration:
 
 
 def _faults(calibration: Calibration) -> list[str]:
-    figures = {f"matmul.{name}": (fit.flops,) for name, fit in calibration.matmul.items()}
-    figures |= {"memory": (calibration.memory.bytes_per_second,)}
-    figures |= {"exp": (calibration.exp.bytes_per_second,)}
-    figures |= {"fresh": (calibration.fresh.bytes_per_second,)}
-    figures |= {"devices": (calibration.devices,), "cores": (calibration.cores,)}
+    lines = {name: getattr(calibration, name) for name in ("memory", "exp", "fresh")}
     for table in ("collectives", "across"):
         for kind, by_size in getattr(calibration, table).items():
-            figures |= {
-                f"{table}.{kind}.{size}": (line.bytes_per_second,) for size, line in by_size.items()
-            }
+            lines |= {f"{table}.{kind}.{size}": line for size, line in by_size.items()}
+    figures = {f"matmul.{name}": fit.flops for name, fit in calibration.matmul.items()}
+    figures |= {name: line.bytes_per_second for name, line in lines.items()}
+    figures |= {"devices": calibration.devices, "cores": calibration.cores}
     faults = [
         f"{name} is {value!r}"
-        for name, values in figures.items()
-        for value in values
+        for name, value in figures.items()
         if not (isinstance(value, int | float) and 0 < value < math.inf)
     ]
     if not calibration.matmul:

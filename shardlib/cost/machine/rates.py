@@ -76,9 +76,9 @@ def rates(chip: Chip, precision: Precision, constants: Mapping[str, float]) -> R
     Raises:
         ConfigError: If the chip cannot multiply in this precision.
     """
-    peak = _peak(chip, precision)
+    peak = peak_flops(chip, precision)
     if peak is None:
-        has = [known for known in get_args(Precision) if _peak(chip, known)]
+        has = [known for known in get_args(Precision) if peak_flops(chip, known)]
         raise ConfigError(
             f"the {chip.full_name} has no matmul in {precision}.\n"
             f"  Choose one that it has ({', '.join(has)}), or another chip."
@@ -110,10 +110,12 @@ def rates(chip: Chip, precision: Precision, constants: Mapping[str, float]) -> R
     )
 
 
-def _peak(chip: Chip, precision: Precision) -> float | None:
-    """Returns the peak FLOP/s of one device. By default JAX multiplies float32 on TPUs in one pass
-    of bfloat16, and on GPUs since Ampere in TF32, at half the bfloat16 rate. Older GPUs have no
-    bfloat16 either."""
+def peak_flops(chip: Chip, precision: Precision) -> float | None:
+    """Returns the peak FLOP/s of one device; None if the chip cannot multiply in this precision.
+
+    By default JAX multiplies float32 on TPUs in one pass of bfloat16, and on GPUs since Ampere in
+    TF32, at half the bfloat16 rate. Older GPUs have no bfloat16 either.
+    """
     if precision != "f32":
         return chip.flops_per_device(precision)
     half = chip.flops_per_device("bf16")

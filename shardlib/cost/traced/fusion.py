@@ -12,6 +12,7 @@ from typing import Any
 
 from shardlib.cost.traced.layout import nbytes
 from shardlib.cost.traced.products import PRODUCTS
+from shardlib.cost.traced.rules import REDUCTIONS
 from shardlib.jaxprs import FlatProgram, Operation, is_literal
 
 LOOPS = frozenset(("scan", "while", "cond"))
@@ -38,12 +39,6 @@ _SOLID = (
     )
 )
 """Operations that read and write their own arrays, whatever surrounds them."""
-_REDUCTIONS = frozenset(
-    (
-        *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"),
-        *("reduce_or", "reduce_and", "reduce_xor", "argmax", "argmin"),
-    )
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +97,7 @@ class _Fusing:
     def _is_written(self, index: int, operation: Operation, reads: Mapping[Any, None]) -> bool:
         name = operation.name
         is_result = bool(self.outputs.intersection(operation.outvars))
-        if self.solid[index] or name in _REDUCTIONS or is_result:
+        if self.solid[index] or name in REDUCTIONS or is_result:
             return True
         if name in _FREE and name != "convert_element_type":
             return False

@@ -343,7 +343,10 @@ def _logical(spec: Sequence[object], rank: int) -> tuple[tuple[str | None, ...] 
     return tuple(names), kind
 
 
-_REDUCE = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_or", "reduce_and")
+REDUCTIONS = (
+    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_or", "reduce_and"),
+    *("reduce_xor", "argmax", "argmin"),
+)
 RULES: dict[str, Rule] = {
     "dot_general": _product,
     "conv_general_dilated": _product,
@@ -351,7 +354,7 @@ RULES: dict[str, Rule] = {
     "reshape": _reshape,
     "transpose": _transpose,
     "squeeze": _squeeze,
-    **dict.fromkeys((*_REDUCE, "reduce_xor", "argmax", "argmin"), _reduce),
+    **dict.fromkeys(REDUCTIONS, _reduce),
     "gather": _gather,
     **dict.fromkeys(("scatter-add", "scatter_add", "scatter"), _scatter),
     "sharding_constraint": _constraint,

@@ -99,8 +99,8 @@ class TracedStep:
             layout: Layout with the degrees and `zero`.
             parts: Number of microbatches that the traced batch is split into.
         """
-        mesh = _degrees(layout)
-        return self._summed(mesh, layout.zero, parts), self._updated(mesh, layout.zero)
+        mesh, zero = layout.sizes, layout.zero
+        return self._summed(mesh, zero, parts), self._updated(mesh, zero)
 
     def places(self, layout: Layout) -> Places:
         """Returns the placements of parameters, gradients and optimizer state.
@@ -108,7 +108,7 @@ class TracedStep:
         Raises:
             RuleError: If the rules cannot place them.
         """
-        return self._placed(_degrees(layout), layout.zero)
+        return self._placed(layout.sizes, layout.zero)
 
     def batch_laid(self, layout: Layout, batch: int) -> list[ValueSharding]:
         """Returns the layouts of the leaves of a batch of `batch` examples.
@@ -116,7 +116,7 @@ class TracedStep:
         Raises:
             RuleError: If the rules cannot place them.
         """
-        sizes, laid = _sizes(_degrees(layout)), []
+        sizes, laid = _sizes(layout.sizes), []
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch_of(batch)):
             rank = len(leaf.shape)
             axes = self.batch_axes.get(path_string(path), ("batch", *[None] * (rank - 1))[:rank])
@@ -240,10 +240,6 @@ def _relay(
     for leaf, laid, place_ in zip(leaves, laids, wanted.values(), strict=True):
         one = dataclasses.replace(laid, is_param=True)
         spread.relaid(leaf, one, spec_of(place_.spec, len(leaf.shape)))
-
-
-def _degrees(layout: Layout) -> Mesh:
-    return tuple(layout.size(axis) for axis in AXES)
 
 
 def _sizes(degrees: Mesh) -> dict[str, int]:

@@ -176,10 +176,9 @@ def orthogonalize(device: Device) -> list[Work]:
 
 def matrices(model: Transformer, layout: Layout) -> list[tuple[float, float, int, float]]:
     """Returns fan-in, fan-out, tensor degree and count per device of the matrices of a layer."""
-    parts = {"qkv": 1 if model.latent else 3, "up": 2 if model.gated else 1}
     shapes = []
     for product in model.matmuls(routed=model.experts is not None):
-        number = parts.get(product.name, 1)
+        number = model.arrays_of(product)
         copies = 1.0
         if product.routed and model.experts:
             copies = max(model.experts.number / layout.expert, 1.0)

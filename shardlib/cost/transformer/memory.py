@@ -12,8 +12,7 @@ ZeRO (Rajbhandari et al. 2020, section 5).
 
 import dataclasses
 
-from shardlib.cost.costs import RUNTIME_BYTES, peak
-from shardlib.cost.costs import Memory as Memory
+from shardlib.cost.costs import RUNTIME_BYTES, Memory, peak
 from shardlib.cost.layout import SHARDLIB, Layout, Software
 from shardlib.cost.transformer import communication, computation, program_memory
 from shardlib.cost.transformer.program_memory import Phase

@@ -116,10 +116,9 @@ def update(device: Device, held: LocalWeights) -> Phase:
     The arguments are the same as for `phases`, with the state on the host.
     """
     job, layout, model = device.job, device.layout, device.job.model
-    parts = {"qkv": 1 if model.latent else 3, "up": 2 if model.gated else 1}
     copies = model.experts.number / layout.expert if model.experts else 1.0
     arrays = (
-        m.fan_in * m.fan_out / parts.get(m.name, 1) * (copies if m.routed else 1.0)
+        m.fan_in * m.fan_out / model.arrays_of(m) * (copies if m.routed else 1.0)
         for routed in {False, model.experts is not None}
         for m in model.matmuls(routed=routed)
     )

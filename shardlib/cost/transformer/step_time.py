@@ -8,7 +8,7 @@ from shardlib.cost.layout import SHARDLIB, Layout, Software
 from shardlib.cost.machine import fabric
 from shardlib.cost.machine.constants import committed
 from shardlib.cost.machine.kernels import Stream
-from shardlib.cost.machine.measured import MeasuredCluster, software_on
+from shardlib.cost.machine.measured import check_known, software_on
 from shardlib.cost.machine.rates import rates_on
 from shardlib.cost.transformer import communication, computation, memory
 from shardlib.cost.workload import Job
@@ -42,15 +42,14 @@ def step_time(
         constants: Constants by name; default `constants.committed()`.
 
     Raises:
-        MeshError: If the layout does not fill the cluster.
+        MeshError: If the layout does not fill the cluster, or its chip is unknown.
         ConfigError: If the chip cannot multiply in the job's precision.
     """
-    is_known = cluster.chip is not None or isinstance(cluster, MeasuredCluster)
-    if layout.num_devices != cluster.num_devices or not is_known:
+    check_known(cluster)
+    if layout.num_devices != cluster.num_devices:
         raise MeshError(
             f"the layout {layout} is for {layout.num_devices} devices, but {cluster.name} has "
-            f"{cluster.num_devices}.\n  Choose degrees whose product is {cluster.num_devices}, on "
-            "a TPU or GPU cluster."
+            f"{cluster.num_devices}.\n  Choose degrees whose product is {cluster.num_devices}."
         )
     constants = committed() if constants is None else constants
     software = software_on(cluster, software, context=layout.context)

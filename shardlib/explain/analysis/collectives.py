@@ -17,7 +17,13 @@ from jax.sharding import AbstractMesh, Mesh
 from shardlib import humanize
 from shardlib.explain.hlo.allreduce_uses import Fate, fates
 from shardlib.explain.hlo.provenance import Phase, came_from
-from shardlib.explain.hlo.replica_groups import Groups, groups_of_axes, permuted_axes, read_groups
+from shardlib.explain.hlo.replica_groups import (
+    KINDS,
+    Groups,
+    groups_of_axes,
+    permuted_axes,
+    read_groups,
+)
 from shardlib.explain.hlo.slices import (
     Slices,
     permutation_of,
@@ -39,10 +45,6 @@ from shardlib.explain.hlo.text import (
 from shardlib.mesh import mesh_sizes
 from shardlib.tables import Report, Table
 
-KINDS = (
-    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"),
-    *("ragged-all-to-all", "collective-broadcast"),
-)
 Program = str | Module | jax.stages.Compiled
 AnyMesh = Mesh | AbstractMesh | Mapping[str, int]
 # Communication without groups: between slices (TPU) or with the host.

@@ -25,7 +25,7 @@ from typing import Literal
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from shardlib.cost.costs import Pass, pass_of
+from shardlib.cost.costs import Pass, pass_of, undifferentiated
 from shardlib.cost.traced.layout import Equation
 from shardlib.cost.traced.products import RAGGED, matmul_flops
 from shardlib.explain.analysis.equations import (
@@ -85,15 +85,11 @@ class _Count:
         self.ragged = 0
         self.matmuls = 0
 
-    def add(self, other: "_Count", times: float = 1) -> None:
-        for stage, flops in other.model.items():
-            self.model[stage] += flops * times
-        for stage, flops in other.hardware.items():
-            self.hardware[stage] += flops * times
-        for name, count in other.uncounted.items():
-            self.uncounted[name] += int(count * times)
-        for dtype, flops in other.by_dtype.items():
-            self.by_dtype[dtype] += flops * times
+    def add(self, other: "_Count", times: int = 1) -> None:
+        for name in ("model", "hardware", "uncounted", "by_dtype"):
+            mine = getattr(self, name)
+            for key, count in getattr(other, name).items():
+                mine[key] += count * times
         self.loops += other.loops
         self.ragged += other.ragged
         self.matmuls += other.matmuls
@@ -105,15 +101,13 @@ class _Count:
 
 @dataclasses.dataclass(frozen=True)
 class _About:
-    """Facts about a whole program.
-
-    They are the vocabulary sizes, the mean arriving rows by the rows of the receive buffer, and the
-    pass of operations that are not differentiated: `optimizer` if the program takes gradients.
-    """
+    """Facts about a whole program."""
 
     vocabularies: frozenset[int]
     arriving: Mapping[int, int]
-    undifferentiated: Pass
+    """The mean rows that arrive, by the rows of the receive buffer."""
+    outside: Pass
+    """The pass of operations that are not differentiated."""
 
 
 def count_flops(jaxpr: ClosedJaxpr | Jaxpr, vocabularies: Collection[int] = ()) -> Flops:
@@ -123,9 +117,8 @@ def count_flops(jaxpr: ClosedJaxpr | Jaxpr, vocabularies: Collection[int] = ()) 
         jaxpr: The `jaxpr` of `jax.jit(step).trace(...)`.
         vocabularies: Vocabulary sizes: a matmul with a dim of such a size belongs to the head.
     """
-    differentiated = any("jvp(" in placed.name for placed in equations(jaxpr))
-    undifferentiated: Pass = "optimizer" if differentiated else "forward"
-    about = _About(frozenset(vocabularies), arriving_rows(jaxpr), undifferentiated)
+    outside = undifferentiated(placed.name for placed in equations(jaxpr))
+    about = _About(frozenset(vocabularies), arriving_rows(jaxpr), outside)
     program = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     count = _program(program, "", about)
     uncounted, by_dtype = dict(count.uncounted), dict(count.by_dtype)
@@ -146,7 +139,7 @@ def _equation(equation: JaxprEqn, name: str, about: _About) -> _Count:
         _add_matmul(count, equation, flops, name, about)
         return count
     if fused := _fused(equation):
-        _add_fused(count, *fused, pass_of(name, about.undifferentiated))
+        _add_fused(count, *fused, pass_of(name, about.outside))
         count.by_dtype[_dtype(equation)] += count.total
         return count
     kernel = equation.primitive.name
@@ -174,7 +167,7 @@ def _add_matmul(count: _Count, equation: Equation, flops: float, name: str, abou
         count.ragged += rows not in about.arriving
     shapes = (v.aval.shape for v in (*equation.invars, *equation.outvars))
     sizes = {size for shape in shapes for size in shape}
-    stage: Stage = pass_of(name, about.undifferentiated)
+    stage: Stage = pass_of(name, about.outside)
     kept = 0.0 if stage in ("recompute", "optimizer") else flops
     stage = "head" if about.vocabularies & sizes else stage
     count.hardware[stage] += flops

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from shardlib.explain.hlo.layouts import device_bytes
-from shardlib.explain.hlo.text import Instruction, Module, elements, result_shape
+from shardlib.explain.hlo.text import Instruction, Module, dims, elements, result_shape
 
 _NOTHING = frozenset(
     (
@@ -26,18 +26,10 @@ _CARRIES = ("bitcast", "convert", "copy", "reshape", "transpose")
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgramWork:
+class KernelCosts:
     """FLOPs and bytes of the instructions of one program, per execution."""
 
     module: Module
-
-    @functools.cached_property
-    def _shapes(self) -> dict[tuple[str, str], str]:
-        return {
-            (where, instruction.name): instruction.shape
-            for where, instructions in self.module.computations.items()
-            for instruction in instructions
-        }
 
     @functools.cached_property
     def kernels(self) -> tuple[tuple[str, Instruction], ...]:
@@ -95,7 +87,7 @@ class ProgramWork:
     ) -> tuple[set[str], int]:
         """Returns the parameters that are updated in place, and the bytes written."""
         by_name = {instruction.name: instruction for instruction in body}
-        root = next((i for i in body if i.root), body[-1] if body else None)
+        root = self.module.root(called)
         if root is None:
             return set(), self._size(fusion.shape)
         ends = [root]
@@ -146,11 +138,11 @@ class ProgramWork:
 
     def _matmul(self, computation: str, instruction: Instruction) -> float:
         names = instruction.operand_names
-        left, right = (_dims(self._shapes.get((computation, name), "")) for name in names[:2])
-        parts = elements(instruction.shape)
-        out = math.prod(_dims(parts[0]))
+        left, right = (dims(self._shape(computation, name)) for name in names[:2])
+        result = dims(elements(instruction.shape)[0])
+        out = math.prod(result)
         if instruction.opcode == "convolution":
-            return 2.0 * out * _summed(instruction, left, right, _dims(parts[0]))
+            return 2.0 * out * _summed(instruction, left, right, result)
         text = instruction.attributes.get("lhs_contracting_dims", "")
         if not text:
             config = instruction.attributes.get("backend_config", "")
@@ -160,7 +152,11 @@ class ProgramWork:
         return 2.0 * out * math.prod(left[dim] for dim in summed if dim < len(left))
 
     def _bytes(self, computation: str, name: str) -> int:
-        return self._size(self._shapes.get((computation, name), ""))
+        return self._size(self._shape(computation, name))
+
+    def _shape(self, computation: str, name: str) -> str:
+        found = self.module.instruction(computation, name)
+        return found.shape if found else ""
 
     def _size(self, shape: str) -> int:
         tiled = self.module.is_tiled
@@ -178,12 +174,6 @@ def leaves(shape: str) -> Iterator[str]:
 
 def _target(instruction: Instruction) -> str:
     return instruction.attributes.get("custom_call_target", "")
-
-
-def _dims(shape: str) -> tuple[int, ...]:
-    match = re.search(r"\[([\d,<=]*)\]", shape)
-    text = match[1] if match else ""
-    return tuple(int(dim.removeprefix("<=")) for dim in text.split(",") if dim)
 
 
 def _summed(

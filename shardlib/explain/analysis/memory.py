@@ -7,7 +7,6 @@ text. JAX's instruction names separate the forward pass (`jvp(...)`) from the ba
 
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 from shardlib.cost.costs import Pass, pass_of
 from shardlib.explain.hlo.buffers import Buffer, LiveRanges, live_ranges
 from shardlib.explain.hlo.provenance import Phase, came_from
-from shardlib.explain.hlo.text import Module, arrays, parse
+from shardlib.explain.hlo.text import Module, arrays, dims, parse
 from shardlib.hardware.capacity import Capacity, capacity
 
 if TYPE_CHECKING:
@@ -172,7 +171,7 @@ def _category(buffer: Buffer, arguments: Mapping[int, str], sides: set[tuple[int
         return "outputs"
     writes = {_pass(name) for name in buffer.writers}
     reads = {_pass(name) for name in buffer.readers}
-    if _dims(buffer.shape) in sides:
+    if _long_dims(buffer.shape) in sides:
         adds_up = any(
             "/while/body/" in name and _pass(name) == "optimizer" for name in buffer.writers
         )
@@ -181,7 +180,7 @@ def _category(buffer: Buffer, arguments: Mapping[int, str], sides: set[tuple[int
         converts = any(name.endswith("convert_element_type") for name in buffer.writers)
         if converts and "forward" in writes | reads:
             return "params"
-    if buffer.opcode.startswith("all-gather") and _is_gathered(_dims(buffer.shape), sides):
+    if buffer.opcode.startswith("all-gather") and _is_gathered(_long_dims(buffer.shape), sides):
         return "temporaries"
     return "activations" if "forward" in writes and "backward" in reads else "temporaries"
 
@@ -212,14 +211,12 @@ def _sides(ranges: LiveRanges, arguments: Mapping[int, str]) -> set[tuple[int, .
     """Returns the sorted per-device dims of parameters and of their optimizer statistics."""
     of_params = ("params", "optimizer")
     return {
-        dims
+        _long_dims(b.shape)
         for b in ranges.buffers
         if b.argument is not None and arguments.get(b.argument) in of_params
-        if math.prod(dims := _dims(b.shape)) > 1
-    }
+    } - {()}
 
 
-def _dims(shape: str) -> tuple[int, ...]:
-    inside = re.search(r"\[([\d,]*)\]", shape)
-    sizes = (int(size) for size in inside[1].split(",") if size) if inside else ()
-    return tuple(sorted(size for size in sizes if size > 1))
+def _long_dims(shape: str) -> tuple[int, ...]:
+    """Returns the dims of an array that are longer than 1, shortest first."""
+    return tuple(sorted(size for size in dims(shape) if size > 1))

@@ -14,7 +14,7 @@ from shardlib.rules import AxisRules, Choice
 from shardlib.sharding.partition import OVERRIDES, Placement
 from shardlib.tables import Report, Table
 
-_SECTIONS = ("params", "model_state", "opt_state")
+SECTIONS = ("params", "model_state", "opt_state")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +126,8 @@ class ParamsReport(Report):
         return {
             "mesh": dict(self.mesh),
             "num_params": self.num_params(),
-            "bytes_total": {s: self.total_bytes(s) for s in _SECTIONS},
-            "bytes_per_device": {s: self.bytes_per_device(s) for s in _SECTIONS},
+            "bytes_total": {s: self.total_bytes(s) for s in SECTIONS},
+            "bytes_per_device": {s: self.bytes_per_device(s) for s in SECTIONS},
             "unused_rules": list(self.unused_rules),
             "unused_paths": list(self.unused_paths),
             "choices": dict(self.choices),
@@ -146,7 +146,7 @@ class ParamsReport(Report):
         mesh = ",".join(f"{name}={size}" for name, size in self.mesh.items())
         columns += ("per device>", "replicated>")
         yield Table(f"parameters on mesh {mesh}", columns, rows)
-        for section in _SECTIONS:
+        for section in SECTIONS:
             total, each = self.total_bytes(section), self.bytes_per_device(section)
             if total:
                 name = section.replace("_", " ")
@@ -169,7 +169,7 @@ def explain_params(state: PyTree) -> ParamsReport:
     num_devices = math.prod(sizes.values())
     rows = tuple(
         _row(section, placement, sizes, num_devices)
-        for section in _SECTIONS
+        for section in SECTIONS
         for placement in getattr(definition, section).values()
     )
     placements = [*definition.params.values(), *definition.model_state.values()]

@@ -17,12 +17,14 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from shardlib import humanize
-from shardlib.cost.costs import Pass, pass_of
+from shardlib.cost.costs import pass_of, undifferentiated
+from shardlib.cost.machine.rates import peak_flops
+from shardlib.cost.workload import Precision
 from shardlib.explain.analysis.flops import STAGES, Flops, Stage, count_flops
-from shardlib.explain.analysis.kernel_cost import ProgramWork
+from shardlib.explain.analysis.kernel_cost import KernelCosts
 from shardlib.explain.analysis.params import ParamsReport
 from shardlib.explain.analysis.timing import Flow
-from shardlib.explain.hlo.text import Module, arrays
+from shardlib.explain.hlo.text import Module, arrays, dims
 from shardlib.hardware import Cluster
 from shardlib.hardware.chips import Chip
 from shardlib.mesh import entry_axes
@@ -31,7 +33,6 @@ _NONE: Mapping[int, Collection[int]] = MappingProxyType({})
 _KERNEL = re.compile(r"tpu_custom_call|cudnn|triton|onednn|eigen", re.IGNORECASE)
 
 Resource = Literal["compute", "memory", "network", "unknown"]
-Precision = Literal["bf16", "fp16", "fp8"]
 
 CONVENTIONS: Mapping[str, str] = {
     "model FLOPs": "matmuls and convolutions of the loss and its gradients, 2 per multiply-add, "
@@ -79,7 +80,7 @@ class StageCost:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Work and time of a step by resource.
+    """KernelCosts and time of a step by resource.
 
     Attributes:
         flops: FLOPs of the traced step, over all devices.
@@ -156,10 +157,10 @@ def read_roofline(
     flops = count_flops(jaxpr, vocabularies)
     chip = cluster.chip if cluster is not None else None
     precision = _precision(flops)
-    peak = chip.flops_per_device(precision) if chip else None
+    peak = peak_flops(chip, precision) if chip else None
     bandwidth = chip.memory_bytes_per_second / chip.devices_per_chip if chip else None
     heads = frozenset(size for held in vocabularies.values() for size in held)
-    moved, compiled = _program(ProgramWork(module), heads)
+    moved, compiled = _program(KernelCosts(module), heads)
     share = max(_redundancy(compiled, devices, flops), 1.0) / devices
     computed: dict[Stage, float] = {s: total * share for s, total in flops.hardware.items()}
     network, unknown = _network(flows)
@@ -207,9 +208,10 @@ def _stages(
 
 
 def _precision(flops: Flops) -> Precision:
-    """Returns the format of most matmuls; float32 is multiplied as bfloat16 by default."""
+    """Returns the format of most matmuls."""
     dtype = max(flops.by_dtype, key=lambda name: flops.by_dtype[name], default="")
-    return "fp8" if dtype.startswith("float8") else "fp16" if dtype == "float16" else "bf16"
+    known: dict[str, Precision] = {"float16": "fp16", "float32": "f32"}
+    return "fp8" if dtype.startswith("float8") else known.get(dtype, "bf16")
 
 
 def _redundancy(compiled: float, devices: int, flops: Flops) -> float:
@@ -217,17 +219,17 @@ def _redundancy(compiled: float, devices: int, flops: Flops) -> float:
     return compiled * devices / total if total else 1.0
 
 
-def _program(work: ProgramWork, vocabularies: frozenset[int]) -> tuple[dict[Stage, float], float]:
+def _program(work: KernelCosts, vocabularies: frozenset[int]) -> tuple[dict[Stage, float], float]:
     """Returns the bytes of a compiled program by stage, and the FLOPs of its matmuls."""
     moved: dict[Stage, float] = collections.defaultdict(float)
     flops = 0.0
     module = work.module
     kernels = [(where, kernel, _name(module, where, kernel)) for where, kernel in work.kernels]
-    differentiated = any("jvp(" in name for _, _, name in kernels)
+    outside = undifferentiated(name for _, _, name in kernels)
     for where, kernel, name in kernels:
         times = module.execution(where).count
         size = work.bytes_of(where, kernel)
-        stage: Stage = pass_of(name, "optimizer" if differentiated else "forward")
+        stage: Stage = pass_of(name, outside)
         if stage != "optimizer" and _has_dim(kernel.shape, vocabularies):
             stage = "head"
         moved[stage] += size * times
@@ -247,11 +249,7 @@ def _name(module: Module, where: str, kernel: Any) -> str:
 
 
 def _has_dim(shape: str, sizes: frozenset[int]) -> bool:
-    for array in arrays(shape):
-        inside = array[array.index("[") + 1 : -1]
-        if any(int(dim.removeprefix("<=")) in sizes for dim in inside.split(",") if dim):
-            return True
-    return False
+    return any(not sizes.isdisjoint(dims(array)) for array in arrays(shape))
 
 
 def _network(
@@ -265,11 +263,9 @@ def _network(
     if flows is None or (unknown and len(unknown) == len(flows)):
         return None, ("network seconds are not known",)
     seconds: dict[Stage, float] = collections.defaultdict(float)
-    differentiated = any("jvp(" in flow.collective.op_name for flow in flows)
+    outside = undifferentiated(flow.collective.op_name for flow in flows)
     for flow in flows:
-        default: Pass = "optimizer" if differentiated else "forward"
-        stage = pass_of(flow.collective.op_name, default)
-        seconds[stage] += flow.total_seconds or 0.0
+        seconds[pass_of(flow.collective.op_name, outside)] += flow.total_seconds or 0.0
     if not unknown:
         return seconds, ()
     sent = humanize.size(sum(flow.collective.sent_bytes for flow in unknown))
@@ -292,7 +288,7 @@ def _notes(flops: Flops, left_out: Mapping[str, int]) -> Iterator[str]:
 def _unknown(chip: Chip | None, precision: Precision) -> Iterator[str]:
     if chip is None:
         yield "seconds are not known without a chip"
-    elif chip.flops_per_device(precision) is None:
+    elif peak_flops(chip, precision) is None:
         yield f"the {chip.full_name} has no matmul in {precision}"
 
 

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from shardlib.cost.layout import AXES, Layout
-from shardlib.cost.machine.constants import committed, constant
-from shardlib.cost.machine.fabric import Link, links
+from shardlib.cost.machine.constants import committed
+from shardlib.cost.machine.fabric import Link, domain_of, links, seconds_in_turn
+from shardlib.cost.machine.rates import rates
 from shardlib.explain.analysis.collectives import Collective, ProgramReport
-from shardlib.explain.analysis.kernel_cost import ProgramWork
+from shardlib.explain.analysis.kernel_cost import KernelCosts
 from shardlib.explain.hlo.text import Instruction, Module
 from shardlib.hardware import Cluster
 
@@ -206,26 +207,19 @@ class _Network:
             link = self._of_size(self.links["slices"], collective.group_size)
             return {"network": link.seconds(collective.kind, collective.bytes)}, ""
         axes = [axis for axis in collective.mesh_axes if axis in self.links]
-        if collective.kind in ("collective-permute", "collective-broadcast"):
-            slowest = max(axes, key=lambda a: self._once(collective, a), default=None)
-            return ({} if slowest is None else self._one(collective, slowest)), ""
+        kind, size = collective.kind, collective.bytes
+        if kind in ("collective-permute", "collective-broadcast"):
+            each = {axis: self.links[axis].seconds(kind, size) for axis in axes}
+            slowest = max(axes, key=each.__getitem__, default=None)
+            return ({} if slowest is None else {self.fabric(slowest): each[slowest]}), ""
+        crossed = [self.links[axis] for axis in reversed(axes)]
+        if len(axes) == 1:
+            crossed = [self._of_size(crossed[0], collective.group_size)]
         by_fabric: dict[Fabric, float] = collections.defaultdict(float)
-        held = float(collective.bytes)
-        for axis in reversed(axes):
-            link = self.links[axis]
-            if len(axes) == 1:
-                link = self._of_size(link, collective.group_size)
-            by_fabric[self.fabric(axis)] += link.seconds(collective.kind, held)
-            if collective.kind in ("all-reduce", "all-gather", "reduce-scatter"):
-                held /= link.size
+        times = seconds_in_turn(crossed, kind, size)
+        for axis, seconds in zip(reversed(axes), times, strict=True):
+            by_fabric[self.fabric(axis)] += seconds
         return dict(by_fabric), ""
-
-    def _once(self, collective: Collective, axis: str) -> float:
-        assert self.links is not None
-        return self.links[axis].seconds(collective.kind, collective.bytes)
-
-    def _one(self, collective: Collective, axis: str) -> dict[Fabric, float]:
-        return {self.fabric(axis): self._once(collective, axis)}
 
     @staticmethod
     def _of_size(link: Link, size: int) -> Link:
@@ -238,8 +232,7 @@ class _Network:
             return "network" if chip is None else "ici"
         names = list(self.mesh)
         reach = math.prod(self.mesh[name] for name in names[names.index(axis) :])
-        domain = min(self.cluster.devices_per_host, max(chip.nvlink_chips, 1))
-        if domain % reach:
+        if domain_of(self.cluster) % reach:
             return "network"
         return "nvlink" if chip.nvlink_bytes_per_second else "pcie"
 
@@ -254,20 +247,12 @@ class _Schedule:
     """Remaining seconds of an instruction, by fabric and name, that hide no collective yet."""
 
     @functools.cached_property
-    def _work(self) -> ProgramWork:
-        return ProgramWork(self.module)
-
-    @functools.cached_property
-    def _placed(self) -> dict[str, tuple[str, Instruction]]:
-        return {
-            instruction.name: (where, instruction)
-            for where, instructions in self.module.computations.items()
-            for instruction in instructions
-        }
+    def _work(self) -> KernelCosts:
+        return KernelCosts(self.module)
 
     def overlap(self, collective: Collective, fabric: str, needed: float) -> tuple[Overlap, float]:
         """Returns the overlap of a collective, and the seconds of it that computation hides."""
-        where, instruction = self._placed[collective.name]
+        where, instruction = self.module.located[collective.name]
         if '"is_sync":true' in instruction.attributes.get("backend_config", ""):
             return "blocking", 0.0
         start = instruction
@@ -311,12 +296,9 @@ class _Schedule:
             body = instruction.attributes["body"].lstrip("%")
             inner = self.module.computations.get(body, ())
             return trips * sum(self._seconds(body, each) for each in inner)
-        constants = committed()
-        rate = constant(constants, "matmul", chip) * (chip.flops_per_device() or math.inf)
-        memory = constant(constants, "memory", chip) * chip.memory_bytes_per_second
-        computed = self._work.flops_of(where, instruction) / rate
-        moved = self._work.bytes_of(where, instruction) / (memory / chip.devices_per_chip)
-        return max(computed, moved)
+        peak = rates(chip, "fp16" if chip.bf16_flops is None else "bf16", committed())
+        computed = self._work.flops_of(where, instruction) / peak.flops
+        return max(computed, self._work.bytes_of(where, instruction) / peak.memory)
 
 
 def _starts(instruction: Instruction) -> bool:

@@ -26,7 +26,8 @@ _TPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 _VM_BOUNDS = (2, 2, 1)
-_LOOKS_FOR_NONE = "\n  Start with JAX_PLATFORMS=cpu: JAX then does not look for such a device here."
+_LOOKS_FOR_NONE = "Start with JAX_PLATFORMS=cpu: JAX then does not look for such a device here."
+_OTHER_SIZE = "Name a cluster that the installed compiler knows, such as a smaller one."
 _CUDA_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
@@ -68,11 +69,10 @@ def _tpu_devices(cluster: Cluster, chip: Chip) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise _missing(cluster, "libtpu", "tpu")
     sides = _slice_sides(cluster, chip)
-    options: dict[str, Any] = {}
     chips_here = cluster.devices_per_host // chip.devices_per_chip
     in_one = chips_here == cluster.num_chips // cluster.num_slices
     bounds = (*sides, 1, 1)[:3] if in_one else _VM_BOUNDS
-    options["chips_per_host_bounds"] = bounds
+    options: dict[str, Any] = {"chips_per_host_bounds": bounds}
     if cluster.num_slices > 1:
         options["num_slices"] = cluster.num_slices
     if chip.name == "v4":
@@ -131,8 +131,8 @@ def _devices(cluster: Cluster, **options: Any) -> list[Any]:
     # JAX passes on any error of its plugins.
     except (RuntimeError, ValueError, NotImplementedError) as error:
         reason = str(error).split("\n")[0]
-        looks = "" if jax.config.values["jax_platforms"] == "cpu" else _LOOKS_FOR_NONE
-        raise MeshError(f"cannot compile for {cluster.name}: {reason}{looks}") from error
+        fix = _OTHER_SIZE if jax.config.values["jax_platforms"] == "cpu" else _LOOKS_FOR_NONE
+        raise MeshError(f"cannot compile for {cluster.name}: {reason}\n  {fix}") from error
 
 
 def _missing(cluster: Cluster, what: str, extra: str) -> MissingExtraError:

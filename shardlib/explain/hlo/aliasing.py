@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from shardlib.explain.hlo.text import Instruction, Module
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     (
         *("abs", "add", "and", "atan2", "bitcast", "cbrt", "ceil", "clamp", "compare", "complex"),
         *("convert", "copy", "cosine", "divide", "erf", "exponential", "exponential-minus-one"),
@@ -31,16 +31,17 @@ def in_place(module: Module, instruction: Instruction) -> list[tuple[int, int]]:
         return [(int(output or 0), int(operand)) for output, operand in pairs]
     if opcode != "fusion" or not (called := instruction.called()):
         return []
-    return list(_updated(module.computations.get(called[0], ())))
+    return list(_updated(module, called[0]))
 
 
-def _updated(fused: tuple[Instruction, ...]) -> Iterator[tuple[int, int]]:
-    """Yields output and parameter of each in-place update that a fusion returns."""
-    by_name = {i.name: i for i in fused}
-    roots = [i for i in fused if i.root] or list(fused[-1:])
-    if roots and roots[0].opcode == "tuple":
-        roots = [by_name[name] for name in roots[0].operand_names if name in by_name]
-    for output, root in enumerate(roots):
+def _updated(module: Module, fused: str) -> Iterator[tuple[int, int]]:
+    """Yields output and parameter of each in-place update that a fused computation returns."""
+    by_name = {i.name: i for i in module.computations.get(fused, ())}
+    root = module.root(fused)
+    results = [root] if root else []
+    if root and root.opcode == "tuple":
+        results = [by_name[name] for name in root.operand_names if name in by_name]
+    for output, root in enumerate(results):
         update = _unmoved(root, by_name)
         if update is not None and update.opcode in ("dynamic-update-slice", "scatter"):
             target = _unmoved(_first_operand(update, by_name), by_name)
@@ -72,7 +73,7 @@ def shareable(module: Module, instruction: Instruction, outputs: int) -> list[tu
     ):
         return [(n, n) for n in range(outputs)]
     operands: tuple[int, ...] = ()
-    if instruction.opcode in _ELEMENTWISE and instruction.opcode != "copy":
+    if instruction.opcode in ELEMENTWISE and instruction.opcode != "copy":
         operands = tuple(range(len(instruction.operand_names)))
     elif instruction.opcode == "fusion" and (called := instruction.called()):
         config = instruction.attributes.get("backend_config", "")
@@ -109,7 +110,7 @@ def _elementwise_parameters(fused: tuple[Instruction, ...]) -> tuple[int, ...]:
         readers = users.get(instruction.name, [])
         through[instruction.name] = all(
             reader.opcode == "tuple"
-            or (reader.opcode in _ELEMENTWISE and through.get(reader.name, False))
+            or (reader.opcode in ELEMENTWISE and through.get(reader.name, False))
             for reader in readers
         )
     return tuple(int(i.operands) for i in fused if i.opcode == "parameter" and through[i.name])

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
-from shardlib.explain.hlo.text import Instruction, Module, arrays, elements
+from shardlib.explain.hlo.text import Instruction, Module, dims, elements
 
 Fate = Literal["whole", "sliced", "added"]
 """Use of one array that an all-reduce returns. `whole`: it is used as it is. `sliced`: each device
@@ -43,23 +43,17 @@ class ValueUses:
                 yield from self.uses((computation, instruction.name))
             elif instruction.opcode == "fusion":
                 called = instruction.attributes["calls"].lstrip("%")
-                yield from self.uses((called, self._parameter(called, position)))
+                if parameter := self.module.parameter(called, position):
+                    yield from self.uses((called, parameter.name))
             else:
                 yield computation, instruction
-        body = self.module.computations[computation]
-        if body and body[-1].name == value[1]:
+        root = self.module.root(computation)
+        if root is not None and root.name == value[1]:
             for where, caller in self.module.callers.get(computation, []):
                 if caller.opcode == "fusion":
                     yield from self.uses((where, caller.name))
                 else:
                     yield where, caller
-
-    def _parameter(self, computation: str, position: int) -> str:
-        return next(
-            i.name
-            for i in self.module.computations[computation]
-            if i.opcode == "parameter" and i.operands == str(position)
-        )
 
     def results(self, computation: str, instruction: Instruction) -> list[list[Value]]:
         """Returns the values that stand for each array that an instruction returns."""
@@ -93,7 +87,7 @@ def fates(
             shape = elements(instruction.shape)[index]
             uses = [use for value in values for use in flow.uses(value)]
             where = (computation, instruction.name, index)
-            pending.append(_Sum([where], _count(shape) // max(devices, 1), uses))
+            pending.append(_Sum([where], math.prod(dims(shape)) // max(devices, 1), uses))
     for total in _added_up(flow, pending):
         computation, name, index = total.members[0]
         if total.uses and all(_is_part(use, total.part) for _, use in total.uses):
@@ -134,11 +128,4 @@ def _added_up(flow: ValueUses, sums: list[_Sum]) -> list[_Sum]:
 
 
 def _is_part(use: Instruction, part: int) -> bool:
-    return use.opcode == "dynamic-slice" and _count(use.shape) == part
-
-
-def _count(shape: str) -> int:
-    """Returns the number of elements of an array."""
-    (array,) = arrays(shape)
-    dims = array[array.index("[") + 1 : -1]
-    return math.prod(int(dim) for dim in dims.split(",") if dim)
+    return use.opcode == "dynamic-slice" and math.prod(dims(use.shape)) == part

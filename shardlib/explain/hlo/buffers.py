@@ -185,18 +185,14 @@ class _ScheduleWalk:
 
     def run(self, computation: str, values: dict[str, Value]) -> Value:
         """Runs a computation on the values of its parameters, and returns the value of its root."""
-        root: Value = []
         outer, self.computation = self.computation, computation
         for instruction in self.module.computations.get(computation, ()):
             if instruction.name not in values:
                 operands = [values[name] for name in instruction.operand_names if name in values]
                 values[instruction.name] = self.value(instruction, operands)
-            root = values[instruction.name] if instruction.root else root
-        instructions = self.module.computations.get(computation, ())
-        if instructions and not any(i.root for i in instructions):
-            root = values[instructions[-1].name]
         self.computation = outer
-        return root
+        root = self.module.root(computation)
+        return values[root.name] if root else []
 
     def call(self, computation: str, operands: list[Value]) -> Value:
         inner = self.module.computations.get(computation, ())

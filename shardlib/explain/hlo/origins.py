@@ -1,6 +1,5 @@
 """Origins of values in a compiled program, through fusions, calls, tuples and loops."""
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -57,45 +56,9 @@ class Values:
 
     module: Module
 
-    @functools.cached_property
-    def _by_name(self) -> dict[tuple[str, str], Instruction]:
-        return {
-            (where, instruction.name): instruction
-            for where, instructions in self.module.computations.items()
-            for instruction in instructions
-        }
-
-    @functools.cached_property
-    def _users(self) -> dict[tuple[str, str], list[tuple[Instruction, int]]]:
-        users = collections.defaultdict(list)
-        for (where, _), instruction in self._by_name.items():
-            for position, name in enumerate(instruction.operand_names):
-                users[where, name].append((instruction, position))
-        return dict(users)
-
-    def users(self, computation: str, name: str) -> list[tuple[Instruction, int]]:
-        """Returns the instructions that read a value, and the operand index in each."""
-        return self._users.get((computation, name), [])
-
-    def instruction(self, computation: str, name: str) -> Instruction | None:
-        """Returns an instruction by its name."""
-        return self._by_name.get((computation, name))
-
     def operands(self, computation: str, instruction: Instruction) -> list[HloValue]:
         """Returns the operands of an instruction as values."""
         return [HloValue(computation, name) for name in instruction.operand_names]
-
-    def parameter(self, computation: str, number: int) -> Instruction | None:
-        """Returns a computation's parameter."""
-        instructions = self.module.computations[computation]
-        own = (one for one in instructions if one.opcode == "parameter")
-        return next((one for one in own if one.operands.strip() == str(number)), None)
-
-    def root(self, computation: str) -> Instruction | None:
-        """Returns the root instruction of a computation."""
-        instructions = self.module.computations.get(computation, ())
-        marked = (instruction for instruction in instructions if instruction.root)
-        return next(marked, instructions[-1] if instructions else None)
 
     def origins(self, value: HloValue) -> frozenset[Origin]:
         """Returns the origins of a value, traced back only through moves."""
@@ -110,7 +73,7 @@ class Values:
 
     def _origin(self, at: HloValue) -> Origin | None:
         """Returns where a value is computed or passed to the program, or None if it is moved."""
-        instruction = self.instruction(at.computation, at.name)
+        instruction = self.module.instruction(at.computation, at.name)
         if instruction is None:
             return Origin(None, "unknown")
         if self._is_argument(at, instruction):
@@ -123,7 +86,7 @@ class Values:
 
     def before(self, at: HloValue) -> Iterator[HloValue]:
         """Yields the values that a value is moved from, or nothing if it is computed."""
-        instruction = self.instruction(at.computation, at.name)
+        instruction = self.module.instruction(at.computation, at.name)
         if instruction is None or self._is_argument(at, instruction):
             return
         where, opcode = at.computation, instruction.opcode
@@ -137,11 +100,11 @@ class Values:
         elif opcode == "while":
             yield operands[0]._replace(index=at.index)
             body = instruction.attributes["body"].lstrip("%")
-            if root := self.root(body):
+            if root := self.module.root(body):
                 yield HloValue(body, root.name, at.index)
         elif opcode == "fusion" or opcode in _CALLS:
             for called in instruction.called()[:1]:
-                if root := self.root(called):
+                if root := self.module.root(called):
                     yield HloValue(called, root.name, at.index)
         elif opcode in MOVES:
             yield from operands[:1] if opcode in _FIRST_ONLY else operands
@@ -152,7 +115,7 @@ class Values:
             operands = self.operands(where, caller)
             if caller.opcode == "while":
                 yield operands[0]._replace(index=at.index)
-                root = self.root(at.computation)
+                root = self.module.root(at.computation)
                 if root and caller.attributes["body"].lstrip("%") == at.computation:
                     yield HloValue(at.computation, root.name, at.index)
             elif number < len(operands) and caller.opcode in ("fusion", *_CALLS):
@@ -161,7 +124,7 @@ class Values:
     def unchanged(self, loop: Instruction) -> frozenset[int]:
         """Returns the elements of a loop's carry that no iteration changes."""
         body = loop.attributes["body"].lstrip("%")
-        root = self.root(body)
+        root = self.module.root(body)
         if root is None or root.opcode != "tuple":
             return frozenset()
         elements = [HloValue(body, root.name, n) for n in range(len(root.operand_names))]
@@ -169,7 +132,7 @@ class Values:
 
     def _handed_on(self, at: HloValue) -> int | None:
         """Returns the element of the body's parameter that equals a value of the body."""
-        while instruction := self.instruction(at.computation, at.name):
+        while instruction := self.module.instruction(at.computation, at.name):
             if instruction.opcode == "parameter":
                 return at.index
             inside = self._element(at, instruction)
@@ -198,14 +161,14 @@ class Values:
         """
 
         def operands(at: HloValue) -> list[HloValue]:
-            instruction = self.instruction(at.computation, at.name)
+            instruction = self.module.instruction(at.computation, at.name)
             if instruction is None or instruction.opcode == "parameter":
                 return []
             inside = self._element(at, instruction)
             return [inside] if inside else self.operands(at.computation, instruction)
 
         for at in reached([value], operands):
-            instruction = self.instruction(at.computation, at.name)
+            instruction = self.module.instruction(at.computation, at.name)
             if instruction is None or instruction.opcode in _EFFECTS:
                 return False
             if instruction.opcode == "parameter":

@@ -23,6 +23,7 @@ from typing import Literal, NamedTuple
 
 import jax.extend.core
 
+from shardlib.cost.costs import pass_of
 from shardlib.explain.hlo.calls import Chain, argument_chains
 from shardlib.explain.hlo.stacks import Frame
 from shardlib.explain.hlo.text import Instruction, Module
@@ -118,12 +119,9 @@ def phase_of(name: str, *, differentiated: bool) -> Phase:
         differentiated: Whether the program takes gradients. If so, an operation outside of the
             passes belongs to the update.
     """
-    if "rematted_computation" in name:
-        return "recompute"
-    if "transpose(" in name:
-        return "backward"
-    if "jvp(" in name:
-        return "forward"
+    during = pass_of(name)
+    if during != "optimizer":
+        return during
     # Names in computations that the compiler made are relative.
     return "update" if differentiated and name.startswith("jit(") else ""
 
@@ -217,10 +215,8 @@ def came_from(module: Module, computation: str, instruction: Instruction, output
 
 def _result(module: Module, fused: str, output: int) -> Instruction | None:
     """Returns the instruction of a fused computation that makes one of its results."""
-    roots = [one for one in module.computations.get(fused, ()) if one.root]
-    if roots and roots[0].opcode == "tuple":
-        return module.operand(fused, roots[0], output)
-    return roots[0] if roots else None
+    root = module.root(fused)
+    return module.operand(fused, root, output) if root and root.opcode == "tuple" else root
 
 
 def _written(

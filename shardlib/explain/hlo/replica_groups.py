@@ -9,6 +9,11 @@ import numpy as np
 
 from shardlib.explain.hlo.text import Instruction
 
+KINDS = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"),
+    *("ragged-all-to-all", "collective-broadcast"),
+)
+"""Opcodes of collectives."""
 Groups = frozenset[frozenset[int]]
 Rows = list[list[int]]
 """Groups and their members, both in the order of the text."""

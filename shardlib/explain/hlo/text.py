@@ -200,6 +200,26 @@ class Module:
             instruction, lambda one: [by_name[n] for n in one.operand_names if n in by_name]
         )
 
+    def instruction(self, computation: str, name: str) -> Instruction | None:
+        """Returns an instruction by its name."""
+        return self._named.get(computation, {}).get(name)
+
+    def root(self, computation: str) -> Instruction | None:
+        """Returns the root of a computation, by default its last instruction."""
+        instructions = self.computations.get(computation, ())
+        return next((i for i in instructions if i.root), instructions[-1] if instructions else None)
+
+    def parameter(self, computation: str, number: int) -> Instruction | None:
+        """Returns a parameter of a computation by its number."""
+        own = (i for i in self.computations[computation] if i.opcode == "parameter")
+        return next((i for i in own if i.operands.strip() == str(number)), None)
+
+    @functools.cached_property
+    def located(self) -> dict[str, tuple[str, Instruction]]:
+        """The instructions by name, with their computations."""
+        pairs = self.computations.items()
+        return {one.name: (where, one) for where, instructions in pairs for one in instructions}
+
     def operand(
         self, computation: str, instruction: Instruction, number: int
     ) -> Instruction | None:
@@ -296,6 +316,13 @@ def parse(text: str) -> Module:
 def arrays(shape: str) -> list[str]:
     """Returns the arrays of a shape without layouts: `["f32[4,8]", "bf16[2]"]`."""
     return [f"{dtype}[{dims}]" for dtype, dims in _ARRAY.findall(shape)]
+
+
+def dims(shape: str) -> tuple[int, ...]:
+    """Returns the dims of an array, such as (4, 8) of `f32[4,8]`; () for any other text."""
+    array = _ARRAY.search(shape)
+    sizes = array[2].split(",") if array else ()
+    return tuple(int(size.removeprefix("<=")) for size in sizes if size)
 
 
 def elements(shape: str) -> list[str]:

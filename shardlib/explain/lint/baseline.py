@@ -28,6 +28,7 @@ from shardlib.explain.lint.findings import CODES, Finding
 
 _YAML = (".yaml", ".yml")
 _FIELDS = ("code", "place", "why")
+_REPAIR = "Correct it, or rewrite it with --accept."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,8 @@ def read_baseline(path: str | Path) -> Baseline:
         )
     faults = [f"entry {n}: {fault}" for n, e in enumerate(entries, 1) if (fault := _fault(e))]
     if faults:
-        raise ConfigError(f"the baseline {path} is malformed:\n  " + "\n  ".join(faults))
+        listed = "\n  ".join(faults)
+        raise ConfigError(f"the baseline {path} is malformed:\n  {listed}\n  {_REPAIR}")
     return Baseline(tuple(Accepted(**entry) for entry in entries))
 
 
@@ -157,10 +159,10 @@ def _parsed(path: Path, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"the baseline {path} is not JSON: {error}.") from None
+        raise ConfigError(f"the baseline {path} is not JSON: {error}.\n  {_REPAIR}") from None
     except RecursionError:
         raise ConfigError(
-            f"the baseline {path} is not a list of findings: it nests too deeply."
+            f"the baseline {path} is not a list of findings: it nests too deeply.\n  {_REPAIR}"
         ) from None
 
 

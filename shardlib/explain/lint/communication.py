@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Mapping
 
 from shardlib import humanize
+from shardlib.cost.machine.fabric import domain_of
 from shardlib.explain.analysis.collectives import axes_text
 from shardlib.explain.analysis.explicit import is_explicit
 from shardlib.explain.hlo.origins import HloValue, reached
 from shardlib.explain.hlo.provenance import Where, is_library
-from shardlib.explain.hlo.text import Instruction
+from shardlib.explain.hlo.text import Instruction, dims
 from shardlib.explain.lint.findings import Finding
-from shardlib.explain.lint.subject import PlacedCollective, Subject, dims, largest, times_a_step
+from shardlib.explain.lint.subject import PlacedCollective, Subject, largest, times_a_step
 from shardlib.explain.wrong_numbers import read
 
 FAST_AXES = ("tensor", "context", "expert")
@@ -104,7 +105,7 @@ def repeated(subject: Subject) -> Iterator[Finding]:
     if not subject.leaves:
         return
     findings: dict[Where, Finding] = {}
-    loops = subject.instructions(("while",))
+    loops = subject.module.each("while")
     bodies = {loop.attributes["body"].lstrip("%"): loop for _, loop in loops}
     for placed in subject.collectives:
         collective = placed.collective
@@ -156,13 +157,13 @@ def _in_body(
 
 def _reads(subject: Subject, value: HloValue) -> set[int]:
     """Returns the numbers of the computation's parameters that a value depends on."""
-    where, values = value.computation, subject.values
+    where, module = value.computation, subject.module
 
     def operands(name: str) -> tuple[str, ...]:
-        instruction = values.instruction(where, name)
+        instruction = module.instruction(where, name)
         return () if instruction is None else instruction.operand_names
 
-    read = [values.instruction(where, name) for name in reached([value.name], operands)]
+    read = [module.instruction(where, name) for name in reached([value.name], operands)]
     return {int(one.operands) for one in read if one is not None and one.opcode == "parameter"}
 
 
@@ -173,7 +174,7 @@ def _slices(subject: Subject, body: str, kept: frozenset[int]) -> set[str]:
         if instruction.opcode != "get-tuple-element":
             continue
         index = int(instruction.attributes["index"])
-        source = subject.values.instruction(body, instruction.operand_names[0])
+        source = subject.module.instruction(body, instruction.operand_names[0])
         if index not in kept or source is None or source.opcode != "parameter":
             continue
         if _is_sliced(subject, body, instruction.name):
@@ -195,14 +196,15 @@ def _is_sliced(subject: Subject, computation: str, name: str) -> bool:
                 return True
         elif instruction.opcode == "fusion":
             called = instruction.called()[0]
-            inner = subject.values.parameter(called, names.index(name))
+            inner = subject.module.parameter(called, names.index(name))
             if inner is not None and _is_sliced(subject, called, inner.name):
                 return True
     return False
 
 
 def slow_axes(subject: Subject) -> Iterator[Finding]:
-    """Yields SL204: an axis of frequent collectives that spans several NVLink domains or slices."""
+    """Yields SL204: an axis of frequent collectives that spans several slices, NVLink domains or
+    hosts without NVLink."""
     cluster = subject.cluster
     if cluster is None or cluster.chip is None:
         return
@@ -211,8 +213,9 @@ def slow_axes(subject: Subject) -> Iterator[Finding]:
         domain, name = cluster.num_devices // cluster.num_slices, "a slice"
         fast = chip.ici_bytes_per_second_per_link
     else:
-        domain, name = min(cluster.devices_per_host, max(chip.nvlink_chips, 1)), "an NVLink domain"
-        fast = chip.nvlink_bytes_per_second
+        domain, fast = domain_of(cluster), chip.nvlink_bytes_per_second
+        name = "an NVLink domain" if fast else "a host"
+        fast = fast or chip.pcie_bytes_per_second
     slow = cluster.network_bytes_per_second_per_device
     fast_axes = (*FAST_AXES, *_own_fast_axes(subject))
     inner = math.prod(subject.mesh.values())

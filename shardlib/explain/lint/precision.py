@@ -12,9 +12,9 @@ from shardlib.explain.analysis.equations import Placed, equations
 from shardlib.explain.analysis.explicit import is_explicit
 from shardlib.explain.hlo.origins import HloValue
 from shardlib.explain.hlo.provenance import Where, where_of_equation
-from shardlib.explain.hlo.text import Instruction, array_bytes
+from shardlib.explain.hlo.text import Instruction, array_bytes, dims
 from shardlib.explain.lint.findings import Finding
-from shardlib.explain.lint.subject import PlacedCollective, Subject, array_text, dims, largest
+from shardlib.explain.lint.subject import PlacedCollective, Subject, array_text, largest
 from shardlib.jaxprs import array_of
 
 _HALF = frozenset({"bfloat16", "float16"})
@@ -80,18 +80,18 @@ def _was_narrow(subject: Subject, placed: PlacedCollective) -> bool:
 
 def _is_widened(subject: Subject, value: HloValue) -> bool:
     for _ in range(16):
-        instruction = subject.values.instruction(value.computation, value.name)
+        instruction = subject.module.instruction(value.computation, value.name)
         if instruction is None:
             return False
         if instruction.opcode == "fusion":
             called = instruction.called()[0]
-            root = subject.values.root(called)
+            root = subject.module.root(called)
             if root is None:
                 return False
             value = HloValue(called, root.name)
         elif instruction.opcode == "convert":
             (name,) = instruction.operand_names
-            before = subject.values.instruction(value.computation, name)
+            before = subject.module.instruction(value.computation, name)
             return before is not None and before.shape.startswith(("bf16", "f16"))
         elif instruction.opcode in _CARRIES:
             value = HloValue(value.computation, instruction.operand_names[0])
@@ -114,14 +114,13 @@ def _gets_narrow(subject: Subject, placed: PlacedCollective) -> bool:
 
 def _uses(subject: Subject, computation: str, instruction: Instruction) -> Iterator[Instruction]:
     """Yields the instructions that read a value, through moves and fusions."""
-    for user, position in subject.values.users(computation, instruction.name):
+    for user, position in subject.module.users(computation, instruction.name):
         if user.opcode in _CARRIES:
             yield from _uses(subject, computation, user)
         elif user.opcode == "fusion":
             called = user.attributes["calls"].lstrip("%")
-            for parameter in subject.module.computations[called]:
-                if parameter.opcode == "parameter" and parameter.operands == str(position):
-                    yield from _uses(subject, called, parameter)
+            if parameter := subject.module.parameter(called, position):
+                yield from _uses(subject, called, parameter)
         else:
             yield user
 

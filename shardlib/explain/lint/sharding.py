@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from shardlib import humanize
 from shardlib.explain.analysis.collectives import axes_text
-from shardlib.explain.analysis.params import ParamsReport
+from shardlib.explain.analysis.kernel_cost import KernelCosts
+from shardlib.explain.analysis.params import SECTIONS, ParamsReport
 from shardlib.explain.hlo.provenance import Where, is_library, where_of
-from shardlib.explain.hlo.text import Instruction, array_bytes
+from shardlib.explain.hlo.text import Instruction, array_bytes, dims
 from shardlib.explain.lint.findings import Finding
 from shardlib.explain.lint.subject import (
     BATCH_AXES,
@@ -18,7 +19,6 @@ from shardlib.explain.lint.subject import (
     PlacedCollective,
     Subject,
     array_text,
-    dims,
     times_a_step,
 )
 
@@ -34,7 +34,6 @@ Source: NVIDIA, "Matrix Multiplication Background User's Guide", section 4.1.
 """
 _LONG = 128
 """Shorter dims, such as a number of heads, are merged with others."""
-_SECTIONS = ("params", "model_state", "opt_state")
 
 
 def replicated_leaves(subject: Subject) -> Iterator[Finding]:
@@ -102,7 +101,7 @@ def _replicated(subject: Subject, leaf: Argument, axis: str) -> Finding:
 def _group(leaf: Argument) -> tuple[str, ...]:
     """Returns the group of a leaf: its argument, or its section of a training state."""
     parts = leaf.path.split("/")
-    return tuple(parts[: 2 if len(parts) > 1 and parts[1] in _SECTIONS else 1])
+    return tuple(parts[: 2 if len(parts) > 1 and parts[1] in SECTIONS else 1])
 
 
 def _divided(leaf: Argument, size: int) -> int | None:
@@ -253,13 +252,14 @@ def padded(subject: Subject) -> Iterator[Finding]:
 def _padded_matmuls(subject: Subject) -> Iterator[Finding]:
     lines: dict[tuple[Where, int], list[tuple[Instruction, float, float]]]
     lines = collections.defaultdict(list)
-    total = 0.0
-    for computation, instruction in subject.instructions(("convolution",)):
+    total, costs = 0.0, KernelCosts(subject.module)
+    for computation, instruction in subject.module.each("convolution"):
         sizes = _sizes(subject, computation, instruction)
         # The architecture fixes the channels of a convolution.
         if sizes is None or instruction.op_name.endswith("conv_general_dilated"):
             continue
-        flops, contracted, last = sizes
+        contracted, last = sizes
+        flops = costs.flops_of(computation, instruction)
         flops *= subject.module.execution(computation).count
         total += flops
         size = min((contracted, last), key=lambda n: n / _rounded(n))
@@ -287,12 +287,10 @@ def _padded_matmuls(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _sizes(
-    subject: Subject, computation: str, instruction: Instruction
-) -> tuple[float, int, int] | None:
-    """Returns the FLOPs of a matmul, its contracted size and the size of its last dims."""
+def _sizes(subject: Subject, computation: str, instruction: Instruction) -> tuple[int, int] | None:
+    """Returns the contracted size of a matmul, and the size of its last dims."""
     labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", instruction.attributes.get("dim_labels", ""))
-    operands = [subject.values.instruction(computation, name) for name in instruction.operand_names]
+    operands = [subject.module.instruction(computation, name) for name in instruction.operand_names]
     if labels is None or len(operands) != 2 or None in operands:
         return None
     left, right = (dims(operand.shape) for operand in operands)  # type: ignore[union-attr]
@@ -301,7 +299,6 @@ def _sizes(
         return None
     contracted = left[labels[1].index("f")]
     last = result[labels[3].index("f")]
-    rows = result[labels[3].index("b")]
     # A matmul over several dims has the remaining ones as spatial dims.
     for mark in filter(str.isdigit, labels[2]):
         window, written = right[labels[2].index(mark)], result[labels[3].index(mark)]
@@ -310,9 +307,7 @@ def _sizes(
             last *= window
         elif written == 1 and window == read:
             contracted *= window
-        else:
-            rows *= written
-    return 2.0 * rows * contracted * last, contracted, last
+    return contracted, last
 
 
 def _rounded(size: int) -> int:

@@ -5,6 +5,7 @@ import collections
 from collections.abc import Iterator
 
 from shardlib import humanize
+from shardlib.cost.costs import pass_of
 from shardlib.cost.traced.products import matmul_flops
 from shardlib.explain.analysis.equations import Placed, equations
 from shardlib.explain.hlo.origins import reached
@@ -36,7 +37,7 @@ def host_calls(subject: Subject) -> Iterator[Finding]:
 
 def _host_instructions(subject: Subject) -> dict[tuple[str, Where], int]:
     calls: dict[tuple[str, Where], int] = collections.Counter()
-    for computation, instruction in subject.instructions(("custom-call", "send", "recv", *_HOST)):
+    for computation, instruction in subject.module.each("custom-call", "send", "recv", *_HOST):
         target = instruction.attributes.get("custom_call_target", "").strip('"')
         between_slices = "megascale" in instruction.attributes.get("frontend_attributes", "")
         if instruction.opcode == "custom-call" and "callback" not in target:
@@ -59,8 +60,8 @@ def unrolled(subject: Subject) -> Iterator[Finding]:
     alike: dict[tuple[Where, tuple[tuple[int, ...], ...]], int] = collections.Counter()
     for placed in equations(subject.jaxpr):
         flops = matmul_flops(placed.equation)
-        again = "transpose(" in placed.name or "rematted_computation" in placed.name
-        if flops is None or again or placed.times > 1 or placed.in_kernel:
+        first = pass_of(placed.name, "forward") == "forward"
+        if flops is None or not first or placed.times > 1 or placed.in_kernel:
             continue
         line = where_of_equation(placed.equation)
         shapes = tuple(variable.aval.shape for variable in placed.equation.invars)
@@ -88,7 +89,7 @@ def unrolled(subject: Subject) -> Iterator[Finding]:
 
 def uncounted(subject: Subject) -> Iterator[Finding]:
     """Yields SL503: loops with collectives and an unknown trip count."""
-    for _, loop in subject.instructions(("while",)):
+    for _, loop in subject.module.each("while"):
         inside = [c for c in subject.collectives if loop.name in _callers(subject, c.computation)]
         if subject.module.trips(loop) is not None or not inside:
             continue

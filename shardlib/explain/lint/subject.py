@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 from shardlib.explain.analysis.collectives import Collective, ProgramReport, read_program
 from shardlib.explain.analysis.equations import equations
 from shardlib.explain.analysis.params import ParamsReport
+from shardlib.explain.analysis.roofline import vocabularies_of
 from shardlib.explain.aot.compile import CompiledStep, argument_names
 from shardlib.explain.hlo.origins import HloValue, Values
 from shardlib.explain.hlo.parameters import parameter_paths
@@ -29,7 +30,7 @@ from shardlib.explain.hlo.provenance import (
     where_of,
 )
 from shardlib.explain.hlo.replica_groups import as_groups, groups_of_axes, tile_devices
-from shardlib.explain.hlo.text import Instruction, Module, array_bytes, parse
+from shardlib.explain.hlo.text import Instruction, Module, array_bytes, dims, parse
 from shardlib.explain.lint.findings import Limits
 from shardlib.hardware import Cluster
 from shardlib.mesh import STANDARD_AXES, spec_axes
@@ -243,22 +244,10 @@ class Subject:
     @functools.cached_property
     def collectives(self) -> tuple[PlacedCollective, ...]:
         """The collectives with their computations and instructions."""
-        where = {
-            instruction.name: (computation, instruction)
-            for computation, instructions in self.module.computations.items()
-            for instruction in instructions
-        }
         return tuple(
-            PlacedCollective(collective, *where[collective.name])
+            PlacedCollective(collective, *self.module.located[collective.name])
             for collective in self.program.collectives
         )
-
-    def instructions(self, opcodes: tuple[str, ...]) -> Iterator[tuple[str, Instruction]]:
-        """Yields the instructions with one of the opcodes, and their computations."""
-        for computation, instructions in self.module.computations.items():
-            for instruction in instructions:
-                if instruction.opcode in opcodes:
-                    yield computation, instruction
 
     def operands(self, placed: PlacedCollective) -> list[HloValue]:
         """Returns the operands of a collective."""
@@ -277,12 +266,12 @@ class Subject:
         """Returns the source place of a collective, else of an operand or of a user."""
         instructions = [placed.instruction]
         for value in self.operands(placed):
-            if operand := self.values.instruction(value.computation, value.name):
+            if operand := self.module.instruction(value.computation, value.name):
                 instructions.append(operand)
-        users = self.values.users(placed.computation, placed.instruction.name)
+        users = self.module.users(placed.computation, placed.instruction.name)
         for user, _ in users:
             instructions.append(user)
-            instructions += [one for one, _ in self.values.users(placed.computation, user.name)]
+            instructions += [one for one, _ in self.module.users(placed.computation, user.name)]
         # An argument has only a path and no source, so its users are more precise.
         places = [where_of(self.module, instruction) for instruction in instructions]
         return next((where for where in places if where.source), places[0])
@@ -309,10 +298,7 @@ class Subject:
     @functools.cached_property
     def vocabularies(self) -> set[int]:
         """The sizes of dims with the logical axis `vocab`, else of tables used in lookups."""
-        sizes = set()
-        for row in self.state.rows if self.state is not None else ():
-            pairs = zip(row.logical_axes or (), row.shape, strict=False)
-            sizes |= {size for name, size in pairs if name == "vocab"}
+        sizes = set(vocabularies_of(self.state)) if self.state is not None else set[int]()
         if sizes or self.jaxpr is None:
             return sizes
         for placed in equations(self.jaxpr):
@@ -477,12 +463,6 @@ def spec_of_shapes(
         spec.append(ways[0])
         free = [name for name in free if name not in ways[0]]
     return tuple(spec)
-
-
-def dims(shape: str) -> tuple[int, ...]:
-    """Returns the dims of one array's shape, such as `f32[4,8]`."""
-    inside = shape[shape.index("[") + 1 : shape.index("]")]
-    return tuple(int(dim.removeprefix("<=")) for dim in inside.split(",") if dim)
 
 
 def largest(shapes: tuple[str, ...]) -> str:

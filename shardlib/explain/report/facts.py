@@ -51,14 +51,14 @@ class StepFacts:
     def verdict(self) -> str:
         """Returns one line that says whether the step fits."""
         memory, limit = self.memory, self.memory.capacity_bytes
-        needed = humanize.size(memory.peak_bytes)
+        needed = f"a device needs {humanize.size(memory.peak_bytes)}"
         if limit is None:
-            return f"needs {needed} on each device"
+            return needed
+        both = f"{needed} and has {humanize.size(limit)}"
         if not memory.fits:
-            return f"does not fit: needs {needed}; a device has {humanize.size(limit)}"
-        share = memory.peak_bytes / limit
+            return f"does not fit: {both}"
         note = f" ({memory.note})" if memory.note else ""
-        return f"fits: needs {needed} of {humanize.size(limit)} on each device, {share:.0%}{note}"
+        return f"fits: {both}, {memory.peak_bytes / limit:.0%} are in use{note}"
 
     @property
     def choices(self) -> Mapping[str, str]:

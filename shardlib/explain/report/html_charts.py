@@ -1,6 +1,7 @@
 """Charts of a report as SVG text without scripts or external resources."""
 
 import html
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -130,9 +131,7 @@ def pieces(shape: Sequence[int], cuts: Sequence[int], copies: int) -> str:
     for index in range(1, shown_columns):
         x = 1 + width * index / shown_columns
         lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="1" y2="{height + 1}" class="cut"/>')
-    whole = 1
-    for cut in cuts:
-        whole *= cut
+    whole = math.prod(cuts)
     label = f"{whole} piece{'s' * (whole > 1)}, {copies} cop{'ies' if copies > 1 else 'y'} of each"
     return f"{_svg(width + 2, height + 2, ''.join(lines))}<small>{label}</small>"
 

@@ -120,8 +120,7 @@ def report_on(
         roofline = read_roofline(
             step.jaxpr, module, step.mesh_sizes, cluster, flows, vocabularies=words
         )
-    given = () if limits is None else (limits,)
-    subject = Subject.of(step, params, *given, module=module, program=program)
+    subject = Subject.of(step, params, limits or Limits(), module=module, program=program)
     memory = read_memory(step, module)
     return StepReport(step, program, memory, flows or (), roofline, lint(subject), params)
 

@@ -25,13 +25,6 @@ from shardlib.explain.wrong_numbers.layout import (
 from shardlib.explain.wrong_numbers.operations import numbers
 from shardlib.explain.wrong_numbers.values import Context, SpmdValue, shapes_of
 
-KINDS = frozenset(
-    (
-        *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"),
-        *("ragged-all-to-all", "collective-broadcast"),
-    )
-)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Members:

@@ -11,8 +11,9 @@ from jax.extend.core import ClosedJaxpr
 
 from shardlib.explain.analysis.equations import Placed, equations
 from shardlib.explain.hlo.provenance import Where, where_of
+from shardlib.explain.hlo.replica_groups import KINDS
 from shardlib.explain.hlo.text import Instruction, Module
-from shardlib.explain.wrong_numbers.collectives import KINDS, members_of
+from shardlib.explain.wrong_numbers.collectives import members_of
 from shardlib.explain.wrong_numbers.interpret import Contradiction, HloReader, Start
 from shardlib.explain.wrong_numbers.operations import numbers, window_of
 from shardlib.explain.wrong_numbers.values import shapes_of

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from shardlib.explain.analysis.explicit import is_explicit
+from shardlib.explain.hlo.replica_groups import KINDS
 from shardlib.explain.hlo.text import Instruction, Module
 from shardlib.explain.wrong_numbers import arithmetic, collectives, operations
 from shardlib.explain.wrong_numbers.layout import (
@@ -143,7 +144,7 @@ class HloReader:
             return self._branches(instruction, operands)
         kind = opcode.removesuffix("-start")
         flat = list(_flat(operands))
-        if kind in collectives.KINDS:
+        if kind in KINDS:
             return self._collective(where, instruction, kind, flat)
         return self._operation(where, instruction, flat, shapes)
 

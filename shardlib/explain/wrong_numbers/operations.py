@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from shardlib.explain.hlo.aliasing import ELEMENTWISE
 from shardlib.explain.hlo.text import Instruction
 from shardlib.explain.wrong_numbers.layout import (
     Dim,
@@ -28,18 +29,9 @@ Pairs = list[tuple[Side, Side]]
 Shapes = Mapping[str, str]
 """The shapes of values by name, with their layouts in memory."""
 
-ELEMENTWISE = frozenset(
-    (
-        *("abs", "add", "and", "atan2", "cbrt", "ceil", "clamp", "compare", "complex", "convert"),
-        *("copy", "cosine", "divide", "erf", "exponential", "exponential-minus-one", "floor"),
-        *("imag", "is-finite", "log", "log-plus-one", "logistic", "map", "maximum", "minimum"),
-        *("multiply", "negate", "not", "or", "popcnt", "power", "real", "reduce-precision"),
-        *("remainder", "round-nearest-afz", "round-nearest-even", "rsqrt", "select", "shift-left"),
-        *("shift-right-arithmetic", "shift-right-logical", "sign", "sine", "sqrt", "subtract"),
-        *("tan", "tanh", "xor", "optimization-barrier", "domain", "copy-start", "copy-done"),
-        "bitcast-convert",
-    )
-)
+_ELEMENTWISE = (ELEMENTWISE - {"bitcast"}) | {
+    *("map", "optimization-barrier", "domain", "copy-start", "copy-done", "bitcast-convert")
+}
 
 
 def layout_of(
@@ -58,7 +50,7 @@ def layout_of(
     """
     shape, _ = dims_and_order(instruction.shape)
     opcode = instruction.opcode
-    if opcode in ELEMENTWISE:
+    if opcode in _ELEMENTWISE:
         return _together(operands, shape)
     if opcode == "dynamic-update-slice":
         return _updated(operands, shape)

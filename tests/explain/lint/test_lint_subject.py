@@ -155,7 +155,7 @@ ENTRY %main (p: f32[4,8], q: f32[8]) -> f32[8] {
 
 def test_where_values_come_from():
     values = Values(parse(LOOP))
-    loop = values.instruction("main", "loop")
+    loop = values.module.instruction("main", "loop")
     kept = values.unchanged(loop)
     assert kept == {0, 1, 2}
     invariant = {
