@@ -16,6 +16,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from shardlib.nn.moe.rows import collect, spread, weighted_sum
 from shardlib.nn.moe.weights import Activation, ExpertWeights, mlp_of_slots
@@ -30,31 +31,29 @@ def capacity(length: int, k: int, num_experts: int, factor: float) -> int:
 
 
 def with_capacity(
-    tokens: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    counted: jax.Array,
+    tokens: Float[Array, "batch length embed"],
+    experts: Int[Array, "batch length k"],
+    weights: Float[Array, "batch length k"],
+    counted: Bool[Array, "batch length"],
     mlp: ExpertWeights,
     activation: Activation,
     *,
     places: int,
     axes: tuple[str, ...] = (),
     length_axes: tuple[str, ...] = (),
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "batch length embed"], Bool[Array, "batch length k"]]:
     """Returns the weighted sums of the experts' outputs, and the copies that they took.
 
     Args:
-        tokens: [batch, length, embed], the tokens of this device.
-        experts: [batch, length, k] int32, from 0 to E - 1; a copy for E takes no place.
-        weights: [batch, length, k] float32.
-        counted: [batch, length] bool; uncounted tokens take no place and give 0.
+        tokens: The tokens of this device.
+        experts: int32, from 0 to E - 1; a copy for E takes no place.
+        weights: float32.
+        counted: Uncounted tokens take no place and give 0.
         mlp: The experts of this device: all of them, or its shard over `axes`.
         activation: Nonlinearity of the experts.
         places: `capacity` for the length of a whole row.
         axes: Mesh axes, manual here, that shard the experts; () for none.
         length_axes: Mesh axes, manual here, that shard the rows; () for none.
-    Returns:
-        [batch, length, embed], and [batch, length, k] bool.
     """
     batch, length, embed = tokens.shape
     k = experts.shape[2]

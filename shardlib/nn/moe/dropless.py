@@ -20,6 +20,7 @@ Source: Gale et al. 2022, "MegaBlocks: Efficient Sparse Training with Mixture-of
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from shardlib.nn.moe.exchange import ExchangeGroup, Method, exchange, plan_exchange, resolve_method
 from shardlib.nn.moe.rows import collect, spread, weighted_sum
@@ -27,24 +28,24 @@ from shardlib.nn.moe.weights import Activation, ExpertWeights, mlp_of_sorted
 
 
 def dropless(
-    tokens: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    counted: jax.Array,
+    tokens: Float[Array, "t embed"],
+    experts: Int[Array, "t k"],
+    weights: Float[Array, "t k"],
+    counted: Bool[Array, " t"],
     mlp: ExpertWeights,
     activation: Activation,
     *,
     axes: tuple[str, ...] = (),
     method: Method = "auto",
     chunks: int = 1,
-) -> jax.Array:
-    """Returns the weighted sums [t, embed] of the experts' outputs.
+) -> Float[Array, "t embed"]:
+    """Returns the weighted sums of the experts' outputs.
 
     Args:
-        tokens: [t, embed], the tokens of this device.
-        experts: [t, k] int32, from 0 to E - 1; a copy for E goes nowhere and gives 0.
-        weights: [t, k] float32.
-        counted: [t] bool; uncounted tokens go nowhere and give 0.
+        tokens: The tokens of this device.
+        experts: int32, from 0 to E - 1; a copy for E goes nowhere and gives 0.
+        weights: float32.
+        counted: Uncounted tokens go nowhere and give 0.
         mlp: The experts of this device: all of them, or its shard over `axes`.
         activation: Nonlinearity of the experts.
         axes: Mesh axes, manual here, that shard the experts; () for none.

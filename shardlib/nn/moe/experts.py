@@ -12,11 +12,14 @@
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
 
 from shardlib.errors import RuleError
 from shardlib.mesh import entry_axes
@@ -73,80 +76,107 @@ class _Layout:
 
 
 def apply_experts(
-    x: jax.Array,
+    x: Float[Array, "batch length embed"],
     routing: Routing,
     weights: ExpertWeights,
     activation: Activation,
     *,
-    mask: jax.Array | None = None,
+    mask: Bool[Array, "batch length"] | None = None,
     dispatch: Dispatch = "dropless",
     capacity_factor: float = 1.25,
     exchange: Method = "auto",
     chunks: int = 1,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[Array, "batch length embed"], Bool[Array, "batch length k"]]:
     """Returns the combined outputs of the chosen experts, and the copies that were computed.
 
     Args:
-        x: [batch, length, embed].
+        x: The tokens.
         routing: The choice of k experts for each token.
         weights: All experts, in the dtype of `x`.
         activation: Nonlinearity of the experts.
-        mask: [batch, length] bool; masked-out tokens go to no expert and give 0. None for all.
+        mask: False for tokens that go to no expert and give 0. None for all.
         dispatch: `dropless` or `capacity`: see the modules of these names.
         capacity_factor: Places as a multiple of what an even load needs; `capacity` only.
         exchange: Exchange method of the tokens; `dropless` only.
         chunks: Number of parts in which a device computes its tokens; `dropless` only.
 
     Returns:
-        [batch, length, embed] in the dtype of `x`, and [batch, length, k] bool.
+        The outputs in the dtype of `x`, and whether each copy was computed.
 
     Raises:
         RuleError: If some of the mesh axes that shard experts shard tokens and others do not.
     """
     layout = _layout(x, weights.gate)
-    k, num_experts, length = routing.experts.shape[2], weights.gate.shape[0], x.shape[1]
-    places = capacity(length, k, num_experts, capacity_factor)
-
-    def local(
-        x: jax.Array, experts: jax.Array, by: jax.Array, counted: jax.Array, mlp: ExpertWeights
-    ) -> tuple[jax.Array, jax.Array]:
-        mlp = _gathered(mlp, layout)
-        if layout.apart:
-            experts = _own(experts, layout.apart, mlp.gate.shape[0])
-        if dispatch == "capacity":
-            y, kept = with_capacity(
-                x, experts, by, counted, mlp, activation,
-                places=places, axes=layout.sent, length_axes=layout.length,
-            )  # fmt: skip
-            if layout.apart:
-                kept = jax.lax.psum(kept.astype(jnp.int32), layout.apart) > 0
-        else:
-            y = dropless(
-                x.reshape(-1, x.shape[-1]), experts.reshape(-1, k), by.reshape(-1, k),
-                counted.reshape(-1), mlp, activation,
-                axes=layout.sent, method=exchange, chunks=chunks,
-            ).reshape(x.shape)  # fmt: skip
-            kept = jnp.broadcast_to(counted[..., None], experts.shape)
-        return y[None], kept
-
+    if dispatch == "capacity":
+        k, num_experts = routing.experts.shape[2], weights.gate.shape[0]
+        places = capacity(x.shape[1], k, num_experts, capacity_factor)
+        options: dict[str, Any] = {"places": places, "length_axes": layout.length}
+        send = functools.partial(with_capacity, axes=layout.sent, **options)
+    else:
+        options = {"method": exchange, "chunks": chunks}
+        send = functools.partial(_rows_dropless, axes=layout.sent, **options)
     counted = jnp.ones(x.shape[:2], jnp.bool_) if mask is None else mask
+    local = _in_region(functools.partial(_on_device, layout, send, activation), layout, chunks)
+    parts, kept = local(x, routing.experts, routing.weights, counted, weights)
+    # Summed outside the region, where the gradient needs no second sum.
+    return jax.lax.reduce_sum(parts, axes=(0,)), kept
+
+
+def _on_device(
+    layout: _Layout,
+    send: Callable[..., tuple[jax.Array, jax.Array | None]],
+    activation: Activation,
+    x: Float[Array, "batch length embed"],
+    experts: Int[Array, "batch length k"],
+    by: Float[Array, "batch length k"],
+    counted: Bool[Array, "batch length"],
+    mlp: ExpertWeights,
+) -> tuple[Float[Array, "1 batch length embed"], Bool[Array, "batch length k"]]:
+    """Returns the part of the outputs that this device computes, and the computed copies."""
+    mlp = _gathered(mlp, layout)
+    if layout.apart:
+        experts = _own(experts, layout.apart, mlp.gate.shape[0])
+    y, kept = send(x, experts, by, counted, mlp, activation)
+    if kept is None:
+        kept = jnp.broadcast_to(counted[..., None], experts.shape)
+    elif layout.apart:
+        kept = jax.lax.psum(kept.astype(jnp.int32), layout.apart) > 0
+    return y[None], kept
+
+
+def _rows_dropless(
+    x: Float[Array, "batch length embed"],
+    experts: Int[Array, "batch length k"],
+    by: Float[Array, "batch length k"],
+    counted: Bool[Array, "batch length"],
+    mlp: ExpertWeights,
+    activation: Activation,
+    **options: Any,
+) -> tuple[Float[Array, "batch length embed"], None]:
+    tokens, k = x.reshape(-1, x.shape[-1]), experts.shape[2]
+    rows = tokens, experts.reshape(-1, k), by.reshape(-1, k), counted.reshape(-1)
+    return dropless(*rows, mlp, activation, **options).reshape(x.shape), None
+
+
+def _in_region(
+    local: Callable[..., tuple[jax.Array, jax.Array]], layout: _Layout, chunks: int
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Returns `_on_device` with remat, in a region that is manual over the axes of the layout."""
     if chunks > 1:
         # A policy that keeps any value would keep it for every chunk.
         local = jax.checkpoint(local)
     elif layout.embed or layout.gathered_mlp:
         # Gathered weights kept for the gradient would fill the memory that sharding them saves.
         local = jax.checkpoint(local, policy=_all_but_gathered_weights)
-    if layout.all:
-        tokens = PartitionSpec(_entry(layout.batch), _entry(layout.length))
-        local = manual(
-            local,
-            layout.all,
-            (tokens, tokens, tokens, tokens, _weight_specs(layout)),
-            (PartitionSpec(_entry(layout.parts), *tokens), tokens),
-        )
-    parts, kept = local(x, routing.experts, routing.weights, counted, weights)
-    # Summed outside the region, where the gradient needs no second sum.
-    return jax.lax.reduce_sum(parts, axes=(0,)), kept
+    if not layout.all:
+        return local
+    tokens = PartitionSpec(_entry(layout.batch), _entry(layout.length))
+    return manual(
+        local,
+        layout.all,
+        (tokens, tokens, tokens, tokens, _weight_specs(layout)),
+        (PartitionSpec(_entry(layout.parts), *tokens), tokens),
+    )
 
 
 def _layout(x: jax.Array, gate: jax.Array) -> _Layout:

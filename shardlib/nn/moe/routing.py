@@ -4,6 +4,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from shardlib.errors import ModelError
 
@@ -13,22 +14,22 @@ Scores = Literal["softmax", "sigmoid"]
 class Routing(NamedTuple):
     """The choice of k out of E experts for every token."""
 
-    experts: jax.Array
-    """[batch, length, k] int32, each token's experts from best to worst."""
-    weights: jax.Array
-    """[batch, length, k] float32, the factors of the experts' results."""
-    probabilities: jax.Array
-    """[batch, length, E] float32, the scores of each token as a distribution over the experts."""
-    logits: jax.Array
-    """[batch, length, E] float32."""
+    experts: Int[Array, "batch length k"]
+    """int32, each token's experts from best to worst."""
+    weights: Float[Array, "batch length k"]
+    """float32, the factors of the experts' results."""
+    probabilities: Float[Array, "batch length expert"]
+    """float32, the scores of each token as a distribution over the experts."""
+    logits: Float[Array, "batch length expert"]
+    """float32."""
 
 
 def route(
-    logits: jax.Array,
+    logits: Float[Array, "batch length expert"],
     k: int,
     *,
     scores: Scores = "softmax",
-    bias: jax.Array | None = None,
+    bias: Float[Array, " expert"] | None = None,
     normalize: bool = True,
     scale: float = 1.0,
 ) -> Routing:
@@ -38,10 +39,10 @@ def route(
     one.
 
     Args:
-        logits: [batch, length, E] float32.
+        logits: float32.
         k: Experts per token.
         scores: The function from logits to scores.
-        bias: [E] float32, added to the scores for the choice alone, not for the weights.
+        bias: float32, added to the scores for the choice alone, not for the weights.
         normalize: Whether the weights of a token are divided by their sum.
         scale: Factor of the final weights.
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from shardlib.nn.remat import tag
 
@@ -18,22 +19,22 @@ hidden units, and results as they come back. With the first and the last, nothin
 class ExpertWeights(NamedTuple):
     """Gated MLPs, `down(activation(gate(x)) * up(x))`, one for each expert."""
 
-    gate: jax.Array
-    """[expert, embed, mlp]."""
-    up: jax.Array
-    """[expert, embed, mlp]."""
-    down: jax.Array
-    """[expert, mlp, embed]."""
+    gate: Float[Array, "expert embed mlp"]
+    up: Float[Array, "expert embed mlp"]
+    down: Float[Array, "expert mlp embed"]
 
 
 def mlp_of_sorted(
-    rows: jax.Array, sizes: jax.Array, weights: ExpertWeights, activation: Activation
-) -> jax.Array:
-    """Returns the experts' outputs for rows [n, embed] sorted by expert.
+    rows: Float[Array, "n embed"],
+    sizes: Int[Array, " expert"],
+    weights: ExpertWeights,
+    activation: Activation,
+) -> Float[Array, "n embed"]:
+    """Returns the experts' outputs for rows sorted by expert.
 
     Args:
-        rows: [n, embed]; rows after the last expert's rows are undefined, and so are their results.
-        sizes: [expert] int32, the number of rows of each expert.
+        rows: Rows after the last expert's rows are undefined, and so are their results.
+        sizes: int32, the number of rows of each expert.
         weights: The experts.
         activation: Nonlinearity of the gate.
     """
@@ -46,8 +47,10 @@ def mlp_of_sorted(
     return jax.lax.ragged_dot(tag(hidden, "moe_hidden"), weights.down, sizes)
 
 
-def mlp_of_slots(slots: jax.Array, weights: ExpertWeights, activation: Activation) -> jax.Array:
-    """Returns the experts' outputs for slots [expert, n, embed], n for each expert."""
+def mlp_of_slots(
+    slots: Float[Array, "expert n embed"], weights: ExpertWeights, activation: Activation
+) -> Float[Array, "expert n embed"]:
+    """Returns the experts' outputs for n slots of each expert."""
     slots = tag(slots, "moe_rows")
     gate = jnp.einsum("end,edm->enm", slots, weights.gate)
     up = jnp.einsum("end,edm->enm", slots, weights.up)
