@@ -1,5 +1,6 @@
 """Losses as weighted sums, exact under microbatches, padding and any sharding."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from shardlib.errors import ModelError
 from shardlib.losses.aggregate import Mean as Mean
@@ -18,9 +19,9 @@ from shardlib.sharding.manual import axis_size, manual
 
 
 def cross_entropy(
-    logits: jax.Array,
-    labels: jax.Array,
-    mask: jax.Array | None = None,
+    logits: Float[Array, "*positions classes"],
+    labels: Int[Array, "*positions"],
+    mask: Bool[Array, "*positions"] | None = None,
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -36,9 +37,9 @@ def cross_entropy(
     (indexing along a sharded dim would all-gather them on every device).
 
     Args:
-        logits: [..., V], any float dtype.
-        labels: [...] integers in [0, V) where the mask is True; any value elsewhere.
-        mask: [...] bool, True for positions that count; None for all.
+        logits: Any float dtype.
+        labels: In [0, classes) where the mask is True; any value elsewhere.
+        mask: True for positions that count; None for all.
         label_smoothing: Probability spread evenly over all classes, in [0, 1).
         z_loss: Coefficient that keeps the log-normaliser near 0.
 
@@ -77,9 +78,9 @@ def cross_entropy(
 def chunked_cross_entropy(
     project: Callable[[Any, jax.Array], jax.Array],
     weights: PyTree,
-    x: jax.Array,
-    labels: jax.Array,
-    mask: jax.Array | None = None,
+    x: Float[Array, "batch length embed"],
+    labels: Int[Array, "batch length"],
+    mask: Bool[Array, "batch length"] | None = None,
     *,
     num_chunks: int,
     label_smoothing: float = 0.0,
@@ -100,9 +101,9 @@ def chunked_cross_entropy(
         project: `project(weights, x) -> logits`, from [batch, part, embed] to [batch, part, V].
             It must not close over arrays that are differentiated or sharded.
         weights: Pytree of arrays; on a mesh it may have any sharding.
-        x: [batch, length, embed].
-        labels: [batch, length] integers; see `cross_entropy`.
-        mask: [batch, length] bool; None for all.
+        x: The inputs of `project`.
+        labels: See `cross_entropy`.
+        mask: None for all.
         num_chunks: Number of chunks; divides the part of the length on each device.
         label_smoothing: See `cross_entropy`.
         z_loss: See `cross_entropy`.
@@ -115,29 +116,12 @@ def chunked_cross_entropy(
     rows = _cut(x.shape[:2])
     _check_chunks(num_chunks, x.shape[1], rows)
 
-    def on_rows(copies: PyTree, x: jax.Array, labels: jax.Array, mask: jax.Array) -> PyTree:
-        weights = jax.tree.map(lambda w: w[0], copies)
-        wide = jax.tree.map(widened, weights)
+    def of_chunk(weights: PyTree, x: jax.Array, labels: jax.Array, mask: jax.Array) -> PyTree:
+        options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+        loss, metrics = cross_entropy(project(weights, x), labels, mask, **options)
+        return {**metrics, "loss": loss}
 
-        @jax.checkpoint
-        def of_chunk(wide: PyTree, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> PyTree:
-            narrow = jax.tree.map(lambda w, like: w.astype(like.dtype), wide, weights)
-            x, labels, mask = chunk
-            logits = project(narrow, x)
-            loss, metrics = cross_entropy(
-                logits, labels, mask, label_smoothing=label_smoothing, z_loss=z_loss
-            )
-            return {**metrics, "loss": loss}
-
-        def add(sums: PyTree, chunk: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, sums, of_chunk(wide, chunk)), None
-
-        chunks = jax.tree.map(lambda a: _strided(a, num_chunks), (x, labels, mask))
-        shapes = jax.eval_shape(of_chunk, wide, jax.tree.map(lambda c: c[0], chunks))
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        sums, _ = jax.lax.scan(add, zeros, chunks)
-        return jax.tree.map(lambda s: s[None], sums)
-
+    on_rows = functools.partial(_sum_of_chunks, of_chunk, num_chunks)
     axes = (*entry_axes(rows[0]), *entry_axes(rows[1]))
     devices = _product(axes)
     # One copy per device along the axes: the compiler can then place their sum in the backward
@@ -148,6 +132,33 @@ def chunked_cross_entropy(
         on_rows = manual(on_rows, axes, in_specs=placed, out_specs=P(axes))
     metrics = jax.tree.map(jnp.sum, on_rows(copies, x, labels, mask))
     return metrics.pop("loss"), metrics
+
+
+def _sum_of_chunks(
+    of_chunk: Callable[..., PyTree],
+    num_chunks: int,
+    copies: PyTree,
+    x: Float[Array, "batch length embed"],
+    labels: Int[Array, "batch length"],
+    mask: Bool[Array, "batch length"],
+) -> PyTree:
+    """Returns the sums of a device's chunks [1], from its own copy of the weights [1, ...]."""
+    weights = jax.tree.map(lambda w: w[0], copies)
+    wide = jax.tree.map(widened, weights)
+
+    @jax.checkpoint
+    def narrowed(wide: PyTree, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> PyTree:
+        narrow = jax.tree.map(lambda w, like: w.astype(like.dtype), wide, weights)
+        return of_chunk(narrow, *chunk)
+
+    def add(sums: PyTree, chunk: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, narrowed(wide, chunk)), None
+
+    chunks = jax.tree.map(lambda a: _strided(a, num_chunks), (x, labels, mask))
+    shapes = jax.eval_shape(narrowed, wide, jax.tree.map(lambda c: c[0], chunks))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    sums, _ = jax.lax.scan(add, zeros, chunks)
+    return jax.tree.map(lambda s: s[None], sums)
 
 
 def _cut(shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -178,8 +189,10 @@ def _strided(x: jax.Array, n: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // n, n, *x.shape[2:]), 2, 0)
 
 
-def masked_mean(values: jax.Array, mask: jax.Array | None = None) -> Mean:
-    """Returns the mean of float32 `values` [...] where `mask` [...] is True; None for all."""
+def masked_mean(
+    values: Float[Array, "*positions"], mask: Bool[Array, "*positions"] | None = None
+) -> Mean:
+    """Returns the mean of float32 `values` where `mask` is True; None for all."""
     if mask is None:
         return Mean(jnp.sum(values), jnp.float32(values.size))
     return Mean(jnp.sum(jnp.where(mask, values, 0.0)), jnp.sum(mask, dtype=jnp.float32))

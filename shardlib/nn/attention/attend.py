@@ -4,6 +4,7 @@ import functools
 
 import jax
 from jax.sharding import AbstractMesh
+from jaxtyping import Array, Float, Int
 
 from shardlib.errors import ModelError
 from shardlib.nn.attention.backends import Backend, resolve_backend
@@ -26,20 +27,20 @@ nor cuDNN within a region that is already manual over an axis."""
 
 
 def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch kv_length kv_heads head_dim"],
+    value: Float[Array, "batch kv_length kv_heads head_dim"],
     *,
-    segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    positions: jax.Array | None = None,
-    kv_positions: jax.Array | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
+    kv_segment_ids: Int[Array, "batch kv_length"] | None = None,
+    positions: Int[Array, "#batch length"] | None = None,
+    kv_positions: Int[Array, "#batch kv_length"] | None = None,
     causal: bool = True,
     window: int | None = None,
     backend: Backend = "auto",
     context: ContextMethod = "auto",
     order: Order = "contiguous",
-) -> jax.Array:
+) -> Float[Array, "batch length heads head_dim"]:
     """Returns softmax(query key^T / sqrt(head_dim)) value; the softmax is in float32.
 
     A query sees a key if both have the same segment, the key does not come later (`causal`), and it
@@ -51,14 +52,14 @@ def attend(
     partitions attention instead; with explicit positions the backend is `xla`.
 
     Args:
-        query: [batch, length, heads, head_dim].
-        key: [batch, kv_length, kv_heads, head_dim]; heads are a multiple of kv_heads, and each
-            heads / kv_heads consecutive query heads share a key-value head.
-        value: As `key`.
-        segment_ids: [batch, length] int32, the document of each query.
-        kv_segment_ids: [batch, kv_length] int32; None for `segment_ids`, if kv_length is length.
-        positions: [batch, length] int32, the positions of the queries; None for 0, 1, 2, ...
-        kv_positions: [batch, kv_length] int32; None for 0, 1, 2, ...
+        query: The queries.
+        key: Heads are a multiple of kv_heads, and each heads / kv_heads consecutive query heads
+            share a key-value head.
+        value: The values.
+        segment_ids: int32, the document of each query.
+        kv_segment_ids: int32; None for `segment_ids`, if kv_length is length.
+        positions: int32, the positions of the queries; None for 0, 1, 2, ...
+        kv_positions: int32; None for 0, 1, 2, ...
         causal: Whether keys at later positions are hidden.
         window: Number of positions a query sees, including its own; None for all. Causal only.
         backend: See `resolve_backend`.
@@ -66,7 +67,7 @@ def attend(
         order: Order of the row over `context`: `zigzag` if all inputs went through `zigzag(x)`.
 
     Returns:
-        [batch, length, heads, head_dim], in the dtype of `value`.
+        The outputs, in the dtype of `value`.
 
     Raises:
         ModelError: If kv_heads does not divide heads, a window is not causal, segment ids are
@@ -98,10 +99,10 @@ def attend(
 
 
 def _check_inputs(
-    query: jax.Array,
-    key: jax.Array,
-    segment_ids: jax.Array | None,
-    kv_segment_ids: jax.Array | None,
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch kv_length kv_heads head_dim"],
+    segment_ids: Int[Array, "batch length"] | None,
+    kv_segment_ids: Int[Array, "batch kv_length"] | None,
 ) -> None:
     length, kv_length = query.shape[1], key.shape[1]
     heads, kv_heads = query.shape[2], key.shape[2]

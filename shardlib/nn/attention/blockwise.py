@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from shardlib.nn.attention.mask import Mask, Places, cut_places, places
-from shardlib.nn.attention.tiles import Array, needed_tile, tile_size
+from shardlib.nn.attention.tiles import AnyArray, needed_tile, tile_size
 from shardlib.nn.remat import tag
 
 # Far below the initial peak, so that a hidden score weighs exactly 0 even in a row without a key
@@ -176,7 +176,7 @@ def pull_back(
     return of_query, tuple(of_keys)
 
 
-def _visits(seen: Array) -> tuple[jax.Array, jax.Array, Any]:
+def _visits(seen: AnyArray) -> tuple[jax.Array, jax.Array, Any]:
     """Returns the rows, the columns and the number of the tiles to visit, row by row."""
     if isinstance(seen, np.ndarray):
         rows, columns = (jnp.asarray(x, jnp.int32) for x in np.nonzero(seen))
@@ -202,7 +202,7 @@ def _einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(spec, x, y, preferred_element_type=jnp.float32)
 
 
-def _take(x: Array, index: jax.Array) -> jax.Array:
+def _take(x: AnyArray, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(jnp.asarray(x), index, 0, keepdims=False)
 
 
@@ -241,18 +241,18 @@ def gradients(of_query: jax.Array, of_keys: tuple[jax.Array, jax.Array], like: P
 
 
 def blockwise(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch kv_length kv_heads head_dim"],
+    value: Float[Array, "batch kv_length kv_heads head_dim"],
     segments: Segments = (None, None),
     *,
     mask: Mask,
-) -> jax.Array:
+) -> Float[Array, "batch length heads head_dim"]:
     """Returns attention of arrays that are whole on this device, as `attend` does.
 
     Args:
-        query: [batch, length, heads, head_dim].
-        key: [batch, kv_length, kv_heads, head_dim].
+        query: The queries.
+        key: The keys.
         value: As `key`.
         segments: [batch, length] and [batch, kv_length] int32, or None.
         mask: The causal mask and the window.

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from shardlib.nn.attention.blockwise import (
     Keys,
@@ -30,14 +31,14 @@ from shardlib.nn.attention.shard import Cargo, SequenceShard
 
 
 def gathered_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads head_dim"],
     segments: Segments = (None, None),
     *,
     mask: Mask,
     order: Order,
-) -> jax.Array:
+) -> Float[Array, "batch length heads head_dim"]:
     """Returns attention over the whole row; the arguments are as in `ring_attention`."""
     shard = SequenceShard(mask, order, jax.lax.axis_size(AXIS), query.shape[1])
     return _attend(shard, query, key, value, segments)

@@ -10,19 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib.errors import ModelError
-from shardlib.nn.attention.tiles import Array, cut
+from shardlib.nn.attention.tiles import AnyArray, cut
 
 
 class Places(NamedTuple):
     """Positions and documents of queries or keys. The last two dims are [batch, length]."""
 
-    positions: Array
+    positions: AnyArray
     """int32, position in the whole row; batch is 1 where all rows agree."""
-    segments: Array | None = None
+    segments: AnyArray | None = None
     """int32, document; None for one document per row."""
 
 
-def places(length: int, positions: Array | None, segments: Array | None) -> Places:
+def places(length: int, positions: AnyArray | None, segments: AnyArray | None) -> Places:
     """Returns the places of a row; positions default to 0, 1, 2, ..."""
     ramp = np.arange(length, dtype=np.int32)[None]
     return Places(ramp if positions is None else positions, segments)
@@ -63,7 +63,7 @@ class Mask:
             return None
         return jnp.asarray(functools.reduce(operator.and_, parts))
 
-    def tiles(self, queries: Places, keys: Places) -> Array:
+    def tiles(self, queries: Places, keys: Places) -> AnyArray:
         """Returns the tiles in which a query may see a key: [query tiles, key tiles] bool.
 
         The test uses the smallest and largest position and document of each tile, so no visible
@@ -75,7 +75,7 @@ class Mask:
         """
         first, last = _range(queries.positions)
         kv_first, kv_last = _range(keys.positions)
-        parts: list[Array] = [np.ones((first.shape[0], kv_first.shape[0], 1), bool)]
+        parts: list[AnyArray] = [np.ones((first.shape[0], kv_first.shape[0], 1), bool)]
         if self.causal:
             parts.append(kv_first[None] <= last[:, None])
         if self.window is not None:
@@ -87,7 +87,7 @@ class Mask:
         return functools.reduce(operator.and_, parts).any(axis=-1)  # type: ignore[return-value]
 
 
-def _range(x: Array) -> tuple[Array, Array]:
+def _range(x: AnyArray) -> tuple[AnyArray, AnyArray]:
     return x.min(axis=-1), x.max(axis=-1)
 
 

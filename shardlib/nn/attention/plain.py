@@ -4,16 +4,19 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 # Far below any score, and finite: a fully hidden row gives a mean, not NaN.
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 def plain(
-    query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.Array | None
-) -> jax.Array:
-    """Returns attention to the `visible` keys, [batch or 1, length, kv_length] bool; the other
-    arguments are as in `attend`.
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch kv_length kv_heads head_dim"],
+    value: Float[Array, "batch kv_length kv_heads head_dim"],
+    visible: Bool[Array, "#batch length kv_length"] | None,
+) -> Float[Array, "batch length heads head_dim"]:
+    """Returns attention to the `visible` keys; the other arguments are as in `attend`.
 
     The scores are float32 from the start. The 16-bit operands are widened rather than the result,
     whose gradient would mix dtypes and fail strict promotion.

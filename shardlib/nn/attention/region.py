@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 from shardlib.mesh import entry_axes, mesh_sizes
 from shardlib.nn.attention.blockwise import Segments
@@ -20,9 +21,9 @@ Local = Callable[[jax.Array, jax.Array, jax.Array, Segments], jax.Array]
 
 def in_region(
     local: Local,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch kv_length kv_heads head_dim"],
+    value: Float[Array, "batch kv_length kv_heads head_dim"],
     segments: Segments,
     *,
     over_context: bool,

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from shardlib.nn.attention.blockwise import (
     Queries,
@@ -36,19 +36,19 @@ from shardlib.nn.attention.shard import Cargo, SequenceShard
 
 
 def ring_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads head_dim"],
     segments: Segments = (None, None),
     *,
     mask: Mask,
     order: Order,
-) -> jax.Array:
+) -> Float[Array, "batch length heads head_dim"]:
     """Returns attention over the whole row; call it in a region that is manual over `context`.
 
     Args:
-        query: [batch, length, heads, head_dim], this device's shard of the row in `order`.
-        key: [batch, length, kv_heads, head_dim], the same shard.
+        query: This device's shard of the row in `order`.
+        key: The same shard.
         value: As `key`.
         segments: [batch, length] int32 of queries and of keys, or None.
         mask: The causal mask and the window.

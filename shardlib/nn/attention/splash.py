@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from shardlib.nn.attention.blockwise import TAG, Segments
 from shardlib.nn.attention.mask import Mask
@@ -16,22 +17,22 @@ _MAX_BLOCK = 512
 
 
 def splash(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch kv_length kv_heads head_dim"],
+    value: Float[Array, "batch kv_length kv_heads head_dim"],
     segments: Segments = (None, None),
     *,
     mask: Mask,
     interpret: bool = False,
-) -> jax.Array:
+) -> Float[Array, "batch length heads head_dim"]:
     """Returns attention of arrays that are whole on this device, as `attend` does.
 
     The compiler cannot partition the kernel: with several devices, call it in a region that is
     manual over the whole mesh.
 
     Args:
-        query: [batch, length, heads, head_dim]; length is a multiple of 128.
-        key: [batch, length, kv_heads, head_dim].
+        query: The queries; length is a multiple of 128.
+        key: The keys.
         value: As `key`.
         segments: [batch, length] int32 of queries and of keys, or None.
         mask: The causal mask and the window.

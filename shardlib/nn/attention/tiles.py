@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-Array = jax.Array | np.ndarray
+AnyArray = jax.Array | np.ndarray
 
 MAX_TILE = 512
 """Largest tile, in positions: one head's square of scores takes 1 MiB."""
@@ -24,6 +24,6 @@ def needed_tile(size: int | None) -> int:
     return size
 
 
-def cut(x: Array, tile: int) -> Array:
+def cut(x: AnyArray, tile: int) -> AnyArray:
     """Cuts [batch, length] into [length / tile, batch, tile]."""
     return x.reshape(x.shape[0], -1, tile).swapaxes(0, 1)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from shardlib.nn.attention.blockwise import Segments
 from shardlib.nn.attention.order import AXIS, Order, chunk_order, take_chunks
@@ -19,13 +20,13 @@ Local = Callable[[jax.Array, jax.Array, jax.Array, Segments], jax.Array]
 
 def ulysses_attention(
     local: Local,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads head_dim"],
     segments: Segments = (None, None),
     *,
     order: Order,
-) -> jax.Array:
+) -> Float[Array, "batch length heads head_dim"]:
     """Returns attention over the whole row; call it in a region that is manual over `context`.
 
     Args:
