@@ -63,45 +63,37 @@ def plan(
 
     ```python
     batch = dict.fromkeys("xy", jax.ShapeDtypeStruct((4096, 64), jnp.float32))
-    make = lambda rngs: Model(rngs=rngs)
-    print(sl.plan(make, optimizer=optax.adam(1e-3), loss=loss_fn, batch=batch, on="8xh100"))
+    print(sl.plan(Model, optimizer=optax.adam(1e-3), loss=loss_fn, batch=batch, on="8xh100"))
     ```
 
     Args:
-        model: A name such as `llama3-70b`, the config of a model or of a run, a
-            `shardlib.plan.Transformer`, any `shardlib.plan.Workload`, or a module factory:
-            `make(rngs) -> module`, or a linen module. `shardlib.plan.trace_workload` has more
-            options for modules (logical axes of the batch); its result is also a valid model.
-        on: A cluster, such as `v5p-128` or `64x8xh100`. A chip alone (`v5p`) stands for clusters of
-            every size; `objective`, or `tokens` and `days`, select one. `8xh100+16xa100-80` stands
+        model: A name such as `llama3-70b`, the config of a model or of a run, `make(rngs) ->
+            module`, a linen module, or a `Transformer` or any `Workload` of `shardlib.plan`. Its
+            `trace_workload` has more options for modules.
+        on: A cluster, such as `v5p-128` or `64x8xh100`; a chip alone (`v5p`) for clusters of every
+            size, of which `objective`, or `tokens` and `days`, select one; or `8xh100+16xa100-80`
             for GPUs of several kinds, which take unequal shares of a batch.
-        global_batch: Sequences or images per step. Default: the value in the config of a run, or
-            else `global_batch_tokens`.
-        global_batch_tokens: Tokens per step, as a number or as in `4M` (4 x 2**20). Default 4M.
-        length: Tokens per sequence. Default: the value in the config of a run, the length of the
-            named model, or the longest that the config of a model allows.
-        objective: `time`, `cost` or `chips`; see `Goal`.
-        tokens, days, price: Tokens of the whole run, as a number or as in `1T` (1e12), its time
-            limit in days, and USD per chip-hour, to compute its cost.
-        precision: A policy of `shardlib.functional.precision`, default `bf16`; a config of a run
-            and a workload have their own.
-        why_not: A mesh to explain, such as `fsdp=8,tensor=8`, or several.
-        top: Number of plans to return, each of a different mesh.
-        optimizer, loss, batch: For modules: any optax transformation, a loss as for
-            `make_train_step`, `loss(model, batch, rng)`, and the batch of a whole step, as arrays
-            or `ShapeDtypeStruct`s.
-        rules: Rules other than `sl.rules.STANDARD` and its ZeRO variants; for modules.
-        inputs: Example arguments of `__call__`, as for `init_state`; for linen modules.
+        global_batch, global_batch_tokens: Sequences or images per step, or tokens, as a number or
+            as in `4M` (4 x 2**20). Default: the value in the config of a run, or else 4M tokens.
+        length: Tokens per sequence. Default: that of the run or of the named model, or the longest
+            that the config of a model allows.
+        objective, precision: `time`, `cost` or `chips`, see `Goal`; and by default `bf16`, where
+            the model does not say.
+        tokens, days, price: Tokens of the whole run, also as in `1T`, its days, USD per chip-hour.
+        why_not, top: A mesh to explain (`fsdp=8,tensor=8`), or several; the number of plans.
+        optimizer, loss, batch, rules, inputs: For modules: any optax transformation, the loss of
+            `make_train_step`, the arrays or `ShapeDtypeStruct`s of a whole step, rules other than
+            `sl.rules.STANDARD` and its ZeRO variants, and for linen arguments of `__call__`.
 
     Raises:
         MeshError: If the cluster is unknown, or nothing fits it.
-        ModelError: If the model is unknown, or has state of its own and the cluster is mixed.
-        ConfigError: If one or more arguments are wrong.
+        ModelError: If the model is unknown, or has state and the cluster is mixed.
+        ConfigError: If arguments are wrong.
     """
     question = Question(
-        on=on, objective=objective, tokens=tokens, days=days, price=price,
-        global_batch=global_batch, global_batch_tokens=global_batch_tokens, length=length,
-        precision=precision, why_not=why_not, top=top, of_run=hasattr(model, "planned"),
+        on=on, objective=objective, tokens=tokens, days=days, price=price, length=length,
+        global_batch=global_batch, global_batch_tokens=global_batch_tokens, precision=precision,
+        why_not=why_not, top=top, of_run=hasattr(model, "planned"),
     )  # fmt: skip
     parts = {"optimizer": optimizer, "loss": loss, "batch": batch, "rules": rules, "inputs": inputs}
     return _answered(model, question, parts)

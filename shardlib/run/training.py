@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import jax
 
 from shardlib.checkpoint import RunCheckpoints
+from shardlib.data import MapSource
 from shardlib.errors import DivergedError, RunDirError, SaveFailedError, ShardlibError
 from shardlib.log.loggers import MetricsLogger, check_loggers
 from shardlib.run.checks import check_config, check_is_config
@@ -19,7 +20,7 @@ from shardlib.run.position import check_not_lost
 from shardlib.run.resolve_auto import as_recorded, fitted, resolve
 from shardlib.run.runner import AfterStep, Attempt
 from shardlib.run.runner import TrainResult as TrainResult
-from shardlib.run.setup import make_scope, open_source
+from shardlib.run.setup import Setup, make_scope, open_source
 from shardlib.run.trace_programs import traced
 from shardlib.runtime import distributed, preemption
 from shardlib.runtime.launch.progress import report_failure
@@ -93,18 +94,7 @@ def _train(
         Watchdog(clock, config.watchdog, directory.path) as watchdog,
         contextlib.ExitStack() as stopping,
     ):
-        run = resolve(config, jax.devices(), began=saved)
-        scope = check_config(
-            run.config, lambda: make_scope(run.config, jax.devices()), reads_data=True
-        )
-        source = open_source(config, "train")
-        held_out = None if config.eval.every_steps == 0 else open_source(config, "eval")
-        parts = run.build(source.spec, scope)
-        if run.leaves_microbatches:
-            parts = fitted(parts, source)
-        if config.deterministic:
-            decided = {**parts.decided, "deterministic": make_deterministic()}
-            parts = dataclasses.replace(parts, decided=decided)
+        parts, source, held_out = _built(config, saved)
         evaluated = None if held_out is None else held_out.element_spec()
         programs = traced(parts, source.element_spec(), evaluated, source.tokenizer)
         log = RunLog(parts, directory, group, clock, loggers)
@@ -146,6 +136,21 @@ def _train(
                 clock.enter("save")
         distributed.barrier("shardlib/run/end", timeout_seconds=None)
     return result
+
+
+def _built(config: RunConfig, saved: RunConfig | None) -> tuple[Setup, MapSource, MapSource | None]:
+    """Returns the parts of a run, its training data, and its held-out data if it is evaluated."""
+    run = resolve(config, jax.devices(), began=saved)
+    scope = check_config(run.config, lambda: make_scope(run.config, jax.devices()), reads_data=True)
+    source = open_source(config, "train")
+    held_out = None if config.eval.every_steps == 0 else open_source(config, "eval")
+    parts = run.build(source.spec, scope)
+    if run.leaves_microbatches:
+        parts = fitted(parts, source)
+    if config.deterministic:
+        decided = {**parts.decided, "deterministic": make_deterministic()}
+        parts = dataclasses.replace(parts, decided=decided)
+    return parts, source, held_out
 
 
 def _tell_launcher(error: ShardlibError) -> None:

@@ -41,55 +41,43 @@ def attend(
     context: ContextMethod = "auto",
     order: Order = "contiguous",
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Returns softmax(query key^T / sqrt(head_dim)) value; the softmax is in float32.
+    """Returns softmax(query key^T / sqrt(head_dim)) value, in the dtype of `value`.
 
-    A query sees a key if both have the same segment, the key does not come later (`causal`), and it
-    is less than `window` positions away. Padding (segment 0) is a segment like any other: no other
-    token sees it, and its outputs are finite; the loss must ignore them.
+    The softmax is in float32. A query sees a key if both have the same segment, the key does not
+    come later (`causal`), and it is less than `window` positions away. Padding (segment 0) is a
+    segment like any other: no other token sees it, and its outputs are finite; the loss must ignore
+    them.
 
     Where the active rules split `length` over the mesh axis `context`, its devices share the row as
     `plan_context` says. With explicit positions, or a different number of keys, the compiler
     partitions attention instead; with explicit positions the backend is `xla`.
 
     Args:
-        query: The queries.
-        key: Heads are a multiple of kv_heads, and each heads / kv_heads consecutive query heads
-            share a key-value head.
-        value: The values.
+        query, key, value: Heads are a multiple of kv_heads, and each heads / kv_heads consecutive
+            query heads share a key-value head.
         segment_ids: int32, the document of each query.
-        kv_segment_ids: int32; None for `segment_ids`, if kv_length is length.
-        positions: int32, the positions of the queries; None for 0, 1, 2, ...
-        kv_positions: int32; None for 0, 1, 2, ...
+        kv_segment_ids: The same of the keys; None for `segment_ids`, if kv_length is length.
+        positions, kv_positions: int32, the positions of queries and keys; None for 0, 1, 2, ...
         causal: Whether keys at later positions are hidden.
         window: Number of positions a query sees, including its own; None for all. Causal only.
         backend: See `resolve_backend`.
         context: How devices along `context` share the row; see `plan_context`.
         order: Order of the row over `context`: `zigzag` if all inputs went through `zigzag(x)`.
 
-    Returns:
-        The outputs, in the dtype of `value`.
-
     Raises:
         ModelError: If kv_heads does not divide heads, a window is not causal, segment ids are
             missing for queries or keys, or `backend`, `context` or `order` cannot work.
     """
     mask = Mask(causal, window)
+    has_positions = positions is not None or kv_positions is not None
     _check_inputs(query, key, segment_ids, kv_segment_ids)
+    _check_options(query, key, backend, context, order, has_positions)
     segments = (segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
-    placed = positions is not None or kv_positions is not None
-    alone = placed or query.shape[1] != key.shape[1]
-    if alone:
-        _check_alone(context, order)
-    if placed and backend not in ("auto", "xla"):
-        raise ModelError(
-            f"attention by {backend} does not take explicit positions.\n"
-            "  Use backend 'auto' or 'xla'."
-        )
-    if placed:
+    if has_positions:
         at = places(query.shape[1], positions, segments[0])
         kv_at = places(key.shape[1], kv_positions, segments[1])
         return plain(query, key, value, mask.pairs(at, kv_at))
-    if alone:
+    if query.shape[1] != key.shape[1]:
         plan = ContextPlan("none", order, "keys of another length")
     else:
         sizes = query.shape[1], query.shape[2], key.shape[2]
@@ -122,8 +110,22 @@ def _check_inputs(
         )
 
 
-def _check_alone(context: ContextMethod, order: Order) -> None:
-    """Rejects `context` and `order` arguments where attention does not use the `context` axis."""
+def _check_options(
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch kv_length kv_heads head_dim"],
+    backend: Backend,
+    context: ContextMethod,
+    order: Order,
+    has_positions: bool,
+) -> None:
+    """Rejects options that need self-attention without explicit positions, elsewhere."""
+    if has_positions and backend not in ("auto", "xla"):
+        raise ModelError(
+            f"attention by {backend} does not take explicit positions.\n"
+            "  Use backend 'auto' or 'xla'."
+        )
+    if not has_positions and query.shape[1] == key.shape[1]:
+        return
     uses_it = context != "auto" and axis_size(AXIS) > 1
     options = [f"context={context!r}"] if uses_it else []
     options += [] if order == "contiguous" else [f"order={order!r}"]

@@ -1,0 +1,70 @@
+"""Shapes in annotations, checked at each call of attention, experts and losses."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_num_cpu_devices", 4)
+attention = ("attend", "blockwise", "gather", "plain", "region", "ring", "ulysses")
+checked = [f"shardlib.nn.attention.{name}" for name in attention]
+checked += [f"shardlib.nn.moe.{name}" for name in ("capacity", "dropless", "experts", "routing")]
+with install_import_hook([*checked, "shardlib.losses.weighted"], "beartype.beartype"):
+    import shardlib as sl
+    from shardlib import moe
+    from shardlib.losses import chunked_cross_entropy, cross_entropy
+    from shardlib.nn.attention import attend
+
+query, key = jnp.ones((4, 64, 8, 4)), jnp.ones((4, 64, 2, 4))
+segments = jnp.ones((4, 64), jnp.int32)
+x, router = jnp.ones((4, 64, 16)), jnp.ones((4, 64, 4))
+weights = moe.ExpertWeights(jnp.ones((4, 16, 8)), jnp.ones((4, 16, 8)), jnp.ones((4, 8, 16)))
+
+
+def experts(x, dispatch, **options):
+    routing = moe.route(router, 2, bias=jnp.zeros(4))
+    return moe.apply_experts(x, routing, weights, jax.nn.silu, dispatch=dispatch, **options)[0]
+
+
+def loss(x, labels):
+    project = lambda weights, x: x @ weights
+    return chunked_cross_entropy(project, jnp.ones((16, 32)), x, labels, num_chunks=2)[0].total
+
+
+for mesh in ("data=4", "context=4", "data=2,expert=2"):
+    with sl.use(sl.make_mesh(mesh), sl.rules.STANDARD):
+        for options in ({}, {"backend": "blockwise"}, {"segment_ids": segments}, {"window": 5}):
+            jax.grad(lambda q: attend(q, key, key, **options).sum())(query)
+        jax.grad(lambda x: experts(x, "dropless", chunks=2).sum())(x)
+        jax.grad(lambda x: experts(x, "capacity", mask=segments > 0).sum())(x)
+        jax.grad(loss)(x, segments)
+attend(query[:, :8], key, key, positions=jnp.arange(8)[None], kv_positions=jnp.arange(64)[None])
+cross_entropy(router, segments, segments > 0)
+
+refused = 0
+for wrong in (
+    lambda: attend(query, key, key[:2]),
+    lambda: attend(query, key[..., 0], key),
+    lambda: experts(x[:, :8], "dropless"),
+    lambda: cross_entropy(router, segments[:, :8]),
+):
+    try:
+        wrong()
+    except Exception as error:
+        assert "beartype" in type(error).__module__ or "jaxtyping" in type(error).__module__, error
+        refused += 1
+print(refused)
+"""
+
+
+@pytest.mark.mesh
+def test_annotations_hold_at_every_call():
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["4"]
