@@ -172,53 +172,40 @@ def test_a_mesh_without_devices_is_enough_to_trace():
         assert ("ppermute" in text) == (axes == "context=8")
 
 
-def test_back_ends_are_refused_where_they_cannot_run():
-    options = {"platform": "cpu", "dtype": jnp.float32, "head_dim": 64}
-    for backend, lengths, reasons in (
-        (
-            "splash",
-            (200, 200),
-            "the platform is cpu; a length of (200, 200) is not a multiple of 128",
-        ),
+@pytest.mark.parametrize(
+    ("backend", "lengths", "reason"),
+    [
+        ("splash", (200, 200), "a length of (200, 200) is not a multiple of 128"),
         ("blockwise", (512, 4099), "a length of 4099 does not divide into tiles of 64 to 512"),
-    ):
-        with pytest.raises(ModelError) as error:
-            resolve_backend(backend, lengths=lengths, **options)
-        assert str(error.value) == (
-            f"attention by {backend} cannot run here: {reasons}.\n  Use backend 'auto' or 'xla'."
-        )
-
-
-def test_cudnn_is_refused_where_it_cannot_run():
+        ("cudnn", (), "the dtype is float32, not bfloat16 or float16"),
+    ],
+)
+def test_back_ends_are_refused_where_they_cannot_run(backend, lengths, reason):
     with pytest.raises(ModelError) as error:
-        resolve_backend("cudnn", platform="cpu", dtype=jnp.float32, head_dim=64)
+        resolve_backend(backend, platform="cpu", dtype=jnp.float32, head_dim=64, lengths=lengths)
+    platform = "" if backend == "blockwise" else "the platform is cpu; "
     assert str(error.value) == (
-        "attention by cudnn cannot run here: the platform is cpu; "
-        "the dtype is float32, not bfloat16 or float16.\n"
+        f"attention by {backend} cannot run here: {platform}{reason}.\n"
         "  Use backend 'auto' or 'xla'."
     )
-
-
-def test_faults_in_shape_and_window():
-    with pytest.raises(ModelError) as error:
-        attend(*example(heads=4, kv_heads=3))
-    assert str(error.value) == (
-        "4 query heads cannot share 3 key-value heads.\n"
-        "  Make the number of query heads a multiple of the number of key-value heads."
-    )
-    for options in ({"window": 0}, {"window": 3, "causal": False}):
-        with pytest.raises(ModelError) as error:
-            attend(*example(), **options)
-        assert str(error.value) == (
-            f"an attention window of {options['window']} positions needs causal=True and at least "
-            "1 position.\n  Set window=None, or causal=True and window=1 or more."
-        )
 
 
 def refusal(arrays, **options):
     with pytest.raises(ModelError) as error:
         attend(*arrays, **options)
     return str(error.value)
+
+
+def test_faults_in_shape_and_window():
+    assert refusal(example(heads=4, kv_heads=3)) == (
+        "4 query heads cannot share 3 key-value heads.\n"
+        "  Make the number of query heads a multiple of the number of key-value heads."
+    )
+    for options in ({"window": 0}, {"window": 3, "causal": False}):
+        assert refusal(example(), **options) == (
+            f"an attention window of {options['window']} positions needs causal=True and at least "
+            "1 position.\n  Set window=None, or causal=True and window=1 or more."
+        )
 
 
 def test_documents_of_keys_alone_are_refused():

@@ -49,19 +49,16 @@ def test_directory_without_text(tmp_path):
     place = str(tmp_path / "code")
     assert f"{place!r} holds no file" in message(text(place))
     (tmp_path / "code" / "a.rs").write_text("fn main() {}")
-    assert message(text(place)) == (
-        f"data.path: the directory {place!r} holds only .rs files; expected .txt, .md, .jsonl, "
-        f".txt.gz, .md.gz, .jsonl.gz.\n"
-        f"  Name the files by a glob, such as '{place}/**/*.rs'."
-    )
+    found = message(text(place))
+    assert f"data.path: the directory {place!r} holds only .rs files" in found
+    assert f"such as '{place}/**/*.rs'" in found
 
 
 def test_files_without_text(tmp_path):
     (tmp_path / "a.txt").write_text("")
-    assert message(text(str(tmp_path / "a.txt"))) == (
-        f"data.path: '{tmp_path}/a.txt' holds no text (1 files, all empty).\n"
-        f"  Give a path that holds text."
-    )
+    found = message(text(str(tmp_path / "a.txt")))
+    assert f"data.path: '{tmp_path}/a.txt' holds no text" in found
+    assert "\n  Give a path" in found
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -77,19 +74,16 @@ def test_fewer_tokens_than_a_row(tmp_path, tokenizer):
 
 def test_nothing_to_hold_out(tmp_path):
     (tmp_path / "a.txt").write_text("abc " * 100)
-    assert message(text(str(tmp_path))) == (
-        f"data.path holds a single document, so none can be held out for evaluation: {tmp_path}.\n"
-        f"  Set data.separator to the text between its documents, data.eval_path to other "
-        f"text, or data.eval_fraction=0."
-    )
-    assert message(text(str(tmp_path), eval_fraction=0.0), "eval") == (
-        "the data has no held-out text: data.eval_fraction is 0 and data.eval_path is not set.\n"
-        "  Set one of them, or do not evaluate."
-    )
-    assert message(text(str(tmp_path), eval_path=str(tmp_path))) == (
-        f"data.path: all documents of {str(tmp_path)!r} are held out, and none is left to train "
-        f"on.\n  Give more text, or text that is not in data.eval_path."
-    )
+    fault, fix = message(text(str(tmp_path))).split("\n")
+    assert "single document" in fault
+    assert str(tmp_path) in fault
+    assert all(key in fix for key in ("data.separator", "data.eval_path", "data.eval_fraction=0"))
+    fault, fix = message(text(str(tmp_path), eval_fraction=0.0), "eval").split("\n")
+    assert "data.eval_fraction is 0 and data.eval_path is not set" in fault
+    assert "Set" in fix
+    fault, fix = message(text(str(tmp_path), eval_path=str(tmp_path))).split("\n")
+    assert f"all documents of {str(tmp_path)!r} are held out" in fault
+    assert "data.eval_path" in fix
 
 
 @pytest.mark.parametrize(
