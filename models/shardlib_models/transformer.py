@@ -243,4 +243,11 @@ FAMILY = ModelFamily(
     generate=generate,
     choices=choices,
     dims=dims,
+    architectures={
+        "GPT2LMHeadModel": "shardlib_models.hf.gpt2:GPT2",
+        "LlamaForCausalLM": "shardlib_models.hf.llama:LLAMA",
+        "MistralForCausalLM": "shardlib_models.hf.llama:MISTRAL",
+        "MixtralForCausalLM": "shardlib_models.hf.llama:MIXTRAL",
+        "Qwen2ForCausalLM": "shardlib_models.hf.llama:QWEN2",
+    },
 )
