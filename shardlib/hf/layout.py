@@ -21,7 +21,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -138,24 +138,24 @@ class Layout:
         for place, at in zip(within, _points(index, shape, num_counted), strict=True):
             view = self._view(row, tensor(row.name(at)))[index[num_counted:]]
             out = np.empty(lengths, view.dtype) if out is None else out
-            _copy(out[place], view)
+            copy(out[place], view)
         assert out is not None, "a shard is not empty"
         return out
 
     def write(
-        self, parameter: Callable[[str, tuple[int, ...]], np.ndarray]
+        self, fill: Callable[[np.ndarray, str, tuple[int, ...]], None], dtype: Callable[[str], Any]
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yields the name and the values of every tensor of theirs, in the order of `tensors`.
 
         Args:
-            parameter: Returns our parameter of a path at leading indices.
+            fill: `fill(view, path, at)` writes our parameter at leading indices into a view.
+            dtype: Returns the dtype of the parameter of a path.
         """
         for parts in self._parts.values():
             for at, name in self._names(parts[0]):
-                values = [parameter(part.ours, at) for part in parts]
-                out = np.empty(self._shape(parts[0]), values[0].dtype)
-                for part, value in zip(parts, values, strict=True):
-                    _copy(self._view(part, out), value)
+                out = np.empty(self._shape(parts[0]), dtype(parts[0].ours))
+                for part in parts:
+                    fill(self._view(part, out), part.ours, at)
                 yield name, out
 
     def _names(self, row: Row) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -207,13 +207,16 @@ def _points(index: Index, shape: Sequence[int], num: int) -> Iterator[tuple[int,
     return itertools.product(*ranges[:num])
 
 
-def _copy(out: np.ndarray, values: np.ndarray) -> None:
-    """Copies in tiles along the slowest dim of the source.
+def copy(out: np.ndarray, values: np.ndarray) -> None:
+    """Copies an array in tiles.
 
     A transposed copy in one go reads each cache line once for each of its numbers.
     """
+    # numpy copies its own dtypes faster than bfloat16.
+    bits = np.dtype(f"u{out.itemsize}")
+    out, values = out.view(bits), values.view(bits)
     slowest = int(np.argmax(values.strides)) if values.ndim else 0
-    if slowest == 0:
+    if not values.ndim or slowest == int(np.argmax(out.strides)):
         out[...] = values
         return
     tile = [slice(None)] * values.ndim

@@ -232,11 +232,9 @@ def _read_all(
     return arrays
 
 
-def _by_index(
-    sharding: Sharding, shape: tuple[int, ...]
-) -> Iterator[tuple[Index, list[jax.Device]]]:
+def _by_index(sharding: Sharding, shape: tuple[int, ...]) -> Iterator[tuple[Index, list[Any]]]:
     """Yields each slice that devices of this process hold, and these devices."""
-    held: dict[tuple[tuple[int, int, int], ...], list[jax.Device]] = {}
+    held: dict[tuple[tuple[int, int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         whole = index or ()
         key = tuple(part.indices(size) for part, size in zip(whole, shape, strict=True))

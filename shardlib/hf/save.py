@@ -2,6 +2,7 @@
 
 import functools
 import json
+import operator
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.errors import CheckpointError, ModelError
 from shardlib.functional import functional
 from shardlib.hf.architecture import Architecture, architectures, find_architecture
-from shardlib.hf.layout import Layout
+from shardlib.hf.layout import Layout, copy
 from shardlib.hf.load import Loaded, parameters
 from shardlib.hf.safetensors import MAX_FILE_BYTES, write
 
@@ -67,7 +68,9 @@ def save(
     specs = {name: (shape, arrays[path].dtype) for name, shape, path in layout.tensors()}
     config["torch_dtype"] = str(next(iter(specs.values()))[1])
     config.pop("dtype", None)
-    tensors = layout.write(lambda path, at: _gathered(arrays[path], at))
+    tensors = layout.write(
+        lambda view, path, at: _fill(view, arrays[path], at), lambda path: arrays[path].dtype
+    )
     if jax.process_index() == 0:
         _write_folder(folder, config, specs, tensors, loaded, max_file_bytes)
     else:
@@ -137,16 +140,20 @@ def _arrays(model: nnx.Module) -> dict[str, jax.Array]:
     }
 
 
-def _gathered(array: jax.Array, at: tuple[int, ...]) -> np.ndarray:
-    """Returns an array at leading indices, whole on the host of every process."""
-    if not at and array.is_fully_addressable:
-        return np.asarray(array)
-    sharding = array.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec())
-    return np.asarray(_slice(sharding)(array, at).addressable_data(0))
+def _fill(view: np.ndarray, array: jax.Array, at: tuple[int, ...]) -> None:
+    """Writes an array at leading indices; all processes that hold parts of it must take part."""
+    if not array.is_fully_addressable:
+        copy(view, np.asarray(_slice(array.sharding)(array, at).addressable_data(0)))
+        return
+    for shard in array.addressable_shards:
+        ranges = [range(*part.indices(n)) for part, n in zip(shard.index, array.shape, strict=True)]
+        if shard.replica_id == 0 and all(map(operator.contains, ranges, at)):
+            local = tuple(each.index(one) for each, one in zip(ranges, at, strict=False))
+            copy(view[shard.index[len(at) :]], np.asarray(shard.data[local]))
 
 
 @functools.cache
-def _slice(sharding: Any) -> Any:
-    return jax.jit(lambda array, at: array[at], out_shardings=sharding)
+def _slice(sharding: NamedSharding) -> Any:
+    """Returns a program that gathers an array at leading indices on every device."""
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.jit(lambda array, at: array[at], out_shardings=whole)
