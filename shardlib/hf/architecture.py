@@ -27,6 +27,8 @@ class Field:
     """Its value where config.json lacks the field. If it is None, None is not written."""
     values: Mapping[Any, Any] | None = None
     """Their values by ours, where they differ; None: the values are the same."""
+    aliases: tuple[str, ...] = ()
+    """Other names that some versions write."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Architecture:
         """
         faults, flat = [], dict(self.ours)
         for name, field in self.fields.items():
-            value = theirs.get(name, field.default)
+            held = [theirs[one] for one in (name, *field.aliases) if one in theirs]
+            value = held[0] if held else field.default
             if value is REQUIRED:
                 faults.append(f"{name} is missing.")
             elif field.values is None:

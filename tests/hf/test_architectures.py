@@ -40,6 +40,30 @@ GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positio
 IDS = {"bos_token_id": 0, "eos_token_id": 1}
 
 
+OPT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def neox(**options):
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    return transformers.GPTNeoXConfig(**sizes, **IDS, **options)
+
+
+def opt(**options):
+    return transformers.OPTConfig(**OPT, **IDS, pad_token_id=1, dropout=0.0, **options)
+
+
+def qwen2_moe():
+    return transformers.Qwen2MoeConfig(**SIZES, **MOE, shared_expert_intermediate_size=40)
+
+
 def mixtral():
     sizes = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}
     return transformers.MixtralConfig(**sizes, sliding_window=None)
@@ -58,7 +82,35 @@ CASES = {
     ),
     "qwen2": (lambda: transformers.Qwen2Config(**SIZES), {"rope_parameters": {"rope_theta": 2e4}}),
     "mixtral": (mixtral, {"hidden_act": "gelu"}),
+    "qwen3": (
+        lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
+        {"rms_norm_eps": 1e-4},
+    ),
+    "qwen2_moe": (qwen2_moe, {"norm_topk_prob": True}),
+    "qwen3_moe": (
+        lambda: transformers.Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=True),
+        {"norm_topk_prob": False},
+    ),
+    "gemma": (
+        lambda: transformers.GemmaConfig(**SIZES, head_dim=16),
+        {"hidden_act": "silu"},
+    ),
+    "phi3": (
+        lambda: transformers.Phi3Config(**SIZES, pad_token_id=0, sliding_window=9),
+        {"sliding_window": 8},
+    ),
     "gpt2": (lambda: transformers.GPT2Config(**GPT2, **IDS), {"activation_function": "gelu"}),
+    "gptj": (lambda: transformers.GPTJConfig(**GPT2, **IDS, rotary_dim=4), {"rotary_dim": 2}),
+    "gpt_neox": (neox, {"hidden_act": "gelu_new"}),
+    "gpt_neox, one after the other": (
+        lambda: neox(use_parallel_residual=False, rotary_pct=1.0),
+        {"use_parallel_residual": True},
+    ),
+    "opt": (opt, {"activation_function": "gelu"}),
+    "opt, 350m": (
+        lambda: opt(word_embed_proj_dim=16, do_layer_norm_before=False),
+        {"activation_function": "gelu"},
+    ),
 }
 
 

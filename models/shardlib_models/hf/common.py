@@ -6,6 +6,12 @@ from typing import Any
 from shardlib.hf import Converter, Field
 from shardlib_models.transformer_config import TransformerConfig
 
+
+def without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Returns the fields without some of them."""
+    return {name: value for name, value in fields.items() if name not in names}
+
+
 ACTIVATIONS = {
     "silu": "silu",
     "gelu": "gelu",
@@ -13,6 +19,39 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 """Names of nonlinearities by ours."""
+
+PLAIN = {
+    "block": "pre",
+    "norm": "rms",
+    "norm_offset": 0.0,
+    "qk_norm": False,
+    "positions": "rotary",
+    "position_offset": 0,
+    "rotary_dims": None,
+    "rotary_interleaved": False,
+    "mlp": "gated",
+    "token_dim": None,
+    "embed_scale": False,
+    "query_scale": None,
+    "logit_softcap": None,
+    "head_bias": False,
+    "qkv_bias": False,
+    "out_bias": False,
+    "mlp_bias": False,
+}
+"""Our fields as Llama has them."""
+
+LAYER_NORM = {
+    **PLAIN,
+    "norm": "layer",
+    "mlp": "plain",
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "window": None,
+    "moe": None,
+}
+"""Our fields as in decoders of the time of GPT-2."""
 
 SIZES = {
     "num_hidden_layers": Field("num_layers"),

@@ -1,6 +1,7 @@
 """GPT-2, whose query, key and value are one tensor [in, out]."""
 
 from shardlib.hf import Architecture, Field, rows
+from shardlib_models.hf.common import LAYER_NORM
 
 _BLOCK = "transformer.h.{layers}."
 _ROWS = rows(f"""
@@ -49,18 +50,7 @@ GPT2 = Architecture(
         "reorder_and_upcast_attn": False,
         "add_cross_attention": False,
     },
-    ours={
-        "norm": "layer",
-        "positions": "learned",
-        "mlp": "plain",
-        "num_kv_heads": None,
-        "head_dim": None,
-        "qkv_bias": True,
-        "out_bias": True,
-        "mlp_bias": True,
-        "window": None,
-        "moe": None,
-    },
+    ours={**LAYER_NORM, "positions": "learned", "num_kv_heads": None, "head_dim": None},
     table=lambda config: _ROWS,
     prefix="transformer.",
     tied={"transformer.wte.weight": "lm_head.weight"},

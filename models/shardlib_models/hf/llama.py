@@ -1,9 +1,9 @@
-"""Llama and the decoders that differ from it by a field: Mistral, Qwen 2, Mixtral."""
+"""Llama, and decoders that differ from it by a field: Mistral, Mixtral, Qwen 2 and 3."""
 
 import dataclasses
 
 from shardlib.hf import Architecture, Field, rows
-from shardlib_models.hf.common import ACTIVATIONS, SIZES, rope
+from shardlib_models.hf.common import ACTIVATIONS, PLAIN, SIZES, rope, without
 
 _LAYER = "model.layers.{layers}"
 _EXPERTS = f"{_LAYER}.block_sparse_moe"
@@ -17,6 +17,8 @@ layers/attention/key/bias  {_LAYER}.self_attn.k_proj.bias  kv_heads*head_dim
 layers/attention/value/kernel  {_LAYER}.self_attn.v_proj.weight  kv_heads*head_dim embed
 layers/attention/value/bias  {_LAYER}.self_attn.v_proj.bias  kv_heads*head_dim
 layers/attention/out/kernel  {_LAYER}.self_attn.o_proj.weight  embed heads*head_dim
+layers/attention/query_norm/scale  {_LAYER}.self_attn.q_norm.weight  norm
+layers/attention/key_norm/scale  {_LAYER}.self_attn.k_norm.weight  norm
 layers/mlp_norm/scale  {_LAYER}.post_attention_layernorm.weight  norm
 layers/mlp/gate/kernel  {_LAYER}.mlp.gate_proj.weight  mlp embed
 layers/mlp/up/kernel  {_LAYER}.mlp.up_proj.weight  mlp embed
@@ -34,16 +36,7 @@ LLAMA = Architecture(
     model_type="llama",
     fields={**SIZES, "hidden_act": Field("activation", "silu", ACTIVATIONS)},
     fixed={"attention_bias": False, "mlp_bias": False},
-    ours={
-        "norm": "rms",
-        "positions": "rotary",
-        "mlp": "gated",
-        "qkv_bias": False,
-        "out_bias": False,
-        "mlp_bias": False,
-        "window": None,
-        "moe": None,
-    },
+    ours={**PLAIN, "window": None, "moe": None},
     converters=(rope(),),
     table=lambda config: _ROWS,
     tied={"model.embed_tokens.weight": "lm_head.weight"},
@@ -56,7 +49,7 @@ MISTRAL = dataclasses.replace(
     model_type="mistral",
     fields={**LLAMA.fields, "sliding_window": Field("window", 4096)},
     fixed={},
-    ours={name: value for name, value in LLAMA.ours.items() if name != "window"},
+    ours=without(LLAMA.ours, "window"),
 )
 
 MIXTRAL = dataclasses.replace(
@@ -70,7 +63,7 @@ MIXTRAL = dataclasses.replace(
     },
     converters=(rope(1e6),),
     ours={
-        **{name: value for name, value in MISTRAL.ours.items() if name != "moe"},
+        **without(MISTRAL.ours, "moe"),
         "moe.mlp_dim": None,
         "moe.num_shared_experts": 0,
         "moe.scores": "softmax",
@@ -85,4 +78,12 @@ QWEN2 = dataclasses.replace(
     model_type="qwen2",
     fixed={"use_sliding_window": False},
     ours={**LLAMA.ours, "qkv_bias": True},
+)
+
+QWEN3 = dataclasses.replace(
+    QWEN2,
+    name="Qwen3ForCausalLM",
+    model_type="qwen3",
+    fixed={"use_sliding_window": False, "attention_bias": False},
+    ours={**LLAMA.ours, "qk_norm": True},
 )
