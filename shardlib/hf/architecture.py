@@ -33,7 +33,7 @@ class Field:
 
 @dataclasses.dataclass(frozen=True)
 class Converter:
-    """Fields of config.json that are converted together, such as those of rotary positions."""
+    """Fields of config.json that are converted together, as for rotary positions."""
 
     read: Callable[[Mapping[str, Any]], dict[str, Any]]
     """`read(config_json)`: our fields. Raises `ValueError` for values that cannot be expressed."""

@@ -182,7 +182,7 @@ def _check(
     ]
     if faults:
         raise CheckpointError(
-            f"the tensors of {folder} are not those of its config.json:\n  "
+            f"the tensors of {folder} do not fit its config.json:\n  "
             + "\n  ".join(sorted(faults))
             + "\n  Correct config.json, or export the checkpoint again."
         )

@@ -3,7 +3,7 @@
 import dataclasses
 
 from shardlib.hf import Field
-from shardlib_models.hf.common import ACTIVATIONS
+from shardlib_models.hf.decoder_fields import ACTIVATIONS
 from shardlib_models.hf.llama import LLAMA
 
 GEMMA = dataclasses.replace(

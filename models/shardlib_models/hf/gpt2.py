@@ -1,7 +1,7 @@
 """GPT-2, whose query, key and value are one tensor [in, out]."""
 
 from shardlib.hf import Architecture, Field, rows
-from shardlib_models.hf.common import LAYER_NORM
+from shardlib_models.hf.decoder_fields import LAYER_NORM
 
 _BLOCK = "transformer.h.{layers}."
 _ROWS = rows(f"""

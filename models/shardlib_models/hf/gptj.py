@@ -1,7 +1,7 @@
 """GPT-J, whose branches are parallel under one norm, and whose rotary pairs are neighbours."""
 
 from shardlib.hf import Architecture, Field, rows
-from shardlib_models.hf.common import LAYER_NORM, without
+from shardlib_models.hf.decoder_fields import LAYER_NORM, without
 
 _BLOCK = "transformer.h.{layers}"
 _ROWS = rows(f"""

@@ -3,7 +3,7 @@
 import dataclasses
 
 from shardlib.hf import Architecture, Field, rows
-from shardlib_models.hf.common import ACTIVATIONS, PLAIN, SIZES, rope, without
+from shardlib_models.hf.decoder_fields import ACTIVATIONS, PLAIN, SIZES, rope, without
 
 _LAYER = "model.layers.{layers}"
 _EXPERTS = f"{_LAYER}.block_sparse_moe"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardlib.hf import Architecture, Converter, Field, rows
-from shardlib_models.hf.common import ACTIVATIONS, LAYER_NORM, without
+from shardlib_models.hf.decoder_fields import ACTIVATIONS, LAYER_NORM, without
 from shardlib_models.transformer_config import TransformerConfig
 
 _LAYER = "model.decoder.layers.{layers}"

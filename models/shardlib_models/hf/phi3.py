@@ -3,7 +3,7 @@
 import dataclasses
 
 from shardlib.hf import Field, rows
-from shardlib_models.hf.common import without
+from shardlib_models.hf.decoder_fields import without
 from shardlib_models.hf.llama import LLAMA
 
 _LAYER = "model.layers.{layers}"

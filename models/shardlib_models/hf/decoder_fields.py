@@ -1,4 +1,4 @@
-"""What the tables of decoders share."""
+"""Fields that the tables of decoders share."""
 
 from collections.abc import Mapping
 from typing import Any
