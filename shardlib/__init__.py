@@ -101,6 +101,7 @@ _HOME = {
     "use": "sharding.constrain",
 }
 _MODULES = {
+    "hf": "hf",
     "attention": "nn.attention",
     "losses": "losses",
     "moe": "nn.moe",

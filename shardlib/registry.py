@@ -10,6 +10,7 @@ mymodel = "mypackage.mymodel:FAMILY"
 A config may also name a family by where it is, as in `model.name: mypackage.mymodel:FAMILY`.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -62,6 +63,10 @@ class ModelFamily:
     """`dims(config, data_spec)`: the planner's dims of a decoder-only transformer, by the field
     names of `shardlib.plan.Transformer`, with `experts` as a mapping of the field names of
     `shardlib.plan.Experts`. None for models of other kinds, whose steps are traced instead."""
+
+    architectures: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Architectures of Hugging Face that the family reads and writes: import paths of
+    `shardlib.hf.Architecture` objects, by their names in `config.json`."""
 
     def faults(self, config: Any, data: DataSpec) -> list[str]:
         """Returns the faults that `validate` finds."""

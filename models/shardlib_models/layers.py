@@ -62,9 +62,11 @@ class Norm(nnx.Module):
     Normalization".
     """
 
-    def __init__(self, size: int, *, kind: str, eps: float):
-        self.eps = eps
-        self.scale = parameter(jnp.ones(size), "norm")
+    def __init__(self, size: int, *, kind: str, eps: float, offset: float = 0.0):
+        """Args: the size of the dim; `rms` or `layer`; the value added to the variance, and the one
+        added to the scale."""
+        self.eps, self.offset = eps, offset
+        self.scale = parameter(jnp.full(size, 1.0 - offset), "norm")
         self.bias = parameter(jnp.zeros(size), "norm") if kind == "layer" else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -73,7 +75,9 @@ class Norm(nnx.Module):
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         leading = tuple(range(x.ndim - 1))
-        y = y * jnp.expand_dims(self.scale[...].astype(jnp.float32), leading)
+        scale = self.scale[...].astype(jnp.float32)
+        scale = scale + self.offset if self.offset else scale
+        y = y * jnp.expand_dims(scale, leading)
         if self.bias is not None:
             y = y + jnp.expand_dims(self.bias[...].astype(jnp.float32), leading)
         return y.astype(x.dtype)
@@ -82,25 +86,35 @@ class Norm(nnx.Module):
 class Embedding(nnx.Module):
     """A table of vectors: looked up by id, or multiplied with to give a logit for each id."""
 
-    def __init__(self, size: int, embed_dim: int, axis: str, *, stddev: float, rngs: nnx.Rngs):
-        self.axis, self.size = axis, size
+    def __init__(
+        self,
+        size: int,
+        embed_dim: int,
+        axis: str,
+        *,
+        width: str = "embed",
+        stddev: float,
+        rngs: nnx.Rngs,
+    ):
+        """Args: the numbers of ids and of dims, and the logical axes of both."""
+        self.axis, self.width, self.size = axis, width, size
         table = stddev * jax.random.normal(rngs.params(), (size, embed_dim))
-        self.embedding = parameter(table, axis, "embed")
+        self.embedding = parameter(table, axis, width)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        """Returns the vectors [batch, length, embed] of `ids` [batch, length] int32."""
+        """Returns the vectors [batch, length, width] of `ids` [batch, length] int32."""
         # Gathered along embed first: from a table sharded on both dims XLA would replicate whole
         # activations. First constrained as stored, so that it is sent in its own dtype.
-        table = constrain(self.embedding[...], self.axis, "embed", kind="params")
-        vectors = constrain(table, self.axis, "embed").at[ids].get(mode="clip")
+        table = constrain(self.embedding[...], self.axis, self.width, kind="params")
+        vectors = constrain(table, self.axis, self.width).at[ids].get(mode="clip")
         if num_parts(self.axis, self.size) > 1:
             # Each device looks up its own rows of the table for all positions, and the sum over
             # devices gives the vectors. If cut along length at once, XLA would gather the table.
-            vectors = constrain(vectors, "batch", "length", "embed")
-        return residual(vectors)
+            vectors = constrain(vectors, "batch", "length", self.width)
+        return constrain(vectors, "batch", "residual_length", self.width)
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """Returns the logits [batch, length, size] of `x` [batch, length, embed]."""
+        """Returns the logits [batch, length, size] of `x` [batch, length, width]."""
         return jax.lax.dot_general(x, self.embedding[...], (((2,), (1,)), ((), ())))
 
 

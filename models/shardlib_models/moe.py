@@ -26,6 +26,10 @@ class MoEConfig:
     """Hidden width of one expert; null for the width of the model's MLP."""
     num_shared_experts: int = 0
     """Number of experts for every token, as one MLP of their total width."""
+    shared_mlp_dim: int | None = None
+    """Width of that MLP; null for num_shared_experts times the width of an expert."""
+    shared_gate: bool = False
+    """Whether that MLP's output is multiplied by the sigmoid of a projection of the token."""
     scores: moe.Scores = "softmax"
     """Scores of the experts: softmax over all of them, or sigmoid of each."""
     normalize_weights: bool = True
@@ -62,6 +66,12 @@ class MoEConfig:
             return self.balance_loss
         return 0.01 if self.balance == "loss" else 0.0
 
+    def shared_size(self, mlp_dim: int) -> int:
+        """Returns the hidden width of the shared experts in a model whose MLP has `mlp_dim`."""
+        if self.shared_mlp_dim is not None:
+            return self.shared_mlp_dim
+        return self.num_shared_experts * self.expert_size(mlp_dim)
+
     def expert_size(self, mlp_dim: int) -> int:
         """Returns the hidden width of one expert in a model whose MLP has `mlp_dim`."""
         return mlp_dim if self.mlp_dim is None else self.mlp_dim
@@ -69,7 +79,7 @@ class MoEConfig:
 
 def validate(config: MoEConfig) -> list[str]:
     """Returns all faults of a config as sentences."""
-    names = ("num_experts", "experts_per_token", "mlp_dim", "exchange_chunks")
+    names = ("num_experts", "experts_per_token", "mlp_dim", "shared_mlp_dim", "exchange_chunks")
     values = {name: getattr(config, name) for name in names}
     faults = [
         f"moe.{name} is {value}; it must be at least 1."
@@ -94,6 +104,8 @@ def validate(config: MoEConfig) -> list[str]:
             f"moe.experts_per_token={config.experts_per_token} is more than "
             f"moe.num_experts={config.num_experts}; a token goes to different experts."
         )
+    if config.shared_gate and config.num_shared_experts == 0 and config.shared_mlp_dim is None:
+        faults.append("moe.shared_gate has no effect without shared experts; leave it out.")
     if config.balance == "none" and config.balance_loss:
         faults.append(
             f"moe.balance_loss={config.balance_loss} has no effect with moe.balance=none; "
@@ -182,8 +194,10 @@ class MoE(nnx.Module):
         router = {"embed": embed_dim}, {"expert": config.num_experts}
         self.router = Linear(*router, stddev=stddev, float32=True, rngs=rngs)
         self.experts = Experts(config.num_experts, embed_dim, size, **options)
-        shared = config.num_shared_experts * size
+        shared = config.shared_size(mlp_dim)
         self.shared = SharedExperts(embed_dim, shared, activation, **options) if shared else None
+        gate = {"embed": embed_dim}, {"shared_gate": 1}
+        self.shared_gate = Linear(*gate, stddev=stddev, rngs=rngs) if config.shared_gate else None
         has_bias = config.balance == "bias"
         biases = jnp.zeros(config.num_experts)
         self.router_bias = parameter(biases, "expert", float32=True) if has_bias else None
@@ -221,7 +235,10 @@ class MoE(nnx.Module):
             chunks=config.exchange_chunks,
         )
         if self.shared is not None:
-            y = y + self.shared(x)
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = shared * jax.nn.sigmoid(self.shared_gate(x))
+            y = y + shared
         return y, moe.router_stats(routing, kept, mask=mask, bias=bias, over=config.balance_over)
 
     # The router is small and gathered whole: if sharded, it would pull tokens to its shards.
@@ -249,5 +266,5 @@ def losses(
 
 def active_weights(config: MoEConfig, embed_dim: int, mlp_dim: int) -> int:
     """Returns the weights per layer that multiply a token: its experts, shared ones, router."""
-    experts = config.experts_per_token + config.num_shared_experts
-    return embed_dim * (3 * experts * config.expert_size(mlp_dim) + config.num_experts)
+    width = config.experts_per_token * config.expert_size(mlp_dim) + config.shared_size(mlp_dim)
+    return embed_dim * (3 * width + config.num_experts + config.shared_gate)

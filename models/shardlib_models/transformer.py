@@ -15,8 +15,8 @@ from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib.registry import TEXT, DataSpec, ModelFamily
 from shardlib.sharding.constrain import constrain
 from shardlib_models import moe
-from shardlib_models.layers import Embedding, Linear, Norm, dropout, residual, whole
-from shardlib_models.transformer_block import Block, Context, KeyValues
+from shardlib_models.layers import Embedding, Linear, dropout, residual, whole
+from shardlib_models.transformer_block import Block, Context, KeyValues, norm_of
 from shardlib_models.transformer_config import TransformerConfig, validate
 from shardlib_models.transformer_decode import generate
 from shardlib_models.transformer_facts import choices, dims, flops_per_example, plan
@@ -29,18 +29,23 @@ class Transformer(nnx.Module):
         self.config = config
         self.vocab_size = vocab_size
         width, stddev = config.embed_dim, config.init_stddev
-        self.token_embedding = Embedding(vocab_size, width, "vocab", stddev=stddev, rngs=rngs)
-        learned = config.max_positions if config.positions == "learned" else None
+        options = {"stddev": stddev, "rngs": rngs}
+        token = {"embed": width} if config.token_dim is None else {"token_dim": config.token_dim}
+        ((axis, size),) = token.items()
+        self.token_embedding = Embedding(vocab_size, size, "vocab", width=axis, **options)
+        learned = config.positions == "learned" and (config.max_positions or 0)
+        rows = learned + config.position_offset
         self.position_embedding = (
-            Embedding(learned, width, "positions", stddev=stddev, rngs=rngs) if learned else None
+            Embedding(rows, width, "positions", **options) if learned else None
         )
         self.layers = stack_layers(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs)
-        self.final_norm = Norm(width, kind=config.norm, eps=config.norm_eps)
-        self.head = (
-            None
-            if config.tied_embeddings
-            else Linear({"embed": width}, {"vocab": vocab_size}, stddev=stddev, rngs=rngs)
-        )
+        self.final_norm = None if config.block == "post" else norm_of(config, width)
+        projected = config.token_dim is not None
+        self.project_in = Linear(token, {"embed": width}, **options) if projected else None
+        self.project_out = Linear({"embed": width}, token, **options) if projected else None
+        biased = {"bias": config.head_bias, **options}
+        tied = config.tied_embeddings
+        self.head = None if tied else Linear(token, {"vocab": vocab_size}, **biased)
         # Last, so that the initial weights are the same with and without dropout.
         self.embedding_dropout = dropout(config.dropout, rngs)
 
@@ -95,10 +100,15 @@ class Transformer(nnx.Module):
         over layers, and the caches of all layers."""
         config = self.config
         x = self.token_embedding(tokens)
+        if config.embed_scale:
+            # Rounded to the dtype of the embeddings, as Gemma was trained.
+            x = x * jnp.asarray(math.sqrt(config.embed_dim), x.dtype)
+        if self.project_in is not None:
+            x = self.project_in(x)
         if self.position_embedding is not None:
-            x = x + self.position_embedding(positions)
+            x = x + self.position_embedding(positions + config.position_offset)
         else:
-            turns = frequencies(config.head_size, config.rope_theta, config.rope_scaling)
+            turns = frequencies(config.rotary_size, config.rope_theta, config.rope_scaling)
             context = context._replace(rotations=rotations(positions, turns))
 
         def call(layer: Block, carry: tuple[Any, Any], cache: Any) -> tuple[Any, Any]:
@@ -115,7 +125,12 @@ class Transformer(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """Returns the logits [batch, length, vocab] of a residual stream."""
         head = self.token_embedding if self.head is None else self.head
-        return project(head, self.final_norm(x))
+        return project(head, self.normed(x), self.config.logit_softcap)
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        """Returns the input of the head [batch, length, embed] for a residual stream."""
+        x = x if self.final_norm is None else self.final_norm(x)
+        return x if self.project_out is None else self.project_out(x)
 
     def cross_entropy(
         self, x: jax.Array, targets: jax.Array, mask: jax.Array | None, **options: float
@@ -126,9 +141,9 @@ class Transformer(nnx.Module):
         head = self.token_embedding if self.head is None else self.head
         graphdef, weights = nnx.split(head)
         return chunked_cross_entropy(
-            lambda weights, x: project(nnx.merge(graphdef, weights), x),
+            lambda weights, x: project(nnx.merge(graphdef, weights), x, self.config.logit_softcap),
             weights,
-            self.final_norm(x),
+            self.normed(x),
             targets,
             mask,
             num_chunks=self.config.loss_chunks,
@@ -145,10 +160,12 @@ class Transformer(nnx.Module):
             )
 
 
-def project(head: Embedding | Linear, x: jax.Array) -> jax.Array:
+def project(head: Embedding | Linear, x: jax.Array, softcap: float | None = None) -> jax.Array:
     """Returns the logits [batch, length, vocab] of a normalised residual stream."""
     x = whole(x)
     logits = head.attend(x) if isinstance(head, Embedding) else head(x)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     return constrain(logits, "batch", "length", "vocab")
 
 
@@ -243,4 +260,19 @@ FAMILY = ModelFamily(
     generate=generate,
     choices=choices,
     dims=dims,
+    architectures={
+        "GPT2LMHeadModel": "shardlib_models.hf.gpt2:GPT2",
+        "GPTJForCausalLM": "shardlib_models.hf.gptj:GPTJ",
+        "GPTNeoXForCausalLM": "shardlib_models.hf.gpt_neox:NEOX",
+        "GemmaForCausalLM": "shardlib_models.hf.gemma:GEMMA",
+        "LlamaForCausalLM": "shardlib_models.hf.llama:LLAMA",
+        "MistralForCausalLM": "shardlib_models.hf.llama:MISTRAL",
+        "MixtralForCausalLM": "shardlib_models.hf.llama:MIXTRAL",
+        "OPTForCausalLM": "shardlib_models.hf.opt:OPT",
+        "Phi3ForCausalLM": "shardlib_models.hf.phi3:PHI3",
+        "Qwen2ForCausalLM": "shardlib_models.hf.llama:QWEN2",
+        "Qwen2MoeForCausalLM": "shardlib_models.hf.qwen_moe:QWEN2_MOE",
+        "Qwen3ForCausalLM": "shardlib_models.hf.llama:QWEN3",
+        "Qwen3MoeForCausalLM": "shardlib_models.hf.qwen_moe:QWEN3_MOE",
+    },
 )

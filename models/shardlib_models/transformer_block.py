@@ -1,5 +1,6 @@
 """One layer of a transformer: attention and MLP, each added to the residual stream."""
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -63,14 +64,23 @@ class Attention(nnx.Module):
         self.value = Linear(embed, kv_heads | head, **options)
         stddev = residual_stddev(config.init_stddev, config.num_layers)
         self.out = Linear(heads | head, embed, stddev=stddev, bias=config.out_bias, rngs=rngs)
+        self.query_norm = norm_of(config, config.head_size) if config.qk_norm else None
+        self.key_norm = norm_of(config, config.head_size) if config.qk_norm else None
 
     def __call__(
         self, x: jax.Array, context: Context, cache: KeyValues | None
     ) -> tuple[jax.Array, KeyValues | None]:
         copies = kv_copies(self.config) if cache is None else 1
         query, key, value = self.query(x), self.key(x, copies), self.value(x, copies)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         if context.rotations is not None:
-            query, key = rotate(query, context.rotations), rotate(key, context.rotations)
+            pairs = {"interleaved": self.config.rotary_interleaved}
+            query = rotate(query, context.rotations, **pairs)
+            key = rotate(key, context.rotations, **pairs)
+        if self.config.query_scale is not None:
+            # `attend` divides by the square root.
+            query = query * (self.config.query_scale * math.sqrt(self.config.head_size))
         query = tag(constrain(query, "batch", "length", "heads", "head_dim"), "query")
         key = tag(constrain(key, "batch", "length", "kv_heads", "head_dim"), "key")
         value = tag(constrain(value, "batch", "length", "kv_heads", "head_dim"), "value")
@@ -124,14 +134,18 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`, or experts for the MLP."""
+    """A layer: attention, and an MLP or experts, each added to the residual stream."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        norm = {"kind": config.norm, "eps": config.norm_eps}
-        self.attention_norm = Norm(config.embed_dim, **norm)
+        self.kind = config.block
+        width = config.embed_dim
+        self.attention_norm = norm_of(config, width)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = Norm(config.embed_dim, **norm)
+        self.mlp_norm = None if self.kind == "parallel_one_norm" else norm_of(config, width)
         self.mlp = MLP(config, rngs=rngs) if config.moe is None else _experts(config, rngs)
+        is_sandwich = self.kind == "sandwich"
+        self.attention_out_norm = norm_of(config, width) if is_sandwich else None
+        self.mlp_out_norm = norm_of(config, width) if is_sandwich else None
         self.attention_dropout = dropout(config.dropout, rngs)
         self.mlp_dropout = dropout(config.dropout, rngs)
 
@@ -141,17 +155,56 @@ class Block(nnx.Module):
         """Returns the residual stream [batch, length, embed], the router statistics, and the cache
         with the new rows."""
         x = tag(x, "layer_in")
-        branch = tag(self.attention_norm(x), "attention_in")
-        branch, cache = self.attention(whole(branch), context, cache)
-        x = x + self.attention_dropout(tag(residual(branch), "attention_out"))
-        branch, stats = whole(tag(self.mlp_norm(x), "mlp_in")), None
+        if self.kind == "post":
+            return self._post(x, context, cache)
+        entered = tag(self.attention_norm(x), "attention_in")
+        attended, cache = self._attended(entered, context, cache)
+        if self.kind == "parallel_one_norm":
+            branch, stats = self._mixed(entered, context)
+        elif self.kind == "parallel":
+            branch, stats = self._mixed(self._normed(x), context)
+        else:
+            x, attended = x + attended, None
+            branch, stats = self._mixed(self._normed(x), context)
+        x = x + branch if attended is None else x + attended + branch
+        return residual(x), stats, cache
+
+    def _post(
+        self, x: jax.Array, context: Context, cache: KeyValues | None
+    ) -> tuple[jax.Array, RouterStats | None, KeyValues | None]:
+        branch, cache = self._attended(tag(x, "attention_in"), context, cache)
+        x = tag(self.attention_norm(x + branch), "mlp_in")
+        branch, stats = self._mixed(x, context)
+        assert self.mlp_norm is not None
+        return residual(self.mlp_norm(x + branch)), stats, cache
+
+    def _normed(self, x: jax.Array) -> jax.Array:
+        assert self.mlp_norm is not None
+        return tag(self.mlp_norm(x), "mlp_in")
+
+    def _attended(
+        self, x: jax.Array, context: Context, cache: KeyValues | None
+    ) -> tuple[jax.Array, KeyValues | None]:
+        """Returns what attention adds to the residual stream, and the cache with the new rows."""
+        branch, cache = self.attention(whole(x), context, cache)
+        branch = branch if self.attention_out_norm is None else self.attention_out_norm(branch)
+        return self.attention_dropout(tag(residual(branch), "attention_out")), cache
+
+    def _mixed(self, x: jax.Array, context: Context) -> tuple[jax.Array, RouterStats | None]:
+        """Returns what the MLP or the experts add, and the router statistics."""
+        x, stats = whole(x), None
         if isinstance(self.mlp, MoE):
             mask = None if context.segment_ids is None else context.segment_ids > 0
-            branch, stats = self.mlp(branch, mask)
+            branch, stats = self.mlp(x, mask)
         else:
-            branch = self.mlp(branch)
-        x = x + self.mlp_dropout(tag(residual(branch), "mlp_out"))
-        return residual(x), stats, cache
+            branch = self.mlp(x)
+        branch = branch if self.mlp_out_norm is None else self.mlp_out_norm(branch)
+        return self.mlp_dropout(tag(residual(branch), "mlp_out")), stats
+
+
+def norm_of(config: TransformerConfig, size: int) -> Norm:
+    """Returns a norm as the config says."""
+    return Norm(size, kind=config.norm, eps=config.norm_eps, offset=config.norm_offset)
 
 
 def _experts(config: TransformerConfig, rngs: nnx.Rngs) -> MoE:

@@ -38,16 +38,30 @@ class TransformerConfig:
     """Number of rows of the embedding; null for the vocabulary of the data."""
     max_positions: int | None = None
     """Longest sequence, in tokens; null for no limit (rotary positions only)."""
+    block: Literal["pre", "post", "sandwich", "parallel", "parallel_one_norm"] = "pre"
+    """Place of the norms: before a branch (pre), after its sum with the residual stream and not at
+    the end of the model (post), before and after a branch (sandwich); or branches in parallel, each
+    with its norm or both with one."""
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm (a scale), or LayerNorm (a scale and a bias)."""
     norm_eps: float = 1e-5
     """Value added to the variance in a norm."""
+    norm_offset: float = 0.0
+    """Value added to the scale of a norm: 1 in Gemma, whose scales start at 0."""
+    qk_norm: bool = False
+    """Whether each head of query and key is normalised, before rotary positions."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotary embeddings of query and key, or a learned embedding added to the token embeddings."""
     rope_theta: float = 10_000.0
     """Base of the wavelengths of rotary embeddings."""
     rope_scaling: RotaryScaling | None = None
     """Stretched rotary wavelengths, as in Llama 3.1; null for none."""
+    rotary_dims: int | None = None
+    """Dims of a head that are rotated, the first ones; null for all."""
+    rotary_interleaved: bool = False
+    """Whether neighbouring dims of a head are rotated as a pair, as in GPT-J."""
+    position_offset: int = 0
+    """Rows of the table of learned positions before that of the first position; 2 in OPT."""
     mlp: Literal["gated", "plain"] = "gated"
     """`activation(gate(x)) * up(x)` (SwiGLU and the like), or `activation(up(x))`."""
     moe: MoEConfig | None = None
@@ -56,6 +70,16 @@ class TransformerConfig:
     """Nonlinearity of the MLP; `gelu_tanh` is GPT-2's approximation."""
     tied_embeddings: bool = False
     """Whether the embedding table also computes the logits."""
+    token_dim: int | None = None
+    """Width of the embedding table, which is projected to `embed_dim` and back; null for none."""
+    embed_scale: bool = False
+    """Whether embeddings are multiplied by sqrt(embed_dim)."""
+    query_scale: float | None = None
+    """Factor of the attention scores; null for 1 / sqrt(head_dim)."""
+    logit_softcap: float | None = None
+    """Bound c of the logits, as c * tanh(logits / c); null for none."""
+    head_bias: bool = False
+    """Whether logits have a bias, without `tied_embeddings`."""
     qkv_bias: bool = False
     """Whether the projections to query, key and value have biases."""
     out_bias: bool = False
@@ -90,6 +114,11 @@ class TransformerConfig:
         return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
+    def rotary_size(self) -> int:
+        """The number of dims of a head that are rotated."""
+        return self.head_size if self.rotary_dims is None else self.rotary_dims
+
+    @property
     def mlp_size(self) -> int:
         """The hidden width of the MLP."""
         return 4 * self.embed_dim if self.mlp_dim is None else self.mlp_dim
@@ -115,7 +144,7 @@ def validate(config: TransformerConfig, data: DataSpec) -> list[str]:
 
 def _not_positive(config: TransformerConfig) -> list[str]:
     names = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
-    names += ("vocab_size", "max_positions", "window", "loss_chunks")
+    names += ("vocab_size", "max_positions", "window", "loss_chunks", "token_dim", "rotary_dims")
     values = {name: getattr(config, name) for name in names}
     return [
         f"{name} is {value}; it must be at least 1."
@@ -131,10 +160,15 @@ def _shape_faults(config: TransformerConfig) -> list[str]:
             f"embed_dim={config.embed_dim} is not a multiple of num_heads={config.num_heads}; "
             "change one of them or set head_dim."
         )
-    elif config.positions == "rotary" and config.head_size % 2:
+    elif config.positions == "rotary" and config.rotary_size % 2:
         faults.append(
-            f"the heads have {config.head_size} dims, and rotary positions rotate pairs of dims; "
-            "make head_dim even."
+            f"rotary positions rotate pairs of dims, but rotate {config.rotary_size} of a head; "
+            "make head_dim and rotary_dims even."
+        )
+    elif config.rotary_size > config.head_size:
+        faults.append(
+            f"rotary_dims={config.rotary_size} is more than the {config.head_size} dims of a head; "
+            "leave it out to rotate all."
         )
     if config.num_heads % config.kv_heads:
         faults.append(
@@ -150,6 +184,14 @@ def _range_faults(config: TransformerConfig) -> list[str]:
         faults.append(f"dropout is {config.dropout}; it must be in [0, 1).")
     if config.init_stddev <= 0.0:
         faults.append(f"init_stddev is {config.init_stddev}; it must be greater than 0.")
+    if config.head_bias and config.tied_embeddings:
+        faults.append("head_bias has no effect with tied_embeddings; leave it out.")
+    if config.position_offset < 0:
+        faults.append(f"position_offset is {config.position_offset}; it must not be negative.")
+    for name in ("query_scale", "logit_softcap"):
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            faults.append(f"{name} is {value}; it must be greater than 0, or null.")
     if config.positions == "learned" and config.max_positions is None:
         faults.append("learned positions need max_positions, the rows of their table.")
     if config.moe is not None:

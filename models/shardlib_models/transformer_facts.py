@@ -71,7 +71,7 @@ def dims(config: TransformerConfig, data: DataSpec) -> dict[str, Any]:
             "number": config.moe.num_experts,
             "per_token": config.moe.experts_per_token,
             "mlp": width,
-            "shared_mlp": config.moe.num_shared_experts * width,
+            "shared_mlp": config.moe.shared_size(config.mlp_size),
         }
     return found
 

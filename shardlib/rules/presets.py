@@ -19,6 +19,8 @@ _ACTIVATIONS = {
     "mlp": "tensor",
     "expert": "expert",
     "embed": None,
+    "token_dim": None,
+    "shared_gate": None,
     "head_dim": None,
     "positions": None,
     "channels": None,
@@ -27,7 +29,17 @@ _ACTIVATIONS = {
     "classes": None,
 }
 
-_REPLICATED = ("norm", "head_dim", "positions", "kernel_h", "kernel_w", "conv_in", "classes")
+_REPLICATED = (
+    "norm",
+    "head_dim",
+    "positions",
+    "kernel_h",
+    "kernel_w",
+    "conv_in",
+    "classes",
+    "token_dim",
+    "shared_gate",
+)
 
 DATA = AxisRules(
     params={ANY: None},

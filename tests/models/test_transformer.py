@@ -266,7 +266,7 @@ def test_all_faults_at_once():
     ("options", "fault"),
     [
         ({"num_layers": 0}, "num_layers is 0; it must be at least 1."),
-        ({"head_dim": 5}, "the heads have 5 dims, and rotary positions rotate pairs of dims"),
+        ({"head_dim": 5}, "rotary positions rotate pairs of dims, but rotate 5 of a head"),
         ({"positions": "learned"}, "learned positions need max_positions, the rows of their table"),
         ({"vocab_size": 30}, "the data have 31 tokens, but vocab_size=30"),
         ({"init_stddev": 0.0}, "init_stddev is 0.0; it must be greater than 0."),

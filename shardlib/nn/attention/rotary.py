@@ -73,12 +73,27 @@ def rotations(positions: jax.Array, frequencies: np.ndarray | jax.Array) -> Rota
     return Rotations(jnp.cos(angles), jnp.sin(angles))
 
 
-def rotate(x: jax.Array, rotations: Rotations) -> jax.Array:
+def rotate(x: jax.Array, rotations: Rotations, *, interleaved: bool = False) -> jax.Array:
     """Returns `x` [batch, length, heads, head_dim] rotated by its positions, in its own dtype.
 
-    The rotation itself is computed in float32.
+    The rotation itself is computed in float32. Frequencies of fewer dims rotate the first dims of a
+    head, and leave the others.
+
+    Args:
+        x: Queries or keys.
+        rotations: The rotations at their positions.
+        interleaved: Whether dims 0 and 1, 2 and 3, ... are pairs, as in GPT-J; else a dim of the
+            first half and one of the second half are a pair, as in GPT-NeoX and Llama.
     """
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    size = 2 * rotations.cos.shape[-1]
+    turned, kept = x[..., :size].astype(jnp.float32), x[..., size:]
     cos, sin = rotations.cos[:, :, None], rotations.sin[:, :, None]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    if interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+        pairs = [first * cos - second * sin, second * cos + first * sin]
+        turned = jnp.stack(pairs, axis=-1).reshape(turned.shape)
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
+        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    turned = turned.astype(x.dtype)
+    return jnp.concatenate([turned, kept], axis=-1) if kept.shape[-1] else turned

@@ -1,0 +1,1 @@
+"""Architectures of Hugging Face that the model families read and write, a file for each kin."""

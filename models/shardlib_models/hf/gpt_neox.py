@@ -1,0 +1,77 @@
+"""GPT-NeoX and Pythia, whose query, key and value are joined within each head."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardlib.hf import Architecture, Converter, Field, rows
+from shardlib_models.hf.decoder_fields import ACTIVATIONS, LAYER_NORM, rope, without
+from shardlib_models.transformer_config import TransformerConfig
+
+_LAYER = "gpt_neox.layers.{layers}"
+_FUSED = f"{_LAYER}.attention.query_key_value"
+_ROWS = rows(f"""
+token_embedding/embedding  gpt_neox.embed_in.weight  vocab embed
+layers/attention_norm/scale  {_LAYER}.input_layernorm.weight  norm
+layers/attention_norm/bias  {_LAYER}.input_layernorm.bias  norm
+layers/attention/query/kernel  {_FUSED}.weight  heads*+head_dim embed
+layers/attention/key/kernel  {_FUSED}.weight  kv_heads*+head_dim embed
+layers/attention/value/kernel  {_FUSED}.weight  kv_heads*+head_dim embed
+layers/attention/query/bias  {_FUSED}.bias  heads*+head_dim
+layers/attention/key/bias  {_FUSED}.bias  kv_heads*+head_dim
+layers/attention/value/bias  {_FUSED}.bias  kv_heads*+head_dim
+layers/attention/out/kernel  {_LAYER}.attention.dense.weight  embed heads*head_dim
+layers/attention/out/bias  {_LAYER}.attention.dense.bias  embed
+layers/mlp_norm/scale  {_LAYER}.post_attention_layernorm.weight  norm
+layers/mlp_norm/bias  {_LAYER}.post_attention_layernorm.bias  norm
+layers/mlp/up/kernel  {_LAYER}.mlp.dense_h_to_4h.weight  mlp embed
+layers/mlp/up/bias  {_LAYER}.mlp.dense_h_to_4h.bias  mlp
+layers/mlp/down/kernel  {_LAYER}.mlp.dense_4h_to_h.weight  embed mlp
+layers/mlp/down/bias  {_LAYER}.mlp.dense_4h_to_h.bias  embed
+final_norm/scale  gpt_neox.final_layer_norm.weight  norm
+final_norm/bias  gpt_neox.final_layer_norm.bias  norm
+head/kernel  embed_out.weight  vocab embed
+""")
+
+
+def _read_rotary(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    fields = theirs.get("rope_parameters") or {}
+    part = fields.get("partial_rotary_factor", theirs.get("rotary_pct", 0.25))
+    base = {"rope_theta": theirs.get("rotary_emb_base", 10_000.0)} | dict(theirs)
+    head_dim = theirs["hidden_size"] // theirs["num_attention_heads"]
+    return {**rope().read(base), "rotary_dims": int(head_dim * part)}
+
+
+def _write_rotary(config: TransformerConfig) -> dict[str, Any]:
+    return {
+        "rotary_pct": config.rotary_size / config.head_size,
+        "rotary_emb_base": config.rope_theta,
+        "rope_scaling": rope().write(config)["rope_scaling"],
+    }
+
+
+NEOX = Architecture(
+    name="GPTNeoXForCausalLM",
+    model_type="gpt_neox",
+    fields={
+        "num_hidden_layers": Field("num_layers"),
+        "hidden_size": Field("embed_dim"),
+        "intermediate_size": Field("mlp_dim"),
+        "num_attention_heads": Field("num_heads"),
+        "vocab_size": Field("vocab_size"),
+        "max_position_embeddings": Field("max_positions"),
+        "layer_norm_eps": Field("norm_eps"),
+        "tie_word_embeddings": Field("tied_embeddings", False),
+        "hidden_act": Field("activation", "gelu", {**ACTIVATIONS, "gelu_tanh": "gelu_new"}),
+        "use_parallel_residual": Field("block", True, {"parallel": True, "pre": False}),
+    },
+    fixed={"attention_bias": True},
+    ours={
+        **without(LAYER_NORM, "block", "rotary_dims"),
+        "num_kv_heads": None,
+        "head_dim": None,
+    },
+    converters=(Converter(_read_rotary, _write_rotary),),
+    table=lambda config: _ROWS,
+    tied={"gpt_neox.embed_in.weight": "embed_out.weight"},
+    ignored=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),
+)

@@ -1,0 +1,79 @@
+"""OPT, from 125M to 175B; 350M has its norms after the branches and projects its embeddings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardlib.hf import Architecture, Converter, Field, rows
+from shardlib_models.hf.decoder_fields import ACTIVATIONS, LAYER_NORM, without
+from shardlib_models.transformer_config import TransformerConfig
+
+_LAYER = "model.decoder.layers.{layers}"
+_ROWS = rows(f"""
+token_embedding/embedding  model.decoder.embed_tokens.weight  vocab embed
+position_embedding/embedding  model.decoder.embed_positions.weight  positions embed
+project_in/kernel  model.decoder.project_in.weight  embed token_dim
+project_out/kernel  model.decoder.project_out.weight  token_dim embed
+layers/attention_norm/scale  {_LAYER}.self_attn_layer_norm.weight  norm
+layers/attention_norm/bias  {_LAYER}.self_attn_layer_norm.bias  norm
+layers/attention/query/kernel  {_LAYER}.self_attn.q_proj.weight  heads*head_dim embed
+layers/attention/query/bias  {_LAYER}.self_attn.q_proj.bias  heads*head_dim
+layers/attention/key/kernel  {_LAYER}.self_attn.k_proj.weight  kv_heads*head_dim embed
+layers/attention/key/bias  {_LAYER}.self_attn.k_proj.bias  kv_heads*head_dim
+layers/attention/value/kernel  {_LAYER}.self_attn.v_proj.weight  kv_heads*head_dim embed
+layers/attention/value/bias  {_LAYER}.self_attn.v_proj.bias  kv_heads*head_dim
+layers/attention/out/kernel  {_LAYER}.self_attn.out_proj.weight  embed heads*head_dim
+layers/attention/out/bias  {_LAYER}.self_attn.out_proj.bias  embed
+layers/mlp_norm/scale  {_LAYER}.final_layer_norm.weight  norm
+layers/mlp_norm/bias  {_LAYER}.final_layer_norm.bias  norm
+layers/mlp/up/kernel  {_LAYER}.fc1.weight  mlp embed
+layers/mlp/up/bias  {_LAYER}.fc1.bias  mlp
+layers/mlp/down/kernel  {_LAYER}.fc2.weight  embed mlp
+layers/mlp/down/bias  {_LAYER}.fc2.bias  embed
+final_norm/scale  model.decoder.final_layer_norm.weight  norm
+final_norm/bias  model.decoder.final_layer_norm.bias  norm
+""")
+_PROJECTED = rows("token_embedding/embedding  model.decoder.embed_tokens.weight  vocab token_dim")
+
+
+def _read_width(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    width, token = theirs["hidden_size"], theirs.get("word_embed_proj_dim")
+    return {"embed_dim": width, "token_dim": None if token in (None, width) else token}
+
+
+def _write_width(config: TransformerConfig) -> dict[str, Any]:
+    token = config.embed_dim if config.token_dim is None else config.token_dim
+    return {"hidden_size": config.embed_dim, "word_embed_proj_dim": token}
+
+
+OPT = Architecture(
+    name="OPTForCausalLM",
+    model_type="opt",
+    fields={
+        "num_hidden_layers": Field("num_layers"),
+        "ffn_dim": Field("mlp_dim"),
+        "num_attention_heads": Field("num_heads"),
+        "vocab_size": Field("vocab_size"),
+        "max_position_embeddings": Field("max_positions"),
+        "activation_function": Field("activation", "relu", ACTIVATIONS),
+        "do_layer_norm_before": Field("block", True, {"pre": True, "post": False}),
+    },
+    fixed={
+        "tie_word_embeddings": True,
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+        "_remove_final_layer_norm": False,
+    },
+    ours={
+        **without(LAYER_NORM, "block", "token_dim"),
+        "positions": "learned",
+        "position_offset": 2,
+        "norm_eps": 1e-5,
+        "tied_embeddings": True,
+        "num_kv_heads": None,
+        "head_dim": None,
+    },
+    converters=(Converter(_read_width, _write_width),),
+    table=lambda config: _ROWS if config.token_dim is None else _ROWS + _PROJECTED,
+    prefix="model.",
+    tied={"model.decoder.embed_tokens.weight": "lm_head.weight"},
+)

@@ -1,0 +1,59 @@
+"""Qwen 2 and 3 with experts."""
+
+import dataclasses
+
+from shardlib.hf import Field, rows
+from shardlib_models.hf.decoder_fields import without
+from shardlib_models.hf.llama import LLAMA, QWEN2, QWEN3
+
+_MLP = "model.layers.{layers}.mlp"
+_ROWS = rows(f"""
+layers/mlp/router/kernel  {_MLP}.gate.weight  expert embed
+layers/mlp/experts/gate  {_MLP}.experts.{{expert}}.gate_proj.weight  mlp embed
+layers/mlp/experts/up  {_MLP}.experts.{{expert}}.up_proj.weight  mlp embed
+layers/mlp/experts/down  {_MLP}.experts.{{expert}}.down_proj.weight  embed mlp
+layers/mlp/shared/gate/kernel  {_MLP}.shared_expert.gate_proj.weight  mlp embed
+layers/mlp/shared/up/kernel  {_MLP}.shared_expert.up_proj.weight  mlp embed
+layers/mlp/shared/down/kernel  {_MLP}.shared_expert.down_proj.weight  embed mlp
+layers/mlp/shared_gate/kernel  {_MLP}.shared_expert_gate.weight  shared_gate embed
+""")
+_FIELDS = {
+    "num_experts": Field("moe.num_experts", aliases=("num_local_experts",)),
+    "num_experts_per_tok": Field("moe.experts_per_token"),
+    "moe_intermediate_size": Field("moe.mlp_dim"),
+    "norm_topk_prob": Field("moe.normalize_weights", False),
+}
+_FIXED = {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_OURS = {
+    "moe.num_shared_experts": 0,
+    "moe.scores": "softmax",
+    "moe.weights_scale": 1.0,
+}
+
+QWEN2_MOE = dataclasses.replace(
+    LLAMA,
+    name="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    fields={
+        **LLAMA.fields,
+        **_FIELDS,
+        "shared_expert_intermediate_size": Field("moe.shared_mlp_dim"),
+    },
+    fixed={**_FIXED, "qkv_bias": True},
+    ours={**without(QWEN2.ours, "moe"), **_OURS, "moe.shared_gate": True},
+    table=lambda config: LLAMA.table(config) + _ROWS,
+)
+
+QWEN3_MOE = dataclasses.replace(
+    QWEN2_MOE,
+    name="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    fields={**LLAMA.fields, **_FIELDS},
+    fixed={**_FIXED, "attention_bias": False},
+    ours={
+        **without(QWEN3.ours, "moe"),
+        **_OURS,
+        "moe.shared_mlp_dim": None,
+        "moe.shared_gate": False,
+    },
+)

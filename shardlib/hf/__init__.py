@@ -1,0 +1,19 @@
+"""Models in the format of Hugging Face: loaded onto any mesh, and saved from any.
+
+```python
+with sl.use(mesh, sl.rules.FSDP):
+    loaded = sl.hf.load("Llama-3.2-1B")
+    logits = loaded.logits(tokens)
+    sl.hf.save(loaded, "exported")
+```
+"""
+
+from shardlib.hf.architecture import Architecture as Architecture
+from shardlib.hf.architecture import Converter as Converter
+from shardlib.hf.architecture import Field as Field
+from shardlib.hf.architecture import architectures as architectures
+from shardlib.hf.layout import TensorRow as TensorRow
+from shardlib.hf.layout import rows as rows
+from shardlib.hf.load import Loaded as Loaded
+from shardlib.hf.load import load as load
+from shardlib.hf.save import save as save

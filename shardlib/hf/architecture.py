@@ -1,0 +1,181 @@
+"""Architectures: how a family of models is written in the format of Hugging Face.
+
+An architecture is data: a table of config fields and a table of tensors, each read to import and
+written to export.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardlib.errors import ConfigError, ModelError, did_you_mean
+from shardlib.hf.layout import TensorRow
+from shardlib.import_paths import imported
+from shardlib.registry import ModelFamily, families
+
+REQUIRED = object()
+"""The default of a field that every config.json of an architecture has."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field of config.json that is a field of our config."""
+
+    ours: str
+    """Its name, with a dot for one of a nested config: `moe.num_experts`."""
+    default: Any = REQUIRED
+    """Its value where config.json lacks the field. If it is None, None is not written."""
+    values: Mapping[Any, Any] | None = None
+    """Their values by ours, where they differ; None: the values are the same."""
+    aliases: tuple[str, ...] = ()
+    """Other names that some versions write."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Converter:
+    """Fields of config.json that are converted together, as for rotary positions."""
+
+    read: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """`read(config_json)`: our fields. Raises `ValueError` for values that cannot be expressed."""
+    write: Callable[[Any], dict[str, Any]]
+    """`write(config)`: their fields."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One architecture of the `transformers` library, as a variant of one of our families."""
+
+    name: str
+    """Its name in `architectures` of config.json, as in LlamaForCausalLM."""
+    model_type: str
+    """Its `model_type` in config.json, as in llama."""
+    fields: Mapping[str, Field]
+    """Fields of config.json by their names."""
+    fixed: Mapping[str, Any]
+    """Fields of config.json that must have one value, which is also their default."""
+    ours: Mapping[str, Any]
+    """Fields of our config that have one value, by name as in `Field.ours`."""
+    converters: tuple[Converter, ...] = ()
+    table: Callable[[Any], tuple[TensorRow, ...]]
+    """`table(config)`: the rows of the tensors. Rows of absent parameters have no effect."""
+    prefix: str = ""
+    """A prefix of names that some checkpoints leave out, as in `transformer.`."""
+    tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names of copies of tensors, which checkpoints may hold and we do not, by name."""
+    ignored: tuple[str, ...] = ()
+    """Patterns of the names of tensors that hold no weights, such as masks."""
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields of our config, nested as in YAML.
+
+        Raises:
+            ConfigError: If fields are missing or have values that the family cannot express. The
+                message lists all of them.
+        """
+        faults, flat = [], dict(self.ours)
+        for name, field in self.fields.items():
+            held = [theirs[one] for one in (name, *field.aliases) if one in theirs]
+            value = held[0] if held else field.default
+            if value is REQUIRED:
+                faults.append(f"{name} is missing.")
+            elif field.values is None:
+                flat[field.ours] = value
+            elif (key := _key(field.values, value)) is not None:
+                flat[field.ours] = key
+            else:
+                known = ", ".join(map(repr, field.values.values()))
+                faults.append(f"{name} is {value!r}; supported: {known}.")
+        faults += [
+            f"{name} is {theirs[name]!r}; supported: {value!r}."
+            for name, value in self.fixed.items()
+            if theirs.get(name, value) != value
+        ]
+        for converter in self.converters:
+            try:
+                flat |= converter.read(theirs)
+            except (ValueError, KeyError, TypeError) as error:
+                missing = isinstance(error, KeyError)
+                faults.append(f"{error.args[0]} is missing." if missing else str(error))
+        if faults:
+            raise ConfigError(
+                f"config.json of {self.name} does not describe a model that shardlib has:\n  "
+                + "\n  ".join(faults)
+                + "\n  Choose a checkpoint without them, or add them to the family's table."
+            )
+        return _nested(flat)
+
+    def write(self, config: Any) -> dict[str, Any]:
+        """Returns the fields of config.json for one of our configs.
+
+        Raises:
+            ModelError: If the architecture cannot express the config. The message lists all fields.
+        """
+        faults = [
+            f"{name} is {_get(config, name)!r}, not {value!r}."
+            for name, value in self.ours.items()
+            if _get(config, name) != value
+        ]
+        theirs: dict[str, Any] = {"architectures": [self.name], "model_type": self.model_type}
+        theirs |= self.fixed
+        for name, field in self.fields.items():
+            value = _get(config, field.ours)
+            if value is None and field.default is None:
+                continue
+            if field.values is not None and value not in field.values:
+                faults.append(f"{field.ours} is {value!r}.")
+                continue
+            theirs[name] = value if field.values is None else field.values[value]
+        if faults:
+            raise ModelError(
+                f"{self.name} cannot express this model:\n  "
+                + "\n  ".join(faults)
+                + "\n  Export it as another architecture."
+            )
+        for converter in self.converters:
+            theirs |= converter.write(config)
+        return theirs
+
+
+def _key(values: Mapping[Any, Any], value: object) -> Any:
+    return next((key for key, other in values.items() if other == value), None)
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in flat.items():
+        outer, _, inner = name.rpartition(".")
+        (tree.setdefault(outer, {}) if outer else tree)[inner] = value
+    return tree
+
+
+def _get(config: Any, name: str) -> Any:
+    for part in name.split("."):
+        config = getattr(config, part, None)
+    return config
+
+
+def architectures() -> dict[str, tuple[ModelFamily, str]]:
+    """Returns the installed architectures by name: the family, and the import path."""
+    return {
+        name: (family, path)
+        for family in families().values()
+        for name, path in family.architectures.items()
+    }
+
+
+def find_architecture(name: str) -> tuple[ModelFamily, Architecture]:
+    """Returns an architecture by its name in config.json, and its family.
+
+    Raises:
+        ModelError: If no installed family has it.
+    """
+    known = architectures()
+    if name not in known:
+        raise ModelError(
+            f"no model family reads the architecture {name!r}; "
+            f"known: {', '.join(sorted(known)) or 'none'}.{did_you_mean(name, known)}\n"
+            "  Add it to the `architectures` of a family, as CONTRIBUTING.md describes."
+        )
+    family, path = known[name]
+    expected = "a shardlib.hf.Architecture"
+    return family, imported(path, expected, lambda value: isinstance(value, Architecture))

@@ -1,0 +1,247 @@
+"""Loading a Hugging Face checkpoint onto the active mesh, shard by shard."""
+
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from shardlib.config import from_dict
+from shardlib.errors import CheckpointError, did_you_mean
+from shardlib.functional import FunctionalModule, functional
+from shardlib.functional.protocol import nested
+from shardlib.hf.architecture import Architecture, find_architecture
+from shardlib.hf.layout import Index, Parameter, TensorTable
+from shardlib.hf.safetensors import Tensors
+from shardlib.paths import named_leaves
+from shardlib.registry import DataSpec
+from shardlib.sharding.constrain import Scope, active, use
+from shardlib.sharding.partition import place, shardings
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model that was loaded from a Hugging Face folder."""
+
+    model: nnx.Module
+    """The module, its parameters on their devices."""
+    config: Any
+    """The config of its family."""
+    architecture: Architecture
+    source: Mapping[str, Any]
+    """The contents of its config.json."""
+    folder: Path
+    """The folder that it was loaded from."""
+    scope: Scope | None
+    """The mesh and the rules that it was loaded under."""
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer (of the package `tokenizers`); None if the folder has no tokenizer.json."""
+        path = self.folder / "tokenizer.json"
+        if not path.exists():
+            return None
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(path))
+
+    def logits(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocab"]:
+        """Returns the float32 logits of token ids [batch, length] int32.
+
+        The program is compiled once for each shape. Rows are added where the mesh cuts a batch into
+        more parts than it has rows, and their logits are left out.
+        """
+        num_rows = tokens.shape[0]
+        with _scoped(self.scope):
+            parts = self.scope.parts("batch", self.scope.mesh.size) if self.scope else 1
+            padded = jnp.pad(tokens, ((0, -num_rows % parts), (0, 0)))
+            return self._forward(nnx.state(self.model), padded)[:num_rows]
+
+    @functools.cached_property
+    def _forward(self) -> Any:
+        graphdef = nnx.graphdef(self.model)
+
+        def forward(state: nnx.State, tokens: jax.Array) -> jax.Array:
+            model: Any = nnx.merge(graphdef, state)
+            model.eval()
+            with _scoped(self.scope):
+                return model(tokens).astype(jnp.float32)
+
+        return jax.jit(forward)
+
+
+def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> Loaded:
+    """Loads a model from a folder in the format of Hugging Face.
+
+    Under `sl.use(mesh, rules)` each parameter is placed as the rules say; otherwise the model is
+    loaded onto the default device. Each process reads its own shards, one at a time, so that the
+    host holds one shard at most beyond the result.
+
+    Args:
+        folder: A folder with `config.json` and safetensors files.
+        dtype: The dtype of the parameters; None for the dtype of each tensor.
+
+    Raises:
+        CheckpointError: If files are missing or malformed, or tensors are missing, unknown, or have
+            another shape or dtype. The message lists all of them, and nothing is allocated.
+        ModelError: If no installed family reads the architecture.
+        ConfigError: If config.json describes a model that its family does not have.
+        RuleError: If parameters cannot be placed.
+    """
+    folder = Path(folder)
+    source = read_config(folder)
+    family, described = find_architecture(_name_of(source, folder))
+    config = from_dict(family.config, described.read(source), str(folder / "config.json"))
+    module = functional(lambda rngs: family.make(config, DataSpec(), rngs))
+    layout = TensorTable(described.table(config), parameters(module))
+    tensors = Tensors(folder)
+    names = _check(layout, tensors, described, folder)
+    scope = active()
+    params = _read_all(layout, tensors, names, _placements(module, scope), dtype)
+    _, model_state = module.shapes()
+    assert not named_leaves(model_state), "families of transformers have no other state"
+    tree = nested({tuple(path.split("/")): leaf for path, leaf in params.items()})
+    model = module.merge(tree, {}, jax.random.key(0))
+    return Loaded(model, config, described, source, folder, scope)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the contents of config.json.
+
+    Raises:
+        CheckpointError: If it is missing or malformed.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} does not exist.\n  Give a folder that `save_pretrained` wrote."
+        ) from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.\n  Download it again.") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object.\n  Download it again.")
+    return config
+
+
+def _name_of(config: Mapping[str, Any], folder: Path) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise CheckpointError(
+            f"{folder / 'config.json'} has architectures={names!r}, expected one name.\n"
+            '  Write the class of the model, as in "architectures": ["LlamaForCausalLM"].'
+        )
+    return names[0]
+
+
+def parameters(module: FunctionalModule) -> dict[str, Parameter]:
+    """Returns the axes and the shape of each parameter by path."""
+    leaves = named_leaves(module.shapes()[0])
+    return {
+        path: Parameter(tuple(map(str, module.axes[path] or ())), tuple(leaf.shape))
+        for path, leaf in leaves.items()
+    }
+
+
+def _check(
+    layout: TensorTable, tensors: Tensors, described: Architecture, folder: Path
+) -> dict[str, str]:
+    """Returns the name in the files of each tensor of a layout; raises all faults at once."""
+    expected = {name: shape for name, shape, _ in layout.tensors()}
+    names, faults = {}, []
+    for name, shape in expected.items():
+        held = next((one for one in _aliases(name, described, expected) if one in tensors), None)
+        if held is None:
+            left = [one for one in tensors if one not in expected]
+            faults.append(f"{name} is missing.{did_you_mean(name, left)}")
+            continue
+        names[name] = held
+        entry = tensors.entries[held]
+        if entry.shape != shape:
+            faults.append(f"{held} has shape {entry.shape}, expected {shape}.")
+        if not jnp.issubdtype(entry.dtype, jnp.floating):
+            faults.append(f"{held} is of dtype {entry.dtype}, expected floating-point numbers.")
+    copies = {copy for name in expected for copy in _aliases(name, described, expected)}
+    known = {*names.values(), *copies}
+    faults += [
+        f"{name} is not a tensor of the model."
+        for name in tensors
+        if name not in known and not any(fnmatch.fnmatch(name, one) for one in described.ignored)
+    ]
+    if faults:
+        raise CheckpointError(
+            f"the tensors of {folder} do not fit its config.json:\n  "
+            + "\n  ".join(sorted(faults))
+            + "\n  Correct config.json, or export the checkpoint again."
+        )
+    return names
+
+
+def _aliases(name: str, described: Architecture, expected: Collection[str]) -> Iterator[str]:
+    """Yields the names under which a checkpoint may hold a tensor."""
+    for one in (name, described.tied.get(name, name)):
+        if one == name or one not in expected:
+            yield one
+            yield one.removeprefix(described.prefix)
+
+
+def _placements(module: FunctionalModule, scope: Scope | None) -> dict[str, Sharding]:
+    params, _ = module.shapes()
+    if scope is None:
+        device = jnp.zeros(()).device
+        assert isinstance(device, jax.Device)
+        return dict.fromkeys(named_leaves(params), SingleDeviceSharding(device))
+    placed = place(params, module.axes, scope.rules.of("params"), scope.mesh)
+    return named_leaves(shardings(params, placed, scope.mesh))
+
+
+def _read_all(
+    layout: TensorTable,
+    tensors: Tensors,
+    names: Mapping[str, str],
+    placed: Mapping[str, Sharding],
+    dtype: DTypeLike | None,
+) -> dict[str, jax.Array]:
+    def shard(path: str, index: Index) -> np.ndarray:
+        values = layout.read(path, index, lambda name: tensors[names[name]])
+        for name in layout.names(path, index):
+            tensors.drop(names[name])
+        return values if dtype is None else values.astype(dtype)
+
+    arrays = {}
+    for path, sharding in placed.items():
+        shape, pieces = layout.params[path].shape, []
+        for index, devices in _by_index(sharding, shape):
+            values = shard(path, index)
+            pieces += [jax.device_put(values, device) for device in devices]
+            # The next shard is read when this one has left the host.
+            jax.block_until_ready(pieces)
+        arrays[path] = jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+    return arrays
+
+
+def _by_index(sharding: Sharding, shape: tuple[int, ...]) -> Iterator[tuple[Index, list[Any]]]:
+    """Yields each slice that devices of this process hold, and these devices."""
+    held: dict[tuple[tuple[int, int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        whole = index or ()
+        key = tuple(part.indices(size) for part, size in zip(whole, shape, strict=True))
+        held.setdefault(key, []).append(device)
+    for key, devices in held.items():
+        yield tuple(slice(start, stop) for start, stop, _ in key), devices
+
+
+def _scoped(scope: Scope | None) -> Any:
+    return contextlib.nullcontext() if scope is None else use(scope.mesh, scope.rules)

@@ -1,0 +1,159 @@
+"""Saving a model as a Hugging Face folder, one tensor at a time."""
+
+import functools
+import json
+import operator
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib.errors import CheckpointError, ModelError
+from shardlib.functional import functional
+from shardlib.hf.architecture import Architecture, architectures, find_architecture
+from shardlib.hf.layout import TensorTable, copy
+from shardlib.hf.load import Loaded, parameters
+from shardlib.hf.safetensors import MAX_FILE_BYTES, write
+
+COPIED = (
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+"""Files that an export takes over from the folder that the model was loaded from."""
+
+
+def save(
+    source: Any,
+    folder: str | Path,
+    *,
+    architecture: str | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Saves a model in the format of Hugging Face, for `AutoModel.from_pretrained`.
+
+    Tensors are gathered and written one at a time. On several processes all must call it, and the
+    first one writes.
+
+    Args:
+        source: The result of `load`, a training state, or an NNX module of a family, with its
+            config as `config`.
+        folder: A folder that does not exist or is empty. It gets its files when all are complete.
+        architecture: The name in `architectures` of config.json; None for the one that the model
+            was loaded as, or else the first that can express its config.
+        max_file_bytes: Size of the tensors of one file at most, unless one tensor is larger.
+
+    Raises:
+        CheckpointError: If the folder is not empty.
+        ModelError: If no architecture of its family can express the model.
+    """
+    folder, model = Path(folder), getattr(source, "model", source)
+    loaded = source if isinstance(source, Loaded) else None
+    described = _described(model, loaded, architecture)
+    config = {**(loaded.source if loaded else {}), **described.write(model.config)}
+    layout = TensorTable(described.table(model.config), parameters(functional(model)))
+    arrays = _arrays(model)
+    specs = {name: (shape, arrays[path].dtype) for name, shape, path in layout.tensors()}
+    config["torch_dtype"] = str(next(iter(specs.values()))[1])
+    config.pop("dtype", None)
+    tensors = layout.write(
+        lambda view, path, at: _fill(view, arrays[path], at), lambda path: arrays[path].dtype
+    )
+    if jax.process_index() == 0:
+        _write_folder(folder, config, specs, tensors, loaded, max_file_bytes)
+    else:
+        for _ in tensors:  # takes part in gathering
+            pass
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"saved {folder.name}")
+
+
+def _write_folder(
+    folder: Path,
+    config: Mapping[str, Any],
+    specs: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+    tensors: Iterator[tuple[str, np.ndarray]],
+    loaded: Loaded | None,
+    max_file_bytes: int,
+) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(
+            f"{folder} is not an empty folder.\n  Choose another folder, or remove its contents."
+        )
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        write(partial, specs, tensors, max_file_bytes)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name in COPIED:
+            if loaded and (loaded.folder / name).is_file():
+                shutil.copyfile(loaded.folder / name, partial / name)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _described(model: Any, loaded: Loaded | None, name: str | None) -> Architecture:
+    if name is not None:
+        return find_architecture(name)[1]
+    if loaded is not None:
+        return loaded.architecture
+    config, tried = getattr(model, "config", None), []
+    for known, (family, _) in architectures().items():
+        if not isinstance(config, family.config):
+            continue
+        described = find_architecture(known)[1]
+        try:
+            described.write(config)
+        except ModelError as error:
+            tried.append(str(error).partition("\n  ")[2].splitlines()[0].strip())
+            continue
+        return described
+    reasons = "; ".join(tried) or f"a {type(model).__name__} is not of a family with architectures"
+    raise ModelError(
+        f"no architecture of Hugging Face can express this model: {reasons}.\n"
+        "  Save it with shardlib's own checkpoints, or add an architecture to its family."
+    )
+
+
+def _arrays(model: nnx.Module) -> dict[str, jax.Array]:
+    """Returns the parameters by path."""
+    params = nnx.state(model, nnx.Param)
+    return {
+        "/".join(map(str, path)): variable.get_value()
+        for path, variable in nnx.to_flat_state(params)
+    }
+
+
+def _fill(view: np.ndarray, array: jax.Array, at: tuple[int, ...]) -> None:
+    """Writes an array at leading indices; all processes that hold parts of it must take part."""
+    if not array.is_fully_addressable:
+        copy(view, np.asarray(_slice(array.sharding)(array, at).addressable_data(0)))
+        return
+    for shard in array.addressable_shards:
+        ranges = [range(*part.indices(n)) for part, n in zip(shard.index, array.shape, strict=True)]
+        if shard.replica_id == 0 and all(map(operator.contains, ranges, at)):
+            local = tuple(each.index(one) for each, one in zip(ranges, at, strict=False))
+            copy(view[shard.index[len(at) :]], np.asarray(shard.data[local]))
+
+
+@functools.cache
+def _slice(sharding: NamedSharding) -> Any:
+    """Returns a program that gathers an array at leading indices on every device."""
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.jit(lambda array, at: array[at], out_shardings=whole)

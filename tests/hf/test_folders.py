@@ -1,0 +1,121 @@
+"""Folders of Hugging Face: dtypes, training states, kept keys, and those that are refused."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardlib as sl
+from shardlib import hf
+from shardlib.errors import CheckpointError, ConfigError, ModelError
+from shardlib.hf.safetensors import SINGLE
+from shardlib.registry import DataSpec
+from shardlib_models.transformer import make
+from shardlib_models.transformer_config import TransformerConfig
+
+CONFIG = TransformerConfig(
+    num_layers=3, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, vocab_size=96
+)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """An exported Llama with weights in bfloat16."""
+    model = make(CONFIG, DataSpec(), nnx.Rngs(0))
+    nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(model)))
+    folder = tmp_path_factory.mktemp("llama") / "out"
+    hf.save(model, folder, architecture="LlamaForCausalLM")
+    return folder
+
+
+def test_dtypes(llama, tmp_path):
+    loaded = hf.load(llama)
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(loaded.model))} == {np.dtype(jnp.bfloat16)}
+    hf.save(loaded, tmp_path / "out")
+    assert (tmp_path / "out" / SINGLE).stat().st_size < 1.1 * (llama / SINGLE).stat().st_size
+    wide = hf.load(llama, dtype=jnp.float32)
+    kernel = wide.model.head.kernel[...]
+    assert kernel.dtype == jnp.float32
+    np.testing.assert_array_equal(kernel, loaded.model.head.kernel[...].astype(jnp.float32))
+
+
+def test_a_training_state_is_exported(llama, tmp_path):
+    with sl.use(sl.make_mesh("fsdp=8"), sl.rules.FSDP):
+        loaded = hf.load(llama, dtype=jnp.float32)
+        state = sl.init_state(loaded.model, optax.sgd(0.1))
+        hf.save(state, tmp_path / "out")
+    again = hf.load(tmp_path / "out")
+    assert again.architecture.name == "LlamaForCausalLM"
+    for old, new in zip(
+        *(jax.tree.leaves(nnx.state(x.model)) for x in (loaded, again)), strict=True
+    ):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_unknown_keys_of_the_config_are_kept(llama, tmp_path, edited):
+    copy = edited(llama, {"pad_token_id": 5, "mine": [1]})
+    (copy / "generation_config.json").write_text("{}")
+    hf.save(hf.load(copy), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["pad_token_id"] == 5
+    assert config["mine"] == [1]
+    assert config["torch_dtype"] == "bfloat16"
+    assert (tmp_path / "out" / "generation_config.json").exists()
+
+
+WRONG = {
+    "unknown architecture": (
+        {"architectures": ["LlamaForCausalML"]},
+        ModelError,
+        r"'LlamaForCausalML'.*Did you mean 'LlamaForCausalLM'\?\n  Add",
+    ),
+    "no architecture": ({"architectures": None}, CheckpointError, r"architectures=None.*\n  Write"),
+    "unsupported values": (
+        {"attention_bias": True, "hidden_act": "mish", "rope_parameters": {"rope_type": "yarn"}},
+        ConfigError,
+        r"(?s)hidden_act is 'mish'.*attention_bias is True.*rope_type is 'yarn'.*\n  Choose",
+    ),
+    "a wrong type": ({"hidden_size": "wide"}, ConfigError, r"embed_dim.*wide"),
+    "fewer layers": (
+        {"num_hidden_layers": 2},
+        CheckpointError,
+        r"(?s)model.layers.2.mlp.up_proj.weight is not a tensor of the model.*\n  Correct",
+    ),
+    "more layers and another width": (
+        {"num_hidden_layers": 4, "intermediate_size": 40},
+        CheckpointError,
+        r"(?s)layers.0.mlp.up_proj.weight has shape \(48, 32\), expected \(40, 32\)"
+        r".*layers.3.mlp.up_proj.weight is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "kind", "text"), WRONG.values(), ids=WRONG)
+def test_folders_that_do_not_fit_are_refused(llama, edited, changes, kind, text):
+    with pytest.raises(kind, match=text):
+        hf.load(edited(llama, changes))
+
+
+def test_a_missing_field_and_a_missing_folder(llama, tmp_path, edited):
+    with pytest.raises(ConfigError, match=r"(?s)hidden_size is missing.*vocab_size is missing"):
+        hf.load(edited(llama, {}, remove=("hidden_size", "vocab_size")))
+    with pytest.raises(CheckpointError, match=r"config.json does not exist.*\n  Give a folder"):
+        hf.load(tmp_path / "absent")
+
+
+def test_exports_that_are_refused_leave_nothing(llama, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("kept")
+    loaded = hf.load(llama)
+    with pytest.raises(CheckpointError, match=r"not an empty folder.*\n  Choose"):
+        hf.save(loaded, tmp_path / "full")
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel cannot express [^.]*norm is 'rms'"):
+        hf.save(loaded, tmp_path / "out", architecture="GPT2LMHeadModel")
+    with pytest.raises(ModelError, match=r"a Linear is not of a family.*\n  Save it"):
+        hf.save(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine.txt"]
