@@ -70,9 +70,9 @@ def write_folder(folder: Path, layers: int) -> None:
 
     from shardlib.functional import functional
     from shardlib.hf.architecture import find_architecture
-    from shardlib.hf.layout import TensorTable
     from shardlib.hf.load import parameters
     from shardlib.hf.safetensors import write
+    from shardlib.hf.tensor_table import TensorTable
     from shardlib.registry import DataSpec
     from shardlib_models.transformer import make
     from shardlib_models.transformer_config import TransformerConfig

@@ -12,8 +12,8 @@ from shardlib.hf.architecture import Architecture as Architecture
 from shardlib.hf.architecture import Converter as Converter
 from shardlib.hf.architecture import Field as Field
 from shardlib.hf.architecture import architectures as architectures
-from shardlib.hf.layout import TensorRow as TensorRow
-from shardlib.hf.layout import rows as rows
 from shardlib.hf.load import Loaded as Loaded
 from shardlib.hf.load import load as load
 from shardlib.hf.save import save as save
+from shardlib.hf.tensor_table import TensorRow as TensorRow
+from shardlib.hf.tensor_table import rows as rows

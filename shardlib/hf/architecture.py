@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardlib.errors import ConfigError, ModelError, did_you_mean
-from shardlib.hf.layout import TensorRow
+from shardlib.hf.tensor_table import TensorRow
 from shardlib.import_paths import imported
 from shardlib.registry import ModelFamily, families
 

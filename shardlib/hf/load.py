@@ -22,8 +22,8 @@ from shardlib.errors import CheckpointError, did_you_mean
 from shardlib.functional import FunctionalModule, functional
 from shardlib.functional.protocol import nested
 from shardlib.hf.architecture import Architecture, find_architecture
-from shardlib.hf.layout import Index, Parameter, TensorTable
 from shardlib.hf.safetensors import Tensors
+from shardlib.hf.tensor_table import Index, Parameter, TensorTable
 from shardlib.paths import named_leaves
 from shardlib.registry import DataSpec
 from shardlib.sharding.constrain import Scope, active, use

@@ -18,9 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.errors import CheckpointError, ModelError
 from shardlib.functional import functional
 from shardlib.hf.architecture import Architecture, architectures, find_architecture
-from shardlib.hf.layout import TensorTable, copy
 from shardlib.hf.load import Loaded, parameters
 from shardlib.hf.safetensors import MAX_FILE_BYTES, write
+from shardlib.hf.tensor_table import TensorTable, copy
 
 COPIED = (
     "chat_template.jinja",

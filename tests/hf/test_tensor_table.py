@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.errors import ModelError
-from shardlib.hf.layout import Parameter, TensorTable, rows
+from shardlib.hf.tensor_table import Parameter, TensorTable, rows
 
 
 def written(layout, params):
