@@ -1,5 +1,6 @@
 """A decoder-only transformer whose layers are stacked and scanned."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -178,7 +179,8 @@ def make(config: TransformerConfig, data: DataSpec, rngs: nnx.Rngs) -> Transform
     faults = validate(config, data)
     if faults:
         raise ModelError("the transformer cannot be made:\n  " + "\n  ".join(faults))
-    return Transformer(config, config.vocabulary(data), rngs=rngs)
+    size = config.vocabulary(data)
+    return Transformer(dataclasses.replace(config, vocab_size=size), size, rngs=rngs)
 
 
 def loss(

@@ -73,7 +73,7 @@ def verify(
 
     Exits 1 on damage, or if there is nothing to verify.
     """
-    run, step = _one_step(run, step)
+    run, step = one_step(run, step)
     saved = _open(run)
     checked = []
     for each, tier in _candidates(saved, step):
@@ -135,7 +135,7 @@ def reshard(
     """
     from shardlib.run import resharding
 
-    run, step = _one_step(run, step)
+    run, step = one_step(run, step)
     if dry_run:
         plan = resharding.plan_reshard(run, mesh, on=on, step=step, notify=_warn)
         if as_json:
@@ -217,7 +217,7 @@ def _split(place: str) -> tuple[str, int | None]:
     return (run, int(step)) if at and step.isdecimal() else (place, None)
 
 
-def _one_step(place: str, step: int | None) -> tuple[str, int | None]:
+def one_step(place: str, step: int | None) -> tuple[str, int | None]:
     """Returns the run and the step given by an argument and --step together."""
     run, named = _split(place)
     if None not in (named, step) and named != step:

@@ -14,6 +14,7 @@ from shardlib.hf.architecture import Field as Field
 from shardlib.hf.architecture import architectures as architectures
 from shardlib.hf.load import Loaded as Loaded
 from shardlib.hf.load import load as load
+from shardlib.hf.save import refuse_full as refuse_full
 from shardlib.hf.save import save as save
 from shardlib.hf.tensor_table import TensorRow as TensorRow
 from shardlib.hf.tensor_table import rows as rows

@@ -27,6 +27,8 @@ class Field:
     """Its value where config.json lacks the field. If it is None, None is not written."""
     values: Mapping[Any, Any] | None = None
     """Their values by ours, where they differ; None: the values are the same."""
+    resolved: str | None = None
+    """A property of our config with the value to write; None for the field itself."""
     aliases: tuple[str, ...] = ()
     """Other names that some versions write."""
 
@@ -118,7 +120,7 @@ class Architecture:
         theirs: dict[str, Any] = {"architectures": [self.name], "model_type": self.model_type}
         theirs |= self.fixed
         for name, field in self.fields.items():
-            value = _get(config, field.ours)
+            value = _get(config, field.resolved or field.ours)
             if value is None and field.default is None:
                 continue
             if field.values is not None and value not in field.values:

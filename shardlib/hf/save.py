@@ -61,6 +61,7 @@ def save(
     """
     folder, model = Path(folder), getattr(source, "model", source)
     loaded = source if isinstance(source, Loaded) else None
+    refuse_full(folder)
     described = _described(model, loaded, architecture)
     config = {**(loaded.source if loaded else {}), **described.write(model.config)}
     layout = TensorTable(described.table(model.config), parameters(functional(model)))
@@ -80,6 +81,14 @@ def save(
         multihost_utils.sync_global_devices(f"saved {folder.name}")
 
 
+def refuse_full(folder: Path) -> None:
+    """Raises `CheckpointError` unless a folder is absent or empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(
+            f"{folder} is not an empty folder.\n  Choose another folder, or remove its contents."
+        )
+
+
 def _write_folder(
     folder: Path,
     config: Mapping[str, Any],
@@ -88,10 +97,6 @@ def _write_folder(
     loaded: Loaded | None,
     max_file_bytes: int,
 ) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(
-            f"{folder} is not an empty folder.\n  Choose another folder, or remove its contents."
-        )
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Runs: train, explain and sample from one config."""
+"""Runs: train, explain, sample and export from one config."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -7,6 +7,7 @@ from shardlib.run.config import RulesConfig as RulesConfig
 from shardlib.run.config import RunConfig as RunConfig
 
 if TYPE_CHECKING:
+    from shardlib.run.exporting import export as export
     from shardlib.run.reports.explaining import explain as explain
     from shardlib.run.sampling import generate as generate
     from shardlib.run.training import TrainResult as TrainResult
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 _HOME = {
     "TrainResult": "training",
     "explain": "reports.explaining",
+    "export": "exporting",
     "generate": "sampling",
     "plan_run": "plans.planning",
     "train": "training",

@@ -1,36 +1,17 @@
 """Text sampling from a model during training, or from a checkpoint of a run."""
 
-import dataclasses
-import functools
-import logging
-import pathlib
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.checkpoint import SavedCheckpoints, open_saved
-from shardlib.checkpoint.errors import DamageError
-from shardlib.checkpoint.manifest import Manifest
-from shardlib.checkpoint.tree import flatten
 from shardlib.data import Tokenizer
-from shardlib.errors import DataError, MeshError, ModelError
+from shardlib.errors import ModelError
 from shardlib.functional.precision import precision
-from shardlib.optim.ema import EmaState
-from shardlib.run.config import AUTO, RunConfig
-from shardlib.run.devices import start_devices
-from shardlib.run.directory import RunDirectory
-from shardlib.run.position import no_checkpoint
-from shardlib.run.resolve_auto import ResolvedConfig, resolve
-from shardlib.run.setup import Setup, make_scope
-from shardlib.sharding.constrain import Scope, use
-from shardlib.train.local_sgd.outer import merged
+from shardlib.run.restore_model import Notify, restore_model
+from shardlib.run.setup import Setup
+from shardlib.sharding.constrain import use
 from shardlib.train.offload import fetch
 from shardlib.train.state import TrainState
-
-Notify = Callable[[str], None]
 
 
 class Sampler:
@@ -126,94 +107,7 @@ def generate(
         MeshError: If the mesh does not fit the devices.
         ModelError: If its model does not generate text, or prompt and length exceed its positions.
     """
-    directory = RunDirectory(run_dir)
-    config = directory.config_of_run()
-    start_devices(config)
-    notify = notify or logging.getLogger(__name__).warning
-    saved = open_saved(
-        directory.checkpoints, config.checkpoint, notify=notify, owner=directory.identity
-    )
-    if step is not None:
-        saved.manifest(step)
-    elif not saved.candidates():
-        raise no_checkpoint(run_dir, saved)
-    tokenizer = directory.read_tokenizer(config)
-    if tokenizer is None:
-        raise ModelError(
-            f"{run_dir} holds a run of model {config.model.name!r}, which was not trained on "
-            "text.\n  Name the run_dir of a language model."
-        )
-    spec = dataclasses.replace(config.data.spec(), vocab_size=tokenizer.vocab_size)
-    run, scope = _resolved(config, mesh)
-    parts = run.build(spec, scope)
-    sampler = Sampler(parts, tokenizer)
-    check_tokenizer = functools.partial(_check_tokenizer, tokenizer, directory.tokenizer_file)
-    state = _restored(saved, parts, step, notify, check_tokenizer)
-    if state is None:
-        raise no_checkpoint(run_dir, saved)
-    state = merged(parts.train_step(), state)
-    return sampler(state, prompt, length=length, temperature=temperature, seed=seed)
-
-
-def _restored(
-    saved: SavedCheckpoints,
-    parts: Setup,
-    step: int | None,
-    notify: Notify,
-    check: Callable[[Manifest], None],
-) -> Any:
-    """Returns the state that `Sampler` needs, of a step or the newest valid one; None without a
-    valid one. `check` gets the manifest of a step before it is read."""
-    abstract = parts.abstract
-    averages = jax.tree.map(
-        lambda node: node if isinstance(node, EmaState) else None,
-        abstract.opt_state,
-        is_leaf=lambda node: isinstance(node, EmaState),
-    )
-    needed = dataclasses.replace(abstract, opt_state=averages, spike_window=None)
-    target = dataclasses.replace(parts, abstract=needed).saved_state()
-    wanted = flatten(target)
-
-    def partial(path: str) -> bool:
-        return path not in wanted
-
-    def on_difference(line: str) -> None:
-        """Reports nothing: these arrays do not matter for sampling."""
-
-    if step is not None:
-        check(saved.manifest(step))
-        return saved.restore(step, target, partial=partial, on_difference=on_difference)
-    candidates = [(each, place) for place in saved.tiers.values() for each in place.candidates()]
-    # The sort is stable: a step in two places is read from the first place.
-    for each, place in sorted(candidates, key=lambda candidate: -candidate[0]):
-        try:
-            check(place.manifest(each))
-            return place.restore(each, target, partial=partial, on_difference=on_difference)
-        except DamageError as error:
-            reason = str(error).splitlines()[0].rstrip(":.")
-            notify(f"step {each} does not validate and is skipped: {reason}")
-    return None
-
-
-def _check_tokenizer(tokenizer: Tokenizer, file: pathlib.Path, manifest: Manifest) -> None:
-    """Raises `DataError` if a checkpoint was trained with another tokenizer."""
-    trained_with = manifest.run.get("data", {}).get("tokenizer")
-    if trained_with not in (None, tokenizer.fingerprint):
-        raise DataError(
-            f"{file} is not the tokenizer that step {manifest.step} was trained "
-            f"with: its fingerprint is {tokenizer.fingerprint}, not {trained_with}.\n"
-            "  Restore the file, for example from a copy of the run."
-        )
-
-
-def _resolved(config: RunConfig, mesh: str | None) -> tuple[ResolvedConfig, Scope]:
-    """Returns the run on the given mesh, or else on its own mesh if it fits the devices."""
-    devices = jax.devices()
-    run = resolve(config if mesh is None else config.with_mesh(mesh), devices)
-    try:
-        return run, make_scope(run.config, devices)
-    except MeshError:
-        if mesh is not None:
-            raise
-    run = resolve(config.with_mesh(AUTO), devices)
-    return run, make_scope(run.config, devices)
+    restored = restore_model(run_dir, mesh=mesh, step=step, notify=notify, of_text=True)
+    assert restored.tokenizer is not None, "restore_model refuses models of other data"
+    sampler = Sampler(restored.parts, restored.tokenizer)
+    return sampler(restored.state, prompt, length=length, temperature=temperature, seed=seed)

@@ -56,12 +56,12 @@ LAYER_NORM = {
 SIZES = {
     "num_hidden_layers": Field("num_layers"),
     "hidden_size": Field("embed_dim"),
-    "intermediate_size": Field("mlp_dim"),
+    "intermediate_size": Field("mlp_dim", resolved="mlp_size"),
     "num_attention_heads": Field("num_heads"),
-    "num_key_value_heads": Field("num_kv_heads", None),
-    "head_dim": Field("head_dim", None),
+    "num_key_value_heads": Field("num_kv_heads", None, resolved="kv_heads"),
+    "head_dim": Field("head_dim", None, resolved="head_size"),
     "vocab_size": Field("vocab_size"),
-    "max_position_embeddings": Field("max_positions"),
+    "max_position_embeddings": Field("max_positions", None),
     "rms_norm_eps": Field("norm_eps"),
     "tie_word_embeddings": Field("tied_embeddings", False),
 }

@@ -55,7 +55,7 @@ NEOX = Architecture(
     fields={
         "num_hidden_layers": Field("num_layers"),
         "hidden_size": Field("embed_dim"),
-        "intermediate_size": Field("mlp_dim"),
+        "intermediate_size": Field("mlp_dim", resolved="mlp_size"),
         "num_attention_heads": Field("num_heads"),
         "vocab_size": Field("vocab_size"),
         "max_position_embeddings": Field("max_positions"),

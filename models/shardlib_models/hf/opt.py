@@ -50,7 +50,7 @@ OPT = Architecture(
     model_type="opt",
     fields={
         "num_hidden_layers": Field("num_layers"),
-        "ffn_dim": Field("mlp_dim"),
+        "ffn_dim": Field("mlp_dim", resolved="mlp_size"),
         "num_attention_heads": Field("num_heads"),
         "vocab_size": Field("vocab_size"),
         "max_position_embeddings": Field("max_positions"),

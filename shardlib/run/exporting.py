@@ -1,0 +1,49 @@
+"""Export of a run's model as a folder in the format of Hugging Face."""
+
+from pathlib import Path
+
+from shardlib import hf
+from shardlib.data.tokenizer import JsonTokenizer
+from shardlib.run.restore_model import Notify, restore_model
+from shardlib.train.offload import fetch
+
+
+def export(
+    run_dir: str,
+    folder: str,
+    *,
+    architecture: str | None = None,
+    mesh: str | None = None,
+    step: int | None = None,
+    notify: Notify | None = None,
+) -> int:
+    """Exports the model of a run, and its tokenizer if it is a `tokenizer.json`.
+
+    The exported parameters are those that the run evaluates: their moving average, if there is one.
+
+    Args:
+        run_dir: Directory of the run, which stays unchanged.
+        folder: A folder that does not exist or is empty.
+        architecture: See `shardlib.hf.save`.
+        mesh: The mesh; default: the run's mesh if it fits the devices, else `auto`.
+        step: The checkpoint; default: the newest valid one of all places.
+        notify: Called with each skipped checkpoint; by default it is logged.
+
+    Returns:
+        The exported step.
+
+    Raises:
+        ConfigError: If the directory holds no run.
+        CheckpointError: If the run has no valid checkpoint, or none of `step`, or the folder is not
+            empty.
+        ModelError: If no architecture can express the model.
+    """
+    hf.refuse_full(Path(folder))
+    restored = restore_model(run_dir, mesh=mesh, step=step, notify=notify)
+    parts, state = restored.parts, restored.state
+    params = fetch(parts.best_params(state))
+    model = state.definition.module.merge(params, state.model_state, state.rng)
+    hf.save(model, folder, architecture=architecture)
+    if isinstance(restored.tokenizer, JsonTokenizer):
+        restored.tokenizer.save(Path(folder) / "tokenizer.json")
+    return int(state.step)
