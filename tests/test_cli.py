@@ -268,7 +268,7 @@ def test_explain_on_a_cluster_compiles_the_step(shardlib, tiny, tmp_path):
     page = tmp_path / "page.html"
     code, out, err = shardlib("explain", tiny, "--on", "cpu:8", "--html", str(page))
     assert (code, err) == (0, "")
-    assert out.startswith("step on mesh fsdp=8 of cpu:8\nneeds ")
+    assert out.startswith("step on mesh fsdp=8 of cpu:8\na device needs ")
     assert "\nattention: xla: the platform is cpu\n" in out
     assert out.endswith("no faults found\n")
     assert page.read_text().startswith("<!doctype html>")
