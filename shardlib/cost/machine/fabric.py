@@ -124,12 +124,13 @@ def seconds_in_turn(
 ) -> list[float]:
     """Returns the seconds of a collective on each of several links, the innermost first. A link
     carries what the links before it leave. Arguments are as in `Link.seconds`."""
-    found = []
+    shrinks = kind.replace("-", "_") in ("all_reduce", "all_gather", "reduce_scatter")
+    seconds = []
     for link in links:
-        found.append(link.seconds(kind, num_bytes, pieces))
-        if kind.replace("-", "_") in ("all_reduce", "all_gather", "reduce_scatter"):
+        seconds.append(link.seconds(kind, num_bytes, pieces))
+        if shrinks:
             num_bytes /= link.size
-    return found
+    return seconds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,7 +71,9 @@ def costs(job: Job, machine: pricing.Machine, *, own_memory: bool = True) -> Cos
     layout, cluster = machine.layout, machine.cluster
     device = computation.Device(job, layout, machine.software, machine.rates.block)
     layers, routed = job.model.layers / layout.stage, job.model.routed_layers / layout.stage
-    work = computation.layers(device, routed=False, count=layers - routed)
+    work = []
+    if layers > routed:
+        work += computation.layers(device, routed=False, count=layers - routed)
     if routed:
         work += computation.layers(device, routed=True, count=routed)
     weights = communication.local_weights(device)
