@@ -180,8 +180,16 @@ def _place_leaf(
             overridden = f"{OVERRIDES}{logical}" if logical not in (None, named) else ""
             return placed(named, f"path {pattern}{overridden}")
     if logical is not None:
-        return placed(logical, "metadata")
+        placement = placed(logical, "metadata")
+        return placement if len(logical) == len(shape) else _with_path_rule(placement)
     return _auto(path, shape, leaf.dtype, rules, sizes)
+
+
+def _with_path_rule(placement: Placement) -> Placement:
+    """Adds to the refusal of metadata of another rank that a path rule takes their place."""
+    fix = f' Or add a path rule: rules.override(paths={{"...": {_example(placement.shape)}}}).'
+    faults = tuple(fault + fix for fault in placement.resolution.faults)
+    return dataclasses.replace(placement, resolution=placement.resolution._replace(faults=faults))
 
 
 def _mesh_axes_note(resolution: Resolution) -> str:

@@ -195,10 +195,11 @@ def test_too_few_names_for_a_rank():
     mesh = sl.make_mesh("fsdp=8")
     fault = "logical axes ('embed',) name 1 dim, but the shape (8, 16) has 2.\n"
     fix = "  Give one name, or None, for each dim."
+    rule = ' Or add a path rule: rules.override(paths={"...": (None, None)}).'
     with sl.use(mesh, sl.rules.STANDARD):
         with pytest.raises(RuleError) as refused:
             sl.abstract_state(lambda rngs: TooFewNames(rngs), optax.sgd(0.1))
-        assert str(refused.value) == f"kernel: {fault}{fix}"
+        assert str(refused.value) == f"kernel: {fault}{fix}{rule}"
         with pytest.raises(RuleError) as refused:
             jax.eval_shape(lambda x: sl.constrain(x, "embed"), jnp.zeros((8, 16)))
         assert str(refused.value) == f"{fault}{fix}"

@@ -178,7 +178,8 @@ def test_all_faults_are_told_and_nothing_is_made():
         "fsdp=8 does not divide 10.\n"
         f"{replicate}\n"
         "c: logical axes ('embed',) name 1 dim, but the shape (8, 4) has 2.\n"
-        "  Give one name, or None, for each dim.\n"
+        "  Give one name, or None, for each dim. Or add a path rule: "
+        'rules.override(paths={"...": (None, None)}).\n'
         "d: logical axis 'emebd' (dim 0 of ('emebd', 'mlp')) has no rule among the params. "
         "Did you mean 'embed'?\n"
         f"  Add one, for example params={{'emebd': None}}, or use one of: {known}."
