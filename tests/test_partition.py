@@ -111,8 +111,7 @@ def test_all_faults_are_told_with_each_remedy_once():
         "  Change the dim or the mesh (fsdp=4,tensor=2), or allow replication: "
         "params={'embed': ['fsdp', None]}.\n"
         "b/w: logical axes ('mlp', 'embed') name 2 dims, but the shape (8, 6, 2) has 3.\n"
-        "  Give one name, or None, for each dim. Or add a path rule: "
-        'rules.override(paths={"...": (None, None, None)}).\n'
+        "  Give one name, or None, for each dim.\n"
         "c: shape (3,) has no logical axes, no path rule matches, and auto is off.\n"
         '  Annotate it, or add a path rule: rules.override(paths={"...": (None,)}).'
     )
