@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardlib import hf as hf
     from shardlib import losses as losses
     from shardlib import rules as rules
     from shardlib import testing as testing

@@ -345,8 +345,8 @@ def test_text_and_data_say_the_same():
     counts = found.found
     assert 0 < counts.fitting < counts.layouts
     assert text.splitlines()[1] == (
-        f"{counts.layouts:,} layouts can be run, {counts.fitting:,} of them fit; "
-        f"{counts.priced:,} plans were priced, and a bound rules out the others"
+        f"{counts.layouts:,} layouts can run, {counts.fitting:,} of them fit; "
+        f"{counts.priced:,} plans were priced, and a lower bound excludes the others"
     )
     for part in (
         f"mesh: {facts['plans'][0]['settings']['mesh']}\n",
