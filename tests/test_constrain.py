@@ -1,7 +1,5 @@
 """The active mesh and rules, and the placement of activations by name."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,40 +54,30 @@ def test_places_eagerly_and_under_vmap_and_grad():
 
 
 @pytest.mark.parametrize(
-    ("axes", "shape", "message"),
+    ("axes", "shape", "parts"),
     [
-        (
-            ("batch",),
-            (4, 6),
-            "logical axes ('batch',) name 1 dim, but the shape (4, 6) has 2.\n"
-            "  Give one name, or None, for each dim.",
-        ),
+        (("batch",), (4, 6), ["('batch',) name 1 dim", "has 2.\n  Give one name, or None"]),
         (
             ("batch", "embd"),
             (4, 6),
-            "logical axis 'embd' (dim 1 of ('batch', 'embd')) has no rule among the activations. "
-            "Did you mean 'embed'?\n"
-            "  Add one, for example activations={'embd': None}, or use one of: batch, embed, "
-            "length, data, fsdp, tensor.",
+            ["'embd' (dim 1", "'embed'?\n  Add one, for example activations={'embd': None}"],
         ),
         (
             ("batch", "embed"),
             (6, 5),
-            "logical axis 'batch' (dim 0 of ('batch', 'embed'), shape (6, 5)) cannot be sharded: "
-            "data+fsdp=4 does not divide 6.\n"
-            "  Change the dim or the mesh (data=2,fsdp=2,tensor=2), or allow replication: "
-            "activations={'batch': ['data+fsdp', None]}.\n"
-            "logical axis 'embed' (dim 1 of ('batch', 'embed'), shape (6, 5)) cannot be sharded: "
-            "tensor=2 does not divide 5.\n"
-            "  Change the dim or the mesh (data=2,fsdp=2,tensor=2), or allow replication: "
-            "activations={'embed': ['tensor', None]}.",
+            [
+                "data+fsdp=4 does not divide 6.\n",
+                "allow replication: activations={'batch': ['data+fsdp', None]}.\n",
+                "tensor=2 does not divide 5.\n",
+                "allow replication: activations={'embed': ['tensor', None]}.",
+            ],
         ),
     ],
 )
-def test_refuses(axes, shape, message):
+def test_refuses(axes, shape, parts):
     with use(mesh(), RULES), pytest.raises(sl.ShardlibError) as caught:
         jax.jit(lambda x: constrain(x, *axes))(jnp.ones(shape))
-    assert str(caught.value) == message
+    assert [part for part in parts if part not in str(caught.value)] == []
 
 
 def test_use_nests_and_ends():
@@ -107,16 +95,10 @@ def test_use_nests_and_ends():
 
 def test_use_checks_the_rules():
     rules = sl.AxisRules(params={"embed": "fdsp"}, activations={"batch": "dat"})
-    message = (
-        "the rule 'embed' -> 'fdsp' (params) names a mesh axis that does not exist. "
-        "Did you mean 'fsdp'?\n"
-        "  Mesh axes: data; standard: stage, data, fsdp, expert, context, tensor.\n"
-        "the rule 'batch' -> 'dat' (activations) names a mesh axis that does not exist. "
-        "Did you mean 'data'?\n"
-        "  Mesh axes: data; standard: stage, data, fsdp, expert, context, tensor."
-    )
-    with pytest.raises(sl.ShardlibError, match=re.escape(message)), use(mesh("data=8"), rules):
+    with pytest.raises(sl.ShardlibError) as caught, use(mesh("data=8"), rules):
         raise AssertionError("entered")
+    for part in ("'embed' -> 'fdsp' (params)", "'batch' -> 'dat' (activations)", "'data'?"):
+        assert part in str(caught.value)
     assert active() is None
 
 

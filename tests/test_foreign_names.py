@@ -203,7 +203,10 @@ def test_names_of_mesh_axes_are_those_mesh_axes(kind):
         assert found.asked_for
 
 
-def only(*names, shape=(16, 16), mesh="fsdp=4,tensor=2", rules=sl.rules.STANDARD):
+TWO_AXES, STANDARD = "fsdp=4,tensor=2", sl.rules.STANDARD
+
+
+def only(*names, shape=(16, 16), mesh=TWO_AXES, rules=STANDARD):
     def make(rngs):
         model = nnx.Dict()
         model.w = nnx.Param(jnp.zeros(shape), out_sharding=names, eager_sharding=False)
@@ -214,8 +217,19 @@ def only(*names, shape=(16, 16), mesh="fsdp=4,tensor=2", rules=sl.rules.STANDARD
 
 
 class TestMeshAxesAsNames:
-    def test_a_product(self):
-        assert only(("fsdp", "tensor"), None) == P(("fsdp", "tensor"), None)
+    @pytest.mark.parametrize(
+        ("names", "mesh", "rules", "spec"),
+        [
+            ((("fsdp", "tensor"), None), TWO_AXES, STANDARD, P(("fsdp", "tensor"), None)),
+            # A standard axis that this mesh has not.
+            (("fsdp", "tensor"), "fsdp=8", STANDARD, P("fsdp", None)),
+            # Rules of that name, and for every name, come first.
+            (("fsdp", "tensor"), TWO_AXES, STANDARD.override(fsdp=None), P(None, "tensor")),
+            (("fsdp", "tensor"), TWO_AXES, sl.rules.DATA, P(None, None)),
+        ],
+    )
+    def test_where_they_go(self, names, mesh, rules, spec):
+        assert only(*names, mesh=mesh, rules=rules) == spec
 
     def test_a_spec_may_be_shorter_than_the_rank(self):
         def make(rngs):
@@ -225,27 +239,17 @@ class TestMeshAxesAsNames:
         with sl.use(sl.make_mesh("fsdp=8"), sl.rules.FSDP):
             assert sl.abstract_state(make, optax.sgd(0.1)).params["w"].sharding.spec[0] == "fsdp"
 
-    def test_a_standard_axis_that_this_mesh_has_not(self):
-        assert only("fsdp", "tensor", mesh="fsdp=8") == P("fsdp", None)
-
-    def test_a_rule_of_that_name_comes_first(self):
-        rules = sl.rules.STANDARD.override(params={"fsdp": None})
-        assert only("fsdp", "tensor", rules=rules) == P(None, "tensor")
-
-    def test_a_rule_for_every_name_comes_first(self):
-        assert only("fsdp", "tensor", rules=sl.rules.DATA) == P(None, None)
-
-    def test_the_devices_must_divide_it(self):
-        with pytest.raises(sl.ShardlibError, match=r"w: .*'fsdp'.*fsdp=4 does not divide 6.\n  "):
-            only("fsdp", None, shape=(6, 4))
-
-    def test_two_dims_cannot_have_one(self):
-        with pytest.raises(sl.ShardlibError, match=r"'embed'.*'fsdp' already shards dim 1.\n  "):
-            only("embed", "fsdp")
-
-    def test_an_unknown_name_is_still_a_fault(self):
-        with pytest.raises(sl.ShardlibError, match=r"'fdsp' .*Did you mean 'fsdp'\?\n  Add one"):
-            only("fdsp", None)
+    @pytest.mark.parametrize(
+        ("names", "shape", "fault"),
+        [
+            (("fsdp", None), (6, 4), r"w: .*'fsdp'.*fsdp=4 does not divide 6.\n  "),
+            (("embed", "fsdp"), (16, 16), r"'embed'.*'fsdp' already shards dim 1.\n  "),
+            (("fdsp", None), (16, 16), r"'fdsp' .*Did you mean 'fsdp'\?\n  Add one"),
+        ],
+    )
+    def test_faults(self, names, shape, fault):
+        with pytest.raises(sl.ShardlibError, match=fault):
+            only(*names, shape=shape)
 
     def test_activations(self):
         with sl.use(sl.make_mesh("fsdp=4,tensor=2"), sl.rules.STANDARD):

@@ -158,64 +158,39 @@ USAGE = (
 )
 
 
+def test_a_cluster_that_is_unknown_is_named_with_what_could_be_meant():
+    with pytest.raises(MeshError) as error:
+        parse_cluster("8xh10")
+    assert str(error.value) == f"cluster '8xh10' is unknown. Did you mean 'h100'?\n{USAGE}"
+
+
 @pytest.mark.parametrize(
-    ("name", "fault"),
+    ("name", "fix"),
     [
-        ("8xh10", f"cluster '8xh10' is unknown. Did you mean 'h100'?\n{USAGE}"),
-        ("v5p128", f"cluster 'v5p128' is unknown. Did you mean 'v5p-128'?\n{USAGE}"),
-        ("2xv5e256", f"cluster '2xv5e256' is unknown. Did you mean '2xv5e-256'?\n{USAGE}"),
-        ("100", f"cluster '100' is unknown. Did you mean 'h100'?\n{USAGE}"),
-        ("v5o-128", f"cluster 'v5o-128' is unknown. Did you mean 'v5p'?\n{USAGE}"),
-        ("4x8xa100", f"cluster '4x8xa100' is unknown. Write a100-40 or a100-80.\n{USAGE}"),
-        ("quantum", f"cluster 'quantum' is unknown.\n{USAGE}"),
-        ("", f"cluster '' is unknown.\n{USAGE}"),
-        ("v5p", f"cluster 'v5p' is unknown. Add the size of the slice, as in v5p-8.\n{USAGE}"),
-        ("0xh100", "cluster '0xh100' has no devices.\n  Write counts of at least 1."),
-        *(
-            (
-                name,
-                f"cluster {name!r} is unknown. Write cpu and the number of devices, as in cpu:8.\n"
-                f"{USAGE}",
-            )
-            for name in ("cpu:x", "cpu", "cpus:4", "cpu-8", "8xcpu", "cpu8")
-        ),
-        ("cpu:0", "cluster 'cpu:0' has no devices.\n  Write counts of at least 1."),
-        (
-            "12xh100",
-            "cluster '12xh100': a host holds up to 8 H100 SXM.\n"
-            "  Write hosts x GPUs of each, as in 2x8xh100.",
-        ),
-        (
-            "2x16xh100",
-            "cluster '2x16xh100': a host holds up to 8 H100 SXM.\n"
-            "  Write hosts x GPUs of each, as in 2x8xh100.",
-        ),
-        (
-            "v5p-9",
-            "cluster 'v5p-9': v5p counts TensorCores, two per chip, so 9 is not a whole number of "
-            "chips.\n  Write v5p-18 for 9 chips.",
-        ),
-        (
-            "v5e-512",
-            "cluster 'v5e-512' has 512 chips in a slice, but the largest TPU v5e slice has 256.\n"
-            "  Join several slices, as in 2xv5e-...",
-        ),
-        (
-            "v6e-10",
-            "cluster 'v6e-10' has 10 chips in a slice, which hosts of 4 chips cannot form.\n"
-            "  Choose a multiple of 4 chips.",
-        ),
-        (
-            "tpu7x-16",
-            "cluster 'tpu7x-16': the unit of the number is unknown for TPU7x (Ironwood).\n"
-            "  Give the topology in chips instead, as in tpu7x:4x4x4.",
-        ),
+        ("v5p128", "Did you mean 'v5p-128'?"),
+        ("2xv5e256", "Did you mean '2xv5e-256'?"),
+        ("100", "Did you mean 'h100'?"),
+        ("v5o-128", "Did you mean 'v5p'?"),
+        ("4x8xa100", "Write a100-40 or a100-80."),
+        ("quantum", USAGE),
+        ("", USAGE),
+        ("v5p", "Add the size of the slice, as in v5p-8."),
+        ("0xh100", "Write counts of at least 1."),
+        ("cpu:0", "Write counts of at least 1."),
+        *((name, "as in cpu:8.") for name in ("cpu:x", "cpu", "cpus:4", "cpu-8", "8xcpu", "cpu8")),
+        ("12xh100", "Write hosts x GPUs of each, as in 2x8xh100."),
+        ("2x16xh100", "Write hosts x GPUs of each, as in 2x8xh100."),
+        ("v5p-9", "Write v5p-18 for 9 chips."),
+        ("v5e-512", "Join several slices, as in 2xv5e-..."),
+        ("v6e-10", "Choose a multiple of 4 chips."),
+        ("tpu7x-16", "Give the topology in chips instead, as in tpu7x:4x4x4."),
     ],
 )
-def test_clusters_that_cannot_be(name, fault):
+def test_clusters_that_cannot_be(name, fix):
     with pytest.raises(MeshError) as error:
         parse_cluster(name)
-    assert str(error.value) == fault
+    assert str(error.value).startswith(f"cluster '{name}'")
+    assert fix in str(error.value)
 
 
 @given(
@@ -238,53 +213,32 @@ def test_mixed_clusters_by_name():
 
 
 @pytest.mark.parametrize(
-    ("name", "fault"),
+    ("name", "fault", "fix"),
     [
-        (
-            "8xh100+cpu:8",
-            "cluster '8xh100+cpu:8' has CPU devices, which cannot be mixed.\n"
-            "  Mix GPUs, as in 8xh100+16xa100-80.",
-        ),
-        (
-            "v5p-8+8xh100",
-            "cluster 'v5p-8+8xh100' mixes TPUs and GPUs, but a JAX program runs on one platform.\n"
-            "  Plan for each alone, or mix GPUs, as in 8xh100+16xa100-80.",
-        ),
-        (
-            "v5p-8+v5e-8",
-            "cluster 'v5p-8+v5e-8' mixes generations of TPUs, but all slices of a job must "
-            "have the same one.\n"
-            "  Plan for each alone, or mix GPUs, as in 8xh100+16xa100-80.",
-        ),
-        (
-            "8xh100+2x8xh100",
-            "cluster '8xh100+2x8xh100' names h100 more than once.\n"
-            "  Write each kind once, as in 8xh100+16xa100-80.",
-        ),
+        ("8xh100+cpu:8", "has CPU devices", "Mix GPUs, as in 8xh100+16xa100-80."),
+        ("v5p-8+8xh100", "mixes TPUs and GPUs", "Plan for each alone, or mix GPUs"),
+        ("v5p-8+v5e-8", "mixes generations of TPUs", "Plan for each alone, or mix GPUs"),
+        ("8xh100+2x8xh100", "names h100 more than once", "Write each kind once"),
         (
             "4xh100+2x8xa100-80",
-            "cluster '4xh100+2x8xa100-80' has hosts of 4 h100 and of 8 a100-80, but a mesh needs "
-            "the same number per host.\n  Use the same number, as in 1x4xh100+2x4xa100-80.",
+            "has hosts of 4 h100 and of 8 a100-80",
+            "Use the same number, as in 1x4xh100+2x4xa100-80.",
         ),
-        (
-            "8xh100+",
-            "cluster '8xh100+' lacks a part next to a '+'.\n  Write it as in 8xh100+16xa100-80.",
-        ),
-        ("8xh100+8xh10", f"cluster '8xh10' is unknown. Did you mean 'h100'?\n{USAGE}"),
+        ("8xh100+", "lacks a part next to a '+'", "Write it as in 8xh100+16xa100-80."),
     ],
 )
-def test_kinds_that_cannot_be_mixed(name, fault):
+def test_kinds_that_cannot_be_mixed(name, fault, fix):
     with pytest.raises(MeshError) as error:
         parse_mixed(name)
-    assert str(error.value) == fault
+    assert str(error.value).startswith(f"cluster '{name}' {fault}")
+    assert f"\n  {fix}" in str(error.value)
 
 
-def test_a_mixed_cluster_of_one_kind():
-    with pytest.raises(MeshError) as error:
+def test_a_mixed_cluster_has_several_known_parts():
+    with pytest.raises(MeshError, match=r"cluster '8xh10' is unknown. Did you mean 'h100'\?"):
+        parse_mixed("8xh100+8xh10")
+    with pytest.raises(MeshError, match=r"'8xh100' has only one part\.\n  Join several, as in"):
         MixedCluster((parse_cluster("8xh100"),))
-    assert str(error.value) == (
-        "cluster '8xh100' has only one part.\n  Join several, as in 8xh100+16xa100-80."
-    )
 
 
 @pytest.mark.parametrize("read", [parse_cluster, lambda name: of_one_kind(parse_mixed(name))])

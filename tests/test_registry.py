@@ -50,35 +50,19 @@ def test_unknown_family(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "value", "fault", "fix"),
     [
-        (
-            "mine",
-            "no_such_package:FAMILY",
-            "the model family 'mine' cannot be loaded from no_such_package:FAMILY: "
-            "No module named 'no_such_package'\n"
-            "  Repair or reinstall the package that offers it.",
-        ),
-        (
-            "mine",
-            "math:pi",
-            "the entry point 'mine' = math:pi of group 'shardlib.models' is a float, not a "
-            "shardlib.registry.ModelFamily.\n"
-            "  Point it at a ModelFamily object.",
-        ),
-        (
-            "other",
-            f"{__name__}:FAMILY",
-            f"the model family 'other' ({__name__}:FAMILY) has a config whose name is 'mine'.\n"
-            '  Declare `name: Literal["other"] = "other"` in Config.',
-        ),
+        ("mine", "no_such_package:FAMILY", "cannot be loaded from", "Repair or reinstall"),
+        ("mine", "math:pi", "is a float, not a", "Point it at a ModelFamily object."),
+        ("other", f"{__name__}:FAMILY", "name is 'mine'", 'Declare `name: Literal["other"]'),
     ],
 )
-def test_what_is_wrong_with_a_family(monkeypatch, name, value, message):
+def test_what_is_wrong_with_a_family(monkeypatch, name, value, fault, fix):
     install(monkeypatch, **{name: value})
     with pytest.raises(ModelError) as error:
         registry.family(name)
-    assert str(error.value) == message
+    for part in (f"'{name}'", value, fault, f"\n  {fix}"):
+        assert part in str(error.value)
 
 
 def test_two_packages_of_one_name(monkeypatch):

@@ -76,15 +76,6 @@ def test_every_fault_of_a_tensor_is_told_at_once():
     )
 
 
-def test_too_few_names_for_the_rank():
-    with pytest.raises(RuleError) as error:
-        spec(rules(embed="fsdp"), ("embed",), (8, 8))
-    assert str(error.value) == (
-        "logical axes ('embed',) name 1 dim, but the shape (8, 8) has 2.\n"
-        "  Give one name, or None, for each dim."
-    )
-
-
 def test_a_misspelt_mesh_axis_is_refused_before_any_tensor():
     mesh = sl.make_mesh("data=2,fsdp=4")
     with pytest.raises(RuleError) as error, sl.use(mesh, STANDARD.override(mlp="tenser")):

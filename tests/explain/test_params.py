@@ -86,27 +86,21 @@ class TestFaults:
 
     def test_none_where_all_is_as_the_rules_say(self):
         assert report().faults(threshold_bytes=1) == []
-
-    def test_nothing_is_replicated_on_one_device(self):
         assert report("data=1", 1).faults(threshold_bytes=1) == []
+        rules = dataclasses.replace(sl.rules.DATA, params=(("*", ((),)),))
+        assert report("data=8", rules=rules).faults(1) == []
 
     def test_a_mesh_that_lacks_what_the_rules_ask_for(self):
-        found = report("data=8").faults(threshold_bytes=1)
+        found = report("data=8")
         # The heads could have gone over data, which does not divide them.
-        assert [str(fault) for fault in found] == [
+        assert [str(fault) for fault in found.faults(threshold_bytes=1)] == [
             "free (2.0 KiB) is replicated: fsdp has size 1 in this mesh",
             "heads (24.0 KiB) is replicated: heads: not data: data=8 does not divide 3; "
             "this mesh has no tensor, fsdp",
             "table (8.0 KiB) is replicated: this mesh has no tensor, fsdp",
         ]
-
-    def test_the_threshold_counts_bytes(self):
-        assert [f.path for f in report("data=8").faults(8192)] == ["heads", "table"]
-        assert report("data=8").faults() == []
-
-    def test_what_a_rule_replicates_is_none(self):
-        rules = dataclasses.replace(sl.rules.DATA, params=(("*", ((),)),))
-        assert report("data=8", rules=rules).faults(1) == []
+        assert [fault.path for fault in found.faults(8192)] == ["heads", "table"]
+        assert found.faults() == []
 
 
 def test_text():

@@ -46,43 +46,30 @@ def test_all_faults_of_a_question_at_once():
     )
 
 
+NO_TOKENS = "but not the tokens to train on.\n  Give tokens too."
+POSITIVE = "a positive number.\n  Give another one."
+WHOLE = "a whole number of at least 1.\n  Give another number."
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"days": "30"}, "days is '30', but must be a positive number.\n  Give another one."),
-        ({"price": [2]}, "price is [2], but must be a positive number.\n  Give another one."),
-        (
-            {"length": "1024"},
-            "length is '1024', but must be a whole number of at least 1.\n  Give another number.",
-        ),
-        (
-            {"global_batch": 64.5},
-            "global_batch is 64.5, but must be a whole number of at least 1.\n"
-            "  Give another number.",
-        ),
-        ({"top": 0}, "top is 0, but must be a whole number of at least 1.\n  Give another number."),
-        ({"on": 8}, "on is 8, but must be a cluster.\n  Name one, as in v5p-128, 8xh100 or cpu:8."),
-        (
-            {"why_not": 8},
-            "why_not is 8, but must be a mesh, or several.\n  Name one, as in fsdp=8,tensor=2.",
-        ),
-        (
-            {"tokens": ()},
-            "() is not a number of tokens.\n  Write it as 4M or 4194304; units are K, M, B, G, T.",
-        ),
+        ({"days": "30"}, f"days is '30', but must be {POSITIVE}"),
+        ({"price": [2]}, f"price is [2], but must be {POSITIVE}"),
+        ({"length": "1024"}, f"length is '1024', but must be {WHOLE}"),
+        ({"global_batch": 64.5}, f"global_batch is 64.5, but must be {WHOLE}"),
+        ({"top": 0}, f"top is 0, but must be {WHOLE}"),
+        ({"on": 8}, "on is 8, but must be a cluster.\n  Name one, as in v5p-128"),
+        ({"why_not": 8}, "why_not is 8, but must be a mesh, or several.\n  Name one, as in fsdp=8"),
+        ({"tokens": ()}, "() is not a number of tokens.\n  Write it as 4M or 4194304"),
+        # What cannot be told without the length of a run.
+        ({"tokens": None, "price": 2}, f"price gives an hourly cost, {NO_TOKENS}"),
+        ({"tokens": None, "on": "v5p", "days": 30}, f"days gives a deadline, {NO_TOKENS}"),
     ],
 )
-def test_what_is_of_the_wrong_type(options, text):
-    assert refusal(ConfigError, "llama3-8b", **{"on": "v5p-8", "tokens": "1T", **options}) == text
-
-
-def test_what_cannot_be_told_without_the_length_of_a_run():
-    assert refusal(ConfigError, "llama3-8b", on="v5p-8", price=2) == (
-        "price gives an hourly cost, but not the tokens to train on.\n  Give tokens too."
-    )
-    assert refusal(ConfigError, "llama3-8b", on="v5p", days=30) == (
-        "days gives a deadline, but not the tokens to train on.\n  Give tokens too."
-    )
+def test_what_cannot_be_asked(options, text):
+    options = {"on": "v5p-8", "tokens": "1T", **options}
+    assert refusal(ConfigError, "llama3-8b", **options).startswith(text)
 
 
 @pytest.mark.mesh
