@@ -126,13 +126,16 @@ def _described(model: Any, loaded: Loaded | None, name: str | None) -> Architect
         try:
             described.write(config)
         except ModelError as error:
-            tried.append(str(error).partition("\n  ")[2].splitlines()[0].strip())
+            lines = str(error).splitlines()
+            tried.append(f"{known}: {lines[min(1, len(lines) - 1)].strip()}")
             continue
         return described
-    reasons = "; ".join(tried) or f"a {type(model).__name__} is not of a family with architectures"
+    kind = type(model).__name__
+    reasons = tried or [f"a {kind} is not of a family with architectures."]
     raise ModelError(
-        f"no architecture of Hugging Face can express this model: {reasons}.\n"
-        "  Save it with shardlib's own checkpoints, or add an architecture to its family."
+        "no architecture of Hugging Face can express this model:\n  "
+        + "\n  ".join(reasons)
+        + "\n  Save it with shardlib's own checkpoints, or add an architecture to its family."
     )
 
 

@@ -99,6 +99,10 @@ CASES = {
         lambda: transformers.Phi3Config(**SIZES, pad_token_id=0, sliding_window=9),
         {"sliding_window": 8},
     ),
+    "phi3, partial": (
+        lambda: transformers.Phi3Config(**SIZES, pad_token_id=0, partial_rotary_factor=0.5),
+        {"rope_parameters": {"partial_rotary_factor": 1.0, "rope_theta": 1e4}},
+    ),
     "gpt2": (lambda: transformers.GPT2Config(**GPT2, **IDS), {"activation_function": "gelu"}),
     "gptj": (lambda: transformers.GPTJConfig(**GPT2, **IDS, rotary_dim=4), {"rotary_dim": 2}),
     "gpt_neox": (neox, {"hidden_act": "gelu_new"}),

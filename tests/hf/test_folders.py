@@ -1,5 +1,6 @@
 """Folders of Hugging Face: dtypes, training states, kept keys, and those that are refused."""
 
+import dataclasses
 import json
 
 import jax
@@ -14,6 +15,7 @@ from shardlib import hf
 from shardlib.errors import CheckpointError, ConfigError, ModelError
 from shardlib.hf.safetensors import SINGLE
 from shardlib.registry import DataSpec
+from shardlib_models.hf.gemma import GEMMA
 from shardlib_models.transformer import make
 from shardlib_models.transformer_config import TransformerConfig
 
@@ -79,6 +81,11 @@ WRONG = {
         ConfigError,
         r"(?s)hidden_act is 'mish'.*attention_bias is True.*rope_type is 'yarn'.*\n  Choose",
     ),
+    "a part of each head": (
+        {"partial_rotary_factor": 0.5},
+        ConfigError,
+        r"partial_rotary_factor is 0.5; supported: 1.0.",
+    ),
     "a wrong type": ({"hidden_size": "wide"}, ConfigError, r"embed_dim.*wide"),
     "fewer layers": (
         {"num_hidden_layers": 2},
@@ -119,3 +126,24 @@ def test_exports_that_are_refused_leave_nothing(llama, tmp_path):
         hf.save(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine.txt"]
+
+
+def test_a_model_that_no_architecture_has_is_told_why(tmp_path):
+    config = dataclasses.replace(CONFIG, positions="learned", max_positions=32, activation="relu")
+    model = make(config, DataSpec(), nnx.Rngs(0))
+    with pytest.raises(ModelError) as refused:
+        hf.save(model, tmp_path / "out")
+    text = str(refused.value)
+    assert "LlamaForCausalLM: positions is 'learned', not 'rotary'." in text
+    assert "OPTForCausalLM: norm is 'rms', not 'layer'." in text
+    assert text.count("\n") == len(hf.architectures()) + 1
+
+
+def test_the_first_gemmas_name_the_exact_gelu_and_mean_the_other():
+    theirs = GEMMA.write(
+        dataclasses.replace(CONFIG, norm_offset=1.0, embed_scale=True, activation="gelu_tanh")
+    )
+    assert theirs["hidden_act"] == "gelu_pytorch_tanh"
+    assert GEMMA.read({**theirs, "hidden_act": "gelu"})["activation"] == "gelu_tanh"
+    with pytest.raises(ConfigError, match=r"hidden_act is 'relu'; supported: gelu_pytorch_tanh"):
+        GEMMA.read({**theirs, "hidden_act": "relu"})

@@ -68,37 +68,52 @@ SIZES = {
 """The fields of decoders with rotary positions and RMSNorm."""
 
 
-def rope(default_theta: float = 10_000.0) -> Converter:
+def rope(
+    default_theta: float = 10_000.0, *, partial: str | None = None, default_partial: float = 1.0
+) -> Converter:
     """Returns the converter of the fields of rotary positions.
 
     Args:
         default_theta: The base where config.json names none.
+        partial: The field with the rotated part of a head; None if all dims must be rotated.
+        default_partial: That part where config.json names none.
     """
-    return Converter(lambda theirs: _read_rope(theirs, default_theta), _write_rope)
+    return Converter(
+        lambda theirs: _read_rope(theirs, default_theta, partial, default_partial),
+        lambda config: _write_rope(config, partial),
+    )
 
 
-def _read_rope(theirs: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
-    # transformers 5 joins `rope_theta` and `rope_scaling` of version 4 in `rope_parameters`.
+def _read_rope(
+    theirs: Mapping[str, Any], default_theta: float, partial: str | None, default_partial: float
+) -> dict[str, Any]:
+    # transformers 5 joins the fields of version 4 in `rope_parameters`.
     fields = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
     theta = fields.get("rope_theta", theirs.get("rope_theta", default_theta))
+    ours: dict[str, Any] = {"rope_theta": theta, "rope_scaling": None}
+    part = theirs.get(partial or "partial_rotary_factor", default_partial)
+    part = fields.get("partial_rotary_factor", part)
+    if partial is None and part != 1.0:
+        raise ValueError(f"partial_rotary_factor is {part!r}; supported: 1.0.")
+    if partial is not None:
+        head_dim = theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
+        ours["rotary_dims"] = None if part == 1.0 else int(head_dim * part)
     kind = fields.get("rope_type", fields.get("type", "default"))
-    if kind == "default":
-        return {"rope_theta": theta, "rope_scaling": None}
-    if kind != "llama3":
+    if kind == "llama3":
+        ours["rope_scaling"] = {name: fields[theirs] for theirs, name in _LLAMA3.items()}
+    elif kind != "default":
         raise ValueError(f"rope_type is {kind!r}; supported: 'default', 'llama3'.")
-    scaling = {ours: fields[name] for name, ours in _LLAMA3.items()}
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    return ours
 
 
-def _write_rope(config: TransformerConfig) -> dict[str, Any]:
-    scaling = config.rope_scaling
-    if scaling is None:
-        return {"rope_theta": config.rope_theta, "rope_scaling": None}
-    fields = {name: getattr(scaling, ours) for name, ours in _LLAMA3.items()}
-    return {
-        "rope_theta": config.rope_theta,
-        "rope_scaling": {"rope_type": "llama3", **fields},
-    }
+def _write_rope(config: TransformerConfig, partial: str | None) -> dict[str, Any]:
+    theirs: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": None}
+    if partial is not None:
+        theirs[partial] = config.rotary_size / config.head_size
+    if config.rope_scaling is not None:
+        fields = {name: getattr(config.rope_scaling, ours) for name, ours in _LLAMA3.items()}
+        theirs["rope_scaling"] = {"rope_type": "llama3", **fields}
+    return theirs
 
 
 _LLAMA3 = {

@@ -33,21 +33,17 @@ head/kernel  embed_out.weight  vocab embed
 """)
 
 
-def _read_rotary(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    fields = theirs.get("rope_parameters") or {}
-    part = fields.get("partial_rotary_factor", theirs.get("rotary_pct", 0.25))
-    base = {"rope_theta": theirs.get("rotary_emb_base", 10_000.0)} | dict(theirs)
-    head_dim = theirs["hidden_size"] // theirs["num_attention_heads"]
-    return {**rope().read(base), "rotary_dims": int(head_dim * part)}
+def _read_base(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    base = theirs.get("rotary_emb_base", 10_000.0)
+    return _ROPE.read({"rope_theta": base, **theirs})
 
 
-def _write_rotary(config: TransformerConfig) -> dict[str, Any]:
-    return {
-        "rotary_pct": config.rotary_size / config.head_size,
-        "rotary_emb_base": config.rope_theta,
-        "rope_scaling": rope().write(config)["rope_scaling"],
-    }
+def _write_base(config: TransformerConfig) -> dict[str, Any]:
+    fields = _ROPE.write(config)
+    return {"rotary_emb_base": fields.pop("rope_theta"), **fields}
 
+
+_ROPE = rope(partial="rotary_pct", default_partial=0.25)
 
 NEOX = Architecture(
     name="GPTNeoXForCausalLM",
@@ -70,7 +66,7 @@ NEOX = Architecture(
         "num_kv_heads": None,
         "head_dim": None,
     },
-    converters=(Converter(_read_rotary, _write_rotary),),
+    converters=(Converter(_read_base, _write_base),),
     table=lambda config: _ROWS,
     tied={"gpt_neox.embed_in.weight": "embed_out.weight"},
     ignored=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),

@@ -3,7 +3,7 @@
 import dataclasses
 
 from shardlib.hf import Field, rows
-from shardlib_models.hf.decoder_fields import without
+from shardlib_models.hf.decoder_fields import rope, without
 from shardlib_models.hf.llama import LLAMA
 
 _LAYER = "model.layers.{layers}"
@@ -20,8 +20,9 @@ PHI3 = dataclasses.replace(
     name="Phi3ForCausalLM",
     model_type="phi3",
     fields={**LLAMA.fields, "sliding_window": Field("window", None)},
-    fixed={"attention_bias": False, "partial_rotary_factor": 1.0},
-    ours=without(LLAMA.ours, "window"),
+    fixed={"attention_bias": False},
+    ours=without(LLAMA.ours, "window", "rotary_dims"),
+    converters=(rope(partial="partial_rotary_factor"),),
     # A later row of a parameter takes the place of an earlier one.
     table=lambda config: LLAMA.table(config) + _ROWS,
 )
