@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shardlib.config import from_dict
-from shardlib.errors import CheckpointError, did_you_mean
+from shardlib.errors import CheckpointError, ModelError, did_you_mean
 from shardlib.functional import FunctionalModule, functional
 from shardlib.functional.protocol import nested
 from shardlib.hf.architecture import Architecture, find_architecture
@@ -61,7 +61,16 @@ class Loaded:
 
         The program is compiled once for each shape. Rows are added where the mesh cuts a batch into
         more parts than it has rows, and their logits are left out.
+
+        Raises:
+            ModelError: If the ids are not integers [batch, length], or too long for the model.
         """
+        tokens = jnp.asarray(tokens)
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ModelError(
+                f"the token ids are {tokens.dtype}{list(tokens.shape)}, expected integers "
+                "[batch, length].\n  Give one row for each text, as in tokens[None]."
+            )
         num_rows = tokens.shape[0]
         with _scoped(self.scope):
             parts = self.scope.parts("batch", self.scope.mesh.size) if self.scope else 1

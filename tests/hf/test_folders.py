@@ -147,3 +147,11 @@ def test_the_first_gemmas_name_the_exact_gelu_and_mean_the_other():
     assert GEMMA.read({**theirs, "hidden_act": "gelu"})["activation"] == "gelu_tanh"
     with pytest.raises(ConfigError, match=r"hidden_act is 'relu'; supported: gelu_pytorch_tanh"):
         GEMMA.read({**theirs, "hidden_act": "relu"})
+
+
+@pytest.mark.parametrize(
+    "tokens", [jnp.zeros(4, jnp.int32), jnp.zeros((1, 4))], ids=["rank", "dtype"]
+)
+def test_token_ids_of_another_kind_are_refused(llama, tokens):
+    with pytest.raises(ModelError, match=r"expected integers \[batch, length\]\.\n  Give one row"):
+        hf.load(llama).logits(tokens)
