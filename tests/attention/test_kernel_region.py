@@ -33,7 +33,7 @@ def plainly(query, key, value, segments):
     at, kv_at = (
         places(x.shape[1], None, ids) for x, ids in zip((query, key), segments, strict=True)
     )
-    return plain(query, key, value, MASK.pairs(at, kv_at))
+    return plain(query, key, value, MASK.pairs(at, kv_at), MASK)
 
 
 KERNELS = {"blockwise": functools.partial(blockwise, mask=MASK), "plain": plainly}

@@ -37,7 +37,7 @@ def test_equals_the_plain_way(mask, packed):
 
     def slow(arrays):
         at = places(LENGTH, None, ids)
-        y = plain(*arrays, mask.pairs(at, at))
+        y = plain(*arrays, mask.pairs(at, at), mask)
         return jnp.sum(y * weights), y
 
     found, wanted = (jax.jit(jax.grad(f, has_aux=True))(arrays) for f in (fast, slow))

@@ -29,7 +29,7 @@ nor cuDNN within a region that is already manual over an axis."""
 def attend(
     query: Float[Array, "batch length heads head_dim"],
     key: Float[Array, "batch kv_length kv_heads head_dim"],
-    value: Float[Array, "batch kv_length kv_heads head_dim"],
+    value: Float[Array, "batch kv_length kv_heads value_dim"],
     *,
     segment_ids: Int[Array, "batch length"] | None = None,
     kv_segment_ids: Int[Array, "batch kv_length"] | None = None,
@@ -37,11 +37,13 @@ def attend(
     kv_positions: Int[Array, "#batch kv_length"] | None = None,
     causal: bool = True,
     window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     backend: Backend = "auto",
     context: ContextMethod = "auto",
     order: Order = "contiguous",
-) -> Float[Array, "batch length heads head_dim"]:
-    """Returns softmax(query key^T / sqrt(head_dim)) value, in the dtype of `value`.
+) -> Float[Array, "batch length heads value_dim"]:
+    """Returns softmax(scale * query key^T) value, in the dtype of `value`.
 
     The softmax is in float32. A query sees a key if both have the same segment, the key does not
     come later (`causal`), and it is less than `window` positions away. Padding (segment 0) is a
@@ -54,21 +56,25 @@ def attend(
 
     Args:
         query, key, value: Heads are a multiple of kv_heads, and each heads / kv_heads consecutive
-            query heads share a key-value head.
+            query heads share a key-value head. The dims of a value may be more or fewer than those
+            of a key.
         segment_ids: int32, the document of each query.
         kv_segment_ids: The same of the keys; None for `segment_ids`, if kv_length is length.
         positions, kv_positions: int32, the positions of queries and keys; None for 0, 1, 2, ...
         causal: Whether keys at later positions are hidden.
         window: Number of positions a query sees, including its own; None for all. Causal only.
+        scale: Factor of the scores; None for 1 / sqrt(head_dim).
+        softcap: Bound c of the scores, as c * tanh(scores / c); None for none.
         backend: See `resolve_backend`.
         context: How devices along `context` share the row; see `plan_context`.
         order: Order of the row over `context`: `zigzag` if all inputs went through `zigzag(x)`.
 
     Raises:
-        ModelError: If kv_heads does not divide heads, a window is not causal, segment ids are
-            missing for queries or keys, or `backend`, `context` or `order` cannot work.
+        ModelError: If kv_heads does not divide heads, a window is not causal, the scale or the
+            softcap is not positive, segment ids are missing for queries or keys, or `backend`,
+            `context` or `order` cannot work.
     """
-    mask = Mask(causal, window)
+    mask = Mask(causal, window, scale, softcap)
     has_positions = positions is not None or kv_positions is not None
     _check_inputs(query, key, segment_ids, kv_segment_ids)
     _check_options(query, key, backend, context, order, has_positions)
@@ -76,7 +82,7 @@ def attend(
     if has_positions:
         at = places(query.shape[1], positions, segments[0])
         kv_at = places(key.shape[1], kv_positions, segments[1])
-        return plain(query, key, value, mask.pairs(at, kv_at))
+        return plain(query, key, value, mask.pairs(at, kv_at), mask)
     if query.shape[1] != key.shape[1]:
         plan = ContextPlan("none", order, "keys of another length")
     else:
@@ -155,6 +161,8 @@ def _by_plan(
         backend,
         dtype=query.dtype,
         head_dim=query.shape[-1],
+        value_dim=value.shape[-1],
+        softcap=mask.softcap,
         masked=segments[0] is not None,
         lengths=(query.shape[1], key.shape[1]),
     )
@@ -186,7 +194,7 @@ def _on_device(
     scope = active()
     # JAX looks for cuDNN while it traces. A mesh without devices is used for shapes alone.
     if backend == "xla" or (scope and isinstance(scope.mesh, AbstractMesh)):
-        return plain(query, key, value, mask.pairs(at, kv_at))
+        return plain(query, key, value, mask.pairs(at, kv_at), mask)
     # Passed as arguments rather than in the mask, so that hidden pairs are not computed at all.
     visible = Mask(causal=False).pairs(at, kv_at)
     with jax.numpy_dtype_promotion("standard"):
@@ -195,6 +203,7 @@ def _on_device(
             key,
             value,
             mask=None if visible is None else visible[:, None],
+            scale=mask.scale,
             is_causal=mask.causal,
             local_window_size=None if mask.window is None else (mask.window - 1, 0),
             implementation="cudnn",

@@ -49,6 +49,8 @@ def resolve_backend(
     *,
     dtype: jax.typing.DTypeLike,
     head_dim: int,
+    value_dim: int | None = None,
+    softcap: float | None = None,
     masked: bool = False,
     lengths: tuple[int, ...] = (),
     platform: str | None = None,
@@ -60,6 +62,8 @@ def resolve_backend(
         backend: The requested backend; `auto` chooses.
         dtype: Dtype of query, key and value.
         head_dim: Size of one head.
+        value_dim: Size of one head of the values; None for the same.
+        softcap: As in `attend`.
         masked: Whether there is a mask in addition to the causal one and the window: packed
             documents or explicit positions. cuDNN gets it as an array [batch, 1, length, length].
         lengths: Number of queries and of keys; empty if unknown.
@@ -81,6 +85,7 @@ def resolve_backend(
     obstacles = []
     if wanted == "cudnn":
         obstacles = _cudnn(platform, dtype, head_dim, masked, lengths)
+        obstacles += _cudnn_scores(head_dim, value_dim, softcap)
     elif wanted == "splash":
         obstacles = _splash(platform, lengths)
     elif wanted == "blockwise":
@@ -126,6 +131,13 @@ def _cudnn(
         )
     if masked and any(length % 2 for length in lengths):
         obstacles.append(f"there is a mask, and a length of {lengths} is odd")
+    return obstacles
+
+
+def _cudnn_scores(head_dim: int, value_dim: int | None, softcap: float | None) -> list[str]:
+    obstacles = [] if softcap is None else ["the scores have a softcap"]
+    if value_dim is not None and value_dim != head_dim:
+        obstacles.append(f"heads of keys have {head_dim} dims, and of values {value_dim}")
     return obstacles
 
 

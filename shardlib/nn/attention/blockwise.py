@@ -12,7 +12,6 @@ Source: Rabe and Staats 2021, "Self-attention Does Not Need O(n^2) Memory"; Dao 
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +70,7 @@ class Cotangents(NamedTuple):
     output: jax.Array
     """Cotangent of the output, in the dtype of the output."""
     delta: jax.Array
-    """Product of the cotangent and the output, summed over head_dim: float32."""
+    """Product of the cotangent and the output, summed over value_dim: float32."""
     log_mass: jax.Array
     """Logarithm of the sum of exponentiated scores: float32."""
 
@@ -101,11 +100,11 @@ def join_keys(x: jax.Array) -> jax.Array:
     return x.transpose(1, 0, 3, 2, 4).reshape(batch, tiles * tile, kv_heads, dim)
 
 
-def start(queries: Queries) -> Running:
-    """Returns the softmax over an empty set of keys."""
+def start(queries: Queries, value_dim: int) -> Running:
+    """Returns the softmax over an empty set of keys, whose values have `value_dim` dims."""
     rows = queries.query.shape[:-1]
     return Running(
-        jnp.zeros(queries.query.shape, jnp.float32),
+        jnp.zeros((*rows, value_dim), jnp.float32),
         jnp.zeros(rows, jnp.float32),
         jnp.full(rows, _FIRST_PEAK, jnp.float32),
     )
@@ -117,7 +116,7 @@ def fold(running: Running, queries: Queries, keys: Keys, mask: Mask) -> Running:
 
     def visit(n: Any, running: Running) -> Running:
         row, column = rows[n], columns[n]
-        scores, _, _, value = _scores(queries, keys, mask, row, column)
+        scores, _, (_, _, value) = _scores(queries, keys, mask, row, column)
         total, mass, peak = _pick(running, row)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
         weights = jnp.exp(scores - new_peak[..., None])
@@ -150,15 +149,18 @@ def pull_back(
     """Returns `grad_query` plus the contribution of these keys, and the gradients of the keys and
     values from these queries; all in tiles and float32."""
     rows, columns, count = _visits(mask.tiles(queries.at, keys.at))
-    scale = 1.0 / math.sqrt(queries.query.shape[-1])
+    scale = mask.factor(queries.query.shape[-1])
 
     def visit(n: Any, grads: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         row, column = rows[n], columns[n]
-        scores, query, key, value = _scores(queries, keys, mask, row, column)
+        scores, slope, (query, key, value) = _scores(queries, keys, mask, row, column)
         output, delta, log_mass = _pick(cotangents, row)
         weights = jnp.exp(scores - log_mass[..., None])
         of_weights = _einsum("bkgtd,bksd->bkgts", output, value)
-        of_scores = (weights * (of_weights - delta[..., None]) * scale).astype(query.dtype)
+        of_scores = weights * (of_weights - delta[..., None]) * scale
+        if slope is not None:
+            of_scores = of_scores * slope
+        of_scores = of_scores.astype(query.dtype)
         of_query, of_key, of_value = grads
         (old_query,) = _pick((of_query,), row)
         old_key, old_value = _pick((of_key, of_value), column)
@@ -187,15 +189,18 @@ def _visits(seen: AnyArray) -> tuple[jax.Array, jax.Array, Any]:
 
 def _scores(
     queries: Queries, keys: Keys, mask: Mask, row: jax.Array, column: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns the float32 scores of one tile, and its queries, keys and values."""
+) -> tuple[jax.Array, jax.Array | None, tuple[jax.Array, jax.Array, jax.Array]]:
+    """Returns the float32 scores of one tile, the derivative of their bound (None for 1), and its
+    queries, keys and values."""
     query, at = jax.tree.map(lambda x: _take(x, row), queries)
     key, value, kv_at = jax.tree.map(lambda x: _take(x, column), keys)
-    scores = _einsum("bkgtd,bksd->bkgts", query, key) / math.sqrt(query.shape[-1])
+    scores = mask.scaled(_einsum("bkgtd,bksd->bkgts", query, key), query.shape[-1])
+    scores = mask.capped(scores)
+    slope = mask.slope(scores)
     visible = mask.pairs(at, kv_at)
     if visible is not None:
         scores = jnp.where(visible[:, None, None], scores, _HIDDEN)
-    return scores, query, key, value
+    return scores, slope, (query, key, value)
 
 
 def _einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -221,14 +226,14 @@ def cotangents(
     grad: jax.Array, output: jax.Array, log_mass: jax.Array, kv_heads: int, tile: int
 ) -> Cotangents:
     """Returns the residuals of the backward pass from the output and its cotangent, both
-    [batch, length, heads, head_dim]; `log_mass` is as `finish` returned it."""
+    [batch, length, heads, value_dim]; `log_mass` is as `finish` returned it."""
     grad, output = (cut_queries(x, kv_heads, tile) for x in (grad, output))
     delta = jnp.sum(grad.astype(jnp.float32) * output.astype(jnp.float32), axis=-1)
     return Cotangents(grad, delta, log_mass)
 
 
 def outputs(running: Running, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Returns the output, [batch, length, heads, head_dim] in `dtype`, and the logarithm of each
+    """Returns the output, [batch, length, heads, value_dim] in `dtype`, and the logarithm of each
     row's sum. Both are tagged for `remat`."""
     output, log_mass = finish(running)
     return tag(join_queries(output).astype(dtype), TAG), tag(log_mass, TAG)
@@ -243,19 +248,19 @@ def gradients(of_query: jax.Array, of_keys: tuple[jax.Array, jax.Array], like: P
 def blockwise(
     query: Float[Array, "batch length heads head_dim"],
     key: Float[Array, "batch kv_length kv_heads head_dim"],
-    value: Float[Array, "batch kv_length kv_heads head_dim"],
+    value: Float[Array, "batch kv_length kv_heads value_dim"],
     segments: Segments = (None, None),
     *,
     mask: Mask,
-) -> Float[Array, "batch length heads head_dim"]:
+) -> Float[Array, "batch length heads value_dim"]:
     """Returns attention of arrays that are whole on this device, as `attend` does.
 
     Args:
         query: The queries.
         key: The keys.
-        value: As `key`.
+        value: As `key`, with dims of any number.
         segments: [batch, length] and [batch, kv_length] int32, or None.
-        mask: The causal mask and the window.
+        mask: The rules of the scores.
     """
     return _attend(mask, query, key, value, segments)
 
@@ -277,7 +282,9 @@ def _tiled(query, key, value, segments) -> tuple[Queries, Keys]:
 
 def _forward(mask, query, key, value, segments):
     queries, keys = _tiled(query, key, value, segments)
-    output, log_mass = outputs(fold(start(queries), queries, keys, mask), value.dtype)
+    output, log_mass = outputs(
+        fold(start(queries, value.shape[-1]), queries, keys, mask), value.dtype
+    )
     return output, (query, key, value, segments, output, log_mass)
 
 

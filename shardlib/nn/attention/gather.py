@@ -33,12 +33,12 @@ from shardlib.nn.attention.shard import Cargo, SequenceShard
 def gathered_attention(
     query: Float[Array, "batch length heads head_dim"],
     key: Float[Array, "batch length kv_heads head_dim"],
-    value: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads value_dim"],
     segments: Segments = (None, None),
     *,
     mask: Mask,
     order: Order,
-) -> Float[Array, "batch length heads head_dim"]:
+) -> Float[Array, "batch length heads value_dim"]:
     """Returns attention over the whole row; the arguments are as in `ring_attention`."""
     shard = SequenceShard(mask, order, jax.lax.axis_size(AXIS), query.shape[1])
     return _attend(shard, query, key, value, segments)
@@ -57,7 +57,7 @@ def _all_keys(shard: SequenceShard, cargo: Cargo) -> Keys:
 
 def _forward(shard, query, key, value, segments):
     queries, cargo = shard.cut(query, key, value, segments)
-    running = fold(start(queries), queries, _all_keys(shard, cargo), shard.mask)
+    running = fold(start(queries, value.shape[-1]), queries, _all_keys(shard, cargo), shard.mask)
     output, log_mass = outputs(running, value.dtype)
     return output, (query, key, value, segments, output, log_mass)
 

@@ -1,7 +1,8 @@
-"""Visibility of keys to queries, for single pairs and for whole tiles of pairs."""
+"""Scores of pairs and the visibility of keys to queries, for single pairs and for whole tiles."""
 
 import dataclasses
 import functools
+import math
 import operator
 from typing import NamedTuple
 
@@ -30,16 +31,21 @@ def places(length: int, positions: AnyArray | None, segments: AnyArray | None) -
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """The rules that hide a key from a query, in addition to documents.
+    """The rules that hide a key from a query, in addition to documents, and those that scale and
+    bound the scores of the others.
 
     Raises:
-        ModelError: If a window is not causal, or is empty.
+        ModelError: If a window is not causal or is empty, or the scale or the bound is not positive.
     """
 
     causal: bool = True
     """Whether keys at later positions are hidden."""
     window: int | None = None
     """Number of positions a query sees, including its own; None for all."""
+    scale: float | None = None
+    """Factor of the scores; None for 1 / sqrt(head_dim)."""
+    softcap: float | None = None
+    """Bound c of the scores, as c * tanh(scores / c); None for none."""
 
     def __post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or not self.causal):
@@ -47,6 +53,28 @@ class Mask:
                 f"an attention window of {self.window} positions needs causal=True and at least 1 "
                 "position.\n  Set window=None, or causal=True and window=1 or more."
             )
+        for name, value in (("scale", self.scale), ("softcap", self.softcap)):
+            if value is not None and not 0.0 < value < math.inf:
+                raise ModelError(
+                    f"{name} of attention is {value}; it must be greater than 0, and finite.\n"
+                    f"  Set {name}=None for the default."
+                )
+
+    def factor(self, head_dim: int) -> float:
+        """Returns the factor of the scores of queries and keys with `head_dim` dims."""
+        return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
+
+    def scaled(self, x: jax.Array, head_dim: int) -> jax.Array:
+        """Returns scores, or queries, times the factor of the scores."""
+        return x / math.sqrt(head_dim) if self.scale is None else x * self.scale
+
+    def capped(self, scores: jax.Array) -> jax.Array:
+        """Returns scaled scores within their bound."""
+        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
+
+    def slope(self, capped: jax.Array) -> jax.Array | None:
+        """Returns the derivative of `capped` by the scores, from its result; None if it is 1."""
+        return None if self.softcap is None else 1.0 - jnp.square(capped / self.softcap)
 
     def pairs(self, queries: Places, keys: Places) -> jax.Array | None:
         """Returns a bool mask of the visible pairs, [batch or 1, length, kv_length]; None if all

@@ -1,10 +1,10 @@
 """Attention by two matmuls, which keeps the scores of all pairs of positions."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+
+from shardlib.nn.attention.mask import Mask
 
 # Far below any score, and finite: a fully hidden row gives a mean, not NaN.
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
@@ -13,10 +13,12 @@ _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 def plain(
     query: Float[Array, "batch length heads head_dim"],
     key: Float[Array, "batch kv_length kv_heads head_dim"],
-    value: Float[Array, "batch kv_length kv_heads head_dim"],
+    value: Float[Array, "batch kv_length kv_heads value_dim"],
     visible: Bool[Array, "#batch length kv_length"] | None,
-) -> Float[Array, "batch length heads head_dim"]:
-    """Returns attention to the `visible` keys; the other arguments are as in `attend`.
+    mask: Mask,
+) -> Float[Array, "batch length heads value_dim"]:
+    """Returns attention to the `visible` keys, with the scores of `mask`; the other arguments are as
+    in `attend`.
 
     The scores are float32 from the start. The 16-bit operands are widened rather than the result,
     whose gradient would mix dtypes and fail strict promotion.
@@ -25,11 +27,12 @@ def plain(
     kv_heads = key.shape[2]
     query = query.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
     # In this dim order the matmuls read and write the scores in place; any other transposes them.
-    query = jnp.transpose(query, (0, 2, 3, 1, 4)).astype(jnp.float32) / math.sqrt(head_dim)
-    scores = jnp.einsum("bkgtd,bskd->bkgts", query, key.astype(jnp.float32))
+    query = jnp.transpose(query, (0, 2, 3, 1, 4)).astype(jnp.float32)
+    query = mask.scaled(query, head_dim)
+    scores = mask.capped(jnp.einsum("bkgtd,bskd->bkgts", query, key.astype(jnp.float32)))
     if visible is not None:
         # An addition rather than a select: the backward pass then does not read the mask.
         scores = scores + jnp.where(visible, 0.0, _HIDDEN)[:, None, None]
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     y = jnp.einsum("bkgts,bskd->bkgtd", weights, value)
-    return jnp.transpose(y, (0, 3, 1, 2, 4)).reshape(batch, length, heads, head_dim)
+    return jnp.transpose(y, (0, 3, 1, 2, 4)).reshape(batch, length, heads, value.shape[-1])

@@ -23,7 +23,7 @@ def in_region(
     local: Local,
     query: Float[Array, "batch length heads head_dim"],
     key: Float[Array, "batch kv_length kv_heads head_dim"],
-    value: Float[Array, "batch kv_length kv_heads head_dim"],
+    value: Float[Array, "batch kv_length kv_heads value_dim"],
     segments: Segments,
     *,
     over_context: bool,

@@ -38,12 +38,12 @@ from shardlib.nn.attention.shard import Cargo, SequenceShard
 def ring_attention(
     query: Float[Array, "batch length heads head_dim"],
     key: Float[Array, "batch length kv_heads head_dim"],
-    value: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads value_dim"],
     segments: Segments = (None, None),
     *,
     mask: Mask,
     order: Order,
-) -> Float[Array, "batch length heads head_dim"]:
+) -> Float[Array, "batch length heads value_dim"]:
     """Returns attention over the whole row; call it in a region that is manual over `context`.
 
     Args:
@@ -97,7 +97,7 @@ def _forward(shard, query, key, value, segments):
         return (meet(running, cargo, step), ahead), None
 
     steps = jnp.arange(shard.hops, dtype=jnp.int32)
-    (running, cargo), _ = jax.lax.scan(one_hop, (start(queries), cargo), steps)
+    (running, cargo), _ = jax.lax.scan(one_hop, (start(queries, value.shape[-1]), cargo), steps)
     output, log_mass = outputs(meet(running, cargo, shard.hops), value.dtype)
     return output, (query, key, value, segments, output, log_mass)
 

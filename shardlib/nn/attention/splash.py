@@ -3,11 +3,9 @@
 Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
 """
 
-import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from shardlib.nn.attention.blockwise import TAG, Segments
@@ -19,12 +17,12 @@ _MAX_BLOCK = 512
 def splash(
     query: Float[Array, "batch length heads head_dim"],
     key: Float[Array, "batch kv_length kv_heads head_dim"],
-    value: Float[Array, "batch kv_length kv_heads head_dim"],
+    value: Float[Array, "batch kv_length kv_heads value_dim"],
     segments: Segments = (None, None),
     *,
     mask: Mask,
     interpret: bool = False,
-) -> Float[Array, "batch length heads head_dim"]:
+) -> Float[Array, "batch length heads value_dim"]:
     """Returns attention of arrays that are whole on this device, as `attend` does.
 
     The compiler cannot partition the kernel: with several devices, call it in a region that is
@@ -57,12 +55,13 @@ def splash(
         block_sizes=kernels.BlockSizes(**{f"block_{name}": block for name in names}),  # type: ignore
         head_shards=1,
         q_seq_shards=1,
+        attn_logits_soft_cap=mask.softcap,
         residual_checkpoint_name=TAG,
         interpret=interpret,
     )
     q_ids, kv_ids = segments
     ids = None if q_ids is None or kv_ids is None else kernels.SegmentIds(q_ids, kv_ids)
-    query = query / jnp.asarray(math.sqrt(query.shape[-1]), query.dtype)
+    query = mask.scaled(query, query.shape[-1])
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         y: Any = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (query, key, value)), ids)
     return y.swapaxes(1, 2).astype(value.dtype)

@@ -22,11 +22,11 @@ def ulysses_attention(
     local: Local,
     query: Float[Array, "batch length heads head_dim"],
     key: Float[Array, "batch length kv_heads head_dim"],
-    value: Float[Array, "batch length kv_heads head_dim"],
+    value: Float[Array, "batch length kv_heads value_dim"],
     segments: Segments = (None, None),
     *,
     order: Order,
-) -> Float[Array, "batch length heads head_dim"]:
+) -> Float[Array, "batch length heads value_dim"]:
     """Returns attention over the whole row; call it in a region that is manual over `context`.
 
     Args:
