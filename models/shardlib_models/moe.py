@@ -22,6 +22,8 @@ class MoEConfig:
     """Number of routed experts."""
     experts_per_token: int = 2
     """Number of experts per token."""
+    dense_layers: int = 0
+    """Number of first layers that have an MLP in place of experts."""
     mlp_dim: int | None = None
     """Hidden width of one expert; null for the width of the model's MLP."""
     num_shared_experts: int = 0
@@ -32,6 +34,12 @@ class MoEConfig:
     """Whether that MLP's output is multiplied by the sigmoid of a projection of the token."""
     scores: moe.Scores = "softmax"
     """Scores of the experts: softmax over all of them, or sigmoid of each."""
+    groups: int = 1
+    """Number of groups of consecutive experts."""
+    groups_per_token: int = 1
+    """Number of groups that the experts of a token come from."""
+    group_best: int = 1
+    """Number of a group's best experts whose scores add up to its own."""
     normalize_weights: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     weights_scale: float = 1.0
@@ -80,13 +88,14 @@ class MoEConfig:
 def validate(config: MoEConfig) -> list[str]:
     """Returns all faults of a config as sentences."""
     names = ("num_experts", "experts_per_token", "mlp_dim", "shared_mlp_dim", "exchange_chunks")
+    names += ("groups", "groups_per_token", "group_best")
     values = {name: getattr(config, name) for name in names}
     faults = [
         f"moe.{name} is {value}; it must be at least 1."
         for name, value in values.items()
         if value is not None and value < 1
     ]
-    names = ("num_shared_experts", "balance_loss", "router_z_loss")
+    names = ("num_shared_experts", "balance_loss", "router_z_loss", "dense_layers")
     values = {name: getattr(config, name) for name in names}
     faults += [
         f"moe.{name} is {value}; it must not be negative."
@@ -104,6 +113,7 @@ def validate(config: MoEConfig) -> list[str]:
             f"moe.experts_per_token={config.experts_per_token} is more than "
             f"moe.num_experts={config.num_experts}; a token goes to different experts."
         )
+    faults += _group_faults(config)
     if config.shared_gate and config.num_shared_experts == 0 and config.shared_mlp_dim is None:
         faults.append("moe.shared_gate has no effect without shared experts; leave it out.")
     if config.balance == "none" and config.balance_loss:
@@ -115,6 +125,25 @@ def validate(config: MoEConfig) -> list[str]:
         faults.append(
             f"moe.exchange_chunks={config.exchange_chunks} has no effect with "
             "moe.dispatch=capacity; leave it out."
+        )
+    return faults
+
+
+def _group_faults(config: MoEConfig) -> list[str]:
+    groups, size = config.groups, config.num_experts // max(config.groups, 1)
+    if groups < 1 or config.num_experts % groups:
+        return [f"moe.groups={groups} does not divide moe.num_experts={config.num_experts}."]
+    faults = []
+    if config.groups_per_token > groups:
+        faults.append(f"moe.groups_per_token={config.groups_per_token} is more than {groups}.")
+    if (
+        groups > 1
+        and max(config.group_best, config.experts_per_token / config.groups_per_token) > size
+    ):
+        faults.append(
+            f"{config.groups_per_token} groups of {size} experts are too small for "
+            f"moe.experts_per_token={config.experts_per_token} and "
+            f"moe.group_best={config.group_best}; make fewer groups."
         )
     return faults
 
@@ -220,6 +249,7 @@ class MoE(nnx.Module):
             config.experts_per_token,
             scores=config.scores,
             bias=bias,
+            groups=moe.Groups(config.groups, config.groups_per_token, config.group_best),
             normalize=config.normalize_weights,
             scale=config.weights_scale,
         )

@@ -10,6 +10,7 @@ from flax import nnx
 
 from shardlib.errors import ModelError
 from shardlib.losses import Mean, chunked_cross_entropy, cross_entropy
+from shardlib.nn import remat
 from shardlib.nn.attention import Order, frequencies, rotations, zigzag
 from shardlib.nn.moe import RouterStats
 from shardlib.nn.stack import scan_layers, stack_layers
@@ -17,7 +18,8 @@ from shardlib.registry import TEXT, DataSpec, ModelFamily
 from shardlib.sharding.constrain import constrain
 from shardlib_models import moe
 from shardlib_models.layers import Embedding, Linear, dropout, residual, whole
-from shardlib_models.transformer_block import Block, Context, KeyValues, norm_of
+from shardlib_models.transformer_attention import Context, KeyValues, norm_of
+from shardlib_models.transformer_block import Block
 from shardlib_models.transformer_config import TransformerConfig, validate
 from shardlib_models.transformer_decode import generate
 from shardlib_models.transformer_facts import choices, dims, flops_per_example, plan
@@ -39,7 +41,14 @@ class Transformer(nnx.Module):
         self.position_embedding = (
             Embedding(rows, width, "positions", **options) if learned else None
         )
-        self.layers = stack_layers(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs)
+        dense = config.num_dense_layers
+        self.dense_layers = None
+        if dense:
+            plain = dataclasses.replace(config, moe=None)
+            self.dense_layers = stack_layers(lambda rngs: Block(plain, rngs=rngs), dense, rngs)
+        self.layers = stack_layers(
+            lambda rngs: Block(config, rngs=rngs), config.num_layers - dense, rngs
+        )
         self.final_norm = None if config.block == "post" else norm_of(config, width)
         projected = config.token_dim is not None
         self.project_in = Linear(token, {"embed": width}, **options) if projected else None
@@ -95,10 +104,10 @@ class Transformer(nnx.Module):
         tokens: jax.Array,
         positions: jax.Array,
         context: Context,
-        caches: KeyValues | None = None,
-    ) -> tuple[jax.Array, RouterStats | None, KeyValues | None]:
+        caches: tuple[KeyValues, ...] | None = None,
+    ) -> tuple[jax.Array, RouterStats | None, tuple[KeyValues, ...] | None]:
         """Returns the last residual stream [batch, length, embed], the router statistics summed
-        over layers, and the caches of all layers."""
+        over layers, and the caches of all layers, one for each of `stacks`."""
         config = self.config
         x = self.token_embedding(tokens)
         if config.embed_scale:
@@ -109,19 +118,37 @@ class Transformer(nnx.Module):
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions + config.position_offset)
         else:
-            turns = frequencies(config.rotary_size, config.rope_theta, config.rope_scaling)
-            context = context._replace(rotations=rotations(positions, turns))
+            length = tokens.shape[1] if caches is None else caches[0].key.shape[2]
+            context = with_rotations(context, config, positions, length)
 
-        def call(layer: Block, carry: tuple[Any, Any], cache: Any) -> tuple[Any, Any]:
-            x, stats = carry
-            x, of_layer, cache = layer(x, context, cache)
-            return (x, None if stats is None else stats + of_layer), cache
+        def call(layer: Block, carry: tuple[Any, Any], inputs: Any) -> tuple[Any, Any]:
+            (x, stats), (is_local, cache) = carry, inputs
+            x, of_layer, cache = layer(x, context.of_layer(is_local), cache)
+            return (x, stats if of_layer is None else stats + of_layer), cache
 
         none_yet = None if config.moe is None else RouterStats.zeros()
         carry = self.embedding_dropout(residual(x)), none_yet
-        options = {"remat": config.remat, "tags": config.remat_tags}
-        (x, stats), caches = scan_layers(call, self.layers, carry, caches, **options)
-        return x, stats, caches
+        made = []
+        for number, (layers, policy, is_local) in enumerate(self.stacks()):
+            inputs = is_local, None if caches is None else caches[number]
+            options = {"remat": policy, "tags": config.remat_tags}
+            carry, cache = scan_layers(call, layers, carry, inputs, **options)
+            made.append(cache)
+        return *carry, None if caches is None else tuple(made)
+
+    def stacks(self) -> list[tuple[Block, str, jax.Array | None]]:
+        """Returns the stacks of layers in their order: each with the policy of its remat, and
+        whether each layer has the window (None if all or none have)."""
+        config = self.config
+        is_local = None if config.global_every is None else jnp.asarray(config.is_local)
+        if self.dense_layers is None:
+            return [(self.layers, config.remat, is_local)]
+        dense, total = config.num_dense_layers, config.num_layers
+        parts = (None, None) if is_local is None else (is_local[:dense], is_local[dense:])
+        return [
+            (self.dense_layers, remat.part_of(config.remat, total, 0, dense), parts[0]),
+            (self.layers, remat.part_of(config.remat, total, dense, total), parts[1]),
+        ]
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Returns the logits [batch, length, vocab] of a residual stream."""
@@ -159,6 +186,20 @@ class Transformer(nnx.Module):
                 f"a sequence of {length} tokens is longer than max_positions={longest}.\n"
                 "  Shorten it, or make the model with more positions."
             )
+
+
+def with_rotations(
+    context: Context, config: TransformerConfig, positions: jax.Array, length: int
+) -> Context:
+    """Adds the rotations at `positions` [batch, length] int32 in rows of `length` tokens."""
+    scaling = config.rope_scaling
+    turns = frequencies(config.rotary_size, config.rope_theta, scaling, length=length)
+    amplitude = 1.0 if scaling is None else scaling.amplitude
+    context = context._replace(rotations=rotations(positions, turns, amplitude))
+    if config.local_rope_theta is None:
+        return context
+    turns = frequencies(config.rotary_size, config.local_rope_theta)
+    return context._replace(local_rotations=rotations(positions, turns))
 
 
 def project(head: Embedding | Linear, x: jax.Array, softcap: float | None = None) -> jax.Array:

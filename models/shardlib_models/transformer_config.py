@@ -1,10 +1,10 @@
 """Configs of decoder-only transformers, including published models."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from shardlib.config import configclass
+from shardlib.config import Variants, configclass
 from shardlib.nn import remat
-from shardlib.nn.attention import Backend, ContextMethod, RotaryScaling
+from shardlib.nn.attention import Backend, ContextMethod, rotary_scaling
 from shardlib.nn.moe import TAGS
 from shardlib.registry import DataSpec
 from shardlib_models import moe
@@ -14,10 +14,29 @@ _TAGS = ("layer_in", "attention_in", "query", "key", "value", "attended", "atten
 
 
 @configclass
+class LatentConfig:
+    """Multi-head latent attention: queries, keys and values from vectors of few dims.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.
+    """
+
+    query_rank: int | None = None
+    """Dims of the vector that queries come from; null for the residual stream itself."""
+    kv_rank: int = 512
+    """Dims of the vector that keys and values come from."""
+    plain_dims: int = 128
+    """Dims of a head of query and key without rotary positions."""
+    rotary_dims: int = 64
+    """Dims of a head with rotary positions; those of the key are the same for all heads."""
+    value_dim: int = 128
+    """Size of a head of the values."""
+
+
+@configclass
 class TransformerConfig:
     """A decoder-only transformer, as in Llama, GPT-2 and OPT.
 
-    The residual branches are normalised at their entry. Dropout applies to the embeddings and to
+    Dropout applies to the embeddings and to
     the output of each branch, as in GPT-2 without its dropout of attention weights.
     """
 
@@ -54,8 +73,13 @@ class TransformerConfig:
     """Rotary embeddings of query and key, or a learned embedding added to the token embeddings."""
     rope_theta: float = 10_000.0
     """Base of the wavelengths of rotary embeddings."""
-    rope_scaling: RotaryScaling | None = None
-    """Stretched rotary wavelengths, as in Llama 3.1; null for none."""
+    rope_scaling: (
+        Annotated[Any, Variants(lambda: rotary_scaling.SCALINGS, key="kind", default="llama3")]
+        | None
+    ) = None
+    """Changed rotary wavelengths for long sequences, as in Llama 3.1; null for none."""
+    local_rope_theta: float | None = None
+    """Base of the wavelengths, unscaled, in layers with a window; null for those of all layers."""
     rotary_dims: int | None = None
     """Dims of a head that are rotated, the first ones; null for all."""
     rotary_interleaved: bool = False
@@ -76,6 +100,10 @@ class TransformerConfig:
     """Whether embeddings are multiplied by sqrt(embed_dim)."""
     query_scale: float | None = None
     """Factor of the attention scores; null for 1 / sqrt(head_dim)."""
+    attention_softcap: float | None = None
+    """Bound c of the attention scores, as c * tanh(scores / c); null for none."""
+    latent: LatentConfig | None = None
+    """Latent attention, as in DeepSeek; null for a projection each to query, key and value."""
     logit_softcap: float | None = None
     """Bound c of the logits, as c * tanh(logits / c); null for none."""
     head_bias: bool = False
@@ -90,6 +118,9 @@ class TransformerConfig:
     """Probability of dropping a unit, in [0, 1)."""
     window: int | None = None
     """Number of positions that attention sees, including the query's own; null for all."""
+    global_every: int | None = None
+    """Of each so many layers the last sees all positions, and the others `window`; null for a
+    window in all layers."""
     init_stddev: float = 0.02
     """Standard deviation of the initial weights."""
     attention: Backend = "auto"
@@ -110,12 +141,21 @@ class TransformerConfig:
 
     @property
     def head_size(self) -> int:
-        """The size of one head."""
+        """The size of one head of query and key."""
+        if self.latent is not None:
+            return self.latent.plain_dims + self.latent.rotary_dims
         return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        """The size of one head of the values."""
+        return self.head_size if self.latent is None else self.latent.value_dim
 
     @property
     def rotary_size(self) -> int:
         """The number of dims of a head that are rotated."""
+        if self.latent is not None:
+            return self.latent.rotary_dims
         return self.head_size if self.rotary_dims is None else self.rotary_dims
 
     @property
@@ -127,7 +167,22 @@ class TransformerConfig:
     def remat_tags(self) -> tuple[str, ...]:
         """The names in a layer that `save:` policies can keep."""
         hidden = ("mlp_hidden",) if self.moe is None else TAGS
+        if self.num_dense_layers:
+            hidden = ("mlp_hidden", *TAGS)
         return (*_TAGS, *hidden, "mlp_out")
+
+    @property
+    def is_local(self) -> list[bool]:
+        """Whether each layer sees `window` positions rather than all."""
+        if self.window is None:
+            return [False] * self.num_layers
+        every = self.global_every
+        return [every is None or (n + 1) % every != 0 for n in range(self.num_layers)]
+
+    @property
+    def num_dense_layers(self) -> int:
+        """The number of first layers with an MLP in a model with experts."""
+        return 0 if self.moe is None else self.moe.dense_layers
 
     def vocabulary(self, data: DataSpec) -> int:
         """Returns the rows of the embedding table, from the config or else from the data."""
@@ -145,7 +200,10 @@ def validate(config: TransformerConfig, data: DataSpec) -> list[str]:
 def _not_positive(config: TransformerConfig) -> list[str]:
     names = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
     names += ("vocab_size", "max_positions", "window", "loss_chunks", "token_dim", "rotary_dims")
+    names += ("global_every",)
     values = {name: getattr(config, name) for name in names}
+    if config.latent is not None:
+        values |= {f"latent.{name}": value for name, value in vars(config.latent).items()}
     return [
         f"{name} is {value}; it must be at least 1."
         for name, value in values.items()
@@ -154,8 +212,8 @@ def _not_positive(config: TransformerConfig) -> list[str]:
 
 
 def _shape_faults(config: TransformerConfig) -> list[str]:
-    faults = []
-    if config.head_dim is None and config.embed_dim % config.num_heads:
+    faults = _latent_faults(config)
+    if config.head_dim is None and config.latent is None and config.embed_dim % config.num_heads:
         faults.append(
             f"embed_dim={config.embed_dim} is not a multiple of num_heads={config.num_heads}; "
             "change one of them or set head_dim."
@@ -178,8 +236,35 @@ def _shape_faults(config: TransformerConfig) -> list[str]:
     return faults
 
 
-def _range_faults(config: TransformerConfig) -> list[str]:
+def _latent_faults(config: TransformerConfig) -> list[str]:
+    if config.latent is None:
+        return []
+    names = ("head_dim", "num_kv_heads", "rotary_dims")
+    faults = [
+        f"{name} has no effect with latent attention; leave it out."
+        for name in names
+        if getattr(config, name) is not None
+    ]
+    if config.qk_norm or config.qkv_bias:
+        faults.append("latent attention has neither qk_norm nor qkv_bias; leave them out.")
+    if config.positions != "rotary":
+        faults.append("latent attention needs rotary positions; set positions: rotary.")
+    return faults
+
+
+def _window_faults(config: TransformerConfig) -> list[str]:
     faults = []
+    if config.global_every is not None and config.window is None:
+        faults.append("global_every has no effect without a window; set window, or leave it out.")
+    if config.local_rope_theta is not None and config.global_every is None:
+        faults.append("local_rope_theta has no effect without global_every; leave it out.")
+    if config.rope_scaling is not None:
+        faults += rotary_scaling.faults(config.rope_scaling, config.rotary_size)
+    return faults
+
+
+def _range_faults(config: TransformerConfig) -> list[str]:
+    faults = _window_faults(config)
     if not 0.0 <= config.dropout < 1.0:
         faults.append(f"dropout is {config.dropout}; it must be in [0, 1).")
     if config.init_stddev <= 0.0:
@@ -188,7 +273,7 @@ def _range_faults(config: TransformerConfig) -> list[str]:
         faults.append("head_bias has no effect with tied_embeddings; leave it out.")
     if config.position_offset < 0:
         faults.append(f"position_offset is {config.position_offset}; it must not be negative.")
-    for name in ("query_scale", "logit_softcap"):
+    for name in ("query_scale", "attention_softcap", "logit_softcap"):
         value = getattr(config, name)
         if value is not None and value <= 0:
             faults.append(f"{name} is {value}; it must be greater than 0, or null.")
@@ -196,6 +281,11 @@ def _range_faults(config: TransformerConfig) -> list[str]:
         faults.append("learned positions need max_positions, the rows of their table.")
     if config.moe is not None:
         faults += moe.validate(config.moe)
+        if config.moe.dense_layers >= config.num_layers:
+            faults.append(
+                f"moe.dense_layers={config.moe.dense_layers} leaves none of {config.num_layers} "
+                "layers to experts; lower it, or leave out moe."
+            )
         faults += [
             f"{name} has no effect on experts, which are gated and without biases; leave it out."
             for name, is_set in (

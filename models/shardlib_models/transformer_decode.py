@@ -9,7 +9,7 @@ from flax import nnx
 
 from shardlib.errors import ModelError
 from shardlib.sharding.constrain import active, constrain, use
-from shardlib_models.transformer_block import Context, KeyValues
+from shardlib_models.transformer_attention import Context, KeyValues
 
 if TYPE_CHECKING:
     from shardlib_models.transformer import Transformer
@@ -86,13 +86,20 @@ def _continued(
     return jnp.concatenate([tokens, first[:, None], rest.T], axis=1)
 
 
-def _empty(model: "Transformer", batch: int, max_length: int) -> KeyValues:
-    """Returns zero caches of all layers: [layers, batch, max_length, kv_heads, head_dim]."""
-    config = model.config
-    shape = (config.num_layers, batch, max_length, config.kv_heads, config.head_size)
-    zeros = jnp.zeros(shape, model.token_embedding.embedding[...].dtype)
-    zeros = constrain(zeros, None, "batch", None, "kv_heads", "head_dim")
-    return KeyValues(zeros, zeros)
+def _empty(model: "Transformer", batch: int, max_length: int) -> tuple[KeyValues, ...]:
+    """Returns zero caches of each stack: [layers, batch, max_length, kv_heads, head_dim]."""
+    config, dtype = model.config, model.token_embedding.embedding[...].dtype
+
+    def zeros(num_layers: int, size: int) -> jax.Array:
+        shape = (num_layers, batch, max_length, config.kv_heads, size)
+        return constrain(jnp.zeros(shape, dtype), None, "batch", None, "kv_heads", "head_dim")
+
+    dense = config.num_dense_layers
+    counts = [dense, config.num_layers - dense] if dense else [config.num_layers]
+    return tuple(
+        KeyValues(*(zeros(n, size) for size in (config.head_size, config.value_size)))
+        for n in counts
+    )
 
 
 def _sample(logits: jax.Array, temperature: jax.Array, key: jax.Array) -> jax.Array:

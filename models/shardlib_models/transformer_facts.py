@@ -33,18 +33,37 @@ def flops_per_example(config: TransformerConfig, data: DataSpec) -> float:
             "the FLOPs of a sequence depend on its length, which the data do not set.\n"
             "  Give DataSpec(sequence_length=...)."
         )
-    heads_size = (config.num_heads + config.kv_heads) * config.head_size
-    attention = 2 * config.embed_dim * heads_size
-    if config.moe is None:
-        mlp = (3 if config.mlp == "gated" else 2) * config.embed_dim * config.mlp_size
-    else:
-        mlp = moe.active_weights(config.moe, config.embed_dim, config.mlp_size)
-    weights = config.num_layers * (attention + mlp)
+    routed = 0
+    num_dense = config.num_layers
+    if config.moe is not None:
+        num_dense = config.num_dense_layers
+        routed = moe.active_weights(config.moe, config.embed_dim, config.mlp_size)
+    mlp = (3 if config.mlp == "gated" else 2) * config.embed_dim * config.mlp_size
+    weights = config.num_layers * _attention_weights(config)
+    weights += num_dense * mlp + (config.num_layers - num_dense) * routed
     weights += config.embed_dim * config.vocabulary(data)
-    window = min(length, config.window or length)
-    pairs = length * window - window**2 / 2
-    attended = 12.0 * pairs * config.num_heads * config.head_size * config.num_layers
+    windows = [config.window if local else None for local in config.is_local]
+    pairs = sum(_pairs(length, min(length, window or length)) for window in windows)
+    # Two matmuls of 2 FLOPs, forward and twice backward.
+    attended = 6.0 * pairs * config.num_heads * (config.head_size + config.value_size)
     return 6.0 * weights * length + attended
+
+
+def _pairs(length: int, window: int) -> float:
+    return length * window - window**2 / 2
+
+
+def _attention_weights(config: TransformerConfig) -> int:
+    """Returns the weights of the projections of one layer's attention."""
+    latent, heads = config.latent, config.num_heads
+    if latent is None:
+        return 2 * config.embed_dim * (heads + config.kv_heads) * config.head_size
+    weights = config.embed_dim * (latent.kv_rank + latent.rotary_dims)
+    weights += latent.kv_rank * heads * (latent.plain_dims + latent.value_dim)
+    weights += heads * latent.value_dim * config.embed_dim
+    if latent.query_rank is None:
+        return weights + config.embed_dim * heads * config.head_size
+    return weights + latent.query_rank * (config.embed_dim + heads * config.head_size)
 
 
 def dims(config: TransformerConfig, data: DataSpec) -> dict[str, Any]:
@@ -64,12 +83,21 @@ def dims(config: TransformerConfig, data: DataSpec) -> dict[str, Any]:
     if config.positions == "learned":
         found["learned_positions"] = config.max_positions
     if config.window is not None:
-        found |= {"window": config.window, "windowed_layers": config.num_layers}
+        found |= {"window": config.window, "windowed_layers": sum(config.is_local)}
+    if config.latent is not None:
+        found["latent"] = {
+            "query_rank": config.latent.query_rank or 0,
+            "kv_rank": config.latent.kv_rank,
+            "head_nope": config.latent.plain_dims,
+            "head_rope": config.latent.rotary_dims,
+            "head_value": config.latent.value_dim,
+        }
     if config.moe is not None:
         width = config.moe.expert_size(config.mlp_size)
         found["experts"] = {
             "number": config.moe.num_experts,
             "per_token": config.moe.experts_per_token,
+            "dense_layers": config.moe.dense_layers,
             "mlp": width,
             "shared_mlp": config.moe.shared_size(config.mlp_size),
         }
@@ -85,7 +113,7 @@ def plan(config: TransformerConfig, length: int) -> ContextPlan:
         length,
         config.num_heads,
         config.kv_heads,
-        window=config.window,
+        window=None if config.global_every else config.window,
         dropout=config.dropout,
         context=config.context,
         backend=config.attention,
@@ -119,7 +147,13 @@ def choices(
             found["context"] = shared.reason
     if found.get("context") is None or shared.method == "ulysses":
         resolved = resolve_backend(
-            config.attention, dtype=dtype, head_dim=config.head_size, masked=True, lengths=lengths
+            config.attention,
+            dtype=dtype,
+            head_dim=config.head_size,
+            value_dim=config.value_size,
+            softcap=config.attention_softcap,
+            masked=True,
+            lengths=lengths,
         )
         found["attention"] = f"{resolved.backend}: {resolved.reason}"
     copies = kv_copies(config)

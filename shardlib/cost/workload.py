@@ -44,6 +44,7 @@ class Latent:
     """Multi-head latent attention. Source: DeepSeek-AI 2024, "DeepSeek-V2", section 2.1."""
 
     query_rank: int
+    """0 for queries from the residual stream itself."""
     kv_rank: int
     head_nope: int
     head_rope: int
@@ -184,7 +185,7 @@ class Transformer:
         down = latent.query_rank + latent.kv_rank + latent.head_rope
         return (
             Matmul("qkv", self.embed, down, "none"),
-            Matmul("qkv", latent.query_rank, heads * self.score_dim, "out"),
+            Matmul("qkv", latent.query_rank or self.embed, heads * self.score_dim, "out"),
             Matmul("qkv", latent.kv_rank, heads * (latent.head_nope + latent.head_value), "out"),
             Matmul("out", heads * latent.head_value, self.embed, "in"),
         )

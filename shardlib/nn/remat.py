@@ -126,6 +126,23 @@ def runs(
     return [Run(name, len(list(members))) for name, members in groups]
 
 
+def part_of(policy: str, num_layers: int, first: int, end: int) -> str:
+    """Returns the policy of a stack that holds layers `first` to `end` - 1 of all `num_layers`.
+
+    Raises:
+        ConfigError: If `check` finds faults.
+    """
+    if not _has_ranges(policy):
+        return policy
+    at, ranges = 0, []
+    for run in runs(policy, num_layers, length=num_layers):
+        start, stop = max(at, first), min(at + run.num_layers, end)
+        if start < stop:
+            ranges.append(f"{start - first}-{stop - first - 1}:{run.policy}")
+        at += run.num_layers
+    return ",".join(ranges)
+
+
 def _check_repeats(policy: str, of_layer: list[str], length: int) -> None:
     num_layers = len(of_layer)
     if num_layers % length:

@@ -19,6 +19,7 @@ _ACTIVATIONS = {
     "mlp": "tensor",
     "expert": "expert",
     "embed": None,
+    "latent": None,
     "token_dim": None,
     "shared_gate": None,
     "head_dim": None,
@@ -51,6 +52,8 @@ DATA = AxisRules(
 FSDP = AxisRules(
     params={
         "embed": "fsdp",
+        # Of a projection from the latent vector; in one to it, embed takes the axis.
+        "latent": ["fsdp", None],
         "conv_out": "fsdp",
         **dict.fromkeys(
             ("vocab", "mlp", "heads", "kv_heads", "expert", "layers", *_REPLICATED), None
@@ -74,6 +77,8 @@ STANDARD = AxisRules(
         "kv_heads": ["tensor", None],
         "mlp": "tensor",
         "embed": "fsdp",
+        # Of a projection from the latent vector; in one to it, embed takes the axis.
+        "latent": ["fsdp", None],
         "conv_out": "fsdp",
         **dict.fromkeys(_REPLICATED, None),
     },
@@ -92,7 +97,7 @@ SEQUENCE = STANDARD.override(activations={"residual_length": "context+tensor"})
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
 """
 
-_WHOLE = dataclasses.replace(STANDARD.override(embed=None, conv_out=None), auto=Auto(None))
+_WHOLE = dataclasses.replace(STANDARD.override(embed=None, latent=None, conv_out=None), auto=Auto(None))
 
 ZERO1 = dataclasses.replace(_WHOLE, opt_state=STANDARD)
 """`STANDARD`, with only the optimizer state split over `fsdp`.

@@ -10,7 +10,10 @@ from shardlib.nn.attention.order import zigzag as zigzag
 from shardlib.nn.attention.plan import ContextMethod as ContextMethod
 from shardlib.nn.attention.plan import ContextPlan as ContextPlan
 from shardlib.nn.attention.plan import plan_context as plan_context
-from shardlib.nn.attention.rotary import RotaryScaling as RotaryScaling
 from shardlib.nn.attention.rotary import frequencies as frequencies
 from shardlib.nn.attention.rotary import rotate as rotate
 from shardlib.nn.attention.rotary import rotations as rotations
+from shardlib.nn.attention.rotary_scaling import LinearScaling as LinearScaling
+from shardlib.nn.attention.rotary_scaling import LongScaling as LongScaling
+from shardlib.nn.attention.rotary_scaling import RotaryScaling as RotaryScaling
+from shardlib.nn.attention.rotary_scaling import YarnScaling as YarnScaling

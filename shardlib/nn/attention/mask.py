@@ -35,7 +35,8 @@ class Mask:
     bound the scores of the others.
 
     Raises:
-        ModelError: If a window is not causal or is empty, or the scale or the bound is not positive.
+        ModelError: If a window is not causal or is empty, or the scale or the bound is not
+            positive.
     """
 
     causal: bool = True

@@ -17,8 +17,7 @@ def plain(
     visible: Bool[Array, "#batch length kv_length"] | None,
     mask: Mask,
 ) -> Float[Array, "batch length heads value_dim"]:
-    """Returns attention to the `visible` keys, with the scores of `mask`; the other arguments are as
-    in `attend`.
+    """Returns attention to the `visible` keys, scored as `mask` says; see `attend` for the others.
 
     The scores are float32 from the start. The 16-bit operands are widened rather than the result,
     whose gradient would mix dtypes and fail strict promotion.

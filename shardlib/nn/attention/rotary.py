@@ -8,38 +8,29 @@ Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Emb
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.config import configclass
 from shardlib.errors import ModelError
-
-
-@configclass
-class RotaryScaling:
-    """Stretches the slow frequencies of a model trained on shorter sequences.
-
-    Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", and the reference code published
-    with Llama 3.1, whose constants are the defaults.
-    """
-
-    factor: float = 8.0
-    """Factor by which the low frequencies are slowed down."""
-    low_frequency_factor: float = 1.0
-    """Wavelengths longer than `original_positions / low_frequency_factor` are stretched in full."""
-    high_frequency_factor: float = 4.0
-    """Wavelengths shorter than `original_positions / high_frequency_factor` stay as they are."""
-    original_positions: int = 8192
-    """Sequence length of the original training, in tokens."""
+from shardlib.nn.attention.rotary_scaling import Scaling
 
 
 def frequencies(
-    head_dim: int, theta: float = 10_000.0, scaling: RotaryScaling | None = None
+    head_dim: int,
+    theta: float = 10_000.0,
+    scaling: Scaling | None = None,
+    *,
+    length: int | None = None,
 ) -> np.ndarray:
     """Returns the angular frequencies, in radians per position: [head_dim / 2] float32.
+
+    Args:
+        head_dim: The rotated dims of a head.
+        theta: The base of the wavelengths.
+        scaling: A change of the frequencies; None for none.
+        length: The tokens of a row, which some scalings depend on; None for few.
 
     Raises:
         ModelError: If `head_dim` is odd.
@@ -50,12 +41,9 @@ def frequencies(
             "  Use an even head_dim."
         )
     plain = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if scaling is None:
-        return plain.astype(np.float32)
-    turns = scaling.original_positions * plain / (2 * math.pi)
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (kept * plain + (1.0 - kept) * plain / scaling.factor).astype(np.float32)
+    if scaling is not None:
+        plain = scaling.scaled(plain, theta, length)
+    return plain.astype(np.float32)
 
 
 @jax.tree_util.register_dataclass
@@ -67,10 +55,17 @@ class Rotations:
     sin: jax.Array
 
 
-def rotations(positions: jax.Array, frequencies: np.ndarray | jax.Array) -> Rotations:
-    """Returns the rotations at `positions` [batch, length] int32; call it once per forward pass."""
+def rotations(
+    positions: jax.Array, frequencies: np.ndarray | jax.Array, amplitude: float = 1.0
+) -> Rotations:
+    """Returns the rotations at `positions` [batch, length] int32; call it once per forward pass.
+
+    `amplitude` is the factor of cosines and sines that a scaling asks for.
+    """
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies)[None, None]
-    return Rotations(jnp.cos(angles), jnp.sin(angles))
+    if amplitude == 1.0:
+        return Rotations(jnp.cos(angles), jnp.sin(angles))
+    return Rotations(amplitude * jnp.cos(angles), amplitude * jnp.sin(angles))
 
 
 def rotate(x: jax.Array, rotations: Rotations, *, interleaved: bool = False) -> jax.Array:

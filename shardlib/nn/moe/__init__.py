@@ -7,6 +7,7 @@ from shardlib.nn.moe.exchange import exchange as exchange
 from shardlib.nn.moe.exchange import plan_exchange as plan_exchange
 from shardlib.nn.moe.experts import Dispatch as Dispatch
 from shardlib.nn.moe.experts import apply_experts as apply_experts
+from shardlib.nn.moe.routing import Groups as Groups
 from shardlib.nn.moe.routing import Routing as Routing
 from shardlib.nn.moe.routing import Scores as Scores
 from shardlib.nn.moe.routing import route as route
