@@ -42,10 +42,12 @@ class Transformer(nnx.Module):
             Embedding(rows, width, "positions", **options) if learned else None
         )
         dense = config.num_dense_layers
-        self.dense_layers = None
+        self.dense_layers = nnx.data(None)
         if dense:
             plain = dataclasses.replace(config, moe=None)
-            self.dense_layers = stack_layers(lambda rngs: Block(plain, rngs=rngs), dense, rngs)
+            self.dense_layers = stack_layers(
+                lambda rngs: Block(plain, rngs=rngs), dense, rngs, axis_name="dense_layers"
+            )
         self.layers = stack_layers(
             lambda rngs: Block(config, rngs=rngs), config.num_layers - dense, rngs
         )
@@ -131,7 +133,7 @@ class Transformer(nnx.Module):
         made = []
         for number, (layers, policy, is_local) in enumerate(self.stacks()):
             inputs = is_local, None if caches is None else caches[number]
-            options = {"remat": policy, "tags": config.remat_tags}
+            options = {"remat": policy, "tags": config.remat_tags, "staged": layers is self.layers}
             carry, cache = scan_layers(call, layers, carry, inputs, **options)
             made.append(cache)
         return *carry, None if caches is None else tuple(made)
@@ -304,9 +306,13 @@ FAMILY = ModelFamily(
     choices=choices,
     dims=dims,
     architectures={
+        "DeepseekV2ForCausalLM": "shardlib_models.hf.deepseek:DEEPSEEK_V2",
+        "DeepseekV3ForCausalLM": "shardlib_models.hf.deepseek:DEEPSEEK_V3",
         "GPT2LMHeadModel": "shardlib_models.hf.gpt2:GPT2",
         "GPTJForCausalLM": "shardlib_models.hf.gptj:GPTJ",
         "GPTNeoXForCausalLM": "shardlib_models.hf.gpt_neox:NEOX",
+        "Gemma2ForCausalLM": "shardlib_models.hf.gemma:GEMMA2",
+        "Gemma3ForCausalLM": "shardlib_models.hf.gemma:GEMMA3",
         "GemmaForCausalLM": "shardlib_models.hf.gemma:GEMMA",
         "LlamaForCausalLM": "shardlib_models.hf.llama:LLAMA",
         "MistralForCausalLM": "shardlib_models.hf.llama:MISTRAL",

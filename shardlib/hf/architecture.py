@@ -65,7 +65,8 @@ class Architecture:
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Names of copies of tensors, which checkpoints may hold and we do not, by name."""
     ignored: tuple[str, ...] = ()
-    """Patterns of the names of tensors that hold no weights, such as masks."""
+    """Patterns of the names of tensors that are not read, such as masks; `{num_layers}` stands for
+    that field of the config."""
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields of our config, nested as in YAML.

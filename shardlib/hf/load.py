@@ -115,7 +115,7 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> Loaded:
     module = functional(lambda rngs: family.make(config, DataSpec(), rngs))
     layout = TensorTable(described.table(config), parameters(module))
     tensors = Tensors(folder)
-    names = _check(layout, tensors, described, folder)
+    names = _check(layout, tensors, described, config)
     scope = active()
     params = _read_all(layout, tensors, names, _placements(module, scope), dtype)
     _, model_state = module.shapes()
@@ -165,10 +165,11 @@ def parameters(module: FunctionalModule) -> dict[str, Parameter]:
 
 
 def _check(
-    layout: TensorTable, tensors: Tensors, described: Architecture, folder: Path
+    layout: TensorTable, tensors: Tensors, described: Architecture, config: Any
 ) -> dict[str, str]:
     """Returns the name in the files of each tensor of a layout; raises all faults at once."""
     expected = {name: shape for name, shape, _ in layout.tensors()}
+    ignored = [one.format_map(vars(config)) for one in described.ignored]
     names, faults = {}, []
     for name, shape in expected.items():
         held = next((one for one in _aliases(name, described, expected) if one in tensors), None)
@@ -187,11 +188,11 @@ def _check(
     faults += [
         f"{name} is not a tensor of the model."
         for name in tensors
-        if name not in known and not any(fnmatch.fnmatch(name, one) for one in described.ignored)
+        if name not in known and not any(fnmatch.fnmatch(name, one) for one in ignored)
     ]
     if faults:
         raise CheckpointError(
-            f"the tensors of {folder} do not fit its config.json:\n  "
+            f"the tensors of {tensors.folder} do not fit its config.json:\n  "
             + "\n  ".join(sorted(faults))
             + "\n  Correct config.json, or export the checkpoint again."
         )

@@ -68,6 +68,7 @@ class Tensors(Mapping[str, np.ndarray]):
             CheckpointError: If the folder has no safetensors files, a file of its index is missing,
                 or headers are malformed. The message lists all faults.
         """
+        self.folder = folder
         self.entries: dict[str, Entry] = {}
         self._maps: dict[str, mmap.mmap] = {}
         faults = []

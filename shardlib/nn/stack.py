@@ -70,6 +70,7 @@ def scan_layers(
     *,
     remat: str = "none",
     tags: tuple[str, ...] | None = None,
+    staged: bool = True,
 ) -> tuple[C, Any]:
     """Runs the layers of a stack one after the other: `jax.lax.scan` with a layer at each step.
 
@@ -83,6 +84,8 @@ def scan_layers(
         remat: A policy of `shardlib.nn.remat` for all layers, or ranges of layers with a policy
             each. Each range is its own loop, so the program grows with their number.
         tags: The names that `call` tags for `save:` and `offload:`; None if unknown.
+        staged: Whether a pipeline divides these layers over its stages, as it does with one stack
+            of a model; otherwise they are run together, by the stages that need their result.
 
     Returns:
         The carry after the last layer, and the outputs of all layers with a leading dim.
@@ -95,7 +98,7 @@ def scan_layers(
     graphdef, state = nnx.split(layers)
     # The layers of a pipeline run later, after the loss function that called them has returned.
     stack = LayerStack(carried(call), graphdef, state, carry, per_layer, remat, tags)
-    run = _interceptor.get()
+    run = _interceptor.get() if staged else None
     carry, outputs, changed = stack.run(state, carry, per_layer) if run is None else run(stack)
     if changed:
         variables = dict(nnx.to_flat_state(state))

@@ -40,6 +40,7 @@ _REPLICATED = (
     "classes",
     "token_dim",
     "shared_gate",
+    "dense_layers",
 )
 
 DATA = AxisRules(
@@ -97,7 +98,8 @@ SEQUENCE = STANDARD.override(activations={"residual_length": "context+tensor"})
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
 """
 
-_WHOLE = dataclasses.replace(STANDARD.override(embed=None, latent=None, conv_out=None), auto=Auto(None))
+_UNSPLIT = STANDARD.override(embed=None, latent=None, conv_out=None)
+_WHOLE = dataclasses.replace(_UNSPLIT, auto=Auto(None))
 
 ZERO1 = dataclasses.replace(_WHOLE, opt_state=STANDARD)
 """`STANDARD`, with only the optimizer state split over `fsdp`.

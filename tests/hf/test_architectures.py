@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 import shardlib as sl
 from shardlib import hf
@@ -48,6 +49,40 @@ OPT = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GEMMA = SIZES | {"head_dim": 16, "query_pre_attn_scalar": 24}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+DEEPSEEK = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1,
+    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+}
+GROUPS = {"n_group": 4, "topk_group": 1}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
@@ -58,6 +93,11 @@ def neox(**options):
 
 def opt(**options):
     return transformers.OPTConfig(**OPT, **IDS, pad_token_id=1, dropout=0.0, **options)
+
+
+def deepseek(config, **options):
+    sizes = SIZES | {"num_key_value_heads": 4}
+    return config(**(sizes | DEEPSEEK | options))
 
 
 def qwen2_moe():
@@ -102,6 +142,42 @@ CASES = {
     "phi3, partial": (
         lambda: transformers.Phi3Config(**SIZES, pad_token_id=0, partial_rotary_factor=0.5),
         {"rope_parameters": {"partial_rotary_factor": 1.0, "rope_theta": 1e4}},
+    ),
+    "phi3, longrope": (
+        lambda: transformers.Phi3Config(**SIZES, pad_token_id=0, rope_parameters=LONGROPE),
+        {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 32}},
+    ),
+    "linear": (
+        lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LINEAR),
+        {"rope_parameters": LINEAR | {"factor": 3.0}},
+    ),
+    "yarn": (
+        lambda: transformers.Qwen3Config(**SIZES, head_dim=16, rope_parameters=YARN),
+        {"rope_parameters": YARN | {"factor": 3.0}},
+    ),
+    "gemma2": (
+        lambda: transformers.Gemma2Config(**GEMMA, sliding_window=5, attn_logit_softcapping=2.0),
+        {"attn_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        lambda: transformers.Gemma3TextConfig(
+            **GEMMA, sliding_window=5, sliding_window_pattern=3, rope_parameters=GEMMA3_ROPE
+        ),
+        {"sliding_window_pattern": 2, "layer_types": None},
+    ),
+    "deepseek_v2": (
+        lambda: deepseek(transformers.DeepseekV2Config, q_lora_rank=None),
+        {"routed_scaling_factor": 1.0},
+    ),
+    "deepseek_v2, groups": (
+        lambda: deepseek(
+            transformers.DeepseekV2Config, topk_method="group_limited_greedy", **GROUPS
+        ),
+        {"topk_group": 2},
+    ),
+    "deepseek_v3": (
+        lambda: deepseek(transformers.DeepseekV3Config, **GROUPS),
+        {"topk_group": 2},
     ),
     "gpt2": (lambda: transformers.GPT2Config(**GPT2, **IDS), {"activation_function": "gelu"}),
     "gptj": (lambda: transformers.GPTJConfig(**GPT2, **IDS, rotary_dim=4), {"rotary_dim": 2}),
@@ -180,6 +256,35 @@ def test_on_every_mesh(case, tmp_path, mesh):
     assert placed
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     np.testing.assert_array_equal(oracle(again, tokens), expected)
+
+
+def test_gradients_are_those_of_transformers(case, tmp_path):
+    """Gradients go into the place of weights, and are compared by the names on disk."""
+    folder, tokens, expected, _ = case
+    tokens = np.maximum(tokens, 2)  # torch gives the row of a padding id, 0 or 1, no gradient
+    weights = np.random.default_rng(1).normal(size=expected.shape).astype(np.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    logits = model(torch.from_numpy(tokens.astype(np.int64))).logits
+    torch.sum(logits * torch.from_numpy(weights)).backward()
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    model.save_pretrained(tmp_path / "theirs")
+
+    loaded = hf.load(folder, dtype=jnp.float32)
+    graphdef, params = nnx.split(loaded.model)
+    ids = jnp.asarray(tokens)
+    loss = jax.jit(lambda params: jnp.sum(nnx.merge(graphdef, params)(ids) * weights))
+    nnx.update(loaded.model, jax.grad(loss)(params))
+    hf.save(loaded, tmp_path / "ours")
+
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    # A bias that only chooses experts has no gradient.
+    names = [name for name in ours if "e_score_correction_bias" not in name]
+    scale = {name: np.abs(theirs[name]).max() for name in names}
+    for name in names:
+        # Sums of terms that cancel: relative to the gradients of the largest tensors too.
+        size = max(scale[name], 1e-3 * max(scale.values()))
+        assert np.abs(ours[name] - theirs[name]).max() <= 1e-4 * size, name
 
 
 def used(array):

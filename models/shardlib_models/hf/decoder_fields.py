@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardlib.hf import Converter, Field
+from shardlib.nn.attention import LongScaling
 from shardlib_models.transformer_config import TransformerConfig
 
 
@@ -33,7 +34,11 @@ PLAIN = {
     "token_dim": None,
     "embed_scale": False,
     "query_scale": None,
+    "attention_softcap": None,
     "logit_softcap": None,
+    "latent": None,
+    "global_every": None,
+    "local_rope_theta": None,
     "head_bias": False,
     "qkv_bias": False,
     "out_bias": False,
@@ -90,7 +95,7 @@ def _read_rope(
     # transformers 5 joins the fields of version 4 in `rope_parameters`.
     fields = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
     theta = fields.get("rope_theta", theirs.get("rope_theta", default_theta))
-    ours: dict[str, Any] = {"rope_theta": theta, "rope_scaling": None}
+    ours: dict[str, Any] = {"rope_theta": theta, "rope_scaling": read_scaling(theirs, fields)}
     part = theirs.get(partial or "partial_rotary_factor", default_partial)
     part = fields.get("partial_rotary_factor", part)
     if partial is None and part != 1.0:
@@ -98,28 +103,113 @@ def _read_rope(
     if partial is not None:
         head_dim = theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
         ours["rotary_dims"] = None if part == 1.0 else int(head_dim * part)
-    kind = fields.get("rope_type", fields.get("type", "default"))
-    if kind == "llama3":
-        ours["rope_scaling"] = {name: fields[theirs] for theirs, name in _LLAMA3.items()}
-    elif kind != "default":
-        raise ValueError(f"rope_type is {kind!r}; supported: 'default', 'llama3'.")
     return ours
 
 
 def _write_rope(config: TransformerConfig, partial: str | None) -> dict[str, Any]:
-    theirs: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": None}
+    theirs = {"rope_theta": config.rope_theta, "rope_scaling": write_scaling(config)}
     if partial is not None:
         theirs[partial] = config.rotary_size / config.head_size
-    if config.rope_scaling is not None:
-        fields = {name: getattr(config.rope_scaling, ours) for name, ours in _LLAMA3.items()}
-        theirs["rope_scaling"] = {"rope_type": "llama3", **fields}
+    if isinstance(config.rope_scaling, LongScaling):
+        theirs["original_max_position_embeddings"] = config.rope_scaling.original_positions
     return theirs
 
 
-_LLAMA3 = {
-    "factor": "factor",
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-    "original_max_position_embeddings": "original_positions",
+_ORIGINAL = {"original_max_position_embeddings": "original_positions"}
+_SCALINGS = {
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_frequency_factor",
+        "high_freq_factor": "high_frequency_factor",
+        **_ORIGINAL,
+    },
+    "linear": {"factor": "factor"},
+    "yarn": {
+        "factor": "factor",
+        "beta_fast": "fast_turns",
+        "beta_slow": "slow_turns",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+        **_ORIGINAL,
+    },
+    "longrope": {
+        "factor": "factor",
+        "short_factor": "short_factors",
+        "long_factor": "long_factors",
+        **_ORIGINAL,
+    },
 }
-"""The fields of Llama 3's scaling, and ours."""
+"""The fields of each scaling of rotary positions, and ours."""
+
+
+def read_scaling(theirs: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns our scaling of rotary positions from its fields in config.json.
+
+    Raises:
+        ValueError: If the kind or a field is not supported.
+    """
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    # The first configs of Phi-3.
+    kind = "longrope" if kind == "su" else kind
+    if kind == "default":
+        return None
+    if kind not in _SCALINGS:
+        raise ValueError(f"rope_type is {kind!r}; supported: 'default', {str([*_SCALINGS])[1:-1]}.")
+    for name, value in (("attention_factor", None), ("truncate", True)):
+        if fields.get(name, value) != value:
+            raise ValueError(f"{name} of {kind} is {fields[name]!r}; supported: {value}.")
+    original = "original_max_position_embeddings"
+    if kind != "linear":
+        known = fields.get(original, theirs.get(original, theirs["max_position_embeddings"]))
+        fields = {**fields, original: known}
+    if kind == "longrope":
+        fields = {"factor": theirs["max_position_embeddings"] / fields[original], **fields}
+    names = _SCALINGS[kind]
+    needed = {"factor", *(("short_factor", "long_factor") if kind == "longrope" else ())}
+    given = {ours: fields[name] for name, ours in names.items() if name in fields or name in needed}
+    return {"kind": kind, **{ours: value for ours, value in given.items() if value is not None}}
+
+
+def write_scaling(config: TransformerConfig) -> dict[str, Any] | None:
+    """Returns the fields of config.json for the scaling of rotary positions."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        return None
+    fields = {name: getattr(scaling, ours) for name, ours in _SCALINGS[scaling.kind].items()}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    return {"rope_type": scaling.kind, "type": scaling.kind, **fields}
+
+
+def windows(default_every: int) -> Converter:
+    """Returns the converter of the layers with a window and of those that see all positions.
+
+    Args:
+        default_every: Of so many layers the last sees all, where config.json does not say.
+    """
+    return Converter(lambda theirs: _read_windows(theirs, default_every), _write_windows)
+
+
+def _read_windows(theirs: Mapping[str, Any], default_every: int) -> dict[str, Any]:
+    every = theirs.get("sliding_window_pattern", theirs.get("_sliding_window_pattern"))
+    number, every = theirs["num_hidden_layers"], every or default_every
+    default = [(layer + 1) % every != 0 for layer in range(number)]
+    types = theirs.get("layer_types")
+    is_local = default if types is None else [kind == "sliding_attention" for kind in types]
+    window = theirs.get("sliding_window", 4096)
+    if window is None or not any(is_local):
+        return {"window": None, "global_every": None}
+    if all(is_local):
+        return {"window": window, "global_every": None}
+    every = is_local.index(False) + 1
+    if is_local != [(layer + 1) % every != 0 for layer in range(number)]:
+        raise ValueError(f"layer_types is {types}; supported: a pattern that repeats.")
+    return {"window": window, "global_every": every}
+
+
+def _write_windows(config: TransformerConfig) -> dict[str, Any]:
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    theirs: dict[str, Any] = {"layer_types": [kinds[local] for local in config.is_local]}
+    theirs["sliding_window"] = config.window
+    if config.global_every is not None:
+        theirs["sliding_window_pattern"] = config.global_every
+    return theirs

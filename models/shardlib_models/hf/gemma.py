@@ -1,12 +1,12 @@
-"""Gemma, whose norms have scales that start at 0 and whose embeddings are scaled."""
+"""Gemma 1, 2 and 3, whose norms have scales that start at 0 and whose embeddings are scaled."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from shardlib.errors import ModelError
-from shardlib.hf import Converter, Field
-from shardlib_models.hf.decoder_fields import without
+from shardlib.hf import Converter, Field, rows
+from shardlib_models.hf.decoder_fields import read_scaling, windows, without, write_scaling
 from shardlib_models.hf.llama import LLAMA
 from shardlib_models.transformer_config import TransformerConfig
 
@@ -39,4 +39,90 @@ GEMMA = dataclasses.replace(
     converters=(*LLAMA.converters, Converter(_read_activation, _write_activation)),
     fixed={"attention_bias": False},
     ours={**LLAMA.ours, "norm_offset": 1.0, "embed_scale": True},
+)
+
+
+def _write_query_scale(config: TransformerConfig) -> dict[str, Any]:
+    scale = config.query_scale or config.head_size**-0.5
+    number = round(scale**-2)
+    if abs(number**-0.5 - scale) > 1e-9 * scale:
+        raise ModelError(f"query_scale is {scale!r}, not 1 / sqrt(n) of an integer n.")
+    return {"query_pre_attn_scalar": number}
+
+
+_QUERY_SCALE = Converter(
+    lambda theirs: {"query_scale": theirs.get("query_pre_attn_scalar", 256) ** -0.5},
+    _write_query_scale,
+)
+_LAYER = "model.layers.{layers}"
+_SANDWICH = rows(f"""
+layers/attention_out_norm/scale  {_LAYER}.post_attention_layernorm.weight  norm
+layers/mlp_norm/scale  {_LAYER}.pre_feedforward_layernorm.weight  norm
+layers/mlp_out_norm/scale  {_LAYER}.post_feedforward_layernorm.weight  norm
+""")
+
+GEMMA2 = dataclasses.replace(
+    GEMMA,
+    name="Gemma2ForCausalLM",
+    model_type="gemma2",
+    fields={
+        **without(GEMMA.fields, "head_dim"),
+        "head_dim": Field("head_dim", 256, resolved="head_size"),
+        "hidden_activation": Field(
+            "activation", "gelu_tanh", {"gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
+        ),
+        "attn_logit_softcapping": Field("attention_softcap", 50.0),
+        "final_logit_softcapping": Field("logit_softcap", 30.0),
+    },
+    fixed={"attention_bias": False, "use_bidirectional_attention": None},
+    ours={
+        **without(
+            GEMMA.ours,
+            "query_scale",
+            "attention_softcap",
+            "logit_softcap",
+            "window",
+            "global_every",
+        ),
+        "block": "sandwich",
+    },
+    converters=(*LLAMA.converters, _QUERY_SCALE, windows(2)),
+    table=lambda config: LLAMA.table(config) + _SANDWICH,
+)
+
+
+def _read_ropes(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    ropes = theirs.get("rope_parameters") or {}
+    full = {**(theirs.get("rope_scaling") or {}), **ropes.get("full_attention", {})}
+    local = ropes.get("sliding_attention", {})
+    if local.get("rope_type", "default") != "default":
+        raise ValueError("rope_type of sliding_attention is not 'default', the one supported.")
+    theta = local.get("rope_theta", theirs.get("rope_local_base_freq", 1e4))
+    return {
+        "rope_theta": full.get("rope_theta", theirs.get("rope_theta", 1e6)),
+        "rope_scaling": read_scaling(theirs, full),
+        "local_rope_theta": theta if windows(6).read(theirs)["global_every"] else None,
+    }
+
+
+def _write_ropes(config: TransformerConfig) -> dict[str, Any]:
+    return {
+        "rope_theta": config.rope_theta,
+        "rope_local_base_freq": config.local_rope_theta,
+        "rope_scaling": write_scaling(config),
+    }
+
+
+GEMMA3 = dataclasses.replace(
+    GEMMA2,
+    name="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    fields={
+        **GEMMA2.fields,
+        "attn_logit_softcapping": Field("attention_softcap", None),
+        "final_logit_softcapping": Field("logit_softcap", None),
+    },
+    fixed={"attention_bias": False, "use_bidirectional_attention": False},
+    ours={**without(GEMMA2.ours, "local_rope_theta"), "qk_norm": True},
+    converters=(Converter(_read_ropes, _write_ropes), _QUERY_SCALE, windows(6)),
 )

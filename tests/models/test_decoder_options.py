@@ -1,0 +1,177 @@
+"""Decoders of several kinds: generation equals recomputation, and meshes equal one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardlib as sl
+from shardlib.errors import ModelError
+from shardlib.nn.attention import LongScaling
+from shardlib.nn.remat import part_of
+from shardlib.registry import DataSpec
+from shardlib_models.moe import MoEConfig
+from shardlib_models.transformer import FAMILY, loss, make
+from shardlib_models.transformer_config import LatentConfig, TransformerConfig
+from shardlib_models.transformer_decode import generate
+
+pytestmark = pytest.mark.mesh
+
+VOCAB, ROWS, LENGTH = 96, 8, 16
+SIZES = {"vocab_size": VOCAB, "embed_dim": 32, "num_heads": 4, "mlp_dim": 48, "max_positions": 64}
+CONFIGS = {
+    "gemma3": TransformerConfig(
+        **SIZES,
+        num_layers=4,
+        num_kv_heads=2,
+        head_dim=16,
+        window=5,
+        global_every=2,
+        local_rope_theta=1e4,
+        rope_theta=1e6,
+        qk_norm=True,
+        block="sandwich",
+        norm_offset=1.0,
+        attention_softcap=3.0,
+        logit_softcap=2.0,
+    ),
+    "deepseek": TransformerConfig(
+        **SIZES,
+        num_layers=5,
+        latent=LatentConfig(query_rank=16, kv_rank=16, plain_dims=8, rotary_dims=8, value_dim=16),
+        moe=MoEConfig(
+            num_experts=8,
+            experts_per_token=2,
+            mlp_dim=16,
+            num_shared_experts=1,
+            dense_layers=1,
+            groups=4,
+            groups_per_token=2,
+            group_best=2,
+            scores="sigmoid",
+            balance="bias",
+        ),
+        remat="0-1:dots,2:full,3:dots,4:full",
+    ),
+    "phi3": TransformerConfig(
+        **SIZES,
+        num_layers=2,
+        rotary_dims=4,
+        rope_scaling=LongScaling(
+            short_factors=(1.0, 1.5), long_factors=(1.0, 4.0), factor=4.0, original_positions=12
+        ),
+    ),
+}
+MESHES = ["fsdp=8", "fsdp=4,tensor=2", "data=2,context=2,tensor=2", "expert=2,data=2,tensor=2"]
+
+
+@pytest.fixture(autouse=True)
+def highest():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def model_of(name):
+    return make(CONFIGS[name], DataSpec(), nnx.Rngs(0))
+
+
+def tokens(length):
+    return np.random.default_rng(0).integers(0, VOCAB, (ROWS, length), dtype=np.int32)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generation_is_that_of_whole_rows(name):
+    model, prompt, added = model_of(name), jnp.asarray(tokens(10)), 6
+    key = jax.random.key(0)
+    out = jax.jit(lambda x: generate(model, x, length=added, temperature=0.0, rng=key))(prompt)
+    # Row by row of one length, so that a scaling by length reads the same one.
+    logits = jax.jit(model)(out)
+    expected = jnp.argmax(logits[:, prompt.shape[1] - 1 : -1], axis=-1)
+    np.testing.assert_array_equal(out[:, prompt.shape[1] :], expected)
+
+
+def losses(name, mesh, **options):
+    """The losses of three steps."""
+    rows = tokens(LENGTH + 1)
+    batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+    devices = jax.devices()[:1] if mesh == "data=1" else None
+    with sl.use(sl.make_mesh(mesh, devices=devices), sl.rules.STANDARD):
+        state = sl.init_state(model_of(name), optax.adam(1e-2))
+
+        def of_batch(model, batch, rng):
+            return loss(model, batch, rng, train=True)
+
+        step = sl.make_train_step(of_batch, **options)
+        found = []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            found.append(float(metrics["loss"]))
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_are_the_same_on_every_mesh(name):
+    expected = losses(name, "data=1")
+    assert expected[-1] < expected[0]
+    for mesh in MESHES:
+        # Sums over devices round float32 in another order; Adam divides by small numbers.
+        np.testing.assert_allclose(losses(name, mesh), expected, rtol=2e-5, err_msg=mesh)
+
+
+def test_the_layers_with_experts_are_divided_over_stages():
+    plain = CONFIGS["deepseek"].remat
+    assert part_of(plain, 5, 0, 1) == "0-0:dots"
+    assert part_of(plain, 5, 1, 5) == "0-0:dots,1-1:full,2-2:dots,3-3:full"
+    # The balance of experts in each microbatch differs from that of the whole batch.
+    expected = losses("deepseek", "data=1", microbatches=2)
+    actual = losses("deepseek", "stage=2,fsdp=4", microbatches=2)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5)
+
+
+def test_layers_with_different_windows_are_not_divided_over_stages():
+    with pytest.raises(ModelError, match="separate inputs"):
+        losses("gemma3", "stage=2,fsdp=4", microbatches=2)
+
+
+def test_facts_follow_the_layers():
+    data = DataSpec(sequence_length=LENGTH)
+    dims = FAMILY.dims(CONFIGS["gemma3"], data)
+    assert (dims["window"], dims["windowed_layers"]) == (5, 2)
+    dims = FAMILY.dims(CONFIGS["deepseek"], data)
+    assert dims["latent"]["head_value"] == 16
+    assert dims["experts"]["dense_layers"] == 1
+    for name, config in CONFIGS.items():
+        weights = sum(
+            leaf.size
+            for path, leaf in nnx.to_flat_state(nnx.state(model_of(name), nnx.Param))
+            if leaf.ndim > 2 and "experts" not in path or path[0] == "head"
+        )
+        if config.moe is not None:
+            experts = config.num_layers - config.moe.dense_layers
+            weights += experts * 3 * 32 * 16 * config.moe.experts_per_token
+        # The rest is attention, whose pairs follow from the windows.
+        full, local = LENGTH**2 / 2, LENGTH * 5 - 5**2 / 2
+        pairs = sum(local if is_local else full for is_local in config.is_local)
+        attended = 6 * pairs * config.num_heads * (config.head_size + config.value_size)
+        flops = FAMILY.flops_per_example(config, data)
+        assert flops == 6 * weights * LENGTH + attended, name
+
+
+WRONG = {
+    "global_every": ({"global_every": 2}, "global_every has no effect without a window"),
+    "theta": ({"local_rope_theta": 1e4}, "local_rope_theta has no effect"),
+    "latent": ({"latent": LatentConfig(), "num_kv_heads": 2}, "num_kv_heads has no effect"),
+    "factors": ({"rope_scaling": LongScaling(short_factors=(1.0,))}, "short_factors has 1 values"),
+    "all dense": ({"moe": MoEConfig(dense_layers=4)}, "leaves none of 4 layers to experts"),
+    "groups": ({"moe": MoEConfig(groups=3)}, "moe.groups=3 does not divide"),
+    "few": ({"moe": MoEConfig(groups=8, experts_per_token=2)}, "too small for"),
+    "softcap": ({"attention_softcap": 0.0}, "attention_softcap is 0.0"),
+}
+
+
+@pytest.mark.parametrize(("options", "fault"), WRONG.values(), ids=WRONG)
+def test_configs_that_do_not_fit_are_refused(options, fault):
+    with pytest.raises(ModelError, match=fault):
+        make(TransformerConfig(**SIZES, **options), DataSpec(), nnx.Rngs(0))
