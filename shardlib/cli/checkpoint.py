@@ -44,6 +44,8 @@ def list_(run: Run, as_json: AsJson = False) -> None:
 
     The columns are step, time, size, mesh, samples seen and metrics.
     """
+    from shardlib.run.directory import RunDirectory
+
     _check_whole(run)
     saved = _open(run)
     rows = [
@@ -53,6 +55,8 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     ]
     rows.sort(key=lambda row: row["step"])
     is_damaged = not rows and bool(_candidates(saved, None))
+    if not rows and not is_damaged:  # An empty list is for a run that has not saved yet.
+        RunDirectory(run).config_of_run()
     if as_json:
         print(json.dumps(rows, indent=2))
     elif rows:
