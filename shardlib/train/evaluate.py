@@ -17,6 +17,7 @@ from shardlib.sharding.constrain import Scope, use
 from shardlib.sharding.manual import axis_size
 from shardlib.train.batches import (
     BatchAxes,
+    axes_of_leaves,
     batch_shardings,
     input_shardings,
     microbatch_shapes,
@@ -59,7 +60,7 @@ def make_eval_step(
     return EvalStep(
         called_by_position(loss_fn),
         precision_named(precision),
-        dict(batch_axes or {}),
+        axes_of_leaves(batch_axes),
         params_of,
         pipeline or PipelineConfig(),
         constrain,

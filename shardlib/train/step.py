@@ -22,8 +22,8 @@ from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import use
 from shardlib.sharding.manual import axis_size
 from shardlib.train.batches import BatchAxes as BatchAxes
+from shardlib.train.batches import axes_of_leaves, host_arrays, input_shardings, microbatch_shapes
 from shardlib.train.batches import batch_shardings as batch_shardings
-from shardlib.train.batches import host_arrays, input_shardings, microbatch_shapes
 from shardlib.train.gradients import (
     Gradients,
     Inputs,
@@ -95,6 +95,7 @@ def make_train_step(
 
     Raises:
         ModelError: If an option has the wrong type, or `loss_fn` takes fewer than two arguments.
+        RuleError: If `batch_axes` is not a dict of tuples.
         ConfigError: If the name of the precision is unknown.
     """
     return TrainStep(
@@ -102,7 +103,7 @@ def make_train_step(
         microbatches,
         precision_named(precision),
         schedule,
-        dict(batch_axes or {}),
+        axes_of_leaves(batch_axes),
         _pipeline_config(pipeline),
         reduction or ReductionConfig(),
         arranged,
