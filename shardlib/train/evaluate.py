@@ -32,6 +32,7 @@ from shardlib.train.program import (
     PlacedProgram,
     ProgramCheck,
     Reported,
+    check_state,
     reported_shardings,
 )
 from shardlib.train.state import Definition, TrainState, state_shardings
@@ -80,6 +81,7 @@ class EvalStep(JittedStep):
     constrain: Constrain = "auto"
 
     def __call__(self, state: TrainState, batch: PyTree, *inputs: PyTree) -> dict[str, Aggregate]:
+        check_state(state)
         return self._run(state, batch, inputs)
 
     def _compile(self, state: TrainState, batch: PyTree, inputs: Inputs) -> PlacedProgram:

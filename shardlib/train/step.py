@@ -44,6 +44,7 @@ from shardlib.train.program import (
     PlacedProgram,
     ProgramCheck,
     Reported,
+    check_state,
     refuse_donated,
     reported_shardings,
 )
@@ -219,11 +220,7 @@ class TrainStep(JittedStep):
     def __call__(
         self, state: TrainState, batch: PyTree, *inputs: PyTree
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        if not isinstance(state, TrainState):
-            raise ModelError(
-                f"the state of a step is a {type(state).__name__}, not a TrainState.\n"
-                "  Call step(state, batch) with the state from init_state or from the step before."
-            )
+        check_state(state)
         refuse_donated(state, inputs)
         return self._run(state, batch, inputs)
 
