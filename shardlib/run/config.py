@@ -123,8 +123,8 @@ class RunConfig:
 
     @staticmethod
     def faults_of_fields(values: Mapping[str, Any]) -> list[str]:
-        """Returns the faults of the seed, of the mesh and of the name of the rules."""
-        faults = []
+        """Returns the faults of the directory, the seed, the mesh and the name of the rules."""
+        faults = [] if values.get("run_dir", "unread") else ["run_dir must name a directory"]
         if not 0 <= (seed := values.get("seed", 0)) < 2**32:
             faults.append(f"seed must lie in [0, 2**32), not {seed}")
         if (mesh := values.get("mesh", AUTO)) != AUTO:

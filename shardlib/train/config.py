@@ -76,6 +76,8 @@ class TrainConfig:
             for name in ("steps", "global_batch", "microbatches", "log_every")
             if getattr(self, name) != "auto" and getattr(self, name) < 1
         ]
+        if self.steps >= 2**31:
+            faults.append(f"steps must be below 2**31, the limit of the counter, not {self.steps}")
         faults += unknown_codes(self.allow_wrong_numbers)
         faults += unknown_loggers(self.loggers)
         faults += [

@@ -107,6 +107,16 @@ def test_faults_of_mesh_and_rules_come_with_those_of_other_keys(refused):
     assert "\n  command line: rules=zero3: " in err
 
 
+def test_an_empty_directory_and_a_step_beyond_the_counter(refused):
+    assert refused("run_dir=", "train.steps=1e12") == (
+        USAGE,
+        "ConfigError: the configuration has 2 faults:\n"
+        "  command line: train.steps=1e12: steps must be below 2**31, the limit of the counter, "
+        "not 1000000000000\n"
+        "  command line: run_dir=: run_dir must name a directory\n",
+    )
+
+
 def test_a_missing_path_of_the_data_comes_with_faults_of_other_keys(refused, tmp_path):
     assert refused("train.stepz=3", f"data.path={tmp_path}/corpus") == (
         USAGE,
