@@ -246,6 +246,27 @@ def test_the_users_own_number_of_cpu_devices_is_kept(variables):
 
 
 @pytest.mark.process
+def test_the_last_number_of_cpu_devices_counts_until_they_are_used():
+    result = run_alone("""
+        import os
+        os.environ.pop("NPROC", None)
+        from shardlib.runtime.distributed import DistributedError, local_cpu_devices
+        print(local_cpu_devices(8), local_cpu_devices(3), os.environ["NPROC"])
+        import jax
+        print(jax.device_count(), local_cpu_devices(3))
+        try:
+            local_cpu_devices(8)
+        except DistributedError as error:
+            print(str(error).splitlines()[0])
+    """)
+    assert result.stdout.splitlines() == [
+        "8 3 24",
+        "3 3",
+        "8 CPU devices are requested, but JAX is already running with 3.",
+    ], result.stderr
+
+
+@pytest.mark.process
 def test_cpu_devices_that_cannot_be_had():
     result = run_alone("""
         import jax

@@ -82,6 +82,11 @@ def train(*arguments):
             "the state of a step is a dict, not a TrainState.\n  Call step(state, batch)",
         ),
         (
+            lambda: sl.make_eval_step(loss)(start(linear, optax.sgd(0.1)).params, {"x": X}),
+            ModelError,
+            "the state of a step is a dict, not a TrainState.\n  Call step(state, batch)",
+        ),
+        (
             lambda: train(start(linear, optax.sgd(0.1)), {"x": X.tolist()}),
             DataError,
             "the batch's x is a Python list, not an array [batch, ...].\n  Convert lists",
@@ -145,6 +150,7 @@ def train(*arguments):
             "optimizer",
             "linen",
             "order",
+            "evaluated",
             "list",
             "loss",
             "tuple",

@@ -26,6 +26,7 @@ from shardlib.cli.arguments import (
     check_named,
     console,
     load_config,
+    warn,
 )
 from shardlib.cli.check import check
 from shardlib.cli.explain import explain
@@ -182,10 +183,7 @@ def generate(
     """Continue a prompt with a checkpoint of a run."""
     from shardlib.run.sampling import generate as run_generate
 
-    def notify(text: str) -> None:
-        print(text, file=sys.stderr)
-
-    print(prompt + run_generate(run_dir, prompt, length, temperature, seed, mesh, step, notify))
+    print(prompt + run_generate(run_dir, prompt, length, temperature, seed, mesh, step, warn))
 
 
 @app.command()

@@ -111,11 +111,15 @@ def load_config(path: str, overrides: list[str] | None) -> "RunConfig":
     here = RunDirectory(path if os.path.isdir(path) else os.path.dirname(path))
     if os.path.isdir(path) and not here.config_file.is_file():
         here.config_of_run()  # Raises: the directory holds no run.
-    file = str(here.config_file) if os.path.isdir(path) and here.config_file.is_file() else path
+    file = str(here.config_file) if os.path.isdir(path) else path
     config = load(RunConfig, file, overrides or ())
     is_of_run = pathlib.Path(file) == here.config_file and here.identity is not None
-    is_said = any(word.partition("=")[0].strip() == "run_dir" for word in overrides or ())
-    return dataclasses.replace(config, run_dir=str(here)) if is_of_run and not is_said else config
+    is_moved = is_of_run and not _names_run_dir(overrides)
+    return dataclasses.replace(config, run_dir=str(here)) if is_moved else config
+
+
+def _names_run_dir(overrides: list[str] | None) -> bool:
+    return any(word.partition("=")[0].strip() == "run_dir" for word in overrides or ())
 
 
 def check_named(path: str, overrides: list[str] | None, run_dir: str) -> None:
@@ -128,11 +132,11 @@ def check_named(path: str, overrides: list[str] | None, run_dir: str) -> None:
     from shardlib.run.directory import RunDirectory
 
     here = RunDirectory(path if os.path.isdir(path) else os.path.dirname(path))
-    is_said = any(word.partition("=")[0].strip() == "run_dir" for word in overrides or ())
     is_run = os.path.isdir(path) or (
         pathlib.Path(path) == here.config_file and here.checkpoints.is_dir()
     )
-    if is_said or not is_run or os.path.realpath(run_dir) == os.path.realpath(here.path):
+    is_same = os.path.realpath(run_dir) == os.path.realpath(here.path)
+    if is_same or not is_run or _names_run_dir(overrides):
         return
     raise ConfigError(
         f"{here.config_file} gives run_dir {run_dir}, which is not its own directory, "
@@ -172,6 +176,11 @@ def writing(path: str) -> Iterator[None]:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}.\n  Name another file."
         ) from None
+
+
+def warn(text: str) -> None:
+    """Prints a line to standard error."""
+    print(text, file=sys.stderr)
 
 
 def console() -> "Console":

@@ -3,12 +3,11 @@
 import dataclasses
 import json
 import pathlib
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardlib.cli.arguments import AsJson, console
+from shardlib.cli.arguments import AsJson, console, warn
 from shardlib.errors import CheckpointError, ConfigError
 from shardlib.humanize import plural, size
 from shardlib.tables import Table
@@ -44,6 +43,8 @@ def list_(run: Run, as_json: AsJson = False) -> None:
 
     The columns are step, time, size, mesh, samples seen and metrics.
     """
+    from shardlib.run.directory import RunDirectory
+
     _check_whole(run)
     saved = _open(run)
     rows = [
@@ -53,6 +54,8 @@ def list_(run: Run, as_json: AsJson = False) -> None:
     ]
     rows.sort(key=lambda row: row["step"])
     is_damaged = not rows and bool(_candidates(saved, None))
+    if not rows and not is_damaged:  # An empty list is for a run that has not saved yet.
+        RunDirectory(run).config_of_run()
     if as_json:
         print(json.dumps(rows, indent=2))
     elif rows:
@@ -137,7 +140,7 @@ def reshard(
 
     run, step = one_step(run, step)
     if dry_run:
-        plan = resharding.plan_reshard(run, mesh, on=on, step=step, notify=_warn)
+        plan = resharding.plan_reshard(run, mesh, on=on, step=step, notify=warn)
         if as_json:
             print(json.dumps(dataclasses.asdict(plan), indent=2))
         else:
@@ -146,7 +149,7 @@ def reshard(
     if to is None or on is not None:
         wrong = "--on is for --dry-run" if to else "the directory of the copy is missing"
         raise typer.BadParameter(f"{wrong}; give --to DIRECTORY, or --dry-run.")
-    copied = resharding.reshard(run, mesh, to, step=step, notify=_warn)
+    copied = resharding.reshard(run, mesh, to, step=step, notify=warn)
     if as_json:
         print(json.dumps({"run_dir": to, **dataclasses.asdict(copied)}))
         return
@@ -170,16 +173,12 @@ def _open(run: str) -> "SavedCheckpoints":
     except ConfigError as error:
         config = None
         reason = str(error).splitlines()[0]
-        _warn(f"checkpoint.local is unknown and ignored: {reason}")
+        warn(f"checkpoint.local is unknown and ignored: {reason}")
     inside = directory.checkpoints
     if config is not None and (inside.is_dir() or config.checkpoint.local is not None):
-        return open_saved(inside, config.checkpoint, notify=_warn, owner=directory.identity)
+        return open_saved(inside, config.checkpoint, notify=warn, owner=directory.identity)
     place = inside if inside.is_dir() else directory.path
-    return SavedCheckpoints(place, notify=_warn)
-
-
-def _warn(text: str) -> None:
-    print(text, file=sys.stderr)
+    return SavedCheckpoints(place, notify=warn)
 
 
 def _candidates(saved: "SavedCheckpoints", step: int | None) -> list[tuple[int, str]]:

@@ -1,10 +1,10 @@
 """`shardlib export`: the model of a run as a folder of Hugging Face."""
 
-import sys
 from typing import Annotated
 
 import typer
 
+from shardlib.cli.arguments import warn
 from shardlib.cli.checkpoint import RunAtStep, one_step
 
 
@@ -31,9 +31,6 @@ def export(
     """
     from shardlib.run.exporting import export as run_export
 
-    def notify(text: str) -> None:
-        print(text, file=sys.stderr)
-
     name, step = one_step(run, None)
-    step = run_export(name, out, architecture=architecture, mesh=mesh, step=step, notify=notify)
+    step = run_export(name, out, architecture=architecture, mesh=mesh, step=step, notify=warn)
     print(f"exported step {step} of {name} to {out}")

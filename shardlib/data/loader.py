@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from shardlib.data.tokenizer import Tokenizer
+from shardlib.errors import DataError
 from shardlib.registry import DataSpec
 
 
@@ -117,7 +118,7 @@ class MapSource:
         threads: Examples computed in parallel; more than one helps if they are slow.
 
     Raises:
-        ValueError: If `global_batch` is less than 1.
+        DataError: If `global_batch` is less than 1.
     """
 
     def __init__(
@@ -134,7 +135,10 @@ class MapSource:
         threads: int = 1,
     ):
         if global_batch < 1:
-            raise ValueError(f"global_batch must be at least 1, not {global_batch}")
+            raise DataError(
+                f"global_batch must be at least 1, not {global_batch}.\n"
+                "  Give the rows in a batch over all processes."
+            )
         self.spec = spec
         self.global_batch = global_batch
         self.fingerprint = fingerprint

@@ -29,8 +29,8 @@ def open_data(
         split: `train` or `eval`.
 
     Raises:
-        DataError: If the split is unknown, the data is missing, empty, malformed or too small, or
-            nothing is held out.
+        DataError: If the split is unknown, `global_batch` is less than 1, the data is missing,
+            empty, malformed or too small, or nothing is held out.
         MissingExtraError: If the config is for images and the extra `images` is not installed.
     """
     if split not in ("train", "eval"):

@@ -96,7 +96,7 @@ class Architecture:
         for converter in self.converters:
             try:
                 flat |= converter.read(theirs)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, ArithmeticError) as error:
                 missing = isinstance(error, KeyError)
                 faults.append(f"{error.args[0]} is missing." if missing else str(error))
         if faults:

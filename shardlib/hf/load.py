@@ -18,14 +18,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shardlib.config import from_dict
-from shardlib.errors import CheckpointError, ModelError, did_you_mean
+from shardlib.errors import CheckpointError, ConfigError, ModelError, did_you_mean
 from shardlib.functional import FunctionalModule, functional
 from shardlib.functional.protocol import nested
 from shardlib.hf.architecture import Architecture, find_architecture
 from shardlib.hf.safetensors import Tensors
 from shardlib.hf.tensor_table import Index, Parameter, TensorTable
 from shardlib.paths import named_leaves
-from shardlib.registry import DataSpec
+from shardlib.registry import DataSpec, ModelFamily
 from shardlib.sharding.constrain import Scope, active, use
 from shardlib.sharding.partition import place, shardings
 
@@ -111,7 +111,7 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> Loaded:
     folder = Path(folder)
     source = read_config(folder)
     family, described = find_architecture(_name_of(source, folder))
-    config = from_dict(family.config, described.read(source), str(folder / "config.json"))
+    config = _config(family, described, source, folder)
     module = functional(lambda rngs: family.make(config, DataSpec(), rngs))
     layout = TensorTable(described.table(config), parameters(module))
     tensors = Tensors(folder)
@@ -143,6 +143,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} does not hold a JSON object.\n  Download it again.")
     return config
+
+
+def _config(
+    family: ModelFamily, described: Architecture, source: Mapping[str, Any], folder: Path
+) -> Any:
+    try:
+        return from_dict(family.config, described.read(source), str(folder / "config.json"))
+    except ConfigError as error:
+        text = str(error)
+        for theirs, field in described.fields.items():
+            text = text.replace(f": {field.ours}: ", f": {theirs}: ")
+        raise ConfigError(text) from None
 
 
 def _name_of(config: Mapping[str, Any], folder: Path) -> str:

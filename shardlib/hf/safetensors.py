@@ -122,7 +122,7 @@ def _files(folder: Path) -> list[str]:
         )
     try:
         files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{folder / INDEX} is malformed: {error!r}.\n  Download it again."
         ) from None
@@ -147,9 +147,9 @@ def _open(path: Path) -> tuple[dict[str, Entry], mmap.mmap]:
         if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"a header of {length} bytes in a file of {size}; it is cut off.")
         try:
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_distinct)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"the header is not JSON ({error}).") from None
+            raise ValueError(f"the header cannot be read: {error}.") from None
         if not isinstance(header, dict):
             raise ValueError("the header is not a JSON object.")
         header.pop("__metadata__", None)
@@ -166,6 +166,13 @@ def _open(path: Path) -> tuple[dict[str, Entry], mmap.mmap]:
         return entries, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):  # Parsers differ in which of them counts.
+        raise ValueError("a name occurs twice")
+    return fields
+
+
 def _entry(file: str, name: str, field: Any, base: int) -> Entry:
     try:
         dtype, shape, (start, end) = field["dtype"], field["shape"], field["data_offsets"]
@@ -174,7 +181,7 @@ def _entry(file: str, name: str, field: Any, base: int) -> Entry:
         raise ValueError(f"{name} has no dtype, shape and offsets.") from None
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{name} has shape {shape} and offsets {start} to {end}.")
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(f"{name} is of dtype {dtype!r}.{did_you_mean(str(dtype), _DTYPES)}")
     entry = Entry(file, np.dtype(_DTYPES[dtype]), tuple(shape), base + start)
     if entry.num_bytes != end - start:

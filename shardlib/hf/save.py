@@ -56,10 +56,10 @@ def save(
         max_file_bytes: Size of the tensors of one file at most, unless one tensor is larger.
 
     Raises:
-        CheckpointError: If the folder is not empty.
+        CheckpointError: If the folder is not empty, or cannot be written.
         ModelError: If no architecture of its family can express the model.
     """
-    folder, model = Path(folder), getattr(source, "model", source)
+    folder, model = Path(folder).resolve(), getattr(source, "model", source)
     loaded = source if isinstance(source, Loaded) else None
     refuse_full(folder)
     described = _described(model, loaded, architecture)
@@ -99,16 +99,23 @@ def _write_folder(
 ) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         write(partial, specs, tensors, max_file_bytes)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in COPIED:
             if loaded and (loaded.folder / name).is_file():
                 shutil.copyfile(loaded.folder / name, partial / name)
-        if folder.exists():
-            folder.rmdir()
-        os.replace(partial, folder)
+        if folder.exists():  # It may be the working directory or a mount, which stay in place.
+            for file in partial.iterdir():
+                shutil.move(file, folder)
+        else:
+            os.replace(partial, folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be written: {error.strerror}.\n"
+            "  Free space or restore access there, or choose another folder."
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -97,31 +97,42 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the metrics of a run, one dict per step, with non-finite values as floats.
-
-    The list is empty if the run has no metrics file. A truncated last line is dropped.
-
-    Raises:
-        ShardlibError: If another line is not a step's metrics.
-    """
-    path = Path(run_dir) / METRICS_FILE
-    return [row for row, _ in _rows(path, path.read_bytes())] if path.exists() else []
-
-
 def _refuse(fault: str) -> None:
     raise ShardlibError(f"{fault}\n  Remove that line, or move the file away to start a new one.")
 
 
+def read_metrics(
+    run_dir: str | os.PathLike[str], *, on_fault: Callable[[str], None] = _refuse
+) -> list[dict[str, Any]]:
+    """Returns the metrics of a run, one dict per step, with non-finite values as floats.
+
+    The list is empty if the run has no metrics file. A truncated last line is dropped.
+
+    Args:
+        run_dir: The directory of the run.
+        on_fault: Called with the fault of each other line that is not a step's metrics. By default
+            it raises `ShardlibError`.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    return [row for row, _ in _rows(path, path.read_bytes(), on_fault)] if path.exists() else []
+
+
+def _is_row(row: Mapping[str, Any]) -> bool:
+    spent = row.get("spent", {})
+    account = [row.get("time", 0), *(spent.values() if isinstance(spent, dict) else [spent])]
+    is_account = all(isinstance(number, int | float) for number in account)
+    return isinstance(row.get("step"), int) and is_account
+
+
 def _rows(
-    path: Path, text: bytes, on_fault: Callable[[str], None] = _refuse
+    path: Path, text: bytes, on_fault: Callable[[str], None]
 ) -> list[tuple[dict[str, Any], int]]:
     """Returns the object and the end offset of every complete line.
 
     `on_fault` gets the fault of each line that is not the metrics of a step.
     """
     rows, end = [], 0
-    for number, line, row in entries(text, lambda row: isinstance(row.get("step"), int)):
+    for number, line, row in entries(text, _is_row):
         end += len(line) + 1
         if row is None:
             on_fault(foreign(path, number, line, "the metrics of a step"))

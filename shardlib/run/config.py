@@ -91,7 +91,8 @@ class RunConfig:
     """Directory of the run: resolved config, metrics, checkpoints. Repeating the command resumes
     the run in it."""
     seed: int = 0
-    """Seed of the parameters, dropout and data order, with the same result on every mesh."""
+    """Seed of the parameters, dropout and data order, from 0 to 2**32 - 1, with the same result on
+    every mesh."""
     model: Annotated[Any, Variants(_model_configs, default="transformer", by_path=_model_config)]
     """The model: a family by name or import path, and its sizes."""
     data: Annotated[
@@ -122,8 +123,10 @@ class RunConfig:
 
     @staticmethod
     def faults_of_fields(values: Mapping[str, Any]) -> list[str]:
-        """Returns the faults of the mesh and of the name of the rules."""
-        faults = []
+        """Returns the faults of the directory, the seed, the mesh and the name of the rules."""
+        faults = [] if values.get("run_dir", "unread") else ["run_dir must name a directory"]
+        if not 0 <= (seed := values.get("seed", 0)) < 2**32:
+            faults.append(f"seed must lie in [0, 2**32), not {seed}")
         if (mesh := values.get("mesh", AUTO)) != AUTO:
             try:
                 MeshConfig.parse(mesh)

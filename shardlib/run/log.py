@@ -244,7 +244,10 @@ class RunLog:
         """
         self._write_held()
         self._is_finished, self._ending = is_finished, title
-        rows = read_metrics(self._directory.path) if self._group.is_primary else []
+        rows: list[dict[str, Any]] = []
+        if self._group.is_primary:  # `open` has warned of lines that are not a step's metrics.
+            rows = read_metrics(self._directory.path, on_fault=lambda fault: None)
+        curve = [row for row in rows if isinstance(row.get("loss"), int | float)]
         last = next((row for row in reversed(rows) if any(k.startswith(_EVAL) for k in row)), {})
         results: dict[str, float | str] = {
             f"eval {name.removeprefix(_EVAL)}": value
@@ -259,8 +262,8 @@ class RunLog:
             title,
             results=results,
             commands=self._commands(is_finished, step, can_sample),
-            steps=[row["step"] for row in rows],
-            losses=[row["loss"] for row in rows],
+            steps=[row["step"] for row in curve],
+            losses=[row["loss"] for row in curve],
         )
 
     def _commands(self, is_finished: bool, step: int, can_sample: bool) -> dict[str, str]:

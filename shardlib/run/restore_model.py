@@ -65,6 +65,7 @@ def restore_model(
         ConfigError: If the directory holds no run.
         CheckpointError: If the run has no valid checkpoint, or none of `step`.
         MeshError: If the mesh does not fit the devices.
+        DataError: If its tokenizer is missing, or not the one that it was trained with.
         ModelError: If the model must be one of text, and is not.
     """
     directory = RunDirectory(run_dir)
@@ -79,6 +80,11 @@ def restore_model(
     elif not saved.candidates():
         raise no_checkpoint(run_dir, saved)
     tokenizer = directory.read_tokenizer(config)
+    if of_text and tokenizer is None and config.data.gives == "text":
+        raise DataError(
+            f"{directory.tokenizer_file} is missing.\n"
+            "  Restore the file, for example from a copy of the run."
+        )
     if of_text and tokenizer is None:
         raise ModelError(
             f"{run_dir} holds a run of model {config.model.name!r}, which was not trained on "

@@ -31,6 +31,8 @@ LAUNCH_VARIABLES = ("SHARDLIB_COORDINATOR", "SHARDLIB_PROCESS_ID", "SHARDLIB_NUM
 _barriers: Counter[str] = Counter()
 # Effectively no limit: the watchdog ends such a wait.
 _NO_LIMIT_SECONDS = 7 * 24 * 3600.0
+# CPU devices of this process that `local_cpu_devices` chose; 0 before.
+_emulated = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,14 +170,15 @@ def _give_threads(num_devices: int) -> None:
     thread per device deadlocks.
     """
     # XLA reads the pool size from this variable when the CPU is first used.
-    os.environ.setdefault("NPROC", str(8 * num_devices))
+    if os.environ.get("NPROC", str(8 * _emulated)) == str(8 * _emulated):
+        os.environ["NPROC"] = str(8 * num_devices)
 
 
 def local_cpu_devices(num_devices: int, *, processes: int = 1) -> int:
     """Emulates several devices on the CPU, divided evenly over the processes.
 
     A number that the user has set (`XLA_FLAGS`, `JAX_NUM_CPU_DEVICES` or the config value) is
-    kept. Must run before the first use of a device.
+    kept. Of several calls, the last decides. Must run before the first use of a device.
 
     Args:
         num_devices: Total number of devices of all processes.
@@ -188,10 +191,11 @@ def local_cpu_devices(num_devices: int, *, processes: int = 1) -> int:
         DistributedError: If the processes do not divide the devices, or JAX already runs with
             another number of devices.
     """
+    global _emulated
     pattern = r"--xla_force_host_platform_device_count=(\d+)"
     forced = re.findall(pattern, os.environ.get("XLA_FLAGS", ""))
     chosen = int(forced[-1]) if forced else jax.config.values["jax_num_cpu_devices"]
-    if chosen > 0:
+    if chosen > 0 and chosen != _emulated:
         _give_threads(chosen)
         return chosen
     here, left = divmod(num_devices, processes)
@@ -211,6 +215,7 @@ def local_cpu_devices(num_devices: int, *, processes: int = 1) -> int:
                 "  Ask for them before the first use of JAX, or set "
                 f"JAX_NUM_CPU_DEVICES={here} before starting Python."
             ) from None
+    _emulated = here
     return here
 
 

@@ -76,10 +76,15 @@ class TrainConfig:
             for name in ("steps", "global_batch", "microbatches", "log_every")
             if getattr(self, name) != "auto" and getattr(self, name) < 1
         ]
+        if self.steps >= 2**31:
+            faults.append(f"steps must be below 2**31, the limit of the counter, not {self.steps}")
         faults += unknown_codes(self.allow_wrong_numbers)
         faults += unknown_loggers(self.loggers)
-        if self.sample_every is not None and self.sample_every < 1:
-            faults.append(f"sample_every must be at least 1, or null, not {self.sample_every}")
+        faults += [
+            f"{name} must be at least 1, or null, not {value}"
+            for name in ("sample_every", "cpu_devices")
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
         if self.microbatches != "auto" and self.global_batch % max(self.microbatches, 1):
             faults.append(
                 f"microbatches={self.microbatches} does not divide "

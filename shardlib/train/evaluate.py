@@ -17,6 +17,7 @@ from shardlib.sharding.constrain import Scope, use
 from shardlib.sharding.manual import axis_size
 from shardlib.train.batches import (
     BatchAxes,
+    axes_of_leaves,
     batch_shardings,
     input_shardings,
     microbatch_shapes,
@@ -31,6 +32,7 @@ from shardlib.train.program import (
     PlacedProgram,
     ProgramCheck,
     Reported,
+    check_state,
     reported_shardings,
 )
 from shardlib.train.state import Definition, TrainState, state_shardings
@@ -59,7 +61,7 @@ def make_eval_step(
     return EvalStep(
         called_by_position(loss_fn),
         precision_named(precision),
-        dict(batch_axes or {}),
+        axes_of_leaves(batch_axes),
         params_of,
         pipeline or PipelineConfig(),
         constrain,
@@ -79,6 +81,7 @@ class EvalStep(JittedStep):
     constrain: Constrain = "auto"
 
     def __call__(self, state: TrainState, batch: PyTree, *inputs: PyTree) -> dict[str, Aggregate]:
+        check_state(state)
         return self._run(state, batch, inputs)
 
     def _compile(self, state: TrainState, batch: PyTree, inputs: Inputs) -> PlacedProgram:

@@ -16,7 +16,7 @@ from shardlib.losses.signature import Inputs
 from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import Scope
 from shardlib.train.batches import host_arrays, moved, structure
-from shardlib.train.state import Definition
+from shardlib.train.state import Definition, TrainState
 
 _SHOWN = 5
 """Maximum number of faults in a message, because faults rarely come alone."""
@@ -177,6 +177,15 @@ class JittedStep(abc.ABC):
     @abc.abstractmethod
     def _compile(self, state: Any, batch: PyTree, inputs: Inputs) -> PlacedProgram:
         """Returns the program for arguments of this structure."""
+
+
+def check_state(state: object) -> None:
+    """Raises `ModelError` for the state of a step that is not a `TrainState`."""
+    if not isinstance(state, TrainState):
+        raise ModelError(
+            f"the state of a step is a {type(state).__name__}, not a TrainState.\n"
+            "  Call step(state, batch) with the state from init_state or from the step before."
+        )
 
 
 def refuse_donated(state: State, inputs: Inputs) -> None:

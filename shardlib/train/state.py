@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -166,7 +167,8 @@ def init_state(
             memory. Arrays of a module in memory are copied onto their shards, and the module is not
             changed.
         optimizer: Any optax transformation, including those that evaluate the loss themselves.
-        seed: Seed of the parameters and all later randomness, with equal results on every mesh.
+        seed: Seed of the parameters and all later randomness, from 0 to 2**32 - 1, with equal
+            results on every mesh.
         inputs: For linen, example arguments of the module's `__call__`: a tuple, or a dict of
             keyword arguments.
         wrt: The trained variables. For NNX, a filter of variables (a variable type, a function of
@@ -188,9 +190,9 @@ def init_state(
     Raises:
         RuleError: If tensors cannot be placed. The message lists all of them, and nothing is
             allocated.
-        ModelError: If the model cannot be created or has no trainable parameter, or if weights are
-            missing, unknown, or have another shape or dtype. The message lists all of them, and
-            nothing is allocated.
+        ModelError: If the seed is out of range, the model cannot be created or has no trainable
+            parameter, or weights are missing, unknown, or have another shape or dtype. The message
+            lists all of them, and nothing is allocated.
     """
     scope: Any = {"mesh": mesh, "rules": rules}
     options: Any = {"inputs": inputs, "wrt": wrt, "precision": precision, "guards": guards}
@@ -222,7 +224,17 @@ def materialize(
         return TrainState(step, *rest, definition=definition, spike_window=window)
 
     placed = jax.tree.map(lambda x: x.sharding, abstract)
-    return jax.jit(init, out_shardings=placed, donate_argnums=0)(given, jax.random.key(seed))
+    return jax.jit(init, out_shardings=placed, donate_argnums=0)(given, _key(seed))
+
+
+def _key(seed: int) -> jax.Array:
+    # JAX drops the bits above: seeds that differ by 2**32 would give equal parameters.
+    if not isinstance(seed, Integral) or not 0 <= seed < 2**32:
+        raise ModelError(
+            f"seed={seed!r} is not a whole number from 0 to 2**32 - 1.\n"
+            "  Choose another, such as seed=0."
+        )
+    return jax.random.key(int(seed))
 
 
 def _filled(tree: PyTree, abstract: PyTree, given: Mapping[str, jax.Array]) -> PyTree:

@@ -22,8 +22,8 @@ from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import use
 from shardlib.sharding.manual import axis_size
 from shardlib.train.batches import BatchAxes as BatchAxes
+from shardlib.train.batches import axes_of_leaves, host_arrays, input_shardings, microbatch_shapes
 from shardlib.train.batches import batch_shardings as batch_shardings
-from shardlib.train.batches import host_arrays, input_shardings, microbatch_shapes
 from shardlib.train.gradients import (
     Gradients,
     Inputs,
@@ -44,6 +44,7 @@ from shardlib.train.program import (
     PlacedProgram,
     ProgramCheck,
     Reported,
+    check_state,
     refuse_donated,
     reported_shardings,
 )
@@ -95,6 +96,7 @@ def make_train_step(
 
     Raises:
         ModelError: If an option has the wrong type, or `loss_fn` takes fewer than two arguments.
+        RuleError: If `batch_axes` is not a dict of tuples.
         ConfigError: If the name of the precision is unknown.
     """
     return TrainStep(
@@ -102,7 +104,7 @@ def make_train_step(
         microbatches,
         precision_named(precision),
         schedule,
-        dict(batch_axes or {}),
+        axes_of_leaves(batch_axes),
         _pipeline_config(pipeline),
         reduction or ReductionConfig(),
         arranged,
@@ -218,11 +220,7 @@ class TrainStep(JittedStep):
     def __call__(
         self, state: TrainState, batch: PyTree, *inputs: PyTree
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        if not isinstance(state, TrainState):
-            raise ModelError(
-                f"the state of a step is a {type(state).__name__}, not a TrainState.\n"
-                "  Call step(state, batch) with the state from init_state or from the step before."
-            )
+        check_state(state)
         refuse_donated(state, inputs)
         return self._run(state, batch, inputs)
 

@@ -197,6 +197,11 @@ def refusal(arrays, **options):
 
 
 def test_faults_in_shape_and_window():
+    query, key, value = example()
+    assert refusal((query, key, value[:, :, 0])) == (
+        "value has shape (2, 12, 8), expected [batch, length, heads, head_dim].\n"
+        "  Reshape it; value[:, :, None] gives [batch, length, head_dim] one head."
+    )
     assert refusal(example(heads=4, kv_heads=3)) == (
         "4 query heads cannot share 3 key-value heads.\n"
         "  Make the number of query heads a multiple of the number of key-value heads."

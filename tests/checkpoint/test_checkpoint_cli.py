@@ -96,8 +96,12 @@ def test_ls_fits_a_narrow_terminal_with_whole_times(trained, shardlib, monkeypat
     assert len(re.findall(r"\d{4}-\d\d-\d\d[ T]\s*\d\d:\d\d", out)) == 2
 
 
-def test_places_without_checkpoints(shardlib, tmp_path):
-    assert shardlib("ls", tmp_path) == (0, f"no checkpoint in {tmp_path}\n", "")
+def test_places_without_checkpoints(trained, shardlib, tmp_path):
+    no_run = (
+        f"ConfigError: {tmp_path} does not hold a run: config.yaml is missing.\n"
+        "  Pass a run directory created by `shardlib train`.\n"
+    )
+    assert shardlib("ls", tmp_path) == shardlib("ls", tmp_path, "--json") == (2, "", no_run)
     assert shardlib("verify", tmp_path) == (1, f"no checkpoint in {tmp_path}\n", "")
     assert shardlib("ls", tmp_path / "none") == (
         2,
@@ -108,10 +112,10 @@ def test_places_without_checkpoints(shardlib, tmp_path):
     assert shardlib("diff", tmp_path, tmp_path)[2] == (
         f"CheckpointError: no checkpoint in {tmp_path}.\n  Name another run.\n"
     )
-    assert shardlib("reshard", tmp_path, "--mesh", "fsdp=2", "--dry-run")[2] == (
-        f"ConfigError: {tmp_path} does not hold a run: config.yaml is missing.\n"
-        "  Pass a run directory created by `shardlib train`.\n"
-    )
+    assert shardlib("reshard", tmp_path, "--mesh", "fsdp=2", "--dry-run")[2] == no_run
+    (tmp_path / "new").mkdir()
+    shutil.copy(trained / "config.yaml", tmp_path / "new")
+    assert shardlib("ls", tmp_path / "new") == (0, f"no checkpoint in {tmp_path}/new\n", "")
 
 
 def test_verify_names_a_checkpoint_that_is_a_link(trained, shardlib, tmp_path):

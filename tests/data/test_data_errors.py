@@ -185,5 +185,5 @@ def test_all_faults_of_a_config_are_reported():
 
 
 def test_global_batch_must_be_positive(corpus):
-    with pytest.raises(ValueError, match=r"^global_batch must be at least 1, not 0$"):
+    with pytest.raises(DataError, match=r"^global_batch must be at least 1, not 0\.\n  Give"):
         open_data(text(str(corpus)), global_batch=0, seed=0, split="train")

@@ -77,16 +77,20 @@ WRONG = {
     ),
     "no architecture": ({"architectures": None}, CheckpointError, r"architectures=None.*\n  Write"),
     "unsupported values": (
-        {"attention_bias": True, "hidden_act": "mish", "rope_parameters": {"rope_type": "yarn"}},
+        {"attention_bias": True, "hidden_act": "mish", "rope_parameters": {"rope_type": "dynamic"}},
         ConfigError,
-        r"(?s)hidden_act is 'mish'.*attention_bias is True.*rope_type is 'yarn'.*\n  Choose",
+        r"(?s)hidden_act is 'mish'.*attention_bias is True.*rope_type is 'dynamic'.*\n  Choose",
     ),
     "a part of each head": (
         {"partial_rotary_factor": 0.5},
         ConfigError,
         r"partial_rotary_factor is 0.5; supported: 1.0.",
     ),
-    "a wrong type": ({"hidden_size": "wide"}, ConfigError, r"embed_dim.*wide"),
+    "wrong types": (
+        {"hidden_size": "wide", "vocab_size": [1]},
+        ConfigError,
+        r"(?s)config.json: hidden_size: expected an integer, got 'wide'.*json: vocab_size: ",
+    ),
     "fewer layers": (
         {"num_hidden_layers": 2},
         CheckpointError,
@@ -112,6 +116,20 @@ def test_a_missing_field_and_a_missing_folder(llama, tmp_path, edited):
         hf.load(edited(llama, {}, remove=("hidden_size", "vocab_size")))
     with pytest.raises(CheckpointError, match=r"config.json does not exist.*\n  Give a folder"):
         hf.load(tmp_path / "absent")
+
+
+def test_an_export_goes_into_a_folder_that_stays_in_place(llama, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    loaded = hf.load(llama)
+    hf.save(loaded, "link")
+    assert {path.name for path in (tmp_path / "empty").iterdir()} == {SINGLE, "config.json"}
+    with pytest.raises(CheckpointError, match=r"cannot be written: Not a directory.*\n  Free"):
+        hf.save(loaded, tmp_path / "empty" / SINGLE / "out")
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match=r"not an empty folder"):
+        hf.save(loaded, ".")
 
 
 def test_exports_that_are_refused_leave_nothing(llama, tmp_path):

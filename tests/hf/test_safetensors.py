@@ -94,6 +94,8 @@ HOSTILE = {
     "tensors that overlap": raw({"a": tensor(), "b": tensor()}),
     "a gap": raw({"a": tensor(0, 4, (1,)), "b": tensor(12, 16, (1,))}),
     "an unknown dtype": raw({"a": tensor(dtype="F33")}),
+    "a dtype that is no text": raw({"a": tensor(dtype=["F32"])}),
+    "a name that occurs twice": raw(b'{"a": 0, "a": %s}' % json.dumps(tensor()).encode()),
     "no offsets": raw({"a": {"dtype": "F32", "shape": [4]}}),
     "a tensor that is a list": raw({"a": [1]}),
 }
@@ -110,9 +112,10 @@ def test_an_index_that_leads_out_of_the_folder(tmp_path):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"'../other.safetensors' is outside"):
         Tensors(tmp_path)
-    (tmp_path / INDEX).write_text("{}")
-    with pytest.raises(CheckpointError, match=r"malformed.*\n  Download"):
-        Tensors(tmp_path)
+    for malformed in ("{}", "[" * 100_000):
+        (tmp_path / INDEX).write_text(malformed)
+        with pytest.raises(CheckpointError, match=r"malformed.*\n  Download"):
+            Tensors(tmp_path)
 
 
 def test_pickles_are_refused(tmp_path):

@@ -1,3 +1,4 @@
+import errno
 import io
 import os
 import signal
@@ -156,6 +157,14 @@ import os; os._exit(0)
     assert process.stderr.read().strip() == str(128 + signal.SIGPIPE)
     process.wait(10)
     process.stderr.close()
+
+
+def test_a_full_disk_of_the_output_does_not_end_the_group():
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert run_local(python("print('x\\n' * 50_000)"), 1, output=Full()) == 0
 
 
 def test_what_cannot_be_started():

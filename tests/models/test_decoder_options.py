@@ -146,7 +146,7 @@ def test_facts_follow_the_layers():
         weights = sum(
             leaf.size
             for path, leaf in nnx.to_flat_state(nnx.state(model_of(name), nnx.Param))
-            if leaf.ndim > 2 and "experts" not in path or path[0] == "head"
+            if (leaf.ndim > 2 and "experts" not in path) or path[0] == "head"
         )
         if config.moe is not None:
             experts = config.num_layers - config.moe.dense_layers

@@ -143,7 +143,7 @@ def test_text_and_mesh_that_do_not_fit_are_refused(finished, tmp_path, lab):
         run.generate(str(finished.run_dir), mesh="fsdp8")
     run_dir = finished.copy(tmp_path / "run")
     (run_dir / "tokenizer.json").unlink()
-    with pytest.raises(ModelError, match="was not trained on text"):
+    with pytest.raises(DataError, match=r"run/tokenizer.json is missing\.\n  Restore the file"):
         run.generate(str(run_dir))
 
 

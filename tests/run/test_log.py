@@ -347,3 +347,16 @@ def test_rows_of_old_have_no_account(parts, tmp_path):
     rows = read_metrics(tmp_path / "run")
     assert rows[:2] == old[:2]
     assert [spent(row) for row in rows[2:]] == [{"step": 0.1}, {"step": 0.2}]
+
+
+def test_a_foreign_line_does_not_fail_a_run_at_its_end(parts, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    lines = ['{"step": 1, "loss": 1.0}', "hello", '{"step": 2}', '{"step": 3, "spent": "5"}']
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    attempt = Attempt(parts, tmp_path / "run")
+    with attempt.log as log:
+        attempt.go(2, 4)
+        log.closing("finished", is_finished=True, step=4, can_sample=False)
+    out = capsys.readouterr().out
+    assert "metrics.jsonl:2: not the metrics of a step" in out
+    assert "finished" in out

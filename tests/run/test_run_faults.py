@@ -96,14 +96,25 @@ def test_a_pattern_behind_one_that_takes_all_is_named(refused):
 
 
 def test_faults_of_mesh_and_rules_come_with_those_of_other_keys(refused):
-    code, err = refused("mesh=fsdp8", "rules=zero3", "train.steps=abc")
+    code, err = refused("mesh=fsdp8", "rules=zero3", "train.steps=abc", "seed=-1")
     assert code == USAGE
     assert err.startswith(
-        "ConfigError: the configuration has 3 faults:\n"
+        "ConfigError: the configuration has 4 faults:\n"
         "  command line: train.steps=abc: expected an integer, got 'abc'.\n"
+        "  command line: seed=-1: seed must lie in [0, 2**32), not -1\n"
         "  command line: mesh=fsdp8: mesh 'fsdp8' cannot be read"
     )
     assert "\n  command line: rules=zero3: " in err
+
+
+def test_an_empty_directory_and_a_step_beyond_the_counter(refused):
+    assert refused("run_dir=", "train.steps=1e12") == (
+        USAGE,
+        "ConfigError: the configuration has 2 faults:\n"
+        "  command line: train.steps=1e12: steps must be below 2**31, the limit of the counter, "
+        "not 1000000000000\n"
+        "  command line: run_dir=: run_dir must name a directory\n",
+    )
 
 
 def test_a_missing_path_of_the_data_comes_with_faults_of_other_keys(refused, tmp_path):

@@ -59,7 +59,13 @@ def test_nothing_is_rewritten_when_nothing_is_lost(tmp_path):
     assert (tmp_path / "metrics.jsonl").stat().st_ino == before
 
 
-@pytest.mark.parametrize("foreign", ["hello", '{"loss": 2.0}', '{"step": "2"}', '{"step": null}'])
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        *("hello", '{"loss": 2.0}', '{"step": "2"}', '{"step": null}'),
+        *('{"step": 2, "spent": "5"}', '{"step": 2, "spent": {"step": ""}}'),
+    ],
+)
 def test_a_foreign_line_is_named(tmp_path, foreign):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1, "loss": 2.0}}\n{foreign}\n{{"step": 2}}\n')

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
+from shardlib.errors import ModelError
 from shardlib.explain.analysis.params import explain_params
 from shardlib.mesh import abstract_mesh
 from shardlib.paths import named_leaves
@@ -57,6 +58,12 @@ def test_another_seed_gives_another_state():
     a, b = host(state_on("data=8", seed=0)), host(state_on("data=8", seed=1))
     assert (a["params/up/kernel"] != b["params/up/kernel"]).any()
     assert (a["rng"] != b["rng"]).any()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 0.5], ids=str)
+def test_seeds_that_would_be_cut_or_rounded_are_refused(seed):
+    with pytest.raises(ModelError, match=r"seed=\S+ is not a whole number.*\n  Choose another"):
+        state_on("data=8", seed=seed)
 
 
 @pytest.mark.parametrize("mesh", MESHES)

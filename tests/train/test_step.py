@@ -252,6 +252,10 @@ def test_axes_of_leaves_that_are_not_in_the_batch_are_refused(start):
     assert str(error.value) == (
         "batch_axes names 'images', but the batch holds x, y.\n  Name leaves of the batch."
     )
+    for make in (sl.make_train_step, sl.make_eval_step):
+        for wrong in ("text", {"x": "batch"}):
+            with pytest.raises(RuleError, match=r"expected a dict with a tuple.*\n  Write it as"):
+                make(mean_loss, batch_axes=wrong)
 
 
 def test_state_and_step_must_agree_on_precision(start):

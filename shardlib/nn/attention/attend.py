@@ -70,12 +70,13 @@ def attend(
         order: Order of the row over `context`: `zigzag` if all inputs went through `zigzag(x)`.
 
     Raises:
-        ModelError: If kv_heads does not divide heads, a window is not causal, the scale or the
-            softcap is not positive, segment ids are missing for queries or keys, or `backend`,
-            `context` or `order` cannot work.
+        ModelError: If an array lacks a dim, kv_heads does not divide heads, a window is not causal,
+            the scale or the softcap is not positive, segment ids are missing for queries or keys,
+            or `backend`, `context` or `order` cannot work.
     """
     mask = Mask(causal, window, scale, softcap)
     has_positions = positions is not None or kv_positions is not None
+    _check_dims(query=query, key=key, value=value)
     _check_inputs(query, key, segment_ids, kv_segment_ids)
     _check_options(query, key, backend, context, order, has_positions)
     segments = (segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
@@ -90,6 +91,15 @@ def attend(
         options = {"causal": causal, "window": window, "backend": backend}
         plan = plan_context(*sizes, context=context, order=order, **options)
     return _by_plan(plan, backend, mask, query, key, value, segments)
+
+
+def _check_dims(**arrays: jax.Array) -> None:
+    for name, array in arrays.items():
+        if array.ndim != 4:
+            raise ModelError(
+                f"{name} has shape {array.shape}, expected [batch, length, heads, head_dim].\n"
+                f"  Reshape it; {name}[:, :, None] gives [batch, length, head_dim] one head."
+            )
 
 
 def _check_inputs(

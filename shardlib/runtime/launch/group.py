@@ -71,6 +71,8 @@ class LineOutput:
                 self._stream.flush()
         except (BrokenPipeError, ValueError):
             self.closed = True
+        except OSError:
+            pass  # On a full disk the line is lost: its reader, and so the process, must go on.
 
 
 class PendingSignals:
