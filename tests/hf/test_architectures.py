@@ -211,9 +211,9 @@ def case(request, tmp_path_factory):
     return folder, tokens, oracle(model, tokens), change
 
 
-def oracle(model, tokens):
+def oracle(model, tokens, dtype=None):
     with torch.no_grad():
-        return model.eval()(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+        return model.eval()(torch.from_numpy(tokens.astype(np.int64))).logits.to(dtype).numpy()
 
 
 def error(actual, expected):
@@ -256,6 +256,22 @@ def test_on_every_mesh(case, tmp_path, mesh):
     assert placed
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     np.testing.assert_array_equal(oracle(again, tokens), expected)
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
+def test_gemma_in_bfloat16_is_as_close_to_float32_as_transformers(name, tmp_path):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CASES[name][0]()).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (8, LENGTH), dtype=np.int32)
+    theirs = oracle(model, tokens, dtype=torch.float32)
+    exact = oracle(model.float(), tokens)
+    loaded = hf.load(tmp_path)
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(loaded.model))} == {jnp.dtype("bfloat16")}
+    with jax.default_matmul_precision("default"):
+        ours = np.asarray(loaded.logits(jnp.asarray(tokens)))
+    distance = np.sqrt(np.mean(np.square(theirs - exact)))
+    assert np.sqrt(np.mean(np.square(ours - exact))) < 1.25 * distance
 
 
 def test_gradients_are_those_of_transformers(case, tmp_path):
