@@ -123,20 +123,21 @@ class Transformer(nnx.Module):
             length = tokens.shape[1] if caches is None else caches[0].key.shape[2]
             context = with_rotations(context, config, positions, length)
 
-        def call(layer: Block, carry: tuple[Any, Any], inputs: Any) -> tuple[Any, Any]:
-            (x, stats), (is_local, cache) = carry, inputs
-            x, of_layer, cache = layer(x, context.of_layer(is_local), cache)
-            return (x, stats if of_layer is None else stats + of_layer), cache
+        def call(layer: Block, carry: tuple[Any, Any, Any], inputs: Any) -> tuple[Any, None]:
+            x, stats, cache = carry
+            x, of_layer, cache = layer(x, context.of_layer(*inputs), cache)
+            return (x, stats if of_layer is None else stats + of_layer, cache), None
 
-        none_yet = None if config.moe is None else RouterStats.zeros()
-        carry = self.embedding_dropout(residual(x)), none_yet
-        made = []
+        stats = None if config.moe is None else RouterStats.zeros()
+        x, made = self.embedding_dropout(residual(x)), []
         for number, (layers, policy, is_local) in enumerate(self.stacks()):
-            inputs = is_local, None if caches is None else caches[number]
+            cache = None if caches is None else caches[number]
+            index = None if cache is None else jnp.arange(cache.key.shape[0], dtype=jnp.int32)
             options = {"remat": policy, "tags": config.remat_tags, "staged": layers is self.layers}
-            carry, cache = scan_layers(call, layers, carry, inputs, **options)
+            carry = x, stats, cache
+            (x, stats, cache), _ = scan_layers(call, layers, carry, (is_local, index), **options)
             made.append(cache)
-        return *carry, None if caches is None else tuple(made)
+        return x, stats, None if caches is None else tuple(made)
 
     def stacks(self) -> list[tuple[Block, str, jax.Array | None]]:
         """Returns the stacks of layers in their order: each with the policy of its remat, and

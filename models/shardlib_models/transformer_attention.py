@@ -30,9 +30,13 @@ class Context(NamedTuple):
     """With a cache: the first row of the new positions, scalar int32."""
     is_local: jax.Array | None = None
     """Of one layer: whether it has the window, scalar bool; None if the config says it for all."""
+    layer: jax.Array | int = 0
+    """Of one layer, with a cache: its index in the cache, scalar int32."""
 
-    def of_layer(self, is_local: jax.Array | None) -> "Context":
+    def of_layer(self, is_local: jax.Array | None, layer: jax.Array | None) -> "Context":
         """Returns the values of one layer."""
+        if layer is not None:
+            self = self._replace(layer=layer)
         if is_local is None:
             return self
         rotations = self.rotations
@@ -43,10 +47,25 @@ class Context(NamedTuple):
 
 
 class KeyValues(NamedTuple):
-    """Keys and values of one layer: [batch, max_length, kv_heads, head_dim] each."""
+    """Keys and values of a stack of layers: [layers, batch, max_length, kv_heads, head_dim] each.
+
+    The loop over layers carries them, and each layer writes its new rows in place. As inputs and
+    outputs of its steps they would be copied whole for each token.
+    """
 
     key: jax.Array
     value: jax.Array
+
+    def written(self, context: "Context", key: jax.Array, value: jax.Array) -> "KeyValues":
+        """Returns the cache with the new rows of one layer."""
+        at = (context.layer, 0, context.start, 0, 0)
+        write = jax.lax.dynamic_update_slice
+        return KeyValues(write(self.key, key[None], at), write(self.value, value[None], at))
+
+    def of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the keys and values of one layer."""
+        take = functools.partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
+        return take(self.key), take(self.value)
 
 
 class Attention(nnx.Module):
@@ -87,10 +106,8 @@ class Attention(nnx.Module):
         key = tag(constrain(key, "batch", "length", "kv_heads", "head_dim"), "key")
         value = tag(constrain(value, "batch", "length", "kv_heads", "head_dim"), "value")
         if cache is not None:
-            at = (0, context.start, 0, 0)
-            key = jax.lax.dynamic_update_slice(cache.key, key, at)
-            value = jax.lax.dynamic_update_slice(cache.value, value, at)
-            cache = KeyValues(key, value)
+            cache = cache.written(context, key, value)
+            key, value = cache.of_layer(context.layer)
         y = self._attended(query, key, value, context, in_cache=cache is not None)
         y = constrain(y, "batch", "length", "heads", "head_dim")
         return self.out(y), cache
