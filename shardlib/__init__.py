@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardlib import finetune as finetune
     from shardlib import hf as hf
     from shardlib import losses as losses
     from shardlib import rules as rules
@@ -102,6 +103,7 @@ _HOME = {
     "use": "sharding.constrain",
 }
 _MODULES = {
+    "finetune": "finetune",
     "hf": "hf",
     "attention": "nn.attention",
     "losses": "losses",

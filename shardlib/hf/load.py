@@ -117,7 +117,7 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> Loaded:
     tensors = Tensors(folder)
     names = _check(layout, tensors, described, config)
     scope = active()
-    params = _read_all(layout, tensors, names, _placements(module, scope), dtype)
+    params = read_parameters(layout, tensors, names, placements(module, scope), dtype)
     _, model_state = module.shapes()
     assert not named_leaves(model_state), "families of transformers have no other state"
     tree = nested({tuple(path.split("/")): leaf for path, leaf in params.items()})
@@ -219,7 +219,8 @@ def _aliases(name: str, described: Architecture, expected: Collection[str]) -> I
             yield one.removeprefix(described.prefix)
 
 
-def _placements(module: FunctionalModule, scope: Scope | None) -> dict[str, Sharding]:
+def placements(module: FunctionalModule, scope: Scope | None) -> dict[str, Sharding]:
+    """Returns the sharding of each parameter by path; without a scope the default device."""
     params, _ = module.shapes()
     if scope is None:
         device = jnp.zeros(()).device
@@ -229,13 +230,23 @@ def _placements(module: FunctionalModule, scope: Scope | None) -> dict[str, Shar
     return named_leaves(shardings(params, placed, scope.mesh))
 
 
-def _read_all(
+def read_parameters(
     layout: TensorTable,
     tensors: Tensors,
     names: Mapping[str, str],
     placed: Mapping[str, Sharding],
-    dtype: DTypeLike | None,
+    dtype: DTypeLike | None = None,
 ) -> dict[str, jax.Array]:
+    """Returns the parameters by path, read shard by shard.
+
+    Args:
+        layout: The table of the tensors.
+        tensors: The tensors, mapped.
+        names: The name in `tensors` of each tensor of the table.
+        placed: The sharding of each parameter by path.
+        dtype: As in `load`.
+    """
+
     def shard(path: str, index: Index) -> np.ndarray:
         values = layout.read(path, index, lambda name: tensors[names[name]])
         for name in layout.names(path, index):

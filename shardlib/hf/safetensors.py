@@ -61,8 +61,12 @@ class Entry(NamedTuple):
 class Tensors(Mapping[str, np.ndarray]):
     """The tensors of a folder by name, mapped into memory and read only."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, single: str = SINGLE):
         """Reads and checks the headers of all files of a folder.
+
+        Args:
+            folder: The folder.
+            single: The name of the file where one file holds all tensors.
 
         Raises:
             CheckpointError: If the folder has no safetensors files, a file of its index is missing,
@@ -72,7 +76,7 @@ class Tensors(Mapping[str, np.ndarray]):
         self.entries: dict[str, Entry] = {}
         self._maps: dict[str, mmap.mmap] = {}
         faults = []
-        for file in _files(folder):
+        for file in _files(folder, single):
             try:
                 entries, self._maps[file] = _open(folder / file)
             except (OSError, ValueError) as error:
@@ -109,15 +113,15 @@ class Tensors(Mapping[str, np.ndarray]):
             self._maps[entry.file].madvise(mmap.MADV_DONTNEED, start, length)
 
 
-def _files(folder: Path) -> list[str]:
+def _files(folder: Path, single: str) -> list[str]:
     """Returns the names of the files that hold the tensors of a folder."""
-    if not (folder / INDEX).exists():
-        if (folder / SINGLE).exists():
-            return [SINGLE]
+    if single != SINGLE or not (folder / INDEX).exists():
+        if (folder / single).exists():
+            return [single]
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         held = f"; {', '.join(pickles[:3])} may hold code of strangers" if pickles else ""
         raise CheckpointError(
-            f"{folder} has neither {SINGLE} nor {INDEX}{held}.\n"
+            f"{folder} has neither {single} nor {INDEX}{held}.\n"
             "  Convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other)."
         )
     try:
@@ -194,6 +198,7 @@ def write(
     specs: Mapping[str, tuple[tuple[int, ...], np.dtype]],
     tensors: Iterable[tuple[str, np.ndarray]],
     max_file_bytes: int = MAX_FILE_BYTES,
+    single: str = SINGLE,
 ) -> None:
     """Writes tensors as a stream: one is in memory at a time.
 
@@ -202,10 +207,11 @@ def write(
         specs: The shape and the dtype of each tensor by name.
         tensors: Their values, in the order of `specs`.
         max_file_bytes: Size of the tensors of one file at most, unless one is larger.
+        single: The name of the file where one file holds all tensors.
     """
     files = _split(specs, max_file_bytes)
     names = [
-        SINGLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
+        single if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
         for number in range(1, len(files) + 1)
     ]
     values = iter(tensors)

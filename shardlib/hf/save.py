@@ -1,11 +1,12 @@
 """Saving a model as a Hugging Face folder, one tensor at a time."""
 
+import contextlib
 import functools
 import json
 import operator
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardlib.errors import CheckpointError, ModelError
 from shardlib.functional import functional
 from shardlib.hf.architecture import Architecture, architectures, find_architecture
 from shardlib.hf.load import Loaded, parameters
-from shardlib.hf.safetensors import MAX_FILE_BYTES, write
+from shardlib.hf.safetensors import MAX_FILE_BYTES, SINGLE, write
 from shardlib.hf.tensor_table import TensorTable, copy
 
 COPIED = (
@@ -62,18 +63,55 @@ def save(
     folder, model = Path(folder).resolve(), getattr(source, "model", source)
     loaded = source if isinstance(source, Loaded) else None
     refuse_full(folder)
-    described = _described(model, loaded, architecture)
+    described = described_as(model, loaded, architecture)
     config = {**(loaded.source if loaded else {}), **described.write(model.config)}
     layout = TensorTable(described.table(model.config), parameters(functional(model)))
-    arrays = _arrays(model)
-    specs = {name: (shape, arrays[path].dtype) for name, shape, path in layout.tensors()}
-    config["torch_dtype"] = str(next(iter(specs.values()))[1])
+    arrays = arrays_of(model, nnx.Param)
+    config["torch_dtype"] = str(next(iter(arrays.values())).dtype)
     config.pop("dtype", None)
+    copied = [loaded.folder / name for name in COPIED] if loaded else []
+    write_folder(
+        folder, layout, arrays, "config.json", config, copied, max_file_bytes=max_file_bytes
+    )
+
+
+def write_folder(
+    folder: Path,
+    layout: TensorTable,
+    arrays: Mapping[str, jax.Array],
+    config_name: str,
+    config: Mapping[str, Any],
+    copied: Sequence[Path] = (),
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    single: str = SINGLE,
+) -> None:
+    """Writes parameters and a config; all processes must call it.
+
+    Args:
+        folder: A folder that does not exist or is empty.
+        layout: The table of the tensors.
+        arrays: The parameters by path.
+        config_name: The name of the JSON file of `config`.
+        config: Its contents.
+        copied: Files to copy, where they exist.
+        max_file_bytes: See `save`.
+        single: The name of the file where one file holds all tensors.
+
+    Raises:
+        CheckpointError: If the folder cannot be written.
+    """
+    specs = {name: (shape, arrays[path].dtype) for name, shape, path in layout.tensors()}
     tensors = layout.write(
         lambda view, path, at: _fill(view, arrays[path], at), lambda path: arrays[path].dtype
     )
     if jax.process_index() == 0:
-        _write_folder(folder, config, specs, tensors, loaded, max_file_bytes)
+        with _filled(folder) as partial:
+            write(partial, specs, tensors, max_file_bytes, single)
+            (partial / config_name).write_text(json.dumps(config, indent=2) + "\n")
+            for file in copied:
+                if file.is_file():
+                    shutil.copyfile(file, partial / file.name)
     else:
         for _ in tensors:  # takes part in gathering
             pass
@@ -89,23 +127,14 @@ def refuse_full(folder: Path) -> None:
         )
 
 
-def _write_folder(
-    folder: Path,
-    config: Mapping[str, Any],
-    specs: Mapping[str, tuple[tuple[int, ...], np.dtype]],
-    tensors: Iterator[tuple[str, np.ndarray]],
-    loaded: Loaded | None,
-    max_file_bytes: int,
-) -> None:
+@contextlib.contextmanager
+def _filled(folder: Path) -> Iterator[Path]:
+    """Gives a folder to fill, whose files move to `folder` when all are complete."""
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        write(partial, specs, tensors, max_file_bytes)
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for name in COPIED:
-            if loaded and (loaded.folder / name).is_file():
-                shutil.copyfile(loaded.folder / name, partial / name)
+        yield partial
         if folder.exists():  # It may be the working directory or a mount, which stay in place.
             for file in partial.iterdir():
                 shutil.move(file, folder)
@@ -120,7 +149,9 @@ def _write_folder(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _described(model: Any, loaded: Loaded | None, name: str | None) -> Architecture:
+def described_as(model: Any, loaded: Loaded | None, name: str | None) -> Architecture:
+    """Returns the architecture of a name, that a model was loaded as, or else the first that can
+    express its config."""
     if name is not None:
         return find_architecture(name)[1]
     if loaded is not None:
@@ -146,9 +177,9 @@ def _described(model: Any, loaded: Loaded | None, name: str | None) -> Architect
     )
 
 
-def _arrays(model: nnx.Module) -> dict[str, jax.Array]:
-    """Returns the parameters by path."""
-    params = nnx.state(model, nnx.Param)
+def arrays_of(model: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax.Array]:
+    """Returns the variables of a kind by path."""
+    params = nnx.state(model, kind)
     return {
         "/".join(map(str, path)): variable.get_value()
         for path, variable in nnx.to_flat_state(params)

@@ -20,6 +20,7 @@ _ACTIVATIONS = {
     "expert": "expert",
     "embed": None,
     "latent": None,
+    "lora_rank": None,
     "token_dim": None,
     "shared_gate": None,
     "head_dim": None,
@@ -41,6 +42,7 @@ _REPLICATED = (
     "token_dim",
     "shared_gate",
     "dense_layers",
+    "lora_rank",
 )
 
 DATA = AxisRules(

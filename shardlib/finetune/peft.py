@@ -1,0 +1,241 @@
+"""Adapters in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
+
+The names and the layout of the factors follow from the table of tensors of the architecture: of a
+projection `[out, in]` of theirs, `lora_A` is `[rank, in]` and `lora_B` is `[out, rank]`.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from shardlib.errors import CheckpointError, ModelError
+from shardlib.finetune.lora import adapters, lora, projections
+from shardlib.functional import functional
+from shardlib.hf.architecture import Architecture
+from shardlib.hf.load import Loaded, parameters, placements, read_parameters
+from shardlib.hf.safetensors import Tensors
+from shardlib.hf.save import arrays_of, described_as, refuse_full, write_folder
+from shardlib.hf.tensor_table import Dim, TensorRow, TensorTable
+from shardlib.sharding.constrain import active
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+# What the format can say beyond plain LoRA, and the values that say nothing.
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_dora": (False, None),
+    "use_qalora": (False, None),
+    "modules_to_save": (None, []),
+    "layers_to_transform": (None, []),
+    "layer_replication": (None,),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "trainable_token_indices": (None,),
+    "target_parameters": (None, []),
+}
+
+
+def save_adapter(
+    source: Any, folder: str | Path, *, base: str = "", architecture: str | None = None
+) -> None:
+    """Saves the adapters of a model for `peft.PeftModel.from_pretrained`.
+
+    On several processes all must call it, and the first one writes.
+
+    Args:
+        source: A training state, or a model from `lora` of a family, with its config as `config`.
+        folder: A folder that does not exist or is empty.
+        base: The folder or hub name of the base model, which PEFT loads by it.
+        architecture: See `sl.hf.save`.
+
+    Raises:
+        CheckpointError: If the folder is not empty, or cannot be written.
+        ModelError: If the model has no adapters, no architecture can express it, or the format has
+            no name for an adapter.
+    """
+    folder, model = Path(folder).resolve(), getattr(source, "model", source)
+    refuse_full(folder)
+    found = adapters(model)
+    if not found:
+        raise ModelError("the model has no adapters.\n  Make it with sl.finetune.lora(model, ...).")
+    described = described_as(model, None, architecture)
+    rows = _rows(described, model, {path: one.base for path, one in found.items()})
+    layout = TensorTable(rows, parameters(functional(model, wrt=nnx.LoRAParam)))
+    one = next(iter(found.values()))
+    rank = one.lora_a[...].shape[-1]
+    first = {row.theirs for row in rows if row.ours.endswith("lora_a")}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": one.scale * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": any(_is_transposed(described, model, path) for path in found),
+        "target_modules": sorted(map(_module, first)),
+        "inference_mode": True,
+    }
+    arrays = arrays_of(model, nnx.LoRAParam)
+    write_folder(folder, layout, arrays, CONFIG, config, single=TENSORS)
+
+
+def load_adapter(model: Any, folder: str | Path, *, architecture: str | None = None) -> Any:
+    """Returns a model with the adapters of a folder, which shares its arrays with `model`.
+
+    Under `sl.use(mesh, rules)` the factors are placed as the rules say.
+
+    Args:
+        model: The base: the result of `sl.hf.load`, or a model of a family.
+        folder: A folder with `adapter_config.json` and `adapter_model.safetensors`.
+        architecture: See `sl.hf.save`.
+
+    Raises:
+        CheckpointError: If files are missing or malformed, the config asks for more than plain
+            LoRA, or tensors are missing, unknown or of another shape.
+        ModelError: If the format has no name for an adapter.
+    """
+    folder = Path(folder)
+    loaded = model if isinstance(model, Loaded) else None
+    model = getattr(model, "model", model)
+    config = _read_config(folder)
+    described = described_as(model, loaded, architecture)
+    tensors = Tensors(folder, TENSORS)
+    targets = _targets(described, model, tensors)
+    rank, alpha = config["r"], float(config["lora_alpha"])
+    if config.get("use_rslora"):
+        alpha *= math.sqrt(rank)
+    if not targets:
+        raise CheckpointError(
+            f"{folder / TENSORS} holds no adapter of this model.\n"
+            "  Load the base model that it was trained on."
+        )
+    made = lora(model, rank=rank, alpha=alpha, targets=tuple(targets), rngs=nnx.Rngs(0))
+    module = functional(made, wrt=nnx.LoRAParam)
+    layout = TensorTable(_rows(described, made, targets), parameters(module))
+    _check(layout, tensors, folder)
+    names = {name: name for name, _, _ in layout.tensors()}
+    params = read_parameters(layout, tensors, names, placements(module, active()))
+    for path, array in params.items():
+        *outer, name = path.split("/")
+        adapter: Any = adapters(made)["/".join(outer)]
+        variable = getattr(adapter, name)
+        setattr(adapter, name, variable.replace(array))
+    return made
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        rank, alpha = config["r"], config["lora_alpha"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder / CONFIG} cannot be read: {error!r}.\n"
+            "  Give a folder that PEFT's save_pretrained wrote."
+        ) from None
+    faults = [
+        f"{name} is {config[name]!r}; supported: {known[0]!r}."
+        for name, known in _PLAIN.items()
+        if config.get(name, known[0]) not in known
+    ]
+    if type(rank) is not int or rank < 1:
+        faults.append(f"r is {rank!r}; it must be a whole number from 1.")
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+        faults.append(f"lora_alpha is {alpha!r}; it must be a number greater than 0.")
+    if faults:
+        raise CheckpointError(
+            f"{folder / CONFIG} asks for more than plain LoRA:\n  "
+            + "\n  ".join(faults)
+            + "\n  Merge the adapter with PEFT, and load the merged model."
+        )
+    return config
+
+
+def _targets(described: Architecture, model: Any, tensors: Tensors) -> dict[str, Any]:
+    """Returns the projections of which the tensors hold factors, by path."""
+    found = {}
+    modules = {_module(name) for name in tensors}
+    for path, base in projections(model).items():
+        row = _row(described, model, path)
+        if row is not None and _module(_PREFIX + row.theirs.removesuffix("weight")) in modules:
+            found[path] = base
+    return found
+
+
+def _row(described: Architecture, model: Any, path: str) -> TensorRow | None:
+    rows = [row for row in described.table(model.config) if row.ours == f"{path}/kernel"]
+    return rows[-1] if rows else None
+
+
+def _rows(described: Architecture, model: Any, found: Mapping[str, Any]) -> list[TensorRow]:
+    """Returns the rows of the factors of each adapter."""
+    rows, faults = [], []
+    for path, base in found.items():
+        row = _row(described, model, path)
+        inputs, outputs = _dims(row, base)
+        if row is None or not inputs or not outputs:
+            faults.append(f"{path}: PEFT has no name for its factors.")
+            continue
+        name = _PREFIX + row.theirs.removesuffix("weight")
+        rank = Dim(("lora_rank",))
+        rows.append(TensorRow(f"{path}/lora_a", f"{name}lora_A.weight", (rank, *inputs)))
+        rows.append(TensorRow(f"{path}/lora_b", f"{name}lora_B.weight", (*outputs, rank)))
+    if faults:
+        raise ModelError(
+            f"adapters of {described.name} cannot be written:\n  "
+            + "\n  ".join(faults)
+            + "\n  Leave out projections that the checkpoint joins in one tensor, or save the "
+            "merged model."
+        )
+    return rows
+
+
+def _dims(row: TensorRow | None, base: Any) -> tuple[list[Dim], list[Dim]]:
+    """Returns the dims of inputs and of outputs of a tensor; none if it joins several kernels."""
+    if row is None or any(dim.inner is not None for dim in row.dims):
+        return [], []
+    names = base.kernel.get_metadata().get("out_sharding") or ()
+    outputs = set(names[-len(getattr(base, "outputs", (None,))) :])
+    of_outputs = [dim for dim in row.dims if outputs.issuperset(dim.outer)]
+    return [dim for dim in row.dims if dim not in of_outputs], of_outputs
+
+
+def _is_transposed(described: Architecture, model: Any, path: str) -> bool:
+    """Whether a tensor has its inputs first, as in GPT-2."""
+    row = _row(described, model, path)
+    inputs, _ = _dims(row, adapters(model)[path].base)
+    return row is not None and row.dims[0] in inputs
+
+
+def _module(name: str) -> str:
+    """Returns the last parts of the name of a module that tell it from others of its layer."""
+    parts = name.removeprefix(_PREFIX).split(".lora_")[0].rstrip(".").split(".")
+    last = [part for part in parts[-2:] if not part.isdecimal() and "{" not in part]
+    return ".".join(last)
+
+
+def _check(layout: TensorTable, tensors: Tensors, folder: Path) -> None:
+    expected = {name: shape for name, shape, _ in layout.tensors()}
+    faults = [f"{name} is missing." for name in expected if name not in tensors]
+    faults += [f"{name} is not a factor of this model." for name in _absent(tensors, expected)]
+    faults += [
+        f"{name} has shape {tensors.entries[name].shape}, expected {shape}."
+        for name, shape in expected.items()
+        if name in tensors and tensors.entries[name].shape != shape
+    ]
+    if faults:
+        raise CheckpointError(
+            f"the tensors of {folder} do not fit the model:\n  "
+            + "\n  ".join(sorted(faults))
+            + "\n  Load the base model that the adapter was trained on."
+        )
+
+
+def _absent(names: Iterable[str], known: Mapping[str, Any]) -> list[str]:
+    return [name for name in names if name not in known]

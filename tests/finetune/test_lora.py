@@ -1,0 +1,157 @@
+"""Adapters: frozen bases, the same steps on every mesh, merged weights, refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardlib as sl
+from shardlib.errors import ModelError
+from shardlib.finetune import Adapted, lora, merge
+from shardlib.registry import DataSpec
+from shardlib_models.moe import MoEConfig
+from shardlib_models.transformer import loss, make
+from shardlib_models.transformer_config import TransformerConfig
+
+VOCAB = 96
+CONFIG = TransformerConfig(
+    vocab_size=VOCAB,
+    embed_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    num_layers=4,
+    mlp_dim=48,
+    qkv_bias=True,
+)
+TARGETS = ("**/attention/*", "**/mlp/*")
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (8, 17), dtype=np.int32)
+BATCH = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+
+
+def base():
+    return make(CONFIG, DataSpec(), nnx.Rngs(0))
+
+
+def adapted(**options):
+    return lora(base(), rank=4, rngs=nnx.Rngs(1), **({"targets": TARGETS} | options))
+
+
+def of_batch(model, batch, rng):
+    return loss(model, batch, rng, train=True)
+
+
+def trained(mesh, **options):
+    """The state before and after three steps, and their losses."""
+    devices = jax.devices()[:1] if mesh == "data=1" else None
+    with (
+        sl.use(sl.make_mesh(mesh, devices=devices), sl.rules.STANDARD),
+        jax.default_matmul_precision("highest"),
+    ):
+        state = sl.init_state(adapted(), optax.adam(1e-2), wrt=nnx.LoRAParam)
+        step, losses = sl.make_train_step(of_batch, **options), []
+        for _ in range(3):
+            state, metrics = step(state, BATCH)
+            losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def test_adapters_change_nothing_at_first_and_share_the_arrays():
+    model = base()
+    tokens = jnp.asarray(BATCH["tokens"])
+    made = lora(model, rank=4, rngs=nnx.Rngs(1))
+    np.testing.assert_array_equal(made(tokens), model(tokens))
+    kernel = model.layers.attention.query.kernel[...]
+    assert made.layers.attention.query.base.kernel[...] is kernel
+    assert not isinstance(model.layers.attention.query, Adapted)
+    factors = nnx.state(made, nnx.LoRAParam)
+    assert sum(x.size for x in jax.tree.leaves(factors)) == 4 * 4 * (2 * (32 + 32) + 2 * (32 + 16))
+
+
+def test_only_adapters_are_trained_and_the_merged_model_gives_their_results():
+    state, losses = trained("fsdp=4,tensor=2")
+    assert losses[-1] < losses[0]
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 1]
+    assert sum(x.size for x in moments) == 2 * sum(x.size for x in jax.tree.leaves(state.params))
+    model, first = state.model, base()
+    kernel = model.layers.mlp.up.base.kernel[...]
+    np.testing.assert_array_equal(kernel, first.layers.mlp.up.kernel[...])
+    query = model.layers.attention.query
+    assert query.lora_a[...].sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", None)
+    assert query.lora_b[...].sharding.spec == jax.sharding.PartitionSpec(None, None, "tensor", None)
+
+    plain = merge(state)
+    assert type(plain.layers.attention.query).__name__ == "Linear"
+    assert plain.layers.mlp.up.kernel[...].sharding == kernel.sharding
+    tokens = jnp.asarray(BATCH["tokens"])
+    with jax.default_matmul_precision("highest"):
+        expected, actual = model(tokens), plain(tokens)
+    # Two float32 sums in another order, through 4 layers.
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+    assert np.abs(first(tokens) - expected).max() > 1e-2 * np.abs(expected).max()
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("fsdp=8", {}),
+        ("fsdp=4,tensor=2", {}),
+        ("data=2,tensor=4", {}),  # more devices than key-value heads: copies of them
+        ("data=2,context=2,tensor=2", {}),
+        ("stage=2,fsdp=4", {"microbatches": 2}),
+    ],
+)
+def test_steps_are_the_same_on_every_mesh(mesh, options):
+    expected, losses = trained("data=1")
+    state, actual = trained(mesh, **options)
+    np.testing.assert_allclose(actual, losses, rtol=1e-6)
+    # Adam divides by the root of the squared gradient, which rounds like the gradient itself.
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-5)
+
+
+def test_a_plain_flax_model_and_a_list_of_layers():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+            self.head = nnx.Linear(8, 2, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+            return self.head(x)
+
+    model = lora(Net(nnx.Rngs(0)), rank=2, targets=("layers/1", "head"), rngs=nnx.Rngs(1))
+    found = [type(one).__name__ for one in (*model.layers, model.head)]
+    assert found == ["Linear", "Adapted", "Adapted"]
+    model.head.lora_b[...] = jnp.ones((2, 2))
+    x = jnp.ones((3, 8))
+    np.testing.assert_allclose(merge(model)(x), model(x), rtol=1e-5)
+    assert not np.allclose(model(x), Net(nnx.Rngs(0))(x))
+
+
+WRONG = {
+    "unknown": ({"targets": ("**/attention/qury",)}, r"'\*\*/attention/qury' matches no.*query"),
+    "a norm": ({"targets": ("**/attention_norm",)}, "matches no projection"),
+    "none": ({"targets": ()}, "Give patterns that match some of these: head, layers"),
+    "rank": ({"rank": 0}, "rank must be at least 1, not 0.*\n  Take rank=8"),
+    "alpha": ({"alpha": 0.0}, "alpha must be greater than 0"),
+}
+
+
+@pytest.mark.parametrize(("options", "text"), WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_refused(options, text):
+    with pytest.raises(ModelError, match=text):
+        lora(base(), rngs=nnx.Rngs(0), **options)
+
+
+def test_routers_get_no_adapter():
+    config = TransformerConfig(vocab_size=VOCAB, num_layers=1, embed_dim=32, moe=MoEConfig())
+    model = make(config, DataSpec(), nnx.Rngs(0))
+    with pytest.raises(ModelError, match="matches no projection"):
+        lora(model, targets=("**/router",), rngs=nnx.Rngs(0))
+    with pytest.raises(ModelError, match="matches no projection"):
+        lora(model, targets=("**/experts/*",), rngs=nnx.Rngs(0))
