@@ -57,9 +57,9 @@ def axes_of_leaves(batch_axes: BatchAxes | None) -> dict[str, tuple[str | None, 
 
 
 def check_batch(batch: PyTree) -> None:
-    """Raises `DataError` for leaves that are not arrays [batch, ...] of at least one row; names all
-    of them. Leaves may differ in their rows, as nodes and edges of graphs do."""
-    faults, fixes = [], {}
+    """Raises `DataError` for leaves that are not arrays [batch, ...], naming all of them, and for a
+    batch without rows. Leaves may differ in their rows, as nodes and edges of graphs do."""
+    faults, fixes, rows = [], {}, []
     for path, leaf in named_leaves(batch, is_leaf=_is_list_of_numbers).items():
         name = f"the batch's {path}" if path else "the batch"
         if isinstance(leaf, str | bytes) or _is_object(leaf):
@@ -71,9 +71,11 @@ def check_batch(batch: PyTree) -> None:
         elif not tuple(leaf.shape):
             faults.append(f"{name} is a scalar, which has no rows.")
             fixes[_MAKE_ARRAY] = True
-        elif not leaf.shape[0]:
-            faults.append(f"{name} has no rows: its shape is {tuple(leaf.shape)}.")
-            fixes["Leave out empty batches."] = True
+        else:
+            rows.append(leaf.shape[0])
+    if rows and not any(rows):
+        faults.append("no leaf of the batch has a row.")
+        fixes["Leave out empty batches."] = True
     if faults:
         raise DataError("\n".join(faults) + "\n  " + " ".join(fixes))
 
@@ -93,7 +95,7 @@ def batch_shardings(batch: PyTree, scope: Scope, batch_axes: BatchAxes) -> PyTre
     """Returns the sharding of every leaf of a batch.
 
     Raises:
-        DataError: If a leaf is not an array [batch, ...] with rows.
+        DataError: If a leaf is not an array [batch, ...], or none has a row.
         RuleError: If the rules cannot place a leaf, for example because the mesh does not divide
             the batch, or if `batch_axes` names a leaf that does not exist.
     """
