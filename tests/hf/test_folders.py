@@ -81,6 +81,11 @@ WRONG = {
         ConfigError,
         r"(?s)hidden_act is 'mish'.*attention_bias is True.*rope_type is 'yarn'.*\n  Choose",
     ),
+    "a scaling that is no object": (
+        {"rope_scaling": "yarn"},
+        ConfigError,
+        r"rope_scaling is 'yarn'; supported: null or an object.",
+    ),
     "a part of each head": (
         {"partial_rotary_factor": 0.5},
         ConfigError,

@@ -88,7 +88,11 @@ def _read_rope(
     theirs: Mapping[str, Any], default_theta: float, partial: str | None, default_partial: float
 ) -> dict[str, Any]:
     # transformers 5 joins the fields of version 4 in `rope_parameters`.
-    fields = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
+    fields: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(given := theirs.get(name) or {}, Mapping):
+            raise ValueError(f"{name} is {given!r}; supported: null or an object.")
+        fields |= given
     theta = fields.get("rope_theta", theirs.get("rope_theta", default_theta))
     ours: dict[str, Any] = {"rope_theta": theta, "rope_scaling": None}
     part = theirs.get(partial or "partial_rotary_factor", default_partial)
@@ -100,7 +104,7 @@ def _read_rope(
         ours["rotary_dims"] = None if part == 1.0 else int(head_dim * part)
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind == "llama3":
-        ours["rope_scaling"] = {name: fields[theirs] for theirs, name in _LLAMA3.items()}
+        ours["rope_scaling"] = {name: fields[field] for field, name in _LLAMA3.items()}
     elif kind != "default":
         raise ValueError(f"rope_type is {kind!r}; supported: 'default', 'llama3'.")
     return ours
@@ -111,7 +115,7 @@ def _write_rope(config: TransformerConfig, partial: str | None) -> dict[str, Any
     if partial is not None:
         theirs[partial] = config.rotary_size / config.head_size
     if config.rope_scaling is not None:
-        fields = {name: getattr(config.rope_scaling, ours) for name, ours in _LLAMA3.items()}
+        fields = {field: getattr(config.rope_scaling, name) for field, name in _LLAMA3.items()}
         theirs["rope_scaling"] = {"rope_type": "llama3", **fields}
     return theirs
 
