@@ -45,6 +45,12 @@ def test_dtypes(llama, tmp_path):
     np.testing.assert_array_equal(kernel, loaded.model.head.kernel[...].astype(jnp.float32))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", jnp.int8], ids=["name", "integer"])
+def test_dtypes_that_hold_no_weights_are_refused(llama, dtype):
+    with pytest.raises(ModelError, match=r"dtype=.* is not a floating-point dtype\.\n  Write it"):
+        hf.load(llama, dtype=dtype)
+
+
 def test_a_training_state_is_exported(llama, tmp_path):
     with sl.use(sl.make_mesh("fsdp=8"), sl.rules.FSDP):
         loaded = hf.load(llama, dtype=jnp.float32)
