@@ -250,8 +250,10 @@ def test_the_last_number_of_cpu_devices_counts_until_they_are_used():
     result = run_alone("""
         import os
         os.environ.pop("NPROC", None)
+        from shardlib.runtime import distributed
         from shardlib.runtime.distributed import DistributedError, local_cpu_devices
         print(local_cpu_devices(8), local_cpu_devices(3), os.environ["NPROC"])
+        assert distributed.default_cpu_devices(8) == 3  # That of a config.
         import jax
         print(jax.device_count(), local_cpu_devices(3))
         try:

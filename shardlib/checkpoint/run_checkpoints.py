@@ -18,6 +18,7 @@ harm. `restoring.py` describes the verification of a restore.
 
 import atexit
 import logging
+import operator
 import os
 import pathlib
 import socket
@@ -159,7 +160,8 @@ class RunCheckpoints(SavedCheckpoints):
         files are removed. It is raised only after `config.max_failures` failed saves in a row.
 
         Args:
-            step: Number of optimizer steps that led to the state; not saved before.
+            step: Number of optimizer steps that led to the state, also as an array such as
+                `state.step`; not saved before.
             state: Any pytree of arrays and numbers, including typed PRNG keys. A scalar on a
                 single process is taken from the first process.
             metadata: Any JSON: config, mesh, rules, position in the data. `healthy: false` in it
@@ -173,6 +175,7 @@ class RunCheckpoints(SavedCheckpoints):
                 state or the metadata cannot be stored.
             SaveFailedError: If too many saves have failed; the message names the last good step.
         """
+        step = operator.index(step)
         self.settle()
 
         def name_of_place(steps: list[str]) -> str:

@@ -104,10 +104,16 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> Loaded:
     Raises:
         CheckpointError: If files are missing or malformed, or tensors are missing, unknown, or have
             another shape or dtype. The message lists all of them, and nothing is allocated.
-        ModelError: If no installed family reads the architecture.
+        ModelError: If no installed family reads the architecture, or `dtype` is not a
+            floating-point dtype.
         ConfigError: If config.json describes a model that its family does not have.
         RuleError: If parameters cannot be placed.
     """
+    if dtype is not None and not _is_floating(dtype):
+        raise ModelError(
+            f"dtype={dtype!r} is not a floating-point dtype.\n"
+            "  Write it as jnp.bfloat16, or leave it out for the dtypes of the checkpoint."
+        )
     folder = Path(folder)
     source = read_config(folder)
     family, described = find_architecture(_name_of(source, folder))
@@ -123,6 +129,13 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> Loaded:
     tree = nested({tuple(path.split("/")): leaf for path, leaf in params.items()})
     model = module.merge(tree, {}, jax.random.key(0))
     return Loaded(model, config, described, source, folder, scope)
+
+
+def _is_floating(dtype: DTypeLike) -> bool:
+    try:
+        return jnp.issubdtype(np.dtype(dtype), jnp.floating)
+    except TypeError:
+        return False
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -193,7 +206,7 @@ def _check(
         entry = tensors.entries[held]
         if entry.shape != shape:
             faults.append(f"{held} has shape {entry.shape}, expected {shape}.")
-        if not jnp.issubdtype(entry.dtype, jnp.floating):
+        if not _is_floating(entry.dtype):
             faults.append(f"{held} is of dtype {entry.dtype}, expected floating-point numbers.")
     copies = {copy for name in expected for copy in _aliases(name, described, expected)}
     known = {*names.values(), *copies}

@@ -272,7 +272,9 @@ class Display:
             ProgressBar(total=self.total_steps, completed=step),
             Text(f"{100 * step / self.total_steps:.0f} %  {''.join(left)}"),
         )
-        trend = ascii_plot.sparkline(self._losses, 12, ascii_only=self._ascii_only)
+        # A thousand losses are enough for it, and a long run has millions.
+        losses = self._losses[:: len(self._losses) // 1000 + 1]
+        trend = ascii_plot.sparkline(losses, 12, ascii_only=self._ascii_only)
         fields = [f"{fields[0]} {trend}", *fields[1:]]
         if not self._ascii_only:  # In a narrow terminal, lines break only between fields.
             fields = [field.replace(" ", "\N{NO-BREAK SPACE}") for field in fields]

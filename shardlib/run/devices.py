@@ -37,7 +37,7 @@ def start_devices(config: RunConfig) -> distributed.ProcessGroup:
         make_deterministic()
     group = distributed.initialize()
     if config.train.cpu_devices is not None:
-        distributed.local_cpu_devices(config.train.cpu_devices, processes=group.count)
+        distributed.default_cpu_devices(config.train.cpu_devices, processes=group.count)
     keep_compiled_programs(config.train.compilation_cache)
     return group
 

@@ -219,6 +219,11 @@ def local_cpu_devices(num_devices: int, *, processes: int = 1) -> int:
     return here
 
 
+def default_cpu_devices(num_devices: int, *, processes: int = 1) -> int:
+    """Emulates CPU devices as `local_cpu_devices` does, unless it was called before."""
+    return _emulated or local_cpu_devices(num_devices, processes=processes)
+
+
 def launch_address(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
     """Returns (coordinator, index, count) as set by `shardlib launch`, or None outside of it.
 

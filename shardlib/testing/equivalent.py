@@ -201,10 +201,13 @@ class Reference:
 
         Raises:
             MeshError: If the mesh needs more devices than there are.
-            ModelError: If the loss on one device is not finite, or rounding alone changes this
-                training so much that a comparison is meaningless; if the model has different
-                variables on the mesh, or computes there in a narrower dtype than on one device.
+            ModelError: If there is no step, the loss on one device is not finite, or rounding alone
+                changes this training so much that a comparison is meaningless; if the model has
+                different variables on the mesh, or computes there in a narrower dtype than on one
+                device.
         """
+        if steps < 1:
+            raise ModelError(f"steps={steps} compares no training.\n  Take at least one step.")
         (mesh,) = _meshes(mesh, jax.devices())
         expected = self._expected(steps)
         problem = self._problem

@@ -57,9 +57,9 @@ def axes_of_leaves(batch_axes: BatchAxes | None) -> dict[str, tuple[str | None, 
 
 
 def check_batch(batch: PyTree) -> None:
-    """Raises `DataError` for leaves that are not arrays [batch, ...] of equally many rows, one or
-    more; names all of them."""
-    faults, fixes, rows = [], {}, {}
+    """Raises `DataError` for leaves that are not arrays [batch, ...], naming all of them, and for a
+    batch without rows. Leaves may differ in their rows, as nodes and edges of graphs do."""
+    faults, fixes, rows = [], {}, []
     for path, leaf in named_leaves(batch, is_leaf=_is_list_of_numbers).items():
         name = f"the batch's {path}" if path else "the batch"
         if isinstance(leaf, str | bytes) or _is_object(leaf):
@@ -72,11 +72,10 @@ def check_batch(batch: PyTree) -> None:
             faults.append(f"{name} is a scalar, which has no rows.")
             fixes[_MAKE_ARRAY] = True
         else:
-            rows[path or "the batch"] = leaf.shape[0]
-    if not faults and (len(set(rows.values())) > 1 or 0 in rows.values()):
-        held = ", ".join(f"{path} has {count}" for path, count in rows.items())
-        faults.append(f"every leaf of a batch needs the same number of rows, at least 1: {held}.")
-        fixes[_SAME_ROWS] = True
+            rows.append(leaf.shape[0])
+    if rows and not any(rows):
+        faults.append("no leaf of the batch has a row.")
+        fixes["Leave out empty batches."] = True
     if faults:
         raise DataError("\n".join(faults) + "\n  " + " ".join(fixes))
 
@@ -86,10 +85,6 @@ def _is_list_of_numbers(node: object) -> bool:
     return is_list and all(isinstance(x, bool | int | float) for x in jax.tree.leaves(node))
 
 
-_SAME_ROWS = (
-    "Reshape a leaf with several rows for each example to [batch, several, ...], and pass values "
-    "shared by all rows as an extra input."
-)
 _MAKE_ARRAY = (
     "Convert lists of numbers with numpy.asarray, and pass values shared by all rows as an extra "
     "input: step(state, batch, value) calls loss_fn(model, batch, rng, value)."
@@ -100,7 +95,7 @@ def batch_shardings(batch: PyTree, scope: Scope, batch_axes: BatchAxes) -> PyTre
     """Returns the sharding of every leaf of a batch.
 
     Raises:
-        DataError: If a leaf is not an array [batch, ...], or leaves differ in their rows.
+        DataError: If a leaf is not an array [batch, ...], or none has a row.
         RuleError: If the rules cannot place a leaf, for example because the mesh does not divide
             the batch, or if `batch_axes` names a leaf that does not exist.
     """

@@ -33,6 +33,7 @@ from shardlib.train.program import (
     ProgramCheck,
     Reported,
     check_state,
+    refuse_donated,
     reported_shardings,
 )
 from shardlib.train.state import Definition, TrainState, state_shardings
@@ -82,6 +83,7 @@ class EvalStep(JittedStep):
 
     def __call__(self, state: TrainState, batch: PyTree, *inputs: PyTree) -> dict[str, Aggregate]:
         check_state(state)
+        refuse_donated(state, ())
         return self._run(state, batch, inputs)
 
     def _compile(self, state: TrainState, batch: PyTree, inputs: Inputs) -> PlacedProgram:

@@ -89,8 +89,7 @@ class ProgramCheck:
             WrongProgramError: If the compiled program does not compute what the source says.
         """
         leaves = jax.tree.leaves(arguments)
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)  # type: ignore[attr-defined]
-        if program.jitted in self._checked or is_traced:
+        if program.jitted in self._checked or any(map(_is_traced, leaves)):
             return
         if mesh.size > 1:
             state, *others = arguments
@@ -191,7 +190,7 @@ def check_state(state: object) -> None:
 def refuse_donated(state: State, inputs: Inputs) -> None:
     """Raises `ModelError` for a state that was already donated, on which XLA would crash, and for
     inputs that this step donates or that an earlier step donated."""
-    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+    if _is_gone(state.step):
         raise ModelError(
             "this state was already passed to a step, which donated its memory.\n"
             "  Continue with the state that the step returned: state, metrics = step(state, batch)."
@@ -200,7 +199,7 @@ def refuse_donated(state: State, inputs: Inputs) -> None:
         return
     donated = {id(x) for x in jax.tree.leaves(state)}
     for x in jax.tree.leaves(inputs):
-        if isinstance(x, jax.Array) and (id(x) in donated or x.is_deleted()):
+        if isinstance(x, jax.Array) and (id(x) in donated or _is_gone(x)):
             path = next(path for path, leaf in named_leaves(inputs).items() if leaf is x)
             raise ModelError(
                 f"the input {path} is an array of the state, which the step donates.\n"
@@ -209,6 +208,14 @@ def refuse_donated(state: State, inputs: Inputs) -> None:
                 else f"the input {path} was already donated to a step as part of its state.\n"
                 "  Pass the state that the step returned."
             )
+
+
+def _is_gone(x: object) -> bool:
+    return isinstance(x, jax.Array) and not _is_traced(x) and x.is_deleted()
+
+
+def _is_traced(x: object) -> bool:
+    return isinstance(x, jax.core.Tracer)  # type: ignore[attr-defined]
 
 
 class Reported(dict[str, Any]):

@@ -307,6 +307,13 @@ def test_a_step_is_read_without_its_classes(tmp_path):
     assert placed["layers"]["1"]["w"].sharding == replicated
 
 
+def test_the_step_may_be_an_array(tmp_path):
+    with RunCheckpoints(tmp_path) as checkpoints:
+        for step in (np.int64(1), jnp.int32(2)):
+            checkpoints.save(step, {"w": jnp.ones(1)}, {}, wait=True)
+        assert checkpoints.steps() == [1, 2]
+
+
 def test_missing_steps_and_directories(tmp_path):
     checkpoints = RunCheckpoints(tmp_path / "nowhere")
     with pytest.raises(CheckpointError) as caught:

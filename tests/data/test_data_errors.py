@@ -118,6 +118,9 @@ def test_missing_tokenizer(corpus, tmp_path, monkeypatch):
         f"data.tokenizer: there is nothing at 'tokeniser.json'. Did you mean 'tokenizer.json'?\n"
         f"  Correct the path; it is relative to {str(tmp_path)!r}."
     )
+    found = message(text("corpus", tokenizer=str(tmp_path)))
+    assert "cannot be read: [Errno 21] Is a directory" in found
+    assert found.endswith("\n  Set data.tokenizer to bpe, bytes or the path of a tokenizer.json.")
 
 
 def test_image_paths(tmp_path, monkeypatch):

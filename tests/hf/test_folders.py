@@ -45,6 +45,12 @@ def test_dtypes(llama, tmp_path):
     np.testing.assert_array_equal(kernel, loaded.model.head.kernel[...].astype(jnp.float32))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", jnp.int8], ids=["name", "integer"])
+def test_dtypes_that_hold_no_weights_are_refused(llama, dtype):
+    with pytest.raises(ModelError, match=r"dtype=.* is not a floating-point dtype\.\n  Write it"):
+        hf.load(llama, dtype=dtype)
+
+
 def test_a_training_state_is_exported(llama, tmp_path):
     with sl.use(sl.make_mesh("fsdp=8"), sl.rules.FSDP):
         loaded = hf.load(llama, dtype=jnp.float32)
@@ -80,6 +86,11 @@ WRONG = {
         {"attention_bias": True, "hidden_act": "mish", "rope_parameters": {"rope_type": "dynamic"}},
         ConfigError,
         r"(?s)hidden_act is 'mish'.*attention_bias is True.*rope_type is 'dynamic'.*\n  Choose",
+    ),
+    "a scaling that is no object": (
+        {"rope_scaling": "yarn"},
+        ConfigError,
+        r"rope_scaling is 'yarn'; supported: null or an object.",
     ),
     "a part of each head": (
         {"partial_rotary_factor": 0.5},

@@ -331,5 +331,7 @@ def test_what_cannot_be_compared_is_refused():
         assert_equivalent(Model, loss, [batch(), short], "data=8")
     with pytest.raises(DataError, match="no batch to train on was given"):
         assert_equivalent(Model, loss, [], "data=8")
+    with pytest.raises(ModelError, match="steps=0 compares no training"):
+        assert_equivalent(Model, loss, batch(), "data=8", steps=0)
     with pytest.raises(MeshError, match="no mesh to compare was given"):
         assert_equivalent(Model, loss, batch(), [])

@@ -70,18 +70,22 @@ def test_a_batch_is_taken_from_wherever_it_lies(place):
     local(local.init(start()), batch)
 
 
-@pytest.mark.parametrize(
-    ("rows", "held"), [((16, 8), "x has 16, y has 8"), ((0, 0), "x has 0, y has 0")], ids=str
-)
-def test_leaves_have_the_same_number_of_rows(rows, held):
-    batch = {name: BATCH[name][:count] for name, count in zip(BATCH, rows, strict=True)}
+def test_a_batch_without_rows_is_refused():
+    batch = {name: array[:0] for name, array in BATCH.items()}
     for step in (sl.make_train_step(loss_fn), sl.make_eval_step(loss_fn)):
         with pytest.raises(DataError) as error:
             step(start(), batch)
-        assert str(error.value).startswith(
-            f"every leaf of a batch needs the same number of rows, at least 1: {held}.\n"
-            "  Reshape a leaf"
-        )
+        assert str(error.value) == "no leaf of the batch has a row.\n  Leave out empty batches."
+
+
+def test_leaves_may_differ_in_their_rows():
+    """As nodes and edges of graphs do."""
+
+    def with_edges(model, batch):
+        return loss_fn(model, batch) + jnp.mean(batch["edges"])
+
+    batch = {**BATCH, "edges": np.ones(32, np.float32)}
+    assert first_loss(batch, with_edges) == pytest.approx(first_loss(BATCH) + 1, rel=1e-6)
 
 
 def test_later_batches_are_moved_without_a_refusal_or_a_compilation(compilations):

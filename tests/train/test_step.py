@@ -286,12 +286,16 @@ def test_a_linen_model_with_keyword_arguments():
 def test_a_state_that_was_given_away(start):
     state, step = start(), sl.make_train_step(mean_loss)
     new, _ = step(state, BATCH)
-    with pytest.raises(ModelError) as error:
-        step(state, BATCH)
-    assert str(error.value) == (
-        "this state was already passed to a step, which donated its memory.\n"
-        "  Continue with the state that the step returned: state, metrics = step(state, batch)."
-    )
+    evaluate = sl.make_eval_step(mean_loss)
+    for given in (step, evaluate):
+        with pytest.raises(ModelError) as error:
+            given(state, BATCH)
+        assert str(error.value) == (
+            "this state was already passed to a step, which donated its memory.\n"
+            "  Continue with the state that the step returned: state, metrics = step(state, batch)."
+        )
+    whole = jax.jit(lambda state: evaluate(state, BATCH)["loss"].value)
+    assert whole(new) == evaluate(new, BATCH)["loss"].value
     step(new, BATCH)
 
 

@@ -92,8 +92,7 @@ def rope(
 def _read_rope(
     theirs: Mapping[str, Any], default_theta: float, partial: str | None, default_partial: float
 ) -> dict[str, Any]:
-    # transformers 5 joins the fields of version 4 in `rope_parameters`.
-    fields = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
+    fields = rope_fields(theirs)
     theta = fields.get("rope_theta", theirs.get("rope_theta", default_theta))
     ours: dict[str, Any] = {"rope_theta": theta, "rope_scaling": read_scaling(theirs, fields)}
     part = theirs.get(partial or "partial_rotary_factor", default_partial)
@@ -104,6 +103,16 @@ def _read_rope(
         head_dim = theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
         ours["rotary_dims"] = None if part == 1.0 else int(head_dim * part)
     return ours
+
+
+def rope_fields(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of rotary positions, which transformers 5 joins in `rope_parameters`."""
+    fields: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(given := theirs.get(name) or {}, Mapping):
+            raise ValueError(f"{name} is {given!r}; supported: null or an object.")
+        fields |= given
+    return fields
 
 
 def _write_rope(config: TransformerConfig, partial: str | None) -> dict[str, Any]:

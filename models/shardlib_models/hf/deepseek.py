@@ -8,7 +8,7 @@ from typing import Any
 from shardlib.errors import ModelError
 from shardlib.hf import Converter, Field, TensorRow, rows
 from shardlib.nn.attention import YarnScaling
-from shardlib_models.hf.decoder_fields import read_scaling, rope, without
+from shardlib_models.hf.decoder_fields import read_scaling, rope, rope_fields, without
 from shardlib_models.hf.llama import LLAMA
 from shardlib_models.transformer_config import TransformerConfig
 
@@ -67,8 +67,7 @@ def _scale(scaling: YarnScaling | None, head_size: int) -> float | None:
 
 
 def _read_scale(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {**(theirs.get("rope_scaling") or {}), **(theirs.get("rope_parameters") or {})}
-    ours = read_scaling(theirs, fields)
+    ours = read_scaling(theirs, rope_fields(theirs))
     if ours is not None and ours["kind"] != "yarn":
         raise ValueError(f"rope_type is {ours['kind']!r}; supported: 'default', 'yarn'.")
     size = theirs["qk_nope_head_dim"] + theirs["qk_rope_head_dim"]

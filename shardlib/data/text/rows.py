@@ -140,7 +140,7 @@ def _tokenizer(
     if config.tokenizer == "bytes":
         return BytesTokenizer()
     if config.tokenizer != "bpe":
-        if not Path(config.tokenizer).is_file():
+        if not Path(config.tokenizer).exists():
             raise DataError(f"data.tokenizer: {missing(config.tokenizer)}")
         return read_tokenizer(config.tokenizer, config.end_of_text)
 
