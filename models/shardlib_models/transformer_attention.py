@@ -1,7 +1,7 @@
 """Causal self-attention, with heads of their own or from latent vectors, and its cache."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ class KeyValues(NamedTuple):
         write = jax.lax.dynamic_update_slice
         return KeyValues(write(self.key, key[None], at), write(self.value, value[None], at))
 
-    def of_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of_layer(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         """Returns the keys and values of one layer."""
         take = functools.partial(jax.lax.dynamic_index_in_dim, index=layer, keepdims=False)
         return take(self.key), take(self.value)
@@ -122,7 +122,7 @@ class Attention(nnx.Module):
         in_cache: bool,
     ) -> jax.Array:
         config = self.config
-        options = {"scale": config.query_scale, "softcap": config.attention_softcap}
+        options: dict[str, Any] = {"scale": config.query_scale, "softcap": config.attention_softcap}
         if in_cache:
             # Rows beyond the newest position are still empty: they come later, so no query sees
             # them.

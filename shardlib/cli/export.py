@@ -20,6 +20,10 @@ def export(
             help="Its architecture, such as LlamaForCausalLM; default: the first that fits.",
         ),
     ] = None,
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter", help="Save the adapters of finetune alone, in PEFT's format."),
+    ] = False,
     mesh: Annotated[
         str | None,
         typer.Option(help="Mesh; default: the run's mesh if it fits the devices, else auto."),
@@ -27,10 +31,11 @@ def export(
 ) -> None:
     """Export the model of a run for the transformers library.
 
-    The folder gets safetensors files, config.json and the tokenizer.
+    The folder gets safetensors files, config.json and the tokenizer. Adapters are merged.
     """
     from shardlib.run.exporting import export as run_export
 
     name, step = one_step(run, None)
-    step = run_export(name, out, architecture=architecture, mesh=mesh, step=step, notify=warn)
+    options = {"architecture": architecture, "adapter": adapter, "mesh": mesh}
+    step = run_export(name, out, step=step, notify=warn, **options)
     print(f"exported step {step} of {name} to {out}")

@@ -9,6 +9,7 @@ from shardlib.checkpoint import CheckpointConfig
 from shardlib.config import Variants, configclass
 from shardlib.data import DataConfig, ImageData, TextData
 from shardlib.errors import ConfigError, MeshError, RuleError
+from shardlib.finetune.lora import LoraConfig
 from shardlib.import_paths import imported
 from shardlib.mesh import MeshConfig
 from shardlib.optim.build import OptimizerConfig
@@ -99,6 +100,9 @@ class RunConfig:
         Any, Variants(lambda: DATA_CONFIGS, key="kind", default="text", by_path=_data_config)
     ] = TextData()
     """The training data."""
+    finetune: LoraConfig | None = None
+    """Low-rank adapters (LoRA), trained in place of the parameters, which are frozen; null to train
+    all."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its schedule."""
     train: TrainConfig = TrainConfig()

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from shardlib import hf
 from shardlib.data.tokenizer import JsonTokenizer
+from shardlib.finetune import merge, save_adapter
 from shardlib.run.restore_model import Notify, restore_model
 from shardlib.train.offload import fetch
 
@@ -13,6 +14,7 @@ def export(
     folder: str,
     *,
     architecture: str | None = None,
+    adapter: bool = False,
     mesh: str | None = None,
     step: int | None = None,
     notify: Notify | None = None,
@@ -25,6 +27,8 @@ def export(
         run_dir: Directory of the run, which stays unchanged.
         folder: A folder that does not exist or is empty.
         architecture: See `shardlib.hf.save`.
+        adapter: Whether the adapters of a run with `finetune` are saved alone, in the format of
+            PEFT; otherwise they are merged into the model.
         mesh: The mesh; default: the run's mesh if it fits the devices, else `auto`.
         step: The checkpoint; default: the newest valid one of all places.
         notify: Called with each skipped checkpoint; by default it is logged.
@@ -36,14 +40,19 @@ def export(
         ConfigError: If the directory holds no run.
         CheckpointError: If the run has no valid checkpoint, or none of `step`, or the folder is not
             empty.
-        ModelError: If no architecture can express the model.
+        ModelError: If no architecture can express the model, or adapters are asked for and the run
+            trained none.
     """
     hf.refuse_full(Path(folder))
     restored = restore_model(run_dir, mesh=mesh, step=step, notify=notify)
     parts, state = restored.parts, restored.state
     params = fetch(parts.best_params(state))
     model = state.definition.module.merge(params, state.model_state, state.rng)
-    hf.save(model, folder, architecture=architecture)
+    if adapter:
+        base = getattr(parts.config.model, "init_from", None) or ""
+        save_adapter(model, folder, base=base, architecture=architecture)
+        return int(state.step)
+    hf.save(merge(model), folder, architecture=architecture)
     if isinstance(restored.tokenizer, JsonTokenizer):
         restored.tokenizer.save(Path(folder) / "tokenizer.json")
     return int(state.step)

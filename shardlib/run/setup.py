@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jaxtyping import PyTree
 
 from shardlib.data import ArrangedSource, MapSource, Source, open_data
+from shardlib.finetune import lora
 from shardlib.functional.precision import precision
 from shardlib.hardware import Cluster
 from shardlib.mesh import abstract_mesh, make_mesh, mesh_sizes
@@ -203,6 +204,7 @@ def setup(config: RunConfig, data: DataSpec, scope: Scope) -> Setup:
     abstract = abstract_state(
         model_maker(config, chosen, data),
         optimizer.transform,
+        wrt=None if config.finetune is None else nnx.LoRAParam,
         precision=config.precision,
         guards=config.train.guards,
         mesh=scope.mesh,
@@ -215,9 +217,10 @@ def setup(config: RunConfig, data: DataSpec, scope: Scope) -> Setup:
 
 
 def model_maker(config: RunConfig, family: ModelFamily, data: DataSpec) -> Callable[..., Any]:
-    """Returns `make(rngs)` for the model of a config."""
+    """Returns `make(rngs)` for the model of a config, with its adapters."""
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
-        return family.make(config.model, data, rngs)
+        model = family.make(config.model, data, rngs)
+        return model if config.finetune is None else lora(model, rngs=rngs, **vars(config.finetune))
 
     return make
