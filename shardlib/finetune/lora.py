@@ -13,7 +13,14 @@ from flax import nnx
 
 from shardlib.config import configclass
 from shardlib.errors import ModelError
-from shardlib.paths import matches, nearest_pattern
+from shardlib.finetune.projections import (
+    axes_of,
+    matched,
+    modules,
+    num_dims,
+    replace_module,
+    variable,
+)
 
 TARGETS = ("**/attention/*",)
 """Patterns over the paths of modules: by default all projections of attention."""
@@ -42,62 +49,55 @@ class LoraConfig:
 
 
 class Adapted(nnx.Module):
-    """A frozen projection with an adapter: `base(x) + scale * (x @ lora_a) @ lora_b`.
-
-    A projection is an `nnx.Linear`, or a module whose `kernel` has the dims of its inputs, as many
-    as `num_inputs`, before those of its outputs. In a stack of layers all have a leading dim.
-    """
+    """A frozen projection with an adapter: `base(x) + scale * (x @ lora_a) @ lora_b`."""
 
     def __init__(self, base: Any, rank: int, scale: float, *, rngs: nnx.Rngs):
         self.base, self.scale = base, scale
-        inputs, outputs = _split(base)
-        shape, names = base.kernel.shape, _axes(base.kernel)
-        leading = tuple(range(len(shape) - len(inputs) - len(outputs)))
-
-        def dims(*parts: int | None) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-            """Returns sizes and names of dims of the kernel; None stands for the rank."""
-            sizes = tuple(rank if part is None else shape[part] for part in parts)
-            return sizes, tuple("lora_rank" if part is None else names[part] for part in parts)
-
-        first, second = dims(*leading, *inputs, None), dims(*leading, None, *outputs)
+        (num_inputs, num_outputs), shape = num_dims(base), base.kernel.shape
+        names, num_dims_in = axes_of(base.kernel), len(shape) - num_outputs
+        leading = num_dims_in - num_inputs
+        self.num_inputs = num_inputs
+        first = (*shape[:num_dims_in], rank)
+        second = (*shape[:leading], rank, *shape[num_dims_in:])
         # Uniform with the variance of a projection; the second factor starts at 0, so that an
         # adapter changes nothing at first.
-        bound = 1.0 / math.sqrt(math.prod(shape[dim] for dim in inputs))
-        drawn = jax.random.uniform(rngs.params(), first[0], minval=-bound, maxval=bound)
-        self.lora_a = _factor(drawn, first[1])
-        self.lora_b = _factor(jnp.zeros(second[0]), second[1])
+        bound = 1.0 / math.sqrt(math.prod(shape[leading:num_dims_in]))
+        drawn = jax.random.uniform(rngs.params(), first, minval=-bound, maxval=bound)
+        rank_axis = "lora_rank" if any(names) else None
+        inner, outer = names[:num_dims_in], (*names[:leading], rank_axis, *names[num_dims_in:])
+        self.lora_a = variable(nnx.LoRAParam, drawn, (*inner, rank_axis))
+        self.lora_b = variable(nnx.LoRAParam, jnp.zeros(second), outer)
 
     def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
         """Returns the adapted outputs of `x` [..., inputs]; other arguments are those of `base`."""
         y = self.base(x, *args)
-        num_inputs = len(_split(self.base)[0])
-        contracted = tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs))
+        first = x.ndim - self.num_inputs
+        contracted = tuple(range(first, x.ndim)), tuple(range(self.num_inputs))
         a, b = (factor[...].astype(x.dtype) for factor in (self.lora_a, self.lora_b))
         low = jax.lax.dot_general(x, a, (contracted, ((), ())))
         change = self.scale * jax.lax.dot_general(low, b, (((low.ndim - 1,), (0,)), ((), ())))
         if change.shape != y.shape:
             # Copies of each entry of the first output dim, as `base` makes them.
-            dim = x.ndim - num_inputs
-            change = jnp.repeat(change, y.shape[dim] // change.shape[dim], axis=dim)
+            change = jnp.repeat(change, y.shape[first] // change.shape[first], axis=first)
         return y + change
 
     def merged(self) -> Any:
         """Returns the projection with the adapter in its kernel: computed in float32, rounded
         once."""
-        kernel = self.base.kernel
-        inputs, _ = _split(self.base)
-        leading = tuple(range(self.lora_a[...].ndim - len(inputs) - 1))
+        kernel, a, b = self.base.kernel, self.lora_a[...], self.lora_b[...]
+        leading = tuple(range(a.ndim - self.num_inputs - 1))
+        dims = ((a.ndim - 1,), (len(leading),)), (leading, leading)
 
         def add(kernel: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
             a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-            dims = ((a.ndim - 1,), (len(leading),)), (leading, leading)
             change = jax.lax.dot_general(a, b, dims, precision=jax.lax.Precision.HIGHEST)
             return (kernel.astype(jnp.float32) + self.scale * change).astype(kernel.dtype)
 
         value = kernel[...]
-        add = jax.jit(add, out_shardings=getattr(value, "sharding", None))
+        placed = value.sharding if isinstance(kernel, nnx.Variable) else None
+        whole = jax.jit(add, out_shardings=placed)(value, a, b)
         base = nnx.clone(self.base)
-        base.kernel = kernel.replace(add(value, self.lora_a[...], self.lora_b[...]))
+        base.kernel = variable(nnx.Param, whole, axes_of(kernel))
         return base
 
 
@@ -128,20 +128,8 @@ def lora(
     if faults:
         raise ModelError("\n".join(faults) + "\n  Take rank=8 and alpha=16, the defaults.")
     model = nnx.merge(*nnx.split(model))
-    found = projections(model)
-    unmatched = [p for p in targets if not any(matches(p, path) for path in found)]
-    if unmatched or not targets:
-        shown = ", ".join([*found][:8]) + (", ..." if len(found) > 8 else "")
-        raise ModelError(
-            "".join(
-                f"targets: {pattern!r} matches no projection.{nearest_pattern(pattern, found)}\n"
-                for pattern in unmatched
-            )
-            + f"  Give patterns that match some of these: {shown or 'none'}."
-        )
-    for path, base in found.items():
-        if any(matches(pattern, path) for pattern in targets):
-            _replace(model, path, Adapted(base, rank, alpha / rank, rngs=rngs))
+    for path, base in matched(model, targets).items():
+        replace_module(model, path, Adapted(base, rank, alpha / rank, rngs=rngs))
     return model
 
 
@@ -150,67 +138,10 @@ def merge(source: Any) -> Any:
     model = getattr(source, "model", source)
     model = nnx.merge(*nnx.split(model))
     for path, module in adapters(model).items():
-        _replace(model, path, module.merged())
+        replace_module(model, path, module.merged())
     return model
 
 
 def adapters(model: nnx.Module) -> dict[str, Adapted]:
     """Returns the adapted projections of a model by path."""
-    return {path: module for path, module in _modules(model) if isinstance(module, Adapted)}
-
-
-def projections(model: nnx.Module) -> dict[str, Any]:
-    """Returns the projections of a model that can get an adapter, by path."""
-    inner = tuple(f"{path}/" for path in adapters(model))
-    return {
-        path: module
-        for path, module in _modules(model)
-        if _is_projection(module) and path and not path.startswith(inner)
-    }
-
-
-def _modules(model: nnx.Module) -> list[tuple[str, Any]]:
-    return [
-        ("/".join(map(str, path)), node)
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, nnx.Module)
-    ]
-
-
-def _is_projection(module: Any) -> bool:
-    kernel = getattr(module, "kernel", None)
-    if not isinstance(kernel, nnx.Param) or not callable(module):
-        return False
-    # A kernel that must stay in float32 is a router, which is read past its module.
-    is_kept = kernel.get_metadata().get("float32", False)
-    return not is_kept and (isinstance(module, nnx.Linear) or hasattr(module, "num_inputs"))
-
-
-def _split(module: Any) -> tuple[list[int], list[int]]:
-    """Returns the dims of inputs and of outputs of a kernel, counted from its end."""
-    num_inputs = getattr(module, "num_inputs", 1)
-    num_outputs = len(getattr(module, "outputs", (None,)))
-    total = num_inputs + num_outputs
-    return list(range(-total, -num_outputs)), list(range(-num_outputs, 0))
-
-
-def _axes(kernel: nnx.Variable) -> tuple[Any, ...]:
-    names = kernel.get_metadata().get("out_sharding")
-    return tuple(names) if names is not None else (None,) * len(kernel.shape)
-
-
-def _factor(value: jax.Array, names: tuple[Any, ...]) -> nnx.LoRAParam:
-    if all(name in (None, "lora_rank") for name in names):
-        return nnx.LoRAParam(value)
-    return nnx.LoRAParam(value, out_sharding=names, eager_sharding=False)
-
-
-def _replace(model: nnx.Module, path: str, module: Any) -> None:
-    *outer, name = path.split("/")
-    parent: Any = model
-    for part in outer:
-        parent = parent[int(part)] if part.isdecimal() else getattr(parent, part)
-    if name.isdecimal():
-        parent[int(name)] = module
-    else:
-        setattr(parent, name, module)
+    return {path: one for path, one in modules(model).items() if isinstance(one, Adapted)}

@@ -13,7 +13,8 @@ from typing import Any
 from flax import nnx
 
 from shardlib.errors import CheckpointError, ModelError
-from shardlib.finetune.lora import adapters, lora, projections
+from shardlib.finetune.lora import adapters, lora
+from shardlib.finetune.projections import axes_of, num_dims, projections
 from shardlib.functional import functional
 from shardlib.hf.architecture import Architecture
 from shardlib.hf.load import Loaded, parameters, placements, read_parameters
@@ -200,8 +201,7 @@ def _dims(row: TensorRow | None, base: Any) -> tuple[list[Dim], list[Dim]]:
     """Returns the dims of inputs and of outputs of a tensor; none if it joins several kernels."""
     if row is None or any(dim.inner is not None for dim in row.dims):
         return [], []
-    names = base.kernel.get_metadata().get("out_sharding") or ()
-    outputs = set(names[-len(getattr(base, "outputs", (None,))) :])
+    outputs = set(axes_of(base.kernel)[-num_dims(base)[1] :])
     of_outputs = [dim for dim in row.dims if outputs.issuperset(dim.outer)]
     return [dim for dim in row.dims if dim not in of_outputs], of_outputs
 

@@ -1,0 +1,98 @@
+"""The projections of a model: modules whose `kernel` maps dims of inputs to dims of outputs.
+
+A projection is an `nnx.Linear`, or a module whose kernel has the dims of its inputs, as many as
+`num_inputs`, before those of its outputs, named in `outputs`. In a stack of layers the kernel has
+leading dims.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+
+from shardlib.errors import ModelError
+from shardlib.paths import matches, nearest_pattern
+
+
+def modules(model: nnx.Module) -> dict[str, Any]:
+    """Returns all modules of a model by path."""
+    return {
+        "/".join(map(str, path)): node
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, nnx.Module)
+    }
+
+
+def projections(model: nnx.Module) -> dict[str, Any]:
+    """Returns the projections of a model without adapters, by path."""
+    found = modules(model)
+    adapted = tuple(f"{path}/" for path, module in found.items() if hasattr(module, "lora_a"))
+    return {
+        path: module
+        for path, module in found.items()
+        if path and _is_projection(module) and not path.startswith(adapted)
+    }
+
+
+def matched(model: nnx.Module, targets: Sequence[str]) -> dict[str, Any]:
+    """Returns the projections whose path matches a pattern.
+
+    Raises:
+        ModelError: If a pattern matches none; the message lists all such patterns.
+    """
+    found = projections(model)
+    unmatched = [one for one in targets if not any(matches(one, path) for path in found)]
+    if unmatched or not targets:
+        shown = ", ".join([*found][:8]) + (", ..." if len(found) > 8 else "")
+        raise ModelError(
+            "".join(
+                f"targets: {pattern!r} matches no projection.{nearest_pattern(pattern, found)}\n"
+                for pattern in unmatched
+            )
+            + f"  Give patterns that match some of these: {shown or 'none'}."
+        )
+    return {
+        path: module
+        for path, module in found.items()
+        if any(matches(pattern, path) for pattern in targets)
+    }
+
+
+def num_dims(module: Any) -> tuple[int, int]:
+    """Returns the numbers of dims of inputs and of outputs of a projection's kernel."""
+    return getattr(module, "num_inputs", 1), len(getattr(module, "outputs", (None,)))
+
+
+def axes_of(kernel: Any) -> tuple[Any, ...]:
+    """Returns the logical axes of a kernel, None for each dim without."""
+    names = kernel.get_metadata().get("out_sharding")
+    return tuple(names) if names is not None else (None,) * len(kernel.shape)
+
+
+def variable(kind: type[nnx.Variable], value: Any, names: Sequence[Any]) -> nnx.Variable:
+    """Returns a variable with logical axes, if any dim has one."""
+    if not any(names):
+        return kind(value)
+    # Logical names are not mesh axes, so Flax must not place the new value by them.
+    return kind(value, out_sharding=tuple(names), eager_sharding=False)
+
+
+def replace_module(model: nnx.Module, path: str, module: Any) -> None:
+    """Puts a module into the place of another."""
+    *outer, name = path.split("/")
+    parent: Any = model
+    for part in outer:
+        parent = parent[int(part)] if part.isdecimal() else getattr(parent, part)
+    if name.isdecimal():
+        parent[int(name)] = module
+    else:
+        setattr(parent, name, module)
+
+
+def _is_projection(module: Any) -> bool:
+    kernel: Any = getattr(module, "kernel", None)
+    if not hasattr(kernel, "get_metadata") or not callable(module):
+        return False
+    # A kernel that must stay in float32 is a router, which is read past its module.
+    is_kept = kernel.get_metadata().get("float32", False)
+    return not is_kept and (isinstance(module, nnx.Linear) or hasattr(module, "num_inputs"))

@@ -1,0 +1,161 @@
+"""Frozen kernels in 8 or 4 bits, which shrink the base of a fine-tuning run.
+
+- `int8`: one scale for each output; the largest weight is 127.
+- `nf4`: 16 levels that hold equal shares of a normal distribution, two weights a byte, one scale
+  for 64 weights along the last dim of the inputs.
+
+A kernel is widened where it is read, so that the modules that read it stay as they are.
+
+Source: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs", sec. 3 and appendix E
+(the levels of NormalFloat); Dettmers et al. 2022, "LLM.int8()", sec. 2, for scales by output.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from shardlib.errors import ModelError, did_you_mean
+from shardlib.finetune.projections import axes_of, matched, num_dims, variable
+
+Kind = Literal["int8", "nf4"]
+
+_BLOCK = 64
+_LEVELS = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
+
+
+class Frozen(nnx.Variable):
+    """A part of a quantized kernel, which is not trained."""
+
+
+class QuantizedKernel(nnx.Module):
+    """A kernel in few bits, read as `kernel[...]` like a parameter; see the module.
+
+    Dims before those of inputs and outputs, as in a stack of layers, are kept.
+    """
+
+    def __init__(self, kernel: Any, kind: Kind, num_inputs: int, num_outputs: int):
+        """Args: the kernel, the kind, and its numbers of dims for inputs and for outputs."""
+        self.kind, self.num_outputs = kind, num_outputs
+        self.names = axes_of(kernel)
+        last = len(kernel.shape) - num_outputs
+        if kind == "int8":
+            values, scales = _to_int8(kernel[...], tuple(range(last - num_inputs, last)))
+            scaled = range(last - num_inputs, last)
+        else:
+            values, scales = _to_nf4(kernel[...], last - 1)
+            scaled = range(last - 1, last)
+        # Few scales: the dims that they sum up are not divided.
+        names = tuple(None if dim in scaled else name for dim, name in enumerate(self.names))
+        self.values = variable(Frozen, values, self.names)
+        self.scales = variable(Frozen, scales, names)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the kernel."""
+        shape = self.values[...].shape
+        if self.kind == "int8":
+            return shape
+        last = len(shape) - self.num_outputs - 1
+        return (*shape[:last], 2 * shape[last], *shape[last + 1 :])
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims of the kernel."""
+        return len(self.shape)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Returns the logical axes of the kernel, as a parameter has them in its metadata."""
+        return {"out_sharding": self.names[len(self.names) - self.ndim :]}
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        """Returns the kernel, or a part of it, in the dtype of the scales."""
+        values, scales = self.values[...], self.scales[...]
+        if self.kind == "int8":
+            return (values.astype(scales.dtype) * scales)[index]
+        last = values.ndim - self.num_outputs - 1
+        codes = jnp.stack([values >> 4, values & 15], axis=last + 1)
+        levels = jnp.asarray(_LEVELS, scales.dtype)[codes.astype(jnp.int32)]
+        blocked = levels.reshape(*scales.shape[: last + 1], -1, *scales.shape[last + 1 :])
+        return (blocked * jnp.expand_dims(scales, last + 1)).reshape(self.shape)[index]
+
+
+def quantize(model: nnx.Module, kind: Kind, *, targets: Sequence[str] = ("layers/**",)) -> Any:
+    """Returns a model whose projections hold their kernels in few bits; `model` is not changed.
+
+    Apply it before `lora`: a quantized kernel is frozen.
+
+    Args:
+        model: Any NNX model.
+        kind: `int8` or `nf4`.
+        targets: Patterns over the paths of projections; by default those in `layers`.
+
+    Raises:
+        ModelError: If the kind is unknown, a pattern matches no projection, or a kernel does not
+            divide into pairs of weights for `nf4`; the message lists all such kernels.
+    """
+    if kind not in get_args(Kind):
+        raise ModelError(
+            f"no quantization is called {kind!r}.{did_you_mean(str(kind), get_args(Kind))}\n"
+            f"  Choose one of: {', '.join(get_args(Kind))}."
+        )
+    model = nnx.merge(*nnx.split(model))
+    found = matched(model, targets)
+    odd = [path for path, one in found.items() if kind == "nf4" and _last_input(one) % 2]
+    if odd:
+        raise ModelError(
+            f"nf4 holds pairs of weights, but the inputs of {', '.join(odd)} are of odd size.\n"
+            "  Leave them out of targets, or use int8."
+        )
+    for module in found.values():
+        module.kernel = QuantizedKernel(module.kernel, kind, *num_dims(module))
+    return model
+
+
+def _last_input(module: Any) -> int:
+    """Returns the size of the last dim of the inputs."""
+    shape, (_, num_outputs) = module.kernel.shape, num_dims(module)
+    return shape[len(shape) - num_outputs - 1]
+
+
+def _to_int8(kernel: jax.Array, dims: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    largest = jnp.max(jnp.abs(kernel.astype(jnp.float32)), axis=dims, keepdims=True)
+    scales = jnp.where(largest > 0, largest, 1.0) / 127.0
+    return jnp.round(kernel.astype(jnp.float32) / scales).astype(jnp.int8), scales
+
+
+def _to_nf4(kernel: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
+    size = kernel.shape[dim]
+    block = next(n for n in range(min(_BLOCK, size), 0, -1) if size % n == 0)
+    shape = (*kernel.shape[:dim], size // block, block, *kernel.shape[dim + 1 :])
+    blocks = kernel.astype(jnp.float32).reshape(shape)
+    largest = jnp.max(jnp.abs(blocks), axis=dim + 1, keepdims=True)
+    scales = jnp.where(largest > 0, largest, 1.0)
+    middles = jnp.asarray((_LEVELS[1:] + _LEVELS[:-1]) / 2)
+    codes = jnp.searchsorted(middles, blocks / scales).astype(jnp.uint8).reshape(kernel.shape)
+    pairs = codes.reshape(*kernel.shape[:dim], size // 2, 2, *kernel.shape[dim + 1 :])
+    first, second = (jax.lax.index_in_dim(pairs, n, dim + 1, keepdims=False) for n in (0, 1))
+    return (first << 4) | second, jnp.squeeze(scales, dim + 1)
