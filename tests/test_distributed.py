@@ -246,19 +246,16 @@ def test_cpu_devices_that_cannot_be_had():
             try:
                 print(local_cpu_devices(wanted, processes=processes))
             except DistributedError as error:
-                print(error)
+                print(str(error).splitlines()[0])
             if wanted == 8:
                 jax.config.update("jax_num_cpu_devices", -1) if processes == 3 else None
                 jax.devices()
     """)
-    assert result.stdout == (
-        "8 CPU devices cannot be divided evenly over 3 processes.\n"
-        "  Ask for a multiple of 3 devices (train.cpu_devices in a config).\n"
-        "1\n"
-        "4 CPU devices are requested, but JAX is already running with 1.\n"
-        "  Ask for them before the first use of JAX, or set JAX_NUM_CPU_DEVICES=4 before starting "
-        "Python.\n"
-    ), result.stderr
+    assert result.stdout.splitlines() == [
+        "8 CPU devices cannot be divided evenly over 3 processes.",
+        "1",
+        "4 CPU devices are requested, but JAX is already running with 1.",
+    ], result.stderr
 
 
 # Detection
@@ -305,7 +302,7 @@ def test_slurm_tasks_share_the_gpus_of_their_node():
     uneven = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8,2", "SLURM_LOCALID": "1"}
     assert slurm_local_devices(uneven) == [4, 5, 6, 7]
     assert slurm_local_devices({k: v for k, v in SLURM.items() if "GPUS" not in k}) is None
-    with pytest.raises(DistributedError, match="3 Slurm tasks cannot.*\n  Set --ntasks-per-node"):
+    with pytest.raises(DistributedError, match=r"3 Slurm tasks cannot.*\n  Set --ntasks-per-node"):
         slurm_local_devices(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)"})
 
 
