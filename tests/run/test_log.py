@@ -150,18 +150,13 @@ def test_other_processes_write_nothing(parts, tmp_path, capsys):
 
 def test_a_foreign_line_is_named_and_keeps_no_run_from_going_on(parts, tmp_path):
     path = tmp_path / "run" / "events.jsonl"
-    with Attempt(parts, tmp_path / "run").log:
-        pass
     path.parent.mkdir()
     path.write_text('{"time": "2026-01-01T00:00:00.000Z", "kind": "end"}\nhello\n{"ti')
     attempt = Attempt(parts, tmp_path / "run")
     with attempt.log:
         attempt.go(0, 1)
-    with pytest.raises(ShardlibError) as error:
+    with pytest.raises(ShardlibError, match=r"events.jsonl:2: not an event: 'hello'\.\n  Remove"):
         read_events(tmp_path / "run")
-    assert str(error.value) == (
-        f"{path}:2: not an event: 'hello'.\n  Remove that line, or move the file away."
-    )
     path.write_text(path.read_text().replace("hello\n", ""))
     assert [event["kind"] for event in read_events(path.parent)] == ["end", "start", "end"]
     assert read_events(tmp_path / "nowhere") == []
