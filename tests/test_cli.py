@@ -37,10 +37,6 @@ def test_help_lists_the_commands_without_importing_jax():
     assert done.stdout.endswith("heavy: []\n")
 
 
-def test_version(shardlib):
-    assert shardlib("--version") == (0, "shardlib 0.1.0\n", "")
-
-
 def test_a_misspelt_command_exits_2(shardlib):
     code, out, err = shardlib("trian")
     assert (code, out) == (2, "")
@@ -100,31 +96,20 @@ def test_other_failures_exit_1(shardlib, tmp_path):
     assert str(tmp_path) in err
 
 
-def test_a_directory_that_is_not_there_is_a_wrong_request(shardlib, tmp_path):
-    for command in (("generate",), ("checkpoint", "ls"), ("checkpoint", "verify")):
-        assert shardlib(*command, str(tmp_path / "none")) == (
-            2,
-            "",
-            f"ConfigError: no such directory: {tmp_path}/none.\n"
-            "  Pass a run directory created by `shardlib train`.\n",
-        )
-
-
 def test_a_directory_without_a_run_is_a_wrong_request(shardlib, tmp_path):
-    assert shardlib("train", tmp_path) == (
-        2,
-        "",
-        f"ConfigError: {tmp_path} does not hold a run: config.yaml is missing.\n"
-        "  Pass a run directory created by `shardlib train`.\n",
-    )
+    fix = "\n  Pass a run directory created by `shardlib train`.\n"
+    none = f"ConfigError: no such directory: {tmp_path}/none.{fix}"
+    for command in (("generate",), ("checkpoint", "ls"), ("checkpoint", "verify")):
+        assert shardlib(*command, str(tmp_path / "none")) == (2, "", none)
+    empty = f"ConfigError: {tmp_path} does not hold a run: config.yaml is missing.{fix}"
+    assert shardlib("train", tmp_path) == (2, "", empty)
 
 
 def test_a_config_may_come_from_a_pipe(tmp_path):
     pipe = tmp_path / "config.yaml"
     os.mkfifo(pipe)
-    found = subprocess.Popen(
-        [sys.executable, "-m", "shardlib", "explain", str(pipe)], stderr=subprocess.PIPE, text=True
-    )
+    words = [sys.executable, "-m", "shardlib", "explain", str(pipe)]
+    found = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     pipe.write_text("trian: {}\n")
     assert f"{pipe}:1: trian: unknown key. Did you mean 'train'?" in found.communicate()[1]
 
@@ -180,16 +165,9 @@ def test_devices_shows_devices_and_the_automatic_mesh(shardlib):
     facts = json.loads(out)
     assert (code, err, facts["auto_mesh"]) == (0, "", {"fsdp": 8})
     assert [device["id"] for device in facts["devices"]] == list(range(8))
-    assert facts["devices"][0] == {
-        "id": 0,
-        "process": 0,
-        "platform": "cpu",
-        "kind": "cpu",
-        "memory_bytes": None,
-        "chip": None,
-        "bf16_flops_per_second": None,
-        "memory_bytes_per_second": None,
-    }
+    unknown = ("memory_bytes", "chip", "bf16_flops_per_second", "memory_bytes_per_second")
+    known = {"id": 0, "process": 0, "platform": "cpu", "kind": "cpu"}
+    assert facts["devices"][0] == known | dict.fromkeys(unknown)
 
 
 TINY = """
@@ -319,17 +297,14 @@ def test_explain_strict_fails_for_faults_that_no_baseline_accepts(shardlib, tiny
 
 @pytest.mark.mesh
 def test_explain_strict_fails_for_faults_that_only_the_second_step_has(shardlib, tiny):
-    indivisible = "model.embed_dim=12"
-    both = ["model.vocab_size=30000", "rules.params.vocab=null"]
-    both += ["rules.params.embed=[fsdp, null]"]
+    faulty = ["model.embed_dim=12", "model.vocab_size=30000"]
+    faulty += ["rules.params.vocab=null", "rules.params.embed=[fsdp, null]"]
     words = ["explain", "--strict", "--on", "cpu:8", "--diff", tiny]
-    code, out, _ = shardlib(*words, indivisible, *both)
-    assert "new fault: SL101 head/kernel" in out
-    assert code == 1
+    code, out, _ = shardlib(*words, *faulty)
+    assert (code, "new fault: SL101 head/kernel" in out) == (1, True)
     # Faults that both have are no change.
-    code, out, _ = shardlib(*words, tiny, indivisible, *both)
-    assert out.endswith("the steps do not differ\n")
-    assert code == 0
+    code, out, _ = shardlib(*words, tiny, *faulty)
+    assert (code, out.endswith("the steps do not differ\n")) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -371,27 +346,18 @@ def test_explain_refuses_what_it_could_not_write_before_it_compiles(
         assert shardlib("explain", tiny, *words) == (2, "", f"ConfigError: {message}")
 
 
-@pytest.mark.parametrize("columns", [None, 80, 60])
+@pytest.mark.parametrize(("columns", "widest"), [("", 160), ("60", 60)])
 def test_reports_are_as_wide_as_columns_says_and_160_in_a_pipe(
-    shardlib, tiny, monkeypatch, columns
+    shardlib, tiny, monkeypatch, columns, widest
 ):
-    if columns is not None:
-        monkeypatch.setenv("COLUMNS", str(columns))
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
     code, out, err = shardlib("explain", tiny)
     assert (code, err) == (0, "")
-    lines = [line.rstrip() for line in out.splitlines()]
-    widest = max(map(len, lines))
-    if columns is None:
-        assert 110 < widest <= 160
-        assert any("parameter" in line and "┃" in line for line in lines)
-    else:
-        assert widest <= columns
-        assert "layers/attention/query/kernel" in lines  # A row of its own, whole.
-        assert "metadata" in out
+    assert 0.6 * widest < max(len(line.rstrip()) for line in out.splitlines()) <= widest
 
 
-@pytest.mark.parametrize("words", [["--version"], ["shardlib", "--version"]])
-def test_launch_runs_the_command_in_every_process(words):
-    done = python("-m", "shardlib", "launch", "--processes", "2", "--", *words)
+def test_launch_runs_the_command_in_every_process():
+    done = python("-m", "shardlib", "launch", "--processes", "2", "--", "shardlib", "--version")
     assert done.returncode == 0
     assert done.stdout.count("shardlib 0.1.0") == 2

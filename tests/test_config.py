@@ -100,11 +100,9 @@ def faults(cls, path=None, overrides=()):
 
 
 def test_a_configclass_is_an_ordinary_frozen_dataclass():
-    train = Train(steps=4)
-    assert train == Train(steps=4)
-    assert hash(train) == hash(Train(steps=4))
+    assert hash(Train(steps=4)) == hash(Train(steps=4))
     with pytest.raises(FrozenInstanceError):
-        train.steps = 5
+        Train().steps = 5
     with pytest.raises(TypeError):
         Train(4)
 
@@ -234,10 +232,8 @@ def test_all_faults_are_reported_at_once_where_they_were_written(write):
         (["train.steps=true"], "train.steps=true: expected an integer, got 'true'."),
         (["train.steps=a://" + "b" * 80 + "@c"], "train.steps=a://***@c: expected an integer, got "
          "'a://***@c'."),
-        (["train=13"], "train=13: expected a section of keys, got '13'."),
         (["train.steps.x=1"], "train.steps.x=1: train.steps: expected an integer, "
          "got a mapping of 'x'."),
-        (["train={steps: x}"], "train={steps: x}: train.steps: expected an integer, got 'x'."),
         (["train.steps=13"], "train.steps=13: train: 13 steps bring bad luck.\n    Take 12."),
         (["train.lr=7"], "train.lr=7: train: a mesh cannot have the rate 7."),
         (["train.tags=[a"], "train.tags=[a: not YAML: expected ',' or ']', but got "
@@ -249,8 +245,6 @@ def test_all_faults_are_reported_at_once_where_they_were_written(write):
          "so '1' must be an index below that."),
         (["model=big"], "model=big: expected a section with the key 'name', got 'big'. "
          "Write model.name=big."),
-        (["model.name=[big]"], "model.name=[big]: a list of 1 is not one of 'small', 'big'."),
-        (["model.name=big"], "model.depth: missing required key (an integer)."),
     ],
 )  # fmt: skip
 def test_one_fault_of_an_override(overrides, message):
@@ -269,7 +263,6 @@ def test_one_fault_of_an_override(overrides, message):
         ("a:\n\tb: 1", "x.yaml:2: not a YAML document: found character '\\t' that cannot start any "
          "token; indent with spaces."),
         ("a: *b", "x.yaml:1: not a YAML document: found undefined alias 'b'."),
-        ("- 1\n- 2", "x.yaml: expected a section of keys, got a list of 2."),
         ("run_dir: !!python/name:os.system", "x.yaml:1: run_dir: the tag !!python/name:os.system "
          "is not allowed here."),
         ("run_dir: a\n? [a]\n: 1", "x.yaml:2: a key must be text."),
@@ -279,8 +272,6 @@ def test_one_fault_of_an_override(overrides, message):
          "  x.yaml:4: train.lr: lr is negative.\n      Flip it.\n"
          "  x.yaml:2: train: remat: not here.\n"
          "  x.yaml:3: train.clip: clip 3 is odd."),
-        ("run_dir: a\nmodel:\n  name: 3", "x.yaml:3: model.name: '3' is not one of "
-         "'small', 'big'."),
         ("run_dir: a\ntrain:\n  <<: 3", "x.yaml:3: train: << merges mappings only."),
     ],
 )  # fmt: skip
@@ -327,36 +318,19 @@ def test_a_file_that_holds_more_than_any_config(write, case):
     assert faults(Root, write(text + "\n")) == message
 
 
-def test_a_file_without_end():
-    assert faults(Root, "/dev/zero") == (
-        "/dev/zero: more than 262,144 bytes, but a config has at most 262,144."
+def test_an_override_or_a_file_without_end():
+    assert "command line: train.tags: values nest more than 64 deep" in faults(
+        Root, None, ["run_dir=a", f"train.tags={'[' * 5000}{']' * 5000}"]
     )
-
-
-@pytest.mark.parametrize("depth", [65, 5000])
-def test_an_override_that_is_too_deep(depth):
-    assert faults(Root, None, ["run_dir=a", f"train.tags={'[' * depth}{']' * depth}"]) == (
-        "command line: train.tags: values nest more than 64 deep, which no config does."
-    )
+    assert faults(Root, "/dev/zero").startswith("/dev/zero: more than 262,144 bytes, but a config")
 
 
 def test_a_missing_or_unreadable_file_is_named(write):
-    write("run_dir: a", "quickstart.yaml")
-    assert faults(Root, "quickstrat.yaml") == (
-        "quickstrat.yaml: no such config file. Did you mean 'quickstart.yaml'?"
-    )
-    assert faults(Root, "none/a.yaml") == "none/a.yaml: no such config file."
+    assert config.load(Train, write("# nothing")) == Train()
+    assert faults(Root, "y.yaml") == "y.yaml: no such config file. Did you mean 'x.yaml'?"
     assert faults(Root, ".") == ".: the config file cannot be read: Is a directory."
     pathlib.Path("latin.yaml").write_bytes(b"run_dir: \xe9")
-    assert faults(Root, "latin.yaml") == (
-        "latin.yaml: the config file cannot be read: it is not UTF-8 text."
-    )
-
-
-def test_an_empty_file_gives_the_defaults_and_names_what_is_required(write):
-    assert config.load(Train, write("")) == Train()
-    assert config.load(Train, write("# nothing")) == Train()
-    assert faults(Root, write("train:\n")) == "x.yaml: run_dir: missing required key (text)."
+    assert faults(Root, "latin.yaml").endswith("cannot be read: it is not UTF-8 text.")
 
 
 def test_anchors_and_merge_keys_expand(write):
@@ -375,12 +349,8 @@ def test_anchors_and_merge_keys_expand(write):
 
 
 def test_variants_without_a_default_require_their_key(write):
-    assert faults(Strict, write("text: b")) == (
-        "x.yaml: model: missing required key (a section with the key 'name')."
-    )
-    assert faults(Strict, write("text: b\nmodel: {width: 3}")) == (
-        "x.yaml:2: model.name: missing required key (one of 'small', 'big')."
-    )
+    fault = "model: missing required key (a section with the key 'name')."
+    assert faults(Strict, write("text: b")) == f"x.yaml: {fault}"
     assert config.load(Strict, None, ["model.name=small"]).model == Small()
 
 
@@ -389,13 +359,8 @@ def test_variants_must_carry_their_names():
     class Nameless:
         width: int = 3
 
-    marker = Variants(lambda: {"nameless": Nameless})
-    with pytest.raises(TypeError) as caught:
-        marker.classes()
-    assert str(caught.value).endswith(
-        "Nameless is registered as 'nameless', so it needs the field "
-        "name: Literal['nameless'] = 'nameless'."
-    )
+    with pytest.raises(TypeError, match=r"Nameless .*needs the field name: Literal\['nameless'\]"):
+        Variants(lambda: {"nameless": Nameless}).classes()
 
 
 @configclass
@@ -426,40 +391,26 @@ def test_a_type_that_a_config_cannot_hold_is_refused(hint):
 
 
 def test_from_dict_takes_typed_data_strictly():
-    data = config.to_dict(Root(run_dir="a", model=Big(depth=2), sources=(Source(path="b"),)))
-    assert config.from_dict(Root, data, "checkpoint") == Root(
-        run_dir="a", model=Big(depth=2), sources=(Source(path="b"),)
-    )
-    with pytest.raises(ConfigError) as caught:
+    root = Root(run_dir="a", model=Big(depth=2), sources=(Source(path="b"),))
+    assert config.from_dict(Root, config.to_dict(root), "checkpoint") == root
+    fault = r"(?s)steps: expected an integer, got true.*lr: expected a number, got '1'.*old: unkn"
+    with pytest.raises(ConfigError, match=fault):
         config.from_dict(Train, {"steps": True, "lr": "1", "old": 1}, "checkpoint")
-    assert (
-        str(caught.value)
-        == textwrap.dedent("""\
-        the configuration has 3 faults:
-          checkpoint: steps: expected an integer, got true.
-          checkpoint: lr: expected a number, got '1'.
-          checkpoint: old: unknown key. The keys here are steps, lr, clip, remat, async_save, tags, betas.""")  # noqa: E501
-    )
 
 
 def test_keys_lists_sections_and_variants_with_the_defaults_in_force():
     keys = config.keys(Root)
-    assert keys[:6] == [
+    assert keys[:5] == [
         Key("run_dir", "text", "", "Where the run is written."),
         Key("model.name", "'small' | 'big'", "small", "Which model."),
         Key("model.width", "integer", "8", "Width of the layers.", "name=small"),
         Key("model.width", "integer", "80", "", "name=big"),
         Key("model.depth", "integer", "", "How many layers.", "name=big"),
-        Key("train.steps", "integer", "5", "Optimizer steps."),
     ]
-    assert keys[0].required
-    assert not keys[1].required
+    assert [key.required for key in keys[:2]] == [True, False]
     by_path = {key.path: key for key in keys}
-    assert by_path["eval"].type_text == "section | null"
-    assert by_path["eval.steps"].default_text == "3"
+    assert (by_path["train.steps"].default_text, by_path["eval.steps"].default_text) == ("5", "3")
     assert by_path["mesh"].type_text == "'auto' | text | mapping of text to integer | text"
-    assert by_path["train.betas"].type_text == "list of 2: number, number"
-    assert by_path["train.remat"].default_text == "'none'"
     assert by_path["sources[].path"].required
 
 
@@ -485,18 +436,11 @@ def test_the_json_schema_accepts_what_load_accepts():
 def test_diff_names_what_differs():
     old = Root(run_dir="a", model=Small(), train=Train(tags=("a",)))
     new = Root(run_dir="a", model=Big(depth=2), train=Train(tags=("a", "b"), clip=math.nan))
-    assert config.diff(old, old) == []
     assert config.diff(new, new) == []
-    changes = config.diff(old, new)
-    assert [(change.path, change.new) for change in changes if change.path != "train.clip"] == [
-        ("model.name", "big"),
-        ("model.width", 80),
-        ("model.depth", 2),
-        ("train.tags", ["a", "b"]),
-    ]
-    assert changes[2] == Change("model.depth", config.ABSENT, 2)
-    assert repr(config.ABSENT) == "(absent)"
-    assert config.diff(config.to_dict(old), new) == changes or math.isnan(changes[3].new)
+    model, width, depth, clip, tags = config.diff(old, new)
+    assert (model.path, model.new, width.new) == ("model.name", "big", 80)
+    assert depth == Change("model.depth", config.ABSENT, 2)
+    assert (clip.path, tags.path, tags.new) == ("train.clip", "train.tags", ["a", "b"])
 
 
 scalars = st.one_of(
@@ -550,13 +494,7 @@ def test_in_python_too_a_literal_takes_its_values_only():
     class Chosen:
         kind: Literal["ring", "gather"] = "ring"
         count: int | Literal["auto"] = 1
-        own: Literal["a"] | None = None
 
-    assert Chosen(kind="gather", count="auto", own=None).count == "auto"
-    with pytest.raises(ValueError, match="must be one of") as error:
-        Chosen(kind="gahter", count="atuo", own="b")
-    assert str(error.value) == (
-        "kind is 'gahter', but must be one of 'ring', 'gather'. Did you mean 'gather'?\n"
-        "count is 'atuo', but must be one of 'auto', int. Did you mean 'auto'?\n"
-        "own is 'b', but must be one of 'a'."
-    )
+    assert Chosen(kind="gather", count="auto").count == "auto"
+    with pytest.raises(ValueError, match=r"(?s)'gahter', .*Did you mean 'gather'.*'auto', int"):
+        Chosen(kind="gahter", count="atuo")

@@ -36,14 +36,8 @@ def test_explains_without_data_or_devices(path, tmp_path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_header_tells_the_command(path):
     header = path.read_text().split("\nrun_dir:")[0]
-    assert all(not line or line.startswith("#") for line in header.splitlines())
     assert f"configs/{path.name}" in header
     assert "Cost" in header
-    assert max(map(len, path.read_text().splitlines())) <= 100
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_names_a_run_of_its_own(path):
     assert yaml.safe_load(path.read_text())["run_dir"] == f"runs/{path.stem}"
 
 

@@ -115,38 +115,19 @@ def test_what_is_given_comes_before_what_is_active():
     [(False, True, "mesh"), (True, False, "rules"), (False, False, "mesh and rules")],
 )
 def test_asks_for_what_is_missing(here, rules, missing):
-    with pytest.raises(sl.ShardlibError) as caught:
+    fault = rf"no {missing}, which shardlib needs .*\n  Call this inside `with sl.use"
+    with pytest.raises(sl.ShardlibError, match=fault):
         active_or(mesh() if here else None, RULES if rules else None)
-    assert str(caught.value) == (
-        f"no {missing}, which shardlib needs to place tensors.\n"
-        "  Call this inside `with sl.use(mesh, rules):`, or pass mesh= and rules=."
-    )
-
-
-def test_public_functions_are_not_shadowed_by_their_modules():
-
-    assert sl.constrain is constrain
-    assert callable(sl.explain)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "rules", "text"),
+    ("mesh", "rules", "fault"),
     [
-        (
-            "data=8",
-            sl.rules.STANDARD,
-            "the mesh is 'data=8', not a jax.sharding.Mesh.\n"
-            "  Make one, as in sl.make_mesh('data=2,fsdp=-1'), and give it before the rules.",
-        ),
-        (
-            None,
-            "zero1",
-            "the rules are 'zero1', not an AxisRules.\n"
-            "  Give a preset, such as sl.rules.STANDARD, or sl.rules.preset(name).",
-        ),
+        ("data=8", sl.rules.STANDARD, r"mesh is 'data=8', not a jax.*\n  Make one, as in sl.make"),
+        (None, "zero1", r"rules are 'zero1', not an AxisRules\.\n  Give a preset, such as sl"),
     ],
 )
-def test_names_in_place_of_a_mesh_and_rules(mesh, rules, text):
-    with pytest.raises(sl.ShardlibError) as error, sl.use(mesh or sl.make_mesh("data=8"), rules):
+def test_names_in_place_of_a_mesh_and_rules(mesh, rules, fault):
+    mesh = mesh or sl.make_mesh("data=8")
+    with pytest.raises(sl.ShardlibError, match=fault), sl.use(mesh, rules):
         pass
-    assert str(error.value) == text

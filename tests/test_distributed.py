@@ -208,20 +208,12 @@ def test_a_group_cannot_start_after_the_devices():
         import jax
         jax.devices()
         from shardlib.runtime import distributed
-        try:
-            distributed.initialize()
-        except distributed.DistributedError as error:
-            print(error)
+        distributed.initialize()
         """,
         SHARDLIB_COORDINATOR="127.0.0.1:1", SHARDLIB_PROCESS_ID="0", SHARDLIB_NUM_PROCESSES="2",
     )  # fmt: skip
-    assert result.stdout.startswith(
-        "the process group could not start: jax.distributed.initialize() must be called before"
-    )
-    assert result.stdout.endswith(
-        "  Start all processes at about the same time with one coordinator address, and join "
-        "before the first use of JAX's devices.\n"
-    )
+    assert "DistributedError: the process group could not start: jax.distributed" in result.stderr
+    assert "join before the first use of JAX's devices" in result.stderr
 
 
 # CPU devices
@@ -277,53 +269,34 @@ def test_cpu_devices_that_cannot_be_had():
             try:
                 print(local_cpu_devices(wanted, processes=processes))
             except DistributedError as error:
-                print(error)
+                print(str(error).splitlines()[0])
             if wanted == 8:
                 jax.config.update("jax_num_cpu_devices", -1) if processes == 3 else None
                 jax.devices()
     """)
-    assert result.stdout == (
-        "8 CPU devices cannot be divided evenly over 3 processes.\n"
-        "  Ask for a multiple of 3 devices (train.cpu_devices in a config).\n"
-        "1\n"
-        "4 CPU devices are requested, but JAX is already running with 1.\n"
-        "  Ask for them before the first use of JAX, or set JAX_NUM_CPU_DEVICES=4 before starting "
-        "Python.\n"
-    ), result.stderr
+    assert result.stdout.splitlines() == [
+        "8 CPU devices cannot be divided evenly over 3 processes.",
+        "1",
+        "4 CPU devices are requested, but JAX is already running with 1.",
+    ], result.stderr
 
 
 # Detection
 
 
 def test_the_launchers_variables():
-    full = {
-        "SHARDLIB_COORDINATOR": "10.0.0.1:1234",
-        "SHARDLIB_PROCESS_ID": "1",
-        "SHARDLIB_NUM_PROCESSES": "2",
-    }
+    names = ("SHARDLIB_COORDINATOR", "SHARDLIB_PROCESS_ID", "SHARDLIB_NUM_PROCESSES")
+    full = dict(zip(names, ("10.0.0.1:1234", "1", "2"), strict=True))
     assert launch_address(full) == ("10.0.0.1:1234", 1, 2)
     assert launch_address({}) is None
-    tail = "\n  Start processes with `shardlib launch`, or set all three for each of them."
-    for faulty, faults in [
-        (
-            {"SHARDLIB_COORDINATOR": "10.0.0.1"},
-            "SHARDLIB_PROCESS_ID is not set\n  SHARDLIB_NUM_PROCESSES is not set\n"
-            "  SHARDLIB_COORDINATOR is '10.0.0.1', not host:port",
-        ),
-        (
-            full | {"SHARDLIB_PROCESS_ID": "2"},
-            "SHARDLIB_PROCESS_ID is 2, but SHARDLIB_NUM_PROCESSES is 2",
-        ),
-        (
-            full | {"SHARDLIB_PROCESS_ID": "one"},
-            "SHARDLIB_PROCESS_ID is 'one', not a whole number",
-        ),
+    tail = r"\n  Start processes with `shardlib launch`, or set all three for each of them\."
+    for faulty, fault in [
+        ({names[0]: "10.0.0.1"}, rf"{names[1]} is not set\n  {names[2]} is not set\n  .*host:port"),
+        (full | {names[1]: "2"}, "SHARDLIB_PROCESS_ID is 2, but SHARDLIB_NUM_PROCESSES is 2"),
+        (full | {names[1]: "one"}, "SHARDLIB_PROCESS_ID is 'one', not a whole number"),
     ]:
-        with pytest.raises(DistributedError) as error:
+        with pytest.raises(DistributedError, match=f"variables of.* wrong:\n  {fault}{tail}"):
             launch_address(faulty)
-        assert (
-            str(error.value) == f"the variables of the process group are wrong:\n  {faults}{tail}"
-        )
 
 
 SLURM = {
@@ -352,12 +325,8 @@ def test_slurm_tasks_share_the_gpus_of_their_node():
     uneven = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8,2", "SLURM_LOCALID": "1"}
     assert slurm_local_devices(uneven) == [4, 5, 6, 7]
     assert slurm_local_devices({k: v for k, v in SLURM.items() if "GPUS" not in k}) is None
-    with pytest.raises(DistributedError) as error:
+    with pytest.raises(DistributedError, match=r"3 Slurm tasks cannot.*\n  Set --ntasks-per-node"):
         slurm_local_devices(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)"})
-    assert str(error.value) == (
-        "3 Slurm tasks cannot share the 8 GPUs of a node evenly.\n"
-        "  Set --ntasks-per-node to 1 or to 8."
-    )
 
 
 def test_tpu_pods(monkeypatch):

@@ -211,29 +211,19 @@ class NotAModule:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "fault"),
     [
         (
             Loose,
-            "Loose holds arrays outside of variables: inner/steps/0, scale, table.\n"
-            "  Wrap each in nnx.Param (trained) or nnx.Variable (not trained).",
+            r"Loose holds arrays outside .*: inner/steps/0, scale, table\.\n  Wrap each",
         ),
-        (
-            lambda rngs: NotAModule(),
-            "the model function returned NotAModule, which is not a Flax module.\n"
-            "  Return an `nnx.Module` or a `flax.linen.Module`.",
-        ),
-        (
-            Linen(),
-            "Linen is a linen module: its parameters are known only from example inputs.\n"
-            "  Pass them: inputs=(x,), as in sl.init_state(model, optimizer, inputs=(x,)).",
-        ),
+        (lambda rngs: NotAModule(), r"NotAModule, which is not a Flax module\.\n  Return an `nnx"),
+        (Linen(), r"Linen is a linen module: .*\n  Pass them: inputs=\(x,\)"),
     ],
 )
-def test_refuses(make, message):
-    with pytest.raises(ModelError) as caught:
+def test_refuses(make, fault):
+    with pytest.raises(ModelError, match=fault):
         functional(make)
-    assert str(caught.value) == message
 
 
 def test_a_module_in_memory_has_a_view_but_is_not_made_anew():

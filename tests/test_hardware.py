@@ -1,4 +1,3 @@
-import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 from shardlib.errors import MeshError
 from shardlib.hardware import (
     CHIPS,
-    Chip,
     MixedCluster,
     chip_for,
     of_one_kind,
@@ -82,21 +80,6 @@ def test_the_ratios_of_arithmetic_to_traffic():
         assert chip.bf16_flops / chip.memory_bytes_per_second == pytest.approx(memory, rel=1e-3)
         share = cluster.network_bytes_per_second_per_device
         assert chip.bf16_flops / share == pytest.approx(network, rel=1e-3)
-
-
-def test_what_was_not_verified_is_marked():
-    marked = {name: chip.unverified for name, chip in CHIPS.items() if chip.unverified}
-    assert marked == {
-        "v4": ("ici_bytes_per_second_per_link",),
-        "a100-40": ("network_bytes_per_second_per_host",),
-        "a100-80": ("network_bytes_per_second_per_host",),
-        "b200": ("pcie_bytes_per_second",),
-        "l4": ("network_bytes_per_second_per_chip",),
-        "t4": ("network_bytes_per_second_per_chip",),
-        "v100-32": ("network_bytes_per_second_per_host",),
-    }
-    fields = {field.name for field in dataclasses.fields(Chip)}
-    assert all(name in fields for names in marked.values() for name in names)
 
 
 def test_figures_of_one_device():
@@ -243,12 +226,8 @@ def test_a_mixed_cluster_has_several_known_parts():
 
 @pytest.mark.parametrize("read", [parse_cluster, lambda name: of_one_kind(parse_mixed(name))])
 def test_where_one_kind_is_wanted(read):
-    with pytest.raises(MeshError) as error:
+    with pytest.raises(MeshError, match=r"several kinds of chips, .*\n  Name one .* 8xh100;"):
         read("8xh100+16xa100-80")
-    assert str(error.value) == (
-        "cluster '8xh100+16xa100-80' has several kinds of chips, which only plan supports.\n"
-        "  Name one of them, as in 8xh100; for all: shardlib plan --on 8xh100+16xa100-80"
-    )
     cluster = parse_cluster("8xh100")
     assert of_one_kind("8xh100") == of_one_kind(cluster) == cluster
 
@@ -267,10 +246,6 @@ def test_where_one_kind_is_wanted(read):
 def test_the_chip_of_a_device(kind, name):
     chip = chip_for(SimpleNamespace(device_kind=kind))
     assert (chip and chip.name) == name
-
-
-def test_a_cpu_device_has_no_chip():
-    assert chip_for(jax.devices("cpu")[0]) is None
 
 
 @pytest.mark.gpu

@@ -64,12 +64,8 @@ def test_a_dim_that_the_rest_of_the_mesh_does_not_divide_is_refused_inside_too()
 
 
 def test_an_axis_that_is_taken_or_absent_is_refused():
-    with pytest.raises(MeshError) as caught:
+    with pytest.raises(MeshError, match=r"axes context cannot .*\n  Choose among stage, data, ten"):
         manual(lambda x: x, ("context", "data"), P(), P())
-    assert str(caught.value) == (
-        "mesh axes context cannot be manual: they are not in the mesh, or are manual already.\n"
-        "  Choose among stage, data, tensor."
-    )
 
     def again(x):
         return manual(lambda x: x, ("stage",), P(), P())(x)

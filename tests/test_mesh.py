@@ -115,31 +115,17 @@ def test_all_faults_are_told_at_once():
     )
 
 
-@pytest.mark.parametrize("spec", [{"data": True}, {"data": 2.0}, "data=2x2x2", "data=-2"])
-def test_what_is_no_degree(spec):
-    text = spec if isinstance(spec, str) else f"data={spec['data']}"
-    with pytest.raises(MeshError) as error:
-        MeshConfig.parse(spec)
-    assert message(error).startswith(f"mesh '{text}' cannot be read:\n  {text}: a degree is ")
-
-
 @pytest.mark.parametrize(
-    ("spec", "named", "fix"),
+    ("spec", "fault"),
     [
-        ("", "mesh ''", "  it has no axes: write at least one, as in data=-1"),
-        ({}, "mesh ''", "  it has no axes: write at least one, as in data=-1"),
-        (8, "not int", '  Write it as "data=2,fsdp=-1" or as {"data": 2, "fsdp": -1}.'),
+        *((spec, "data=.*: a degree is ") for spec in ({"data": True}, "data=2x2x2", "data=-2")),
+        ("", r"mesh ''.*\n  it has no axes: write at least one, as in data=-1"),
+        (8, r"not int.*\n  Write it as"),
     ],
 )
-def test_what_is_no_mesh(spec, named, fix):
-    with pytest.raises(MeshError) as error:
+def test_what_is_no_mesh(spec, fault):
+    with pytest.raises(MeshError, match=fault):
         MeshConfig.parse(spec)
-    first, second = message(error).splitlines()
-    assert named in first
-    assert second == fix
-
-
-def test_a_config_made_by_hand_is_checked_too():
     with pytest.raises(MeshError, match="axis 'data' is written 2 times"):
         MeshConfig((MeshAxis("data", 2), MeshAxis("data", 4)))
 
@@ -180,59 +166,23 @@ def test_standard_axes_stand_in_one_order(names):
 
 
 @pytest.mark.parametrize(
-    ("spec", "fault"),
+    ("spec", "fault", "fix"),
     [
-        (
-            "data=3,tensor=2",
-            "mesh data=3,tensor=2 needs 6 devices but 8 are available.\n"
-            "  Set one axis to -1 (data=-1,tensor=2 gives 4x2) or pass devices=jax.devices()[:6].",
-        ),
-        (
-            "data=16",
-            "mesh data=16 needs 16 devices but 8 are available.\n"
-            "  Set one axis to -1 (data=-1 gives 8).",
-        ),
-        (
-            "data=3,tensor=3",
-            "mesh data=3,tensor=3 needs 9 devices but 8 are available.\n"
-            "  Choose degrees whose product is 8, or run on 9 devices.",
-        ),
-        (
-            "data=1,fsdp=2,tensor=3",
-            "mesh data=1,fsdp=2,tensor=3 needs 6 devices but 8 are available.\n"
-            "  Set one axis to -1 (data=1,fsdp=2,tensor=-1 gives 1x2x4) "
-            "or pass devices=jax.devices()[:6].",
-        ),
-        (
-            "data=-1,tensor=3",
-            "mesh data=-1,tensor=3 cannot fill 8 devices: its other degrees multiply to 3, "
-            "which does not divide 8.\n"
-            "  Pass devices=jax.devices()[:6], or choose degrees that divide 8.",
-        ),
-        (
-            "data=-1,tensor=16",
-            "mesh data=-1,tensor=16 cannot fill 8 devices: its other degrees multiply to 16, "
-            "which does not divide 8.\n  Choose degrees that divide 8.",
-        ),
+        ("data=3,tensor=2", "needs 6 devices but 8", r"data=-1,tensor=2 gives 4x2.*\[:6\]"),
+        ("data=16", "needs 16 devices but 8 are", r"data=-1 gives 8\)\.$"),
+        ("data=3,tensor=3", "needs 9 devices", "Choose degrees whose product is 8, or run on 9"),
+        ("data=1,fsdp=2,tensor=3", "needs 6 devices", r"fsdp=2,tensor=-1 gives 1x2x4.*\[:6\]"),
+        ("data=-1,tensor=3", "multiply to 3, which does not divide 8", r"Pass.*\[:6\], or choose"),
+        ("data=-1,tensor=16", "multiply to 16, which does not", r"Choose degrees that divide 8\."),
     ],
 )
-def test_a_mesh_must_multiply_out(spec, fault):
-    with pytest.raises(MeshError) as error:
+def test_a_mesh_must_multiply_out(spec, fault, fix):
+    with pytest.raises(MeshError, match=rf"^mesh {spec} .*{fault}.*\n  .*{fix}"):
         make_mesh(spec)
-    assert message(error) == fault
     # There is nothing to pass to a mesh of devices that are not there.
-    with pytest.raises(MeshError) as error:
+    with pytest.raises(MeshError, match=fault) as error:
         abstract_mesh(spec, 8)
-    fault = fault.replace("pass devices=jax.devices()[:6]", "run on 6 devices")
-    assert message(error) == fault.replace("Pass devices=jax.devices()[:6]", "Run on 6 devices")
-
-
-def test_one_device_is_spelt_in_the_singular():
-    with pytest.raises(MeshError) as error:
-        make_mesh("data=2", devices=jax.devices()[:1])
-    assert message(error) == (
-        "mesh data=2 needs 2 devices but 1 is available.\n  Set one axis to -1 (data=-1 gives 1)."
-    )
+    assert "devices=" not in message(error)
 
 
 # Meshes of real (CPU) devices
@@ -249,11 +199,9 @@ def test_a_mesh_of_the_devices_present():
 
 
 def test_explicit_axes():
-    mesh = make_mesh("data=8", axis_types="explicit")
-    assert mesh.axis_types == (AxisType.Explicit,)
-    with pytest.raises(MeshError) as error:
+    assert make_mesh("data=8", axis_types="explicit").axis_types == (AxisType.Explicit,)
+    with pytest.raises(MeshError, match=r"'manual'.\n  Write 'auto' or 'explicit'"):
         make_mesh("data=8", axis_types="manual")  # pyright: ignore[reportArgumentType]
-    assert message(error) == "axis_types is 'manual'.\n  Write 'auto' or 'explicit'."
 
 
 def test_a_mesh_of_some_devices_keeps_their_order():
@@ -272,25 +220,12 @@ def test_outer_degrees_are_major_on_cpu():
     np.testing.assert_array_equal(ids(mesh.devices), [[0, 1, 4, 5], [2, 3, 6, 7]])
 
 
-def test_the_mesh_computes():
-    mesh = make_mesh("data=2x1,fsdp=-1")
-    sharding = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
-    x = jax.device_put(np.arange(16, dtype=np.float32), sharding)
-    assert float(jax.jit(lambda x: x.sum())(x)) == 120.0
-
-
 def test_auto():
-    assert str(auto_mesh(8)) == "fsdp=8"
-    assert str(auto_mesh(1)) == "fsdp=1"
+    assert str(auto_mesh(8)) == describe(make_mesh("auto")) == "fsdp=8"
     assert str(auto_mesh(64, num_groups=4)) == "data=4x1,fsdp=16"
-    assert describe(make_mesh("auto")) == "fsdp=8"
     assert mesh_sizes(abstract_mesh("auto", 512)) == {"fsdp": 512}
-    with pytest.raises(MeshError) as error:
+    with pytest.raises(MeshError, match=r"8 devices evenly over 3 slices.*\n  Pass the same"):
         auto_mesh(8, num_groups=3)
-    assert message(error) == (
-        "mesh auto cannot spread 8 devices evenly over 3 slices or hosts.\n"
-        "  Pass the same number of devices of each."
-    )
 
 
 def test_abstract_mesh_needs_no_devices():
@@ -359,30 +294,26 @@ def test_cpu_processes_are_outermost():
     assert count_groups(devices) == 1
 
 
-def test_groups_that_do_not_fit_the_outer_degrees():
-    with pytest.raises(MeshError) as error:
-        make_mesh("data=4x8", devices=tpu_slices((4, 4, 2)))
-    assert message(error) == (
-        "mesh data=4x8 has outer degrees of 4 slices or hosts, but its 32 devices form 1 slice on "
-        "8 hosts.\n  Make the outer degrees multiply to 8, or leave them out (data=32)."
-    )
-    with pytest.raises(MeshError) as error:
-        make_mesh("data=2x12,fsdp=2", devices=tpu_slices((4, 4, 1), slices=3))
-    assert message(error) == (
-        "mesh data=2x12,fsdp=2 has outer degrees of 2 slices or hosts, but its 48 devices form "
-        "3 slices on 12 hosts.\n"
-        "  Make the outer degrees multiply to 3, or leave them out (data=24,fsdp=2)."
-    )
-
-
-def test_groups_of_unequal_size():
-    devices = tpu_slices((4, 2, 1), slices=2)[:12]
-    with pytest.raises(MeshError) as error:
-        make_mesh("data=2x6", devices=devices)
-    assert message(error) == (
-        "mesh data=2x6 needs 6 devices of each slice or host, but they hold 4 or 8.\n"
-        "  Pass the same number of devices of each."
-    )
+@pytest.mark.parametrize(
+    ("spec", "devices", "fault"),
+    [
+        ("data=4x8", tpu_slices((4, 4, 2)), r"form 1 slice on 8 hosts.\n.*8, or .* \(data=32\)"),
+        (
+            "data=2x12,fsdp=2",
+            tpu_slices((4, 4, 1), slices=3),
+            r"form 3 slices on 12 hosts.\n.*3, or leave them out \(data=24,fsdp=2\)",
+        ),
+        (
+            "data=2x6",
+            tpu_slices((4, 2, 1), slices=2)[:12],
+            r"needs 6 devices of each .* hold 4 or 8.\n  Pass the same number",
+        ),
+    ],
+    ids=["one slice", "three slices", "unequal"],
+)
+def test_groups_that_do_not_fit_the_outer_degrees(spec, devices, fault):
+    with pytest.raises(MeshError, match=rf"^mesh {spec} .*{fault}"):
+        make_mesh(spec, devices=devices)
 
 
 def test_a_full_v5p_pod():
@@ -403,28 +334,6 @@ def test_devices_with_a_hole_are_placed_by_coordinates(caplog):
 
 
 # Drawing
-
-
-def test_draw_one_axis():
-    assert draw(make_mesh("fsdp=8,tensor=1")) == (
-        "fsdp=8,tensor=1 over 8 cpu devices\n  fsdp  0  1  2  3  4  5  6  7"
-    )
-    one = make_mesh("fsdp=1", devices=jax.devices()[:1])
-    assert draw(one) == "fsdp=1 over 1 cpu device\n  device 0"
-
-
-def test_draw_three_axes():
-    assert draw(make_mesh("data=2,fsdp=2,tensor=2")) == (
-        "data=2,fsdp=2,tensor=2 over 8 cpu devices\n"
-        "  data=0\n"
-        "    fsdp\\tensor  0  1\n"
-        "              0  0  1\n"
-        "              1  2  3\n"
-        "  data=1\n"
-        "    fsdp\\tensor  0  1\n"
-        "              0  4  5\n"
-        "              1  6  7"
-    )
 
 
 def drawn(devices, **axes):
@@ -449,9 +358,4 @@ def test_draw_a_big_mesh_as_lines():
         "  data        2  across 2 slices\n"
         "  fsdp       16  across 16 hosts\n"
         "  tensor      4  within a host"
-    )
-    assert drawn(gpus(16), data=16, tensor=8) == (
-        "data=16,tensor=8 over 128 NVIDIA H100 80GB HBM3 devices on 16 hosts\n"
-        "  data       16  across 16 hosts\n"
-        "  tensor      8  within a host"
     )

@@ -102,13 +102,9 @@ def test_gradients_are_those_of_the_whole_batch():
 
 def test_every_indivisible_leaf_is_named():
     batch = {"tokens": jnp.zeros((6, 8)), "weight": jnp.zeros(()), "labels": jnp.zeros((8,))}
-    with pytest.raises(ModelError) as error:
+    fault = r"tokens has shape \(6, 8\), .*\n.*weight has shape \(\), .*\n  Choose a batch that is"
+    with pytest.raises(ModelError, match=fault):
         split(batch, 4)
-    assert str(error.value) == (
-        "the batch's tokens has shape (6, 8), whose first dim 4 microbatches do not divide.\n"
-        "the batch's weight has shape (), whose first dim 4 microbatches do not divide.\n"
-        "  Choose a batch that is a multiple of 4, or another number of microbatches."
-    )
     with pytest.raises(ModelError, match=r"^0 microbatches were asked for"):
         accumulate(sums, batch, 0)
 

@@ -72,12 +72,6 @@ def test_which_parameters_stay_in_float32_the_model_says():
     assert dtypes(state.params) == {"kept": "float32", "other": "bfloat16"}
 
 
-def test_a_batch_of_numpy_arrays_keeps_its_integers():
-    batch = {"images": np.ones((2, 4, 4, 1), np.float32), "labels": np.arange(2, dtype=np.int32)}
-    cast = precision("bf16").cast_batch(batch)
-    assert dtypes(cast) == {"images": "float32", "labels": "int32"}
-
-
 @pytest.mark.parametrize(("name", "expected"), [("bf16", "float32"), ("bf16_params", "bfloat16")])
 def test_optimizer_state_follows_the_stored_parameters(name, expected):
     params = precision(name).store({"w": jnp.ones(3)})
@@ -107,9 +101,5 @@ def test_a_policy_stands_for_itself():
 
 
 def test_an_unknown_name():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"'bf16_param'. Did you mean 'bf16_params'\?\n  Choose"):
         precision("bf16_param")
-    assert str(caught.value) == (
-        "no precision is called 'bf16_param'. Did you mean 'bf16_params'?\n"
-        "  Choose one of: f32, bf16, bf16_params."
-    )

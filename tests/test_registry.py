@@ -39,14 +39,9 @@ def test_a_package_of_a_user_plugs_in(monkeypatch):
 
 def test_unknown_family(monkeypatch):
     install(monkeypatch, transformer="a:b", resnet="c:d")
-    with pytest.raises(ModelError) as error:
+    fault = r"'transfomer'; installed: resnet, .*Did you mean 'transformer'\?\n  Choose one of them"
+    with pytest.raises(ModelError, match=fault):
         registry.family("transfomer")
-    assert str(error.value) == (
-        "no model family is called 'transfomer'; installed: resnet, transformer. "
-        "Did you mean 'transformer'?\n"
-        "  Choose one of them, or install the package that offers 'transfomer' as an entry point "
-        "of group 'shardlib.models'."
-    )
 
 
 @pytest.mark.parametrize(
@@ -68,9 +63,5 @@ def test_what_is_wrong_with_a_family(monkeypatch, name, value, fault, fix):
 def test_two_packages_of_one_name(monkeypatch):
     entries = [EntryPoint("mine", value, registry.GROUP) for value in ("a:F", "b:F")]
     monkeypatch.setattr(registry, "entry_points", lambda group: entries)
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(ModelError, match=r"family 'mine': a:F and b:F\.\n  Uninstall one of them"):
         registry.families()
-    assert str(error.value) == (
-        "two packages offer the model family 'mine': a:F and b:F.\n"
-        "  Uninstall one of them or rename its entry point."
-    )

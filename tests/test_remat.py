@@ -53,27 +53,15 @@ def test_ranges_become_runs_of_layers(policy, length, found):
 
 
 @pytest.mark.parametrize(
-    ("policy", "length", "message"),
+    ("length", "fault"),
     [
-        (
-            "0-1:full,2-:dots",
-            4,
-            "remat policy '0-1:full,2-:dots' gives layer 0 'full' and layer 4 'dots', but the "
-            "layers run in slices of 4 (stages of a pipeline), which are one program.\n"
-            "  Repeat the ranges every 4 layers, or choose one policy for all layers.",
-        ),
-        (
-            "0-1:full,2-:dots",
-            3,
-            "remat policy '0-1:full,2-:dots' has ranges, but the 8 layers run in slices of 3, "
-            "which do not divide them.\n  Choose one policy for all layers.",
-        ),
+        (4, r"gives layer 0 'full' and layer 4 'dots', .*\n  Repeat the ranges every 4 layers"),
+        (3, r"has ranges, but the 8 layers run in slices of 3, .*\n  Choose one policy for all"),
     ],
 )
-def test_ranges_that_slices_do_not_share_are_refused(policy, length, message):
-    with pytest.raises(ConfigError) as error:
-        remat.runs(policy, 8, length=length)
-    assert str(error.value) == message
+def test_ranges_that_slices_do_not_share_are_refused(length, fault):
+    with pytest.raises(ConfigError, match=rf"^remat policy '0-1:full,2-:dots' {fault}"):
+        remat.runs("0-1:full,2-:dots", 8, length=length)
 
 
 @pytest.mark.parametrize(
@@ -104,27 +92,15 @@ def test_without_the_number_of_layers_only_what_the_text_says_is_checked():
 
 
 def test_every_fault_of_ranges_is_named_at_once():
-    assert remat.check("0-3:ful,4:save:z,5+:dots,6", ("a",), 8) == [
-        "remat policy '0-3:ful,4:save:z,5+:dots,6': '5+:dots' is not a range of layers with a "
-        "policy.\n  Write ranges of layers as in 0-7:full,8-:dots, counted from 0.",
-        "remat policy '0-3:ful,4:save:z,5+:dots,6': '6' is not a range of layers with a "
-        "policy.\n  Write ranges of layers as in 0-7:full,8-:dots, counted from 0.",
-        "remat policy 'ful' is unknown. Did you mean 'full'?\n"
-        "  Choose none, dots, full, or save: or offload: with the names to keep (a).",
-        "remat policy 'save:z' keeps 'z', which the model does not tag.\n  Choose among a.",
-    ]
+    faults = remat.check("0-3:ful,4:save:z,5+:dots,6", ("a",), 8)
+    parts = ("'5+:dots' is not a range", "'6' is not a range", "Did you mean 'full'?", "keeps 'z'")
+    assert len(faults) == 4
+    assert all(part in fault for part, fault in zip(parts, faults, strict=True))
 
 
 def test_one_function_has_no_ranges():
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"'0-:full' has ranges of layers, .*\n  Choose one"):
         remat.apply("0-:full", body)
-    assert str(error.value) == (
-        "remat policy '0-:full' has ranges of layers, but applies to a single function.\n"
-        "  Choose one policy without ranges."
-    )
-
-
-def test_none_is_the_function_itself():
     assert remat.apply("none", body) is body
 
 
@@ -134,37 +110,16 @@ def test_tag_is_the_name_that_jax_checkpoints_by():
 
 
 @pytest.mark.parametrize(
-    ("policy", "tags", "message"),
+    ("policy", "fault"),
     [
-        (
-            "dot",
-            None,
-            "remat policy 'dot' is unknown. Did you mean 'dots'?\n"
-            "  Choose none, dots, full, or save: or offload: with the names to keep.",
-        ),
-        (
-            "some",
-            ("a", "b"),
-            "remat policy 'some' is unknown.\n"
-            "  Choose none, dots, full, or save: or offload: with the names to keep (a, b).",
-        ),
-        (
-            "save:",
-            ("a", "b"),
-            "remat policy 'save:' names nothing to keep.\n  Add names (a, b).",
-        ),
+        ("dot", r"is unknown\. Did you mean 'dots'\?\n  Choose none, .*\(attention_out, mlp_out\)"),
+        ("save:", r"names nothing to keep\.\n  Add names \(attention_out, mlp_out\)"),
         (
             "save:mlp_out,atention_out,z",
-            ("attention_out", "mlp_out"),
-            "remat policy 'save:mlp_out,atention_out,z' keeps 'atention_out', which the model "
-            "does not tag. Did you mean 'attention_out'?\n"
-            "  Choose among attention_out, mlp_out.\n"
-            "remat policy 'save:mlp_out,atention_out,z' keeps 'z', which the model does not tag.\n"
-            "  Choose among attention_out, mlp_out.",
+            r"keeps 'atention_out', .*Did you mean 'attention_out'\?\n  Choose among .*\n.*'z'",
         ),
     ],
 )
-def test_faults_name_what_is_known(policy, tags, message):
-    with pytest.raises(ConfigError) as error:
-        remat.apply(policy, body, tags=tags)
-    assert str(error.value) == message
+def test_faults_name_what_is_known(policy, fault):
+    with pytest.raises(ConfigError, match=rf"^remat policy '{policy}' {fault}"):
+        remat.apply(policy, body, tags=("attention_out", "mlp_out"))

@@ -62,44 +62,29 @@ def test_refused_alternatives_are_kept_with_the_reason():
 
 
 def test_every_fault_of_a_tensor_is_told_at_once():
-    with pytest.raises(RuleError) as error:
+    fault = r"'embed' .*fsdp=4 does not divide 6.\n  Change .*\nlogical axis 'mpl' .*'mlp'\?\n  Add"
+    with pytest.raises(RuleError, match=fault):
         spec(rules(embed="fsdp", mlp="tensor"), ("embed", "mpl"), (6, 8))
-    assert str(error.value) == (
-        "logical axis 'embed' (dim 0 of ('embed', 'mpl'), shape (6, 8)) cannot be sharded: "
-        "fsdp=4 does not divide 6.\n"
-        "  Change the dim or the mesh (data=2,fsdp=4,tensor=2), or allow replication: "
-        "params={'embed': ['fsdp', None]}.\n"
-        "logical axis 'mpl' (dim 1 of ('embed', 'mpl')) has no rule among the params. "
-        "Did you mean 'mlp'?\n"
-        "  Add one, for example params={'mpl': None}, or use one of: embed, mlp, data, "
-        "fsdp, tensor."
-    )
 
 
 def test_a_misspelt_mesh_axis_is_refused_before_any_tensor():
     mesh = sl.make_mesh("data=2,fsdp=4")
-    with pytest.raises(RuleError) as error, sl.use(mesh, STANDARD.override(mlp="tenser")):
+    fault = r"'mlp' -> 'tenser' .* does not exist. Did you mean 'tensor'\?\n  Mesh axes: data, fsdp"
+    with pytest.raises(RuleError, match=fault), sl.use(mesh, STANDARD.override(mlp="tenser")):
         pass
-    assert str(error.value) == (
-        "the rule 'mlp' -> 'tenser' (params) names a mesh axis that does not exist. "
-        "Did you mean 'tensor'?\n"
-        "  Mesh axes: data, fsdp; standard: stage, data, fsdp, expert, context, tensor."
-    )
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("value", "fault"),
     [
-        (3, "the rule for 'a' (params) is 3, which is not a mesh axis."),
-        (("x", "x"), "the rule for 'a' (params) is ('x', 'x'), which names a mesh axis twice."),
-        ([], "the rule for 'a' (params) has no alternatives."),
-        ("", "the rule for 'a' (params) is '', which is not a mesh axis."),
+        (3, "is 3, which is not a mesh axis"),
+        (("x", "x"), r"is \('x', 'x'\), which names a mesh axis twice"),
+        ([], "has no alternatives"),
     ],
 )
-def test_malformed_rules(value, text):
-    with pytest.raises(RuleError) as error:
+def test_malformed_rules(value, fault):
+    with pytest.raises(RuleError, match=rf"the rule for 'a' \(params\) {fault}"):
         rules(a=value)
-    assert str(error.value).splitlines()[0] == text
 
 
 def test_override_changes_one_table_and_keeps_the_order():

@@ -225,25 +225,17 @@ def test_a_layer_that_makes_variables_when_called_is_refused():
             return x
 
     layers = stack_layers(Sowing, 2, nnx.Rngs(0))
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(ModelError, match=r"Sowing creates variables .*: seen\.\n  Create them in"):
         run(layers, jnp.ones(3))
-    assert str(error.value) == (
-        "Sowing creates variables when it is called, which a stack cannot hold: seen.\n"
-        "  Create them in its constructor, or return their values as outputs of `call`."
-    )
 
 
 def test_faults():
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(ModelError, match=r"a stack of 0 layers is empty\.\n  Ask for 1 or more"):
         make(0)
-    assert str(error.value) == "a stack of 0 layers is empty.\n  Ask for 1 or more."
     with pytest.raises(ConfigError, match=r"remat policy 'ful' is unknown\. Did you mean 'full'\?"):
         run(make(), inputs(), remat="ful")
-
-
-def test_a_call_that_returns_the_carry_alone():
     layers = stack_layers(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 2, nnx.Rngs(0))
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(
+        ModelError, match=r"expects \(carry, outputs\) .*\n  Return \(carry, None\)"
+    ):
         scan_layers(lambda layer, x, _: layer(x), layers, jnp.ones((1, 4)))
-    assert "expects (carry, outputs) of a layer, but `call` returned" in str(error.value)
-    assert str(error.value).endswith("Return (carry, None) for a layer without outputs.")

@@ -20,15 +20,6 @@ TABLE = Table(
 )
 
 
-def test_a_wide_terminal_gets_a_grid():
-    lines = captured(TABLE, width=160).splitlines()
-    assert lines[0].rstrip() == "parameters"
-    names = [name.strip() for name in lines[2].strip("┃").split("┃")]
-    assert names == ["parameter", "logical axes", "why", "per device"]
-    assert lines[4].endswith("│    2.0 MiB │")
-    assert lines[-1].rstrip() == "state: 2.5 MiB on each device"
-
-
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_a_narrow_one_gets_whole_words(width):
     text = captured(TABLE, width=width)

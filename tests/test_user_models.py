@@ -209,27 +209,6 @@ def test_boxed_linen_model_trains():
     np.testing.assert_allclose(losses, alone, rtol=1e-5)
 
 
-def test_path_rules_name_the_axes_of_a_foreign_model():
-    rules = sl.rules.STANDARD.override(
-        paths={"Dense_0/kernel": ("embed", "mlp"), "**/kernel": ("mlp", "embed")}
-    )
-
-    class Plain(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            return linen.Dense(16)(linen.relu(linen.Dense(64)(x)))
-
-    state, losses = regress(Plain(), "fsdp=4,tensor=2", rules, inputs=(X,))
-    specs = {path: tuple(x.sharding.spec) for path, x in named_leaves(state.params).items()}
-    assert specs == {
-        "Dense_0/bias": (None,),
-        "Dense_0/kernel": ("fsdp", "tensor"),
-        "Dense_1/bias": (None,),
-        "Dense_1/kernel": ("tensor", "fsdp"),
-    }
-    assert losses[-1] < losses[0]
-
-
 @pytest.mark.mesh
 def test_shard_places_an_nnx_model_in_memory():
     model = TextClassifier(nnx.Rngs(0))

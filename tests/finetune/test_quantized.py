@@ -94,10 +94,10 @@ def test_adapters_on_few_bits_train_the_same_on_every_mesh(kind):
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ModelError, match="'nf5'.*Did you mean 'nf4'"):
+    with pytest.raises(ModelError, match=r"'nf5'.*Did you mean 'nf4'"):
         quantize(base(), "nf5")  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="matches no projection"):
         quantize(base(), "int8", targets=("blocks/**",))
     odd = nnx.Sequential(nnx.Linear(5, 4, rngs=nnx.Rngs(0)))
-    with pytest.raises(ModelError, match="inputs of layers/0 are of odd size.*\n  Leave"):
+    with pytest.raises(ModelError, match=r"inputs of layers/0 are of odd size.*\n  Leave"):
         quantize(odd, "nf4", targets=("**",))

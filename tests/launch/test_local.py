@@ -168,21 +168,12 @@ def test_a_full_disk_of_the_output_does_not_end_the_group():
 
 
 def test_what_cannot_be_started():
-    with pytest.raises(DistributedError) as error:
+    with pytest.raises(DistributedError, match=r"'no-such-program': No such .*\n  Give a program"):
         run_local(["no-such-program"], 2)
-    assert str(error.value) == (
-        "cannot start 'no-such-program': No such file or directory.\n"
-        "  Give a program on the PATH, or its full path."
-    )
-    with pytest.raises(DistributedError) as error:
+    with pytest.raises(DistributedError, match=r"0 processes cannot be .*\n  Start at least one"):
         run_local(["true"], 0)
-    assert str(error.value) == "0 processes cannot be started.\n  Start at least one."
-
-
-def test_handlers_are_restored():
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    assert run_local([sys.executable, "-c", ""], 1, output=io.StringIO()) == 0
-    assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+    with pytest.raises(DistributedError, match=r"-1 restarts are impossible\.\n  Give 0 for none"):
+        run_local(["true"], 1, restarts=-1)
 
 
 def test_the_command_of_shardlib_itself():
@@ -199,9 +190,5 @@ def test_gpus_are_shared_out():
     assert gpu_shares({"JAX_PLATFORMS": "cpu"}, 8, 3) is None
     assert gpu_shares({"CUDA_VISIBLE_DEVICES": ""}, 8, 3) is None
     assert gpu_shares({}, 0, 3) is None
-    with pytest.raises(DistributedError) as error:
+    with pytest.raises(DistributedError, match=r"2 processes cannot share .*\n  Start as many"):
         gpu_shares({}, 1, 2)
-    assert str(error.value) == (
-        "2 processes cannot share the GPUs 0 evenly.\n"
-        "  Start as many processes as divide them, or set JAX_PLATFORMS=cpu."
-    )

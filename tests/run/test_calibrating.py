@@ -47,15 +47,10 @@ def test_what_was_measured_beside_other_work_is_refused(measured):
     )
     calibrating.check_steady(steady)
     shift = {**steady.collectives, "shift": {2: Line(1e-6, 1e9, 0.61)}}
-    with pytest.raises(ConfigError) as caught:
-        calibrating.check_steady(
-            dataclasses.replace(steady, memory=Line(1e-6, 1e17, 0.997), collectives=shift)
-        )
-    assert str(caught.value) == (
-        "the devices were too busy to be measured: times deviate from the best linear fit, "
-        "memory by 100%, shift over 2 by 61%; nothing was written.\n"
-        "  Run it again while nothing else runs."
-    )
+    busy = dataclasses.replace(steady, memory=Line(1e-6, 1e17, 0.997), collectives=shift)
+    fault = r"too busy .*memory by 100%, shift over 2 by 61%; nothing .*\n  Run it again"
+    with pytest.raises(ConfigError, match=fault):
+        calibrating.check_steady(busy)
 
 
 def test_a_cluster_finds_its_calibration(measured, tmp_path, monkeypatch):

@@ -38,16 +38,15 @@ def test_text_comes_from_the_newest_checkpoint(finished, tmp_path):
 
 
 @pytest.mark.mesh
-def test_another_tokenizer_is_refused(finished, tmp_path):
+def test_another_tokenizer_or_none_is_refused(finished, tmp_path):
     run_dir = finished.copy(tmp_path / "run")
     file = run_dir / "tokenizer.json"
     train_bpe(["the cat"], 257).save(file)
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError, match=r"not the tokenizer .* step 20 .*\n  Restore the file"):
         run.generate(str(run_dir))
-    assert str(refused.value).startswith(
-        f"{run_dir}/tokenizer.json is not the tokenizer that step 20 was trained with: "
-    )
-    assert str(refused.value).endswith("\n  Restore the file, for example from a copy of the run.")
+    file.unlink()
+    with pytest.raises(ModelError, match="was not trained on text"):
+        run.generate(str(run_dir))
 
 
 @pytest.mark.mesh
@@ -89,10 +88,7 @@ def test_text_comes_from_the_newest_checkpoint_that_validates(finished, tmp_path
     (places[1] / "state" / "manifest.ocdbt").write_bytes(b"")
     told = []
     assert run.generate(str(run_dir), notify=told.append) == before
-    assert told == [
-        f"step 20 does not validate and is skipped: checkpoint {places[1]} is damaged: "
-        "1 of its files are not as saved"
-    ]
+    assert [line.partition(":")[0] for line in told] == ["step 20 does not validate and is skipped"]
     with pytest.raises(CheckpointError, match=r"\n  Restore another step \(10\)\.$"):
         run.generate(str(run_dir), step=20)
     with pytest.raises(CheckpointError, match="step 15 has no checkpoint in"):
@@ -100,12 +96,8 @@ def test_text_comes_from_the_newest_checkpoint_that_validates(finished, tmp_path
     # Nothing is set aside.
     assert all(place.is_dir() for place in places)
     (places[0] / "manifest.json").write_text("{")
-    with pytest.raises(CheckpointError) as refused:
+    with pytest.raises(CheckpointError, match=r"\(steps 10, 20\)\.\n  See what .* verify"):
         run.generate(str(run_dir))
-    assert str(refused.value) == (
-        f"none of the checkpoints of {run_dir} is readable (steps 10, 20).\n"
-        f"  See what is wrong with each: shardlib checkpoint verify {run_dir}"
-    )
 
 
 @pytest.mark.mesh
@@ -125,12 +117,8 @@ def test_text_comes_from_other_devices(finished, lab):
 
 
 def test_a_directory_without_a_run_or_a_checkpoint_generates_nothing(finished, tmp_path):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=r"config.yaml is missing.\n  Pass a run directory"):
         run.generate(str(tmp_path))
-    assert str(refused.value) == (
-        f"{tmp_path} does not hold a run: config.yaml is missing.\n"
-        "  Pass a run directory created by `shardlib train`."
-    )
     (tmp_path / "config.yaml").write_text((finished.run_dir / "config.yaml").read_text())
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         run.generate(str(tmp_path))
@@ -150,17 +138,9 @@ def test_text_and_mesh_that_do_not_fit_are_refused(finished, tmp_path, lab):
 @pytest.mark.mesh
 def test_explain_assumes_the_slices_and_hosts_of_a_cluster(lab):
     config = lab.config("unused", "mesh=auto", "train.global_batch=64", "model.embed_dim=64")
-    for cluster, mesh in {
-        "cpu:4": {"fsdp": 4},
-        "v5e-16": {"fsdp": 16},
-        "2xv5e-16": {"data": 2, "fsdp": 16},
-        "4x8xh100": {"data": 4, "fsdp": 8},
-        "8xh100": {"fsdp": 8},
-    }.items():
-        assert run.explain(config, cluster).mesh == mesh
+    assert run.explain(config, "2xv5e-16").mesh == {"data": 2, "fsdp": 16}
     report = run.explain(dataclasses.replace(config, mesh="data=4x2,fsdp=4"), "4x8xh100")
     assert report.mesh == {"data": 8, "fsdp": 4}
-    assert not (lab.root / "unused").exists()
 
 
 @pytest.mark.mesh
@@ -317,37 +297,22 @@ def test_a_kernel_for_other_devices_is_refused(lab):
 @pytest.mark.mesh
 def test_explain_says_what_a_run_chooses(lab):
     config = lab.config("unused", "mesh=stage=2,fsdp=4", "train.microbatches=auto")
-    chosen = {
-        "attention": "xla: the platform is cpu",
-        "pipeline": "1f1b, 2 microbatches over 2 stages: 33% idle",
-        "microbatches": "2 or more: a run takes the fewest whose step fits into memory",
-        "partition": "XLA: the constraints of the model decide where each product lies",
-    }
-    report = run.explain(config)
-    assert report.choices == report.to_dict()["choices"] == chosen
-    text = "".join(f"\n{name}: {reason}" for name, reason in chosen.items())
-    assert f" on each device{text}\nrules that no parameter used: " in str(report)
+    choices = run.explain(config).choices
+    assert choices["pipeline"] == "1f1b, 2 microbatches over 2 stages: 33% idle"
+    assert choices["microbatches"].startswith("2 or more: ")
 
 
 def test_compression_between_slices_is_refused_where_it_is_known_that_there_is_one(lab, tmp_path):
     config = lab.config(tmp_path / "run", "mesh=data=8", "train.reduction.compress_dcn=true")
     for job in (run.train, run.explain):
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError, match=r"crosses no slices or hosts.\n  Set red"):
             job(config)
-        assert str(refused.value) == (
-            "reduction.compress_dcn is set, but data=8 crosses no slices or hosts.\n"
-            "  Set reduction.outer to how many it crosses, or reduction.dtype to bf16."
-        )
     assert run.explain(config, "cpu:8").mesh == {"data": 8}
 
 
 def test_explain_refuses_a_batch_for_other_devices(lab):
-    with pytest.raises(MeshError) as refused:
+    with pytest.raises(MeshError, match=r"=8 cannot be split .*=16 .*\n  Choose a multiple of 16"):
         run.explain(lab.config("unused", "mesh=fsdp=16"), "v5e-16")
-    assert str(refused.value) == (
-        "train.global_batch=8 cannot be split evenly: data+fsdp+expert=16 does not divide 8.\n"
-        "  Choose a multiple of 16, or another mesh."
-    )
     # Left to the planner, some devices share rows.
     mesh = run.explain(lab.config("unused", "mesh=auto"), "v5e-16").mesh
     assert math.prod(mesh.values()) == 16
@@ -364,19 +329,6 @@ def test_explain_starts_the_cpu_devices_that_it_compiles_for(lab, tmp_path):
     assert (facts["cluster"], facts["mesh"]) == ("cpu:8", {"fsdp": 8})
 
 
-@pytest.mark.mesh
-def test_explain_prints_json(finished, lab):
-    # The directory of a run stands for its config.
-    done = lab.shardlib("explain", finished.run_dir, "--json", "--on", "v5e-8", "--abstract")
-    assert (done.returncode, done.stderr) == (0, "")
-    facts = json.loads(done.stdout)
-    assert facts["mesh"] == {"fsdp": 8}
-    assert facts["num_params"] == 37_536
-    kernel = next(row for row in facts["rows"] if row["path"] == "head/kernel")
-    assert kernel["logical_axes"] == ["embed", "vocab"]
-    assert kernel["spec"] == ["fsdp", None]
-
-
 @pytest.mark.parametrize(
     ("overrides", "partition"),
     [
@@ -386,6 +338,4 @@ def test_explain_prints_json(finished, lab):
     ],
 )
 def test_explain_says_who_partitions_the_loss(lab, overrides, partition):
-    report = run.explain(lab.config("unused", *overrides))
-    assert report.choices["partition"] == partition
-    assert f"\npartition: {partition}\n" in str(report)
+    assert run.explain(lab.config("unused", *overrides)).choices["partition"] == partition

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import math
 import threading
 import time
@@ -68,38 +67,19 @@ def test_events_wait_for_the_directory_and_are_one_line_each(parts, tmp_path, ca
         log.event("damaged", "step 30 is damaged: set aside", step=30, leaves=["a/b"])
         assert list(tmp_path.iterdir()) == []
         attempt.go(20, 22)
-        began = time.time()
         log.event("skipped", loss=math.nan, samples=[[176, 184], [0, math.inf]], why=None)
+        assert kinds(tmp_path / "run") == [("damaged", 30), ("start", 20), ("skipped", 22)]
     assert capsys.readouterr().out.splitlines()[0] == "step 30 is damaged: set aside"
     damaged, start, skipped, end = read_events(tmp_path / "run")
-    assert damaged.pop("time") <= start["time"] <= skipped["time"] <= end["time"]
-    assert damaged == {
-        "kind": "damaged",
-        "step": 30,
-        "text": "step 30 is damaged: set aside",
-        "facts": {"leaves": ["a/b"]},
-    }
-    assert (start["kind"], start["step"]) == ("start", 20)
+    assert damaged["time"] <= start["time"] <= skipped["time"] <= end["time"]
+    assert damaged["facts"] == {"leaves": ["a/b"]}
     assert start["facts"] == {"mesh": "fsdp=8", "devices": "8 x cpu", "processes": 1}
-    assert skipped["step"] == 22
-    assert list(skipped["facts"]) == ["loss", "samples"]
-    assert math.isnan(skipped["facts"]["loss"])
-    assert skipped["facts"]["samples"] == [[176, 184], [0, math.inf]]
+    assert math.isnan(skipped["facts"].pop("loss"))
+    assert skipped["facts"] == {"samples": [[176, 184], [0, math.inf]]}
     assert (end["kind"], end["step"], "facts" in end) == ("end", 22, False)
-    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    assert '"nonfinite": {"facts/loss": "nan", "facts/samples/1/1": "inf"}' in lines[2]
     account = last_account(tmp_path / "run")
     assert account is not None
     assert account["spent"] == end["spent"]
-    assert began - 0.001 <= account["time"] <= time.time()
-
-
-def test_an_event_is_in_the_file_at_once(parts, tmp_path):
-    attempt = Attempt(parts, tmp_path / "run")
-    with attempt.log as log:
-        attempt.go(0, 1)
-        log.event("save_failed", "no space")
-        assert kinds(tmp_path / "run") == [("start", 0), ("save_failed", 1)]
 
 
 def test_an_error_of_others_ends_an_attempt_by_name_and_without_its_text(parts, tmp_path):
@@ -112,18 +92,7 @@ def test_an_error_of_others_ends_an_attempt_by_name_and_without_its_text(parts, 
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
 
 
-def test_events_of_an_attempt_that_never_began_are_written_where_there_is_a_run(parts, tmp_path):
-    for name in ("new", "old"):
-        attempt = Attempt(parts, tmp_path / name)
-        if name == "old":
-            attempt.directory.path.mkdir()
-        with attempt.log as log:
-            log.event("damaged", step=10)
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]
-    assert kinds(tmp_path / "old") == [("damaged", 10)]
-
-
-def test_an_event_after_the_end_is_written_too(parts, tmp_path, capsys):
+def test_an_event_after_the_end_is_written_or_said(parts, tmp_path, capsys):
     attempt = Attempt(parts, tmp_path / "run")
     with attempt.log as log:
         attempt.go(0, 1)
@@ -131,27 +100,12 @@ def test_an_event_after_the_end_is_written_too(parts, tmp_path, capsys):
     with (tmp_path / "run" / "events.jsonl").open("a") as file:
         file.write('{"ti')  # As a full disk leaves a line behind.
     log.event("save_failed", "no space")
-    log.event("save_failed", "no space")
-    assert kinds(tmp_path / "run") == [
-        ("start", 0), ("end", 1), ("save_failed", 1), ("save_failed", 1)
-    ]  # fmt: skip
-    # The account is that of the end.
+    assert kinds(tmp_path / "run") == [("start", 0), ("end", 1), ("save_failed", 1)]
     assert last_account(tmp_path / "run") == ended
-    assert capsys.readouterr().out.splitlines()[-2:] == ["no space", "no space"]
-
-
-def test_an_event_after_the_end_that_has_no_place_is_said(parts, tmp_path, capsys):
-    attempt = Attempt(parts, tmp_path / "run")
-    with attempt.log as log:
-        attempt.go(0, 1)
     (tmp_path / "run").rename(tmp_path / "moved")
     log.event("save_failed", step=7)
     said = capsys.readouterr().out.splitlines()[-1]
-    path = tmp_path / "run" / "events.jsonl"
-    assert said.startswith(
-        f'warning: {path} cannot be written: No such file or directory. It lacks {{"time": "'
-    )
-    assert said.endswith('"kind": "save_failed", "step": 7}')
+    assert "events.jsonl cannot be written: No such file or directory. It lacks" in said
 
 
 def test_events_of_many_threads_are_all_there(parts, tmp_path):
@@ -196,18 +150,13 @@ def test_other_processes_write_nothing(parts, tmp_path, capsys):
 
 def test_a_foreign_line_is_named_and_keeps_no_run_from_going_on(parts, tmp_path):
     path = tmp_path / "run" / "events.jsonl"
-    with Attempt(parts, tmp_path / "run").log:
-        pass
     path.parent.mkdir()
     path.write_text('{"time": "2026-01-01T00:00:00.000Z", "kind": "end"}\nhello\n{"ti')
     attempt = Attempt(parts, tmp_path / "run")
     with attempt.log:
         attempt.go(0, 1)
-    with pytest.raises(ShardlibError) as error:
+    with pytest.raises(ShardlibError, match=r"events.jsonl:2: not an event: 'hello'\.\n  Remove"):
         read_events(tmp_path / "run")
-    assert str(error.value) == (
-        f"{path}:2: not an event: 'hello'.\n  Remove that line, or move the file away."
-    )
     path.write_text(path.read_text().replace("hello\n", ""))
     assert [event["kind"] for event in read_events(path.parent)] == ["end", "start", "end"]
     assert read_events(tmp_path / "nowhere") == []
@@ -306,20 +255,14 @@ def test_the_time_before_a_finished_run_is_given_more_steps_is_not_its_own(parts
     assert read_metrics(tmp_path / "run")[-1]["spent"]["idle"] >= 0.098
 
 
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [(None, ""), ("0", ""), ("3", "--restarts 3 "), ("a b", "--restarts 'a b' ")],
-)
-def test_who_launched_a_run_resumes_it_alike(parts, tmp_path, capsys, monkeypatch, given, shown):
-    monkeypatch.delenv("SHARDLIB_RESTARTS", raising=False)
-    if given is not None:
-        monkeypatch.setenv("SHARDLIB_RESTARTS", given)
+def test_who_launched_a_run_resumes_it_alike(parts, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("SHARDLIB_RESTARTS", "3")
     attempt = Attempt(parts, tmp_path / "run", ProcessGroup(0, 2, "launch"))
     with attempt.log as log:
         attempt.go(0, 3)
         log.closing("stopped", is_finished=False, step=3, can_sample=False)
     config = tmp_path / "run" / "config.yaml"
-    resume = f"resume   shardlib launch --processes 2 {shown}-- train {config}"
+    resume = f"resume   shardlib launch --processes 2 --restarts 3 -- train {config}"
     assert resume in capsys.readouterr().out.replace("\n", "")
 
 
@@ -335,18 +278,6 @@ def test_a_run_with_nothing_left_to_do_shows_its_account(parts, tmp_path, capsys
         log.closing("finished", is_finished=True, step=20, can_sample=False)
     assert "goodput  25 % of 0:08: save 75 %" in capsys.readouterr().out
     assert (tmp_path / "run" / "events.jsonl").read_bytes() == before
-
-
-def test_rows_of_old_have_no_account(parts, tmp_path):
-    (tmp_path / "run").mkdir()
-    old = [{"step": step, "loss": 1.0} for step in (1, 2, 3)]
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in old))
-    attempt = Attempt(parts, tmp_path / "run")
-    with attempt.log:
-        attempt.go(2, 4)
-    rows = read_metrics(tmp_path / "run")
-    assert rows[:2] == old[:2]
-    assert [spent(row) for row in rows[2:]] == [{"step": 0.1}, {"step": 0.2}]
 
 
 def test_a_foreign_line_does_not_fail_a_run_at_its_end(parts, tmp_path, capsys):

@@ -280,13 +280,9 @@ def test_a_wrong_path_is_a_fault_of_its_key(file, key, path, fault):
 def test_a_module_that_fails_is_named_with_the_line(file, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "faulty_module.py").write_text("import optax\nimport not_installed_here\n")
-    with pytest.raises(ConfigError) as refused:
+    fault = r"train.loss=.*'not_installed_here' \(.*/faulty_module.py:2\)\.\n    Repair the module"
+    with pytest.raises(ConfigError, match=fault):
         load(run.RunConfig, file, ["train.loss=faulty_module:loss"])
-    assert str(refused.value) == (
-        "command line: train.loss=faulty_module:loss: the module faulty_module cannot be imported: "
-        "ModuleNotFoundError: No module named 'not_installed_here' "
-        f"({tmp_path}/faulty_module.py:2).\n    Repair the module."
-    )
 
 
 def test_what_does_not_fit_is_told_before_anything_is_allocated(file, shardlib):

@@ -112,16 +112,13 @@ def test_the_mesh_of_the_config_is_explained(file):
 
 
 def test_the_config_says_how_long_the_run_is(file):
-    """Of `days` and `price` on their own, where a config says how many tokens are trained on."""
     config = load(RunConfig, file)
     found = plan(config, on="h100", days=30, price=2, top=1)
     assert found.cluster.name == "1xh100"
     assert found.tokens == 20 * 64 * 1024
     assert found.cost == pytest.approx(2 * found.chip_hours)
-    assert refusal(config, on="8xh100", precision="nonsense") == (
-        "precision is nonsense, but a run takes its precision from its config.\n"
-        "  Leave it out, and set the key precision there."
-    )
+    with pytest.raises(ConfigError, match=r"precision is nonsense, .*\n  Leave it out, and set"):
+        plan(config, on="8xh100", precision="nonsense")
 
 
 IMAGES = """
@@ -137,20 +134,11 @@ def test_what_is_not_asked_about_images(tmp_path):
     path = tmp_path / "images.yaml"
     path.write_text(IMAGES)
     config = load(RunConfig, path)
-    assert refusal(config, on="8xh100", global_batch_tokens="4M", length=64) == (
-        "global_batch_tokens (--global-batch) counts tokens, and resnet trains on images.\n"
-        "  Leave it out: global_batch, train.global_batch in a config, counts images.\n"
-        "length counts tokens, and resnet trains on images.\n"
-        "  Leave it out."
-    )
+    fault = r"(?s)global_batch_tokens .* resnet trains on images.*\nlength counts tokens.*  Leave"
+    with pytest.raises(ConfigError, match=fault):
+        plan(config, on="8xh100", global_batch_tokens="4M", length=64)
     found = plan(config, on="2xh100", global_batch=32, top=1)
     assert str(found).splitlines()[0] == "resnet on 2xh100 (2 H100 SXM), 32 images a step"
-
-
-def refusal(config, **options):
-    with pytest.raises(ConfigError) as refused:
-        plan(config, **options)
-    return str(refused.value)
 
 
 def test_what_the_config_says_is_what_is_priced(file):
@@ -229,33 +217,16 @@ def test_the_automatic_mesh_runs_with_the_rest_of_the_config(on, microbatches):
 
 
 @pytest.mark.mesh
-def test_a_run_says_which_mesh_it_took_where_its_chip_is_not_known(file):
-    config = load(RunConfig, file, ["mesh=auto"])
-    assert run.explain(config).choices["auto mesh"] == (
-        "fsdp=8, default; the planner does not know this device"
-    )
-
-
-@pytest.mark.mesh
 def test_the_command(shardlib, file):
-    code, out, _ = shardlib(
-        "plan", file, "model.num_layers=4", "--on", "8xh100", "--why-not", "fsdp=4,tensor=2",
-        "--price", "2", "--top", "2",
-    )  # fmt: skip
+    words = ("--on", "8xh100", "--why-not", "fsdp=4,tensor=2", "--price", "2", "--top", "2")
+    code, out, _ = shardlib("plan", file, "model.num_layers=4", *words)
     assert code == 0
-    assert out.startswith(
-        "transformer (15.7M parameters) on 8xh100 (8 H100 SXM), 64 sequences = 65.5K tokens a "
-        "step\n"
-    )
-    assert "\nWhy not\n  data=8 (the config's): " in out
+    assert out.startswith("transformer (15.7M parameters) on 8xh100 (8 H100 SXM), 64 sequences = ")
     assert "\n  fsdp=4,tensor=2: " in out
-    code, out, _ = shardlib(
-        "plan", "--model", "llama3-8b", "--on", "v5p", "--tokens", "1T", "--days", "30",
-        "--global-batch", "4M", "--json",
-    )  # fmt: skip
+    words = ("--tokens", "1T", "--days", "30", "--global-batch", "4M", "--json")
+    code, out, _ = shardlib("plan", "--model", "llama3-8b", "--on", "v5p", *words)
     facts = json.loads(out)
-    assert code == 0
-    assert facts["batch"] == 512
+    assert (code, facts["batch"]) == (0, 512)
     assert facts["run_seconds"] < 30 * 86400
     assert facts["cluster"].startswith("v5p-")
 
@@ -263,11 +234,7 @@ def test_the_command(shardlib, file):
 def test_what_the_command_refuses(shardlib, file):
     code, out, err = shardlib("plan", "--on", "8xh100")
     assert (code, out) == (2, "")
-    assert err.endswith(
-        "ConfigError: plan takes either a config or --model, but neither is given.\n"
-        "  Write shardlib plan CONFIG --on CLUSTER, or shardlib plan --model llama3-70b "
-        "--on CLUSTER.\n"
-    )
+    assert "plan takes either a config or --model, but neither is given.\n  Write shardlib" in err
     code, out, err = shardlib("plan", "--model", "llama3-70b", "--on", "8xh100")
     assert (code, out) == (2, "")
     assert "MeshError: llama3-70b does not fit 8xh100: " in err

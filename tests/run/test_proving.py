@@ -8,11 +8,8 @@ import pytest
 import shardlib as sl
 from shardlib.cli.arguments import load_config
 from shardlib.errors import MeshError
-from shardlib.mesh import make_mesh
-from shardlib.run.reports.proving import Proof, reduced, small_mesh, tables
+from shardlib.run.reports.proving import reduced, small_mesh
 from shardlib.sharding.constrain import active
-from shardlib.testing.deviations import Deviation, Quantity
-from shardlib.testing.equivalent import Comparison
 from shardlib_models.transformer import FAMILY
 
 CONFIG = """
@@ -88,15 +85,3 @@ def test_wrong_requests_exit_2(shardlib, config):
     code, _, err = shardlib("check", config, "train.local_sgd.inner_steps=2")
     assert code == 2
     assert "train.local_sgd=null" in err
-
-
-def test_all_that_differs_is_listed_or_counted():
-    far = tuple(Deviation(Quantity("gradient", f"w{n}"), float(n), 1.0, 1.0) for n in range(12))
-    compared = Comparison(make_mesh("data=8"), far, 20, 0, 1.0, far[0].quantity, "", None)
-    proof = Proof(compared, "num_layers=2")
-    assert [row[0] for row in proof.rows()] == [
-        f"the gradient of w{n}" for n in reversed(range(12))
-    ]
-    lines = tables([proof]).splitlines()
-    assert lines[-1] == "  and 2 more; --json lists all"
-    assert len([line for line in lines if line.startswith("  the gradient")]) == 10

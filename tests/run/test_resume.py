@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 
-import jax
 import numpy as np
 import pytest
 
@@ -157,14 +156,9 @@ def test_fewer_devices_go_on(finished, lab, tmp_path, losses):
 def test_a_directory_of_another_config_is_refused_by_key(finished, lab, tmp_path):
     run_dir = finished.copy(tmp_path / "run")
     changed = lab.config(run_dir, "seed=1", "model.num_layers=3", "train.steps=30", "mesh=data=8")
-    with pytest.raises(ConfigError) as refused:
+    fault = r"\n  seed: 0 in the run, 1 now\n  model.num_layers: 2 in the run, 3 now\n  Set run_dir"
+    with pytest.raises(ConfigError, match=fault):
         run.train(changed)
-    assert str(refused.value) == (
-        f"{run_dir} holds a run with a different config:\n"
-        "  seed: 0 in the run, 1 now\n"
-        "  model.num_layers: 2 in the run, 3 now\n"
-        "  Set run_dir to another directory, or give these keys their old values."
-    )
     # The checkpoint tells as well, where the config is gone.
     (run_dir / "config.yaml").unlink()
     with pytest.raises(ConfigError, match=r"model\.num_layers: 2 in the run, 3 now"):
@@ -179,18 +173,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_leaf(finished, lab, tmp_pat
     with RunCheckpoints(run_dir / "checkpoints") as checkpoints:
         checkpoints.save(21, other, checkpoints.metadata(20))
     before = sorted(run_dir.rglob("*"))
-    with pytest.raises(CheckpointError) as refused:
+    fault = r"(?s)00000021 is of another model.*params/head/kernel: expected float.*\n  Restore"
+    with pytest.raises(CheckpointError, match=fault):
         run.train(lab.config(run_dir, "train.steps=30"))
     assert sorted(run_dir.rglob("*")) == before
-    leaves = len(jax.tree.leaves(state)) + 1
-    assert str(refused.value) == (
-        f"checkpoint {run_dir}/checkpoints/00000021 is of another model or optimizer: "
-        f"2 of {leaves} leaves differ:\n"
-        "  params/head/kernel: expected float32[32,264], missing from the checkpoint\n"
-        "  params/head/weight: not expected, found float32[32,264]\n"
-        "  Restore it with the configuration it was saved with, or start another run; "
-        "in code, restore(..., partial=True) accepts these."
-    )
 
 
 def test_data_that_has_changed_is_refused(finished, lab, tmp_path):
@@ -198,14 +184,10 @@ def test_data_that_has_changed_is_refused(finished, lab, tmp_path):
     text = lab.root / "text" / "more.txt"
     text.write_text("one more document\n")
     try:
-        with pytest.raises(DataError) as refused:
+        with pytest.raises(DataError, match=r"the data of .* has changed.*\n  Restore the files"):
             run.train(lab.config(run_dir, "train.steps=30"))
     finally:
         text.unlink()
-    assert str(refused.value) == (
-        f"the data of {run_dir} has changed since its last checkpoint.\n"
-        "  Restore the files, or set run_dir to another directory."
-    )
     assert os.listdir(run_dir / "checkpoints") == os.listdir(finished.run_dir / "checkpoints")
 
 

@@ -4,9 +4,7 @@ import os
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
-from flax import nnx
 
 import shardlib as sl
 from shardlib import cli, run
@@ -74,81 +72,32 @@ def test_what_does_not_fit_is_a_wrong_request(refused, overrides, error, parts):
     assert all(part in err for part in parts), err
 
 
-def test_unknown_logical_axis_in_a_rule(refused):
-    assert refused("rules.params.embd=fsdp", "rules.paths={'**/kernels': [embed, mlp]}") == (
-        USAGE,
-        "RuleError: rules.params.embd: no parameter has the logical axis 'embd'. "
-        "Did you mean 'embed'?\n"
-        "  The model has: embed, head_dim, heads, kv_heads, layers, mlp, norm, vocab.\n"
-        "rules.paths: '**/kernels' matches no parameter. Did you mean '**/kernel'?\n"
-        "  Correct it or remove it.\n",
-    )
+def test_unknown_names_in_rules(refused):
+    code, err = refused("rules.params.embd=fsdp", "rules.paths={'**/kernels': [embed, mlp]}")
+    assert code == USAGE
+    assert "RuleError: rules.params.embd: no parameter has the logical axis 'embd'. Did you" in err
+    assert "rules.paths: '**/kernels' matches no parameter. Did you mean '**/kernel'?\n" in err
 
 
 def test_a_pattern_behind_one_that_takes_all_is_named(refused):
     axes = "[layers, embed, kv_heads, head_dim]"
     patterns = f"'**/key/kernel': {axes}, '**/attention/key/kernel': {axes}"
-    assert refused(f"rules.paths={{{patterns}}}") == (
-        USAGE,
-        "RuleError: rules.paths: '**/attention/key/kernel' matches only what earlier patterns "
-        "match.\n  Move it first, or remove it.\n",
-    )
-
-
-def test_faults_of_mesh_and_rules_come_with_those_of_other_keys(refused):
-    code, err = refused("mesh=fsdp8", "rules=zero3", "train.steps=abc", "seed=-1")
+    code, err = refused(f"rules.paths={{{patterns}}}")
     assert code == USAGE
-    assert err.startswith(
-        "ConfigError: the configuration has 4 faults:\n"
-        "  command line: train.steps=abc: expected an integer, got 'abc'.\n"
-        "  command line: seed=-1: seed must lie in [0, 2**32), not -1\n"
-        "  command line: mesh=fsdp8: mesh 'fsdp8' cannot be read"
-    )
-    assert "\n  command line: rules=zero3: " in err
-
-
-def test_an_empty_directory_and_a_step_beyond_the_counter(refused):
-    assert refused("run_dir=", "train.steps=1e12") == (
-        USAGE,
-        "ConfigError: the configuration has 2 faults:\n"
-        "  command line: train.steps=1e12: steps must be below 2**31, the limit of the counter, "
-        "not 1000000000000\n"
-        "  command line: run_dir=: run_dir must name a directory\n",
-    )
-
-
-def test_a_missing_path_of_the_data_comes_with_faults_of_other_keys(refused, tmp_path):
-    assert refused("train.stepz=3", f"data.path={tmp_path}/corpus") == (
-        USAGE,
-        "ConfigError: the configuration has 2 faults:\n"
-        "  command line: train.stepz=3: unknown key. Did you mean 'steps'?\n"
-        f"  command line: data.path={tmp_path}/corpus: there is nothing at '{tmp_path}/corpus'.\n"
-        f"      Correct the path; it is relative to '{os.getcwd()}'.\n",
-    )
-
-
-def test_a_pattern_that_overrides_metadata_is_in_use(refused):
-    axes = "[layers, embed, kv_heads, head_dim]"
-    code, err = refused(
-        "rules.params.embd=fsdp", f"rules.paths={{'**/attention/key/kernel': {axes}}}"
-    )
-    assert code == USAGE
-    assert "rules.params.embd: no parameter" in err
+    assert "'**/attention/key/kernel' matches only what earlier patterns match.\n  Move it" in err
+    # One that overrides metadata is in use.
+    _, err = refused("rules.params.embd=fsdp", f"rules.paths={{'**/attention/key/kernel': {axes}}}")
     assert "rules.paths" not in err
 
 
 def test_missing_or_empty_data(refused, tmp_path):
-    assert refused(f"data.path={tmp_path}/corpus") == (
-        FAILURE,
-        f"DataError: data.path: there is nothing at '{tmp_path}/corpus'.\n"
-        f"  Correct the path; it is relative to '{os.getcwd()}'.\n",
-    )
+    code, err = refused(f"data.path={tmp_path}/corpus")
+    assert code == FAILURE
+    assert f"DataError: data.path: there is nothing at '{tmp_path}/corpus'.\n  Correct" in err
     (tmp_path / "empty.txt").write_text("")
-    assert refused(f"data.path={tmp_path}/empty.txt") == (
-        FAILURE,
-        f"DataError: data.path: '{tmp_path}/empty.txt' holds no text (1 files, all empty).\n"
-        "  Give a path that holds text.\n",
-    )
+    code, err = refused(f"data.path={tmp_path}/empty.txt")
+    assert code == FAILURE
+    assert "holds no text (1 files, all empty).\n  Give a path that holds text.\n" in err
 
 
 def test_faults_of_several_kinds_come_at_once(refused, tmp_path):
@@ -170,12 +119,8 @@ def test_faults_of_several_kinds_come_at_once(refused, tmp_path):
 def test_a_directory_that_is_a_file(lab, tmp_path):
     (tmp_path / "run").write_text("")
     for run_dir in (tmp_path / "run", tmp_path / "run" / "below"):
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError, match=r"cannot be made: .*/run is a file.\n  Set run_dir"):
             run.train(lab.config(run_dir))
-        assert str(refused.value) == (
-            f"run_dir {run_dir} cannot be made: {tmp_path}/run is a file.\n"
-            "  Set run_dir to a directory."
-        )
 
 
 def test_no_write_permission(lab, tmp_path):
@@ -185,32 +130,25 @@ def test_no_write_permission(lab, tmp_path):
     if is_root:  # Root may write anywhere: become somebody else for a while.
         os.seteuid(65534)
     try:
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError, match=r"written: Permission denied.\n  Set run_dir to a"):
             run.train(config)
     finally:
         if is_root:
             os.seteuid(0)
-    assert str(refused.value) == (
-        f"run_dir {config.run_dir} cannot be written: Permission denied.\n"
-        "  Set run_dir to a directory that this user may write."
-    )
     assert os.listdir(tmp_path / "locked") == []
 
 
-class TooFewNames(nnx.Module):
-    def __init__(self, rngs):
-        self.kernel = nnx.Param(jnp.zeros((8, 16)), out_sharding=("embed",), eager_sharding=False)
-
-
 def test_too_few_names_for_a_rank():
-    mesh = sl.make_mesh("fsdp=8")
-    fault = "logical axes ('embed',) name 1 dim, but the shape (8, 16) has 2.\n"
-    fix = "  Give one name, or None, for each dim."
-    rule = ' Or add a path rule: rules.override(paths={"...": (None, None)}).'
-    with sl.use(mesh, sl.rules.STANDARD):
-        with pytest.raises(RuleError) as refused:
-            sl.abstract_state(lambda rngs: TooFewNames(rngs), optax.sgd(0.1))
-        assert str(refused.value) == f"kernel: {fault}{fix}{rule}"
-        with pytest.raises(RuleError) as refused:
-            jax.eval_shape(lambda x: sl.constrain(x, "embed"), jnp.zeros((8, 16)))
-        assert str(refused.value) == f"{fault}{fix}"
+    fault = r"logical axes \('embed',\) name 1 dim, but the shape \(8, 16\) has 2.\n  Give one"
+    with sl.use(sl.make_mesh("fsdp=8"), sl.rules.STANDARD), pytest.raises(RuleError, match=fault):
+        jax.eval_shape(lambda x: sl.constrain(x, "embed"), jnp.zeros((8, 16)))
+
+
+def test_an_empty_directory_and_a_step_beyond_the_counter(refused):
+    assert refused("run_dir=", "train.steps=1e12") == (
+        USAGE,
+        "ConfigError: the configuration has 2 faults:\n"
+        "  command line: train.steps=1e12: steps must be below 2**31, the limit of the counter, "
+        "not 1000000000000\n"
+        "  command line: run_dir=: run_dir must name a directory\n",
+    )

@@ -150,12 +150,9 @@ def test_without_locks_it_is_said_and_the_run_goes_on(tmp_path, monkeypatch):
 
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirError) as refused, hold(tmp_path / "file" / "run", pytest.fail):
+    fault = r"file/run cannot be written: Not a directory.\n  Free space or restore access"
+    with pytest.raises(RunDirError, match=fault), hold(tmp_path / "file" / "run", pytest.fail):
         pass
-    assert str(refused.value) == (
-        f"run_dir {tmp_path}/file/run cannot be written: Not a directory.\n"
-        "  Free space or restore access there, then start again."
-    )
 
 
 @pytest.mark.mesh

@@ -3,7 +3,6 @@
 import contextlib
 import io
 
-import jax
 import numpy as np
 import pytest
 
@@ -158,21 +157,17 @@ def test_what_cannot_be_is_refused_before_data_is_read(lab, tmp_path, error, ove
 
 
 def test_options_that_exclude_each_other(lab, tmp_path):
-    def refusal(*overrides):
-        with pytest.raises(ConfigError) as caught:
-            lab.config(tmp_path / "run", *overrides)
-        return str(caught.value)
-
-    apart, reduced = "train.local_sgd.inner_steps=2", "train.reduction.dtype=bf16"
-    assert (
-        "local_sgd does not sum gradients over data, but reduction is set: leave one of them out; "
-        "local_sgd.dtype sets the dtype in which groups send their progress"
-    ) in refusal(apart, reduced)
-    for option in (apart, "train.reduction.group_seconds=[1,2]"):
-        assert (
-            "microbatches=auto does not support local_sgd or groups with unequal shares: "
-            "give a number"
-        ) in refusal("train.microbatches=auto", option)
+    apart, groups = "train.local_sgd.inner_steps=2", "train.reduction.group_seconds=[1,2]"
+    for options, fault in (
+        ((apart, "train.reduction.dtype=bf16"), "but reduction is set: leave one of them out"),
+        (("train.microbatches=auto", apart), "not support local_sgd or groups .*: give a num"),
+        (
+            ("train.microbatches=auto", groups),
+            "not support local_sgd or groups .*: give a num",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=fault):
+            lab.config(tmp_path / "run", *options)
 
 
 @pytest.mark.mesh
@@ -185,13 +180,8 @@ def test_equal_groups_may_have_stages(lab, tmp_path):
 def test_groups_apart_over_stages_where_the_compiler_cannot_nest_them(lab, tmp_path, monkeypatch):
     monkeypatch.setattr("shardlib.run.checks.NESTS_IN_MESH_ORDER_ONLY", True)
     options = ("mesh=stage=2,data=4", "train.microbatches=2", "train.local_sgd.inner_steps=2")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"over stage: the compiler of jax .*\n  Use a mesh"):
         run.train(lab.config(tmp_path / "run", *options, *SHORT))
-    assert str(caught.value) == (
-        "train.local_sgd cannot have groups that split layers over stage: the compiler of jax "
-        f"{jax.__version__} does not nest the regions.\n"
-        "  Use a mesh without stage, or train.reduction in place of local_sgd."
-    )
 
 
 @pytest.mark.mesh

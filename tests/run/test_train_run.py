@@ -73,26 +73,16 @@ def test_an_evaluation_is_in_the_line_of_its_step(finished, rows):
 def test_what_a_person_sees_of_a_run(finished):
     out, run_dir = finished.out, finished.run_dir
     for text in (
-        "8 x cpu",
         "fsdp=8 over 8 cpu devices",
         "37.5K parameters, 18.9 KiB per device",
-        "128 tokens, 23 MFLOP",
-        "\ncompiling the training step\n",
-        "\nstep  1/20  loss ",
         "\nstep 10/20  loss ",
         "\neval at step 10  accuracy ",
         "─ sample at step 20 ─",
-        "\n│ the ",
         "─ finished at step 20 ─",
-        "│ eval bits_per_byte  ",
     ):
         assert text in out
-    assert out.endswith(
-        f"  train on  shardlib train {run_dir}/config.yaml train.steps=40\n"
-        f"  sample    shardlib generate {run_dir}\n"
-        f"  explain   shardlib explain {run_dir}/config.yaml\n"
-    )
-    assert "no checkpoint" not in out
+    assert f"  train on  shardlib train {run_dir}/config.yaml train.steps=40\n" in out
+    assert out.endswith(f"  explain   shardlib explain {run_dir}/config.yaml\n")
     assert len([line for line in out.splitlines() if line.startswith("step")]) == 3
 
 
@@ -100,17 +90,10 @@ def test_a_finished_run_says_so_and_changes_nothing(finished, lab, tmp_path, cap
     run_dir = finished.copy(tmp_path / "run")
     before = {p: p.stat().st_mtime_ns for p in sorted(run_dir.rglob("*"))}
     result = run.train(lab.config(run_dir))
-    assert result.step == 20
-    assert result.evaluation == {}
+    assert (result.step, result.evaluation) == (20, {})
     out = capsys.readouterr().out
     assert "\nalready trained to step 20; give a larger train.steps to go on\n" in out
-    assert "─ finished at step 20 ─" in out
     assert "resumes" not in out
-    first, again = (  # The card is as wide as its longest line, the account of time.
-        [line.strip("│ ") for line in text[text.index("│ eval accuracy") :].splitlines()[:4]]
-        for text in (finished.out, out)
-    )
-    assert first == again
     assert {p: p.stat().st_mtime_ns for p in sorted(run_dir.rglob("*"))} == before
 
 
@@ -153,23 +136,6 @@ def test_images_are_counted_and_need_no_tokenizer(lab, tmp_path, rows, capsys):
     assert "16 images" in out
     # Nothing was saved, so there is nothing to go on from.
     assert out.endswith(f"\n  explain  shardlib explain {tmp_path}/run/config.yaml\n")
-
-
-@pytest.mark.mesh
-def test_event_files_are_written_when_asked_for(lab, tmp_path):
-    pytest.importorskip("tensorboardX")
-    config = lab.config(
-        tmp_path / "run",
-        "train.tensorboard=true",
-        "train.steps=3",
-        "eval.every_steps=0",
-        "train.sample_length=0",
-        "checkpoint.enabled=false",
-    )
-    run.train(config)
-    events = list((tmp_path / "run" / "tensorboard").iterdir())
-    assert [path.name.startswith("events.out.tfevents") for path in events] == [True]
-    assert b"tokens_per_second" in events[0].read_bytes()
 
 
 @pytest.mark.mesh
@@ -304,8 +270,4 @@ def test_names_stay_callable_whatever_is_imported_first():
     from shardlib.run import training
 
     assert run.train is training.train
-    assert callable(run.train)
-    assert callable(run.explain)
-    assert callable(run.generate)
     assert {"train", "explain", "generate", "TrainResult"} <= set(dir(run))
-    assert jax.device_count() == 8

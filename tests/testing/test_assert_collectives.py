@@ -19,21 +19,11 @@ BATCH = {"x": np.ones((16, 8), np.float32)}
 
 class Model(nnx.Module):
     def __init__(self, rngs):
-        init = nnx.initializers.lecun_normal()
-        self.up = nnx.Linear(
-            8,
-            32,
-            kernel_init=nnx.with_partitioning(init, ("embed", "mlp")),
-            use_bias=False,
-            rngs=rngs,
-        )
-        self.down = nnx.Linear(
-            32,
-            8,
-            kernel_init=nnx.with_partitioning(init, ("mlp", "embed")),
-            use_bias=False,
-            rngs=rngs,
-        )
+        def linear(inputs, outputs, *axes):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+            return nnx.Linear(inputs, outputs, kernel_init=init, use_bias=False, rngs=rngs)
+
+        self.up, self.down = linear(8, 32, "embed", "mlp"), linear(32, 8, "mlp", "embed")
 
     def __call__(self, x):
         return self.down(jax.nn.relu(sl.constrain(self.up(x), "batch", "mlp")))
@@ -130,13 +120,10 @@ def test_small_collectives_can_be_left_out(compiled):
 
 def test_bad_questions(compiled):
     step, mesh = compiled
-    with pytest.raises(ModelError) as error:
-        assert_collectives(step, {("allreduce", "fsdp"), ("all-gather", "data")}, mesh=mesh)
-    assert sorted(str(error.value).splitlines()[:2]) == [
-        "'allreduce' is not a kind of collective: all-reduce, all-gather, reduce-scatter, "
-        "all-to-all, collective-permute, ragged-all-to-all, collective-broadcast.",
-        "data is not an axis of mesh fsdp=8.",
-    ]
+    with pytest.raises(ModelError, match="'allreduce' is not a kind of collective: all-reduce, "):
+        assert_collectives(step, {("allreduce", "fsdp")}, mesh=mesh)
+    with pytest.raises(ModelError, match="data is not an axis of mesh fsdp=8"):
+        assert_collectives(step, {("all-gather", "data")}, mesh=mesh)
     with pytest.raises(ModelError, match=r"^the mesh of a compiled program is unknown"):
         assert_collectives(step, set())
     with pytest.raises(ModelError, match=r"^a step is compiled for a state and a batch"):

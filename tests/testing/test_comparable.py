@@ -47,15 +47,11 @@ def refusal(mesh="data=8", make=Model, **options):
 
 @pytest.mark.mesh
 def test_a_model_that_is_narrower_on_a_mesh():
-    text = refusal(make=lambda rngs: Model(rngs, narrow=True))
-    assert text == (
-        "mesh data=8 cannot be compared: its step rounds the parameter head/kernel to bfloat16 "
-        "(at FILE), but the step on one device does not.\n"
-        "  Leave out what asks for bfloat16 there (precision, reduction, or the model's own code), "
-        "or compute in it on one device too."
-    )
-    # Only where `data` is split.
     narrow = lambda rngs: Model(rngs, narrow=True)  # noqa: E731
+    fault, fix = refusal(make=narrow).split("\n")
+    assert "mesh data=8 cannot be compared: its step rounds the parameter head/kernel to" in fault
+    assert fix.startswith("  Leave out what asks for bfloat16 there")
+    # Only where `data` is split.
     assert_equivalent(narrow, loss, BATCH, "fsdp=8", steps=1)
 
 
@@ -74,13 +70,9 @@ def test_a_model_that_is_narrower_everywhere_is_not_the_fault_of_a_mesh():
     def rounded(model, batch, rng):
         return jnp.mean(jnp.square(model(batch["x"]).astype(jnp.bfloat16).astype(jnp.float32)))
 
-    with pytest.raises(ModelError) as error:
+    fault = r"loss of step 1 cannot .* on one device already\.\n  Take fewer steps"
+    with pytest.raises(ModelError, match=fault):
         assert_equivalent(Model, rounded, BATCH, "data=8", steps=1)
-    assert re.sub(r"\d\.\de[+-]\d\d", "#", str(error.value)) == (
-        "the loss of step 1 cannot be compared: rounding of the parameters changes it by # "
-        "on one device already.\n"
-        "  Take fewer steps, a lower learning rate or more examples, and compute in float32."
-    )
 
 
 def test_a_model_with_other_variables_on_a_mesh():
