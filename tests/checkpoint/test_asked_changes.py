@@ -92,14 +92,9 @@ def test_parts_are_restored_when_asked(saved):
 
 def test_leaves_without_any_value_are_refused(saved):
     target = {"w": jnp.zeros((2, 2)), "a": struct((3,), jnp.int8), "b": struct((), jnp.float32)}
+    text = r"(?s)missing from the checkpoint.*a: int8\[3\].*b: float32\[\].*Pass arrays for them"
     with (
         RunCheckpoints(saved, notify=pytest.fail) as checkpoints,
-        pytest.raises(CheckpointError) as caught,
+        pytest.raises(CheckpointError, match=text),
     ):
         checkpoints.restore(5, target, partial=True)
-    assert str(caught.value) == (
-        "leaves that are missing from the checkpoint have no values:\n"
-        "  a: int8[3]\n"
-        "  b: float32[]\n"
-        "  Pass arrays for them in the target, such as freshly initialised ones."
-    )

@@ -6,7 +6,6 @@ import resource
 import subprocess
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -113,23 +112,6 @@ def test_a_run_outlives_a_full_disk(small_disk, lab, tmp_path):
     assert sorted(os.listdir(run_dir / "checkpoints")) == [f"{s:08d}" for s in checkpoints.steps()]
 
 
-def test_a_disk_without_room_for_anything(small_disk):
-    told = []
-    (small_disk / "c").mkdir()
-    with RunCheckpoints(small_disk / "c", notify=told.append) as checkpoints:
-        filler = small_disk / "filler"
-        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-        checkpoints.save(1, make_state(1), {})
-        checkpoints.settle()
-        assert len(told) == 1
-        assert os.listdir(small_disk / "c") == []
-        filler.unlink()
-        checkpoints.save(1, make_state(1), {}, wait=True)
-        assert_restores(checkpoints, 1)
-
-
 def test_a_disk_that_turns_read_only(small_disk):
     told = []
 
@@ -199,15 +181,3 @@ def test_too_many_failures_in_a_row_end_the_run(tmp_path):
     assert [text.split(" could")[0] for text in told] == [
         f"the checkpoint of step {step}" for step in (2, 4, 5)
     ]
-
-
-def test_waiting_for_a_save_raises_its_failure(tmp_path):
-    with RunCheckpoints(tmp_path, notify=pytest.fail) as checkpoints:
-        with failing_writes(MIB // 2):
-            with pytest.raises(CheckpointError, match="step 1 could not be written"):
-                checkpoints.save(1, make_state(1), {}, wait=True)
-            checkpoints.save(2, make_state(2), {})
-            with pytest.raises(CheckpointError, match="step 2 could not be written"):
-                checkpoints.wait()
-        checkpoints.save(3, jax.block_until_ready(make_state(3)), {}, wait=True)
-        assert checkpoints.steps() == [3]

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import re
 import threading
 import time
 
@@ -47,17 +46,6 @@ def test_what_waits_can_be_cut_too(tmp_path, small_files):
     file.write(b"e\n")
     file.close()
     assert (tmp_path / "log").read_text() == "a\ne\n"
-
-
-def test_a_closed_file_is_not_taken_for_a_full_disk(tmp_path):
-    said = []
-    file = AppendFile(tmp_path / "log", warn=said.append)
-    file.write(b"a\n")
-    file.close()
-    file.close()
-    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))}/log is closed$"):
-        file.write(b"b\n")
-    assert (file.read(), said) == (b"a\n", [])
 
 
 def test_a_file_is_closed_between_two_writes(tmp_path):

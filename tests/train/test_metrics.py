@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.errors import ShardlibError
-from shardlib.log.metrics import MetricsWriter, StepTimer, mfu, read_metrics
+from shardlib.log.metrics import MetricsWriter, StepTimer, read_metrics
 
 
 def write(run_dir, steps, **keys):
@@ -52,23 +52,14 @@ def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path):
     assert steps_of(tmp_path) == [1, 2, 3]
 
 
-def test_nothing_is_rewritten_when_nothing_is_lost(tmp_path):
-    write(tmp_path, [1, 2])
-    before = (tmp_path / "metrics.jsonl").stat().st_ino
-    write(tmp_path, [3], resume_step=2)
-    assert (tmp_path / "metrics.jsonl").stat().st_ino == before
-
-
 @pytest.mark.parametrize("foreign", ["hello", '{"loss": 2.0}', '{"step": "2"}', '{"step": null}'])
 def test_a_foreign_line_is_named(tmp_path, foreign):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1, "loss": 2.0}}\n{foreign}\n{{"step": 2}}\n')
-    with pytest.raises(ShardlibError) as error:
+    with pytest.raises(
+        ShardlibError, match=r"(?s)2: not the metrics of a step.*Remove that line, or"
+    ):
         read_metrics(tmp_path)
-    assert str(error.value) == (
-        f"{path}:2: not the metrics of a step: {foreign!r}.\n"
-        "  Remove that line, or move the file away to start a new one."
-    )
 
 
 def test_a_foreign_line_does_not_keep_a_run_from_resuming(tmp_path):
@@ -115,9 +106,3 @@ def test_step_times_leave_out_compilation_and_pauses():
     timer.restart()
     assert timer.tick() == 1.0
     assert timer.mean_step_seconds == 1.5
-
-
-def test_mfu():
-    assert mfu(50e12, 0.5, 200e12) == 0.5
-    assert mfu(50e12, 0.5, None) is None
-    assert mfu(50e12, None, 200e12) is None

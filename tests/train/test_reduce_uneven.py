@@ -30,15 +30,6 @@ def test_every_group_finds_its_rows_in_its_shard(counts, per_microbatch):
     assert sorted(found) == batch.tolist()
 
 
-def test_rows_that_microbatches_do_not_divide():
-    with pytest.raises(ModelError) as error:
-        arrange_batch({"x": np.zeros((10, 2)), "y": np.zeros(12)}, (1, 3))
-    assert str(error.value) == (
-        "the batch's x has shape (10, 2), whose first dim 4 microbatches over all groups do not "
-        "divide.\n  Choose a batch that is a multiple of 4."
-    )
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=3), st.integers(0, 6))
 def test_no_other_counts_end_earlier(seconds, more):
@@ -50,11 +41,6 @@ def test_no_other_counts_end_earlier(seconds, more):
     others = itertools.product(range(1, total + 1), repeat=len(seconds))
     best = min(max(np.multiply(other, seconds)) for other in others if sum(other) == total)
     assert last == pytest.approx(best, rel=1e-12)
-
-
-def test_a_group_twice_as_fast_takes_twice_as_much():
-    assert balance((1.0, 2.0), 6) == (4, 2)
-    assert balance((3.0, 3.0, 3.0), 6) == (2, 2, 2)
 
 
 @pytest.mark.parametrize(
