@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import time
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from shardlib.checkpoint.arrays import read_bound
 from shardlib.checkpoint.read_plan import plan_reads
 from shardlib.cli import main
 from shardlib.config import load, to_yaml
-from shardlib.log.events import read_events
 from shardlib.run.directory import RunDirectory
 
 CONFIG = """
@@ -224,24 +222,6 @@ def test_reshard_takes_guards_that_have_changed_since_the_last_save(
     config = load(run.RunConfig, copies[1] / "config.yaml", ["train.steps=7"])
     assert config.train.guards == now.train.guards
     assert run.train(config).step == 7
-
-
-@pytest.mark.mesh
-def test_the_copy_of_a_finished_run_has_waited_for_nothing(trained, shardlib, tmp_path):
-    copy = tmp_path / "copy"
-    time.sleep(1)
-    assert shardlib("reshard", trained, "--mesh", "fsdp=8", "--to", copy)[0] == 0
-    run.train(load(run.RunConfig, copy / "config.yaml", [STEP]))
-    assert read_events(copy)[-1]["spent"].get("idle", 0.0) == 0.0
-    # One that has not ended has waited.
-    unfinished = shutil.copytree(trained, tmp_path / "run")
-    events = (unfinished / "events.jsonl").read_text()
-    (unfinished / "events.jsonl").write_text(
-        events.replace('"finished": true', '"finished": false')
-    )
-    assert shardlib("reshard", unfinished, "--mesh", "fsdp=8", "--to", f"{copy}2")[0] == 0
-    run.train(load(run.RunConfig, f"{copy}2/config.yaml", [STEP]))
-    assert read_events(f"{copy}2")[-1]["spent"]["idle"] > 1
 
 
 @pytest.fixture

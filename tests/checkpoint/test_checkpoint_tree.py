@@ -104,10 +104,5 @@ def test_leaves_that_are_no_numbers_are_listed():
     }
     with pytest.raises(CheckpointError) as caught:
         check_leaves(leaves)
-    assert str(caught.value).splitlines()[:-1] == [
-        "leaves of the tree cannot be stored:",
-        "  b: str of <U4",
-        "  c: object of object",
-        "  d: ArrayImpl of uint4",
-        "  e: int of object",
-    ]
+    found = [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:-1]]
+    assert found == ["b", "c", "d", "e"]

@@ -232,18 +232,6 @@ def test_a_later_format_is_not_damage(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["00000001", "00000002"]
 
 
-@pytest.mark.parametrize("entry", ["state", "manifest.json"])
-def test_parts_of_a_checkpoint_are_one_that_is_damaged(entry, tmp_path):
-    (tmp_path / "00000007" / entry).mkdir(parents=True)
-    with (
-        RunCheckpoints(tmp_path, notify=lambda text: None) as checkpoints,
-        pytest.raises(
-            CheckpointError, match=r"(?s)none of the checkpoints.*step 7.*They are left as they"
-        ),
-    ):
-        checkpoints.restore_newest(STATE)
-
-
 def test_a_directory_that_cannot_be_written(tmp_path):
     # A path below a file is refused to root as well.
     (tmp_path / "file").write_text("")

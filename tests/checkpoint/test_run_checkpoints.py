@@ -224,48 +224,6 @@ def test_another_model_is_refused_before_arrays_are_read(tmp_path):
     assert [line.split(":")[0].strip() for line in differ] == ["a", "b", "c", "d", "key"]
 
 
-def test_what_a_restore_would_read(tmp_path, monkeypatch):
-    from shardlib.checkpoint import arrays
-
-    monkeypatch.setattr(arrays, "CHUNK_BYTES", 2048)
-    state = {
-        "w": jnp.zeros((64, 64)),
-        "keys": jax.random.split(jax.random.key(0), 8),
-        "host": np.ones(3),
-        "none": jnp.zeros((0, 2)),
-    }
-    target = abstract(shard(state, make_mesh(2, 4)))
-    with RunCheckpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, shard(state, make_mesh(2, 4)), {}, wait=True)
-        structs, chunks = checkpoints.stored(1, target)
-        assert {path: (x.shape, str(x.dtype)) for path, x in structs.items()} == {
-            "w": ((64, 64), "float32"),
-            "keys": ((8, 2), "uint32"),
-        }
-        assert structs["keys"].sharding.spec == PartitionSpec("fsdp")
-        assert np.prod(chunks["w"]) * 4 <= 2048
-        assert chunks["keys"] == (2, 2)
-        (tmp_path / "00000001" / "state" / "manifest.ocdbt").unlink()
-        with pytest.raises(CheckpointError, match=r"cannot be read: .*\n  Name another step"):
-            checkpoints.stored(1, target)
-
-
-def test_differences_that_may_be_asked_for(tmp_path):
-    cases = (
-        ({"a": jnp.ones(4, jnp.bfloat16)}, "cast=True and partial=True"),
-        ({"a": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(2)}, "cast=True"),
-        ({"a": jnp.ones(4)}, "partial=True"),
-    )
-    with RunCheckpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, {"a": jnp.ones(4), "b": jnp.ones(2)}, {}, wait=True)
-        for target, asked in cases:
-            with pytest.raises(CheckpointError, match=rf"restore\(..., {asked}\) accepts these"):
-                checkpoints.restore(1, target)
-            options = {word.removesuffix("=True"): True for word in asked.split(" and ")}
-            restored = checkpoints.restore(1, target, **options)
-            assert restored["a"].dtype == target["a"].dtype
-
-
 def test_a_step_is_read_without_its_classes(tmp_path):
     keys = jax.random.split(jax.random.key(3, impl="rbg"), 2)
     state = {"layers": [jnp.arange(3), {"w": jnp.ones((2, 2), jnp.bfloat16)}], "keys": keys}

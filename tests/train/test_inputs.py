@@ -11,7 +11,6 @@ import shardlib as sl
 from shardlib.errors import DataError, ModelError
 from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib.train.evaluate import evaluate
-from shardlib.train.local_sgd.outer import group_means
 
 RNG = np.random.default_rng(0)
 BATCHES = [{"x": RNG.standard_normal((16, 8), dtype=np.float32)} for _ in range(4)]
@@ -94,22 +93,6 @@ def test_distillation_over_stages():
     expected = students("data=1", Deep, microbatches=4)
     found = students("stage=2,data=2,tensor=2", Deep, microbatches=4)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), found, expected)
-
-
-@pytest.mark.mesh
-def test_groups_that_train_apart_have_one_teacher():
-    def train(mesh, groups):
-        teacher = start(lambda rngs: MLP(rngs, 32), mesh, seed=1)
-        local = sl.make_local_sgd(
-            sl.make_train_step(distil), sl.LocalSGDConfig(groups=groups, inner_steps=2)
-        )
-        state, losses = local.init(start(MLP, mesh)), []
-        for batch in BATCHES:
-            state, metrics = local(state, batch, teacher, 1.0)
-            losses.append(group_means(metrics)["loss"])
-        return losses
-
-    np.testing.assert_allclose(train("data=4,fsdp=2", 4), train("data=1", 4), rtol=2e-5)
 
 
 def test_where_inputs_lie():

@@ -248,15 +248,9 @@ def test_a_step_that_reduces_over_data_is_refused():
         (
             sl.rules.STANDARD.override(embed="data"),
             False,
-            "params: down/kernel, up/kernel sharded over data, but local SGD groups hold whole "
-            "arrays.\n  Use rules that shard them over fsdp.",
+            "params: .* over data.*\n  Use rules",
         ),
-        (
-            sl.rules.STANDARD,
-            True,
-            "opt_state is in pinned_host memory, which local SGD does not support.\n"
-            "  Leave train.offload_optimizer out.",
-        ),
+        (sl.rules.STANDARD, True, "opt_state is in pinned_host .*\n  Leave train.offload_opt"),
     ],
     ids=["split", "offloaded"],
 )
@@ -264,9 +258,8 @@ def test_states_that_groups_cannot_hold_are_refused(rules, offloads, text):
     with sl.use(sl.make_mesh("data=8"), rules):
         state = sl.abstract_state(MLP, ADAM)
     state = sl.offload_optimizer(state) if offloads else state
-    with pytest.raises(RuleError) as error:
+    with pytest.raises(RuleError, match=text):
         make_local_sgd(sl.make_train_step(loss_fn), LocalSGDConfig()).init(state)
-    assert str(error.value) == text
 
 
 @pytest.mark.parametrize(

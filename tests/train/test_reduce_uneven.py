@@ -43,24 +43,8 @@ def test_no_other_counts_end_earlier(seconds, more):
     assert last == pytest.approx(best, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "total", "message"),
-    [
-        (
-            (1.0, 2.0),
-            1,
-            "1 microbatches are too few for 2 groups: each takes at least one.\n"
-            "  Use 2 microbatches or more.",
-        ),
-        (
-            (1.0, 0.0),
-            4,
-            "the groups take 1.0, 0.0 seconds a microbatch, which must be positive and finite.\n"
-            "  Measure every group again.",
-        ),
-    ],
-)
-def test_times_that_give_no_balance(seconds, total, message):
-    with pytest.raises(ModelError) as error:
-        balance(seconds, total)
-    assert str(error.value) == message
+def test_times_that_give_no_balance():
+    with pytest.raises(ModelError, match=r"1 microbatches are too few for 2 groups.*\n  Use 2"):
+        balance((1.0, 2.0), 1)
+    with pytest.raises(ModelError, match=r"1.0, 0.0 seconds .* positive and finite.\n  Measure"):
+        balance((1.0, 0.0), 4)

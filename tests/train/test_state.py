@@ -119,18 +119,6 @@ def test_the_active_scope_is_the_default():
         sl.init_state(Model, optax.sgd(0.1))
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("f32", "float32"), ("bf16", "float32"), ("bf16_params", "bfloat16")]
-)
-def test_precision_decides_how_parameters_are_stored(precision, dtype):
-    state = state_on("fsdp=8", precision=precision)
-    assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {dtype}
-    moments = [x for p, x in named_leaves(state.opt_state).items() if p.endswith("kernel")]
-    assert len(moments) == 4
-    assert {str(x.dtype) for x in moments} == {dtype}
-    assert state.model_state["norm"]["var"].dtype == jnp.float32
-
-
 def test_the_model_of_a_state_can_be_called():
     state = state_on("fsdp=4,tensor=2")
     model = state.model

@@ -159,19 +159,6 @@ class TestFrozenParameters:
         _, alone = train(start(make, "data=1", **options))
         np.testing.assert_allclose(losses, alone, rtol=1e-5)
 
-    def test_local_sgd_keeps_them(self):
-        def make(rngs):
-            return nnx.Sequential(nnx.LoRALinear(16, 16, lora_rank=4, rngs=rngs))
-
-        state = start(make, "data=4,fsdp=2", wrt=nnx.LoRAParam)
-        held = values(state.model_state)
-        config = sl.LocalSGDConfig(inner_steps=1)
-        local = sl.make_local_sgd(sl.make_train_step(loss_fn), config)
-        groups = local.init(state)
-        for _ in range(2):
-            groups, _ = local(groups, batch())
-        assert_same(local.merge(groups).model_state, held)
-
 
 class Adapted(linen.Module):
     """linen with an adapter in a collection of its own."""
