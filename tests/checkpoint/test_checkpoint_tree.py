@@ -6,14 +6,13 @@ import typing
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import traverse_util
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.checkpoint.tree import check_leaves, flatten, leaf_spec
+from shardlib.checkpoint.tree import check_leaves, flatten
 from shardlib.errors import CheckpointError
 
 
@@ -77,21 +76,6 @@ def test_all_keys_that_cannot_be_stored_are_listed():
     }
     with pytest.raises(CheckpointError, match=r"(?s)an empty key below a.*'c/d' below a.*Rename"):
         flatten(tree)
-
-
-@pytest.mark.parametrize(
-    ("leaf", "text"),
-    [
-        (jnp.ones((2, 3), jnp.bfloat16), "bfloat16[2,3]"),
-        (jax.ShapeDtypeStruct((4,), jnp.int8), "int8[4]"),
-        (np.float32(1), "float32[]"),
-        (3, "int64[]"),
-        (True, "bool[]"),
-        (jax.random.split(jax.random.key(0), 5), "key<fry>[5]"),
-    ],
-)
-def test_leaf_spec(leaf, text):
-    assert str(leaf_spec(leaf)) == text
 
 
 def test_leaves_that_are_no_numbers_are_listed():

@@ -12,7 +12,6 @@ from shardlib.checkpoint import (
     KeepBest,
     LocalTier,
     RunCheckpoints,
-    SavedCheckpoints,
 )
 from shardlib.checkpoint.directory import kept
 from shardlib.errors import CheckpointError
@@ -205,20 +204,6 @@ def test_what_accept_raises_is_passed_on_and_nothing_is_set_aside(tmp_path):
         with pytest.raises(CheckpointError, match="is of another model or optimizer"):
             checkpoints.restore_newest({"v": jnp.ones(4)})
         assert checkpoints.steps() == [1, 2]
-
-
-def test_what_directories_without_a_name_of_a_step_are(tmp_path):
-    with RunCheckpoints(tmp_path / "checkpoints") as checkpoints:
-        checkpoints.save(31, STATE, {}, wait=True)
-    (tmp_path / "checkpoints" / "00000031").rename(tmp_path / "checkpoints" / "31")
-    told = []
-    saved = SavedCheckpoints(tmp_path / "checkpoints", notify=told.append)
-    assert saved.steps() == []
-    assert "a step is named by 8 digits, such as 00000031" in told[0]
-    (tmp_path / "checkpoints" / "31").rename(tmp_path / "checkpoints" / "00000031")
-    told.clear()
-    assert SavedCheckpoints(tmp_path, notify=told.append).steps() == []
-    assert "name it in place of this directory" in told[0]
 
 
 def test_a_later_format_is_not_damage(tmp_path):

@@ -232,8 +232,7 @@ def test_refusals(mesh):
 
 @pytest.mark.mesh
 def test_loops_and_collectives_keep_one_order_on_cpu_devices(mesh):
-    """Two loops that do not read each other, and sums outside of them: in another order on each
-    device they would take each other's data."""
+    """Two loops that do not read each other, and sums outside of them."""
 
     def fn(x, w, v):
         def loop(w):

@@ -108,8 +108,7 @@ def loss_of_triples(model, batch, rng):
 
 
 def test_memory_that_is_really_spent():
-    """The step is run, and the allocation of its buffers fails: with all rows at once they are
-    larger than any address space, and as the number of rows is prime, it is that or one by one."""
+    """The step is run, and the allocation of its buffers fails."""
     prime = 2**13 - 1
     assert prime**3 * HIDDEN * 4 > 2**47
     fit = fit_microbatches(
