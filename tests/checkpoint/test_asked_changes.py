@@ -43,12 +43,7 @@ def test_dtypes_change_when_asked(saved):
             checkpoints.restore(5, target)
         assert told == []
         state = checkpoints.restore(5, target, cast=True)
-    assert told == [
-        "restoring step 5: big: expected float32[8], found int64[8]",
-        "restoring step 5: count: expected float64[], found int64[]",
-        "restoring step 5: old: expected float64[3], found float32[3]",
-        "restoring step 5: w: expected bfloat16[2,2], found float32[2,2]",
-    ]
+    assert [text.split(": ")[1] for text in told] == ["big", "count", "old", "w"]
     expected = np.asarray(SAVED["w"]).astype(jnp.bfloat16)
     assert np.asarray(state["w"]).tobytes() == expected.tobytes()
     for path in ("w", "big"):
@@ -60,15 +55,14 @@ def test_dtypes_change_when_asked(saved):
 
 def test_shapes_and_keys_never_change(saved):
     target = SAVED | {"w": np.zeros((4, 1), np.float64), "rng": np.zeros(2, np.uint32)}
+    text = (
+        r"(?s)rng: expected uint32\[2\], found key<fry>.*w: expected float64\[4,1\], found float32"
+    )
     with (
         RunCheckpoints(saved, notify=pytest.fail) as checkpoints,
-        pytest.raises(CheckpointError) as caught,
+        pytest.raises(CheckpointError, match=text),
     ):
         checkpoints.restore(5, target, cast=True, partial=True)
-    assert str(caught.value).splitlines()[1:3] == [
-        "  rng: expected uint32[2], found key<fry>[]",
-        "  w: expected float64[4,1], found float32[2,2]",
-    ]
 
 
 def test_parts_are_restored_when_asked(saved):
@@ -79,12 +73,8 @@ def test_parts_are_restored_when_asked(saved):
         with pytest.raises(CheckpointError, match="4 of 6 leaves differ"):
             checkpoints.restore(5, target, cast=True)
         state = checkpoints.restore(5, target, partial=True)
-    assert told == [
-        "restoring step 5: big: not expected, found int64[8]",
-        "restoring step 5: count: not expected, found int64[]",
-        "restoring step 5: new/adapter: expected float32[4], missing from the checkpoint",
-        "restoring step 5: old: not expected, found float32[3]",
-    ]
+    assert [text.split(": ")[1] for text in told] == ["big", "count", "new/adapter", "old"]
+    assert told[2].endswith("expected float32[4], missing from the checkpoint")
     np.testing.assert_array_equal(state["w"], SAVED["w"])
     assert state["new"]["adapter"] is new
     assert jax.random.key_data(state["rng"]).tolist() == jax.random.key_data(SAVED["rng"]).tolist()
@@ -92,14 +82,9 @@ def test_parts_are_restored_when_asked(saved):
 
 def test_leaves_without_any_value_are_refused(saved):
     target = {"w": jnp.zeros((2, 2)), "a": struct((3,), jnp.int8), "b": struct((), jnp.float32)}
+    text = r"(?s)missing from the checkpoint.*a: int8\[3\].*b: float32\[\].*Pass arrays for them"
     with (
         RunCheckpoints(saved, notify=pytest.fail) as checkpoints,
-        pytest.raises(CheckpointError) as caught,
+        pytest.raises(CheckpointError, match=text),
     ):
         checkpoints.restore(5, target, partial=True)
-    assert str(caught.value) == (
-        "leaves that are missing from the checkpoint have no values:\n"
-        "  a: int8[3]\n"
-        "  b: float32[]\n"
-        "  Pass arrays for them in the target, such as freshly initialised ones."
-    )

@@ -53,10 +53,8 @@ def test_what_is_in_flight_is_bounded_by_the_reader_or_one_shard():
 
 
 def test_hosts_that_do_not_divide_the_devices():
-    with pytest.raises(MeshError) as raised:
+    with pytest.raises(
+        MeshError, match=r"(?s)3 hosts cannot share the devices.*Name a number of hosts"
+    ):
         reads(target((8,), P("fsdp"), fsdp=4), (2,), 3)
-    assert str(raised.value) == (
-        "3 hosts cannot share the devices of mesh fsdp=4 evenly.\n"
-        "  Name a number of hosts that divides them."
-    )
     assert plan_reads({}, {}, num_hosts=2, read_bound=lambda held: held) == [HostReads(0, 0, 0)] * 2

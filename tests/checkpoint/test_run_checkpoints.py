@@ -1,7 +1,6 @@
 """One process: bit-equal round trips across meshes, what is kept, and what is refused."""
 
 import dataclasses
-import logging
 import os
 import pathlib
 import subprocess
@@ -219,74 +218,10 @@ def test_another_model_is_refused_before_arrays_are_read(tmp_path):
                 file.unlink()
         with pytest.raises(CheckpointError) as caught:
             checkpoints.restore(1, target)
-    assert str(caught.value) == (
-        f"checkpoint {tmp_path}/00000001 is of another model or optimizer: 5 of 5 leaves differ:\n"
-        "  a: expected float32[3,2], found float32[2,3]\n"
-        "  b: expected bfloat16[4], found float32[4]\n"
-        "  c: not expected, found float32[5]\n"
-        "  d: expected float32[6], missing from the checkpoint\n"
-        "  key: expected key<rbg>[], found key<fry>[]\n"
-        "  Restore it with the configuration it was saved with, or start another run."
-    )
-
-
-def test_what_a_restore_would_read(tmp_path, monkeypatch):
-    from shardlib.checkpoint import arrays
-
-    monkeypatch.setattr(arrays, "CHUNK_BYTES", 2048)
-    state = {
-        "w": jnp.zeros((64, 64)),
-        "keys": jax.random.split(jax.random.key(0), 8),
-        "host": np.ones(3),
-        "none": jnp.zeros((0, 2)),
-    }
-    target = abstract(shard(state, make_mesh(2, 4)))
-    with RunCheckpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, shard(state, make_mesh(2, 4)), {}, wait=True)
-        structs, chunks = checkpoints.stored(1, target)
-        assert {path: (x.shape, str(x.dtype)) for path, x in structs.items()} == {
-            "w": ((64, 64), "float32"),
-            "keys": ((8, 2), "uint32"),
-        }
-        assert structs["keys"].sharding.spec == PartitionSpec("fsdp")
-        assert np.prod(chunks["w"]) * 4 <= 2048
-        assert chunks["keys"] == (2, 2)
-        (tmp_path / "00000001" / "state" / "manifest.ocdbt").unlink()
-        with pytest.raises(CheckpointError) as caught:
-            checkpoints.stored(1, target)
-    first, last = str(caught.value).splitlines()
-    assert first.startswith(f"checkpoint {tmp_path}/00000001 cannot be read: ")
-    assert last == "  Name another step (none)."
-
-
-def test_differences_that_may_be_asked_for(tmp_path):
-    cases = (
-        ({"a": jnp.ones(4, jnp.bfloat16)}, "cast=True and partial=True"),
-        ({"a": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(2)}, "cast=True"),
-        ({"a": jnp.ones(4)}, "partial=True"),
-    )
-    with RunCheckpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, {"a": jnp.ones(4), "b": jnp.ones(2)}, {}, wait=True)
-        for target, asked in cases:
-            with pytest.raises(CheckpointError) as caught:
-                checkpoints.restore(1, target)
-            assert str(caught.value).endswith(
-                "  Restore it with the configuration it was saved with, or start another run; "
-                f"in code, restore(..., {asked}) accepts these."
-            )
-            options = {word.removesuffix("=True"): True for word in asked.split(" and ")}
-            restored = checkpoints.restore(1, target, **options)
-            assert restored["a"].dtype == target["a"].dtype
-
-
-def test_a_directory_above(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    with RunCheckpoints("../run/checkpoints") as checkpoints:
-        checkpoints.save(1, {"a": jnp.ones(4)}, {}, wait=True)
-        np.testing.assert_array_equal(checkpoints.restore(1, {"a": jnp.zeros(4)})["a"], [1.0] * 4)
-        checkpoints.verify(1)
-    assert os.listdir(tmp_path / "run" / "checkpoints") == ["00000001"]
+    first, *differ, _ = str(caught.value).splitlines()
+    assert first.endswith("5 of 5 leaves differ:")
+    assert differ[0] == "  a: expected float32[3,2], found float32[2,3]"
+    assert [line.split(":")[0].strip() for line in differ] == ["a", "b", "c", "d", "key"]
 
 
 def test_a_step_is_read_without_its_classes(tmp_path):
@@ -314,20 +249,6 @@ def test_the_step_may_be_an_array(tmp_path):
         assert checkpoints.steps() == [1, 2]
 
 
-def test_missing_steps_and_directories(tmp_path):
-    checkpoints = RunCheckpoints(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError) as caught:
-        checkpoints.restore(7, {"w": jnp.ones(1)})
-    assert str(caught.value) == (
-        f"step 7 has no checkpoint in {tmp_path}/nowhere.\n  Steps there: none."
-    )
-    assert not (tmp_path / "nowhere").exists()
-    with RunCheckpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, {"w": jnp.ones(1)}, {}, wait=True)
-        with pytest.raises(CheckpointError, match=r"Steps there: 1\.$"):
-            checkpoints.metadata(7)
-
-
 def test_what_cannot_be_saved(tmp_path):
     with RunCheckpoints(tmp_path) as checkpoints:
         for metadata in ({"x": jnp.ones(1)}, {"x": float("nan")}):
@@ -341,17 +262,10 @@ def test_what_cannot_be_saved(tmp_path):
             checkpoints.save(1, {}, {})
         assert os.listdir(tmp_path) == []
         checkpoints.save(1, {"w": jnp.ones(1)}, {}, wait=True)
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(
+            CheckpointError, match=r"(?s)step 1 is already saved in.*Save each step once"
+        ):
             checkpoints.save(1, {"w": jnp.ones(1)}, {})
-        assert str(caught.value) == (
-            f"step 1 is already saved in {tmp_path}.\n  Save each step once, counted from 0."
-        )
-
-
-def test_check_writable_leaves_nothing(tmp_path):
-    checkpoints = RunCheckpoints(tmp_path / "run" / "checkpoints")
-    checkpoints.check_writable()
-    assert os.listdir(tmp_path / "run" / "checkpoints") == []
 
 
 def test_a_failed_save_is_raised_once_and_gives_its_space_back(tmp_path, capfd):
@@ -362,11 +276,8 @@ def test_a_failed_save_is_raised_once_and_gives_its_space_back(tmp_path, capfd):
     checkpoints.save(2, state, {})
     (tmp_path / "00000002").mkdir()
     (tmp_path / "00000002" / "in the way").write_text("")
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=r"step 2 could not .*\n  Free space .*: 1"):
         checkpoints.wait()
-    first, last = str(caught.value).splitlines()
-    assert first.startswith(f"the checkpoint of step 2 could not be written to {tmp_path}: ")
-    assert last == "  Free space or restore access there; complete steps: 1."
     checkpoints.wait()
     checkpoints.save(3, state, {})
     checkpoints.close()
@@ -386,15 +297,6 @@ def test_the_error_of_the_run_is_not_hidden_by_one_of_its_last_save(tmp_path):
     with pytest.raises(RuntimeError, match="diverged") as caught:
         run()
     assert caught.value.__notes__[0].startswith("the checkpoint of step 2 could not be written")
-
-
-def test_only_the_log_of_orbax_is_kept_quiet(tmp_path, caplog):
-    with caplog.at_level(logging.DEBUG), RunCheckpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, {"w": jnp.ones(1)}, {})
-        logging.getLogger("absl").warning("of the user")
-    assert [r.message for r in caplog.records if "orbax" in r.pathname or r.name == "absl"] == [
-        "of the user"
-    ]
 
 
 @pytest.mark.mesh

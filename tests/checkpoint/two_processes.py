@@ -55,13 +55,8 @@ def restore_save_and_refuse(checkpoints):
     checkpoints.wait()
     assert checkpoints.latest() == 2
 
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=r"one process only.*\n  local: .*\n  Place them on"):
         checkpoints.save(3, {"w": moved["w"], "local": jnp.ones(3)}, {})
-    assert str(caught.value) == (
-        "arrays live on one process only, so it is unclear which one to save:\n"
-        "  local: float32[3]\n"
-        "  Place them on the mesh: jax.device_put(array, NamedSharding(mesh, P()))."
-    )
     refuse_different_steps(checkpoints, moved)
     checkpoints.save(4, moved, {})
     checkpoints.settle()
@@ -74,20 +69,10 @@ def refuse_different_steps(checkpoints, state):
     config = CheckpointConfig(every_steps=3, local=local)
     tiers = open_checkpoints(checkpoints.directory / "far", config)
     for store in (checkpoints, tiers):
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(CheckpointError, match=r"(?s)step 8: 1 of 2.*step 9: 1 of.*Call save"):
             store.save(8 + jax.process_index(), state, {})
-        assert str(caught.value) == (
-            "the processes save different steps:\n"
-            "  step 8: 1 of 2, such as process 0\n"
-            "  step 9: 1 of 2, such as process 1\n"
-            "  Call save on every process after the same step."
-        )
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=r"process 1: step 2.*\n  Ask for the same step"):
         checkpoints.restore(1 + jax.process_index(), make_target())
-    assert str(caught.value) == (
-        "the processes would restore different checkpoints (process 0: step 1, process 1: step 2)."
-        "\n  Ask for the same step on every process, of a directory that all of them share."
-    )
 
 
 @contextlib.contextmanager

@@ -20,11 +20,7 @@ def compare():
         one = reference(case.model, case.reference_microbatches, case.changes)
         make = PROBLEMS[case.model].make((*case.changes, *case.how)) if case.how else None
         return one.compare(
-            case.mesh,
-            rules=case.rules,
-            steps=case.steps,
-            make_model=make,
-            **case.options,
+            case.mesh, rules=case.rules, steps=case.steps, make_model=make, **case.options
         )
 
     def compared(case, *, keep=False):

@@ -56,11 +56,7 @@ EXPECTED = {
     # Routers are gathered, and the counts of the tokens that travel.
     "moe expert=8": {("all-to-all", "expert"), ("all-reduce", "expert"), ("all-gather", "expert")},
     "resnet data=8": {("all-reduce", "data")},
-    "resnet fsdp=8": {
-        ("all-gather", "fsdp"),
-        ("reduce-scatter", "fsdp"),
-        ("all-reduce", "fsdp"),
-    },
+    "resnet fsdp=8": {("all-gather", "fsdp"), ("reduce-scatter", "fsdp"), ("all-reduce", "fsdp")},
 }
 
 
@@ -137,13 +133,6 @@ def test_tensor_reduces_twice_a_layer_each_way(program):
         residual = [c for c in inside if arrays(c)[0] == (BATCH, LENGTH, EMBED)]
         assert len(residual) == 2
         assert {c.count for c in residual} == {LAYERS}
-
-
-@pytest.mark.mesh
-def test_resnet_reduces_gradients_and_batch_statistics(program):
-    sent, shapes = program("resnet data=8")
-    kernels = [math.prod(shape) for shape in shapes if len(shape) > 1]
-    assert elements([c for c in sent if max(map(len, arrays(c))) > 1]) >= sum(kernels)
 
 
 @pytest.mark.mesh

@@ -51,15 +51,13 @@ def test_all_that_do_not_fit_are_named_by_path(mesh):
 
 @pytest.mark.parametrize("specs", [(P(),), P("data"), None])
 def test_each_argument_has_an_entry(mesh, specs):
-    with pytest.raises(RuleError, match="number of arguments is 2") as error:
+    with pytest.raises(RuleError, match=r"(?s)number of arguments is 2.*Give a tuple"):
         call(mesh, EVEN, EVEN, specs=specs)
-    assert "Give a tuple" in str(error.value)
 
 
 def test_a_tree_of_another_structure(mesh):
-    with pytest.raises(RuleError, match=r"in_specs\[0\] does not fit .*'a'") as error:
+    with pytest.raises(RuleError, match=r"(?s)in_specs\[0\] does not fit .*'a'.*Give one Part"):
         call(mesh, {"a": EVEN}, specs=({"b": P("data")},))
-    assert "Give one PartitionSpec" in str(error.value)
 
 
 def test_numbers_and_empty_parts_are_arguments_too(mesh):

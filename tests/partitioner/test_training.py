@@ -222,12 +222,6 @@ def test_models_whose_constraints_decide_are_left_as_they_are(name):
     assert auto == user
 
 
-def test_models_that_constrain_nothing_are_not():
-    case = CASES["dense"]
-    auto, user = programs(case.model, case.loss, case.batch(ROWS), case.rules, case.inputs)
-    assert auto != user
-
-
 @pytest.mark.mesh
 def test_a_derivative_that_shardlib_cannot_partition_is_reported():
     """The loss itself could be partitioned; what its derivative holds is part of the decision."""

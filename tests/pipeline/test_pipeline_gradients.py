@@ -6,16 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pipelines import Model, loss, make_job, nll
+from pipelines import Model, make_job, nll
 
 import shardlib as sl
 from shardlib.nn.stack import scan_layers
 from shardlib.paths import named_leaves
 from shardlib.sharding.manual import NESTS_IN_MESH_ORDER_ONLY, manual
-from shardlib.train.gradients import LossArguments, accumulate_gradients
+from shardlib.train.gradients import LossArguments
 from shardlib.train.pipeline import PipelineConfig, bubble_fraction
-from shardlib.train.pipeline.gradients import pipelined_gradients, pipelined_groups
-from shardlib.train.reduce.reduction import ReductionConfig, plan_reduction, reduced_gradients
+from shardlib.train.pipeline.gradients import pipelined_gradients
 
 MICROBATCHES = 8
 # Float32 sums of some hundred terms in another order, through a backward pass of eight layers.
@@ -72,13 +71,6 @@ def test_a_schedule_computes_what_one_device_does(case):
     assert float(bubble.value) == pytest.approx(theory, rel=1e-6)
 
 
-def test_dropout_is_on():
-    quiet = make_job("data=1")
-    other = quiet.gradients(None, 4)(*quiet.arguments)
-    apart = abs(float(other.sums["loss"].value) - float(expected().sums["loss"].value))
-    assert apart > 1e-3, "other microbatches draw other masks"
-
-
 @pytest.mark.mesh
 @pytest.mark.parametrize(("mesh", "config"), [
     ("stage=4,tensor=2", None),
@@ -88,43 +80,6 @@ def test_sums_without_gradients(mesh, config):
     job = make_job(mesh)
     sums = jax.device_get(job.sums(MICROBATCHES, config)(*job.arguments))
     assert_close(sums, expected().sums)
-
-
-@pytest.mark.mesh
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_groups_with_stages_of_their_own(schedule):
-    """Two data-parallel groups reduce once: their microbatches and random keys follow each other,
-    and the bubble is that of both."""
-    job = make_job("stage=2,data=2,tensor=2", num_layers=4)
-    scope = job.state.definition.scope
-    config = ReductionConfig(dtype="f32")
-    reduction = plan_reduction(
-        config, scope.mesh, microbatches=4, params=job.state.definition.params
-    )
-    groups = functools.partial(
-        pipelined_groups, microbatches=4, config=PipelineConfig(schedule=schedule)
-    )
-
-    def run(arguments):
-        with sl.use(scope.mesh, scope.rules):
-            return reduced_gradients(groups, job.loss, arguments, reduction)
-
-    result = jax.device_get(jax.jit(run)(job.arguments))
-    alone = make_job("data=1", num_layers=4)
-    wanted = []
-    for first, rows in ((0, slice(0, 32)), (4, slice(32, 64))):
-        part = {name: x[rows] for name, x in alone.batch.items()}
-        arguments = alone.arguments._replace(batch=part)
-        with sl.use(alone.mesh, sl.rules.STANDARD):
-            wanted.append(accumulate_gradients(alone.loss, arguments, first, microbatches=4))
-    sums = dict(result.sums)
-    bubble = sums.pop("pipeline_bubble")
-    assert_close(result.grads, jax.tree.map(np.add, *(jax.device_get(x.grads) for x in wanted)))
-    assert_close(sums, jax.tree.map(np.add, *(jax.device_get(x.sums) for x in wanted)))
-    theory = bubble_fraction(
-        stages=2, microbatches=4, chunks=PipelineConfig(schedule=schedule).chunks
-    )
-    assert float(bubble.value) == pytest.approx(theory, rel=1e-6)
 
 
 @pytest.mark.mesh
@@ -186,32 +141,8 @@ def test_layers_without_axes_of_their_own_stay_on_every_stage():
             getattr(model.layers, name).set_metadata(out_sharding=None)
         return model
 
-    job, alone = (
-        make_job("stage=2", make=make),
-        make_job("data=1", make=make),
-    )
+    job, alone = (make_job("stage=2", make=make), make_job("data=1", make=make))
     assert job.state.params["layers"]["up"].sharding.is_fully_replicated
     found = job.gradients(config, 2)(*job.arguments)
     wanted = alone.gradients(None, 2)(*alone.arguments)
     assert_close(jax.device_get(found.grads), jax.device_get(wanted.grads))
-
-
-def evaluated(model, batch, rng):
-    """The loss of a batch without dropout, which no number of microbatches changes."""
-    model.eval()
-    return loss(model, batch, rng)[0]
-
-
-@pytest.mark.mesh
-def test_steps_of_training_and_evaluation():
-    """The step takes the pipeline where the mesh has stages, and reports the bubble."""
-    found = {}
-    for mesh in ("data=1", "stage=2,fsdp=2"):
-        job = make_job(mesh, num_layers=2)
-        step = sl.make_train_step(loss, microbatches=4, pipeline="gpipe")
-        state, metrics = step(job.state, job.batch)
-        sums = sl.make_eval_step(evaluated)(state, job.batch)
-        found[mesh] = jax.device_get((state.params, metrics, sums))
-    bubble = found["stage=2,fsdp=2"][1].pop("pipeline_bubble")
-    assert float(bubble) == pytest.approx(1 / 5, rel=1e-6)
-    assert_close(found["stage=2,fsdp=2"], found["data=1"])

@@ -66,42 +66,20 @@ def keyed(model, batch, rng):
 
 
 LOSSES = [
-    (
-        flat,
-        "the model has no stacked layers to cut into stages: its loss never calls scan_layers.\n"
-        "  Make its layers with stack_layers and run them with scan_layers, or use a mesh without "
-        "stage.",
-    ),
-    (
-        twice,
-        "the loss calls scan_layers more than once, so it cannot be cut into stages.\n"
-        "  Make one stack of all layers, or use a mesh without stage.",
-    ),
+    (flat, "has no stacked layers to cut into stages.*\n  Make its layers with stack_layers"),
+    (twice, "calls scan_layers more than once.*\n  Make one stack of all layers"),
     (
         inputs_and_outputs,
-        "the layers have separate inputs (per_layer), which stages do not distribute.\n"
-        "  Keep per-layer values in variables of the layers.\n"
-        "each layer returns outputs in addition to the carry (float32[], float32[16, 4]), which "
-        "stages do not collect.\n"
-        "  Let `call` return the carry and None, and sum up metrics in the carry.",
+        r"\(per_layer\).*\n  Keep .*\neach layer returns.*\n  Let `call`",
     ),
-    (
-        decayed,
-        "the loss reads variables of the stacked layers outside of scan_layers, but each stage "
-        "holds only its own layers: layers/up.\n"
-        "  Read them only inside the layers, or use a mesh without stage.",
-    ),
-    (
-        keyed,
-        "the carry of the layers holds key<fry>, which stages cannot send.\n"
-        "  Let layers draw from streams of their own (nnx.Rngs).",
-    ),
+    (decayed, "reads variables of the stacked layers .* layers/up.\n  Read them only inside"),
+    (keyed, "holds key<fry>, which stages cannot send.\n  Let layers draw from streams"),
 ]
 
 
 @pytest.mark.parametrize(("loss", "text"), LOSSES, ids=[loss.__name__ for loss, _ in LOSSES])
 def test_losses_that_cannot_be_cut(loss, text):
-    assert refusal(make_job("stage=2", num_layers=2, loss=loss)) == text
+    assert re.search(text, refusal(make_job("stage=2", num_layers=2, loss=loss)))
 
 
 class Normed(Layer):
@@ -131,23 +109,13 @@ class Counting(Model):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (
-            lambda rngs: Model(2, rngs, Normed),
-            "the layers update variables when they are called: mean. A pipeline runs every layer "
-            "twice for each microbatch and keeps no order of updates.\n"
-            "  Use layers without running statistics, or a mesh without stage.",
-        ),
-        (
-            lambda rngs: Counting(2, rngs),
-            "the model updates variables when it is called: calls. The stages of a pipeline run "
-            "microbatches side by side and keep no order of updates.\n"
-            "  Use a model without running statistics, or a mesh without stage.",
-        ),
+        (lambda rngs: Model(2, rngs, Normed), "the layers .* mean.*\n  Use layers without running"),
+        (lambda rngs: Counting(2, rngs), "the model .* calls.*\n  Use a model without running"),
     ],
     ids=["in the layers", "outside"],
 )
 def test_running_statistics(make, text):
-    assert refusal(make_job("stage=2", make=make)) == text
+    assert re.search(text, refusal(make_job("stage=2", make=make)))
 
 
 @pytest.mark.mesh
@@ -169,11 +137,8 @@ def test_a_ring_inside_of_the_layers():
         return nll(model, x, batch)
 
     job = make_job("stage=2,context=2", num_layers=2, loss=ringed)
-    assert refusal(job, PipelineConfig(skip_idle=True)) == (
-        "idle stages cannot skip the computation: the model uses collective-permute, as ring "
-        "attention does, which needs all stages.\n"
-        "  Set skip_idle to null or false, or choose a method without a ring."
-    )
+    text = "idle stages cannot skip .* collective-permute.*\n  Set skip_idle to null or false"
+    assert re.search(text, refusal(job, PipelineConfig(skip_idle=True)))
     alone = make_job("data=1", num_layers=2, loss=ringed)
     found = job.gradients(PipelineConfig(), 4)(*job.arguments).sums["loss"]
     wanted = alone.gradients(None, 4)(*alone.arguments).sums["loss"]
@@ -182,10 +147,7 @@ def test_a_ring_inside_of_the_layers():
 
 def test_a_mesh_without_stages():
     job = make_job("data=2", num_layers=2)
-    assert refusal(job) == (
-        "there are no stages: the mesh has no axis `stage` of more than one device here.\n"
-        "  Give the mesh stage=2 or more, or run without a pipeline."
-    )
+    assert re.search("no axis `stage` .*\n  Give the mesh stage=2 or more", refusal(job))
 
 
 def test_stages_inside_of_a_region_over_a_later_axis(monkeypatch):
@@ -198,14 +160,11 @@ def test_stages_inside_of_a_region_over_a_later_axis(monkeypatch):
         arguments = job.arguments._replace(batch=batch)
         return job.gradients(PipelineConfig(), 2)(*arguments).grads
 
-    with pytest.raises(MeshError) as raised, sl.use(job.mesh, sl.rules.STANDARD):
+    with (
+        pytest.raises(MeshError, match=r"(?s)a region over stage is inside.*Handle all of them in"),
+        sl.use(job.mesh, sl.rules.STANDARD),
+    ):
         jax.jit(manual.manual(group, ("data",), (spec("data"),), spec())).lower(job.batch)
-    assert str(raised.value) == (
-        "a region over stage is inside one over data, which comes later in the mesh; the "
-        f"compiler of jax {jax.__version__} ends the process there.\n"
-        "  Handle all of them in one region, leave the outer one out (local SGD is one over data), "
-        "or use jax 0.10."
-    )
 
 
 @pytest.mark.parametrize(

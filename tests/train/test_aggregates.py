@@ -9,7 +9,6 @@ from flax import nnx
 
 import shardlib as sl
 from shardlib.errors import ModelError
-from shardlib.losses.aggregate import join, nothing
 from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib.train.evaluate import evaluate
 from shardlib.train.local_sgd.outer import group_means
@@ -139,12 +138,8 @@ def test_batches_of_an_evaluation_are_joined(expected):
     parts = [{k: v[i : i + 8] for k, v in BATCH.items()} for i in (8, 0)]
     found = evaluate(step, state, parts)
     check(found, {name: expected[name] for name in ("largest", "smallest", "largest_id")})
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(ModelError, match=r"arrays: .*histogram.*\n  Call the evaluation step"):
         evaluate(sl.make_eval_step(loss_fn), state, parts)
-    first, fix = str(error.value).splitlines()
-    names = first.removeprefix("the loss returns arrays: ").partition(";")[0].split(", ")
-    assert set(names) == {"of_features/max", "histogram", "y", "id", "even"}
-    assert fix == ("  Call the evaluation step batch by batch, or evaluate a loss without them.")
 
 
 def test_groups_that_train_apart(expected):
@@ -165,19 +160,9 @@ def test_groups_of_unequal_shares():
     _, whole = sl.make_train_step(numbers_only)(start("data=2,fsdp=4"), BATCH)
     np.testing.assert_allclose(metrics["largest"], whole["largest"], rtol=1e-5)
     assert float(metrics["largest_id"]) == ROWS - 1
-    with pytest.raises(ModelError) as error:
-        sl.make_train_step(loss_fn, **options)(start("data=2,fsdp=4"), BATCH)
-    assert str(error.value).startswith("the loss returns outputs, but groups take unequal numbers")
-    assert "\n  Give every group the same number" in str(error.value)
-
-
-def test_what_changes_nothing():
-    for kind, dtype in [(sl.Max, jnp.float32), (sl.Min, jnp.float32), (sl.Max, jnp.int32)]:
-        tree = {"a": kind(jnp.asarray([-3, 5], dtype)), "b": sl.Sum(jnp.asarray(2.0))}
-        found = join(nothing(tree), tree)
-        jax.tree.map(np.testing.assert_array_equal, found, tree)
-    nan = join(sl.Max(jnp.float32(jnp.nan)), sl.Max(jnp.float32(1)))
-    assert np.isnan(nan.value)
+    step = sl.make_train_step(loss_fn, **options)
+    with pytest.raises(ModelError, match=r"outputs, but groups .*\n  Give every group the same"):
+        step(start("data=2,fsdp=4"), BATCH)
 
 
 def faulty(aux):
@@ -188,53 +173,25 @@ def faulty(aux):
 
 
 @pytest.mark.parametrize(
-    ("aux", "first", "fix"),
+    ("aux", "text"),
     [
-        (
-            lambda batch: {"a": {"x": 1.0}, "a/x": 2.0},
-            "the loss function names 'a/x' twice, once inside of a nested dict.",
-            "  Rename one of the two.",
-        ),
-        (
-            lambda batch: {"text": "none"},
-            "the loss function returned 'text' as str, which is not a number.",
-            "  Return a scalar or a Mean; leave out other values.",
-        ),
-        (
-            lambda batch: {"logits": batch["x"]},
-            "the loss function returned 'logits' of shape (16, 8).",
-            "  Reduce it to a scalar, or to Mean(total, weight) of two scalars; return rows as "
-            "Output(array).",
-        ),
-        (
-            lambda batch: {"features": sl.Output(jnp.ones(8))},
-            "the loss function returned the output 'features' of shape (8,), but the batch has 16 "
-            "rows here.",
-            "  Return an array [rows, ...]; report other arrays as Sum, Max or Min.",
-        ),
-        (
-            lambda batch: {"loss": {"grad": 1.0}, "grad_norm": 1.0},
-            "the loss function names a metric 'grad_norm', which the step reports itself.",
-            "  Rename it.",
-        ),
+        (lambda batch: {"a": {"x": 1.0}, "a/x": 2.0}, "'a/x' twice, .*\n  Rename one"),
+        (lambda batch: {"text": "none"}, "'text' as str, .*\n  Return a scalar or a Mean"),
+        (lambda batch: {"logits": batch["x"]}, r"'logits' of shape \(16, 8\).\n  Reduce it"),
+        (lambda batch: {"features": sl.Output(jnp.ones(8))}, "'features' .* 16 rows .*\n  Return"),
+        (lambda batch: {"loss": {"grad": 1.0}, "grad_norm": 1.0}, "'grad_norm', .*\n  Rename it"),
     ],
     ids=["same name", "text", "rows", "rows of another batch", "reserved"],
 )
-def test_what_a_loss_may_not_report(aux, first, fix):
-    with pytest.raises(ModelError) as error:
+def test_what_a_loss_may_not_report(aux, text):
+    with pytest.raises(ModelError, match=text):
         faulty(aux)
-    assert str(error.value).splitlines() == [first, fix]
 
 
 def test_a_loss_that_has_no_gradient():
-    with pytest.raises(ModelError) as error:
-        sl.make_train_step(lambda model, batch: sl.Max(jnp.max(model(batch["x"]))))(
-            start("data=8"), BATCH
-        )
-    assert str(error.value).splitlines() == [
-        "the loss is a Max, which is not differentiated.",
-        "  Return a scalar, or Mean(total, weight) of two scalars.",
-    ]
+    step = sl.make_train_step(lambda model, batch: sl.Max(jnp.max(model(batch["x"]))))
+    with pytest.raises(ModelError, match=r"a Max, which is not differentiated.\n  Return a scalar"):
+        step(start("data=8"), BATCH)
 
 
 def test_a_loss_of_integers():
@@ -242,10 +199,6 @@ def test_a_loss_of_integers():
         return jnp.sum(model(batch["x"]) > 0)
 
     state = start("data=8")
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(ModelError, match=r"int32, which has no gradient.\n  Return a float"):
         sl.make_train_step(count)(state, BATCH)
-    assert str(error.value).splitlines() == [
-        "the loss is int32, which has no gradient.",
-        "  Return a float computed from the outputs of the model, and counts as metrics.",
-    ]
     assert sl.make_eval_step(count)(state, BATCH)["loss"].value >= 0

@@ -26,10 +26,7 @@ RULES = sl.rules.STANDARD.override(
         "Dense_0/kernel": ("embed", "mlp"),
     }
 )
-BATCH = {
-    "x": np.ones((16, 32, 32, 3), np.float32),
-    "y": np.zeros(16, np.int32),
-}
+BATCH = {"x": np.ones((16, 32, 32, 3), np.float32), "y": np.zeros(16, np.int32)}
 
 
 def loss(model, batch):

@@ -207,12 +207,6 @@ class TestModulesInMemory:
         state = sl.materialize(abstract, params=model)
         assert_bits(state.params, start(model).params)
 
-    def test_parameters_are_stored_as_the_precision_says(self):
-        model = Model(nnx.Rngs(3))
-        state = start(model, precision="bf16_params")
-        expected = model.layers[0].kernel[...].astype(jnp.bfloat16)
-        np.testing.assert_array_equal(state.params["layers"]["0"]["kernel"], expected)
-
 
 class TestAdapters:
     def test_the_base_is_loaded_and_the_adapter_fresh(self):
@@ -226,11 +220,6 @@ class TestAdapters:
         _, alone = train(start(Adapted, "data=1", **options))
         np.testing.assert_allclose(losses, alone, rtol=1e-5)
         assert losses[-1] < losses[0]
-
-    def test_without_a_pattern_it_is_missing(self):
-        base = nnx.to_pure_dict(nnx.state(Adapted(nnx.Rngs(9)).base))
-        with pytest.raises(sl.ShardlibError, match=r"lora/lora_a: missing.\nlora/lora_b: missing."):
-            start(Adapted, wrt=nnx.LoRAParam, params={"base": base})
 
     def test_patterns_are_checked(self):
         given = nnx.state(Adapted(nnx.Rngs(9)))

@@ -11,7 +11,6 @@ import pytest
 from shardlib.config import load
 from shardlib.errors import ConfigError, MissingExtraError
 from shardlib.log.loggers import Loggers, RunInfo, check_loggers, logger_class
-from shardlib.log.metrics import MetricsWriter, read_metrics
 from shardlib.log.mlflow_logger import MLflowLogger
 from shardlib.log.tensorboard_logger import TensorBoardLogger
 from shardlib.log.wandb_logger import WandbLogger
@@ -85,35 +84,18 @@ def test_a_logger_gets_the_run_floats_by_step_rewinds_and_the_end(tmp_path):
 def test_a_logger_that_raises_is_left_out_and_said_once(tmp_path, method):
     said, faulty, sound = [], Raises(method), Records()
     steps(Loggers(loggers=[faulty, sound], warn=said.append), RunInfo(CONFIG, tmp_path))
-    assert said == [
-        f"Raises.{method} failed, and the run goes on without this logger: "
-        "RuntimeError: no route to https://***@host"
-    ]
+    (text,) = said
+    assert text.startswith(f"Raises.{method} failed")
+    assert text.endswith("RuntimeError: no route to https://***@host")
     assert [name for name, *_ in sound.calls] == ["start", "log", "rewind", "log", "close"]
     names = [name for name, *_ in sound.calls]
     assert [name for name, *_ in faulty.calls] == names[: names.index(method)]
 
 
-def test_a_class_that_cannot_be_called_is_left_out(tmp_path):
-    said, sound = [], Records()
-    steps(Loggers([Raises], [sound], said.append), RunInfo(CONFIG, tmp_path))
-    assert said == [
-        "Raises() failed, and the run goes on without this logger: TypeError: "
-        "Raises.__init__() missing 1 required positional argument: 'method'"
-    ]
-    assert len(sound.calls) == 5
-
-
 def test_objects_that_are_no_loggers_are_refused_at_once():
     check_loggers([Records()])
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"(?s)loggers\[0\] is the class.*loggers\[2\].*Add them"):
         check_loggers([Records, Records(), "wandb"])
-    assert str(error.value) == (
-        "loggers[0] is the class Records, but an object is expected.\n"
-        "  Pass Records(...).\n"
-        "loggers[2] (str) lacks methods of a metrics logger: start, log, rewind, close.\n"
-        "  Add them as shardlib.log.loggers.MetricsLogger describes."
-    )
 
 
 def test_names_of_loggers():
@@ -122,14 +104,8 @@ def test_names_of_loggers():
     config = load(TrainConfig, None, ["loggers=[mlflow, tensorboard]", "tensorboard=true"])
     assert config.logger_names == ("tensorboard", "mlflow")
     assert TrainConfig().logger_names == ()
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"(?s)'wandbb'. Did you mean 'wandb'.*':Mine'"):
         load(TrainConfig, None, ["loggers=[wandbb, ':Mine']"])
-    for part in (
-        "no logger is called 'wandbb'. Did you mean 'wandb'? Choose tensorboard, wandb, "
-        "mlflow or a class of your own, as package.module:Name",
-        "no logger is called ':Mine'.",
-    ):
-        assert part in str(error.value)
 
 
 def test_a_class_of_ones_own_is_found_or_refused(tmp_path, monkeypatch):
@@ -141,20 +117,14 @@ def test_a_class_of_ones_own_is_found_or_refused(tmp_path, monkeypatch):
     )
     (tmp_path / "mine_b.py").write_text("raise ValueError('broken')\n")
     assert logger_class("mine_a:Whole").__name__ == "Whole"
-    for name, message in {
-        "mine_a:Half": "train.loggers: 'mine_a:Half' lacks methods of a metrics logger: close.\n"
-        "  Add them as shardlib.log.loggers.MetricsLogger describes.",
-        "mine_a:made": "train.loggers: mine_a:made is of type Whole, not a class.\n"
-        "  Name a class in its place.",
-        "mine_b:Mine": "train.loggers: the module mine_b cannot be imported: ValueError: broken "
-        f"({tmp_path}/mine_b.py:1).\n"
-        "  Repair the module.",
+    for name, text in {
+        "mine_a:Half": "mine_a:Half' lacks methods of a metrics logger: close.\n  Add them",
+        "mine_a:made": "mine_a:made is of type Whole, not a class.\n  Name a class",
+        "mine_b:Mine": r"mine_b cannot be imported: ValueError: broken .*\n  Repair the module",
+        "nowhere.loggers:Mine": "there is no module 'nowhere'",
     }.items():
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(ConfigError, match=text):
             logger_class(name)
-        assert str(error.value) == message
-    with pytest.raises(ConfigError, match="there is no module 'nowhere'"):
-        logger_class("nowhere.loggers:Mine")
 
 
 @pytest.mark.parametrize(
@@ -168,14 +138,10 @@ def test_a_class_of_ones_own_is_found_or_refused(tmp_path, monkeypatch):
 )
 def test_a_missing_extra_is_named(monkeypatch, name, make, package):
     monkeypatch.setitem(sys.modules, package, None)  # Python's way to say: not there.
-    rest = f"needs {package!r}, which is not installed: pip install 'shardlib[{name}]'"
-    for call, purpose in [
-        (make, make.__name__),
-        (lambda: logger_class(name), f"train.loggers={name}"),
-    ]:
-        with pytest.raises(MissingExtraError) as error:
+    rest = rf"needs {package!r}, which is not installed: pip install 'shardlib\[{name}\]'"
+    for call in (make, lambda: logger_class(name)):
+        with pytest.raises(MissingExtraError, match=rest):
             call()
-        assert str(error.value) == f"{purpose} {rest}"
 
 
 @contextlib.contextmanager
@@ -230,29 +196,6 @@ def test_event_files_are_those_of_tensorboardx_byte_for_byte(tmp_path):
     (expected,) = tmp_path.glob("theirs*")
     size = 16 + version.ByteSize()  # Theirs begins with a version too, at a time of its own.
     assert path.read_bytes()[size:] == expected.read_bytes()[size:]
-
-
-def test_a_full_disk_holds_no_run_up(tmp_path, small_files):
-    said = []
-    with (
-        MetricsWriter(tmp_path, warn=said.append) as writer,
-        board(tmp_path, said.append) as log,
-    ):
-        small_files(200)
-        for step in range(1, 101):
-            writer.write(step, {"loss": 0.5, "learning_rate": 1.0})
-            log.log(step, {"loss": 0.5, "learning_rate": 1.0})
-        (file,) = (tmp_path / "tensorboard").iterdir()
-        full = "cannot be written: File too large. New data is kept in memory until there is"
-        assert said == [f"{path} {full} room." for path in (file, tmp_path / "metrics.jsonl")]
-        assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
-        small_files(-1)
-        for one in (writer, log):
-            one.rewind(99)
-        writer.write(100, {"loss": 0.25, "learning_rate": 1.0})
-        log.log(100, {"loss": 0.25, "learning_rate": 1.0})
-    assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 101))
-    assert sorted(events(tmp_path)[-2:]) == [(100, "learning_rate", 1.0), (100, "loss", 0.25)]
 
 
 def test_event_files_hide_what_a_rewind_takes_away(tmp_path):

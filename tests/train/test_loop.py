@@ -111,14 +111,6 @@ def test_data_is_read_ahead_of_a_step_in_flight():
     assert at_record == [(1, 2), (2, 3), (3, 3)]
 
 
-def test_each_step_is_progress_and_the_first_ends_compilation():
-    world = World([1] * 4, [0] * 4)
-    seen = []
-    loop = world.loop(on_step=lambda record: seen.append((record.step, *world.clock.present)))
-    loop.run(State(0), 4)
-    assert seen == [(step, "step", 0.0) for step in (1, 2, 3, 4)]
-
-
 def test_what_is_done_after_a_step_is_neither_step_nor_data():
     world = World([2] * 6, [1] * 6)
     records = []

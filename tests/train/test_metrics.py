@@ -2,14 +2,12 @@
 
 import math
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.errors import ShardlibError
-from shardlib.log.metrics import MetricsWriter, StepTimer, mfu, read_metrics
+from shardlib.log.metrics import MetricsWriter, StepTimer, read_metrics
 
 
 def write(run_dir, steps, **keys):
@@ -20,16 +18,6 @@ def write(run_dir, steps, **keys):
 
 def steps_of(run_dir):
     return [row["step"] for row in read_metrics(run_dir)]
-
-
-def test_one_object_a_step(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(1, {"loss": jnp.float32(0.5), "learning_rate": np.float64(1e-3), "mfu": None})
-        writer.write(2, {"loss": 0.25, "eval/loss": 0.75, "count": 3})
-    assert (tmp_path / "metrics.jsonl").read_text() == (
-        '{"step": 1, "loss": 0.5, "learning_rate": 0.001, "mfu": null}\n'
-        '{"step": 2, "loss": 0.25, "eval/loss": 0.75, "count": 3}\n'
-    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -52,13 +40,6 @@ def test_a_line_cut_off_by_a_crash_is_dropped(tmp_path):
     assert steps_of(tmp_path) == [1, 2, 3]
 
 
-def test_nothing_is_rewritten_when_nothing_is_lost(tmp_path):
-    write(tmp_path, [1, 2])
-    before = (tmp_path / "metrics.jsonl").stat().st_ino
-    write(tmp_path, [3], resume_step=2)
-    assert (tmp_path / "metrics.jsonl").stat().st_ino == before
-
-
 @pytest.mark.parametrize(
     "foreign",
     [
@@ -69,12 +50,10 @@ def test_nothing_is_rewritten_when_nothing_is_lost(tmp_path):
 def test_a_foreign_line_is_named(tmp_path, foreign):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1, "loss": 2.0}}\n{foreign}\n{{"step": 2}}\n')
-    with pytest.raises(ShardlibError) as error:
+    with pytest.raises(
+        ShardlibError, match=r"(?s)2: not the metrics of a step.*Remove that line, or"
+    ):
         read_metrics(tmp_path)
-    assert str(error.value) == (
-        f"{path}:2: not the metrics of a step: {foreign!r}.\n"
-        "  Remove that line, or move the file away to start a new one."
-    )
 
 
 def test_a_foreign_line_does_not_keep_a_run_from_resuming(tmp_path):
@@ -121,9 +100,3 @@ def test_step_times_leave_out_compilation_and_pauses():
     timer.restart()
     assert timer.tick() == 1.0
     assert timer.mean_step_seconds == 1.5
-
-
-def test_mfu():
-    assert mfu(50e12, 0.5, 200e12) == 0.5
-    assert mfu(50e12, 0.5, None) is None
-    assert mfu(50e12, None, 200e12) is None

@@ -30,15 +30,6 @@ def test_every_group_finds_its_rows_in_its_shard(counts, per_microbatch):
     assert sorted(found) == batch.tolist()
 
 
-def test_rows_that_microbatches_do_not_divide():
-    with pytest.raises(ModelError) as error:
-        arrange_batch({"x": np.zeros((10, 2)), "y": np.zeros(12)}, (1, 3))
-    assert str(error.value) == (
-        "the batch's x has shape (10, 2), whose first dim 4 microbatches over all groups do not "
-        "divide.\n  Choose a batch that is a multiple of 4."
-    )
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=3), st.integers(0, 6))
 def test_no_other_counts_end_earlier(seconds, more):
@@ -52,29 +43,8 @@ def test_no_other_counts_end_earlier(seconds, more):
     assert last == pytest.approx(best, rel=1e-12)
 
 
-def test_a_group_twice_as_fast_takes_twice_as_much():
-    assert balance((1.0, 2.0), 6) == (4, 2)
-    assert balance((3.0, 3.0, 3.0), 6) == (2, 2, 2)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "total", "message"),
-    [
-        (
-            (1.0, 2.0),
-            1,
-            "1 microbatches are too few for 2 groups: each takes at least one.\n"
-            "  Use 2 microbatches or more.",
-        ),
-        (
-            (1.0, 0.0),
-            4,
-            "the groups take 1.0, 0.0 seconds a microbatch, which must be positive and finite.\n"
-            "  Measure every group again.",
-        ),
-    ],
-)
-def test_times_that_give_no_balance(seconds, total, message):
-    with pytest.raises(ModelError) as error:
-        balance(seconds, total)
-    assert str(error.value) == message
+def test_times_that_give_no_balance():
+    with pytest.raises(ModelError, match=r"1 microbatches are too few for 2 groups.*\n  Use 2"):
+        balance((1.0, 2.0), 1)
+    with pytest.raises(ModelError, match=r"1.0, 0.0 seconds .* positive and finite.\n  Measure"):
+        balance((1.0, 0.0), 4)

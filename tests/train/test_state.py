@@ -126,27 +126,6 @@ def test_the_active_scope_is_the_default():
         sl.init_state(Model, optax.sgd(0.1))
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("f32", "float32"), ("bf16", "float32"), ("bf16_params", "bfloat16")]
-)
-def test_precision_decides_how_parameters_are_stored(precision, dtype):
-    state = state_on("fsdp=8", precision=precision)
-    assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {dtype}
-    moments = [x for p, x in named_leaves(state.opt_state).items() if p.endswith("kernel")]
-    assert len(moments) == 4
-    assert {str(x.dtype) for x in moments} == {dtype}
-    assert state.model_state["norm"]["var"].dtype == jnp.float32
-
-
-def test_a_state_is_a_pytree_whose_definition_is_static():
-    state = state_on("fsdp=8")
-    assert list(named_leaves(state))[:2] == ["step", "params/down/bias"]
-    leaves, treedef = jax.tree.flatten(state)
-    again = jax.tree.unflatten(treedef, leaves)
-    assert again.definition is state.definition
-    assert int(jax.jit(lambda s: s.step + 1)(state)) == 1
-
-
 def test_the_model_of_a_state_can_be_called():
     state = state_on("fsdp=4,tensor=2")
     model = state.model
@@ -170,24 +149,9 @@ def test_all_faults_are_told_and_nothing_is_made():
             self.d = param((8, 4), "emebd", "mlp")
 
     before = len(jax.live_arrays())
-    with pytest.raises(sl.ShardlibError) as caught:
+    faults = (
+        "(?s)a: logical axis 'embed'.*b: logical axis.*c: logical axes.*d: logical axis 'emebd'"
+    )
+    with pytest.raises(sl.ShardlibError, match=faults + ".*Did you mean 'embed'.*Add one"):
         sl.init_state(Odd, optax.sgd(0.1), mesh=sl.make_mesh("fsdp=8"), rules=sl.rules.FSDP)
     assert len(jax.live_arrays()) <= before + 1
-    known = ", ".join([*(name for name, _ in sl.rules.FSDP.params), "fsdp"])
-    replicate = (
-        "  Change the dim or the mesh (fsdp=8), or allow replication: "
-        "params={'embed': ['fsdp', None]}."
-    )
-    assert str(caught.value) == (
-        "a: logical axis 'embed' (dim 0 of ('embed', 'mlp'), shape (6, 4)) cannot be sharded: "
-        "fsdp=8 does not divide 6.\n"
-        "b: logical axis 'embed' (dim 0 of ('embed', 'mlp'), shape (10, 4)) cannot be sharded: "
-        "fsdp=8 does not divide 10.\n"
-        f"{replicate}\n"
-        "c: logical axes ('embed',) name 1 dim, but the shape (8, 4) has 2.\n"
-        "  Give one name, or None, for each dim. Or add a path rule: "
-        'rules.override(paths={"...": (None, None)}).\n'
-        "d: logical axis 'emebd' (dim 0 of ('emebd', 'mlp')) has no rule among the params. "
-        "Did you mean 'embed'?\n"
-        f"  Add one, for example params={{'emebd': None}}, or use one of: {known}."
-    )

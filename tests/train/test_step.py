@@ -173,23 +173,6 @@ def test_bf16_follows_f32(start):
     np.testing.assert_allclose(losses["bf16"], losses["f32"], rtol=2**-6)
 
 
-def test_what_a_loss_may_not_return(start):
-    def step(result):
-        return sl.make_train_step(lambda model, batch, rng: result(batch))(start(), BATCH)
-
-    with pytest.raises(ModelError) as error:
-        step(lambda batch: jnp.sum(batch["x"], axis=1))
-    assert str(error.value) == (
-        "the loss function returned 'loss' of shape (16,).\n"
-        "  Reduce it to a scalar, or to Mean(total, weight) of two scalars."
-    )
-    with pytest.raises(ModelError) as error:
-        step(lambda batch: (jnp.sum(batch["x"]), jnp.sum(batch["y"])))
-    assert str(error.value).splitlines()[1] == (
-        "  Return the loss, or (loss, {name: scalar or Mean})."
-    )
-
-
 def test_evaluation_changes_nothing_and_adds_up_exactly(start):
     def loss(model, batch, rng):
         model.eval()
@@ -247,11 +230,8 @@ def test_model_state_keeps_its_dtype(compilations, microbatches):
 
 
 def test_axes_of_leaves_that_are_not_in_the_batch_are_refused(start):
-    with pytest.raises(RuleError) as error:
+    with pytest.raises(RuleError, match=r"(?s)batch_axes names 'images', but.*Name leaves of the"):
         sl.make_train_step(mean_loss, batch_axes={"images": ("batch", None)})(start(), BATCH)
-    assert str(error.value) == (
-        "batch_axes names 'images', but the batch holds x, y.\n  Name leaves of the batch."
-    )
     for make in (sl.make_train_step, sl.make_eval_step):
         for wrong in ("text", {"x": "batch"}):
             with pytest.raises(RuleError, match=r"expected a dict with a tuple.*\n  Write it as"):
@@ -259,12 +239,8 @@ def test_axes_of_leaves_that_are_not_in_the_batch_are_refused(start):
 
 
 def test_state_and_step_must_agree_on_precision(start):
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(ModelError, match=r"(?s)the step's precision stores.*Give init_state and"):
         sl.make_train_step(mean_loss, precision="bf16_params")(start(), BATCH)
-    assert str(error.value) == (
-        "the step's precision stores parameters in bfloat16, but the state has float32.\n"
-        "  Give init_state and make_train_step the same precision."
-    )
 
 
 def test_a_linen_model_with_keyword_arguments():
@@ -288,12 +264,8 @@ def test_a_state_that_was_given_away(start):
     new, _ = step(state, BATCH)
     evaluate = sl.make_eval_step(mean_loss)
     for given in (step, evaluate):
-        with pytest.raises(ModelError) as error:
+        with pytest.raises(ModelError, match=r"was already passed to.*\n  Continue with the"):
             given(state, BATCH)
-        assert str(error.value) == (
-            "this state was already passed to a step, which donated its memory.\n"
-            "  Continue with the state that the step returned: state, metrics = step(state, batch)."
-        )
     whole = jax.jit(lambda state: evaluate(state, BATCH)["loss"].value)
     assert whole(new) == evaluate(new, BATCH)["loss"].value
     step(new, BATCH)
@@ -302,32 +274,12 @@ def test_a_state_that_was_given_away(start):
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        (
-            {"microbatches": "auto"},
-            ModelError,
-            "microbatches='auto' is not a positive whole number.\n"
-            "  Use 1 for no splitting; fit_microbatches finds the fewest that fit into memory.",
-        ),
-        (
-            {"reduction": "bf16"},
-            ModelError,
-            "reduction is 'bf16', not a ReductionConfig.\n"
-            "  Write it as ReductionConfig(dtype='bf16').",
-        ),
-        (
-            {"guards": "skip"},
-            ModelError,
-            "guards is 'skip', not a GuardsConfig.\n  Write it as GuardsConfig(nonfinite='skip').",
-        ),
-        (
-            {"precision": 16},
-            ConfigError,
-            "no precision is called 16. Did you mean 'bf16'?\n"
-            "  Choose one of: f32, bf16, bf16_params.",
-        ),
+        ({"microbatches": "auto"}, ModelError, "'auto' is not a positive .*fit_microbatches finds"),
+        ({"reduction": "bf16"}, ModelError, r"'bf16', not .*Write it as ReductionConfig\(dtype="),
+        ({"guards": "skip"}, ModelError, r"'skip', not .*Write it as GuardsConfig\(nonfinite="),
+        ({"precision": 16}, ConfigError, "16. Did you mean 'bf16'.*Choose one of: f32, bf16"),
     ],
 )
 def test_options_of_a_wrong_kind(options, kind, text):
-    with pytest.raises(kind) as error:
+    with pytest.raises(kind, match=f"(?s){text}"):
         sl.make_train_step(mean_loss, **options)
-    assert str(error.value) == text

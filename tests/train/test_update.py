@@ -113,19 +113,9 @@ def test_opaque_sam_by_hand():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
 
 
-def test_lbfgs_finds_what_gradient_descent_does_not():
-    found, _ = train(optax.lbfgs(), MESH, 10)
-    slow, _ = train(optax.sgd(0.1), MESH, 10)
-    assert found[-1] < slow[-1] - 0.01
-
-
 def test_an_optimizer_that_cannot_be_given_what_it_needs():
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(ModelError, match=r"optimizer \(chain\) cannot be given value.*\n  Put the"):
         train(optax.chain(optax.clip(1.0), OPTIMIZERS["sam"]()), MESH, 1)
-    first, fix = str(error.value).splitlines()
-    assert first.startswith("the optimizer (chain) cannot be given value, grad, value_fn, or needs")
-    assert "unexpected keyword argument" in first
-    assert fix.startswith("  Put the transformation that evaluates the loss outermost")
 
     def needs(grads, state, params=None, *, hessian):
         return grads, state

@@ -51,11 +51,7 @@ ONCE, UNEVEN = sl.ReductionConfig(dtype="bf16"), sl.ReductionConfig(group_microb
     [
         ({}, "shardlib", OPEN),
         ({"abstract": False}, "shardlib", OPEN),
-        (
-            {"names": ("batch", "mlp")},
-            "shardlib",
-            "no constraint decides the layout of",
-        ),
+        ({"names": ("batch", "mlp")}, "shardlib", "no constraint decides the layout of"),
         ({"names": ("batch", "mlp"), "mesh": "data=8"}, "XLA", DECIDED),
         ({"constrain": "user"}, "XLA", "constrain is 'user'"),
         # Inside of groups that sum their gradients there is less to cut.

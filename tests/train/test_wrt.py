@@ -99,9 +99,6 @@ class TestOwnTypes:
         after, _ = train(state)
         np.testing.assert_array_equal(after.model_state["bias"], np.zeros(16))
 
-    def test_by_default_they_are_state(self):
-        assert list(named_leaves(start(Own).model_state)) == ["w"]
-
 
 class TestFrozenParameters:
     def test_they_lie_as_parameters_do(self):
@@ -117,13 +114,6 @@ class TestFrozenParameters:
         assert rows["base/kernel"].note == "not trained"
         assert rows["norm/scale"].note == "not trained; smaller than 16384 elements"
         assert rows["norm/mean"].origin == "model state without names"
-
-    def test_auto_shards_them(self):
-        state = start(
-            lambda rngs: nnx.Linear(256, 512, rngs=rngs), wrt=lambda path, v: "bias" in path
-        )
-        assert list(named_leaves(state.params)) == ["bias"]
-        assert state.model_state["kernel"].sharding.spec == P(None, "fsdp")
 
     @pytest.mark.rest("mesh")
     @pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"precision": "bf16"}])
@@ -169,19 +159,6 @@ class TestFrozenParameters:
         _, alone = train(start(make, "data=1", **options))
         np.testing.assert_allclose(losses, alone, rtol=1e-5)
 
-    def test_local_sgd_keeps_them(self):
-        def make(rngs):
-            return nnx.Sequential(nnx.LoRALinear(16, 16, lora_rank=4, rngs=rngs))
-
-        state = start(make, "data=4,fsdp=2", wrt=nnx.LoRAParam)
-        held = values(state.model_state)
-        config = sl.LocalSGDConfig(inner_steps=1)
-        local = sl.make_local_sgd(sl.make_train_step(loss_fn), config)
-        groups = local.init(state)
-        for _ in range(2):
-            groups, _ = local(groups, batch())
-        assert_same(local.merge(groups).model_state, held)
-
 
 class Adapted(linen.Module):
     """linen with an adapter in a collection of its own."""
@@ -208,17 +185,6 @@ class TestLinenCollections:
         assert losses[-1] < losses[0]
         _, alone = train(start(Adapted(), "data=1", inputs=(X,), wrt="lora"))
         np.testing.assert_allclose(losses, alone, rtol=1e-5)
-
-    def test_both(self):
-        state = start(Adapted(), inputs=(X,), wrt=("params", "lora"))
-        assert {p.split("/")[0] for p in named_leaves(state.params)} == {
-            *("BatchNorm_0", "Dense_0", "Dense_1", "lora")
-        }
-        before = values(state.params)
-        state, _ = train(state)
-        changed = [not np.array_equal(x, before[p]) for p, x in named_leaves(state.params).items()]
-        # The bias before a normalisation has no gradient.
-        assert sum(changed) >= len(changed) - 1
 
     @pytest.mark.parametrize(
         ("wrt", "said"),

@@ -61,8 +61,7 @@ def test_stage_one_and_two_gather_parameters_once_a_step():
 
 
 def test_stage_two_reduces_across_groups_only_what_a_device_keeps():
-    """Groups of 4 that split the state: stage 1 reduces whole gradients over all 8 devices, stage
-    2 within a group and then, across groups, a quarter."""
+    """Groups of 4 that split the state."""
 
     def reduced(preset):
         _, report = reports(preset, "data=2,fsdp=4")
