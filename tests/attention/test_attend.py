@@ -208,14 +208,6 @@ def test_faults_in_shape_and_window():
         )
 
 
-def test_documents_of_keys_alone_are_refused():
-    query, key, value = example()
-    ids = jnp.ones((2, 12), jnp.int32)
-    assert refusal((query, key, value), kv_segment_ids=ids) == (
-        "kv_segment_ids are set, but segment_ids are not.\n  Give segment_ids as well."
-    )
-
-
 def test_documents_of_fewer_queries_than_keys_are_not_those_of_the_keys():
     """With one query they would stand for all keys."""
     query, key, value = example()

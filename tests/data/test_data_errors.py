@@ -38,12 +38,6 @@ def test_missing_paths_are_all_named(corpus, tmp_path, monkeypatch, cache):
     assert not cache.exists()
 
 
-def test_images_are_not_text():
-    assert message(text("builtin:digits")) == (
-        "data.path: 'builtin:digits' is a set of images, not text.\n  Set data.kind to images."
-    )
-
-
 def test_directory_without_text(tmp_path):
     (tmp_path / "code").mkdir()
     place = str(tmp_path / "code")
@@ -52,13 +46,6 @@ def test_directory_without_text(tmp_path):
     found = message(text(place))
     assert f"data.path: the directory {place!r} holds only .rs files" in found
     assert f"such as '{place}/**/*.rs'" in found
-
-
-def test_files_without_text(tmp_path):
-    (tmp_path / "a.txt").write_text("")
-    found = message(text(str(tmp_path / "a.txt")))
-    assert f"data.path: '{tmp_path}/a.txt' holds no text" in found
-    assert "\n  Give a path" in found
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -136,13 +123,6 @@ def test_image_paths(tmp_path, monkeypatch):
         (tmp_path / "photos" / name / "notes.txt").write_text("no image")
     assert message(ImageData(path="photos")).startswith(
         "data.path: no images in these subdirectories of 'photos': cat, dog.\n"
-    )
-
-
-def test_constants_of_normalisation_fit_the_channels():
-    assert message(ImageData(mean=(0.4, 0.5, 0.6))) == (
-        "data.mean holds 3 numbers for images of 1 channel.\n"
-        "  Give one number, or set data.channels to 3."
     )
 
 

@@ -136,14 +136,6 @@ def test_last_batch_of_evaluation_is_padded(corpus):
         source.read(0, 0, 65)
 
 
-def test_eval_steps_caps_a_pass(corpus):
-    whole = open_split(config(str(corpus)), "eval", global_batch=2)
-    capped = open_split(config(str(corpus), eval_steps=3), "eval", global_batch=2)
-    assert whole.num_steps > 3
-    assert capped.num_steps == 3
-    assert_equal(capped.read(2, 0, 2), whole.read(2, 0, 2))
-
-
 def test_weights_are_the_shares_of_rows(tmp_path):
     for name, size in (("a", 40_000), ("b", 5_000), ("c", 1_000)):
         (tmp_path / f"{name}.txt").write_text(name * size)

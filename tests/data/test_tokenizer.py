@@ -219,10 +219,3 @@ def test_a_forked_child_neither_warns_nor_hangs(setting, after):
     assert done.returncode == 0
     first, second = done.stdout.splitlines()
     assert first == f"{second} {after}"
-
-
-def test_long_words_are_cut_before_training():
-    word = "ab" * 10_000
-    cut = [word[start : start + 4096] for start in range(0, len(word), 4096)]
-    assert train_bpe([word], 300).fingerprint == train_bpe(cut, 300).fingerprint
-    assert train_bpe([word], 300).decode(train_bpe([word], 300).encode(word)) == word

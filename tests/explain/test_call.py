@@ -70,15 +70,6 @@ def test_arguments_by_keyword(cluster):
     assert found(made) == [("all-reduce", ("data",), 4)]
 
 
-def test_arguments_by_keyword_of_a_function_with_shardings():
-    rows = NamedSharding(cpu_mesh(data=8), P("data"))
-    step = jax.jit(lambda a, x: a + jnp.sum(x), in_shardings=(rows, rows))
-    plain = jax.ShapeDtypeStruct((8,), jnp.float32)
-    assert list(compile_step(step, (plain,), {"x": plain}).argument_names) == ["a", "x"]
-    with pytest.raises(TypeError, match=r"^missing a required argument: 'x'$"):
-        compile_step(step, (plain,), {"y": plain})
-
-
 def test_an_argument_that_is_not_read_shifts_no_other():
     mesh = abstract_mesh(data=8)
 
@@ -123,38 +114,6 @@ def test_options_for_the_compiler(cluster, static, own_cache):
     assert found(first) == [("all-reduce", ("data",), 16)]
     # Programs of other options are others.
     assert [step.compiled is None for step in later] == [False, True]
-
-
-def test_options_for_the_compiler_of_a_function_with_numbers_of_both_kinds():
-    x = struct(cpu_mesh(data=8), (16, 4), "data")
-
-    def step(times, scale, x, *more, axis, rate):
-        return rate * scale["all"] * jnp.sum(x, axis=axis) + more[0] * times
-
-    jitted = jax.jit(
-        step,
-        static_argnums=0,
-        static_argnames="axis",
-        compiler_options={"xla_cpu_enable_fast_min_max": True},
-    )
-    arguments = (3, {"all": 2.0}, x, 4.0)
-    made = compile_step(jitted, arguments, {"rate": 0.5, "axis": 0})
-    plain = compile_step(
-        jax.jit(step, static_argnums=0, static_argnames="axis"), arguments, {"rate": 0.5, "axis": 0}
-    )
-    assert (made.argument_names, made.donated) == (plain.argument_names, plain.donated)
-    assert made.argument_names == {"x": "batch"}
-    assert found(made) == found(plain) == [("all-reduce", ("data",), 16)]
-
-
-@EVERYWHERE
-def test_what_a_function_that_is_not_jitted_needs_to_know(cluster):
-    x = struct(cpu_mesh(data=8), (16, 4), "data")
-    for made in (
-        compile_step(jnp.sum, (x,), {"axis": 0}, on=on(cluster)),
-        compile_step(lambda x, axis, how: getattr(jnp, how)(x, axis), (x, 0, "sum"), on=cluster),
-    ):
-        assert found(made) == [("all-reduce", ("data",), 16)]
 
 
 class Noisy(nnx.Module):

@@ -269,13 +269,6 @@ def test_faults_of_a_config():
     assert validate(MoEConfig()) == []
 
 
-def test_default_coefficients():
-    assert MoEConfig().balance_coefficient == 0.01
-    assert MoEConfig(balance="bias").balance_coefficient == 0.0
-    assert MoEConfig(balance="bias", balance_loss=0.001).balance_coefficient == 0.001
-    assert MoEConfig(balance="none").balance_coefficient == 0.0
-
-
 def test_active_weights_of_a_published_model():
     """Mixtral 8x7B has 12.9 B active parameters; experts and routers are all but the attention
     (1.34 B) and the embeddings (0.26 B). Source: Jiang et al. 2024, "Mixtral of Experts"."""

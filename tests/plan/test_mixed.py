@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib import cli, run
+from shardlib import cli
 from shardlib.config import load
 from shardlib.cost.workload import Job
 from shardlib.errors import ConfigError, MeshError, ModelError
@@ -63,13 +63,6 @@ def test_shares_are_those_of_the_trainer(kinds, more):
     assert [len(own) for own in counts] == list(groups)
     each = [one for one, number in kinds for _ in range(number)]
     assert tuple(count for own in counts for count in own) == balance(each, total)
-
-
-def test_shares_of_thousands_of_groups():
-    counts = share_out((1.0, 2.5), (1024, 4096), 100_000)
-    assert sum(map(sum, counts)) == 100_000
-    ends = [max(own) * each for own, each in zip(counts, (1.0, 2.5), strict=True)]
-    assert max(ends) <= 100_000 / (1024 / 1.0 + 4096 / 2.5) + 2.5
 
 
 NETWORKED = [chip for chip in CHIPS.values() if chip.network_bytes_per_second_per_host]
@@ -171,17 +164,6 @@ def test_an_offloaded_state_moves_once_a_step():
     assert away.memory.optimizer < here.memory.optimizer
 
 
-def test_a_faster_kind_takes_more():
-    best = plan("llama3-8b", on=ON, top=1).best
-    fast, slow = best.shares
-    assert fast.cluster.name == "8xh100"
-    assert min(fast.microbatches) > 1.8 * max(slow.microbatches)
-    ends = [share.busy_seconds for share in best.shares]
-    assert max(ends) - min(ends) <= max(share.microbatch_seconds for share in best.shares)
-    # The sum over all groups crosses hosts: it is what the slower network takes.
-    assert best.time.data > 0
-
-
 @pytest.mark.mesh
 def test_the_report_and_its_data():
     found = plan("llama3-8b", on=ON, top=2, why_not=["data=3,fsdp=8"], tokens="1T", days=900)
@@ -225,13 +207,6 @@ def test_the_report_and_its_data():
     assert sum(counts) * facts["plans"][0]["rows_per_microbatch"] == facts["batch"] == 512
     assert [share["groups"] for share in shares] == [len(s.microbatches) for s in found.best.shares]
     assert [one["cluster"] for one in facts["alone"]] == [one.cluster.name for one in found.alone]
-
-
-def test_mixing_that_does_not_pay_is_said():
-    # So few rows are soon computed, but their gradients cross the network between the hosts.
-    found = plan("llama3.2-1b", on="8xb200+8xa100-40", global_batch=16, length=512, top=1)
-    assert "8xb200 alone: " in str(found)
-    assert "; mixing does not pay, " in str(found)
 
 
 def test_why_not_a_mesh():
@@ -382,13 +357,6 @@ def test_train_takes_the_fragment_as_it_is(file, batch, overrides):
 
 
 @pytest.mark.mesh
-def test_explain_traces_the_planned_run(file):
-    found = plan(load(RunConfig, file), on=EIGHT, top=1)
-    report = run.explain(load(RunConfig, file, found.overrides()), "cpu:8")
-    assert report.mesh == {a: found.best.layout.size(a) for a in report.mesh}
-
-
-@pytest.mark.mesh
 def test_what_a_config_decides_otherwise(file):
     options = "train={global_batch: 60, local_sgd: {inner_steps: 4}}"
     assert refusal(ConfigError, load(RunConfig, file, [options]), on=EIGHT) == (
@@ -430,11 +398,6 @@ def test_the_command(capfd, file):
         f"MeshError: cluster '{EIGHT}' has several kinds of chips, which only plan supports.\n"
         f"  Name one of them, as in 4xh100; for all: shardlib plan --on {EIGHT}\n"
     )
-
-
-def test_explain_refuses_a_mixed_cluster():
-    with pytest.raises(MeshError, match="has several kinds of chips, which only plan supports"):
-        sl.explain(jnp.sin, jnp.ones(8), on=parse_mixed(EIGHT))
 
 
 def traced(family, config, data, batch):

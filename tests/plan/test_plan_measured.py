@@ -117,14 +117,6 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path, change, what):
     )
 
 
-def test_an_absent_and_a_broken_file_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        load(tmp_path / "none.json")
-    (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(ConfigError, match="it is not JSON"):
-        load(tmp_path / "broken.json")
-
-
 def test_another_machine_is_refused():
     with pytest.raises(ConfigError) as caught:
         measured_cluster(parse_cluster("cpu:4"), calibration())

@@ -159,23 +159,6 @@ def test_an_axis_that_leaves_the_fast_domain(cluster, message):
     assert (len(found), found[0].place) == (1, "mesh/tensor")
 
 
-def test_an_axis_of_another_name_that_leaves_the_fast_domain():
-    mesh = make_mesh(dp=2, tp=4)
-    params = {
-        "up": array(mesh, (EMBED, 1024), None, "tp"),
-        "down": array(mesh, (1024, EMBED), "tp"),
-    }
-
-    def loss(params, x):
-        hidden = jax.lax.with_sharding_constraint(x @ params["up"], place(mesh, "dp", "tp"))
-        return jnp.mean((hidden @ params["down"]) ** 2)
-
-    subject = compiled(descend(loss), params, array(mesh, (ROWS, EMBED), "dp"))
-    slow = dataclasses.replace(subject, cluster=parse_cluster("4x2xh100"))
-    assert [finding.place for finding in lint(slow)] == ["mesh/tp"]
-    assert lint(dataclasses.replace(subject, cluster=parse_cluster("2x4xh100"))) == ()
-
-
 def test_a_loop_without_a_count():
     def until(params, x):
         def turn(h):

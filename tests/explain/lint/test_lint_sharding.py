@@ -28,7 +28,6 @@ from shardlib.explain.lint.subject import spec_of_shapes, spec_of_text
 from shardlib.hardware import parse_cluster
 
 MESH = make_mesh(fsdp=4, tensor=2)
-FSDP_ONLY = make_mesh(fsdp=8)
 VOCAB = 4096
 
 
@@ -110,14 +109,6 @@ def test_the_batch_is_found_behind_an_optimizers_state():
     whole = lint(compiled(step, weights(MESH), weights(MESH), batch(), **options))
     assert [finding.place for finding in whole if finding.code == "SL102"] == ["batch"]
     assert lint(compiled(step, weights(MESH), weights(MESH), batch(MESH, "fsdp"), **options)) == ()
-
-
-def test_weights_are_no_batch_wherever_they_stand():
-    def swapped(x, params):
-        return loss(params, x)
-
-    options = {"donate_argnums": (), "out_shardings": None}
-    assert lint(compiled(swapped, batch(MESH, "fsdp"), weights(MESH), **options)) == ()
 
 
 def test_a_key_is_no_batch():
