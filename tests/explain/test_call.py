@@ -1,5 +1,7 @@
 """What functions are called with: by keyword, numbers among arrays, modules; what jit was told."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -171,7 +173,7 @@ def test_what_cannot_be_explained():
     with sl.use(abstract_mesh(data=8), sl.rules.STANDARD):
         state = sl.abstract_state(Noisy, optax.sgd(0.1))
     for options in ({"on": "v5e-8"}, {"optimize": True}):
-        assert faults(state, **options) == (
-            "on and optimize apply to a compiled function, not to a state.\n"
-            "  Explain the step: sl.explain(step, state, batch, on='v5e-16')."
+        assert re.match(
+            r"on and optimize apply to a compiled function, not to(.|\n)*\n  Explain the step:",
+            faults(state, **options),
         )

