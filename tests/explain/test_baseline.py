@@ -31,15 +31,6 @@ def test_written_read_and_judged(tmp_path, name):
     assert str(judged.unused[0]) == "SL101 layers/3/kernel"
 
 
-def test_what_the_file_holds(tmp_path):
-    path = tmp_path / "accepted.json"
-    write_baseline(Baseline((Accepted("SL105", "jvp()/dot", "heads of 64"),)), path)
-    assert path.read_text() == (
-        '{\n  "accepted": [\n    {\n      "code": "SL105",\n      "place": "jvp()/dot",\n'
-        '      "why": "heads of 64"\n    }\n  ]\n}\n'
-    )
-
-
 def test_a_star_covers_all_layers_and_brackets_are_names():
     every = Accepted("SL101", "layers/*/kernel")
     assert every.covers(LEAF)

@@ -103,27 +103,6 @@ class TestFaults:
         assert found.faults() == []
 
 
-def test_text():
-    table, *lines = report("data=2,fsdp=4").parts()
-    assert table.title == "parameters on mesh data=2,fsdp=4"
-    assert [row[0] for row in table.rows] == [
-        *("free", "heads", "scale", "small", "sub/plain", "table", "count"),
-    ]
-    why = "metadata\nheads: not data: data=2 does not divide 3\nthis mesh has no tensor"
-    assert table.rows[1] == [
-        *("heads", "64x3x32", "float32", "vocab, heads, embed", "-, -, fsdp"),
-        *(why, "6.0 KiB", "24.0 KiB"),
-    ]
-    assert lines == [
-        "params: 34.2 KiB in all, 8.7 KiB on each device",
-        "model state: 4 B in all, 4 B on each device",
-        "opt state: 34.2 KiB in all, 8.7 KiB on each device",
-        "state: 17.3 KiB on each device",
-        "path rules that no parameter matched: no/such",
-        "rules that no parameter used: expert",
-    ]
-
-
 def test_json():
     found = report()
     data = json.loads(found.to_json())

@@ -74,13 +74,6 @@ def test_slices_are_apart_from_what_is_within_them():
     assert between.seconds == {"network": pytest.approx(2 * (1 / 2 * 4 * MIB / network + 50e-6))}
 
 
-def test_gpus_without_nvlink_meet_over_pcie_within_a_host():
-    mesh = {"data": 2, "fsdp": 4}
-    inner = one("2x4xl4", mesh, "all-gather", ("fsdp",), MIB, group=4)
-    outer = one("2x4xl4", mesh, "all-gather", ("data",), MIB, group=2)
-    assert (list(inner.seconds), list(outer.seconds)) == (["pcie"], ["network"])
-
-
 def test_axes_of_known_names_in_another_order_stand_in_that_order():
     mesh = {"tensor": 8, "fsdp": 8}
     outer = one("8x8xh100", mesh, "all-gather", ("tensor",), 64 * MIB, group=8)

@@ -92,13 +92,6 @@ def test_statistics_are_those_of_the_global_batch():
     )
 
 
-def test_residual_branches_start_at_zero():
-    _, params, _ = step()
-    for block in params["blocks"].values():
-        assert jnp.all(block["branch"]["1"]["norm"]["scale"] == 0)
-        assert jnp.all(block["branch"]["0"]["norm"]["scale"] == 1)
-
-
 def test_bfloat16_computes_in_bfloat16_with_float32_statistics():
     init, run = functions(train=True)
 

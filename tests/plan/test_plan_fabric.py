@@ -7,7 +7,6 @@ import pytest
 from shardlib.cost.layout import Layout
 from shardlib.cost.machine import fabric
 from shardlib.cost.machine.constants import committed
-from shardlib.cost.machine.fabric import Link
 from shardlib.errors import MeshError
 from shardlib.hardware import parse_cluster
 from shardlib.plan import plan
@@ -101,12 +100,6 @@ def test_all_to_all_between_hosts(size, leaving):
     assert found.all_to_all(held) == pytest.approx(held * leaving / NIC)
 
 
-def test_all_to_all_over_two_hosts():
-    """Half of what a device holds is for the other host."""
-    found = links("2x8xh100", expert=16)["expert"]
-    assert found.all_to_all(1e9) == pytest.approx(0.5e9 / NIC)
-
-
 @pytest.mark.parametrize(
     ("cluster", "degrees", "share"),
     [
@@ -171,7 +164,3 @@ def test_remarks():
 def test_tensor_stays_within_the_nvlink_domain(cluster):
     """As published trainings of 70B models have it."""
     assert all(p.layout.tensor <= 8 for p in plan("llama3-70b", on=cluster).found.plans)
-
-
-def test_one_device_needs_no_link():
-    assert Link(1).gather(1e9) == Link(1).shift(1e9) == Link(1).all_to_all(1e9) == 0.0

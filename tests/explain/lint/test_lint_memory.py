@@ -108,15 +108,6 @@ def test_a_cache_that_a_step_writes_to_is_a_state():
     assert [f.place for f in lint(subject) if f.code == "SL302"] == ["cache"]
 
 
-def test_the_donation_of_what_stands_behind_what_nothing_reads():
-    def average(params, ema, x):
-        return ema["up"].astype(jnp.bfloat16), jnp.mean(x)
-
-    params = {"up": weights(MESH)["up"]}
-    subject = compiled(average, params, params, X, donate_argnums=1, out_shardings=None)
-    assert [(f.code, f.place) for f in lint(subject)] == [("SL301", "ema/up")]
-
-
 class Network(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(EMBED, 1024, rngs=rngs)
