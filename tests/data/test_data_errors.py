@@ -22,20 +22,15 @@ def text(path, **options):
 
 def test_missing_paths_are_all_named(corpus, tmp_path, monkeypatch, cache):
     monkeypatch.chdir(tmp_path)
-    assert message(text(("corpus", "corpuss", "far/away.txt", "*.tar", "builtin:pyhton"))) == (
-        f"data.path: there is nothing at 'corpuss'. Did you mean 'corpus'?\n"
-        f"  Correct the path; it is relative to {str(tmp_path)!r}.\n"
-        f"data.path: there is nothing at 'far/away.txt'. The directory 'far' is missing too.\n"
-        f"  Correct the path; it is relative to {str(tmp_path)!r}.\n"
-        f"data.path: no file matches '*.tar'.\n"
-        f"  Correct the pattern, or add files.\n"
-        f"data.path: no embedded corpus is called 'builtin:pyhton'. "
-        f"Did you mean 'builtin:python'?\n"
-        f"  Choose builtin:python, or give the path of a file or directory."
-    )
-    assert message(text("corpus", eval_path="held.txt")).startswith(
-        "data.eval_path: there is nothing at 'held.txt'.\n"
-    )
+    found = message(text(("corpus", "corpuss", "far/away.txt", "*.tar", "builtin:pyhton")))
+    for part in (
+        "data.path: there is nothing at 'corpuss'. Did you mean 'corpus'?\n  Correct the path",
+        "data.path: there is nothing at 'far/away.txt'. The directory 'far' is missing too.\n",
+        "data.path: no file matches '*.tar'.\n  Correct the pattern",
+        "called 'builtin:pyhton'. Did you mean 'builtin:python'?\n  Choose builtin:python",
+    ):
+        assert part in found
+    assert message(text("corpus", eval_path="held.txt")).startswith("data.eval_path: there is")
     assert not cache.exists()
 
 
@@ -93,19 +88,15 @@ def test_malformed_lines_of_jsonl(tmp_path, line, fault):
 
 def test_text_that_is_not_utf8(tmp_path):
     (tmp_path / "a.txt").write_bytes("café".encode("latin-1") + b" or not")
-    assert message(text(str(tmp_path / "a.txt"))) == (
-        f"{tmp_path}/a.txt is not UTF-8 text: invalid continuation byte (byte 0xe9).\n"
-        f"  Convert it to UTF-8, or leave it out of data.path."
-    )
+    found = message(text(str(tmp_path / "a.txt")))
+    assert re.match(rf"{tmp_path}/a.txt is not UTF-8 text: .*0xe9.*\n  Convert it to UTF-8", found)
 
 
 def test_missing_tokenizer(corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert message(text("corpus", tokenizer="tokeniser.json")) == (
-        f"data.tokenizer: there is nothing at 'tokeniser.json'. Did you mean 'tokenizer.json'?\n"
-        f"  Correct the path; it is relative to {str(tmp_path)!r}."
-    )
+    found = message(text("corpus", tokenizer="tokeniser.json"))
+    assert "at 'tokeniser.json'. Did you mean 'tokenizer.json'?\n  Correct the path" in found
 
 
 def test_image_paths(tmp_path, monkeypatch):

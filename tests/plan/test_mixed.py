@@ -225,31 +225,21 @@ def test_why_not_a_mesh():
         found.why_not("data=3,model=9")
 
 
+@pytest.mark.parametrize(
+    ("kind", "on", "options", "match"),
+    [
+        (MeshError, "v5p-8+8xh100", {}, r"'v5p-8\+8xh100' mixes TPUs and GPUs, .*\n  Plan for"),
+        (ConfigError, ON, {"objective": "cost", "price": 2.0},
+         r"objective of cost .*\n  Leave objective at time.\nprice is .*\n  Leave it out"),
+        (ConfigError, "8xh100+8xv100-32", {}, r"V100-SXM2 32GB has no matmul in bf16.\n  Choose"),
+        (MeshError, "8xh100+8xa10", {}, r"network between hosts of A10 .*\n  Plan for one host"),
+        (MeshError, ON, {"tokens": "1T", "days": 1}, r"1T in 1 days allow 362 ms.\n  Take"),
+    ],
+)  # fmt: skip
 @pytest.mark.mesh
-def test_what_is_refused():
-    assert re.match(
-        r"cluster 'v5p-8\+8xh100' mixes TPUs and GPUs, but a(.|\n)*\n  Plan for each alone, or",
-        refusal(MeshError, "llama3-8b", on="v5p-8+8xh100"),
-    )
-    assert refusal(ConfigError, "llama3-8b", on=ON, objective="cost", price=2.0) == (
-        f"an objective of cost compares clusters of one kind, and {ON} has several.\n"
-        "  Leave objective at time.\n"
-        f"price is the cost of a chip-hour, and {ON} has chips of several kinds.\n"
-        "  Leave it out: the report compares chip-hours."
-    )
-    assert re.match(
-        r"the V100-SXM2 32GB has no matmul in bf16\.\n  Choose one that it has",
-        refusal(ConfigError, "llama3-8b", on="8xh100+8xv100-32"),
-    )
-    assert re.match(
-        r"cluster '8xa10': the speed of the network between(.|\n)*\n  Plan for one host, as in",
-        refusal(MeshError, "llama3-8b", on="8xh100+8xa10"),
-    )
-    needed = duration(plan("llama3-8b", on=ON, top=1).best.seconds)
-    assert refusal(MeshError, "llama3-8b", on=ON, tokens="1T", days=1) == (
-        f"llama3-8b on {ON} takes {needed} a step of 4.19M tokens, but 1T in 1 days allow 362 ms.\n"
-        "  Take more or faster chips, more days, or a larger batch."
-    )
+def test_what_is_refused(kind, on, options, match):
+    with pytest.raises(kind, match=match):
+        plan("llama3-8b", on=on, **options)
 
 
 def test_a_batch_that_groups_cannot_divide():
@@ -262,13 +252,10 @@ def test_a_batch_that_groups_cannot_divide():
 
 
 def test_a_model_that_fits_no_group():
-    text = refusal(MeshError, "llama3-70b", on=ON)
-    first, second = text.splitlines()
-    fault = re.fullmatch(
+    fault = re.match(
         r"llama3-70b does not fit 8xh100\+16xa100-80: with the leanest mesh, data=3,(\S+), a "
-        r"device of 8xh100 needs (\S+) GiB and has 75.2 GiB, even with remat (\S+) and (\d+) "
-        r"sequences a microbatch.",
-        first,
+        r"device of 8xh100 needs (\S+) GiB and has 75.2 GiB, .*\n  A group has at most 8 devices",
+        refusal(MeshError, "llama3-70b", on=ON),
     )
     assert fault
     group = Layout.of(MeshConfig.parse(fault[1]).sizes)
@@ -281,10 +268,6 @@ def test_a_model_that_fits_no_group():
     ]
     assert group.num_devices == 8
     assert 75.2 < float(fault[2]) <= min(held) + 0.05
-    assert second == (
-        "  A group has at most 8 devices, all of one kind, and no axis stage or context: plan "
-        "for one kind alone, or take kinds with more memory or more devices."
-    )
 
 
 CONFIG = """
@@ -367,21 +350,15 @@ def shardlib(capfd, *words):
 def test_the_command(capfd, file):
     code, out, _ = shardlib(capfd, "plan", file, "--on", EIGHT, "--json")
     assert code == 0
-    assert [share["cluster"] for share in json.loads(out)["plans"][0]["kinds"]] == [
-        *("4xh100", "4xa100-80")
-    ]
-    code, out, err = shardlib(capfd, "plan", file, "--on", EIGHT, "--verify", "1")
-    assert (code, out) == (2, "")
-    assert err.endswith(
-        f"ConfigError: --verify compiles for clusters of one kind, but {EIGHT} has several.\n"
-        "  Leave it out, or verify the plans of one kind: --on 4xh100\n"
-    )
-    code, out, err = shardlib(capfd, "explain", file, "--on", EIGHT)
-    assert (code, out) == (2, "")
-    assert err.endswith(
-        f"MeshError: cluster '{EIGHT}' has several kinds of chips, which only plan supports.\n"
-        f"  Name one of them, as in 4xh100; for all: shardlib plan --on {EIGHT}\n"
-    )
+    clusters = [share["cluster"] for share in json.loads(out)["plans"][0]["kinds"]]
+    assert clusters == ["4xh100", "4xa100-80"]
+    for words, fault in (
+        (("plan", file, "--verify", "1"), f"but {EIGHT} has several.\n  Leave it out"),
+        (("explain", file), "several kinds of chips, which only plan supports.\n  Name one"),
+    ):
+        code, out, err = shardlib(capfd, *words, "--on", EIGHT)
+        assert (code, out) == (2, "")
+        assert fault in err
 
 
 def traced(family, config, data, batch):
