@@ -77,7 +77,6 @@ def test_what_the_compiler_complains_of_is_kept():
     assert compile_step(lambda x: x + 1, arguments[:1]).warnings == ""
 
 
-# The compiler takes a minute until it gives up on arrays of this size.
 def test_arguments_in_the_memory_of_the_hosts_are_no_part_of_the_peak():
     pytest.importorskip("libtpu", reason="needs the extra tpu")
     mesh = abstract_mesh(data=1)
@@ -95,6 +94,7 @@ def test_arguments_in_the_memory_of_the_hosts_are_no_part_of_the_peak():
     assert found.memory["peak"] == 4096 * 4096 * 4 + 2 * 4096 * 128 * 4
 
 
+# The compiler takes a minute until it gives up on arrays of this size.
 @pytest.mark.soak
 def test_a_step_far_too_large_for_its_chip_is_read_on_a_larger_one():
     pytest.importorskip("libtpu", reason="needs the extra tpu")
@@ -139,14 +139,10 @@ def test_who_stands_in_for_a_chip_that_is_too_small():
 
     for name in ("2xv5e-16", "v5p-128", "8xh100"):
         cluster = parse_cluster(name)
-        with pytest.raises(DoesNotFitError) as raised:
+        fault = rf"does not fit {name}: it needs 33.0 GiB .*\n  Use more"
+        with pytest.raises(DoesNotFitError, match=fault) as raised:
             compile_larger(cluster, 33 * 2**30, refused)
         assert raised.value.needed_bytes == 33 * 2**30
-        assert str(raised.value) == (
-            f"the step does not fit {name}: it needs 33.0 GiB on each device, too much to "
-            "compile.\n"
-            "  Use more microbatches, remat or devices; shardlib plan says which."
-        )
     # Of the largest there is none larger.
     assert asked == [("2xv5p-32", 32, 2)]
     found = compile_larger(parse_cluster("v5e-1"), 1, lambda cluster: cluster.num_devices)

@@ -246,13 +246,13 @@ def test_experts_over_axes_with_and_without_tokens_are_refused(arguments):
     x, logits, weights, mask, _ = arguments
     rules = sl.rules.STANDARD.override(params={"expert": "data+expert"})
     rules = rules.override(activations={"batch": "data"})
-    with sl.use(sl.make_mesh("data=2,expert=4"), rules), pytest.raises(RuleError) as caught:
+    with (
+        sl.use(sl.make_mesh("data=2,expert=4"), rules),
+        pytest.raises(
+            RuleError, match=r"sharded over data, .* over expert.*\n  Let the rule"
+        ),
+    ):
         jax.eval_shape(lambda: apply_experts(x, route(logits, K), weights, jax.nn.silu, mask=mask))
-    assert str(caught.value) == (
-        "experts are sharded over data, which shards tokens too, and over expert, which shards "
-        "none.\n  Let the rule for the activation axis 'batch' include expert, or shard 'expert' "
-        "over data alone."
-    )
 
 
 def test_experts_that_the_mesh_does_not_divide_are_refused():
