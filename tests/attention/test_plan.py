@@ -79,8 +79,7 @@ def test_a_length_that_the_axis_does_not_divide_is_refused_by_the_rule():
 def test_length_over_another_axis_is_refused():
     rules = STANDARD.override(activations={"length": "context+tensor"})
     with pytest.raises(
-        ModelError,
-        match=r"over context\+tensor, but .*\n  Set the activation rule",
+        ModelError, match=r"over context\+tensor, but .*\n  Set the activation rule"
     ):
         plan("context=4,tensor=2", rules=rules)
 

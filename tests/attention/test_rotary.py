@@ -48,7 +48,6 @@ def test_scaling_stretches_slow_turns_and_leaves_fast_ones():
 
 def test_odd_heads_have_no_pairs():
     with pytest.raises(
-        ModelError,
-        match=r"rotate pairs of dims, but head_dim(.|\n)*\n  Use an even",
+        ModelError, match=r"rotate pairs of dims, but head_dim(.|\n)*\n  Use an even"
     ):
         frequencies(7)

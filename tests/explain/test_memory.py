@@ -164,12 +164,7 @@ def training_step(mesh):
 @pytest.mark.aot
 @pytest.mark.parametrize(
     ("name", "module"),
-    [
-        ("cpu:8", "jax"),
-        ("v5e-8", "libtpu"),
-        ("v5p-16", "libtpu"),
-        ("8xh100", "jax_cuda12_plugin"),
-    ],
+    [("cpu:8", "jax"), ("v5e-8", "libtpu"), ("v5p-16", "libtpu"), ("8xh100", "jax_cuda12_plugin")],
 )
 def test_a_real_step(name, module, monkeypatch, tmp_path):
     pytest.importorskip(module, reason="needs the compiler of its platform")

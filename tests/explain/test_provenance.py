@@ -18,12 +18,7 @@ import shardlib
 from shardlib.explain.analysis.collectives import read_program
 from shardlib.explain.analysis.memory import memory_report
 from shardlib.explain.hlo import provenance
-from shardlib.explain.hlo.provenance import (
-    Where,
-    is_library,
-    where_of,
-    where_of_equation,
-)
+from shardlib.explain.hlo.provenance import Where, is_library, where_of, where_of_equation
 from shardlib.explain.hlo.stacks import Frame, Stacks
 from shardlib.explain.hlo.text import parse
 from shardlib.nn.stack import scan_layers, stack_layers

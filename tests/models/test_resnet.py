@@ -56,11 +56,7 @@ def test_batch_statistics_move_in_training():
 
 def stem_output(params, images):
     return jax.lax.conv_general_dilated(
-        images,
-        params["stem"]["kernel"],
-        (1, 1),
-        "SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        images, params["stem"]["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
 
 

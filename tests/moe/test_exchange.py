@@ -123,8 +123,7 @@ def test_rows_keep_their_dtype():
 
 def test_the_method_follows_the_devices_of_the_mesh():
     with pytest.raises(
-        ModelError,
-        match=r"exchange='ragged' cannot run on cpu, .*\n  Use exchange='auto', or",
+        ModelError, match=r"exchange='ragged' cannot run on cpu, .*\n  Use exchange='auto', or"
     ):
         resolve_method("ragged")
     assert resolve_method("auto") == "padded"

@@ -6,14 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dense_experts import (
-    EXPERTS,
-    MLP,
-    dense,
-    expert_weights,
-    kept_by_loop,
-    tokens_and_routing,
-)
+from dense_experts import EXPERTS, MLP, dense, expert_weights, kept_by_loop, tokens_and_routing
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
@@ -248,9 +241,7 @@ def test_experts_over_axes_with_and_without_tokens_are_refused(arguments):
     rules = rules.override(activations={"batch": "data"})
     with (
         sl.use(sl.make_mesh("data=2,expert=4"), rules),
-        pytest.raises(
-            RuleError, match=r"sharded over data, .* over expert.*\n  Let the rule"
-        ),
+        pytest.raises(RuleError, match=r"sharded over data, .* over expert.*\n  Let the rule"),
     ):
         jax.eval_shape(lambda: apply_experts(x, route(logits, K), weights, jax.nn.silu, mask=mask))
 

@@ -219,8 +219,7 @@ def test_why_not_a_mesh():
     assert why("data=3,expert=8") == "data=3,expert=8: expert=8: the model has no experts"
     assert why("data=24").startswith("data=24: does not fit: a device of ")
     with pytest.raises(
-        MeshError,
-        match=r"data=3,model=9: the planner does not know model\.\n  Use",
+        MeshError, match=r"data=3,model=9: the planner does not know model\.\n  Use"
     ):
         found.why_not("data=3,model=9")
 

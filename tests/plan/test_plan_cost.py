@@ -93,8 +93,7 @@ def test_a_layout_that_does_not_fill_the_cluster():
 
 def test_devices_whose_speed_is_not_known():
     with pytest.raises(
-        MeshError,
-        match=r"cluster .cpu:8.: the speed and memory .*\n  Run `shardlib calibrate`",
+        MeshError, match=r"cluster .cpu:8.: the speed and memory .*\n  Run `shardlib calibrate`"
     ):
         step_time(JOB, Layout(fsdp=8), parse_cluster("cpu:8"))
 

@@ -14,11 +14,7 @@ from shardlib.cost.transformer.step_time import step_time
 from shardlib.cost.workload import NONE, Experts, Job, Remat, Transformer
 from shardlib.hardware import parse_cluster
 from shardlib.plan.problem import Choice
-from shardlib.plan.search import (
-    candidates,
-    capacity_bytes,
-    search,
-)
+from shardlib.plan.search import candidates, capacity_bytes, search
 from shardlib.plan.workloads.transformer import POLICIES, TransformerWorkload
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.json"
