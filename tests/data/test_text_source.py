@@ -191,16 +191,6 @@ def test_embedded_corpus_is_the_standard_library_without_tests():
     assert files == builtin_files("builtin:python")
 
 
-def test_load_tokenizer_is_the_tokenizer_of_the_source(corpus):
-    settings = config(str(corpus), tokenizer="bpe", vocab_size=300)
-    source = open_split(settings)
-    tokenizer = load_tokenizer(settings)
-    assert tokenizer.fingerprint == source.tokenizer.fingerprint
-    assert source.spec.vocab_size == tokenizer.vocab_size == 300
-    tokens = source.read(0, 0, 1)["tokens"][0]
-    assert "word" in tokenizer.decode(tokens)
-
-
 def test_a_tokenizer_file_gives_the_same_batches(corpus, tmp_path):
     trained = config(str(corpus), tokenizer="bpe", vocab_size=300)
     load_tokenizer(trained).save(tmp_path / "mine.json")

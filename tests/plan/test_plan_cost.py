@@ -129,18 +129,6 @@ def test_families_left_out_are_predicted(cases):
     assert statistics.median(map(abs, errors.values())) < 0.12
 
 
-def test_some_layers_recompute():
-    job = dataclasses.replace(JOB, remat=FULL)
-    none, some, every = (
-        step_time(dataclasses.replace(job, remat_layers=n), Layout(fsdp=64), CLUSTER)
-        for n in (0, 8, 32)
-    )
-    assert none.recompute == 0
-    assert some.recompute == pytest.approx(every.recompute / 4)
-    assert some.matmul == every.matmul
-    assert every == step_time(job, Layout(fsdp=64), CLUSTER)
-
-
 def test_offloading_costs_what_the_host_link_cannot_hide():
     kept = Remat(frozenset({"qkv"}))
     away = dataclasses.replace(kept, offloaded=frozenset({"qkv", "input"}))

@@ -143,22 +143,6 @@ def test_hosts_of_unknown_networks_are_refused():
     assert math.isfinite(links("4xrtx4090", data=4)["data"].bytes_per_second)
 
 
-def test_remarks():
-    h100, l4 = parse_cluster("4x8xh100"), parse_cluster("2x4xl4")
-    assert fabric.remarks(h100, Layout(data=4, tensor=8)) == []
-    assert fabric.remarks(h100, Layout(tensor=32)) == [
-        "tensor=32 exceeds the 8 GPUs connected without a network: its collectives pay for "
-        "both, and nothing hides them."
-    ]
-    assert fabric.remarks(l4, Layout(data=8)) == [
-        "Between hosts 1.56 GB/s a GPU are assumed: machines with L4 differ "
-        "(see shardlib.hardware.chips)."
-    ]
-    assert fabric.remarks(parse_cluster("8xl4"), Layout(data=8)) == []
-    notes = plan("llama3.2-1b", on="2x4xl4", top=1).notes
-    assert fabric.remarks(l4, Layout(data=8))[0] in notes
-
-
 @pytest.mark.mesh
 @pytest.mark.parametrize("cluster", ["256x8xh100", "512x8xh100"])
 def test_tensor_stays_within_the_nvlink_domain(cluster):
