@@ -182,3 +182,16 @@ def test_boxes_lie_within_the_image(width, height, seed, fraction):
         aspect = (box[2] - box[0]) / (box[3] - box[1])
         assert 0.08 * (1 - 1e-9) <= area <= 1 + 1e-9
         assert 3 / 4 * (1 - 1e-9) <= aspect <= 4 / 3 * (1 + 1e-9)
+
+
+def test_images_of_any_mode_become_grey_or_colour(tmp_path):
+    for mode in ("L", "RGB", "RGBA", "P", "1", "CMYK"):
+        (tmp_path / "set" / mode).mkdir(parents=True)
+        Image.new(mode, (5, 5)).save(
+            tmp_path / "set" / mode / ("x.tif" if mode == "CMYK" else "x.png")
+        )
+    for channels in (1, 3):
+        config = ImageData(
+            path=str(tmp_path / "set"), image_size=8, channels=channels, eval_fraction=0.0
+        )
+        assert open_split(config).read(0, 0, 16)["images"].shape == (16, 8, 8, channels)

@@ -131,3 +131,13 @@ def test_a_batch_of_padding_adds_nothing():
         value, gradient = jax.value_and_grad(loss)(routing.logits, over)
         assert float(value) == 0.0
         assert not gradient.any()
+
+
+def test_the_share_that_was_dropped():
+    routing, mask = random_routing(), random_mask()
+    kept = jnp.zeros(routing.experts.shape, jnp.bool_).at[0, :, 0].set(True)
+    stats = router_stats(routing, kept, mask=mask)
+    first_row, all_tokens = int(mask[0].sum()), int(mask.sum())
+    _, metrics = router_losses(stats, 1)
+    expected = 1 - first_row / (K * all_tokens)
+    assert float(metrics["router_dropped"].value) == pytest.approx(expected, rel=1e-6)

@@ -14,7 +14,8 @@ from shardlib.cost.transformer.step_time import step_time
 from shardlib.cost.workload import NONE, Experts, Job, Remat, Transformer
 from shardlib.hardware import parse_cluster
 from shardlib.plan.problem import Choice
-from shardlib.plan.search import candidates, capacity_bytes, search
+from shardlib.plan.search import candidates, capacity_bytes, of_layout, search
+from shardlib.plan.settings import schedule
 from shardlib.plan.workloads.transformer import POLICIES, TransformerWorkload
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "published_runs.json"
@@ -246,3 +247,13 @@ def test_microbatches_can_be_given():
     assert {plan.layout.microbatches for plan in found.plans} == {4}
     kept = search(workload, cluster, keep=Layout(fsdp=4, tensor=2))
     assert {tuple(p.layout.size(a) for a in AXES) for p in kept.plans} == {(1, 1, 4, 1, 1, 2)}
+
+
+def test_schedules_by_microbatches_and_chunks():
+    assert schedule(Layout(fsdp=4)) is None
+    assert schedule(Layout(stage=4, microbatches=4)) == "1f1b"
+    assert schedule(Layout(stage=4, microbatches=2)) == "gpipe"
+    assert schedule(Layout(stage=4, microbatches=8, chunks=2)) == "interleaved"
+    workload = TransformerWorkload(Job(DENSE, 2048, 32))
+    chunked = {c.layout.chunks: list(c.microbatches) for c in of_layout(workload, Layout(stage=4))}
+    assert chunked == {1: [1, 2, 4, 8, 16, 32], 2: [4, 8, 16, 32]}
