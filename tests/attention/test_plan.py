@@ -23,145 +23,52 @@ def plan(mesh, length=32, heads=8, kv_heads=2, rules=STANDARD, **options):
         return plan_context(length, heads, kv_heads, **options)
 
 
+RING, TURNS = "ring: memory of one shard", "zigzag order: an early and a late chunk"
+EQUAL = "all chunks have equal work"
+
+
 @pytest.mark.parametrize(
-    ("mesh", "options", "method", "order", "reason"),
+    ("mesh", "options", "method", "order", "reasons"),
     [
-        ("data=8", {}, "none", "contiguous", "no axis context of the mesh splits the row"),
-        (
-            "context=8",
-            {"rules": WHOLE},
-            "none",
-            "contiguous",
-            "the rules leave 'length' whole",
-        ),
-        (
-            "context=8",
-            {},
-            "ring",
-            "zigzag",
-            "ring: memory of one shard, for any number of heads; "
-            "zigzag order: an early and a late chunk on each device balance causal work",
-        ),
-        (
-            "context=8",
-            {"window": 5},
-            "ring",
-            "contiguous",
-            "ring: memory of one shard, for any number of heads; "
-            "contiguous order: with a window all chunks have equal work",
-        ),
-        (
-            "context=8",
-            {"causal": False},
-            "ring",
-            "contiguous",
-            "ring: memory of one shard, for any number of heads; "
-            "contiguous order: without a causal mask all chunks have equal work",
-        ),
-        (
-            "context=8",
-            {"dropout": 0.1, "context": "gather"},
-            "gather",
-            "contiguous",
-            "gather: asked for; contiguous order: the masks of dropout=0.1 depend on the order",
-        ),
-        (
-            "context=8",
-            {"length": 40},
-            "ring",
-            "contiguous",
-            "ring: memory of one shard, for any number of heads; "
-            "contiguous order: 40 positions cannot be cut into 16 chunks of whole tiles",
-        ),
-        (
-            "stage=2,context=4",
-            {},
-            "gather",
-            "zigzag",
-            "gather: the hops of a ring would make idle pipeline stages take part; "
-            "zigzag order: an early and a late chunk on each device balance causal work",
-        ),
-        (
-            "context=4,tensor=2",
-            {"backend": "xla"},
-            "ulysses",
-            "contiguous",
-            "ulysses: the backend xla needs whole rows; "
-            "contiguous order: each device computes whole rows",
-        ),
-        (
-            "context=8",
-            {"order": "contiguous"},
-            "ring",
-            "contiguous",
-            "ring: memory of one shard, for any number of heads; contiguous order: given",
-        ),
+        ("data=8", {}, "none", "contiguous", ["no axis context"]),
+        ("context=8", {"rules": WHOLE}, "none", "contiguous", ["leave 'length' whole"]),
+        ("context=8", {}, "ring", "zigzag", [RING, TURNS]),
+        ("context=8", {"window": 5}, "ring", "contiguous", [RING, f"with a window {EQUAL}"]),
+        ("context=8", {"causal": False}, "ring", "contiguous", [RING, f"causal mask {EQUAL}"]),
+        ("context=8", {"dropout": 0.1, "context": "gather"}, "gather", "contiguous",
+         ["gather: asked for", "the masks of dropout=0.1"]),
+        ("context=8", {"length": 40}, "ring", "contiguous", ["40 positions cannot be cut into 16"]),
+        ("stage=2,context=4", {}, "gather", "zigzag", ["idle pipeline stages", TURNS]),
+        ("context=4,tensor=2", {"backend": "xla"}, "ulysses", "contiguous",
+         ["the backend xla needs whole rows"]),
+        ("context=8", {"order": "contiguous"}, "ring", "contiguous", [RING, "order: given"]),
     ],
-)
-def test_a_way_is_chosen_for_a_reason(mesh, options, method, order, reason):
+)  # fmt: skip
+def test_a_way_is_chosen_for_a_reason(mesh, options, method, order, reasons):
     found = plan(mesh, **options)
-    assert (found.method, found.order, found.reason) == (method, order, reason)
-
-
-def test_outside_of_a_mesh_there_is_nothing_to_share():
-    assert plan_context(32, 8, 2).method == "none"
-    x = jnp.arange(6)[None]
-    assert zigzag(x) is x
-    assert unzigzag(x) is x
+    assert (found.method, found.order) == (method, order)
+    assert all(reason in found.reason for reason in reasons)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "options", "message"),
+    ("mesh", "options", "match"),
     [
-        (
-            "context=4,tensor=2",
-            {"context": "ulysses", "heads": 12},
-            "attention by ulysses over context=4 cannot work: 6 heads (of 12, after the "
-            "split by the rules) cannot be divided over 4 devices.\n"
-            "  Use context 'ring' or 'gather', or a smaller context axis.",
-        ),
-        (
-            "context=8",
-            {"context": "ulysses", "heads": 12},
-            "attention by ulysses over context=8 cannot work: 12 heads cannot be divided over "
-            "8 devices.\n"
-            "  Use context 'ring' or 'gather', or a smaller context axis.",
-        ),
-        (
-            "stage=2,context=4",
-            {"context": "ring"},
-            "attention by ring over context=4 cannot work: its hops are collective-permutes, in "
-            "which idle pipeline stages would have to take part, and the mesh has stage=2.\n"
-            "  Use context 'auto' or 'gather'.",
-        ),
-        (
-            "context=8",
-            {"context": "gather", "backend": "xla", "order": "zigzag", "length": 8, "dropout": 0.5},
-            "attention by gather over context=8 cannot work: zig-zag order would change the masks "
-            "of dropout=0.5; gather computes in tiles, but the backend xla needs whole rows; "
-            "half of a shard of 1 positions cannot be cut into tiles of 64 to 512.\n"
-            "  Use backend 'auto', and a length that is a power of two.",
-        ),
-        (
-            "context=8",
-            {"length": 8 * 1031},
-            "attention by ring over context=8 cannot work: "
-            "a shard of 1031 positions cannot be cut into tiles of 64 to 512.\n"
-            "  Use backend 'auto', and a length that is a power of two.",
-        ),
-        (
-            "context=8",
-            {"length": 24, "order": "zigzag", "context": "ulysses"},
-            "attention by ulysses over context=8 cannot work: "
-            "a shard of 3 positions cannot be halved for zig-zag order.\n"
-            "  Use context 'ring' or 'gather', or a smaller context axis.",
-        ),
+        ("context=4,tensor=2", {"context": "ulysses", "heads": 12},
+         r"ulysses over context=4 .* 6 heads \(of 12, .*\n  Use context 'ring' or"),
+        ("stage=2,context=4", {"context": "ring"},
+         r"ring over context=4 .* stage=2\.\n  Use context 'auto' or 'gather'"),
+        # All reasons at once.
+        ("context=8",
+         {"context": "gather", "backend": "xla", "order": "zigzag", "length": 8, "dropout": 0.5},
+         r"dropout=0.5; .* xla needs whole rows; half of a shard of 1 .*\n  Use backend 'auto'"),
+        ("context=8", {"length": 8 * 1031}, r"a shard of 1031 .*\n  Use backend 'auto'"),
+        ("context=8", {"length": 24, "order": "zigzag", "context": "ulysses"},
+         r"a shard of 3 positions cannot be halved .*\n  Use context 'ring'"),
     ],
-)
-def test_what_cannot_work_is_refused_with_all_reasons(mesh, options, message):
-    with pytest.raises(ModelError) as error:
+)  # fmt: skip
+def test_what_cannot_work_is_refused_with_all_reasons(mesh, options, match):
+    with pytest.raises(ModelError, match=match):
         plan(mesh, **options)
-    assert str(error.value) == message
 
 
 def test_a_length_that_the_axis_does_not_divide_is_refused_by_the_rule():
@@ -171,22 +78,10 @@ def test_a_length_that_the_axis_does_not_divide_is_refused_by_the_rule():
 
 def test_length_over_another_axis_is_refused():
     rules = STANDARD.override(activations={"length": "context+tensor"})
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(
+        ModelError, match=r"over context\+tensor, but .*\n  Set the activation rule"
+    ):
         plan("context=4,tensor=2", rules=rules)
-    assert str(error.value) == (
-        "the rules split 'length' over context+tensor, but attention shares a row over "
-        "context alone.\n  Set the activation rule of 'length' to 'context'."
-    )
-
-
-def test_attend_refuses_before_it_computes():
-    arrays = [jnp.ones((1, 32, 6, 8))] * 3
-    with sl.use(sl.make_mesh("context=4,data=2"), STANDARD):
-        with pytest.raises(RuleError, match="does not divide 1"):
-            attend(*arrays)
-        arrays = [jnp.ones((2, 32, 6, 8))] * 3
-        with pytest.raises(ModelError, match="6 heads cannot be divided over 4 devices"):
-            attend(*arrays, backend="xla")
 
 
 @pytest.mark.parametrize("method", ["auto", "ring", "gather", "ulysses"])
@@ -195,14 +90,9 @@ def test_zigzag_over_devices_that_do_not_split_the_row_is_refused(method):
     arrays = [jnp.ones((2, 32, 8, 8))] * 3
     with (
         sl.use(sl.make_mesh("context=4,data=2"), WHOLE),
-        pytest.raises(ModelError) as error,
+        pytest.raises(ModelError, match=r"rules leave 'length' whole: .*\n  Leave out both"),
     ):
         jax.jit(lambda *arrays: attend(*arrays, order="zigzag", context=method))(*arrays)
-    assert str(error.value) == (
-        "a row in zig-zag order is split over context=4, but the rules leave 'length' whole: "
-        "attention would read its tokens in contiguous order.\n"
-        "  Leave out both `zigzag` and order='zigzag'."
-    )
 
 
 def test_inside_of_a_region_over_context_a_shard_is_a_row():
@@ -215,16 +105,11 @@ def test_inside_of_a_region_over_context_a_shard_is_a_row():
 
     with sl.use(sl.make_mesh("context=4,data=2"), STANDARD):
         found = run("contiguous")
-        with pytest.raises(ModelError) as error:
+        with pytest.raises(ModelError, match=r"context is manual in .*\n  Leave out both `zigzag`"):
             run("zigzag")
     shards = jnp.split(x, 4, axis=1)
     wanted = jnp.concatenate([jax.jit(attend)(x, x, x) for x in shards], axis=1)
     np.testing.assert_allclose(found, wanted, atol=1e-6)
-    assert str(error.value) == (
-        "a row in zig-zag order is split over context=4, but context is manual in an enclosing "
-        "region: attention would read its tokens in contiguous order.\n"
-        "  Leave out both `zigzag` and order='zigzag'."
-    )
 
 
 @pytest.mark.parametrize("mesh", ["data=2,context=1", "data=2", None])
@@ -278,15 +163,3 @@ def test_zigzag_gathers_and_never_permutes():
         text = jax.jit(zigzag).lower(x).compile().as_text()
     assert "all-gather" in text
     assert "collective-permute" not in text
-
-
-def test_zigzag_refuses_a_length_that_does_not_divide():
-    with (
-        sl.use(sl.make_mesh("context=4,data=2"), STANDARD),
-        pytest.raises(ModelError) as error,
-    ):
-        zigzag(jnp.ones((2, 12)))
-    assert str(error.value) == (
-        "dim 1 of (2, 12) does not divide into the 8 chunks of zig-zag order over context=4.\n"
-        "  Use a length that is a multiple of 8, or order='contiguous'."
-    )

@@ -9,9 +9,8 @@ import zlib
 
 import numpy as np
 import pytest
-from PIL import Image
 
-from shardlib.data import ImageData, TextData, open_data, read_tokenizer, safe_gzip
+from shardlib.data import ImageData, TextData, open_data, safe_gzip
 from shardlib.data.cache import read_array
 from shardlib.errors import DataError
 
@@ -94,16 +93,6 @@ def test_a_line_that_nests_without_end(tmp_path):
     )
 
 
-def test_a_tokenizer_that_nests_without_end(tmp_path):
-    file = tmp_path / "tokenizer.json"
-    file.write_text("[" * 100_000)
-    with pytest.raises(DataError) as caught:
-        read_tokenizer(file)
-    assert str(caught.value).startswith(
-        f"the tokenizer {str(file)!r} cannot be read: maximum recursion depth exceeded"
-    )
-
-
 def png(width, height, data):
     """A grey image that declares any size."""
 
@@ -146,16 +135,6 @@ def test_hostile_images(tmp_path, content, reason):
     assert first.startswith(f"{tmp_path}/set/")
     assert f"x.png cannot be decoded: {reason}" in first
     assert second == "  Repair or remove the file."
-
-
-def test_images_of_all_formats_are_read(tmp_path):
-    suffixes = ("bmp", "gif", "jpg", "pgm", "png", "ppm", "tif", "webp")
-    for suffix in suffixes:
-        (tmp_path / suffix).mkdir()
-        Image.new("L", (9, 9), 100).save(tmp_path / suffix / f"x.{suffix}")
-    config = ImageData(path=str(tmp_path), image_size=8, channels=1, eval_fraction=0.0)
-    source = open_data(config, global_batch=8, seed=0, split="train")
-    assert sorted(source.read(0, 0, 8)["labels"]) == list(range(8))
 
 
 def npy(shape, data, dtype="<i8"):

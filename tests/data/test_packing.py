@@ -82,10 +82,7 @@ def test_attention_and_loss_stay_within_a_document(texts, length):
         segments = row["segment_ids"]
         pieces = np.split(np.arange(length), np.flatnonzero(np.diff(segments)) + 1)
         numbers = [segments[piece[0]] for piece in pieces]
-        assert numbers in (
-            list(range(1, len(pieces) + 1)),
-            [*range(1, len(pieces)), 0],
-        )
+        assert numbers in (list(range(1, len(pieces) + 1)), [*range(1, len(pieces)), 0])
         for piece, number in zip(pieces, numbers, strict=True):
             if number == 0:
                 continue

@@ -141,11 +141,7 @@ def test_hand_overs_leave_the_stream_as_it_is(configs, streams, name, stages):
 
 @pytest.mark.parametrize("name", ["text", "mixture", "weighted", "images"])
 @settings(max_examples=12, deadline=None)
-@given(
-    step=st.integers(0, 10**6),
-    seen=st.integers(0, LENGTH - 12),
-    batch=st.integers(1, 6),
-)
+@given(step=st.integers(0, 10**6), seen=st.integers(0, LENGTH - 12), batch=st.integers(1, 6))
 def test_a_rewind_goes_on_past_what_it_skips(configs, streams, name, step, seen, batch):
     source = open_data(configs[name], global_batch=batch, seed=3, split="train")
     moved = source.at(StreamPosition(step, seen))

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardlib.data import MapSource, Prefetcher, prefetch
-from shardlib.data.prefetch import merged
+from shardlib.data import MapSource, Prefetcher
 from shardlib.registry import DataSpec
 from shardlib.runtime.phases import PhaseClock
 from shardlib.train.loop import Loop
@@ -105,20 +104,6 @@ def test_reading_goes_on_ahead_and_no_further():
         assert len(numbers.asked) == 32
 
 
-def test_wait_is_the_time_that_loading_was_not_hidden():
-    numbers = Numbers(delay=0.05)
-    with Prefetcher(source(numbers), shardings(), depth=1) as batches:
-        assert batches.wait_seconds == 0
-        assert not batches.is_ready
-        next(batches)
-        assert batches.wait_seconds >= 0.05  # Eight examples of 0.05 s, not all behind us.
-        while len(numbers.asked) < 17:  # The third batch is begun when the second is ready.
-            time.sleep(0.01)
-        assert batches.is_ready
-        next(batches)
-        assert batches.wait_seconds < 0.05
-
-
 def test_an_error_is_raised_where_its_batch_would_be():
     with Prefetcher(source(Numbers(fails_at=19)), shardings()) as batches:
         next(batches)
@@ -163,11 +148,6 @@ def test_faults_are_found_before_the_thread_starts():
     assert threads() == []
 
 
-def test_merged():
-    assert merged([]) == []
-    assert merged([(0, 2), (2, 4), (6, 8), (7, 9), (9, 9)]) == [(0, 4), (6, 9)]
-
-
 class Gate:
     """Examples that do not come before the gate is opened, which may be never."""
 
@@ -177,32 +157,6 @@ class Gate:
     def __getitem__(self, index):
         assert self.opened.wait(60)
         return Numbers()[index]
-
-
-def test_closing_leaves_a_read_without_end_behind(monkeypatch, caplog):
-    monkeypatch.setattr(prefetch, "MOST_CLOSE_SECONDS", 0.2)
-    gate = Gate()
-    batches = Prefetcher(source(gate), shardings(), start_step=3)
-    (thread,) = threads()
-    started = time.monotonic()
-    batches.close()
-    assert 0.2 <= time.monotonic() - started < 5
-    assert thread.is_alive()
-    assert caplog.messages == [
-        "the thread that reads the batch of step 3 has not ended within 0.2 s and is left behind; "
-        "its open files stay open"
-    ]
-    # Should the read end after all, so does the thread.
-    gate.opened.set()
-    thread.join(10)
-    assert threads() == []
-
-
-def test_a_read_that_takes_its_time_is_waited_for(caplog):
-    batches = Prefetcher(source(Numbers(delay=0.05)), shardings())
-    batches.close()
-    assert threads() == []
-    assert caplog.messages == []
 
 
 def test_a_read_without_end_is_time_waited_for_data():

@@ -136,14 +136,6 @@ def test_last_batch_of_evaluation_is_padded(corpus):
         source.read(0, 0, 65)
 
 
-def test_eval_steps_caps_a_pass(corpus):
-    whole = open_split(config(str(corpus)), "eval", global_batch=2)
-    capped = open_split(config(str(corpus), eval_steps=3), "eval", global_batch=2)
-    assert whole.num_steps > 3
-    assert capped.num_steps == 3
-    assert_equal(capped.read(2, 0, 2), whole.read(2, 0, 2))
-
-
 def test_weights_are_the_shares_of_rows(tmp_path):
     for name, size in (("a", 40_000), ("b", 5_000), ("c", 1_000)):
         (tmp_path / f"{name}.txt").write_text(name * size)
@@ -197,16 +189,6 @@ def test_embedded_corpus_is_the_standard_library_without_tests():
     assert not any({"test", "tests", "site-packages"} & set(file.parts) for file in files)
     assert 5e6 < sum(file.stat().st_size for file in files) < 50e6
     assert files == builtin_files("builtin:python")
-
-
-def test_load_tokenizer_is_the_tokenizer_of_the_source(corpus):
-    settings = config(str(corpus), tokenizer="bpe", vocab_size=300)
-    source = open_split(settings)
-    tokenizer = load_tokenizer(settings)
-    assert tokenizer.fingerprint == source.tokenizer.fingerprint
-    assert source.spec.vocab_size == tokenizer.vocab_size == 300
-    tokens = source.read(0, 0, 1)["tokens"][0]
-    assert "word" in tokenizer.decode(tokens)
 
 
 def test_a_tokenizer_file_gives_the_same_batches(corpus, tmp_path):

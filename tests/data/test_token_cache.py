@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -129,20 +128,6 @@ def test_a_tokenizer_with_two_tokens_of_one_id(tmp_path):
         f"the tokens of a document of 4 bytes stand for {found} bytes.\n"
         "  Repair the tokenizer.json: each id must map to one token."
         for found in (3, 5)
-    ]
-
-
-def test_work_that_takes_long_is_reported_while_it_lasts(monkeypatch, caplog):
-    monkeypatch.setattr("shardlib.data.cache._REPORT_SECONDS", 0.05)
-
-    def build(directory):
-        while len(caplog.records) < 2:
-            time.sleep(0.01)
-
-    cached("things", "slow", build, task="building")
-    assert [record.getMessage() for record in caplog.records[:2]] == [
-        "building, once, into the cache: 0.05 s so far",
-        "building, once, into the cache: 0.1 s so far",
     ]
 
 

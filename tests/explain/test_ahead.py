@@ -1,6 +1,5 @@
 """Steps compiled without being run."""
 
-import dataclasses
 import importlib.util
 import os
 import subprocess
@@ -11,46 +10,26 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from on_meshes import CPU, TPU, abstract_mesh, cpu_mesh, struct
+from on_meshes import CPU, abstract_mesh, cpu_mesh, struct
 
-import shardlib as sl
 from shardlib.errors import ConfigError, DoesNotFitError, MeshError
 from shardlib.explain.analysis.memory import read_memory
 from shardlib.explain.aot.capture_stderr import captured_errors
 from shardlib.explain.aot.compile import compile_step
 from shardlib.explain.aot.oom_fallback import compile_larger
-from shardlib.explain.aot.topology import devices_of
-from shardlib.explain.report.report import report_on
 from shardlib.hardware import chip_for, parse_cluster
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-
-
-def test_chips_that_are_at_hand_are_known():
-    pytest.importorskip("libtpu", reason="needs the extra tpu")
-    mesh = sl.make_mesh("data=8", devices=devices_of(TPU))
-    step = compile_step(lambda x: jnp.sum(x, axis=0), (struct(mesh, (16, 4), "data"),))
-    assert step.cluster == dataclasses.replace(TPU, name="8xv5e")
-    assert step.compiled_for == "8xv5e"
-    report = report_on(step)
-    assert report.title() == "step on mesh data=8 of 8xv5e"
-    assert (
-        report.memory.capacity_bytes
-        == read_memory(dataclasses.replace(step, cluster=TPU)).capacity_bytes
-    )
-    assert [flow.seconds is not None for flow in report.flows] == [True]
 
 
 def test_arguments_whose_devices_cannot_be():
     plain = jax.ShapeDtypeStruct((8,), jnp.float32)
     abstract = struct(abstract_mesh(data=8), (8,), "data")
     mesh = abstract_mesh(data=2, fsdp=4)
-    with pytest.raises(MeshError) as raised:
+    with pytest.raises(
+        MeshError, match=r"the step runs on a mesh of 8 devices(.|\n)*\n  Place its arguments on a"
+    ):
         compile_step(jnp.sum, (struct(mesh, (8,), "data"),), on=parse_cluster("cpu:4"))
-    assert str(raised.value) == (
-        "the step runs on a mesh of 8 devices (data=2,fsdp=4), but cpu:4 has 4.\n"
-        "  Place its arguments on a mesh or AbstractMesh of 4, or name a cluster of the same size."
-    )
     for argument, cluster, fault in (
         (plain, None, r"are on no mesh\.\n  Name a cluster"),
         (abstract, None, "are on an abstract mesh"),
@@ -70,12 +49,10 @@ def test_attention_by_cudnn_without_cudnn():
     def attend(q):
         return jax.nn.dot_product_attention(q, q, q, implementation="cudnn")
 
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(
+        ConfigError, match=r"cuDNN attention cannot be compiled: cuDNN is not(.|\n)*\n  pip install"
+    ):
         compile_step(attend, (heads,), on=parse_cluster("8xh100"))
-    assert str(raised.value) == (
-        "cuDNN attention cannot be compiled: cuDNN is not installed.\n"
-        "  pip install 'shardlib[cuda]', or choose another backend (model.attention=xla)."
-    )
 
 
 def test_what_the_compiler_complains_of_is_kept():
@@ -100,7 +77,6 @@ def test_what_the_compiler_complains_of_is_kept():
     assert compile_step(lambda x: x + 1, arguments[:1]).warnings == ""
 
 
-# The compiler takes a minute until it gives up on arrays of this size.
 def test_arguments_in_the_memory_of_the_hosts_are_no_part_of_the_peak():
     pytest.importorskip("libtpu", reason="needs the extra tpu")
     mesh = abstract_mesh(data=1)
@@ -118,6 +94,7 @@ def test_arguments_in_the_memory_of_the_hosts_are_no_part_of_the_peak():
     assert found.memory["peak"] == 4096 * 4096 * 4 + 2 * 4096 * 128 * 4
 
 
+# The compiler takes a minute until it gives up on arrays of this size.
 @pytest.mark.soak
 def test_a_step_far_too_large_for_its_chip_is_read_on_a_larger_one():
     pytest.importorskip("libtpu", reason="needs the extra tpu")
@@ -162,14 +139,10 @@ def test_who_stands_in_for_a_chip_that_is_too_small():
 
     for name in ("2xv5e-16", "v5p-128", "8xh100"):
         cluster = parse_cluster(name)
-        with pytest.raises(DoesNotFitError) as raised:
+        fault = rf"does not fit {name}: it needs 33.0 GiB .*\n  Use more"
+        with pytest.raises(DoesNotFitError, match=fault) as raised:
             compile_larger(cluster, 33 * 2**30, refused)
         assert raised.value.needed_bytes == 33 * 2**30
-        assert str(raised.value) == (
-            f"the step does not fit {name}: it needs 33.0 GiB on each device, too much to "
-            "compile.\n"
-            "  Use more microbatches, remat or devices; shardlib plan says which."
-        )
     # Of the largest there is none larger.
     assert asked == [("2xv5p-32", 32, 2)]
     found = compile_larger(parse_cluster("v5e-1"), 1, lambda cluster: cluster.num_devices)
@@ -183,22 +156,6 @@ def test_only_what_the_compiler_writes_is_gathered(capfd):
     print("after", file=sys.stderr)
     assert said.text == "W1121 12:45:24.953107   18619 spmd_partitioner.cc:656] careful\n"
     assert capfd.readouterr().err == "mine\nafter\n"
-
-
-def test_what_was_compiled_once_is_read(own_cache):
-    x = struct(cpu_mesh(data=8), (16, 4), "data")
-    first = compile_step(jnp.sum, (x,))
-    again = compile_step(jnp.sum, (x,))
-    assert first.compiled is not None
-    assert again.compiled is None
-    assert (again.text, again.memory, again.lowered_hash) == (
-        first.text,
-        first.memory,
-        first.lowered_hash,
-    )
-    assert compile_step(jnp.sum, (x,), keep=False).compiled is not None
-    assert compile_step(jnp.max, (x,)).compiled is not None
-    assert len(list(own_cache.iterdir())) == 2
 
 
 SCRIPT = """

@@ -31,15 +31,6 @@ def test_written_read_and_judged(tmp_path, name):
     assert str(judged.unused[0]) == "SL101 layers/3/kernel"
 
 
-def test_what_the_file_holds(tmp_path):
-    path = tmp_path / "accepted.json"
-    write_baseline(Baseline((Accepted("SL105", "jvp()/dot", "heads of 64"),)), path)
-    assert path.read_text() == (
-        '{\n  "accepted": [\n    {\n      "code": "SL105",\n      "place": "jvp()/dot",\n'
-        '      "why": "heads of 64"\n    }\n  ]\n}\n'
-    )
-
-
 def test_a_star_covers_all_layers_and_brackets_are_names():
     every = Accepted("SL101", "layers/*/kernel")
     assert every.covers(LEAF)
@@ -66,60 +57,35 @@ def test_entries_that_are_malformed_are_all_named(tmp_path):
         '{"accepted": [{"code": "SL10", "place": "a"}, {"code": "SL101"}, "SL102", '
         '{"code": "SL101", "place": "a", "wy": "b"}, {"code": "SL101", "place": "a", "why": 3}]}'
     )
-    with pytest.raises(ConfigError) as caught:
+    faults = ["'SL10' is not", "it has no 'place'", "'SL102' is not", "'wy' is", "'why' is not a"]
+    every = "".join(f"(.|\n)*entry {n}: {fault}" for n, fault in enumerate(faults, start=1))
+    with pytest.raises(ConfigError, match=f"{every}(.|\n)*\n  Correct it, or rewrite it"):
         read_baseline(path)
-    assert str(caught.value) == (
-        f"the baseline {path} is malformed:\n"
-        "  entry 1: 'SL10' is not a code. Did you mean 'SL210'?\n"
-        "  entry 2: it has no 'place'\n"
-        "  entry 3: 'SL102' is not a mapping with 'code' and 'place'\n"
-        "  entry 4: 'wy' is unknown. Did you mean 'why'?\n"
-        "  entry 5: 'why' is not a string\n"
-        "  Correct it, or rewrite it with --accept."
-    )
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text", "match"),
     [
-        ("a.json", "[]", " has no list 'accepted'.\n  Write {\"accepted\": [{\"code\": "
-         "\"SL105\", \"place\": \"layers[*]/mlp/up dot_general (forward) in model.py:*\"}]}."),
-        ("a.json", "{", " is not JSON: Expecting property name enclosed in double quotes: line 1 "
-         "column 2 (char 1).\n  Correct it, or rewrite it with --accept."),
-        ("a.yaml", "{", ":1: not a YAML document: expected the node content, but found "
-         "'<stream end>'."),
-        ("a.yaml", "accepted: !!python/name:os.system", ":1: accepted: the tag "
-         "!!python/name:os.system is not allowed here."),
-        pytest.param("a.json", "[" * 100_000, " is not a list of findings: it nests too deeply.\n"
-                     "  Correct it, or rewrite it with --accept.",
-                     id="deep"),
+        ("a.json", b"[]", r" has no list 'accepted'\.\n  Write"),
+        ("a.json", b"{", r" is not JSON: .*\n  Correct it"),
+        ("a.yaml", b"{", ":1: not a YAML document"),
+        ("a.yaml", b"accepted: !!python/name:os.system", "the tag !!python/name:os.system is not"),
+        ("a.json", b"[" * 100_000, r" nests too deeply\.\n  Correct it"),
+        ("a.json", b"\xff\xfe{", r" is not UTF-8 text\.\n  Rewrite it"),
     ],
-)  # fmt: skip
-def test_a_file_that_is_no_baseline(tmp_path, name, text, message):
+    ids=["list", "not JSON", "not YAML", "tag", "deep", "not UTF-8"],
+)
+def test_a_file_that_is_no_baseline(tmp_path, name, text, match):
     path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=f"^the baseline {path}.*{match}"):
         read_baseline(path)
-    assert str(caught.value) == f"the baseline {path}{message}"
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path):
-    missing, folder, odd = tmp_path / "none.json", tmp_path / "a", tmp_path / "odd.json"
-    folder.mkdir()
-    odd.write_bytes(b"\xff\xfe{")
-    for path, message in (
-        (missing, f"the baseline {missing} does not exist.\n"
-         "  Write it from the present faults with --accept."),
-        (folder, f"the baseline {folder} cannot be read: Is a directory.\n  Name a file."),
-        (odd, f"the baseline {odd} is not UTF-8 text.\n  Rewrite it with --accept."),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError) as caught:
-            read_baseline(path)
-        assert str(caught.value) == message
-    inside = tmp_path / "nowhere" / "faults.json"
-    with pytest.raises(ConfigError) as caught:
-        write_baseline(Baseline(), inside)
-    assert str(caught.value) == (
-        f"the baseline {inside} cannot be written: No such file or directory.\n"
-        "  Name a file in a writable directory."
-    )
+    with pytest.raises(ConfigError, match=r"none.json does not exist\.\n  Write it"):
+        read_baseline(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match=r"cannot be read: Is a directory\.\n  Name a file"):
+        read_baseline(tmp_path)
+    with pytest.raises(ConfigError, match=r"faults.json cannot be written: No such.*\n  Name a"):
+        write_baseline(Baseline(), tmp_path / "nowhere" / "faults.json")

@@ -6,8 +6,6 @@ import pytest
 
 from shardlib.explain.hlo.buffers import live_ranges
 
-MIB = 2**20
-
 
 def program(entry, others="", header=""):
     first = f"HloModule m, is_scheduled=true{header}"
@@ -32,20 +30,6 @@ def test_arguments_stay_and_temporaries_come_and_go():
     assert (ranges.peak_bytes, ranges.peak) == (6 * 1024, 2)
     alive = [(b.name, b.bytes, b.argument, b.is_output) for b in ranges.alive(ranges.peak)]
     assert alive == [("c", 4096, None, True), ("p", 1024, 0, False), ("b", 1024, None, False)]
-
-
-def test_tuples_hold_nothing_and_what_is_not_taken_out_ends():
-    text = program("""
-  %p = f32[256]{0} parameter(0)
-  %a = f32[256]{0} broadcast(%p), dimensions={}
-  %b = f32[2048]{0} broadcast(%p), dimensions={}
-  %t = (f32[256]{0}, f32[2048]{0}) tuple(%a, %b)
-  %g = f32[256]{0} get-tuple-element(%t), index=0
-  %h = f32[512]{0} broadcast(%g), dimensions={0}
-  ROOT %r = f32[] reduce(%h, %p), dimensions={0}, to_apply=%add
-""")
-    # `b`, of 8, ends at the tuple; `a` with `h`.
-    assert totals(text)[:5] == [1 + 1, 1 + 1 + 8, 1 + 1 + 8, 1 + 1, 1 + 1 + 2]
 
 
 LOOP = """
@@ -288,16 +272,6 @@ def test_what_cannot_be_read_is_left_out():
     assert live_ranges(text).peak_bytes >= 5 * 1024
     assert live_ranges("").totals == ()
     assert live_ranges("").timeline() == ()
-
-
-def test_the_timeline_keeps_the_peaks():
-    lines = [f"  %a{n} = f32[{256 * (1 + n % 7)}]{{0}} broadcast(%p)" for n in range(100)]
-    text = program("\n".join(["  %p = f32[256]{0} parameter(0)", *lines]))
-    ranges = live_ranges(text)
-    short = ranges.timeline(points=10)
-    assert len(short) == 10
-    assert max(size for _, size in short) == ranges.peak_bytes == 8 * 1024
-    assert [size for _, size in ranges.timeline()] == list(ranges.totals)
 
 
 def scanned_step(layers, width, rows):

@@ -70,15 +70,6 @@ def test_arguments_by_keyword(cluster):
     assert found(made) == [("all-reduce", ("data",), 4)]
 
 
-def test_arguments_by_keyword_of_a_function_with_shardings():
-    rows = NamedSharding(cpu_mesh(data=8), P("data"))
-    step = jax.jit(lambda a, x: a + jnp.sum(x), in_shardings=(rows, rows))
-    plain = jax.ShapeDtypeStruct((8,), jnp.float32)
-    assert list(compile_step(step, (plain,), {"x": plain}).argument_names) == ["a", "x"]
-    with pytest.raises(TypeError, match=r"^missing a required argument: 'x'$"):
-        compile_step(step, (plain,), {"y": plain})
-
-
 def test_an_argument_that_is_not_read_shifts_no_other():
     mesh = abstract_mesh(data=8)
 
@@ -125,38 +116,6 @@ def test_options_for_the_compiler(cluster, static, own_cache):
     assert [step.compiled is None for step in later] == [False, True]
 
 
-def test_options_for_the_compiler_of_a_function_with_numbers_of_both_kinds():
-    x = struct(cpu_mesh(data=8), (16, 4), "data")
-
-    def step(times, scale, x, *more, axis, rate):
-        return rate * scale["all"] * jnp.sum(x, axis=axis) + more[0] * times
-
-    jitted = jax.jit(
-        step,
-        static_argnums=0,
-        static_argnames="axis",
-        compiler_options={"xla_cpu_enable_fast_min_max": True},
-    )
-    arguments = (3, {"all": 2.0}, x, 4.0)
-    made = compile_step(jitted, arguments, {"rate": 0.5, "axis": 0})
-    plain = compile_step(
-        jax.jit(step, static_argnums=0, static_argnames="axis"), arguments, {"rate": 0.5, "axis": 0}
-    )
-    assert (made.argument_names, made.donated) == (plain.argument_names, plain.donated)
-    assert made.argument_names == {"x": "batch"}
-    assert found(made) == found(plain) == [("all-reduce", ("data",), 16)]
-
-
-@EVERYWHERE
-def test_what_a_function_that_is_not_jitted_needs_to_know(cluster):
-    x = struct(cpu_mesh(data=8), (16, 4), "data")
-    for made in (
-        compile_step(jnp.sum, (x,), {"axis": 0}, on=on(cluster)),
-        compile_step(lambda x, axis, how: getattr(jnp, how)(x, axis), (x, 0, "sum"), on=cluster),
-    ):
-        assert found(made) == [("all-reduce", ("data",), 16)]
-
-
 class Noisy(nnx.Module):
     def __init__(self, rngs):
         self.layer = nnx.Linear(16, 16, rngs=rngs)
@@ -196,23 +155,11 @@ def test_a_module_is_the_first_argument_of_its_call(cluster):
 
 
 def test_what_cannot_be_explained():
-    def faults(*subjects, **options):
-        with pytest.raises(TypeError) as caught:
-            sl.explain(*subjects, **options)
-        return str(caught.value)
-
-    def step(state, batch):
-        return state, batch
-
-    write = "  Write sl.explain(state) or sl.explain(step, state, batch)."
-    takes = "explain takes a training state, or a function with its arguments, not"
-    assert faults(3) == f"{takes} int.\n{write}"
-    assert faults(step) == f"{takes} step alone.\n{write}"
-    assert faults(Noisy(nnx.Rngs(0))) == f"{takes} Noisy alone.\n{write}"
+    for subject, named in ((3, "int"), (jnp.sum, "sum alone"), (Noisy(nnx.Rngs(0)), "Noisy alone")):
+        with pytest.raises(TypeError, match=rf"not {named}\.\n  Write sl.explain\(state\) or"):
+            sl.explain(subject)
     with sl.use(abstract_mesh(data=8), sl.rules.STANDARD):
         state = sl.abstract_state(Noisy, optax.sgd(0.1))
     for options in ({"on": "v5e-8"}, {"optimize": True}):
-        assert faults(state, **options) == (
-            "on and optimize apply to a compiled function, not to a state.\n"
-            "  Explain the step: sl.explain(step, state, batch, on='v5e-16')."
-        )
+        with pytest.raises(TypeError, match=r"^on and optimize .*\n  Explain the step:"):
+            sl.explain(state, **options)

@@ -84,28 +84,6 @@ def test_a_users_function_moves_with_all_the_meshes_it_holds(cluster):
     assert "jit(my_step)" in step.text
 
 
-def test_a_function_on_an_abstract_mesh():
-    mesh = abstract_mesh(data=8)
-
-    def total(x):
-        return jnp.sum(x, axis=0)
-
-    step = compile_step(total, (struct(mesh, (16, 4), "data"),), on=CPU)
-    assert found(step) == [("all-reduce", ("data",), 16)]
-    assert step.mesh.devices.size == 8
-    assert step.cluster is CPU
-    assert step.arguments[0].sharding.mesh is step.mesh
-
-
-def test_arguments_on_the_devices_stay_where_they_are():
-    mesh = cpu_mesh(data=8)
-    x = jax.device_put(jnp.ones((16, 4)), NamedSharding(mesh, P("data")))
-    for cluster in (None, CPU):
-        step = compile_step(jax.jit(lambda x: jnp.sum(x, axis=0)), (x,), on=cluster)
-        assert step.mesh is mesh
-        assert found(step) == [("all-reduce", ("data",), 16)]
-
-
 def test_explicit_axes_and_the_mesh_of_the_caller():
     devices = np.array(jax.devices()[::-1]).reshape(2, 4)
     mesh = Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
@@ -176,21 +154,6 @@ def tiny_step(mesh, finish=lambda h: h):
     return step, state, {"x": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
 
 
-@pytest.mark.parametrize("make", [cpu_mesh, abstract_mesh])
-def test_a_state_takes_its_mesh_along(make):
-    pytest.importorskip("libtpu", reason="needs the extra tpu")
-    step, state, batch = tiny_step(make(data=2, fsdp=4))
-    compiled = compile_step(step, (state, batch), on=TPU)
-    moved = compiled.arguments[0]
-    assert moved.definition.scope.mesh is compiled.mesh
-    assert state.definition.scope.mesh is not compiled.mesh
-    assert moved.params["layer"]["kernel"].sharding.spec == P("fsdp", None)
-    assert compiled.mesh_sizes == {"data": 2, "fsdp": 4}
-    assert {axes for _, axes, _ in found(compiled)} >= {("fsdp",)}
-    assert compiled.argument_names["state/opt_state/0/mu/layer/kernel"] == "optimizer"
-    assert compiled.jaxpr is not None
-
-
 def test_a_state_takes_along_the_mesh_that_its_loss_holds():
     pytest.importorskip("libtpu", reason="needs the extra tpu")
     mesh = cpu_mesh(data=2, fsdp=4)
@@ -239,13 +202,11 @@ def test_arguments_on_several_meshes():
     mesh = cpu_mesh(data=8)
     here, abstract = struct(mesh, (8,), "data"), struct(abstract_mesh(data=8), (8,), "data")
     turned = Mesh(mesh.devices[::-1], ("x",), axis_types=(AxisType.Auto,))
-    with pytest.raises(MeshError) as raised:
+    with pytest.raises(
+        MeshError,
+        match=r"the arguments of the step are on several meshes:(.|\n)*\n  Place all of them on",
+    ):
         compile_step(jnp.add, (here, struct(turned, (8,), "x")))
-    assert str(raised.value) == (
-        "the arguments of the step are on several meshes: data=8 and x=8, which differ in devices "
-        "or their order.\n"
-        "  Place all of them on one, with jax.device_put or in their ShapeDtypeStructs."
-    )
     cut = struct(abstract_mesh(data=4, fsdp=2), (8,), "data")
     with pytest.raises(MeshError, match="several meshes: data=8 and data=4,fsdp=2"):
         compile_step(jnp.add, (abstract, cut), on=CPU)

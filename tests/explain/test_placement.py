@@ -30,15 +30,6 @@ PICTURES = {
         "dim 0 [0:2]  0            2            4            6\n"
         "dim 0 [2:4]  1            3            5            7",
     ),
-    "three dims": (
-        "data=2,fsdp=2,tensor=2",
-        ("data", "fsdp", "tensor"),
-        (2, 2, 2),
-        "2x2x2 in 8 pieces\n"
-        "             dim 1 [0:1]  dim 1 [1:2]\n"
-        "dim 0 [0:1]  0 / 1        2 / 3\n"
-        "dim 0 [1:2]  4 / 5        6 / 7",
-    ),
     "product of axes": (
         "data=2,fsdp=2,tensor=2",
         (("data", "fsdp"),),
@@ -51,9 +42,3 @@ PICTURES = {
 @pytest.mark.parametrize(("mesh", "spec", "shape", "picture"), PICTURES.values(), ids=PICTURES)
 def test_draws(mesh, spec, shape, picture):
     assert drawn(mesh, spec, shape) == picture
-
-
-def test_draws_an_array_on_one_device():
-    assert sl.draw(jnp.zeros((2, 3))) == (
-        "2x3 in 1 piece\n             dim 1 [0:3]\ndim 0 [0:2]  0"
-    )

@@ -82,16 +82,6 @@ def test_all_three_and_where_they_come_from():
     assert len(table.rows) == len(report.totals())
 
 
-def test_axes_are_found_through_text_and_abstract_meshes():
-    mesh = make_mesh(data=4, tensor=2)
-    compiled = compile_step(mesh)
-    expected = collectives(compiled, mesh)
-    assert collectives(compiled.as_text(), mesh.abstract_mesh) == expected
-    assert collectives(compiled.as_text(), {"data": 4, "tensor": 2}) == expected
-    # Of another mesh, the groups are no subset of axes.
-    assert None in {c.mesh_axes for c in collectives(compiled, {"x": 2, "y": 4})}
-
-
 @pytest.mark.parametrize("axes", ["context", ("data", "context")])
 def test_exchanges_inside_of_shard_map(axes):
     mesh = make_mesh(data=2, context=4)

@@ -31,13 +31,6 @@ def never():
     raise AssertionError("it is kept already")
 
 
-def test_it_is_made_once(folder):
-    assert cached(KEY, lambda: PROGRAM) == PROGRAM
-    assert cached(KEY, never) == PROGRAM
-    (file,) = folder.iterdir()
-    assert json.loads(gzip.decompress(file.read_bytes()))["memory"] == {"peak": 3}
-
-
 def changed(**fields):
     def change(entry):
         facts = json.loads(gzip.decompress(entry))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.explain.analysis.collectives import collectives, read_program
-from shardlib.explain.hlo.text import array_bytes, arrays, elements, parse, split
+from shardlib.explain.hlo.text import array_bytes, parse
 
 GPU = """HloModule jit_step, is_scheduled=true, num_partitions=16
 
@@ -215,12 +215,6 @@ def test_every_spelling_of_every_subset_of_axes(shape, data):
 )
 def test_bytes_of_a_shape(shape, size):
     assert array_bytes(shape) == size
-
-
-def test_pieces_of_the_grammar():
-    assert arrays("(f32[4,8]{1,0}, (bf16[]))") == ["f32[4,8]", "bf16[]"]
-    assert elements("((f32[2], f32[3]), u32[])") == ["(f32[2], f32[3])", "u32[]"]
-    assert split('a={1,2}, b="x,y", c=(3,[4,5])') == ["a={1,2}", 'b="x,y"', "c=(3,[4,5])"]
 
 
 def test_text_that_is_no_program():

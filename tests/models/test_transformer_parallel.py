@@ -125,14 +125,11 @@ def test_a_length_that_sequence_rules_cannot_cut_is_refused():
     mesh = make_mesh("data=2,tensor=4")
     state = make_state(MODELS["plain"], mesh, SEQUENCE, sl.abstract_state)
     batch = {name: rows[:, :14] for name, rows in batch_of().items()}
-    with pytest.raises(RuleError) as caught:
+    with pytest.raises(
+        RuleError,
+        match=r"'residual_length' .* context\+tensor=4 does not divide 14.*\n  Change the dim",
+    ):
         make_step().lower(state, batch)
-    assert str(caught.value) == (
-        "logical axis 'residual_length' (dim 1 of ('batch', 'residual_length', 'embed'), shape "
-        "(8, 14, 32)) cannot be sharded: context+tensor=4 does not divide 14.\n"
-        "  Change the dim or the mesh (data=2,tensor=4), or allow replication: "
-        "activations={'residual_length': ['context+tensor', None]}."
-    )
 
 
 def test_a_vocabulary_that_does_not_divide_is_refused():
@@ -166,14 +163,12 @@ def test_generation_under_sequence_rules_takes_prompts_of_any_length():
 
 def test_choices_are_said_with_their_reasons():
     config = TransformerConfig(**SMALL, num_kv_heads=2)
-    with sl.use(make_mesh("data=2,tensor=4"), STANDARD):
-        found = FAMILY.choices(config, DATA, dtype=jnp.float32)
-    assert found == {
-        "attention": "xla: the platform is cpu",
-        "kv_heads": "each computed on 2 devices: 2 key-value heads do not divide into the 4 parts "
-        "of the query heads",
-    }
-    with sl.use(make_mesh("data=2,context=4"), STANDARD):
-        found = FAMILY.choices(config, DATA, dtype=jnp.float32)
-    assert list(found) == ["context"]
-    assert found["context"].startswith("ring: ")
+
+    def found(mesh):
+        with sl.use(make_mesh(mesh), STANDARD):
+            return FAMILY.choices(config, DATA, dtype=jnp.float32)
+
+    assert found("data=2,tensor=4")["attention"] == "xla: the platform is cpu"
+    assert found("data=2,tensor=4")["kv_heads"].startswith("each computed on 2 devices: ")
+    assert list(found("data=2,context=4")) == ["context"]
+    assert found("data=2,context=4")["context"].startswith("ring: ")

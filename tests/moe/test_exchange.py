@@ -122,12 +122,10 @@ def test_rows_keep_their_dtype():
 
 
 def test_the_method_follows_the_devices_of_the_mesh():
-    with pytest.raises(ModelError) as error:
+    with pytest.raises(
+        ModelError, match=r"exchange='ragged' cannot run on cpu, .*\n  Use exchange='auto', or"
+    ):
         resolve_method("ragged")
-    assert str(error.value) == (
-        "exchange='ragged' cannot run on cpu, which has no ragged-all-to-all.\n"
-        "  Use exchange='auto', or 'padded'."
-    )
     assert resolve_method("auto") == "padded"
     for mesh in (sl.make_mesh("expert=8"), abstract_mesh("expert=8", 8)):
         with sl.use(mesh, sl.rules.STANDARD):

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib as sl
-from shardlib import cli, run
+from shardlib import cli
 from shardlib.config import load
 from shardlib.cost.workload import Job
 from shardlib.errors import ConfigError, MeshError, ModelError
@@ -63,13 +63,6 @@ def test_shares_are_those_of_the_trainer(kinds, more):
     assert [len(own) for own in counts] == list(groups)
     each = [one for one, number in kinds for _ in range(number)]
     assert tuple(count for own in counts for count in own) == balance(each, total)
-
-
-def test_shares_of_thousands_of_groups():
-    counts = share_out((1.0, 2.5), (1024, 4096), 100_000)
-    assert sum(map(sum, counts)) == 100_000
-    ends = [max(own) * each for own, each in zip(counts, (1.0, 2.5), strict=True)]
-    assert max(ends) <= 100_000 / (1024 / 1.0 + 4096 / 2.5) + 2.5
 
 
 NETWORKED = [chip for chip in CHIPS.values() if chip.network_bytes_per_second_per_host]
@@ -171,51 +164,26 @@ def test_an_offloaded_state_moves_once_a_step():
     assert away.memory.optimizer < here.memory.optimizer
 
 
-def test_a_faster_kind_takes_more():
-    best = plan("llama3-8b", on=ON, top=1).best
-    fast, slow = best.shares
-    assert fast.cluster.name == "8xh100"
-    assert min(fast.microbatches) > 1.8 * max(slow.microbatches)
-    ends = [share.busy_seconds for share in best.shares]
-    assert max(ends) - min(ends) <= max(share.microbatch_seconds for share in best.shares)
-    # The sum over all groups crosses hosts: it is what the slower network takes.
-    assert best.time.data > 0
-
-
 @pytest.mark.mesh
 def test_the_report_and_its_data():
     found = plan("llama3-8b", on=ON, top=2, why_not=["data=3,fsdp=8"], tokens="1T", days=900)
     assert isinstance(found, MixedPlans)
     text = str(found)
-    lines = text.splitlines()
-    assert lines[0] == (
-        "llama3-8b (8.03B parameters) on 8xh100+16xa100-80 (8 H100 SXM, 16 A100-80GB SXM), 512 "
-        "sequences = 4.19M tokens a step"
-    )
-    title = f"Groups by kind, {found.best.rows} sequences a microbatch"
-    at = lines.index(title)
-    assert lines[at + 1].split() == [
-        *("devices", "groups", "microbatches", "of", "busy", "waits", "memory")
-    ]
-    for line, share in zip(lines[at + 2 : at + 4], found.best.shares, strict=True):
-        name, devices, groups = line.split()[:3]
-        assert (name, int(devices)) == (share.cluster.name, share.cluster.num_devices)
-        assert int(groups) == len(share.microbatches)
     faster = found.alone[0]
     assert faster.plan is not None
     ratio = faster.plan.seconds / found.best.seconds
     assert ratio > 1.3
-    assert f"{faster.cluster.name} alone: " in text
-    assert f"mixing is {ratio:.2f} times as fast" in text
-    assert "XLA compiles one executable" in text
-    assert "Start the processes on 8xh100 first" in text
+    for part in (
+        "llama3-8b (8.03B parameters) on 8xh100+16xa100-80 (8 H100 SXM, 16 A100-80GB SXM)",
+        f"{faster.cluster.name} alone: ",
+        f"mixing is {ratio:.2f} times as fast",
+        "Start the processes on 8xh100 first",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION=.95 for plans 1, 2.",
+        "\nWhy not\n  data=3,fsdp=8: ",
+    ):
+        assert part in text
     # A device of either kind holds more than 60 GB of its 80.
     assert found.best.memory.total > 60e9
-    assert lines[-1] == (
-        "JAX takes 75% of a GPU's memory unless told otherwise: set "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION=.95 for plans 1, 2."
-    )
-    assert "\nWhy not\n  data=3,fsdp=8: " in text
     assert found.run_seconds == pytest.approx(1e12 / found.rate)
     assert found.chip_hours == pytest.approx(found.run_seconds * 24 / 3600)
     facts = json.loads(json.dumps(found.to_dict()))
@@ -225,13 +193,6 @@ def test_the_report_and_its_data():
     assert sum(counts) * facts["plans"][0]["rows_per_microbatch"] == facts["batch"] == 512
     assert [share["groups"] for share in shares] == [len(s.microbatches) for s in found.best.shares]
     assert [one["cluster"] for one in facts["alone"]] == [one.cluster.name for one in found.alone]
-
-
-def test_mixing_that_does_not_pay_is_said():
-    # So few rows are soon computed, but their gradients cross the network between the hosts.
-    found = plan("llama3.2-1b", on="8xb200+8xa100-40", global_batch=16, length=512, top=1)
-    assert "8xb200 alone: " in str(found)
-    assert "; mixing does not pay, " in str(found)
 
 
 def test_why_not_a_mesh():
@@ -257,59 +218,43 @@ def test_why_not_a_mesh():
     )
     assert why("data=3,expert=8") == "data=3,expert=8: expert=8: the model has no experts"
     assert why("data=24").startswith("data=24: does not fit: a device of ")
-    with pytest.raises(MeshError) as refused:
+    with pytest.raises(
+        MeshError, match=r"data=3,model=9: the planner does not know model\.\n  Use"
+    ):
         found.why_not("data=3,model=9")
-    assert str(refused.value) == (
-        "mesh data=3,model=9: the planner does not know model.\n"
-        "  Use the axes stage, data, fsdp, expert, context, tensor."
-    )
 
 
+@pytest.mark.parametrize(
+    ("kind", "on", "options", "match"),
+    [
+        (MeshError, "v5p-8+8xh100", {}, r"'v5p-8\+8xh100' mixes TPUs and GPUs, .*\n  Plan for"),
+        (ConfigError, ON, {"objective": "cost", "price": 2.0},
+         r"objective of cost .*\n  Leave objective at time.\nprice is .*\n  Leave it out"),
+        (ConfigError, "8xh100+8xv100-32", {}, r"V100-SXM2 32GB has no matmul in bf16.\n  Choose"),
+        (MeshError, "8xh100+8xa10", {}, r"network between hosts of A10 .*\n  Plan for one host"),
+        (MeshError, ON, {"tokens": "1T", "days": 1}, r"1T in 1 days allow 362 ms.\n  Take"),
+    ],
+)  # fmt: skip
 @pytest.mark.mesh
-def test_what_is_refused():
-    assert refusal(MeshError, "llama3-8b", on="v5p-8+8xh100") == (
-        "cluster 'v5p-8+8xh100' mixes TPUs and GPUs, but a JAX program runs on one platform.\n"
-        "  Plan for each alone, or mix GPUs, as in 8xh100+16xa100-80."
-    )
-    assert refusal(ConfigError, "llama3-8b", on=ON, objective="cost", price=2.0) == (
-        f"an objective of cost compares clusters of one kind, and {ON} has several.\n"
-        "  Leave objective at time.\n"
-        f"price is the cost of a chip-hour, and {ON} has chips of several kinds.\n"
-        "  Leave it out: the report compares chip-hours."
-    )
-    assert refusal(ConfigError, "llama3-8b", on="8xh100+8xv100-32") == (
-        "the V100-SXM2 32GB has no matmul in bf16.\n"
-        "  Choose one that it has (fp16, f32), or another chip."
-    )
-    assert refusal(MeshError, "llama3-8b", on="8xh100+8xa10") == (
-        "cluster '8xa10': the speed of the network between hosts of A10 depends on the machine, "
-        "and is not known.\n  Plan for one host, as in 8xa10, or for another GPU."
-    )
-    needed = duration(plan("llama3-8b", on=ON, top=1).best.seconds)
-    assert refusal(MeshError, "llama3-8b", on=ON, tokens="1T", days=1) == (
-        f"llama3-8b on {ON} takes {needed} a step of 4.19M tokens, but 1T in 1 days allow 362 ms.\n"
-        "  Take more or faster chips, more days, or a larger batch."
-    )
+def test_what_is_refused(kind, on, options, match):
+    with pytest.raises(kind, match=match):
+        plan("llama3-8b", on=on, **options)
 
 
 def test_a_batch_that_groups_cannot_divide():
     # 13 rows are 13 microbatches at most, of groups that 8 GPUs can only form in powers of two.
-    assert refusal(MeshError, SMALL, on=ON, global_batch=2, length=2048) == (
-        "the transformer cannot be divided over 8xh100+16xa100-80: there are at least 3 groups "
-        "of devices, and a batch of 2 cannot give each of them a whole microbatch.\n"
-        "  Take a batch of 3, or another number of devices."
+    assert re.match(
+        r"the transformer cannot be divided over(.|\n)*\n  Take a batch of 3, or",
+        refusal(MeshError, SMALL, on=ON, global_batch=2, length=2048),
     )
     assert plan(SMALL, on=ON, global_batch=3, length=2048).best.group_microbatches == (1, 1, 1)
 
 
 def test_a_model_that_fits_no_group():
-    text = refusal(MeshError, "llama3-70b", on=ON)
-    first, second = text.splitlines()
-    fault = re.fullmatch(
+    fault = re.match(
         r"llama3-70b does not fit 8xh100\+16xa100-80: with the leanest mesh, data=3,(\S+), a "
-        r"device of 8xh100 needs (\S+) GiB and has 75.2 GiB, even with remat (\S+) and (\d+) "
-        r"sequences a microbatch.",
-        first,
+        r"device of 8xh100 needs (\S+) GiB and has 75.2 GiB, .*\n  A group has at most 8 devices",
+        refusal(MeshError, "llama3-70b", on=ON),
     )
     assert fault
     group = Layout.of(MeshConfig.parse(fault[1]).sizes)
@@ -322,10 +267,6 @@ def test_a_model_that_fits_no_group():
     ]
     assert group.num_devices == 8
     assert 75.2 < float(fault[2]) <= min(held) + 0.05
-    assert second == (
-        "  A group has at most 8 devices, all of one kind, and no axis stage or context: plan "
-        "for one kind alone, or take kinds with more memory or more devices."
-    )
 
 
 CONFIG = """
@@ -382,23 +323,16 @@ def test_train_takes_the_fragment_as_it_is(file, batch, overrides):
 
 
 @pytest.mark.mesh
-def test_explain_traces_the_planned_run(file):
-    found = plan(load(RunConfig, file), on=EIGHT, top=1)
-    report = run.explain(load(RunConfig, file, found.overrides()), "cpu:8")
-    assert report.mesh == {a: found.best.layout.size(a) for a in report.mesh}
-
-
-@pytest.mark.mesh
 def test_what_a_config_decides_otherwise(file):
     options = "train={global_batch: 60, local_sgd: {inner_steps: 4}}"
-    assert refusal(ConfigError, load(RunConfig, file, [options]), on=EIGHT) == (
-        "a plan for a mixed cluster sets train.reduction.group_microbatches, which allows no "
-        "train.local_sgd.\n  Leave train.local_sgd out."
+    assert re.match(
+        r"a plan for a mixed cluster sets(.|\n)*\n  Leave train\.local_sgd",
+        refusal(ConfigError, load(RunConfig, file, [options]), on=EIGHT),
     )
     options = "train.reduction.group_seconds=[1,2]"
-    assert refusal(ConfigError, load(RunConfig, file, [options]), on=EIGHT) == (
-        "a plan for a mixed cluster sets train.reduction.group_microbatches, which allows no "
-        "train.reduction.group_seconds.\n  Leave train.reduction.group_seconds out."
+    assert re.match(
+        r"a plan for a mixed cluster sets(.|\n)*\n  Leave train\.reduction\.gr",
+        refusal(ConfigError, load(RunConfig, file, [options]), on=EIGHT),
     )
     # What was planned before is planned anew.
     before = load(RunConfig, file, ["train.reduction.group_microbatches=[1,2]", "mesh=data=2"])
@@ -415,26 +349,15 @@ def shardlib(capfd, *words):
 def test_the_command(capfd, file):
     code, out, _ = shardlib(capfd, "plan", file, "--on", EIGHT, "--json")
     assert code == 0
-    assert [share["cluster"] for share in json.loads(out)["plans"][0]["kinds"]] == [
-        *("4xh100", "4xa100-80")
-    ]
-    code, out, err = shardlib(capfd, "plan", file, "--on", EIGHT, "--verify", "1")
-    assert (code, out) == (2, "")
-    assert err.endswith(
-        f"ConfigError: --verify compiles for clusters of one kind, but {EIGHT} has several.\n"
-        "  Leave it out, or verify the plans of one kind: --on 4xh100\n"
-    )
-    code, out, err = shardlib(capfd, "explain", file, "--on", EIGHT)
-    assert (code, out) == (2, "")
-    assert err.endswith(
-        f"MeshError: cluster '{EIGHT}' has several kinds of chips, which only plan supports.\n"
-        f"  Name one of them, as in 4xh100; for all: shardlib plan --on {EIGHT}\n"
-    )
-
-
-def test_explain_refuses_a_mixed_cluster():
-    with pytest.raises(MeshError, match="has several kinds of chips, which only plan supports"):
-        sl.explain(jnp.sin, jnp.ones(8), on=parse_mixed(EIGHT))
+    clusters = [share["cluster"] for share in json.loads(out)["plans"][0]["kinds"]]
+    assert clusters == ["4xh100", "4xa100-80"]
+    for words, fault in (
+        (("plan", file, "--verify", "1"), f"but {EIGHT} has several.\n  Leave it out"),
+        (("explain", file), "several kinds of chips, which only plan supports.\n  Name one"),
+    ):
+        code, out, err = shardlib(capfd, *words, "--on", EIGHT)
+        assert (code, out) == (2, "")
+        assert fault in err
 
 
 def traced(family, config, data, batch):
@@ -470,7 +393,7 @@ def test_a_model_with_state_of_its_own_is_refused():
     }
     data = DataSpec(num_classes=10, image_shape=(16, 16, 3))
     work = traced(resnet.FAMILY, config, data, images)
-    assert refusal(ModelError, work, on=ON) == (
-        "ResNet updates state of its own as it runs, and groups with unequal shares would each "
-        "hold a different one.\n  Plan for one kind alone: --on 8xh100"
+    assert re.match(
+        r"ResNet updates state of its own as it runs, and(.|\n)*\n  Plan for one kind alone:",
+        refusal(ModelError, work, on=ON),
     )

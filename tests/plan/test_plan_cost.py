@@ -1,8 +1,6 @@
 """Step times: what must hold for any job, and how near they come to published runs."""
 
 import dataclasses
-import itertools
-import json
 import statistics
 from pathlib import Path
 
@@ -66,14 +64,6 @@ def test_slower_links_smaller_batches_and_older_software_cost_more():
     assert seconds(small, fsdp=64) / 64 > seconds(fsdp=64) / 512
 
 
-def test_throughput_of_a_chip_falls_as_devices_are_added():
-    rates = [
-        512 / seconds(cluster=f"{hosts}x8xh100", fsdp=8 * hosts) / (8 * hosts)
-        for hosts in (1, 2, 8, 64)
-    ]
-    assert all(few > many for few, many in itertools.pairwise(rates)), rates
-
-
 def test_bubbles_shrink_with_microbatches_and_chunks():
     def bubble(**changes):
         layout = Layout(stage=4, fsdp=16, **changes)
@@ -94,32 +84,18 @@ def test_experts_cost_what_a_token_passes_and_their_traffic():
 
 
 def test_a_layout_that_does_not_fill_the_cluster():
-    with pytest.raises(MeshError) as caught:
+    with pytest.raises(
+        MeshError,
+        match=r"the layout fsdp=4 is for 4 devices, but 8xh100 has(.|\n)*\n  Choose degrees whose",
+    ):
         step_time(JOB, Layout(fsdp=4), parse_cluster("8xh100"))
-    assert str(caught.value) == (
-        "the layout fsdp=4 is for 4 devices, but 8xh100 has 8.\n"
-        "  Choose degrees whose product is 8."
-    )
 
 
 def test_devices_whose_speed_is_not_known():
-    with pytest.raises(MeshError) as error:
+    with pytest.raises(
+        MeshError, match=r"cluster .cpu:8.: the speed and memory .*\n  Run `shardlib calibrate`"
+    ):
         step_time(JOB, Layout(fsdp=8), parse_cluster("cpu:8"))
-    assert str(error.value) == (
-        "cluster 'cpu:8': the speed and memory of its devices are not known.\n"
-        "  Run `shardlib calibrate` on them first, or name TPUs or GPUs, as in v5p-128, 8xh100."
-    )
-
-
-@pytest.mark.parametrize("cluster", ["v5p-128", "v6e-16", "2xv5e-256", "tpu7x:4x4x4", "8xb200"])
-def test_every_kind_of_cluster(cluster):
-    parsed = parse_cluster(cluster)
-    layout = Layout(data=parsed.num_slices, fsdp=parsed.num_devices // parsed.num_slices)
-    layout = dataclasses.replace(layout, slices=parsed.num_slices)
-    found = step_time(JOB, layout, parsed)
-    peak = parsed.num_devices * parsed.chip.flops_per_device()
-    mfu = 6 * LLAMA.active_weights * JOB.tokens / found.total / peak
-    assert 0.2 < mfu < 0.85
 
 
 def test_published_runs(cases):
@@ -151,26 +127,6 @@ def test_families_left_out_are_predicted(cases):
     errors = fit_constants.cross_validate(asked, cases, committed())
     assert len(errors) == len(asked) >= 10
     assert statistics.median(map(abs, errors.values())) < 0.12
-
-
-def test_saved_constants_read_back(tmp_path, cases):
-    fit = fit_constants.calibrate(cases[:5], committed(), rounds=1)
-    fit_constants.save(fit, tmp_path / "constants.json")
-    record = json.loads((tmp_path / "constants.json").read_text())
-    assert {n: entry["value"] for n, entry in record["constants"].items()} == fit.constants
-    assert record["fit"]["cases"] == 5
-
-
-def test_some_layers_recompute():
-    job = dataclasses.replace(JOB, remat=FULL)
-    none, some, every = (
-        step_time(dataclasses.replace(job, remat_layers=n), Layout(fsdp=64), CLUSTER)
-        for n in (0, 8, 32)
-    )
-    assert none.recompute == 0
-    assert some.recompute == pytest.approx(every.recompute / 4)
-    assert some.matmul == every.matmul
-    assert every == step_time(job, Layout(fsdp=64), CLUSTER)
 
 
 def test_offloading_costs_what_the_host_link_cannot_hide():

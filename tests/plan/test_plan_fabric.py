@@ -7,7 +7,6 @@ import pytest
 from shardlib.cost.layout import Layout
 from shardlib.cost.machine import fabric
 from shardlib.cost.machine.constants import committed
-from shardlib.cost.machine.fabric import Link
 from shardlib.errors import MeshError
 from shardlib.hardware import parse_cluster
 from shardlib.plan import plan
@@ -101,12 +100,6 @@ def test_all_to_all_between_hosts(size, leaving):
     assert found.all_to_all(held) == pytest.approx(held * leaving / NIC)
 
 
-def test_all_to_all_over_two_hosts():
-    """Half of what a device holds is for the other host."""
-    found = links("2x8xh100", expert=16)["expert"]
-    assert found.all_to_all(1e9) == pytest.approx(0.5e9 / NIC)
-
-
 @pytest.mark.parametrize(
     ("cluster", "degrees", "share"),
     [
@@ -142,30 +135,12 @@ def test_gpus_without_nvlink_use_pcie_within_a_host():
 
 
 def test_hosts_of_unknown_networks_are_refused():
-    with pytest.raises(MeshError) as caught:
+    with pytest.raises(
+        MeshError,
+        match=r"cluster '2x4xrtx4090': the speed of the network(.|\n)*\n  Plan for one host, as in",
+    ):
         links("2x4xrtx4090", data=8)
-    assert str(caught.value) == (
-        "cluster '2x4xrtx4090': the speed of the network between hosts of RTX 4090 depends on the "
-        "machine, and is not known.\n"
-        "  Plan for one host, as in 4xrtx4090, or for another GPU."
-    )
     assert math.isfinite(links("4xrtx4090", data=4)["data"].bytes_per_second)
-
-
-def test_remarks():
-    h100, l4 = parse_cluster("4x8xh100"), parse_cluster("2x4xl4")
-    assert fabric.remarks(h100, Layout(data=4, tensor=8)) == []
-    assert fabric.remarks(h100, Layout(tensor=32)) == [
-        "tensor=32 exceeds the 8 GPUs connected without a network: its collectives pay for "
-        "both, and nothing hides them."
-    ]
-    assert fabric.remarks(l4, Layout(data=8)) == [
-        "Between hosts 1.56 GB/s a GPU are assumed: machines with L4 differ "
-        "(see shardlib.hardware.chips)."
-    ]
-    assert fabric.remarks(parse_cluster("8xl4"), Layout(data=8)) == []
-    notes = plan("llama3.2-1b", on="2x4xl4", top=1).notes
-    assert fabric.remarks(l4, Layout(data=8))[0] in notes
 
 
 @pytest.mark.mesh
@@ -173,7 +148,3 @@ def test_remarks():
 def test_tensor_stays_within_the_nvlink_domain(cluster):
     """As published trainings of 70B models have it."""
     assert all(p.layout.tensor <= 8 for p in plan("llama3-70b", on=cluster).found.plans)
-
-
-def test_one_device_needs_no_link():
-    assert Link(1).gather(1e9) == Link(1).shift(1e9) == Link(1).all_to_all(1e9) == 0.0

@@ -24,7 +24,7 @@ from shardlib.cost.machine.measured import (
 from shardlib.cost.machine.rates import rates_on
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import parse_cluster
-from shardlib.plan import Job, Layout, Transformer, plan, step_time
+from shardlib.plan import Job, Layout, Transformer, step_time
 
 CPU = parse_cluster("cpu:8")
 TINY = Transformer(4, 128, 4, 4, 32, 344, 1024)
@@ -117,21 +117,12 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path, change, what):
     )
 
 
-def test_an_absent_and_a_broken_file_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        load(tmp_path / "none.json")
-    (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(ConfigError, match="it is not JSON"):
-        load(tmp_path / "broken.json")
-
-
 def test_another_machine_is_refused():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError,
+        match=r"the calibration is of 8 devices of kind 'cpu', but(.|\n)*\n  Measure it: shardlib",
+    ):
         measured_cluster(parse_cluster("cpu:4"), calibration())
-    assert str(caught.value) == (
-        "the calibration is of 8 devices of kind 'cpu', but cpu:4 has 4 of kind 'cpu'.\n"
-        "  Measure it: shardlib calibrate --on cpu:4"
-    )
     with pytest.raises(ConfigError, match="matmuls in bf16 were not measured"):
         rates_on(cluster(), "bf16", {})
 
@@ -165,27 +156,17 @@ def test_axes_that_cross_hosts_use_what_was_measured_across_them():
 
 
 def test_gpus_of_other_hosts_are_refused(tmp_path):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError,
+        match=r"the calibration is of 16 devices of kind 'NVIDIA(.|\n)*\n  Measure it: shardlib",
+    ):
         measured_cluster(parse_cluster("4x4xh100"), hosts())
-    assert str(caught.value) == (
-        "the calibration is of 16 devices of kind 'NVIDIA H100 80GB HBM3' on 2 hosts, but 4x4xh100 "
-        "has 16 of kind 'NVIDIA H100 80GB HBM3' on 4 hosts.\n"
-        "  Measure it: shardlib calibrate --on 4x4xh100"
-    )
     path = tmp_path / "h100.json"
     save(hosts(), path)
     assert dataclasses.asdict(load(path)) == dataclasses.asdict(hosts())
     save(hosts(across={}), path)
     with pytest.raises(ConfigError, match="it holds no all_reduce across hosts; it holds no"):
         load(path)
-
-
-@pytest.mark.mesh
-def test_levers_of_measured_devices_compare_with_no_datasheet():
-    gpus = measured_cluster(parse_cluster("8xh100"), on_gpus(memory_bytes=75e9))
-    changes = [lever.change for lever in plan("llama3.2-1b", on=gpus, top=1).levers]
-    assert changes
-    assert not any(change.startswith(("on ", "with twice")) for change in changes)
 
 
 def test_cpu_devices_are_planned_only_when_measured():

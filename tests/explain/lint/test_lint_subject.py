@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 from planted import EMBED, ROWS, array, compiled, descend, make_mesh, mean_square, weights
 
-from shardlib.explain.analysis.collectives import read_program
 from shardlib.explain.aot.compile import compile_step
 from shardlib.explain.hlo.origins import HloValue, Values
 from shardlib.explain.hlo.text import parse
@@ -31,29 +30,6 @@ def test_a_step_compiled_ahead_of_time_is_a_subject():
     }  # fmt: skip
     assert [leaf.number for leaf in made.leaves] == [0, 1, 2]
     assert (made.batch_axes, made.platform) == (("fsdp",), "cpu")
-    assert lint(made) == ()
-
-
-def test_arguments_that_nothing_reads_are_no_parameters():
-    params = {"unread": array(MESH, (8, 8)), "up": weights(MESH)["up"]}
-    made = compiled(
-        lambda p, x: jnp.sum(p["up"]) + jnp.mean(x), params, X, donate_argnums=(),
-        out_shardings=None,
-    )  # fmt: skip
-    assert {leaf.path: leaf.number for leaf in made.leaves} == {
-        "p/unread": None, "p/up": 0, "x": 1,
-    }  # fmt: skip
-
-
-def test_numbers_among_the_arguments_are_passed_over():
-    arguments = ({"lr": 0.1, "up": weights(MESH)["up"]}, 3, X)
-    names = {"params/up": "params", "x": "batch"}
-    made = Subject(
-        "", dict(MESH.shape), arguments=arguments, names=names, donated=(False, True, False, False)
-    )  # fmt: skip
-    assert [(leaf.path, leaf.donated) for leaf in made.leaves] == [
-        ("params/up", True), ("x", False),
-    ]  # fmt: skip
     assert lint(made) == ()
 
 
@@ -96,17 +72,6 @@ def test_what_is_state_and_what_is_batch(names, states):
 def nested(leaves):
     """Arrays in an order that JAX keeps, with the paths that `names` have."""
     return collections.OrderedDict(leaves)
-
-
-def test_what_is_read_already_is_not_read_again():
-    step = compile_step(jax.jit(descend(loss)), (weights(MESH), X), keep=False)
-    module = parse(step.text)
-    program = read_program(module, step.mesh)
-    made = Subject.of(step, module=module, program=program)
-    assert made.module is module
-    assert made.program is program
-    assert dataclasses.replace(made, cluster=None).module is module
-    assert Subject.of(step).program == program
 
 
 def test_findings_are_data():
