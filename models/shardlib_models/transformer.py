@@ -17,6 +17,7 @@ from shardlib.registry import TEXT, DataSpec, ModelFamily
 from shardlib.sharding.constrain import constrain
 from shardlib_models import moe
 from shardlib_models.layers import Embedding, Linear, dropout, residual, whole
+from shardlib_models.sizes import SIZES
 from shardlib_models.transformer_block import Block, Context, KeyValues, norm_of
 from shardlib_models.transformer_config import TransformerConfig, validate
 from shardlib_models.transformer_decode import generate
@@ -262,6 +263,7 @@ FAMILY = ModelFamily(
     generate=generate,
     choices=choices,
     dims=dims,
+    sizes=SIZES,
     architectures={
         "GPT2LMHeadModel": "shardlib_models.hf.gpt2:GPT2",
         "GPTJForCausalLM": "shardlib_models.hf.gptj:GPTJ",

@@ -5,7 +5,7 @@ import dataclasses
 import fnmatch
 import functools
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ from shardlib.errors import CheckpointError, ModelError, did_you_mean
 from shardlib.functional import FunctionalModule, functional
 from shardlib.functional.protocol import nested
 from shardlib.hf.architecture import Architecture, find_architecture
+from shardlib.hf.hub import folder_of
 from shardlib.hf.safetensors import Tensors
 from shardlib.hf.tensor_table import Index, Parameter, TensorTable
 from shardlib.paths import named_leaves
-from shardlib.registry import DataSpec
+from shardlib.registry import DataSpec, ModelFamily
 from shardlib.sharding.constrain import Scope, active, use
 from shardlib.sharding.partition import place, shardings
 
@@ -98,7 +99,8 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> Loaded:
     host holds one shard at most beyond the result.
 
     Args:
-        folder: A folder with `config.json` and safetensors files.
+        folder: A folder with `config.json` and safetensors files, or its name on the hub of
+            Hugging Face, such as `org/name`, which is downloaded (with `huggingface_hub`).
         dtype: The dtype of the parameters; None for the dtype of each tensor.
 
     Raises:
@@ -108,21 +110,74 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> Loaded:
         ConfigError: If config.json describes a model that its family does not have.
         RuleError: If parameters cannot be placed.
     """
-    folder = Path(folder)
-    source = read_config(folder)
-    family, described = find_architecture(_name_of(source, folder))
-    config = from_dict(family.config, described.read(source), str(folder / "config.json"))
-    module = functional(lambda rngs: family.make(config, DataSpec(), rngs))
-    layout = TensorTable(described.table(config), parameters(module))
-    tensors = Tensors(folder)
-    names = _check(layout, tensors, described, folder)
+    found = describe(folder, weights=True)
+    module = functional(lambda rngs: found.family.make(found.config, DataSpec(), rngs))
     scope = active()
-    params = _read_all(layout, tensors, names, _placements(module, scope), dtype)
+    params = read_params(found, module, _placements(module, scope), lambda path: dtype)
     _, model_state = module.shapes()
     assert not named_leaves(model_state), "families of transformers have no other state"
     tree = nested({tuple(path.split("/")): leaf for path, leaf in params.items()})
     model = module.merge(tree, {}, jax.random.key(0))
-    return Loaded(model, config, described, source, folder, scope)
+    return Loaded(model, found.config, found.architecture, found.source, found.folder, scope)
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """The model of a folder, by its config.json alone."""
+
+    folder: Path
+    source: Mapping[str, Any]
+    """The contents of config.json."""
+    family: ModelFamily
+    architecture: Architecture
+    fields: Mapping[str, Any]
+    """The fields of our config that config.json decides, nested as in YAML."""
+
+    @functools.cached_property
+    def config(self) -> Any:
+        """The config of the family."""
+        return from_dict(self.family.config, self.fields, str(self.folder / "config.json"))
+
+
+def describe(folder: str | Path, *, weights: bool = False) -> Description:
+    """Returns the model of a folder; reads config.json alone.
+
+    Args:
+        folder: The path of a folder, or a name on the hub of Hugging Face, which is downloaded.
+        weights: Whether a download includes the tensors.
+
+    Raises:
+        CheckpointError: If config.json is missing or malformed.
+        ModelError: If no installed family reads the architecture.
+        ConfigError: If config.json describes a model that its family does not have.
+    """
+    folder = folder_of(folder, weights=weights)
+    source = read_config(folder)
+    family, described = find_architecture(_name_of(source, folder))
+    return Description(folder, source, family, described, described.read(source))
+
+
+def read_params(
+    found: Description,
+    module: FunctionalModule,
+    placed: Mapping[str, Sharding],
+    dtype: Callable[[str], DTypeLike | None],
+) -> dict[str, jax.Array]:
+    """Returns the parameters of a folder by path, each on its shards.
+
+    Args:
+        found: The folder.
+        module: The model, made from its config.
+        placed: The sharding of each parameter.
+        dtype: Returns the dtype of a parameter; None for that of the tensor.
+
+    Raises:
+        CheckpointError: As in `load`.
+    """
+    layout = TensorTable(found.architecture.table(found.config), parameters(module))
+    tensors = Tensors(found.folder)
+    names = _check(layout, tensors, found.architecture, found.folder)
+    return _read_all(layout, tensors, names, placed, dtype)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -221,13 +276,14 @@ def _read_all(
     tensors: Tensors,
     names: Mapping[str, str],
     placed: Mapping[str, Sharding],
-    dtype: DTypeLike | None,
+    dtype: Callable[[str], DTypeLike | None],
 ) -> dict[str, jax.Array]:
     def shard(path: str, index: Index) -> np.ndarray:
         values = layout.read(path, index, lambda name: tensors[names[name]])
         for name in layout.names(path, index):
             tensors.drop(names[name])
-        return values if dtype is None else values.astype(dtype)
+        wanted = dtype(path)
+        return values if wanted is None else values.astype(wanted)
 
     arrays = {}
     for path, sharding in placed.items():
