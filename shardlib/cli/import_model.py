@@ -15,6 +15,9 @@ def import_model(
         str, typer.Option(metavar="RUN", help="The run's directory: it must not exist.")
     ],
     overrides: Overrides = None,
+    allow_bin: Annotated[
+        bool, typer.Option("--allow-bin", help="Read torch's .bin files, without running them.")
+    ] = False,
 ) -> None:
     """Import published weights as a run with a checkpoint at step 0.
 
@@ -29,7 +32,7 @@ def import_model(
     has_data = any(word.startswith("data.path=") for word in overrides or ())
     from shardlib.run.importing import import_model as run_import
 
-    run_import(config, reads_data=has_data)
+    run_import(config, reads_data=has_data, allow_bin=allow_bin)
     print(f"imported {folder} to {out}")
 
 

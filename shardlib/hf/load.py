@@ -25,6 +25,7 @@ from shardlib.hf.architecture import Architecture, find_architecture
 from shardlib.hf.hub import folder_of
 from shardlib.hf.safetensors import Tensors
 from shardlib.hf.tensor_table import Index, Parameter, TensorTable
+from shardlib.hf.torch_files import open_tensors
 from shardlib.paths import named_leaves
 from shardlib.registry import DataSpec, ModelFamily
 from shardlib.sharding.constrain import Scope, active, use
@@ -91,7 +92,7 @@ class Loaded:
         return jax.jit(forward)
 
 
-def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> Loaded:
+def load(folder: str | Path, *, dtype: DTypeLike | None = None, allow_bin: bool = False) -> Loaded:
     """Loads a model from a folder in the format of Hugging Face.
 
     Under `sl.use(mesh, rules)` each parameter is placed as the rules say; otherwise the model is
@@ -102,6 +103,8 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> Loaded:
         folder: A folder with `config.json` and safetensors files, or its name on the hub of
             Hugging Face, such as `org/name`, which is downloaded (with `huggingface_hub`).
         dtype: The dtype of the parameters; None for the dtype of each tensor.
+        allow_bin: Whether torch's `.bin` files of a folder without safetensors are read, without
+            torch and without running what they hold.
 
     Raises:
         CheckpointError: If files are missing or malformed, or tensors are missing, unknown, or have
@@ -113,7 +116,7 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> Loaded:
     found = describe(folder, weights=True)
     module = functional(lambda rngs: found.family.make(found.config, DataSpec(), rngs))
     scope = active()
-    params = read_params(found, module, _placements(module, scope), lambda path: dtype)
+    params = read_params(found, module, _placements(module, scope), lambda path: dtype, allow_bin)
     _, model_state = module.shapes()
     assert not named_leaves(model_state), "families of transformers have no other state"
     tree = nested({tuple(path.split("/")): leaf for path, leaf in params.items()})
@@ -162,6 +165,7 @@ def read_params(
     module: FunctionalModule,
     placed: Mapping[str, Sharding],
     dtype: Callable[[str], DTypeLike | None],
+    allow_bin: bool = False,
 ) -> dict[str, jax.Array]:
     """Returns the parameters of a folder by path, each on its shards.
 
@@ -170,12 +174,13 @@ def read_params(
         module: The model, made from its config.
         placed: The sharding of each parameter.
         dtype: Returns the dtype of a parameter; None for that of the tensor.
+        allow_bin: As in `load`.
 
     Raises:
         CheckpointError: As in `load`.
     """
     layout = TensorTable(found.architecture.table(found.config), parameters(module))
-    tensors = Tensors(found.folder)
+    tensors = open_tensors(found.folder, allow_bin=allow_bin)
     names = _check(layout, tensors, found.architecture, found.folder)
     return _read_all(layout, tensors, names, placed, dtype)
 

@@ -21,9 +21,10 @@ from shardlib.run.setup import Setup, make_scope, open_source
 from shardlib.runtime import distributed
 from shardlib.train.guards import GuardPolicy
 from shardlib.train.local_sgd.outer import LocalSGD
+from shardlib.train.state import TrainState
 
 
-def import_model(config: RunConfig, *, reads_data: bool = False) -> None:
+def import_model(config: RunConfig, *, reads_data: bool = False, allow_bin: bool = False) -> None:
     """Makes the run of a config, with the weights of `model.init_from` as its step 0.
 
     Each process reads its own shards. The directory appears when it is complete.
@@ -32,6 +33,7 @@ def import_model(config: RunConfig, *, reads_data: bool = False) -> None:
         config: The config. `run_dir` must not exist.
         reads_data: Whether `data` is the data to train on. Otherwise the run can be sampled,
             exported and resharded, but not trained.
+        allow_bin: As in `shardlib.hf.load`.
 
     Raises:
         ConfigError: If the directory exists or cannot be written, or the config has faults.
@@ -57,7 +59,7 @@ def import_model(config: RunConfig, *, reads_data: bool = False) -> None:
         partial.write(parts.recorded, source.tokenizer)
     distributed.barrier("shardlib/import/begun", timeout_seconds=None)
     try:
-        _save(parts, source, partial)
+        _save(parts, start_state(parts, allow_bin=allow_bin), source, partial)
         distributed.barrier("shardlib/import/saved", timeout_seconds=None)
         if jax.process_index() == 0:
             os.rename(partial.path, out.path)
@@ -94,14 +96,15 @@ def _tokenizer(config: RunConfig) -> Tokenizer:
     return tokenizer
 
 
-def _save(parts: Setup, source: MapSource | NoData, directory: RunDirectory) -> None:
-    state = start_state(parts)
+def _save(
+    parts: Setup, state: TrainState, source: MapSource | NoData, directory: RunDirectory
+) -> None:
     step = parts.train_step()
-    state = step.init(state) if isinstance(step, LocalSGD) else state
+    saved = step.init(state) if isinstance(step, LocalSGD) else state
     guards = GuardPolicy(parts.config.train.guards, lambda step: (0, 0))
     metadata = Standing().metadata(0, parts, source, guards)
     metadata |= {"id": directory.identity, "save_put_off": False}
     with RunCheckpoints(
         directory.checkpoints, parts.config.checkpoint, owner=directory.identity
     ) as checkpoints:
-        checkpoints.save(0, state, metadata, wait=True)
+        checkpoints.save(0, saved, metadata, wait=True)

@@ -9,8 +9,8 @@ from shardlib.run.setup import Setup
 from shardlib.train.state import TrainState, materialize
 
 
-def start_state(parts: Setup) -> TrainState:
-    """Returns the state at step 0 of a run, on its shards.
+def start_state(parts: Setup, *, allow_bin: bool = False) -> TrainState:
+    """Returns the state at step 0 of a run, on its shards; `allow_bin` as in `hf.load`.
 
     Raises:
         CheckpointError: If the folder of `model.init_from` cannot be read, or its tensors do not
@@ -31,6 +31,7 @@ def start_state(parts: Setup) -> TrainState:
         parts.abstract.definition.module,
         {path: leaf.sharding for path, leaf in leaves.items()},
         lambda path: leaves[path].dtype,
+        allow_bin,
     )
     tree = nested({tuple(path.split("/")): leaf for path, leaf in params.items()})
     return materialize(parts.abstract, seed=seed, params=tree)

@@ -133,3 +133,15 @@ def test_a_refused_import_leaves_nothing(
     assert code in (1, 2)
     assert re.search(message, err), err
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_an_import_of_bin_files_is_allowed_by_name(shardlib, folder, tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    torch.save(load_file(copy / "model.safetensors"), copy / "pytorch_model.bin")
+    (copy / "model.safetensors").unlink()
+    code, _, err = shardlib("import", copy, "--out", tmp_path / "run")
+    assert (code, "or allow .bin files" in err) == (1, True)
+    assert shardlib("import", copy, "--out", tmp_path / "run", "--allow-bin")[0] == 0
