@@ -68,6 +68,9 @@ class ModelFamily:
     """Architectures of Hugging Face that the family reads and writes: import paths of
     `shardlib.hf.Architecture` objects, by their names in `config.json`."""
 
+    sizes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    """Fields of the config by the names of published models, as in `model: llama3-8b`."""
+
     def faults(self, config: Any, data: DataSpec) -> list[str]:
         """Returns the faults that `validate` finds."""
         return [] if self.validate is None else self.validate(config, data)
@@ -80,6 +83,15 @@ def families() -> dict[str, ModelFamily]:
         ModelError: If an installed entry point cannot be loaded or is not a `ModelFamily`.
     """
     return {name: _load(entry) for name, entry in sorted(_entries().items())}
+
+
+def sizes() -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """Returns the family and the fields of every published model by its name, as in `llama3-8b`."""
+    return {
+        size: (name, fields)
+        for name, family in families().items()
+        for size, fields in family.sizes.items()
+    }
 
 
 def family(name: str) -> ModelFamily:

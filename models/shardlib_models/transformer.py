@@ -18,6 +18,7 @@ from shardlib.registry import TEXT, DataSpec, ModelFamily
 from shardlib.sharding.constrain import constrain
 from shardlib_models import moe
 from shardlib_models.layers import Embedding, Linear, dropout, residual, whole
+from shardlib_models.sizes import SIZES
 from shardlib_models.transformer_attention import Context, KeyValues, norm_of
 from shardlib_models.transformer_block import Block
 from shardlib_models.transformer_config import TransformerConfig, validate
@@ -306,6 +307,7 @@ FAMILY = ModelFamily(
     generate=generate,
     choices=choices,
     dims=dims,
+    sizes=SIZES,
     architectures={
         "DeepseekV2ForCausalLM": "shardlib_models.hf.deepseek:DEEPSEEK_V2",
         "DeepseekV3ForCausalLM": "shardlib_models.hf.deepseek:DEEPSEEK_V3",

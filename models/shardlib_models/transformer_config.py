@@ -9,6 +9,7 @@ from shardlib.nn.moe import TAGS
 from shardlib.registry import DataSpec
 from shardlib_models import moe
 from shardlib_models.moe import MoEConfig
+from shardlib_models.sizes import SIZES
 
 _TAGS = ("layer_in", "attention_in", "query", "key", "value", "attended", "attention_out", "mlp_in")
 
@@ -133,6 +134,9 @@ class TransformerConfig:
 
     loss_chunks: int = 1
     """Number of chunks of a row for computing the loss; more hold fewer logits at a time."""
+    init_from: str | None = None
+    """Folder of Hugging Face with the initial weights, and with the keys of the model that are left
+    out; null for weights drawn at random."""
 
     @property
     def kv_heads(self) -> int:
@@ -321,46 +325,15 @@ def _data_faults(config: TransformerConfig, data: DataSpec) -> list[str]:
 
 
 def llama3_8b(**changes: Any) -> TransformerConfig:
-    """Returns Llama 3 8B. Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", table
-    3."""
-    config: dict[str, Any] = {
-        "num_layers": 32,
-        "embed_dim": 4096,
-        "num_heads": 32,
-        "num_kv_heads": 8,
-        "mlp_dim": 14336,
-        "vocab_size": 128256,
-        "max_positions": 8192,
-        "rope_theta": 500_000.0,
-    }
-    return TransformerConfig(**{**config, **changes})
+    """Returns Llama 3 8B."""
+    return TransformerConfig(**{**SIZES["llama3-8b"], **changes})
 
 
 def gpt2(**changes: Any) -> TransformerConfig:
-    """Returns GPT-2 (124 M). Source: Radford et al. 2019, "Language Models are Unsupervised
-    Multitask Learners", and the published configuration."""
-    return TransformerConfig(**{**_CLASSIC, "vocab_size": 50257, "max_positions": 1024, **changes})
+    """Returns GPT-2 (124 M)."""
+    return TransformerConfig(**{**SIZES["gpt2"], **changes})
 
 
 def opt_125m(**changes: Any) -> TransformerConfig:
-    """Returns OPT 125 M. Source: Zhang et al. 2022, "OPT: Open Pre-trained Transformer Language
-    Models", table 1, and the published configuration."""
-    config = {"activation": "relu", "vocab_size": 50272, "max_positions": 2048}
-    return TransformerConfig(**{**_CLASSIC, **config, **changes})
-
-
-_CLASSIC: dict[str, Any] = {
-    "num_layers": 12,
-    "embed_dim": 768,
-    "num_heads": 12,
-    "norm": "layer",
-    "positions": "learned",
-    "mlp": "plain",
-    "activation": "gelu_tanh",
-    "tied_embeddings": True,
-    "qkv_bias": True,
-    "out_bias": True,
-    "mlp_bias": True,
-    "dropout": 0.1,
-}
-"""Fields shared by the smallest GPT-2 and OPT."""
+    """Returns OPT 125 M."""
+    return TransformerConfig(**{**SIZES["opt-125m"], **changes})

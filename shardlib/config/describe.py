@@ -175,6 +175,10 @@ def _section_schema(cls: type) -> dict[str, Any]:
             properties[name]["description"] = field.doc
         if not field.required:
             properties[name]["default"] = dump.to_dict(field.default())
+    for name, key in getattr(cls, "named", {}).items():  # A text, or the key, names a preset.
+        for section in properties[name]["oneOf"]:
+            section["properties"][key] = {"type": "string"}
+        properties[name]["oneOf"].append({"type": "string"})
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     if required := [name for name, field in fields_of(cls).items() if field.required]:
         schema["required"] = required

@@ -48,7 +48,7 @@ def load(
         ConfigError: If the file or the overrides have faults; the message lists each on a line.
     """
     root, faults = (Item({}, tree.COMMAND_LINE), []) if path is None else tree.read_file(path)
-    faults += tree.apply_overrides(root, overrides)
+    faults += tree.apply_overrides(root, overrides, getattr(cls, "named", None))
     return _filled(cls, root, faults)
 
 
@@ -63,7 +63,9 @@ def from_dict(cls: type[T], data: Mapping[str, Any], source: str) -> T:
     Raises:
         ConfigError: If the data has faults; the message lists each on a line.
     """
-    return _filled(cls, tree.from_python(data, source), [])
+    root = tree.from_python(data, source)
+    tree.apply_overrides(root, (), getattr(cls, "named", None))
+    return _filled(cls, root, [])
 
 
 def from_yaml(text: str, name: str) -> Any:
@@ -85,6 +87,7 @@ def from_yaml(text: str, name: str) -> Any:
 
 def _filled(cls: type[T], root: Item, faults: list[str]) -> T:
     reader = Reader(cls, faults)
+    reader.add_implied(root)
     config = reader.read(cls, root, "")
     if not faults:
         assert config is not FAILED
@@ -104,6 +107,24 @@ class Reader:
     faults: list[str] = dataclasses.field(default_factory=list)
     sections: list[tuple[Any, Item, str]] = dataclasses.field(default_factory=list)
     """The sections without faults, each with its item and its path."""
+
+    def add_implied(self, item: Item) -> None:
+        """Adds the values that the method `implied` of the root derives from the given ones.
+
+        The keys that `named` of the root lists have then served, and are removed.
+        """
+        given = tree.natural(item)
+        if not isinstance(given, Mapping):
+            return
+        try:
+            implied = getattr(self.root, "implied", lambda given: {})(given)
+            tree.fill(item, implied, item.where)
+        except ShardlibError as error:
+            self.of_class(str(error), item, "")
+        for section, key in getattr(self.root, "named", {}).items():
+            held = item.value[section].value if section in item.value else None
+            if isinstance(held, dict):
+                held.pop(key, None)
 
     def read(self, hint: Hint, item: Item, path: str) -> Any:
         """Returns the value of an item for a field of type `hint`, or `FAILED`."""

@@ -251,9 +251,15 @@ def from_python(value: object, where: str) -> Item:
     return Item(value, where)
 
 
-def apply_overrides(root: Item, overrides: Sequence[str]) -> list[str]:
-    """Writes `key.path=value` overrides into a tree in order, and returns their faults."""
+def apply_overrides(
+    root: Item, overrides: Sequence[str], named: Mapping[str, str] | None = None
+) -> list[str]:
+    """Writes `key.path=value` overrides into a tree in order, and returns their faults.
+
+    `named` gives the sections for which a text may stand, with the key that it is the value of.
+    """
     faults = []
+    _as_sections(root, named or {})
     for override in overrides:
         path, equals, text = override.partition("=")
         keys = path.strip().split(".")
@@ -266,9 +272,32 @@ def apply_overrides(root: Item, overrides: Sequence[str]) -> list[str]:
         try:
             value = _override_value(text, path.strip(), override)
             _write(root, keys, value, override)
+            _as_sections(root, named or {})
         except ConfigError as error:
             faults.append(str(error))
     return faults
+
+
+def _as_sections(root: Item, named: Mapping[str, str]) -> None:
+    """Replaces a text by a section with the text as one of its keys, so that later overrides add
+    to it."""
+    for section, key in named.items():
+        item = root.value.get(section) if isinstance(root.value, dict) else None
+        if item is not None and isinstance(item.value, str) and not as_null(item.value):
+            item.value = {key: Item(item.value, item.where, item.override)}
+
+
+def fill(root: Item, implied: Mapping[str, Any], where: str) -> None:
+    """Writes plain values into a tree where it has none."""
+    for key, value in implied.items():
+        if key not in root.value:
+            root.value[key] = from_python(value, where)
+            continue
+        given = root.value[key]
+        if isinstance(value, Mapping) and given.value == "":  # `data:` without keys.
+            given.value = {}
+        if isinstance(value, Mapping) and isinstance(given.value, dict):
+            fill(given, value, where)
 
 
 def _override_value(text: str, path: str, override: str) -> Any:

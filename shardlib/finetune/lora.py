@@ -21,6 +21,7 @@ from shardlib.finetune.projections import (
     replace_module,
     variable,
 )
+from shardlib.finetune.quantized import Kind, quantize
 
 TARGETS = ("**/attention/*",)
 """Patterns over the paths of modules: by default all projections of attention."""
@@ -36,6 +37,8 @@ class LoraConfig:
     """An adapter's result is multiplied by alpha / rank."""
     targets: tuple[str, ...] = TARGETS
     """Patterns over the paths of projections that get an adapter, as in `**/mlp/*`."""
+    quantize: Kind | None = None
+    """Bits of the frozen projections of all layers: int8, or nf4 (QLoRA); null for all bits."""
 
     @staticmethod
     def faults_of_fields(values: Any) -> list[str]:
@@ -46,6 +49,13 @@ class LoraConfig:
         if not 0.0 < values.get("alpha", 1.0) < math.inf:
             faults.append(f"alpha must be greater than 0 and finite, not {values['alpha']}")
         return faults
+
+    def adapted(self, model: nnx.Module, rngs: nnx.Rngs) -> Any:
+        """Returns a model with its layers quantized, if asked for, and with adapters."""
+        if self.quantize is not None:
+            model = quantize(model, self.quantize)
+        options = {"rank": self.rank, "alpha": self.alpha, "targets": self.targets}
+        return lora(model, rngs=rngs, **options)
 
 
 class Adapted(nnx.Module):

@@ -107,7 +107,7 @@ def load_adapter(model: Any, folder: str | Path, *, architecture: str | None = N
     model = getattr(model, "model", model)
     config = _read_config(folder)
     described = described_as(model, loaded, architecture)
-    tensors = Tensors(folder, TENSORS)
+    tensors = Tensors(folder, [TENSORS])
     targets = _targets(described, model, tensors)
     rank, alpha = config["r"], float(config["lora_alpha"])
     if config.get("use_rslora"):

@@ -103,7 +103,7 @@ class QuantizedKernel(nnx.Module):
         return (blocked * jnp.expand_dims(scales, last + 1)).reshape(self.shape)[index]
 
 
-def quantize(model: nnx.Module, kind: Kind, *, targets: Sequence[str] = ("layers/**",)) -> Any:
+def quantize(model: nnx.Module, kind: Kind, *, targets: Sequence[str] = ("**layers/**",)) -> Any:
     """Returns a model whose projections hold their kernels in few bits; `model` is not changed.
 
     Apply it before `lora`: a quantized kernel is frozen.
@@ -111,7 +111,7 @@ def quantize(model: nnx.Module, kind: Kind, *, targets: Sequence[str] = ("layers
     Args:
         model: Any NNX model.
         kind: `int8` or `nf4`.
-        targets: Patterns over the paths of projections; by default those in `layers`.
+        targets: Patterns over the paths of projections; by default those of stacked layers.
 
     Raises:
         ModelError: If the kind is unknown, a pattern matches no projection, or a kernel does not

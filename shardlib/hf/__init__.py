@@ -12,8 +12,13 @@ from shardlib.hf.architecture import Architecture as Architecture
 from shardlib.hf.architecture import Converter as Converter
 from shardlib.hf.architecture import Field as Field
 from shardlib.hf.architecture import architectures as architectures
+from shardlib.hf.hub import folder_of as folder_of
+from shardlib.hf.load import Description as Description
 from shardlib.hf.load import Loaded as Loaded
+from shardlib.hf.load import describe as describe
 from shardlib.hf.load import load as load
+from shardlib.hf.load import placements as placements
+from shardlib.hf.load import read_params as read_params
 from shardlib.hf.save import refuse_full as refuse_full
 from shardlib.hf.save import save as save
 from shardlib.hf.tensor_table import TensorRow as TensorRow

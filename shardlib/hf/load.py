@@ -5,7 +5,7 @@ import dataclasses
 import fnmatch
 import functools
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from shardlib.errors import CheckpointError, ConfigError, ModelError, did_you_me
 from shardlib.functional import FunctionalModule, functional
 from shardlib.functional.protocol import nested
 from shardlib.hf.architecture import Architecture, find_architecture
+from shardlib.hf.hub import folder_of
 from shardlib.hf.safetensors import Tensors
 from shardlib.hf.tensor_table import Index, Parameter, TensorTable
+from shardlib.hf.torch_files import open_tensors
 from shardlib.paths import named_leaves
 from shardlib.registry import DataSpec, ModelFamily
 from shardlib.sharding.constrain import Scope, active, use
@@ -90,7 +92,7 @@ class Loaded:
         return jax.jit(forward)
 
 
-def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> Loaded:
+def load(folder: str | Path, *, dtype: DTypeLike | None = None, allow_bin: bool = False) -> Loaded:
     """Loads a model from a folder in the format of Hugging Face.
 
     Under `sl.use(mesh, rules)` each parameter is placed as the rules say; otherwise the model is
@@ -98,8 +100,11 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> Loaded:
     host holds one shard at most beyond the result.
 
     Args:
-        folder: A folder with `config.json` and safetensors files.
+        folder: A folder with `config.json` and safetensors files, or its name on the hub of
+            Hugging Face, such as `org/name`, which is downloaded (with `huggingface_hub`).
         dtype: The dtype of the parameters; None for the dtype of each tensor.
+        allow_bin: Whether torch's `.bin` files of a folder without safetensors are read, without
+            torch and without running what they hold.
 
     Raises:
         CheckpointError: If files are missing or malformed, or tensors are missing, unknown, or have
@@ -114,21 +119,86 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> Loaded:
             f"dtype={dtype!r} is not a floating-point dtype.\n"
             "  Write it as jnp.bfloat16, or leave it out for the dtypes of the checkpoint."
         )
-    folder = Path(folder)
-    source = read_config(folder)
-    family, described = find_architecture(_name_of(source, folder))
-    config = _config(family, described, source, folder)
-    module = functional(lambda rngs: family.make(config, DataSpec(), rngs))
-    layout = TensorTable(described.table(config), parameters(module))
-    tensors = Tensors(folder)
-    names = _check(layout, tensors, described, config)
+    found = describe(folder, weights=True)
+    module = functional(lambda rngs: found.family.make(found.config, DataSpec(), rngs))
     scope = active()
-    params = read_parameters(layout, tensors, names, placements(module, scope), dtype)
+    params = read_params(found, module, placements(module, scope), lambda path: dtype, allow_bin)
     _, model_state = module.shapes()
     assert not named_leaves(model_state), "families of transformers have no other state"
     tree = nested({tuple(path.split("/")): leaf for path, leaf in params.items()})
     model = module.merge(tree, {}, jax.random.key(0))
-    return Loaded(model, config, described, source, folder, scope)
+    return Loaded(model, found.config, found.architecture, found.source, found.folder, scope)
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """The model of a folder, by its config.json alone."""
+
+    folder: Path
+    source: Mapping[str, Any]
+    """The contents of config.json."""
+    family: ModelFamily
+    architecture: Architecture
+    fields: Mapping[str, Any]
+    """The fields of our config that config.json decides, nested as in YAML."""
+
+    @functools.cached_property
+    def config(self) -> Any:
+        """The config of the family.
+
+        Raises:
+            ConfigError: If a field of config.json has a value of another type.
+        """
+        try:
+            return from_dict(self.family.config, self.fields, str(self.folder / "config.json"))
+        except ConfigError as error:
+            text = str(error)
+            for theirs, field in self.architecture.fields.items():
+                text = text.replace(f": {field.ours}: ", f": {theirs}: ")
+            raise ConfigError(text) from None
+
+
+def describe(folder: str | Path, *, weights: bool = False) -> Description:
+    """Returns the model of a folder; reads config.json alone.
+
+    Args:
+        folder: The path of a folder, or a name on the hub of Hugging Face, which is downloaded.
+        weights: Whether a download includes the tensors.
+
+    Raises:
+        CheckpointError: If config.json is missing or malformed.
+        ModelError: If no installed family reads the architecture.
+        ConfigError: If config.json describes a model that its family does not have.
+    """
+    folder = folder_of(folder, weights=weights)
+    source = read_config(folder)
+    family, described = find_architecture(_name_of(source, folder))
+    return Description(folder, source, family, described, described.read(source))
+
+
+def read_params(
+    found: Description,
+    module: FunctionalModule,
+    placed: Mapping[str, Sharding],
+    dtype: Callable[[str], DTypeLike | None],
+    allow_bin: bool = False,
+) -> dict[str, jax.Array]:
+    """Returns the parameters of a folder by path, each on its shards.
+
+    Args:
+        found: The folder.
+        module: The model, made from its config.
+        placed: The sharding of each parameter.
+        dtype: Returns the dtype of a parameter; None for that of the tensor.
+        allow_bin: As in `load`.
+
+    Raises:
+        CheckpointError: As in `load`.
+    """
+    layout = TensorTable(found.architecture.table(found.config), parameters(module))
+    tensors = open_tensors(found.folder, allow_bin=allow_bin)
+    names = _check(layout, tensors, found.architecture, found.config)
+    return read_parameters(layout, tensors, names, placed, dtype)
 
 
 def _is_floating(dtype: DTypeLike) -> bool:
@@ -156,18 +226,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} does not hold a JSON object.\n  Download it again.")
     return config
-
-
-def _config(
-    family: ModelFamily, described: Architecture, source: Mapping[str, Any], folder: Path
-) -> Any:
-    try:
-        return from_dict(family.config, described.read(source), str(folder / "config.json"))
-    except ConfigError as error:
-        text = str(error)
-        for theirs, field in described.fields.items():
-            text = text.replace(f": {field.ours}: ", f": {theirs}: ")
-        raise ConfigError(text) from None
 
 
 def _name_of(config: Mapping[str, Any], folder: Path) -> str:
@@ -248,7 +306,7 @@ def read_parameters(
     tensors: Tensors,
     names: Mapping[str, str],
     placed: Mapping[str, Sharding],
-    dtype: DTypeLike | None = None,
+    dtype: Callable[[str], DTypeLike | None] = lambda path: None,
 ) -> dict[str, jax.Array]:
     """Returns the parameters by path, read shard by shard.
 
@@ -257,14 +315,15 @@ def read_parameters(
         tensors: The tensors, mapped.
         names: The name in `tensors` of each tensor of the table.
         placed: The sharding of each parameter by path.
-        dtype: As in `load`.
+        dtype: Returns the dtype of a parameter; None for that of the tensor.
     """
 
     def shard(path: str, index: Index) -> np.ndarray:
         values = layout.read(path, index, lambda name: tensors[names[name]])
         for name in layout.names(path, index):
             tensors.drop(names[name])
-        return values if dtype is None else values.astype(dtype)
+        wanted = dtype(path)
+        return values if wanted is None else values.astype(wanted)
 
     arrays = {}
     for path, sharding in placed.items():

@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,15 +58,21 @@ class Entry(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+Reader = Callable[[Path], tuple[dict[str, Entry], mmap.mmap]]
+
+
 class Tensors(Mapping[str, np.ndarray]):
     """The tensors of a folder by name, mapped into memory and read only."""
 
-    def __init__(self, folder: Path, single: str = SINGLE):
+    def __init__(
+        self, folder: Path, files: Sequence[str] | None = None, read: Reader | None = None
+    ):
         """Reads and checks the headers of all files of a folder.
 
         Args:
             folder: The folder.
-            single: The name of the file where one file holds all tensors.
+            files: Names of its files; None for its safetensors files.
+            read: Reads the header of one file of another format.
 
         Raises:
             CheckpointError: If the folder has no safetensors files, a file of its index is missing,
@@ -76,9 +82,9 @@ class Tensors(Mapping[str, np.ndarray]):
         self.entries: dict[str, Entry] = {}
         self._maps: dict[str, mmap.mmap] = {}
         faults = []
-        for file in _files(folder, single):
+        for file in files_of(folder, INDEX, SINGLE) if files is None else files:
             try:
-                entries, self._maps[file] = _open(folder / file)
+                entries, self._maps[file] = (read or _open)(folder / file)
             except (OSError, ValueError) as error:
                 faults.append(f"{file}: {error}")
                 continue
@@ -113,22 +119,32 @@ class Tensors(Mapping[str, np.ndarray]):
             self._maps[entry.file].madvise(mmap.MADV_DONTNEED, start, length)
 
 
-def _files(folder: Path, single: str) -> list[str]:
-    """Returns the names of the files that hold the tensors of a folder."""
-    if single != SINGLE or not (folder / INDEX).exists():
+def files_of(folder: Path, index: str, single: str) -> list[str]:
+    """Returns the names of the files that hold the tensors of a folder.
+
+    Args:
+        folder: The folder.
+        index: The name of the file that lists several files.
+        single: The name of the file if there is one alone.
+
+    Raises:
+        CheckpointError: If there are none, or the index is malformed or names absent files.
+    """
+    if not (folder / index).exists():
         if (folder / single).exists():
             return [single]
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         held = f"; {', '.join(pickles[:3])} may hold code of strangers" if pickles else ""
         raise CheckpointError(
-            f"{folder} has neither {single} nor {INDEX}{held}.\n"
-            "  Convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other)."
+            f"{folder} has neither {single} nor {index}{held}.\n"
+            "  Convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other)"
+            f"{', or allow .bin files' if pickles else ''}."
         )
     try:
-        files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        files = sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{folder / INDEX} is malformed: {error!r}.\n  Download it again."
+            f"{folder / index} is malformed: {error!r}.\n  Download it again."
         ) from None
     # A name with a directory could lead out of the folder.
     foreign = [file for file in files if not isinstance(file, str) or Path(file).name != file]
@@ -137,7 +153,7 @@ def _files(folder: Path, single: str) -> list[str]:
         wrong = [f"{file!r} is outside of the folder" for file in foreign]
         wrong += [f"{file} is missing" for file in absent]
         raise CheckpointError(
-            f"{folder / INDEX} names files that cannot be read: {', '.join(wrong)}.\n"
+            f"{folder / index} names files that cannot be read: {', '.join(wrong)}.\n"
             "  Download them into the folder."
         )
     return files

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtyping import PyTree
 
+from shardlib.config import from_dict
 from shardlib.cost.machine.fabric import remarks
 from shardlib.cost.workload import Experts, Job, Latent, Transformer
 from shardlib.errors import ConfigError, ModelError, ShardlibError
@@ -19,9 +20,9 @@ from shardlib.plan.request import Question, TrainPrecision, raise_all
 from shardlib.plan.result import Plans, nothing_found
 from shardlib.plan.why_not import why_not
 from shardlib.plan.workloads.module import NOT_OF_MODULES, of_module
-from shardlib.plan.workloads.named_models import named_model
+from shardlib.plan.workloads.named_models import NAMED, canonical, named_model
 from shardlib.plan.workloads.transformer import TransformerWorkload
-from shardlib.registry import DataSpec, family
+from shardlib.registry import DataSpec, family, sizes
 from shardlib.rules import AxisRules
 
 if TYPE_CHECKING:
@@ -216,6 +217,11 @@ def _of_dims(model: object, length: int | None) -> tuple[str, Transformer, int |
             f"  Give shardlib.config.load(shardlib.run.RunConfig, {model!r}), or write "
             f"shardlib plan {model} --on ..."
         )
+    key = canonical(model)
+    if key not in NAMED and key in (known := sizes()):
+        name, fields = known[key]
+        config = from_dict(family(name).config, fields, key)
+        return model, *_of_config(config, length)[1:]
     named = named_model(model)
     return model, named.model, length or named.length
 

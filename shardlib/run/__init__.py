@@ -1,4 +1,4 @@
-"""Runs: train, explain, sample and export from one config."""
+"""Runs: train, explain, sample, import and export from one config."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -8,6 +8,7 @@ from shardlib.run.config import RunConfig as RunConfig
 
 if TYPE_CHECKING:
     from shardlib.run.exporting import export as export
+    from shardlib.run.importing import import_model as import_model
     from shardlib.run.reports.explaining import explain as explain
     from shardlib.run.sampling import generate as generate
     from shardlib.run.training import TrainResult as TrainResult
@@ -18,6 +19,7 @@ _HOME = {
     "TrainResult": "training",
     "explain": "reports.explaining",
     "export": "exporting",
+    "import_model": "importing",
     "generate": "sampling",
     "plan_run": "plans.planning",
     "train": "training",

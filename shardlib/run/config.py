@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from shardlib.checkpoint import CheckpointConfig
 from shardlib.config import Variants, configclass
@@ -88,6 +88,9 @@ def _rule(value: AxisRule) -> Any:
 class RunConfig:
     """One run: everything that determines its result, and the place it is stored."""
 
+    named: ClassVar[Mapping[str, str]] = {"model": "size"}
+    """Sections for which a text may stand, with the key that it is the value of."""
+
     run_dir: str = "runs/default"
     """Directory of the run: resolved config, metrics, checkpoints. Repeating the command resumes
     the run in it."""
@@ -95,7 +98,8 @@ class RunConfig:
     """Seed of the parameters, dropout and data order, from 0 to 2**32 - 1, with the same result on
     every mesh."""
     model: Annotated[Any, Variants(_model_configs, default="transformer", by_path=_model_config)]
-    """The model: a family by name or import path, and its sizes."""
+    """The model: a family by name or import path, and its sizes. A published size such as
+    `llama3-8b`, as text or as the key `size`, gives the keys that are left out."""
     data: Annotated[
         Any, Variants(lambda: DATA_CONFIGS, key="kind", default="text", by_path=_data_config)
     ] = TextData()
@@ -124,6 +128,32 @@ class RunConfig:
     """Time that each phase may take without progress before the process is ended."""
     eval: EvalConfig = EvalConfig()
     """Evaluation on held-out data."""
+
+    @staticmethod
+    def implied(given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns values of keys that others imply: the model's by its size or its folder, and the
+        tokenizer of the folder.
+
+        Raises:
+            ConfigError: If the size is unknown, or keys of the model contradict its folder.
+            CheckpointError: If the folder or its config.json cannot be read.
+        """
+        model, data = given.get("model"), given.get("data") or {}
+        if not isinstance(model, Mapping) or not {"size", "init_from"} & model.keys():
+            return {}
+        from shardlib.run import published
+
+        values: dict[str, Any] = {"model": published.implied(model)}
+        kind = DATA_CONFIGS.get(data.get("kind", "text")) if isinstance(data, Mapping) else None
+        if (
+            kind is not None
+            and hasattr(kind, "tokenizer")
+            and "init_from" in model
+            and ("tokenizer" not in data)
+        ):
+            tokenizer = published.tokenizer_file(model["init_from"])
+            values |= {"data": {"tokenizer": tokenizer}} if tokenizer else {}
+        return values
 
     @staticmethod
     def faults_of_fields(values: Mapping[str, Any]) -> list[str]:

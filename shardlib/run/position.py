@@ -9,15 +9,25 @@ from shardlib.checkpoint import Manifest, SavedCheckpoints
 from shardlib.checkpoint.directory import StepDirectory
 from shardlib.checkpoint.errors import listed
 from shardlib.config import from_dict, to_dict
-from shardlib.data import MapSource, StreamPosition
+from shardlib.data import MapSource, StreamPosition, Tokenizer
 from shardlib.errors import CheckpointError, DataError
 from shardlib.log.events import EVENTS_FILE, saved_step
 from shardlib.log.metrics import METRICS_FILE
 from shardlib.mesh import describe
+from shardlib.registry import DataSpec
 from shardlib.run.config import RunConfig, check_resumable
 from shardlib.run.directory import RunDirectory
 from shardlib.run.setup import Setup
 from shardlib.train.guards import GuardPolicy
+
+
+@dataclasses.dataclass(frozen=True)
+class NoData:
+    """What is known of the data of a model that was imported without data to train on."""
+
+    spec: DataSpec
+    tokenizer: Tokenizer | None
+    fingerprint: None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +58,7 @@ class Standing:
         return Standing(StreamPosition(self.position.step, samples), (*self.skipped, gap))
 
     def metadata(
-        self, step: int, parts: Setup, source: MapSource, guards: GuardPolicy
+        self, step: int, parts: Setup, source: MapSource | NoData, guards: GuardPolicy
     ) -> dict[str, Any]:
         """Returns the metadata of a checkpoint of `step`, reached from here by equal batches.
 
@@ -125,6 +135,11 @@ def check_same_run(parts: Setup, source: MapSource) -> Callable[[Manifest], None
         place = f"{parts.config.run_dir}, step {manifest.step}"
         saved = from_dict(RunConfig, manifest.run["config"], place)
         check_resumable(saved, parts.config)
+        if manifest.run["data"]["fingerprint"] is None:
+            raise DataError(
+                f"{parts.config.run_dir} was imported without data to train on.\n"
+                "  Import it again with data.path, or train a new run with model.init_from."
+            )
         if manifest.run["data"]["fingerprint"] != source.fingerprint:
             raise DataError(
                 f"the data of {parts.config.run_dir} has changed since its last checkpoint.\n"

@@ -12,6 +12,7 @@ from shardlib.checkpoint import Manifest, RunCheckpoints
 from shardlib.data import MapSource, Prefetcher
 from shardlib.paths import path_string
 from shardlib.run.directory import RunDirectory
+from shardlib.run.initial import start_state
 from shardlib.run.log import RunLog
 from shardlib.run.position import Standing, check_same_run
 from shardlib.run.setup import Setup
@@ -23,7 +24,7 @@ from shardlib.train.evaluate import evaluate
 from shardlib.train.guards import GuardPolicy, GuardsConfig, Rewind
 from shardlib.train.local_sgd.outer import LocalSGD, group_means, merged
 from shardlib.train.loop import Loop, StepRecord
-from shardlib.train.state import TrainState, materialize
+from shardlib.train.state import TrainState
 
 _State = Any
 """A `TrainState`, or the state of the groups of local SGD."""
@@ -86,7 +87,7 @@ class Attempt:
                 "groups, so skipped updates are reported, but the run does not go back for them"
             )
         state = self._restored()
-        if not is_new and not int(state.step):
+        if not is_new and not self.checkpoints.steps():
             self.log.notice(f"{self.directory} has no checkpoint yet: training from the start")
         saved = ""
         if int(state.step) >= self.config.train.steps and self._policy.rewind is None:
@@ -132,7 +133,7 @@ class Attempt:
             self._is_save_put_off = manifest.run.get("save_put_off", False)
             return state
         self._standing = Standing()
-        state = materialize(self.parts.abstract, seed=self.config.seed)
+        state = start_state(self.parts)
         return self._step.init(state) if isinstance(self._step, LocalSGD) else state
 
     def _target(self) -> _State:

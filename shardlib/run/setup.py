@@ -11,7 +11,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jaxtyping import PyTree
 
 from shardlib.data import ArrangedSource, MapSource, Source, open_data
-from shardlib.finetune import lora
 from shardlib.functional.precision import precision
 from shardlib.hardware import Cluster
 from shardlib.mesh import abstract_mesh, make_mesh, mesh_sizes
@@ -221,6 +220,6 @@ def model_maker(config: RunConfig, family: ModelFamily, data: DataSpec) -> Calla
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = family.make(config.model, data, rngs)
-        return model if config.finetune is None else lora(model, rngs=rngs, **vars(config.finetune))
+        return model if config.finetune is None else config.finetune.adapted(model, rngs)
 
     return make

@@ -98,13 +98,18 @@ NAMED: dict[str, NamedModel] = {
 """Models by name."""
 
 
+def canonical(name: str) -> str:
+    """Returns the name of a model as the tables write it."""
+    return name.strip().lower().replace("_", "-")
+
+
 def named_model(name: str) -> NamedModel:
     """Returns a published model by its name, in any case and with `_` for `-`.
 
     Raises:
         ModelError: If no model has that name.
     """
-    model = NAMED.get(name.strip().lower().replace("_", "-"))
+    model = NAMED.get(canonical(name))
     if model is None:
         raise ModelError(
             f"no model is known by the name {name!r}.{did_you_mean(name.lower(), NAMED)}\n"

@@ -1,0 +1,56 @@
+"""Folders by their path, or by their name on the hub of Hugging Face."""
+
+import re
+from pathlib import Path
+
+from shardlib.errors import CheckpointError, without_credentials
+
+# The tensors are safetensors only: other files of weights can run code.
+TEXTS = (
+    "*.jinja",
+    "added_tokens.json",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+TENSORS = ("model*.safetensors", "model.safetensors.index.json")
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def folder_of(name: str | Path, *, weights: bool) -> Path:
+    """Returns a folder by its path, or downloads it by its name on the hub, such as `org/name`.
+
+    Args:
+        name: The path or the name. An existing path comes first.
+        weights: Whether tensors are downloaded too.
+
+    Raises:
+        CheckpointError: If there is no such path, and the name cannot be downloaded.
+    """
+    path = Path(name)
+    if path.exists() or not _HUB_NAME.fullmatch(str(name)):
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+    except ModuleNotFoundError:
+        raise _refused(path, "the package huggingface_hub is not installed") from None
+    try:
+        patterns = [*TEXTS, *(TENSORS if weights else ())]
+        return Path(snapshot_download(str(name), allow_patterns=patterns))
+    # The hub raises errors of its own, of requests or httpx, and of the file system.
+    except Exception as error:
+        lines = without_credentials(str(error)).strip().splitlines()
+        raise _refused(path, lines[0] if lines else type(error).__name__) from None
+
+
+def _refused(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"no folder {path} is here, and it cannot be downloaded from the hub: {why}.\n"
+        "  Give the path of a folder with config.json, or install huggingface_hub and go online."
+    )

@@ -1,0 +1,113 @@
+"""Published models in a config: by the name of their size, or by the folder of their weights."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardlib.config import from_dict
+from shardlib.config.classes import fields_of
+from shardlib.errors import ConfigError, did_you_mean
+from shardlib.registry import families, family, sizes
+
+TOKENIZER = "tokenizer.json"
+
+
+def implied(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a model that its size or its folder implies, nested as in YAML.
+
+    A model whose keys are all given, as in the config of a run, needs no folder.
+
+    Raises:
+        ConfigError: If the size is unknown, or given keys contradict the folder.
+        CheckpointError: If the folder or its config.json cannot be read.
+    """
+    if "size" in model and model.get("init_from") is not None:
+        raise ConfigError("model: size and init_from are two sources of one model; give one.")
+    if "size" in model:
+        return sized(str(model["size"]), model.get("name"))
+    folder = model["init_from"]
+    if folder is None or _is_complete(model):
+        return {}
+    from shardlib import hf
+
+    found = hf.describe(folder)
+    fields = {"name": found.family.config().name, **found.fields}
+    if model.get("name", fields["name"]) != fields["name"]:
+        raise ConfigError(
+            f"model: {folder} holds a {fields['name']!r}, but name is {model['name']!r}; "
+            "leave it out."
+        )
+    try:
+        given = from_dict(found.family.config, _merged(fields, model), "model")
+    except ConfigError:
+        return fields  # The reader reports the faults of the keys.
+    check_agrees(found, given)
+    return fields
+
+
+def sized(size: str, name: str | None = None) -> dict[str, Any]:
+    """Returns the keys of a published model.
+
+    Args:
+        size: Its name, in any case and with `_` for `-`.
+        name: The family; None for any.
+
+    Raises:
+        ConfigError: If no family has the size.
+    """
+    known = {key: found for key, found in sizes().items() if name in (None, found[0])}
+    key = size.strip().lower().replace("_", "-")
+    if key not in known:
+        hint = f" Write model.name={size}." if size in families() else did_you_mean(key, known)
+        names = ", ".join(known) or "none"
+        raise ConfigError(f"model: no published size is called {size!r}.{hint} Known: {names}.")
+    chosen, fields = known[key]
+    return {"name": chosen, **fields}
+
+
+def check_agrees(found: Any, model: Any) -> None:
+    """Raises `ConfigError` with every field of a model that differs from its folder.
+
+    Fields that `config.json` does not decide, such as dropout and remat, are free.
+
+    Args:
+        found: The `hf.Description` of the folder.
+        model: The config of the model.
+    """
+    faults = list(_differences(found.fields, found.config, model, ""))
+    if faults:
+        raise ConfigError(
+            f"model: the keys contradict {found.folder / 'config.json'}: {'; '.join(faults)}. "
+            "Leave them out."
+        )
+
+
+def tokenizer_file(folder: str | None) -> str | None:
+    """Returns the tokenizer of a folder; None if it has none."""
+    if folder is None:
+        return None
+    from shardlib import hf
+
+    path = hf.folder_of(folder, weights=False) / TOKENIZER
+    return str(path) if path.is_file() else None
+
+
+def _merged(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested fields with the given ones in their place."""
+    merged = {**fields, **given}
+    for name in fields.keys() & given.keys():
+        if isinstance(fields[name], Mapping) and isinstance(given[name], Mapping):
+            merged[name] = _merged(fields[name], given[name])
+    return merged
+
+
+def _is_complete(model: Mapping[str, Any]) -> bool:
+    return "name" in model and fields_of(family(model["name"]).config).keys() <= model.keys()
+
+
+def _differences(fields: Mapping[str, Any], held: Any, given: Any, path: str) -> Iterator[str]:
+    for name, value in fields.items():
+        theirs, ours = getattr(held, name), getattr(given, name)
+        if isinstance(value, Mapping) and theirs is not None and ours is not None:
+            yield from _differences(value, theirs, ours, f"{path}{name}.")
+        elif theirs != ours:
+            yield f"{path}{name} is {ours!r}, there {theirs!r}"

@@ -1,0 +1,147 @@
+"""Published weights become runs, and runs begin from them, on the meshes of the configs."""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from shardlib import hf, run
+from shardlib.checkpoint import SavedCheckpoints
+from shardlib.config import load
+from shardlib.data import read_tokenizer
+from shardlib.data.tokenizer import train_bpe
+from shardlib.paths import named_leaves
+from shardlib.registry import DataSpec
+from shardlib.run import RunConfig
+from shardlib_models.transformer import make
+from shardlib_models.transformer_config import TransformerConfig
+
+pytestmark = pytest.mark.mesh
+
+MODEL = TransformerConfig(
+    num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, vocab_size=320, max_positions=256
+)
+TEXT = "\n".join(f"the {i} quick brown foxes jump over {i * i} lazy dogs" for i in range(400))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder of Hugging Face with a tokenizer of 300 tokens."""
+    folder = tmp_path_factory.mktemp("tiny") / "tiny"
+    hf.save(make(MODEL, DataSpec(), nnx.Rngs(7)), folder, architecture="LlamaForCausalLM")
+    train_bpe([TEXT], 300).save(folder / "tokenizer.json")
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2"])
+def test_an_imported_run_is_listed_resharded_and_exported(shardlib, folder, tmp_path, mesh):
+    out, copy = tmp_path / "run", tmp_path / "copy"
+    assert shardlib("import", folder, "--out", out, f"mesh={mesh}") == (
+        0,
+        f"imported {folder} to {out}\n",
+        "",
+    )
+    assert SavedCheckpoints(out / "checkpoints").candidates() == [0]
+    assert read_tokenizer(out / "tokenizer.json").vocab_size == 300
+    code, _, err = shardlib("checkpoint", "reshard", out, "--mesh", "data=2,fsdp=4", "--to", copy)
+    assert (code, err) == (0, "")
+    for number, one in enumerate((out, copy)):
+        assert shardlib("export", one, "--out", tmp_path / f"out{number}")[0] == 0
+        exported = (tmp_path / f"out{number}" / "model.safetensors").read_bytes()
+        assert exported == (folder / "model.safetensors").read_bytes()
+    assert shardlib("generate", out, "--prompt", "the", "--length", 4)[0] == 0
+
+
+def test_a_run_begins_from_a_folder_and_resumes_without_its_weights(folder, text, tmp_path):
+    words = [
+        f"run_dir={tmp_path / 'run'}",
+        f"model.init_from={folder}",
+        f"data.path={text}",
+        "data.separator='\n'",
+        *("data.sequence_length=16", "train.global_batch=8", "train.steps=1", "eval.every_steps=0"),
+        *("optimizer.learning_rate=1e-30", "optimizer.weight_decay=0", "mesh=fsdp=4,tensor=2"),
+    ]
+    config = load(RunConfig, None, words)
+    assert config.data.tokenizer == str(folder / "tokenizer.json")
+    first = run.train(config).state
+    loaded = named_leaves(nnx.to_pure_dict(nnx.state(hf.load(folder).model, nnx.Param)))
+    for path, leaf in named_leaves(first.params).items():
+        np.testing.assert_array_equal(leaf, loaded[path])
+    (folder / "model.safetensors").rename(tmp_path / "weights")
+    try:
+        again = run.train(load(RunConfig, None, [*words, "train.steps=2"]))
+    finally:
+        (tmp_path / "weights").rename(folder / "model.safetensors")
+    assert again.step == 2
+
+
+def test_an_import_with_data_is_trained(shardlib, folder, text, tmp_path):
+    out = tmp_path / "run"
+    words = [f"data.path={text}", "data.separator='\n'", "data.sequence_length=16"]
+    words += ["train.global_batch=8", "train.steps=2", "eval.every_steps=0", "mesh=fsdp=8"]
+    assert shardlib("import", folder, "--out", out, *words)[0] == 0
+    code, _, err = shardlib("train", out)
+    assert code == 0
+    assert "training from the start" not in err
+    assert SavedCheckpoints(out / "checkpoints").candidates()[-1] == 2
+
+
+WRONG = {
+    "an existing run": (["--out", "HERE"], r"exists already"),
+    "no folder": (["--out", "RUN"], r"config.json does not exist"),
+    "no weights": (["--out", "RUN"], r"has neither model.safetensors nor"),
+    "no tokenizer": (["--out", "RUN"], r"has no tokenizer.json.*\n *Add data.tokenizer"),
+    "a mesh of other devices": (["--out", "RUN", "mesh=fsdp=3"], r"fsdp"),
+    "no such data": (["--out", "RUN", "data.path=absent.txt"], r"absent.txt"),
+    "another size": (["--out", "RUN", "model.num_layers=3"], r"num_layers is 3, there 2"),
+    "a larger vocabulary": (
+        ["--out", "RUN", "data.tokenizer=TOKENIZER"],
+        r"the data have 400 tokens, but vocab_size=320",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
+def test_a_refused_import_leaves_nothing(
+    shardlib, folder, tmp_path, words, message, request, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    copy = tmp_path / "copy"
+    case = request.node.callspec.id
+    if case != "no folder":
+        shutil.copytree(folder, copy)
+    if case == "no weights":
+        (copy / "model.safetensors").unlink()
+    if case == "no tokenizer":
+        (copy / "tokenizer.json").unlink()
+    if "TOKENIZER" in " ".join(words):
+        train_bpe([TEXT + " ".join(map(chr, range(0x100, 0x300)))], 400).save("larger.json")
+    (tmp_path / "here").mkdir()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    names = {"HERE": "here", "RUN": "run", "TOKENIZER": "larger.json"}
+    told = [re.sub("|".join(names), lambda name: names[name[0]], word) for word in words]
+    code, _, err = shardlib("import", "copy", *told)
+    assert code in (1, 2)
+    assert re.search(message, err), err
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_an_import_of_bin_files_is_allowed_by_name(shardlib, folder, tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    torch.save(load_file(copy / "model.safetensors"), copy / "pytorch_model.bin")
+    (copy / "model.safetensors").unlink()
+    code, _, err = shardlib("import", copy, "--out", tmp_path / "run")
+    assert (code, "or allow .bin files" in err) == (1, True)
+    assert shardlib("import", copy, "--out", tmp_path / "run", "--allow-bin")[0] == 0
