@@ -128,7 +128,7 @@ def files_of(folder: Path, index: str, single: str) -> list[str]:
         single: The name of the file if there is one alone.
 
     Raises:
-        CheckpointError: If there are none, or the index is malformed or names absent files.
+        CheckpointError: If no file is there, or the index is malformed or names absent files.
     """
     if not (folder / index).exists():
         if (folder / single).exists():
