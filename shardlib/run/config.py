@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from shardlib.checkpoint import CheckpointConfig
 from shardlib.config import Variants, configclass
-from shardlib.data import DataConfig, ImageData, TextData
+from shardlib.data import ChatData, DataConfig, ImageData, InstructionData, TextData
 from shardlib.errors import ConfigError, MeshError, RuleError
 from shardlib.import_paths import imported
 from shardlib.mesh import MeshConfig
@@ -25,7 +25,12 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
-DATA_CONFIGS: Mapping[str, type[DataConfig]] = {"text": TextData, "images": ImageData}
+DATA_CONFIGS: Mapping[str, type[DataConfig]] = {
+    "text": TextData,
+    "images": ImageData,
+    "instructions": InstructionData,
+    "chat": ChatData,
+}
 """The built-in data sources."""
 
 AxisRule = str | None | tuple[str | None, ...]
