@@ -29,7 +29,7 @@ class ExampleFields(DataConfig):
     """`bytes`, or the path of a `tokenizer.json` or of the folder that holds it."""
     end_of_text: str | None = None
     """The token of a `tokenizer.json` that ends a text. Unset: `eos_token` of the
-    `tokenizer_config.json` beside it, or a usual name in its vocabulary."""
+    `tokenizer_config.json` in its folder, or a usual name in its vocabulary."""
     eval_fraction: float = 0.01
     """Share of the tokens held out from training, in whole examples chosen by a hash of their
     content. Unused if `eval_path` is set."""

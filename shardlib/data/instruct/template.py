@@ -37,8 +37,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[Span]]:
         """Returns the text of a chat and the spans of characters that the assistant writes.
 
-        The spans are those of the template's tag `generation`. In a template without it, a span
-        begins where the prompt for the assistant's message ends, and ends with the message.
+        The template's tag `generation` encloses the spans. In a template without it, a span begins
+        where the prompt for the assistant's message ends, and ends with the message.
 
         Raises:
             DataError: If the template refuses the messages, or has no tag and renders the beginning
@@ -86,7 +86,7 @@ def find_template(folder: Path | None, template: str | None) -> ChatTemplate:
     """Returns the chat template of a config: its own, or that of the tokenizer's folder.
 
     Raises:
-        DataError: If there is none.
+        DataError: If neither has one, or it is malformed.
     """
     settings = tokenizer_settings(folder)
     if template is None and folder is not None and (folder / "chat_template.jinja").is_file():
@@ -110,7 +110,7 @@ def find_template(folder: Path | None, template: str | None) -> ChatTemplate:
 
 
 def tokenizer_settings(folder: Path | None) -> dict[str, Any]:
-    """Returns the content of `tokenizer_config.json`, {} if there is none."""
+    """Returns the content of `tokenizer_config.json`, {} without such a file."""
     file = None if folder is None else folder / "tokenizer_config.json"
     if file is None or not file.is_file():
         return {}
