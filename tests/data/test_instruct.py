@@ -217,7 +217,8 @@ def test_the_loss_counts_only_masked_targets():
 
 RUN = """
 run_dir: {run_dir}
-model: {{name: transformer, num_layers: 1, embed_dim: 32, num_heads: 4, mlp_dim: 64, vocab_size: 264}}
+model:
+  {{name: transformer, num_layers: 1, embed_dim: 32, num_heads: 4, mlp_dim: 64, vocab_size: 264}}
 data: {{kind: instructions, path: {path}, sequence_length: 40, eval_fraction: 0.2}}
 optimizer: {{learning_rate: 1.0e-2, warmup_steps: 0, schedule: constant}}
 train: {{steps: {steps}, global_batch: 8, cpu_devices: 8}}
