@@ -172,6 +172,7 @@ def test_every_storage_gives_the_same_rows(tmp_path):
         ([], {}, "expected a JSON object, found list"),
         ({"messages": "hi"}, {"template": BARE}, "'messages' is not a list of messages"),
         ({"messages": messages([("user", "a")])}, {"template": BARE}, "has no token to learn"),
+        ({"tools": [1]}, {"template": BARE}, "has tools, which are not rendered"),
         ({}, {"template": "{% if %}"}, "the chat template is malformed"),
         ({}, {"template": None}, "the tokenizer has no chat template"),
         (

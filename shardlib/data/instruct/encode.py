@@ -44,6 +44,10 @@ def encoder(
         tokens = chat_encoder(tokenizer)
 
         def encode_chat(example: dict[str, Any]) -> Learned:
+            if example.get("tools"):
+                raise DataError(
+                    "the example has tools, which are not rendered.\n  Remove its field 'tools'."
+                )
             return tokens(*template.render(_messages(example, config.messages_field)))
 
         parts = (config.messages_field, template.source, sorted(template.special_tokens.items()))
