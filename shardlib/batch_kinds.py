@@ -72,7 +72,9 @@ def _text(random: np.random.Generator, rows: int, data: DataSpec) -> dict[str, n
 
 TEXT = BatchKind(
     "text",
-    axes=dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), ("batch", "length")),
+    axes=dict.fromkeys(
+        ("tokens", "targets", "segment_ids", "positions", "loss_mask"), ("batch", "length")
+    ),
     unit="tokens",
     units_per_example=lambda data: data.sequence_length or 1,
     example=_text,

@@ -242,7 +242,8 @@ def loss(
     Args:
         model: A transformer for this step alone: it is put into training or evaluation mode.
         batch: `tokens` and `targets` [batch, length] int32; for packed rows also `segment_ids`
-            (0 at positions without a target) and `positions`; `num_bytes` [batch] int32 for the
+            (0 at positions without a target) and `positions`; `loss_mask` (0 at targets that the
+            loss ignores); `num_bytes` [batch] int32 for the
             bytes of text that the targets cover.
         rng: Not used: dropout draws from the model's own streams.
         train: Whether dropout is on.
@@ -266,6 +267,9 @@ def loss(
     segment_ids = rows["segment_ids"]
     x, stats = model.residual(rows["tokens"], rows["positions"], segment_ids, order)
     mask = None if segment_ids is None else segment_ids > 0
+    if rows["loss_mask"] is not None:
+        learned = rows["loss_mask"] > 0
+        mask = learned if mask is None else mask & learned
     mean, metrics = model.cross_entropy(
         x, rows["targets"], mask, label_smoothing=label_smoothing, z_loss=z_loss
     )
@@ -280,7 +284,7 @@ def loss(
 
 def _rows(config: TransformerConfig, batch: dict[str, Any]) -> tuple[dict[str, Any], Order]:
     """Returns the rows of a batch, in the order that suits the mesh."""
-    names = ("tokens", "targets", "positions", "segment_ids")
+    names = ("tokens", "targets", "positions", "segment_ids", "loss_mask")
     rows = {name: batch.get(name) for name in names}
     order = plan(config, batch["tokens"].shape[1]).order
     if order == "zigzag":

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from shardlib.data.arranged import ArrangedSource as ArrangedSource
     from shardlib.data.config import DataConfig as DataConfig
     from shardlib.data.images.config import ImageData as ImageData
+    from shardlib.data.instruct.config import ChatData as ChatData
+    from shardlib.data.instruct.config import InstructionData as InstructionData
     from shardlib.data.loader import MapSource as MapSource
     from shardlib.data.loader import Source as Source
     from shardlib.data.loader import StreamPosition as StreamPosition
@@ -23,8 +25,10 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "ArrangedSource": "arranged",
+    "ChatData": "instruct.config",
     "DataConfig": "config",
     "ImageData": "images.config",
+    "InstructionData": "instruct.config",
     "MapSource": "loader",
     "Prefetcher": "prefetch",
     "Source": "loader",

@@ -15,8 +15,10 @@ def open_data(
     """Returns the batches of a data config.
 
     Text: `tokens`, `targets`, `segment_ids`, `positions`: `[global_batch, sequence_length] int32`,
-    and `num_bytes: [global_batch] int32`; see `packing.PackedRows`. Images: `images:
-    [global_batch, height, width, channels] float32`, `labels: [global_batch] int32`.
+    and `num_bytes: [global_batch] int32`; see `packing.PackedRows`. Chats and instructions:
+    in place of `num_bytes`, `loss_mask: [global_batch, sequence_length] int32`, 1 where the loss
+    counts the target. Images: `images: [global_batch, height, width, channels] float32`, `labels:
+    [global_batch] int32`.
 
     The training stream is endless, with a new order in each pass. Evaluation is one pass over the
     held-out data, the same for all seeds. Its last batch is padded: rows with segment ids of all 0,

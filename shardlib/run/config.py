@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from shardlib.checkpoint import CheckpointConfig
 from shardlib.config import Variants, configclass
-from shardlib.data import DataConfig, ImageData, TextData
+from shardlib.data import ChatData, DataConfig, ImageData, InstructionData, TextData
 from shardlib.errors import ConfigError, MeshError, RuleError
 from shardlib.finetune.lora import LoraConfig
 from shardlib.import_paths import imported
@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
-DATA_CONFIGS: Mapping[str, type[DataConfig]] = {"text": TextData, "images": ImageData}
+DATA_CONFIGS: Mapping[str, type[DataConfig]] = {
+    "text": TextData,
+    "images": ImageData,
+    "instructions": InstructionData,
+    "chat": ChatData,
+}
 """The built-in data sources."""
 
 AxisRule = str | None | tuple[str | None, ...]

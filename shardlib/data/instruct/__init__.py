@@ -1,0 +1,1 @@
+"""Data for fine-tuning: chats, and prompts with completions."""

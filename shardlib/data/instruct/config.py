@@ -1,0 +1,51 @@
+"""The data configs of chats and instructions."""
+
+from typing import TYPE_CHECKING, Literal
+
+from shardlib.batch_kinds import DataSpec
+from shardlib.config import configclass
+from shardlib.data.instruct.fields import ChatFields, ExampleFields, InstructionFields
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from shardlib.data.loader import MapSource
+    from shardlib.data.tokenizer import Tokenizer
+
+
+class _Examples(ExampleFields):
+    def spec(self) -> DataSpec:
+        from shardlib.data.tokenizer import BytesTokenizer
+
+        vocab_size = BytesTokenizer.vocab_size if self.tokenizer == "bytes" else None
+        return DataSpec(vocab_size=vocab_size, sequence_length=self.sequence_length)
+
+    def padding(self) -> "dict[str, np.ndarray]":
+        from shardlib.data.instruct.packing import empty_row
+
+        return empty_row(self.sequence_length)
+
+    def check_paths(self) -> None:
+        from shardlib.data.text.sources import check_exist
+
+        check_exist(self.path, self.eval_path)
+
+    def open(self, *, global_batch: int, seed: int, split: Literal["train", "eval"]) -> "MapSource":
+        from shardlib.data.instruct.rows import open_examples
+
+        return open_examples(self, global_batch=global_batch, seed=seed, split=split)
+
+    def find_tokenizer(self, *, read: bool = False) -> "Tokenizer | None":
+        from shardlib.data.instruct.encode import load_tokenizer
+
+        return load_tokenizer(self)
+
+
+@configclass
+class InstructionData(InstructionFields, _Examples):
+    """Prompts and completions, packed into rows; the loss is on the completions."""
+
+
+@configclass
+class ChatData(ChatFields, _Examples):
+    """Rendered chats, packed into rows; the loss is on the assistant's tokens."""

@@ -1,0 +1,145 @@
+"""Examples as tokens, with a mask of the tokens to learn."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardlib.data.hashing import digest
+from shardlib.data.instruct.fields import ChatFields, ExampleFields, InstructionFields
+from shardlib.data.instruct.template import Span, find_template, tokenizer_settings
+from shardlib.data.text.sources import missing
+from shardlib.data.tokenizer import BytesTokenizer, Tokenizer, read_tokenizer
+from shardlib.errors import DataError, did_you_mean
+
+Learned = tuple[np.ndarray, np.ndarray]
+"""Tokens `[n] int64`, and whether the loss counts each, `[n] bool`."""
+
+
+def load_tokenizer(config: ExampleFields) -> Tokenizer:
+    """Returns the tokenizer of a config.
+
+    Raises:
+        DataError: If its file is missing or malformed.
+    """
+    folder = _folder(config)
+    if folder is None:
+        return BytesTokenizer()
+    place = Path(config.tokenizer)
+    file = place / "tokenizer.json" if place.is_dir() else place
+    if not file.is_file():
+        raise DataError(f"data.tokenizer: {missing(str(file))}")
+    stored = tokenizer_settings(folder).get("eos_token")
+    eos = stored["content"] if isinstance(stored, dict) else stored
+    return read_tokenizer(file, config.end_of_text or eos)
+
+
+def encoder(
+    config: ExampleFields, tokenizer: Tokenizer
+) -> tuple[str, Callable[[dict[str, Any]], Learned]]:
+    """Returns a digest of how a config encodes examples, and the function that does."""
+    if isinstance(config, ChatFields):
+        template = find_template(_folder(config), config.template)
+        tokens = chat_encoder(tokenizer)
+
+        def encode_chat(example: dict[str, Any]) -> Learned:
+            if example.get("tools"):
+                raise DataError(
+                    "the example has tools, which are not rendered.\n  Remove its field 'tools'."
+                )
+            return tokens(*template.render(_messages(example, config.messages_field)))
+
+        parts = (config.messages_field, template.source, sorted(template.special_tokens.items()))
+        return digest(("chat", *parts)), encode_chat
+    assert isinstance(config, InstructionFields)
+    return digest((config.prompt_fields, config.completion_field)), lambda example: _completion(
+        config, tokenizer, example
+    )
+
+
+def chat_encoder(tokenizer: Tokenizer) -> Callable[[str, Sequence[Span]], Learned]:
+    """Returns the function of a rendered chat and the assistant's spans to its tokens.
+
+    Names of special tokens in the text are special tokens. A token belongs to the assistant if one
+    of its characters does.
+    """
+    if isinstance(tokenizer, BytesTokenizer):
+        return _bytes_of_chat
+    from tokenizers import Tokenizer as Library
+
+    library = Library.from_str(tokenizer.to_json())
+    library.no_truncation()
+    library.no_padding()
+
+    def encode(text: str, spans: Sequence[Span]) -> Learned:
+        encoding = library.encode(text, add_special_tokens=False)
+        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        mask = np.zeros(len(starts), bool)
+        for start, end in spans:
+            mask |= (starts < end) & (ends > start)
+        return np.array(encoding.ids, np.int64), mask
+
+    return encode
+
+
+def _bytes_of_chat(text: str, spans: Sequence[Span]) -> Learned:
+    mask = np.zeros(len(text), bool)
+    for start, end in spans:
+        mask[start:end] = True
+    widths = [len(character.encode()) for character in text]
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int64), np.repeat(mask, widths)
+
+
+def _folder(config: ExampleFields) -> Path | None:
+    if config.tokenizer == "bytes":
+        return None
+    place = Path(config.tokenizer)
+    return place if place.is_dir() else place.parent
+
+
+def _messages(example: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]:
+    messages = _field(example, field, "data.messages_field")
+    if not (
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages)
+    ):
+        raise DataError(
+            f"the field {field!r} is not a list of messages.\n"
+            '  Write it as [{"role": "user", "content": "..."}, ...].'
+        )
+    return messages
+
+
+def _completion(
+    config: InstructionFields, tokenizer: Tokenizer, example: Mapping[str, Any]
+) -> Learned:
+    """Encodes prompt and completion apart, as a prompt is encoded when a model is used."""
+    prompts = [_text(example, name, "data.prompt_fields") for name in config.prompt_fields]
+    prompt = tokenizer.encode("\n".join(prompts) + "\n")
+    completion = tokenizer.encode(_text(example, config.completion_field, "data.completion_field"))
+    ids = np.array([*prompt, *completion, tokenizer.eot], np.int64)
+    return ids, np.arange(len(ids)) >= len(prompt)
+
+
+def _text(example: Mapping[str, Any], name: str, key: str) -> str:
+    value = _field(example, name, key)
+    if isinstance(value, dict) and value.get("text"):
+        value = value["text"][0]
+    if not isinstance(value, str):
+        raise DataError(
+            f"the field {name!r} holds {type(value).__name__}, not text.\n"
+            f"  Set {key} to a field of text."
+        )
+    return value
+
+
+def _field(example: Mapping[str, Any], name: str, key: str) -> Any:
+    if name not in example:
+        fields = ", ".join(map(repr, example)) or "none"
+        raise DataError(
+            f"no field {name!r}; its fields: {fields}.{did_you_mean(name, example)}\n"
+            f"  Set {key} to the field that is meant."
+        )
+    return example[name]

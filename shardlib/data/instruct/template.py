@@ -1,0 +1,172 @@
+"""Chat templates: the text of a chat, and which of its characters the assistant writes."""
+
+import datetime
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from shardlib.errors import DataError, require
+
+# Characters that Unicode never assigns; they enclose the assistant's text while it is rendered.
+_START, _END = "\ufdd0", "\ufdd1"
+_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Span = tuple[int, int]
+
+
+class ChatTemplate:
+    """A chat template of Hugging Face, rendered in Jinja's sandbox.
+
+    Args:
+        source: The template.
+        special_tokens: `bos_token`, `eos_token` and others that the template may name.
+
+    Raises:
+        DataError: If the template is malformed.
+        MissingExtraError: If jinja2 is not installed.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]):
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+        self._has_tag = _TAG.search(source) is not None
+        self._render = _compile(source)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[Span]]:
+        """Returns the text of a chat and the spans of characters that the assistant writes.
+
+        The template's tag `generation` encloses the spans. In a template without it, a span begins
+        where the prompt for the assistant's message ends, and ends with the message.
+
+        Raises:
+            DataError: If the template refuses the messages, or has no tag and renders the beginning
+                of the chat in another way than the whole.
+        """
+        whole = self._text(messages)
+        if self._has_tag:
+            return _without_marks(whole)
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self._text(messages[:index], add_generation_prompt=True)
+                after = self._text(messages[: index + 1])
+                if not (whole.startswith(after) and after.startswith(before)):
+                    raise DataError(
+                        "the chat template renders the beginning of a chat in another way than the "
+                        "whole, so the assistant's text cannot be found.\n"
+                        "  Set data.template to one that encloses it in {% generation %} and "
+                        "{% endgeneration %}."
+                    )
+                spans.append((len(before), len(after)))
+        return whole, spans
+
+    def _text(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
+    ) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self._render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )
+        except (TemplateError, TypeError) as error:
+            raise DataError(
+                f"the chat template refuses the messages: {error}.\n"
+                "  Change the messages, or set data.template."
+            ) from None
+
+
+def find_template(folder: Path | None, template: str | None) -> ChatTemplate:
+    """Returns the chat template of a config: its own, or that of the tokenizer's folder.
+
+    Raises:
+        DataError: If neither has one, or it is malformed.
+    """
+    settings = tokenizer_settings(folder)
+    if template is None and folder is not None and (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if template is None:
+        stored = settings.get("chat_template")
+        if isinstance(stored, list):
+            stored = {entry["name"]: entry["template"] for entry in stored}.get("default")
+        template = stored
+    if template is None:
+        raise DataError(
+            "the tokenizer has no chat template: no chat_template.jinja and no chat_template in "
+            "tokenizer_config.json.\n  Set data.template."
+        )
+    tokens = {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in settings.items()
+        if name.endswith("_token") and isinstance(value, str | dict)
+    }
+    return ChatTemplate(template, tokens)
+
+
+def tokenizer_settings(folder: Path | None) -> dict[str, Any]:
+    """Returns the content of `tokenizer_config.json`, {} without such a file."""
+    file = None if folder is None else folder / "tokenizer_config.json"
+    if file is None or not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{file} cannot be read: {error}.\n  Repair it.") from None
+
+
+def _without_marks(marked: str) -> tuple[str, list[Span]]:
+    spans, pieces, length, start = [], [], 0, 0
+    for piece in re.split(f"([{_START}{_END}])", marked):
+        if piece == _START:
+            start = length
+        elif piece == _END:
+            spans.append((start, length))
+        else:
+            pieces.append(piece)
+            length += len(piece)
+    return "".join(pieces), spans
+
+
+def _compile(source: str) -> Callable[..., str]:
+    require("jinja2", "chat", "a chat template")
+    import jinja2
+    import jinja2.ext
+    import jinja2.nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        tags: ClassVar[set[str]] = {"generation"}
+
+        def parse(self, parser: Any) -> jinja2.nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("_mark")
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Callable[[], str]) -> str:
+            return _START + caller() + _END
+
+    def fail(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    # The filters and functions that transformers gives to templates.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = fail
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.from_string(source).render
+    except jinja2.TemplateError as error:
+        raise DataError(f"the chat template is malformed: {error}.\n  Correct it.") from None
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
