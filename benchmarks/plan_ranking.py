@@ -138,7 +138,9 @@ def prepare(mesh: str, microbatches: int, overrides: Sequence[str], cluster: Any
         name: _leaf(name, leaf.shape, np.dtype(leaf.dtype), rng) for name, leaf in shapes.items()
     }
     step: Any = parts.train_step()
-    batch = jax.device_put(batch, batch_shardings(shapes, parts.scope, parts.inputs.axes))
+    batch = jax.device_put(
+        batch, batch_shardings(shapes, parts.scope, parts.inputs.axes_for(parts.data))
+    )
     return Candidate(mesh, predicted, materialize(parts.abstract, seed=0), step, batch)
 
 

@@ -22,6 +22,8 @@ class DataSpec:
     """Number of labels: every label is in [0, num_classes)."""
     image_shape: tuple[int, int, int] | None = None
     """Height, width and channels of one image."""
+    loss_mask: bool = False
+    """Whether batches of text have a `loss_mask`, of the targets that the loss counts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,8 @@ class BatchKind:
     """Name of the kind. A family trains on data whose `gives` is the same name."""
     axes: Mapping[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
     """Logical axes of the arrays by path; others have the axes `("batch", None, ...)`."""
+    masked_axes: Mapping[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
+    """The same of the arrays that only data with a `loss_mask` have."""
     unit: str = "examples"
     """Unit of throughput, in the plural."""
     units_per_example: Callable[[DataSpec], int] = lambda data: 1
@@ -42,6 +46,10 @@ class BatchKind:
     reduced: Callable[[DataSpec, Any], DataSpec] | None = None
     """`reduced(data_spec, model_config)`: the spec of a small example, all of whose fields are
     known. None: the whole spec."""
+
+    def axes_for(self, data: DataSpec) -> dict[str, tuple[str | None, ...]]:
+        """Returns the logical axes of the arrays of some data."""
+        return {**self.axes, **(self.masked_axes if data.loss_mask else {})}
 
 
 EXAMPLES = BatchKind("examples")
@@ -72,9 +80,8 @@ def _text(random: np.random.Generator, rows: int, data: DataSpec) -> dict[str, n
 
 TEXT = BatchKind(
     "text",
-    axes=dict.fromkeys(
-        ("tokens", "targets", "segment_ids", "positions", "loss_mask"), ("batch", "length")
-    ),
+    axes=dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), ("batch", "length")),
+    masked_axes={"loss_mask": ("batch", "length")},
     unit="tokens",
     units_per_example=lambda data: data.sequence_length or 1,
     example=_text,

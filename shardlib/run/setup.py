@@ -93,7 +93,7 @@ class Setup:
             microbatches=microbatches or train.num_microbatches,
             precision=self.config.precision,
             schedule=self.optimizer.schedule,
-            batch_axes=self.inputs.axes,
+            batch_axes=self.inputs.axes_for(self.data),
             pipeline=train.pipeline,
             reduction=self.config.reduction(),
             arranged=True,
@@ -144,7 +144,7 @@ class Setup:
 
     def shardings(self, source: Source) -> dict[str, NamedSharding]:
         """Returns the sharding of each array of a batch."""
-        return batch_shardings(source.element_spec(), self.scope, self.inputs.axes)
+        return batch_shardings(source.element_spec(), self.scope, self.inputs.axes_for(self.data))
 
 
 def open_source(config: RunConfig, split: Literal["train", "eval"]) -> MapSource:

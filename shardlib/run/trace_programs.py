@@ -49,7 +49,7 @@ def traced(parts: Setup, batch: PyTree, held_out: PyTree, tokenizer: Tokenizer |
     evaluate = make_eval_step(
         parts.loss(train=False),
         precision=config.precision,
-        batch_axes=parts.inputs.axes,
+        batch_axes=parts.inputs.axes_for(parts.data),
         params_of=parts.best_params,
         pipeline=options.pipeline,
         constrain=options.constrain,

@@ -47,7 +47,13 @@ def losses(tmp_path, name):
 def base(tmp_path_factory):
     """A folder of Hugging Face with a model that was trained on the first text."""
     tmp_path = tmp_path_factory.mktemp("base")
-    sizes = ("model.num_layers=2", "model.embed_dim=32", "model.num_heads=4", "model.mlp_dim=64")
+    sizes = (
+        "model.vocab_size=264",
+        "model.num_layers=2",
+        "model.embed_dim=32",
+        "model.num_heads=4",
+        "model.mlp_dim=64",
+    )
     words = (*sizes, "data.tokenizer=bytes", "train.steps=40", "optimizer.learning_rate=1e-2")
     trained(tmp_path, "run", FIRST, "mesh=fsdp=8", *words)
     run.export(str(tmp_path / "run"), str(tmp_path / "out"))

@@ -18,7 +18,7 @@ class _Examples(ExampleFields):
         from shardlib.data.tokenizer import BytesTokenizer
 
         vocab_size = BytesTokenizer.vocab_size if self.tokenizer == "bytes" else None
-        return DataSpec(vocab_size=vocab_size, sequence_length=self.sequence_length)
+        return DataSpec(vocab_size, self.sequence_length, loss_mask=True)
 
     def padding(self) -> "dict[str, np.ndarray]":
         from shardlib.data.instruct.packing import empty_row

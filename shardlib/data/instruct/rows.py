@@ -51,7 +51,7 @@ def open_examples(
         make = functools.partial(_plain, rows)
     return MapSource(
         make,
-        spec=DataSpec(vocab_size=tokenizer.vocab_size, sequence_length=config.sequence_length),
+        spec=DataSpec(tokenizer.vocab_size, config.sequence_length, loss_mask=True),
         global_batch=global_batch,
         padding=empty_row(config.sequence_length),
         num_examples=None if split == "train" else len(rows),

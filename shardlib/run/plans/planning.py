@@ -170,7 +170,7 @@ def traced_workload(config: RunConfig, spec: DataSpec, batch: int) -> TracedWork
         # The plan chooses among presets; custom rules are kept.
         rules=STANDARD if isinstance(config.rules, str) else config.axis_rules(),
         precision=config.precision,
-        batch_axes=chosen.inputs.axes,
+        batch_axes=chosen.inputs.axes_for(spec),
         unit=chosen.inputs.unit,
     )
 

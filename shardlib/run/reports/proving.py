@@ -90,7 +90,7 @@ def prove(config: RunConfig, mesh: str | None = None, *, steps: int = 3) -> Proo
         batches,
         optimizer=parts.optimizer.transform,
         microbatches=small.train.num_microbatches,
-        batch_axes=parts.inputs.axes,
+        batch_axes=parts.inputs.axes_for(parts.data),
         seed=small.seed,
         device=devices[0],
     )
