@@ -226,6 +226,11 @@ def validate(config: Any, data: DataSpec) -> list[str]:
     if isinstance(config, BertConfig):
         if not 0.0 < config.mask_rate <= 1.0:
             faults.append(f"mask_rate is {config.mask_rate}; it must be in (0, 1].")
+        if config.mask_token is None and config.vocab_size == data.vocab_size is not None:
+            faults.append(
+                f"the data use all of vocab_size={config.vocab_size} ids, so none hides a token; "
+                "raise it, leave it out, or set mask_token."
+            )
         size = config.vocab_size or (data.vocab_size or 0) + 1
         if config.mask_token is not None and not 0 <= config.mask_token < size:
             faults.append(f"mask_token is {config.mask_token}; it must be in [0, {size}).")

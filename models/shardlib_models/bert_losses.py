@@ -1,5 +1,6 @@
 """The losses of BERT, and its families: masked tokens, classes of texts, and spans of answers."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 
 from shardlib.errors import ModelError
 from shardlib.losses import Mean, cross_entropy
-from shardlib.registry import LABELED_TEXT, SPANS, TEXT, ModelFamily
+from shardlib.registry import LABELED_TEXT, SPANS, TEXT, DataSpec, ModelFamily
 from shardlib_models.bert import (
     BertClassifier,
     BertClassifierConfig,
@@ -143,9 +144,18 @@ def _called(model: BertClassifier | BertSpans, batch: dict[str, Any]) -> jax.Arr
     return model(batch["tokens"], **optional)
 
 
+def _reduced(data: DataSpec, config: BertConfig) -> DataSpec:
+    """Returns the spec of a small example, which leaves an id for the mask token."""
+    assert TEXT.reduced is not None
+    small = TEXT.reduced(data, config)
+    if config.mask_token is not None or config.vocab_size is None:
+        return small
+    return dataclasses.replace(small, vocab_size=config.vocab_size - 1)
+
+
 MASKED = ModelFamily(
     config=BertConfig,
-    inputs=TEXT,
+    inputs=dataclasses.replace(TEXT, reduced=_reduced),
     make=make_masked,
     validate=validate,
     loss=masked_loss,

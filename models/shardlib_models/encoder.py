@@ -83,10 +83,9 @@ def faults_of_fields(config: EncoderFields) -> list[str]:
 
 
 class Attention(nnx.Module):
-    """Self-attention with biases."""
+    """Self-attention in both directions, with biases."""
 
-    def __init__(self, config: EncoderFields, *, causal: bool, rngs: nnx.Rngs):
-        self.causal = causal
+    def __init__(self, config: EncoderFields, *, rngs: nnx.Rngs):
         self.backend: Backend = config.attention
         embed = {"embed": config.embed_dim}
         head_dim = {"head_dim": config.embed_dim // config.num_heads}
@@ -106,7 +105,7 @@ class Attention(nnx.Module):
             tag(key, "key"),
             tag(value, "value"),
             segment_ids=segment_ids,
-            causal=self.causal,
+            causal=False,
             backend=self.backend,
         )
         return self.out(constrain(y, "batch", "length", "heads", "head_dim"))
@@ -130,10 +129,10 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
     """A layer: attention and an MLP, each added to the residual stream."""
 
-    def __init__(self, config: EncoderFields, *, norms: Norms, causal: bool, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderFields, *, norms: Norms, rngs: nnx.Rngs):
         self.norms = norms
         self.attention_norm = norm_of(config)
-        self.attention = Attention(config, causal=causal, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = norm_of(config)
         self.mlp = MLP(config, rngs=rngs)
         self.attention_dropout = dropout(config.dropout, rngs)
@@ -160,11 +159,9 @@ def norm_of(config: EncoderFields) -> Norm:
     return Norm(config.embed_dim, kind="layer", eps=config.norm_eps)
 
 
-def stack(config: EncoderFields, *, norms: Norms, causal: bool = False, rngs: nnx.Rngs) -> Layer:
+def stack(config: EncoderFields, *, norms: Norms, rngs: nnx.Rngs) -> Layer:
     """Returns the layers of an encoder, stacked."""
-    return stack_layers(
-        lambda rngs: Layer(config, norms=norms, causal=causal, rngs=rngs), config.num_layers, rngs
-    )
+    return stack_layers(lambda rngs: Layer(config, norms=norms, rngs=rngs), config.num_layers, rngs)
 
 
 def encode(

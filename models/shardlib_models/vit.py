@@ -24,7 +24,7 @@ class PatchFields(EncoderFields):
     """The fields of encoders of images."""
 
     patch_size: int = 16
-    """Height and width of a patch in pixels; divides those of the image."""
+    """Height and width of a patch in pixels; divides image_size."""
     image_size: int | None = None
     """Height and width of an image in pixels; null for the images of the data."""
     channels: int | None = None

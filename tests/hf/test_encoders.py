@@ -216,7 +216,7 @@ WRONG = {
     "resnet, another depth": (
         "ResNetForImageClassification",
         sizes_of_resnet(depths=[1, 1, 1, 1]),
-        r"depths is \[1, 1, 1, 1\] of 'bottleneck'; supported: those of ResNet 18, 34",
+        r"depths is \[1, 1, 1, 1\] of 'bottleneck'; supported: ResNet 18, 34",
     ),
     "resnet, another width": (
         "ResNetForImageClassification",

@@ -56,7 +56,7 @@ def test_padding_is_not_predicted_and_does_not_change_the_logits():
 
 
 def test_a_model_without_a_mask_token_cannot_be_trained_on_masked_tokens():
-    model = make_masked(BertConfig(**SIZES, vocab_size=64), DATA, nnx.Rngs(0))
+    model = make_masked(BertConfig(**SIZES, vocab_size=64), DataSpec(), nnx.Rngs(0))
     with pytest.raises(ModelError, match=r"model\.mask_token is null\.\n  Set it.*mask_token_id"):
         bert_losses.masked_loss(
             model, {"tokens": jnp.zeros((1, 4), jnp.int32)}, jax.random.key(0), train=True
@@ -68,6 +68,7 @@ WRONG = {
     "dropout": ({"dropout": 1.0}, "dropout is 1.0"),
     "types": ({"num_types": 0}, "num_types is 0"),
     "vocabulary": ({"vocab_size": 8}, "the data have 64 tokens, but vocab_size=8"),
+    "no id left": ({"vocab_size": 64}, "the data use all of vocab_size=64 ids"),
     "positions": ({"max_positions": 8}, "sequences of 16 tokens are longer than max_positions=8"),
     "mask rate": ({"mask_rate": 0.0}, "mask_rate is 0.0"),
     "mask token": ({"mask_token": 65}, r"mask_token is 65; it must be in \[0, 65\)"),

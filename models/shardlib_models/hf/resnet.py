@@ -52,8 +52,7 @@ def _read_sizes(theirs: Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"hidden_sizes is {theirs['hidden_sizes']}; supported: {sizes}.")
             return {"depth": depth, "width": width}
     raise ValueError(
-        f"depths is {list(depths)} of {kind!r}; supported: those of ResNet "
-        f"{', '.join(map(str, DEPTHS))}."
+        f"depths is {list(depths)} of {kind!r}; supported: ResNet {', '.join(map(str, DEPTHS))}."
     )
 
 
