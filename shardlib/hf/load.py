@@ -155,9 +155,7 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None) -> Loaded:
     tensors = Tensors(folder)
     names = _check(layout, tensors, described, config)
     scope = active()
-    arrays = read_parameters(
-        layout, tensors, names, placements(module, scope, state=True), dtype
-    )
+    arrays = read_parameters(layout, tensors, names, placements(module, scope, state=True), dtype)
     params, model_state = (
         nested({tuple(path.split("/")): arrays[path] for path in named_leaves(tree)})
         for tree in module.shapes()
