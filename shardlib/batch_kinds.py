@@ -90,6 +90,47 @@ TEXT = BatchKind(
 """Packed rows of tokens; see `shardlib.data.open_data`."""
 
 
+def _padded(random: np.random.Generator, rows: int, data: DataSpec) -> dict[str, np.ndarray]:
+    """Returns texts of at least half the length each, and padding."""
+    length, vocabulary = data.sequence_length or _LENGTH, data.vocab_size or _VOCABULARY
+    sizes = random.integers(length - length // 2, length + 1, (rows, 1))
+    return {
+        "tokens": random.integers(0, vocabulary, (rows, length), dtype=np.int32),
+        "segment_ids": (np.arange(length)[None] < sizes).astype(np.int32),
+    }
+
+
+def _labeled(random: np.random.Generator, rows: int, data: DataSpec) -> dict[str, np.ndarray]:
+    labels = random.integers(0, data.num_classes or _CLASSES, rows, dtype=np.int32)
+    return {**_padded(random, rows, data), "labels": labels}
+
+
+def _spans(random: np.random.Generator, rows: int, data: DataSpec) -> dict[str, np.ndarray]:
+    shortest = (data.sequence_length or _LENGTH) // 2
+    ends = np.sort(random.integers(0, max(shortest, 1), (2, rows), dtype=np.int32), axis=0)
+    return {**_padded(random, rows, data), "starts": ends[0], "ends": ends[1]}
+
+
+def _reduced_labeled(data: DataSpec, model: Any) -> DataSpec:
+    classes = getattr(model, "num_classes", None) or data.num_classes or _CLASSES
+    return dataclasses.replace(_reduced_text(data, model), num_classes=classes)
+
+
+_ROWS: Mapping[str, tuple[str | None, ...]] = dict.fromkeys(
+    ("tokens", "types", "segment_ids"), ("batch", "length")
+)
+
+LABELED_TEXT = BatchKind(
+    "labeled_text", axes=_ROWS, unit="texts", example=_labeled, reduced=_reduced_labeled
+)
+"""Texts `tokens` [batch, length], `segment_ids` (1, and 0 for padding), perhaps `types`, and their
+`labels` [batch], all int32."""
+
+SPANS = BatchKind("spans", axes=_ROWS, unit="texts", example=_spans, reduced=_reduced_text)
+"""Texts as in `LABELED_TEXT`, with the first and last token of a span in place of a label: `starts`
+and `ends` [batch] int32."""
+
+
 def _reduced_images(data: DataSpec, model: Any) -> DataSpec:
     height, width, channels = data.image_shape or (_PIXELS, _PIXELS, 3)
     shape = (min(height, _PIXELS), min(width, _PIXELS), channels)

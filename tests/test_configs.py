@@ -12,7 +12,7 @@ from shardlib.optim.build import build_optimizer
 from shardlib_models.transformer_config import llama3_8b
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.yaml"))
-CLUSTERS = {"digits": "cpu:8", "finetune_chat": "cpu:8", "quickstart": "cpu:8"}
+CLUSTERS = {"digits": "cpu:8", "finetune_chat": "cpu:8", "quickstart": "cpu:8", "vit": "cpu:8"}
 PUBLISHED = {"llama3_8b": 8_030_261_248, "resnet50_imagenet": 25_557_032}
 
 

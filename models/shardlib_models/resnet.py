@@ -7,8 +7,9 @@ Initialisation is as in Goyal et al. 2017, "Accurate, Large Minibatch SGD", sect
 0.01 for the classifier.
 """
 
+import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,19 @@ from flax import nnx
 
 from shardlib.config import configclass
 from shardlib.errors import ModelError
-from shardlib.losses import Mean, cross_entropy
 from shardlib.registry import IMAGES, DataSpec, ModelFamily
 from shardlib.sharding.constrain import constrain
+from shardlib_models.image_loss import loss
 from shardlib_models.layers import Linear, parameter
 
 # Blocks in each of the four stages.
-DEPTHS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+DEPTHS = {
+    18: (2, 2, 2, 2),
+    34: (3, 4, 6, 3),
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+}
 BOTTLENECK_FROM = 50
 EXPANSION = 4
 
@@ -34,14 +41,16 @@ class ResNetConfig:
     """A residual convolutional network for classification."""
 
     name: Literal["resnet"] = "resnet"
-    depth: Literal[18, 34, 50, 101] = 50
-    """Number of weight layers: basic blocks for 18 and 34, bottlenecks for 50 and 101."""
+    depth: Literal[18, 34, 50, 101, 152] = 50
+    """Number of weight layers: basic blocks for 18 and 34, bottlenecks for the others."""
     stem: Literal["imagenet", "small"] = "imagenet"
     """A 7x7 convolution of stride 2 and a pool, or a 3x3 of stride 1 for images of 8 to 64."""
     width: int = 64
     """Channels of the first stage; each further stage has twice as many."""
     num_classes: int | None = None
     """Number of logits; null for the number of classes of the data."""
+    channels: int | None = None
+    """Channels of an image; null for the images of the data."""
     bn_momentum: float = 0.9
     """Weight of the past in the running batch statistics."""
     bn_eps: float = 1e-5
@@ -196,21 +205,31 @@ def make(config: ResNetConfig, data: DataSpec, rngs: nnx.Rngs) -> ResNet:
     faults = validate(config, data)
     if faults:
         raise ModelError("the ResNet cannot be made:\n  " + "\n  ".join(faults))
-    assert data.image_shape is not None
-    return ResNet(config, data.image_shape[2], config.classes(data), rngs=rngs)
+    channels, classes = config.channels, config.classes(data)
+    if channels is None:
+        assert data.image_shape is not None
+        channels = data.image_shape[2]
+    config = dataclasses.replace(config, channels=channels, num_classes=classes)
+    return ResNet(config, channels, classes, rngs=rngs)
 
 
 def validate(config: ResNetConfig, data: DataSpec) -> list[str]:
     """Returns all faults of a config, alone and with its data, as sentences."""
     faults = []
-    for name in ("width", "num_classes"):
+    for name in ("width", "num_classes", "channels"):
         value = getattr(config, name)
         if value is not None and value < 1:
             faults.append(f"{name} is {value}; it must be at least 1.")
     if not 0.0 <= config.bn_momentum < 1.0:
         faults.append(f"bn_momentum is {config.bn_momentum}; it must be in [0, 1).")
     if data.image_shape is None:
-        faults.append("the data have no image_shape (height, width, channels).")
+        if config.channels is None:
+            faults.append("the data have no image_shape (height, width, channels).")
+    elif config.channels not in (None, data.image_shape[2]):
+        faults.append(
+            f"the data have {data.image_shape[2]} channels, but channels={config.channels}; "
+            "leave it out."
+        )
     if config.num_classes is None and data.num_classes is None:
         faults.append("num_classes is unknown: neither the model nor its data set it.")
     elif config.num_classes and data.num_classes and data.num_classes > config.num_classes:
@@ -219,41 +238,6 @@ def validate(config: ResNetConfig, data: DataSpec) -> list[str]:
             "raise num_classes or leave it out."
         )
     return faults
-
-
-def loss(
-    model: ResNet,
-    batch: dict[str, Any],
-    rng: jax.Array,
-    *,
-    train: bool,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> tuple[Mean, dict[str, Mean]]:
-    """Returns the mean loss over the labelled images, and metrics.
-
-    Args:
-        model: A ResNet for this step alone: it is put into training or evaluation mode.
-        batch: `images` [batch, height, width, channels] of the parameters' dtype, and `labels`
-            [batch] int32; a label below 0 keeps an image out of the loss.
-        rng: Not used.
-        train: Whether batch statistics come from the batch (and update the running ones).
-        label_smoothing: See `shardlib.losses.cross_entropy`.
-        z_loss: See `shardlib.losses.cross_entropy`.
-
-    Returns:
-        The loss; the metrics `accuracy` and `nll_nats`.
-    """
-    del rng
-    if train:
-        model.train()
-    else:
-        model.eval()
-    labels = batch["labels"]
-    logits = model(batch["images"])
-    return cross_entropy(
-        logits, labels, labels >= 0, label_smoothing=label_smoothing, z_loss=z_loss
-    )
 
 
 def flops_per_example(config: ResNetConfig, data: DataSpec) -> float:
@@ -268,7 +252,11 @@ def flops_per_example(config: ResNetConfig, data: DataSpec) -> float:
     faults = validate(config, data)
     if faults:
         raise ModelError("the FLOPs of the ResNet are not defined:\n  " + "\n  ".join(faults))
-    assert data.image_shape is not None
+    if data.image_shape is None:
+        raise ModelError(
+            "the FLOPs of an image depend on its size, which the data do not set.\n"
+            "  Give DataSpec(image_shape=...)."
+        )
     height, width, channels = data.image_shape
     total = 0.0
 
@@ -304,4 +292,5 @@ FAMILY = ModelFamily(
     validate=validate,
     loss=loss,
     flops_per_example=flops_per_example,
+    architectures={"ResNetForImageClassification": "shardlib_models.hf.resnet:RESNET"},
 )

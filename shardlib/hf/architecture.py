@@ -6,7 +6,7 @@ written to export.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from shardlib.errors import ConfigError, ModelError, did_you_mean
 from shardlib.hf.tensor_table import TensorRow
@@ -64,6 +64,10 @@ class Architecture:
     """A prefix of names that some checkpoints leave out, as in `transformer.`."""
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Names of copies of tensors, which checkpoints may hold and we do not, by name."""
+    older: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Ends of names in the first checkpoints, by the ends today."""
+    inputs: Literal["tokens", "images"] = "tokens"
+    """What the model is called with, as `Loaded.logits` takes it."""
     ignored: tuple[str, ...] = ()
     """Patterns of the names of tensors that are not read, such as masks; `{num_layers}` stands for
     that field of the config."""

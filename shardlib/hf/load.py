@@ -7,15 +7,15 @@ import functools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Sharding, SingleDeviceSharding
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float
 
 from shardlib.config import from_dict
 from shardlib.errors import CheckpointError, ConfigError, ModelError, did_you_mean
@@ -37,7 +37,7 @@ class Loaded:
     """A model that was loaded from a Hugging Face folder."""
 
     model: nnx.Module
-    """The module, its parameters on their devices."""
+    """The module in evaluation mode, its parameters on their devices."""
     config: Any
     """The config of its family."""
     architecture: Architecture
@@ -58,38 +58,70 @@ class Loaded:
 
         return Tokenizer.from_file(str(path))
 
-    def logits(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocab"]:
-        """Returns the float32 logits of token ids [batch, length] int32.
+    def logits(self, inputs: ArrayLike, **arrays: ArrayLike) -> Float[Array, "batch ..."]:
+        """Returns the float32 logits of a batch: [batch, length, vocab] of a language model.
 
         The program is compiled once for each shape. Rows are added where the mesh cuts a batch into
         more parts than it has rows, and their logits are left out.
 
+        Args:
+            inputs: Token ids [batch, length] int32, or images [batch, height, width, channels].
+            arrays: Further arrays [batch, ...] that the model takes by name, such as `segment_ids`.
+
         Raises:
-            ModelError: If the ids are not integers [batch, length], or too long for the model.
+            ModelError: If the inputs are of another kind or rank, or too long for the model.
         """
-        tokens = jnp.asarray(tokens)
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        inputs, of = jnp.asarray(inputs), _INPUTS[self.architecture.inputs]
+        if inputs.ndim != of.rank or not jnp.issubdtype(inputs.dtype, of.dtype):
             raise ModelError(
-                f"the token ids are {tokens.dtype}{list(tokens.shape)}, expected integers "
-                "[batch, length].\n  Give one row for each text, as in tokens[None]."
+                f"the {of.name} are {inputs.dtype}{list(inputs.shape)}, expected {of.expected}.\n"
+                f"  {of.fix}"
             )
-        num_rows = tokens.shape[0]
+        num_rows = inputs.shape[0]
         with _scoped(self.scope):
             parts = self.scope.parts("batch", self.scope.mesh.size) if self.scope else 1
-            padded = jnp.pad(tokens, ((0, -num_rows % parts), (0, 0)))
-            return self._forward(nnx.state(self.model), padded)[:num_rows]
+            added = -num_rows % parts
+            padded = jax.tree.map(
+                lambda x: jnp.pad(x, ((0, added), *[(0, 0)] * (jnp.ndim(x) - 1))), (inputs, arrays)
+            )
+            return self._forward(nnx.state(self.model), *padded)[:num_rows]
 
     @functools.cached_property
     def _forward(self) -> Any:
         graphdef = nnx.graphdef(self.model)
 
-        def forward(state: nnx.State, tokens: jax.Array) -> jax.Array:
+        def forward(state: nnx.State, inputs: jax.Array, arrays: dict[str, Any]) -> jax.Array:
             model: Any = nnx.merge(graphdef, state)
-            model.eval()
             with _scoped(self.scope):
-                return model(tokens).astype(jnp.float32)
+                return model(inputs, **arrays).astype(jnp.float32)
 
         return jax.jit(forward)
+
+
+class _Inputs(NamedTuple):
+    name: str
+    rank: int
+    dtype: Any
+    expected: str
+    fix: str
+
+
+_INPUTS = {
+    "tokens": _Inputs(
+        "token ids",
+        2,
+        jnp.integer,
+        "integers [batch, length]",
+        "Give one row for each text, as in tokens[None].",
+    ),
+    "images": _Inputs(
+        "images",
+        4,
+        jnp.floating,
+        "floating-point numbers [batch, height, width, channels]",
+        "Scale the pixels as the preprocessor_config.json says, channels last.",
+    ),
+}
 
 
 def load(folder: str | Path, *, dtype: DTypeLike | None = None, allow_bin: bool = False) -> Loaded:
@@ -122,11 +154,14 @@ def load(folder: str | Path, *, dtype: DTypeLike | None = None, allow_bin: bool 
     found = describe(folder, weights=True)
     module = functional(lambda rngs: found.family.make(found.config, DataSpec(), rngs))
     scope = active()
-    params = read_params(found, module, placements(module, scope), lambda path: dtype, allow_bin)
-    _, model_state = module.shapes()
-    assert not named_leaves(model_state), "families of transformers have no other state"
-    tree = nested({tuple(path.split("/")): leaf for path, leaf in params.items()})
-    model = module.merge(tree, {}, jax.random.key(0))
+    placed = placements(module, scope, state=True)
+    arrays = read_params(found, module, placed, lambda path: dtype, allow_bin)
+    params, model_state = (
+        nested({tuple(path.split("/")): arrays[path] for path in named_leaves(tree)})
+        for tree in module.shapes()
+    )
+    model = module.merge(params, model_state, jax.random.key(0))
+    model.eval()
     return Loaded(model, found.config, found.architecture, found.source, found.folder, scope)
 
 
@@ -183,19 +218,19 @@ def read_params(
     dtype: Callable[[str], DTypeLike | None],
     allow_bin: bool = False,
 ) -> dict[str, jax.Array]:
-    """Returns the parameters of a folder by path, each on its shards.
+    """Returns arrays of a folder by path, each on its shards.
 
     Args:
         found: The folder.
         module: The model, made from its config.
-        placed: The sharding of each parameter.
+        placed: The sharding of each array to read; see `placements`.
         dtype: Returns the dtype of a parameter; None for that of the tensor.
         allow_bin: As in `load`.
 
     Raises:
         CheckpointError: As in `load`.
     """
-    layout = TensorTable(found.architecture.table(found.config), parameters(module))
+    layout = TensorTable(found.architecture.table(found.config), parameters(module, state=True))
     tensors = open_tensors(found.folder, allow_bin=allow_bin)
     names = _check(layout, tensors, found.architecture, found.config)
     return read_parameters(layout, tensors, names, placed, dtype)
@@ -238,12 +273,13 @@ def _name_of(config: Mapping[str, Any], folder: Path) -> str:
     return names[0]
 
 
-def parameters(module: FunctionalModule) -> dict[str, Parameter]:
-    """Returns the axes and the shape of each parameter by path."""
-    leaves = named_leaves(module.shapes()[0])
+def parameters(module: FunctionalModule, *, state: bool = False) -> dict[str, Parameter]:
+    """Returns the axes and the shape of each parameter by path, and with `state` of other variables
+    too, such as running statistics."""
     return {
         path: Parameter(tuple(map(str, module.axes[path] or ())), tuple(leaf.shape))
-        for path, leaf in leaves.items()
+        for tree in module.shapes()[: 1 + state]
+        for path, leaf in named_leaves(tree).items()
     }
 
 
@@ -288,17 +324,26 @@ def _aliases(name: str, described: Architecture, expected: Collection[str]) -> I
         if one == name or one not in expected:
             yield one
             yield one.removeprefix(described.prefix)
+    for end, older in described.older.items():
+        if name.endswith(end):
+            yield name.removesuffix(end) + older
 
 
-def placements(module: FunctionalModule, scope: Scope | None) -> dict[str, Sharding]:
-    """Returns the sharding of each parameter by path; without a scope the default device."""
-    params, _ = module.shapes()
-    if scope is None:
-        device = jnp.zeros(()).device
-        assert isinstance(device, jax.Device)
-        return dict.fromkeys(named_leaves(params), SingleDeviceSharding(device))
-    placed = place(params, module.axes, scope.rules.of("params"), scope.mesh)
-    return named_leaves(shardings(params, placed, scope.mesh))
+def placements(
+    module: FunctionalModule, scope: Scope | None, *, state: bool = False
+) -> dict[str, Sharding]:
+    """Returns the sharding of each parameter by path, and with `state` of other variables too;
+    without a scope the default device."""
+    found: dict[str, Sharding] = {}
+    for tree in module.shapes()[: 1 + state]:
+        if scope is None:
+            device = jnp.zeros(()).device
+            assert isinstance(device, jax.Device)
+            found |= dict.fromkeys(named_leaves(tree), SingleDeviceSharding(device))
+        else:
+            placed = place(tree, module.axes, scope.rules.of("params"), scope.mesh)
+            found |= named_leaves(shardings(tree, placed, scope.mesh))
+    return found
 
 
 def read_parameters(

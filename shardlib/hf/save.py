@@ -65,8 +65,8 @@ def save(
     refuse_full(folder)
     described = described_as(model, loaded, architecture)
     config = {**(loaded.source if loaded else {}), **described.write(model.config)}
-    layout = TensorTable(described.table(model.config), parameters(functional(model)))
-    arrays = arrays_of(model, nnx.Param)
+    layout = TensorTable(described.table(model.config), parameters(functional(model), state=True))
+    arrays = arrays_of(model, nnx.Not(nnx.RngState))
     config["torch_dtype"] = str(next(iter(arrays.values())).dtype)
     config.pop("dtype", None)
     copied = [loaded.folder / name for name in COPIED] if loaded else []
@@ -177,8 +177,8 @@ def described_as(model: Any, loaded: Loaded | None, name: str | None) -> Archite
     )
 
 
-def arrays_of(model: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax.Array]:
-    """Returns the variables of a kind by path."""
+def arrays_of(model: nnx.Module, kind: Any) -> dict[str, jax.Array]:
+    """Returns the variables of a kind, or of another filter of NNX, by path."""
     params = nnx.state(model, kind)
     return {
         "/".join(map(str, path)): variable.get_value()

@@ -13,8 +13,12 @@ from shardlib.run.setup import Setup
 from shardlib.train.state import TrainState, materialize
 
 
-def start_state(parts: Setup) -> TrainState:
+def start_state(parts: Setup, *, allow_bin: bool = False) -> TrainState:
     """Returns the state at step 0 of a run, on its shards.
+
+    Args:
+        parts: The parts of the run.
+        allow_bin: As in `hf.load`, for the folder of `model.init_from`.
 
     Raises:
         CheckpointError: If the folder of `model.init_from` cannot be read, or its tensors do not
@@ -25,33 +29,34 @@ def start_state(parts: Setup) -> TrainState:
     if getattr(config.model, "init_from", None) is None:
         return materialize(parts.abstract, seed=config.seed)
     module = functional(lambda rngs: parts.family.make(config.model, parts.data, rngs))
-    params = nested(_read(parts, module))
-    if config.finetune is None:
-        return materialize(parts.abstract, seed=config.seed, params=params)
-    return _adapted(parts, config.finetune, module, params)
+    arrays = _read(parts, module, allow_bin)
+    if config.finetune is not None:
+        return _adapted(parts, config.finetune, module, arrays)
+    return materialize(parts.abstract, seed=config.seed, params=arrays)
 
 
-def _read(parts: Setup, module: FunctionalModule) -> dict[tuple[str, ...], object]:
-    """Returns the parameters of the folder, each on its shards and in the dtype of the run."""
+def _read(parts: Setup, module: FunctionalModule, allow_bin: bool) -> dict[str, jax.Array]:
+    """Returns the arrays of the folder by path, each on its shards and in the dtype of the run."""
     from shardlib import hf
 
     found = hf.describe(parts.config.model.init_from, weights=True)
     check_agrees(found, parts.config.model)
     dtypes = precision(parts.config.precision)
     stored = jax.eval_shape(lambda x: dtypes.store(x, module.float32), module.shapes()[0])
-    leaves = named_leaves(stored)
-    placed = hf.placements(module, parts.scope)
-    params = hf.read_params(found, module, placed, lambda path: leaves[path].dtype)
-    return {tuple(path.split("/")): leaf for path, leaf in params.items()}
+    leaves = {**named_leaves(module.shapes()[1]), **named_leaves(stored)}
+    placed = hf.placements(module, parts.scope, state=True)
+    return hf.read_params(found, module, placed, lambda path: leaves[path].dtype, allow_bin)
 
 
 def _adapted(
-    parts: Setup, finetune: LoraConfig, module: FunctionalModule, params: object
+    parts: Setup, finetune: LoraConfig, module: FunctionalModule, arrays: dict[str, jax.Array]
 ) -> TrainState:
     """Returns the state of a model with adapters, whose first factors follow from the seed."""
-    _, model_state = module.shapes()
-    base = module.merge(params, model_state, jax.random.key(0))
-    model = finetune.adapted(base, nnx.Rngs(0))
+    trees = (
+        nested({tuple(path.split("/")): arrays[path] for path in named_leaves(tree)})
+        for tree in module.shapes()
+    )
+    model = finetune.adapted(module.merge(*trees, jax.random.key(0)), nnx.Rngs(0))
     given = nnx.state(model, nnx.Not(nnx.LoRAParam))
     factors = ("**/lora_a", "**/lora_b")
     return materialize(parts.abstract, seed=parts.config.seed, params=given, fresh=factors)

@@ -16,7 +16,7 @@ from shardlib.errors import CheckpointError, ConfigError, ModelError
 from shardlib.hf.safetensors import SINGLE
 from shardlib.registry import DataSpec
 from shardlib_models.hf.gemma import GEMMA
-from shardlib_models.transformer import make
+from shardlib_models.transformer import FAMILY, make
 from shardlib_models.transformer_config import TransformerConfig
 
 CONFIG = TransformerConfig(
@@ -165,7 +165,7 @@ def test_a_model_that_no_architecture_has_is_told_why(tmp_path):
     text = str(refused.value)
     assert "LlamaForCausalLM: positions is 'learned', not 'rotary'." in text
     assert "OPTForCausalLM: norm is 'rms', not 'layer'." in text
-    assert text.count("\n") == len(hf.architectures()) + 1
+    assert text.count("\n") == len(FAMILY.architectures) + 1
 
 
 def test_the_first_gemmas_name_the_exact_gelu_and_mean_the_other():

@@ -1,0 +1,164 @@
+"""BERT and RoBERTa with their heads for masked tokens, classes of texts and spans of answers."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from shardlib.hf import Architecture, Converter, Field, TensorRow, rows
+from shardlib_models.bert import BertFields
+from shardlib_models.hf.encoder_fields import CLASSES, SIZES
+
+
+def _encoder(name: str) -> tuple[TensorRow, ...]:
+    """Returns the rows of an encoder whose tensors begin with a name."""
+    start, layer = f"{name}.embeddings", f"{name}.encoder.layer.{{layers}}"
+    return rows(f"""
+encoder/token_embedding/embedding  {start}.word_embeddings.weight  vocab embed
+encoder/position_embedding/embedding  {start}.position_embeddings.weight  positions embed
+encoder/type_embedding/embedding  {start}.token_type_embeddings.weight  types embed
+encoder/norm/scale  {start}.LayerNorm.weight  norm
+encoder/norm/bias  {start}.LayerNorm.bias  norm
+encoder/layers/attention/query/kernel  {layer}.attention.self.query.weight  heads*head_dim embed
+encoder/layers/attention/query/bias  {layer}.attention.self.query.bias  heads*head_dim
+encoder/layers/attention/key/kernel  {layer}.attention.self.key.weight  kv_heads*head_dim embed
+encoder/layers/attention/key/bias  {layer}.attention.self.key.bias  kv_heads*head_dim
+encoder/layers/attention/value/kernel  {layer}.attention.self.value.weight  kv_heads*head_dim embed
+encoder/layers/attention/value/bias  {layer}.attention.self.value.bias  kv_heads*head_dim
+encoder/layers/attention/out/kernel  {layer}.attention.output.dense.weight  embed heads*head_dim
+encoder/layers/attention/out/bias  {layer}.attention.output.dense.bias  embed
+encoder/layers/attention_norm/scale  {layer}.attention.output.LayerNorm.weight  norm
+encoder/layers/attention_norm/bias  {layer}.attention.output.LayerNorm.bias  norm
+encoder/layers/mlp/up/kernel  {layer}.intermediate.dense.weight  mlp embed
+encoder/layers/mlp/up/bias  {layer}.intermediate.dense.bias  mlp
+encoder/layers/mlp/down/kernel  {layer}.output.dense.weight  embed mlp
+encoder/layers/mlp/down/bias  {layer}.output.dense.bias  embed
+encoder/layers/mlp_norm/scale  {layer}.output.LayerNorm.weight  norm
+encoder/layers/mlp_norm/bias  {layer}.output.LayerNorm.bias  norm
+""")
+
+
+def _masked(transform: str, norm: str, bias: str) -> tuple[TensorRow, ...]:
+    return rows(f"""
+head/transform/kernel  {transform}.weight  features embed
+head/transform/bias  {transform}.bias  features
+head/norm/scale  {norm}.weight  norm
+head/norm/bias  {norm}.bias  norm
+head/bias  {bias}  vocab
+""")
+
+
+def _classifier(pooler: str, head: str) -> tuple[TensorRow, ...]:
+    return rows(f"""
+pooler/kernel  {pooler}.weight  features embed
+pooler/bias  {pooler}.bias  features
+head/kernel  {head}.weight  classes features
+head/bias  {head}.bias  classes
+""")
+
+
+_SPANS = rows("""
+head/kernel  qa_outputs.weight  classes embed
+head/bias  qa_outputs.bias  classes
+""")
+_BERT_ROWS = _encoder("bert")
+_ROBERTA_ROWS = _encoder("roberta")
+
+
+def _read_positions(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    offset = theirs.get("pad_token_id", 1) + 1
+    return {"position_offset": offset, "max_positions": theirs["max_position_embeddings"] - offset}
+
+
+def _write_positions(config: BertFields) -> dict[str, Any]:
+    offset = config.position_offset
+    return {"pad_token_id": offset - 1, "max_position_embeddings": config.max_positions + offset}
+
+
+_FIELDS = {
+    **SIZES,
+    "vocab_size": Field("vocab_size"),
+    "type_vocab_size": Field("num_types", 2),
+    "hidden_dropout_prob": Field("dropout", 0.1),
+}
+_FIXED = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
+# The token that hides others is known to the tokenizer alone.
+_MASKED_FIELDS = {"mask_token_id": Field("mask_token", None)}
+# The head for masked tokens of RoBERTa has this nonlinearity, whatever that of the layers.
+_GELU = Field("activation", "gelu", {"gelu": "gelu"})
+_OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+
+BERT_SPANS = Architecture(
+    name="BertForQuestionAnswering",
+    model_type="bert",
+    fields={**_FIELDS, "max_position_embeddings": Field("max_positions")},
+    fixed=_FIXED,
+    ours={"position_offset": 0},
+    table=lambda config: _BERT_ROWS + _SPANS,
+    ignored=("*.embeddings.position_ids",),
+    older=_OLD_NORMS,
+)
+
+BERT_CLASSIFIER = dataclasses.replace(
+    BERT_SPANS,
+    name="BertForSequenceClassification",
+    converters=(CLASSES,),
+    table=lambda config: _BERT_ROWS + _classifier("bert.pooler.dense", "classifier"),
+)
+
+BERT_MASKED = dataclasses.replace(
+    BERT_SPANS,
+    name="BertForMaskedLM",
+    fields={**BERT_SPANS.fields, **_MASKED_FIELDS},
+    fixed={**_FIXED, "tie_word_embeddings": True},
+    table=lambda config: (
+        _BERT_ROWS
+        + _masked(
+            "cls.predictions.transform.dense",
+            "cls.predictions.transform.LayerNorm",
+            "cls.predictions.bias",
+        )
+    ),
+    tied={
+        "bert.embeddings.word_embeddings.weight": "cls.predictions.decoder.weight",
+        "cls.predictions.bias": "cls.predictions.decoder.bias",
+    },
+    # The second head of the published checkpoints, which told whether a sentence follows another.
+    ignored=(*BERT_SPANS.ignored, "bert.pooler.*", "cls.seq_relationship.*"),
+)
+
+ROBERTA_SPANS = dataclasses.replace(
+    BERT_SPANS,
+    name="RobertaForQuestionAnswering",
+    model_type="roberta",
+    fields=_FIELDS,
+    converters=(Converter(_read_positions, _write_positions),),
+    ours={},
+    table=lambda config: _ROBERTA_ROWS + _SPANS,
+    older={},
+)
+
+ROBERTA_CLASSIFIER = dataclasses.replace(
+    ROBERTA_SPANS,
+    name="RobertaForSequenceClassification",
+    converters=(*ROBERTA_SPANS.converters, CLASSES),
+    table=lambda config: _ROBERTA_ROWS + _classifier("classifier.dense", "classifier.out_proj"),
+)
+
+ROBERTA_MASKED = dataclasses.replace(
+    ROBERTA_SPANS,
+    name="RobertaForMaskedLM",
+    fields={
+        **_FIELDS,
+        **_MASKED_FIELDS,
+        "hidden_act": _GELU,
+    },
+    fixed={**_FIXED, "tie_word_embeddings": True},
+    table=lambda config: (
+        _ROBERTA_ROWS + _masked("lm_head.dense", "lm_head.layer_norm", "lm_head.bias")
+    ),
+    tied={
+        "roberta.embeddings.word_embeddings.weight": "lm_head.decoder.weight",
+        "lm_head.bias": "lm_head.decoder.bias",
+    },
+    ignored=(*ROBERTA_SPANS.ignored, "roberta.pooler.*"),
+)
