@@ -28,7 +28,7 @@ class LatentConfig:
     plain_dims: int = 128
     """Dims of a head of query and key without rotary positions."""
     rotary_dims: int = 64
-    """Dims of a head with rotary positions; those of the key are the same for all heads."""
+    """Dims of a head with rotary positions, which all heads of the key share."""
     value_dim: int = 128
     """Size of a head of the values."""
 
@@ -80,7 +80,7 @@ class TransformerConfig:
     ) = None
     """Changed rotary wavelengths for long sequences, as in Llama 3.1; null for none."""
     local_rope_theta: float | None = None
-    """Base of the wavelengths, unscaled, in layers with a window; null for those of all layers."""
+    """Base of the wavelengths, unscaled, in layers with a window; null for `rope_theta`, scaled."""
     rotary_dims: int | None = None
     """Dims of a head that are rotated, the first ones; null for all."""
     rotary_interleaved: bool = False

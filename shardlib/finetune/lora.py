@@ -79,7 +79,7 @@ class Adapted(nnx.Module):
         self.lora_b = variable(nnx.LoRAParam, jnp.zeros(second), outer)
 
     def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
-        """Returns the adapted outputs of `x` [..., inputs]; other arguments are those of `base`."""
+        """Returns the adapted outputs of `x` [..., inputs]; other arguments go to `base`."""
         y = self.base(x, *args)
         first = x.ndim - self.num_inputs
         contracted = tuple(range(first, x.ndim)), tuple(range(self.num_inputs))

@@ -1,8 +1,8 @@
 """The projections of a model: modules whose `kernel` maps dims of inputs to dims of outputs.
 
 A projection is an `nnx.Linear`, or a module whose kernel has the dims of its inputs, as many as
-`num_inputs`, before those of its outputs, named in `outputs`. In a stack of layers the kernel has
-leading dims.
+`num_inputs`, before the dims of its outputs, named in `outputs`. In a stack of layers the kernel
+has leading dims.
 """
 
 from collections.abc import Sequence

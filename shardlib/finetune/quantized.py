@@ -54,7 +54,7 @@ class Frozen(nnx.Variable):
 class QuantizedKernel(nnx.Module):
     """A kernel in few bits, read as `kernel[...]` like a parameter; see the module.
 
-    Dims before those of inputs and outputs, as in a stack of layers, are kept.
+    Leading dims, as in a stack of layers, are kept.
     """
 
     def __init__(self, kernel: Any, kind: Kind, num_inputs: int, num_outputs: int):
@@ -111,7 +111,7 @@ def quantize(model: nnx.Module, kind: Kind, *, targets: Sequence[str] = ("**laye
     Args:
         model: Any NNX model.
         kind: `int8` or `nf4`.
-        targets: Patterns over the paths of projections; by default those of stacked layers.
+        targets: Patterns over the paths of projections; by default all of stacked layers.
 
     Raises:
         ModelError: If the kind is unknown, a pattern matches no projection, or a kernel does not

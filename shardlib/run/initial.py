@@ -52,11 +52,12 @@ def _adapted(
     parts: Setup, finetune: LoraConfig, module: FunctionalModule, arrays: dict[str, jax.Array]
 ) -> TrainState:
     """Returns the state of a model with adapters, whose first factors follow from the seed."""
-    trees = (
+    params, model_state = (
         nested({tuple(path.split("/")): arrays[path] for path in named_leaves(tree)})
         for tree in module.shapes()
     )
-    model = finetune.adapted(module.merge(*trees, jax.random.key(0)), nnx.Rngs(0))
+    base = module.merge(params, model_state, jax.random.key(0))
+    model = finetune.adapted(base, nnx.Rngs(0))
     given = nnx.state(model, nnx.Not(nnx.LoRAParam))
     factors = ("**/lora_a", "**/lora_b")
     return materialize(parts.abstract, seed=parts.config.seed, params=given, fresh=factors)

@@ -190,7 +190,7 @@ def write_scaling(config: TransformerConfig) -> dict[str, Any] | None:
 
 
 def windows(default_every: int) -> Converter:
-    """Returns the converter of the layers with a window and of those that see all positions.
+    """Returns the converter of the window and of the layers that see all positions.
 
     Args:
         default_every: Of so many layers the last sees all, where config.json does not say.
