@@ -4,13 +4,14 @@ Fields that are not named have the defaults of `TransformerConfig`. Each source 
 the hub whose config.json is meant.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 Fields = Mapping[str, Any]
 
 
-def _llama(*dims: Any, **more: Any) -> Fields:
+def _llama(*dims: Any, **more: Any) -> dict[str, Any]:
     """Returns a decoder like Llama's from layers, width, heads, kv heads, mlp, vocabulary and
     positions."""
     names = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "mlp_dim", "vocab_size")
@@ -95,6 +96,54 @@ _GEMMA: Fields = {
 }
 _TIED: Fields = {"tied_embeddings": True}
 
+
+def _gemma2(query_dims: int, head_dim: int) -> Fields:
+    return {
+        **_GEMMA,
+        "head_dim": head_dim,
+        "block": "sandwich",
+        "query_scale": query_dims**-0.5,
+        "attention_softcap": 50.0,
+        "logit_softcap": 30.0,
+        "window": 4096,
+        "global_every": 2,
+    }
+
+
+def _deepseek(query_rank: int | None, sharpening: float, **moe: Any) -> Fields:
+    scaling = {"kind": "yarn", "factor": 40.0, "original_positions": 4096}
+    mscale = {"mscale": sharpening, "mscale_all_dim": sharpening}
+    # YaRN sharpens the scores of heads of 192 dims; see `YarnScaling.sharpening`.
+    scale = (1.0 + 0.1 * sharpening * math.log(40.0)) ** 2 / math.sqrt(192)
+    return {
+        "norm_eps": 1e-6,
+        "rotary_interleaved": True,
+        "rope_scaling": {**scaling, **mscale},
+        "query_scale": scale,
+        "latent": {"query_rank": query_rank},
+        "moe": {"dense_layers": 1, **moe},
+    }
+
+
+_DEEPSEEK_V3: Fields = {
+    "num_experts": 256,
+    "experts_per_token": 8,
+    "mlp_dim": 2048,
+    "num_shared_experts": 1,
+    "dense_layers": 3,
+    "groups": 8,
+    "groups_per_token": 4,
+    "group_best": 2,
+    "scores": "sigmoid",
+    "balance": "bias",
+    "weights_scale": 2.5,
+}
+_DEEPSEEK_V2: Fields = {
+    "num_shared_experts": 2,
+    "experts_per_token": 6,
+    "normalize_weights": False,
+}
+
 SIZES: Mapping[str, Fields] = {
     # meta-llama/Llama-2-{7b,13b,70b}-hf
     "llama2-7b": _llama(32, 4096, 32, 32, 11008, 32000, 4096),
@@ -139,6 +188,37 @@ SIZES: Mapping[str, Fields] = {
     # google/gemma-{2b,7b}
     "gemma-2b": _llama(18, 2048, 8, 1, 16384, 256000, 8192, **_GEMMA),
     "gemma-7b": _llama(28, 3072, 16, 16, 24576, 256000, 8192, **_GEMMA),
+    # google/gemma-2-{2b,9b,27b}, google/gemma-3-1b-pt
+    "gemma2-2b": _llama(26, 2304, 8, 4, 9216, 256000, 8192, **_gemma2(256, 256)),
+    "gemma2-9b": _llama(42, 3584, 16, 8, 14336, 256000, 8192, **_gemma2(256, 256)),
+    "gemma2-27b": _llama(46, 4608, 32, 16, 36864, 256000, 8192, **_gemma2(144, 128)),
+    "gemma3-1b": _llama(26, 1152, 4, 1, 6912, 262144, 32768)
+    | {
+        **_gemma2(256, 256),
+        "attention_softcap": None,
+        "logit_softcap": None,
+        "qk_norm": True,
+        "window": 512,
+        "global_every": 6,
+        "rope_theta": 1e6,
+        "local_rope_theta": 1e4,
+    },
+    # deepseek-ai/DeepSeek-{V2-Lite,V2,V3}, without the layer that predicts a second token
+    "deepseek-v2-lite": _llama(27, 2048, 16, None, 10944, 102400, 163840)
+    | _deepseek(None, 0.707, num_experts=64, mlp_dim=1408, **_DEEPSEEK_V2),
+    "deepseek-v2": _llama(60, 5120, 128, None, 12288, 102400, 163840)
+    | _deepseek(
+        1536,
+        0.707,
+        num_experts=160,
+        mlp_dim=1536,
+        groups=8,
+        groups_per_token=3,
+        weights_scale=16.0,
+        **_DEEPSEEK_V2,
+    ),
+    "deepseek-v3": _llama(61, 7168, 128, None, 18432, 129280, 163840)
+    | _deepseek(1536, 1.0, **_DEEPSEEK_V3),
     # microsoft/Phi-3-mini-4k-instruct
     "phi3-mini-4k": _llama(32, 3072, 32, 32, 8192, 32064, 4096, window=2047),
     # openai-community/gpt2{,-medium,-large,-xl}
