@@ -9,10 +9,12 @@ import yaml
 from shardlib import run
 from shardlib.config import load
 from shardlib.optim.build import build_optimizer
+from shardlib.run.reports.explaining import explain_compiled
 from shardlib_models.transformer_config import llama3_8b
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.yaml"))
-CLUSTERS = {"digits": "cpu:8", "finetune_chat": "cpu:8", "quickstart": "cpu:8", "vit": "cpu:8"}
+SMALL = ("digits", "finetune_chat", "finetune_lora", "quickstart", "vit")
+CLUSTERS = dict.fromkeys(SMALL, "cpu:8") | {"gptj_6b": "v5e-16", "llama3_70b_lora": "v5p-32"}
 PUBLISHED = {"llama3_8b": 8_030_261_248, "resnet50_imagenet": 25_557_032}
 
 
@@ -20,6 +22,7 @@ PUBLISHED = {"llama3_8b": 8_030_261_248, "resnet50_imagenet": 25_557_032}
 def _elsewhere(tmp_path, monkeypatch):
     """Relative paths, those of the data among them, lead to nothing."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHARDLIB_CACHE", str(tmp_path.with_name("cache")))
 
 
 @pytest.mark.mesh
@@ -27,7 +30,9 @@ def _elsewhere(tmp_path, monkeypatch):
 def test_explains_without_data_or_devices(path, tmp_path):
     config = load(run.RunConfig, path)
     report = run.explain(config, CLUSTERS.get(path.stem, "v5p-128"))
-    assert report.faults() == []
+    # Norms of deep models are replicated; all else is divided.
+    replicated = sum(fault.bytes_per_device for fault in report.faults())
+    assert replicated < 0.01 * report.bytes_per_device()
     assert report.num_params() == PUBLISHED.get(path.stem, report.num_params())
     assert report.bytes_per_device() <= report.total_bytes()
     assert not list(tmp_path.iterdir()), "explain wrote something"
@@ -76,3 +81,51 @@ def test_resnet_schedule_is_that_of_the_paper(batch, steps, warmup):
     rates = [float(schedule(int(e * epoch) + 1)) for e in (6, 29, 31, 59, 61, 79, 81)]
     peak = 0.1 * batch / 256
     assert rates == pytest.approx([peak * f for f in (1, 1, 0.1, 0.1, 0.01, 0.01, 0.001)], rel=1e-5)
+
+
+FINE_TUNED = [
+    ("gptj_6b", "v5e-16", ()),
+    ("opt_66b", "v5p-128", ()),
+    ("llama3_70b_lora", "v5p-32", ()),
+    (
+        "llama3_70b_lora",
+        "v5p-512",
+        (
+            "model.size=deepseek-v3",
+            "finetune.targets=['**/attention/*']",
+            "mesh=fsdp=32,expert=8",
+            "train.global_batch=256",
+            "train.microbatches=1",
+        ),
+    ),
+    (
+        "gptj_6b",
+        "v5p-128",
+        (
+            "model.size=mixtral-8x7b",
+            "mesh=fsdp=8,expert=8",
+            "train.global_batch=128",
+        ),
+    ),
+]
+SHALLOW = ("model.num_layers=4",)
+
+
+def fits(name, cluster, words):
+    pytest.importorskip("libtpu", reason="needs the extra tpu")
+    path = next(path for path in CONFIGS if path.stem == name)
+    report = explain_compiled(load(run.RunConfig, path, list(words)), cluster)
+    assert report.fits
+    assert not report.findings
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("name", "cluster", "words"), FINE_TUNED[:3])
+def test_a_shallow_fine_tuning_step_fits_its_cluster(name, cluster, words):
+    fits(name, cluster, (*words, *SHALLOW))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "cluster", "words"), FINE_TUNED)
+def test_a_whole_fine_tuning_step_fits_its_cluster(name, cluster, words):
+    fits(name, cluster, words)

@@ -98,7 +98,7 @@ def per_layer(sent, *, backward):
     return [c for c in inside if ("transpose" in c.op_name) is backward]
 
 
-@pytest.mark.rest("mesh")
+@pytest.mark.mesh
 @pytest.mark.parametrize("case", EXPECTED)
 def test_a_step_sends_what_its_strategy_implies(comparison, case):
     found = comparison(case)

@@ -69,6 +69,7 @@ def test_adapters_change_nothing_at_first_and_share_the_arrays():
     assert sum(x.size for x in jax.tree.leaves(factors)) == 4 * 4 * (2 * (32 + 32) + 2 * (32 + 16))
 
 
+@pytest.mark.mesh
 def test_only_adapters_are_trained_and_the_merged_model_gives_their_results():
     state, losses = trained("fsdp=4,tensor=2")
     assert losses[-1] < losses[0]
