@@ -46,7 +46,6 @@ _REPLICATED = (
     "token_dim",
     "shared_gate",
     "dense_layers",
-    "lora_rank",
 )
 
 DATA = AxisRules(
@@ -61,6 +60,8 @@ FSDP = AxisRules(
         "embed": "fsdp",
         # Of a projection from the latent vector; in one to it, embed takes the axis.
         "latent": ["fsdp", None],
+        # The factor of an adapter that has no embed.
+        "lora_rank": ["fsdp", None],
         "conv_out": "fsdp",
         **dict.fromkeys(
             ("vocab", "mlp", "heads", "kv_heads", "expert", "layers", *_REPLICATED), None
@@ -86,6 +87,8 @@ STANDARD = AxisRules(
         "embed": "fsdp",
         # Of a projection from the latent vector; in one to it, embed takes the axis.
         "latent": ["fsdp", None],
+        # The factor of an adapter that has no embed.
+        "lora_rank": ["fsdp", None],
         "conv_out": "fsdp",
         **dict.fromkeys(_REPLICATED, None),
     },
@@ -104,7 +107,7 @@ SEQUENCE = STANDARD.override(activations={"residual_length": "context+tensor"})
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
 """
 
-_UNSPLIT = STANDARD.override(embed=None, latent=None, conv_out=None)
+_UNSPLIT = STANDARD.override(embed=None, latent=None, lora_rank=None, conv_out=None)
 _WHOLE = dataclasses.replace(_UNSPLIT, auto=Auto(None))
 
 ZERO1 = dataclasses.replace(_WHOLE, opt_state=STANDARD)
