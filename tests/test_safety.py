@@ -123,9 +123,12 @@ def uses(source):
 @pytest.mark.mesh
 def test_nothing_that_reads_can_execute():
     assert len(FILES) > 200
-    assert {file: uses(file.read_text(encoding="utf-8")) for file in FILES} == {
-        file: [] for file in FILES
-    }
+    found = {file: uses(file.read_text(encoding="utf-8")) for file in FILES}
+    # An unpickler that knows ten names and refuses all others, as tests/hf/test_torch_files.py
+    # tries.
+    closed = next(file for file in FILES if file.parts[-2:] == ("hf", "torch_files.py"))
+    assert [what for _, what in found.pop(closed)] == ["pickle"]
+    assert found == {file: [] for file in found}
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ _GEMMA: Fields = {
 _TIED: Fields = {"tied_embeddings": True}
 
 
-def _gemma2(query_dims: int, head_dim: int) -> Fields:
+def _gemma2(query_dims: int, head_dim: int) -> dict[str, Any]:
     return {
         **_GEMMA,
         "head_dim": head_dim,
@@ -110,7 +110,7 @@ def _gemma2(query_dims: int, head_dim: int) -> Fields:
     }
 
 
-def _deepseek(query_rank: int | None, sharpening: float, **moe: Any) -> Fields:
+def _deepseek(query_rank: int | None, sharpening: float, **moe: Any) -> dict[str, Any]:
     scaling = {"kind": "yarn", "factor": 40.0, "original_positions": 4096}
     mscale = {"mscale": sharpening, "mscale_all_dim": sharpening}
     # YaRN sharpens the scores of heads of 192 dims; see `YarnScaling.sharpening`.

@@ -110,7 +110,7 @@ class Transformer(nnx.Module):
         caches: tuple[KeyValues, ...] | None = None,
     ) -> tuple[jax.Array, RouterStats | None, tuple[KeyValues, ...] | None]:
         """Returns the last residual stream [batch, length, embed], the router statistics summed
-        over layers, and the caches of all layers, one for each of `stacks`."""
+        over layers, and the caches of all layers, one for each stack."""
         config = self.config
         x = self.token_embedding(tokens)
         if config.embed_scale:
@@ -129,30 +129,25 @@ class Transformer(nnx.Module):
             x, of_layer, cache = layer(x, context.of_layer(*inputs), cache)
             return (x, stats if of_layer is None else stats + of_layer, cache), None
 
+        x = self.embedding_dropout(residual(x))
         stats = None if config.moe is None else RouterStats.zeros()
-        x, made = self.embedding_dropout(residual(x)), []
-        for number, (layers, policy, is_local) in enumerate(self.stacks()):
-            cache = None if caches is None else caches[number]
-            index = None if cache is None else jnp.arange(cache.key.shape[0], dtype=jnp.int32)
-            options = {"remat": policy, "tags": config.remat_tags, "staged": layers is self.layers}
-            carry = x, stats, cache
-            (x, stats, cache), _ = scan_layers(call, layers, carry, (is_local, index), **options)
-            made.append(cache)
+        dense, total, tags = config.num_dense_layers, config.num_layers, config.remat_tags
+        *first, last = caches or (None,)
+        earlier = first[0] if first else None
+        policy = config.remat
+        if self.dense_layers is not None:
+            inputs = per_layer(config, range(dense), earlier is not None)
+            policy = remat.part_of(config.remat, total, 0, dense)
+            carry = x, stats, earlier
+            (x, stats, earlier), _ = scan_layers(
+                call, self.dense_layers, carry, inputs, remat=policy, tags=tags, staged=False
+            )
+            policy = remat.part_of(config.remat, total, dense, total)
+        inputs = per_layer(config, range(dense, total), last is not None)
+        carry = x, stats, last
+        (x, stats, last), _ = scan_layers(call, self.layers, carry, inputs, remat=policy, tags=tags)
+        made = (cache for cache in (earlier, last) if cache is not None)
         return x, stats, None if caches is None else tuple(made)
-
-    def stacks(self) -> list[tuple[Block, str, jax.Array | None]]:
-        """Returns the stacks of layers in their order: each with the policy of its remat, and
-        whether each layer has the window (None if all or none have)."""
-        config = self.config
-        is_local = None if config.global_every is None else jnp.asarray(config.is_local)
-        if self.dense_layers is None:
-            return [(self.layers, config.remat, is_local)]
-        dense, total = config.num_dense_layers, config.num_layers
-        parts = (None, None) if is_local is None else (is_local[:dense], is_local[dense:])
-        return [
-            (self.dense_layers, remat.part_of(config.remat, total, 0, dense), parts[0]),
-            (self.layers, remat.part_of(config.remat, total, dense, total), parts[1]),
-        ]
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Returns the logits [batch, length, vocab] of a residual stream."""
@@ -190,6 +185,17 @@ class Transformer(nnx.Module):
                 f"a sequence of {length} tokens is longer than max_positions={longest}.\n"
                 "  Shorten it, or make the model with more positions."
             )
+
+
+def per_layer(
+    config: TransformerConfig, layers: range, cached: bool
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns whether each layer has the window (None if all or none have), and its index in the
+    cache of its stack (None without a cache)."""
+    is_local = None
+    if config.global_every is not None:
+        is_local = jnp.asarray([config.is_local[layer] for layer in layers])
+    return is_local, jnp.arange(len(layers), dtype=jnp.int32) if cached else None
 
 
 def with_rotations(

@@ -80,7 +80,9 @@ def test_only_adapters_are_trained_and_the_merged_model_gives_their_results():
     np.testing.assert_array_equal(kernel, first.layers.mlp.up.kernel[...])
     query = model.layers.attention.query
     assert query.lora_a[...].sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", None)
-    assert query.lora_b[...].sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor", None)
+    assert query.lora_b[...].sharding.spec == jax.sharding.PartitionSpec(
+        None, "fsdp", "tensor", None
+    )
 
     plain = merge(state)
     assert type(plain.layers.attention.query).__name__ == "Linear"

@@ -45,7 +45,7 @@ def test_another_tokenizer_or_none_is_refused(finished, tmp_path):
     with pytest.raises(DataError, match=r"not the tokenizer .* step 20 .*\n  Restore the file"):
         run.generate(str(run_dir))
     file.unlink()
-    with pytest.raises(ModelError, match="was not trained on text"):
+    with pytest.raises(DataError, match=r"run/tokenizer.json is missing\.\n  Restore the file"):
         run.generate(str(run_dir))
 
 

@@ -107,8 +107,8 @@ def _encodings(
     directory = cached("examples", key, build, task=f"encoding {', '.join(paths)}")
     with reading(directory):
         encodings = Encodings(
-            np.load(directory / "tokens.npy", mmap_mode="r"),
-            np.load(directory / "mask.npy", mmap_mode="r"),
+            np.load(directory / "tokens.npy", mmap_mode="r", allow_pickle=False),
+            np.load(directory / "mask.npy", mmap_mode="r", allow_pickle=False),
             read_array(directory / "offsets.npy"),
             read_array(directory / "hashes.npy"),
         )
