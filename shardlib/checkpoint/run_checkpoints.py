@@ -160,13 +160,11 @@ class RunCheckpoints(SavedCheckpoints):
         files are removed. It is raised only after `config.max_failures` failed saves in a row.
 
         Args:
-            step: Number of optimizer steps that led to the state, also as an array such as
-                `state.step`; not saved before.
+            step: Number of optimizer steps, also as an array such as `state.step`.
             state: Any pytree of arrays and numbers, including typed PRNG keys. A scalar on a
                 single process is taken from the first process.
-            metadata: Any JSON: config, mesh, rules, position in the data. `healthy: false` in it
-                marks a state that is not fit to go back to; the newest healthy checkpoint is never
-                deleted.
+            metadata: Any JSON: config, mesh, position in the data. `healthy: false` marks a state
+                not to go back to; the newest healthy checkpoint is never deleted.
             metrics: Metrics for `config.keep_best`; non-finite numbers are dropped.
             wait: Whether to return only once the checkpoint is complete, and to raise if it fails.
 

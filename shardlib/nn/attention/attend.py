@@ -47,8 +47,7 @@ def attend(
 
     The softmax is in float32. A query sees a key if both have the same segment, the key does not
     come later (`causal`), and it is less than `window` positions away. Padding (segment 0) is a
-    segment like any other: no other token sees it, and its outputs are finite; the loss must ignore
-    them.
+    segment like any other: no other token sees it; the loss must ignore its finite outputs.
 
     Where the active rules split `length` over the mesh axis `context`, its devices share the row as
     `plan_context` says. With explicit positions, or a different number of keys, the compiler
@@ -56,8 +55,7 @@ def attend(
 
     Args:
         query, key, value: Heads are a multiple of kv_heads, and each heads / kv_heads consecutive
-            query heads share a key-value head. The dims of a value may be more or fewer than those
-            of a key.
+            query heads share a key-value head. Values may have other dims than keys.
         segment_ids: int32, the document of each query.
         kv_segment_ids: The same of the keys; None for `segment_ids`, if kv_length is length.
         positions, kv_positions: int32, the positions of queries and keys; None for 0, 1, 2, ...
@@ -70,9 +68,8 @@ def attend(
         order: Order of the row over `context`: `zigzag` if all inputs went through `zigzag(x)`.
 
     Raises:
-        ModelError: If an array lacks a dim, kv_heads does not divide heads, a window is not causal,
-            the scale or the softcap is not positive, segment ids are missing for queries or keys,
-            or `backend`, `context` or `order` cannot work.
+        ModelError: If an array lacks a dim, kv_heads does not divide heads, segment ids are missing
+            for queries or keys, or an option is out of range or cannot work.
     """
     mask = Mask(causal, window, scale, softcap)
     has_positions = positions is not None or kv_positions is not None
@@ -81,8 +78,8 @@ def attend(
     _check_options(query, key, backend, context, order, has_positions)
     segments = (segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
     if has_positions:
-        at = places(query.shape[1], positions, segments[0])
-        kv_at = places(key.shape[1], kv_positions, segments[1])
+        given = zip((query, key), (positions, kv_positions), segments, strict=True)
+        at, kv_at = (places(x.shape[1], *one) for x, *one in given)
         return plain(query, key, value, mask.pairs(at, kv_at), mask)
     if query.shape[1] != key.shape[1]:
         plan = ContextPlan("none", order, "keys of another length")

@@ -73,12 +73,7 @@ def resolve_backend(
     Raises:
         ModelError: If the requested backend is unknown or cannot run.
     """
-    if backend not in get_args(Backend):
-        hint = did_you_mean(str(backend), get_args(Backend))
-        raise ModelError(
-            f"no attention backend is called {backend!r}.{hint}\n"
-            f"  Choose one of: {', '.join(get_args(Backend))}."
-        )
+    _check_name(backend)
     platform = platform or active_platform()
     kernel = _KERNELS.get(platform)
     wanted = backend if backend != "auto" else kernel
@@ -106,6 +101,15 @@ def resolve_backend(
         scores = " x ".join(map(str, lengths))
         return Resolved("blockwise", f"{reason}; {scores} scores a head are too many to keep")
     return Resolved("xla", reason)
+
+
+def _check_name(backend: str) -> None:
+    known = get_args(Backend)
+    if backend not in known:
+        raise ModelError(
+            f"no attention backend is called {backend!r}.{did_you_mean(str(backend), known)}\n"
+            f"  Choose one of: {', '.join(known)}."
+        )
 
 
 def _is_long(lengths: tuple[int, ...]) -> bool:
