@@ -56,15 +56,13 @@ def attend(
     Args:
         query, key, value: Heads are a multiple of kv_heads, and each heads / kv_heads consecutive
             query heads share a key-value head. Values may have other dims than keys.
-        segment_ids: int32, the document of each query.
-        kv_segment_ids: The same of the keys; None for `segment_ids`, if kv_length is length.
+        segment_ids, kv_segment_ids: int32, the documents of queries and keys; None for the same.
         positions, kv_positions: int32, the positions of queries and keys; None for 0, 1, 2, ...
         causal: Whether keys at later positions are hidden.
         window: Number of positions a query sees, including its own; None for all. Causal only.
         scale: Factor of the scores; None for 1 / sqrt(head_dim).
         softcap: Bound c of the scores, as c * tanh(scores / c); None for none.
-        backend: See `resolve_backend`.
-        context: How devices along `context` share the row; see `plan_context`.
+        backend, context: See `resolve_backend` and `plan_context`.
         order: Order of the row over `context`: `zigzag` if all inputs went through `zigzag(x)`.
 
     Raises:
