@@ -48,7 +48,7 @@ _LEVELS = np.array(
 
 
 class Frozen(nnx.Variable):
-    """A part of a quantized kernel, which is not trained."""
+    """The weights of a quantized kernel, integers."""
 
 
 class QuantizedKernel(nnx.Module):
@@ -71,7 +71,8 @@ class QuantizedKernel(nnx.Module):
         # Few scales: the dims that they sum up are not divided.
         names = tuple(None if dim in scaled else name for dim, name in enumerate(self.names))
         self.values = variable(Frozen, values, self.names)
-        self.scales = variable(Frozen, scales, names)
+        # A parameter, so that a precision policy gives it the dtype of the computation.
+        self.scales = variable(nnx.Param, scales, names)
 
     @property
     def shape(self) -> tuple[int, ...]:

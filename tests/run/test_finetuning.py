@@ -94,6 +94,9 @@ def test_adapters_learn_what_the_base_does_not_know(base, tmp_path):
 def test_adapters_learn_on_a_base_in_few_bits(base, tmp_path, kind):
     words = [f"model.init_from={base}", "data.tokenizer=bytes", *LORA, f"finetune.quantize={kind}"]
     words += ["train.log_every=1", "optimizer.learning_rate=1e-2", "mesh=fsdp=8"]
+    half = trained(tmp_path, "half", SECOND, "train.steps=2", "precision=bf16_params", *words)[0]
+    held = half.state.model_state["layers"]["mlp"]["up"]["base"]["kernel"]
+    assert held["scales"].dtype == jnp.bfloat16
     result, _ = trained(tmp_path, "tuned", SECOND, "train.steps=30", *words)
     found = losses(tmp_path, "tuned")
     assert found[30] < 0.7 * found[1]
