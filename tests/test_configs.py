@@ -104,6 +104,8 @@ FINE_TUNED = [
         (
             "model.size=deepseek-v3",
             "finetune.targets=['**/attention/*']",
+            # So that fsdp divides the factors that have no embed.
+            "finetune.rank=32",
             "mesh=fsdp=32,expert=8",
             "train.global_batch=256",
             "train.microbatches=1",
