@@ -90,7 +90,7 @@ _GEMMA: Fields = {
     "head_dim": 256,
     "norm_eps": 1e-6,
     "norm_offset": 1.0,
-    "embed_scale": True,
+    "embed_scale": "sqrt",
     "activation": "gelu_tanh",
     "tied_embeddings": True,
 }

@@ -53,6 +53,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.kind = config.block
+        self.residual_scale = config.residual_scale
         width = config.embed_dim
         self.attention_norm = norm_of(config, width)
         kind = Attention if config.latent is None else LatentAttention
@@ -104,7 +105,7 @@ class Block(nnx.Module):
         """Returns what attention adds to the residual stream, and the cache with the new rows."""
         branch, cache = self.attention(whole(x), context, cache)
         branch = branch if self.attention_out_norm is None else self.attention_out_norm(branch)
-        return self.attention_dropout(tag(residual(branch), "attention_out")), cache
+        return self._scaled(self.attention_dropout(tag(residual(branch), "attention_out"))), cache
 
     def _mixed(self, x: jax.Array, context: Context) -> tuple[jax.Array, RouterStats | None]:
         """Returns what the MLP or the experts add, and the router statistics."""
@@ -115,7 +116,10 @@ class Block(nnx.Module):
         else:
             branch = self.mlp(x)
         branch = branch if self.mlp_out_norm is None else self.mlp_out_norm(branch)
-        return self.mlp_dropout(tag(residual(branch), "mlp_out")), stats
+        return self._scaled(self.mlp_dropout(tag(residual(branch), "mlp_out"))), stats
+
+    def _scaled(self, branch: jax.Array) -> jax.Array:
+        return branch if self.residual_scale == 1.0 else branch * self.residual_scale
 
 
 def _experts(config: TransformerConfig, rngs: nnx.Rngs) -> MoE:

@@ -1,5 +1,6 @@
 """Configs of decoder-only transformers, including published models."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from shardlib.config import Variants, configclass
@@ -12,6 +13,8 @@ from shardlib_models.moe import MoEConfig
 from shardlib_models.sizes import SIZES
 
 _TAGS = ("layer_in", "attention_in", "query", "key", "value", "attended", "attention_out", "mlp_in")
+_FACTORS = ("embed_scale", "residual_scale", "query_scale", "attention_softcap")
+_FACTORS += ("logit_softcap", "logit_divisor")
 
 
 @configclass
@@ -97,8 +100,10 @@ class TransformerConfig:
     """Whether the embedding table also computes the logits."""
     token_dim: int | None = None
     """Width of the embedding table, which is projected to `embed_dim` and back; null for none."""
-    embed_scale: bool = False
-    """Whether embeddings are multiplied by sqrt(embed_dim)."""
+    embed_scale: Literal["sqrt"] | float = 1.0
+    """Factor of the embeddings; sqrt for sqrt(embed_dim), as in Gemma."""
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to the residual stream."""
     query_scale: float | None = None
     """Factor of the attention scores; null for 1 / sqrt(head_dim)."""
     attention_softcap: float | None = None
@@ -107,6 +112,8 @@ class TransformerConfig:
     """Latent attention, as in DeepSeek; null for a projection each to query, key and value."""
     logit_softcap: float | None = None
     """Bound c of the logits, as c * tanh(logits / c); null for none."""
+    logit_divisor: float = 1.0
+    """Divisor of the logits, before their bound."""
     head_bias: bool = False
     """Whether logits have a bias, without `tied_embeddings`."""
     qkv_bias: bool = False
@@ -161,6 +168,16 @@ class TransformerConfig:
         if self.latent is not None:
             return self.latent.rotary_dims
         return self.head_size if self.rotary_dims is None else self.rotary_dims
+
+    @property
+    def embed_factor(self) -> float:
+        """The factor of the embeddings."""
+        return math.sqrt(self.embed_dim) if self.embed_scale == "sqrt" else self.embed_scale
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of the attention scores."""
+        return self.head_size**-0.5 if self.query_scale is None else self.query_scale
 
     @property
     def mlp_size(self) -> int:
@@ -277,10 +294,10 @@ def _range_faults(config: TransformerConfig) -> list[str]:
         faults.append("head_bias has no effect with tied_embeddings; leave it out.")
     if config.position_offset < 0:
         faults.append(f"position_offset is {config.position_offset}; it must not be negative.")
-    for name in ("query_scale", "attention_softcap", "logit_softcap"):
+    for name in _FACTORS:
         value = getattr(config, name)
-        if value is not None and value <= 0:
-            faults.append(f"{name} is {value}; it must be greater than 0, or null.")
+        if isinstance(value, int | float) and not 0 < value < math.inf:
+            faults.append(f"{name} is {value}; it must be greater than 0, and finite.")
     if config.positions == "learned" and config.max_positions is None:
         faults.append("learned positions need max_positions, the rows of their table.")
     if config.moe is not None:

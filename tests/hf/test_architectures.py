@@ -83,6 +83,12 @@ DEEPSEEK = {
     "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
 }
 GROUPS = {"n_group": 4, "topk_group": 1}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 7.0,
+}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
@@ -146,6 +152,10 @@ CASES = {
     "phi3, longrope": (
         lambda: transformers.Phi3Config(**SIZES, pad_token_id=0, rope_parameters=LONGROPE),
         {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 32}},
+    ),
+    "granite": (
+        lambda: transformers.GraniteConfig(**SIZES, **GRANITE),
+        {"residual_multiplier": 0.25},
     ),
     "linear": (
         lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LINEAR),
