@@ -338,6 +338,7 @@ FAMILY = ModelFamily(
         "Qwen2MoeForCausalLM": "shardlib_models.hf.qwen_moe:QWEN2_MOE",
         "Qwen3ForCausalLM": "shardlib_models.hf.llama:QWEN3",
         "Qwen3MoeForCausalLM": "shardlib_models.hf.qwen_moe:QWEN3_MOE",
+        "StableLmForCausalLM": "shardlib_models.hf.stablelm:STABLELM",
         # After Llama, which it can express too: an export takes the first that can.
         "GraniteForCausalLM": "shardlib_models.hf.granite:GRANITE",
     },

@@ -80,8 +80,10 @@ class Attention(nnx.Module):
         self.key = Linear(embed, kv_heads | head, **options)
         self.value = Linear(embed, kv_heads | head, **options)
         self.out = out_projection(config, rngs)
-        self.query_norm = norm_of(config, config.head_size) if config.qk_norm else None
-        self.key_norm = norm_of(config, config.head_size) if config.qk_norm else None
+        norm = functools.partial(norm_of, config, config.head_size)
+        each = config.qk_norm == "heads"
+        self.query_norm = norm(heads if each else None) if config.qk_norm else None
+        self.key_norm = norm(kv_heads if each else None) if config.qk_norm else None
 
     def projected(
         self, x: jax.Array, context: Context, copies: int
@@ -90,7 +92,7 @@ class Attention(nnx.Module):
         embed], with `copies` of each key-value head."""
         query, key, value = self.query(x), self.key(x, copies), self.value(x, copies)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query, key = self.query_norm(query), self.key_norm(key, copies)
         if context.rotations is not None:
             pairs = {"interleaved": self.config.rotary_interleaved}
             query = rotate(query, context.rotations, **pairs)
@@ -199,6 +201,7 @@ def out_projection(config: TransformerConfig, rngs: nnx.Rngs) -> Linear:
     return Linear(heads, {"embed": embed}, stddev=stddev, bias=config.out_bias, rngs=rngs)
 
 
-def norm_of(config: TransformerConfig, size: int) -> Norm:
-    """Returns a norm as the config says."""
-    return Norm(size, kind=config.norm, eps=config.norm_eps, offset=config.norm_offset)
+def norm_of(config: TransformerConfig, size: int, heads: dict[str, int] | None = None) -> Norm:
+    """Returns a norm as the config says, with a scale for each of `heads`."""
+    options = {"kind": config.norm, "eps": config.norm_eps, "offset": config.norm_offset}
+    return Norm(size, heads=heads, **options)

@@ -71,8 +71,9 @@ class TransformerConfig:
     """Value added to the variance in a norm."""
     norm_offset: float = 0.0
     """Value added to the scale of a norm: 1 in Gemma, whose scales start at 0."""
-    qk_norm: bool = False
-    """Whether each head of query and key is normalised, before rotary positions."""
+    qk_norm: bool | Literal["heads"] = False
+    """Whether each head of query and key is normalised, before rotary positions; heads: with scales
+    of its own and without biases, as in StableLM."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotary embeddings of query and key, or a learned embedding added to the token embeddings."""
     rope_theta: float = 10_000.0

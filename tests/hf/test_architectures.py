@@ -101,6 +101,10 @@ def opt(**options):
     return transformers.OPTConfig(**OPT, **IDS, pad_token_id=1, dropout=0.0, **options)
 
 
+def stablelm(**options):
+    return transformers.StableLmConfig(**SIZES, **IDS, **options)
+
+
 def deepseek(config, **options):
     sizes = SIZES | {"num_key_value_heads": 4}
     return config(**(sizes | DEEPSEEK | options))
@@ -156,6 +160,11 @@ CASES = {
     "granite": (
         lambda: transformers.GraniteConfig(**SIZES, **GRANITE),
         {"residual_multiplier": 0.25},
+    ),
+    "stablelm": (lambda: stablelm(use_qkv_bias=True), {"layer_norm_eps": 1e-3}),
+    "stablelm, parallel": (
+        lambda: stablelm(use_parallel_residual=True, qk_layernorm=True),
+        {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}},
     ),
     "linear": (
         lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LINEAR),
