@@ -1,5 +1,6 @@
 """Every architecture: the logits of transformers, the same bits back, and refusals."""
 
+import dataclasses
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +14,9 @@ from safetensors.numpy import load_file
 
 import shardlib as sl
 from shardlib import hf
+from shardlib.hf.load import describe
+from shardlib_models.moe import MoEConfig
+from shardlib_models.transformer_config import TransformerConfig
 
 pytestmark = pytest.mark.mesh
 
@@ -262,6 +266,27 @@ def test_a_field_read_wrongly_would_be_told(case, edited):
     folder, tokens, expected, change = case
     copy = edited(folder, change)
     assert error(hf.load(copy).logits(jnp.asarray(tokens)), expected) > 10 * TOLERANCE
+
+
+FREE = {"name", "init_from", "init_stddev", "dropout", "attention", "context", "remat"}
+FREE |= {"loss_chunks"}
+FREE_OF_EXPERTS = {"dispatch", "capacity_factor", "balance", "balance_loss", "balance_over"}
+FREE_OF_EXPERTS |= {"router_z_loss", "exchange", "exchange_chunks"}
+
+
+def test_every_option_that_changes_the_function_is_decided(case):
+    """An option without a field or a value would be lost in an export."""
+    fields = describe(case[0]).fields
+    left = names_of(TransformerConfig) - fields.keys() - FREE
+    left -= {"rope_theta", "rope_scaling"} if fields["positions"] == "learned" else set()
+    left -= {"head_dim", "num_kv_heads"} if fields["latent"] else set()
+    if fields["moe"]:
+        left |= names_of(MoEConfig) - fields["moe"].keys() - FREE_OF_EXPERTS
+    assert left == set()
+
+
+def names_of(config):
+    return {field.name for field in dataclasses.fields(config)}
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2", "data=2,expert=2,tensor=2"])

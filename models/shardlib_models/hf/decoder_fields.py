@@ -60,6 +60,21 @@ LAYER_NORM = {
 }
 """Our fields as in decoders of the time of GPT-2."""
 
+EXPERTS = {
+    "moe.mlp_dim": None,
+    "moe.dense_layers": 0,
+    "moe.num_shared_experts": 0,
+    "moe.shared_mlp_dim": None,
+    "moe.shared_gate": False,
+    "moe.scores": "softmax",
+    "moe.groups": 1,
+    "moe.groups_per_token": 1,
+    "moe.group_best": 1,
+    "moe.normalize_weights": True,
+    "moe.weights_scale": 1.0,
+}
+"""Our fields of experts as Mixtral has them."""
+
 SIZES = {
     "num_hidden_layers": Field("num_layers"),
     "hidden_size": Field("embed_dim"),
