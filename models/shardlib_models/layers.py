@@ -33,13 +33,14 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """Args: the sizes of the dims by logical axis, the standard deviation of the kernel, and
-        whether it is exempt from rounding by precision policies."""
+        whether kernel and bias are exempt from rounding by precision policies."""
         self.num_inputs = len(inputs)
         self.outputs = tuple(outputs)
         shape = (*inputs.values(), *outputs.values())
         kernel = stddev * jax.random.normal(rngs.params(), shape)
         self.kernel = parameter(kernel, *inputs, *outputs, float32=float32)
-        self.bias = parameter(jnp.zeros(tuple(outputs.values())), *outputs) if bias else None
+        zeros = jnp.zeros(tuple(outputs.values()))
+        self.bias = parameter(zeros, *outputs, float32=float32) if bias else None
 
     def __call__(self, x: jax.Array, copies: int = 1) -> jax.Array:
         """Returns the outputs; `copies` repeats each entry of their first dim in a row."""

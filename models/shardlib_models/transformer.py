@@ -329,6 +329,7 @@ FAMILY = ModelFamily(
         "Gemma2ForCausalLM": "shardlib_models.hf.gemma:GEMMA2",
         "Gemma3ForCausalLM": "shardlib_models.hf.gemma:GEMMA3",
         "GemmaForCausalLM": "shardlib_models.hf.gemma:GEMMA",
+        "GptOssForCausalLM": "shardlib_models.hf.gpt_oss:GPT_OSS",
         "LlamaForCausalLM": "shardlib_models.hf.llama:LLAMA",
         "MistralForCausalLM": "shardlib_models.hf.llama:MISTRAL",
         "MixtralForCausalLM": "shardlib_models.hf.llama:MIXTRAL",

@@ -11,7 +11,7 @@ from shardlib.nn.attention import Order, attend, rotate
 from shardlib.nn.attention.rotary import Rotations
 from shardlib.nn.remat import tag
 from shardlib.sharding.constrain import constrain
-from shardlib_models.layers import Linear, Norm, residual_stddev
+from shardlib_models.layers import Linear, Norm, parameter, residual_stddev
 from shardlib_models.transformer_config import TransformerConfig
 from shardlib_models.transformer_facts import kv_copies
 
@@ -80,6 +80,7 @@ class Attention(nnx.Module):
         self.key = Linear(embed, kv_heads | head, **options)
         self.value = Linear(embed, kv_heads | head, **options)
         self.out = out_projection(config, rngs)
+        self.sinks = parameter(jnp.zeros(config.num_heads), "heads") if config.sinks else None
         norm = functools.partial(norm_of, config, config.head_size)
         each = config.qk_norm == "heads"
         self.query_norm = norm(heads if each else None) if config.qk_norm else None
@@ -125,6 +126,7 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         config = self.config
         options: dict[str, Any] = {"scale": config.query_scale, "softcap": config.attention_softcap}
+        options["sinks"] = None if self.sinks is None else self.sinks[...]
         if in_cache:
             # Rows beyond the newest position are still empty: they come later, so no query sees
             # them.
@@ -166,6 +168,7 @@ class LatentAttention(Attention):
         head = {"head_dim": latent.plain_dims + latent.value_dim}
         self.kv_up = Linear({"latent": latent.kv_rank}, heads | head, **options)
         self.out = out_projection(config, rngs)
+        self.sinks = None
 
     def projected(
         self, x: jax.Array, context: Context, copies: int

@@ -95,8 +95,9 @@ class TransformerConfig:
     """`activation(gate(x)) * up(x)` (SwiGLU and the like), or `activation(up(x))`."""
     moe: MoEConfig | None = None
     """Routed experts in place of the MLP of every layer; null for a dense model."""
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
-    """Nonlinearity of the MLP; `gelu_tanh` is GPT-2's approximation."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"] = "silu"
+    """Nonlinearity of the MLP; `gelu_tanh` is GPT-2's approximation, and `clamped_swiglu` the hidden
+    units of a gated MLP in gpt-oss."""
     tied_embeddings: bool = False
     """Whether the embedding table also computes the logits."""
     token_dim: int | None = None
@@ -109,6 +110,8 @@ class TransformerConfig:
     """Factor of the attention scores; null for 1 / sqrt(head_dim)."""
     attention_softcap: float | None = None
     """Bound c of the attention scores, as c * tanh(scores / c); null for none."""
+    sinks: bool = False
+    """Whether each head has a learned score that joins its softmax, as in gpt-oss."""
     latent: LatentConfig | None = None
     """Latent attention, as in DeepSeek; null for a projection each to query, key and value."""
     logit_softcap: float | None = None
@@ -122,7 +125,7 @@ class TransformerConfig:
     out_bias: bool = False
     """Whether the projection out of attention has a bias."""
     mlp_bias: bool = False
-    """Whether the projections of the MLP have biases."""
+    """Whether the projections of the MLP, or of routed experts, have biases."""
     dropout: float = 0.0
     """Probability of dropping a unit, in [0, 1)."""
     window: int | None = None
@@ -267,8 +270,8 @@ def _latent_faults(config: TransformerConfig) -> list[str]:
         for name in names
         if getattr(config, name) is not None
     ]
-    if config.qk_norm or config.qkv_bias:
-        faults.append("latent attention has neither qk_norm nor qkv_bias; leave them out.")
+    if config.qk_norm or config.qkv_bias or config.sinks:
+        faults.append("latent attention has no qk_norm, qkv_bias and sinks; leave them out.")
     if config.positions != "rotary":
         faults.append("latent attention needs rotary positions; set positions: rotary.")
     return faults
@@ -308,14 +311,12 @@ def _range_faults(config: TransformerConfig) -> list[str]:
                 f"moe.dense_layers={config.moe.dense_layers} leaves none of {config.num_layers} "
                 "layers to experts; lower it, or leave out moe."
             )
-        faults += [
-            f"{name} has no effect on experts, which are gated and without biases; leave it out."
-            for name, is_set in (
-                ("mlp: plain", config.mlp == "plain"),
-                ("mlp_bias", config.mlp_bias),
-            )
-            if is_set
-        ]
+        if config.mlp == "plain":
+            faults.append("mlp: plain has no effect on experts, which are gated; leave it out.")
+        if config.mlp_bias and config.moe.shared_size(config.mlp_size):
+            faults.append("mlp_bias has no effect on shared experts; leave it or them out.")
+    if config.mlp == "plain" and config.activation == "clamped_swiglu":
+        faults.append("activation: clamped_swiglu is of gated MLPs; set mlp: gated.")
     return faults + remat.check(config.remat, config.remat_tags, config.num_layers)
 
 

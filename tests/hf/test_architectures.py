@@ -67,6 +67,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+GPT_OSS_ROPE = YARN | {"original_max_position_embeddings": 64, "truncate": False}
 GEMMA = SIZES | {"head_dim": 16, "query_pre_attn_scalar": 24}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -107,6 +108,11 @@ def opt(**options):
 
 def stablelm(**options):
     return transformers.StableLmConfig(**SIZES, **IDS, **options)
+
+
+def gpt_oss(**options):
+    sizes = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    return transformers.GptOssConfig(**(sizes | {"sliding_window": 5} | options))
 
 
 def deepseek(config, **options):
@@ -169,6 +175,11 @@ CASES = {
     "stablelm, parallel": (
         lambda: stablelm(use_parallel_residual=True, qk_layernorm=True),
         {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}},
+    ),
+    "gpt_oss": (gpt_oss, {"layer_types": ["full_attention"] * 3}),
+    "gpt_oss, yarn": (
+        lambda: gpt_oss(rope_parameters=GPT_OSS_ROPE, num_experts_per_tok=3),
+        {"rope_parameters": GPT_OSS_ROPE | {"truncate": True}},
     ),
     "linear": (
         lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LINEAR),
