@@ -16,7 +16,9 @@ import shardlib as sl
 from shardlib import hf
 from shardlib.hf.load import describe
 from shardlib_models.moe import MoEConfig
+from shardlib_models.transformer_block import clamped_swiglu
 from shardlib_models.transformer_config import TransformerConfig
+from shardlib_models.transformer_decode import generate
 
 pytestmark = pytest.mark.mesh
 
@@ -313,6 +315,24 @@ def test_on_every_mesh(case, tmp_path, mesh):
     np.testing.assert_array_equal(oracle(again, tokens), expected)
 
 
+@pytest.mark.parametrize("name", ["gpt_oss, yarn", "granite", "stablelm, parallel"])
+def test_generation_with_a_cache_takes_the_tokens_of_transformers(name, tmp_path):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CASES[name][0]()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(tmp_path)
+    prompt = np.random.default_rng(0).integers(0, VOCAB, (2, 7), dtype=np.int32)
+    model.generation_config.eos_token_id = None
+    ids = torch.from_numpy(prompt.astype(np.int64))
+    # Beyond the window of 5, and beyond the prompt's own.
+    theirs = model.generate(ids, max_new_tokens=12, do_sample=False).numpy()
+    model, greedy = hf.load(tmp_path).model, {"temperature": 0.0, "rng": jax.random.key(0)}
+    ours = jax.jit(lambda x: generate(model, x, length=12, **greedy))(prompt)
+    np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
 def test_gemma_in_bfloat16_is_as_close_to_float32_as_transformers(name, tmp_path):
     torch.manual_seed(0)
@@ -356,6 +376,14 @@ def test_gradients_are_those_of_transformers(case, tmp_path):
         # Sums of terms that cancel: relative to the gradients of the largest tensors too.
         size = max(scale[name], 1e-3 * max(scale.values()))
         assert np.abs(ours[name] - theirs[name]).max() <= 1e-4 * size, name
+
+
+def test_the_hidden_units_of_gpt_oss_beyond_their_bounds():
+    experts = transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts(gpt_oss())
+    gate, up = np.random.default_rng(0).uniform(-12, 12, (2, 50)).astype(np.float32)
+    joined = torch.from_numpy(np.stack([gate, up], axis=-1).reshape(-1))
+    expected = experts._apply_gate(joined).numpy()
+    assert error(clamped_swiglu(jnp.asarray(gate), jnp.asarray(up)), expected) < TOLERANCE
 
 
 def used(array):

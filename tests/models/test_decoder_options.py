@@ -9,7 +9,7 @@ from flax import nnx
 
 import shardlib as sl
 from shardlib.errors import ModelError
-from shardlib.nn.attention import LongScaling
+from shardlib.nn.attention import LongScaling, YarnScaling
 from shardlib.nn.remat import part_of
 from shardlib.registry import DataSpec
 from shardlib_models.moe import MoEConfig
@@ -54,6 +54,32 @@ CONFIGS = {
             balance="bias",
         ),
         remat="0-1:dots,2:full,3:dots,4:full",
+    ),
+    "gpt_oss": TransformerConfig(
+        **SIZES,
+        num_layers=4,
+        num_kv_heads=2,
+        head_dim=16,
+        window=5,
+        global_every=2,
+        rope_scaling=YarnScaling(factor=4.0, original_positions=64, truncate=False),
+        activation="clamped_swiglu",
+        sinks=True,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        moe=MoEConfig(num_experts=4, experts_per_token=2, router_bias=True, balance_loss=0.0),
+    ),
+    "stablelm": TransformerConfig(
+        **SIZES,
+        num_layers=2,
+        num_kv_heads=2,
+        norm="layer",
+        qk_norm="heads",
+        block="parallel_one_norm",
+        embed_scale=3.0,
+        residual_scale=0.5,
+        logit_divisor=2.0,
     ),
     "phi3": TransformerConfig(
         **SIZES,
@@ -146,11 +172,13 @@ def test_facts_follow_the_layers():
         weights = sum(
             leaf.size
             for path, leaf in nnx.to_flat_state(nnx.state(model_of(name), nnx.Param))
-            if (leaf.ndim > 2 and "experts" not in path) or path[0] == "head"
+            if (path[-1] == "kernel" and "experts" not in path and leaf.ndim > 2)
+            or path == ("head", "kernel")
         )
         if config.moe is not None:
             experts = config.num_layers - config.moe.dense_layers
-            weights += experts * 3 * 32 * 16 * config.moe.experts_per_token
+            width = config.moe.expert_size(config.mlp_size)
+            weights += experts * 3 * 32 * width * config.moe.experts_per_token
         # The rest is attention, whose pairs follow from the windows.
         full, local = LENGTH**2 / 2, LENGTH * 5 - 5**2 / 2
         pairs = sum(local if is_local else full for is_local in config.is_local)
@@ -168,6 +196,13 @@ WRONG = {
     "groups": ({"moe": MoEConfig(groups=3)}, "moe.groups=3 does not divide"),
     "few": ({"moe": MoEConfig(groups=8, experts_per_token=2)}, "too small for"),
     "softcap": ({"attention_softcap": 0.0}, "attention_softcap is 0.0"),
+    "branches": ({"residual_scale": -1.0}, "residual_scale is -1.0; it must be greater than 0"),
+    "sinks": ({"latent": LatentConfig(), "sinks": True}, "no qk_norm, qkv_bias and sinks"),
+    "clamped": ({"mlp": "plain", "activation": "clamped_swiglu"}, "set mlp: gated"),
+    "biases": (
+        {"mlp_bias": True, "moe": MoEConfig(num_shared_experts=1)},
+        "mlp_bias has no effect on shared experts",
+    ),
 }
 
 

@@ -59,7 +59,9 @@ def _all_keys(shard: SequenceShard, cargo: Cargo) -> Keys:
 
 def _forward(shard, query, key, value, segments, sinks):
     queries, cargo = shard.cut(query, key, value, segments)
-    running = fold(start(queries, value.shape[-1], sinks), queries, _all_keys(shard, cargo), shard.mask)
+    running = fold(
+        start(queries, value.shape[-1], sinks), queries, _all_keys(shard, cargo), shard.mask
+    )
     output, log_mass = outputs(running, value.dtype)
     return output, (query, key, value, segments, sinks, output, log_mass)
 

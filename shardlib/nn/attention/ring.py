@@ -100,7 +100,9 @@ def _forward(shard, query, key, value, segments, sinks):
         return (meet(running, cargo, step), ahead), None
 
     steps = jnp.arange(shard.hops, dtype=jnp.int32)
-    (running, cargo), _ = jax.lax.scan(one_hop, (start(queries, value.shape[-1], sinks), cargo), steps)
+    (running, cargo), _ = jax.lax.scan(
+        one_hop, (start(queries, value.shape[-1], sinks), cargo), steps
+    )
     output, log_mass = outputs(meet(running, cargo, shard.hops), value.dtype)
     return output, (query, key, value, segments, sinks, output, log_mass)
 
