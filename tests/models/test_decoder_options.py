@@ -1,5 +1,8 @@
 """Decoders of several kinds: generation equals recomputation, and meshes equal one device."""
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,7 @@ import shardlib as sl
 from shardlib.errors import ModelError
 from shardlib.nn.attention import LongScaling, YarnScaling
 from shardlib.nn.remat import part_of
+from shardlib.paths import named_leaves
 from shardlib.registry import DataSpec
 from shardlib_models.moe import MoEConfig
 from shardlib_models.transformer import FAMILY, loss, make
@@ -144,6 +148,54 @@ def test_steps_are_the_same_on_every_mesh(name):
     for mesh in MESHES:
         # Sums over devices round float32 in another order; Adam divides by small numbers.
         np.testing.assert_allclose(losses(name, mesh), expected, rtol=2e-5, err_msg=mesh)
+
+
+def gradients(mesh, **options):
+    """Gradients of gpt-oss by path, at weights without zeros, and after init_state placed them."""
+    config = dataclasses.replace(CONFIGS["gpt_oss"], **options)
+    model = make(config, DataSpec(), nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    moved = [x + 0.1 * rng.normal(size=x.shape).astype(np.float32) for x in leaves_of(model)]
+    nnx.update(model, jax.tree.unflatten(jax.tree.structure(nnx.state(model)), moved))
+    rows = tokens(LENGTH + 1)
+    batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+    size = math.prod(int(axis.split("=")[1]) for axis in mesh.split(","))
+    with sl.use(sl.make_mesh(mesh, devices=jax.devices()[:size]), sl.rules.STANDARD):
+        params = sl.init_state(model, optax.sgd(0.1)).params
+        graphdef = nnx.graphdef(model)
+
+        def mean(params):
+            found = nnx.merge(graphdef, nnx.State(params))
+            mean, _ = loss(found, batch, jax.random.key(0), train=True)
+            return mean.total / mean.weight
+
+        return named_leaves(jax.jit(jax.grad(mean))(params))
+
+
+def leaves_of(model):
+    return jax.tree.leaves(nnx.state(model))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("fsdp=4,tensor=2", {}),
+        ("fsdp=4,tensor=2", {"attention": "blockwise"}),
+        ("context=2", {}),
+        ("context=2", {"context": "gather"}),
+        ("context=2", {"context": "ulysses"}),
+        ("tensor=4,expert=2", {"norm": "layer", "qk_norm": "heads"}),
+    ],
+)
+def test_gradients_with_sinks_are_those_of_one_device(mesh, options):
+    expected, found = (gradients(one, **options) for one in ("data=1", mesh))
+    assert expected.keys() == found.keys()
+    assert {"layers/attention/sinks", "layers/mlp/experts/down_bias"} <= found.keys()
+    for path, grad in expected.items():
+        assert np.abs(grad).max() > 0, path
+        # Sums of at most 8 * 16 * 4 terms, in another order.
+        atol = 512 * 2**-24 * max(np.abs(grad).max(), 1e-2)
+        np.testing.assert_allclose(found[path], grad, rtol=0, atol=atol, err_msg=path)
 
 
 def test_the_layers_with_experts_are_divided_over_stages():
