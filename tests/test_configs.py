@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 
+import numpy as np
 import pytest
 import yaml
 
@@ -10,9 +11,11 @@ from shardlib import run
 from shardlib.config import load
 from shardlib.optim.build import build_optimizer
 from shardlib.run.reports.explaining import explain_compiled
+from shardlib.run.setup import open_source
 from shardlib_models.transformer_config import llama3_8b
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.yaml"))
+PATHS = {path.stem: path for path in CONFIGS}
 SMALL = ("digits", "finetune_chat", "finetune_lora", "quickstart", "vit")
 CLUSTERS = dict.fromkeys(SMALL, "cpu:8") | {"gptj_6b": "v5e-16", "llama3_70b_lora": "v5p-32"}
 PUBLISHED = {"llama3_8b": 8_030_261_248, "resnet50_imagenet": 25_557_032}
@@ -46,8 +49,16 @@ def test_header_tells_the_command(path):
     assert yaml.safe_load(path.read_text())["run_dir"] == f"runs/{path.stem}"
 
 
+@pytest.mark.parametrize("name", ["finetune_chat", "finetune_lora", "quickstart"])
+def test_reads_its_embedded_text(name):
+    config = load(run.RunConfig, PATHS[name], ["data.tokenizer=bytes"])
+    rows = open_source(config, "train").read(0, 0, 2)
+    assert rows["tokens"].shape == (2, config.data.sequence_length)
+    assert len(np.unique(rows["tokens"])) > 20
+
+
 def config_named(name):
-    return load(run.RunConfig, next(p for p in CONFIGS if p.stem == name))
+    return load(run.RunConfig, PATHS[name])
 
 
 @pytest.mark.mesh
@@ -71,7 +82,7 @@ def test_resnet_schedule_is_that_of_the_paper(batch, steps, warmup):
     """The steps that the header gives for other batches are 90 and 5 epochs of ImageNet."""
     config = config_named("resnet50_imagenet")
     text = f"train.global_batch={batch}".ljust(26) + f"train.steps={steps}".ljust(20)
-    assert text.strip() in next(p for p in CONFIGS if p.stem == "resnet50_imagenet").read_text()
+    assert text.strip() in PATHS["resnet50_imagenet"].read_text()
     images = 1_281_167
     assert steps == pytest.approx(90 * images / batch, abs=1)
     assert warmup == pytest.approx(5 * images / batch, abs=1)
@@ -93,6 +104,8 @@ FINE_TUNED = [
         (
             "model.size=deepseek-v3",
             "finetune.targets=['**/attention/*']",
+            # So that fsdp divides the factors that have no embed.
+            "finetune.rank=32",
             "mesh=fsdp=32,expert=8",
             "train.global_batch=256",
             "train.microbatches=1",
@@ -113,10 +126,10 @@ SHALLOW = ("model.num_layers=4",)
 
 def fits(name, cluster, words):
     pytest.importorskip("libtpu", reason="needs the extra tpu")
-    path = next(path for path in CONFIGS if path.stem == name)
-    report = explain_compiled(load(run.RunConfig, path, list(words)), cluster)
+    report = explain_compiled(load(run.RunConfig, PATHS[name], list(words)), cluster)
     assert report.fits
-    assert not report.findings
+    # Routers are in float32.
+    assert {finding.code for finding in report.findings} <= {"SL401"}
 
 
 @pytest.mark.aot

@@ -259,14 +259,17 @@ class Job:
     """Bytes of one element of an activation or a gathered parameter."""
     gradient_bytes: int = 4
     """Bytes of one gradient element where it is kept and summed over devices."""
-    param_bytes: int = 4
-    """Bytes of one parameter in the state."""
+    param_bytes: float = 4
+    """Bytes of one parameter in the state; a mean, if frozen weights are quantized."""
     moment_bytes: int = 8
     """Bytes of all optimizer moments of one parameter together."""
     loss_chunks: int = 1
     newton_schulz_steps: int = 0
     """Newton-Schulz iterations of an optimizer that orthogonalises the update of each matrix of the
     layers; 0 for others. Source: Jordan et al. 2024, "Muon": five."""
+    trained: float = 1.0
+    """Trained parameters relative to the weights of the model. Below 1 the weights are frozen, and
+    have neither gradients nor optimizer state; only adapters have."""
 
     @property
     def tokens(self) -> int:
@@ -277,6 +280,11 @@ class Job:
     def remat_share(self) -> float:
         """Fraction of the layers that follow `remat`."""
         return 1.0 if self.remat_layers is None else self.remat_layers / self.model.layers
+
+    @property
+    def frozen(self) -> bool:
+        """Whether adapters are trained in place of the weights."""
+        return self.trained < 1.0
 
     def again(self, name: str) -> float:
         """Fraction of a part of the layers that the backward pass recomputes, over all layers."""

@@ -41,7 +41,6 @@ def call(
     Returns:
         The result of `fn`, and the model state after it, with its dtypes and the untrained
         parameters unchanged.
-        parameters that are not trained as they were.
 
     Raises:
         ModelError: If `fn` reduces over an axis that nothing binds.

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from shardlib import humanize
 from shardlib.config import to_dict
 from shardlib.errors import ShardlibError, without_credentials
 from shardlib.explain import explain
@@ -112,6 +113,9 @@ class RunLog:
         """Prints what is known before the first step."""
         report = explain(self._parts.abstract)
         extra = {"precision": self._parts.config.precision, **self._parts.choices()}
+        if self._parts.config.finetune is not None:
+            frozen = humanize.size(report.bytes_per_device("model_state"))
+            extra["frozen"] = f"{frozen} per device, besides the parameters of adapters"
         if 0 < start < self._parts.config.train.steps:
             extra["resumes"] = f"from step {start}"
         mesh = self._parts.scope.mesh

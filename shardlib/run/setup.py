@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jaxtyping import PyTree
 
 from shardlib.data import ArrangedSource, MapSource, Source, open_data
+from shardlib.functional.calls import updated
 from shardlib.functional.precision import precision
 from shardlib.hardware import Cluster
 from shardlib.mesh import abstract_mesh, make_mesh, mesh_sizes
@@ -133,13 +134,13 @@ class Setup:
             RuleError: If parameters are split over `data`.
             ModelError: If the model updates its own state.
         """
-        train = self.config.train
+        train, definition = self.config.train, self.abstract.definition
         return plan_reduction(
             self.config.reduction(),
             self.scope.mesh,
             microbatches=train.num_microbatches,
-            params=self.abstract.definition.params,
-            model_state=self.abstract.model_state,
+            params=definition.params,
+            model_state=updated(definition.module, self.abstract.model_state),
         )
 
     def shardings(self, source: Source) -> dict[str, NamedSharding]:
@@ -203,7 +204,7 @@ def setup(config: RunConfig, data: DataSpec, scope: Scope) -> Setup:
     abstract = abstract_state(
         model_maker(config, chosen, data),
         optimizer.transform,
-        wrt=None if config.finetune is None else nnx.LoRAParam,
+        wrt=trained(config),
         precision=config.precision,
         guards=config.train.guards,
         mesh=scope.mesh,
@@ -213,6 +214,11 @@ def setup(config: RunConfig, data: DataSpec, scope: Scope) -> Setup:
     if config.train.offload_optimizer:
         abstract = offload_optimizer(abstract)
     return Setup(config, config, chosen, scope, data, optimizer, abstract)
+
+
+def trained(config: RunConfig) -> Any:
+    """Returns the filter of the trained variables: adapters alone, or None for all parameters."""
+    return None if config.finetune is None else nnx.LoRAParam
 
 
 def model_maker(config: RunConfig, family: ModelFamily, data: DataSpec) -> Callable[..., Any]:

@@ -92,6 +92,7 @@ def assert_equivalent(
     microbatches: int = 1,
     batch_axes: BatchAxes | None = None,
     inputs: PyTree = (),
+    wrt: Any = None,
     seed: int = 0,
     devices: Sequence[Any] | None = None,
     **step_options: Any,
@@ -120,6 +121,7 @@ def assert_equivalent(
     """
     made = _meshes(meshes, jax.devices() if devices is None else devices)
     arguments = {"microbatches": microbatches, "batch_axes": batch_axes, "inputs": inputs}
+    arguments["wrt"] = wrt
     device = made[0].devices.flat[0]
     reference = Reference(
         make_model, loss_fn, batch, optimizer=optimizer, seed=seed, device=device, **arguments
@@ -153,6 +155,7 @@ class Reference:
             statistics belong to a part.
         batch_axes: Logical axes of batch leaves, as for `make_train_step`.
         inputs: For linen, example arguments, as for `init_state`.
+        wrt: The trained variables, as for `init_state`.
         seed: Seed of parameters and random masks.
         device: The one device; the first of `jax.devices()` by default.
 
@@ -170,11 +173,13 @@ class Reference:
         microbatches: int = 1,
         batch_axes: BatchAxes | None = None,
         inputs: PyTree = (),
+        wrt: Any = None,
         seed: int = 0,
         device: object = None,
     ):
         optimizer = optax.adamw(1e-3) if optimizer is None else optimizer
-        self._problem = Problem(make_model, loss_fn, _batches(batch), optimizer, inputs, seed)
+        batches = _batches(batch)
+        self._problem = Problem(make_model, loss_fn, batches, optimizer, inputs, seed, wrt)
         self._options = {"microbatches": microbatches, "batch_axes": batch_axes}
         self._device = jax.devices()[0] if device is None else device
         self._expectations: dict[int, Expected] = {}

@@ -38,6 +38,7 @@ class Problem:
     optimizer: optax.GradientTransformation
     inputs: PyTree
     seed: int
+    wrt: Any = None
 
 
 class CompiledTraining:
@@ -54,6 +55,7 @@ class CompiledTraining:
             optax.chain(record_gradients(), problem.optimizer),
             seed=problem.seed,
             inputs=problem.inputs,
+            wrt=problem.wrt,
             mesh=mesh,
             rules=rules,
         )

@@ -208,9 +208,12 @@ def test_the_layers_with_experts_are_divided_over_stages():
     np.testing.assert_allclose(actual, expected, rtol=2e-5)
 
 
-def test_layers_with_different_windows_are_not_divided_over_stages():
-    with pytest.raises(ModelError, match="separate inputs"):
-        losses("gemma3", "stage=2,fsdp=4", microbatches=2)
+@pytest.mark.parametrize("mesh", ["stage=4,tensor=2", "stage=2,fsdp=2,context=2"])
+def test_layers_with_different_windows_are_divided_over_stages(mesh):
+    """Stages of one layer each have different windows at the same time."""
+    expected = losses("gemma3", "data=1")
+    actual = losses("gemma3", mesh, microbatches=4)
+    np.testing.assert_allclose(actual, expected, rtol=2e-5)
 
 
 def test_facts_follow_the_layers():

@@ -22,12 +22,10 @@ def refusal(job, config=None, microbatches=4):
     return str(raised.value)
 
 
-def run_layers(model, batch, call, layers=None, per_layer=None):
+def run_layers(model, batch, call, layers=None):
     x = model.embed(batch["tokens"])
     shift = jnp.zeros(len(batch["tokens"]))
-    return scan_layers(
-        lambda layer, x, inputs: call(layer(x, shift), inputs), layers or model.layers, x, per_layer
-    )
+    return scan_layers(lambda layer, x, _: call(layer(x, shift)), layers or model.layers, x)
 
 
 def flat(model, batch, rng):
@@ -35,17 +33,14 @@ def flat(model, batch, rng):
 
 
 def twice(model, batch, rng):
-    x, _ = run_layers(model, batch, lambda x, _: (x, None))
+    x, _ = run_layers(model, batch, lambda x: (x, None))
     shift = jnp.zeros(len(batch["tokens"]))
     x, _ = scan_layers(lambda layer, x, _: (layer(x, shift), None), model.layers, x)
     return nll(model, x, batch)
 
 
-def inputs_and_outputs(model, batch, rng):
-    scale = jnp.ones((2, WIDTH))
-    x, _ = run_layers(
-        model, batch, lambda x, scale: (x * scale[None], (jnp.sum(x), x)), per_layer=scale
-    )
+def outputs(model, batch, rng):
+    x, _ = run_layers(model, batch, lambda x: (x, (jnp.sum(x), x)))
     return nll(model, x, batch)
 
 
@@ -68,10 +63,7 @@ def keyed(model, batch, rng):
 LOSSES = [
     (flat, "has no stacked layers to cut into stages.*\n  Make its layers with stack_layers"),
     (twice, "calls scan_layers more than once.*\n  Make one stack of all layers"),
-    (
-        inputs_and_outputs,
-        r"\(per_layer\).*\n  Keep .*\neach layer returns.*\n  Let `call`",
-    ),
+    (outputs, "each layer returns.*\n  Let `call`"),
     (decayed, "reads variables of the stacked layers .* layers/up.\n  Read them only inside"),
     (keyed, "holds key<fry>, which stages cannot send.\n  Let layers draw from streams"),
 ]
@@ -133,7 +125,7 @@ def test_a_ring_inside_of_the_layers():
 
     def ringed(model, batch, rng):
         is_cut = manual.axis_size("context") > 1
-        x, _ = run_layers(model, batch, lambda x, _: (ring(x) if is_cut else x, None))
+        x, _ = run_layers(model, batch, lambda x: (ring(x) if is_cut else x, None))
         return nll(model, x, batch)
 
     job = make_job("stage=2,context=2", num_layers=2, loss=ringed)

@@ -15,6 +15,7 @@ from shardlib.config import load
 from shardlib.errors import ConfigError, ModelError
 from shardlib.paths import named_leaves
 from shardlib.run import RunConfig
+from shardlib.run.reports.proving import prove
 
 pytestmark = [
     pytest.mark.mesh,
@@ -106,6 +107,24 @@ def test_adapters_learn_on_a_base_in_few_bits(base, tmp_path, kind):
     merged = np.asarray(hf.load(tmp_path / "merged").logits(jnp.asarray(TOKENS)))
     whole = np.asarray(result.state.model(jnp.asarray(TOKENS)))
     assert np.abs(merged - whole).max() < 1e-5 * np.abs(whole).max()
+
+
+def test_groups_sum_the_gradients_of_adapters_once(base, tmp_path):
+    words = [f"model.init_from={base}", "data.tokenizer=bytes", *LORA, "mesh=data=4,fsdp=2"]
+    words += ["train.log_every=1", "train.steps=4"]
+    trained(tmp_path, "each", SECOND, *words)
+    trained(tmp_path, "once", SECOND, *words, "train.reduction.dtype=f32")
+    each, once = losses(tmp_path, "each"), losses(tmp_path, "once")
+    np.testing.assert_allclose([*once.values()], [*each.values()], rtol=1e-5)
+
+
+def test_check_proves_the_trained_adapters():
+    words = ("data.path=builtin:python", "data.tokenizer=bytes", *DATA, *LORA)
+    config = load(RunConfig, None, [*words, "model.num_layers=2", "mesh=fsdp=4,tensor=2"])
+    comparison = prove(config).comparison
+    assert not comparison.deviations
+    state = comparison.compiled.args_info[0][0]
+    assert all("/lora_" in path for path in named_leaves(state.params))
 
 
 def test_wrong_keys_are_refused(base, tmp_path):

@@ -9,14 +9,24 @@ import yaml
 
 from shardlib import run
 from shardlib.config import load
+from shardlib.cost.transformer.flops import step_flops
 from shardlib.errors import ConfigError, MeshError
 from shardlib.hardware import parse_cluster
 from shardlib.mesh import mesh_sizes
 from shardlib.plan import plan
+from shardlib.registry import DataSpec
 from shardlib.run import RunConfig
-from shardlib.run.plans.planning import planned_mesh, workload_of
+from shardlib.run.plans.planning import (
+    choice_of,
+    flops_per_step,
+    layout_of,
+    planned_mesh,
+    workload_of,
+)
+from shardlib.run.reports.explaining import explain_compiled
 from shardlib.run.setup import make_scope
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIG = """
 run_dir: unused
 model:
@@ -119,6 +129,33 @@ def test_the_config_says_how_long_the_run_is(file):
     assert found.cost == pytest.approx(2 * found.chip_hours)
     with pytest.raises(ConfigError, match=r"precision is nonsense, .*\n  Leave it out, and set"):
         plan(config, on="8xh100", precision="nonsense")
+
+
+ADAPTERS = "finetune={rank: 4, targets: ['**/attention/*', '**/mlp/*']}"
+
+
+def test_frozen_weights_are_planned_without_gradients(file):
+    config = load(RunConfig, file, [ADAPTERS, "model.attention=xla"])
+    _, workload = workload_of(config)
+    # The program's count includes the adapters.
+    assert step_flops(workload.job, "full") == pytest.approx(
+        flops_per_step(config, DataSpec(512, 1024)), rel=0.03
+    )
+    assert str(plan(config, on="8xh100", top=1)).endswith("are not priced.")
+    few = load(RunConfig, file, [ADAPTERS, "finetune.quantize=nf4", "precision=bf16_params"])
+    # The embeddings are in bfloat16, and the scales of 64 weights each.
+    assert 0.5 + 2 / 64 < workload_of(few)[1].job.param_bytes < 0.6
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("mesh", ["fsdp=16", "fsdp=4,tensor=4"])
+def test_memory_with_frozen_weights_is_that_of_the_program(mesh):
+    pytest.importorskip("libtpu", reason="needs the extra tpu")
+    config = load(RunConfig, CONFIGS / "llama3_70b_lora.yaml", [f"mesh={mesh}"])
+    cluster = parse_cluster("v5p-32")
+    _, workload = workload_of(config)
+    planned = workload.memory(layout_of(config, cluster), choice_of(config), cluster).total
+    assert planned == pytest.approx(explain_compiled(config, "v5p-32").memory.peak_bytes, rel=0.12)
 
 
 IMAGES = """

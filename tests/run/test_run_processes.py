@@ -11,6 +11,7 @@ import pytest
 
 from shardlib import run
 from shardlib.checkpoint import RunCheckpoints
+from shardlib.hf.safetensors import Tensors
 from shardlib.log.events import read_events
 
 pytestmark = pytest.mark.process
@@ -92,6 +93,27 @@ def test_four_processes_compute_what_one_does(launch, lab, finished, tmp_path, l
     # Only the first process prints.
     assert {line[:3] for line in out.splitlines() if "loss" in line} == {"[0]"}
     assert out.count("finished at step 10") == 1
+
+
+def test_two_processes_train_adapters_as_one_does(launch, lab, finished, tmp_path, losses):
+    run.export(str(finished.run_dir), str(tmp_path / "base"))
+    words = (f"model.init_from={tmp_path / 'base'}", "finetune.targets=['**/attention/*']")
+    words += ("train.steps=5", "checkpoint.every_steps=5", "optimizer.learning_rate=3.0e-2")
+    one, two = tmp_path / "one", tmp_path / "two"
+    run.train(lab.config(one, *words, *QUIET))
+    split = ("train.cpu_devices=4", "mesh=fsdp=2,tensor=2")
+    process = launch(2, "train", lab.config_file, f"run_dir={two}", *words, *split, *QUIET)
+    out, err = process.communicate(timeout=150)
+    assert (process.returncode, err) == (0, ""), out
+    np.testing.assert_allclose(losses(two), losses(one), rtol=RELATIVE)
+    adapters = []
+    for run_dir in (one, two):
+        run.export(str(run_dir), str(run_dir / "adapter"), adapter=True)
+        adapters.append(Tensors(run_dir / "adapter", ["adapter_model.safetensors"]))
+    assert adapters[0].keys() == adapters[1].keys()
+    for name, value in adapters[0].items():
+        assert np.any(value)
+        np.testing.assert_allclose(adapters[1][name], value, rtol=1e-3, atol=1e-5)
 
 
 def test_a_refused_run_ends_every_process(launch, lab, tmp_path):

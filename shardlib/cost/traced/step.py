@@ -28,7 +28,7 @@ from shardlib.mesh import entry_axes
 from shardlib.paths import path_string
 from shardlib.rules import AxisRules
 from shardlib.rules.resolve import ANY
-from shardlib.sharding.partition import Placement, place, place_optimizer
+from shardlib.sharding.partition import Placement, place, place_model_state, place_optimizer
 
 BatchAxes = Mapping[str, tuple[str | None, ...]]
 Places = Mapping[str, Mapping[str, Placement]]
@@ -103,7 +103,7 @@ class TracedStep:
         return self._summed(mesh, zero, parts), self._updated(mesh, zero)
 
     def places(self, layout: Layout) -> Places:
-        """Returns the placements of parameters, gradients and optimizer state.
+        """Returns the placements of parameters, model state, gradients and optimizer state.
 
         Raises:
             RuleError: If the rules cannot place them.
@@ -148,12 +148,16 @@ class TracedStep:
         whole = place(self.params, self.module.axes, self.rules, mesh)
         gradients = place(self.params, self.module.axes, self.rules.of("gradients"), mesh)
         moments = place(self.params, self.module.axes, self.rules.of("opt_state"), mesh)
+        named = self.module.axes, self.rules, mesh, self.module.frozen
+        state = place_model_state(self.model_state, *named)
         if zero < 3:
             whole = {path: _unsharded(one) for path, one in whole.items()}
+            state = {path: _unsharded(one) for path, one in state.items()}
         if zero < 2:
             gradients = {path: _unsharded(one) for path, one in gradients.items()}
         return {
             "params": whole,
+            "model_state": state,
             "gradients": gradients,
             "updates": moments,
             "moments": place_optimizer(self.opt_state, moments),
@@ -162,11 +166,12 @@ class TracedStep:
     def _walk(self, degrees: Mesh, zero: int, parts: float) -> tuple[list[ValueSharding], Tally]:
         """Returns the layouts of the gradients after the forward and backward pass, and the
         costs."""
-        params = self._placed(degrees, zero)["params"]
+        places = self._placed(degrees, zero)
+        params, frozen = places["params"], self.module.frozen
         layout = Layout(**dict(zip(AXES, degrees, strict=True)))
         laids = [
             *_laid(params, is_param=True),
-            *(replicated(leaf) for leaf in jax.tree.leaves(self.model_state)),
+            *(_laid_one(one, path in frozen) for path, one in places["model_state"].items()),
             *self.batch_laid(layout, self.batch),
         ]
         jaxpr = self.gradient
@@ -247,9 +252,11 @@ def _sizes(degrees: Mesh) -> dict[str, int]:
 
 
 def _laid(places: Mapping[str, Placement], *, is_param: bool = False) -> list[ValueSharding]:
-    return [
-        ValueSharding(spec_of(one.spec, len(one.shape)), (), is_param) for one in places.values()
-    ]
+    return [_laid_one(one, is_param) for one in places.values()]
+
+
+def _laid_one(one: Placement, is_param: bool) -> ValueSharding:
+    return ValueSharding(spec_of(one.spec, len(one.shape)), (), is_param)
 
 
 def _unsharded(placement: Placement) -> Placement:

@@ -11,6 +11,7 @@ import math
 
 from shardlib.cost.costs import CollectiveCost, Overlap, Window
 from shardlib.cost.transformer.computation import Device, kv_cut, matrices
+from shardlib.cost.workload import Job
 
 FLOAT32 = 4
 
@@ -27,6 +28,10 @@ class LocalWeights:
     def total(self) -> float:
         """All of them."""
         return self.dense + self.routed + self.vocab
+
+    def trained(self, job: Job) -> "LocalWeights":
+        """Returns the trained parameters, which have gradients and optimizer state."""
+        return LocalWeights(*(job.trained * part for part in dataclasses.astuple(self)))
 
 
 def local_weights(device: Device) -> LocalWeights:
@@ -103,12 +108,12 @@ def sharded_params(device: Device, weights: LocalWeights) -> list[CollectiveCost
     all-reduced in each microbatch.
     """
     job, layout = device.job, device.layout
-    over = functools.partial(_over, "fsdp")
+    over, trained = functools.partial(_over, "fsdp"), weights.trained(job).total
     if layout.zero == 1 or (layout.zero == 2 and device.software.whole_params):
-        gathered = weights.total * job.param_bytes / layout.microbatches
-        summed, kind = weights.total * job.gradient_bytes, "reduce_scatter"
+        gathered = trained * job.param_bytes / layout.microbatches
+        summed, kind = trained * job.gradient_bytes, "reduce_scatter"
         if layout.zero == 1 and layout.microbatches > 1:
-            summed, kind = weights.total * job.compute_bytes, "all_reduce"
+            summed, kind = trained * job.compute_bytes, "all_reduce"
         return [
             over("all_gather", gathered, 1.0, "gather", "all forward"),
             over(kind, summed, 1.0, "data", "all backward"),
@@ -116,7 +121,7 @@ def sharded_params(device: Device, weights: LocalWeights) -> list[CollectiveCost
     layers = job.model.layers / layout.stage
     arrays = layers * job.model.layer_arrays
     whole, again = weights.total * job.compute_bytes, weights.total - weights.vocab
-    summed = weights.total * job.gradient_bytes
+    summed = trained * job.gradient_bytes
     times = (2 if device.reruns else 1) if layout.zero == 3 else 0
     late: tuple[Overlap, Window] = ("gather", "all backward")
     return [
@@ -141,6 +146,7 @@ def replica_sums(
     """
     job, layout = device.job, device.layout
     each, once = [], []
+    weights = weights.trained(job)
     cut = 1 if layout.zero == 1 and device.software.sums_each else layout.fsdp
     dense, routed = (weights.dense + weights.vocab) / cut, weights.routed / cut
     pieces = job.model.layers / layout.stage + 1

@@ -108,7 +108,7 @@ def layers(device: Device, *, routed: bool, count: float) -> list[Work]:
     """Returns the kernels of `count` layers for one microbatch."""
     job = device.job
     kernels: list[tuple[str, Kernel, tuple[Kernel, ...], float]] = [
-        ("matmul", *_both_ways(_local(device, product)), job.again(product.name))
+        ("matmul", *_both_ways(job, _local(device, product)), job.again(product.name))
         for product in job.model.matmuls(routed=routed)
     ]
     attended, attended_back = (_attention(device, backward=back) for back in (False, True))
@@ -126,14 +126,15 @@ def layers(device: Device, *, routed: bool, count: float) -> list[Work]:
 
 def head(device: Device) -> list[Work]:
     """Returns the kernels of logits and loss for one microbatch."""
-    model, tokens, width = device.job.model, device.tokens, device.job.compute_bytes
+    job, tokens, width = device.job, device.tokens, device.job.compute_bytes
+    model = job.model
     vocab = model.vocab / device.layout.tensor
-    forward, backward = _both_ways(matmul(tokens, model.embed, vocab, width=width))
+    forward, backward = _both_ways(job, matmul(tokens, model.embed, vocab, width=width))
     logits = tokens * vocab
     passed = Stream(logits * _LOGIT_BYTES[device.software.fusion] / 2, exponentials=logits)
     work = [Work("forward", "head", kernel) for kernel in (forward, passed)]
     work += [Work("backward", "head", kernel) for kernel in (*backward, passed)]
-    if device.job.loss_chunks > 1:
+    if job.loss_chunks > 1:
         work.append(Work("recompute", "head", forward))
     return work
 
@@ -201,10 +202,13 @@ def _local(device: Device, product: Matmul) -> Product:
     return matmul(rows, fan_in, fan_out, width=width, groups=local, uneven=True)
 
 
-def _both_ways(forward: Product) -> tuple[Product, tuple[Product, Product]]:
-    """Returns a matmul, and the matmuls for the gradients of its operands."""
+def _both_ways(job: Job, forward: Product) -> tuple[Product, tuple[Product, ...]]:
+    """Returns a matmul, and the matmuls for the gradients of its operands: of its inputs alone if
+    its weights are frozen. The matmuls of adapters are small and not counted."""
     rows, fan_in, fan_out = forward[:3]
     inputs = forward._replace(fan_in=fan_out, fan_out=fan_in)
+    if job.frozen:
+        return forward, (inputs,)
     return forward, (inputs, forward._replace(rows=fan_in, fan_in=rows))
 
 

@@ -3,7 +3,8 @@
 A multiply-add is two FLOPs. All conventions count 6 FLOPs per token for each weight of a matmul:
 forward, and backward with respect to inputs and to weights (Kaplan et al. 2020, "Scaling Laws for
 Neural Language Models", table 1). The head counts and lookups do not; only the experts that a token
-goes to count. The conventions differ in attention and in recomputation:
+goes to count. Frozen weights have no gradient, and count 4. The conventions differ in attention and
+in recomputation:
 
 full      All pairs of positions: 12 x layers x heads x head_dim x length for each token (Chowdhery
           et al. 2022, "PaLM", appendix B). Most published MFU uses it.
@@ -44,7 +45,8 @@ def step_flops(job: Job, convention: Convention) -> float:
     """Returns the FLOPs of one step over all devices, by a convention of this module."""
     model = job.model
     attention = attention_flops(model, job.length, causal=convention == "causal")
-    per_sequence = 6.0 * model.active_weights * job.length + 3 * attention
+    per_weight = 4.0 if job.frozen else 6.0
+    per_sequence = per_weight * model.active_weights * job.length + 3 * attention
     if convention == "hardware":
         layers = model.active_weights - model.vocab_weights
         again = 2.0 * layers * job.length * job.remat_share if job.remat.any else 0.0

@@ -63,7 +63,7 @@ def _through_the_step(
     """Returns the bytes alive in every phase: state, runtime, and activations for the backward
     pass."""
     job, layout = device.job, device.layout
-    optimizer = held.total / layout.fsdp
+    optimizer = held.trained(job).total / layout.fsdp
     optimizer /= layout.data * layout.expert if layout.shard_optimizer else 1
     kept, host = _activations(device, cluster, dropout=dropout)
     waiting = device.tokens * _layers_in_flight(job, layout, reruns=device.reruns)
@@ -88,7 +88,7 @@ def _published_phases(
     """Returns what differs in the head and in the backward pass of a layer, for programs other than
     shardlib's, from what they must hold."""
     job, layout = device.job, device.layout
-    gradients = held.total * job.gradient_bytes
+    gradients = held.trained(job).total * job.gradient_bytes
     if layout.zero > 1:
         gradients /= layout.fsdp
     in_head = {
@@ -156,7 +156,7 @@ def _param_bytes(
         return held.total * job.compute_bytes + optimizer * job.param_bytes
     cut = layout.fsdp if layout.zero == 3 else 1
     copied = 0.0
-    if device.software.keeps_traced and job.param_bytes != job.compute_bytes:
+    if device.software.keeps_traced and job.param_bytes > job.compute_bytes:
         copied = (held.dense + held.routed) * job.compute_bytes
     return (held.total * job.param_bytes + copied) / cut
 

@@ -53,24 +53,25 @@ def _head(device: Device, cluster: Cluster, gradients: tuple[float, float, float
     A loss in chunks holds the gathered table, a copy and its gradient in float32, and on GPUs a
     second narrow copy and a mask and a gradient of the logits in four bytes each. A loss in one
     piece holds the logits and their gradient; except on GPUs, it holds one of the two if devices
-    share the vocabulary or the table is tied to the embedding. On GPUs the gradients of all layers
+    share the vocabulary, or the table is tied to the embedding or frozen. On GPUs the gradients of all layers
     and of the embedding are allocated before.
     """
     job, layout, on_gpu = device.job, device.layout, cluster.platform == "gpu"
     width = job.compute_bytes
     table = job.model.vocab_weights / layout.tensor
+    trained = job.trained * table
     logits = device.tokens * job.model.vocab / layout.tensor
     gathered = table * width
-    embedding = table * width if on_gpu and not job.model.tied else 0.0
+    embedding = trained * width if on_gpu and not job.model.tied else 0.0
     if job.loss_chunks > 1:
-        gathered += table * _FLOAT32
+        gathered += trained * _FLOAT32
         if width < _FLOAT32:
             gathered += table * (_FLOAT32 + (width if on_gpu else 0))
-        embedding = table * width if on_gpu else 0.0
+        embedding = trained * width if on_gpu else 0.0
         held = logits / job.loss_chunks * (width + (2 * _FLOAT32 if on_gpu else 0))
     else:
-        shared = layout.tensor > 1 or job.model.tied
-        held = logits * width * (1 if shared and not on_gpu else 2)
+        once = layout.tensor > 1 or job.model.tied or job.frozen
+        held = logits * width * (1 if once and not on_gpu else 2)
     there = sum(gradients if on_gpu else gradients[:1]) + embedding
     return {"logits": held, "gradients": there, "gathered": gathered}
 
@@ -96,7 +97,7 @@ def _waiting(device: Device, cluster: Cluster) -> tuple[float, float]:
     GPUs from the start.
     """
     job, layout, on_gpu = device.job, device.layout, cluster.platform == "gpu"
-    table = job.model.vocab_weights / layout.tensor
+    table = job.trained * job.model.vocab_weights / layout.tensor
     width, soon = job.compute_bytes, on_gpu and cluster.num_hosts == 1
     embedding = table * width if on_gpu and not job.model.tied else 0.0
     if device.reruns:
@@ -105,7 +106,8 @@ def _waiting(device: Device, cluster: Cluster) -> tuple[float, float]:
         return 0.0, embedding + table * (width if soon else _FLOAT32)
     if soon or (on_gpu and job.model.tied):
         return 0.0, embedding + table * width
-    return device.tokens * job.model.vocab / layout.tensor * width, embedding
+    logits = 0.0 if job.frozen else device.tokens * job.model.vocab / layout.tensor * width
+    return logits, embedding
 
 
 def update(device: Device, held: LocalWeights) -> Phase:
@@ -124,8 +126,9 @@ def update(device: Device, held: LocalWeights) -> Phase:
     )
     largest = max(model.layers / layout.stage * max(arrays), model.vocab_weights) / layout.tensor
     whole = layout.zero == 1 and layout.microbatches > 1
-    gradients = held.total / (1 if whole else layout.fsdp) * job.gradient_bytes
-    moments = held.total / layout.fsdp * job.moment_bytes
+    trained = held.trained(job).total
+    gradients = trained / (1 if whole else layout.fsdp) * job.gradient_bytes
+    moments = trained / layout.fsdp * job.moment_bytes
     piece = min(moments, moments * (1 / OFFLOADED_PIECES + largest / held.total))
     return {"activations": 0.0, "gradients": gradients, "optimizer": 2 * piece}
 
@@ -136,6 +139,7 @@ def _gradients(device: Device, held: LocalWeights) -> tuple[float, float, float]
     the compute dtype."""
     job, layout = device.job, device.layout
     cut = 1 if layout.zero == 1 else layout.fsdp
+    held = held.trained(job)
     summed = held.total / cut * job.gradient_bytes
     stacked = (held.dense + held.routed) / cut * job.compute_bytes
     return (

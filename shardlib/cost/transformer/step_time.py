@@ -78,7 +78,7 @@ def costs(job: Job, machine: pricing.Machine, *, own_memory: bool = True) -> Cos
         work += computation.layers(device, routed=True, count=routed)
     weights = communication.local_weights(device)
     share = layout.fsdp * (layout.data * layout.expert if layout.shard_optimizer else 1)
-    updated = weights.total / share
+    updated = weights.trained(job).total / share
     update = computation.optimizer(device, updated)
     if own_memory and cluster.platform == "cpu":
         update.append(_own_memory(device, cluster, weights))

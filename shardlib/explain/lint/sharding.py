@@ -57,8 +57,7 @@ def _against_rules(subject: Subject, state: ParamsReport) -> Iterator[Finding]:
                 fault.path,
                 f"{fault.path} ({humanize.size(fault.bytes_per_device)} on each device) is more "
                 f"replicated than its rule wants: {fault.reason}.",
-                "Choose a size and a mesh that divide, or write None among the rule's alternatives "
-                "if it is meant.",
+                "Choose a size and a mesh that divide, or accept the finding if it is meant.",
                 subject.step_source,
                 bytes=fault.bytes_per_device,
             )

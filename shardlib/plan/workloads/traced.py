@@ -191,13 +191,15 @@ class TracedWorkload:
         )
         costs, _ = self.costs(layout)
         kept = min(costs.kept_bytes, costs.peak_bytes)
+        state = jax.tree.leaves(self.step.model_state)
         return Memory(
-            params=_held(layout, params, places["params"]),
+            params=_held(layout, params, places["params"])
+            + _held(layout, state, places["model_state"]),
             gradients=gradients,
             optimizer=_held(layout, jax.tree.leaves(self.step.opt_state), places["moments"]),
             activations=kept,
             recomputed=costs.peak_bytes - kept,
-            gathered=self._gathered(layout, places["params"]),
+            gathered=self._gathered(layout, {**places["params"], **places["model_state"]}),
             runtime=RUNTIME_BYTES[cluster.platform],
         )
 

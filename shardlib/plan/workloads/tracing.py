@@ -52,6 +52,7 @@ def trace_workload(
     *,
     rules: AxisRules = STANDARD,
     inputs: Inputs = (),
+    wrt: Any = None,
     precision: str | Precision = "f32",
     batch_axes: BatchAxes | None = None,
     platform: str | None = None,
@@ -69,6 +70,7 @@ def trace_workload(
         rules: Rules from logical axes to mesh axes. With `STANDARD` plans may keep parameters whole
             over `fsdp`, as `ZERO1` and `ZERO2` do; other rules are kept.
         inputs: Example arguments of the module; for linen.
+        wrt: The trained variables, as for `init_state`.
         precision: Precision as for `make_train_step`.
         batch_axes: Logical axes of batch leaves by path; default `("batch", None, ...)`.
         platform: `cpu`, `gpu` or `tpu`, for models that choose an implementation by platform.
@@ -79,12 +81,13 @@ def trace_workload(
         ModelError: If the model cannot be created.
         RuleError: If the model names an axis without a rule.
     """
-    module, dtypes = functional(make, inputs), precision_named(precision)
+    module, dtypes = functional(make, inputs, wrt), precision_named(precision)
     loss_fn = called_by_position(loss_fn)
     step = _step(module, dtypes, optimizer, loss_fn, batch, rules, batch_axes, platform)
     options: dict[str, Any] = {
         "rules": rules,
         "inputs": inputs,
+        "wrt": wrt,
         "precision": precision,
         "batch_axes": batch_axes,
         "platform": platform,
@@ -116,6 +119,9 @@ def _step(
     params, model_state = module.shapes()
     refuse_no_params(module, params)
     params = jax.eval_shape(lambda p: dtypes.store(p, module.float32), params)
+    model_state = jax.eval_shape(
+        lambda held: dtypes.store(held, module.float32, only=module.frozen), model_state
+    )
     opt_state = jax.eval_shape(optimizer.init, params)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 

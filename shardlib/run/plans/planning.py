@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.cost.layout import SHARDLIB, Layout, Software
-from shardlib.cost.workload import Job
+from shardlib.cost.traced.layout import nbytes
+from shardlib.cost.workload import Job, Transformer
 from shardlib.data import batch_spec
 from shardlib.errors import ConfigError, MeshError, ModelError, ShardlibError
+from shardlib.functional import functional
+from shardlib.functional.precision import precision
 from shardlib.hardware import Cluster
 from shardlib.humanize import duration
 from shardlib.mesh import MeshConfig, auto_mesh
@@ -32,7 +35,7 @@ from shardlib.run.checks import check_fit, expected_spec
 from shardlib.run.config import AUTO, RulesConfig, RunConfig
 from shardlib.run.loss import loss_of
 from shardlib.run.plans.calibrating import as_measured
-from shardlib.run.setup import model_maker
+from shardlib.run.setup import model_maker, trained
 from shardlib.train.reduce.reduction import ReductionConfig
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1, "lars": 1, "muon": 1, "adafactor": 0}
@@ -122,7 +125,8 @@ def workload_of(config: RunConfig, question: Question | None = None) -> tuple[st
         rows = question.rows(tokens or 1, rows)
     if chosen.dims is None or tokens is None:
         return config.model.name, cast(Workload, traced_workload(config, spec, rows))
-    job = Job(of_dims(chosen.dims(config.model, spec)), tokens, rows, **_bytes(config))
+    dims = of_dims(chosen.dims(config.model, spec))
+    job = Job(dims, tokens, rows, **(_bytes(config) | _adapters(config, spec, dims)))
     momentum = config.optimizer.momentum_dtype
     workload = TransformerWorkload(
         job,
@@ -167,6 +171,7 @@ def traced_workload(config: RunConfig, spec: DataSpec, batch: int) -> TracedWork
         optimizer.transform,
         loss_of(config, chosen, train=True),
         batch_spec(config.data, batch),
+        wrt=trained(config),
         # The plan chooses among presets; custom rules are kept.
         rules=STANDARD if isinstance(config.rules, str) else config.axis_rules(),
         precision=config.precision,
@@ -178,11 +183,12 @@ def traced_workload(config: RunConfig, spec: DataSpec, batch: int) -> TracedWork
 def flops_per_step(config: RunConfig, data: DataSpec) -> float | None:
     """Returns the model FLOPs of one optimizer step, or None if they cannot be counted.
 
-    The count follows the convention of the model family. With a loss of the config, or without a
-    convention, it holds the matmuls and convolutions of the traced loss and its gradient.
+    The count follows the convention of the model family. With a loss of the config, with adapters,
+    whose frozen weights have no gradient, or without a convention, it holds the matmuls and
+    convolutions of the traced loss and its gradient.
     """
     formula, batch = family(config.model.name).flops_per_example, config.train.global_batch
-    if formula is not None and config.train.loss is None:
+    if formula is not None and config.train.loss is None and config.finetune is None:
         return formula(config.model, data) * batch
     try:
         return traced_workload(config, data, batch).flops
@@ -284,6 +290,22 @@ def _bytes(config: RunConfig) -> dict[str, Any]:
     return sizes | {"moment_bytes": moments}
 
 
+def _adapters(config: RunConfig, data: DataSpec, dims: Transformer) -> dict[str, Any]:
+    """Returns how a job with adapters differs from full training, as arguments of `Job`."""
+    if config.finetune is None:
+        return {}
+    make = model_maker(config, family(config.model.name), data)
+    module = functional(make, (), trained(config))
+    params, held = module.shapes()
+    count = sum(x.size for x in jax.tree.leaves(params))
+    differs: dict[str, Any] = {"trained": count / dims.num_params, "newton_schulz_steps": 0}
+    if config.finetune.quantize is not None:
+        dtypes = precision(config.precision)
+        held = jax.eval_shape(lambda x: dtypes.store(x, module.float32, only=module.frozen), held)
+        differs["param_bytes"] = sum(map(nbytes, jax.tree.leaves(held))) / dims.num_params
+    return differs
+
+
 def _moment_bytes(config: RunConfig) -> float:
     """Returns the bytes per parameter of an optimizer's moments in float32."""
     optimizer = config.optimizer
@@ -354,6 +376,8 @@ def _own_mesh(config: RunConfig, cluster: Cluster) -> list[str]:
 
 def _notes(config: RunConfig) -> list[str]:
     train, notes = config.train, []
+    if config.finetune is not None:
+        notes.append("Planned with frozen weights: the matmuls of adapters are not priced.")
     if train.loss is not None and family(config.model.name).dims is not None:
         notes.append(f"Planned with the loss of the model: train.loss={train.loss} is not priced.")
     if train.local_sgd is not None or train.reduction != ReductionConfig():

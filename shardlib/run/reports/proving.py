@@ -15,7 +15,7 @@ from shardlib.registry import DataSpec, family
 from shardlib.run.checks import expected_spec
 from shardlib.run.config import RunConfig
 from shardlib.run.resolve_auto import resolve
-from shardlib.run.setup import make_scope, open_source, setup
+from shardlib.run.setup import make_scope, model_maker, open_source, setup, trained
 from shardlib.tables import aligned
 from shardlib.testing.equivalent import Comparison, Reference
 
@@ -85,12 +85,13 @@ def prove(config: RunConfig, mesh: str | None = None, *, steps: int = 3) -> Proo
     parts = setup(small, data, make_scope(small, devices))
     step = parts.train_step()
     reference = Reference(
-        lambda rngs: parts.family.make(small.model, parts.data, rngs),
+        model_maker(small, parts.family, parts.data),
         parts.loss(train=True),
         batches,
         optimizer=parts.optimizer.transform,
         microbatches=small.train.num_microbatches,
         batch_axes=parts.inputs.axes_for(parts.data),
+        wrt=trained(small),
         seed=small.seed,
         device=devices[0],
     )

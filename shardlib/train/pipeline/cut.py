@@ -125,18 +125,19 @@ def cut(loss: Loss, traced: LossTrace, layers: Leaves, layers_per_chunk: int) ->
     ) -> PyTree:
         stack = _reach(loss, {**shared, **layers}, part)
 
+        def own(leaf: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(leaf, first_layer, layers_per_chunk)
+
         def here(leaf: jax.Array) -> jax.Array:
             """Slices values made for all layers, such as random keys. Layers come sliced."""
-            if leaf.shape[0] == layers_per_chunk:
-                return leaf
-            return jax.lax.dynamic_slice_in_dim(leaf, first_layer, layers_per_chunk)
+            return leaf if leaf.shape[0] == layers_per_chunk else own(leaf)
 
         def whole(leaf: jax.Array) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((traced.num_layers, *leaf.shape[1:]), leaf.dtype)
 
-        layers_here = jax.tree.map(here, stack.state)
+        layers_here, inputs = jax.tree.map(here, stack.state), jax.tree.map(own, stack.per_layer)
         stack = dataclasses.replace(stack, state=jax.tree.map(whole, stack.state))
-        return stack.run(layers_here, x, stack.per_layer)[0]
+        return stack.run(layers_here, x, inputs)[0]
 
     def post(shared: Leaves, x: PyTree, part: Part) -> tuple[jax.Array, PyTree]:
         return _resume(loss, {**shared, **layers}, part, x, traced.outputs)
@@ -181,11 +182,6 @@ def _resume(loss: Loss, params: Leaves, part: Part, carry: PyTree, outputs: PyTr
 
 def _stack_faults(stack: LayerStack, outputs: PyTree, changed: dict[Any, Any]) -> list[str]:
     faults = []
-    if jax.tree.leaves(stack.per_layer):
-        faults.append(
-            "the layers have separate inputs (per_layer), which stages do not distribute.\n"
-            "  Keep per-layer values in variables of the layers."
-        )
     if jax.tree.leaves(outputs):
         shapes = ", ".join(f"{x.dtype}{list(x.shape[1:])}" for x in jax.tree.leaves(outputs))
         faults.append(
