@@ -180,9 +180,11 @@ class Experts(nnx.Module):
 
     def weights(self) -> moe.ExpertWeights:
         """Returns the arrays."""
-        names = moe.ExpertWeights._fields
-        arrays = (getattr(self, name) for name in names)
-        return moe.ExpertWeights(*(None if x is None else x[...] for x in arrays))
+        kernels = self.gate[...], self.up[...], self.down[...]
+        if self.gate_bias is None or self.up_bias is None or self.down_bias is None:
+            return moe.ExpertWeights(*kernels)
+        biases = self.gate_bias[...], self.up_bias[...], self.down_bias[...]
+        return moe.ExpertWeights(*kernels, *biases)
 
 
 class SharedExperts(nnx.Module):

@@ -144,6 +144,7 @@ _DEEPSEEK_V2: Fields = {
     "normalize_weights": False,
 }
 
+
 def _gpt_oss(layers: int, experts: int) -> Fields:
     scaling = {"kind": "yarn", "factor": 32.0, "original_positions": 4096, "truncate": False}
     return _llama(layers, 2880, 64, 8, 2880, 201088, 131072) | {

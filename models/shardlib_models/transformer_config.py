@@ -96,8 +96,8 @@ class TransformerConfig:
     moe: MoEConfig | None = None
     """Routed experts in place of the MLP of every layer; null for a dense model."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"] = "silu"
-    """Nonlinearity of the MLP; `gelu_tanh` is GPT-2's approximation, and `clamped_swiglu` the hidden
-    units of a gated MLP in gpt-oss."""
+    """Nonlinearity of the MLP; `gelu_tanh` is GPT-2's approximation, and `clamped_swiglu` gives the
+    hidden units of a gated MLP in gpt-oss."""
     tied_embeddings: bool = False
     """Whether the embedding table also computes the logits."""
     token_dim: int | None = None

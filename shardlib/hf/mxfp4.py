@@ -83,8 +83,9 @@ class Mxfp4Tensors(Tensors):
         for layer in range(*index[0].indices(layout.params[path].shape[0])):
             whole = [slice(layer, layer + 1), *index[1:]]
             whole[at] = slice(first, last)
-            parts = (grouped.read(path, tuple(whole), held)[0] for held in (blocks, scales))
-            layers.append(_unpacked(*parts, at - 1)[tuple(wanted)])
+            packed = grouped.read(path, tuple(whole), blocks)[0]
+            scale = grouped.read(path, tuple(whole), scales)[0]
+            layers.append(_unpacked(packed, scale, at - 1)[tuple(wanted)])
         return np.stack(layers)
 
 
@@ -111,18 +112,21 @@ def _grouped(layout: TensorTable, path: str, axis: str) -> TensorTable:
     )
     # The parts of one tensor stay together.
     of_tensor = [row for row in layout.rows.values() if row.theirs == layout.rows[path].theirs]
-    return TensorTable(of_tensor, {row.ours: Parameter(known[path].axes, shape) for row in of_tensor})
+    return TensorTable(
+        of_tensor, {row.ours: Parameter(known[path].axes, shape) for row in of_tensor}
+    )
 
 
 def _unpacked(blocks: np.ndarray, scales: np.ndarray, axis: int) -> np.ndarray:
     """Returns the numbers in bfloat16 of groups and their scales, along an axis of both."""
-    pairs = blocks[..., None].view(np.uint8)
-    numbers = _table()[(scales.astype(np.uint16)[..., None] << 8) | pairs]
-    numbers = numbers.view(ml_dtypes.bfloat16)
-    numbers = np.moveaxis(numbers, -1, axis + 1)
-    shape = list(scales.shape)
-    shape[axis] *= _GROUP
-    return numbers.reshape(shape)
+    outer, rest = scales.shape[: axis + 1], scales.shape[axis + 1 :]
+    out = np.empty((*outer, _GROUP, *rest), np.uint16)
+    # A group of all outputs at a time, which caches hold while it is transposed.
+    for at in np.ndindex(*outer):
+        pairs = blocks[at][..., None].view(np.uint8)
+        index = (scales[at].astype(np.uint16)[..., None] << 8) | pairs
+        out[at] = np.moveaxis(np.take(_table(), index).view(np.uint16), -1, 0)
+    return out.reshape(*outer[:-1], -1, *rest).view(ml_dtypes.bfloat16)
 
 
 @functools.cache
@@ -132,7 +136,6 @@ def _table() -> np.ndarray:
     both = np.stack([np.tile(values, 16), np.repeat(values, 16)], axis=-1)
     scale = np.ldexp(1.0, np.arange(256) - _SCALE_BIAS)
     scale[_SCALE_NAN] = np.nan
-    # 6 * 2**127 is infinite in bfloat16, and numpy warns of it.
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # 6 * 2**127 is infinite in bfloat16.
         numbers = (scale[:, None, None] * both).astype(ml_dtypes.bfloat16)
     return numbers.reshape(-1, 2).view(np.uint32)[:, 0]

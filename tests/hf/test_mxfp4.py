@@ -1,4 +1,4 @@
-"""Checkpoints in MXFP4: the numbers of transformers on every mesh, and an export without packing."""
+"""Checkpoints in MXFP4: the bits of transformers on every mesh, and an export without packing."""
 
 import os
 
@@ -58,7 +58,9 @@ def folders(tmp_path_factory):
         scales = np.where(rng.random(shape) < 0.05, rng.integers(0, 12, shape), 123)
         scales = scales.astype(np.uint8)
         packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        theirs = mxfp4.convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
+        theirs = mxfp4.convert_moe_packed_tensors(
+            torch.from_numpy(blocks), torch.from_numpy(scales)
+        )
         bits = theirs.contiguous().view(torch.int16).numpy()
         tensors[name] = bits.view(jnp.bfloat16)
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})

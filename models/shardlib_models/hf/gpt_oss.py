@@ -1,4 +1,4 @@
-"""gpt-oss: sinks, alternating windows, and experts whose gates and ups are joined column by column."""
+"""gpt-oss: sinks, alternating windows, and experts with gate and up in alternating columns."""
 
 import dataclasses
 

@@ -30,8 +30,8 @@ def in_region(
     over_context: bool,
     whole_mesh: bool = False,
 ) -> jax.Array:
-    """Returns `local(query, key, value, segments, sinks)` of each device's own batch rows and
-    heads, split as the active rules say. If there are fewer key-value heads than devices that share the query
+    """Returns `local(query, key, value, segments, sinks)` of each device's own rows and heads,
+    split as the active rules say. If there are fewer key-value heads than devices that share the query
     heads, each device takes the key-value heads that its query heads need.
 
     Args:

@@ -236,12 +236,12 @@ def _gathered(mlp: ExpertWeights, layout: _Layout) -> ExpertWeights:
     kernels = whole(mlp.gate, 1, 2), whole(mlp.up, 1, 2), whole(mlp.down, 2, 1)
     if mlp.gate_bias is None or mlp.up_bias is None or mlp.down_bias is None:
         return ExpertWeights(*kernels)
-    hidden = (gather(bias, layout.gathered_mlp, 1) for bias in (mlp.gate_bias, mlp.up_bias))
+    gate, up = (gather(bias, layout.gathered_mlp, 1) for bias in (mlp.gate_bias, mlp.up_bias))
     out = gather(mlp.down_bias, layout.embed, 1)
     if layout.partial_mlp:
         # Added once: these devices' results are summed.
         out = jnp.where(jax.lax.axis_index(layout.partial_mlp) == 0, out, jnp.zeros((), out.dtype))
-    return ExpertWeights(*kernels, *hidden, out)
+    return ExpertWeights(*kernels, gate, up, out)
 
 
 def _all_but_gathered_weights(primitive: Any, *inputs: Any, **_: Any) -> bool:
