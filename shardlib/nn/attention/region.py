@@ -31,8 +31,8 @@ def in_region(
     whole_mesh: bool = False,
 ) -> jax.Array:
     """Returns `local(query, key, value, segments, sinks)` of each device's own rows and heads,
-    split as the active rules say. If there are fewer key-value heads than devices that share the query
-    heads, each device takes the key-value heads that its query heads need.
+    split as the active rules say. If there are fewer key-value heads than devices that share the
+    query heads, each device takes the key-value heads that its query heads need.
 
     Args:
         local: Attention of arrays on one device.
