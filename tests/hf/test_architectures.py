@@ -333,8 +333,8 @@ def test_generation_with_a_cache_takes_the_tokens_of_transformers(name, tmp_path
     np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
-def test_gemma_in_bfloat16_is_as_close_to_float32_as_transformers(name, tmp_path):
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3", "granite", "gpt_oss"])
+def test_bfloat16_is_as_close_to_float32_as_transformers(name, tmp_path):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CASES[name][0]()).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
