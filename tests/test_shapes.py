@@ -28,7 +28,8 @@ weights = moe.ExpertWeights(jnp.ones((4, 16, 8)), jnp.ones((4, 16, 8)), jnp.ones
 
 def experts(x, dispatch, **options):
     routing = moe.route(router, 2, bias=jnp.zeros(4))
-    return moe.apply_experts(x, routing, weights, jax.nn.silu, dispatch=dispatch, **options)[0]
+    glu = moe.gated(jax.nn.silu)
+    return moe.apply_experts(x, routing, weights, glu, dispatch=dispatch, **options)[0]
 
 
 def loss(x, labels):

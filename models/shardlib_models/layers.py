@@ -33,13 +33,14 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """Args: the sizes of the dims by logical axis, the standard deviation of the kernel, and
-        whether it is exempt from rounding by precision policies."""
+        whether kernel and bias are exempt from rounding by precision policies."""
         self.num_inputs = len(inputs)
         self.outputs = tuple(outputs)
         shape = (*inputs.values(), *outputs.values())
         kernel = stddev * jax.random.normal(rngs.params(), shape)
         self.kernel = parameter(kernel, *inputs, *outputs, float32=float32)
-        self.bias = parameter(jnp.zeros(tuple(outputs.values())), *outputs) if bias else None
+        zeros = jnp.zeros(tuple(outputs.values()))
+        self.bias = parameter(zeros, *outputs, float32=float32) if bias else None
 
     def __call__(self, x: jax.Array, copies: int = 1) -> jax.Array:
         """Returns the outputs; `copies` repeats each entry of their first dim in a row."""
@@ -62,24 +63,37 @@ class Norm(nnx.Module):
     Normalization".
     """
 
-    def __init__(self, size: int, *, kind: str, eps: float, offset: float = 0.0):
+    def __init__(
+        self,
+        size: int,
+        *,
+        kind: str,
+        eps: float,
+        offset: float = 0.0,
+        heads: dict[str, int] | None = None,
+    ):
         """Args: the size of the dim; `rms` or `layer`; the value added to the variance, and the one
-        added to the scale."""
-        self.eps, self.offset = eps, offset
-        self.scale = parameter(jnp.full(size, 1.0 - offset), "norm")
-        self.bias = parameter(jnp.zeros(size), "norm") if kind == "layer" else None
+        added to the scale; the heads, in the dim before the last, that have a scale each and no
+        bias, None for one scale."""
+        self.kind, self.eps, self.offset = kind, eps, offset
+        dims = {"norm": size} if heads is None else {**heads, "head_dim": size}
+        self.scale = parameter(jnp.full(tuple(dims.values()), 1.0 - offset), *dims)
+        biased = kind == "layer" and heads is None
+        self.bias = parameter(jnp.zeros(size), "norm") if biased else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, copies: int = 1) -> jax.Array:
+        """Returns the normalised vectors, whose heads are `copies` of each head with a scale."""
         y = x.astype(jnp.float32)
-        if self.bias is not None:
+        if self.kind == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        leading = tuple(range(x.ndim - 1))
         scale = self.scale[...].astype(jnp.float32)
         scale = scale + self.offset if self.offset else scale
-        y = y * jnp.expand_dims(scale, leading)
+        scale = jnp.repeat(scale, copies, axis=0) if scale.ndim > 1 else scale
+        y = y * jnp.expand_dims(scale, tuple(range(x.ndim - scale.ndim)))
         if self.bias is not None:
-            y = y + jnp.expand_dims(self.bias[...].astype(jnp.float32), leading)
+            bias = self.bias[...].astype(jnp.float32)
+            y = y + jnp.expand_dims(bias, tuple(range(x.ndim - 1)))
         return y.astype(x.dtype)
 
 

@@ -40,6 +40,8 @@ class MoEConfig:
     """Number of groups that the experts of a token come from."""
     group_best: int = 1
     """Number of a group's best experts whose scores add up to its own."""
+    router_bias: bool = False
+    """Whether the logits of the router have a learned bias; `balance: bias` adds others to scores."""
     normalize_weights: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     weights_scale: float = 1.0
@@ -159,6 +161,7 @@ class Experts(nnx.Module):
         *,
         stddev: float,
         out_stddev: float,
+        bias: bool = False,
         rngs: nnx.Rngs,
     ):
         def kernel(deviation: float, shape: tuple[int, ...], *axes: str) -> nnx.Param:
@@ -168,9 +171,20 @@ class Experts(nnx.Module):
         self.up = kernel(stddev, (num, embed_dim, mlp_dim), "expert", "embed", "mlp")
         self.down = kernel(out_stddev, (num, mlp_dim, embed_dim), "expert", "mlp", "embed")
 
+        def zeros(size: int, axis: str) -> nnx.Param | None:
+            return parameter(jnp.zeros((num, size)), "expert", axis) if bias else None
+
+        self.gate_bias = zeros(mlp_dim, "mlp")
+        self.up_bias = zeros(mlp_dim, "mlp")
+        self.down_bias = zeros(embed_dim, "embed")
+
     def weights(self) -> moe.ExpertWeights:
         """Returns the arrays."""
-        return moe.ExpertWeights(self.gate[...], self.up[...], self.down[...])
+        kernels = self.gate[...], self.up[...], self.down[...]
+        if self.gate_bias is None or self.up_bias is None or self.down_bias is None:
+            return moe.ExpertWeights(*kernels)
+        biases = self.gate_bias[...], self.up_bias[...], self.down_bias[...]
+        return moe.ExpertWeights(*kernels, *biases)
 
 
 class SharedExperts(nnx.Module):
@@ -180,13 +194,13 @@ class SharedExperts(nnx.Module):
         self,
         embed_dim: int,
         mlp_dim: int,
-        activation: moe.Activation,
+        glu: moe.Glu,
         *,
         stddev: float,
         out_stddev: float,
         rngs: nnx.Rngs,
     ):
-        self.activation = activation
+        self.glu = glu
         embed, hidden = {"embed": embed_dim}, {"mlp": mlp_dim}
         self.gate = Linear(embed, hidden, stddev=stddev, rngs=rngs)
         self.up = Linear(embed, hidden, stddev=stddev, rngs=rngs)
@@ -194,7 +208,7 @@ class SharedExperts(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate = constrain(self.gate(x), "batch", "length", "mlp")
-        return self.down(self.activation(gate) * constrain(self.up(x), "batch", "length", "mlp"))
+        return self.down(self.glu(gate, constrain(self.up(x), "batch", "length", "mlp")))
 
 
 class MoE(nnx.Module):
@@ -206,25 +220,28 @@ class MoE(nnx.Module):
         embed_dim: int,
         mlp_dim: int,
         *,
-        activation: moe.Activation = jax.nn.silu,
+        glu: moe.Glu | None = None,
         stddev: float = 0.02,
         out_stddev: float | None = None,
+        bias: bool = False,
         rngs: nnx.Rngs,
     ):
-        """Args: the sizes of the model (`mlp_dim` if the config sets none), the experts'
-        nonlinearity, and the initial standard deviations of the weights and of the output
-        projections, None for the same."""
+        """Args: the sizes of the model (`mlp_dim` if the config sets none), the experts' hidden
+        units from their projections, None for SwiGLU, the initial standard deviations of the
+        weights and of the output projections, None for the same, and whether routed experts have
+        biases."""
         self.config = config
-        self.activation = activation
+        self.glu = glu = glu or moe.gated(jax.nn.silu)
         size = config.expert_size(mlp_dim)
         options = {"stddev": stddev, "out_stddev": out_stddev or stddev, "rngs": rngs}
         # In 16 bits rounding would choose between experts, and the small steps that balance the
         # load would be lost. Source: Fedus et al. 2021, "Switch Transformers", section 2.4.
         router = {"embed": embed_dim}, {"expert": config.num_experts}
-        self.router = Linear(*router, stddev=stddev, float32=True, rngs=rngs)
-        self.experts = Experts(config.num_experts, embed_dim, size, **options)
+        biased = {"bias": config.router_bias, "float32": True}
+        self.router = Linear(*router, stddev=stddev, **biased, rngs=rngs)
+        self.experts = Experts(config.num_experts, embed_dim, size, bias=bias, **options)
         shared = config.shared_size(mlp_dim)
-        self.shared = SharedExperts(embed_dim, shared, activation, **options) if shared else None
+        self.shared = SharedExperts(embed_dim, shared, glu, **options) if shared else None
         gate = {"embed": embed_dim}, {"shared_gate": 1}
         self.shared_gate = Linear(*gate, stddev=stddev, rngs=rngs) if config.shared_gate else None
         has_bias = config.balance == "bias"
@@ -257,7 +274,7 @@ class MoE(nnx.Module):
             x,
             routing,
             self.experts.weights(),
-            self.activation,
+            self.glu,
             mask=mask,
             dispatch=config.dispatch,
             capacity_factor=config.capacity_factor,
@@ -278,6 +295,8 @@ class MoE(nnx.Module):
         kernel = constrain(self.router.kernel[...].astype(jnp.float32), None, None)
         highest = jax.lax.Precision.HIGHEST
         logits = jnp.einsum("bld,de->ble", x.astype(jnp.float32), kernel, precision=highest)
+        if self.router.bias is not None:
+            logits = logits + constrain(self.router.bias[...].astype(jnp.float32), None)[None, None]
         return constrain(logits, "batch", "length", None)
 
     def _bias(self) -> jax.Array | None:

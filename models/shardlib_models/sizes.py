@@ -90,7 +90,7 @@ _GEMMA: Fields = {
     "head_dim": 256,
     "norm_eps": 1e-6,
     "norm_offset": 1.0,
-    "embed_scale": True,
+    "embed_scale": "sqrt",
     "activation": "gelu_tanh",
     "tied_embeddings": True,
 }
@@ -143,6 +143,24 @@ _DEEPSEEK_V2: Fields = {
     "experts_per_token": 6,
     "normalize_weights": False,
 }
+
+
+def _gpt_oss(layers: int, experts: int) -> Fields:
+    scaling = {"kind": "yarn", "factor": 32.0, "original_positions": 4096, "truncate": False}
+    return _llama(layers, 2880, 64, 8, 2880, 201088, 131072) | {
+        "head_dim": 64,
+        "window": 128,
+        "global_every": 2,
+        "rope_theta": 150_000.0,
+        "rope_scaling": scaling,
+        "activation": "clamped_swiglu",
+        "sinks": True,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "moe": {"num_experts": experts, "experts_per_token": 4, "router_bias": True},
+    }
+
 
 SIZES: Mapping[str, Fields] = {
     # meta-llama/Llama-2-{7b,13b,70b}-hf
@@ -219,6 +237,9 @@ SIZES: Mapping[str, Fields] = {
     ),
     "deepseek-v3": _llama(61, 7168, 128, None, 18432, 129280, 163840)
     | _deepseek(1536, 1.0, **_DEEPSEEK_V3),
+    # openai/gpt-oss-{20b,120b}
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     # microsoft/Phi-3-mini-4k-instruct
     "phi3-mini-4k": _llama(32, 3072, 32, 32, 8192, 32064, 4096, window=2047),
     # openai-community/gpt2{,-medium,-large,-xl}

@@ -113,9 +113,9 @@ class Transformer(nnx.Module):
         over layers, and the caches of all layers, one for each stack."""
         config = self.config
         x = self.token_embedding(tokens)
-        if config.embed_scale:
+        if config.embed_factor != 1.0:
             # Rounded to the dtype of the embeddings, as Gemma was trained.
-            x = x * jnp.asarray(math.sqrt(config.embed_dim), x.dtype)
+            x = x * jnp.asarray(config.embed_factor, x.dtype)
         if self.project_in is not None:
             x = self.project_in(x)
         if self.position_embedding is not None:
@@ -152,7 +152,7 @@ class Transformer(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """Returns the logits [batch, length, vocab] of a residual stream."""
         head = self.token_embedding if self.head is None else self.head
-        return project(head, self.normed(x), self.config.logit_softcap)
+        return project(head, self.normed(x), self.config)
 
     def normed(self, x: jax.Array) -> jax.Array:
         """Returns the input of the head [batch, length, embed] for a residual stream."""
@@ -168,7 +168,7 @@ class Transformer(nnx.Module):
         head = self.token_embedding if self.head is None else self.head
         graphdef, weights = nnx.split(head)
         return chunked_cross_entropy(
-            lambda weights, x: project(nnx.merge(graphdef, weights), x, self.config.logit_softcap),
+            lambda weights, x: project(nnx.merge(graphdef, weights), x, self.config),
             weights,
             self.normed(x),
             targets,
@@ -212,10 +212,12 @@ def with_rotations(
     return context._replace(local_rotations=rotations(positions, turns))
 
 
-def project(head: Embedding | Linear, x: jax.Array, softcap: float | None = None) -> jax.Array:
+def project(head: Embedding | Linear, x: jax.Array, config: TransformerConfig) -> jax.Array:
     """Returns the logits [batch, length, vocab] of a normalised residual stream."""
-    x = whole(x)
+    x, softcap = whole(x), config.logit_softcap
     logits = head.attend(x) if isinstance(head, Embedding) else head(x)
+    if config.logit_divisor != 1.0:
+        logits = logits / config.logit_divisor
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     return constrain(logits, "batch", "length", "vocab")
@@ -327,6 +329,7 @@ FAMILY = ModelFamily(
         "Gemma2ForCausalLM": "shardlib_models.hf.gemma:GEMMA2",
         "Gemma3ForCausalLM": "shardlib_models.hf.gemma:GEMMA3",
         "GemmaForCausalLM": "shardlib_models.hf.gemma:GEMMA",
+        "GptOssForCausalLM": "shardlib_models.hf.gpt_oss:GPT_OSS",
         "LlamaForCausalLM": "shardlib_models.hf.llama:LLAMA",
         "MistralForCausalLM": "shardlib_models.hf.llama:MISTRAL",
         "MixtralForCausalLM": "shardlib_models.hf.llama:MIXTRAL",
@@ -336,5 +339,8 @@ FAMILY = ModelFamily(
         "Qwen2MoeForCausalLM": "shardlib_models.hf.qwen_moe:QWEN2_MOE",
         "Qwen3ForCausalLM": "shardlib_models.hf.llama:QWEN3",
         "Qwen3MoeForCausalLM": "shardlib_models.hf.qwen_moe:QWEN3_MOE",
+        "StableLmForCausalLM": "shardlib_models.hf.stablelm:STABLELM",
+        # After Llama, which it can express too: an export takes the first that can.
+        "GraniteForCausalLM": "shardlib_models.hf.granite:GRANITE",
     },
 )

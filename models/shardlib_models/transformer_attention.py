@@ -11,7 +11,7 @@ from shardlib.nn.attention import Order, attend, rotate
 from shardlib.nn.attention.rotary import Rotations
 from shardlib.nn.remat import tag
 from shardlib.sharding.constrain import constrain
-from shardlib_models.layers import Linear, Norm, residual_stddev
+from shardlib_models.layers import Linear, Norm, parameter, residual_stddev
 from shardlib_models.transformer_config import TransformerConfig
 from shardlib_models.transformer_facts import kv_copies
 
@@ -80,8 +80,11 @@ class Attention(nnx.Module):
         self.key = Linear(embed, kv_heads | head, **options)
         self.value = Linear(embed, kv_heads | head, **options)
         self.out = out_projection(config, rngs)
-        self.query_norm = norm_of(config, config.head_size) if config.qk_norm else None
-        self.key_norm = norm_of(config, config.head_size) if config.qk_norm else None
+        self.sinks = parameter(jnp.zeros(config.num_heads), "heads") if config.sinks else None
+        norm = functools.partial(norm_of, config, config.head_size)
+        each = config.qk_norm == "heads"
+        self.query_norm = norm(heads if each else None) if config.qk_norm else None
+        self.key_norm = norm(kv_heads if each else None) if config.qk_norm else None
 
     def projected(
         self, x: jax.Array, context: Context, copies: int
@@ -90,7 +93,7 @@ class Attention(nnx.Module):
         embed], with `copies` of each key-value head."""
         query, key, value = self.query(x), self.key(x, copies), self.value(x, copies)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query, key = self.query_norm(query), self.key_norm(key, copies)
         if context.rotations is not None:
             pairs = {"interleaved": self.config.rotary_interleaved}
             query = rotate(query, context.rotations, **pairs)
@@ -123,6 +126,7 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         config = self.config
         options: dict[str, Any] = {"scale": config.query_scale, "softcap": config.attention_softcap}
+        options["sinks"] = None if self.sinks is None else self.sinks[...]
         if in_cache:
             # Rows beyond the newest position are still empty: they come later, so no query sees
             # them.
@@ -164,6 +168,7 @@ class LatentAttention(Attention):
         head = {"head_dim": latent.plain_dims + latent.value_dim}
         self.kv_up = Linear({"latent": latent.kv_rank}, heads | head, **options)
         self.out = out_projection(config, rngs)
+        self.sinks = None
 
     def projected(
         self, x: jax.Array, context: Context, copies: int
@@ -199,6 +204,7 @@ def out_projection(config: TransformerConfig, rngs: nnx.Rngs) -> Linear:
     return Linear(heads, {"embed": embed}, stddev=stddev, bias=config.out_bias, rngs=rngs)
 
 
-def norm_of(config: TransformerConfig, size: int) -> Norm:
-    """Returns a norm as the config says."""
-    return Norm(size, kind=config.norm, eps=config.norm_eps, offset=config.norm_offset)
+def norm_of(config: TransformerConfig, size: int, heads: dict[str, int] | None = None) -> Norm:
+    """Returns a norm as the config says, with a scale for each of `heads`."""
+    options = {"kind": config.norm, "eps": config.norm_eps, "offset": config.norm_offset}
+    return Norm(size, heads=heads, **options)

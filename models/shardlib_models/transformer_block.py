@@ -1,9 +1,10 @@
 """One layer of a transformer: attention and MLP, each added to the residual stream."""
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from shardlib.nn.moe import RouterStats
+from shardlib.nn.moe import Glu, RouterStats, gated
 from shardlib.nn.remat import tag
 from shardlib.sharding.constrain import constrain
 from shardlib_models.layers import Linear, dropout, residual, residual_stddev, whole
@@ -23,6 +24,21 @@ ACTIVATIONS = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
+_CLAMPED_AT, _CLAMPED_SLOPE = 7.0, 1.702
+"""Source: the reference code published with gpt-oss."""
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns the hidden units of gpt-oss: (up + 1) * gate * sigmoid(1.702 * gate) of values within
+    7, the gate within 7 from above."""
+    gate, up = jnp.minimum(gate, _CLAMPED_AT), jnp.clip(up, -_CLAMPED_AT, _CLAMPED_AT)
+    return (up + 1.0) * gate * jax.nn.sigmoid(_CLAMPED_SLOPE * gate)
+
+
+def glu_of(activation: str) -> Glu:
+    """Returns the hidden units of a gated MLP from its two projections."""
+    is_clamped = activation == "clamped_swiglu"
+    return clamped_swiglu if is_clamped else gated(ACTIVATIONS[activation])
 
 
 class MLP(nnx.Module):
@@ -39,12 +55,12 @@ class MLP(nnx.Module):
         self.down = Linear(hidden, embed, stddev=stddev, bias=config.mlp_bias, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        activation = ACTIVATIONS[self.activation]
         up = constrain(self.up(x), "batch", "length", "mlp")
         if self.gate is None:
-            hidden = activation(up)
+            hidden = ACTIVATIONS[self.activation](up)
         else:
-            hidden = activation(constrain(self.gate(x), "batch", "length", "mlp")) * up
+            gate = constrain(self.gate(x), "batch", "length", "mlp")
+            hidden = glu_of(self.activation)(gate, up)
         return self.down(tag(hidden, "mlp_hidden"))
 
 
@@ -53,6 +69,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.kind = config.block
+        self.residual_scale = config.residual_scale
         width = config.embed_dim
         self.attention_norm = norm_of(config, width)
         kind = Attention if config.latent is None else LatentAttention
@@ -104,7 +121,7 @@ class Block(nnx.Module):
         """Returns what attention adds to the residual stream, and the cache with the new rows."""
         branch, cache = self.attention(whole(x), context, cache)
         branch = branch if self.attention_out_norm is None else self.attention_out_norm(branch)
-        return self.attention_dropout(tag(residual(branch), "attention_out")), cache
+        return self._scaled(self.attention_dropout(tag(residual(branch), "attention_out"))), cache
 
     def _mixed(self, x: jax.Array, context: Context) -> tuple[jax.Array, RouterStats | None]:
         """Returns what the MLP or the experts add, and the router statistics."""
@@ -115,7 +132,10 @@ class Block(nnx.Module):
         else:
             branch = self.mlp(x)
         branch = branch if self.mlp_out_norm is None else self.mlp_out_norm(branch)
-        return self.mlp_dropout(tag(residual(branch), "mlp_out")), stats
+        return self._scaled(self.mlp_dropout(tag(residual(branch), "mlp_out"))), stats
+
+    def _scaled(self, branch: jax.Array) -> jax.Array:
+        return branch if self.residual_scale == 1.0 else branch * self.residual_scale
 
 
 def _experts(config: TransformerConfig, rngs: nnx.Rngs) -> MoE:
@@ -124,7 +144,8 @@ def _experts(config: TransformerConfig, rngs: nnx.Rngs) -> MoE:
         config.moe,
         config.embed_dim,
         config.mlp_size,
-        activation=ACTIVATIONS[config.activation],
+        glu=glu_of(config.activation),
+        bias=config.mlp_bias,
         stddev=config.init_stddev,
         out_stddev=residual_stddev(config.init_stddev, config.num_layers),
         rngs=rngs,

@@ -1,5 +1,6 @@
 """Configs of decoder-only transformers, including published models."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from shardlib.config import Variants, configclass
@@ -12,6 +13,8 @@ from shardlib_models.moe import MoEConfig
 from shardlib_models.sizes import SIZES
 
 _TAGS = ("layer_in", "attention_in", "query", "key", "value", "attended", "attention_out", "mlp_in")
+_FACTORS = ("embed_scale", "residual_scale", "query_scale", "attention_softcap")
+_FACTORS += ("logit_softcap", "logit_divisor")
 
 
 @configclass
@@ -68,8 +71,9 @@ class TransformerConfig:
     """Value added to the variance in a norm."""
     norm_offset: float = 0.0
     """Value added to the scale of a norm: 1 in Gemma, whose scales start at 0."""
-    qk_norm: bool = False
-    """Whether each head of query and key is normalised, before rotary positions."""
+    qk_norm: bool | Literal["heads"] = False
+    """Whether each head of query and key is normalised, before rotary positions; heads: with scales
+    of its own and without biases, as in StableLM."""
     positions: Literal["rotary", "learned"] = "rotary"
     """Rotary embeddings of query and key, or a learned embedding added to the token embeddings."""
     rope_theta: float = 10_000.0
@@ -91,22 +95,29 @@ class TransformerConfig:
     """`activation(gate(x)) * up(x)` (SwiGLU and the like), or `activation(up(x))`."""
     moe: MoEConfig | None = None
     """Routed experts in place of the MLP of every layer; null for a dense model."""
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
-    """Nonlinearity of the MLP; `gelu_tanh` is GPT-2's approximation."""
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"] = "silu"
+    """Nonlinearity of the MLP; `gelu_tanh` is GPT-2's approximation, and `clamped_swiglu` gives the
+    hidden units of a gated MLP in gpt-oss."""
     tied_embeddings: bool = False
     """Whether the embedding table also computes the logits."""
     token_dim: int | None = None
     """Width of the embedding table, which is projected to `embed_dim` and back; null for none."""
-    embed_scale: bool = False
-    """Whether embeddings are multiplied by sqrt(embed_dim)."""
+    embed_scale: Literal["sqrt"] | float = 1.0
+    """Factor of the embeddings; sqrt for sqrt(embed_dim), as in Gemma."""
+    residual_scale: float = 1.0
+    """Factor of what attention and MLP add to the residual stream."""
     query_scale: float | None = None
     """Factor of the attention scores; null for 1 / sqrt(head_dim)."""
     attention_softcap: float | None = None
     """Bound c of the attention scores, as c * tanh(scores / c); null for none."""
+    sinks: bool = False
+    """Whether each head has a learned score that joins its softmax, as in gpt-oss."""
     latent: LatentConfig | None = None
     """Latent attention, as in DeepSeek; null for a projection each to query, key and value."""
     logit_softcap: float | None = None
     """Bound c of the logits, as c * tanh(logits / c); null for none."""
+    logit_divisor: float = 1.0
+    """Divisor of the logits, before their bound."""
     head_bias: bool = False
     """Whether logits have a bias, without `tied_embeddings`."""
     qkv_bias: bool = False
@@ -114,7 +125,7 @@ class TransformerConfig:
     out_bias: bool = False
     """Whether the projection out of attention has a bias."""
     mlp_bias: bool = False
-    """Whether the projections of the MLP have biases."""
+    """Whether the projections of the MLP, or of routed experts, have biases."""
     dropout: float = 0.0
     """Probability of dropping a unit, in [0, 1)."""
     window: int | None = None
@@ -161,6 +172,16 @@ class TransformerConfig:
         if self.latent is not None:
             return self.latent.rotary_dims
         return self.head_size if self.rotary_dims is None else self.rotary_dims
+
+    @property
+    def embed_factor(self) -> float:
+        """The factor of the embeddings."""
+        return math.sqrt(self.embed_dim) if self.embed_scale == "sqrt" else self.embed_scale
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of the attention scores."""
+        return self.head_size**-0.5 if self.query_scale is None else self.query_scale
 
     @property
     def mlp_size(self) -> int:
@@ -249,8 +270,8 @@ def _latent_faults(config: TransformerConfig) -> list[str]:
         for name in names
         if getattr(config, name) is not None
     ]
-    if config.qk_norm or config.qkv_bias:
-        faults.append("latent attention has neither qk_norm nor qkv_bias; leave them out.")
+    if config.qk_norm or config.qkv_bias or config.sinks:
+        faults.append("latent attention has no qk_norm, qkv_bias and sinks; leave them out.")
     if config.positions != "rotary":
         faults.append("latent attention needs rotary positions; set positions: rotary.")
     return faults
@@ -277,10 +298,10 @@ def _range_faults(config: TransformerConfig) -> list[str]:
         faults.append("head_bias has no effect with tied_embeddings; leave it out.")
     if config.position_offset < 0:
         faults.append(f"position_offset is {config.position_offset}; it must not be negative.")
-    for name in ("query_scale", "attention_softcap", "logit_softcap"):
+    for name in _FACTORS:
         value = getattr(config, name)
-        if value is not None and value <= 0:
-            faults.append(f"{name} is {value}; it must be greater than 0, or null.")
+        if isinstance(value, int | float) and not 0 < value < math.inf:
+            faults.append(f"{name} is {value}; it must be greater than 0, and finite.")
     if config.positions == "learned" and config.max_positions is None:
         faults.append("learned positions need max_positions, the rows of their table.")
     if config.moe is not None:
@@ -290,14 +311,12 @@ def _range_faults(config: TransformerConfig) -> list[str]:
                 f"moe.dense_layers={config.moe.dense_layers} leaves none of {config.num_layers} "
                 "layers to experts; lower it, or leave out moe."
             )
-        faults += [
-            f"{name} has no effect on experts, which are gated and without biases; leave it out."
-            for name, is_set in (
-                ("mlp: plain", config.mlp == "plain"),
-                ("mlp_bias", config.mlp_bias),
-            )
-            if is_set
-        ]
+        if config.mlp == "plain":
+            faults.append("mlp: plain has no effect on experts, which are gated; leave it out.")
+        if config.mlp_bias and config.moe.shared_size(config.mlp_size):
+            faults.append("mlp_bias has no effect on shared experts; leave it or them out.")
+    if config.mlp == "plain" and config.activation == "clamped_swiglu":
+        faults.append("activation: clamped_swiglu is of gated MLPs; set mlp: gated.")
     return faults + remat.check(config.remat, config.remat_tags, config.num_layers)
 
 

@@ -152,6 +152,7 @@ def choices(
             head_dim=config.head_size,
             value_dim=config.value_size,
             softcap=config.attention_softcap,
+            sinks=config.sinks,
             masked=True,
             lengths=lengths,
         )

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from shardlib.errors import CheckpointError, did_you_mean
+from shardlib.hf.tensor_table import Index, TensorTable
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -104,11 +105,27 @@ class Tensors(Mapping[str, np.ndarray]):
         flat = np.frombuffer(self._maps[entry.file], entry.dtype, count, entry.start)
         return flat.reshape(entry.shape)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def shard(
+        self, layout: TensorTable, path: str, index: Index, names: Mapping[str, str]
+    ) -> np.ndarray:
+        """Returns a shard of our parameter of a path, copied.
+
+        Args:
+            layout: The table of the tensors.
+            path: The path of the parameter.
+            index: The slice of each of its dims.
+            names: The name here of each tensor of the table.
+        """
+        return layout.read(path, index, lambda name: self[names[name]])
 
     def drop(self, name: str) -> None:
         """Lets go of the pages of a tensor, which are read again at its next use."""

@@ -69,6 +69,8 @@ def save(
     arrays = arrays_of(model, nnx.Not(nnx.RngState))
     config["torch_dtype"] = str(next(iter(arrays.values())).dtype)
     config.pop("dtype", None)
+    # The tensors that are written have all their bits.
+    config.pop("quantization_config", None)
     copied = [loaded.folder / name for name in COPIED] if loaded else []
     write_folder(
         folder, layout, arrays, "config.json", config, copied, max_file_bytes=max_file_bytes

@@ -212,9 +212,10 @@ def copy(out: np.ndarray, values: np.ndarray) -> None:
 
     A transposed copy in one go reads each cache line once for each of its numbers.
     """
-    # numpy copies its own dtypes faster than bfloat16.
-    bits = np.dtype(f"u{out.itemsize}")
-    out, values = out.view(bits), values.view(bits)
+    if out.itemsize <= 8:
+        # numpy copies its own dtypes faster than bfloat16.
+        bits = np.dtype(f"u{out.itemsize}")
+        out, values = out.view(bits), values.view(bits)
     slowest = int(np.argmax(values.strides)) if values.ndim else 0
     if not values.ndim or slowest == int(np.argmax(out.strides)):
         out[...] = values

@@ -86,7 +86,7 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     """Weight decay. sgd and lars add it to the gradient; the others decouple it, as learning rate
     x weight decay x parameter."""
-    no_decay: tuple[str, ...] = ("**/bias", "**/scale")
+    no_decay: tuple[str, ...] = ("**/*bias", "**/scale", "**/sinks")
     """Patterns of parameters without weight decay. lars and lamb also do not scale their updates
     by the trust ratio."""
     stacked: tuple[str, ...] = ("layers/**",)
@@ -97,7 +97,7 @@ class OptimizerConfig:
         "**/*embed*/**",
         "**/lm_head/**",
         "**/head/**",
-        "**/bias",
+        "**/*bias",
         "**/scale",
     )
     """Patterns of parameters with two dims that muon leaves to adamw: matrices of the first and

@@ -29,11 +29,11 @@ MASK = Mask(window=7)
 ATOL = 1e-5
 
 
-def plainly(query, key, value, segments):
+def plainly(query, key, value, segments, sinks):
     at, kv_at = (
         places(x.shape[1], None, ids) for x, ids in zip((query, key), segments, strict=True)
     )
-    return plain(query, key, value, MASK.pairs(at, kv_at), MASK)
+    return plain(query, key, value, MASK.pairs(at, kv_at), MASK, sinks)
 
 
 KERNELS = {"blockwise": functools.partial(blockwise, mask=MASK), "plain": plainly}
@@ -70,9 +70,9 @@ def test_values_and_gradients_are_those_of_one_device(
     arrays, weights, ids = example(kv_heads, packed)
     met = []
 
-    def local(query, key, value, segments):
+    def local(query, key, value, segments, sinks):
         met.append((set(manual_axes()), query.shape[0], query.shape[2]))
-        return KERNELS[kernel](query, key, value, segments)
+        return KERNELS[kernel](query, key, value, segments, sinks)
 
     def attended(arrays, ids):
         return in_region(local, *arrays, (ids, ids), over_context=False, whole_mesh=True)

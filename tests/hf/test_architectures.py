@@ -1,5 +1,6 @@
 """Every architecture: the logits of transformers, the same bits back, and refusals."""
 
+import dataclasses
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +14,11 @@ from safetensors.numpy import load_file
 
 import shardlib as sl
 from shardlib import hf
+from shardlib.hf.load import describe
+from shardlib_models.moe import MoEConfig
+from shardlib_models.transformer_block import clamped_swiglu
+from shardlib_models.transformer_config import TransformerConfig
+from shardlib_models.transformer_decode import generate
 
 pytestmark = pytest.mark.mesh
 
@@ -63,6 +69,7 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+GPT_OSS_ROPE = YARN | {"original_max_position_embeddings": 64, "truncate": False}
 GEMMA = SIZES | {"head_dim": 16, "query_pre_attn_scalar": 24}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -83,6 +90,12 @@ DEEPSEEK = {
     "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
 }
 GROUPS = {"n_group": 4, "topk_group": 1}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 7.0,
+}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
@@ -93,6 +106,15 @@ def neox(**options):
 
 def opt(**options):
     return transformers.OPTConfig(**OPT, **IDS, pad_token_id=1, dropout=0.0, **options)
+
+
+def stablelm(**options):
+    return transformers.StableLmConfig(**SIZES, **IDS, **options)
+
+
+def gpt_oss(**options):
+    sizes = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    return transformers.GptOssConfig(**(sizes | {"sliding_window": 5} | options))
 
 
 def deepseek(config, **options):
@@ -146,6 +168,20 @@ CASES = {
     "phi3, longrope": (
         lambda: transformers.Phi3Config(**SIZES, pad_token_id=0, rope_parameters=LONGROPE),
         {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 32}},
+    ),
+    "granite": (
+        lambda: transformers.GraniteConfig(**SIZES, **GRANITE),
+        {"residual_multiplier": 0.25},
+    ),
+    "stablelm": (lambda: stablelm(use_qkv_bias=True), {"layer_norm_eps": 1e-3}),
+    "stablelm, parallel": (
+        lambda: stablelm(use_parallel_residual=True, qk_layernorm=True),
+        {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}},
+    ),
+    "gpt_oss": (gpt_oss, {"layer_types": ["full_attention"] * 3}),
+    "gpt_oss, yarn": (
+        lambda: gpt_oss(rope_parameters=GPT_OSS_ROPE, num_experts_per_tok=3),
+        {"rope_parameters": GPT_OSS_ROPE | {"truncate": True}},
     ),
     "linear": (
         lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LINEAR),
@@ -245,6 +281,27 @@ def test_a_field_read_wrongly_would_be_told(case, edited):
     assert error(hf.load(copy).logits(jnp.asarray(tokens)), expected) > 10 * TOLERANCE
 
 
+FREE = {"name", "init_from", "init_stddev", "dropout", "attention", "context", "remat"}
+FREE |= {"loss_chunks"}
+FREE_OF_EXPERTS = {"dispatch", "capacity_factor", "balance", "balance_loss", "balance_over"}
+FREE_OF_EXPERTS |= {"router_z_loss", "exchange", "exchange_chunks"}
+
+
+def test_every_option_that_changes_the_function_is_decided(case):
+    """An option without a field or a value would be lost in an export."""
+    fields = describe(case[0]).fields
+    left = names_of(TransformerConfig) - fields.keys() - FREE
+    left -= {"rope_theta", "rope_scaling"} if fields["positions"] == "learned" else set()
+    left -= {"head_dim", "num_kv_heads"} if fields["latent"] else set()
+    if fields["moe"]:
+        left |= names_of(MoEConfig) - fields["moe"].keys() - FREE_OF_EXPERTS
+    assert left == set()
+
+
+def names_of(config):
+    return {field.name for field in dataclasses.fields(config)}
+
+
 @pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2", "data=2,expert=2,tensor=2"])
 def test_on_every_mesh(case, tmp_path, mesh):
     folder, tokens, expected, _ = case
@@ -258,8 +315,26 @@ def test_on_every_mesh(case, tmp_path, mesh):
     np.testing.assert_array_equal(oracle(again, tokens), expected)
 
 
-@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3"])
-def test_gemma_in_bfloat16_is_as_close_to_float32_as_transformers(name, tmp_path):
+@pytest.mark.parametrize("name", ["gpt_oss, yarn", "granite", "stablelm, parallel"])
+def test_generation_with_a_cache_takes_the_tokens_of_transformers(name, tmp_path):
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CASES[name][0]()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    model.save_pretrained(tmp_path)
+    prompt = np.random.default_rng(0).integers(0, VOCAB, (2, 7), dtype=np.int32)
+    model.generation_config.eos_token_id = None
+    ids = torch.from_numpy(prompt.astype(np.int64))
+    # Beyond the window of 5, and beyond the prompt's own.
+    theirs = model.generate(ids, max_new_tokens=12, do_sample=False).numpy()
+    model, greedy = hf.load(tmp_path).model, {"temperature": 0.0, "rng": jax.random.key(0)}
+    ours = jax.jit(lambda x: generate(model, x, length=12, **greedy))(prompt)
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["gemma", "gemma2", "gemma3", "granite", "gpt_oss"])
+def test_bfloat16_is_as_close_to_float32_as_transformers(name, tmp_path):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CASES[name][0]()).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
@@ -301,6 +376,14 @@ def test_gradients_are_those_of_transformers(case, tmp_path):
         # Sums of terms that cancel: relative to the gradients of the largest tensors too.
         size = max(scale[name], 1e-3 * max(scale.values()))
         assert np.abs(ours[name] - theirs[name]).max() <= 1e-4 * size, name
+
+
+def test_the_hidden_units_of_gpt_oss_beyond_their_bounds():
+    experts = transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts(gpt_oss())
+    gate, up = np.random.default_rng(0).uniform(-12, 12, (2, 50)).astype(np.float32)
+    joined = torch.from_numpy(np.stack([gate, up], axis=-1).reshape(-1))
+    expected = experts._apply_gate(joined).numpy()
+    assert error(clamped_swiglu(jnp.asarray(gate), jnp.asarray(up)), expected) < TOLERANCE
 
 
 def used(array):

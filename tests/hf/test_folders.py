@@ -170,7 +170,7 @@ def test_a_model_that_no_architecture_has_is_told_why(tmp_path):
 
 def test_the_first_gemmas_name_the_exact_gelu_and_mean_the_other():
     theirs = GEMMA.write(
-        dataclasses.replace(CONFIG, norm_offset=1.0, embed_scale=True, activation="gelu_tanh")
+        dataclasses.replace(CONFIG, norm_offset=1.0, embed_scale="sqrt", activation="gelu_tanh")
     )
     assert theirs["hidden_act"] == "gelu_pytorch_tanh"
     assert GEMMA.read({**theirs, "hidden_act": "gelu"})["activation"] == "gelu_tanh"

@@ -1,5 +1,8 @@
 """Decoders of several kinds: generation equals recomputation, and meshes equal one device."""
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +12,9 @@ from flax import nnx
 
 import shardlib as sl
 from shardlib.errors import ModelError
-from shardlib.nn.attention import LongScaling
+from shardlib.nn.attention import LongScaling, YarnScaling
 from shardlib.nn.remat import part_of
+from shardlib.paths import named_leaves
 from shardlib.registry import DataSpec
 from shardlib_models.moe import MoEConfig
 from shardlib_models.transformer import FAMILY, loss, make
@@ -54,6 +58,32 @@ CONFIGS = {
             balance="bias",
         ),
         remat="0-1:dots,2:full,3:dots,4:full",
+    ),
+    "gpt_oss": TransformerConfig(
+        **SIZES,
+        num_layers=4,
+        num_kv_heads=2,
+        head_dim=16,
+        window=5,
+        global_every=2,
+        rope_scaling=YarnScaling(factor=4.0, original_positions=64, truncate=False),
+        activation="clamped_swiglu",
+        sinks=True,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        moe=MoEConfig(num_experts=4, experts_per_token=2, router_bias=True, balance_loss=0.0),
+    ),
+    "stablelm": TransformerConfig(
+        **SIZES,
+        num_layers=2,
+        num_kv_heads=2,
+        norm="layer",
+        qk_norm="heads",
+        block="parallel_one_norm",
+        embed_scale=3.0,
+        residual_scale=0.5,
+        logit_divisor=2.0,
     ),
     "phi3": TransformerConfig(
         **SIZES,
@@ -120,6 +150,54 @@ def test_steps_are_the_same_on_every_mesh(name):
         np.testing.assert_allclose(losses(name, mesh), expected, rtol=2e-5, err_msg=mesh)
 
 
+def gradients(mesh, **options):
+    """Gradients of gpt-oss by path, at weights without zeros, and after init_state placed them."""
+    config = dataclasses.replace(CONFIGS["gpt_oss"], **options)
+    model = make(config, DataSpec(), nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    moved = [x + 0.1 * rng.normal(size=x.shape).astype(np.float32) for x in leaves_of(model)]
+    nnx.update(model, jax.tree.unflatten(jax.tree.structure(nnx.state(model)), moved))
+    rows = tokens(LENGTH + 1)
+    batch = {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+    size = math.prod(int(axis.split("=")[1]) for axis in mesh.split(","))
+    with sl.use(sl.make_mesh(mesh, devices=jax.devices()[:size]), sl.rules.STANDARD):
+        params = sl.init_state(model, optax.sgd(0.1)).params
+        graphdef = nnx.graphdef(model)
+
+        def mean(params):
+            found = nnx.merge(graphdef, nnx.State(params))
+            mean, _ = loss(found, batch, jax.random.key(0), train=True)
+            return mean.total / mean.weight
+
+        return named_leaves(jax.jit(jax.grad(mean))(params))
+
+
+def leaves_of(model):
+    return jax.tree.leaves(nnx.state(model))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("fsdp=4,tensor=2", {}),
+        ("fsdp=4,tensor=2", {"attention": "blockwise"}),
+        ("context=2", {}),
+        ("context=2", {"context": "gather"}),
+        ("context=2", {"context": "ulysses"}),
+        ("tensor=4,expert=2", {"norm": "layer", "qk_norm": "heads"}),
+    ],
+)
+def test_gradients_with_sinks_are_those_of_one_device(mesh, options):
+    expected, found = (gradients(one, **options) for one in ("data=1", mesh))
+    assert expected.keys() == found.keys()
+    assert {"layers/attention/sinks", "layers/mlp/experts/down_bias"} <= found.keys()
+    for path, grad in expected.items():
+        assert np.abs(grad).max() > 0, path
+        # Sums of at most 8 * 16 * 4 terms, in another order.
+        atol = 512 * 2**-24 * max(np.abs(grad).max(), 1e-2)
+        np.testing.assert_allclose(found[path], grad, rtol=0, atol=atol, err_msg=path)
+
+
 def test_the_layers_with_experts_are_divided_over_stages():
     plain = CONFIGS["deepseek"].remat
     assert part_of(plain, 5, 0, 1) == "0-0:dots"
@@ -149,11 +227,13 @@ def test_facts_follow_the_layers():
         weights = sum(
             leaf.size
             for path, leaf in nnx.to_flat_state(nnx.state(model_of(name), nnx.Param))
-            if (leaf.ndim > 2 and "experts" not in path) or path[0] == "head"
+            if (path[-1] == "kernel" and "experts" not in path and leaf.ndim > 2)
+            or path == ("head", "kernel")
         )
         if config.moe is not None:
             experts = config.num_layers - config.moe.dense_layers
-            weights += experts * 3 * 32 * 16 * config.moe.experts_per_token
+            width = config.moe.expert_size(config.mlp_size)
+            weights += experts * 3 * 32 * width * config.moe.experts_per_token
         # The rest is attention, whose pairs follow from the windows.
         full, local = LENGTH**2 / 2, LENGTH * 5 - 5**2 / 2
         pairs = sum(local if is_local else full for is_local in config.is_local)
@@ -171,6 +251,13 @@ WRONG = {
     "groups": ({"moe": MoEConfig(groups=3)}, "moe.groups=3 does not divide"),
     "few": ({"moe": MoEConfig(groups=8, experts_per_token=2)}, "too small for"),
     "softcap": ({"attention_softcap": 0.0}, "attention_softcap is 0.0"),
+    "branches": ({"residual_scale": -1.0}, "residual_scale is -1.0; it must be greater than 0"),
+    "sinks": ({"latent": LatentConfig(), "sinks": True}, "no qk_norm, qkv_bias and sinks"),
+    "clamped": ({"mlp": "plain", "activation": "clamped_swiglu"}, "set mlp: gated"),
+    "biases": (
+        {"mlp_bias": True, "moe": MoEConfig(num_shared_experts=1)},
+        "mlp_bias has no effect on shared experts",
+    ),
 }
 
 

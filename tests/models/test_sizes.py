@@ -52,6 +52,9 @@ PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_419_200,
+    # "gpt-oss-120b & gpt-oss-20b Model Card", table 1, has 20.91B and 116.83B.
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "phi3-mini-4k": 3_821_079_552,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,

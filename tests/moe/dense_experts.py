@@ -14,12 +14,10 @@ MARGIN = 1e-4
 
 
 def expert_weights(seed=0, num=EXPERTS):
-    keys = jax.random.split(jax.random.key(seed), 3)
-    return ExpertWeights(
-        0.3 * jax.random.normal(keys[0], (num, EMBED, MLP)),
-        0.3 * jax.random.normal(keys[1], (num, EMBED, MLP)),
-        0.3 * jax.random.normal(keys[2], (num, MLP, EMBED)),
-    )
+    shapes = [(EMBED, MLP), (EMBED, MLP), (MLP, EMBED), (MLP,), (MLP,), (EMBED,)]
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    draw = jax.random.normal
+    return ExpertWeights(*(0.3 * draw(k, (num, *s)) for k, s in zip(keys, shapes, strict=True)))
 
 
 def tokens_and_routing(batch, length, k=2):
@@ -53,9 +51,10 @@ def dense(x, logits, weights, mask, kept=None, k=2):
     by = routing.weights if kept is None else jnp.where(kept, routing.weights, 0.0)
     chosen = jax.nn.one_hot(routing.experts, weights.gate.shape[0], dtype=jnp.float32)
     by = jnp.sum(chosen * by[..., None], axis=2) * mask[..., None].astype(jnp.float32)
-    gate = jnp.einsum("bld,edm->blem", x, weights.gate)
-    up = jnp.einsum("bld,edm->blem", x, weights.up)
+    gate = jnp.einsum("bld,edm->blem", x, weights.gate) + weights.gate_bias[None, None]
+    up = jnp.einsum("bld,edm->blem", x, weights.up) + weights.up_bias[None, None]
     each = jnp.einsum("blem,emd->bled", jax.nn.silu(gate) * up, weights.down)
+    each = each + weights.down_bias[None, None]
     return jnp.sum(each * by[..., None], axis=2)
 
 

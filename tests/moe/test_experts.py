@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from shardlib.errors import RuleError
-from shardlib.nn.moe import ExpertWeights, apply_experts, capacity, route
+from shardlib.nn.moe import ExpertWeights, apply_experts, capacity, gated, route
 from shardlib.sharding.manual import manual
 
 BATCH, LENGTH, K = 8, 8, 2
@@ -19,6 +19,8 @@ BATCH, LENGTH, K = 8, 8, 2
 # Sums of at most 2 * 64 products of float32 numbers of size about 1: some ulps of the largest.
 RELATIVE = 2e-6
 
+AXES = [("expert", *dims.split()) for dims in ("embed mlp", "embed mlp", "mlp embed")]
+AXES += [("expert", dim) for dim in ("mlp", "mlp", "embed")]
 MESHES = [
     "expert=8",
     "expert=4,fsdp=2",
@@ -31,7 +33,7 @@ MESHES = [
 
 def value(x, logits, weights, mask, target, **options):
     """A scalar of the results, so that all gradients differ, and which copies were computed."""
-    y, kept = apply_experts(x, route(logits, K), weights, jax.nn.silu, mask=mask, **options)
+    y, kept = apply_experts(x, route(logits, K), weights, gated(jax.nn.silu), mask=mask, **options)
     return jnp.sum(y * target), (y, kept)
 
 
@@ -92,11 +94,8 @@ def lowered(mesh, arguments, rules=sl.rules.STANDARD, **options):
         def place(value, *axes, kind="activations"):
             return jax.device_put(value, scope.sharding(axes, value.shape, kind))
 
-        up = ("expert", "embed", "mlp")
         weights = ExpertWeights(
-            place(weights.gate, *up, kind="params"),
-            place(weights.up, *up, kind="params"),
-            place(weights.down, "expert", "mlp", "embed", kind="params"),
+            *(place(x, *axes, kind="params") for x, axes in zip(weights, AXES, strict=True))
         )
         rows = [place(a, "batch", "length", None) for a in (x, logits, target)]
         mask = place(mask, "batch", "length")
@@ -243,7 +242,9 @@ def test_experts_over_axes_with_and_without_tokens_are_refused(arguments):
         sl.use(sl.make_mesh("data=2,expert=4"), rules),
         pytest.raises(RuleError, match=r"sharded over data, .* over expert.*\n  Let the rule"),
     ):
-        jax.eval_shape(lambda: apply_experts(x, route(logits, K), weights, jax.nn.silu, mask=mask))
+        jax.eval_shape(
+            lambda: apply_experts(x, route(logits, K), weights, gated(jax.nn.silu), mask=mask)
+        )
 
 
 def test_experts_that_the_mesh_does_not_divide_are_refused():
@@ -253,4 +254,6 @@ def test_experts_that_the_mesh_does_not_divide_are_refused():
         sl.use(sl.make_mesh("expert=4,data=2"), sl.rules.STANDARD),
         pytest.raises(RuleError, match="expert=4 does not divide 6"),
     ):
-        jax.eval_shape(lambda: apply_experts(x, route(logits[..., :6], K), weights, jax.nn.silu))
+        jax.eval_shape(
+            lambda: apply_experts(x, route(logits[..., :6], K), weights, gated(jax.nn.silu))
+        )

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh
 
 import shardlib as sl
 from shardlib.explain.analysis.collectives import collectives
-from shardlib.nn.moe import ExpertWeights, apply_experts, route
+from shardlib.nn.moe import ExpertWeights, apply_experts, gated, route
 
 pytestmark = pytest.mark.aot
 
@@ -24,7 +24,7 @@ def program(tpu_devices):
 
     def loss(x, logits, weights):
         with sl.use(mesh, sl.rules.STANDARD):
-            y, _ = apply_experts(x, route(logits, K), weights, jax.nn.silu)
+            y, _ = apply_experts(x, route(logits, K), weights, gated(jax.nn.silu))
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
     with sl.use(mesh, sl.rules.STANDARD) as scope:

@@ -8,7 +8,7 @@ import pytest
 
 from shardlib.errors import ConfigError
 from shardlib.optim.build import OptimizerConfig, build_optimizer, ema_params
-from shardlib.optim.update_rules import RULES
+from shardlib.optim.update_rules import RULES, hidden_matrices
 from shardlib.paths import matches, named_leaves
 
 STEPS = 4
@@ -237,6 +237,13 @@ def test_muon_takes_each_expert_as_a_matrix():
             atol=2e-6,
             rtol=1e-6,
         )
+
+
+def test_muon_leaves_biases_of_experts_to_adamw():
+    dims = hidden_matrices(OptimizerConfig(name="muon")).dims
+    assert dims("layers/mlp/experts/gate", 4) is not None
+    assert dims("layers/mlp/experts/gate_bias", 3) is None
+    assert dims("layers/mlp/experts/down_bias", 3) is None
 
 
 def test_average_follows_its_recurrence_and_is_donated_apart_from_the_parameters():

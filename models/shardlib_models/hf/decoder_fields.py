@@ -32,9 +32,12 @@ PLAIN = {
     "rotary_interleaved": False,
     "mlp": "gated",
     "token_dim": None,
-    "embed_scale": False,
+    "embed_scale": 1.0,
+    "residual_scale": 1.0,
+    "logit_divisor": 1.0,
     "query_scale": None,
     "attention_softcap": None,
+    "sinks": False,
     "logit_softcap": None,
     "latent": None,
     "global_every": None,
@@ -57,6 +60,22 @@ LAYER_NORM = {
     "moe": None,
 }
 """Our fields as in decoders of the time of GPT-2."""
+
+EXPERTS = {
+    "moe.mlp_dim": None,
+    "moe.dense_layers": 0,
+    "moe.num_shared_experts": 0,
+    "moe.shared_mlp_dim": None,
+    "moe.shared_gate": False,
+    "moe.router_bias": False,
+    "moe.scores": "softmax",
+    "moe.groups": 1,
+    "moe.groups_per_token": 1,
+    "moe.group_best": 1,
+    "moe.normalize_weights": True,
+    "moe.weights_scale": 1.0,
+}
+"""Our fields of experts as Mixtral has them."""
 
 SIZES = {
     "num_hidden_layers": Field("num_layers"),
@@ -139,6 +158,7 @@ _SCALINGS = {
         "beta_slow": "slow_turns",
         "mscale": "mscale",
         "mscale_all_dim": "mscale_all_dim",
+        "truncate": "truncate",
         **_ORIGINAL,
     },
     "longrope": {
@@ -164,9 +184,9 @@ def read_scaling(theirs: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[s
         return None
     if kind not in _SCALINGS:
         raise ValueError(f"rope_type is {kind!r}; supported: 'default', {str([*_SCALINGS])[1:-1]}.")
-    for name, value in (("attention_factor", None), ("truncate", True)):
-        if fields.get(name, value) != value:
-            raise ValueError(f"{name} of {kind} is {fields[name]!r}; supported: {value}.")
+    if fields.get("attention_factor") is not None:
+        factor = fields["attention_factor"]
+        raise ValueError(f"attention_factor of {kind} is {factor!r}; supported: None.")
     original = "original_max_position_embeddings"
     if kind != "linear":
         known = fields.get(original, theirs.get(original, theirs["max_position_embeddings"]))
@@ -189,22 +209,27 @@ def write_scaling(config: TransformerConfig) -> dict[str, Any] | None:
     return {"rope_type": scaling.kind, "type": scaling.kind, **fields}
 
 
-def windows(default_every: int) -> Converter:
+def windows(default_every: int, default_window: int = 4096) -> Converter:
     """Returns the converter of the window and of the layers that see all positions.
 
     Args:
         default_every: Of so many layers the last sees all, where config.json does not say.
+        default_window: The positions that the others see, where config.json does not say.
     """
-    return Converter(lambda theirs: _read_windows(theirs, default_every), _write_windows)
+    return Converter(
+        lambda theirs: _read_windows(theirs, default_every, default_window), _write_windows
+    )
 
 
-def _read_windows(theirs: Mapping[str, Any], default_every: int) -> dict[str, Any]:
+def _read_windows(
+    theirs: Mapping[str, Any], default_every: int, default_window: int
+) -> dict[str, Any]:
     every = theirs.get("sliding_window_pattern", theirs.get("_sliding_window_pattern"))
     number, every = theirs["num_hidden_layers"], every or default_every
     default = [(layer + 1) % every != 0 for layer in range(number)]
     types = theirs.get("layer_types")
     is_local = default if types is None else [kind == "sliding_attention" for kind in types]
-    window = theirs.get("sliding_window", 4096)
+    window = theirs.get("sliding_window", default_window)
     if window is None or not any(is_local):
         return {"window": None, "global_every": None}
     if all(is_local):

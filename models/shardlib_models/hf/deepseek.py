@@ -100,6 +100,7 @@ _OURS = {
     **without(LLAMA.ours, "latent", "query_scale", "moe", "rotary_interleaved"),
     "moe.shared_mlp_dim": None,
     "moe.shared_gate": False,
+    "moe.router_bias": False,
 }
 
 DEEPSEEK_V3 = dataclasses.replace(

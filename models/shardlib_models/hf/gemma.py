@@ -38,12 +38,12 @@ GEMMA = dataclasses.replace(
     },
     converters=(*LLAMA.converters, Converter(_read_activation, _write_activation)),
     fixed={"attention_bias": False},
-    ours={**LLAMA.ours, "norm_offset": 1.0, "embed_scale": True},
+    ours={**LLAMA.ours, "norm_offset": 1.0, "embed_scale": "sqrt"},
 )
 
 
 def _write_query_scale(config: TransformerConfig) -> dict[str, Any]:
-    scale = config.query_scale or config.head_size**-0.5
+    scale = config.score_scale
     number = round(scale**-2)
     if abs(number**-0.5 - scale) > 1e-9 * scale:
         raise ModelError(f"query_scale is {scale!r}, not 1 / sqrt(n) of an integer n.")

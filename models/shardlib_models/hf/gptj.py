@@ -43,6 +43,8 @@ GPTJ = Architecture(
         **without(LAYER_NORM, "rotary_dims"),
         "block": "parallel_one_norm",
         "rotary_interleaved": True,
+        "rope_theta": 10_000.0,
+        "rope_scaling": None,
         "tied_embeddings": False,
         "head_bias": True,
         "qkv_bias": False,

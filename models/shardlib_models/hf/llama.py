@@ -3,7 +3,7 @@
 import dataclasses
 
 from shardlib.hf import Architecture, Field, rows
-from shardlib_models.hf.decoder_fields import ACTIVATIONS, PLAIN, SIZES, rope, without
+from shardlib_models.hf.decoder_fields import ACTIVATIONS, EXPERTS, PLAIN, SIZES, rope, without
 
 _LAYER = "model.layers.{layers}"
 _EXPERTS = f"{_LAYER}.block_sparse_moe"
@@ -64,11 +64,7 @@ MIXTRAL = dataclasses.replace(
     converters=(rope(1e6),),
     ours={
         **without(MISTRAL.ours, "moe"),
-        "moe.mlp_dim": None,
-        "moe.num_shared_experts": 0,
-        "moe.scores": "softmax",
-        "moe.normalize_weights": True,
-        "moe.weights_scale": 1.0,
+        **EXPERTS,
     },
 )
 

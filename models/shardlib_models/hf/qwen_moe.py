@@ -3,7 +3,7 @@
 import dataclasses
 
 from shardlib.hf import Field, rows
-from shardlib_models.hf.decoder_fields import without
+from shardlib_models.hf.decoder_fields import EXPERTS, without
 from shardlib_models.hf.llama import LLAMA, QWEN2, QWEN3
 
 _MLP = "model.layers.{layers}.mlp"
@@ -24,11 +24,7 @@ _FIELDS = {
     "norm_topk_prob": Field("moe.normalize_weights", False),
 }
 _FIXED = {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
-_OURS = {
-    "moe.num_shared_experts": 0,
-    "moe.scores": "softmax",
-    "moe.weights_scale": 1.0,
-}
+_OURS = without(EXPERTS, "moe.mlp_dim", "moe.normalize_weights")
 
 QWEN2_MOE = dataclasses.replace(
     LLAMA,
@@ -40,7 +36,11 @@ QWEN2_MOE = dataclasses.replace(
         "shared_expert_intermediate_size": Field("moe.shared_mlp_dim"),
     },
     fixed={**_FIXED, "qkv_bias": True},
-    ours={**without(QWEN2.ours, "moe"), **_OURS, "moe.shared_gate": True},
+    ours={
+        **without(QWEN2.ours, "moe"),
+        **without(_OURS, "moe.shared_mlp_dim"),
+        "moe.shared_gate": True,
+    },
     table=lambda config: LLAMA.table(config) + _ROWS,
 )
 
@@ -50,10 +50,5 @@ QWEN3_MOE = dataclasses.replace(
     model_type="qwen3_moe",
     fields={**LLAMA.fields, **_FIELDS},
     fixed={**_FIXED, "attention_bias": False},
-    ours={
-        **without(QWEN3.ours, "moe"),
-        **_OURS,
-        "moe.shared_mlp_dim": None,
-        "moe.shared_gate": False,
-    },
+    ours={**without(QWEN3.ours, "moe"), **_OURS},
 )

@@ -42,6 +42,7 @@ def attend(
     backend: Backend = "auto",
     context: ContextMethod = "auto",
     order: Order = "contiguous",
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch length heads value_dim"]:
     """Returns softmax(scale * query key^T) value, in the dtype of `value`.
 
@@ -64,28 +65,33 @@ def attend(
         softcap: Bound c of the scores, as c * tanh(scores / c); None for none.
         backend, context: See `resolve_backend` and `plan_context`.
         order: Order of the row over `context`: `zigzag` if all inputs went through `zigzag(x)`.
+        sinks: Scores of one more key for each query head, which every query sees and whose value is
+            0; None for none. Source: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", sec. 2,
+            after Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks".
 
     Raises:
         ModelError: If an array lacks a dim, kv_heads does not divide heads, segment ids are missing
-            for queries or keys, or an option is out of range or cannot work.
+            for queries or keys, there is not one sink for each query head, or an option is out of
+            range or cannot work.
     """
     mask = Mask(causal, window, scale, softcap)
     has_positions = positions is not None or kv_positions is not None
     _check_dims(query=query, key=key, value=value)
     _check_inputs(query, key, segment_ids, kv_segment_ids)
+    _check_sinks(query, sinks)
     _check_options(query, key, backend, context, order, has_positions)
     segments = (segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
     if has_positions:
         given = zip((query, key), (positions, kv_positions), segments, strict=True)
         at, kv_at = (places(x.shape[1], *one) for x, *one in given)
-        return plain(query, key, value, mask.pairs(at, kv_at), mask)
+        return plain(query, key, value, mask.pairs(at, kv_at), mask, sinks)
     if query.shape[1] != key.shape[1]:
         plan = ContextPlan("none", order, "keys of another length")
     else:
         sizes = query.shape[1], query.shape[2], key.shape[2]
         options = {"causal": causal, "window": window, "backend": backend}
         plan = plan_context(*sizes, context=context, order=order, **options)
-    return _by_plan(plan, backend, mask, query, key, value, segments)
+    return _by_plan(plan, backend, mask, query, key, value, segments, sinks)
 
 
 def _check_dims(**arrays: jax.Array) -> None:
@@ -118,6 +124,16 @@ def _check_inputs(
         raise ModelError(
             f"{length} segment_ids of the queries do not fit {kv_length} keys.\n"
             "  Give kv_segment_ids as well."
+        )
+
+
+def _check_sinks(
+    query: Float[Array, "batch length heads head_dim"], sinks: Float[Array, " heads"] | None
+) -> None:
+    if sinks is not None and sinks.shape != (query.shape[2],):
+        raise ModelError(
+            f"sinks have shape {sinks.shape}, expected ({query.shape[2]},): a score for each query "
+            "head.\n  Give an array of that shape, or leave sinks out."
         )
 
 
@@ -156,8 +172,9 @@ def _by_plan(
     key: jax.Array,
     value: jax.Array,
     segments: Segments,
+    sinks: jax.Array | None,
 ) -> jax.Array:
-    arrays = (query, key, value, segments)
+    arrays = (query, key, value, segments, sinks)
     if plan.method in ("ring", "gather"):
         shared = ring_attention if plan.method == "ring" else gathered_attention
         share = functools.partial(shared, mask=mask, order=plan.order)
@@ -168,6 +185,7 @@ def _by_plan(
         head_dim=query.shape[-1],
         value_dim=value.shape[-1],
         softcap=mask.softcap,
+        sinks=sinks is not None,
         masked=segments[0] is not None,
         lengths=(query.shape[1], key.shape[1]),
     )
@@ -188,18 +206,21 @@ def _on_device(
     key: jax.Array,
     value: jax.Array,
     segments: Segments,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """Returns attention computed by one backend."""
-    if backend in ("blockwise", "splash"):
-        flash = blockwise if backend == "blockwise" else splash
-        return flash(query, key, value, segments, mask=mask)
+    if backend == "blockwise":
+        return blockwise(query, key, value, segments, sinks, mask=mask)
+    assert sinks is None or backend == "xla", "other backends are not chosen for sinks"
+    if backend == "splash":
+        return splash(query, key, value, segments, mask=mask)
     at, kv_at = (
         places(x.shape[1], None, ids) for x, ids in zip((query, key), segments, strict=True)
     )
     scope = active()
     # JAX looks for cuDNN while it traces. A mesh without devices is used for shapes alone.
     if backend == "xla" or (scope and isinstance(scope.mesh, AbstractMesh)):
-        return plain(query, key, value, mask.pairs(at, kv_at), mask)
+        return plain(query, key, value, mask.pairs(at, kv_at), mask, sinks)
     # Passed as arguments rather than in the mask, so that hidden pairs are not computed at all.
     visible = Mask(causal=False).pairs(at, kv_at)
     with jax.numpy_dtype_promotion("standard"):

@@ -51,6 +51,7 @@ def resolve_backend(
     head_dim: int,
     value_dim: int | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
     masked: bool = False,
     lengths: tuple[int, ...] = (),
     platform: str | None = None,
@@ -64,6 +65,7 @@ def resolve_backend(
         head_dim: Size of one head.
         value_dim: Size of one head of the values; None for the same.
         softcap: As in `attend`.
+        sinks: Whether heads have sinks, as in `attend`.
         masked: Whether there is a mask in addition to the causal one and the window: packed
             documents or explicit positions. cuDNN gets it as an array [batch, 1, length, length].
         lengths: Number of queries and of keys; empty if unknown.
@@ -85,6 +87,8 @@ def resolve_backend(
         obstacles = _splash(platform, lengths)
     elif wanted == "blockwise":
         obstacles = _blockwise(lengths)
+    if sinks and wanted in ("cudnn", "splash"):
+        obstacles.append("heads have sinks")
     if backend != "auto":
         if obstacles:
             raise ModelError(

@@ -100,14 +100,21 @@ def join_keys(x: jax.Array) -> jax.Array:
     return x.transpose(1, 0, 3, 2, 4).reshape(batch, tiles * tile, kv_heads, dim)
 
 
-def start(queries: Queries, value_dim: int) -> Running:
-    """Returns the softmax over an empty set of keys, whose values have `value_dim` dims."""
+def start(queries: Queries, value_dim: int, sinks: jax.Array | None) -> Running:
+    """Returns the softmax over an empty set of keys, whose values have `value_dim` dims, or over a
+    key for each head of score `sinks` [heads] and value 0."""
     rows = queries.query.shape[:-1]
-    return Running(
-        jnp.zeros((*rows, value_dim), jnp.float32),
-        jnp.zeros(rows, jnp.float32),
-        jnp.full(rows, _FIRST_PEAK, jnp.float32),
-    )
+    total = jnp.zeros((*rows, value_dim), jnp.float32)
+    if sinks is None:
+        peak = jnp.full(rows, _FIRST_PEAK, jnp.float32)
+        return Running(total, jnp.zeros(rows, jnp.float32), peak)
+    peak = jnp.broadcast_to(_by_head(sinks, rows), rows)
+    return Running(total, jnp.ones(rows, jnp.float32), peak)
+
+
+def _by_head(sinks: jax.Array, rows: tuple[int, ...]) -> jax.Array:
+    """Returns the sinks [heads] in float32 as rows [tiles, batch, kv_heads, group, tile] of 1."""
+    return sinks.astype(jnp.float32).reshape(1, 1, *rows[2:4], 1)
 
 
 def fold(running: Running, queries: Queries, keys: Keys, mask: Mask) -> Running:
@@ -239,6 +246,19 @@ def outputs(running: Running, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     return tag(join_queries(output).astype(dtype), TAG), tag(log_mass, TAG)
 
 
+def of_sinks(cotangents: Cotangents, sinks: jax.Array | None) -> jax.Array | None:
+    """Returns the gradient of the sinks from these queries.
+
+    The softmax gives a sink the weight exp(sink - log_mass), and its value is 0.
+    """
+    if sinks is None:
+        return None
+    rows = cotangents.log_mass.shape
+    weights = jnp.exp(_by_head(sinks, rows) - cotangents.log_mass)
+    grads = -jnp.sum(weights * cotangents.delta, axis=(0, 1, 4))
+    return grads.reshape(-1).astype(sinks.dtype)
+
+
 def gradients(of_query: jax.Array, of_keys: tuple[jax.Array, jax.Array], like: PyTree) -> PyTree:
     """Returns the gradients of query, key and value, untiled and in the dtypes of `like`."""
     joined = join_queries(of_query), join_keys(of_keys[0]), join_keys(of_keys[1])
@@ -250,6 +270,7 @@ def blockwise(
     key: Float[Array, "batch kv_length kv_heads head_dim"],
     value: Float[Array, "batch kv_length kv_heads value_dim"],
     segments: Segments = (None, None),
+    sinks: Float[Array, " heads"] | None = None,
     *,
     mask: Mask,
 ) -> Float[Array, "batch length heads value_dim"]:
@@ -260,14 +281,15 @@ def blockwise(
         key: The keys.
         value: As `key`, with dims of any number.
         segments: [batch, length] and [batch, kv_length] int32, or None.
+        sinks: Scores of the heads' sinks, or None.
         mask: The rules of the scores.
     """
-    return _attend(mask, query, key, value, segments)
+    return _attend(mask, query, key, value, segments, sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(mask, query, key, value, segments):
-    return _forward(mask, query, key, value, segments)[0]
+def _attend(mask, query, key, value, segments, sinks):
+    return _forward(mask, query, key, value, segments, sinks)[0]
 
 
 def _tiled(query, key, value, segments) -> tuple[Queries, Keys]:
@@ -280,21 +302,22 @@ def _tiled(query, key, value, segments) -> tuple[Queries, Keys]:
     return queries, Keys(cut_keys(key, sizes[1]), cut_keys(value, sizes[1]), kv_at)
 
 
-def _forward(mask, query, key, value, segments):
+def _forward(mask, query, key, value, segments, sinks):
     queries, keys = _tiled(query, key, value, segments)
     output, log_mass = outputs(
-        fold(start(queries, value.shape[-1]), queries, keys, mask), value.dtype
+        fold(start(queries, value.shape[-1], sinks), queries, keys, mask), value.dtype
     )
-    return output, (query, key, value, segments, output, log_mass)
+    return output, (query, key, value, segments, sinks, output, log_mass)
 
 
 def _backward(mask, saved, grad):
-    query, key, value, segments, output, log_mass = saved
+    query, key, value, segments, sinks, output, log_mass = saved
     queries, keys = _tiled(query, key, value, segments)
     known = cotangents(grad, output, log_mass, key.shape[2], queries.query.shape[-2])
     zeros = jnp.zeros(queries.query.shape, jnp.float32)
     of_query, of_keys = pull_back(zeros, queries, keys, known, mask)
-    return *gradients(of_query, of_keys, (query, key, value)), (None, None)
+    of_arrays = gradients(of_query, of_keys, (query, key, value))
+    return *of_arrays, (None, None), of_sinks(known, sinks)
 
 
 _attend.defvjp(_forward, _backward)

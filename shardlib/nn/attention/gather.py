@@ -21,6 +21,7 @@ from shardlib.nn.attention.blockwise import (
     cotangents,
     fold,
     gradients,
+    of_sinks,
     outputs,
     pull_back,
     start,
@@ -35,18 +36,19 @@ def gathered_attention(
     key: Float[Array, "batch length kv_heads head_dim"],
     value: Float[Array, "batch length kv_heads value_dim"],
     segments: Segments = (None, None),
+    sinks: Float[Array, " heads"] | None = None,
     *,
     mask: Mask,
     order: Order,
 ) -> Float[Array, "batch length heads value_dim"]:
     """Returns attention over the whole row; the arguments are as in `ring_attention`."""
     shard = SequenceShard(mask, order, jax.lax.axis_size(AXIS), query.shape[1])
-    return _attend(shard, query, key, value, segments)
+    return _attend(shard, query, key, value, segments, sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(shard, query, key, value, segments):
-    return _forward(shard, query, key, value, segments)[0]
+def _attend(shard, query, key, value, segments, sinks):
+    return _forward(shard, query, key, value, segments, sinks)[0]
 
 
 def _all_keys(shard: SequenceShard, cargo: Cargo) -> Keys:
@@ -55,21 +57,24 @@ def _all_keys(shard: SequenceShard, cargo: Cargo) -> Keys:
     return Keys(cargo.key, cargo.value, Places(row, cargo.segments))
 
 
-def _forward(shard, query, key, value, segments):
+def _forward(shard, query, key, value, segments, sinks):
     queries, cargo = shard.cut(query, key, value, segments)
-    running = fold(start(queries, value.shape[-1]), queries, _all_keys(shard, cargo), shard.mask)
+    running = fold(
+        start(queries, value.shape[-1], sinks), queries, _all_keys(shard, cargo), shard.mask
+    )
     output, log_mass = outputs(running, value.dtype)
-    return output, (query, key, value, segments, output, log_mass)
+    return output, (query, key, value, segments, sinks, output, log_mass)
 
 
 def _backward(shard, saved, grad):
-    query, key, value, segments, output, log_mass = saved
+    query, key, value, segments, sinks, output, log_mass = saved
     queries, cargo = shard.cut(query, key, value, segments)
     known = cotangents(grad, output, log_mass, key.shape[2], shard.tile)
     zeros = jnp.zeros(queries.query.shape, jnp.float32)
     of_query, of_keys = pull_back(zeros, queries, _all_keys(shard, cargo), known, shard.mask)
     of_keys = tuple(jax.lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True) for x in of_keys)
-    return *gradients(of_query, of_keys, (query, key, value)), (None, None)
+    of_arrays = gradients(of_query, of_keys, (query, key, value))
+    return *of_arrays, (None, None), of_sinks(known, sinks)
 
 
 _attend.defvjp(_forward, _backward)

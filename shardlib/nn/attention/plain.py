@@ -16,6 +16,7 @@ def plain(
     value: Float[Array, "batch kv_length kv_heads value_dim"],
     visible: Bool[Array, "#batch length kv_length"] | None,
     mask: Mask,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch length heads value_dim"]:
     """Returns attention to the `visible` keys, scored as `mask` says; see `attend` for the others.
 
@@ -32,6 +33,16 @@ def plain(
     if visible is not None:
         # An addition rather than a select: the backward pass then does not read the mask.
         scores = scores + jnp.where(visible, 0.0, _HIDDEN)[:, None, None]
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-    y = jnp.einsum("bkgts,bskd->bkgtd", weights, value)
+    weights = jax.nn.softmax(scores, axis=-1) if sinks is None else _shared(scores, sinks)
+    y = jnp.einsum("bkgts,bskd->bkgtd", weights.astype(value.dtype), value)
     return jnp.transpose(y, (0, 3, 1, 2, 4)).reshape(batch, length, heads, value.shape[-1])
+
+
+def _shared(scores: jax.Array, sinks: jax.Array) -> jax.Array:
+    """Returns the softmax of scores [batch, kv_heads, group, length, kv_length], of which the sinks
+    of the heads take their part."""
+    sinks = sinks.astype(jnp.float32).reshape(1, *scores.shape[1:3], 1, 1)
+    peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks)
+    peak = jax.lax.stop_gradient(peak)
+    weights = jnp.exp(scores - peak)
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - peak))

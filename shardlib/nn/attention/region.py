@@ -16,7 +16,7 @@ from shardlib.nn.attention.ulysses import kv_heads_of
 from shardlib.sharding.constrain import active, manual_axes
 from shardlib.sharding.manual import manual
 
-Local = Callable[[jax.Array, jax.Array, jax.Array, Segments], jax.Array]
+Local = Callable[[jax.Array, jax.Array, jax.Array, Segments, jax.Array | None], jax.Array]
 
 
 def in_region(
@@ -25,13 +25,14 @@ def in_region(
     key: Float[Array, "batch kv_length kv_heads head_dim"],
     value: Float[Array, "batch kv_length kv_heads value_dim"],
     segments: Segments,
+    sinks: Float[Array, " heads"] | None = None,
     *,
     over_context: bool,
     whole_mesh: bool = False,
 ) -> jax.Array:
-    """Returns `local(query, key, value, segments)` of each device's own batch rows and heads, split
-    as the active rules say. If there are fewer key-value heads than devices that share the query
-    heads, each device takes the key-value heads that its query heads need.
+    """Returns `local(query, key, value, segments, sinks)` of each device's own rows and heads,
+    split as the active rules say. If there are fewer key-value heads than devices that share the
+    query heads, each device takes the key-value heads that its query heads need.
 
     Args:
         local: Attention of arrays on one device.
@@ -39,13 +40,14 @@ def in_region(
         key: [batch, kv_length, kv_heads, head_dim].
         value: As `key`.
         segments: [batch, length] and [batch, kv_length] int32, or None.
+        sinks: Scores of the heads' sinks, or None.
         over_context: Whether length is split over `context`; otherwise it is whole.
         whole_mesh: Whether every mesh axis is manual, including axes that split nothing or have one
             device. A kernel that cannot be partitioned needs this.
     """
     scope = active()
     if scope is None:
-        return local(query, key, value, segments)
+        return local(query, key, value, segments, sinks)
     names = ("batch", None, "heads", "head_dim")
     batch, _, heads, _ = scope.sharding(names, query.shape, "activations").spec
     names = ("batch", None, "kv_heads", "head_dim")
@@ -57,19 +59,22 @@ def in_region(
     elif all(scope.sizes[name] == 1 for name in axes):
         axes = ()
     if not axes:
-        return local(query, key, value, segments)
+        return local(query, key, value, segments, sinks)
 
     devices = math.prod(scope.sizes[name] for name in entry_axes(heads))
     needed = kv_heads_of(query.shape[2], key.shape[2], devices)
 
-    def on_device(query: jax.Array, key: jax.Array, value: jax.Array, ids: Any) -> jax.Array:
+    def on_device(
+        query: jax.Array, key: jax.Array, value: jax.Array, ids: Any, sinks: Any
+    ) -> jax.Array:
         if heads is not None and kv_heads != heads:
             mine = jnp.asarray(needed)[jax.lax.axis_index(entry_axes(heads))]
             key, value = (jnp.take(x, mine, axis=2, mode="clip") for x in (key, value))
-        return local(query, key, value, ids)
+        return local(query, key, value, ids, sinks)
 
     split = P(batch, length, heads, None)
     kv_split = P(batch, length, kv_heads if kv_heads == heads else None, None)
     rows = tuple(None if ids is None else P(batch, length) for ids in segments)
-    region = manual(on_device, axes, (split, kv_split, kv_split, rows), split)
-    return region(query, key, value, segments)
+    of_sinks = None if sinks is None else P(heads)
+    region = manual(on_device, axes, (split, kv_split, kv_split, rows, of_sinks), split)
+    return region(query, key, value, segments, sinks)

@@ -26,6 +26,7 @@ from shardlib.nn.attention.blockwise import (
     cotangents,
     fold,
     gradients,
+    of_sinks,
     outputs,
     pull_back,
     start,
@@ -40,6 +41,7 @@ def ring_attention(
     key: Float[Array, "batch length kv_heads head_dim"],
     value: Float[Array, "batch length kv_heads value_dim"],
     segments: Segments = (None, None),
+    sinks: Float[Array, " heads"] | None = None,
     *,
     mask: Mask,
     order: Order,
@@ -51,16 +53,17 @@ def ring_attention(
         key: The same shard.
         value: As `key`.
         segments: [batch, length] int32 of queries and of keys, or None.
+        sinks: Scores of the sinks of this device's heads, or None.
         mask: The causal mask and the window.
         order: Order of the row over the axis.
     """
     shard = SequenceShard(mask, order, jax.lax.axis_size(AXIS), query.shape[1])
-    return _attend(shard, query, key, value, segments)
+    return _attend(shard, query, key, value, segments, sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(shard, query, key, value, segments):
-    return _forward(shard, query, key, value, segments)[0]
+def _attend(shard, query, key, value, segments, sinks):
+    return _forward(shard, query, key, value, segments, sinks)[0]
 
 
 def _cut(
@@ -85,7 +88,7 @@ def _source(shard: SequenceShard, step: int | jax.Array) -> jax.Array:
     return (jax.lax.axis_index(AXIS) - step) % shard.shards
 
 
-def _forward(shard, query, key, value, segments):
+def _forward(shard, query, key, value, segments, sinks):
     queries, cargo = _cut(shard, query, key, value, segments)
 
     def meet(running: Running, cargo: Cargo, step: int | jax.Array) -> Running:
@@ -97,13 +100,15 @@ def _forward(shard, query, key, value, segments):
         return (meet(running, cargo, step), ahead), None
 
     steps = jnp.arange(shard.hops, dtype=jnp.int32)
-    (running, cargo), _ = jax.lax.scan(one_hop, (start(queries, value.shape[-1]), cargo), steps)
+    (running, cargo), _ = jax.lax.scan(
+        one_hop, (start(queries, value.shape[-1], sinks), cargo), steps
+    )
     output, log_mass = outputs(meet(running, cargo, shard.hops), value.dtype)
-    return output, (query, key, value, segments, output, log_mass)
+    return output, (query, key, value, segments, sinks, output, log_mass)
 
 
 def _backward(shard, saved, grad):
-    query, key, value, segments, output, log_mass = saved
+    query, key, value, segments, sinks, output, log_mass = saved
     queries, cargo = _cut(shard, query, key, value, segments)
     known = cotangents(grad, output, log_mass, key.shape[2], shard.tile)
 
@@ -127,7 +132,8 @@ def _backward(shard, saved, grad):
         arrived = _send(shard, of_keys)
         of_query, share = meet(of_query, cargo, shard.hops)
         of_keys = _send(shard, jax.tree.map(jnp.add, arrived, share), -shard.hops)
-    return *gradients(of_query, of_keys, (query, key, value)), (None, None)
+    of_arrays = gradients(of_query, of_keys, (query, key, value))
+    return *of_arrays, (None, None), of_sinks(known, sinks)
 
 
 _attend.defvjp(_forward, _backward)

@@ -86,6 +86,8 @@ class YarnScaling:
     """Weight of log(factor) in the amplitude; null for 1."""
     mscale_all_dim: float | None = None
     """The same in its divisor; null for an amplitude without divisor."""
+    truncate: bool = True
+    """Whether the first and the last of the dims between are whole pairs; false in gpt-oss."""
 
     @property
     def amplitude(self) -> float:
@@ -107,8 +109,10 @@ class YarnScaling:
             wavelengths = self.original_positions / (turns * 2 * math.pi)
             return pairs * math.log(wavelengths) / math.log(theta)
 
-        first = max(math.floor(pair(self.fast_turns)), 0)
-        last = min(math.ceil(pair(self.slow_turns)), 2 * pairs - 1)
+        first, last = pair(self.fast_turns), pair(self.slow_turns)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
         ramp = np.clip((np.arange(pairs) - first) / max(last - first, 0.001), 0.0, 1.0)
         return (1.0 - ramp) * plain + ramp * plain / self.factor
 

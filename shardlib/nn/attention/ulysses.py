@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from shardlib.nn.attention.blockwise import Segments
 from shardlib.nn.attention.order import AXIS, Order, chunk_order, take_chunks
 
-Local = Callable[[jax.Array, jax.Array, jax.Array, Segments], jax.Array]
+Local = Callable[[jax.Array, jax.Array, jax.Array, Segments, jax.Array | None], jax.Array]
 
 
 def ulysses_attention(
@@ -24,6 +24,7 @@ def ulysses_attention(
     key: Float[Array, "batch length kv_heads head_dim"],
     value: Float[Array, "batch length kv_heads value_dim"],
     segments: Segments = (None, None),
+    sinks: Float[Array, " heads"] | None = None,
     *,
     order: Order,
 ) -> Float[Array, "batch length heads value_dim"]:
@@ -54,7 +55,10 @@ def ulysses_attention(
         return take_chunks(jax.lax.all_gather(x, AXIS, axis=1, tiled=True), 1, np.argsort(chunks))
 
     rows = whole_row(query), whole_row(key), whole_row(value)
-    y = local(*rows, (ids(segments[0]), ids(segments[1])))
+    if sinks is not None:
+        here = query.shape[2] // shards
+        sinks = jax.lax.dynamic_slice_in_dim(sinks, jax.lax.axis_index(AXIS) * here, here)
+    y = local(*rows, (ids(segments[0]), ids(segments[1])), sinks)
     return jax.lax.all_to_all(
         take_chunks(y, 1, chunks), AXIS, split_axis=1, concat_axis=2, tiled=True
     )

@@ -15,5 +15,6 @@ from shardlib.nn.moe.statistics import RouterStats as RouterStats
 from shardlib.nn.moe.statistics import router_losses as router_losses
 from shardlib.nn.moe.statistics import router_stats as router_stats
 from shardlib.nn.moe.weights import TAGS as TAGS
-from shardlib.nn.moe.weights import Activation as Activation
 from shardlib.nn.moe.weights import ExpertWeights as ExpertWeights
+from shardlib.nn.moe.weights import Glu as Glu
+from shardlib.nn.moe.weights import gated as gated

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from shardlib.nn.moe.rows import collect, spread, weighted_sum
-from shardlib.nn.moe.weights import Activation, ExpertWeights, mlp_of_slots
+from shardlib.nn.moe.weights import ExpertWeights, Glu, mlp_of_slots
 
 
 def capacity(length: int, k: int, num_experts: int, factor: float) -> int:
@@ -36,7 +36,7 @@ def with_capacity(
     weights: Float[Array, "batch length k"],
     counted: Bool[Array, "batch length"],
     mlp: ExpertWeights,
-    activation: Activation,
+    glu: Glu,
     *,
     places: int,
     axes: tuple[str, ...] = (),
@@ -50,7 +50,7 @@ def with_capacity(
         weights: float32.
         counted: Uncounted tokens take no place and give 0.
         mlp: The experts of this device: all of them, or its shard over `axes`.
-        activation: Nonlinearity of the experts.
+        glu: The hidden units of an expert from its projections, as `gated(jax.nn.silu)`.
         places: `capacity` for the length of a whole row.
         axes: Mesh axes, manual here, that shard the experts; () for none.
         length_axes: Mesh axes, manual here, that shard the rows; () for none.
@@ -72,7 +72,7 @@ def with_capacity(
     rows = rows.reshape(num_experts, batch * slots, embed)
     if axes:
         rows = jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=1, tiled=True)
-    rows = mlp_of_slots(rows, mlp, activation)
+    rows = mlp_of_slots(rows, mlp, glu)
     if axes:
         rows = jax.lax.all_to_all(rows, axes, split_axis=1, concat_axis=0, tiled=True)
     taken = collect(rows.reshape(-1, embed), source, place)

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from shardlib.nn.moe.exchange import ExchangeGroup, Method, exchange, plan_exchange, resolve_method
 from shardlib.nn.moe.rows import collect, spread, weighted_sum
-from shardlib.nn.moe.weights import Activation, ExpertWeights, mlp_of_sorted
+from shardlib.nn.moe.weights import ExpertWeights, Glu, mlp_of_sorted
 
 
 def dropless(
@@ -33,7 +33,7 @@ def dropless(
     weights: Float[Array, "t k"],
     counted: Bool[Array, " t"],
     mlp: ExpertWeights,
-    activation: Activation,
+    glu: Glu,
     *,
     axes: tuple[str, ...] = (),
     method: Method = "auto",
@@ -47,14 +47,14 @@ def dropless(
         weights: float32.
         counted: Uncounted tokens go nowhere and give 0.
         mlp: The experts of this device: all of them, or its shard over `axes`.
-        activation: Nonlinearity of the experts.
+        glu: The hidden units of an expert from its projections, as `gated(jax.nn.silu)`.
         axes: Mesh axes, manual here, that shard the experts; () for none.
         method: See `shardlib.nn.moe.exchange`.
         chunks: Number of parts in which the tokens are computed one after the other; at most t.
     """
 
     def part(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        return _dropless(*args, mlp, activation, axes, method)
+        return _dropless(*args, mlp, glu, axes, method)
 
     args = (tokens, experts, weights, counted)
     num = tokens.shape[0]
@@ -78,7 +78,7 @@ def _dropless(
     weights: jax.Array,
     counted: jax.Array,
     mlp: ExpertWeights,
-    activation: Activation,
+    glu: Glu,
     axes: tuple[str, ...],
     method: Method,
 ) -> jax.Array:
@@ -99,9 +99,9 @@ def _dropless(
 
     rows = spread(tokens, source, place)
     if axes:
-        rows = _through_devices(rows, sizes, mlp, activation, axes, min(k, here) * num, method)
+        rows = _through_devices(rows, sizes, mlp, glu, axes, min(k, here) * num, method)
     else:
-        rows = mlp_of_sorted(rows, sizes, mlp, activation)
+        rows = mlp_of_sorted(rows, sizes, mlp, glu)
     return weighted_sum(collect(rows, source, place), weights)
 
 
@@ -109,7 +109,7 @@ def _through_devices(
     rows: jax.Array,
     sizes: jax.Array,
     mlp: ExpertWeights,
-    activation: Activation,
+    glu: Glu,
     axes: tuple[str, ...],
     pair_rows: int,
     method: Method,
@@ -120,5 +120,5 @@ def _through_devices(
     plan = plan_exchange(sizes.reshape(devices, -1), axes)
     arrived = exchange(rows, plan, devices * pair_rows, link)
     arrived_sizes = jnp.sum(plan.recv_sizes, axis=0, dtype=jnp.int32)
-    results = mlp_of_sorted(arrived, arrived_sizes, mlp, activation)
+    results = mlp_of_sorted(arrived, arrived_sizes, mlp, glu)
     return exchange(results, plan.reversed(), rows.shape[0], link)

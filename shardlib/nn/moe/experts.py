@@ -27,7 +27,7 @@ from shardlib.nn.moe.capacity import capacity, with_capacity
 from shardlib.nn.moe.dropless import dropless
 from shardlib.nn.moe.exchange import Method
 from shardlib.nn.moe.routing import Routing
-from shardlib.nn.moe.weights import Activation, ExpertWeights
+from shardlib.nn.moe.weights import ExpertWeights, Glu
 from shardlib.sharding.constrain import active
 from shardlib.sharding.manual import manual
 
@@ -63,7 +63,12 @@ class _Layout:
     def parts(self) -> Axes:
         """Returns the axes along which devices share experts or hidden units for the same tokens:
         their results are partial sums."""
-        return self.apart + tuple(name for name in self.mlp if name not in self.tokens)
+        return self.apart + self.partial_mlp
+
+    @property
+    def partial_mlp(self) -> Axes:
+        """Returns the axes along which devices have hidden units of their own."""
+        return tuple(name for name in self.mlp if name not in self.tokens)
 
     @property
     def gathered_mlp(self) -> Axes:
@@ -79,7 +84,7 @@ def apply_experts(
     x: Float[Array, "batch length embed"],
     routing: Routing,
     weights: ExpertWeights,
-    activation: Activation,
+    glu: Glu,
     *,
     mask: Bool[Array, "batch length"] | None = None,
     dispatch: Dispatch = "dropless",
@@ -93,7 +98,7 @@ def apply_experts(
         x: The tokens.
         routing: The choice of k experts for each token.
         weights: All experts, in the dtype of `x`.
-        activation: Nonlinearity of the experts.
+        glu: The hidden units of an expert from its projections, as `gated(jax.nn.silu)`.
         mask: False for tokens that go to no expert and give 0. None for all.
         dispatch: `dropless` or `capacity`: see the modules of these names.
         capacity_factor: Places as a multiple of what an even load needs; `capacity` only.
@@ -116,7 +121,8 @@ def apply_experts(
         options = {"method": exchange, "chunks": chunks}
         send = functools.partial(_rows_dropless, axes=layout.sent, **options)
     counted = jnp.ones(x.shape[:2], jnp.bool_) if mask is None else mask
-    local = _in_region(functools.partial(_on_device, layout, send, activation), layout, chunks)
+    local = functools.partial(_on_device, layout, send, glu)
+    local = _in_region(local, layout, chunks, biased=weights.down_bias is not None)
     parts, kept = local(x, routing.experts, routing.weights, counted, weights)
     # Summed outside the region, where the gradient needs no second sum.
     return jax.lax.reduce_sum(parts, axes=(0,)), kept
@@ -125,7 +131,7 @@ def apply_experts(
 def _on_device(
     layout: _Layout,
     send: Callable[..., tuple[jax.Array, jax.Array | None]],
-    activation: Activation,
+    glu: Glu,
     x: Float[Array, "batch length embed"],
     experts: Int[Array, "batch length k"],
     by: Float[Array, "batch length k"],
@@ -136,7 +142,7 @@ def _on_device(
     mlp = _gathered(mlp, layout)
     if layout.apart:
         experts = _own(experts, layout.apart, mlp.gate.shape[0])
-    y, kept = send(x, experts, by, counted, mlp, activation)
+    y, kept = send(x, experts, by, counted, mlp, glu)
     if kept is None:
         kept = jnp.broadcast_to(counted[..., None], experts.shape)
     elif layout.apart:
@@ -150,16 +156,20 @@ def _rows_dropless(
     by: Float[Array, "batch length k"],
     counted: Bool[Array, "batch length"],
     mlp: ExpertWeights,
-    activation: Activation,
+    glu: Glu,
     **options: Any,
 ) -> tuple[Float[Array, "batch length embed"], None]:
     tokens, k = x.reshape(-1, x.shape[-1]), experts.shape[2]
     rows = tokens, experts.reshape(-1, k), by.reshape(-1, k), counted.reshape(-1)
-    return dropless(*rows, mlp, activation, **options).reshape(x.shape), None
+    return dropless(*rows, mlp, glu, **options).reshape(x.shape), None
 
 
 def _in_region(
-    local: Callable[..., tuple[jax.Array, jax.Array]], layout: _Layout, chunks: int
+    local: Callable[..., tuple[jax.Array, jax.Array]],
+    layout: _Layout,
+    chunks: int,
+    *,
+    biased: bool,
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Returns `_on_device` with remat, in a region that is manual over the axes of the layout."""
     if chunks > 1:
@@ -174,7 +184,7 @@ def _in_region(
     return manual(
         local,
         layout.all,
-        (tokens, tokens, tokens, tokens, _weight_specs(layout)),
+        (tokens, tokens, tokens, tokens, _weight_specs(layout, biased)),
         (PartitionSpec(_entry(layout.parts), *tokens), tokens),
     )
 
@@ -207,10 +217,11 @@ def _entry(axes: Axes) -> Axes | None:
     return axes or None
 
 
-def _weight_specs(layout: _Layout) -> ExpertWeights:
+def _weight_specs(layout: _Layout, biased: bool) -> ExpertWeights:
     expert, embed, mlp = map(_entry, (layout.expert, layout.embed, layout.mlp))
-    up = PartitionSpec(expert, embed, mlp)
-    return ExpertWeights(up, up, PartitionSpec(expert, mlp, embed))  # type: ignore[arg-type]
+    up, bias = PartitionSpec(expert, embed, mlp), PartitionSpec(expert, mlp)
+    of_biases = (bias, bias, PartitionSpec(expert, embed)) if biased else ()
+    return ExpertWeights(up, up, PartitionSpec(expert, mlp, embed), *of_biases)  # type: ignore
 
 
 def _gathered(mlp: ExpertWeights, layout: _Layout) -> ExpertWeights:
@@ -222,7 +233,15 @@ def _gathered(mlp: ExpertWeights, layout: _Layout) -> ExpertWeights:
     def whole(w: jax.Array, embed_dim: int, mlp_dim: int) -> jax.Array:
         return gather(gather(w, layout.embed, embed_dim), layout.gathered_mlp, mlp_dim)
 
-    return ExpertWeights(whole(mlp.gate, 1, 2), whole(mlp.up, 1, 2), whole(mlp.down, 2, 1))
+    kernels = whole(mlp.gate, 1, 2), whole(mlp.up, 1, 2), whole(mlp.down, 2, 1)
+    if mlp.gate_bias is None or mlp.up_bias is None or mlp.down_bias is None:
+        return ExpertWeights(*kernels)
+    gate, up = (gather(bias, layout.gathered_mlp, 1) for bias in (mlp.gate_bias, mlp.up_bias))
+    out = gather(mlp.down_bias, layout.embed, 1)
+    if layout.partial_mlp:
+        # Added once: these devices' results are summed.
+        out = jnp.where(jax.lax.axis_index(layout.partial_mlp) == 0, out, jnp.zeros((), out.dtype))
+    return ExpertWeights(*kernels, gate, up, out)
 
 
 def _all_but_gathered_weights(primitive: Any, *inputs: Any, **_: Any) -> bool:
