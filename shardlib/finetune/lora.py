@@ -153,7 +153,7 @@ class Adapted(nnx.Module):
 
     @property
     def _dims_of_inputs(self) -> tuple[int, ...]:
-        """The dims of the inputs in the kernel, after those of a stack."""
+        """The dims of the inputs in the kernel; dims of a stack come first."""
         last = self.lora_a.ndim - 1
         return tuple(range(last - self.num_inputs, last))
 
