@@ -30,7 +30,6 @@ _PREFIX = "base_model.model."
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "use_dora": (False, None),
     "use_qalora": (False, None),
     "modules_to_save": (None, []),
     "layers_to_transform": (None, []),
@@ -66,9 +65,10 @@ def save_adapter(
     if not found:
         raise ModelError("the model has no adapters.\n  Make it with sl.finetune.lora(model, ...).")
     described = described_as(model, None, architecture)
-    rows = _rows(described, model, {path: one.base for path, one in found.items()})
-    layout = TensorTable(rows, parameters(functional(model, wrt=nnx.LoRAParam)))
     one = next(iter(found.values()))
+    dora, bases = one.lora_magnitude is not None, {path: a.base for path, a in found.items()}
+    rows = _rows(described, model, bases, dora=dora)
+    layout = TensorTable(rows, parameters(functional(model, wrt=nnx.LoRAParam)))
     rank = one.lora_a[...].shape[-1]
     first = {row.theirs for row in rows if row.ours.endswith("lora_a")}
     config = {
@@ -77,7 +77,8 @@ def save_adapter(
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": one.scale * rank,
-        "lora_dropout": 0.0,
+        "lora_dropout": 0.0 if one.dropout is None else one.dropout.rate,
+        "use_dora": one.lora_magnitude is not None,
         "bias": "none",
         "fan_in_fan_out": any(_is_transposed(described, model, path) for path in found),
         "target_modules": sorted(map(_module, first)),
@@ -99,7 +100,7 @@ def load_adapter(model: Any, folder: str | Path, *, architecture: str | None = N
 
     Raises:
         CheckpointError: If files are missing or malformed, the config asks for more than plain
-            LoRA, or tensors are missing, unknown or of another shape.
+            LoRA or DoRA, or tensors are missing, unknown or of another shape.
         ModelError: If the format has no name for an adapter.
     """
     folder = Path(folder)
@@ -117,9 +118,11 @@ def load_adapter(model: Any, folder: str | Path, *, architecture: str | None = N
             f"{folder / TENSORS} holds no adapter of this model.\n"
             "  Load the base model that it was trained on."
         )
-    made = lora(model, rank=rank, alpha=alpha, targets=tuple(targets), rngs=nnx.Rngs(0))
+    dora, dropout = bool(config.get("use_dora")), config.get("lora_dropout") or 0.0
+    options: Any = {"targets": tuple(targets), "dropout": dropout, "dora": dora}
+    made = lora(model, rank=rank, alpha=alpha, rngs=nnx.Rngs(0), **options)
     module = functional(made, wrt=nnx.LoRAParam)
-    layout = TensorTable(_rows(described, made, targets), parameters(module))
+    layout = TensorTable(_rows(described, made, targets, dora=dora), parameters(module))
     _check(layout, tensors, folder)
     names = {name: name for name, _, _ in layout.tensors()}
     params = read_parameters(layout, tensors, names, placements(module, active()))
@@ -147,11 +150,14 @@ def _read_config(folder: Path) -> dict[str, Any]:
     ]
     if type(rank) is not int or rank < 1:
         faults.append(f"r is {rank!r}; it must be a whole number from 1.")
+    dropout = config.get("lora_dropout") or 0.0
+    if type(dropout) not in (int, float) or not 0.0 <= dropout < 1.0:
+        faults.append(f"lora_dropout is {dropout!r}; it must be a number from 0 and below 1.")
     if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
         faults.append(f"lora_alpha is {alpha!r}; it must be a number greater than 0.")
     if faults:
         raise CheckpointError(
-            f"{folder / CONFIG} asks for more than plain LoRA:\n  "
+            f"{folder / CONFIG} asks for more than LoRA or DoRA:\n  "
             + "\n  ".join(faults)
             + "\n  Merge the adapter with PEFT, and load the merged model."
         )
@@ -174,8 +180,10 @@ def _row(described: Architecture, model: Any, path: str) -> TensorRow | None:
     return rows[-1] if rows else None
 
 
-def _rows(described: Architecture, model: Any, found: Mapping[str, Any]) -> list[TensorRow]:
-    """Returns the rows of the factors of each adapter."""
+def _rows(
+    described: Architecture, model: Any, found: Mapping[str, Any], *, dora: bool
+) -> list[TensorRow]:
+    """Returns the rows of the factors of each adapter, and of the magnitudes of DoRA."""
     rows, faults = [], []
     for path, base in found.items():
         row = _row(described, model, path)
@@ -187,6 +195,9 @@ def _rows(described: Architecture, model: Any, found: Mapping[str, Any]) -> list
         rank = Dim(("lora_rank",))
         rows.append(TensorRow(f"{path}/lora_a", f"{name}lora_A.weight", (rank, *inputs)))
         rows.append(TensorRow(f"{path}/lora_b", f"{name}lora_B.weight", (*outputs, rank)))
+        if dora:
+            magnitude = f"{name}lora_magnitude_vector"
+            rows.append(TensorRow(f"{path}/lora_magnitude", magnitude, tuple(outputs)))
     if faults:
         raise ModelError(
             f"adapters of {described.name} cannot be written:\n  "

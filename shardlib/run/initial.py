@@ -51,13 +51,14 @@ def _read(parts: Setup, module: FunctionalModule, allow_bin: bool) -> dict[str, 
 def _adapted(
     parts: Setup, finetune: LoraConfig, module: FunctionalModule, arrays: dict[str, jax.Array]
 ) -> TrainState:
-    """Returns the state of a model with adapters, whose first factors follow from the seed."""
+    """Returns the state of a model with adapters, whose factors follow from the seed."""
     params, model_state = (
         nested({tuple(path.split("/")): arrays[path] for path in named_leaves(tree)})
         for tree in module.shapes()
     )
     base = module.merge(params, model_state, jax.random.key(0))
     model = finetune.adapted(base, nnx.Rngs(0))
-    given = nnx.state(model, nnx.Not(nnx.LoRAParam))
-    factors = ("**/lora_a", "**/lora_b")
-    return materialize(parts.abstract, seed=parts.config.seed, params=given, fresh=factors)
+    factors = ("lora_a", "lora_b")
+    given = nnx.state(model, lambda path, _: path[-1] not in factors)
+    fresh = [f"**/{name}" for name in factors]
+    return materialize(parts.abstract, seed=parts.config.seed, params=given, fresh=fresh)

@@ -42,14 +42,14 @@ def of_batch(model, batch, rng):
     return loss(model, batch, rng, train=True)
 
 
-def trained(mesh, **options):
-    """The state before and after three steps, and their losses."""
+def trained(mesh, model=adapted, **options):
+    """The state after three steps, and their losses."""
     devices = jax.devices()[:1] if mesh == "data=1" else None
     with (
         sl.use(sl.make_mesh(mesh, devices=devices), sl.rules.STANDARD),
         jax.default_matmul_precision("highest"),
     ):
-        state = sl.init_state(adapted(), optax.adam(1e-2), wrt=nnx.LoRAParam)
+        state = sl.init_state(model(), optax.adam(1e-2), wrt=nnx.LoRAParam)
         step, losses = sl.make_train_step(of_batch, **options), []
         for _ in range(3):
             state, metrics = step(state, BATCH)
@@ -93,6 +93,33 @@ def test_only_adapters_are_trained_and_the_merged_model_gives_their_results():
     # Two float32 sums in another order, through 4 layers.
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
     assert np.abs(first(tokens) - expected).max() > 1e-2 * np.abs(expected).max()
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "data=2,tensor=4", "stage=2,fsdp=4"])
+def test_dora_and_dropout_are_the_same_on_every_mesh(mesh):
+    def model():
+        return adapted(dora=True, dropout=0.25)
+
+    parts = {"microbatches": 2}
+    (_, expected), (state, actual) = (
+        trained("data=1", model, **parts),
+        trained(mesh, model, **parts),
+    )
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    assert actual != trained("data=1", lambda: adapted(dora=True), **parts)[1]
+    tokens = jnp.asarray(BATCH["tokens"])
+    with jax.default_matmul_precision("highest"):
+        made = state.model
+        made.eval()
+        logits = made(tokens)
+        merged = merge(state)(tokens)
+    np.testing.assert_allclose(merged, logits, rtol=0, atol=2e-6 * np.abs(logits).max())
+    # The norm of each output's weights is the trained one.
+    query = state.model.layers.attention.query
+    norms = np.linalg.norm(merge(state).layers.attention.query.kernel[...], axis=1)
+    np.testing.assert_allclose(norms, query.lora_magnitude[...], rtol=1e-5)
+    assert np.abs(norms - np.linalg.norm(query.base.kernel[...], axis=1)).max() > 1e-3
 
 
 @pytest.mark.mesh
@@ -140,8 +167,9 @@ WRONG = {
     "unknown": ({"targets": ("**/attention/qury",)}, r"'\*\*/attention/qury' matches no.*query"),
     "a norm": ({"targets": ("**/attention_norm",)}, "matches no projection"),
     "none": ({"targets": ()}, "Give patterns that match some of these: head, layers"),
-    "rank": ({"rank": 0}, "rank must be at least 1, not 0.*\n  Take rank=8"),
+    "rank": ({"rank": 0}, "rank must be at least 1, not 0.*\n  Take the defaults"),
     "alpha": ({"alpha": 0.0}, "alpha must be greater than 0"),
+    "dropout": ({"dropout": 1.0}, "dropout must be at least 0 and below 1"),
 }
 
 

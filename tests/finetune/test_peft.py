@@ -101,7 +101,8 @@ def test_peft_loads_a_saved_adapter_and_gives_its_logits(llama, adapter):
     assert error(logits_of(theirs.merge_and_unload()), ours) < 1e-6
 
 
-def test_an_adapter_of_peft_loads_and_is_saved_with_the_same_bits(llama, tmp_path):
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_of_peft_loads_and_is_saved_with_the_same_bits(llama, tmp_path, dora):
     peft = pytest.importorskip("peft")
     plain = transformers.AutoModelForCausalLM.from_pretrained(llama)
     config = peft.LoraConfig(
@@ -110,6 +111,7 @@ def test_an_adapter_of_peft_loads_and_is_saved_with_the_same_bits(llama, tmp_pat
         use_rslora=True,
         target_modules=["q_proj", "down_proj"],
         init_lora_weights=False,
+        use_dora=dora,
     )
     torch.manual_seed(0)
     theirs = peft.get_peft_model(plain, config)
@@ -144,7 +146,8 @@ def test_gpt2_has_its_inputs_first(tmp_path):
 
 
 CHANGES = {
-    "dora": ({"use_dora": True}, "use_dora is True; supported: False"),
+    "dora": ({"use_dora": True}, "lora_magnitude_vector is missing"),
+    "dropout": ({"lora_dropout": 2}, "lora_dropout is 2"),
     "another kind": ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
     "parts of layers": ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
     "rank": ({"r": 8}, r"lora_A.weight has shape \(4, 32\), expected \(8, 32\)"),

@@ -155,7 +155,11 @@ def test_memory_with_frozen_weights_is_that_of_the_program(mesh):
     cluster = parse_cluster("v5p-32")
     _, workload = workload_of(config)
     planned = workload.memory(layout_of(config, cluster), choice_of(config), cluster).total
-    assert planned == pytest.approx(explain_compiled(config, "v5p-32").memory.peak_bytes, rel=0.12)
+    report = explain_compiled(config, "v5p-32")
+    assert planned == pytest.approx(report.memory.peak_bytes, rel=0.12)
+    # Kernels that the compiler names, as in rotations, belong to the loop that they are in.
+    moved = {stage.stage: stage.memory_bytes for stage in report.roofline.stages}
+    assert moved["optimizer"] < 1e-3 * sum(moved.values())
 
 
 IMAGES = """

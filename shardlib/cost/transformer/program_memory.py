@@ -53,8 +53,8 @@ def _head(device: Device, cluster: Cluster, gradients: tuple[float, float, float
     A loss in chunks holds the gathered table, a copy and its gradient in float32, and on GPUs a
     second narrow copy and a mask and a gradient of the logits in four bytes each. A loss in one
     piece holds the logits and their gradient; except on GPUs, it holds one of the two if devices
-    share the vocabulary, or the table is tied to the embedding or frozen. On GPUs the gradients of all layers
-    and of the embedding are allocated before.
+    share the vocabulary, or the table is tied to the embedding or frozen. On GPUs the gradients of
+    all layers and of the embedding are allocated before.
     """
     job, layout, on_gpu = device.job, device.layout, cluster.platform == "gpu"
     width = job.compute_bytes

@@ -238,12 +238,13 @@ def _program(work: KernelCosts, vocabularies: frozenset[int]) -> tuple[dict[Stag
 
 
 def _name(module: Module, where: str, kernel: Any) -> str:
-    """Returns the JAX name of a kernel, else of its origin, else of the loop that it is in."""
-    if kernel.op_name:
-        return kernel.op_name
-    origin = module.origin(where, kernel).op_name
-    if origin:
-        return origin
+    """Returns the JAX name of a kernel, else of its origin, else of the loop that it is in.
+
+    A name without a path, such as `convert.14`, is of the compiler.
+    """
+    for name in (kernel.op_name, module.origin(where, kernel).op_name):
+        if "/" in name:
+            return name
     callers = module.callers.get(where, [])
     return _name(module, *callers[0]) if callers else ""
 
