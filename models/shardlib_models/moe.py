@@ -41,7 +41,8 @@ class MoEConfig:
     group_best: int = 1
     """Number of a group's best experts whose scores add up to its own."""
     router_bias: bool = False
-    """Whether the logits of the router have a learned bias, besides the bias of `balance: bias`."""
+    """Whether the logits of the router have a learned bias; `balance: bias` adds others to its
+    scores."""
     normalize_weights: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
     weights_scale: float = 1.0

@@ -23,7 +23,7 @@ from shardlib.functional import FunctionalModule, functional
 from shardlib.functional.protocol import nested
 from shardlib.hf.architecture import Architecture, find_architecture
 from shardlib.hf.hub import folder_of
-from shardlib.hf.mxfp4 import Mxfp4Tensors
+from shardlib.hf.mxfp4 import unpacked
 from shardlib.hf.safetensors import Tensors
 from shardlib.hf.tensor_table import Index, Parameter, TensorTable
 from shardlib.hf.torch_files import open_tensors
@@ -232,24 +232,9 @@ def read_params(
         CheckpointError: As in `load`.
     """
     layout = TensorTable(found.architecture.table(found.config), parameters(module, state=True))
-    tensors = _unquantized(open_tensors(found.folder, allow_bin=allow_bin), found.source)
+    tensors = unpacked(open_tensors(found.folder, allow_bin=allow_bin), found.source)
     names = _check(layout, tensors, found.architecture, found.config)
     return read_parameters(layout, tensors, names, placed, dtype)
-
-
-def _unquantized(tensors: Tensors, source: Mapping[str, Any]) -> Tensors:
-    """Returns the tensors of a folder, unpacked if its config.json says that they are packed."""
-    packed = source.get("quantization_config")
-    if packed is None:
-        return tensors
-    method = packed.get("quant_method") if isinstance(packed, Mapping) else packed
-    if method != "mxfp4":
-        raise CheckpointError(
-            f"{tensors.folder / 'config.json'} has quantization_config of quant_method={method!r}; "
-            "supported: 'mxfp4'.\n  Choose a checkpoint in bfloat16 or float32, or convert this "
-            "one with transformers: from_pretrained(..., dtype=torch.bfloat16), dequantize()."
-        )
-    return Mxfp4Tensors(tensors)
 
 
 def _is_floating(dtype: DTypeLike) -> bool:

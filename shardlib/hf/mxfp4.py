@@ -11,10 +11,12 @@ Source: Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification"
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from shardlib.errors import CheckpointError
 from shardlib.hf.safetensors import Entry, Tensors
 from shardlib.hf.tensor_table import Index, Parameter, TensorTable
 
@@ -23,6 +25,29 @@ _BYTES = _GROUP // 2
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS, _SCALE_NAN = 127, 255
+
+
+def unpacked(tensors: Tensors, source: Mapping[str, Any]) -> Tensors:
+    """Returns the tensors of a folder, unpacked where its config.json says that they are packed.
+
+    Args:
+        tensors: The tensors as they lie in the files.
+        source: The contents of config.json.
+
+    Raises:
+        CheckpointError: If they are packed in another way than MXFP4.
+    """
+    packed = source.get("quantization_config")
+    if packed is None:
+        return tensors
+    method = packed.get("quant_method") if isinstance(packed, Mapping) else packed
+    if method != "mxfp4":
+        raise CheckpointError(
+            f"{tensors.folder / 'config.json'} has quantization_config of quant_method={method!r}; "
+            "supported: 'mxfp4'.\n  Choose a checkpoint in bfloat16 or float32, or save one with "
+            "transformers: `model.dequantize().save_pretrained(...)`."
+        )
+    return Mxfp4Tensors(tensors)
 
 
 class Mxfp4Tensors(Tensors):

@@ -209,27 +209,22 @@ def write_scaling(config: TransformerConfig) -> dict[str, Any] | None:
     return {"rope_type": scaling.kind, "type": scaling.kind, **fields}
 
 
-def windows(default_every: int, default_window: int = 4096) -> Converter:
+def windows(default_every: int) -> Converter:
     """Returns the converter of the window and of the layers that see all positions.
 
     Args:
         default_every: Of so many layers the last sees all, where config.json does not say.
-        default_window: The positions that the others see, where config.json does not say.
     """
-    return Converter(
-        lambda theirs: _read_windows(theirs, default_every, default_window), _write_windows
-    )
+    return Converter(lambda theirs: _read_windows(theirs, default_every), _write_windows)
 
 
-def _read_windows(
-    theirs: Mapping[str, Any], default_every: int, default_window: int
-) -> dict[str, Any]:
+def _read_windows(theirs: Mapping[str, Any], default_every: int) -> dict[str, Any]:
     every = theirs.get("sliding_window_pattern", theirs.get("_sliding_window_pattern"))
     number, every = theirs["num_hidden_layers"], every or default_every
     default = [(layer + 1) % every != 0 for layer in range(number)]
     types = theirs.get("layer_types")
     is_local = default if types is None else [kind == "sliding_attention" for kind in types]
-    window = theirs.get("sliding_window", default_window)
+    window = theirs.get("sliding_window", 4096)
     if window is None or not any(is_local):
         return {"window": None, "global_every": None}
     if all(is_local):

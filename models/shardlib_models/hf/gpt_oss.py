@@ -1,8 +1,10 @@
 """gpt-oss: sinks, alternating windows, and experts with gate and up in alternating columns."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
-from shardlib.hf import Field, rows
+from shardlib.hf import Converter, Field, rows
 from shardlib_models.hf.decoder_fields import EXPERTS, rope, windows, without
 from shardlib_models.hf.llama import LLAMA
 
@@ -20,6 +22,11 @@ layers/mlp/experts/gate_bias  {_EXPERTS}.gate_up_proj_bias  expert mlp*+
 layers/mlp/experts/up_bias  {_EXPERTS}.gate_up_proj_bias  expert mlp*+
 layers/mlp/experts/down_bias  {_EXPERTS}.down_proj_bias  expert embed
 """)
+
+
+def _read_windows(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    return windows(2).read({"sliding_window": 128, **theirs})
+
 
 GPT_OSS = dataclasses.replace(
     LLAMA,
@@ -42,6 +49,6 @@ GPT_OSS = dataclasses.replace(
         "mlp_bias": True,
         "moe.router_bias": True,
     },
-    converters=(rope(150_000.0), windows(2, 128)),
+    converters=(rope(150_000.0), Converter(_read_windows, windows(2).write)),
     table=lambda config: LLAMA.table(config) + _ROWS,
 )
