@@ -24,6 +24,8 @@ class DataSpec:
     """Height, width and channels of one image."""
     loss_mask: bool = False
     """Whether batches of text have a `loss_mask`, of the targets that the loss counts."""
+    num_types: int | None = None
+    """Number of kinds of tokens, as of a question and its text: every type is in [0, num_types)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -221,6 +221,7 @@ def validate(config: Any, data: DataSpec) -> list[str]:
             f"max_positions={config.max_positions}; shorten them or raise it."
         )
     faults += _unknown(config, data, "vocab_size", "tokens")
+    faults += _unknown(config, data, "num_types", "kinds of tokens")
     if isinstance(config, BertClassifierConfig):
         faults += _unknown(config, data, "num_classes", "classes")
     if isinstance(config, BertConfig):

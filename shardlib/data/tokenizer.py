@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -143,6 +143,35 @@ class JsonTokenizer(Tokenizer):
         documents = [[np.array(next(encodings).ids, np.int64) for _ in each] for each in blocks]
         return [Encoded(np.concatenate(pieces), None) for pieces in documents]
 
+    def num_framing_tokens(self, texts: int) -> int:
+        """Returns the number of special tokens that `framed` adds to one text or to two."""
+        return self._tokenizer.num_special_tokens_to_add(texts == 2)
+
+    def framed(
+        self,
+        texts: Sequence[str] | Sequence[tuple[str, str]],
+        *,
+        max_tokens: int | None = None,
+        stride: int = 0,
+        cut: Literal["longest_first", "only_second"] = "longest_first",
+    ) -> list[Any]:
+        """Returns the `tokenizers.Encoding` of each text or pair of texts, with the special tokens
+        that the file puts around them: `[CLS] text [SEP]` or `[CLS] text [SEP] text [SEP]` in BERT.
+
+        Args:
+            texts: Texts, or pairs of texts.
+            max_tokens: The length at which an encoding is cut; the rest is in its `overflowing`.
+            stride: Tokens that a cut encoding shares with the next one.
+            cut: Which text of a pair is cut.
+        """
+        if max_tokens is not None:
+            self._tokenizer.enable_truncation(max_tokens, stride=stride, strategy=cut)
+        try:
+            with _parallel():
+                return self._tokenizer.encode_batch(list(texts))
+        finally:
+            self._tokenizer.no_truncation()
+
     def to_json(self) -> str:
         return self._json
 
@@ -167,6 +196,38 @@ def read_tokenizer(path: str | os.PathLike[str], end_of_text: str | None = None)
             f"  Set data.tokenizer to bpe, bytes or the path of a tokenizer.json."
         ) from error
     return JsonTokenizer(text, end_of_text, origin=os.fspath(path))
+
+
+def train_word_piece(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
+    """Returns a WordPiece tokenizer as BERT's, trained on texts, which it reads in lower case.
+
+    Args:
+        texts: The texts. Words of more than 4,096 characters are cut.
+        vocab_size: Requested entries. It has more if the texts have more characters, and fewer if
+            no pair is left to merge.
+
+    Source: Devlin et al. 2019, "BERT", section 3 and its uncased vocabulary.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers import trainers
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=special, show_progress=False
+    )
+    with _parallel():
+        pieces = (piece for text in texts for piece in _bounded_words(text))
+        tokenizer.train_from_iterator(pieces, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", special.index("[CLS]")), ("[SEP]", special.index("[SEP]"))],
+    )
+    return JsonTokenizer(tokenizer.to_str())
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
