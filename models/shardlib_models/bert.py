@@ -32,6 +32,10 @@ class BertFields(EncoderFields):
     """Longest sequence, in tokens."""
     position_offset: int = 0
     """Rows of the table of positions before that of the first position; 2 in RoBERTa."""
+    init_from: str | None = None
+    """A folder in the format of Hugging Face, or its name on the hub, whose weights the run starts
+    from; its config.json gives the fields that are left out. A head that it does not have is drawn
+    at random."""
 
 
 @configclass

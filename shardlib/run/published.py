@@ -29,7 +29,7 @@ def implied(model: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     from shardlib import hf
 
-    found = hf.describe(folder)
+    found = hf.describe(folder, family=model.get("name"))
     fields = {"name": found.family.config().name, **found.fields}
     if model.get("name", fields["name"]) != fields["name"]:
         raise ConfigError(
