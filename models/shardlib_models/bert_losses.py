@@ -132,7 +132,7 @@ def spans_loss(
         logits = jnp.where(segment_ids[:, :, None] > 0, logits, -1e9)
     places = jnp.stack([batch["starts"], batch["ends"]], axis=1)
     mean, metrics = cross_entropy(jnp.swapaxes(logits, 1, 2), places, places >= 0)
-    return mean, metrics if train else {**metrics, "logits": Output(logits)}
+    return mean, {**metrics} if train else {**metrics, "logits": Output(logits)}
 
 
 def _switch(model: Any, train: bool) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from shardlib.data.text.corpus import builtin_files
 from shardlib.errors import DataError, did_you_mean
 
-
 # Packages that every Python has, each a class.
 _PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest")
 _LONGEST_CONTEXT = 600
@@ -76,7 +75,7 @@ def _questions() -> Iterator[dict[str, Any]]:
 
 
 def _spans(name: str, arguments: str, text: str, context: str) -> dict[str, tuple[int, int]]:
-    """Returns what a function does, takes, returns and raises, each as characters of its context."""
+    """Returns what a function does, takes, returns and raises, each as a span of its context."""
     start = len(context) - len(text)
     found = {"do": (start, start + len(_first_sentence(text)))}
     if arguments:

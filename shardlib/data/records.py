@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardlib.data.hashing import digest
 from shardlib.data.builtin_examples import builtin_examples
+from shardlib.data.hashing import digest
 from shardlib.data.safe_gzip import Gunzipped
 from shardlib.data.text.corpus import BUILTIN, builtin_files
 from shardlib.data.text.sources import missing
@@ -22,6 +22,10 @@ _SHOWN = 5
 Placed = tuple[str, dict[str, Any]]
 """An example with its place, for messages."""
 T = TypeVar("T")
+
+
+class _Tabs(csv.excel_tab):
+    quoting = csv.QUOTE_NONE
 
 
 def read_all(examples: Iterable[Placed], read: Callable[[str, dict[str, Any]], T]) -> list[T]:
@@ -144,11 +148,10 @@ def _json(file: Path) -> Iterator[dict[str, Any]]:
 
 def _separated(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the rows of a CSV file, or of a TSV file, which has no quotes."""
-    is_csv = file.suffix == ".csv"
-    form = {"delimiter": ","} if is_csv else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    form: type[csv.Dialect] = csv.excel if file.suffix == ".csv" else _Tabs
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            for number, row in enumerate(csv.DictReader(stream, strict=True, **form), 1):
+            for number, row in enumerate(csv.DictReader(stream, dialect=form, strict=True), 1):
                 if None in row or None in row.values():
                     raise DataError(
                         f"{file}:{number}: a row has another number of columns than the first "

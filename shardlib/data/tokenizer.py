@@ -15,8 +15,11 @@ from shardlib.data.hashing import digest
 from shardlib.errors import DataError, did_you_mean
 
 END_OF_TEXT = "<|endoftext|>"
+VOCABULARY = "vocab.txt"
+"""Name of the file with the words of an early BERT, one a line."""
 # End-of-document token names of published tokenizers.
 _USUAL_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+_OF_BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _BYTES_FORMAT = {"shardlib": "bytes"}
 _BLOCK_CHARACTERS = 1 << 20
 # A line end between two non-whitespace characters: the split patterns of published byte-level
@@ -179,6 +182,8 @@ class JsonTokenizer(Tokenizer):
 def read_tokenizer(path: str | os.PathLike[str], end_of_text: str | None = None) -> Tokenizer:
     """Returns the tokenizer of a `tokenizer.json`, or of a file that `Tokenizer.save` wrote.
 
+    A `vocab.txt` of BERT is read with the `tokenizer_config.json` beside it, if there is one.
+
     Args:
         path: The file.
         end_of_text: The token between documents; None looks for one of the usual names.
@@ -187,6 +192,8 @@ def read_tokenizer(path: str | os.PathLike[str], end_of_text: str | None = None)
         DataError: If the file is not a tokenizer, or has no such end-of-text token.
     """
     try:
+        if Path(path).name == VOCABULARY:
+            return _of_vocabulary(Path(path))
         text = Path(path).read_text(encoding="utf-8")
         if json.loads(text) == _BYTES_FORMAT:
             return BytesTokenizer()
@@ -208,24 +215,47 @@ def train_word_piece(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
 
     Source: Devlin et al. 2019, "BERT", section 3 and its uncased vocabulary.
     """
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
     from tokenizers import trainers
 
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=special, show_progress=False
+        vocab_size=vocab_size, special_tokens=list(_OF_BERT), show_progress=False
     )
+    tokenizer = _word_piece({"[UNK]": 0}, lowercase=True)
     with _parallel():
         pieces = (piece for text in texts for piece in _bounded_words(text))
         tokenizer.train_from_iterator(pieces, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
+    return _framed_by_bert(tokenizer)
+
+
+def _of_vocabulary(file: Path) -> JsonTokenizer:
+    """Returns the tokenizer of the `vocab.txt` of an early BERT; raises OSError or ValueError."""
+    names = file.read_text(encoding="utf-8").splitlines()
+    vocabulary = {name: number for number, name in enumerate(names)}
+    if missing := [name for name in _OF_BERT if name not in vocabulary]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    settings = file.with_name("tokenizer_config.json")
+    options = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    return _framed_by_bert(_word_piece(vocabulary, lowercase=options.get("do_lower_case", True)))
+
+
+def _word_piece(vocabulary: dict[str, int], *, lowercase: bool) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _framed_by_bert(tokenizer: Any) -> JsonTokenizer:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.add_special_tokens(list(_OF_BERT))
+    tokenizer.post_processor = TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", special.index("[CLS]")), ("[SEP]", special.index("[SEP]"))],
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
     )
     return JsonTokenizer(tokenizer.to_str())
 

@@ -289,7 +289,9 @@ def _heads(
     of the tensors of its own head."""
     theirs = {row.theirs for row in held.table(config)}
     ours = {row.theirs for row in layout.rows.values()}
-    lacking = {layout.rows[path].theirs for name, _, path in layout.tensors() if name not in tensors}
+    lacking = {
+        layout.rows[path].theirs for name, _, path in layout.tensors() if name not in tensors
+    }
     new = {path for path, row in layout.rows.items() if row.theirs in lacking - theirs}
     left = {one for name in theirs - ours for one in _aliases(name, held, ())}
     return new, left | set(held.tied.values())

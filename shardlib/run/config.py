@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from shardlib.checkpoint import CheckpointConfig
 from shardlib.config import Variants, configclass
-from shardlib.data import ChatData, DataConfig, ImageData, InstructionData, TextData
-from shardlib.data import LabeledTextData, QuestionData
+from shardlib.data import (
+    ChatData,
+    DataConfig,
+    ImageData,
+    InstructionData,
+    LabeledTextData,
+    QuestionData,
+    TextData,
+)
 from shardlib.errors import ConfigError, MeshError, RuleError
 from shardlib.finetune.lora import LoraConfig
 from shardlib.import_paths import imported

@@ -186,7 +186,9 @@ def evaluate(
     metrics = {name: float(x.value) for name, x in jax.device_get(totals).items()}
     if score is None or not rows[0]:
         return metrics
-    return metrics | score({name: np.concatenate([each[name] for each in rows]) for name in rows[0]})
+    return metrics | score(
+        {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
+    )
 
 
 def _on_host(outputs: dict[str, jax.Array]) -> dict[str, np.ndarray]:
@@ -209,6 +211,6 @@ def _refuse_arrays(sums: dict[str, Aggregate]) -> None:
         raise ModelError(
             f"the loss returns arrays: {', '.join(wrong)}; evaluate returns one number per metric."
             "\n"
-            "  Pass score= to reduce outputs, call the evaluation step batch by batch, or evaluate a loss "
-        "without them."
+            "  Call the evaluation step batch by batch, pass a score for outputs, or evaluate a "
+            "loss without them."
         )

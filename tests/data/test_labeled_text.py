@@ -9,7 +9,8 @@ from shardlib.data import LabeledTextData, open_data
 from shardlib.data.tokenizer import train_word_piece
 from shardlib.errors import DataError
 
-WORDS = "the quick brown fox jumps over lazy dogs and birds sing in trees".split()
+TEXT = "the quick brown fox jumps over lazy dogs and birds sing in trees"
+WORDS = TEXT.split()
 LENGTH = 16
 
 
@@ -62,7 +63,7 @@ def test_rows_are_those_of_transformers(tmp_path, tokenizer_file, fields, caplog
     )
     arrays = [batch[name] for name in ("input_ids", "token_type_ids", "attention_mask")]
     labels = [("bird", "dog", "fox").index(each["label"]) for each in examples]
-    expected = sorted([sum(map(list, row), []) for row in zip(*arrays, [[x] for x in labels])])
+    expected = sorted(np.concatenate([*arrays, np.array(labels)[:, None]], axis=1).tolist())
     config = data(
         write(tmp_path / "a.jsonl", examples),
         tokenizer_file,

@@ -14,7 +14,8 @@ from shardlib.data.framed.tokenizing import find_tokenizer
 from shardlib.data.tokenizer import train_word_piece
 from shardlib.errors import DataError
 
-WORDS = "The quick Brown fox doesn't jump, (often) over lazy-dogs; über 1,234 Bäume 東京 I.e. sing".split()
+TEXT = "The quick Brown fox doesn't jump, (often) over lazy-dogs; über 1,234 Bäume 東京 I.e. sing"
+WORDS = TEXT.split()
 LENGTH, STRIDE = 40, 12
 
 
@@ -251,7 +252,11 @@ def test_faults_are_named_together(tmp_path, tokenizer_file, name):
         ]
     elif name == "room":
         good[0]["question"] = "fox " * 30
-        expected = ["bad.jsonl:1: the question of", "of 40 tokens to a window", "data.stride"]
+        expected = [
+            "bad.jsonl:1: the question of",
+            "tokens of 40 to a window of its text; it takes more than stride=12.",
+            "data.stride",
+        ]
     else:
         plain = tmp_path / "plain.json"
         content = json.loads(pathlib.Path(tokenizer_file).read_text()) | {"post_processor": None}

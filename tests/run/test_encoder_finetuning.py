@@ -127,7 +127,9 @@ def single(place):
     }
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=2,tensor=2", "stage=2,fsdp=4 train.microbatches=2"])
+@pytest.mark.parametrize(
+    "mesh", ["fsdp=8", "data=2,fsdp=2,tensor=2", "stage=2,fsdp=4 train.microbatches=2"]
+)
 @pytest.mark.parametrize("kind", ["texts", "questions"])
 def test_runs_on_meshes_are_those_of_one_device(place, single, tmp_path, kind, mesh):
     # Batches of another size end in other padding, which must not count.
@@ -143,7 +145,9 @@ def test_a_classifier_learns_and_is_exported(place, tmp_path, caplog):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     result = trained(place, "texts", tmp_path / "run", "mesh=fsdp=8", "train.steps=120")
     assert result.evaluation["accuracy"] == 1.0
-    assert "holds a BertForMaskedLM: the parameters head/bias, head/kernel, pooler/bias" in caplog.text
+    assert (
+        "holds a BertForMaskedLM: the parameters head/bias, head/kernel, pooler/bias" in caplog.text
+    )
     assert "and the tensors cls.predictions.bias, cls." in caplog.text
     run.export(str(tmp_path / "run"), str(tmp_path / "out"))
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
@@ -185,7 +189,9 @@ def test_what_another_head_cannot_have_is_refused(place, tmp_path):
     with pytest.raises(ConfigError, match=r"num_layers is 3, there 2. Leave them out"):
         load(RunConfig, None, [*words, "model.num_layers=3"])
     adapters = ("finetune.rank=2", "finetune.targets=['**/attention/*']", "mesh=fsdp=8")
-    with pytest.raises(ConfigError, match=r"lacks head/.*which finetune would freeze.*\n  Train all"):
+    with pytest.raises(
+        ConfigError, match=r"lacks head/.*which finetune would freeze.*\n  Train all"
+    ):
         trained(place, "texts", tmp_path / "run", *adapters)
 
 

@@ -21,10 +21,10 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 class Answers:
     """The questions of a pass and where their windows are."""
 
-    questions: Sequence[Any]
+    questions: list[Any]
     """Id, number of the context, and spans of the answers of each question, in the order of a
     pass."""
-    contexts: Sequence[str]
+    contexts: list[str]
     ends: np.ndarray
     """The row of a pass after the last window of each question, `[n] int64`."""
     spans: np.ndarray

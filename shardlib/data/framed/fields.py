@@ -23,7 +23,8 @@ class FramedFields(DataConfig):
     """Tokens in one row, special tokens included."""
     tokenizer: str = TRAINED
     """`wordpiece` (as BERT's, lower case, trained on the training texts), or the path of a
-    `tokenizer.json` or of the folder that holds it. It must put special tokens around a text."""
+    `tokenizer.json`, of a `vocab.txt` of BERT, or of the folder that holds one. It must put special
+    tokens around a text."""
     vocab_size: int = DEFAULT_VOCAB_SIZE
     """Entries of a `wordpiece` tokenizer."""
     eval_fraction: float = 0.1

@@ -41,9 +41,7 @@ def open_questions(
         scored = Answers.of(config, side)
         if config.eval_steps is not None:
             scored.check_some(config.eval_steps * global_batch)
-    spec = DataSpec(
-        tokenizer.vocab_size, config.sequence_length, num_types=num_types(ours, evals)
-    )
+    spec = DataSpec(tokenizer.vocab_size, config.sequence_length, num_types=num_types(ours, evals))
     return row_source(
         config,
         side,
@@ -110,8 +108,9 @@ def _check_room(
     faults = [
         (
             question.where,
-            f"the question of {size} tokens leaves {max(room - size, 0)} of {config.sequence_length}"
-            f" tokens to a window of its text, which must be more than stride={config.stride}.\n"
+            f"the question of {size} tokens leaves {max(room - size, 0)} tokens of "
+            f"{config.sequence_length} to a window of its text; it takes more than "
+            f"stride={config.stride}.\n"
             f"  {fix}",
         )
         for question, size in zip(questions, sizes, strict=True)

@@ -14,7 +14,12 @@ from shardlib.data.framed.rows import held_texts
 from shardlib.data.hashing import digest
 from shardlib.data.split import is_in
 from shardlib.data.text.sources import missing
-from shardlib.data.tokenizer import JsonTokenizer, read_tokenizer, train_word_piece
+from shardlib.data.tokenizer import (
+    VOCABULARY,
+    JsonTokenizer,
+    read_tokenizer,
+    train_word_piece,
+)
 from shardlib.errors import DataError
 
 _FILE = "tokenizer.json"
@@ -51,6 +56,8 @@ def load_tokenizer(config: FramedFields, texts: Texts) -> JsonTokenizer:
         return _trained(config, texts)
     place = Path(config.tokenizer).expanduser()
     file = place / _FILE if place.is_dir() else place
+    if not file.is_file() and (place / VOCABULARY).is_file():
+        file = place / VOCABULARY
     if not file.is_file():
         raise DataError(f"data.tokenizer: {missing(str(file))}")
     tokenizer = read_tokenizer(file)
