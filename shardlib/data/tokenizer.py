@@ -182,7 +182,7 @@ class JsonTokenizer(Tokenizer):
 def read_tokenizer(path: str | os.PathLike[str], end_of_text: str | None = None) -> Tokenizer:
     """Returns the tokenizer of a `tokenizer.json`, or of a file that `Tokenizer.save` wrote.
 
-    A `vocab.txt` of BERT is read with the `tokenizer_config.json` beside it, if there is one.
+    A `vocab.txt` of BERT is read with the `tokenizer_config.json` of its folder, if there is one.
 
     Args:
         path: The file.

@@ -158,7 +158,7 @@ def evaluate(
         inputs: Extra inputs of the loss.
         score: `score(rows)` returns metrics of all batches from the `losses.Output`s of the loss:
             NumPy arrays [rows of all batches, ...] by name, in the order of the batches and equal
-            in every process. Its metrics join those of the loss.
+            in every process. Its metrics are added to the metrics of the loss.
 
     Raises:
         ModelError: If the loss returns arrays, which do not reduce to one number, and no score

@@ -159,7 +159,7 @@ def test_long_texts_are_refused_with_their_number(tmp_path, tokenizer_file):
     path = write(tmp_path / "a.jsonl", random_examples(60))
     with pytest.raises(DataError, match=r"of 60 texts are longer than a row of 16 tokens; .*\n  S"):
         all_rows(data(path, tokenizer_file))
-    with pytest.raises(DataError, match="no room beside 2 special tokens"):
+    with pytest.raises(DataError, match="row of 2 tokens holds 2 special tokens and no text"):
         all_rows(data(path, tokenizer_file, sequence_length=2))
 
 

@@ -64,7 +64,7 @@ class Answers:
         """Returns the answer to each question whose windows are all there, "" for none.
 
         It is the span of the largest sum of logits over the windows of the question. If questions
-        may have no answer, it is none where the first token of every window has a larger sum.
+        may have no answer, it is empty where the first token of every window has a larger sum.
 
         Source: Devlin et al. 2019, "BERT", sections 4.2 and 4.3.
 
@@ -102,9 +102,9 @@ class Answers:
     def score(self, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Returns the mean `exact_match` and `f1` of the questions, in [0, 1].
 
-        If questions may have no answer, also those of the questions that have one, and the share of
-        the others that the model answers by none, as `exact_match_answerable`, `f1_answerable` and
-        `exact_match_unanswerable`.
+        If questions may have no answer, `exact_match_answerable` and `f1_answerable` are means over
+        the questions with an answer, and `exact_match_unanswerable` is the share of the others with
+        an empty prediction.
 
         Args:
             rows: `logits` [n, length, 2] of the first n rows of a pass.
@@ -142,7 +142,7 @@ def exact_match(prediction: str, truths: Sequence[str]) -> float:
 
 
 def f1(prediction: str, truths: Sequence[str]) -> float:
-    """Returns the largest F1 of the words of a prediction and those of a true answer.
+    """Returns the largest F1 of a prediction's words and a true answer's words.
 
     Where either has no words, it is whether both have none.
 

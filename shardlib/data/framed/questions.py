@@ -19,7 +19,7 @@ from shardlib.data.framed.rows import (
     row_source,
     split_rows,
 )
-from shardlib.data.framed.squad import Question, read_questions
+from shardlib.data.framed.squad import SquadQuestion, read_questions
 from shardlib.data.framed.tokenizing import Texts, load_tokenizer
 from shardlib.data.loader import MapSource
 from shardlib.data.records import raise_faults
@@ -99,7 +99,7 @@ def _build(
 
 
 def _check_room(
-    config: QuestionFields, tokenizer: JsonTokenizer, questions: Sequence[Question]
+    config: QuestionFields, tokenizer: JsonTokenizer, questions: Sequence[SquadQuestion]
 ) -> None:
     """Raises `DataError` with the questions that leave too little of a row to their texts."""
     room = config.sequence_length - tokenizer.num_framing_tokens(2)

@@ -19,7 +19,7 @@ _ANSWERS = (
 _SHOWN_CHARACTERS = 40
 
 
-class Question(NamedTuple):
+class SquadQuestion(NamedTuple):
     """A question about a text."""
 
     where: str
@@ -36,7 +36,7 @@ class Question(NamedTuple):
         return content_hash(self.context.encode())
 
 
-def read_questions(paths: Sequence[str], *, unanswerable: bool) -> list[Question]:
+def read_questions(paths: Sequence[str], *, unanswerable: bool) -> list[SquadQuestion]:
     """Returns the questions of some paths in order.
 
     Args:
@@ -48,7 +48,7 @@ def read_questions(paths: Sequence[str], *, unanswerable: bool) -> list[Question
             message names the first few and their number.
     """
 
-    def read(where: str, example: Mapping[str, Any]) -> Question:
+    def read(where: str, example: Mapping[str, Any]) -> SquadQuestion:
         text = records.text(example, "question", _NAMES)
         context = records.text(example, "context", _NAMES)
         spans = tuple(_spans(context, records.field(example, "answers", _NAMES)))
@@ -58,7 +58,7 @@ def read_questions(paths: Sequence[str], *, unanswerable: bool) -> list[Question
                 "  Set data.unanswerable=true, or remove such questions."
             )
         # As transformers' example script does: spaces at the front are of no use.
-        return Question(where, str(example.get("id", where)), text.lstrip(), context, spans)
+        return SquadQuestion(where, str(example.get("id", where)), text.lstrip(), context, spans)
 
     examples = (each for path in paths for each in records.examples(path))
     return records.read_all((one for each in examples for one in _flat(*each)), read)

@@ -32,7 +32,7 @@ class Texts:
     """How the texts of a data set are read, to train a tokenizer."""
 
     way: object
-    """What they depend on, beside their files: a plain value."""
+    """Options that change them, a plain value."""
     read: Callable[[Sequence[str]], list[tuple[int, str]]]
     """`read(paths)`: the hash of each example, which decides whether it is held out, and its
     text."""
@@ -70,10 +70,10 @@ def load_tokenizer(config: FramedFields, texts: Texts) -> JsonTokenizer:
 
 
 def check_room(config: FramedFields, tokenizer: JsonTokenizer, texts: int) -> None:
-    """Raises `DataError` if a row has no room for text beside the special tokens."""
+    """Raises `DataError` if a row holds no more than the special tokens."""
     if config.sequence_length <= (added := tokenizer.num_framing_tokens(texts)):
         raise DataError(
-            f"a row of {config.sequence_length} tokens has no room beside {added} special tokens.\n"
+            f"a row of {config.sequence_length} tokens holds {added} special tokens and no text.\n"
             "  Set data.sequence_length to a larger number."
         )
 
