@@ -10,7 +10,7 @@ from shardlib.data.text.corpus import builtin_files
 from shardlib.errors import DataError, did_you_mean
 
 # Packages that every Python has, each a class.
-_PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest")
+PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest")
 _LONGEST_CONTEXT = 600
 _RETURNED = re.compile(r"\b[Rr]eturns? ([^.;:]+)")
 _RAISED = re.compile(r"\b[Rr]aises? (?:an? |the )?(\w+(?:Error|Exception))")
@@ -45,7 +45,7 @@ def _packages() -> Iterator[dict[str, Any]]:
     """Yields the docstrings of functions, labelled by the package that holds them."""
     for package, node in _functions():
         text = " ".join((ast.get_docstring(node) or "").split())
-        if package in _PACKAGES and text:
+        if package in PACKAGES and text:
             yield {"text": text, "label": package}
 
 

@@ -28,7 +28,11 @@ class LabeledTextData(LabeledTextFields, _Framed):
     """Texts, or pairs of texts, with labels for training a classifier."""
 
     def spec(self) -> DataSpec:
-        num_classes = None if self.classes is None else len(self.classes)
+        from shardlib.data.builtin_examples import PACKAGES
+
+        known = PACKAGES if self.path == "builtin:packages" else None
+        classes = self.classes or known
+        num_classes = None if classes is None else len(classes)
         return DataSpec(sequence_length=self.sequence_length, num_classes=num_classes)
 
     def padding(self) -> "dict[str, np.ndarray]":
