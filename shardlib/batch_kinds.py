@@ -24,6 +24,8 @@ class DataSpec:
     """Height, width and channels of one image."""
     loss_mask: bool = False
     """Whether batches of text have a `loss_mask`, of the targets that the loss counts."""
+    num_types: int | None = None
+    """Number of kinds of tokens, as of a question and its text: every type is in [0, num_types)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +98,7 @@ def _padded(random: np.random.Generator, rows: int, data: DataSpec) -> dict[str,
     sizes = random.integers(length - length // 2, length + 1, (rows, 1))
     return {
         "tokens": random.integers(0, vocabulary, (rows, length), dtype=np.int32),
+        "types": random.integers(0, data.num_types or 1, (rows, length), dtype=np.int32),
         "segment_ids": (np.arange(length)[None] < sizes).astype(np.int32),
     }
 
@@ -111,9 +114,14 @@ def _spans(random: np.random.Generator, rows: int, data: DataSpec) -> dict[str, 
     return {**_padded(random, rows, data), "starts": ends[0], "ends": ends[1]}
 
 
+def _reduced_rows(data: DataSpec, model: Any) -> DataSpec:
+    types = getattr(model, "num_types", None)
+    return dataclasses.replace(_reduced_text(data, model), num_types=types)
+
+
 def _reduced_labeled(data: DataSpec, model: Any) -> DataSpec:
     classes = getattr(model, "num_classes", None) or data.num_classes or _CLASSES
-    return dataclasses.replace(_reduced_text(data, model), num_classes=classes)
+    return dataclasses.replace(_reduced_rows(data, model), num_classes=classes)
 
 
 _ROWS: Mapping[str, tuple[str | None, ...]] = dict.fromkeys(
@@ -123,10 +131,10 @@ _ROWS: Mapping[str, tuple[str | None, ...]] = dict.fromkeys(
 LABELED_TEXT = BatchKind(
     "labeled_text", axes=_ROWS, unit="texts", example=_labeled, reduced=_reduced_labeled
 )
-"""Texts `tokens` [batch, length], `segment_ids` (1, and 0 for padding), perhaps `types`, and their
-`labels` [batch], all int32."""
+"""Texts `tokens`, `types` (kinds of tokens) and `segment_ids` (1, and 0 for padding) [batch, length],
+and their `labels` [batch], all int32."""
 
-SPANS = BatchKind("spans", axes=_ROWS, unit="texts", example=_spans, reduced=_reduced_text)
+SPANS = BatchKind("spans", axes=_ROWS, unit="texts", example=_spans, reduced=_reduced_rows)
 """Texts as in `LABELED_TEXT`, with the first and last token of a span in place of a label: `starts`
 and `ends` [batch] int32."""
 

@@ -41,8 +41,9 @@ class ModelFamily:
     loss: Callable[..., Any]
     """`loss(model, batch, rng, *, train, label_smoothing=0.0, z_loss=0.0) -> (Mean, metrics)`.
 
-    `metrics` is a dict of `losses.Mean`. `train` switches dropout and batch statistics. A loss may
-    leave out `label_smoothing` and `z_loss`, which a config then cannot set.
+    `metrics` is a dict of `losses.Mean`. `train` switches dropout and batch statistics. Without it,
+    `losses.Output`s of rows go to the `score` of the data's source. A loss may leave out
+    `label_smoothing` and `z_loss`, which a config then cannot set.
     """
     inputs: BatchKind = EXAMPLES
     """The kind of batch that `loss` takes: TEXT, IMAGES, EXAMPLES or one of your own."""

@@ -18,7 +18,13 @@ CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.yaml"))
 PATHS = {path.stem: path for path in CONFIGS}
 SMALL = ("digits", "finetune_chat", "finetune_lora", "quickstart", "vit")
 CLUSTERS = dict.fromkeys(SMALL, "cpu:8") | {"gptj_6b": "v5e-16", "llama3_70b_lora": "v5p-32"}
-PUBLISHED = {"llama3_8b": 8_030_261_248, "resnet50_imagenet": 25_557_032}
+CLUSTERS |= {"bert_classify": "v5e-8", "bert_squad": "v5e-8"}
+PUBLISHED = {
+    "bert_classify": 109_484_547,
+    "bert_squad": 108_893_186,
+    "llama3_8b": 8_030_261_248,
+    "resnet50_imagenet": 25_557_032,
+}
 
 
 @pytest.fixture(autouse=True)

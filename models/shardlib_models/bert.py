@@ -32,6 +32,10 @@ class BertFields(EncoderFields):
     """Longest sequence, in tokens."""
     position_offset: int = 0
     """Rows of the table of positions before that of the first position; 2 in RoBERTa."""
+    init_from: str | None = None
+    """A folder in the format of Hugging Face, or its name on the hub, whose weights the run starts
+    from; its config.json gives the fields that are left out. A head that it does not have is drawn
+    at random."""
 
 
 @configclass
@@ -221,6 +225,7 @@ def validate(config: Any, data: DataSpec) -> list[str]:
             f"max_positions={config.max_positions}; shorten them or raise it."
         )
     faults += _unknown(config, data, "vocab_size", "tokens")
+    faults += _unknown(config, data, "num_types", "kinds of tokens")
     if isinstance(config, BertClassifierConfig):
         faults += _unknown(config, data, "num_classes", "classes")
     if isinstance(config, BertConfig):

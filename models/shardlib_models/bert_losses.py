@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from shardlib.errors import ModelError
 from shardlib.losses import Mean, cross_entropy
+from shardlib.losses.aggregate import Aggregate, Output
 from shardlib.registry import LABELED_TEXT, SPANS, TEXT, DataSpec, ModelFamily
 from shardlib_models.bert import (
     BertClassifier,
@@ -111,9 +112,10 @@ def classifier_loss(
 
 def spans_loss(
     model: BertSpans, batch: dict[str, Any], rng: jax.Array, *, train: bool
-) -> tuple[Mean, dict[str, Mean]]:
+) -> tuple[Mean, dict[str, Aggregate]]:
     """Returns the mean loss of the first and the last token of the answers, and the metrics
-    `accuracy` and `nll_nats` over both.
+    `accuracy` and `nll_nats` over both; in an evaluation also the `logits` [batch, length, 2]
+    float32 of each text, for the answers.
 
     Args:
         model: See `masked_loss`.
@@ -129,7 +131,8 @@ def spans_loss(
     if segment_ids is not None:
         logits = jnp.where(segment_ids[:, :, None] > 0, logits, -1e9)
     places = jnp.stack([batch["starts"], batch["ends"]], axis=1)
-    return cross_entropy(jnp.swapaxes(logits, 1, 2), places, places >= 0)
+    mean, metrics = cross_entropy(jnp.swapaxes(logits, 1, 2), places, places >= 0)
+    return mean, {**metrics} if train else {**metrics, "logits": Output(logits)}
 
 
 def _switch(model: Any, train: bool) -> None:

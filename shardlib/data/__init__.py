@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardlib.data.arranged import ArrangedSource as ArrangedSource
     from shardlib.data.config import DataConfig as DataConfig
+    from shardlib.data.framed.config import LabeledTextData as LabeledTextData
+    from shardlib.data.framed.config import QuestionData as QuestionData
     from shardlib.data.images.config import ImageData as ImageData
     from shardlib.data.instruct.config import ChatData as ChatData
     from shardlib.data.instruct.config import InstructionData as InstructionData
@@ -29,8 +31,10 @@ _MODULES = {
     "DataConfig": "config",
     "ImageData": "images.config",
     "InstructionData": "instruct.config",
+    "LabeledTextData": "framed.config",
     "MapSource": "loader",
     "Prefetcher": "prefetch",
+    "QuestionData": "framed.config",
     "Source": "loader",
     "StreamPosition": "loader",
     "TextData": "text.config",

@@ -116,6 +116,8 @@ class MapSource:
         fingerprint: A digest that is equal for equal data.
         tokenizer: The tokenizer of text examples.
         threads: Examples computed in parallel; more than one helps if they are slow.
+        score: `score(rows)` returns metrics of a pass from what the loss returns for its rows, as
+            `shardlib.losses.Output`s by name: arrays [n, ...] of the first n examples.
 
     Raises:
         DataError: If `global_batch` is less than 1.
@@ -133,6 +135,7 @@ class MapSource:
         fingerprint: str = "",
         tokenizer: Tokenizer | None = None,
         threads: int = 1,
+        score: Callable[[Mapping[str, np.ndarray]], dict[str, float]] | None = None,
     ):
         if global_batch < 1:
             raise DataError(
@@ -150,6 +153,7 @@ class MapSource:
         self._examples: Examples | None = None
         self._lock = threading.Lock()
         self._threads = threads
+        self._score = score
         self._position = StreamPosition()
 
     def at(self, position: StreamPosition) -> "MapSource":
@@ -197,6 +201,16 @@ class MapSource:
 
         in_threads(fill, stop - start, threads=self._threads)
         return batch
+
+    def score(self, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Returns metrics of a pass from arrays [m, ...] for the rows of its first batches.
+
+        Each example counts once: rows of padding are left out. A source without `score` has no such
+        metrics.
+        """
+        if self._score is None:
+            return {}
+        return self._score({name: values[: self.num_examples] for name, values in rows.items()})
 
     def _example(self, index: int) -> Mapping[str, np.ndarray]:
         if self.num_examples is not None and index >= self.num_examples:

@@ -17,12 +17,14 @@ def open_data(
     Text: `tokens`, `targets`, `segment_ids`, `positions`: `[global_batch, sequence_length] int32`,
     and `num_bytes: [global_batch] int32`; see `packing.PackedRows`. Chats and instructions:
     in place of `num_bytes`, `loss_mask: [global_batch, sequence_length] int32`, 1 where the loss
-    counts the target. Images: `images: [global_batch, height, width, channels] float32`, `labels:
+    counts the target. Labelled texts and questions: `tokens`, `types`, `segment_ids`:
+    `[global_batch, sequence_length] int32`, and `labels`, or `starts` and `ends`: `[global_batch]
+    int32`. Images: `images: [global_batch, height, width, channels] float32`, `labels:
     [global_batch] int32`.
 
     The training stream is endless, with a new order in each pass. Evaluation is one pass over the
     held-out data, the same for all seeds. Its last batch is padded: rows with segment ids of all 0,
-    or with label -1, are padding.
+    or with targets of -1, are padding.
 
     Args:
         config: The data config.

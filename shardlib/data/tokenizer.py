@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -15,8 +15,11 @@ from shardlib.data.hashing import digest
 from shardlib.errors import DataError, did_you_mean
 
 END_OF_TEXT = "<|endoftext|>"
+VOCABULARY = "vocab.txt"
+"""Name of the file with the words of an early BERT, one a line."""
 # End-of-document token names of published tokenizers.
 _USUAL_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+_OF_BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _BYTES_FORMAT = {"shardlib": "bytes"}
 _BLOCK_CHARACTERS = 1 << 20
 # A line end between two non-whitespace characters: the split patterns of published byte-level
@@ -143,12 +146,43 @@ class JsonTokenizer(Tokenizer):
         documents = [[np.array(next(encodings).ids, np.int64) for _ in each] for each in blocks]
         return [Encoded(np.concatenate(pieces), None) for pieces in documents]
 
+    def num_framing_tokens(self, texts: int) -> int:
+        """Returns the number of special tokens that `framed` adds to one text or to two."""
+        return self._tokenizer.num_special_tokens_to_add(texts == 2)
+
+    def framed(
+        self,
+        texts: Sequence[str] | Sequence[tuple[str, str]],
+        *,
+        max_tokens: int | None = None,
+        stride: int = 0,
+        cut: Literal["longest_first", "only_second"] = "longest_first",
+    ) -> list[Any]:
+        """Returns the `tokenizers.Encoding` of each text or pair of texts, with the special tokens
+        that the file puts around them: `[CLS] text [SEP]` or `[CLS] text [SEP] text [SEP]` in BERT.
+
+        Args:
+            texts: Texts, or pairs of texts.
+            max_tokens: The length at which an encoding is cut; the rest is in its `overflowing`.
+            stride: Tokens that a cut encoding shares with the next one.
+            cut: Which text of a pair is cut.
+        """
+        if max_tokens is not None:
+            self._tokenizer.enable_truncation(max_tokens, stride=stride, strategy=cut)
+        try:
+            with _parallel():
+                return self._tokenizer.encode_batch(list(texts))
+        finally:
+            self._tokenizer.no_truncation()
+
     def to_json(self) -> str:
         return self._json
 
 
 def read_tokenizer(path: str | os.PathLike[str], end_of_text: str | None = None) -> Tokenizer:
     """Returns the tokenizer of a `tokenizer.json`, or of a file that `Tokenizer.save` wrote.
+
+    A `vocab.txt` of BERT is read with the `tokenizer_config.json` of its folder, if there is one.
 
     Args:
         path: The file.
@@ -158,6 +192,8 @@ def read_tokenizer(path: str | os.PathLike[str], end_of_text: str | None = None)
         DataError: If the file is not a tokenizer, or has no such end-of-text token.
     """
     try:
+        if Path(path).name == VOCABULARY:
+            return _of_vocabulary(Path(path))
         text = Path(path).read_text(encoding="utf-8")
         if json.loads(text) == _BYTES_FORMAT:
             return BytesTokenizer()
@@ -167,6 +203,61 @@ def read_tokenizer(path: str | os.PathLike[str], end_of_text: str | None = None)
             f"  Set data.tokenizer to bpe, bytes or the path of a tokenizer.json."
         ) from error
     return JsonTokenizer(text, end_of_text, origin=os.fspath(path))
+
+
+def train_word_piece(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
+    """Returns a WordPiece tokenizer as BERT's, trained on texts, which it reads in lower case.
+
+    Args:
+        texts: The texts. Words of more than 4,096 characters are cut.
+        vocab_size: Requested entries. It has more if the texts have more characters, and fewer if
+            no pair is left to merge.
+
+    Source: Devlin et al. 2019, "BERT", section 3 and its uncased vocabulary.
+    """
+    from tokenizers import trainers
+
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=list(_OF_BERT), show_progress=False
+    )
+    tokenizer = _word_piece({"[UNK]": 0}, lowercase=True)
+    with _parallel():
+        pieces = (piece for text in texts for piece in _bounded_words(text))
+        tokenizer.train_from_iterator(pieces, trainer)
+    return _framed_by_bert(tokenizer)
+
+
+def _of_vocabulary(file: Path) -> JsonTokenizer:
+    """Returns the tokenizer of the `vocab.txt` of an early BERT; raises OSError or ValueError."""
+    names = file.read_text(encoding="utf-8").splitlines()
+    vocabulary = {name: number for number, name in enumerate(names)}
+    if missing := [name for name in _OF_BERT if name not in vocabulary]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    settings = file.with_name("tokenizer_config.json")
+    options = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    return _framed_by_bert(_word_piece(vocabulary, lowercase=options.get("do_lower_case", True)))
+
+
+def _word_piece(vocabulary: dict[str, int], *, lowercase: bool) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def _framed_by_bert(tokenizer: Any) -> JsonTokenizer:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.add_special_tokens(list(_OF_BERT))
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
+    )
+    return JsonTokenizer(tokenizer.to_str())
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:

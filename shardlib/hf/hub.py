@@ -17,6 +17,7 @@ TEXTS = (
     "tokenizer.model",
     "tokenizer_config.json",
     "vocab.json",
+    "vocab.txt",
 )
 TENSORS = ("model*.safetensors", "model.safetensors.index.json")
 

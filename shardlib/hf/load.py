@@ -5,6 +5,7 @@ import dataclasses
 import fnmatch
 import functools
 import json
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from shardlib.config import from_dict
 from shardlib.errors import CheckpointError, ConfigError, ModelError, did_you_mean
 from shardlib.functional import FunctionalModule, functional
 from shardlib.functional.protocol import nested
-from shardlib.hf.architecture import Architecture, find_architecture
+from shardlib.hf.architecture import Architecture, architectures, find_architecture
 from shardlib.hf.hub import folder_of
 from shardlib.hf.mxfp4 import unpacked
 from shardlib.hf.safetensors import Tensors
@@ -31,6 +32,8 @@ from shardlib.paths import named_leaves
 from shardlib.registry import DataSpec, ModelFamily
 from shardlib.sharding.constrain import Scope, active, use
 from shardlib.sharding.partition import place, shardings
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -177,6 +180,8 @@ class Description:
     architecture: Architecture
     fields: Mapping[str, Any]
     """The fields of our config that config.json decides, nested as in YAML."""
+    held: Architecture | None = None
+    """The architecture of the tensors, if the model is another one with a head of its own."""
 
     @functools.cached_property
     def config(self) -> Any:
@@ -194,12 +199,16 @@ class Description:
             raise ConfigError(text) from None
 
 
-def describe(folder: str | Path, *, weights: bool = False) -> Description:
+def describe(
+    folder: str | Path, *, weights: bool = False, family: str | None = None
+) -> Description:
     """Returns the model of a folder; reads config.json alone.
 
     Args:
         folder: The path of a folder, or a name on the hub of Hugging Face, which is downloaded.
         weights: Whether a download includes the tensors.
+        family: The name of the wanted family; None for that of the folder. One that has an
+            architecture of the same `model_type` is described, as for a new head on BERT.
 
     Raises:
         CheckpointError: If config.json is missing or malformed.
@@ -208,8 +217,25 @@ def describe(folder: str | Path, *, weights: bool = False) -> Description:
     """
     folder = folder_of(folder, weights=weights)
     source = read_config(folder)
-    family, described = find_architecture(_name_of(source, folder))
-    return Description(folder, source, family, described, described.read(source))
+    of_folder, held = find_architecture(_name_of(source, folder))
+    fields = held.read(source)
+    wanted = None if family in (None, of_folder.config().name) else _sibling(family, held)
+    if wanted is None:
+        return Description(folder, source, of_folder, held, fields)
+    other, described = wanted
+    # What only the new head needs, such as its number of classes, is free.
+    shared = {name: value for name, value in described.read(source).items() if name in fields}
+    return Description(folder, source, other, described, shared, held)
+
+
+def _sibling(family: str, held: Architecture) -> tuple[ModelFamily, Architecture] | None:
+    """Returns the architecture of a family with the `model_type` of another; None without one."""
+    for name, (other, _) in architectures().items():
+        if other.config().name == family:
+            found = find_architecture(name)
+            if found[1].model_type == held.model_type:
+                return found
+    return None
 
 
 def read_params(
@@ -221,6 +247,9 @@ def read_params(
 ) -> dict[str, jax.Array]:
     """Returns arrays of a folder by path, each on its shards.
 
+    If the folder holds another architecture than the model, the parameters of the model's own head
+    are left out, and so are the tensors of the other head; both are logged.
+
     Args:
         found: The folder.
         module: The model, made from its config.
@@ -231,10 +260,42 @@ def read_params(
     Raises:
         CheckpointError: As in `load`.
     """
-    layout = TensorTable(found.architecture.table(found.config), parameters(module, state=True))
+    known = parameters(module, state=True)
+    layout = TensorTable(found.architecture.table(found.config), known)
     tensors = unpacked(open_tensors(found.folder, allow_bin=allow_bin), found.source)
-    names = _check(layout, tensors, found.architecture, found.config)
+    if found.held is None:
+        names = _check(layout, tensors, found.architecture, found.config)
+        return read_parameters(layout, tensors, names, placed, dtype)
+    new, left = _heads(layout, tensors, found.held, found.config)
+    kept = {path: known[path] for path in known.keys() - new}
+    layout = TensorTable(found.architecture.table(found.config), kept)
+    described = dataclasses.replace(
+        found.architecture, ignored=(*found.architecture.ignored, *found.held.ignored, *left)
+    )
+    names = _check(layout, tensors, described, found.config)
+    _LOG.warning(
+        "%s holds a %s: the parameters %s are drawn at random, and the tensors %s are not read",
+        *(found.folder, found.held.name),
+        ", ".join(sorted(new)) or "(none)",
+        ", ".join(name for name in tensors if name in left) or "(none)",
+    )
+    placed = {path: sharding for path, sharding in placed.items() if path in kept}
     return read_parameters(layout, tensors, names, placed, dtype)
+
+
+def _heads(
+    layout: TensorTable, tensors: Tensors, held: Architecture, config: Any
+) -> tuple[set[str], set[str]]:
+    """Returns the parameters of a head that a folder of another architecture lacks, and the names
+    of the tensors of its own head."""
+    theirs = {row.theirs for row in held.table(config)}
+    ours = {row.theirs for row in layout.rows.values()}
+    lacking = {
+        layout.rows[path].theirs for name, _, path in layout.tensors() if name not in tensors
+    }
+    new = {path for path, row in layout.rows.items() if row.theirs in lacking - theirs}
+    left = {one for name in theirs - ours for one in _aliases(name, held, ())}
+    return new, left | set(held.tied.values())
 
 
 def _is_floating(dtype: DTypeLike) -> bool:

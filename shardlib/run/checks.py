@@ -99,7 +99,8 @@ def check_fit(config: RunConfig, chosen: ModelFamily, data: DataSpec) -> None:
     kind, gives, takes = config.data.kind, config.data.gives, chosen.inputs.name
     if gives != takes:
         given = repr(kind) if gives == kind else f"{kind!r}, which gives {gives}"
-        fix = f"={takes}" if takes in DATA_CONFIGS else f" to a source that gives {takes}"
+        fitting = [name for name, source in DATA_CONFIGS.items() if source.gives == takes]
+        fix = f"={fitting[0]}" if fitting else f" to a source that gives {takes}"
         raise ConfigError(
             f"model {config.model.name!r} takes {takes}, but data.kind is {given}.\n"
             f"  Set data.kind{fix}, or choose another model."

@@ -3,6 +3,7 @@
 import jax
 from flax import nnx
 
+from shardlib.errors import ConfigError
 from shardlib.finetune import LoraConfig
 from shardlib.functional import FunctionalModule, functional
 from shardlib.functional.precision import precision
@@ -32,15 +33,18 @@ def start_state(parts: Setup, *, allow_bin: bool = False) -> TrainState:
     arrays = _read(parts, module, allow_bin)
     if config.finetune is not None:
         return _adapted(parts, config.finetune, module, arrays)
-    return materialize(parts.abstract, seed=config.seed, params=arrays)
+    # A new head on the encoder of the folder.
+    fresh = tuple(path for path in named_leaves(module.shapes()[0]) if path not in arrays)
+    return materialize(parts.abstract, seed=config.seed, params=arrays, fresh=fresh)
 
 
 def _read(parts: Setup, module: FunctionalModule, allow_bin: bool) -> dict[str, jax.Array]:
     """Returns the arrays of the folder by path, each on its shards and in the dtype of the run."""
     from shardlib import hf
 
-    found = hf.describe(parts.config.model.init_from, weights=True)
-    check_agrees(found, parts.config.model)
+    chosen = parts.config.model
+    found = hf.describe(chosen.init_from, weights=True, family=chosen.name)
+    check_agrees(found, chosen)
     dtypes = precision(parts.config.precision)
     stored = jax.eval_shape(lambda x: dtypes.store(x, module.float32), module.shapes()[0])
     leaves = {**named_leaves(module.shapes()[1]), **named_leaves(stored)}
@@ -52,6 +56,11 @@ def _adapted(
     parts: Setup, finetune: LoraConfig, module: FunctionalModule, arrays: dict[str, jax.Array]
 ) -> TrainState:
     """Returns the state of a model with adapters, whose factors follow from the seed."""
+    if lacking := [path for path in named_leaves(module.shapes()[0]) if path not in arrays]:
+        raise ConfigError(
+            f"model.init_from lacks {', '.join(lacking)}, which finetune would freeze as drawn at "
+            "random.\n  Train all parameters first: leave out finetune."
+        )
     params, model_state = (
         nested({tuple(path.split("/")): arrays[path] for path in named_leaves(tree)})
         for tree in module.shapes()

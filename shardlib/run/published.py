@@ -5,6 +5,7 @@ from typing import Any
 
 from shardlib.config import from_dict
 from shardlib.config.classes import fields_of
+from shardlib.data.tokenizer import VOCABULARY
 from shardlib.errors import ConfigError, did_you_mean
 from shardlib.registry import families, family, sizes
 
@@ -29,7 +30,7 @@ def implied(model: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     from shardlib import hf
 
-    found = hf.describe(folder)
+    found = hf.describe(folder, family=model.get("name"))
     fields = {"name": found.family.config().name, **found.fields}
     if model.get("name", fields["name"]) != fields["name"]:
         raise ConfigError(
@@ -82,13 +83,23 @@ def check_agrees(found: Any, model: Any) -> None:
 
 
 def tokenizer_file(folder: str | None) -> str | None:
-    """Returns the tokenizer of a folder; None if it has none."""
+    """Returns the tokenizer of a folder; None without a folder.
+
+    Raises:
+        ConfigError: If the folder has none: one of its own would not fit the weights.
+    """
     if folder is None:
         return None
     from shardlib import hf
 
-    path = hf.folder_of(folder, weights=False) / TOKENIZER
-    return str(path) if path.is_file() else None
+    place = hf.folder_of(folder, weights=False)
+    for path in (place / TOKENIZER, place / VOCABULARY):
+        if path.is_file():
+            return str(path)
+    raise ConfigError(
+        f"{place} has no tokenizer.json, and data.tokenizer is not the path of one.\n"
+        "  Add data.tokenizer=PATH."
+    )
 
 
 def _merged(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

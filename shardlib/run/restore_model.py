@@ -91,10 +91,12 @@ def restore_model(
             "text.\n  Name the run_dir of a language model."
         )
     run, scope = _resolved(config, mesh)
-    if tokenizer is None:
+    spec = config.data.spec()
+    if tokenizer is not None:
+        spec = dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)
+    unknown = [name for name in config.data.decides if getattr(spec, name) is None]
+    if tokenizer is None or any(getattr(config.model, name, None) is None for name in unknown):
         spec = open_source(run.config, "train").spec
-    else:
-        spec = dataclasses.replace(config.data.spec(), vocab_size=tokenizer.vocab_size)
     parts = run.build(spec, scope)
     check = functools.partial(_check_tokenizer, tokenizer, directory.tokenizer_file)
     state = _restored(saved, parts, step, notify, check)

@@ -259,7 +259,9 @@ class Attempt:
         ):
             model = merged(self._step, state)
             stream = self._until_stopped(batches)
-            metrics = {} if self._is_stopped() else evaluate(self._eval_step, model, stream)
+            metrics = {}
+            if not self._is_stopped():
+                metrics = evaluate(self._eval_step, model, stream, score=source.score)
         if self._stopping:
             self.log.notice(f"the evaluation of step {step} is skipped, to stop in time")
             return {}

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from shardlib.errors import DataError, ModelError, RuleError
@@ -37,6 +39,9 @@ from shardlib.train.program import (
     reported_shardings,
 )
 from shardlib.train.state import Definition, TrainState, state_shardings
+
+Score = Callable[[Mapping[str, np.ndarray]], dict[str, float]]
+"""Metrics of a whole evaluation from what the loss returns for its rows; see `evaluate`."""
 
 
 def make_eval_step(
@@ -136,6 +141,7 @@ def evaluate(
     state: TrainState,
     batches: Iterable[PyTree],
     *inputs: PyTree,
+    score: Score | None = None,
 ) -> dict[str, float]:
     """Returns each metric over all batches: weighted means, and exact sums, maxima and minima.
 
@@ -150,14 +156,23 @@ def evaluate(
         state: The state to evaluate.
         batches: Held-out batches; padding has weight 0.
         inputs: Extra inputs of the loss.
+        score: `score(rows)` returns metrics of all batches from the `losses.Output`s of the loss:
+            NumPy arrays [rows of all batches, ...] by name, in the order of the batches and equal
+            in every process. Its metrics are added to the metrics of the loss.
 
     Raises:
-        ModelError: If the loss returns arrays, which do not reduce to one number.
+        ModelError: If the loss returns arrays, which do not reduce to one number, and no score
+            takes them.
         DataError: If there is no batch.
     """
     totals: dict[str, Aggregate] | None = None
+    rows: list[dict[str, np.ndarray]] = []
     for batch in batches:
         sums = step(state, batch, *inputs)
+        if score is not None:
+            outputs = {name: x.value for name, x in sums.items() if is_output(x)}
+            sums = {name: x for name, x in sums.items() if name not in outputs}
+            rows.append(_on_host(outputs))
         if totals is None:
             _refuse_arrays(sums)
         before, totals = totals, sums if totals is None else _join(totals, sums)
@@ -168,7 +183,23 @@ def evaluate(
             "evaluate was given no batches, so there is nothing to average.\n"
             "  Pass at least one; an iterator that was read to its end must be made anew."
         )
-    return {name: float(x.value) for name, x in jax.device_get(totals).items()}
+    metrics = {name: float(x.value) for name, x in jax.device_get(totals).items()}
+    if score is None or not rows[0]:
+        return metrics
+    return metrics | score(
+        {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
+    )
+
+
+def _on_host(outputs: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Returns whole arrays, of which this process may hold some rows alone."""
+    if not all(x.is_fully_addressable for x in outputs.values()):
+        placed = {
+            name: NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
+            for name, x in outputs.items()
+        }
+        outputs = jax.jit(lambda arrays: arrays, out_shardings=placed)(outputs)
+    return jax.device_get(outputs)
 
 
 _join = jax.jit(join)
@@ -180,5 +211,6 @@ def _refuse_arrays(sums: dict[str, Aggregate]) -> None:
         raise ModelError(
             f"the loss returns arrays: {', '.join(wrong)}; evaluate returns one number per metric."
             "\n"
-            "  Call the evaluation step batch by batch, or evaluate a loss without them."
+            "  Call the evaluation step batch by batch, pass a score for outputs, or evaluate a "
+            "loss without them."
         )

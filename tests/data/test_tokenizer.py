@@ -17,6 +17,7 @@ from shardlib.data.tokenizer import (
     _blocks,
     read_tokenizer,
     train_bpe,
+    train_word_piece,
 )
 from shardlib.errors import DataError
 
@@ -214,3 +215,23 @@ def test_a_forked_child_neither_warns_nor_hangs(setting, after):
     assert done.returncode == 0
     first, second = done.stdout.splitlines()
     assert first == f"{second} {after}"
+
+
+def test_the_vocabulary_of_an_early_bert(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    trained = train_word_piece(["The quick brown Fox, über all"] * 9, 80)
+    words = json.loads(trained.to_json())["model"]["vocab"]
+    (tmp_path / "vocab.txt").write_text("\n".join(sorted(words, key=words.get)))
+    for lower in (True, False):
+        settings = {"do_lower_case": lower, "tokenizer_class": "BertTokenizer"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        ours = read_tokenizer(tmp_path / "vocab.txt")
+        theirs = transformers.BertTokenizer.from_pretrained(tmp_path)
+        (pair,) = ours.framed([("The fox", "ÜBER [SEP] über")])
+        assert pair.ids[:5] == theirs("The fox", "ÜBER")["input_ids"][:5]
+        assert ours.encode("The fox, über") == theirs.encode(
+            "The fox, über", add_special_tokens=False
+        )
+    (tmp_path / "vocab.txt").write_text("the\nfox")
+    with pytest.raises(DataError, match=r"cannot be read: it lacks \[PAD\], \[UNK\]"):
+        read_tokenizer(tmp_path / "vocab.txt")

@@ -1,5 +1,6 @@
 """Encoders and image models: the logits of transformers, the same bits back, on every mesh."""
 
+import json
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,9 +12,11 @@ from flax import nnx
 
 import shardlib as sl
 from shardlib import hf
-from shardlib.errors import ConfigError, ModelError
+from shardlib.errors import CheckpointError, ConfigError, ModelError
+from shardlib.functional import functional
 from shardlib.hf.architecture import find_architecture
 from shardlib.hf.safetensors import SINGLE
+from shardlib.registry import DataSpec
 from shardlib_models.hf.resnet import RESNET
 
 pytestmark = pytest.mark.mesh
@@ -178,6 +181,36 @@ def test_names_of_the_first_checkpoints(tmp_path):
     safetensors.save_file(old, tmp_path / SINGLE)
     inputs = texts()
     assert error(hf.load(tmp_path), inputs, oracle(model, inputs)) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["bert_classifier", "bert_spans"])
+def test_a_head_of_its_own_on_the_first_checkpoints(tmp_path, caplog, family):
+    """The published files for pre-training: old names, a pooler, and heads that are left out."""
+    torch.manual_seed(0)
+    model = transformers.BertForPreTraining(transformers.BertConfig(**BERT)).eval()
+    model.save_pretrained(tmp_path)
+    held = safetensors.load_file(tmp_path / SINGLE)
+    safetensors.save_file(
+        {k.replace("Norm.weight", "Norm.gamma"): x for k, x in held.items()}, tmp_path / SINGLE
+    )
+    source = json.loads((tmp_path / "config.json").read_text())
+    source["architectures"] = ["BertForMaskedLM"]
+    (tmp_path / "config.json").write_text(json.dumps(source))
+    found = hf.describe(tmp_path, weights=True, family=family)
+    assert "num_classes" not in found.fields
+    data = DataSpec(num_classes=3)
+    module = functional(lambda rngs: found.family.make(found.config, data, rngs))
+    placed = hf.placements(module, None, state=True)
+    arrays = hf.read_params(found, module, placed, lambda path: None)
+    assert placed.keys() - arrays.keys() == {"head/kernel", "head/bias"}
+    assert ("pooler/kernel" in arrays) == (family == "bert_classifier")
+    name = "bert.encoder.layer.2.output.dense.weight"
+    np.testing.assert_array_equal(arrays["encoder/layers/mlp/down/kernel"][2], held[name].T)
+    assert "the parameters head/bias, head/kernel are drawn at random" in caplog.text
+    held.pop("bert.embeddings.word_embeddings.weight")
+    safetensors.save_file(held | {"bert.new": held[name]}, tmp_path / SINGLE)
+    with pytest.raises(CheckpointError, match=r"word_.* is missing.*\n  bert.new is not a tensor"):
+        hf.read_params(found, module, placed, lambda path: None)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2"])

@@ -142,6 +142,24 @@ def test_batches_of_an_evaluation_are_joined(expected):
         evaluate(sl.make_eval_step(loss_fn), state, parts)
 
 
+def test_outputs_of_an_evaluation_are_scored(expected):
+    parts = [{k: v[i : i + 8] for k, v in BATCH.items()} for i in (8, 0)]
+
+    def rows(model, batch):
+        mean, metrics = loss_fn(model, batch)
+        return mean, {name: metrics[name] for name in ("y", "id", "largest")}
+
+    def score(outputs):
+        check(outputs, {name: np.roll(expected[name], 8, axis=0) for name in ("y", "id")})
+        return {"first": float(outputs["id"][0])}
+
+    found = evaluate(sl.make_eval_step(rows), start("data=4,fsdp=2"), parts, score=score)
+    assert found["first"] == 8.0
+    check(found, {"largest": expected["largest"]})
+    with pytest.raises(ModelError, match="arrays: histogram, of_features/max; evaluate"):
+        evaluate(sl.make_eval_step(loss_fn), start("data=8"), parts, score=score)
+
+
 def test_groups_that_train_apart(expected):
     local = sl.make_local_sgd(sl.make_train_step(loss_fn), sl.LocalSGDConfig(inner_steps=2))
     _, metrics = local(local.init(start("data=4,fsdp=2")), BATCH)

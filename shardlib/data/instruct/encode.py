@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from shardlib.data import records
 from shardlib.data.hashing import digest
 from shardlib.data.instruct.fields import ChatFields, ExampleFields, InstructionFields
 from shardlib.data.instruct.template import Span, find_template, tokenizer_settings
 from shardlib.data.text.sources import missing
 from shardlib.data.tokenizer import BytesTokenizer, Tokenizer, read_tokenizer
-from shardlib.errors import DataError, did_you_mean
+from shardlib.errors import DataError
 
 Learned = tuple[np.ndarray, np.ndarray]
 """Tokens `[n] int64`, and whether the loss counts each, `[n] bool`."""
@@ -99,7 +100,7 @@ def _folder(config: ExampleFields) -> Path | None:
 
 
 def _messages(example: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]:
-    messages = _field(example, field, "data.messages_field")
+    messages = records.field(example, field, _meant("data.messages_field"))
     if not (
         isinstance(messages, list)
         and messages
@@ -124,22 +125,11 @@ def _completion(
 
 
 def _text(example: Mapping[str, Any], name: str, key: str) -> str:
-    value = _field(example, name, key)
+    value = records.field(example, name, _meant(key))
     if isinstance(value, dict) and value.get("text"):
-        value = value["text"][0]
-    if not isinstance(value, str):
-        raise DataError(
-            f"the field {name!r} holds {type(value).__name__}, not text.\n"
-            f"  Set {key} to a field of text."
-        )
-    return value
+        example = {name: value["text"][0]}
+    return records.text(example, name, f"Set {key} to a field of text.")
 
 
-def _field(example: Mapping[str, Any], name: str, key: str) -> Any:
-    if name not in example:
-        fields = ", ".join(map(repr, example)) or "none"
-        raise DataError(
-            f"no field {name!r}; its fields: {fields}.{did_you_mean(name, example)}\n"
-            f"  Set {key} to the field that is meant."
-        )
-    return example[name]
+def _meant(key: str) -> str:
+    return f"Set {key} to the field that is meant."

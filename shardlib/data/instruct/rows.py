@@ -9,10 +9,10 @@ from typing import Literal
 import numpy as np
 
 from shardlib.batch_kinds import DataSpec
+from shardlib.data import records
 from shardlib.data.cache import cached, read_array, reading
 from shardlib.data.config import as_paths
 from shardlib.data.hashing import content_hash, derive_seed, digest, mix
-from shardlib.data.instruct import records
 from shardlib.data.instruct.encode import encoder, load_tokenizer
 from shardlib.data.instruct.fields import ExampleFields
 from shardlib.data.instruct.packing import Encodings, ExampleRows, empty_row

@@ -1,0 +1,73 @@
+"""The data configs of labelled texts and of questions."""
+
+from typing import TYPE_CHECKING, Literal
+
+from shardlib.batch_kinds import DataSpec
+from shardlib.config import configclass
+from shardlib.data.framed.fields import FramedFields, LabeledTextFields, QuestionFields
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from shardlib.data.loader import MapSource
+    from shardlib.data.tokenizer import Tokenizer
+
+
+class _Framed(FramedFields):
+    def spec(self) -> DataSpec:
+        return DataSpec(sequence_length=self.sequence_length)
+
+    def check_paths(self) -> None:
+        from shardlib.data.text.sources import check_exist
+
+        check_exist(self.path, self.eval_path)
+
+
+@configclass
+class LabeledTextData(LabeledTextFields, _Framed):
+    """Texts, or pairs of texts, with labels for training a classifier."""
+
+    def spec(self) -> DataSpec:
+        from shardlib.data.builtin_examples import PACKAGES
+
+        known = PACKAGES if self.path == "builtin:packages" else None
+        classes = self.classes or known
+        num_classes = None if classes is None else len(classes)
+        return DataSpec(sequence_length=self.sequence_length, num_classes=num_classes)
+
+    def padding(self) -> "dict[str, np.ndarray]":
+        from shardlib.data.framed.rows import empty_row
+
+        return empty_row(self.sequence_length, ("labels",))
+
+    def open(self, *, global_batch: int, seed: int, split: Literal["train", "eval"]) -> "MapSource":
+        from shardlib.data.framed.labels import open_labeled
+
+        return open_labeled(self, global_batch=global_batch, seed=seed, split=split)
+
+    def find_tokenizer(self, *, read: bool = False) -> "Tokenizer | None":
+        from shardlib.data.framed.labels import labeled_texts
+        from shardlib.data.framed.tokenizing import find_tokenizer
+
+        return find_tokenizer(self, labeled_texts(self) if read else None)
+
+
+@configclass
+class QuestionData(QuestionFields, _Framed):
+    """Questions and texts for training a model that finds the spans of answers."""
+
+    def padding(self) -> "dict[str, np.ndarray]":
+        from shardlib.data.framed.rows import empty_row
+
+        return empty_row(self.sequence_length, ("starts", "ends"))
+
+    def open(self, *, global_batch: int, seed: int, split: Literal["train", "eval"]) -> "MapSource":
+        from shardlib.data.framed.questions import open_questions
+
+        return open_questions(self, global_batch=global_batch, seed=seed, split=split)
+
+    def find_tokenizer(self, *, read: bool = False) -> "Tokenizer | None":
+        from shardlib.data.framed.questions import question_texts
+        from shardlib.data.framed.tokenizing import find_tokenizer
+
+        return find_tokenizer(self, question_texts(self) if read else None)
