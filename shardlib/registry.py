@@ -19,6 +19,7 @@ from typing import Any
 from shardlib.batch_kinds import EXAMPLES as EXAMPLES
 from shardlib.batch_kinds import IMAGES as IMAGES
 from shardlib.batch_kinds import LABELED_TEXT as LABELED_TEXT
+from shardlib.batch_kinds import PAIRS as PAIRS
 from shardlib.batch_kinds import SPANS as SPANS
 from shardlib.batch_kinds import TEXT as TEXT
 from shardlib.batch_kinds import BatchKind as BatchKind
