@@ -1,8 +1,8 @@
 """Published sizes of decoders and of T5, for `model: llama3-8b`: the fields of their config.json as
 ours.
 
-Fields that are not named have the defaults of `TransformerConfig` or `T5Config`. Each source is the repository of
-the hub whose config.json is meant.
+Fields that are not named have the defaults of `TransformerConfig` or `T5Config`. Each source is the
+repository of the hub whose config.json is meant.
 """
 
 import math
@@ -262,13 +262,13 @@ SIZES: Mapping[str, Fields] = {
 """Fields of `TransformerConfig` by the name of the size."""
 
 
-def _t5(layers: int, width: int, heads: int, head_dim: int, mlp: int, **more: Any) -> Fields:
+def _t5(layers: int, width: int, heads: int, head_dim: int, mlp_dim: int, **more: Any) -> Fields:
     return {
         "num_layers": layers,
         "embed_dim": width,
         "num_heads": heads,
         "head_dim": head_dim,
-        "mlp_dim": mlp,
+        "mlp_dim": mlp_dim,
         "vocab_size": 32128,
         "dropout": 0.1,
         **more,

@@ -51,8 +51,8 @@ def attend(
     segment like any other: no other token sees it; the loss must ignore its finite outputs.
 
     Where the active rules split `length` over the mesh axis `context`, its devices share the row as
-    `plan_context` says. With explicit positions, a bias, or a different number of keys, the compiler
-    partitions attention instead; with explicit positions or a bias the backend is `xla`.
+    `plan_context` says. With explicit positions, a bias, or a different number of keys, the
+    compiler partitions attention instead; with explicit positions or a bias the backend is `xla`.
 
     Args:
         query, key, value: Heads are a multiple of kv_heads, and each heads / kv_heads consecutive
