@@ -35,6 +35,10 @@ class DataConfig(abc.ABC):
         """
         return DataSpec()
 
+    def vocabulary(self, tokenizer: "Tokenizer") -> int:
+        """Returns the `vocab_size` of the data spec with a tokenizer."""
+        return tokenizer.vocab_size
+
     @abc.abstractmethod
     def padding(self) -> "Mapping[str, np.ndarray]":
         """Returns one example that the loss ignores: it fills up the last batch of an evaluation,

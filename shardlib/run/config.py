@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from shardlib.checkpoint import CheckpointConfig
 from shardlib.config import Variants, configclass
-from shardlib.data import ChatData, DataConfig, ImageData, InstructionData, TextData
+from shardlib.data import (
+    ChatData,
+    DataConfig,
+    ImageData,
+    InstructionData,
+    PairData,
+    SpanData,
+    TextData,
+)
 from shardlib.errors import ConfigError, MeshError, RuleError
 from shardlib.finetune.lora import LoraConfig
 from shardlib.import_paths import imported
@@ -31,6 +39,8 @@ DATA_CONFIGS: Mapping[str, type[DataConfig]] = {
     "images": ImageData,
     "instructions": InstructionData,
     "chat": ChatData,
+    "pairs": PairData,
+    "span_corruption": SpanData,
 }
 """The built-in data sources."""
 

@@ -94,7 +94,7 @@ def restore_model(
     if tokenizer is None:
         spec = open_source(run.config, "train").spec
     else:
-        spec = dataclasses.replace(config.data.spec(), vocab_size=tokenizer.vocab_size)
+        spec = dataclasses.replace(config.data.spec(), vocab_size=config.data.vocabulary(tokenizer))
     parts = run.build(spec, scope)
     check = functools.partial(_check_tokenizer, tokenizer, directory.tokenizer_file)
     state = _restored(saved, parts, step, notify, check)

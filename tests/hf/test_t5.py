@@ -86,7 +86,8 @@ def from_folder(folder):
 def case(request, tmp_path_factory):
     """A folder that transformers wrote, with random weights, and its logits."""
     make, change = CASES[request.param]
-    torch.manual_seed(0)
+    # With seed 0 an input of a ReLU is 0 up to rounding, and its gradient is that of either side.
+    torch.manual_seed(1)
     model = make()
     with torch.no_grad():
         # Unit scales would hide a swap of two of them.
