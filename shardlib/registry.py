@@ -55,10 +55,14 @@ class ModelFamily:
     """`flops_per_example(config, data_spec)`: model FLOPs of one example, forward and backward.
     None: the matmuls and convolutions of the traced loss and its gradient."""
     generate: Callable[..., Any] | None = None
-    """`generate(model, tokens, *, length, temperature, rng) -> [b, n + length] int32`.
+    """`generate(model, tokens, *, length, temperature, rng) -> [b, n + length] int32`: the tokens
+    and what follows them.
 
     `tokens: [b, n] int32`. Pure and jittable. None for families that do not generate.
     """
+    answers: bool = False
+    """Whether `generate` answers a prompt, which ends with the end-of-text token, and does not
+    continue it after such a token."""
     choices: Callable[..., dict[str, str]] | None = None
     """`choices(config, data_spec, *, dtype)`: the model's own choices on the active mesh (an
     implementation of attention, say) by name, each with the reason. For people to read."""

@@ -32,7 +32,7 @@ class Sampler:
                 f"model {parts.config.model.name!r} does not generate text.\n"
                 "  Choose a family that does, such as 'transformer'."
             )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._answers = tokenizer, parts.family.answers
         # A prompt has one row, so no mesh axis can divide its batch.
         rules = parts.scope.rules.override(activations={"batch": None})
         policy = precision(parts.config.precision)
@@ -72,8 +72,10 @@ class Sampler:
         self._sample.trace(state, self._prompt(prompt), length, np.float32(0), key)
 
     def _prompt(self, prompt: str) -> np.ndarray:
-        """Returns the tokens of one row, after an end-of-text token: int32 [1, n]."""
-        return np.asarray([[self._tokenizer.eot, *self._tokenizer.encode(prompt)]], np.int32)
+        """Returns the tokens of one row, after an end-of-text token, or before one if the model
+        answers: int32 [1, n]."""
+        tokens, end = self._tokenizer.encode(prompt), [self._tokenizer.eot]
+        return np.asarray([[*tokens, *end] if self._answers else [*end, *tokens]], np.int32)
 
 
 def generate(
