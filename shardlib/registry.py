@@ -60,9 +60,6 @@ class ModelFamily:
 
     `tokens: [b, n] int32`. Pure and jittable. None for families that do not generate.
     """
-    answers: bool = False
-    """Whether `generate` answers a prompt, which ends with the end-of-text token, and does not
-    continue it after such a token."""
     choices: Callable[..., dict[str, str]] | None = None
     """`choices(config, data_spec, *, dtype)`: the model's own choices on the active mesh (an
     implementation of attention, say) by name, each with the reason. For people to read."""

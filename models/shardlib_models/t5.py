@@ -229,7 +229,6 @@ FAMILY = ModelFamily(
     validate=validate,
     loss=loss,
     generate=generate,
-    answers=True,
     sizes=T5_SIZES,
     architectures={"T5ForConditionalGeneration": "shardlib_models.hf.t5:T5"},
 )

@@ -61,6 +61,9 @@ class PairData(PairFields, _Examples):
             super().spec(), loss_mask=False, target_length=self.target_length
         )
 
+    def prompt_tokens(self, prompt: str, tokenizer: "Tokenizer") -> list[int]:
+        return [*tokenizer.encode(prompt), tokenizer.eot]
+
     def padding(self) -> "dict[str, np.ndarray]":
         from shardlib.data.instruct.pairs import empty_row
 

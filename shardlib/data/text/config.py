@@ -1,5 +1,6 @@
 """The data configs of text."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from shardlib.batch_kinds import DataSpec
@@ -75,6 +76,16 @@ class SpanData(SpanFields, _Text):
         from shardlib.data.text.spans import sentinels
 
         return max(tokenizer.vocab_size, int(sentinels(self, tokenizer).max()) + 1)
+
+    def prompt_tokens(self, prompt: str, tokenizer: "Tokenizer") -> list[int]:
+        from shardlib.data.text.spans import prompt_tokens
+
+        return prompt_tokens(self, prompt, tokenizer)
+
+    def sampled_text(self, tokens: Sequence[int], tokenizer: "Tokenizer") -> str:
+        from shardlib.data.text.spans import sampled_text
+
+        return sampled_text(self, tokens, tokenizer)
 
     def padding(self) -> "dict[str, np.ndarray]":
         from shardlib.data.text.spans import empty_row

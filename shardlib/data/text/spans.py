@@ -6,8 +6,10 @@ Transformer", sections 3.1.4 and 3.3.4.
 
 import dataclasses
 import functools
+import itertools
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +24,7 @@ from shardlib.registry import DataSpec
 
 SENTINEL = "<extra_id_{}>"
 """Names of the tokens that stand for spans in published tokenizers."""
+_NAMED = re.compile(r"<extra_id_(\d+)>")
 _EVAL_SEED = 1
 
 
@@ -89,6 +92,37 @@ def sentinels(config: SpanFields, tokenizer: Tokenizer) -> np.ndarray:
             "  Set a smaller data.sequence_length, or a greater data.mean_span_length."
         )
     return np.array([known[SENTINEL.format(n)] for n in range(count)], np.int32)
+
+
+def prompt_tokens(config: SpanFields, prompt: str, tokenizer: Tokenizer) -> list[int]:
+    """Returns the tokens of a prompt with spans to fill in, written as `<extra_id_0>` and so on.
+
+    Raises:
+        DataError: If it names more spans than a row of the data has.
+    """
+    ids, tokens = sentinels(config, tokenizer), []
+    for place, part in enumerate(_NAMED.split(prompt)):
+        if place % 2 == 0:
+            tokens += tokenizer.encode(part)
+        elif int(part) < len(ids):
+            tokens.append(int(ids[int(part)]))
+        else:
+            raise DataError(
+                f"the prompt has the span {SENTINEL.format(part)}, but a row of the data has "
+                f"{len(ids)} spans.\n  Number the spans from 0 to {len(ids) - 1}."
+            )
+    return [*tokens, tokenizer.eot]
+
+
+def sampled_text(config: SpanFields, tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Returns the text of tokens, in which spans are written as in `prompt_tokens`."""
+    names = {int(id): SENTINEL.format(n) for n, id in enumerate(sentinels(config, tokenizer))}
+    # Others beyond the vocabulary of the tokenizer pad that of the model.
+    known = (token for token in tokens if token in names or token < tokenizer.vocab_size)
+    runs = itertools.groupby(known, key=names.get)
+    return "".join(
+        tokenizer.decode(run) if name is None else name * len(list(run)) for name, run in runs
+    )
 
 
 def empty_row(config: SpanFields) -> dict[str, np.ndarray]:
