@@ -13,7 +13,7 @@ from shardlib.run.reports.explaining import explain_compiled
 from shardlib_models.transformer_config import llama3_8b
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.yaml"))
-SMALL = ("digits", "finetune_chat", "finetune_lora", "quickstart", "vit")
+SMALL = ("digits", "finetune_chat", "finetune_lora", "quickstart", "t5", "vit")
 CLUSTERS = dict.fromkeys(SMALL, "cpu:8") | {"gptj_6b": "v5e-16", "llama3_70b_lora": "v5p-32"}
 PUBLISHED = {"llama3_8b": 8_030_261_248, "resnet50_imagenet": 25_557_032}
 
