@@ -83,8 +83,9 @@ class Decoder(nnx.Module):
             return layer(x, memory, cross, cache, 0 if index is None else index), None
 
         index = None if cache is None else jnp.arange(self.config.decoder_size, dtype=jnp.int32)
-        carry, options = (residual(self.dropout(x)), cache), {"remat": self.config.remat}
-        (x, cache), _ = scan_layers(call, self.layers, carry, (cross, index), tags=TAGS, **options)
+        carry, inputs = (residual(self.dropout(x)), cache), (cross, index)
+        remat = self.config.remat
+        (x, cache), _ = scan_layers(call, self.layers, carry, inputs, remat=remat, tags=TAGS)
         return self.dropout(self.norm(x)), cache
 
     def cross_keys(self, encoded: jax.Array) -> Cross:

@@ -70,7 +70,6 @@ T5 = Architecture(
         "relative_attention_max_distance": Field("relative_max_distance", 128),
         "feed_forward_proj": Field("mlp", "relu", {"relu": "relu", "gated_gelu": "gated-gelu"}),
         "layer_norm_epsilon": Field("norm_eps", 1e-6),
-        "dropout_rate": Field("dropout", 0.1),
         "initializer_factor": Field("init_factor", 1.0),
         "decoder_start_token_id": Field("start_token", 0),
     },
