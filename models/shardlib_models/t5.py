@@ -33,7 +33,10 @@ class Encoder(nnx.Module):
         self.config = config
         self.bias = RelativeBias(config, bidirectional=True, rngs=rngs)
         count = config.num_layers
-        self.layers = stack_layers(lambda rngs: EncoderLayer(config, rngs=rngs), count, rngs)
+        # Every stage of a pipeline runs the whole encoder; they divide the layers of the decoder.
+        self.layers = stack_layers(
+            lambda rngs: EncoderLayer(config, rngs=rngs), count, rngs, axis_name="encoder_layers"
+        )
         self.norm = norm_of(config)
         self.dropout = dropout(config.dropout, rngs)
 
@@ -44,7 +47,6 @@ class Encoder(nnx.Module):
         def call(layer: EncoderLayer, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
             return layer(x, bias, segment_ids), None
 
-        # The stages of a pipeline divide the decoder.
         options: dict[str, Any] = {"remat": self.config.remat, "tags": TAGS, "staged": False}
         x, _ = scan_layers(call, self.layers, residual(self.dropout(x)), **options)
         return self.dropout(self.norm(x))

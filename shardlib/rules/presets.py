@@ -48,6 +48,7 @@ _REPLICATED = (
     "token_dim",
     "shared_gate",
     "dense_layers",
+    "encoder_layers",
 )
 
 DATA = AxisRules(

@@ -17,7 +17,8 @@ def _attention(ours: str, theirs: str) -> str:
 
 def _stack(stack: str, mlp: int, gated: bool) -> str:
     """Returns the rows of a stack whose layers have their MLP in the part of that number."""
-    ours, theirs = f"{stack}/layers", f"{stack}.block.{{layers}}.layer"
+    counted = "encoder_layers" if stack == "encoder" else "layers"
+    ours, theirs = f"{stack}/layers", f"{stack}.block.{{{counted}}}.layer"
     table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     up = "wi_1" if gated else "wi"
     return f"""
