@@ -126,8 +126,8 @@ class Attention(nnx.Module):
         return tag(key, "key"), tag(value, "value")
 
     def __call__(self, x: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
-        """Returns what attention from `x` adds to the residual stream; `options` are those of
-        `attend`."""
+        """Returns what attention from `x` adds to the residual stream; `attend` takes the
+        options."""
         query = tag(constrain(self.query(x), "batch", "length", "heads", "head_dim"), "query")
         y = attend(query, key, value, scale=1.0, **options)
         return self.out(constrain(y, "batch", "length", "heads", "head_dim"))

@@ -49,6 +49,15 @@ def test_sizes_have_the_published_numbers_of_parameters(size):
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state)) == PUBLISHED[size]
 
 
+MESHES = (
+    "data=8",
+    "fsdp=8",
+    "data=2,fsdp=2,tensor=2",
+    "data=2,tensor=2,context=2",
+    "fsdp=2,tensor=2,stage=2",
+)
+
+
 def batch(rows=8):
     return PAIRS.example(np.random.default_rng(0), rows, DATA)
 
@@ -58,7 +67,8 @@ def losses(mesh, devices=None, steps=3, **options):
     with sl.use(sl.make_mesh(mesh, devices=devices), sl.rules.STANDARD):
         state = sl.init_state(lambda rngs: make(config, DATA, rngs), optax.adam(1e-2))
         step = sl.make_train_step(
-            lambda model, batch, rng: FAMILY.loss(model, batch, rng, train=True)
+            lambda model, batch, rng: FAMILY.loss(model, batch, rng, train=True),
+            microbatches=2 if "stage" in mesh else 1,
         )
         found = []
         for _ in range(steps):
@@ -74,7 +84,7 @@ def losses(mesh, devices=None, steps=3, **options):
 def test_losses_on_meshes_are_those_of_one_device(options):
     with jax.default_matmul_precision("highest"):
         expected = losses("data=1", jax.devices()[:1], **options)
-        for mesh in ("data=8", "fsdp=8", "data=2,fsdp=2,tensor=2", "data=2,tensor=2,context=2"):
+        for mesh in MESHES:
             # Sums in another order, through three updates of Adam.
             np.testing.assert_allclose(losses(mesh, **options), expected, rtol=2e-5, err_msg=mesh)
     assert np.ptp(expected) > 1e-3

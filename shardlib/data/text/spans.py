@@ -73,8 +73,8 @@ def sizes_of(config: SpanFields) -> SpanSizes:
 
 
 def sentinels(config: SpanFields, tokenizer: Tokenizer) -> np.ndarray:
-    """Returns the ids of the spans of a row, [spans] int32: those of the tokenizer, or the first
-    beyond its vocabulary if it has none.
+    """Returns the ids of the spans of a row, [spans] int32: sentinels of the tokenizer, or the
+    first ids beyond its vocabulary if it has none.
 
     Raises:
         DataError: If the tokenizer has fewer than a row has spans.
