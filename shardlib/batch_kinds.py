@@ -26,6 +26,8 @@ class DataSpec:
     """Whether batches of text have a `loss_mask`, of the targets that the loss counts."""
     num_types: int | None = None
     """Number of kinds of tokens, as of a question and its text: every type is in [0, num_types)."""
+    target_length: int | None = None
+    """Tokens in one row of targets, where they are rows of their own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,12 +133,42 @@ _ROWS: Mapping[str, tuple[str | None, ...]] = dict.fromkeys(
 LABELED_TEXT = BatchKind(
     "labeled_text", axes=_ROWS, unit="texts", example=_labeled, reduced=_reduced_labeled
 )
-"""Texts `tokens`, `types` (kinds of tokens) and `segment_ids` (1, and 0 for padding) [batch, length],
-and their `labels` [batch], all int32."""
+"""Texts `tokens`, `types` (kinds of tokens) and `segment_ids` (1, and 0 for padding)
+[batch, length], and their `labels` [batch], all int32."""
 
 SPANS = BatchKind("spans", axes=_ROWS, unit="texts", example=_spans, reduced=_reduced_rows)
 """Texts as in `LABELED_TEXT`, with the first and last token of a span in place of a label: `starts`
 and `ends` [batch] int32."""
+
+
+def _pairs(random: np.random.Generator, rows: int, data: DataSpec) -> dict[str, np.ndarray]:
+    inputs = _padded(random, rows, data)
+    length = data.target_length or _LENGTH
+    targets = _padded(random, rows, dataclasses.replace(data, sequence_length=length))
+    return {
+        **inputs,
+        "targets": targets["tokens"],
+        "target_segment_ids": targets["segment_ids"],
+    }
+
+
+def _reduced_pairs(data: DataSpec, model: Any) -> DataSpec:
+    length = min(data.target_length or _LENGTH, _LENGTH)
+    return dataclasses.replace(_reduced_text(data, model), target_length=length)
+
+
+PAIRS = BatchKind(
+    "pairs",
+    axes=dict.fromkeys(
+        ("tokens", "segment_ids", "targets", "target_segment_ids"), ("batch", "length")
+    ),
+    unit="tokens",
+    units_per_example=lambda data: (data.sequence_length or 1) + (data.target_length or 0),
+    example=_pairs,
+    reduced=_reduced_pairs,
+)
+"""Inputs `tokens` [batch, length] and answers `targets` [batch, target_length], each with its
+`segment_ids` and `target_segment_ids` (1, and 0 for padding), all int32."""
 
 
 def _reduced_images(data: DataSpec, model: Any) -> DataSpec:

@@ -19,6 +19,7 @@ from typing import Any
 from shardlib.batch_kinds import EXAMPLES as EXAMPLES
 from shardlib.batch_kinds import IMAGES as IMAGES
 from shardlib.batch_kinds import LABELED_TEXT as LABELED_TEXT
+from shardlib.batch_kinds import PAIRS as PAIRS
 from shardlib.batch_kinds import SPANS as SPANS
 from shardlib.batch_kinds import TEXT as TEXT
 from shardlib.batch_kinds import BatchKind as BatchKind
@@ -55,7 +56,8 @@ class ModelFamily:
     """`flops_per_example(config, data_spec)`: model FLOPs of one example, forward and backward.
     None: the matmuls and convolutions of the traced loss and its gradient."""
     generate: Callable[..., Any] | None = None
-    """`generate(model, tokens, *, length, temperature, rng) -> [b, n + length] int32`.
+    """`generate(model, tokens, *, length, temperature, rng) -> [b, n + length] int32`: the tokens
+    and what follows them.
 
     `tokens: [b, n] int32`. Pure and jittable. None for families that do not generate.
     """

@@ -1,7 +1,8 @@
-"""Published sizes of decoders, for `model: llama3-8b`: the fields of their config.json as ours.
+"""Published sizes of decoders and of T5, for `model: llama3-8b`: the fields of their config.json as
+ours.
 
-Fields that are not named have the defaults of `TransformerConfig`. Each source is the repository of
-the hub whose config.json is meant.
+Fields that are not named have the defaults of `TransformerConfig` or `T5Config`. Each source is the
+repository of the hub whose config.json is meant.
 """
 
 import math
@@ -280,3 +281,39 @@ SIZES: Mapping[str, Fields] = {
     "opt-175b": _opt(96, 12288, 96),
 }
 """Fields of `TransformerConfig` by the name of the size."""
+
+
+def _t5(layers: int, width: int, heads: int, head_dim: int, mlp_dim: int, **more: Any) -> Fields:
+    return {
+        "num_layers": layers,
+        "embed_dim": width,
+        "num_heads": heads,
+        "head_dim": head_dim,
+        "mlp_dim": mlp_dim,
+        "vocab_size": 32128,
+        "dropout": 0.1,
+        **more,
+    }
+
+
+_V11: Fields = {"mlp": "gated_gelu", "tied_embeddings": False}
+_T5_V11: Mapping[str, Fields] = {
+    "small": _t5(8, 512, 6, 64, 1024, **_V11),
+    "base": _t5(12, 768, 12, 64, 2048, **_V11),
+    "large": _t5(24, 1024, 16, 64, 2816, **_V11),
+    "xl": _t5(24, 2048, 32, 64, 5120, **_V11),
+    "xxl": _t5(24, 4096, 64, 64, 10240, **_V11),
+}
+
+T5_SIZES: Mapping[str, Fields] = {
+    # google-t5/t5-{small,base,large,3b,11b}
+    "t5-small": _t5(6, 512, 8, 64, 2048),
+    "t5-base": _t5(12, 768, 12, 64, 3072),
+    "t5-large": _t5(24, 1024, 16, 64, 4096),
+    "t5-3b": _t5(24, 1024, 32, 128, 16384),
+    "t5-11b": _t5(24, 1024, 128, 128, 65536),
+    # google/t5-v1_1-{small,base,large,xl,xxl} and google/flan-t5-{small,base,large,xl,xxl}
+    **{f"t5-v1.1-{size}": fields for size, fields in _T5_V11.items()},
+    **{f"flan-t5-{size}": fields for size, fields in _T5_V11.items()},
+}
+"""Fields of `T5Config` by the name of the size."""

@@ -152,7 +152,10 @@ class Transformer(nnx.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """Returns the logits [batch, length, vocab] of a residual stream."""
         head = self.token_embedding if self.head is None else self.head
-        return project(head, self.normed(x), self.config)
+        return project(head, self.normed(x), *self._logit_options())
+
+    def _logit_options(self) -> tuple[float | None, float]:
+        return self.config.logit_softcap, self.config.logit_divisor
 
     def normed(self, x: jax.Array) -> jax.Array:
         """Returns the input of the head [batch, length, embed] for a residual stream."""
@@ -168,7 +171,7 @@ class Transformer(nnx.Module):
         head = self.token_embedding if self.head is None else self.head
         graphdef, weights = nnx.split(head)
         return chunked_cross_entropy(
-            lambda weights, x: project(nnx.merge(graphdef, weights), x, self.config),
+            lambda weights, x: project(nnx.merge(graphdef, weights), x, *self._logit_options()),
             weights,
             self.normed(x),
             targets,
@@ -212,12 +215,14 @@ def with_rotations(
     return context._replace(local_rotations=rotations(positions, turns))
 
 
-def project(head: Embedding | Linear, x: jax.Array, config: TransformerConfig) -> jax.Array:
+def project(
+    head: Embedding | Linear, x: jax.Array, softcap: float | None = None, divisor: float = 1.0
+) -> jax.Array:
     """Returns the logits [batch, length, vocab] of a normalised residual stream."""
-    x, softcap = whole(x), config.logit_softcap
+    x = whole(x)
     logits = head.attend(x) if isinstance(head, Embedding) else head(x)
-    if config.logit_divisor != 1.0:
-        logits = logits / config.logit_divisor
+    if divisor != 1.0:
+        logits = logits / divisor
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     return constrain(logits, "batch", "length", "vocab")

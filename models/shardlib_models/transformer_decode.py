@@ -48,11 +48,11 @@ def generate(
     model.check_length(prompt + length)
     model = nnx.merge(*nnx.split(model))
     model.eval()
-    with _whole_rows():
+    with whole_rows():
         return _continued(model, tokens, length, jnp.asarray(temperature, jnp.float32), rng)
 
 
-def _whole_rows() -> contextlib.AbstractContextManager[Any]:
+def whole_rows() -> contextlib.AbstractContextManager[Any]:
     """Returns the active rules without a cut along length: decoding feeds one token at a time, and
     a prompt has any length."""
     scope = active()
@@ -73,7 +73,7 @@ def _continued(
         x, _, caches = model.hidden(tokens, positions, Context(start=start), caches)
         logits = model.logits(x[:, -1:])[:, 0]
         key = jax.random.fold_in(rng, start + tokens.shape[1])
-        return _sample(logits, temperature, key).astype(tokens.dtype), caches
+        return sample(logits, temperature, key).astype(tokens.dtype), caches
 
     def add(state: tuple[jax.Array, Any], position: jax.Array) -> tuple[Any, jax.Array]:
         token, caches = state
@@ -102,7 +102,7 @@ def _empty(model: "Transformer", batch: int, max_length: int) -> tuple[KeyValues
     )
 
 
-def _sample(logits: jax.Array, temperature: jax.Array, key: jax.Array) -> jax.Array:
+def sample(logits: jax.Array, temperature: jax.Array, key: jax.Array) -> jax.Array:
     """Returns one token for each row of `logits` [batch, vocab]."""
     logits = logits.astype(jnp.float32)
     greedy = temperature == 0

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from shardlib.data.images.config import ImageData as ImageData
     from shardlib.data.instruct.config import ChatData as ChatData
     from shardlib.data.instruct.config import InstructionData as InstructionData
+    from shardlib.data.instruct.config import PairData as PairData
     from shardlib.data.loader import MapSource as MapSource
     from shardlib.data.loader import Source as Source
     from shardlib.data.loader import StreamPosition as StreamPosition
     from shardlib.data.open import batch_spec as batch_spec
     from shardlib.data.open import open_data as open_data
     from shardlib.data.prefetch import Prefetcher as Prefetcher
+    from shardlib.data.text.config import SpanData as SpanData
     from shardlib.data.text.config import TextData as TextData
     from shardlib.data.text.rows import load_tokenizer as load_tokenizer
     from shardlib.data.tokenizer import Tokenizer as Tokenizer
@@ -33,9 +35,11 @@ _MODULES = {
     "InstructionData": "instruct.config",
     "LabeledTextData": "framed.config",
     "MapSource": "loader",
+    "PairData": "instruct.config",
     "Prefetcher": "prefetch",
     "QuestionData": "framed.config",
     "Source": "loader",
+    "SpanData": "text.config",
     "StreamPosition": "loader",
     "TextData": "text.config",
     "Tokenizer": "tokenizer",

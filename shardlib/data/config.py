@@ -1,7 +1,7 @@
 """Data configs: what a run asks of its data, and the checks that several kinds share."""
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from shardlib.batch_kinds import DataSpec
@@ -34,6 +34,23 @@ class DataConfig(abc.ABC):
             DataError: If the config contradicts itself.
         """
         return DataSpec()
+
+    def vocabulary(self, tokenizer: "Tokenizer") -> int:
+        """Returns the `vocab_size` of the data spec with a tokenizer."""
+        return tokenizer.vocab_size
+
+    def prompt_tokens(self, prompt: str, tokenizer: "Tokenizer") -> list[int]:
+        """Returns the tokens of a prompt, arranged as in the data: here after an end of text.
+
+        Raises:
+            DataError: If the prompt names what the data do not have.
+        """
+        return [tokenizer.eot, *tokenizer.encode(prompt)]
+
+    def sampled_text(self, tokens: Sequence[int], tokenizer: "Tokenizer") -> str:
+        """Returns the text of tokens that a model wrote."""
+        # A model may pad its vocabulary beyond the tokenizer's, so that a mesh divides it.
+        return tokenizer.decode(t for t in tokens if t < tokenizer.vocab_size)
 
     @abc.abstractmethod
     def padding(self) -> "Mapping[str, np.ndarray]":

@@ -96,6 +96,15 @@ def batch_of(
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    examples: Examples
+    change: Callable[[int, Any], Mapping[str, np.ndarray]]
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        return self.change(index, self.examples[index])
+
+
 class MapSource:
     """A `Source` over examples by index: row r of step k is example `k * global_batch + r`.
 
@@ -164,6 +173,28 @@ class MapSource:
         moved = copy.copy(self)
         moved._position = position
         return moved
+
+    def mapped(
+        self,
+        change: Callable[[int, Any], Mapping[str, np.ndarray]],
+        *,
+        spec: DataSpec,
+        padding: Mapping[str, np.ndarray],
+        fingerprint: str,
+    ) -> "MapSource":
+        """Returns this source with changed examples: `change(index, example)` in place of each.
+
+        Args:
+            change: A pure function; the index differs from pass to pass of an endless stream.
+            spec: See the class, as for the others.
+            padding: A placeholder for a missing example, already changed.
+            fingerprint: A digest of data and change.
+        """
+        mapped, make = copy.copy(self), self._make_examples
+        mapped.spec, mapped.fingerprint = spec, fingerprint
+        mapped._padding = dict(padding)
+        mapped._make_examples = lambda: _Mapped(make(), change)
+        return mapped
 
     @property
     def num_steps(self) -> int | None:

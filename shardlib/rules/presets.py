@@ -26,6 +26,7 @@ _ACTIVATIONS = {
     "head_dim": None,
     "positions": None,
     "types": None,
+    "buckets": None,
     "features": None,
     "channels": None,
     "height": None,
@@ -38,6 +39,7 @@ _REPLICATED = (
     "head_dim",
     "positions",
     "types",
+    "buckets",
     "features",
     "kernel_h",
     "kernel_w",
@@ -46,6 +48,7 @@ _REPLICATED = (
     "token_dim",
     "shared_gate",
     "dense_layers",
+    "encoder_layers",
 )
 
 DATA = AxisRules(

@@ -13,7 +13,9 @@ from shardlib.data import (
     ImageData,
     InstructionData,
     LabeledTextData,
+    PairData,
     QuestionData,
+    SpanData,
     TextData,
 )
 from shardlib.errors import ConfigError, MeshError, RuleError
@@ -41,6 +43,8 @@ DATA_CONFIGS: Mapping[str, type[DataConfig]] = {
     "chat": ChatData,
     "labeled_text": LabeledTextData,
     "questions": QuestionData,
+    "pairs": PairData,
+    "span_corruption": SpanData,
 }
 """The built-in data sources."""
 

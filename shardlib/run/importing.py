@@ -81,7 +81,7 @@ def _check(config: RunConfig, out: RunDirectory) -> None:
 
 def _no_data(config: RunConfig) -> NoData:
     tokenizer = _tokenizer(config)
-    spec = dataclasses.replace(config.data.spec(), vocab_size=tokenizer.vocab_size)
+    spec = dataclasses.replace(config.data.spec(), vocab_size=config.data.vocabulary(tokenizer))
     return NoData(spec, tokenizer)
 
 

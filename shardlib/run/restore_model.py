@@ -16,6 +16,7 @@ from shardlib.checkpoint.tree import flatten
 from shardlib.data import Tokenizer
 from shardlib.errors import DataError, MeshError, ModelError
 from shardlib.optim.ema import EmaState
+from shardlib.registry import PAIRS, TEXT
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
@@ -80,7 +81,7 @@ def restore_model(
     elif not saved.candidates():
         raise no_checkpoint(run_dir, saved)
     tokenizer = directory.read_tokenizer(config)
-    if of_text and tokenizer is None and config.data.gives == "text":
+    if of_text and tokenizer is None and config.data.gives in (TEXT.name, PAIRS.name):
         raise DataError(
             f"{directory.tokenizer_file} is missing.\n"
             "  Restore the file, for example from a copy of the run."
@@ -93,7 +94,7 @@ def restore_model(
     run, scope = _resolved(config, mesh)
     spec = config.data.spec()
     if tokenizer is not None:
-        spec = dataclasses.replace(spec, vocab_size=tokenizer.vocab_size)
+        spec = dataclasses.replace(spec, vocab_size=config.data.vocabulary(tokenizer))
     unknown = [name for name in config.data.decides if getattr(spec, name) is None]
     if tokenizer is None or any(getattr(config.model, name, None) is None for name in unknown):
         spec = open_source(run.config, "train").spec

@@ -32,7 +32,7 @@ class Sampler:
                 f"model {parts.config.model.name!r} does not generate text.\n"
                 "  Choose a family that does, such as 'transformer'."
             )
-        self._tokenizer = tokenizer
+        self._tokenizer, self._data = tokenizer, parts.config.data
         # A prompt has one row, so no mesh axis can divide its batch.
         rules = parts.scope.rules.override(activations={"batch": None})
         policy = precision(parts.config.precision)
@@ -58,8 +58,7 @@ class Sampler:
         drawn = jax.device_get(self._sample(state, tokens, length, np.float32(temperature), key))
         new = [int(token) for token in drawn[0, tokens.shape[1] :]]
         new = new[: new.index(end)] if end in new else new
-        # A model may pad its vocabulary beyond the tokenizer's, so that a mesh divides it.
-        return self._tokenizer.decode(t for t in new if t < self._tokenizer.vocab_size)
+        return self._data.sampled_text(new, self._tokenizer)
 
     def trace(self, state: TrainState, prompt: str, *, length: int) -> None:
         """Traces the program of a call with these arguments; the state may be abstract.
@@ -72,8 +71,8 @@ class Sampler:
         self._sample.trace(state, self._prompt(prompt), length, np.float32(0), key)
 
     def _prompt(self, prompt: str) -> np.ndarray:
-        """Returns the tokens of one row, after an end-of-text token: int32 [1, n]."""
-        return np.asarray([[self._tokenizer.eot, *self._tokenizer.encode(prompt)]], np.int32)
+        """Returns the tokens of one row: int32 [1, n]."""
+        return np.asarray([self._data.prompt_tokens(prompt, self._tokenizer)], np.int32)
 
 
 def generate(

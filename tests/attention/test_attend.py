@@ -57,6 +57,53 @@ def test_equals_a_loop(kv_heads, causal, packed):
     np.testing.assert_allclose(actual, reference(*arrays, sees), atol=ATOL)
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_bias_is_added_to_the_scores(packed):
+    """A bias of -1e9 hides a pair, and its gradient is that of the scores."""
+    query, key, value = example()
+    hidden = (
+        jax.random.bernoulli(jax.random.key(1), 0.4, (4, 12, 12)) & ~jnp.eye(12, dtype=bool)[None]
+    )
+    segments = jnp.asarray(SEGMENTS, jnp.int32) if packed else None
+    bias = jnp.where(hidden, -1e9, 0.0)
+    actual = jitted(query, key, value, segment_ids=segments, bias=bias, causal=False)
+    expected = np.zeros(actual.shape)
+    for head in range(4):
+        same = np.asarray(~hidden[head])
+
+        def sees(b, t, s, same=same):
+            return same[t, s] and (not packed or SEGMENTS[b, t] == SEGMENTS[b, s])
+
+        expected[:, :, head] = reference(query, key, value, sees)[:, :, head]
+    np.testing.assert_allclose(actual, expected, atol=ATOL)
+
+
+def test_a_bias_has_the_gradient_of_the_scores():
+    query, key, value = example(heads=2, kv_heads=2)
+    bias = jax.random.normal(jax.random.key(1), (2, 12, 12))
+
+    def by_bias(bias):
+        return jnp.sum(attend(query, key, value, bias=bias, scale=1e-6) ** 2)
+
+    def by_scores(bias):
+        # Queries that are one-hot read the bias as keys.
+        rows = jnp.broadcast_to(jnp.eye(12)[None, :, None], (2, 12, 2, 12))
+        keys = jnp.broadcast_to(jnp.transpose(bias, (2, 0, 1))[None], (2, 12, 2, 12))
+        return jnp.sum(attend(rows, keys, value, scale=1.0) ** 2)
+
+    found, expected = (jax.jit(jax.grad(f))(bias) for f in (by_bias, by_scores))
+    # Scores of 1e-6 are left of query and key.
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_a_bias_is_partitioned_by_the_compiler():
+    arrays = example(batch=4, length=16, heads=4, kv_heads=4)
+    bias = jax.random.normal(jax.random.key(1), (4, 16, 16))
+    with sl.use(sl.make_mesh("data=2,tensor=2,context=2"), sl.rules.STANDARD):
+        shared = jax.jit(functools.partial(attend, bias=bias))(*arrays)
+    np.testing.assert_allclose(shared, attend(*arrays, bias=bias), atol=ATOL)
+
+
 @pytest.mark.parametrize("window", [1, 2, 5, 12, 14])
 def test_a_window_counts_the_query_itself(window):
     arrays = example()
@@ -186,6 +233,23 @@ def refusal(arrays, **options):
     with pytest.raises(ModelError) as error:
         attend(*arrays, **options)
     return str(error.value)
+
+
+def test_a_bias_is_never_ignored():
+    arrays = example()
+    bias = jnp.zeros((4, 12, 12))
+    assert refusal(arrays, bias=bias[:2]) == (
+        "bias has shape (2, 12, 12), expected (4, 12, 12): [heads, length, kv_length].\n"
+        "  Give one number for each query head and pair of positions."
+    )
+    for backend in ("blockwise", "cudnn", "splash"):
+        assert refusal(arrays, bias=bias, backend=backend) == (
+            f"attention by {backend} does not take a bias.\n  Use backend 'auto' or 'xla'."
+        )
+    with sl.use(sl.make_mesh("data=4,context=2"), sl.rules.STANDARD):
+        assert "without explicit positions or a bias" in refusal(
+            example(batch=4, length=128), bias=jnp.zeros((4, 128, 128)), context="ring"
+        )
 
 
 def test_faults_in_shape_and_window():

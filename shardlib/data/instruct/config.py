@@ -1,10 +1,16 @@
 """The data configs of chats and instructions."""
 
+import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 from shardlib.batch_kinds import DataSpec
 from shardlib.config import configclass
-from shardlib.data.instruct.fields import ChatFields, ExampleFields, InstructionFields
+from shardlib.data.instruct.fields import (
+    ChatFields,
+    ExampleFields,
+    InstructionFields,
+    PairFields,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,6 +50,24 @@ class _Examples(ExampleFields):
 @configclass
 class InstructionData(InstructionFields, _Examples):
     """Prompts and completions, packed into rows; the loss is on the completions."""
+
+
+@configclass
+class PairData(PairFields, _Examples):
+    """Prompts and completions in rows of their own, for encoders with a decoder."""
+
+    def spec(self) -> DataSpec:
+        return dataclasses.replace(
+            super().spec(), loss_mask=False, target_length=self.target_length
+        )
+
+    def prompt_tokens(self, prompt: str, tokenizer: "Tokenizer") -> list[int]:
+        return [*tokenizer.encode(prompt), tokenizer.eot]
+
+    def padding(self) -> "dict[str, np.ndarray]":
+        from shardlib.data.instruct.pairs import empty_row
+
+        return empty_row(self.sequence_length, self.target_length)
 
 
 @configclass

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardlib.data import records
 from shardlib.data.hashing import digest
-from shardlib.data.instruct.fields import ChatFields, ExampleFields, InstructionFields
+from shardlib.data.instruct.fields import ChatFields, ExampleFields, PairFields, PromptFields
 from shardlib.data.instruct.template import Span, find_template, tokenizer_settings
 from shardlib.data.text.sources import missing
 from shardlib.data.tokenizer import BytesTokenizer, Tokenizer, read_tokenizer
@@ -53,10 +53,10 @@ def encoder(
 
         parts = (config.messages_field, template.source, sorted(template.special_tokens.items()))
         return digest(("chat", *parts)), encode_chat
-    assert isinstance(config, InstructionFields)
-    return digest((config.prompt_fields, config.completion_field)), lambda example: _completion(
-        config, tokenizer, example
-    )
+    assert isinstance(config, PromptFields)
+    parts = (config.prompt_fields, config.completion_field)
+    way = digest(("pairs", *parts) if isinstance(config, PairFields) else parts)
+    return way, lambda example: _completion(config, tokenizer, example)
 
 
 def chat_encoder(tokenizer: Tokenizer) -> Callable[[str, Sequence[Span]], Learned]:
@@ -113,12 +113,13 @@ def _messages(example: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]
     return messages
 
 
-def _completion(
-    config: InstructionFields, tokenizer: Tokenizer, example: Mapping[str, Any]
-) -> Learned:
+def _completion(config: PromptFields, tokenizer: Tokenizer, example: Mapping[str, Any]) -> Learned:
     """Encodes prompt and completion apart, as a prompt is encoded when a model is used."""
     prompts = [_text(example, name, "data.prompt_fields") for name in config.prompt_fields]
-    prompt = tokenizer.encode("\n".join(prompts) + "\n")
+    if isinstance(config, PairFields):
+        prompt = [*tokenizer.encode("\n".join(prompts)), tokenizer.eot]
+    else:
+        prompt = tokenizer.encode("\n".join(prompts) + "\n")
     completion = tokenizer.encode(_text(example, config.completion_field, "data.completion_field"))
     ids = np.array([*prompt, *completion, tokenizer.eot], np.int64)
     return ids, np.arange(len(ids)) >= len(prompt)

@@ -51,16 +51,40 @@ class ExampleFields(DataConfig):
 
 
 @configclass
-class InstructionFields(ExampleFields):
-    """The fields of `InstructionData`."""
+class PromptFields(ExampleFields):
+    """The fields of all data of prompts and completions."""
 
-    kind: Literal["instructions"] = "instructions"
-    """Prompts and completions; the loss is on the completions."""
     prompt_fields: tuple[str, ...] = ("prompt",)
     """The fields of an example that make the prompt, joined by line ends."""
     completion_field: str = "completion"
     """The field that holds the completion: a text, or answers as SQuAD writes them, of which the
     first counts."""
+
+
+@configclass
+class InstructionFields(PromptFields):
+    """The fields of `InstructionData`."""
+
+    kind: Literal["instructions"] = "instructions"
+    """Prompts and completions; the loss is on the completions."""
+
+
+@configclass
+class PairFields(PromptFields):
+    """The fields of `PairData`."""
+
+    gives: ClassVar[str] = "pairs"
+
+    kind: Literal["pairs"] = "pairs"
+    """Prompts for an encoder and completions for a decoder, one of each in a row.
+    `sequence_length` counts the tokens of the prompt, its end-of-text token among them."""
+    target_length: int = 64
+    """Tokens of the longest completion, its end-of-text token among them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_length < 1:
+            raise ValueError(f"target_length must be at least 1, not {self.target_length}")
 
 
 @configclass

@@ -1,5 +1,6 @@
 """The source of a config for fine-tuning: encoded examples, split and packed rows."""
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
@@ -8,14 +9,14 @@ from typing import Literal
 
 import numpy as np
 
-from shardlib.batch_kinds import DataSpec
 from shardlib.data import records
 from shardlib.data.cache import cached, read_array, reading
 from shardlib.data.config import as_paths
 from shardlib.data.hashing import content_hash, derive_seed, digest, mix
 from shardlib.data.instruct.encode import encoder, load_tokenizer
-from shardlib.data.instruct.fields import ExampleFields
-from shardlib.data.instruct.packing import Encodings, ExampleRows, empty_row
+from shardlib.data.instruct.fields import ExampleFields, PairFields
+from shardlib.data.instruct.packing import Encodings, ExampleRows
+from shardlib.data.instruct.pairs import PairRows, pair_sizes
 from shardlib.data.loader import Examples, MapSource
 from shardlib.data.split import held_out, is_in
 from shardlib.data.tokenizer import Tokenizer
@@ -51,9 +52,9 @@ def open_examples(
         make = functools.partial(_plain, rows)
     return MapSource(
         make,
-        spec=DataSpec(tokenizer.vocab_size, config.sequence_length, loss_mask=True),
+        spec=dataclasses.replace(config.spec(), vocab_size=tokenizer.vocab_size),
         global_batch=global_batch,
-        padding=empty_row(config.sequence_length),
+        padding=config.padding(),
         num_examples=None if split == "train" else len(rows),
         max_steps=None if split == "train" else config.eval_steps,
         fingerprint=digest((tuple(ours.hashes.tolist()), tuple(held.tolist()), config.too_long)),
@@ -61,20 +62,22 @@ def open_examples(
     )
 
 
-def _endless(rows: ExampleRows, seed: int) -> Examples:
+def _endless(rows: ExampleRows | PairRows, seed: int) -> Examples:
     import grain
 
     return grain.MapDataset.source(rows).shuffle(seed=derive_seed(seed, "rows")).repeat()
 
 
-def _plain(rows: ExampleRows) -> Examples:
+def _plain(rows: ExampleRows | PairRows) -> Examples:
     return rows
 
 
 def _rows(
     config: ExampleFields, encodings: Encodings, chosen: np.ndarray, seed: int, purpose: str
-) -> ExampleRows:
+) -> ExampleRows | PairRows:
     """Returns the rows of the chosen examples, shuffled by the seed."""
+    if isinstance(config, PairFields):
+        return _pair_rows(config, encodings, chosen, seed, purpose)
     length = config.sequence_length
     cut = np.diff(encodings.offsets)[chosen] > length + 1
     if cut.any():
@@ -88,13 +91,29 @@ def _rows(
             *(cut.sum(), len(chosen), purpose, length, (~learned).sum(), length),
         )
         chosen = np.delete(chosen, np.flatnonzero(cut)[~learned])
+    return ExampleRows(encodings, _shuffled(encodings, chosen, seed, purpose), length)
+
+
+def _pair_rows(
+    config: PairFields, encodings: Encodings, chosen: np.ndarray, seed: int, purpose: str
+) -> PairRows:
+    lengths = config.sequence_length, config.target_length
+    inputs, answers = (sizes[chosen] for sizes in pair_sizes(encodings))
+    if cut := int(((inputs > lengths[0]) | (answers > lengths[1])).sum()):
+        _LOG.warning(
+            "%d of %d examples to %s are cut to %d tokens of the prompt and %d of the completion",
+            *(cut, len(chosen), purpose, *lengths),
+        )
+    return PairRows(encodings, _shuffled(encodings, chosen, seed, purpose), *lengths)
+
+
+def _shuffled(encodings: Encodings, chosen: np.ndarray, seed: int, purpose: str) -> np.ndarray:
     if not len(chosen):
         raise DataError(
             f"no example is left to {purpose}.\n"
             "  Give more examples, another data.eval_fraction, or a longer data.sequence_length."
         )
-    order = np.argsort(mix(encodings.hashes[chosen], seed), kind="stable")
-    return ExampleRows(encodings, chosen[order], length)
+    return chosen[np.argsort(mix(encodings.hashes[chosen], seed), kind="stable")]
 
 
 def _encodings(
@@ -112,15 +131,39 @@ def _encodings(
             read_array(directory / "offsets.npy"),
             read_array(directory / "hashes.npy"),
         )
+    if config.too_long == "refuse":
+        _check_fit(config, encodings, name)
+    return encodings
+
+
+def _check_fit(config: ExampleFields, encodings: Encodings, name: str) -> None:
+    if isinstance(config, PairFields):
+        _check_pairs_fit(config, encodings, name)
+        return
     sizes = np.diff(encodings.offsets)
     long = int((sizes > config.sequence_length + 1).sum())
-    if long and config.too_long == "refuse":
+    if long:
         raise DataError(
             f"{name}: {long:,} of {len(sizes):,} examples are longer than a row of "
             f"{config.sequence_length:,} tokens; the longest needs {sizes.max() - 1:,}.\n"
             "  Set data.sequence_length to that, or data.too_long=truncate to cut them."
         )
-    return encodings
+
+
+def _check_pairs_fit(config: PairFields, encodings: Encodings, name: str) -> None:
+    lengths = {"sequence_length": "prompt", "target_length": "completion"}
+    faults, fixes = [], []
+    for (key, part), sizes in zip(lengths.items(), pair_sizes(encodings), strict=True):
+        limit, longest = getattr(config, key), sizes.max()
+        if longest > limit:
+            faults.append(
+                f"{name}: {(sizes > limit).sum():,} of {len(sizes):,} examples have a {part} "
+                f"longer than {limit:,} tokens; the longest has {longest:,}."
+            )
+            fixes.append(f"data.{key}={longest}")
+    if faults:
+        fix = f"  Set {' and '.join(fixes)}, or data.too_long=truncate to cut them."
+        raise DataError("\n".join([*faults, fix]))
 
 
 def _write(

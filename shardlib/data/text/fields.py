@@ -12,13 +12,13 @@ SMALLEST_VOCAB_SIZE = 257
 
 @configclass
 class TextFields(DataConfig):
-    """The fields of `TextData`, which the reading of text takes."""
+    """The fields of all data of text, which the reading of text takes."""
 
     gives: ClassVar[str] = "text"
     decides: ClassVar[tuple[str, ...]] = ("vocab_size",)
 
-    kind: Literal["text"] = "text"
-    """Text for training a language model."""
+    kind: str = ""
+    """Kind of the data."""
     path: str | tuple[str, ...] = "builtin:python"
     """Location of the text: a file (`.jsonl` and `.jsonl.gz`: one JSON object per line; others:
     plain UTF-8 text, also as `.gz`), a directory (its `.txt`, `.md` and `.jsonl` files, recursively
@@ -79,3 +79,30 @@ class TextFields(DataConfig):
         if not all(0 < weight < float("inf") for weight in self.weights):
             return [f"weights must all be positive numbers, not {self.weights}"]
         return []
+
+
+@configclass
+class SpanFields(TextFields):
+    """The fields of `SpanData`."""
+
+    gives: ClassVar[str] = "pairs"
+
+    kind: Literal["span_corruption"] = "span_corruption"
+    """Text with spans left out, for an encoder, and the spans to fill in, for a decoder.
+    `sequence_length` counts the tokens of the encoder, a sentinel for each span among them."""
+    noise_density: float = 0.15
+    """Share of the tokens that are left out, in (0, 1)."""
+    mean_span_length: float = 3.0
+    """Mean number of tokens of a span, 1 or more."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        faults = []
+        if self.sequence_length < 3:
+            faults.append(f"sequence_length must be at least 3, not {self.sequence_length}")
+        if not 0 < self.noise_density < 1:
+            faults.append(f"noise_density must lie in (0, 1), not {self.noise_density}")
+        if not 1 <= self.mean_span_length < float("inf"):
+            faults.append(f"mean_span_length must be at least 1, not {self.mean_span_length}")
+        if faults:
+            raise ValueError("; ".join(faults))

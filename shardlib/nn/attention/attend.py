@@ -35,6 +35,7 @@ def attend(
     kv_segment_ids: Int[Array, "batch kv_length"] | None = None,
     positions: Int[Array, "#batch length"] | None = None,
     kv_positions: Int[Array, "#batch kv_length"] | None = None,
+    bias: Float[Array, "heads length kv_length"] | None = None,
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
@@ -44,21 +45,22 @@ def attend(
     order: Order = "contiguous",
     sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch length heads value_dim"]:
-    """Returns softmax(scale * query key^T) value, in the dtype of `value`.
+    """Returns softmax(scale * query key^T + bias) value, in the dtype of `value`.
 
     The softmax is in float32. A query sees a key if both have the same segment, the key does not
     come later (`causal`), and it is less than `window` positions away. Padding (segment 0) is a
     segment like any other: no other token sees it; the loss must ignore its finite outputs.
 
     Where the active rules split `length` over the mesh axis `context`, its devices share the row as
-    `plan_context` says. With explicit positions, or a different number of keys, the compiler
-    partitions attention instead; with explicit positions the backend is `xla`.
+    `plan_context` says. With explicit positions, a bias, or a different number of keys, the
+    compiler partitions attention instead; with explicit positions or a bias the backend is `xla`.
 
     Args:
         query, key, value: Heads are a multiple of kv_heads, and each heads / kv_heads consecutive
             query heads share a key-value head. Values may have other dims than keys.
         segment_ids, kv_segment_ids: int32, the documents of queries and keys; None for the same.
         positions, kv_positions: int32, the positions of queries and keys; None for 0, 1, 2, ...
+        bias: Added to the scores of each pair of positions, after scale and softcap, in float32.
         causal: Whether keys at later positions are hidden.
         window: Number of positions a query sees, including its own; None for all. Causal only.
         scale: Factor of the scores; None for 1 / sqrt(head_dim).
@@ -71,20 +73,22 @@ def attend(
 
     Raises:
         ModelError: If an array lacks a dim, kv_heads does not divide heads, segment ids are missing
-            for queries or keys, there is not one sink for each query head, or an option is out of
+            for queries or keys, the bias or the sinks have another shape, or an option is out of
             range or cannot work.
     """
     mask = Mask(causal, window, scale, softcap)
-    has_positions = positions is not None or kv_positions is not None
+    explicit = [] if positions is None and kv_positions is None else ["explicit positions"]
+    explicit += [] if bias is None else ["a bias"]
     _check_dims(query=query, key=key, value=value)
     _check_inputs(query, key, segment_ids, kv_segment_ids)
     _check_sinks(query, sinks)
-    _check_options(query, key, backend, context, order, has_positions)
+    _check_bias(query, key, bias)
+    _check_options(query, key, backend, context, order, explicit)
     segments = (segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
-    if has_positions:
+    if explicit:
         given = zip((query, key), (positions, kv_positions), segments, strict=True)
         at, kv_at = (places(x.shape[1], *one) for x, *one in given)
-        return plain(query, key, value, mask.pairs(at, kv_at), mask, sinks)
+        return plain(query, key, value, mask.pairs(at, kv_at), mask, bias, sinks)
     if query.shape[1] != key.shape[1]:
         plan = ContextPlan("none", order, "keys of another length")
     else:
@@ -137,21 +141,30 @@ def _check_sinks(
         )
 
 
+def _check_bias(query: jax.Array, key: jax.Array, bias: jax.Array | None) -> None:
+    expected = query.shape[2], query.shape[1], key.shape[1]
+    if bias is not None and bias.shape != expected:
+        raise ModelError(
+            f"bias has shape {bias.shape}, expected {expected}: [heads, length, kv_length].\n"
+            "  Give one number for each query head and pair of positions."
+        )
+
+
 def _check_options(
     query: Float[Array, "batch length heads head_dim"],
     key: Float[Array, "batch kv_length kv_heads head_dim"],
     backend: Backend,
     context: ContextMethod,
     order: Order,
-    has_positions: bool,
+    explicit: list[str],
 ) -> None:
-    """Rejects options that need self-attention without explicit positions, elsewhere."""
-    if has_positions and backend not in ("auto", "xla"):
+    """Rejects options that need self-attention without explicit positions or a bias, elsewhere."""
+    if explicit and backend not in ("auto", "xla"):
         raise ModelError(
-            f"attention by {backend} does not take explicit positions.\n"
+            f"attention by {backend} does not take {' or '.join(explicit)}.\n"
             "  Use backend 'auto' or 'xla'."
         )
-    if not has_positions and query.shape[1] == key.shape[1]:
+    if not explicit and query.shape[1] == key.shape[1]:
         return
     uses_it = context != "auto" and axis_size(AXIS) > 1
     options = [f"context={context!r}"] if uses_it else []
@@ -159,7 +172,7 @@ def _check_options(
     if options:
         named = " and ".join(options)
         raise ModelError(
-            f"attention with {named} is for self-attention without explicit positions.\n"
+            f"attention with {named} is for self-attention without explicit positions or a bias.\n"
             f"  Leave out {named}."
         )
 
@@ -220,7 +233,7 @@ def _on_device(
     scope = active()
     # JAX looks for cuDNN while it traces. A mesh without devices is used for shapes alone.
     if backend == "xla" or (scope and isinstance(scope.mesh, AbstractMesh)):
-        return plain(query, key, value, mask.pairs(at, kv_at), mask, sinks)
+        return plain(query, key, value, mask.pairs(at, kv_at), mask, None, sinks)
     # Passed as arguments rather than in the mask, so that hidden pairs are not computed at all.
     visible = Mask(causal=False).pairs(at, kv_at)
     with jax.numpy_dtype_promotion("standard"):

@@ -16,9 +16,11 @@ def plain(
     value: Float[Array, "batch kv_length kv_heads value_dim"],
     visible: Bool[Array, "#batch length kv_length"] | None,
     mask: Mask,
+    bias: Float[Array, "heads length kv_length"] | None = None,
     sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch length heads value_dim"]:
-    """Returns attention to the `visible` keys, scored as `mask` says; see `attend` for the others.
+    """Returns attention to the `visible` keys, scored as `mask` says and with `bias` added; see
+    `attend` for the others.
 
     The scores are float32 from the start. The 16-bit operands are widened rather than the result,
     whose gradient would mix dtypes and fail strict promotion.
@@ -30,6 +32,9 @@ def plain(
     query = jnp.transpose(query, (0, 2, 3, 1, 4)).astype(jnp.float32)
     query = mask.scaled(query, head_dim)
     scores = mask.capped(jnp.einsum("bkgtd,bskd->bkgts", query, key.astype(jnp.float32)))
+    if bias is not None:
+        bias = bias.astype(jnp.float32).reshape(kv_heads, heads // kv_heads, length, -1)
+        scores = scores + bias[None]
     if visible is not None:
         # An addition rather than a select: the backward pass then does not read the mask.
         scores = scores + jnp.where(visible, 0.0, _HIDDEN)[:, None, None]

@@ -270,8 +270,8 @@ def _spec(config: RunConfig) -> DataSpec:
     spec = expected_spec(config)
     if spec.vocab_size is not None:
         return spec
-    tokenizer = config.data.find_tokenizer()
-    size = tokenizer.vocab_size if tokenizer else getattr(config.data, "vocab_size", None)
+    tokenizer, data = config.data.find_tokenizer(), config.data
+    size = data.vocabulary(tokenizer) if tokenizer else getattr(data, "vocab_size", None)
     return dataclasses.replace(spec, vocab_size=size)
 
 

@@ -141,5 +141,5 @@ def _data(config: RunConfig) -> tuple[DataSpec, Tokenizer | None]:
     faults = family(config.model.name).faults(config.model, spec)
     tokenizer = data.find_tokenizer() or (data.find_tokenizer(read=True) if faults else None)
     if tokenizer is not None:
-        return dataclasses.replace(spec, vocab_size=tokenizer.vocab_size), tokenizer
+        return dataclasses.replace(spec, vocab_size=data.vocabulary(tokenizer)), tokenizer
     return open_source(config, "train").spec if faults else spec, None
