@@ -59,7 +59,9 @@ class ModelFamily:
     """`generate(model, tokens, *, length, temperature, rng) -> [b, n + length] int32`: the tokens
     and what follows them.
 
-    `tokens: [b, n] int32`. Pure and jittable. None for families that do not generate.
+    `tokens: [b, n] int32`. Pure and jittable. None for families that do not generate. Evaluation on
+    tasks needs the arguments `lengths` and `first`, of prompts of unequal length, too; see
+    `shardlib_models.transformer_decode.generate`.
     """
     choices: Callable[..., dict[str, str]] | None = None
     """`choices(config, data_spec, *, dtype)`: the model's own choices on the active mesh (an

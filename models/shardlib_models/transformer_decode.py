@@ -22,6 +22,8 @@ def generate(
     length: int,
     temperature: float | jax.Array = 1.0,
     rng: jax.Array,
+    lengths: jax.Array | None = None,
+    first: int = 1,
 ) -> jax.Array:
     """Returns `tokens` continued: [batch, prompt + length] int32. Pure, and traceable by `jax.jit`.
 
@@ -30,10 +32,14 @@ def generate(
 
     Args:
         model: The transformer, which is not changed; dropout is off.
-        tokens: [batch, prompt] int32, with at least one token in each row and no padding.
+        tokens: [batch, prompt] int32, with at least one token in each row.
         length: Number of tokens to add.
         temperature: 0 takes the likeliest token; otherwise logits are divided by it and sampled.
         rng: A typed key; each position draws from its own.
+        lengths: [batch] int32, of the prompt of each row: what comes after it in `tokens` is
+            replaced. None: prompts have no padding.
+        first: With `lengths`: tokens that are read at once, at most as many as the shortest prompt
+            has. The others are fed one by one.
 
     Raises:
         ModelError: If the prompt is empty, `length` is less than 1, or the total is longer than the
@@ -49,7 +55,10 @@ def generate(
     model = nnx.merge(*nnx.split(model))
     model.eval()
     with whole_rows():
-        return _continued(model, tokens, length, jnp.asarray(temperature, jnp.float32), rng)
+        temperature = jnp.asarray(temperature, jnp.float32)
+        if lengths is None:
+            lengths, first = jnp.full(tokens.shape[0], prompt, jnp.int32), prompt
+        return _continued(model, tokens, lengths, first, length, temperature, rng)
 
 
 def whole_rows() -> contextlib.AbstractContextManager[Any]:
@@ -63,27 +72,38 @@ def whole_rows() -> contextlib.AbstractContextManager[Any]:
 
 
 def _continued(
-    model: "Transformer", tokens: jax.Array, length: int, temperature: jax.Array, rng: jax.Array
+    model: "Transformer",
+    prompts: jax.Array,
+    lengths: jax.Array,
+    first: int,
+    length: int,
+    temperature: jax.Array,
+    rng: jax.Array,
 ) -> jax.Array:
     """Runs `generate` on a private copy of the model in evaluation mode."""
-    batch, prompt = tokens.shape
+    batch, prompt = prompts.shape
 
     def step(tokens: jax.Array, start: jax.Array, caches: Any) -> tuple[jax.Array, Any]:
         positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1])[None], tokens.shape)
         x, _, caches = model.hidden(tokens, positions, Context(start=start), caches)
         logits = model.logits(x[:, -1:])[:, 0]
-        key = jax.random.fold_in(rng, start + tokens.shape[1])
-        return sample(logits, temperature, key).astype(tokens.dtype), caches
+        position = start + tokens.shape[1]
+        drawn = sample(logits, temperature, jax.random.fold_in(rng, position)).astype(tokens.dtype)
+        if first == prompt:
+            return drawn, caches
+        given = jax.lax.dynamic_index_in_dim(prompts, position, 1, keepdims=False)
+        return jnp.where(position < lengths, given, drawn), caches
 
     def add(state: tuple[jax.Array, Any], position: jax.Array) -> tuple[Any, jax.Array]:
         token, caches = state
         next_token, caches = step(token[:, None], position, caches)
         return (next_token, caches), next_token
 
-    first, caches = step(tokens, jnp.int32(0), _empty(model, batch, prompt + length))
-    steps = prompt + jnp.arange(length - 1, dtype=jnp.int32)
-    _, rest = jax.lax.scan(add, (first, caches), steps)
-    return jnp.concatenate([tokens, first[:, None], rest.T], axis=1)
+    tokens, caches = prompts[:, :first], _empty(model, batch, prompt + length)
+    token, caches = step(tokens, jnp.int32(0), caches)
+    steps = jnp.arange(first, prompt + length - 1, dtype=jnp.int32)
+    _, rest = jax.lax.scan(add, (token, caches), steps)
+    return jnp.concatenate([tokens, token[:, None], rest.T], axis=1)
 
 
 def _empty(model: "Transformer", batch: int, max_length: int) -> tuple[KeyValues, ...]:

@@ -1,5 +1,5 @@
 """The command line: `shardlib train | explain | check | plan | calibrate | generate | export |
-import | checkpoint | devices | launch | schema`.
+import | evaluate | checkpoint | devices | launch | schema`.
 
 Exit codes: 0 for success; 2 for a wrong request (usage, config, mesh, rules, model); 75 when the
 watchdog ended a process, or its peers have gone; 76 when training diverged; 1 for every other
@@ -29,6 +29,7 @@ from shardlib.cli.arguments import (
     warn,
 )
 from shardlib.cli.check import check
+from shardlib.cli.evaluate import evaluate
 from shardlib.cli.explain import explain
 from shardlib.cli.export import export
 from shardlib.cli.import_model import import_model
@@ -160,6 +161,7 @@ app.command(cls=ConfigCommand)(explain)
 app.command(cls=ConfigCommand)(check)
 app.command(cls=ConfigCommand)(plan)
 app.command()(calibrate)
+app.command()(evaluate)
 app.command()(export)
 app.command("import", cls=ConfigCommand)(import_model)
 app.add_typer(checkpoint.app, name="checkpoint")

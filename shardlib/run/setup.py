@@ -22,6 +22,7 @@ from shardlib.run.checks import check_fit, check_rules_used
 from shardlib.run.config import RunConfig
 from shardlib.run.loss import loss_of
 from shardlib.sharding.constrain import Scope, use
+from shardlib.train.evaluate import EvalStep, make_eval_step
 from shardlib.train.local_sgd.outer import LocalSGD, make_local_sgd
 from shardlib.train.offload import offload_optimizer
 from shardlib.train.pipeline.schedules import bubble_fraction
@@ -103,6 +104,19 @@ class Setup:
             allow_wrong_numbers=train.allow_wrong_numbers,
         )
         return step if train.local_sgd is None else make_local_sgd(step, train.local_sgd)
+
+    def eval_step(self) -> EvalStep:
+        """Returns the evaluation step."""
+        train = self.config.train
+        return make_eval_step(
+            self.loss(train=False),
+            precision=self.config.precision,
+            batch_axes=self.inputs.axes_for(self.data),
+            params_of=self.best_params,
+            pipeline=train.pipeline,
+            constrain=train.constrain,
+            allow_wrong_numbers=train.allow_wrong_numbers,
+        )
 
     def saved_state(self) -> Any:
         """Returns the trained and saved state as shapes with shardings: the state of one model, or

@@ -9,7 +9,7 @@ from shardlib.run.checks import check_activation_rules
 from shardlib.run.sampling import Sampler
 from shardlib.run.setup import Setup
 from shardlib.sharding.constrain import recording
-from shardlib.train.evaluate import EvalStep, make_eval_step
+from shardlib.train.evaluate import EvalStep
 from shardlib.train.local_sgd.outer import LocalSGD
 from shardlib.train.step import TrainStep
 
@@ -46,15 +46,7 @@ def traced(parts: Setup, batch: PyTree, held_out: PyTree, tokenizer: Tokenizer |
     with recording() as met:
         step.program(state, batch).trace(state, batch)
     check_activation_rules(config, met)
-    evaluate = make_eval_step(
-        parts.loss(train=False),
-        precision=config.precision,
-        batch_axes=parts.inputs.axes_for(parts.data),
-        params_of=parts.best_params,
-        pipeline=options.pipeline,
-        constrain=options.constrain,
-        allow_wrong_numbers=options.allow_wrong_numbers,
-    )
+    evaluate = parts.eval_step()
     if held_out is not None:
         evaluate.program(parts.abstract, held_out).trace(parts.abstract, held_out)
     if parts.family.generate is None or not options.sample_length or tokenizer is None:

@@ -1,0 +1,115 @@
+"""Evaluation of a checkpoint: metrics of its held-out data, and a model for tasks."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shardlib import hf
+from shardlib.data import read_tokenizer
+from shardlib.data.prefetch import Prefetcher
+from shardlib.errors import ModelError
+from shardlib.evaluation import TextModel
+from shardlib.functional.precision import precision
+from shardlib.mesh import make_mesh
+from shardlib.registry import family
+from shardlib.rules import STANDARD
+from shardlib.run.restore_model import restore_model
+from shardlib.run.setup import open_source
+from shardlib.sharding.constrain import use
+from shardlib.train.evaluate import evaluate
+from shardlib.train.offload import fetch
+
+
+def evaluate_run(
+    run_dir: str,
+    *,
+    mesh: str | None = None,
+    step: int | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> dict[str, float]:
+    """Returns the metrics of a checkpoint over the held-out data of its run.
+
+    They are the metrics that the run reports. For text `perplexity` is added, the exponential of
+    `nll_nats`, the mean negative log-probability of a token; `bits_per_byte` is the sum of the
+    negative log2-probabilities over the bytes of the text.
+
+    Args:
+        run_dir: Directory of the run, which stays unchanged.
+        mesh: The mesh; default: the run's mesh if it fits the devices, else `auto`.
+        step: The checkpoint; default: the newest valid one of all places.
+        notify: Called with each skipped checkpoint; by default it is logged.
+
+    Raises:
+        ConfigError: If the directory holds no run.
+        CheckpointError: If the run has no valid checkpoint, or none of `step`.
+        DataError: If the data is missing, or nothing of it is held out.
+    """
+    restored = restore_model(run_dir, mesh=mesh, step=step, notify=notify)
+    parts = restored.parts
+    source = open_source(parts.config, "eval")
+    with Prefetcher(source, parts.shardings(source)) as batches:
+        found = evaluate(parts.eval_step(), restored.state, batches, score=source.score)
+    if "nll_nats" in found:
+        found["perplexity"] = math.exp(found["nll_nats"])
+    return found
+
+
+def text_model(
+    source: str,
+    *,
+    mesh: str | None = None,
+    step: int | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> TextModel:
+    """Returns the language model of a run, or of a folder of Hugging Face.
+
+    Args:
+        source: Directory of a run, or a folder or hub name for `hf.load`.
+        mesh: The mesh; default: the run's mesh if it fits the devices, else `auto`.
+        step: The checkpoint of a run; default: the newest valid one of all places.
+        notify: Called with each skipped checkpoint; by default it is logged.
+
+    Raises:
+        ConfigError: If the directory holds no run.
+        CheckpointError: If the checkpoint or the folder cannot be read.
+        ModelError: If the model does not continue texts, or has no tokenizer.
+    """
+    if (Path(source) / "config.yaml").exists():
+        return _of_run(source, mesh, step, notify)
+    return _of_folder(source, mesh)
+
+
+def _of_run(
+    run_dir: str, mesh: str | None, step: int | None, notify: Callable[[str], None] | None
+) -> TextModel:
+    restored = restore_model(run_dir, mesh=mesh, step=step, notify=notify, of_text=True)
+    parts, state, tokenizer = restored.parts, restored.state, restored.tokenizer
+    assert tokenizer is not None, "restore_model refuses models of other data"
+    policy, module = precision(parts.config.precision), state.definition.module
+    params = policy.cast_params(fetch(parts.best_params(state)), module.float32)
+    model = module.merge(params, state.model_state, jax.random.key(0))
+    longest = getattr(parts.config.model, "max_positions", None) or parts.data.sequence_length
+    assert longest is not None, "rows of text have a length"
+    return TextModel(model, parts.family, tokenizer, parts.scope, longest, tokenizer.eot)
+
+
+def _of_folder(folder: str, mesh: str | None) -> TextModel:
+    with use(make_mesh(mesh or "auto"), STANDARD):
+        loaded = hf.load(folder)
+    file = loaded.folder / "tokenizer.json"
+    if not file.exists():
+        raise ModelError(
+            f"{loaded.folder} has no tokenizer.json, so it has no texts.\n"
+            "  Save its fast tokenizer there with save_pretrained of transformers."
+        )
+    tokenizer, said = read_tokenizer(file), loaded.source
+    longest = getattr(loaded.config, "max_positions", None) or said.get("max_position_embeddings")
+    prefix = next((said[k] for k in _PREFIXES if isinstance(said.get(k), int)), tokenizer.eot)
+    chosen: Any = family(loaded.config.name)
+    return TextModel(loaded.model, chosen, tokenizer, loaded.scope, longest or 2048, prefix)
+
+
+_PREFIXES = ("bos_token_id", "eos_token_id")

@@ -1,0 +1,172 @@
+"""Tasks of lm-eval-harness: the numbers and texts of its own model of transformers."""
+
+import json
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from shardlib.errors import ConfigError, ModelError
+from shardlib.evaluation import harness_model, run_tasks
+from shardlib.run.evaluating import text_model
+
+pytestmark = pytest.mark.mesh
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+lm_eval = pytest.importorskip("lm_eval")
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "sleeps"]
+LENGTH = 48
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a random Llama and a tokenizer of letters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    place = tmp_path_factory.mktemp("llama")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)], trainer)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
+    )
+    fast.save_pretrained(place)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        bos_token_id=fast.bos_token_id,
+        eos_token_id=fast.eos_token_id,
+        initializer_range=0.2,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with a task of choices, one of texts and one of continuations."""
+    place, rng = tmp_path_factory.mktemp("tasks"), np.random.default_rng(0)
+
+    def words(count):
+        return " ".join(rng.choice(WORDS, count))
+
+    rows = [
+        {"text": words(4 + 3 * (i % 8)), "choices": [words(1), words(3)], "label": i % 2}
+        for i in range(20)
+    ]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(place / "rows.jsonl")}},
+        "test_split": "test",
+        "doc_to_text": "{{text}}",
+    }
+    choices = {
+        "task": "own_choices",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "choices",
+        "doc_to_target": "label",
+    }
+    rolling = {
+        "task": "own_perplexity",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    }
+    drawn = {
+        "task": "own_texts",
+        "output_type": "generate_until",
+        "doc_to_target": "fox",
+        "generation_kwargs": {"until": ["x"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    for task in (choices, rolling, drawn):
+        (place / f"{task['task']}.yaml").write_text(yaml.safe_dump({**common, **task}))
+    return place
+
+
+NAMES = ["own_choices", "own_perplexity", "own_texts"]
+
+
+def evaluated(model, tasks):
+    """The answers to each question, and the metrics."""
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(tasks))
+    found = lm_eval.simple_evaluate(
+        model=model, tasks=NAMES, task_manager=manager, bootstrap_iters=0
+    )
+    answers = {task: [row["resps"] for row in found["samples"][task]] for task in NAMES}
+    return answers, found["results"]
+
+
+@pytest.fixture(scope="module")
+def expected(folder, tasks):
+    from lm_eval.models.huggingface import HFLM
+
+    return evaluated(HFLM(pretrained=str(folder), device="cpu", dtype="float32"), tasks)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2"])
+def test_answers_are_those_of_the_harness(folder, tasks, expected, mesh):
+    with jax.default_matmul_precision("highest"):
+        model = text_model(str(folder), mesh=mesh)
+        answers, results = evaluated(harness_model(model), tasks)
+    theirs, their_results = expected
+    assert answers["own_texts"] == theirs["own_texts"]
+    for ours, other in zip(answers["own_choices"], theirs["own_choices"], strict=True):
+        for (mine, greedy), (value, is_greedy) in zip(
+            (x[0] for x in ours), (x[0] for x in other), strict=True
+        ):
+            assert float(mine) == pytest.approx(float(value), abs=1e-4)
+            assert greedy == is_greedy
+    for task in NAMES:
+        for name, value in their_results[task].items():
+            if isinstance(value, float):
+                assert results[task][name] == pytest.approx(value, rel=1e-5), (task, name)
+
+
+def test_prompts_of_unequal_length_continue_as_alone(folder):
+    model = text_model(str(folder), mesh="data=8")
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(1, 250, n).tolist() for n in (1, 3, 17, 20, 33, 34)]
+    together = model.continued(prompts, 8)
+    for prompt, found in zip(prompts, together, strict=True):
+        row = list(prompt)
+        for token in found:
+            logits = model.scores([[*row, 0]])
+            assert logits[0].logprobs.shape == (len(row),)
+            assert model.scores([[*row, token]])[0].is_greedy[-1]
+            row.append(token)
+
+
+def test_wrong_requests(folder, tasks):
+    model = text_model(str(folder))
+    with pytest.raises(ConfigError, match=r"'own_choice'.*own_choices.*\n  .*--include-path"):
+        run_tasks(model, ["own_choice"], include_path=str(tasks))
+    with pytest.raises(ModelError, match=rf"have 60 to 60 tokens, .* 1 to {LENGTH}"):
+        model.scores([[1] * 61])
+    with pytest.raises(ModelError, match="0 to 0 tokens"):
+        model.continued([[]], 4)
+    found = run_tasks(model, ["own_choices"], include_path=str(tasks), limit=4)
+    assert 0 <= found["own_choices"]["acc"] <= 1
