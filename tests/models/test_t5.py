@@ -102,6 +102,7 @@ def made(**options):
     return jax.jit(lambda: nnx.split(make(config, DATA, nnx.Rngs(0))))()
 
 
+@pytest.mark.mesh
 def test_padding_and_packing_do_not_change_logits():
     model = nnx.merge(*made())
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 2, 64, jnp.int32)
