@@ -131,8 +131,8 @@ _ROWS: Mapping[str, tuple[str | None, ...]] = dict.fromkeys(
 LABELED_TEXT = BatchKind(
     "labeled_text", axes=_ROWS, unit="texts", example=_labeled, reduced=_reduced_labeled
 )
-"""Texts `tokens`, `types` (kinds of tokens) and `segment_ids` (1, and 0 for padding) [batch, length],
-and their `labels` [batch], all int32."""
+"""Texts `tokens`, `types` (of tokens) and `segment_ids` (1, and 0 for padding) [batch, length], and
+their `labels` [batch], all int32."""
 
 SPANS = BatchKind("spans", axes=_ROWS, unit="texts", example=_spans, reduced=_reduced_rows)
 """Texts as in `LABELED_TEXT`, with the first and last token of a span in place of a label: `starts`
