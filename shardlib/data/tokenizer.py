@@ -5,6 +5,7 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,6 +28,8 @@ _BLOCK_CHARACTERS = 1 << 20
 _BLOCK_END = re.compile(r"(?<=\S\n)(?=\S)")
 # The trainer merges each pair in time quadratic in the length of a word, so words are cut there.
 _MOST_WORD_CHARACTERS = 4096
+# Rarer characters are unknown to a WordPiece tokenizer.
+_MOST_CHARACTERS = 1000
 _LONG_WORD = re.compile(rf"\S{{{_MOST_WORD_CHARACTERS}}}|\s{{{_MOST_WORD_CHARACTERS}}}")
 
 
@@ -206,7 +209,9 @@ def read_tokenizer(path: str | os.PathLike[str], end_of_text: str | None = None)
 
 
 def train_word_piece(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
-    """Returns a WordPiece tokenizer as BERT's, trained on texts, which it reads in lower case.
+    """Returns a WordPiece tokenizer as BERT's, trained on texts; equal texts give equal tokenizers.
+
+    It reads texts in lower case.
 
     Args:
         texts: The texts. Words of more than 4,096 characters are cut.
@@ -217,14 +222,21 @@ def train_word_piece(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     """
     from tokenizers import trainers
 
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=list(_OF_BERT), show_progress=False
-    )
+    pieces = [piece for text in texts for piece in _bounded_words(text)]
     tokenizer = _word_piece({"[UNK]": 0}, lowercase=True)
+    counts = Counter(c for text in pieces for c in tokenizer.normalizer.normalize_str(text))
+    counts = {c: count for c, count in counts.items() if not c.isspace()}
+    alphabet = sorted(sorted(counts, key=lambda c: (-counts[c], c))[:_MOST_CHARACTERS])
+    # The library numbers pieces of words in the order of a hash map, which differs between
+    # processes. Those that are given first keep their numbers.
+    given = [*_OF_BERT, *alphabet, *(f"##{c}" for c in alphabet)]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=given, limit_alphabet=0, show_progress=False
+    )
     with _parallel():
-        pieces = (piece for text in texts for piece in _bounded_words(text))
         tokenizer.train_from_iterator(pieces, trainer)
-    return _framed_by_bert(tokenizer)
+    vocabulary = json.loads(tokenizer.to_str())["model"]["vocab"]
+    return _framed_by_bert(_word_piece(vocabulary, lowercase=True))
 
 
 def _of_vocabulary(file: Path) -> JsonTokenizer:

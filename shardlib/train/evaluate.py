@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from shardlib.errors import DataError, ModelError, RuleError
@@ -194,12 +195,14 @@ def evaluate(
 def _on_host(outputs: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     """Returns whole arrays, of which this process may hold some rows alone."""
     if not all(x.is_fully_addressable for x in outputs.values()):
-        placed = {
-            name: NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
-            for name, x in outputs.items()
-        }
-        outputs = jax.jit(lambda arrays: arrays, out_shardings=placed)(outputs)
+        mesh = next(iter(outputs.values())).sharding.mesh  # type: ignore[attr-defined]
+        outputs = _replicated(mesh)(outputs)
     return jax.device_get(outputs)
+
+
+@functools.cache
+def _replicated(mesh: Mesh) -> Callable[[PyTree], PyTree]:
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 _join = jax.jit(join)

@@ -235,3 +235,13 @@ def test_the_vocabulary_of_an_early_bert(tmp_path):
     (tmp_path / "vocab.txt").write_text("the\nfox")
     with pytest.raises(DataError, match=r"cannot be read: it lacks \[PAD\], \[UNK\]"):
         read_tokenizer(tmp_path / "vocab.txt")
+
+
+def test_equal_texts_give_equal_word_pieces_in_every_process():
+    code = (
+        "from shardlib.data.tokenizer import train_word_piece\n"
+        "print(train_word_piece(['anna bert carl 12 13 has one that barks'] * 3, 60).fingerprint)"
+    )
+    command = [sys.executable, "-c", code]
+    found = {subprocess.run(command, capture_output=True, check=True).stdout for _ in range(3)}
+    assert len(found) == 1

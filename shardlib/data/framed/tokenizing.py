@@ -24,7 +24,7 @@ from shardlib.errors import DataError
 
 _FILE = "tokenizer.json"
 # Part of the cache key; increment it when the training changes.
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
