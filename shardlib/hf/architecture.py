@@ -95,18 +95,20 @@ class Architecture:
         faults += [
             f"{name} is {theirs[name]!r}; supported: {value!r}."
             for name, value in self.fixed.items()
-            if theirs.get(name, value) != value
+            # Null, false and nothing mean the same.
+            if (theirs.get(name, value) or None) != (value or None)
         ]
         for converter in self.converters:
             try:
                 flat |= converter.read(theirs)
-            except (ValueError, KeyError, TypeError, ArithmeticError) as error:
-                missing = isinstance(error, KeyError)
-                faults.append(f"{error.args[0]} is missing." if missing else str(error))
+            except KeyError as error:
+                faults.append(f"{error.args[0]} is missing.")
+            except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+                faults.append(str(error))
         if faults:
             raise ConfigError(
                 f"config.json of {self.name} does not describe a model that shardlib has:\n  "
-                + "\n  ".join(faults)
+                + "\n  ".join(dict.fromkeys(faults))
                 + "\n  Choose a checkpoint without them, or add them to the family's table."
             )
         return _nested(flat)
