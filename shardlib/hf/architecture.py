@@ -188,3 +188,31 @@ def find_architecture(name: str) -> tuple[ModelFamily, Architecture]:
     family, path = known[name]
     expected = "a shardlib.hf.Architecture"
     return family, imported(path, expected, lambda value: isinstance(value, Architecture))
+
+
+def described_as(model: Any, loaded: Any, name: str | None) -> Architecture:
+    """Returns the architecture of a name, that a model was loaded as, or else the first that can
+    express its config."""
+    if name is not None:
+        return find_architecture(name)[1]
+    if loaded is not None:
+        return loaded.architecture
+    config, tried = getattr(model, "config", None), []
+    for known, (family, _) in architectures().items():
+        if not isinstance(config, family.config):
+            continue
+        described = find_architecture(known)[1]
+        try:
+            described.write(config)
+        except ModelError as error:
+            lines = str(error).splitlines()
+            tried.append(f"{known}: {lines[min(1, len(lines) - 1)].strip()}")
+            continue
+        return described
+    kind = type(model).__name__
+    reasons = tried or [f"a {kind} is not of a family with architectures."]
+    raise ModelError(
+        "no architecture of Hugging Face can express this model:\n  "
+        + "\n  ".join(reasons)
+        + "\n  Save it with shardlib's own checkpoints, or add an architecture to its family."
+    )

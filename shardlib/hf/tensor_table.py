@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardlib.errors import ModelError
+from shardlib.hf.tiled_copy import copy
 
 Index = tuple[slice, ...]
 
 _COUNTED = re.compile(r"{(\w+)(?:\+(\d+))?}")
-_TILE_ROWS = 256
 
 
 class Parameter(NamedTuple):
@@ -116,12 +116,6 @@ class TensorTable:
             for _, name in self._names(parts[0]):
                 yield name, shape, parts[0].ours
 
-    def names(self, path: str, index: Index) -> Iterator[str]:
-        """Yields the names of the tensors that a shard of our parameter reads."""
-        row = self.rows[path]
-        for at in _points(index, self.params[path].shape, len(row.counted)):
-            yield row.name(at)
-
     def read(self, path: str, index: Index, tensor: Callable[[str], np.ndarray]) -> np.ndarray:
         """Returns a shard of our parameter, copied from their tensors.
 
@@ -205,21 +199,3 @@ def _points(index: Index, shape: Sequence[int], num: int) -> Iterator[tuple[int,
     """Yields the leading indices of ours that a shard covers."""
     ranges = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
     return itertools.product(*ranges[:num])
-
-
-def copy(out: np.ndarray, values: np.ndarray) -> None:
-    """Copies an array in tiles.
-
-    A transposed copy in one go reads each cache line once for each of its numbers.
-    """
-    # numpy copies its own dtypes faster than bfloat16.
-    bits = np.dtype(f"u{out.itemsize}")
-    out, values = out.view(bits), values.view(bits)
-    slowest = int(np.argmax(values.strides)) if values.ndim else 0
-    if not values.ndim or slowest == int(np.argmax(out.strides)):
-        out[...] = values
-        return
-    tile = [slice(None)] * values.ndim
-    for start in range(0, values.shape[slowest], _TILE_ROWS):
-        tile[slowest] = slice(start, start + _TILE_ROWS)
-        out[tuple(tile)] = values[tuple(tile)]
