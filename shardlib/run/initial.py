@@ -32,7 +32,7 @@ def start_state(parts: Setup, *, allow_bin: bool = False) -> TrainState:
     arrays = _read(parts, module, allow_bin)
     if config.finetune is not None:
         return _adapted(parts, config.finetune, module, arrays)
-    return materialize(parts.abstract, seed=config.seed, params=arrays)
+    return materialize(parts.abstract, seed=config.seed, params=arrays, donate=True)
 
 
 def _read(parts: Setup, module: FunctionalModule, allow_bin: bool) -> dict[str, jax.Array]:
@@ -60,4 +60,5 @@ def _adapted(
     model = finetune.adapted(base, nnx.Rngs(0))
     given = nnx.state(model, nnx.Not(nnx.LoRAParam))
     factors = ("**/lora_a", "**/lora_b")
-    return materialize(parts.abstract, seed=parts.config.seed, params=given, fresh=factors)
+    seed = parts.config.seed
+    return materialize(parts.abstract, seed=seed, params=given, fresh=factors, donate=True)
