@@ -99,12 +99,16 @@ class Architecture:
             if (theirs.get(name, value) or None) != (value or None)
         ]
         for converter in self.converters:
+            fields = _Fields(theirs)
             try:
-                flat |= converter.read(theirs)
+                flat |= converter.read(fields)
             except KeyError as error:
                 faults.append(f"{error.args[0]} is missing.")
-            except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+            except ValueError as error:
                 faults.append(str(error))
+            except (TypeError, AttributeError, ArithmeticError) as error:
+                values = ", ".join(f"{name}={theirs[name]!r}" for name in fields.known)
+                faults.append(f"{values}: a value of another type or size ({error}).")
         if faults:
             raise ConfigError(
                 f"config.json of {self.name} does not describe a model that shardlib has:\n  "
@@ -143,6 +147,25 @@ class Architecture:
         for converter in self.converters:
             theirs |= converter.write(config)
         return theirs
+
+
+class _Fields(dict[str, Any]):
+    """Fields of config.json that note which of them a converter reads."""
+
+    def __init__(self, fields: Mapping[str, Any]):
+        super().__init__(fields)
+        self.known: dict[str, None] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        self.known[name] = None
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
 
 
 def _key(values: Mapping[Any, Any], value: object) -> Any:

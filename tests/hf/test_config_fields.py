@@ -174,6 +174,11 @@ REFUSED = {
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
         r"low_freq_factor is missing",
     ),
+    "a size of another type": (
+        "Gemma2",
+        {"query_pre_attn_scalar": "256"},
+        r"query_pre_attn_scalar='256': a value of another type or size",
+    ),
     "rotary fields that are a list": (
         "Gemma3Text",
         {"rope_parameters": [1]},
