@@ -132,7 +132,7 @@ class Tensors(Mapping[str, np.ndarray]):
 def files_of(folder: Path, index: str, single: str) -> dict[str, list[str]]:
     """Returns the names of the files that hold the tensors of a folder, and the tensors in each.
 
-    The tensors are those of the index, and none where there is no index.
+    Without an index the lists are empty.
 
     Args:
         folder: The folder.
