@@ -133,8 +133,10 @@ def validate(config: MoEConfig) -> list[str]:
 
 
 def _group_faults(config: MoEConfig) -> list[str]:
-    groups, size = config.groups, config.num_experts // max(config.groups, 1)
-    if groups < 1 or config.num_experts % groups:
+    if min(config.groups, config.groups_per_token) < 1:
+        return []  # `validate` tells.
+    groups, size = config.groups, config.num_experts // config.groups
+    if config.num_experts % groups:
         return [f"moe.groups={groups} does not divide moe.num_experts={config.num_experts}."]
     faults = []
     if config.groups_per_token > groups:

@@ -34,8 +34,10 @@ def export(
     The folder gets safetensors files, config.json and the tokenizer. Adapters are merged.
     """
     from shardlib.run.exporting import export as run_export
+    from shardlib.runtime.stopping import process_index
 
     name, step = one_step(run, None)
     options = {"architecture": architecture, "adapter": adapter, "mesh": mesh}
     step = run_export(name, out, step=step, notify=warn, **options)
-    print(f"exported step {step} of {name} to {out}")
+    if process_index() == 0:
+        print(f"exported step {step} of {name} to {out}")

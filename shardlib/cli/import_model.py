@@ -31,9 +31,11 @@ def import_model(
     config = load(RunConfig, None, [*(overrides or ()), *source])
     has_data = any(word.startswith("data.path=") for word in overrides or ())
     from shardlib.run.importing import import_model as run_import
+    from shardlib.runtime.stopping import process_index
 
     run_import(config, reads_data=has_data, allow_bin=allow_bin)
-    print(f"imported {folder} to {out}")
+    if process_index() == 0:
+        print(f"imported {folder} to {out}")
 
 
 def _quoted(text: str) -> str:

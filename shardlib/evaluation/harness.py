@@ -40,10 +40,10 @@ def harness_model(model: TextModel) -> Any:
         def prefix_token_id(self) -> int:
             return model.prefix
 
-        def tok_encode(self, string: str, *_: Any, **__: Any) -> list[int]:
+        def tok_encode(self, string: str, *others: Any, **options: Any) -> list[int]:
             return model.tokenizer.encode(string)
 
-        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+        def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:
             rows = [[*context, *added] for _, context, added in requests]
             rows = _cut(rows, model.max_length + 1)
             found = []
@@ -53,7 +53,7 @@ def harness_model(model: TextModel) -> Any:
                 found.append((float(scores.logprobs[-last:].sum()), is_greedy))
             return found
 
-        def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
+        def loglikelihood_rolling(self, requests: Any, **options: Any) -> list[float]:
             windows, owners = [], []
             for owner, request in enumerate(requests):
                 parts = get_rolling_token_windows(
@@ -70,7 +70,7 @@ def harness_model(model: TextModel) -> Any:
                 totals[owner] += value
             return totals
 
-        def generate_until(self, requests: Any, **_: Any) -> list[str]:
+        def generate_until(self, requests: Any, **options: Any) -> list[str]:
             found = [""] * len(requests)
             groups: dict[tuple[int, float], list[int]] = {}
             for index, request in enumerate(requests):

@@ -16,10 +16,12 @@ from shardlib.errors import CheckpointError, ModelError
 from shardlib.finetune.lora import adapters, lora
 from shardlib.finetune.projections import axes_of, num_dims, projections
 from shardlib.functional import functional
-from shardlib.hf.architecture import Architecture
-from shardlib.hf.load import Loaded, parameters, placements, read_parameters
+from shardlib.hf.architecture import Architecture, described_as
+from shardlib.hf.load import parameters, placements, read_parameters
+from shardlib.hf.loaded import Loaded
+from shardlib.hf.new_folder import refuse_full
 from shardlib.hf.safetensors import Tensors
-from shardlib.hf.save import arrays_of, described_as, refuse_full, write_folder
+from shardlib.hf.save import arrays_of, write_folder
 from shardlib.hf.tensor_table import Dim, TensorRow, TensorTable
 from shardlib.sharding.constrain import active
 
@@ -108,7 +110,7 @@ def load_adapter(model: Any, folder: str | Path, *, architecture: str | None = N
     model = getattr(model, "model", model)
     config = _read_config(folder)
     described = described_as(model, loaded, architecture)
-    tensors = Tensors(folder, [TENSORS])
+    tensors = Tensors(folder, {TENSORS: []})
     targets = _targets(described, model, tensors)
     rank, alpha = config["r"], float(config["lora_alpha"])
     if config.get("use_rslora"):

@@ -95,18 +95,24 @@ class Architecture:
         faults += [
             f"{name} is {theirs[name]!r}; supported: {value!r}."
             for name, value in self.fixed.items()
-            if theirs.get(name, value) != value
+            # Null, false and nothing mean the same.
+            if (theirs.get(name, value) or None) != (value or None)
         ]
         for converter in self.converters:
+            fields = _Fields(theirs)
             try:
-                flat |= converter.read(theirs)
-            except (ValueError, KeyError, TypeError, ArithmeticError) as error:
-                missing = isinstance(error, KeyError)
-                faults.append(f"{error.args[0]} is missing." if missing else str(error))
+                flat |= converter.read(fields)
+            except KeyError as error:
+                faults.append(f"{error.args[0]} is missing.")
+            except ValueError as error:
+                faults.append(str(error))
+            except (TypeError, AttributeError, ArithmeticError) as error:
+                values = ", ".join(f"{name}={theirs[name]!r}" for name in fields.known)
+                faults.append(f"{values}: a value of another type or size ({error}).")
         if faults:
             raise ConfigError(
                 f"config.json of {self.name} does not describe a model that shardlib has:\n  "
-                + "\n  ".join(faults)
+                + "\n  ".join(dict.fromkeys(faults))
                 + "\n  Choose a checkpoint without them, or add them to the family's table."
             )
         return _nested(flat)
@@ -141,6 +147,25 @@ class Architecture:
         for converter in self.converters:
             theirs |= converter.write(config)
         return theirs
+
+
+class _Fields(dict[str, Any]):
+    """Fields of config.json that note which of them a converter reads."""
+
+    def __init__(self, fields: Mapping[str, Any]):
+        super().__init__(fields)
+        self.known: dict[str, None] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        self.known[name] = None
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
 
 
 def _key(values: Mapping[Any, Any], value: object) -> Any:
@@ -186,3 +211,31 @@ def find_architecture(name: str) -> tuple[ModelFamily, Architecture]:
     family, path = known[name]
     expected = "a shardlib.hf.Architecture"
     return family, imported(path, expected, lambda value: isinstance(value, Architecture))
+
+
+def described_as(model: Any, loaded: Any, name: str | None) -> Architecture:
+    """Returns the architecture of a name, that a model was loaded as, or else the first that can
+    express its config."""
+    if name is not None:
+        return find_architecture(name)[1]
+    if loaded is not None:
+        return loaded.architecture
+    config, tried = getattr(model, "config", None), []
+    for known, (family, _) in architectures().items():
+        if not isinstance(config, family.config):
+            continue
+        described = find_architecture(known)[1]
+        try:
+            described.write(config)
+        except ModelError as error:
+            lines = str(error).splitlines()
+            tried.append(f"{known}: {lines[min(1, len(lines) - 1)].strip()}")
+            continue
+        return described
+    kind = type(model).__name__
+    reasons = tried or [f"a {kind} is not of a family with architectures."]
+    raise ModelError(
+        "no architecture of Hugging Face can express this model:\n  "
+        + "\n  ".join(reasons)
+        + "\n  Save it with shardlib's own checkpoints, or add an architecture to its family."
+    )

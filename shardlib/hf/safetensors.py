@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,24 +66,29 @@ class Tensors(Mapping[str, np.ndarray]):
     """The tensors of a folder by name, mapped into memory and read only."""
 
     def __init__(
-        self, folder: Path, files: Sequence[str] | None = None, read: Reader | None = None
+        self,
+        folder: Path,
+        files: Mapping[str, Collection[str]] | None = None,
+        read: Reader | None = None,
     ):
         """Reads and checks the headers of all files of a folder.
 
         Args:
             folder: The folder.
-            files: Names of its files; None for its safetensors files.
+            files: Its files as of `files_of`; None for its safetensors files.
             read: Reads the header of one file of another format.
 
         Raises:
             CheckpointError: If the folder has no safetensors files, a file of its index is missing,
-                or headers are malformed. The message lists all faults.
+                lacks tensors that the index has there, or headers are malformed. The message lists
+                all faults.
         """
         self.folder = folder
         self.entries: dict[str, Entry] = {}
         self._maps: dict[str, mmap.mmap] = {}
         faults = []
-        for file in files_of(folder, INDEX, SINGLE) if files is None else files:
+        held = files_of(folder, INDEX, SINGLE) if files is None else files
+        for file, names in held.items():
             try:
                 entries, self._maps[file] = (read or _open)(folder / file)
             except (OSError, ValueError) as error:
@@ -92,6 +97,11 @@ class Tensors(Mapping[str, np.ndarray]):
             faults += [
                 f"{name}: in {file} and in {self.entries[name].file}."
                 for name in entries.keys() & self.entries.keys()
+            ]
+            faults += [
+                f"{name}: not in {file}, which the index names."
+                for name in names
+                if name not in entries
             ]
             self.entries |= entries
         if faults:
@@ -136,8 +146,10 @@ class Tensors(Mapping[str, np.ndarray]):
             self._maps[entry.file].madvise(mmap.MADV_DONTNEED, start, length)
 
 
-def files_of(folder: Path, index: str, single: str) -> list[str]:
-    """Returns the names of the files that hold the tensors of a folder.
+def files_of(folder: Path, index: str, single: str) -> dict[str, list[str]]:
+    """Returns the names of the files that hold the tensors of a folder, and the tensors in each.
+
+    Without an index the lists are empty.
 
     Args:
         folder: The folder.
@@ -149,7 +161,7 @@ def files_of(folder: Path, index: str, single: str) -> list[str]:
     """
     if not (folder / index).exists():
         if (folder / single).exists():
-            return [single]
+            return {single: []}
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         held = f"; {', '.join(pickles[:3])} may hold code of strangers" if pickles else ""
         raise CheckpointError(
@@ -158,7 +170,8 @@ def files_of(folder: Path, index: str, single: str) -> list[str]:
             f"{', or allow .bin files' if pickles else ''}."
         )
     try:
-        files = sorted(set(json.loads((folder / index).read_text())["weight_map"].values()))
+        where = json.loads((folder / index).read_text())["weight_map"]
+        files = sorted(set(where.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{folder / index} is malformed: {error!r}.\n  Download it again."
@@ -173,7 +186,7 @@ def files_of(folder: Path, index: str, single: str) -> list[str]:
             f"{folder / index} names files that cannot be read: {', '.join(wrong)}.\n"
             "  Download them into the folder."
         )
-    return files
+    return {file: [name for name, held in where.items() if held == file] for file in files}
 
 
 def _open(path: Path) -> tuple[dict[str, Entry], mmap.mmap]:

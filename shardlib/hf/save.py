@@ -1,27 +1,26 @@
 """Saving a model as a Hugging Face folder, one tensor at a time."""
 
-import contextlib
 import functools
 import json
 import operator
-import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.errors import CheckpointError, ModelError
 from shardlib.functional import functional
-from shardlib.hf.architecture import Architecture, architectures, find_architecture
-from shardlib.hf.load import Loaded, parameters
+from shardlib.hf.architecture import described_as
+from shardlib.hf.load import parameters
+from shardlib.hf.loaded import Loaded
+from shardlib.hf.new_folder import filled, on_first_process, refuse_full
 from shardlib.hf.safetensors import MAX_FILE_BYTES, SINGLE, write
-from shardlib.hf.tensor_table import TensorTable, copy
+from shardlib.hf.tensor_table import TensorTable
+from shardlib.hf.tiled_copy import copy
 
 COPIED = (
     "chat_template.jinja",
@@ -62,7 +61,7 @@ def save(
     """
     folder, model = Path(folder).resolve(), getattr(source, "model", source)
     loaded = source if isinstance(source, Loaded) else None
-    refuse_full(folder)
+    on_first_process(lambda: refuse_full(folder), folder)
     described = described_as(model, loaded, architecture)
     config = {**(loaded.source if loaded else {}), **described.write(model.config)}
     layout = TensorTable(described.table(model.config), parameters(functional(model), state=True))
@@ -107,76 +106,25 @@ def write_folder(
     tensors = layout.write(
         lambda view, path, at: _fill(view, arrays[path], at), lambda path: arrays[path].dtype
     )
-    if jax.process_index() == 0:
-        with _filled(folder) as partial:
-            write(partial, specs, tensors, max_file_bytes, single)
-            (partial / config_name).write_text(json.dumps(config, indent=2) + "\n")
-            for file in copied:
-                if file.is_file():
-                    shutil.copyfile(file, partial / file.name)
-    else:
-        for _ in tensors:  # takes part in gathering
+
+    def gather_rest() -> None:
+        for _ in tensors if jax.process_count() > 1 else ():
             pass
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"saved {folder.name}")
 
-
-def refuse_full(folder: Path) -> None:
-    """Raises `CheckpointError` unless a folder is absent or empty."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(
-            f"{folder} is not an empty folder.\n  Choose another folder, or remove its contents."
-        )
-
-
-@contextlib.contextmanager
-def _filled(folder: Path) -> Iterator[Path]:
-    """Gives a folder to fill, whose files move to `folder` when all are complete."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        if folder.exists():  # It may be the working directory or a mount, which stay in place.
-            for file in partial.iterdir():
-                shutil.move(file, folder)
-        else:
-            os.replace(partial, folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder} cannot be written: {error.strerror}.\n"
-            "  Free space or restore access there, or choose another folder."
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def described_as(model: Any, loaded: Loaded | None, name: str | None) -> Architecture:
-    """Returns the architecture of a name, that a model was loaded as, or else the first that can
-    express its config."""
-    if name is not None:
-        return find_architecture(name)[1]
-    if loaded is not None:
-        return loaded.architecture
-    config, tried = getattr(model, "config", None), []
-    for known, (family, _) in architectures().items():
-        if not isinstance(config, family.config):
-            continue
-        described = find_architecture(known)[1]
+    def write_files() -> None:
         try:
-            described.write(config)
-        except ModelError as error:
-            lines = str(error).splitlines()
-            tried.append(f"{known}: {lines[min(1, len(lines) - 1)].strip()}")
-            continue
-        return described
-    kind = type(model).__name__
-    reasons = tried or [f"a {kind} is not of a family with architectures."]
-    raise ModelError(
-        "no architecture of Hugging Face can express this model:\n  "
-        + "\n  ".join(reasons)
-        + "\n  Save it with shardlib's own checkpoints, or add an architecture to its family."
-    )
+            with filled(folder, last=config_name) as partial:
+                write(partial, specs, tensors, max_file_bytes, single)
+                (partial / config_name).write_text(json.dumps(config, indent=2) + "\n")
+                for file in copied:
+                    if file.is_file():
+                        shutil.copyfile(file, partial / file.name)
+        finally:
+            gather_rest()  # The others wait for it, also if a file cannot be written.
+
+    if jax.process_index() > 0:
+        gather_rest()
+    on_first_process(write_files, folder)
 
 
 def arrays_of(model: nnx.Module, kind: Any) -> dict[str, jax.Array]:

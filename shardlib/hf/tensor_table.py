@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardlib.errors import ModelError
+from shardlib.hf.tiled_copy import copy
 
 Index = tuple[slice, ...]
 
 _COUNTED = re.compile(r"{(\w+)(?:\+(\d+))?}")
-_TILE_ROWS = 256
 
 
 class Parameter(NamedTuple):
@@ -205,22 +205,3 @@ def _points(index: Index, shape: Sequence[int], num: int) -> Iterator[tuple[int,
     """Yields the leading indices of ours that a shard covers."""
     ranges = [range(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
     return itertools.product(*ranges[:num])
-
-
-def copy(out: np.ndarray, values: np.ndarray) -> None:
-    """Copies an array in tiles.
-
-    A transposed copy in one go reads each cache line once for each of its numbers.
-    """
-    if out.itemsize <= 8:
-        # numpy copies its own dtypes faster than bfloat16.
-        bits = np.dtype(f"u{out.itemsize}")
-        out, values = out.view(bits), values.view(bits)
-    slowest = int(np.argmax(values.strides)) if values.ndim else 0
-    if not values.ndim or slowest == int(np.argmax(out.strides)):
-        out[...] = values
-        return
-    tile = [slice(None)] * values.ndim
-    for start in range(0, values.shape[slowest], _TILE_ROWS):
-        tile[slowest] = slice(start, start + _TILE_ROWS)
-        out[tuple(tile)] = values[tuple(tile)]

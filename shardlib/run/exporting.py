@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import jax
+
 from shardlib import hf
 from shardlib.data.tokenizer import JsonTokenizer
 from shardlib.finetune import merge, save_adapter
@@ -53,6 +55,6 @@ def export(
         save_adapter(model, folder, base=base, architecture=architecture)
         return int(state.step)
     hf.save(merge(model), folder, architecture=architecture)
-    if isinstance(restored.tokenizer, JsonTokenizer):
+    if isinstance(restored.tokenizer, JsonTokenizer) and jax.process_index() == 0:
         restored.tokenizer.save(Path(folder) / "tokenizer.json")
     return int(state.step)

@@ -10,6 +10,7 @@ import jax
 from shardlib.checkpoint import RunCheckpoints
 from shardlib.data import MapSource, Tokenizer
 from shardlib.errors import ConfigError
+from shardlib.optim.config import OptimizerConfig
 from shardlib.run.checks import check_config, check_is_config
 from shardlib.run.config import RunConfig
 from shardlib.run.devices import start_devices
@@ -27,7 +28,8 @@ from shardlib.train.state import TrainState
 def import_model(config: RunConfig, *, reads_data: bool = False, allow_bin: bool = False) -> None:
     """Makes the run of a config, with the weights of `model.init_from` as its step 0.
 
-    Each process reads its own shards. The directory appears when it is complete.
+    Each process reads its own shards. The directory appears when it is complete. Without data, the
+    checkpoint holds the weights alone, unless `config.optimizer` is given.
 
     Args:
         config: The config. `run_dir` must not exist.
@@ -48,6 +50,9 @@ def import_model(config: RunConfig, *, reads_data: bool = False, allow_bin: bool
     start_devices(config)
     own = dataclasses.replace(config.checkpoint, local=None, enabled=True)
     config = dataclasses.replace(config, checkpoint=own)
+    if not reads_data and config.optimizer == OptimizerConfig():
+        # Moments of a run that is not trained would only triple its checkpoint.
+        config = dataclasses.replace(config, optimizer=OptimizerConfig(name="sgd", momentum=0.0))
     run = resolve(config, jax.devices())
     scope = check_config(run.config, lambda: make_scope(run.config, jax.devices()))
     source = open_source(config, "train") if reads_data else _no_data(config)

@@ -1,5 +1,7 @@
 """The state at step 0: parameters drawn at random, or read from a folder of Hugging Face."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -35,7 +37,7 @@ def start_state(parts: Setup, *, allow_bin: bool = False) -> TrainState:
         return _adapted(parts, config.finetune, module, arrays)
     # A new head on the encoder of the folder.
     fresh = tuple(path for path in named_leaves(module.shapes()[0]) if path not in arrays)
-    return materialize(parts.abstract, seed=config.seed, params=arrays, fresh=fresh)
+    return materialize(parts.abstract, seed=config.seed, params=arrays, fresh=fresh, donate=True)
 
 
 def _read(parts: Setup, module: FunctionalModule, allow_bin: bool) -> dict[str, jax.Array]:
@@ -69,5 +71,5 @@ def _adapted(
     model = finetune.adapted(base, nnx.Rngs(0))
     factors = ("lora_a", "lora_b")
     given = nnx.state(model, lambda path, _: path[-1] not in factors)
-    fresh = [f"**/{name}" for name in factors]
-    return materialize(parts.abstract, seed=parts.config.seed, params=given, fresh=fresh)
+    options: Any = {"params": given, "fresh": [f"**/{name}" for name in factors], "donate": True}
+    return materialize(parts.abstract, seed=parts.config.seed, **options)

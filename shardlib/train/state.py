@@ -203,14 +203,25 @@ def init_state(
 
 
 def materialize(
-    abstract: TrainState, *, seed: int = 0, params: PyTree = None, fresh: Sequence[str] = ()
+    abstract: TrainState,
+    *,
+    seed: int = 0,
+    params: PyTree = None,
+    fresh: Sequence[str] = (),
+    donate: bool = False,
 ) -> TrainState:
-    """Creates the state described by an abstract state; see `init_state`."""
+    """Creates the state described by an abstract state; see `init_state`.
+
+    With `donate`, arrays of `params` that lie on their shards become part of the state without a
+    copy, and cannot be used again.
+    """
     definition = abstract.definition
     placements = [*definition.params.values(), *definition.model_state.values()]
     warn_of_unmatched(definition.scope.rules, placements, definition.module.name)
     leaves = {**named_leaves(abstract.params), **named_leaves(abstract.model_state)}
-    given = {} if params is None else place_weights(definition.module, leaves, params, fresh)
+    given = {}
+    if params is not None:
+        given = place_weights(definition.module, leaves, params, fresh, donate=donate)
 
     def init(given: Mapping[str, jax.Array], key: jax.Array) -> TrainState:
         init_key, rng = jax.random.split(key)

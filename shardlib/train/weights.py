@@ -20,14 +20,17 @@ def place_weights(
     expected: Mapping[str, jax.ShapeDtypeStruct],
     weights: PyTree,
     fresh: Sequence[str] = (),
+    *,
+    donate: bool = False,
 ) -> dict[str, jax.Array]:
-    """Returns weights by path, each a copy on its shards.
+    """Returns weights by path, each on its shards.
 
     Args:
         module: The model.
         expected: Every leaf of `params` and `model_state`, with its sharding.
         weights: Weights as in the `params` of `init_state`.
         fresh: Patterns over the paths of parameters that `weights` leaves out.
+        donate: Whether weights that lie on their shards are returned as they are, not copied.
 
     Raises:
         ModelError: If a weight is missing, unknown, or has another type, shape or dtype, or a
@@ -61,7 +64,7 @@ def place_weights(
             "shape and dtype (cast with x.astype), and list patterns of weights to initialise: "
             'fresh=("head/**",).'
         )
-    return {path: _placed(leaf, expected[path]) for path, leaf in given.items()}
+    return {path: _placed(leaf, expected[path], donate) for path, leaf in given.items()}
 
 
 def _by_path(weights: PyTree) -> dict[str, Any]:
@@ -89,12 +92,19 @@ def _leaf_faults(
     return faults
 
 
-def _placed(leaf: jax.Array | np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns a copy of a weight on its shards, because a step donates the state.
+def _placed(leaf: jax.Array | np.ndarray, like: jax.ShapeDtypeStruct, donate: bool) -> jax.Array:
+    """Returns a weight on its shards, and a copy unless it is given away: a step donates the state.
 
     If the sharding spans processes, each process copies its own shards out of its full array.
     """
     sharding: Any = like.sharding
+    if (
+        donate
+        and isinstance(leaf, jax.Array)
+        and leaf.dtype == like.dtype
+        and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    ):
+        return leaf
     is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
     if is_global or sharding.is_fully_addressable:
         placed = jax.device_put(leaf, sharding, may_alias=False)

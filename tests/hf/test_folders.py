@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from flax import nnx
 import shardlib as sl
 from shardlib import hf
 from shardlib.errors import CheckpointError, ConfigError, ModelError
-from shardlib.hf.safetensors import SINGLE
+from shardlib.hf.safetensors import SINGLE, Tensors, write
 from shardlib.registry import DataSpec
 from shardlib_models.hf.gemma import GEMMA
 from shardlib_models.transformer import FAMILY, make
@@ -141,6 +142,71 @@ def test_an_export_goes_into_a_folder_that_stays_in_place(llama, tmp_path, monke
     monkeypatch.chdir(tmp_path / "empty")
     with pytest.raises(CheckpointError, match=r"not an empty folder"):
         hf.save(loaded, ".")
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["empty folder", "no folder"])
+def test_a_full_disk_leaves_nothing(llama, tmp_path, is_there):
+    loaded, out = hf.load(llama), tmp_path / "out"
+    if is_there:
+        (out / ".partial").mkdir(parents=True)  # from a process that was killed
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written: File too large.*\n  Free"):
+            hf.save(loaded, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.rglob("*")] == ["out"] * is_there
+    hf.save(loaded, out)
+    assert {path.name for path in out.iterdir()} == {SINGLE, "config.json"}
+
+
+def test_a_folder_of_links_is_loaded_and_saved_as_files(llama, tmp_path):
+    """The cache of the hub holds links to files that are named by their contents."""
+    linked = tmp_path / "snapshots" / "main"
+    linked.mkdir(parents=True)
+    for number, path in enumerate(llama.iterdir()):
+        (tmp_path / str(number)).write_bytes(path.read_bytes())
+        (linked / path.name).symlink_to(tmp_path / str(number))
+    (tmp_path / "text").write_text("{}")
+    (linked / "generation_config.json").symlink_to(tmp_path / "text")
+    (linked / "vocab.json").symlink_to(tmp_path / "absent")
+    hf.save(hf.load(linked), tmp_path / "out")
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    assert (tmp_path / "out" / SINGLE).read_bytes() == (llama / SINGLE).read_bytes()
+    assert (tmp_path / "out" / "generation_config.json").read_text() == "{}"
+
+
+def test_layers_of_several_dtypes_are_refused(llama, tmp_path):
+    held = Tensors(llama)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = {one: x.astype(np.float16) if one == name else x for one, x in held.items()}
+    write(tmp_path, {one: (x.shape, x.dtype) for one, x in tensors.items()}, tensors.items())
+    (tmp_path / "config.json").write_text((llama / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=rf"{name} is of dtype float16, expected bfloat16"):
+        hf.load(tmp_path)
+
+
+def test_like_faults_are_one_line(llama, edited):
+    with pytest.raises(CheckpointError) as refused:
+        hf.load(edited(llama, {"num_hidden_layers": 1, "head_dim": 4}))
+    lines = str(refused.value).splitlines()
+    unknown = "model.layers.1.input_layernorm.weight is not a tensor of the model."
+    assert f"  {unknown} The same holds for 1 of other numbers." in lines
+    assert len(lines) == 1 + 9 + 4 + 1
+
+
+@pytest.mark.parametrize("token", [-1, 96])
+def test_token_ids_beyond_the_vocabulary_are_refused(llama, token):
+    with pytest.raises(ModelError, match=r"are not within the 96 of the model\.\n  Encode"):
+        hf.load(llama).logits(jnp.array([[0, token]]))
+
+
+def test_a_malformed_tokenizer_is_refused(llama, edited):
+    copy = edited(llama, {})
+    (copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json cannot be read: .*\n  Download"):
+        hf.load(copy).tokenizer  # noqa: B018
 
 
 def test_exports_that_are_refused_leave_nothing(llama, tmp_path):

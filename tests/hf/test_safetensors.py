@@ -118,6 +118,16 @@ def test_an_index_that_leads_out_of_the_folder(tmp_path):
             Tensors(tmp_path)
 
 
+def test_an_index_that_names_tensors_in_other_files(tmp_path):
+    write_all(tmp_path, max_file_bytes=50)
+    index = json.loads((tmp_path / INDEX).read_text())
+    first, second = sorted(set(index["weight_map"].values()))
+    changed = {"weight_map": index["weight_map"] | {"a": second, "z": first}}
+    (tmp_path / INDEX).write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError, match=rf"(?s)z: not in {first}, .*a: not in {second}, "):
+        Tensors(tmp_path)
+
+
 def test_pickles_are_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin may hold code.*\n  Convert"):

@@ -249,6 +249,7 @@ WRONG = {
     "factors": ({"rope_scaling": LongScaling(short_factors=(1.0,))}, "short_factors has 1 values"),
     "all dense": ({"moe": MoEConfig(dense_layers=4)}, "leaves none of 4 layers to experts"),
     "groups": ({"moe": MoEConfig(groups=3)}, "moe.groups=3 does not divide"),
+    "no groups": ({"moe": MoEConfig(groups_per_token=0)}, "moe.groups_per_token is 0; it must be"),
     "few": ({"moe": MoEConfig(groups=8, experts_per_token=2)}, "too small for"),
     "softcap": ({"attention_softcap": 0.0}, "attention_softcap is 0.0"),
     "branches": ({"residual_scale": -1.0}, "residual_scale is -1.0; it must be greater than 0"),

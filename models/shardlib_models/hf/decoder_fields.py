@@ -125,13 +125,19 @@ def _read_rope(
 
 
 def rope_fields(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of rotary positions, which transformers 5 joins in `rope_parameters`."""
-    fields: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(given := theirs.get(name) or {}, Mapping):
-            raise ValueError(f"{name} is {given!r}; supported: null or an object.")
-        fields |= given
-    return fields
+    """Returns the fields of rotary positions, from `rope_scaling` or else `rope_parameters`.
+
+    Raises:
+        ValueError: If they are not an object of plain values: some models have one for each kind of
+            layer.
+    """
+    name = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
+    fields = theirs.get(name) or {}
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"{name} is {fields!r}; supported: null or an object.")
+    if nested := [key for key, value in fields.items() if isinstance(value, Mapping)]:
+        raise ValueError(f"{name} has {nested}; supported: one rotary scaling for all layers.")
+    return dict(fields)
 
 
 def _write_rope(config: TransformerConfig, partial: str | None) -> dict[str, Any]:
@@ -169,6 +175,7 @@ _SCALINGS = {
     },
 }
 """The fields of each scaling of rotary positions, and ours."""
+_OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 
 
 def read_scaling(theirs: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -189,13 +196,16 @@ def read_scaling(theirs: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[s
         raise ValueError(f"attention_factor of {kind} is {factor!r}; supported: None.")
     original = "original_max_position_embeddings"
     if kind != "linear":
-        known = fields.get(original, theirs.get(original, theirs["max_position_embeddings"]))
-        fields = {**fields, original: known}
-    if kind == "longrope":
-        fields = {"factor": theirs["max_position_embeddings"] / fields[original], **fields}
-    names = _SCALINGS[kind]
-    needed = {"factor", *(("short_factor", "long_factor") if kind == "longrope" else ())}
-    given = {ours: fields[name] for name, ours in names.items() if name in fields or name in needed}
+        # The outer field counts if both are there, as in Phi-3.
+        inner = fields.get(original, theirs["max_position_embeddings"])
+        fields = {**fields, original: theirs.get(original, inner)}
+    if kind in ("longrope", "yarn") and fields.get("factor") is None:
+        fields = {**fields, "factor": theirs["max_position_embeddings"] / fields[original]}
+    given = {
+        ours: fields[name]
+        for name, ours in _SCALINGS[kind].items()
+        if name in fields or name not in _OPTIONAL
+    }
     return {"kind": kind, **{ours: value for ours, value in given.items() if value is not None}}
 
 
@@ -209,19 +219,34 @@ def write_scaling(config: TransformerConfig) -> dict[str, Any] | None:
     return {"rope_type": scaling.kind, "type": scaling.kind, **fields}
 
 
-def windows(default_every: int) -> Converter:
+def _read_layer_types(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = set(theirs.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise ValueError(f"layer_types has {sorted(kinds)}; supported: full_attention alone.")
+    return {}
+
+
+ONE_KIND = Converter(_read_layer_types, lambda config: {})
+"""The refusal of layers that differ in what they see."""
+
+
+def windows(default_every: int | None) -> Converter:
     """Returns the converter of the window and of the layers that see all positions.
 
     Args:
-        default_every: Of so many layers the last sees all, where config.json does not say.
+        default_every: Of so many layers the last sees all, where config.json does not say; None if
+            no layer does.
     """
-    return Converter(lambda theirs: _read_windows(theirs, default_every), _write_windows)
+    return Converter(
+        lambda theirs: _read_windows(theirs, default_every),
+        lambda config: _write_windows(config, default_every),
+    )
 
 
-def _read_windows(theirs: Mapping[str, Any], default_every: int) -> dict[str, Any]:
-    every = theirs.get("sliding_window_pattern", theirs.get("_sliding_window_pattern"))
-    number, every = theirs["num_hidden_layers"], every or default_every
-    default = [(layer + 1) % every != 0 for layer in range(number)]
+def _read_windows(theirs: Mapping[str, Any], default_every: int | None) -> dict[str, Any]:
+    number = theirs["num_hidden_layers"]
+    every = theirs.get("sliding_window_pattern") or default_every
+    default = [every is None or (layer + 1) % every != 0 for layer in range(number)]
     types = theirs.get("layer_types")
     is_local = default if types is None else [kind == "sliding_attention" for kind in types]
     window = theirs.get("sliding_window", 4096)
@@ -231,14 +256,20 @@ def _read_windows(theirs: Mapping[str, Any], default_every: int) -> dict[str, An
         return {"window": window, "global_every": None}
     every = is_local.index(False) + 1
     if is_local != [(layer + 1) % every != 0 for layer in range(number)]:
-        raise ValueError(f"layer_types is {types}; supported: a pattern that repeats.")
+        raise ValueError(
+            f"layer_types is {types}; supported: full_attention in the last of every n layers."
+        )
     return {"window": window, "global_every": every}
 
 
-def _write_windows(config: TransformerConfig) -> dict[str, Any]:
-    kinds = {True: "sliding_attention", False: "full_attention"}
-    theirs: dict[str, Any] = {"layer_types": [kinds[local] for local in config.is_local]}
-    theirs["sliding_window"] = config.window
+def _write_windows(config: TransformerConfig, default_every: int | None) -> dict[str, Any]:
+    theirs: dict[str, Any] = {}
+    # Where layers differ, their kinds tell that none has a window.
+    if config.window is not None or default_every is None:
+        theirs["sliding_window"] = config.window
+    if config.global_every != default_every:
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        theirs["layer_types"] = [kinds[local] for local in config.is_local]
     if config.global_every is not None:
         theirs["sliding_window_pattern"] = config.global_every
     return theirs

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardlib.errors import ModelError
 from shardlib.hf import Converter, Field, rows
-from shardlib_models.hf.decoder_fields import read_scaling, windows, without, write_scaling
+from shardlib_models.hf.decoder_fields import read_scaling, rope, windows, without, write_scaling
 from shardlib_models.hf.llama import LLAMA
 from shardlib_models.transformer_config import TransformerConfig
 
@@ -37,7 +37,7 @@ GEMMA = dataclasses.replace(
         "tie_word_embeddings": Field("tied_embeddings", True),
     },
     converters=(*LLAMA.converters, Converter(_read_activation, _write_activation)),
-    fixed={"attention_bias": False},
+    fixed={"attention_bias": False, "use_bidirectional_attention": None},
     ours={**LLAMA.ours, "norm_offset": 1.0, "embed_scale": "sqrt"},
 )
 
@@ -69,7 +69,7 @@ GEMMA2 = dataclasses.replace(
         **without(GEMMA.fields, "head_dim"),
         "head_dim": Field("head_dim", 256, resolved="head_size"),
         "hidden_activation": Field(
-            "activation", "gelu_tanh", {"gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
+            "activation", "gelu_pytorch_tanh", {"gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
         ),
         "attn_logit_softcapping": Field("attention_softcap", 50.0),
         "final_logit_softcapping": Field("logit_softcap", 30.0),
@@ -86,29 +86,35 @@ GEMMA2 = dataclasses.replace(
         ),
         "block": "sandwich",
     },
-    converters=(*LLAMA.converters, _QUERY_SCALE, windows(2)),
+    converters=(rope(), _QUERY_SCALE, windows(2)),
     table=lambda config: LLAMA.table(config) + _SANDWICH,
 )
 
 
 def _read_ropes(theirs: Mapping[str, Any]) -> dict[str, Any]:
     ropes = theirs.get("rope_parameters") or {}
-    full = {**(theirs.get("rope_scaling") or {}), **ropes.get("full_attention", {})}
-    local = ropes.get("sliding_attention", {})
+    if not isinstance(ropes, Mapping):
+        raise ValueError(f"rope_parameters is {ropes!r}; supported: null or an object.")
+    full = {**(ropes.get("full_attention") or {}), **(theirs.get("rope_scaling") or {})}
+    local = ropes.get("sliding_attention") or {}
     if local.get("rope_type", "default") != "default":
         raise ValueError("rope_type of sliding_attention is not 'default', the one supported.")
-    theta = local.get("rope_theta", theirs.get("rope_local_base_freq", 1e4))
-    return {
-        "rope_theta": full.get("rope_theta", theirs.get("rope_theta", 1e6)),
-        "rope_scaling": read_scaling(theirs, full),
-        "local_rope_theta": theta if windows(6).read(theirs)["global_every"] else None,
-    }
+    local_theta = local.get("rope_theta", theirs.get("rope_local_base_freq", 1e4))
+    theta = full.get("rope_theta", theirs.get("rope_theta", 1e6))
+    held = windows(6).read(theirs)
+    if held["window"] is not None and held["global_every"] is None:  # No layer sees all positions.
+        return {"rope_theta": local_theta, "rope_scaling": None, "local_rope_theta": None}
+    local_theta = None if held["global_every"] is None else local_theta
+    scaling = read_scaling(theirs, full)
+    return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local_theta}
 
 
 def _write_ropes(config: TransformerConfig) -> dict[str, Any]:
+    if any(config.is_local) and config.local_rope_theta is None and config.rope_scaling is not None:
+        raise ModelError("rope_scaling applies to layers with a window, which Gemma 3 lacks.")
     return {
         "rope_theta": config.rope_theta,
-        "rope_local_base_freq": config.local_rope_theta,
+        "rope_local_base_freq": config.local_rope_theta or config.rope_theta,
         "rope_scaling": write_scaling(config),
     }
 
@@ -118,11 +124,14 @@ GEMMA3 = dataclasses.replace(
     name="Gemma3ForCausalLM",
     model_type="gemma3_text",
     fields={
-        **GEMMA2.fields,
-        "attn_logit_softcapping": Field("attention_softcap", None),
+        **without(GEMMA2.fields, "attn_logit_softcapping"),
         "final_logit_softcapping": Field("logit_softcap", None),
     },
-    fixed={"attention_bias": False, "use_bidirectional_attention": False},
-    ours={**without(GEMMA2.ours, "local_rope_theta"), "qk_norm": True},
+    fixed={**GEMMA2.fixed, "attn_logit_softcapping": None},
+    ours={
+        **without(GEMMA2.ours, "local_rope_theta"),
+        "qk_norm": True,
+        "attention_softcap": None,
+    },
     converters=(Converter(_read_ropes, _write_ropes), _QUERY_SCALE, windows(6)),
 )

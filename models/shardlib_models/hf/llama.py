@@ -3,7 +3,16 @@
 import dataclasses
 
 from shardlib.hf import Architecture, Field, rows
-from shardlib_models.hf.decoder_fields import ACTIVATIONS, EXPERTS, PLAIN, SIZES, rope, without
+from shardlib_models.hf.decoder_fields import (
+    ACTIVATIONS,
+    EXPERTS,
+    ONE_KIND,
+    PLAIN,
+    SIZES,
+    rope,
+    windows,
+    without,
+)
 
 _LAYER = "model.layers.{layers}"
 _EXPERTS = f"{_LAYER}.block_sparse_moe"
@@ -37,7 +46,7 @@ LLAMA = Architecture(
     fields={**SIZES, "hidden_act": Field("activation", "silu", ACTIVATIONS)},
     fixed={"attention_bias": False, "mlp_bias": False},
     ours={**PLAIN, "window": None, "moe": None},
-    converters=(rope(),),
+    converters=(rope(), ONE_KIND),
     table=lambda config: _ROWS,
     tied={"model.embed_tokens.weight": "lm_head.weight"},
     ignored=("*.rotary_emb.inv_freq",),
@@ -47,9 +56,9 @@ MISTRAL = dataclasses.replace(
     LLAMA,
     name="MistralForCausalLM",
     model_type="mistral",
-    fields={**LLAMA.fields, "sliding_window": Field("window", 4096)},
     fixed={},
-    ours=without(LLAMA.ours, "window"),
+    ours=without(LLAMA.ours, "window", "global_every"),
+    converters=(rope(), windows(None)),
 )
 
 MIXTRAL = dataclasses.replace(
@@ -58,12 +67,13 @@ MIXTRAL = dataclasses.replace(
     model_type="mixtral",
     fields={
         **MISTRAL.fields,
+        "sliding_window": Field("window", None),
         "num_local_experts": Field("moe.num_experts"),
         "num_experts_per_tok": Field("moe.experts_per_token"),
     },
-    converters=(rope(1e6),),
+    converters=(rope(1e6), ONE_KIND),
     ours={
-        **without(MISTRAL.ours, "moe"),
+        **without(LLAMA.ours, "window", "moe"),
         **EXPERTS,
     },
 )

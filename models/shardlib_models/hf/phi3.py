@@ -3,7 +3,7 @@
 import dataclasses
 
 from shardlib.hf import Field, rows
-from shardlib_models.hf.decoder_fields import rope, without
+from shardlib_models.hf.decoder_fields import ONE_KIND, rope, without
 from shardlib_models.hf.llama import LLAMA
 
 _LAYER = "model.layers.{layers}"
@@ -22,7 +22,7 @@ PHI3 = dataclasses.replace(
     fields={**LLAMA.fields, "sliding_window": Field("window", None)},
     fixed={"attention_bias": False},
     ours=without(LLAMA.ours, "window", "rotary_dims"),
-    converters=(rope(partial="partial_rotary_factor"),),
+    converters=(rope(partial="partial_rotary_factor"), ONE_KIND),
     # A later row of a parameter takes the place of an earlier one.
     table=lambda config: LLAMA.table(config) + _ROWS,
 )
