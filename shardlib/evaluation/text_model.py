@@ -56,7 +56,7 @@ class TextModel:
         if generate is None or "lengths" not in inspect.signature(generate).parameters:
             name = type(self.model).__name__
             raise ModelError(
-                f"{name} is no language model that continues texts.\n"
+                f"{name} is not a language model that continues texts.\n"
                 "  Evaluate a decoder, such as a run of model.name=transformer."
             )
 
