@@ -104,10 +104,13 @@ class Adapted(nnx.Module):
         norms = variable(nnx.LoRAParam, self._norms(base.kernel[...]), kept) if dora else None
         self.lora_magnitude = norms
 
-    def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
-        """Returns the adapted outputs of `x` [..., inputs]; other arguments go to `base`."""
-        y = self.base(x, *args)
-        x = x if self.dropout is None else self.dropout(x)
+    def __call__(self, x: jax.Array, *args: Any, **options: Any) -> jax.Array:
+        """Returns the adapted outputs of `x` [..., inputs], in the dtype of those of `base`.
+
+        Other arguments go to `base`.
+        """
+        y = self.base(x, *args, **options)
+        x = (x if self.dropout is None else self.dropout(x)).astype(y.dtype)
         first = x.ndim - self.num_inputs
         contracted = tuple(range(first, x.ndim)), tuple(range(self.num_inputs))
         a, b = (factor[...].astype(x.dtype) for factor in (self.lora_a, self.lora_b))

@@ -13,7 +13,7 @@ from typing import Any
 from flax import nnx
 
 from shardlib.errors import CheckpointError, ModelError
-from shardlib.finetune.lora import adapters, lora
+from shardlib.finetune.lora import Adapted, adapters, lora
 from shardlib.finetune.projections import axes_of, num_dims, projections
 from shardlib.functional import functional
 from shardlib.hf.architecture import Architecture
@@ -31,6 +31,15 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "alora_invocation_tokens": (None,),
+    "use_bdlora": (None, False),
+    "kasa_config": (None,),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+    "arrow_config": (None,),
+    # Others change the base, too.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "modules_to_save": (None, []),
     "layers_to_transform": (None, []),
     "layer_replication": (None,),
@@ -65,7 +74,7 @@ def save_adapter(
     if not found:
         raise ModelError("the model has no adapters.\n  Make it with sl.finetune.lora(model, ...).")
     described = described_as(model, None, architecture)
-    one = next(iter(found.values()))
+    one = _refuse_mixed(found)
     dora, bases = one.lora_magnitude is not None, {path: a.base for path, a in found.items()}
     rows = _rows(described, model, bases, dora=dora)
     layout = TensorTable(rows, parameters(functional(model, wrt=nnx.LoRAParam)))
@@ -86,6 +95,21 @@ def save_adapter(
     }
     arrays = arrays_of(model, nnx.LoRAParam)
     write_folder(folder, layout, arrays, CONFIG, config, single=TENSORS)
+
+
+def _refuse_mixed(found: Mapping[str, Adapted]) -> Adapted:
+    """Returns one of the adapters; the config has one rank, one alpha and one kind for all."""
+    kinds: dict[str, str] = {}
+    for path, one in found.items():
+        rank, dora = one.lora_a.shape[-1], one.lora_magnitude is not None
+        kinds.setdefault(f"rank {rank}, alpha {one.scale * rank:g}, dora {dora}", path)
+    if len(kinds) > 1:
+        raise ModelError(
+            "the adapters differ:\n"
+            + "".join(f"  {path}: {kind}.\n" for kind, path in kinds.items())
+            + "  Save the merged model, or give all projections equal adapters."
+        )
+    return next(iter(found.values()))
 
 
 def load_adapter(model: Any, folder: str | Path, *, architecture: str | None = None) -> Any:
