@@ -105,7 +105,7 @@ class Adapted(nnx.Module):
         self.lora_magnitude = norms
 
     def __call__(self, x: jax.Array, *args: Any, **options: Any) -> jax.Array:
-        """Returns the adapted outputs of `x` [..., inputs], in the dtype of those of `base`.
+        """Returns the adapted outputs of `x` [..., inputs], in the dtype that `base` gives.
 
         Other arguments go to `base`.
         """
@@ -156,7 +156,7 @@ class Adapted(nnx.Module):
 
     @property
     def _dims_of_inputs(self) -> tuple[int, ...]:
-        """The dims of the inputs in the kernel, after those of a stack."""
+        """The dims of the inputs in the kernel, after the leading dims of a stack."""
         last = self.lora_a.ndim - 1
         return tuple(range(last - self.num_inputs, last))
 

@@ -224,7 +224,7 @@ def _rows(
             rows.append(TensorRow(f"{path}/lora_magnitude", magnitude, tuple(outputs)))
     if faults:
         raise ModelError(
-            f"adapters of {described.name} cannot be written:\n  "
+            f"adapters of {described.name} that PEFT's format cannot express:\n  "
             + "\n  ".join(faults)
             + "\n  Leave out projections that the checkpoint joins in one tensor, or save the "
             "merged model."
@@ -268,7 +268,9 @@ def _check(layout: TensorTable, tensors: Tensors, folder: Path) -> None:
         raise CheckpointError(
             f"the tensors of {folder} do not fit the model:\n  "
             + "\n  ".join(sorted(faults))
-            + "\n  Load the base model that the adapter was trained on."
+            + "\n  Load the base model that the adapter was trained on. Merge adapters of some layers "
+            "alone or of embeddings with PEFT.\n  Save adapters of lm_head with "
+            "save_embedding_layers=False."
         )
 
 

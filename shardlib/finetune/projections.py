@@ -1,7 +1,7 @@
 """The projections of a model: modules whose `kernel` maps dims of inputs to dims of outputs.
 
-A projection is an `nnx.Linear`, an `nnx.LinearGeneral` over the last dims of its input (such as
-those of `nnx.MultiHeadAttention`), or a module whose kernel has the dims of its inputs, as many as
+A projection is an `nnx.Linear`, an `nnx.LinearGeneral` over the last dims of its input (as in
+`nnx.MultiHeadAttention`), or a module whose kernel has the dims of its inputs, as many as
 `num_inputs`, before the dims of its outputs, named in `outputs`. In a stack of layers the kernel
 has leading dims.
 """
@@ -42,7 +42,7 @@ def matched(model: nnx.Module, targets: Sequence[str]) -> dict[str, Any]:
     """Returns the projections whose path matches a pattern.
 
     Raises:
-        ModelError: If the model is none of NNX, or a pattern matches no projection, a layer of Flax
+        ModelError: If the model is not an NNX module, or a pattern matches no projection, a layer of Flax
             of another kind, or a projection with two paths; the message lists all such patterns.
     """
     if not isinstance(model, nnx.Module):
