@@ -42,8 +42,8 @@ def matched(model: nnx.Module, targets: Sequence[str]) -> dict[str, Any]:
     """Returns the projections whose path matches a pattern.
 
     Raises:
-        ModelError: If the model is not an NNX module, or a pattern matches no projection, a layer of Flax
-            of another kind, or a projection with two paths; the message lists all such patterns.
+        ModelError: If the model is not an NNX module, or a pattern matches no projection, a layer of
+            Flax of another kind, or a projection with two paths; the message lists all of them.
     """
     if not isinstance(model, nnx.Module):
         raise ModelError(
