@@ -211,13 +211,13 @@ def lora(
 
     Raises:
         ModelError: If the rank, alpha or dropout is out of range, or a pattern matches no
-            projection.
+            projection, an `nnx.Conv` or `nnx.Einsum`, or a projection with two paths.
     """
     faults = LoraConfig.faults_of_fields({"rank": rank, "alpha": alpha, "dropout": dropout})
     if faults:
         raise ModelError("\n".join(faults) + "\n  Take the defaults: rank=8, alpha=16, dropout=0.")
     model = nnx.merge(*nnx.split(model))
-    for path, base in matched(model, targets).items():
+    for path, base in matched(model, targets, for_adapters=True).items():
         one = Adapted(base, rank, alpha / rank, dropout=dropout, dora=dora, rngs=rngs)
         replace_module(model, path, one)
     return model

@@ -79,10 +79,11 @@ def save_adapter(
     rows = _rows(described, model, bases, dora=dora)
     layout = TensorTable(rows, parameters(functional(model, wrt=nnx.LoRAParam)))
     rank = one.lora_a[...].shape[-1]
+    causal = described.name.endswith(("ForCausalLM", "LMHeadModel"))
     first = {row.theirs for row in rows if row.ours.endswith("lora_a")}
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if causal else None,
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": one.scale * rank,
@@ -268,8 +269,8 @@ def _check(layout: TensorTable, tensors: Tensors, folder: Path) -> None:
         raise CheckpointError(
             f"the tensors of {folder} do not fit the model:\n  "
             + "\n  ".join(sorted(faults))
-            + "\n  Load the base model that the adapter was trained on. Merge adapters of some layers "
-            "alone or of embeddings with PEFT.\n  Save adapters of lm_head with "
+            + "\n  Load the base model that the adapter was trained on. Merge adapters of some "
+            "layers alone or of embeddings with PEFT.\n  Save adapters of lm_head with "
             "save_embedding_layers=False."
         )
 

@@ -38,16 +38,19 @@ def projections(model: nnx.Module) -> dict[str, Any]:
     }
 
 
-def matched(model: nnx.Module, targets: Sequence[str]) -> dict[str, Any]:
+def matched(
+    model: nnx.Module, targets: Sequence[str], *, for_adapters: bool = False
+) -> dict[str, Any]:
     """Returns the projections whose path matches a pattern.
 
     Raises:
-        ModelError: If the model is not an NNX module, or a pattern matches no projection, a layer of
-            Flax of another kind, or a projection with two paths; the message lists all of them.
+        ModelError: If the model is not an NNX module, or a pattern matches no projection, or, for
+            adapters, a layer of Flax of another kind or a projection with two paths; the message
+            lists all of them.
     """
     if not isinstance(model, nnx.Module):
         raise ModelError(
-            f"adapters are for an nnx.Module, not {type(model).__name__}.\n"
+            f"projections are those of an nnx.Module, not {type(model).__name__}.\n"
             "  Give an NNX model, such as `sl.hf.load(...).model`."
         )
     if isinstance(targets, str):
@@ -62,12 +65,15 @@ def matched(model: nnx.Module, targets: Sequence[str]) -> dict[str, Any]:
     faults += [
         f"targets: {path} is an nnx.{type(module).__name__}, which gets no adapter."
         for path, module in modules(model).items()
-        if isinstance(module, _OTHERS) and path not in found and _matches_any(targets, path)
+        if for_adapters
+        and isinstance(module, _OTHERS)
+        and path not in found
+        and _matches_any(targets, path)
     ]
     faults += [
         f"targets: {path} is also at {other}, which an adapter would leave out."
         for path, other in _second_paths(model).items()
-        if path in chosen
+        if for_adapters and path in chosen
     ]
     if faults or not targets:
         shown = ", ".join([*found][:8]) + (", ..." if len(found) > 8 else "")
