@@ -67,7 +67,7 @@ def matched(
         for path, module in modules(model).items()
         if for_adapters
         and isinstance(module, _OTHERS)
-        and path not in found
+        and not _is_projection(module)
         and _matches_any(targets, path)
     ]
     faults += [
