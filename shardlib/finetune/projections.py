@@ -50,7 +50,7 @@ def matched(
     """
     if not isinstance(model, nnx.Module):
         raise ModelError(
-            f"projections are those of an nnx.Module, not {type(model).__name__}.\n"
+            f"expected an nnx.Module, not {type(model).__name__}.\n"
             "  Give an NNX model, such as `sl.hf.load(...).model`."
         )
     if isinstance(targets, str):

@@ -213,7 +213,7 @@ def test_layers_that_get_no_adapter_are_refused(target, text):
     targets = target if text is None else (target,)
     with pytest.raises(ModelError, match=text or r"is the text 'head'.\n  Give a list"):
         lora(Flax(nnx.Rngs(0)), targets=targets, rngs=nnx.Rngs(1))
-    with pytest.raises(ModelError, match=r"of an nnx\.Module, not dict"):
+    with pytest.raises(ModelError, match=r"expected an nnx\.Module, not dict"):
         lora({}, targets=("head",), rngs=nnx.Rngs(1))
 
 
