@@ -104,10 +104,13 @@ class Adapted(nnx.Module):
         norms = variable(nnx.LoRAParam, self._norms(base.kernel[...]), kept) if dora else None
         self.lora_magnitude = norms
 
-    def __call__(self, x: jax.Array, *args: Any) -> jax.Array:
-        """Returns the adapted outputs of `x` [..., inputs]; other arguments go to `base`."""
-        y = self.base(x, *args)
-        x = x if self.dropout is None else self.dropout(x)
+    def __call__(self, x: jax.Array, *args: Any, **options: Any) -> jax.Array:
+        """Returns the adapted outputs of `x` [..., inputs], in the dtype that `base` gives.
+
+        Other arguments go to `base`.
+        """
+        y = self.base(x, *args, **options)
+        x = (x if self.dropout is None else self.dropout(x)).astype(y.dtype)
         first = x.ndim - self.num_inputs
         contracted = tuple(range(first, x.ndim)), tuple(range(self.num_inputs))
         a, b = (factor[...].astype(x.dtype) for factor in (self.lora_a, self.lora_b))
@@ -153,7 +156,7 @@ class Adapted(nnx.Module):
 
     @property
     def _dims_of_inputs(self) -> tuple[int, ...]:
-        """The dims of the inputs in the kernel; dims of a stack come first."""
+        """The dims of the inputs in the kernel, after the leading dims of a stack."""
         last = self.lora_a.ndim - 1
         return tuple(range(last - self.num_inputs, last))
 
@@ -208,13 +211,13 @@ def lora(
 
     Raises:
         ModelError: If the rank, alpha or dropout is out of range, or a pattern matches no
-            projection.
+            projection, an `nnx.Conv` or `nnx.Einsum`, or a projection with two paths.
     """
     faults = LoraConfig.faults_of_fields({"rank": rank, "alpha": alpha, "dropout": dropout})
     if faults:
         raise ModelError("\n".join(faults) + "\n  Take the defaults: rank=8, alpha=16, dropout=0.")
     model = nnx.merge(*nnx.split(model))
-    for path, base in matched(model, targets).items():
+    for path, base in matched(model, targets, for_adapters=True).items():
         one = Adapted(base, rank, alpha / rank, dropout=dropout, dora=dora, rngs=rngs)
         replace_module(model, path, one)
     return model

@@ -13,7 +13,7 @@ from typing import Any
 from flax import nnx
 
 from shardlib.errors import CheckpointError, ModelError
-from shardlib.finetune.lora import adapters, lora
+from shardlib.finetune.lora import Adapted, adapters, lora
 from shardlib.finetune.projections import axes_of, num_dims, projections
 from shardlib.functional import functional
 from shardlib.hf.architecture import Architecture, described_as
@@ -33,6 +33,15 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "use_qalora": (False, None),
+    "lora_bias": (False, None),
+    "alora_invocation_tokens": (None,),
+    "use_bdlora": (None, False),
+    "kasa_config": (None,),
+    "velora_config": (None,),
+    "monteclora_config": (None,),
+    "arrow_config": (None,),
+    # Others change the base, too.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "modules_to_save": (None, []),
     "layers_to_transform": (None, []),
     "layer_replication": (None,),
@@ -67,15 +76,16 @@ def save_adapter(
     if not found:
         raise ModelError("the model has no adapters.\n  Make it with sl.finetune.lora(model, ...).")
     described = described_as(model, None, architecture)
-    one = next(iter(found.values()))
+    one = _refuse_mixed(found)
     dora, bases = one.lora_magnitude is not None, {path: a.base for path, a in found.items()}
     rows = _rows(described, model, bases, dora=dora)
     layout = TensorTable(rows, parameters(functional(model, wrt=nnx.LoRAParam)))
     rank = one.lora_a[...].shape[-1]
+    causal = described.name.endswith(("ForCausalLM", "LMHeadModel"))
     first = {row.theirs for row in rows if row.ours.endswith("lora_a")}
     config = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if causal else None,
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": one.scale * rank,
@@ -88,6 +98,21 @@ def save_adapter(
     }
     arrays = arrays_of(model, nnx.LoRAParam)
     write_folder(folder, layout, arrays, CONFIG, config, single=TENSORS)
+
+
+def _refuse_mixed(found: Mapping[str, Adapted]) -> Adapted:
+    """Returns one of the adapters; the config has one rank, one alpha and one kind for all."""
+    kinds: dict[str, str] = {}
+    for path, one in found.items():
+        rank, dora = one.lora_a.shape[-1], one.lora_magnitude is not None
+        kinds.setdefault(f"rank {rank}, alpha {one.scale * rank:g}, dora {dora}", path)
+    if len(kinds) > 1:
+        raise ModelError(
+            "the adapters differ:\n"
+            + "".join(f"  {path}: {kind}.\n" for kind, path in kinds.items())
+            + "  Save the merged model, or give all projections equal adapters."
+        )
+    return next(iter(found.values()))
 
 
 def load_adapter(model: Any, folder: str | Path, *, architecture: str | None = None) -> Any:
@@ -202,7 +227,7 @@ def _rows(
             rows.append(TensorRow(f"{path}/lora_magnitude", magnitude, tuple(outputs)))
     if faults:
         raise ModelError(
-            f"adapters of {described.name} cannot be written:\n  "
+            f"adapters of {described.name} that PEFT's format cannot express:\n  "
             + "\n  ".join(faults)
             + "\n  Leave out projections that the checkpoint joins in one tensor, or save the "
             "merged model."
@@ -246,7 +271,9 @@ def _check(layout: TensorTable, tensors: Tensors, folder: Path) -> None:
         raise CheckpointError(
             f"the tensors of {folder} do not fit the model:\n  "
             + "\n  ".join(sorted(faults))
-            + "\n  Load the base model that the adapter was trained on."
+            + "\n  Load the base model that the adapter was trained on. Merge adapters of some "
+            "layers alone or of embeddings with PEFT.\n  Save adapters of lm_head with "
+            "save_embedding_layers=False."
         )
 
 

@@ -12,7 +12,7 @@ import pytest
 from shardlib import run
 from shardlib.config import load
 from shardlib.data import ChatData, InstructionData, StreamPosition, open_data
-from shardlib.data.instruct.encode import chat_encoder, load_tokenizer
+from shardlib.data.instruct.encode import chat_encoder, encoder, load_tokenizer
 from shardlib.data.instruct.template import find_template
 from shardlib.errors import DataError
 
@@ -81,6 +81,79 @@ def test_chats_equal_those_of_transformers(folder):
         assert mask.astype(int).tolist() == theirs["assistant_masks"]
         bare, _ = find_template(folder, BARE).render(chat)
         assert bare == oracle.apply_chat_template(chat, tokenize=False, chat_template=BARE)
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"é": {}}}},
+    }
+]
+WITH_TOOLS = (
+    "{%- if tools %}\n<|im_start|>system\n{% for tool in tools %}{{ tool | tojson(indent=2) }}\n"
+    "{% endfor %}{{ strftime_now('%Y') ~ '/' ~ (tools | length) }}<|im_end|>\n{%- endif %}\n"
+    "{%- set ns = namespace(seen=0) %}{%- for m in messages %}\n"
+    "{%- if m.role not in ['user', 'assistant', 'tool'] %}{% continue %}{% endif %}\n"
+    "{%- set ns.seen = ns.seen + 1 %}<|im_start|>{{ m.role ~ loop.index }}\n"
+    "{%- if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}\n"
+    "{%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n"
+    "{%- endgeneration %}{% else %}{{ m.content | trim }}<|im_end|>{% endif %}\n"
+    "{%- if loop.last %}{{ ns.seen }}{% break %}{% endif %}{%- endfor %}"
+)
+CALLS = [
+    *messages([("system", "Be exact."), ("user", "1 + 2?")]),
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]},
+    *messages([("tool", "3"), ("assistant", "It is 3.")]),
+]
+
+
+@pytest.mark.mesh
+def test_tools_are_rendered_as_by_transformers(folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    oracle = AutoTokenizer.from_pretrained(folder)
+    options = {"chat_template": WITH_TOOLS, "tools": TOOLS}
+    theirs = oracle.apply_chat_template(
+        CALLS, return_assistant_tokens_mask=True, return_dict=True, **options
+    )
+    config = ChatData(tokenizer=str(folder), template=WITH_TOOLS)
+    _, encode = encoder(config, load_tokenizer(config))
+    for tools in (TOOLS, json.dumps(TOOLS)):
+        ids, mask = encode({"messages": CALLS, "tools": tools})
+        assert ids.tolist() == theirs["input_ids"]
+        assert mask.astype(int).tolist() == theirs["assistant_masks"]
+    for wrong, text in (("{", "is not JSON"), ([1], "is not a list of functions")):
+        with pytest.raises(DataError, match=text):
+            encode({"messages": CALLS, "tools": wrong})
+
+
+HOSTILE = {
+    "attributes": ("{{ messages.__class__.__mro__ }}", "is unsafe"),
+    "loops": (
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        "steps",
+    ),
+    "calls": ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "recursion"),
+    "product": ("{{ 'a' * 10**10 }}", "a value or a text of more than 50,000,000 characters"),
+    "power": ("{{ 10**(10**9) }}", "a value or a text"),
+    "format": ("{{ '%9999999999d' % 1 }}", "a value or a text"),
+    "doubled": (
+        "{% set n = namespace(x='ab') %}{% for i in range(50) %}{% set n.x = n.x ~ n.x %}"
+        "{% endfor %}",
+        "a value or a text",
+    ),
+    "output": (
+        "{% set x %}{% for i in range(9999) %}{{ 'a' * 10**5 }}{% endfor %}{% endset %}",
+        "a value or a text",
+    ),
+    "arithmetic": ("{{ 1 // 0 }}", "division"),
+}
+
+
+@pytest.mark.parametrize(("source", "text"), HOSTILE.values(), ids=HOSTILE)
+def test_templates_that_do_harm_or_fail_are_refused(source, text):
+    with pytest.raises(DataError, match=rf"template refuses the messages: .*{text}.*\n  Change"):
+        find_template(None, source).render(messages(CHATS[1]))
 
 
 def test_a_template_without_the_tag_gives_the_text_after_its_prompt(folder):
@@ -170,9 +243,13 @@ def test_every_storage_gives_the_same_rows(tmp_path):
         ({"promt": "a"}, {}, "no field 'prompt'"),
         ({"prompt": 1, "completion": "a"}, {}, "the field 'prompt' holds int, not text"),
         ([], {}, "expected a JSON object, found list"),
+        (
+            {"messages": messages(CHATS[1]), "tools": [1]},
+            {"template": BARE},
+            "is not a list of functions",
+        ),
         ({"messages": "hi"}, {"template": BARE}, "'messages' is not a list of messages"),
         ({"messages": messages([("user", "a")])}, {"template": BARE}, "has no token to learn"),
-        ({"tools": [1]}, {"template": BARE}, "has tools, which are not rendered"),
         ({}, {"template": "{% if %}"}, "the chat template is malformed"),
         ({}, {"template": None}, "the tokenizer has no chat template"),
         (

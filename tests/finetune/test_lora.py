@@ -10,6 +10,7 @@ from flax import nnx
 import shardlib as sl
 from shardlib.errors import ModelError
 from shardlib.finetune import Adapted, lora, merge
+from shardlib.finetune.lora import adapters
 from shardlib.registry import DataSpec
 from shardlib_models.moe import MoEConfig
 from shardlib_models.transformer import loss, make
@@ -163,10 +164,63 @@ def test_a_plain_flax_model_and_a_list_of_layers():
     assert not np.allclose(model(x), Net(nnx.Rngs(0))(x))
 
 
+class Flax(nnx.Module):
+    """Layers of Flax alone."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(32, 16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs)
+        self.conv = nnx.Conv(16, 16, (3,), rngs=rngs)
+        self.mix = nnx.Einsum("btd,dh->bth", (16, 16), (16,), rngs=rngs)
+        self.up = nnx.Linear(16, 64, rngs=rngs)
+        self.again = self.up
+        self.head = nnx.LinearGeneral(64, (2, 16), rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.attention(x) + self.conv(x)
+        return self.head(jax.nn.gelu(self.up(self.mix(x))))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_layers_of_flax_keep_their_dtype_and_merge(dora):
+    net, tokens = Flax(nnx.Rngs(0)), jnp.arange(12).reshape(2, 6)
+    model = lora(net, rank=2, targets=("attention/*", "head"), dora=dora, rngs=nnx.Rngs(1))
+    found = adapters(model)
+    assert [*found] == [*(f"attention/{name}" for name in ("key", "out", "query", "value")), "head"]
+    np.testing.assert_allclose(model(tokens), net(tokens), rtol=1e-6, atol=1e-6)
+    for one in found.values():
+        one.lora_b[...] = jax.random.normal(jax.random.key(2), one.lora_b.shape)
+        one.base.bias[...] = jax.random.normal(jax.random.key(3), one.base.bias.shape)
+    expected, actual = model(tokens), merge(model)(tokens)
+    # Two float32 sums in another order.
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-6 * np.abs(expected).max())
+    assert np.abs(Flax(nnx.Rngs(0))(tokens) - actual).max() > 0.1 * np.abs(actual).max()
+    model.head.base.dtype = jnp.bfloat16
+    assert model(tokens).dtype == jnp.bfloat16
+
+
+OTHERS = {
+    "Conv": ("conv", "conv is an nnx.Conv, which gets no adapter"),
+    "Einsum among others": ("*", "mix is an nnx.Einsum, which gets no adapter"),
+    "one at two paths": ("*", "again is also at up, which an adapter would leave out"),
+    "a text": ("head", None),
+}
+
+
+@pytest.mark.parametrize(("target", "text"), OTHERS.values(), ids=OTHERS)
+def test_layers_that_get_no_adapter_are_refused(target, text):
+    targets = target if text is None else (target,)
+    with pytest.raises(ModelError, match=text or r"is the text 'head'.\n  Give a list"):
+        lora(Flax(nnx.Rngs(0)), targets=targets, rngs=nnx.Rngs(1))
+    with pytest.raises(ModelError, match=r"expected an nnx\.Module, not dict"):
+        lora({}, targets=("head",), rngs=nnx.Rngs(1))
+
+
 WRONG = {
     "unknown": ({"targets": ("**/attention/qury",)}, r"'\*\*/attention/qury' matches no.*query"),
     "a norm": ({"targets": ("**/attention_norm",)}, "matches no projection"),
-    "none": ({"targets": ()}, "Give patterns that match some of these: head, layers"),
+    "none": ({"targets": ()}, "Give patterns that match some of these alone: head, layers"),
     "rank": ({"rank": 0}, "rank must be at least 1, not 0.*\n  Take the defaults"),
     "alpha": ({"alpha": 0.0}, "alpha must be greater than 0"),
     "dropout": ({"dropout": 1.0}, "dropout must be at least 0 and below 1"),

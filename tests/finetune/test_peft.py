@@ -150,6 +150,8 @@ CHANGES = {
     "dropout": ({"lora_dropout": 2}, "lora_dropout is 2"),
     "another kind": ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
     "parts of layers": ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+    "a base changed by SVD": ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+    "some tokens": ({"alora_invocation_tokens": [1]}, r"alora_invocation_tokens is \[1\]"),
     "rank": ({"r": 8}, r"lora_A.weight has shape \(4, 32\), expected \(8, 32\)"),
     "no rank": ({"r": "four"}, "r is 'four'"),
 }
@@ -175,7 +177,8 @@ def test_tensors_that_do_not_fit_are_refused(llama, adapter, tmp_path):
         folder / TENSORS,
     )
     with pytest.raises(
-        CheckpointError, match=r"(?s)is missing.*other.lora_A.weight is not a factor"
+        CheckpointError,
+        match=r"(?s)is missing.*other.lora_A.weight is not a factor.*Merge adapters of some",
     ):
         load_adapter(loaded, folder)
     save_file({"other.lora_A.weight": tensors[name]}, folder / TENSORS)
@@ -188,3 +191,13 @@ def test_tensors_that_do_not_fit_are_refused(llama, adapter, tmp_path):
         save_adapter(loaded.model, tmp_path / "none")
     with pytest.raises(CheckpointError, match="is not an empty folder"):
         save_adapter(loaded.model, folder)
+
+
+def test_adapters_of_different_ranks_are_not_written_as_one(llama, tmp_path):
+    loaded = sl.hf.load(llama)
+    model = lora(loaded.model, rank=2, alpha=4.0, rngs=nnx.Rngs(0))
+    model = lora(model, rank=4, alpha=4.0, targets=("**/mlp/*",), rngs=nnx.Rngs(1))
+    text = r"(?s)attention/\w+: rank 2, alpha 4.*mlp/\w+: rank 4, alpha 4.*\n  Save the merged"
+    with pytest.raises(ModelError, match=text):
+        save_adapter(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

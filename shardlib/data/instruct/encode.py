@@ -1,5 +1,6 @@
 """Examples as tokens, with a mask of the tokens to learn."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,11 +46,8 @@ def encoder(
         tokens = chat_encoder(tokenizer)
 
         def encode_chat(example: dict[str, Any]) -> Learned:
-            if example.get("tools"):
-                raise DataError(
-                    "the example has tools, which are not rendered.\n  Remove its field 'tools'."
-                )
-            return tokens(*template.render(_messages(example, config.messages_field)))
+            messages = _messages(example, config.messages_field)
+            return tokens(*template.render(messages, _tools(example)))
 
         parts = (config.messages_field, template.source, sorted(template.special_tokens.items()))
         return digest(("chat", *parts)), encode_chat
@@ -111,6 +109,25 @@ def _messages(example: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]
             '  Write it as [{"role": "user", "content": "..."}, ...].'
         )
     return messages
+
+
+def _tools(example: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """Returns the functions that the assistant may call; None without any."""
+    tools = example.get("tools") or None
+    # Tables have no columns of objects with different fields, so they hold JSON.
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise DataError(f"the field 'tools' is not JSON: {error}.\n  Repair it.") from None
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(each, dict) for each in tools)
+    ):
+        raise DataError(
+            "the field 'tools' is not a list of functions.\n"
+            '  Write it as [{"type": "function", "function": {"name": "...", ...}}, ...].'
+        )
+    return tools or None
 
 
 def _completion(config: PromptFields, tokenizer: Tokenizer, example: Mapping[str, Any]) -> Learned:

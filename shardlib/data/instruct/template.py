@@ -34,8 +34,14 @@ class ChatTemplate:
         self._has_tag = _TAG.search(source) is not None
         self._render = _compile(source)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[Span]]:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[str, list[Span]]:
         """Returns the text of a chat and the spans of characters that the assistant writes.
+
+        `tools` are the JSON schemas of the functions that the assistant may call.
 
         The template's tag `generation` encloses the spans. In a template without it, a span begins
         where the prompt for the assistant's message ends, and ends with the message.
@@ -44,14 +50,14 @@ class ChatTemplate:
             DataError: If the template refuses the messages, or has no tag and renders the beginning
                 of the chat in another way than the whole.
         """
-        whole = self._text(messages)
+        whole = self._text(messages, tools)
         if self._has_tag:
             return _without_marks(whole)
         spans = []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self._text(messages[:index], add_generation_prompt=True)
-                after = self._text(messages[: index + 1])
+                before = self._text(messages[:index], tools, add_generation_prompt=True)
+                after = self._text(messages[: index + 1], tools)
                 if not (whole.startswith(after) and after.startswith(before)):
                     raise DataError(
                         "the chat template renders the beginning of a chat in another way than the "
@@ -63,21 +69,24 @@ class ChatTemplate:
         return whole, spans
 
     def _text(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool = False,
     ) -> str:
-        from jinja2 import TemplateError
-
         try:
             return self._render(
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             )
-        except (TemplateError, TypeError) as error:
+        # A template is a program: any error of Python may come from its expressions.
+        except Exception as error:
+            said = str(error).rstrip(".") or type(error).__name__
             raise DataError(
-                f"the chat template refuses the messages: {error}.\n"
+                f"the chat template refuses the messages: {said}.\n"
                 "  Change the messages, or set data.template."
             ) from None
 
@@ -100,6 +109,11 @@ def find_template(folder: Path | None, template: str | None) -> ChatTemplate:
         raise DataError(
             "the tokenizer has no chat template: no chat_template.jinja and no chat_template in "
             "tokenizer_config.json.\n  Set data.template."
+        )
+    if not isinstance(template, str):
+        raise DataError(
+            f"the chat template of the tokenizer is {type(template).__name__}, not a text.\n"
+            "  Repair its tokenizer_config.json, or set data.template."
         )
     tokens = {
         name: value["content"] if isinstance(value, dict) else value
@@ -137,8 +151,29 @@ def _compile(source: str) -> Callable[..., str]:
     require("jinja2", "chat", "a chat template")
     import jinja2
     import jinja2.ext
+
+    from shardlib.data.instruct.sandbox import Sandbox
+
+    def fail(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    # The filters and functions that transformers gives to templates.
+    environment = Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation(), jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = fail
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.renderer(source)
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise DataError(f"the chat template is malformed: {error}.\n  Correct it.") from None
+
+
+def _generation() -> Any:
+    """Returns Jinja's extension for the tag that encloses the assistant's text."""
+    import jinja2.ext
     import jinja2.nodes
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
         tags: ClassVar[set[str]] = {"generation"}
@@ -152,20 +187,7 @@ def _compile(source: str) -> Callable[..., str]:
         def _mark(self, caller: Callable[[], str]) -> str:
             return _START + caller() + _END
 
-    def fail(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    # The filters and functions that transformers gives to templates.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = fail
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
-        return environment.from_string(source).render
-    except jinja2.TemplateError as error:
-        raise DataError(f"the chat template is malformed: {error}.\n  Correct it.") from None
+    return Generation
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
