@@ -1,12 +1,15 @@
 """Export of a run's model as a folder in the format of Hugging Face."""
 
+import json
+import shutil
 from pathlib import Path
 
 import jax
 
 from shardlib import hf
-from shardlib.data.tokenizer import JsonTokenizer
+from shardlib.data.tokenizer import JsonTokenizer, read_tokenizer
 from shardlib.finetune import merge, save_adapter
+from shardlib.hf.save import COPIED
 from shardlib.run.restore_model import Notify, restore_model
 from shardlib.train.offload import fetch
 
@@ -22,6 +25,9 @@ def export(
     notify: Notify | None = None,
 ) -> int:
     """Exports the model of a run, and its tokenizer if it is a `tokenizer.json`.
+
+    A tokenizer brings the files of its folder on chats and generation, if `model.init_from` is that
+    folder, or else the token that ends a text.
 
     The exported parameters are those that the run evaluates: their moving average, if there is one.
 
@@ -56,5 +62,27 @@ def export(
         return int(state.step)
     hf.save(merge(model), folder, architecture=architecture)
     if isinstance(restored.tokenizer, JsonTokenizer) and jax.process_index() == 0:
-        restored.tokenizer.save(Path(folder) / "tokenizer.json")
+        origin = getattr(parts.config.model, "init_from", None)
+        _add_tokenizer(restored.tokenizer, Path(folder), origin, parts.family.generate is not None)
     return int(state.step)
+
+
+def _add_tokenizer(
+    tokenizer: JsonTokenizer, folder: Path, origin: str | None, generates: bool
+) -> None:
+    """Writes a tokenizer, with what its own folder says of chats and generation, or else with the
+    token that ends a text."""
+    tokenizer.save(folder / "tokenizer.json")
+    first = Path(origin or "") / "tokenizer.json"
+    if first.is_file() and read_tokenizer(first).fingerprint == tokenizer.fingerprint:
+        for file in map(first.with_name, COPIED):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+        return
+    added = json.loads(tokenizer.to_json()).get("added_tokens") or []
+    end = [token["content"] for token in added if token["id"] == tokenizer.eot]
+    said = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": end[0]} if end else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2) + "\n")
+    if generates:
+        ends = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
+        (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
