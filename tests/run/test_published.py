@@ -81,15 +81,14 @@ def test_the_planner_takes_sizes():
 
 def test_a_folder_gives_the_model_and_the_tokenizer(tmp_path, folder):
     text = f"model: {{init_from: {folder}, remat: full, dropout: 0.1, moe: {{dispatch: capacity}}}}"
-    config = load(RunConfig, written(tmp_path, text))
+    with pytest.raises(ConfigError, match=r"has no tokenizer.json.*\n *Add data.tokenizer=PATH"):
+        load(RunConfig, written(tmp_path, text))
+    (folder / "tokenizer.json").write_text("{}")
+    config = load(RunConfig, tmp_path / "config.yaml")
     model = config.model
     assert (model.num_layers, model.remat, model.dropout) == (2, "full", 0.1)
     assert (model.moe.num_experts, model.moe.dispatch) == (4, "capacity")
-    assert config.data.tokenizer == "bpe"
-    (folder / "tokenizer.json").write_text("{}")
-    assert load(RunConfig, tmp_path / "config.yaml").data.tokenizer == str(
-        folder / "tokenizer.json"
-    )
+    assert config.data.tokenizer == str(folder / "tokenizer.json")
     given = load(RunConfig, tmp_path / "config.yaml", ["data.tokenizer=bytes"])
     assert given.data.tokenizer == "bytes"
     # The config of a run has all keys: the folder may have gone.
