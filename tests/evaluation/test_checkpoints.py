@@ -88,4 +88,4 @@ def test_wrong_requests(shardlib, trained, tmp_path):
     )
     code, _, err = shardlib("evaluate", tmp_path)
     assert code == 2
-    assert "holds no run" in err
+    assert "does not hold a run" in err
