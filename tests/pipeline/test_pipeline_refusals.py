@@ -10,7 +10,7 @@ from pipelines import WIDTH, Layer, Model, loss, make_job, nll
 
 import shardlib as sl
 from shardlib.errors import MeshError, ModelError
-from shardlib.nn.stack import scan_layers
+from shardlib.nn.stack import scan_layers, stack_layers
 from shardlib.sharding import manual
 from shardlib.train.pipeline import PipelineConfig
 
@@ -108,6 +108,28 @@ class Counting(Model):
 )
 def test_running_statistics(make, text):
     assert re.search(text, refusal(make_job("stage=2", make=make)))
+
+
+class Encoded(Model):
+    """A model whose layers read the result of other layers, which the rules divide too."""
+
+    def __init__(self, num_layers, rngs):
+        super().__init__(num_layers, rngs)
+        self.encoder = stack_layers(Layer, num_layers, rngs)
+
+
+def after_an_encoder(model, batch, rng):
+    x, shift = model.embed(batch["tokens"]), jnp.zeros(len(batch["tokens"]))
+    memory, _ = scan_layers(
+        lambda layer, x, _: (layer(x, shift), None), model.encoder, x, staged=False
+    )
+    x, _ = run_layers(model, batch, lambda x: (x + memory, None))
+    return nll(model, x, batch)
+
+
+def test_other_layers_are_not_divided_over_the_stages():
+    job = make_job("stage=2", make=lambda rngs: Encoded(2, rngs), loss=after_an_encoder)
+    assert re.search("encoder/down, .* over stage.*\n  Make the other layers", refusal(job))
 
 
 @pytest.mark.mesh

@@ -20,7 +20,7 @@ from jaxtyping import Array, Int, PyTree
 from shardlib.errors import ModelError
 from shardlib.jaxprs import subprograms
 from shardlib.nn.stack import LayerStack, intercept
-from shardlib.train.pipeline.execute import CutLoss, Leaves, Part, Reads
+from shardlib.train.pipeline.execute import AXIS, CutLoss, Leaves, Part, Reads
 
 Loss = Callable[[Leaves, Part], tuple[jax.Array, PyTree]]
 """`loss(params, part) -> (loss, sums)` from parameters by path: a scalar and a pytree of
@@ -74,6 +74,9 @@ def trace_loss(
         made.append(stack)
         return stack.carry
 
+    def stacked(params: Leaves, part: Part) -> list[Any]:
+        return jax.tree.leaves(_reach(loss, params, part).state)
+
     def run(params: Leaves, part: Part, carry: PyTree) -> PyTree:
         stack = _reach(loss, params, part)
         carry, outputs, changed = stack.run(stack.state, carry, stack.per_layer)
@@ -97,6 +100,13 @@ def trace_loss(
             "the loss reads variables of the stacked layers outside of scan_layers, but each stage "
             f"holds only its own layers: {', '.join(outside)}.\n"
             "  Read them only inside the layers, or use a mesh without stage."
+        )
+    own = _reads(jax.make_jaxpr(stacked)(*args), sorted(names))
+    if others := sorted((reads.chunk & layers) - own):
+        raise ModelError(
+            f"the rules divide {', '.join(others)} over {AXIS}, but a pipeline divides the "
+            "layers of one scan_layers alone.\n"
+            "  Make the other layers with stack_layers(..., axis_name='encoder_layers')."
         )
     reads = reads._replace(chunk=reads.chunk - layers)
     sends, constrains = (
