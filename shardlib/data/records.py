@@ -1,6 +1,7 @@
 """Examples from files: JSONL, JSON, CSV, Parquet and Arrow."""
 
 import csv
+import glob
 import io
 import json
 import os
@@ -109,6 +110,14 @@ def key(path: str) -> str:
 
 def _files(path: str) -> list[Path]:
     place = Path(path).expanduser()
+    if glob.has_magic(path):
+        files = sorted(map(Path, glob.glob(str(place), recursive=True)))
+        if files and all(file.name.endswith(_SUFFIXES) for file in files):
+            return files
+        raise DataError(
+            f"{path!r} matches {len(files)} files, and not examples alone.\n"
+            f"  Give a pattern of {', '.join(_SUFFIXES)} files, such as data/train-*.parquet."
+        )
     if place.is_file() and place.name.endswith(_SUFFIXES):
         return [place]
     if (place / "state.json").is_file():
@@ -116,7 +125,7 @@ def _files(path: str) -> list[Path]:
         return [place / entry["filename"] for entry in state["_data_files"]]
     if not place.exists():
         raise missing(path)
-    action = f"Give a {', '.join(_SUFFIXES)} file, or a folder that save_to_disk wrote."
+    action = f"Give a {', '.join(_SUFFIXES)} file, a pattern of them, or a folder that save_to_disk wrote."
     if (place / "dataset_dict.json").is_file():
         splits = json.loads((place / "dataset_dict.json").read_text())["splits"]
         action = f"Give the folder of one split: {', '.join(str(place / name) for name in splits)}."

@@ -17,10 +17,10 @@ class ExampleFields(DataConfig):
     """Kind of the data."""
     path: str | tuple[str, ...] = "builtin:docstrings"
     """Location of the examples: a `.jsonl`, `.jsonl.gz`, `.json`, `.csv`, `.tsv` or `.parquet`
-    file, a folder that `save_to_disk` of Hugging Face `datasets` wrote, `builtin:docstrings`
-    (functions of Python's standard library and the first sentences of their docstrings) or
-    `builtin:topics` (questions about Python's help texts, with the fields of SQuAD). Several paths
-    are joined."""
+    file, a pattern such as `data/train-*.parquet`, a folder that `save_to_disk` of Hugging Face
+    `datasets` wrote, `builtin:docstrings` (functions of Python's standard library and the first
+    sentences of their docstrings) or `builtin:topics` (questions about Python's help texts, with
+    the fields of SQuAD). Several paths are joined."""
     sequence_length: int = 256
     """Tokens in one row, which holds whole examples."""
     too_long: Literal["refuse", "truncate"] = "refuse"
