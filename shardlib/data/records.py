@@ -125,7 +125,8 @@ def _files(path: str) -> list[Path]:
         return [place / entry["filename"] for entry in state["_data_files"]]
     if not place.exists():
         raise missing(path)
-    action = f"Give a {', '.join(_SUFFIXES)} file, a pattern of them, or a folder that save_to_disk wrote."
+    kinds = ", ".join(_SUFFIXES)
+    action = f"Give a {kinds} file, a pattern of them, or a folder that save_to_disk wrote."
     if (place / "dataset_dict.json").is_file():
         splits = json.loads((place / "dataset_dict.json").read_text())["splits"]
         action = f"Give the folder of one split: {', '.join(str(place / name) for name in splits)}."
