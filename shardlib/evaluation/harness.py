@@ -27,7 +27,6 @@ def harness_model(model: TextModel) -> Any:
     """
     require("lm_eval", "eval", "evaluation on tasks")
     from lm_eval.api.model import TemplateLM
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     class HarnessModel(TemplateLM):
         """A `TextModel` behind the interface of the harness."""
@@ -44,58 +43,77 @@ def harness_model(model: TextModel) -> Any:
             return model.tokenizer.encode(string)
 
         def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:
-            rows = [[*context, *added] for _, context, added in requests]
-            rows = _cut(rows, model.max_length + 1)
-            found = []
-            for scores, (_, _, added) in zip(model.scores(rows), requests, strict=True):
-                last = min(len(added), len(scores.logprobs))
-                is_greedy = bool(scores.is_greedy[-last:].all())
-                found.append((float(scores.logprobs[-last:].sum()), is_greedy))
-            return found
+            return _scored(model, [(context, added) for _, context, added in requests])
 
         def loglikelihood_rolling(self, requests: Any, **options: Any) -> list[float]:
-            windows, owners = [], []
-            for owner, request in enumerate(requests):
-                parts = get_rolling_token_windows(
-                    token_list=self.tok_encode(request.args[0]),
-                    prefix_token=model.prefix,
-                    max_seq_len=model.max_length,
-                    context_len=1,
-                )
-                for part in map(make_disjoint_window, parts):
-                    windows.append((("", ""), *part))
-                    owners.append(owner)
-            totals = [0.0] * len(requests)
-            for owner, (value, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
-                totals[owner] += value
-            return totals
+            return _rolling(model, [request.args[0] for request in requests])
 
         def generate_until(self, requests: Any, **options: Any) -> list[str]:
-            found = [""] * len(requests)
-            groups: dict[tuple[int, float], list[int]] = {}
-            for index, request in enumerate(requests):
-                groups.setdefault(_drawing(request.args[1]), []).append(index)
-            for (length, temperature), indices in groups.items():
-                length = min(length, model.max_length - 1)
-                texts = [requests[index].args[0] for index in indices]
-                prompts = [self.tok_encode(text) or [model.prefix] for text in texts]
-                prompts = _cut(prompts, model.max_length - length)
-                rows = model.continued(prompts, length, temperature=temperature)
-                for index, row in zip(indices, rows, strict=True):
-                    found[index] = self._text(row, requests[index].args[1])
-            return found
-
-        def _text(self, row: list[int], options: dict[str, Any]) -> str:
-            """Returns the text of tokens up to the first end of a text or stop string."""
-            row = row[: row.index(model.tokenizer.eot)] if model.tokenizer.eot in row else row
-            # A model may pad its vocabulary beyond the tokenizer's.
-            text = model.tokenizer.decode(t for t in row if t < model.tokenizer.vocab_size)
-            stops = options.get("until") or []
-            for stop in [stops] if isinstance(stops, str) else stops:
-                text = text.split(stop)[0] if stop else text
-            return text
+            return _generated(model, [request.args for request in requests])
 
     return HarnessModel()
+
+
+def _scored(
+    model: TextModel, pairs: Sequence[tuple[list[int], list[int]]]
+) -> list[tuple[float, bool]]:
+    """Returns of each pair of tokens, given and added, the log-probability of what is added, and
+    whether it is the likeliest."""
+    rows = _cut([[*context, *added] for context, added in pairs], model.max_length + 1)
+    found = []
+    for scores, (_, added) in zip(model.scores(rows), pairs, strict=True):
+        last = min(len(added), len(scores.logprobs))
+        is_greedy = bool(scores.is_greedy[-last:].all())
+        found.append((float(scores.logprobs[-last:].sum()), is_greedy))
+    return found
+
+
+def _rolling(model: TextModel, texts: Sequence[str]) -> list[float]:
+    """Returns the log-probability of whole texts, read in windows of the model's length."""
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    windows, owners = [], []
+    for owner, text in enumerate(texts):
+        parts = get_rolling_token_windows(
+            token_list=model.tokenizer.encode(text),
+            prefix_token=model.prefix,
+            max_seq_len=model.max_length,
+            context_len=1,
+        )
+        for part in map(make_disjoint_window, parts):
+            windows.append(part)
+            owners.append(owner)
+    totals = [0.0] * len(texts)
+    for owner, (value, _) in zip(owners, _scored(model, windows), strict=True):
+        totals[owner] += value
+    return totals
+
+
+def _generated(model: TextModel, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Returns the continuation of each text up to its stop strings."""
+    found = [""] * len(requests)
+    groups: dict[tuple[int, float], list[int]] = {}
+    for index, (_, options) in enumerate(requests):
+        groups.setdefault(_drawing(options), []).append(index)
+    for (length, temperature), indices in groups.items():
+        length = min(length, model.max_length - 1)
+        prompts = [model.tokenizer.encode(requests[i][0]) or [model.prefix] for i in indices]
+        prompts = _cut(prompts, model.max_length - length)
+        rows = model.continued(prompts, length, temperature=temperature)
+        for index, row in zip(indices, rows, strict=True):
+            found[index] = _text(model, row, requests[index][1])
+    return found
+
+
+def _text(model: TextModel, row: list[int], options: dict[str, Any]) -> str:
+    """Returns the text of tokens up to the first end of a text or stop string."""
+    row = row[: row.index(model.tokenizer.eot)] if model.tokenizer.eot in row else row
+    # A model may pad its vocabulary beyond the tokenizer's.
+    text = model.tokenizer.decode(t for t in row if t < model.tokenizer.vocab_size)
+    stops = options.get("until") or []
+    for stop in [stops] if isinstance(stops, str) else stops:
+        text = text.split(stop)[0] if stop else text
+    return text
 
 
 def run_tasks(

@@ -16,7 +16,7 @@ from shardlib.checkpoint.tree import flatten
 from shardlib.data import Tokenizer
 from shardlib.errors import DataError, MeshError, ModelError
 from shardlib.optim.ema import EmaState
-from shardlib.registry import PAIRS, TEXT
+from shardlib.registry import PAIRS, TEXT, DataSpec
 from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.directory import RunDirectory
@@ -92,18 +92,23 @@ def restore_model(
             "text.\n  Name the run_dir of a language model."
         )
     run, scope = _resolved(config, mesh)
-    spec = config.data.spec()
-    if tokenizer is not None:
-        spec = dataclasses.replace(spec, vocab_size=config.data.vocabulary(tokenizer))
-    unknown = [name for name in config.data.decides if getattr(spec, name) is None]
-    if tokenizer is None or any(getattr(config.model, name, None) is None for name in unknown):
-        spec = open_source(run.config, "train").spec
-    parts = run.build(spec, scope)
+    parts = run.build(_spec(run.config, tokenizer), scope)
     check = functools.partial(_check_tokenizer, tokenizer, directory.tokenizer_file)
     state = _restored(saved, parts, step, notify, check)
     if state is None:
         raise no_checkpoint(run_dir, saved)
     return RestoredModel(parts, merged(parts.train_step(), state), tokenizer, directory)
+
+
+def _spec(config: RunConfig, tokenizer: Tokenizer | None) -> DataSpec:
+    """Returns the data spec of a run, from its data only if nothing else says it."""
+    spec = config.data.spec()
+    if tokenizer is not None:
+        spec = dataclasses.replace(spec, vocab_size=config.data.vocabulary(tokenizer))
+    unknown = [name for name in config.data.decides if getattr(spec, name) is None]
+    if tokenizer is None or any(getattr(config.model, name, None) is None for name in unknown):
+        return open_source(config, "train").spec
+    return spec
 
 
 def _restored(

@@ -53,7 +53,7 @@ def attend(
 
     Where the active rules split `length` over the mesh axis `context`, its devices share the row as
     `plan_context` says. With explicit positions, a bias, or a different number of keys, the
-    compiler partitions attention instead; with explicit positions or a bias the backend is `xla`.
+    compiler partitions attention instead, with positions or a bias by the backend `xla`.
 
     Args:
         query, key, value: Heads are a multiple of kv_heads, and each heads / kv_heads consecutive
@@ -67,39 +67,50 @@ def attend(
         softcap: Bound c of the scores, as c * tanh(scores / c); None for none.
         backend, context: See `resolve_backend` and `plan_context`.
         order: Order of the row over `context`: `zigzag` if all inputs went through `zigzag(x)`.
-        sinks: Scores of one more key for each query head, which every query sees and whose value is
-            0; None for none. Source: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", sec. 2,
-            after Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks".
+        sinks: Scores of one more key for each query head, whose value is 0; None for none. Source:
+            OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", sec. 2.
 
     Raises:
-        ModelError: If an array lacks a dim, kv_heads does not divide heads, segment ids are missing
-            for queries or keys, the bias or the sinks have another shape, or an option is out of
-            range or cannot work.
+        ModelError: If shapes do not fit, segment ids are missing, or an option cannot work.
     """
     mask = Mask(causal, window, scale, softcap)
-    explicit = [] if positions is None and kv_positions is None else ["explicit positions"]
-    explicit += [] if bias is None else ["a bias"]
-    _check_dims(query=query, key=key, value=value)
-    _check_inputs(query, key, segment_ids, kv_segment_ids)
-    _check_sinks(query, sinks)
-    _check_bias(query, key, bias)
+    names = {"explicit positions": (positions, kv_positions), "a bias": (bias,)}
+    explicit = [name for name, given in names.items() if any(x is not None for x in given)]
+    _check_inputs(query, key, value, segment_ids, kv_segment_ids)
+    _check_scores(query, key, bias, sinks)
     _check_options(query, key, backend, context, order, explicit)
     segments = (segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
     if explicit:
-        given = zip((query, key), (positions, kv_positions), segments, strict=True)
-        at, kv_at = (places(x.shape[1], *one) for x, *one in given)
+        lengths = (query.shape[1], key.shape[1])
+        at, kv_at = map(places, lengths, (positions, kv_positions), segments)
         return plain(query, key, value, mask.pairs(at, kv_at), mask, bias, sinks)
-    if query.shape[1] != key.shape[1]:
-        plan = ContextPlan("none", order, "keys of another length")
-    else:
-        sizes = query.shape[1], query.shape[2], key.shape[2]
-        options = {"causal": causal, "window": window, "backend": backend}
-        plan = plan_context(*sizes, context=context, order=order, **options)
+    plan = _planned(query, key, mask, backend, context, order)
     return _by_plan(plan, backend, mask, query, key, value, segments, sinks)
 
 
-def _check_dims(**arrays: jax.Array) -> None:
-    for name, array in arrays.items():
+def _planned(
+    query: jax.Array,
+    key: jax.Array,
+    mask: Mask,
+    backend: Backend,
+    context: ContextMethod,
+    order: Order,
+) -> ContextPlan:
+    if query.shape[1] != key.shape[1]:
+        return ContextPlan("none", order, "keys of another length")
+    sizes = query.shape[1], query.shape[2], key.shape[2]
+    return plan_context(
+        *sizes,
+        causal=mask.causal,
+        window=mask.window,
+        backend=backend,
+        context=context,
+        order=order,
+    )
+
+
+def _check_dims(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+    for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim != 4:
             raise ModelError(
                 f"{name} has shape {array.shape}, expected [batch, length, heads, head_dim].\n"
@@ -110,9 +121,11 @@ def _check_dims(**arrays: jax.Array) -> None:
 def _check_inputs(
     query: Float[Array, "batch length heads head_dim"],
     key: Float[Array, "batch kv_length kv_heads head_dim"],
+    value: Float[Array, "batch kv_length kv_heads value_dim"],
     segment_ids: Int[Array, "batch length"] | None,
     kv_segment_ids: Int[Array, "batch kv_length"] | None,
 ) -> None:
+    _check_dims(query, key, value)
     length, kv_length = query.shape[1], key.shape[1]
     heads, kv_heads = query.shape[2], key.shape[2]
     if heads % kv_heads:
@@ -131,17 +144,14 @@ def _check_inputs(
         )
 
 
-def _check_sinks(
-    query: Float[Array, "batch length heads head_dim"], sinks: Float[Array, " heads"] | None
+def _check_scores(
+    query: jax.Array, key: jax.Array, bias: jax.Array | None, sinks: jax.Array | None
 ) -> None:
     if sinks is not None and sinks.shape != (query.shape[2],):
         raise ModelError(
             f"sinks have shape {sinks.shape}, expected ({query.shape[2]},): a score for each query "
             "head.\n  Give an array of that shape, or leave sinks out."
         )
-
-
-def _check_bias(query: jax.Array, key: jax.Array, bias: jax.Array | None) -> None:
     expected = query.shape[2], query.shape[1], key.shape[1]
     if bias is not None and bias.shape != expected:
         raise ModelError(

@@ -79,16 +79,14 @@ def resolve_backend(
     platform = platform or active_platform()
     kernel = _KERNELS.get(platform)
     wanted = backend if backend != "auto" else kernel
-    obstacles = []
+    obstacles = ["heads have sinks"] if sinks and wanted in ("cudnn", "splash") else []
     if wanted == "cudnn":
-        obstacles = _cudnn(platform, dtype, head_dim, masked, lengths)
+        obstacles += _cudnn(platform, dtype, head_dim, masked, lengths)
         obstacles += _cudnn_scores(head_dim, value_dim, softcap)
     elif wanted == "splash":
-        obstacles = _splash(platform, lengths)
+        obstacles += _splash(platform, lengths)
     elif wanted == "blockwise":
-        obstacles = _blockwise(lengths)
-    if sinks and wanted in ("cudnn", "splash"):
-        obstacles.append("heads have sinks")
+        obstacles += _blockwise(lengths)
     if backend != "auto":
         if obstacles:
             raise ModelError(

@@ -94,26 +94,36 @@ def trace_loss(
     last = jax.make_jaxpr(post)(*args, carry)
     names = list(args[0])
     reads = Reads(*(_reads(traced, sorted(names)) for traced in (first, middle, last)))
-    outside = sorted((reads.pre | reads.post) & layers)
-    if outside:
-        raise ModelError(
-            "the loss reads variables of the stacked layers outside of scan_layers, but each stage "
-            f"holds only its own layers: {', '.join(outside)}.\n"
-            "  Read them only inside the layers, or use a mesh without stage."
-        )
     own = _reads(jax.make_jaxpr(stacked)(*args), sorted(names))
-    if others := sorted((reads.chunk & layers) - own):
-        raise ModelError(
-            f"the rules divide {', '.join(others)} over {AXIS}, but a pipeline divides the "
-            "layers of one scan_layers alone.\n"
-            "  Make the other layers with stack_layers(..., axis_name='encoder_layers')."
-        )
+    _check_divided(reads, layers, own)
     reads = reads._replace(chunk=reads.chunk - layers)
     sends, constrains = (
         any(_holds(traced.jaxpr, name) for traced in (first, middle, last))
         for name in ("ppermute", "sharding_constraint")
     )
     return LossTrace(_num_layers(made[0]), reads, made[1], sends, constrains)
+
+
+def _check_divided(reads: Reads, layers: frozenset[str], own: frozenset[str]) -> None:
+    """Raises `ModelError` if parts of the loss read parameters that stages hold in part.
+
+    Args:
+        reads: The parameters that each part reads.
+        layers: The parameters that are divided over the stages.
+        own: The parameters of the layers that the pipeline runs.
+    """
+    if outside := sorted((reads.pre | reads.post) & layers):
+        raise ModelError(
+            "the loss reads variables of the stacked layers outside of scan_layers, but each stage "
+            f"holds only its own layers: {', '.join(outside)}.\n"
+            "  Read them only inside the layers, or use a mesh without stage."
+        )
+    if others := sorted((reads.chunk & layers) - own):
+        raise ModelError(
+            f"the rules divide {', '.join(others)} over {AXIS}, but a pipeline divides the "
+            "layers of one scan_layers alone.\n"
+            "  Make the other layers with stack_layers(..., axis_name='encoder_layers')."
+        )
 
 
 def cut(loss: Loss, traced: LossTrace, layers: Leaves, layers_per_chunk: int) -> CutLoss:
