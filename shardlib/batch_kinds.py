@@ -187,3 +187,27 @@ def _images(random: np.random.Generator, rows: int, data: DataSpec) -> dict[str,
 
 IMAGES = BatchKind("images", unit="images", example=_images, reduced=_reduced_images)
 """Images and their labels; see `shardlib.data.open_data`."""
+
+
+def _reduced_pairs_of_images(data: DataSpec, model: Any) -> DataSpec:
+    text, images = _reduced_text(data, model), _reduced_images(data, model)
+    return dataclasses.replace(text, image_shape=images.image_shape)
+
+
+def _pairs_of_images(
+    random: np.random.Generator, rows: int, data: DataSpec
+) -> dict[str, np.ndarray]:
+    assert data.image_shape is not None
+    images = random.standard_normal((rows, *data.image_shape), np.float32)
+    return {**_padded(random, rows, data), "images": images}
+
+
+IMAGE_TEXT = BatchKind(
+    "image_text",
+    axes=dict.fromkeys(("tokens", "segment_ids"), ("batch", "length")),
+    unit="pairs",
+    example=_pairs_of_images,
+    reduced=_reduced_pairs_of_images,
+)
+"""Texts `tokens` and `segment_ids` (1, and 0 for padding) [batch, length] int32, and their `images`
+[batch, height, width, channels]."""

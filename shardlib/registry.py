@@ -17,6 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from shardlib.batch_kinds import EXAMPLES as EXAMPLES
+from shardlib.batch_kinds import IMAGE_TEXT as IMAGE_TEXT
 from shardlib.batch_kinds import IMAGES as IMAGES
 from shardlib.batch_kinds import LABELED_TEXT as LABELED_TEXT
 from shardlib.batch_kinds import PAIRS as PAIRS
@@ -46,6 +47,9 @@ class ModelFamily:
     `losses.Output`s of rows go to the `score` of the data's source. A loss may leave out
     `label_smoothing` and `z_loss`, which a config then cannot set.
     """
+    couples_rows: bool = False
+    """Whether the loss of a row depends on the others of its batch, as a contrastive one does. A
+    run does not split such a batch into microbatches or groups."""
     inputs: BatchKind = EXAMPLES
     """The kind of batch that `loss` takes: TEXT, IMAGES, EXAMPLES or one of your own."""
     validate: Callable[..., list[str]] | None = None

@@ -83,10 +83,11 @@ def faults_of_fields(config: EncoderFields) -> list[str]:
 
 
 class Attention(nnx.Module):
-    """Self-attention in both directions, with biases."""
+    """Self-attention with biases, in both directions unless it is causal."""
 
-    def __init__(self, config: EncoderFields, *, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderFields, *, causal: bool, rngs: nnx.Rngs):
         self.backend: Backend = config.attention
+        self.causal = causal
         embed = {"embed": config.embed_dim}
         head_dim = {"head_dim": config.embed_dim // config.num_heads}
         heads, kv_heads = {"heads": config.num_heads}, {"kv_heads": config.num_heads}
@@ -105,7 +106,7 @@ class Attention(nnx.Module):
             tag(key, "key"),
             tag(value, "value"),
             segment_ids=segment_ids,
-            causal=False,
+            causal=self.causal,
             backend=self.backend,
         )
         return self.out(constrain(y, "batch", "length", "heads", "head_dim"))
@@ -129,10 +130,10 @@ class MLP(nnx.Module):
 class Layer(nnx.Module):
     """A layer: attention and an MLP, each added to the residual stream."""
 
-    def __init__(self, config: EncoderFields, *, norms: Norms, rngs: nnx.Rngs):
+    def __init__(self, config: EncoderFields, *, norms: Norms, causal: bool, rngs: nnx.Rngs):
         self.norms = norms
         self.attention_norm = norm_of(config)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = Attention(config, causal=causal, rngs=rngs)
         self.mlp_norm = norm_of(config)
         self.mlp = MLP(config, rngs=rngs)
         self.attention_dropout = dropout(config.dropout, rngs)
@@ -159,9 +160,13 @@ def norm_of(config: EncoderFields) -> Norm:
     return Norm(config.embed_dim, kind="layer", eps=config.norm_eps)
 
 
-def stack(config: EncoderFields, *, norms: Norms, rngs: nnx.Rngs) -> Layer:
+def stack(config: EncoderFields, *, norms: Norms, causal: bool = False, rngs: nnx.Rngs) -> Layer:
     """Returns the layers of an encoder, stacked."""
-    return stack_layers(lambda rngs: Layer(config, norms=norms, rngs=rngs), config.num_layers, rngs)
+
+    def make(rngs: nnx.Rngs) -> Layer:
+        return Layer(config, norms=norms, causal=causal, rngs=rngs)
+
+    return stack_layers(make, config.num_layers, rngs)
 
 
 def encode(

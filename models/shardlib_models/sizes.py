@@ -1,7 +1,7 @@
-"""Published sizes of decoders and of T5, for `model: llama3-8b`: the fields of their config.json as
-ours.
+"""Published sizes of decoders, T5 and CLIP, for `model: llama3-8b`: the fields of their config.json
+as ours.
 
-Fields that are not named have the defaults of `TransformerConfig` or `T5Config`. Each source is the
+Fields that are not named have the defaults of the config of the family. Each source is the
 repository of the hub whose config.json is meant.
 """
 
@@ -317,3 +317,24 @@ T5_SIZES: Mapping[str, Fields] = {
     **{f"flan-t5-{size}": fields for size, fields in _T5_V11.items()},
 }
 """Fields of `T5Config` by the name of the size."""
+
+
+def _clip(text_width: int, width: int, layers: int, patch: int, features: int) -> Fields:
+    """Returns a CLIP from the widths of both encoders, the layers of the one of images, its patches
+    and the features. Heads have 64 dims."""
+    text = {"num_layers": 12, "embed_dim": text_width, "num_heads": text_width // 64}
+    image = {"num_layers": layers, "embed_dim": width, "num_heads": width // 64}
+    return {
+        "text": {**text, "vocab_size": 49408},
+        "image": {**image, "patch_size": patch, "image_size": 224, "channels": 3},
+        "feature_dim": features,
+    }
+
+
+CLIP_SIZES: Mapping[str, Fields] = {
+    # openai/clip-vit-{base-patch32,base-patch16,large-patch14}
+    "clip-vit-base-patch32": _clip(512, 768, 12, 32, 512),
+    "clip-vit-base-patch16": _clip(512, 768, 12, 16, 512),
+    "clip-vit-large-patch14": _clip(768, 1024, 24, 14, 768),
+}
+"""Fields of `ClipConfig` by the name of the size."""

@@ -145,7 +145,7 @@ def _fill(view: np.ndarray, array: jax.Array, at: tuple[int, ...]) -> None:
         ranges = [range(*part.indices(n)) for part, n in zip(shard.index, array.shape, strict=True)]
         if shard.replica_id == 0 and all(map(operator.contains, ranges, at)):
             local = tuple(each.index(one) for each, one in zip(ranges, at, strict=False))
-            copy(view[shard.index[len(at) :]], np.asarray(shard.data[local]))
+            copy(view[(*shard.index[len(at) :], ...)], np.asarray(shard.data[local]))
 
 
 @functools.cache

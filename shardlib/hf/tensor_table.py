@@ -136,9 +136,10 @@ class TensorTable:
         out: np.ndarray | None = None
         within = np.ndindex(*lengths[:num_counted])
         for place, at in zip(within, _points(index, shape, num_counted), strict=True):
-            view = self._view(row, tensor(row.name(at)))[index[num_counted:]]
+            # With an ellipsis scalars are views, too.
+            view = self._view(row, tensor(row.name(at)))[(*index[num_counted:], ...)]
             out = np.empty(lengths, view.dtype) if out is None else out
-            copy(out[place], view)
+            copy(out[(*place, ...)], view)
         assert out is not None, "a shard is not empty"
         return out
 
@@ -196,7 +197,8 @@ class TensorTable:
                 start = sum(lengths[:number])
                 shape.append(sum(lengths))
                 index.append(slice(start, start + lengths[number]))
-        view = tensor.reshape(shape)[tuple(index)].reshape([parameter.sizes[axis] for axis in axes])
+        view = tensor.reshape(shape)[(*index, ...)]
+        view = view.reshape([parameter.sizes[axis] for axis in axes])
         assert np.may_share_memory(view, tensor), "a row gives a view"
         return view.transpose([axes.index(a) for a in parameter.axes if a not in row.counted])
 

@@ -108,7 +108,24 @@ def check_fit(config: RunConfig, chosen: ModelFamily, data: DataSpec) -> None:
     faults = chosen.faults(config.model, data)
     if faults:
         raise ConfigError("\n".join(f"model: {fault}" for fault in faults))
+    if chosen.couples_rows:
+        _check_whole_batches(config)
     check_loss(config)
+
+
+def _check_whole_batches(config: RunConfig) -> None:
+    """Raises `ConfigError` for settings that split a batch whose rows depend on each other."""
+    train = config.train
+    split = {
+        "train.microbatches": train.microbatches != 1,
+        "train.reduction": config.reduction() != ReductionConfig(),
+        "train.local_sgd": train.local_sgd is not None,
+    }
+    if keys := [key for key, is_split in split.items() if is_split]:
+        raise ConfigError(
+            f"the loss of model {config.model.name!r} compares all rows of a batch, which "
+            f"{', '.join(keys)} would split.\n  Leave {', '.join(keys)} out."
+        )
 
 
 def _check_model(config: RunConfig) -> None:
