@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from shardlib.data.config import DataConfig as DataConfig
     from shardlib.data.framed.config import LabeledTextData as LabeledTextData
     from shardlib.data.framed.config import QuestionData as QuestionData
+    from shardlib.data.images.config import CaptionedImageData as CaptionedImageData
     from shardlib.data.images.config import ImageData as ImageData
     from shardlib.data.instruct.config import ChatData as ChatData
     from shardlib.data.instruct.config import InstructionData as InstructionData
@@ -31,6 +32,7 @@ _MODULES = {
     "ArrangedSource": "arranged",
     "ChatData": "instruct.config",
     "DataConfig": "config",
+    "CaptionedImageData": "images.config",
     "ImageData": "images.config",
     "InstructionData": "instruct.config",
     "LabeledTextData": "framed.config",

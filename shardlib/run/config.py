@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from shardlib.checkpoint import CheckpointConfig
 from shardlib.config import Variants, configclass
 from shardlib.data import (
+    CaptionedImageData,
     ChatData,
     DataConfig,
     ImageData,
@@ -39,6 +40,7 @@ AUTO = "auto"
 DATA_CONFIGS: Mapping[str, type[DataConfig]] = {
     "text": TextData,
     "images": ImageData,
+    "captioned_images": CaptionedImageData,
     "instructions": InstructionData,
     "chat": ChatData,
     "labeled_text": LabeledTextData,

@@ -4,12 +4,13 @@ from typing import TYPE_CHECKING, Literal
 
 from shardlib.batch_kinds import DataSpec
 from shardlib.config import configclass
-from shardlib.data.images.fields import ImageFields
+from shardlib.data.images.fields import CaptionFields, ImageFields
 
 if TYPE_CHECKING:
     import numpy as np
 
     from shardlib.data.loader import MapSource
+    from shardlib.data.tokenizer import Tokenizer
 
 
 @configclass
@@ -36,3 +37,35 @@ class ImageData(ImageFields):
         from shardlib.data.images.folders import open_images
 
         return open_images(self, global_batch=global_batch, seed=seed, split=split)
+
+
+@configclass
+class CaptionedImageData(CaptionFields):
+    """Images and captions for training an encoder of both, such as CLIP."""
+
+    def spec(self) -> DataSpec:
+        from shardlib.data.images.captions import caption_shape
+        from shardlib.data.tokenizer import BytesTokenizer
+
+        size = BytesTokenizer.vocab_size if self.tokenizer == "bytes" else None
+        return DataSpec(size, self.sequence_length, image_shape=caption_shape(self))
+
+    def padding(self) -> "dict[str, np.ndarray]":
+        from shardlib.data.images.captions import no_pair
+
+        return no_pair(self)
+
+    def check_paths(self) -> None:
+        from shardlib.data.text.sources import check_exist
+
+        check_exist(self.path, self.eval_path)
+
+    def open(self, *, global_batch: int, seed: int, split: Literal["train", "eval"]) -> "MapSource":
+        from shardlib.data.images.captions import open_captions
+
+        return open_captions(self, global_batch=global_batch, seed=seed, split=split)
+
+    def find_tokenizer(self, *, read: bool = False) -> "Tokenizer | None":
+        from shardlib.data.images.captions import find_tokenizer
+
+        return find_tokenizer(self)

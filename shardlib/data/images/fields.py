@@ -58,3 +58,30 @@ class ImageFields(DataConfig):
             faults.append(f"std must be positive, not {self.std}")
         if faults:
             raise ValueError("; ".join(faults))
+
+
+@configclass
+class CaptionFields(ImageFields):
+    """The fields of `CaptionedImageData`, which the reading of images and captions takes."""
+
+    gives: ClassVar[str] = "image_text"
+    decides: ClassVar[tuple[str, ...]] = ("vocab_size",)
+
+    kind: Literal["captioned_images"] = "captioned_images"  # type: ignore[assignment]
+    """Images with one caption each."""
+    path: str = "builtin:glyphs"
+    """A folder with images and metadata.jsonl, metadata.csv or metadata.parquet, whose fields are
+    `file_name` and the caption, or `builtin:glyphs`: the characters of the font DejaVu Sans, 32x32
+    pixels each, with their Unicode names."""
+    caption_field: str = "text"
+    """Field of the caption."""
+    tokenizer: str = "bytes"
+    """`bytes`, or the path of a tokenizer.json."""
+    sequence_length: int = 64
+    """Tokens of a caption with the token that ends it. Longer ones are cut, and counted in the
+    log."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sequence_length < 2:
+            raise ValueError(f"sequence_length must be at least 2, not {self.sequence_length}")

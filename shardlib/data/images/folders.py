@@ -237,7 +237,7 @@ def _folder(place: Path, key: str) -> ImageSet:
     labels = np.repeat(np.arange(len(folders), dtype=np.int32), [len(names) for names in names_of])
     hashes = np.array([content_hash(name.encode()) for name in files], np.uint64)
     classes = tuple(folder.name for folder in folders)
-    return ImageSet(classes, labels, hashes, lambda index: _decode(place / files[index]))
+    return ImageSet(classes, labels, hashes, lambda index: decode(place / files[index]))
 
 
 def _image_names(folder: Path) -> list[str]:
@@ -248,7 +248,12 @@ def _image_names(folder: Path) -> list[str]:
     )
 
 
-def _decode(file: Path) -> Any:
+def decode(file: Path) -> Any:
+    """Returns the image of a file, as a `PIL.Image.Image`.
+
+    Raises:
+        DataError: If it cannot be decoded, or has more than 8 bits a pixel.
+    """
     from PIL import Image
 
     try:
