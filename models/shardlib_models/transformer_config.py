@@ -102,8 +102,8 @@ class TransformerConfig:
     """Whether the embedding table also computes the logits."""
     token_dim: int | None = None
     """Width of the embedding table, which is projected to `embed_dim` and back; null for none."""
-    embed_scale: Literal["sqrt"] | float = 1.0
-    """Factor of the embeddings; sqrt for sqrt(embed_dim), as in Gemma."""
+    embed_scale: Literal["sqrt"] | bool | float = 1.0
+    """Factor of the embeddings; sqrt or true for sqrt(embed_dim), as in Gemma; false for 1."""
     residual_scale: float = 1.0
     """Factor of what attention and MLP add to the residual stream."""
     query_scale: float | None = None
@@ -148,6 +148,10 @@ class TransformerConfig:
     init_from: str | None = None
     """Folder of Hugging Face with the initial weights, and with the keys of the model that are left
     out; null for weights drawn at random."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.embed_scale, bool):
+            object.__setattr__(self, "embed_scale", "sqrt" if self.embed_scale else 1.0)
 
     @property
     def kv_heads(self) -> int:

@@ -9,7 +9,7 @@ from shardlib.errors import ConfigError, did_you_mean
 from shardlib.import_paths import is_import_path
 from shardlib.nn.moe import balance_biases
 from shardlib.optim import schedules, transforms
-from shardlib.optim.config import OWN_RULE
+from shardlib.optim.config import EARLIER, OWN_RULE
 from shardlib.optim.config import OptimizerConfig as OptimizerConfig
 from shardlib.optim.ema import average_params
 from shardlib.optim.ema import ema_params as ema_params
@@ -120,7 +120,8 @@ def _check_patterns(
 ) -> optax.GradientTransformation:
     """Returns `inner`, whose `init` raises for given patterns that match no parameter."""
     keys = ("no_decay", "stacked", "not_matrices", "one_input", "one_output", "many_matrices")
-    defaults = {field.name: field.default for field in dataclasses.fields(OptimizerConfig)}
+    defaults = OptimizerConfig()
+    usual = {key: (*getattr(defaults, key), *EARLIER.get(key, ())) for key in keys}
 
     def init(params: PyTree) -> PyTree:
         paths = list(named_leaves(params))
@@ -128,7 +129,7 @@ def _check_patterns(
             f"optimizer.{key}: {pattern!r} names no parameter.{did_you_mean(pattern, paths)}"
             for key in keys
             for pattern in getattr(config, key)
-            if pattern not in defaults[key] and not any(matches(pattern, path) for path in paths)
+            if pattern not in usual[key] and not any(matches(pattern, path) for path in paths)
         ]
         if faults:
             shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")

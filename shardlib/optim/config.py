@@ -156,10 +156,28 @@ def _range_faults(config: OptimizerConfig) -> list[str]:
     ]
 
 
+EARLIER: dict[str, tuple[str, ...]] = {
+    "no_decay": ("**/bias", "**/scale"),
+    "not_matrices": (
+        "**/*embed*",
+        "**/*embed*/**",
+        "**/lm_head/**",
+        "**/head/**",
+        "**/bias",
+        "**/scale",
+    ),
+}
+"""Other defaults that the configs of runs may hold, which record all keys."""
+
+
 def _unused_faults(config: OptimizerConfig) -> list[str]:
     """Returns a fault for each key that was set but is not used."""
     defaults = {field.name: field.default for field in dataclasses.fields(OptimizerConfig)}
-    given = {key for key, default in defaults.items() if getattr(config, key) != default}
+    given = {
+        key
+        for key, default in defaults.items()
+        if getattr(config, key) not in (default, EARLIER.get(key, default))
+    }
     faults = []
     if is_import_path(config.name):
         faults += [

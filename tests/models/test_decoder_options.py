@@ -11,11 +11,13 @@ import pytest
 from flax import nnx
 
 import shardlib as sl
-from shardlib.errors import ModelError
+from shardlib.config import load
+from shardlib.errors import ConfigError, ModelError
 from shardlib.nn.attention import LongScaling, YarnScaling
 from shardlib.nn.remat import part_of
 from shardlib.paths import named_leaves
 from shardlib.registry import DataSpec
+from shardlib.run import RunConfig
 from shardlib_models.moe import MoEConfig
 from shardlib_models.transformer import FAMILY, loss, make
 from shardlib_models.transformer_config import LatentConfig, TransformerConfig
@@ -214,6 +216,16 @@ def test_layers_with_different_windows_are_divided_over_stages(mesh):
     expected = losses("gemma3", "data=1")
     actual = losses("gemma3", mesh, microbatches=4)
     np.testing.assert_allclose(actual, expected, rtol=2e-5)
+
+
+def test_configs_of_earlier_runs_are_read():
+    words = ["data.path=builtin:python", "model.embed_scale=false"]
+    words += ["optimizer.no_decay=['**/bias','**/scale']"]
+    config = load(RunConfig, None, words)
+    assert config.model == TransformerConfig()
+    assert TransformerConfig(embed_scale=True) == TransformerConfig(embed_scale="sqrt")
+    with pytest.raises(ConfigError, match="no_decay does nothing with weight_decay=0"):
+        load(RunConfig, None, [*words[:2], "optimizer.no_decay=['**/bias']"])
 
 
 def test_facts_follow_the_layers():
