@@ -24,7 +24,7 @@ Tokens = Sequence[int]
 
 
 class Scores(NamedTuple):
-    """What a model says of the tokens of a row after the first."""
+    """The scores of the tokens of a row, except the first."""
 
     logprobs: np.ndarray
     """[n - 1] float32: log-probability of each token after those before it."""

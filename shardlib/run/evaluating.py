@@ -75,7 +75,8 @@ def text_model(
     Raises:
         ConfigError: If the directory holds no run.
         CheckpointError: If the checkpoint or the folder cannot be read.
-        ModelError: If the model does not continue texts, or has no tokenizer.
+        ModelError: If the model does not continue texts, has no tokenizer, or its longest text is
+            unknown.
     """
     if (Path(source) / "config.yaml").exists():
         return _of_run(source, mesh, step, notify)
@@ -106,10 +107,17 @@ def _of_folder(folder: str, mesh: str | None) -> TextModel:
             "  Save its fast tokenizer there with save_pretrained of transformers."
         )
     tokenizer, said = read_tokenizer(file), loaded.source
-    longest = getattr(loaded.config, "max_positions", None) or said.get("max_position_embeddings")
+    longest = getattr(loaded.config, "max_positions", None)
+    longest = next((said[k] for k in _LENGTHS if isinstance(said.get(k), int)), longest)
+    if longest is None:
+        raise ModelError(
+            f"{loaded.folder / 'config.json'} does not say how long a text may be.\n"
+            "  Add max_position_embeddings to it."
+        )
     prefix = next((said[k] for k in _PREFIXES if isinstance(said.get(k), int)), tokenizer.eot)
     chosen: Any = family(loaded.config.name)
-    return TextModel(loaded.model, chosen, tokenizer, loaded.scope, longest or 2048, prefix)
+    return TextModel(loaded.model, chosen, tokenizer, loaded.scope, longest, prefix)
 
 
 _PREFIXES = ("bos_token_id", "eos_token_id")
+_LENGTHS = ("max_position_embeddings", "n_positions")

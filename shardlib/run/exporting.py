@@ -73,8 +73,12 @@ def _add_tokenizer(
     """Writes a tokenizer, with what its own folder says of chats and generation, or else with the
     token that ends a text."""
     tokenizer.save(folder / "tokenizer.json")
-    first = Path(origin or "") / "tokenizer.json"
-    if first.is_file() and read_tokenizer(first).fingerprint == tokenizer.fingerprint:
+    first = None if origin is None else Path(origin) / "tokenizer.json"
+    if (
+        first is not None
+        and first.is_file()
+        and read_tokenizer(first).fingerprint == tokenizer.fingerprint
+    ):
         for file in map(first.with_name, COPIED):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)

@@ -133,6 +133,11 @@ def _sets(config: CaptionFields) -> tuple[Captioned, Captioned]:
         return pairs, _open(config, config.eval_path)
     hashes = pairs.images.hashes
     held = held_out(hashes, np.ones(len(hashes), np.int64), fraction=config.eval_fraction)
+    if config.eval_fraction and not len(held):
+        raise DataError(
+            f"data.path: {config.path!r} holds a single image, so none can be held out for "
+            "evaluation.\n  Give more images, data.eval_path, or data.eval_fraction=0."
+        )
     chosen = is_in(hashes, held)
     rest, evaluation = (pairs.images.subset(part) for part in (~chosen, chosen))
     return Captioned(rest, pairs.captions), Captioned(evaluation, pairs.captions)
