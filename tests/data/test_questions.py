@@ -1,5 +1,6 @@
 """Questions: features as transformers makes them, answers over windows, the scores of SQuAD."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -185,6 +186,7 @@ def test_the_best_span_over_windows_is_the_answer():
         spans,
         np.array([[0, 4], [4, 8]]),
         unanswerable=True,
+        no_answer_threshold=0.0,
         max_answer_tokens=2,
     )
     logits = np.zeros((2, 4, 2), np.float32)
@@ -198,6 +200,11 @@ def test_the_best_span_over_windows_is_the_answer():
     assert found.predicted(logits) == ["cd ef"]
     logits[1, 0] = 6.1
     assert found.predicted(logits) == [""]
+    # Sums of 12.2 for no answer and of 12 for the best one.
+    wary = dataclasses.replace(found, no_answer_threshold=0.25)
+    assert wary.predicted(logits) == ["cd ef"]
+    logits[:, 0] = 6.2
+    assert wary.predicted(logits) == [""]
 
 
 # The formulas of the published script, evaluated by hand: exact match, words in common, and the

@@ -9,7 +9,8 @@ from flax import nnx
 
 import shardlib as sl
 from shardlib.errors import ModelError
-from shardlib.finetune import Adapted, lora, merge
+from shardlib.explain.analysis.collectives import collectives
+from shardlib.finetune import Adapted, lora, merge, quantize
 from shardlib.finetune.lora import adapters
 from shardlib.registry import DataSpec
 from shardlib_models.moe import MoEConfig
@@ -132,6 +133,7 @@ def test_dora_and_dropout_are_the_same_on_every_mesh(mesh):
         ("data=2,tensor=4", {}),  # more devices than key-value heads: copies of them
         ("data=2,context=2,tensor=2", {}),
         ("stage=2,fsdp=4", {"microbatches": 2}),
+        ("stage=2,fsdp=2,tensor=2", {"microbatches": 2, "pipeline": "interleaved"}),
     ],
 )
 def test_steps_are_the_same_on_every_mesh(mesh, options):
@@ -142,6 +144,23 @@ def test_steps_are_the_same_on_every_mesh(mesh, options):
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         if jnp.issubdtype(x.dtype, jnp.floating):
             np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-5)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_a_stage_reads_its_own_frozen_layers_alone(kind):
+    def model():
+        made = base() if kind is None else quantize(base(), kind)
+        return lora(made, rank=4, targets=TARGETS, rngs=nnx.Rngs(1))
+
+    with sl.use(mesh := sl.make_mesh("stage=2,fsdp=4"), sl.rules.STANDARD):
+        state = sl.init_state(model(), optax.adam(1e-2), wrt=nnx.LoRAParam)
+        step = sl.make_train_step(of_batch, microbatches=2)
+        text = step.lower(state, BATCH).compile().as_text()
+    found = [c for c in collectives(text, mesh) if "stage" in (c.mesh_axes or ())]
+    assert {c.kind for c in found} == {"collective-permute", "all-reduce"}
+    # The factors' gradients and the sums: less than the smallest of the kernels.
+    assert sum(c.bytes for c in found if c.kind == "all-reduce") < 32 * 48
 
 
 def test_a_plain_flax_model_and_a_list_of_layers():

@@ -32,6 +32,7 @@ class Answers:
     places: np.ndarray
     """Where each row of a pass lies in `spans`: its start and stop, `[num_rows, 2] int64`."""
     unanswerable: bool
+    no_answer_threshold: float
     max_answer_tokens: int
 
     @classmethod
@@ -49,6 +50,7 @@ class Answers:
             framed.further["spans"],
             np.stack([framed.offsets[side.chosen], framed.offsets[side.chosen + 1]], axis=1),
             config.unanswerable,
+            config.no_answer_threshold,
             config.max_answer_tokens,
         )
 
@@ -64,7 +66,8 @@ class Answers:
         """Returns the answer to each question whose windows are all there, "" for none.
 
         It is the span of the largest sum of logits over the windows of the question. If questions
-        may have no answer, it is empty where the first token of every window has a larger sum.
+        may have no answer, it is empty where the first token of every window has a larger sum, by
+        more than `no_answer_threshold`.
 
         Source: Devlin et al. 2019, "BERT", sections 4.2 and 4.3.
 
@@ -80,7 +83,7 @@ class Answers:
                 (self._best(row, logits[row]) for row in rows), key=lambda best: best[0]
             )
             nothing = min(logits[row, 0].sum() for row in rows)
-            is_none = self.unanswerable and nothing > score
+            is_none = self.unanswerable and nothing - score > self.no_answer_threshold
             found.append("" if is_none else self.contexts[context][first:stop])
             begin = int(end)
         return found

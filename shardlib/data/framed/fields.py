@@ -107,6 +107,9 @@ class QuestionFields(FramedFields):
     unanswerable: bool = False
     """Whether questions may have no answer, as in SQuAD v2.0. The model then points at the first
     token of a row."""
+    no_answer_threshold: float = 0.0
+    """With `unanswerable`, the difference of the sums of logits, of no answer and of the best one,
+    above which an evaluation predicts no answer."""
     max_answer_tokens: int = 30
     """Longest answer that an evaluation predicts."""
 
@@ -117,6 +120,8 @@ class QuestionFields(FramedFields):
                 f"stride must lie in [0, {self.sequence_length}), the length of a row, "
                 f"not {self.stride}"
             )
+        if self.no_answer_threshold and not self.unanswerable:
+            faults.append("no_answer_threshold is for questions with unanswerable=true")
         if self.max_answer_tokens < 1:
             faults.append(f"max_answer_tokens must be at least 1, not {self.max_answer_tokens}")
         return faults

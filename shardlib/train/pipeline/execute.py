@@ -154,7 +154,9 @@ class Stage:
     pin: Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
     """Constrains gradients by path over the mesh axes that are not manual."""
     layers: Mapping[str, Shaped[Array, "layers ..."]]
-    """This stage's layers, in chunk order."""
+    """The trained parameters of this stage's layers, in chunk order."""
+    frozen: Mapping[str, Shaped[Array, "layers ..."]]
+    """Their frozen variables, which get no gradients."""
     shared: Leaves
     """All other parameters."""
     batch: PyTree[Shaped[Array, "rows microbatches ..."]]
@@ -206,11 +208,11 @@ class Stage:
 
         return Part(jax.tree.map(pick, self.batch), turn.microbatch)
 
-    def chunk_of(self, turn: Turn) -> Leaves:
+    def chunk_of(self, turn: Turn, leaves: Leaves) -> dict[str, jax.Array]:
         n = self.layers_per_chunk
         return {
             path: jax.lax.dynamic_slice_in_dim(leaf, turn.chunk * n, n)
-            for path, leaf in self.layers.items()
+            for path, leaf in leaves.items()
         }
 
     def tick(self, carry: _Carry, tick: Tick) -> tuple[_Carry, None]:
@@ -227,7 +229,7 @@ class Stage:
         x_kept = jax.tree.map(lambda leaf: leaf[backward.slot], kept)
         idle = _Backward(
             carry.dx,
-            _zeros(self.chunk_of(backward)),
+            _zeros(self.chunk_of(backward, self.layers)),
             _zeros(carry.shared),
             nothing(carry.sums),
             jnp.zeros(2, jnp.int32),
@@ -286,7 +288,8 @@ class Stage:
 
     def apply(self, turn: Turn, x: PyTree, part: Part) -> PyTree:
         first_layer = turn.place * self.layers_per_chunk
-        return self.loss.chunk(self.chunk_of(turn), self.shared, x, part, first_layer)
+        layers = self.chunk_of(turn, {**self.layers, **self.frozen})
+        return self.loss.chunk(layers, self.shared, x, part, first_layer)
 
     def backward(self, turn: Turn, x: PyTree, dy: PyTree, idle: _Backward) -> _Backward:
         """Recomputes a chunk and differentiates it, with `pre` for the first chunk and `post` for
@@ -294,11 +297,12 @@ class Stage:
         cut, part, shared = self.loss, self.part(turn), self.shared
         x = self.input(turn, x, part)
         first_layer = turn.place * self.layers_per_chunk
+        layers, frozen = (self.chunk_of(turn, leaves) for leaves in (self.layers, self.frozen))
 
-        def chunk(layers: PyTree, read: PyTree, x: PyTree) -> PyTree:
-            return cut.chunk(layers, {**shared, **read}, x, part, first_layer)
+        def chunk(layers: Leaves, read: PyTree, x: PyTree) -> PyTree:
+            return cut.chunk({**layers, **frozen}, {**shared, **read}, x, part, first_layer)
 
-        y, chunk_vjp = jax.vjp(chunk, self.chunk_of(turn), _only(shared, cut.reads.chunk), x)
+        y, chunk_vjp = jax.vjp(chunk, layers, _only(shared, cut.reads.chunk), x)
 
         def last() -> PyTree:
             def post(read: PyTree, y: Any) -> PyTree:

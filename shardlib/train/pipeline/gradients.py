@@ -186,22 +186,21 @@ class _Region:
             outputs: Layouts of the results over the other axes, as in `LossPartitioner.run_at`.
         """
         params, model_state, batch, key, inputs = self.arguments
-        leaves, layer_paths = named_leaves(params), self._layer_paths
-        layers = {path: x for path, x in leaves.items() if path in layer_paths}
-        shared = {path: x for path, x in leaves.items() if path not in layer_paths}
+        layers, shared = self._divided(params)
+        frozen, state = self._divided(model_state)
 
         def region(tick: Tick, *rest: Any) -> PyTree:
-            layers, shared, batch, state, key, first, inputs = rest
+            layers, frozen, shared, batch, state, key, first, inputs = rest
             if self.axis is not None:
                 first = first + jax.lax.axis_index(self.axis) * self.schedule.microbatches
             tick = jax.tree.map(lambda column: column[:, 0], tick)
             traced = self._trace(batch, self._loss_by_path(state, key, first, inputs))
-            arguments = tick, layers, shared, batch, state, key, first, inputs
+            arguments = tick, layers, frozen, shared, batch, state, key, first, inputs
 
             def on_stage(tick: Tick, *rest: Any) -> PyTree:
-                layers, shared, batch, *of_loss = rest
+                layers, frozen, shared, batch, *of_loss = rest
                 loss = self._loss_by_path(*of_loss)
-                return compute(self._stage(traced, loss, layers, shared, batch), tick)
+                return compute(self._stage(traced, loss, layers, frozen, shared, batch), tick)
 
             result = self.loss.run_at(
                 on_stage,
@@ -214,45 +213,65 @@ class _Region:
 
         every, axes = PartitionSpec(), (AXIS,) if self.axis is None else (AXIS, self.axis)
         rows = PartitionSpec(*axes[1:])
-        by_stage = (PartitionSpec(None, AXIS), PartitionSpec(AXIS))
-        specs = (*by_stage, every, rows, every, every, every, every)
+        by_stage = PartitionSpec(AXIS)
+        specs = (
+            *(PartitionSpec(None, AXIS), by_stage, by_stage, every),
+            *(rows, every, every, every, every),
+        )
         first = jnp.asarray(first_index, jnp.int32)
         return manual(region, axes, specs, out_specs)(
-            ticks(self.schedule), layers, shared, batch, model_state, key, first, inputs
+            ticks(self.schedule), layers, frozen, shared, batch, state, key, first, inputs
         )
 
     @property
     def _layer_paths(self) -> frozenset[str]:
-        """Paths of the parameters that are divided over the stages."""
+        """Paths of the variables, trained and frozen, that are divided over the stages."""
+        definition = self.loss.definition
         return frozenset(
             path
-            for path, placement in self.loss.definition.params.items()
+            for path, placement in {**definition.params, **definition.model_state}.items()
             if placement.spec and AXIS in entry_axes(placement.spec[0])
         )
 
+    def _divided(self, tree: PyTree) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Returns the leaves that are divided over the stages, and the others, by path."""
+        leaves, divided = named_leaves(tree), self._layer_paths
+        layers = {path: x for path, x in leaves.items() if path in divided}
+        return layers, {path: x for path, x in leaves.items() if path not in divided}
+
     def _stage(
-        self, traced: LossTrace, loss: Loss, layers: PyTree, shared: PyTree, batch: PyTree
+        self,
+        traced: LossTrace,
+        loss: Loss,
+        layers: PyTree,
+        frozen: PyTree,
+        shared: PyTree,
+        batch: PyTree,
     ) -> Stage:
         """Returns one stage, from the arrays inside the region."""
         schedule, parts = self.schedule, self.schedule.microbatches
         layers_per_chunk = traced.num_layers // (schedule.stages * schedule.chunks)
-        cut_loss = cut(loss, traced, layers, layers_per_chunk)
+        cut_loss = cut(loss, traced, {**layers, **frozen}, layers_per_chunk)
         if schedule.chunks > 1:
-            layers = exchange.to_run(layers, AXIS, schedule.stages, schedule.chunks)
+            layers, frozen = (
+                exchange.to_run(leaves, AXIS, schedule.stages, schedule.chunks)
+                for leaves in (layers, frozen)
+            )
         skip_idle = _skip_idle(self.config, traced)
         batch = jax.tree.map(lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), batch)
         return Stage(
-            cut_loss, schedule, layers_per_chunk, skip_idle, self.pin, layers, shared, batch
+            cut_loss, schedule, layers_per_chunk, skip_idle, self.pin, layers, frozen, shared, batch
         )
 
     def _layouts(self, arguments: tuple[Any, ...]) -> ArgumentLayouts:
         """Returns the layouts of a stage's arguments over the non-manual mesh axes."""
-        tick, layers, shared, batch, state, key, first, inputs = arguments
+        tick, layers, frozen, shared, batch, state, key, first, inputs = arguments
         loss, places = self.loss, self.loss.definition.params
         rows, axes = loss.batch_layouts(batch)
         layouts = [
             *whole_layouts(tick),
             *placed_layouts(layers, places, lambda path: True),
+            *loss.state_layouts(frozen),
             *placed_layouts(shared, places, lambda path: True),
             *rows,
             *loss.state_layouts(state),
@@ -266,23 +285,32 @@ class _Region:
         schedule = self.schedule
         one = microbatch_shapes(batch, schedule.microbatches)
         part = Part(one, jax.ShapeDtypeStruct((), jnp.int32))  # type: ignore[arg-type]
-        params = named_leaves(self.arguments.params)
-        traced = trace_loss(loss, params, self._layer_paths, part)
+        leaves = named_leaves(self.arguments.params)
+        leaves |= self._divided(self.arguments.model_state)[0]
+        traced = trace_loss(loss, leaves, self._layer_paths, part)
         faults = layer_faults(traced.num_layers, stages=schedule.stages, chunks=schedule.chunks)
         if faults:
             raise ModelError("\n".join(faults))
         return traced
 
     def _loss_by_path(
-        self, model_state: PyTree, key: jax.Array, first_index: jax.Array, inputs: tuple[Any, ...]
+        self,
+        state: Mapping[str, jax.Array],
+        key: jax.Array,
+        first_index: jax.Array,
+        inputs: tuple[Any, ...],
     ) -> Loss:
-        """Returns the loss of a microbatch as a function of parameters by path."""
+        """Returns the loss of a microbatch as a function of parameters and frozen layers by
+        path; `state` holds the rest of the model state."""
 
-        paths = named_leaves(self.arguments.params)
-        treedef = jax.tree.structure(self.arguments.params)
+        def like(tree: PyTree, leaves: Mapping[str, jax.Array]) -> PyTree:
+            return jax.tree.unflatten(
+                jax.tree.structure(tree), [leaves[path] for path in named_leaves(tree)]
+            )
 
         def run(leaves: Mapping[str, jax.Array], part: Part) -> tuple[jax.Array, Sums]:
-            params = jax.tree.unflatten(treedef, [leaves[path] for path in paths])
+            params = like(self.arguments.params, leaves)
+            model_state = like(self.arguments.model_state, {**leaves, **state})
             own_key = part_key(key, first_index + part.index)
             arguments = LossArguments(params, model_state, part.batch, own_key, inputs)
             sums, new = self.loss(arguments)
