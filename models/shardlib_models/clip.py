@@ -5,6 +5,7 @@ Supervision".
 """
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -62,7 +63,8 @@ class ClipConfig:
     feature_dim: int = 512
     """Width of the features."""
     init_log_scale: float = 2.6592
-    """Logarithm of the factor of similarities at the start: log(1 / 0.07)."""
+    """Logarithm of the factor of similarities at the start: log(1 / 0.07). The loss multiplies by
+    100 at most."""
     init_from: str | None = None
     """A folder in the format of Hugging Face, or its name on the hub, whose weights the run starts
     from; its config.json gives the fields that are left out."""
@@ -152,6 +154,15 @@ def projection_of(config: EncoderFields, feature_dim: int, rngs: nnx.Rngs) -> Li
     return Linear(inputs, outputs, stddev=config.init_stddev, rngs=rngs)
 
 
+def _bounded(log_scale: jax.Array) -> jax.Array:
+    """Returns log(100) at most, with the gradient of `log_scale`, so that it can fall again.
+
+    Source: section 2.5 of the paper.
+    """
+    above = jnp.maximum(log_scale - math.log(100.0), 0.0)
+    return log_scale - jax.lax.stop_gradient(above)
+
+
 def _normalized(x: jax.Array) -> jax.Array:
     return x / jnp.sqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True))
 
@@ -184,7 +195,7 @@ def loss(
     text, image = (constrain(features[:, side], "batch", None) for side in (0, 1))
     rows = text.shape[0]
     counts = jnp.ones(rows, bool) if segment_ids is None else jnp.any(segment_ids > 0, axis=1)
-    scale = jnp.exp(model.log_scale[...].astype(jnp.float32))
+    scale = jnp.exp(_bounded(model.log_scale[...].astype(jnp.float32)))
     own, right, total = jnp.arange(rows), jnp.float32(0.0), jnp.float32(0.0)
     for query, key in ((text, image), (image, text)):
         # All keys on every device: [rows of the device, rows of the batch].

@@ -85,6 +85,23 @@ def test_a_tokenizer_of_its_own(folder, tmp_path):
     assert source.read(0, 0, 8)["tokens"].max() < source.spec.vocab_size
 
 
+@pytest.mark.parametrize("length", [16, 8])
+def test_captions_are_framed_as_clip_frames_them(folder, length):
+    transformers = pytest.importorskip("transformers")
+    names = ["<|startoftext|>", "<|endoftext|>", *(c + e for e in ("", "</w>") for c in "gren0123")]
+    pair = [("e", "n</w>"), ("g", "r")]
+    vocabulary = {name: number for number, name in enumerate([*names, *map("".join, pair)])}
+    theirs = transformers.CLIPTokenizer(vocabulary, pair)
+    theirs.save_pretrained(folder)
+    given = {"tokenizer": str(folder / "tokenizer.json"), "sequence_length": length}
+    source = open_split(small(folder, eval_fraction=0.0, **given), global_batch=12)
+    batch = source.read(0, 0, 12)
+    ours = {tuple(r[i > 0]) for r, i in zip(batch["tokens"], batch["segment_ids"], strict=True)}
+    texts = [f"green {color[1]}" for color in COLORS]
+    ids = theirs(texts, truncation=True, max_length=length)["input_ids"]
+    assert ours == set(map(tuple, ids))
+
+
 FAULTS = {
     "no table": (lambda place: (place / "metadata.jsonl").unlink(), "has no table of captions"),
     "no file": (lambda place: (place / "3.png").unlink(), r"metadata.jsonl:4: the file '3.png'"),

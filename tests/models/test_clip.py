@@ -166,14 +166,15 @@ def test_all_rows_of_a_batch_compete_on_every_mesh():
         np.testing.assert_allclose(trained(mesh), expected, rtol=2e-5, err_msg=mesh)
 
 
-def test_the_loss_is_that_of_the_paper():
+@pytest.mark.parametrize("log_scale", [1.0, 6.0], ids=["free", "above 100"])
+def test_the_loss_is_that_of_the_paper(log_scale):
     random = np.random.default_rng(1)
     text, image = random.standard_normal((2, 4, 16)).astype(np.float32)
     text[3] = 0.0  # padding
 
     class Fixed(nnx.Module):
         def __init__(self):
-            self.log_scale = nnx.Param(jnp.float32(1.0))
+            self.log_scale = nnx.Param(jnp.float32(log_scale))
 
         def __call__(self, tokens, images, segment_ids):
             return jnp.stack([jnp.asarray(text), jnp.asarray(image)], 1)
@@ -181,12 +182,16 @@ def test_the_loss_is_that_of_the_paper():
     ids = np.array([[1], [1], [1], [0]], np.int32)
     arrays = {"tokens": ids, "images": image, "segment_ids": jnp.asarray(ids)}
     mean, metrics = loss(Fixed(), arrays, jax.random.key(0), train=False)
-    scores = np.e * text[:3] @ image[:3].T
-    logs = [s - np.log(np.exp(s).sum(1, keepdims=True)) for s in (scores, scores.T)]
+    scores = min(np.exp(log_scale), 100.0) * text[:3].astype(np.float64) @ image[:3].T
+    shifted = [s - s.max(1, keepdims=True) for s in (scores, scores.T)]
+    logs = [s - np.log(np.exp(s).sum(1, keepdims=True)) for s in shifted]
     expected = -np.mean([np.diag(log) for log in logs])
     np.testing.assert_allclose(mean.value, expected, rtol=1e-5)
     hits = np.mean([np.argmax(log, 1) == np.arange(3) for log in logs])
     np.testing.assert_allclose(metrics["accuracy"].value, hits, rtol=1e-6)
+    # Above the bound the scale can still fall.
+    gradient = nnx.grad(lambda model: loss(model, arrays, jax.random.key(0), train=False)[0].value)
+    assert gradient(Fixed())["log_scale"][...] != 0
 
 
 def test_wrong_configs_are_refused():

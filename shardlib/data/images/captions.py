@@ -20,7 +20,7 @@ from shardlib.data.loader import Examples, MapSource
 from shardlib.data.split import held_out, is_in
 from shardlib.data.text.corpus import BUILTIN
 from shardlib.data.text.sources import missing
-from shardlib.data.tokenizer import BytesTokenizer, Tokenizer, read_tokenizer
+from shardlib.data.tokenizer import BytesTokenizer, JsonTokenizer, Tokenizer, read_tokenizer
 from shardlib.errors import DataError, did_you_mean, require
 
 _LOG = logging.getLogger(__name__)
@@ -114,12 +114,18 @@ def _encoded(
     captions: Sequence[str], tokenizer: Tokenizer, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the tokens of captions and their segment ids, int32 [captions, length]. The token
-    that ends a text follows each caption."""
+    that ends a text follows each caption, and others precede it if the tokenizer's file says so, as
+    CLIP's does."""
     tokens, segments = (np.zeros((len(captions), length), np.int32) for _ in range(2))
+    frames = isinstance(tokenizer, JsonTokenizer) and tokenizer.num_framing_tokens(1)
+    found = tokenizer.framed(captions) if frames else tokenizer.encode_documents(captions)
     cut = 0
-    for number, encoded in enumerate(tokenizer.encode_documents(captions)):
-        cut += len(encoded.ids) > length - 1
-        ids = [*encoded.ids[: length - 1], tokenizer.eot]
+    for number, encoded in enumerate(found):
+        ids = list(encoded.ids)
+        if ids[-1:] == [tokenizer.eot]:
+            ids.pop()
+        cut += len(ids) > length - 1
+        ids = [*ids[: length - 1], tokenizer.eot]
         tokens[number, : len(ids)], segments[number, : len(ids)] = ids, 1
     if cut:
         _LOG.warning("%d of %d captions are cut to %d tokens", cut, len(captions), length - 1)
