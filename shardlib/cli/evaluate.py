@@ -31,6 +31,7 @@ def evaluate(
         int | None, typer.Option(min=0, help="Examples before each question of a task.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Most questions of each task.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows that tasks compute at once.")] = 32,
     mesh: Annotated[
         str | None,
         typer.Option(help="Mesh; default: the run's mesh if it fits the devices, else auto."),
@@ -42,6 +43,7 @@ def evaluate(
     Without --tasks the metrics are those that the run reports, and the perplexity.
     """
     from shardlib.run import evaluating
+    from shardlib.runtime.stopping import process_index
 
     name, step = one_step(source, None)
     if tasks is None:
@@ -51,14 +53,15 @@ def evaluate(
                 f"{', '.join(useless)} needs --tasks.\n  Name tasks, or leave it out."
             )
         found: dict[str, Any] = evaluating.evaluate_run(name, mesh=mesh, step=step, notify=warn)
-        rows = [("metric", "value"), *((k, f"{v:.4f}") for k, v in sorted(found.items()))]
+        table = [("metric", "value"), *((k, f"{v:.4f}") for k, v in sorted(found.items()))]
     else:
         from shardlib.evaluation import run_tasks
 
-        model = evaluating.text_model(name, mesh=mesh, step=step, notify=warn)
+        model = evaluating.text_model(name, mesh=mesh, step=step, rows=rows, notify=warn)
         chosen = [task.strip() for task in tasks.split(",") if task.strip()]
         options = {"num_fewshot": num_fewshot, "limit": limit, "include_path": include_path}
         found = run_tasks(model, chosen, **options)
-        rows = [("task", "metric", "value")]
-        rows += [(task, k, f"{v:.4f}") for task, one in found.items() for k, v in one.items()]
-    print(json.dumps(found, indent=2) if as_json else "\n".join(aligned(rows)))
+        table = [("task", "metric", "value")]
+        table += [(task, k, f"{v:.4f}") for task, one in found.items() for k, v in one.items()]
+    if process_index() == 0:
+        print(json.dumps(found, indent=2) if as_json else "\n".join(aligned(table)))

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from shardlib.data.tokenizer import JsonTokenizer
 from shardlib.errors import ConfigError, did_you_mean, require
 from shardlib.evaluation.text_model import TextModel
 
@@ -39,8 +40,10 @@ def harness_model(model: TextModel) -> Any:
         def prefix_token_id(self) -> int:
             return model.prefix
 
-        def tok_encode(self, string: str, *others: Any, **options: Any) -> list[int]:
-            return model.tokenizer.encode(string)
+        def tok_encode(
+            self, string: str, add_special_tokens: bool | None = None, **options: Any
+        ) -> list[int]:
+            return _tokens(model, string, framed=add_special_tokens is not False)
 
         def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:
             return _scored(model, [(context, added) for _, context, added in requests])
@@ -52,6 +55,15 @@ def harness_model(model: TextModel) -> Any:
             return _generated(model, [request.args for request in requests])
 
     return HarnessModel()
+
+
+def _tokens(model: TextModel, text: str, *, framed: bool = True) -> list[int]:
+    """Returns the tokens of a text, framed by the special tokens that the tokenizer's file puts
+    around one, such as the first token of a Llama."""
+    tokenizer = model.tokenizer
+    if framed and isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.framed([text])[0].ids
+    return tokenizer.encode(text)
 
 
 def _scored(
@@ -75,7 +87,7 @@ def _rolling(model: TextModel, texts: Sequence[str]) -> list[float]:
     windows, owners = [], []
     for owner, text in enumerate(texts):
         parts = get_rolling_token_windows(
-            token_list=model.tokenizer.encode(text),
+            token_list=_tokens(model, text),
             prefix_token=model.prefix,
             max_seq_len=model.max_length,
             context_len=1,
@@ -97,7 +109,7 @@ def _generated(model: TextModel, requests: Sequence[tuple[str, dict[str, Any]]])
         groups.setdefault(_drawing(options), []).append(index)
     for (length, temperature), indices in groups.items():
         length = min(length, model.max_length - 1)
-        prompts = [model.tokenizer.encode(requests[i][0]) or [model.prefix] for i in indices]
+        prompts = [_tokens(model, requests[i][0]) or [model.prefix] for i in indices]
         prompts = _cut(prompts, model.max_length - length)
         rows = model.continued(prompts, length, temperature=temperature)
         for index, row in zip(indices, rows, strict=True):
@@ -156,6 +168,8 @@ def run_tasks(
         log_samples=False,
         bootstrap_iters=0,
     )
+    if results is None:  # Of several processes of a host, the harness answers the first alone.
+        return {}
     found = {**results["results"], **results.get("groups", {})}
     return {task: _numbers(metrics) for task, metrics in found.items()}
 

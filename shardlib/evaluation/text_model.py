@@ -159,9 +159,15 @@ class TextModel:
             model.eval()
             with self._in_scope():
                 logits = model(tokens).astype(jnp.float32)
-            chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+            # Sums and maxima leave logits divided over their classes; an index would gather them.
+            classes = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
+            is_target = classes == targets[..., None]
+            chosen = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
             logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
-            return self._whole((logprobs, jnp.argmax(logits, axis=-1) == targets))
+            likelier = (logits > chosen[..., None]) | (
+                (logits == chosen[..., None]) & (classes < targets[..., None])
+            )
+            return self._whole((logprobs, ~jnp.any(likelier, axis=-1)))
 
         return jax.jit(scored)
 

@@ -1,5 +1,6 @@
 """Evaluation of a checkpoint: metrics of its held-out data, and a model for tasks."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,7 @@ def text_model(
     *,
     mesh: str | None = None,
     step: int | None = None,
+    rows: int = 32,
     notify: Callable[[str], None] | None = None,
 ) -> TextModel:
     """Returns the language model of a run, or of a folder of Hugging Face.
@@ -70,6 +72,7 @@ def text_model(
         source: Directory of a run, or a folder or hub name for `hf.load`.
         mesh: The mesh; default: the run's mesh if it fits the devices, else `auto`.
         step: The checkpoint of a run; default: the newest valid one of all places.
+        rows: Rows that are computed at once; rounded up to what the mesh divides.
         notify: Called with each skipped checkpoint; by default it is logged.
 
     Raises:
@@ -79,8 +82,10 @@ def text_model(
             unknown.
     """
     if (Path(source) / "config.yaml").exists():
-        return _of_run(source, mesh, step, notify)
-    return _of_folder(source, mesh)
+        model = _of_run(source, mesh, step, notify)
+    else:
+        model = _of_folder(source, mesh)
+    return dataclasses.replace(model, batch=rows)
 
 
 def _of_run(

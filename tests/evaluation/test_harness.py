@@ -26,8 +26,8 @@ LENGTH = 48
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a random Llama and a tokenizer of letters."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    """A folder with a random Llama, and a tokenizer of letters that puts a token first."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     place = tmp_path_factory.mktemp("llama")
     tokenizer = Tokenizer(models.BPE())
@@ -35,13 +35,16 @@ def folder(tmp_path_factory):
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=280,
-        special_tokens=["<|endoftext|>"],
+        special_tokens=["<|endoftext|>", "<s>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator([" ".join(WORDS)], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<s>"
     )
     fast.save_pretrained(place)
     torch.manual_seed(0)

@@ -154,6 +154,7 @@ def never_stopped(poisoned, tmp_path_factory):
 
 
 # After step 15, a save that was due has been put off.
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize("last", [14, 15])
 def test_a_run_that_stops_among_bad_steps_goes_on_as_one_that_did_not(
     last, poisoned, never_stopped, tmp_path
@@ -180,6 +181,7 @@ def went_back_past_a_good_step(poisoned, tmp_path_factory):
     return read_metrics(run_dir)
 
 
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(("stop_after", "steps"), [(17, 22), (16, 16)])
 def test_a_stop_before_the_run_went_back_changes_nothing(
     stop_after, steps, poisoned, went_back_past_a_good_step, tmp_path

@@ -85,6 +85,7 @@ def losses(kind, mesh):
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize("kind", ERRORS)
 def test_adapters_on_few_bits_train_the_same_on_every_mesh(kind):
     expected = losses(kind, "data=1")

@@ -78,6 +78,7 @@ def losses(mesh, devices=None, steps=3, **options):
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(
     "options", [{}, {"mlp": "gated_gelu", "tied_embeddings": False, "remat": "full"}]
 )
@@ -88,6 +89,15 @@ def test_losses_on_meshes_are_those_of_one_device(options):
             # Sums in another order, through three updates of Adam.
             np.testing.assert_allclose(losses(mesh, **options), expected, rtol=2e-5, err_msg=mesh)
     assert np.ptp(expected) > 1e-3
+
+
+@pytest.mark.mesh
+def test_other_options_on_a_mesh():
+    options = {"mlp": "gated_gelu", "tied_embeddings": False, "remat": "full"}
+    with jax.default_matmul_precision("highest"):
+        expected = losses("data=1", jax.devices()[:1], **options)
+        found = losses("fsdp=2,tensor=2,stage=2", **options)
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
 
 
 def test_the_decoder_reads_the_target_before_and_a_start_token_in_each_segment():

@@ -91,6 +91,7 @@ def test_adapters_learn_what_the_base_does_not_know(base, tmp_path):
         assert np.abs(ours - theirs).max() < 1e-5 * np.abs(theirs).max()
 
 
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize(
     ("kind", "also"), [("int8", ["finetune.dora=true", "finetune.dropout=0.05"]), ("nf4", [])]
 )

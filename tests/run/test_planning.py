@@ -148,6 +148,7 @@ def test_frozen_weights_are_planned_without_gradients(file):
 
 
 @pytest.mark.aot
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize("mesh", ["fsdp=16", "fsdp=4,tensor=4"])
 def test_memory_with_frozen_weights_is_that_of_the_program(mesh):
     pytest.importorskip("libtpu", reason="needs the extra tpu")

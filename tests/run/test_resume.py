@@ -41,6 +41,7 @@ def test_the_same_mesh_goes_on_bit_for_bit(finished, lab, tmp_path, losses, caps
 
 
 @pytest.mark.mesh
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(
     number, lab, finished, tmp_path, losses, long_run
