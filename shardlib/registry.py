@@ -65,7 +65,8 @@ class ModelFamily:
 
     `tokens: [b, n] int32`. Pure and jittable. None for families that do not generate. Evaluation on
     tasks needs the arguments `lengths` and `first`, of prompts of unequal length, too; see
-    `shardlib_models.transformer_decode.generate`.
+    `shardlib_models.transformer_decode.generate`. It calls `model(tokens, segment_ids=...)` for
+    logits, with 0 for padding.
     """
     choices: Callable[..., dict[str, str]] | None = None
     """`choices(config, data_spec, *, dtype)`: the model's own choices on the active mesh (an

@@ -1,7 +1,9 @@
 """`shardlib evaluate`: metrics of a checkpoint, or of tasks."""
 
+import dataclasses
 import json
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -9,6 +11,9 @@ from shardlib.cli.arguments import AsJson, warn
 from shardlib.cli.checkpoint import one_step
 from shardlib.errors import ConfigError
 from shardlib.tables import aligned
+
+if TYPE_CHECKING:
+    from shardlib.evaluation import TaskScores
 
 
 def evaluate(
@@ -31,7 +36,15 @@ def evaluate(
         int | None, typer.Option(min=0, help="Examples before each question of a task.")
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Most questions of each task.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows that tasks compute at once.")] = 32,
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Most rows that tasks compute at once; default: 32.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put questions into the chat template of the model.")
+    ] = False,
+    unsafe_code: Annotated[
+        bool, typer.Option("--unsafe-code", help="Let tasks run the code that the model writes.")
+    ] = False,
     mesh: Annotated[
         str | None,
         typer.Option(help="Mesh; default: the run's mesh if it fits the devices, else auto."),
@@ -47,7 +60,14 @@ def evaluate(
 
     name, step = one_step(source, None)
     if tasks is None:
-        given = {"--include-path": include_path, "--num-fewshot": num_fewshot, "--limit": limit}
+        given = {
+            "--include-path": include_path,
+            "--num-fewshot": num_fewshot,
+            "--limit": limit,
+            "--rows": rows,
+            "--chat": chat or None,
+            "--unsafe-code": unsafe_code or None,
+        }
         if useless := [name for name, value in given.items() if value is not None]:
             raise ConfigError(
                 f"{', '.join(useless)} needs --tasks.\n  Name tasks, or leave it out."
@@ -55,13 +75,21 @@ def evaluate(
         found: dict[str, Any] = evaluating.evaluate_run(name, mesh=mesh, step=step, notify=warn)
         table = [("metric", "value"), *((k, f"{v:.4f}") for k, v in sorted(found.items()))]
     else:
-        from shardlib.evaluation import run_tasks
+        from shardlib.evaluation import find_tasks, run_tasks
 
-        model = evaluating.text_model(name, mesh=mesh, step=step, rows=rows, notify=warn)
         chosen = [task.strip() for task in tasks.split(",") if task.strip()]
-        options = {"num_fewshot": num_fewshot, "limit": limit, "include_path": include_path}
-        found = run_tasks(model, chosen, **options)
-        table = [("task", "metric", "value")]
-        table += [(task, k, f"{v:.4f}") for task, one in found.items() for k, v in one.items()]
+        known = find_tasks(chosen, include_path=include_path)
+        model = evaluating.text_model(name, mesh=mesh, step=step, rows=rows or 32, notify=warn)
+        options = {"num_fewshot": num_fewshot, "limit": limit}
+        scores = run_tasks(model, known, chat=chat, unsafe_code=unsafe_code, **options)
+        found = {task: dataclasses.asdict(one) for task, one in scores.items()}
+        table = [("task", "metric", "value", "stderr"), *_rows_of(scores)]
     if process_index() == 0:
         print(json.dumps(found, indent=2) if as_json else "\n".join(aligned(table)))
+
+
+def _rows_of(scores: Mapping[str, "TaskScores"]) -> Iterator[tuple[str, str, str, str]]:
+    for task, one in scores.items():
+        for name, value in one.metrics.items():
+            stderr = one.stderrs.get(name)
+            yield task, name, f"{value:.4f}", "" if stderr is None else f"{stderr:.4f}"

@@ -18,6 +18,8 @@ from shardlib.errors import DataError, did_you_mean
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = "vocab.txt"
 """Name of the file with the words of an early BERT, one a line."""
+SETTINGS = "tokenizer_config.json"
+"""Name of the file beside it with what the tokenizer does not say, such as `eos_token`."""
 # End-of-document token names of published tokenizers.
 _USUAL_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 _OF_BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -127,6 +129,9 @@ class JsonTokenizer(Tokenizer):
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.eot = _find_end_of_text(vocabulary, end_of_text, origin)
+        self.end_of_text = next(name for name, token in vocabulary.items() if token == self.eot)
+        added = json.loads(text).get("added_tokens") or ()
+        self.special_tokens = {one["content"]: one["id"] for one in added if one["special"]}
         self.token_num_bytes = _byte_table(json.loads(text), vocabulary, self.vocab_size)
         self.fingerprint = digest([text, self.eot])
 
@@ -189,7 +194,8 @@ def read_tokenizer(path: str | os.PathLike[str], end_of_text: str | None = None)
 
     Args:
         path: The file.
-        end_of_text: The token between documents; None looks for one of the usual names.
+        end_of_text: The token between documents; None for `eos_token` in the
+            `tokenizer_config.json` of its folder, or else one of the usual names.
 
     Raises:
         DataError: If the file is not a tokenizer, or has no such end-of-text token.
@@ -205,7 +211,21 @@ def read_tokenizer(path: str | os.PathLike[str], end_of_text: str | None = None)
             f"the tokenizer {os.fspath(path)!r} cannot be read: {error}.\n"
             f"  Set data.tokenizer to bpe, bytes or the path of a tokenizer.json."
         ) from error
+    if end_of_text is None:
+        stored = tokenizer_settings(Path(path).parent).get("eos_token")
+        end_of_text = stored["content"] if isinstance(stored, dict) else stored
     return JsonTokenizer(text, end_of_text, origin=os.fspath(path))
+
+
+def tokenizer_settings(folder: Path | None) -> dict[str, Any]:
+    """Returns the content of `tokenizer_config.json`, {} without such a file."""
+    file = None if folder is None else folder / SETTINGS
+    if file is None or not file.is_file():
+        return {}
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{file} cannot be read: {error}.\n  Repair it.") from None
 
 
 def train_word_piece(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
@@ -245,9 +265,8 @@ def _of_vocabulary(file: Path) -> JsonTokenizer:
     vocabulary = {name: number for number, name in enumerate(names)}
     if missing := [name for name in _OF_BERT if name not in vocabulary]:
         raise ValueError(f"it lacks {', '.join(missing)}")
-    settings = file.with_name("tokenizer_config.json")
-    options = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
-    return _framed_by_bert(_word_piece(vocabulary, lowercase=options.get("do_lower_case", True)))
+    lowercase = tokenizer_settings(file.parent).get("do_lower_case", True)
+    return _framed_by_bert(_word_piece(vocabulary, lowercase=lowercase))
 
 
 def _word_piece(vocabulary: dict[str, int], *, lowercase: bool) -> Any:

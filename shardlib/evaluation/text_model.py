@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,17 @@ import numpy as np
 from flax import nnx
 
 from shardlib.data import Tokenizer
+from shardlib.data.instruct.template import ChatTemplate
+from shardlib.data.tokenizer import JsonTokenizer
 from shardlib.errors import ModelError
 from shardlib.registry import ModelFamily
 from shardlib.sharding.constrain import Scope, use
 
 _SHORTEST = 32
 """Length of the shortest compiled rows; others are powers of two times this."""
+_MOST_LOGITS = 2**29
+"""Logits of a batch for each device that holds rows of their own: 2 GiB, and as much to reduce
+them. Longer rows are computed fewer at a time."""
 
 Tokens = Sequence[int]
 
@@ -48,8 +54,14 @@ class TextModel:
     """Most tokens of a row."""
     prefix: int
     """The token before the first one of a text."""
+    framing: Literal["prefix", "file"] = "prefix"
+    """What stands around a text: `prefix` before it, or what the tokenizer's file says."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end what the model writes, besides the tokenizer's end of a text."""
+    template: Callable[[], ChatTemplate] | None = None
+    """Reads the chat template; None without one."""
     batch: int = 32
-    """Rows of a compiled program; rounded up to what the mesh divides."""
+    """Most rows of a compiled program; rounded up to what the mesh divides."""
 
     def __post_init__(self) -> None:
         generate = self.family.generate
@@ -60,20 +72,41 @@ class TextModel:
                 "  Evaluate a decoder, such as a run of model.name=transformer."
             )
 
+    def tokens(self, text: str) -> list[int]:
+        """Returns the tokens of a text with what stands around it."""
+        if self.framing == "prefix":
+            return [self.prefix, *self.tokenizer.encode(text)]
+        if isinstance(self.tokenizer, JsonTokenizer):
+            return self.tokenizer.framed([text])[0].ids
+        return self.tokenizer.encode(text)
+
+    def written(self, tokens: Tokens, stops: Sequence[str] = ()) -> str:
+        """Returns the text of tokens that the model wrote, up to the first that ends it or to the
+        first stop string. Special tokens are left out."""
+        special = getattr(self.tokenizer, "special_tokens", {})
+        ends = {self.tokenizer.eot, *self.ends, *(special[one] for one in stops if one in special)}
+        row = itertools.takewhile(lambda token: token not in ends, tokens)
+        # A model may pad its vocabulary beyond the tokenizer's.
+        left_out, known = set(special.values()), self.tokenizer.vocab_size
+        text = self.tokenizer.decode(t for t in row if t < known and t not in left_out)
+        for stop in filter(None, stops):
+            text = text.split(stop)[0]
+        return text
+
     def scores(self, rows: Sequence[Tokens]) -> list[Scores]:
         """Returns the scores of rows of 2 to `max_length + 1` tokens; the last is not read.
 
         Raises:
             ModelError: If a row is too short or too long.
         """
-        self._check([len(row) - 1 for row in rows])
+        self._check(lengths := [len(row) - 1 for row in rows])
         found: list[Scores | None] = [None] * len(rows)
-        for length, indices in self._batches([len(row) - 1 for row in rows]):
-            tokens, targets = (np.zeros((self._rows, length), np.int32) for _ in range(2))
+        for length, batch, indices in self._batches(lengths, positions_with_logits=None):
+            tokens, targets, ids = (np.zeros((batch, length), np.int32) for _ in range(3))
             for at, index in enumerate(indices):
-                row = np.asarray(rows[index], np.int32)
-                tokens[at, : len(row) - 1], targets[at, : len(row) - 1] = row[:-1], row[1:]
-            logprobs, is_greedy = jax.device_get(self._scored(self._state, tokens, targets))
+                row, n = np.asarray(rows[index], np.int32), lengths[index]
+                tokens[at, :n], targets[at, :n], ids[at, :n] = row[:-1], row[1:], 1
+            logprobs, is_greedy = jax.device_get(self._scored(self._state, tokens, targets, ids))
             for at, index in enumerate(indices):
                 n = len(rows[index]) - 1
                 found[index] = Scores(logprobs[at, :n], is_greedy[at, :n])
@@ -96,16 +129,19 @@ class TextModel:
         """
         self._check([len(row) for row in rows], added=length)
         found: list[list[int]] = [[] for _ in rows]
-        for number, (width, indices) in enumerate(self._batches([len(row) for row in rows])):
+        batches = self._batches([len(row) for row in rows], positions_with_logits=1)
+        for number, (width, batch, indices) in enumerate(batches):
             width = min(width, self.max_length - length)
-            tokens, lengths = np.zeros((self._rows, width), np.int32), [width] * self._rows
+            tokens, lengths = np.zeros((batch, width), np.int32), [width] * batch
             for at, index in enumerate(indices):
                 tokens[at, : len(rows[index])] = rows[index]
                 lengths[at] = len(rows[index])
             key = jax.random.fold_in(jax.random.key(seed), number)
             options = np.asarray(lengths, np.int32), np.float32(temperature), key
-            # Rows of a batch have more than half its width, but for the shortest ones.
-            first = width // 2 + 1 if min(lengths) > width // 2 else 1
+            # The shortest row decides how much is read at once, in quarters of the width, so that
+            # few programs are compiled.
+            quarter = max(width // 4, 1)
+            first = max(min(lengths) // quarter * quarter, 1)
             out = jax.device_get(self._continued(self._state, tokens, *options, length, first))
             for at, index in enumerate(indices):
                 n = len(rows[index])
@@ -121,44 +157,51 @@ class TextModel:
                 "  Leave empty rows out, and cut long ones."
             )
 
-    def _batches(self, lengths: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-        """Yields the padded length of each batch and the indices of its rows."""
+    def _batches(
+        self, lengths: Sequence[int], positions_with_logits: int | None
+    ) -> Iterator[tuple[int, int, list[int]]]:
+        """Yields the padded length and number of rows of each batch, and the indices of its rows.
+
+        `positions_with_logits` of a row have logits at once; all if it is None.
+        """
         by_length: dict[int, list[int]] = {}
         for index, length in enumerate(lengths):
             by_length.setdefault(self._padded(length), []).append(index)
+        parts = 1 if self.scope is None else self.scope.parts("batch", self.scope.mesh.size)
         for length, indices in sorted(by_length.items()):
-            for start in range(0, len(indices), self._rows):
-                yield length, indices[start : start + self._rows]
+            logits = (positions_with_logits or length) * self.tokenizer.vocab_size
+            held = max(min(-(-self.batch // parts), _MOST_LOGITS // logits), 1) * parts
+            for start in range(0, len(indices), held):
+                yield length, held, indices[start : start + held]
 
     def _padded(self, length: int) -> int:
         padded = _SHORTEST
         while padded < length:
             padded *= 2
-        return max(min(padded, self.max_length), length)
-
-    @functools.cached_property
-    def _rows(self) -> int:
-        parts = 1 if self.scope is None else self.scope.parts("batch", self.scope.mesh.size)
-        return -(-self.batch // parts) * parts
+        return min(padded, self.max_length)
 
     @functools.cached_property
     def _state(self) -> nnx.State:
         return nnx.state(self.model)
 
     def _in_scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns the rules without a cut along length: texts have any length."""
         if self.scope is None:
             return contextlib.nullcontext()
-        return use(self.scope.mesh, self.scope.rules)
+        uncut = {"length": None, "residual_length": None}
+        return use(self.scope.mesh, self.scope.rules.override(activations=uncut))
 
     @functools.cached_property
     def _scored(self) -> Any:
         graphdef = nnx.graphdef(self.model)
 
-        def scored(state: nnx.State, tokens: jax.Array, targets: jax.Array) -> Any:
+        def scored(
+            state: nnx.State, tokens: jax.Array, targets: jax.Array, segment_ids: jax.Array
+        ) -> Any:
             model: Any = nnx.merge(graphdef, state)
             model.eval()
             with self._in_scope():
-                logits = model(tokens).astype(jnp.float32)
+                logits = model(tokens, segment_ids=segment_ids).astype(jnp.float32)
             # Sums and maxima leave logits divided over their classes; an index would gather them.
             classes = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
             is_target = classes == targets[..., None]
@@ -167,7 +210,8 @@ class TextModel:
             likelier = (logits > chosen[..., None]) | (
                 (logits == chosen[..., None]) & (classes < targets[..., None])
             )
-            return self._whole((logprobs, ~jnp.any(likelier, axis=-1)))
+            is_greedy = jnp.isfinite(logprobs) & ~jnp.any(likelier, axis=-1)
+            return self._whole((logprobs, is_greedy))
 
         return jax.jit(scored)
 

@@ -5,6 +5,7 @@ the process ends in any way, so that a killed run blocks no other.
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from shardlib.checkpoint.consensus import Peers
 from shardlib.config import load, to_yaml
 from shardlib.data import Tokenizer, read_tokenizer
+from shardlib.data.tokenizer import SETTINGS, JsonTokenizer
 from shardlib.errors import ConfigError, RunDirError
 from shardlib.run.config import RunConfig
 
@@ -156,6 +158,9 @@ class RunDirectory:
         _replace(self.config_file, to_yaml(config))
         if tokenizer is not None:
             _replace(self.tokenizer_file, tokenizer.to_json())
+        if isinstance(tokenizer, JsonTokenizer):
+            settings = {"eos_token": tokenizer.end_of_text}
+            _replace(self.tokenizer_file.with_name(SETTINGS), json.dumps(settings) + "\n")
 
 
 def _replace(path: pathlib.Path, text: str) -> None:

@@ -1,8 +1,10 @@
 """Evaluation of a checkpoint: metrics of its held-out data, and a model for tasks."""
 
 import dataclasses
+import functools
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,18 @@ import jax
 
 from shardlib import hf
 from shardlib.data import read_tokenizer
+from shardlib.data.instruct.encode import tokenizer_folder
+from shardlib.data.instruct.fields import ChatFields
+from shardlib.data.instruct.template import find_template
 from shardlib.data.prefetch import Prefetcher
-from shardlib.errors import ModelError
+from shardlib.errors import ConfigError, DataError, ModelError
 from shardlib.evaluation import TextModel
 from shardlib.functional.precision import precision
 from shardlib.mesh import make_mesh
-from shardlib.registry import family
 from shardlib.rules import STANDARD
 from shardlib.run.restore_model import restore_model
 from shardlib.run.setup import open_source
+from shardlib.runtime import distributed
 from shardlib.sharding.constrain import use
 from shardlib.train.evaluate import evaluate
 from shardlib.train.offload import fetch
@@ -72,7 +77,7 @@ def text_model(
         source: Directory of a run, or a folder or hub name for `hf.load`.
         mesh: The mesh; default: the run's mesh if it fits the devices, else `auto`.
         step: The checkpoint of a run; default: the newest valid one of all places.
-        rows: Rows that are computed at once; rounded up to what the mesh divides.
+        rows: Most rows that are computed at once; rounded up to what the mesh divides.
         notify: Called with each skipped checkpoint; by default it is logged.
 
     Raises:
@@ -83,6 +88,8 @@ def text_model(
     """
     if (Path(source) / "config.yaml").exists():
         model = _of_run(source, mesh, step, notify)
+    elif step is not None:
+        raise ConfigError(f"{source} holds no run, so it has no step {step}.\n  Leave out @{step}.")
     else:
         model = _of_folder(source, mesh)
     return dataclasses.replace(model, batch=rows)
@@ -99,30 +106,58 @@ def _of_run(
     model = module.merge(params, state.model_state, jax.random.key(0))
     longest = getattr(parts.config.model, "max_positions", None) or parts.data.sequence_length
     assert longest is not None, "rows of text have a length"
-    return TextModel(model, parts.family, tokenizer, parts.scope, longest, tokenizer.eot)
+    data = parts.config.data
+    template = None
+    if isinstance(data, ChatFields):
+        template = functools.partial(find_template, tokenizer_folder(data), data.template)
+    parts_of_model = (model, parts.family, tokenizer, parts.scope, longest, tokenizer.eot)
+    return TextModel(*parts_of_model, template=template)
 
 
-def _of_folder(folder: str, mesh: str | None) -> TextModel:
-    with use(make_mesh(mesh or "auto"), STANDARD):
-        loaded = hf.load(folder)
-    file = loaded.folder / "tokenizer.json"
+def _of_folder(source: str, mesh: str | None) -> TextModel:
+    distributed.initialize()
+    # What is missing is reported before the weights are read.
+    found = hf.describe(source, weights=True)
+    folder, said = found.folder, found.source
+    file = folder / "tokenizer.json"
     if not file.exists():
         raise ModelError(
-            f"{loaded.folder} has no tokenizer.json, so it has no texts.\n"
+            f"{folder} has no tokenizer.json, so it has no texts.\n"
             "  Save its fast tokenizer there with save_pretrained of transformers."
         )
-    tokenizer, said = read_tokenizer(file), loaded.source
-    longest = getattr(loaded.config, "max_positions", None)
+    longest = getattr(found.config, "max_positions", None)
     longest = next((said[k] for k in _LENGTHS if isinstance(said.get(k), int)), longest)
     if longest is None:
         raise ModelError(
-            f"{loaded.folder / 'config.json'} does not say how long a text may be.\n"
+            f"{folder / 'config.json'} does not say how long a text may be.\n"
             "  Add max_position_embeddings to it."
         )
-    prefix = next((said[k] for k in _PREFIXES if isinstance(said.get(k), int)), tokenizer.eot)
-    chosen: Any = family(loaded.config.name)
-    return TextModel(loaded.model, chosen, tokenizer, loaded.scope, longest, prefix)
+    tokenizer, first = read_tokenizer(file), said.get("bos_token_id")
+    ends = _ends(folder, said)
+    with use(make_mesh(mesh or "auto"), STANDARD):
+        loaded = hf.load(folder)
+    return TextModel(
+        loaded.model,
+        found.family,
+        tokenizer,
+        loaded.scope,
+        longest,
+        first if isinstance(first, int) else tokenizer.eot,
+        framing="file",
+        ends=frozenset(ends),
+        template=functools.partial(find_template, folder, None),
+    )
 
 
-_PREFIXES = ("bos_token_id", "eos_token_id")
+def _ends(folder: Path, said: Mapping[str, Any]) -> list[int]:
+    """Returns the tokens that end a text, as generation_config.json and config.json say."""
+    file = folder / "generation_config.json"
+    try:
+        chosen = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{file} cannot be read: {error}.\n  Repair it.") from None
+    ends = said.get("eos_token_id") if chosen is None else chosen
+    return [one for one in (ends if isinstance(ends, list) else [ends]) if isinstance(one, int)]
+
+
 _LENGTHS = ("max_position_embeddings", "n_positions")

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 
 from shardlib import hf
-from shardlib.data.tokenizer import JsonTokenizer, read_tokenizer
+from shardlib.data.tokenizer import SETTINGS, JsonTokenizer, read_tokenizer
 from shardlib.finetune import merge, save_adapter
 from shardlib.hf.save import COPIED
 from shardlib.run.restore_model import Notify, restore_model
@@ -83,10 +83,8 @@ def _add_tokenizer(
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
         return
-    added = json.loads(tokenizer.to_json()).get("added_tokens") or []
-    end = [token["content"] for token in added if token["id"] == tokenizer.eot]
-    said = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": end[0]} if end else {})
-    (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2) + "\n")
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end_of_text}
+    (folder / SETTINGS).write_text(json.dumps(said, indent=2) + "\n")
     if generates:
         ends = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
         (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")

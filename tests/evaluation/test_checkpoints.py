@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from shardlib import run
 from shardlib.config import load
@@ -78,6 +79,35 @@ def test_an_export_says_which_token_ends_a_text(shardlib, trained, tmp_path):
     named = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     tokens = json.loads((tmp_path / "out" / "tokenizer.json").read_text())["added_tokens"]
     assert {"id": said["eos_token_id"], "content": named["eos_token"]}.items() <= tokens[0].items()
+
+
+OWN = {
+    "task": "own",
+    "dataset_path": "json",
+    "test_split": "test",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{text}}",
+    "doc_to_choice": "choices",
+    "doc_to_target": "label",
+}
+
+
+def test_tasks_of_a_run(shardlib, trained, tmp_path):
+    pytest.importorskip("lm_eval")
+    rows = [{"text": f"the {i}", "choices": [" quick", " lazy"], "label": 0} for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"data_files": {"test": str(tmp_path / "rows.jsonl")}}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({**OWN, "dataset_kwargs": files}))
+    words = ("--tasks", "own", "--include-path", tmp_path, "--rows", "3", "--limit", "4")
+    code, out, err = shardlib("evaluate", trained[0], *words)
+    assert code == 0, err
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [
+        ["own", "acc"],
+        ["own", "acc_norm"],
+    ]
+    code, _, err = shardlib("evaluate", trained[0], *words, "--chat")
+    assert code != 0
+    assert "was not trained on chats" in err
 
 
 def test_wrong_requests(shardlib, trained, tmp_path):

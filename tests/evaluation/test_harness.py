@@ -1,7 +1,10 @@
 """Tasks of lm-eval-harness: the numbers and texts of its own model of transformers."""
 
+import dataclasses
 import json
 import os
+import shutil
+from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -9,9 +12,10 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from flax import nnx
 
-from shardlib.errors import ConfigError, ModelError
-from shardlib.evaluation import harness_model, run_tasks
+from shardlib.errors import ConfigError, DataError, ModelError
+from shardlib.evaluation import find_tasks, harness_model, run_tasks
 from shardlib.run.evaluating import text_model
 
 pytestmark = pytest.mark.mesh
@@ -166,10 +170,75 @@ def test_prompts_of_unequal_length_continue_as_alone(folder):
 def test_wrong_requests(folder, tasks):
     model = text_model(str(folder))
     with pytest.raises(ConfigError, match=r"'own_choice'.*own_choices.*\n  .*--include-path"):
-        run_tasks(model, ["own_choice"], include_path=str(tasks))
+        find_tasks(["own_choice"], include_path=str(tasks))
+    with pytest.raises(ConfigError, match="no tasks are named"):
+        find_tasks([])
+    with pytest.raises(ConfigError, match="'nowhere' is not a folder"):
+        find_tasks(["own_choices"], include_path="nowhere")
     with pytest.raises(ModelError, match=rf"have 60 to 60 tokens, .* 1 to {LENGTH}"):
         model.scores([[1] * 61])
     with pytest.raises(ModelError, match="0 to 0 tokens"):
         model.continued([[]], 4)
-    found = run_tasks(model, ["own_choices"], include_path=str(tasks), limit=4)
-    assert 0 <= found["own_choices"]["acc"] <= 1
+    harness = harness_model(model)
+    with pytest.raises(ConfigError, match=rf"up to {LENGTH} tokens \(max_gen_toks\).*\n  Lower"):
+        harness.generate_until([request("the", {"max_new_tokens": LENGTH})])
+    with pytest.raises(
+        ConfigError, match=r"1 of 2 answers .*\n  'y' joins the last token of 'laz'"
+    ):
+        harness._loglikelihood_tokens([((" a", " b"), [1], [2]), (("laz", "y"), [5], [])])
+    with pytest.raises(ConfigError, match="has 60 tokens of 48 at most"):
+        harness._loglikelihood_tokens([(("a", "b"), [1], [2] * 60)])
+    found = run_tasks(model, find_tasks(["own_ch*"], include_path=str(tasks)), limit=4)
+    scores = found["own_choices"]
+    assert 0 <= scores.metrics["acc"] <= 1
+    assert 0 <= scores.stderrs["acc"] <= 1
+    assert (scores.version, scores.num_fewshot) == ("Yaml", 0)
+
+
+def request(text, options):
+    return SimpleNamespace(args=(text, options))
+
+
+def test_sampling_stops_and_framing(folder, caplog):
+    model = text_model(str(folder))
+    options = {"max_tokens": 8, "temperature": 0.8, "top_p": 0.5, "until": ["<s>", "q"]}
+    harness_model(model).generate_until([request("the", options)])
+    assert "sampling has no top_p: ignored" in caplog.text
+    encode = model.tokenizer.encode
+    written = [*encode("fox"), 1, *encode("dog")]
+    assert model.written(written) == "foxdog"
+    assert model.written(written, ["<s>"]) == "fox"
+    assert model.written([*encode("fox"), 0, *encode("dog")]) == "fox"
+    assert model.tokens("fox") == [1, *encode("fox")]
+    ours = dataclasses.replace(model, framing="prefix", prefix=0, ends=frozenset(encode("g")))
+    assert ours.tokens("fox") == [0, *encode("fox")]
+    assert ours.written(encode("lag")) == "la"
+
+
+def test_a_model_without_numbers_is_never_right(folder):
+    model = text_model(str(folder))
+    state = jax.tree.map(lambda x: x * np.nan, nnx.state(model.model, nnx.Param))
+    nnx.update(model.model, state)
+    (scores,) = model.scores([[1, 2, 3]])
+    assert np.isnan(scores.logprobs).all()
+    assert not scores.is_greedy.any()
+
+
+CHAT = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}{% endfor %}<s>assistant:"
+
+
+def test_chats_and_the_folders_own_end(folder, tasks, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    with pytest.raises(DataError, match="has no chat template"):
+        harness_model(text_model(str(tmp_path)), chat=True)
+    (tmp_path / "chat_template.jinja").write_text(CHAT)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 70]}')
+    model = text_model(str(tmp_path))
+    assert model.ends == {0, 70}
+    harness = harness_model(model, chat=True)
+    prompt = harness.apply_chat_template([{"role": "user", "content": "the fox"}])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert prompt == "<s>user: the fox<s>assistant:"
+    assert harness.tok_encode(prompt) == tokenizer.encode(prompt, add_special_tokens=False)
+    found = run_tasks(model, find_tasks(["own_texts"], include_path=str(tasks)), chat=True)
+    assert "exact_match" in found["own_texts"].metrics

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from shardlib.data.tokenizer import JsonTokenizer, train_bpe
 from shardlib.run.directory import RunDirectory
 
 
@@ -19,6 +20,18 @@ def test_a_run_has_one_identity_from_its_first_config_on(lab, tmp_path):
     assert RunDirectory(tmp_path / "run").identity == first
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert names == {"run_id", "config.yaml"}
+
+
+def test_a_tokenizer_keeps_the_end_of_text_that_it_was_trained_with(lab, tmp_path):
+    text = train_bpe(["some text"] * 9, 300).to_json()
+    tokenizer = JsonTokenizer(text, "e")
+    directory, config = RunDirectory(tmp_path), lab.config(tmp_path)
+    directory.write(config, tokenizer)
+    assert directory.read_tokenizer(config).fingerprint == tokenizer.fingerprint
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "t"}}')
+    assert directory.read_tokenizer(config).end_of_text == "t"
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert directory.read_tokenizer(config).end_of_text == "<|endoftext|>"
 
 
 MALFORMED = {

@@ -117,8 +117,10 @@ def _encoded(
     that ends a text follows each caption, and others precede it if the tokenizer's file says so, as
     CLIP's does."""
     tokens, segments = (np.zeros((len(captions), length), np.int32) for _ in range(2))
-    frames = isinstance(tokenizer, JsonTokenizer) and tokenizer.num_framing_tokens(1)
-    found = tokenizer.framed(captions) if frames else tokenizer.encode_documents(captions)
+    if isinstance(tokenizer, JsonTokenizer) and tokenizer.num_framing_tokens(1):
+        found = tokenizer.framed(captions)
+    else:
+        found = tokenizer.encode_documents(captions)
     cut = 0
     for number, encoded in enumerate(found):
         ids = list(encoded.ids)

@@ -10,7 +10,7 @@ import numpy as np
 from shardlib.data import records
 from shardlib.data.hashing import digest
 from shardlib.data.instruct.fields import ChatFields, ExampleFields, PairFields, PromptFields
-from shardlib.data.instruct.template import Span, find_template, tokenizer_settings
+from shardlib.data.instruct.template import Span, find_template
 from shardlib.data.text.sources import missing
 from shardlib.data.tokenizer import BytesTokenizer, Tokenizer, read_tokenizer
 from shardlib.errors import DataError
@@ -25,16 +25,14 @@ def load_tokenizer(config: ExampleFields) -> Tokenizer:
     Raises:
         DataError: If its file is missing or malformed.
     """
-    folder = _folder(config)
+    folder = tokenizer_folder(config)
     if folder is None:
         return BytesTokenizer()
     place = Path(config.tokenizer)
     file = place / "tokenizer.json" if place.is_dir() else place
     if not file.is_file():
         raise DataError(f"data.tokenizer: {missing(str(file))}")
-    stored = tokenizer_settings(folder).get("eos_token")
-    eos = stored["content"] if isinstance(stored, dict) else stored
-    return read_tokenizer(file, config.end_of_text or eos)
+    return read_tokenizer(file, config.end_of_text)
 
 
 def encoder(
@@ -42,7 +40,7 @@ def encoder(
 ) -> tuple[str, Callable[[dict[str, Any]], Learned]]:
     """Returns a digest of how a config encodes examples, and the function that does."""
     if isinstance(config, ChatFields):
-        template = find_template(_folder(config), config.template)
+        template = find_template(tokenizer_folder(config), config.template)
         tokens = chat_encoder(tokenizer)
 
         def encode_chat(example: dict[str, Any]) -> Learned:
@@ -90,7 +88,8 @@ def _bytes_of_chat(text: str, spans: Sequence[Span]) -> Learned:
     return np.frombuffer(text.encode(), np.uint8).astype(np.int64), np.repeat(mask, widths)
 
 
-def _folder(config: ExampleFields) -> Path | None:
+def tokenizer_folder(config: ExampleFields) -> Path | None:
+    """Returns the folder of the tokenizer of a config; None for bytes."""
     if config.tokenizer == "bytes":
         return None
     place = Path(config.tokenizer)

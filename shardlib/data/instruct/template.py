@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from shardlib.data.tokenizer import tokenizer_settings
 from shardlib.errors import DataError, require
 
 # Characters that Unicode never assigns; they enclose the assistant's text while it is rendered.
@@ -50,14 +51,14 @@ class ChatTemplate:
             DataError: If the template refuses the messages, or has no tag and renders the beginning
                 of the chat in another way than the whole.
         """
-        whole = self._text(messages, tools)
+        whole = self.text(messages, tools)
         if self._has_tag:
             return _without_marks(whole)
         spans = []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self._text(messages[:index], tools, add_generation_prompt=True)
-                after = self._text(messages[: index + 1], tools)
+                before = self.text(messages[:index], tools, add_generation_prompt=True)
+                after = self.text(messages[: index + 1], tools)
                 if not (whole.startswith(after) and after.startswith(before)):
                     raise DataError(
                         "the chat template renders the beginning of a chat in another way than the "
@@ -68,7 +69,7 @@ class ChatTemplate:
                 spans.append((len(before), len(after)))
         return whole, spans
 
-    def _text(
+    def text(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
@@ -121,17 +122,6 @@ def find_template(folder: Path | None, template: str | None) -> ChatTemplate:
         if name.endswith("_token") and isinstance(value, str | dict)
     }
     return ChatTemplate(template, tokens)
-
-
-def tokenizer_settings(folder: Path | None) -> dict[str, Any]:
-    """Returns the content of `tokenizer_config.json`, {} without such a file."""
-    file = None if folder is None else folder / "tokenizer_config.json"
-    if file is None or not file.is_file():
-        return {}
-    try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{file} cannot be read: {error}.\n  Repair it.") from None
 
 
 def _without_marks(marked: str) -> tuple[str, list[Span]]:
