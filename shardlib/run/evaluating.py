@@ -15,6 +15,7 @@ from shardlib.data import read_tokenizer
 from shardlib.data.instruct.encode import tokenizer_folder
 from shardlib.data.instruct.fields import ChatFields
 from shardlib.data.instruct.template import find_template
+from shardlib.data.tokenizer import JsonTokenizer
 from shardlib.data.prefetch import Prefetcher
 from shardlib.errors import ConfigError, DataError, ModelError
 from shardlib.evaluation import TextModel
@@ -110,8 +111,19 @@ def _of_run(
     template = None
     if isinstance(data, ChatFields):
         template = functools.partial(find_template, tokenizer_folder(data), data.template)
-    parts_of_model = (model, parts.family, tokenizer, parts.scope, longest, tokenizer.eot)
-    return TextModel(*parts_of_model, template=template)
+    # A published model has read most of its texts as its tokenizer's file frames them.
+    frames = getattr(parts.config.model, "init_from", None) is not None
+    first = tokenizer.framed([""])[0].ids if isinstance(tokenizer, JsonTokenizer) and frames else []
+    return TextModel(
+        model,
+        parts.family,
+        tokenizer,
+        parts.scope,
+        longest,
+        first[0] if first else tokenizer.eot,
+        framing="file" if frames else "prefix",
+        template=template,
+    )
 
 
 def _of_folder(source: str, mesh: str | None) -> TextModel:
