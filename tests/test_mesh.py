@@ -316,12 +316,19 @@ def test_groups_that_do_not_fit_the_outer_degrees(spec, devices, fault):
         make_mesh(spec, devices=devices)
 
 
-def test_a_full_v5p_pod():
-    # Some versions of mesh_utils cannot split 16x20x28: then the order of coordinates stands in.
+@pytest.mark.parametrize("shape", [(140, 64), (70, 64, 2), (2, 35, 128), (8960,)])
+def test_a_full_v5p_pod(shape, caplog):
+    # mesh_utils cannot split 16x20x28 into some of these shapes.
     devices = tpu_slices((16, 20, 28))
-    grid = arrange(devices, names=("fsdp", "tensor"), outer=(1, 1), inner=(140, 64))
-    assert grid.shape == (140, 64)
+    ones = (1,) * len(shape)
+    grid = arrange(devices, names=("data", "fsdp", "tensor")[: len(shape)], outer=ones, inner=shape)
+    assert grid.shape == shape
     assert len(set(ids(grid).ravel())) == 8960
+    assert not caplog.text
+    # The devices of the last axis fill a box.
+    for row in grid.reshape(-1, shape[-1])[:70]:
+        places = np.array([device.coords for device in row])
+        assert np.prod(np.ptp(places, axis=0) + 1) == shape[-1]
 
 
 def test_devices_with_a_hole_are_placed_by_coordinates(caplog):
@@ -330,7 +337,7 @@ def test_devices_with_a_hole_are_placed_by_coordinates(caplog):
     with caplog.at_level(logging.WARNING):
         grid = arrange(devices, names=("data",), outer=(1,), inner=(4,))
     assert [d.coords for d in grid] == [(0, 0, 0), (0, 1, 0), (1, 1, 0), (2, 0, 0)]
-    assert "no order along the links of 4 TPU v4 devices" in caplog.text
+    assert "the 4 TPU v4 devices do not form a cuboid: the mesh 4 takes them" in caplog.text
 
 
 # Drawing

@@ -119,15 +119,48 @@ def _place_group(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray:
         return mesh_utils.create_device_mesh(tuple(shape), devices, allow_split_physical_axes=True)
     # `create_device_mesh` raises TypeError for shapes it cannot split (16x20x28), and
     # AssertionError for devices that do not form a cuboid.
-    except (NotImplementedError, ValueError, AssertionError, TypeError) as error:
-        _LOG.warning(
-            "no order along the links of %d %s devices for the shape %s (%s): they are in order "
-            "of their coordinates, so mesh neighbours may be several hops apart",
-            len(devices), devices[0].device_kind, "x".join(map(str, shape)),
-            str(error).split("\n")[0][:120],
-        )  # fmt: skip
+    except (NotImplementedError, ValueError, AssertionError, TypeError):
         ordered = sorted(devices, key=lambda d: (*getattr(d, "coords", ()), d.id))
+        if (torus := _torus(ordered)) is not None:
+            return _split(torus, shape)
+        _LOG.warning(
+            "the %d %s devices do not form a cuboid: the mesh %s takes them in order of their "
+            "coordinates, so mesh neighbours may be several hops apart",
+            len(devices), devices[0].device_kind, "x".join(map(str, shape)),
+        )  # fmt: skip
         return _object_array(ordered).reshape(tuple(shape))
+
+
+def _torus(ordered: Sequence[Any]) -> np.ndarray | None:
+    """Returns devices in order of their coordinates as an array of the torus, with a last dim for
+    the devices of a chip; None if they do not form one."""
+    places: list[Any] = [getattr(device, "coords", None) for device in ordered]
+    if None in places:
+        return None
+    sizes = [len(set(values)) for values in zip(*places, strict=True)]
+    each, rest = divmod(len(ordered), math.prod(sizes))
+    if rest or len(set(map(tuple, places))) != math.prod(sizes):
+        return None
+    return _object_array(ordered).reshape(*sizes, each)
+
+
+def _split(torus: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """Returns the devices of a torus in a shape of as many, whose last dim has the nearest
+    neighbours: each dim takes the largest factors that one axis of the torus still has."""
+    left = list(torus.shape)
+    # Of each axis of the torus: the dims that share it and their sizes, the innermost first.
+    parts: list[list[tuple[int, int]]] = [[] for _ in left]
+    for dim in reversed(range(len(shape))):
+        needed = shape[dim]
+        while needed > 1:
+            common = [math.gcd(size, needed) for size in left]
+            axis = common.index(max(common))
+            parts[axis].append((dim, common[axis]))
+            left[axis] //= common[axis]
+            needed //= common[axis]
+    dims = [part for axis in parts for part in reversed(axis)]
+    order = sorted(range(len(dims)), key=lambda index: dims[index][0])
+    return torus.reshape([size for _, size in dims]).transpose(order).reshape(tuple(shape))
 
 
 def draw(mesh: Mesh) -> str:

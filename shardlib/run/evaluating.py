@@ -15,8 +15,8 @@ from shardlib.data import read_tokenizer
 from shardlib.data.instruct.encode import tokenizer_folder
 from shardlib.data.instruct.fields import ChatFields
 from shardlib.data.instruct.template import find_template
-from shardlib.data.tokenizer import JsonTokenizer
 from shardlib.data.prefetch import Prefetcher
+from shardlib.data.tokenizer import JsonTokenizer
 from shardlib.errors import ConfigError, DataError, ModelError
 from shardlib.evaluation import TextModel
 from shardlib.functional.precision import precision

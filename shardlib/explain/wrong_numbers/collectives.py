@@ -16,9 +16,9 @@ from shardlib.explain.wrong_numbers.layout import (
     chosen,
     dims_on,
     forget,
+    gathered,
     is_shuffled,
     moved,
-    put_together,
     taken_from,
     unknown,
 )
@@ -31,12 +31,23 @@ class Members:
     """The members of the groups of a collective.
 
     Attributes:
-        of: Members of each device's group in order, `[devices, members]`.
+        groups: Members of each group in order, `[groups, members]`.
+        own: The group of each device.
         rank: Index of each device in its group.
     """
 
-    of: np.ndarray
+    groups: np.ndarray
+    own: np.ndarray
     rank: np.ndarray
+
+    @property
+    def count(self) -> int:
+        """Members of a group."""
+        return self.groups.shape[1]
+
+    def kinds(self, rows: np.ndarray) -> np.ndarray:
+        """Returns equal numbers for devices whose groups have equal rows, from `[groups, n]`."""
+        return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)[self.own]
 
 
 def members_of(instruction: Instruction, kind: str, devices: int) -> Members | None:
@@ -46,11 +57,10 @@ def members_of(instruction: Instruction, kind: str, devices: int) -> Members | N
         return None
     if sorted(member for row in rows for member in row) != list(range(devices)):
         return None
-    of, rank = np.zeros((devices, len(rows[0])), np.int64), np.zeros(devices, np.int64)
-    for row in rows:
-        for place, member in enumerate(row):
-            of[member], rank[member] = row, place
-    return Members(of, rank)
+    groups = np.array(rows, np.int64)
+    own, rank = np.zeros((2, devices), np.int64)
+    own[groups], rank[groups] = np.indices(groups.shape)
+    return Members(groups, own, rank)
 
 
 def copies_summed(value: SpmdValue, members: Members, context: Context) -> int:
@@ -62,9 +72,9 @@ def copies_summed(value: SpmdValue, members: Members, context: Context) -> int:
 
 
 def _copies_summed(same: int, members: Members, context: Context) -> int:
-    classes = np.sort(context.vectors[same][members.of], axis=1)
+    classes = np.sort(context.vectors[same][members.groups], axis=1)
     distinct = 1 + (np.diff(classes, axis=1) != 0).sum(axis=1)
-    return int((members.of.shape[1] / distinct).max())
+    return int((members.count / distinct).max())
 
 
 def result_of(
@@ -105,14 +115,14 @@ def _combined(
     context: Context,
 ) -> SpmdValue:
     vectors = context.vectors
-    classes = vectors[value.same][members.of]
-    ranked = np.concatenate([classes, members.rank[:, None]], 1)
+    classes = vectors[value.same][members.groups]
     if kind == "all-reduce":
-        same = vectors.classes(np.sort(classes, axis=1))
+        same = vectors.classes(members.kinds(np.sort(classes, axis=1)))
         return SpmdValue(_agreed(value.layout, members, context), same, None, value.is_zero)
     if kind == "all-gather":
-        parts = [taken_from(value.layout, sources, vectors) for sources in members.of.T]
-        return SpmdValue(put_together(parts, along, vectors), vectors.classes(classes))
+        layout = gathered(value.layout, along, members.groups, members.own, vectors)
+        return SpmdValue(layout, vectors.classes(members.kinds(classes)))
+    ranked = np.stack([members.kinds(classes), members.rank], axis=1)
     if kind == "reduce-scatter":
         layout = _agreed(value.layout, members, context)
         start = vectors.number(members.rank * shape[along])
@@ -128,8 +138,7 @@ def shuffled(instruction: Instruction, value: SpmdValue, members: Members, conte
 
 
 def _shuffled(layout: Tiling, along: int, members: Members, context: Context) -> int:
-    parts = [taken_from(layout, sources, context.vectors) for sources in members.of.T]
-    axis = is_shuffled(parts, along, context.vectors)
+    axis = is_shuffled(layout, along, members.groups, context.vectors)
     return SAME if axis is None else layout.axes[axis].offsets
 
 
@@ -147,7 +156,8 @@ def exchanged(
     vectors = context.vectors
     classes = np.stack([vectors[value.same] for value in values])
     results = []
-    for sources in members.of.T:
+    for place in range(members.count):
+        sources = members.groups[members.own, place]
         layouts = [taken_from(value.layout, sources, vectors) for value in values]
         same = np.stack([classes[members.rank, sources], members.rank], 1)
         layout = chosen(layouts, members.rank, vectors)
@@ -158,7 +168,9 @@ def exchanged(
 def _agreed(layout: Tiling, members: Members, context: Context) -> Tiling:
     """Returns the layout of a sum. Dims whose offsets differ between members become unknown."""
     offsets = {axis: context.vectors[layout.axes[axis].offsets] for axis in axes_of(layout)}
-    differ = [axis for axis, found in offsets.items() if np.ptp(found[members.of], axis=1).any()]
+    differ = [
+        axis for axis, found in offsets.items() if np.ptp(found[members.groups], axis=1).any()
+    ]
     return forget(layout, layout.shape, dims_on(layout, differ)) if differ else layout
 
 

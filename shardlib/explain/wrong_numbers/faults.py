@@ -132,7 +132,7 @@ def _axes(
     kind = contradiction.instruction.opcode.removesuffix("-start")
     members = members_of(contradiction.instruction, kind, vectors.devices)
     assert members is not None
-    groups = members.of.min(axis=1).reshape(tuple(mesh.values()))
+    groups = members.groups.min(axis=1)[members.own].reshape(tuple(mesh.values()))
     return tuple(
         name
         for n, name in enumerate(mesh)

@@ -228,7 +228,7 @@ class HloReader:
                 if offsets != SAME:
                     shape = operand.layout.shape
                     self._note(Contradiction("rows", where, instruction, shape, (offsets,)))
-        if kind == "all-to-all" and members and len(operands) == members.of.shape[1] > 1:
+        if kind == "all-to-all" and members and len(operands) == members.count > 1:
             results = self.context.once(collectives.exchanged, tuple(operands), members)
         else:
             results = tuple(

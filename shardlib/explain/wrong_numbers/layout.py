@@ -61,9 +61,11 @@ class Vectors:
         rows = np.ascontiguousarray(rows, np.int64)
         key = ("classes", rows.tobytes())
         if key not in self._memory:
-            order: dict[bytes, int] = {}
-            numbers = [order.setdefault(row.tobytes(), len(order)) for row in rows]
-            self._memory[key] = self.number(np.array(numbers))
+            flat = rows.reshape(len(rows), -1)
+            _, firsts, kinds = np.unique(flat, axis=0, return_index=True, return_inverse=True)
+            numbers = np.empty(len(firsts), np.int64)
+            numbers[np.argsort(firsts)] = np.arange(len(firsts))
+            self._memory[key] = self.number(numbers[kinds.reshape(-1)])
         return self._memory[key]
 
     def both(self, one: int, other: int) -> int:
@@ -206,14 +208,42 @@ def put_together(parts: Sequence[Tiling], dim: int, vectors: Vectors) -> Tiling:
     If the parts differ in one axis, by a constant step, they become a new major factor of the dim.
     """
     first, count = parts[0], len(parts)
-    shape = [size * (count if n == dim else 1) for n, size in enumerate(first.shape)]
     if any(part.dims != first.dims for part in parts):
+        shape = [size * (count if n == dim else 1) for n, size in enumerate(first.shape)]
         return forget(first, shape, range(len(shape)))
-    steps = {}
-    for axis in axes_of(first):
-        offsets = np.stack([vectors[part.axes[axis].offsets] for part in parts])
-        if np.ptp(offsets, axis=0).any():
-            steps[axis] = np.diff(offsets, axis=0)
+    offsets = {
+        axis: np.stack([vectors[part.axes[axis].offsets] for part in parts])
+        for axis in axes_of(first)
+    }
+    return _in_a_row(first, count, dim, offsets)
+
+
+def gathered(
+    layout: Tiling, dim: int, groups: np.ndarray, own: np.ndarray, vectors: Vectors
+) -> Tiling:
+    """Returns the layout of the parts of a group's devices, concatenated along a dim.
+
+    Args:
+        layout: The layout of a part.
+        dim: The dim.
+        groups: The devices of each group in order, `[groups, members]`.
+        own: The group of each device, `[devices]`.
+        vectors: The vectors of the program.
+    """
+    offsets = {axis: vectors[layout.axes[axis].offsets][groups].T for axis in axes_of(layout)}
+    first = taken_from(layout, groups[own, 0], vectors)
+    return _in_a_row(first, groups.shape[1], dim, offsets)
+
+
+def _in_a_row(first: Tiling, count: int, dim: int, offsets: dict[int, np.ndarray]) -> Tiling:
+    """Returns the layout of `count` parts like the first, from their offsets by axis,
+    `[parts, ...]`."""
+    shape = [size * (count if n == dim else 1) for n, size in enumerate(first.shape)]
+    steps = {
+        axis: np.diff(found, axis=0)
+        for axis, found in offsets.items()
+        if np.ptp(found, axis=0).any()
+    }
     step = next(iter(steps.values())) if len(steps) == 1 else np.arange(2)
     if np.ptp(step) or step.flat[0] <= 0:
         return forget(first, shape, {dim, *dims_on(first, steps)})
@@ -222,16 +252,17 @@ def put_together(parts: Sequence[Tiling], dim: int, vectors: Vectors) -> Tiling:
     return Tiling(tuple(dims), first.axes)
 
 
-def is_shuffled(parts: Sequence[Tiling], dim: int, vectors: Vectors) -> int | None:
+def is_shuffled(layout: Tiling, dim: int, groups: np.ndarray, vectors: Vectors) -> int | None:
     """Returns the axis whose parts are concatenated out of order along a dim, or None.
 
-    The parts cover one range of the axis without gaps.
+    The parts of the devices of a group, `[groups, members]`, cover one range of the axis without
+    gaps.
     """
-    factors = parts[0].dims[dim]
+    factors = layout.dims[dim]
     if len(factors) != 1 or factors[0].axis == UNKNOWN:
         return None
     size, stride, axis = factors[0]
-    offsets = np.stack([vectors[part.axes[axis].offsets] for part in parts])
+    offsets = vectors[layout.axes[axis].offsets][groups].T
     ascending = np.sort(offsets, axis=0)
     is_whole = (np.diff(ascending, axis=0) == size * stride).all()
     return axis if is_whole and not np.array_equal(ascending, offsets) else None
