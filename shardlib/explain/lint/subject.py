@@ -314,6 +314,18 @@ class Subject:
         or sharded over some of its axes."""
         return _without_ones(shape) in self._leaf_shapes
 
+    def is_leaf_in_shards(self, shape: tuple[int, ...]) -> bool:
+        """Whether a leaf has this shape where its shards lie along a dim of their own, in any order
+        of dims, as in an all-reduce that gathers them."""
+        devices = math.prod(self.mesh.values())
+        whole = {tuple(sorted(known)) for known in self._leaf_shapes}
+        merged = (
+            (*shape[:dim], one * other, *shape[dim + 2 :])
+            for dim, (one, other) in enumerate(itertools.pairwise(shape))
+            if not devices % other or not devices % one
+        )
+        return any(tuple(sorted(_without_ones(each))) in whole for each in merged)
+
     @functools.cached_property
     def _leaf_shapes(self) -> set[tuple[int, ...]]:
         shapes = set()

@@ -93,6 +93,16 @@ def test_float32_that_travels_in_a_bfloat16_step(subject):
     assert summed.source == "model.py:9"
 
 
+def test_a_parameter_that_an_all_reduce_gathers_is_no_activation(subject):
+    assert subject.is_leaf_in_shards((4, 256, 2048))
+    assert subject.is_leaf_in_shards((2048, 256, 4))
+    assert not subject.is_leaf_in_shards((8, 512, 1024))
+    assert not subject.is_leaf_in_shards((16, 64, 2048))
+    text, (arguments, jaxpr) = GPU.replace("f32[8,512,1024]", "f32[4,256,2048]"), traced()
+    (found,) = lint(Subject(text, subject.mesh, subject.cluster, arguments, jaxpr=jaxpr))
+    assert found.message.startswith("all-gather")
+
+
 def test_float32_is_no_fault_in_a_float32_step_nor_on_a_cpu(subject):
     assert lint(dataclasses.replace(subject, jaxpr=None)) == ()
     assert lint(dataclasses.replace(subject, cluster=parse_cluster("cpu:8"))) == ()
