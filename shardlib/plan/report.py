@@ -1,12 +1,13 @@
 """Text reports of plans for a terminal."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from shardlib.cost.costs import Memory, StepTime
 from shardlib.humanize import count, duration, gib
 from shardlib.plan.answer import Answer, AnyPlan
 from shardlib.plan.mixed_search import Alone, KindShare, MixedPlan
-from shardlib.plan.problem import PARTS, Plan, examples
+from shardlib.plan.problem import PARTS, Plan, Workload, examples
 from shardlib.plan.search import capacity_bytes
 from shardlib.plan.sensitivity import Lever
 from shardlib.plan.settings import mesh_text, rules, schedule
@@ -42,7 +43,7 @@ def describe(
         summary += ["What would move it:", *_indented(map(str, levers))]
     return _joined(
         plans,
-        _headline(plans, chips),
+        _headline(plans, chips) + _odd_batch(plans.workload, cluster.num_devices),
         _ranking(plans, ("micro", "schedule", "remat"), lambda plan: _uses(plans, plan)),
         first,
         "\n".join([*time, "Memory of a device at the peak", *memory]),
@@ -95,6 +96,24 @@ def _headline(plans: Answer[AnyPlan], chips: str) -> str:
         f"{name} on {plans.cluster.name} ({chips}), {batch} a step\n"
         f"{found.layouts:,} layouts can run, {found.fitting:,} of them fit; "
         f"{found.priced:,} plans were priced, and a lower bound excludes the others"
+    )
+
+
+def _odd_batch(work: Workload, devices: int) -> str:
+    """Returns a line on a batch that few meshes divide, with its neighbours that all devices
+    divide; nothing for another."""
+    most = math.gcd(work.batch, devices)
+    if most >= min(work.batch, devices):
+        return ""
+    below = work.batch // devices * devices
+    near = [number for number in (below, below + devices) if number]
+    each = work.tokens // work.batch
+    choices = " or ".join(
+        f"{n:,}" + (f" ({count(n * each)} tokens)" if work.unit == "tokens" else "") for n in near
+    )
+    return (
+        f"\n{work.batch:,} {examples(work)} divide over {most} of the {devices:,} devices at most; "
+        f"{choices} would divide over all"
     )
 
 

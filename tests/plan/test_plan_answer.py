@@ -325,3 +325,22 @@ def test_text_and_data_say_the_same():
         f"{found.chip_hours:,.0f} chip-hours, ${found.cost:,.0f} at $2 an hour",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("batch", "line"),
+    [
+        (
+            100,
+            "100 sequences divide over 4 of the 8 devices at most; 96 (786K tokens) or 104 (852K "
+            "tokens) would divide over all",
+        ),
+        (5, "5 sequences divide over 1 of the 8 devices at most; 8 (65.5K tokens) would divide"),
+        (4, None),
+        (64, None),
+    ],
+)
+def test_a_batch_that_few_meshes_divide(batch, line):
+    text = str(plan("llama3-8b", on="v5p-16", global_batch=batch))
+    assert ("divide over" in text) == (line is not None)
+    assert (line or "") in text
