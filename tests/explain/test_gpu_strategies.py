@@ -74,12 +74,30 @@ STRATEGIES = {
         Strategy("fsdp=32,tensor=2"),
         Strategy("expert=8,fsdp=8", (EXPERTS,)),
         Strategy("data=8x8", (REDUCTION,)),
+        Strategy("fsdp=64"),
+        Strategy("fsdp=64", rules="zero1"),
+        Strategy("fsdp=64", rules="zero2"),
+        Strategy("data=8,fsdp=8"),
+        Strategy("data=8,tensor=8", rules="sequence"),
+        Strategy("fsdp=8,context=8"),
+        Strategy("fsdp=8,context=8", ("model.context=ulysses",)),
+        Strategy("stage=4,data=16", (MICROBATCHES,)),
+        Strategy("stage=2,fsdp=8,tensor=4", (MICROBATCHES,)),
+        Strategy("stage=2,data=8,tensor=4", (MICROBATCHES, REDUCTION)),
+        Strategy("data=8,fsdp=8", (LOCAL,)),
     ],
 }
+_IN_CI = 4
+"""Strategies of 64 that differ in kind from those of 8; the others run with `soak`."""
 CASES = [
-    pytest.param(cluster, strategy, id=f"{cluster} {strategy}")
+    pytest.param(
+        cluster,
+        strategy,
+        id=f"{cluster} {strategy}",
+        marks=[pytest.mark.soak] if cluster == "64xh100" and number >= _IN_CI else [],
+    )
     for cluster, strategies in STRATEGIES.items()
-    for strategy in strategies
+    for number, strategy in enumerate(strategies)
 ]
 
 
