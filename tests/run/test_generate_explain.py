@@ -180,8 +180,8 @@ REFUSED = {
     ),
     "chunks of the loss": (
         ModelError,
-        ("mesh=context=8", "model.loss_chunks=8"),
-        "8 chunks of the loss do not divide rows of 16 positions",
+        ("mesh=tensor=8", "model.loss_chunks=100"),
+        "100 chunks of the loss cannot be made of the ",
     ),
     "layers that differ between stages": (
         ConfigError,
