@@ -14,7 +14,8 @@ jax.config.update("jax_num_cpu_devices", 4)
 attention = ("attend", "blockwise", "gather", "plain", "region", "ring", "ulysses")
 checked = [f"shardlib.nn.attention.{name}" for name in attention]
 checked += [f"shardlib.nn.moe.{name}" for name in ("capacity", "dropless", "experts", "routing")]
-with install_import_hook([*checked, "shardlib.losses.chunked", "shardlib.losses.weighted"], "beartype.beartype"):
+checked += ["shardlib.losses.chunked", "shardlib.losses.weighted"]
+with install_import_hook(checked, "beartype.beartype"):
     import shardlib as sl
     from shardlib import moe
     from shardlib.losses import chunked_cross_entropy, cross_entropy

@@ -72,7 +72,7 @@ def chunked_cross_entropy(
     # chunks, and the compiler sums over the copies behind the loop.
     copies = head.placed(jnp.broadcast_to(x[None], (head.parts, *x.shape)))
     leaves = head.cut(jax.tree.leaves(weights))
-    found = _of_chunks(head, bool(label_smoothing), copies, leaves, labels)
+    found: Any = _of_chunks(head, bool(label_smoothing), copies, leaves, labels)
     options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
     return loss_of(_joined(found, head.sizes), head.num_classes, mask, **options)
 
@@ -285,7 +285,7 @@ def _of_chunks(
 def _forward(
     head: _Head, with_sum: bool, x: jax.Array, weights: Leaves, labels: jax.Array
 ) -> tuple[Statistics, Any]:
-    found = _of_chunks(head, with_sum, x, weights, labels)
+    found: Any = _of_chunks(head, with_sum, x, weights, labels)
     return found, (x, weights, labels, found.top)
 
 

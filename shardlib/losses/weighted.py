@@ -114,6 +114,7 @@ def loss_of(
     nll = log_sum - label_shifted
     loss = nll
     if label_smoothing:
+        assert found.shifted_sum is not None
         spread = log_sum - found.shifted_sum / num_classes
         loss = (1.0 - label_smoothing) * nll + label_smoothing * spread
     if z_loss:
