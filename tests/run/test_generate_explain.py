@@ -178,11 +178,6 @@ REFUSED = {
         ("mesh=context=4,data=2", "model.context=ring", "model.attention=splash"),
         "the backend splash needs whole rows",
     ),
-    "chunks of the loss": (
-        ModelError,
-        ("mesh=tensor=8", "model.loss_chunks=100"),
-        "100 chunks of the loss cannot be made of the ",
-    ),
     "layers that differ between stages": (
         ConfigError,
         ("mesh=stage=2,data=4", "train.microbatches=2", "model.num_layers=4",
