@@ -48,8 +48,8 @@ def chunked_cross_entropy(
 
     Args:
         project: `project(weights, x) -> logits`, from [batch, length, embed] to
-            [batch, length, C], where the weights are those of any C classes. It must not close over
-            arrays that are differentiated or sharded.
+            [batch, length, C], with the weights of any C classes. It must not close over arrays
+            that are differentiated or sharded.
         weights: Pytree of arrays; on a mesh it may have any sharding.
         x: The inputs of `project`.
         labels: See `cross_entropy`.
@@ -344,7 +344,7 @@ def _merged(*groups: Leaves) -> Leaves:
 
 
 def _joined(found: Statistics, sizes: Float[Array, " chunks"]) -> Statistics:
-    """Returns the statistics [batch, length] of all classes from those of chunks.
+    """Returns the statistics [batch, length] of all classes from the statistics of chunks.
 
     Args:
         found: Statistics [chunks, parts, batch, length].

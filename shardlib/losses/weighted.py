@@ -17,7 +17,7 @@ class Statistics(NamedTuple):
     exp_sum: Float[Array, "*positions"]
     """The sum of exp(logit - top)."""
     label: Float[Array, "*positions"]
-    """The logit of the label; 0 if it is none of the classes."""
+    """The logit of the label; 0 if it is another class."""
     tied: Bool[Array, "*positions"]
     """Whether a class before the label has the logit `top`."""
     shifted_sum: Float[Array, "*positions"] | None
