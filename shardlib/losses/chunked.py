@@ -18,6 +18,11 @@ from shardlib.rules import AxisRules
 from shardlib.sharding.constrain import Scope, active, constrain, use
 
 VOCAB = "vocab"
+_TILE = 128
+"""Classes in a tile of a TPU. Of gradients of other numbers of classes XLA for TPUs (libtpu 0.0.42)
+makes an all-reduce in place of a reduce-scatter."""
+_MOST_REPEATED = 0.02
+"""Classes that chunks of whole tiles may repeat, relative to all."""
 Leaves = list[Any]
 """Arrays in the order of the leaves of the weights; None for those that are elsewhere."""
 
@@ -57,8 +62,8 @@ def chunked_cross_entropy(
         axes: Pytree like `weights` with a tuple for each array: the logical axis, or None, of each
             dim. The dim called `vocab` is cut into chunks. An array without one is used whole by
             each chunk, and its gradient is summed in float32.
-        num_chunks: Number of chunks. If it does not divide the classes of a device, the last chunk
-            repeats some classes of the one before, and they count once.
+        num_chunks: Number of chunks. If they cannot be of one size, which is best a multiple of
+            128, the last chunk repeats classes of the one before, and they count once.
         label_smoothing: See `cross_entropy`.
         z_loss: See `cross_entropy`.
 
@@ -238,6 +243,9 @@ def _head(project: Any, weights: PyTree, axes: PyTree, num_chunks: int) -> _Head
             f"  Choose a number of chunks from 1 to {held}."
         )
     size = -(-held // num_chunks)
+    tiled = -(-size // _TILE) * _TILE
+    if num_chunks * tiled <= (1 + _MOST_REPEATED) * held:
+        size = tiled
     return _Head(
         project, treedef, names, num_classes, -(-held // size), size, parts, mesh_axes, scope
     )
