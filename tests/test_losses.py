@@ -310,6 +310,31 @@ def test_gradients_of_16_bits_are_added_up_in_float32_over_chunks():
         assert off <= least + 2**-9 * jnp.abs(expected).max()
 
 
+@pytest.mark.aot
+def test_on_tpus_gradients_of_chunks_are_scattered_and_memory_is_that_of_a_chunk(tpu_devices):
+    vocab, embed, length = 128256, 4096, 2048
+    shapes = jax.eval_shape(lambda: chunked_example(8, length, embed, 16, jnp.bfloat16))
+    weights = jax.ShapeDtypeStruct((embed, vocab), jnp.bfloat16)
+    with use(make_mesh("fsdp=8,tensor=2", devices=tpu_devices("v5e:4x4")), STANDARD) as scope:
+        placed = placements(scope, [weights, *shapes[1:]])
+        chunked = value_and_gradients(functools.partial(in_chunks, num_chunks=8))
+        step = jax.jit(chunked, in_shardings=placed, out_shardings=(None, tuple(placed[:2])))
+        # Without the loops of overlapped matmuls, which send the same bytes in many small hops.
+        options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 100000}
+        compiled = step.lower(weights, *shapes[1:]).compile(compiler_options=options)
+    part = vocab // 2
+    logits_bytes, table_bytes = 4 * length * part, 2 * embed * part
+    large = [c for c in collectives(compiled, scope.mesh) if c.sent_bytes > table_bytes / 100]
+    kinds = [c.kind for c in large if c.mesh_axes == ("fsdp",)]
+    assert sorted(kinds) == ["all-gather", "all-gather", "reduce-scatter"]
+    # Each once, but for the classes that fill the last tile.
+    sent = sum(c.sent_bytes for c in large if c.mesh_axes == ("fsdp",))
+    assert sent == pytest.approx(3 * table_bytes * 7 / 8, rel=0.02)
+    held = compiled.memory_analysis()
+    assert held is not None
+    assert held.temp_size_in_bytes < (logits_bytes + table_bytes) / 2
+
+
 def test_logits_of_one_chunk_live_at_a_time():
     shapes = jax.eval_shape(lambda: chunked_example(length=256, vocab=512))
 
