@@ -14,7 +14,8 @@ jax.config.update("jax_num_cpu_devices", 4)
 attention = ("attend", "blockwise", "gather", "plain", "region", "ring", "ulysses")
 checked = [f"shardlib.nn.attention.{name}" for name in attention]
 checked += [f"shardlib.nn.moe.{name}" for name in ("capacity", "dropless", "experts", "routing")]
-with install_import_hook([*checked, "shardlib.losses.weighted"], "beartype.beartype"):
+checked += ["shardlib.losses.chunked", "shardlib.losses.weighted"]
+with install_import_hook(checked, "beartype.beartype"):
     import shardlib as sl
     from shardlib import moe
     from shardlib.losses import chunked_cross_entropy, cross_entropy
@@ -33,8 +34,11 @@ def experts(x, dispatch, **options):
 
 
 def loss(x, labels):
-    project = lambda weights, x: x @ weights
-    return chunked_cross_entropy(project, jnp.ones((16, 32)), x, labels, num_chunks=2)[0].total
+    project, options = lambda weights, x: x @ weights, {"axes": ("embed", "vocab"), "num_chunks": 5}
+    mean, _ = chunked_cross_entropy(
+        project, jnp.ones((16, 32)), x, labels, label_smoothing=0.1, **options
+    )
+    return mean.total
 
 
 for mesh in ("context=4", "data=2,expert=2"):

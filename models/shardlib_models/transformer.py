@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardlib.errors import ModelError
+from shardlib.functional import axis_names_of
 from shardlib.losses import Mean, chunked_cross_entropy, cross_entropy
 from shardlib.nn import remat
 from shardlib.nn.attention import Order, frequencies, rotations, zigzag
@@ -151,8 +152,11 @@ class Transformer(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Returns the logits [batch, length, vocab] of a residual stream."""
-        head = self.token_embedding if self.head is None else self.head
-        return project(head, self.normed(x), *self._logit_options())
+        return project(self._logit_head, self.normed(x), *self._logit_options())
+
+    @property
+    def _logit_head(self) -> Embedding | Linear:
+        return self.token_embedding if self.head is None else self.head
 
     def _logit_options(self) -> tuple[float | None, float]:
         return self.config.logit_softcap, self.config.logit_divisor
@@ -168,14 +172,14 @@ class Transformer(nnx.Module):
         """Returns `shardlib.losses.cross_entropy` of a residual stream, in `loss_chunks` chunks."""
         if self.config.loss_chunks == 1:
             return cross_entropy(self.logits(x), targets, mask, **options)
-        head = self.token_embedding if self.head is None else self.head
-        graphdef, weights = nnx.split(head)
+        graphdef, weights = nnx.split(self._logit_head)
         return chunked_cross_entropy(
             lambda weights, x: project(nnx.merge(graphdef, weights), x, *self._logit_options()),
             weights,
-            self.normed(x),
+            whole(self.normed(x)),
             targets,
             mask,
+            axes=jax.tree.map(_axes, weights, is_leaf=lambda node: isinstance(node, nnx.Variable)),
             num_chunks=self.config.loss_chunks,
             **options,
         )
@@ -226,6 +230,12 @@ def project(
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     return constrain(logits, "batch", "length", "vocab")
+
+
+def _axes(variable: nnx.Variable) -> tuple[str | None, ...]:
+    """Returns the logical axes of a variable, None for each dim without."""
+    rank = jnp.ndim(variable.get_value())
+    return axis_names_of(variable.get_metadata().get("out_sharding"), rank) or (None,) * rank
 
 
 def make(config: TransformerConfig, data: DataSpec, rngs: nnx.Rngs) -> Transformer:

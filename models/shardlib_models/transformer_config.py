@@ -144,7 +144,8 @@ class TransformerConfig:
     host memory), or these by ranges of layers, as in 0-7:full,8-:dots."""
 
     loss_chunks: int = 1
-    """Number of chunks of a row for computing the loss; more hold fewer logits at a time."""
+    """Number of chunks of the vocabulary for computing the loss; more hold fewer logits, and less
+    of the head, at a time. Two or more compute the logits twice."""
     init_from: str | None = None
     """Folder of Hugging Face with the initial weights, and with the keys of the model that are left
     out; null for weights drawn at random."""
@@ -334,10 +335,11 @@ def _data_faults(config: TransformerConfig, data: DataSpec) -> list[str]:
             "raise vocab_size or leave it out."
         )
     longest, length = config.max_positions, data.sequence_length
-    if length is not None and config.loss_chunks >= 1 and length % config.loss_chunks:
+    size = config.vocab_size or data.vocab_size
+    if size is not None and config.loss_chunks > size:
         faults.append(
-            f"loss_chunks={config.loss_chunks} does not divide sequences of {length} tokens; "
-            "choose a divisor, or 1."
+            f"loss_chunks={config.loss_chunks} is more than the {size} classes of the vocabulary; "
+            "lower it."
         )
     if longest is not None and length is not None and length > longest:
         faults.append(

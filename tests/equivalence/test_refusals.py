@@ -63,8 +63,6 @@ CASES = {
         "Set the activation rule of 'length' to 'context'"),
     "length of the residual stream": ("tensor=8", {"rules": "sequence", "length": 20}, RuleError,
         "logical axis 'residual_length'", "context+tensor=8 does not divide 20"),
-    "length of chunks of the loss": ("context=8", changed(loss_chunks=4), ModelError,
-        "4 chunks of the loss do not divide rows of 16 positions in 8 parts", "that divides 2"),
     "a ring of a backend that needs whole rows": ("context=8",
         changed(context="ring", attention="xla"), ModelError,
         "attention by ring over context=8 cannot work", "Use backend 'auto'"),

@@ -266,8 +266,11 @@ EXPERTS = MoEConfig(num_experts=4, mlp_dim=16, num_shared_experts=1)
 
 
 def test_faults_of_chunks_and_experts():
-    (fault,) = validate(TransformerConfig(**SMALL, loss_chunks=5), DATA)
-    assert fault.startswith(f"loss_chunks=5 does not divide sequences of {LENGTH} tokens; choose")
+    (fault,) = validate(TransformerConfig(**SMALL, loss_chunks=VOCAB + 1), DATA)
+    assert (
+        fault
+        == f"loss_chunks={VOCAB + 1} is more than the {VOCAB} classes of the vocabulary; lower it."
+    )
     experts = dataclasses.replace(EXPERTS, experts_per_token=9)
     config = TransformerConfig(**(SMALL | {"mlp": "plain", "mlp_bias": True}), moe=experts)
     starts = ["moe.experts_per_token=9 is more", "mlp: plain has no effect", "mlp_bias has no"]

@@ -143,7 +143,7 @@ def test_experts_of_a_device_multiply_all_rows_on_gpus():
 
 
 def test_a_pipeline_on_gpus_holds_the_gradients_of_a_turn_beside_their_sums():
-    job = dataclasses.replace(JOB, remat=FULL, loss_chunks=8)
+    job = dataclasses.replace(JOB, remat=FULL)
     layout = Layout(stage=2, fsdp=32, microbatches=2)
     on_gpu, on_tpu = (peak_memory(job, layout, parse_cluster(on)) for on in ("8x8xh100", "v5p-128"))
     tables = LLAMA.vocab * LLAMA.embed

@@ -82,8 +82,6 @@ def tried_everything(workload, cluster):
     job = workload.job
     for layout in every_layout(job.model, job.batch, job.length, cluster):
         for moments, chunks in itertools.product(workload.moments, workload.loss_chunks):
-            if job.length % (chunks * layout.context):
-                continue
             bytes_of = {"loss_chunks": chunks, "moment_bytes": 8 if moments == "float32" else 6}
             for policy in workload.policies:
                 chosen = fewest(dataclasses.replace(job, **bytes_of), policy, layout, cluster)

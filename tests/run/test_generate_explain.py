@@ -178,11 +178,6 @@ REFUSED = {
         ("mesh=context=4,data=2", "model.context=ring", "model.attention=splash"),
         "the backend splash needs whole rows",
     ),
-    "chunks of the loss": (
-        ModelError,
-        ("mesh=context=8", "model.loss_chunks=8"),
-        "8 chunks of the loss do not divide rows of 16 positions",
-    ),
     "layers that differ between stages": (
         ConfigError,
         ("mesh=stage=2,data=4", "train.microbatches=2", "model.num_layers=4",

@@ -101,11 +101,12 @@ def context(device: Device, layers: float) -> list[CollectiveCost]:
 def sharded_params(device: Device, weights: LocalWeights) -> list[CollectiveCost]:
     """Returns the collectives of parameters and gradients over `fsdp` for one microbatch.
 
-    Parameters are gathered forward and, unless kept (`zero` < 3), backward; embedding and head are
-    gathered once. Gradients are reduce-scattered. If parameters are whole between steps, updated
-    ones are gathered in their stored dtype once a step, and each microbatch counts its share.
-    Gradients are then reduce-scattered if `zero` is 2 or there is one microbatch, and otherwise
-    all-reduced in each microbatch.
+    Parameters are gathered forward and, unless kept (`zero` < 3), backward. The embedding is
+    gathered once, and so is the head unless its loss is computed in chunks. Gradients are
+    reduce-scattered. If parameters are whole between steps, updated ones are gathered in their
+    stored dtype once a step, and each microbatch counts its share. Gradients are then
+    reduce-scattered if `zero` is 2 or there is one microbatch, and otherwise all-reduced in each
+    microbatch.
     """
     job, layout = device.job, device.layout
     over, trained = functools.partial(_over, "fsdp"), weights.trained(job).total
@@ -124,11 +125,15 @@ def sharded_params(device: Device, weights: LocalWeights) -> list[CollectiveCost
     summed = trained * job.gradient_bytes
     times = (2 if device.reruns else 1) if layout.zero == 3 else 0
     late: tuple[Overlap, Window] = ("gather", "all backward")
-    return [
+    found = [
         over("all_gather", whole, 1.0, "gather", "all forward", pieces=arrays + 2),
         over("all_gather", again * job.compute_bytes, times, *late, pieces=arrays),
         over("reduce_scatter", summed, 1.0, *late, pieces=layers + 1),
     ]
+    if times and job.loss_chunks > 1:
+        head = job.model.vocab_weights / layout.tensor * job.compute_bytes
+        found.append(over("all_gather", head, 1.0, *late, pieces=job.loss_chunks))
+    return found
 
 
 def replica_sums(

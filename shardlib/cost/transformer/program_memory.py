@@ -50,28 +50,28 @@ def phases(device: Device, cluster: Cluster, held: LocalWeights) -> tuple[Phase,
 def _head(device: Device, cluster: Cluster, gradients: tuple[float, float, float]) -> Phase:
     """Returns the memory of the head and its loss.
 
-    A loss in chunks holds the gathered table, a copy and its gradient in float32, and on GPUs a
-    second narrow copy and a mask and a gradient of the logits in four bytes each. A loss in one
-    piece holds the logits and their gradient; except on GPUs, it holds one of the two if devices
-    share the vocabulary, or the table is tied to the embedding or frozen. On GPUs the gradients of
-    all layers and of the embedding are allocated before.
+    A loss in chunks holds a gathered chunk of the table and its gradient, the sum of the gradients
+    of the head's inputs in float32 and one part of it, and the gradient of the table, which `fsdp`
+    shards. It holds the logits of a chunk. A loss in one piece holds the gathered table, the logits
+    and their gradient; except on GPUs, it holds one of the two if devices share the vocabulary, or
+    the table is tied to the embedding or frozen. On GPUs the gradients of all layers and of the
+    embedding are allocated before.
     """
     job, layout, on_gpu = device.job, device.layout, cluster.platform == "gpu"
-    width = job.compute_bytes
+    width, chunks = job.compute_bytes, job.loss_chunks
     table = job.model.vocab_weights / layout.tensor
     trained = job.trained * table
     logits = device.tokens * job.model.vocab / layout.tensor
     gathered = table * width
-    embedding = trained * width if on_gpu and not job.model.tied else 0.0
-    if job.loss_chunks > 1:
-        gathered += trained * _FLOAT32
-        if width < _FLOAT32:
-            gathered += table * (_FLOAT32 + (width if on_gpu else 0))
-        embedding = trained * width if on_gpu else 0.0
-        held = logits / job.loss_chunks * (width + (2 * _FLOAT32 if on_gpu else 0))
+    if chunks > 1:
+        gathered = (table + trained) / chunks * width
+        gathered += (table + trained) / layout.fsdp * width
+        gathered += device.tokens * job.model.embed * (_FLOAT32 + width)
+        held = logits / chunks * width
     else:
         once = layout.tensor > 1 or job.model.tied or job.frozen
         held = logits * width * (1 if once and not on_gpu else 2)
+    embedding = trained * width if on_gpu and not job.model.tied else 0.0
     there = sum(gradients if on_gpu else gradients[:1]) + embedding
     return {"logits": held, "gradients": there, "gathered": gathered}
 
@@ -90,11 +90,10 @@ def _layers(device: Device, cluster: Cluster, gradients: tuple[float, float, flo
 def _waiting(device: Device, cluster: Cluster) -> tuple[float, float]:
     """Returns the bytes of gradients of logits, and of vocabulary tables, during the layers.
 
-    The gradient of the logits lives until the gradient of the table is computed from it. With a
-    loss in chunks the float32 gradient of the table lives until it is scattered. Both can be
-    delayed past the layers. On GPUs of one host they are done before the layers, and so they are in
-    a pipeline, whose head is a branch of its own. The embedding lookup has a gradient table, on
-    GPUs from the start.
+    The gradient of the logits lives until the gradient of the table is computed from it, which can
+    be delayed past the layers. On GPUs of one host it is done before the layers, and so it is in a
+    pipeline, whose head is a branch of its own. With a loss in chunks only the sharded gradient of
+    the table is left. The embedding lookup has a gradient table, on GPUs from the start.
     """
     job, layout, on_gpu = device.job, device.layout, cluster.platform == "gpu"
     table = job.trained * job.model.vocab_weights / layout.tensor
@@ -103,7 +102,7 @@ def _waiting(device: Device, cluster: Cluster) -> tuple[float, float]:
     if device.reruns:
         return 0.0, embedding
     if job.loss_chunks > 1:
-        return 0.0, embedding + table * (width if soon else _FLOAT32)
+        return 0.0, embedding + table * width / layout.fsdp
     if soon or (on_gpu and job.model.tied):
         return 0.0, embedding + table * width
     logits = 0.0 if job.frozen else device.tokens * job.model.vocab / layout.tensor * width

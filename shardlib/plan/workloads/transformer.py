@@ -150,7 +150,7 @@ class TransformerWorkload:
             if policy == "none"
             else Choice(policy, self.num_layers // pieces, moments, count, pieces)
             for moments in self.moments
-            for count in self._chunks(layout)
+            for count in self.loss_chunks
             for policy in self._policies(cluster)
         ]
 
@@ -159,12 +159,12 @@ class TransformerWorkload:
         options = self._policies(cluster)
         moments = "bfloat16" if "bfloat16" in self.moments else self.moments[0]
         # Recomputation holds one more layer, which matters most with few layers. A loss in chunks
-        # holds the table of the head, a loss in one piece holds the logits.
+        # holds a sum of gradients in float32, a loss in one piece holds the logits.
         few = self.num_layers <= _FEW_LAYERS * layout.stage * layout.chunks
         leanest = (
             Choice(policy, moments=moments, loss_chunks=count)
             for policy in dict.fromkeys((options[-1], options[0] if few else options[-1]))
-            for count in self._chunks(layout)
+            for count in self.loss_chunks
         )
         return min(leanest, key=lambda choice: self.memory(layout, choice, cluster).total)
 
@@ -218,11 +218,6 @@ class TransformerWorkload:
         has_host = pricing.host_link(cluster) is not None
         known = [name for name in POLICIES if name in self.policies]
         return [name for name in known if has_host or not POLICIES[name].offloaded] or known
-
-    def _chunks(self, layout: Layout) -> Sequence[int]:
-        """Returns the numbers of loss chunks that divide the length."""
-        each = self.job.length // layout.context
-        return [n for n in self.loss_chunks if each % n == 0] or self.loss_chunks[:1]
 
     def _machine(self, layout: Layout, cluster: Cluster) -> pricing.Machine:
         software = software_on(cluster, self.software, context=layout.context)
