@@ -15,6 +15,7 @@ from shardlib.cli.arguments import (
     check_writable,
     console,
     load_config,
+    warn,
     writing,
 )
 from shardlib.errors import ConfigError
@@ -182,7 +183,7 @@ def _compiled(
 
     exists = baseline is not None and os.path.exists(baseline)
     accepted = read_baseline(baseline) if baseline and (exists or not accept) else Baseline()
-    report = explain_compiled(loaded, on, optimize=optimize)
+    report = explain_compiled(loaded, on, optimize=optimize, notify=warn)
     if accept and baseline is not None:
         accepted = baseline_of(report.findings, accepted)
         with writing(baseline):

@@ -19,7 +19,7 @@ END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = "vocab.txt"
 """Name of the file with the words of an early BERT, one a line."""
 SETTINGS = "tokenizer_config.json"
-"""Name of the file beside it with what the tokenizer does not say, such as `eos_token`."""
+"""Name of the file next to it with what the tokenizer does not say, such as `eos_token`."""
 # End-of-document token names of published tokenizers.
 _USUAL_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 _OF_BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

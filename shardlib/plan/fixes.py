@@ -24,11 +24,13 @@ class Fix:
     """A change after which a step fits."""
 
     settings: Settings
-    """Config keys to set; empty if only the cluster changes."""
+    """Config keys to set."""
     plan: Plan
     """The plan after the change."""
     before: float
     """Predicted seconds of the step without the change, as if it fitted."""
+    on: str | None = None
+    """The larger cluster that it needs; None for the same one."""
 
     @property
     def slower(self) -> float:
@@ -40,12 +42,21 @@ class Fix:
         """Predicted peak memory of a device after the change."""
         return self.plan.memory.total
 
-    def __str__(self) -> str:
-        what = " ".join(to_overrides(self.settings)) or f"--on {self.plan.cluster.name}"
+    @property
+    def change(self) -> str:
+        """The change as words of the command line."""
+        larger = [] if self.on is None else [f"--on {self.on}"]
+        return " ".join([*larger, *to_overrides(self.settings)])
+
+    def cost(self, memory_bytes: float) -> str:
+        """Returns the memory and the predicted time of a step."""
         return (
-            f"{what}: {self.memory_bytes / 2**30:.1f} GiB, "
+            f"{memory_bytes / 2**30:.1f} GiB, "
             f"{duration(self.plan.seconds)} a step ({self.slower:+.0%})"
         )
+
+    def __str__(self) -> str:
+        return f"{self.change}: {self.cost(self.memory_bytes)}"
 
 
 def cheapest_fixes(
@@ -85,7 +96,7 @@ def cheapest_fixes(
     chosen = list(kinds.values())[:count]
     chosen += [fix for fix in fixes if fix not in chosen][: count - len(chosen)]
     if len(chosen) < count and (larger := next_larger(cluster)) is not None:
-        chosen += _on_larger(workload, larger, as_is.seconds)
+        chosen += _on_larger(workload, larger, as_is)
     return sorted(chosen[:count], key=lambda fix: fix.plan.seconds)
 
 
@@ -134,8 +145,11 @@ def _other_meshes(workload: Workload, as_is: Plan, room: float) -> Iterator[Plan
     yield from (plan for plan in others.plans if plan.memory.fits(room))
 
 
-def _on_larger(workload: Workload, cluster: Cluster, before: float) -> list[Fix]:
-    return [Fix({}, plan, before) for plan in search(workload, cluster, top=1).plans]
+def _on_larger(workload: Workload, cluster: Cluster, as_is: Plan) -> list[Fix]:
+    plans = search(workload, cluster, top=1).plans
+    return [
+        Fix(_changed(workload, as_is, plan), plan, as_is.seconds, cluster.name) for plan in plans
+    ]
 
 
 def _steps(as_is: Plan, layout: Layout, choice: Choice) -> int:

@@ -388,14 +388,17 @@ def _notes(config: RunConfig) -> list[str]:
     return notes
 
 
-def fixes_of(config: RunConfig, cluster: Cluster, peak_bytes: float) -> list[Fix]:
-    """Returns at most three changes that make a run fit and cost the least time.
+def fixes_of(
+    config: RunConfig, cluster: Cluster, peak_bytes: float, *, count: int = 3
+) -> list[Fix]:
+    """Returns changes that make a run fit by the cost model and cost the least time.
 
     Args:
         config: The run, with its mesh.
         cluster: The cluster that the run does not fit.
         peak_bytes: Peak bytes of its compiled step. The cost model is assumed to have the same
             error after a change.
+        count: Most changes to return.
 
     Raises:
         ModelError: If the model, its rematerialisation or its axes cannot be planned.
@@ -405,7 +408,7 @@ def fixes_of(config: RunConfig, cluster: Cluster, peak_bytes: float) -> list[Fix
     layout, choice = layout_of(config, cluster), choice_of(config)
     predicted = workload.memory(layout, choice, cluster).total
     over = peak_bytes - predicted
-    return cheapest_fixes(workload, layout, choice, cluster, over_bytes=over)
+    return cheapest_fixes(workload, layout, choice, cluster, count=count, over_bytes=over)
 
 
 def layout_of(config: RunConfig, cluster: Cluster) -> Layout:

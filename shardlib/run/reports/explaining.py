@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 from jaxtyping import PyTree
 
+from shardlib.config import from_dict, to_dict
 from shardlib.data import Tokenizer, batch_spec
 from shardlib.errors import DoesNotFitError, ShardlibError
 from shardlib.explain import ParamsReport, StepReport
@@ -16,6 +18,7 @@ from shardlib.explain.lint import Limits
 from shardlib.explain.report.report import report_on
 from shardlib.hardware import Cluster, parse_cluster
 from shardlib.mesh import mesh_sizes
+from shardlib.plan.settings import Settings
 from shardlib.registry import DataSpec, family
 from shardlib.run.checks import check_config, check_is_config, expected_spec
 from shardlib.run.config import RunConfig
@@ -25,6 +28,9 @@ from shardlib.run.resolve_auto import resolve, smallest
 from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup
 from shardlib.run.trace_programs import traced
 from shardlib.train.step import TrainStep
+
+_MOST_FIXES, _MOST_COMPILED = 3, 6
+"""Changes that a report names, and that are compiled to find them."""
 
 
 def explain(config: RunConfig, on: str | None = None) -> ParamsReport:
@@ -58,16 +64,25 @@ def explain(config: RunConfig, on: str | None = None) -> ParamsReport:
 
 
 def explain_compiled(
-    config: RunConfig, on: str, *, optimize: bool = False, limits: Limits | None = None
+    config: RunConfig,
+    on: str,
+    *,
+    optimize: bool = False,
+    limits: Limits | None = None,
+    notify: Callable[[str], None] | None = None,
 ) -> StepReport:
     """Returns the report on the training step of a run, compiled for a cluster that need not be
     present. It raises the errors of `explain` before anything is compiled.
+
+    If the step does not fit, changes that the cost model proposes are compiled, too, and the
+    report names those with which it fits.
 
     Args:
         config: The config.
         on: The cluster, such as `v5p-128` or `8xh100`.
         optimize: Whether a TPU program is optimized as fully as for a run.
         limits: Size from which a fault is reported.
+        notify: Called with each change before it is compiled.
 
     Raises:
         MissingExtraError: If the compiler of the cluster's platform is not installed.
@@ -78,33 +93,74 @@ def explain_compiled(
         # Tracing starts JAX, which fixes the number of CPU devices.
         devices_of(cluster)
     abstract = _traced(config, cluster)
-    devices = devices_of(cluster)
     config = abstract.config
-    parts = setup(config, abstract.data, make_scope(config, devices))
-    batch = parts.arranged(batch_spec(config.data, config.train.global_batch))
-    step, state = parts.train_step(), parts.saved_state()
+
+    def fixes(peak_bytes: int) -> tuple[str, ...]:
+        return _fixes(config, cluster, peak_bytes, optimize, notify or (lambda text: None))
+
     try:
-        compiled = compile_step(step, (state, batch), on=cluster, optimize=optimize)
+        report = _report(abstract, cluster, optimize, limits)
     except DoesNotFitError as error:
-        fixes = _fixes(config, cluster, error.needed_bytes)
-        lines = "\n  ".join([str(error).splitlines()[0], *fixes])
+        lines = "\n  ".join([str(error).splitlines()[0], *fixes(error.needed_bytes)])
         raise DoesNotFitError(lines, error.needed_bytes) from None
-    params = dataclasses.replace(explain_state(parts.abstract), choices=abstract.choices())
-    report = report_on(compiled, params, limits)
     if report.fits:
         return report
-    return dataclasses.replace(report, fixes=_fixes(config, cluster, report.memory.peak_bytes))
+    return dataclasses.replace(report, fixes=fixes(report.memory.peak_bytes))
 
 
-def _fixes(config: RunConfig, cluster: Cluster, peak_bytes: int) -> tuple[str, ...]:
-    """Returns changes that would make the step fit, cheapest first."""
+def _report(
+    abstract: Setup, cluster: Cluster, optimize: bool, limits: Limits | None = None
+) -> StepReport:
+    """Returns the report on a step that is compiled for a cluster; raises `DoesNotFitError`."""
+    config = abstract.config
+    parts = setup(config, abstract.data, make_scope(config, devices_of(cluster)))
+    batch = parts.arranged(batch_spec(config.data, config.train.global_batch))
+    step, state = parts.train_step(), parts.saved_state()
+    compiled = compile_step(step, (state, batch), on=cluster, optimize=optimize)
+    params = dataclasses.replace(explain_state(parts.abstract), choices=abstract.choices())
+    return report_on(compiled, params, limits)
+
+
+def _fixes(
+    config: RunConfig,
+    cluster: Cluster,
+    peak_bytes: int,
+    optimize: bool,
+    notify: Callable[[str], None],
+) -> tuple[str, ...]:
+    """Returns changes with which the compiled step fits, cheapest first."""
     try:
-        fixes = fixes_of(config, cluster, peak_bytes)
+        fixes = fixes_of(config, cluster, peak_bytes, count=_MOST_COMPILED)
     except ShardlibError as error:
         return (f"no fix can be suggested: {str(error).splitlines()[0]}",)
-    return tuple(f"fits with {fix}" for fix in fixes) or (
-        "no change of the config makes it fit: use more devices, or larger ones",
-    )
+    lines: list[str] = []
+    for fix in sorted(fixes, key=lambda fix: fix.on is not None):
+        if len(lines) == _MOST_FIXES:
+            break
+        notify(f"compiling with {fix.change}")
+        try:
+            changed = _traced(_with(config, fix.settings), fix.plan.cluster)
+            report = _report(changed, fix.plan.cluster, optimize)
+        except ShardlibError:  # It does not fit by far, or the mesh cannot run.
+            continue
+        if report.fits:
+            lines.append(f"fits with {fix.change}: {fix.cost(report.memory.peak_bytes)}")
+    if lines:
+        return tuple(lines)
+    tried = f"{len(fixes)} changes were compiled and do not fit" if fixes else "no change helps"
+    return (f"{tried}: use more devices, or larger ones",)
+
+
+def _with(config: RunConfig, settings: Settings) -> RunConfig:
+    """Returns a config with other values of keys."""
+    tree = to_dict(config)
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        section = tree
+        for each in sections:
+            section = section[each]
+        section[name] = value
+    return from_dict(RunConfig, tree, "the changed config")
 
 
 def _traced(config: RunConfig, devices: Devices) -> Setup:
