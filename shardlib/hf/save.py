@@ -26,6 +26,8 @@ COPIED = (
     "chat_template.jinja",
     "generation_config.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer.model",

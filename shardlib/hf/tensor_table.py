@@ -7,6 +7,8 @@ axes:
 layers/attention/query/kernel  model.layers.{layers}.self_attn.q_proj.weight  heads*head_dim embed
 ```
 
+- A line may hold several rows: `query/kernel|bias  q_proj.weight|bias  (heads*head_dim) embed`. All
+  but the first have the dims in parentheses alone.
 - A dim is a product of our logical axes, the slowest first; `1` is a dim of size one.
 - `{axis}` in the name counts along a leading axis of ours, `{axis+3}` from 3 on.
 - Rows with the same name are parts of one tensor, in order. A `+` marks where a dim joins them:
@@ -74,9 +76,23 @@ class TensorRow:
 
 
 def rows(text: str) -> tuple[TensorRow, ...]:
-    """Returns the rows of a table written as text, one in a line."""
-    lines = [line.split() for line in text.strip().splitlines() if line.strip()]
-    return tuple(TensorRow(ours, theirs, tuple(map(_dim, dims))) for ours, theirs, *dims in lines)
+    """Returns the rows of a table written as text; see the module."""
+    lines = (line.split() for line in text.strip().splitlines() if line.strip())
+    return tuple(row for ours, theirs, *dims in lines for row in _of_line(ours, theirs, dims))
+
+
+def _of_line(ours: str, theirs: str, dims: list[str]) -> Iterator[TensorRow]:
+    named = zip(_alternatives(ours, "/"), _alternatives(theirs, "."), strict=True)
+    for number, (own, other) in enumerate(named):
+        held = [dim.strip("()") for dim in dims if not number or dim.startswith("(")]
+        yield TensorRow(own, other, tuple(map(_dim, held)))
+
+
+def _alternatives(name: str, separator: str) -> list[str]:
+    """Returns `a/b` and `a/c` for `a/b|c`."""
+    first, *others = name.split("|")
+    start = first.rpartition(separator)
+    return [first, *(f"{start[0]}{separator}{other}" for other in others)]
 
 
 def _dim(text: str) -> Dim:

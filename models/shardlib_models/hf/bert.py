@@ -16,8 +16,7 @@ def _encoder(name: str) -> tuple[TensorRow, ...]:
 encoder/token_embedding/embedding  {start}.word_embeddings.weight  vocab embed
 encoder/position_embedding/embedding  {start}.position_embeddings.weight  positions embed
 encoder/type_embedding/embedding  {start}.token_type_embeddings.weight  types embed
-encoder/norm/scale  {start}.LayerNorm.weight  norm
-encoder/norm/bias  {start}.LayerNorm.bias  norm
+encoder/norm/scale|bias  {start}.LayerNorm.weight|bias  (norm)
 encoder/layers/attention/query/kernel  {layer}.attention.self.query.weight  heads*head_dim embed
 encoder/layers/attention/query/bias  {layer}.attention.self.query.bias  heads*head_dim
 encoder/layers/attention/key/kernel  {layer}.attention.self.key.weight  kv_heads*head_dim embed
@@ -26,39 +25,30 @@ encoder/layers/attention/value/kernel  {layer}.attention.self.value.weight  kv_h
 encoder/layers/attention/value/bias  {layer}.attention.self.value.bias  kv_heads*head_dim
 encoder/layers/attention/out/kernel  {layer}.attention.output.dense.weight  embed heads*head_dim
 encoder/layers/attention/out/bias  {layer}.attention.output.dense.bias  embed
-encoder/layers/attention_norm/scale  {layer}.attention.output.LayerNorm.weight  norm
-encoder/layers/attention_norm/bias  {layer}.attention.output.LayerNorm.bias  norm
-encoder/layers/mlp/up/kernel  {layer}.intermediate.dense.weight  mlp embed
-encoder/layers/mlp/up/bias  {layer}.intermediate.dense.bias  mlp
-encoder/layers/mlp/down/kernel  {layer}.output.dense.weight  embed mlp
-encoder/layers/mlp/down/bias  {layer}.output.dense.bias  embed
-encoder/layers/mlp_norm/scale  {layer}.output.LayerNorm.weight  norm
-encoder/layers/mlp_norm/bias  {layer}.output.LayerNorm.bias  norm
+encoder/layers/attention_norm/scale|bias  {layer}.attention.output.LayerNorm.weight|bias  (norm)
+encoder/layers/mlp/up/kernel|bias  {layer}.intermediate.dense.weight|bias  (mlp) embed
+encoder/layers/mlp/down/kernel|bias  {layer}.output.dense.weight|bias  (embed) mlp
+encoder/layers/mlp_norm/scale|bias  {layer}.output.LayerNorm.weight|bias  (norm)
 """)
 
 
 def _masked(transform: str, norm: str, bias: str) -> tuple[TensorRow, ...]:
     return rows(f"""
-head/transform/kernel  {transform}.weight  features embed
-head/transform/bias  {transform}.bias  features
-head/norm/scale  {norm}.weight  norm
-head/norm/bias  {norm}.bias  norm
+head/transform/kernel|bias  {transform}.weight|bias  (features) embed
+head/norm/scale|bias  {norm}.weight|bias  (norm)
 head/bias  {bias}  vocab
 """)
 
 
 def _classifier(pooler: str, head: str) -> tuple[TensorRow, ...]:
     return rows(f"""
-pooler/kernel  {pooler}.weight  features embed
-pooler/bias  {pooler}.bias  features
-head/kernel  {head}.weight  classes features
-head/bias  {head}.bias  classes
+pooler/kernel|bias  {pooler}.weight|bias  (features) embed
+head/kernel|bias  {head}.weight|bias  (classes) features
 """)
 
 
 _SPANS = rows("""
-head/kernel  qa_outputs.weight  classes embed
-head/bias  qa_outputs.bias  classes
+head/kernel|bias  qa_outputs.weight|bias  (classes) embed
 """)
 _BERT_ROWS = _encoder("bert")
 _ROBERTA_ROWS = _encoder("roberta")

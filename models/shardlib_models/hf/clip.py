@@ -15,14 +15,10 @@ _LAYERS = """
 {ours}/layers/attention/value/bias  {one}.self_attn.v_proj.bias  kv_heads*head_dim
 {ours}/layers/attention/out/kernel  {one}.self_attn.out_proj.weight  embed heads*head_dim
 {ours}/layers/attention/out/bias  {one}.self_attn.out_proj.bias  embed
-{ours}/layers/attention_norm/scale  {one}.layer_norm1.weight  norm
-{ours}/layers/attention_norm/bias  {one}.layer_norm1.bias  norm
-{ours}/layers/mlp/up/kernel  {one}.mlp.fc1.weight  mlp embed
-{ours}/layers/mlp/up/bias  {one}.mlp.fc1.bias  mlp
-{ours}/layers/mlp/down/kernel  {one}.mlp.fc2.weight  embed mlp
-{ours}/layers/mlp/down/bias  {one}.mlp.fc2.bias  embed
-{ours}/layers/mlp_norm/scale  {one}.layer_norm2.weight  norm
-{ours}/layers/mlp_norm/bias  {one}.layer_norm2.bias  norm
+{ours}/layers/attention_norm/scale|bias  {one}.layer_norm1.weight|bias  (norm)
+{ours}/layers/mlp/up/kernel|bias  {one}.mlp.fc1.weight|bias  (mlp) embed
+{ours}/layers/mlp/down/kernel|bias  {one}.mlp.fc2.weight|bias  (embed) mlp
+{ours}/layers/mlp_norm/scale|bias  {one}.layer_norm2.weight|bias  (norm)
 """
 _PATCHES = "vision_model.embeddings"
 _ROWS = (
@@ -31,16 +27,13 @@ _ROWS = (
     + rows(f"""
 text/token_embedding/embedding  text_model.embeddings.token_embedding.weight  vocab embed
 text/positions  text_model.embeddings.position_embedding.weight  positions embed
-text/final_norm/scale  text_model.final_layer_norm.weight  norm
-text/final_norm/bias  text_model.final_layer_norm.bias  norm
+text/final_norm/scale|bias  text_model.final_layer_norm.weight|bias  (norm)
 text/projection/kernel  text_projection.weight  features embed
 image/patches/projection/kernel  {_PATCHES}.patch_embedding.weight  embed conv_in kernel_h kernel_w
 image/patches/class_token  {_PATCHES}.class_embedding  embed
 image/patches/positions  {_PATCHES}.position_embedding.weight  positions embed
-image/first_norm/scale  vision_model.pre_layrnorm.weight  norm
-image/first_norm/bias  vision_model.pre_layrnorm.bias  norm
-image/final_norm/scale  vision_model.post_layernorm.weight  norm
-image/final_norm/bias  vision_model.post_layernorm.bias  norm
+image/first_norm/scale|bias  vision_model.pre_layrnorm.weight|bias  (norm)
+image/final_norm/scale|bias  vision_model.post_layernorm.weight|bias  (norm)
 image/projection/kernel  visual_projection.weight  features embed
 log_scale  logit_scale
 """)

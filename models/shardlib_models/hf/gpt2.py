@@ -7,24 +7,15 @@ _BLOCK = "transformer.h.{layers}."
 _ROWS = rows(f"""
 token_embedding/embedding  transformer.wte.weight  vocab embed
 position_embedding/embedding  transformer.wpe.weight  positions embed
-layers/attention_norm/scale  {_BLOCK}ln_1.weight  norm
-layers/attention_norm/bias  {_BLOCK}ln_1.bias  norm
-layers/attention/query/kernel  {_BLOCK}attn.c_attn.weight  embed +heads*head_dim
-layers/attention/key/kernel  {_BLOCK}attn.c_attn.weight  embed +kv_heads*head_dim
-layers/attention/value/kernel  {_BLOCK}attn.c_attn.weight  embed +kv_heads*head_dim
-layers/attention/query/bias  {_BLOCK}attn.c_attn.bias  +heads*head_dim
-layers/attention/key/bias  {_BLOCK}attn.c_attn.bias  +kv_heads*head_dim
-layers/attention/value/bias  {_BLOCK}attn.c_attn.bias  +kv_heads*head_dim
-layers/attention/out/kernel  {_BLOCK}attn.c_proj.weight  heads*head_dim embed
-layers/attention/out/bias  {_BLOCK}attn.c_proj.bias  embed
-layers/mlp_norm/scale  {_BLOCK}ln_2.weight  norm
-layers/mlp_norm/bias  {_BLOCK}ln_2.bias  norm
-layers/mlp/up/kernel  {_BLOCK}mlp.c_fc.weight  embed mlp
-layers/mlp/up/bias  {_BLOCK}mlp.c_fc.bias  mlp
-layers/mlp/down/kernel  {_BLOCK}mlp.c_proj.weight  mlp embed
-layers/mlp/down/bias  {_BLOCK}mlp.c_proj.bias  embed
-final_norm/scale  transformer.ln_f.weight  norm
-final_norm/bias  transformer.ln_f.bias  norm
+layers/attention_norm/scale|bias  {_BLOCK}ln_1.weight|bias  (norm)
+layers/attention/query/kernel|bias  {_BLOCK}attn.c_attn.weight|bias  embed (+heads*head_dim)
+layers/attention/key/kernel|bias  {_BLOCK}attn.c_attn.weight|bias  embed (+kv_heads*head_dim)
+layers/attention/value/kernel|bias  {_BLOCK}attn.c_attn.weight|bias  embed (+kv_heads*head_dim)
+layers/attention/out/kernel|bias  {_BLOCK}attn.c_proj.weight|bias  heads*head_dim (embed)
+layers/mlp_norm/scale|bias  {_BLOCK}ln_2.weight|bias  (norm)
+layers/mlp/up/kernel|bias  {_BLOCK}mlp.c_fc.weight|bias  embed (mlp)
+layers/mlp/down/kernel|bias  {_BLOCK}mlp.c_proj.weight|bias  mlp (embed)
+final_norm/scale|bias  transformer.ln_f.weight|bias  (norm)
 head/kernel  lm_head.weight  vocab embed
 """)
 

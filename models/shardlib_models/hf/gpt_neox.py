@@ -11,24 +11,15 @@ _LAYER = "gpt_neox.layers.{layers}"
 _FUSED = f"{_LAYER}.attention.query_key_value"
 _ROWS = rows(f"""
 token_embedding/embedding  gpt_neox.embed_in.weight  vocab embed
-layers/attention_norm/scale  {_LAYER}.input_layernorm.weight  norm
-layers/attention_norm/bias  {_LAYER}.input_layernorm.bias  norm
-layers/attention/query/kernel  {_FUSED}.weight  heads*+head_dim embed
-layers/attention/key/kernel  {_FUSED}.weight  kv_heads*+head_dim embed
-layers/attention/value/kernel  {_FUSED}.weight  kv_heads*+head_dim embed
-layers/attention/query/bias  {_FUSED}.bias  heads*+head_dim
-layers/attention/key/bias  {_FUSED}.bias  kv_heads*+head_dim
-layers/attention/value/bias  {_FUSED}.bias  kv_heads*+head_dim
-layers/attention/out/kernel  {_LAYER}.attention.dense.weight  embed heads*head_dim
-layers/attention/out/bias  {_LAYER}.attention.dense.bias  embed
-layers/mlp_norm/scale  {_LAYER}.post_attention_layernorm.weight  norm
-layers/mlp_norm/bias  {_LAYER}.post_attention_layernorm.bias  norm
-layers/mlp/up/kernel  {_LAYER}.mlp.dense_h_to_4h.weight  mlp embed
-layers/mlp/up/bias  {_LAYER}.mlp.dense_h_to_4h.bias  mlp
-layers/mlp/down/kernel  {_LAYER}.mlp.dense_4h_to_h.weight  embed mlp
-layers/mlp/down/bias  {_LAYER}.mlp.dense_4h_to_h.bias  embed
-final_norm/scale  gpt_neox.final_layer_norm.weight  norm
-final_norm/bias  gpt_neox.final_layer_norm.bias  norm
+layers/attention_norm/scale|bias  {_LAYER}.input_layernorm.weight|bias  (norm)
+layers/attention/query/kernel|bias  {_FUSED}.weight|bias  (heads*+head_dim) embed
+layers/attention/key/kernel|bias  {_FUSED}.weight|bias  (kv_heads*+head_dim) embed
+layers/attention/value/kernel|bias  {_FUSED}.weight|bias  (kv_heads*+head_dim) embed
+layers/attention/out/kernel|bias  {_LAYER}.attention.dense.weight|bias  (embed) heads*head_dim
+layers/mlp_norm/scale|bias  {_LAYER}.post_attention_layernorm.weight|bias  (norm)
+layers/mlp/up/kernel|bias  {_LAYER}.mlp.dense_h_to_4h.weight|bias  (mlp) embed
+layers/mlp/down/kernel|bias  {_LAYER}.mlp.dense_4h_to_h.weight|bias  (embed) mlp
+final_norm/scale|bias  gpt_neox.final_layer_norm.weight|bias  (norm)
 head/kernel  embed_out.weight  vocab embed
 """)
 

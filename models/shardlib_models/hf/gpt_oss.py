@@ -13,8 +13,7 @@ _EXPERTS = f"{_LAYER}.mlp.experts"
 _ROWS = rows(f"""
 layers/attention/sinks  {_LAYER}.self_attn.sinks  heads
 layers/attention/out/bias  {_LAYER}.self_attn.o_proj.bias  embed
-layers/mlp/router/kernel  {_LAYER}.mlp.router.weight  expert embed
-layers/mlp/router/bias  {_LAYER}.mlp.router.bias  expert
+layers/mlp/router/kernel|bias  {_LAYER}.mlp.router.weight|bias  (expert) embed
 layers/mlp/experts/gate  {_EXPERTS}.gate_up_proj  expert embed mlp*+
 layers/mlp/experts/up  {_EXPERTS}.gate_up_proj  expert embed mlp*+
 layers/mlp/experts/down  {_EXPERTS}.down_proj  expert mlp embed

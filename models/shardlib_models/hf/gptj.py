@@ -6,20 +6,15 @@ from shardlib_models.hf.decoder_fields import LAYER_NORM, without
 _BLOCK = "transformer.h.{layers}"
 _ROWS = rows(f"""
 token_embedding/embedding  transformer.wte.weight  vocab embed
-layers/attention_norm/scale  {_BLOCK}.ln_1.weight  norm
-layers/attention_norm/bias  {_BLOCK}.ln_1.bias  norm
+layers/attention_norm/scale|bias  {_BLOCK}.ln_1.weight|bias  (norm)
 layers/attention/query/kernel  {_BLOCK}.attn.q_proj.weight  heads*head_dim embed
 layers/attention/key/kernel  {_BLOCK}.attn.k_proj.weight  kv_heads*head_dim embed
 layers/attention/value/kernel  {_BLOCK}.attn.v_proj.weight  kv_heads*head_dim embed
 layers/attention/out/kernel  {_BLOCK}.attn.out_proj.weight  embed heads*head_dim
-layers/mlp/up/kernel  {_BLOCK}.mlp.fc_in.weight  mlp embed
-layers/mlp/up/bias  {_BLOCK}.mlp.fc_in.bias  mlp
-layers/mlp/down/kernel  {_BLOCK}.mlp.fc_out.weight  embed mlp
-layers/mlp/down/bias  {_BLOCK}.mlp.fc_out.bias  embed
-final_norm/scale  transformer.ln_f.weight  norm
-final_norm/bias  transformer.ln_f.bias  norm
-head/kernel  lm_head.weight  vocab embed
-head/bias  lm_head.bias  vocab
+layers/mlp/up/kernel|bias  {_BLOCK}.mlp.fc_in.weight|bias  (mlp) embed
+layers/mlp/down/kernel|bias  {_BLOCK}.mlp.fc_out.weight|bias  (embed) mlp
+final_norm/scale|bias  transformer.ln_f.weight|bias  (norm)
+head/kernel|bias  lm_head.weight|bias  (vocab) embed
 """)
 
 GPTJ = Architecture(

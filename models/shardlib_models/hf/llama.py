@@ -19,12 +19,9 @@ _EXPERTS = f"{_LAYER}.block_sparse_moe"
 _ROWS = rows(f"""
 token_embedding/embedding  model.embed_tokens.weight  vocab embed
 layers/attention_norm/scale  {_LAYER}.input_layernorm.weight  norm
-layers/attention/query/kernel  {_LAYER}.self_attn.q_proj.weight  heads*head_dim embed
-layers/attention/query/bias  {_LAYER}.self_attn.q_proj.bias  heads*head_dim
-layers/attention/key/kernel  {_LAYER}.self_attn.k_proj.weight  kv_heads*head_dim embed
-layers/attention/key/bias  {_LAYER}.self_attn.k_proj.bias  kv_heads*head_dim
-layers/attention/value/kernel  {_LAYER}.self_attn.v_proj.weight  kv_heads*head_dim embed
-layers/attention/value/bias  {_LAYER}.self_attn.v_proj.bias  kv_heads*head_dim
+layers/attention/query/kernel|bias  {_LAYER}.self_attn.q_proj.weight|bias  (heads*head_dim) embed
+layers/attention/key/kernel|bias  {_LAYER}.self_attn.k_proj.weight|bias  (kv_heads*head_dim) embed
+layers/attention/value/kernel|bias  {_LAYER}.self_attn.v_proj.weight|bias  (kv_heads*head_dim) embed
 layers/attention/out/kernel  {_LAYER}.self_attn.o_proj.weight  embed heads*head_dim
 layers/attention/query_norm/scale  {_LAYER}.self_attn.q_norm.weight  norm
 layers/attention/key_norm/scale  {_LAYER}.self_attn.k_norm.weight  norm

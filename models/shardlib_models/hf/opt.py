@@ -13,24 +13,15 @@ token_embedding/embedding  model.decoder.embed_tokens.weight  vocab embed
 position_embedding/embedding  model.decoder.embed_positions.weight  positions embed
 project_in/kernel  model.decoder.project_in.weight  embed token_dim
 project_out/kernel  model.decoder.project_out.weight  token_dim embed
-layers/attention_norm/scale  {_LAYER}.self_attn_layer_norm.weight  norm
-layers/attention_norm/bias  {_LAYER}.self_attn_layer_norm.bias  norm
-layers/attention/query/kernel  {_LAYER}.self_attn.q_proj.weight  heads*head_dim embed
-layers/attention/query/bias  {_LAYER}.self_attn.q_proj.bias  heads*head_dim
-layers/attention/key/kernel  {_LAYER}.self_attn.k_proj.weight  kv_heads*head_dim embed
-layers/attention/key/bias  {_LAYER}.self_attn.k_proj.bias  kv_heads*head_dim
-layers/attention/value/kernel  {_LAYER}.self_attn.v_proj.weight  kv_heads*head_dim embed
-layers/attention/value/bias  {_LAYER}.self_attn.v_proj.bias  kv_heads*head_dim
-layers/attention/out/kernel  {_LAYER}.self_attn.out_proj.weight  embed heads*head_dim
-layers/attention/out/bias  {_LAYER}.self_attn.out_proj.bias  embed
-layers/mlp_norm/scale  {_LAYER}.final_layer_norm.weight  norm
-layers/mlp_norm/bias  {_LAYER}.final_layer_norm.bias  norm
-layers/mlp/up/kernel  {_LAYER}.fc1.weight  mlp embed
-layers/mlp/up/bias  {_LAYER}.fc1.bias  mlp
-layers/mlp/down/kernel  {_LAYER}.fc2.weight  embed mlp
-layers/mlp/down/bias  {_LAYER}.fc2.bias  embed
-final_norm/scale  model.decoder.final_layer_norm.weight  norm
-final_norm/bias  model.decoder.final_layer_norm.bias  norm
+layers/attention_norm/scale|bias  {_LAYER}.self_attn_layer_norm.weight|bias  (norm)
+layers/attention/query/kernel|bias  {_LAYER}.self_attn.q_proj.weight|bias  (heads*head_dim) embed
+layers/attention/key/kernel|bias  {_LAYER}.self_attn.k_proj.weight|bias  (kv_heads*head_dim) embed
+layers/attention/value/kernel|bias  {_LAYER}.self_attn.v_proj.weight|bias  (kv_heads*head_dim) embed
+layers/attention/out/kernel|bias  {_LAYER}.self_attn.out_proj.weight|bias  (embed) heads*head_dim
+layers/mlp_norm/scale|bias  {_LAYER}.final_layer_norm.weight|bias  (norm)
+layers/mlp/up/kernel|bias  {_LAYER}.fc1.weight|bias  (mlp) embed
+layers/mlp/down/kernel|bias  {_LAYER}.fc2.weight|bias  (embed) mlp
+final_norm/scale|bias  model.decoder.final_layer_norm.weight|bias  (norm)
 """)
 _PROJECTED = rows("token_embedding/embedding  model.decoder.embed_tokens.weight  vocab token_dim")
 

@@ -9,8 +9,7 @@ from shardlib_models.resnet import BOTTLENECK_FROM, DEPTHS, EXPANSION, ResNetCon
 
 _KINDS = {"basic": 1, "bottleneck": EXPANSION}
 _HEAD = """
-head/kernel  classifier.1.weight  classes conv_in
-head/bias  classifier.1.bias  classes
+head/kernel|bias  classifier.1.weight|bias  (classes) conv_in
 """
 
 
@@ -35,10 +34,7 @@ def _conv_norm(ours: str, theirs: str) -> str:
     norm = f"{theirs}.normalization"
     return f"""
 {ours}/kernel  {theirs}.convolution.weight  conv_out conv_in kernel_h kernel_w
-{ours}/norm/scale  {norm}.weight  norm
-{ours}/norm/bias  {norm}.bias  norm
-{ours}/norm/mean  {norm}.running_mean  norm
-{ours}/norm/var  {norm}.running_var  norm
+{ours}/norm/scale|bias|mean|var  {norm}.weight|bias|running_mean|running_var  (norm)
 """
 
 
