@@ -67,13 +67,15 @@ def test_a_training_state_is_exported(llama, tmp_path):
 
 def test_unknown_keys_of_the_config_are_kept(llama, tmp_path, edited):
     copy = edited(llama, {"pad_token_id": 5, "mine": [1]})
-    (copy / "generation_config.json").write_text("{}")
+    for name in ("generation_config.json", "preprocessor_config.json"):
+        (copy / name).write_text("{}")
     hf.save(hf.load(copy), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["pad_token_id"] == 5
     assert config["mine"] == [1]
     assert config["torch_dtype"] == "bfloat16"
     assert (tmp_path / "out" / "generation_config.json").exists()
+    assert (tmp_path / "out" / "preprocessor_config.json").exists()
 
 
 WRONG = {
