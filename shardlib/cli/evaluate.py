@@ -16,19 +16,22 @@ if TYPE_CHECKING:
     from shardlib.evaluation import TaskScores
 
 
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN[@STEP]",
+        help="Directory of a run, or of one checkpoint; with --tasks also a folder or name of "
+        "Hugging Face.",
+    ),
+]
+Tasks = Annotated[
+    str | None, typer.Option(metavar="NAME,...", help="Tasks of lm-eval-harness (extra eval).")
+]
+
+
 def evaluate(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN[@STEP]",
-            help="Directory of a run, or of one checkpoint; with --tasks also a folder or name of "
-            "Hugging Face.",
-        ),
-    ],
-    tasks: Annotated[
-        str | None,
-        typer.Option(metavar="NAME,...", help="Tasks of lm-eval-harness (extra eval)."),
-    ] = None,
+    source: Source,
+    tasks: Tasks = None,
     include_path: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Folder of tasks of your own, as YAML.")
     ] = None,
@@ -60,18 +63,16 @@ def evaluate(
 
     name, step = one_step(source, None)
     if tasks is None:
-        given = {
-            "--include-path": include_path,
-            "--num-fewshot": num_fewshot,
-            "--limit": limit,
-            "--rows": rows,
-            "--chat": chat or None,
-            "--unsafe-code": unsafe_code or None,
-        }
-        if useless := [name for name, value in given.items() if value is not None]:
-            raise ConfigError(
-                f"{', '.join(useless)} needs --tasks.\n  Name tasks, or leave it out."
-            )
+        _refuse_options(
+            {
+                "--include-path": include_path,
+                "--num-fewshot": num_fewshot,
+                "--limit": limit,
+                "--rows": rows,
+                "--chat": chat or None,
+                "--unsafe-code": unsafe_code or None,
+            }
+        )
         found: dict[str, Any] = evaluating.evaluate_run(name, mesh=mesh, step=step, notify=warn)
         table = [("metric", "value"), *((k, f"{v:.4f}") for k, v in sorted(found.items()))]
     else:
@@ -86,6 +87,12 @@ def evaluate(
         table = [("task", "metric", "value", "stderr"), *_rows_of(scores)]
     if process_index() == 0:
         print(json.dumps(found, indent=2) if as_json else "\n".join(aligned(table)))
+
+
+def _refuse_options(given: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for options of tasks that are given without tasks."""
+    if useless := [name for name, value in given.items() if value is not None]:
+        raise ConfigError(f"{', '.join(useless)} needs --tasks.\n  Name tasks, or leave it out.")
 
 
 def _rows_of(scores: Mapping[str, "TaskScores"]) -> Iterator[tuple[str, str, str, str]]:

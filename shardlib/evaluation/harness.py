@@ -7,13 +7,14 @@ https://github.com/EleutherAI/lm-evaluation-harness.
 import dataclasses
 import logging
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardlib.data.instruct.encode import chat_encoder
+from shardlib.data.instruct.template import ChatTemplate
 from shardlib.errors import (
     ConfigError,
     DataError,
@@ -166,20 +167,7 @@ def harness_model(model: TextModel, *, chat: bool = False) -> Any:
     require("lm_eval", "eval", _OF)
     from lm_eval.api.model import TemplateLM
 
-    template, of_chat = None, None
-    if chat:
-        if model.template is None:
-            raise ModelError(
-                "the model was not trained on chats, so it has no chat template.\n"
-                "  Leave out --chat."
-            )
-        template, of_chat = model.template(), chat_encoder(model.tokenizer)
-
-    def encode(text: str, framed: bool = True) -> list[int]:
-        if of_chat is None:
-            return model.tokens(text) if framed else model.tokenizer.encode(text)
-        ids, frame = of_chat(text, ())[0].tolist(), model.tokens("")
-        return ids if not framed or ids[: len(frame)] == frame else [*frame, *ids]
+    template, encode = _template(model) if chat else None, _encoder(model, chat)
 
     class HarnessModel(TemplateLM):
         """A `TextModel` behind the interface of the harness."""
@@ -223,6 +211,27 @@ def harness_model(model: TextModel, *, chat: bool = False) -> Any:
             return _generated(model, [(encode(text), options) for text, options in pairs])
 
     return HarnessModel()
+
+
+def _template(model: TextModel) -> ChatTemplate:
+    if model.template is None:
+        raise ModelError(
+            "the model was not trained on chats, so it has no chat template.\n  Leave out --chat."
+        )
+    return model.template()
+
+
+def _encoder(model: TextModel, chat: bool) -> Callable[..., list[int]]:
+    """Returns `encode(text, framed=True)`, the tokens of a text."""
+    of_chat = chat_encoder(model.tokenizer) if chat else None
+
+    def encode(text: str, framed: bool = True) -> list[int]:
+        if of_chat is None:
+            return model.tokens(text) if framed else model.tokenizer.encode(text)
+        ids, frame = of_chat(text, ())[0].tolist(), model.tokens("")
+        return ids if not framed or ids[: len(frame)] == frame else [*frame, *ids]
+
+    return encode
 
 
 def _check_answers(model: TextModel, requests: Any) -> None:
