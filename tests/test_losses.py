@@ -172,6 +172,7 @@ def assert_same(found, expected):
     )
 
 
+@pytest.mark.mesh
 @settings(max_examples=12, deadline=None)
 @given(
     vocab=st.integers(2, 40),
@@ -245,7 +246,7 @@ def placements(scope, arguments):
     ]
 
 
-@pytest.mark.mesh
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize(
     ("mesh", "rules"),
     [
