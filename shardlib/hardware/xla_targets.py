@@ -47,6 +47,10 @@ TARGETS: dict[str, GpuTarget] = {
     "h200": dataclasses.replace(
         _H100, memory_bytes_per_second=4.8e12, memory_bytes=151_397_597_184
     ),
+    "h800": dataclasses.replace(_H100, memory_bytes=84_942_979_072),
+    "h20": dataclasses.replace(
+        _H100, multiprocessors=78, memory_bytes_per_second=4.0e12, memory_bytes=96_000_000_000
+    ),
     "b200": GpuTarget(
         *((10, 0), 148, 128, 2048, 228 * _KIB, 227 * _KIB, 7.67232e12),
         *(132_644_864, 1.965, 191_514_411_008),

@@ -14,6 +14,8 @@ FAMILIES = {
     "a100-80": "ampere",
     "h100": "hopper",
     "h200": "hopper",
+    "h800": "hopper",
+    "h20": "hopper",
     "b200": "blackwell",
 }
 """Chips that share constants. A chip that is not listed is a family of its own."""
