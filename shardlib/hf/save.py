@@ -65,7 +65,7 @@ def save(
     loaded = source if isinstance(source, Loaded) else None
     on_first_process(lambda: refuse_full(folder), folder)
     described = described_as(model, loaded, architecture)
-    config = {**(loaded.source if loaded else {}), **described.write(model.config)}
+    config = _updated(loaded.source if loaded else {}, described.write(model.config))
     layout = TensorTable(described.table(model.config), parameters(functional(model), state=True))
     arrays = arrays_of(model, nnx.Not(nnx.RngState))
     config["torch_dtype"] = str(next(iter(arrays.values())).dtype)
@@ -76,6 +76,17 @@ def save(
     write_folder(
         folder, layout, arrays, "config.json", config, copied, max_file_bytes=max_file_bytes
     )
+
+
+def _updated(source: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config.json with new fields, and in the configs of its parts, such as text_config,
+    too."""
+    parts = {
+        name: {**source[name], **fields}
+        for name, fields in written.items()
+        if name.endswith("_config") and isinstance(source.get(name), Mapping)
+    }
+    return {**source, **written, **parts}
 
 
 def write_folder(

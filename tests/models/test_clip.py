@@ -91,6 +91,8 @@ def test_features_and_gradients_are_those_of_transformers(case, tmp_path):
     assert error(loaded.logits(arrays["tokens"], images=arrays["images"]), expected) < 1e-5
     hf.save(loaded, tmp_path / "out")
     again = transformers.CLIPModel.from_pretrained(tmp_path / "out")
+    # What shardlib does not read is kept.
+    assert again.config.text_config.pad_token_id == 0
     np.testing.assert_array_equal(theirs_of(again, arrays)[0].detach().numpy(), expected)
 
     out.loss.backward()
