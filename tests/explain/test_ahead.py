@@ -1,5 +1,6 @@
 """Steps compiled without being run."""
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from on_meshes import CPU, abstract_mesh, cpu_mesh, struct
@@ -92,6 +94,33 @@ def test_arguments_in_the_memory_of_the_hosts_are_no_part_of_the_peak():
 
     found = compile_step(step, (weights, x), on=parse_cluster("v5e-1"))
     assert found.memory["peak"] == 4096 * 4096 * 4 + 2 * 4096 * 128 * 4
+
+
+def test_temporaries_in_the_memory_of_the_hosts_are_no_part_of_the_peak():
+    pytest.importorskip("libtpu", reason="needs the extra tpu")
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["wide"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x, w):
+        return jnp.tanh(checkpoint_name(x @ w, "wide") @ w.T), None
+
+    def loss(weights, x):
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0])
+
+    here = NamedSharding(abstract_mesh(data=1), P(), memory_kind="device")
+    shapes = (32, 256, 4096), (2048, 256)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=here) for shape in shapes]
+    found = compile_step(jax.jit(jax.grad(loss)), arguments, on=parse_cluster("v5e-1"))
+    stats = found.compiled.memory_analysis()
+    assert stats.host_temp_size_in_bytes >= 32 * 2048 * 4096 * 4
+    memory = found.memory
+    held = memory["argument"] + memory["output"] - memory["alias"] + memory["temp"]
+    assert memory["peak"] <= held + memory["generated_code"] < stats.host_temp_size_in_bytes
 
 
 # The compiler takes a minute until it gives up on arrays of this size.

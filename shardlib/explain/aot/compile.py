@@ -282,8 +282,10 @@ def memory_of(compiled: Compiled, platform: str) -> dict[str, int]:
     together = sizes["argument"] + sizes["temp"] + sizes["output"] - sizes["alias"]
     peak = together if platform == "cpu" else int(getattr(stats, "peak_memory_in_bytes", 0))
     if platform == "tpu":
-        # The reported peak includes arguments in host memory.
+        # The reported peak includes arguments in host memory, and some temporaries there, with
+        # which it exceeds all that the device holds in the step.
         peak -= int(getattr(stats, "host_argument_size_in_bytes", 0))
+        peak = min(peak, together + sizes["generated_code"])
     return {**sizes, "peak": peak}
 
 
