@@ -34,6 +34,7 @@ def figures(script, *arguments, **variables):
     return json.loads(output(script, *arguments, **variables)[-1])
 
 
+@pytest.mark.soak
 def test_step_overhead():
     sizes = ("--layers=1", "--embed=32", "--batch=8", "--length=12", "--steps=2", "--warmup=1")
     found = figures("step_overhead.py", *sizes)
@@ -45,6 +46,7 @@ def test_step_overhead():
         assert found[f"losses_apart_{mesh}"] < 1e-5, mesh
 
 
+@pytest.mark.soak
 def test_init_memory():
     found = figures("init_memory.py", "--layers=1", "--embed=512", "--vocab=32768")
     # Two tables, a layer of 4 matrices of 512**2 and 3 of four times that, and three norms.
@@ -131,6 +133,7 @@ def test_unannotated():
     assert 2 <= row["sent"][1] / kernels < 3.1
 
 
+@pytest.mark.soak
 def test_compile_time():
     sizes = ("--embed=32", "--batch=8", "--length=8", "--mesh=data=-1", "--repeats=1")
     cases = ("--layers", "2", "6", "--devices", "2", "4")

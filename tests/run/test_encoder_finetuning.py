@@ -127,6 +127,7 @@ def single(place):
     }
 
 
+@pytest.mark.rest("soak", keep=4)
 @pytest.mark.parametrize(
     "mesh", ["fsdp=8", "data=2,fsdp=2,tensor=2", "stage=2,fsdp=4 train.microbatches=2"]
 )

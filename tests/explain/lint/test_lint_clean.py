@@ -90,6 +90,7 @@ QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 WIDE = ("model.embed_dim=256", "model.num_heads=2", "model.mlp_dim=512", "data.sequence_length=512")
 
 
+@pytest.mark.rest("soak", keep=2)
 @pytest.mark.parametrize(
     ("mesh", "more"), [("fsdp=8", ()), ("fsdp=4,tensor=2", WIDE), ("data=2,fsdp=2,context=2", WIDE)]
 )
