@@ -69,7 +69,8 @@ def compiled(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDLIB_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.chdir(tmp_path_factory.mktemp("no_data"))
-        return case, explain_compiled(load(RunConfig, CONFIG, list(case.overrides)), case.cluster)
+        config = load(RunConfig, CONFIG, list(case.overrides))
+        return case, explain_compiled(config, case.cluster, most_fixes=0)
 
 
 def reported(report):

@@ -29,8 +29,8 @@ from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup
 from shardlib.run.trace_programs import traced
 from shardlib.train.step import TrainStep
 
-_MOST_FIXES, _MOST_COMPILED = 3, 6
-"""Changes that a report names, and that are compiled to find them."""
+_MOST_COMPILED = 6
+"""Changes that are compiled to find those that fit."""
 
 
 def explain(config: RunConfig, on: str | None = None) -> ParamsReport:
@@ -69,6 +69,7 @@ def explain_compiled(
     *,
     optimize: bool = False,
     limits: Limits | None = None,
+    most_fixes: int = 3,
     notify: Callable[[str], None] | None = None,
 ) -> StepReport:
     """Returns the report on the training step of a run, compiled for a cluster that need not be
@@ -82,6 +83,7 @@ def explain_compiled(
         on: The cluster, such as `v5p-128` or `8xh100`.
         optimize: Whether a TPU program is optimized as fully as for a run.
         limits: Size from which a fault is reported.
+        most_fixes: Changes to name for a step that does not fit; 0 compiles none.
         notify: Called with each change before it is compiled.
 
     Raises:
@@ -96,7 +98,10 @@ def explain_compiled(
     config = abstract.config
 
     def fixes(peak_bytes: int) -> tuple[str, ...]:
-        return _fixes(config, cluster, peak_bytes, optimize, notify or (lambda text: None))
+        if not most_fixes:
+            return ()
+        given = most_fixes, optimize, notify or (lambda text: None)
+        return _fixes(config, cluster, peak_bytes, *given)
 
     try:
         report = _report(abstract, cluster, optimize, limits)
@@ -125,6 +130,7 @@ def _fixes(
     config: RunConfig,
     cluster: Cluster,
     peak_bytes: int,
+    most: int,
     optimize: bool,
     notify: Callable[[str], None],
 ) -> tuple[str, ...]:
@@ -135,7 +141,7 @@ def _fixes(
         return (f"no fix can be suggested: {str(error).splitlines()[0]}",)
     lines: list[str] = []
     for fix in sorted(fixes, key=lambda fix: fix.on is not None):
-        if len(lines) == _MOST_FIXES:
+        if len(lines) == most:
             break
         notify(f"compiling with {fix.change}")
         try:

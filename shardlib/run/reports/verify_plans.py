@@ -94,7 +94,7 @@ def verify(plans: Plans, load: Callable[[list[str]], RunConfig], count: int) -> 
     for plan in plans.found.plans[:count]:
         config = load(plans.overrides(plan))
         try:
-            report = explain_compiled(config, plan.cluster.name)
+            report = explain_compiled(config, plan.cluster.name, most_fixes=0)
         except DoesNotFitError as error:
             verified.append(
                 Verified(plan, plan.seconds, error.needed_bytes, None, None, "too large")
