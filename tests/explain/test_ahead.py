@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from on_meshes import CPU, abstract_mesh, cpu_mesh, struct
@@ -94,6 +95,30 @@ def test_arguments_in_the_memory_of_the_hosts_are_no_part_of_the_peak():
 
     found = compile_step(step, (weights, x), on=parse_cluster("v5e-1"))
     assert found.memory["peak"] == 4096 * 4096 * 4 + 2 * 4096 * 128 * 4
+
+
+def test_jax_has_a_cache_that_cannot_give_programs_for_absent_devices(tmp_path, monkeypatch):
+    pytest.importorskip("libtpu", reason="needs the extra tpu")
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path / "jax"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    compilation_cache.reset_cache()
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        for number in range(2):  # The second one finds an entry, which is no error.
+            monkeypatch.setenv("SHARDLIB_CACHE", str(tmp_path / str(number)))
+            x = struct(abstract_mesh(data=8), (1024, 1024), "data")
+            found = compile_step(lambda x: x @ x, (x,), on=parse_cluster("v5e-8"))
+            assert found.compiled is not None
+        assert list((tmp_path / "jax").iterdir())
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def test_temporaries_in_the_memory_of_the_hosts_are_no_part_of_the_peak():

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -236,13 +237,18 @@ def _program(
 def _its_own_sources() -> Iterator[None]:
     """Keeps JAX's persistent cache from returning a program with the source lines of another one.
 
-    Without metadata in the key, such a program has the lines of whoever compiled it first.
+    Without metadata in the key, such a program has the lines of whoever compiled it first. A
+    program for devices that are not there cannot be read from that cache; JAX then warns and
+    compiles it.
     """
     name = "jax_compilation_cache_include_metadata_in_key"
     before = jax.config.values[name]
     jax.config.update(name, True)
     try:
-        yield
+        with warnings.catch_warnings():
+            text = "Error (reading|writing) persistent compilation cache entry"
+            warnings.filterwarnings("ignore", text, UserWarning)
+            yield
     finally:
         jax.config.update(name, before)
 
