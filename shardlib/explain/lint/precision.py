@@ -1,7 +1,6 @@
 """Checks for float32 collectives (SL401) and matmuls (SL402) in a step of bfloat16 matmuls."""
 
 import collections
-import itertools
 from collections.abc import Iterator
 
 from jax.extend.core import JaxprEqn
@@ -69,10 +68,10 @@ def _is_activation(subject: Subject, name: str, shapes: tuple[str, ...]) -> bool
     """Whether a sum is over activations. A sum of gradients may be in float32."""
     if is_explicit(name) or not subject.in_loss(name):
         return False
-    large = [s for s in shapes if array_bytes(s) >= subject.limits.activation_bytes]
-    shapes = list(map(dims, large))
-    of_leaves = map(subject.is_leaf_shape, shapes), map(subject.is_leaf_in_shards, shapes)
-    return bool(large) and not any(itertools.chain(*of_leaves))
+    large = [dims(s) for s in shapes if array_bytes(s) >= subject.limits.activation_bytes]
+    return bool(large) and not any(
+        subject.is_leaf_shape(shape) or subject.is_leaf_in_shards(shape) for shape in large
+    )
 
 
 def _was_narrow(subject: Subject, placed: PlacedCollective) -> bool:
