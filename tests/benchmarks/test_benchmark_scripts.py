@@ -74,6 +74,7 @@ def test_first_step_is_timed_by_its_line(capsys):
         startup.seconds_to_first_step([sys.executable, "-c", "print(7); raise SystemExit(3)"])
 
 
+@pytest.mark.soak
 def test_both_first_steps(tmp_path):
     """The commands that startup.py compares both reach their first step."""
     ours, plain = startup.commands(tmp_path, 2)
@@ -97,6 +98,7 @@ def test_checkpoints():
     assert found["restore_peak_over_state"] > 1, "less than the state itself cannot be"
 
 
+@pytest.mark.soak
 def test_wrong_numbers(tmp_path):
     # The second one has a matmul whose rows XLA permutes.
     out = tmp_path / "programs.jsonl"

@@ -225,6 +225,7 @@ def test_a_streak_that_a_stop_interrupts_may_end_the_run(poisoned, tmp_path):
     assert "all 3 updates from step 14 on were refused on samples 104 to 127" in done.stderr
 
 
+@pytest.mark.soak
 def test_groups_that_train_apart_in_two_processes_save_together(poisoned, tmp_path):
     """Each process knows of the updates that its own groups refused, and of no others."""
     words = ("mesh=data=2", "train.cpu_devices=2", "train.local_sgd.inner_steps=2")

@@ -98,7 +98,7 @@ def test_only_adapters_are_trained_and_the_merged_model_gives_their_results():
 
 
 @pytest.mark.mesh
-@pytest.mark.rest("soak", keep=2)
+@pytest.mark.rest("soak")
 @pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "stage=2,fsdp=4", "data=2,tensor=4"])
 def test_dora_and_dropout_are_the_same_on_every_mesh(mesh):
     def model():

@@ -152,7 +152,7 @@ ROUNDS = [
 ]
 
 
-@pytest.mark.rest("soak", keep=2 * len(CONFIGS))
+@pytest.mark.rest("soak", keep=len(CONFIGS))
 @pytest.mark.parametrize(("name", "mesh"), ROUNDS)
 def test_steps_are_the_same_on_every_mesh(name, mesh):
     expected = one_device(name)
