@@ -9,7 +9,9 @@ Sources, by mesh axis:
 data     One all-reduce of the gradients: Austin et al. 2025, "How to Scale Your Model", "Training".
 fsdp     ZeRO: Rajbhandari et al. 2020, section 7. Stages 1 and 2 reduce-scatter gradients and
          gather new parameters; stage 3 gathers parameters forward and backward, and reduce-scatters
-         gradients. Embedding and head are read once or stay between, so they are gathered once.
+         gradients. The head is read once or stays between, so it is gathered once. So is the
+         embedding, unless a device has fewer tokens than the table has rows: the vectors of its
+         tokens are then looked up by parts and exchanged, and so are their gradients.
 tensor   Megatron-LM: Shoeybi et al. 2019, section 3: two all-reduces of the residual stream a layer
          forward and two backward; one of what the embedding returns, and one of the gradient of
          what the head reads. With sequence parallelism each is a reduce-scatter and an all-gather:
@@ -31,6 +33,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 FLOAT32 = 4
+EXCHANGED_WIDTH = 128
+"""Least part of a vector that devices exchange: one register of a TPU is 128 wide."""
 Zero = Literal[1, 2, 3]
 Shared = Literal["ring", "gather", "ulysses"]
 
@@ -78,6 +82,8 @@ class Strategy:
     zero: Zero = 3
     shared: Shared = "ring"
     microbatches: int = 1
+    sequence: bool = False
+    """Whether `tensor` also cuts the length of the residual stream."""
 
     def size(self, *axes: str) -> int:
         """Devices along all of some axes."""
@@ -145,10 +151,17 @@ def _replicas(sizes: Sizes, how: Strategy) -> float:
 def _fsdp(sizes: Sizes, how: Strategy) -> float:
     part, (layers, vocab) = _part(how.size("fsdp")), _dense(sizes, how)
     layers += _routed(sizes, how)
-    reduced = (layers + vocab) * sizes.compute_bytes
     if how.zero < 3:
+        reduced = (layers + vocab) * sizes.compute_bytes
         return part * (reduced + (layers + vocab) * sizes.stored_bytes)
-    return part * (reduced + (2 * layers + vocab) * sizes.compute_bytes)
+    exchanged = 0.0
+    tokens = _tokens(sizes, how) / how.microbatches
+    wide = sizes.embed >= EXCHANGED_WIDTH * how.size("fsdp")
+    if wide and tokens < sizes.vocab / how.size("tensor"):
+        vocab /= 2
+        exchanged = 2 * _tokens(sizes, how) * sizes.embed
+        exchanged /= how.size("tensor") if how.sequence else 1
+    return part * (3 * layers + 2 * vocab + exchanged) * sizes.compute_bytes
 
 
 def _tensor(sizes: Sizes, how: Strategy) -> float:

@@ -59,10 +59,10 @@ class Row:
 
 
 EXPERTS = {"experts": 8, "mlp": 1024}
-# Where a gradient is summed over several axes, XLA cuts that of a matmul before it goes on to the
-# next axis, and that of a lookup, a scatter, behind all of them.
-LOOKUP = {"all": "the embedding's gradient is summed whole over all axes before fsdp cuts it"}
 PADDED = {"cpu": "exchanges are padded to the most that two devices can send each other"}
+TILES = {
+    "tpu": "reduce-scatters of the MLP are padded to whole tiles, and their results moved back"
+}
 IDLE = {"all": "stages send in every turn, also in the 2 (stages - 1) that fill and drain them"}
 SCATTER = {"tpu": "of two reduce-scatters XLA makes one an all-reduce and a slice"}
 
@@ -71,7 +71,7 @@ ROWS = {
     "zero1": Row("fsdp=8", "zero1", zero=1),
     "zero2": Row("fsdp=8", "zero2", zero=2),
     "fsdp": Row("fsdp=8"),
-    "hybrid": Row("data=2,fsdp=4", why=LOOKUP),
+    "hybrid": Row("data=2,fsdp=4", why=TILES),
     "tensor": Row("tensor=8"),
     "tensor_sequence": Row("tensor=8", "sequence"),
     "shared_heads": Row("tensor=8", "sequence", changes={"kv_heads": 2}),
@@ -89,11 +89,15 @@ ROWS = {
         why={"all": f"{IDLE['all']}; embedding and head are summed over stages, then over data"},
     ),
     "fsdp_tensor": Row("fsdp=2,tensor=4", "sequence"),
-    "data_fsdp_tensor": Row("data=2,fsdp=2,tensor=2", "sequence", why=LOOKUP),
-    "fsdp_context": Row("fsdp=4,context=2", why=LOOKUP),
-    "fsdp_expert": Row(
-        "expert=4,fsdp=2", changes=EXPERTS, experts={"dispatch": "capacity"}, why=LOOKUP
+    "data_fsdp_tensor": Row(
+        "data=2,fsdp=2,tensor=2",
+        "sequence",
+        why={"cpu": "the head is gathered once more for the gradient of its inputs"},
     ),
+    "fsdp_context": Row(
+        "fsdp=4,context=2", why={"all": "gradients of keys and values make n hops"} | TILES
+    ),
+    "fsdp_expert": Row("expert=4,fsdp=2", changes=EXPERTS, experts={"dispatch": "capacity"}),
 }
 
 
@@ -187,7 +191,8 @@ def measure(name: str, row: Row, base: Sizes, platform: str, devices: Any) -> di
 
 
 def strategy(row: Row, mesh: dict[str, int]) -> Strategy:
-    return Strategy(mesh, row.zero, row.shared, row.microbatches)
+    sequence = row.rules == "sequence"
+    return Strategy(mesh, row.zero, row.shared, row.microbatches, sequence)
 
 
 def compile_step(row: Row, sizes: Sizes, platform: str, devices: Any) -> tuple[Any, Any]:

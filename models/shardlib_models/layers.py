@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardlib.nn.lookup import lookup
+from shardlib.nn.project import project
 from shardlib.sharding.constrain import active, constrain
 
 
@@ -35,7 +37,7 @@ class Linear(nnx.Module):
         """Args: the sizes of the dims by logical axis, the standard deviation of the kernel, and
         whether kernel and bias are exempt from rounding by precision policies."""
         self.num_inputs = len(inputs)
-        self.outputs = tuple(outputs)
+        self.axes, self.outputs = (*inputs, *outputs), tuple(outputs)
         shape = (*inputs.values(), *outputs.values())
         kernel = stddev * jax.random.normal(rngs.params(), shape)
         self.kernel = parameter(kernel, *inputs, *outputs, float32=float32)
@@ -48,8 +50,7 @@ class Linear(nnx.Module):
         if copies > 1:
             axes = (*[None] * self.num_inputs, *self.outputs)
             kernel = constrain(jnp.repeat(kernel, copies, axis=self.num_inputs), *axes)
-        contracted = tuple(range(x.ndim - self.num_inputs, x.ndim)), tuple(range(self.num_inputs))
-        y = jax.lax.dot_general(x, kernel, (contracted, ((), ())))
+        y = project(x, kernel, self.axes, self.num_inputs)
         if self.bias is None:
             return y
         bias = jnp.repeat(self.bias[...], copies, axis=0)
@@ -117,15 +118,10 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Returns the vectors [batch, length, width] of `ids` [batch, length] int32."""
-        # Gathered along embed first: from a table sharded on both dims XLA would replicate whole
-        # activations. First constrained as stored, so that it is sent in its own dtype.
-        table = constrain(self.embedding[...], self.axis, self.width, kind="params")
-        vectors = constrain(table, self.axis, self.width).at[ids].get(mode="clip")
-        if num_parts(self.axis, self.size) > 1:
-            # Each device looks up its own rows of the table for all positions, and the sum over
-            # devices gives the vectors. If cut along length at once, XLA would gather the table.
-            vectors = constrain(vectors, "batch", "length", self.width)
-        return constrain(vectors, "batch", "residual_length", self.width)
+        axes = self.axis, self.width
+        return lookup(
+            self.embedding[...], ids, axes, vector_axes=("batch", "residual_length", self.width)
+        )
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Returns the logits [batch, length, size] of `x` [batch, length, width]."""

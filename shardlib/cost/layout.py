@@ -114,9 +114,18 @@ class Software:
     whole_params: bool = False
     """Whether parameters that only ZeRO 3 would shard are also whole between steps. The updated
     parameters are then gathered once a step, and otherwise where they are used."""
+    exchanges_vectors: bool = False
+    """Whether devices exchange the vectors of their ids, if that sends less than the embedding
+    table; see `shardlib.nn.lookup`."""
     rerun_chunks: bool = False
     """Whether a pipeline keeps only the inputs of chunks of layers, reruns the chunks before their
     backward pass, and holds embedding and head on every stage."""
 
 
-SHARDLIB = Software(keeps_traced=True, sums_each=True, whole_params=True, rerun_chunks=True)
+SHARDLIB = Software(
+    keeps_traced=True,
+    sums_each=True,
+    whole_params=True,
+    exchanges_vectors=True,
+    rerun_chunks=True,
+)

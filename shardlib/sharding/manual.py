@@ -56,7 +56,7 @@ def manual(fn: F, axes: tuple[str, ...], in_specs: Any, out_specs: Any) -> F:
             f"mesh axes {', '.join(absent)} cannot be manual: they are not in the mesh, or are "
             f"manual already.\n  Choose among {', '.join(free) or 'none'}."
         )
-    _check_order(list(scope.sizes), axes)
+    _check_order(axes)
     return jax.shard_map(  # type: ignore[return-value]
         fn,
         mesh=scope.mesh_here,
@@ -67,13 +67,25 @@ def manual(fn: F, axes: tuple[str, ...], in_specs: Any, out_specs: Any) -> F:
     )
 
 
-def _check_order(names: list[str], axes: tuple[str, ...]) -> None:
+def can_nest(axes: tuple[str, ...]) -> bool:
+    """Returns whether a region over these mesh axes compiles within the regions around it."""
+    return not (NESTS_IN_MESH_ORDER_ONLY and _open_behind(axes))
+
+
+def _open_behind(axes: tuple[str, ...]) -> list[str]:
+    """Returns the manual axes that come later in the mesh than the first of `axes`."""
+    scope = active()
+    names = [] if scope is None else list(scope.sizes)
+    first = min(map(names.index, axes), default=0)
+    return [name for name in manual_axes() if names.index(name) > first]
+
+
+def _check_order(axes: tuple[str, ...]) -> None:
     """Rejects nesting that would crash the process: XLA needs manual axes in mesh order."""
-    first = min(map(names.index, axes))
-    later = [name for name in manual_axes() if names.index(name) > first]
-    if later and NESTS_IN_MESH_ORDER_ONLY:
+    if not can_nest(axes):
         raise MeshError(
-            f"a region over {', '.join(axes)} is inside one over {', '.join(later)}, which comes "
+            f"a region over {', '.join(axes)} is inside one over "
+            f"{', '.join(_open_behind(axes))}, which comes "
             f"later in the mesh; the compiler of jax {jax.__version__} ends the process there.\n"
             "  Handle all of them in one region, leave the outer one out (local SGD is one over "
             "data), or use jax 0.10."

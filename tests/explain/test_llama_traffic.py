@@ -99,42 +99,43 @@ def on_gpus(case):
     section 7.2.2, for each microbatch, with parameters and gradients in bfloat16.
 
     Matrices of layers are gathered forward, and again backward, since their forward pass is
-    recomputed; embedding and head once. Gradients are reduced to the parts of `fsdp`, then over
-    `data`: those of layers inside of their loop, the others once a step, behind the loop over
-    microbatches, where the compiler has moved them.
+    recomputed; the head once. Vectors of tokens are exchanged, and so are their gradients.
+    Gradients are reduced to the parts of `fsdp`, then over `data`: that of the head and of the last
+    norm once a step, behind the loop over microbatches, where the compiler has moved them.
     """
     times, devices = case.microbatches, case.data * FSDP
     return {
-        ("all-gather", F, ICI): times * part(FSDP) * BF16 * (2 * BLOCKS + 2 * TABLE),
-        ("reduce-scatter", F, ICI): times * part(FSDP) * BF16 * (BLOCKS + 2 * TABLE),
-        ("all-reduce", D, ICI): 2 * part(case.data) * BF16 * (times * BLOCKS + 2 * TABLE) / FSDP,
+        ("all-gather", F, ICI): times * part(FSDP) * BF16 * (2 * BLOCKS + TABLE),
+        ("all-to-all", F, ICI): times * part(FSDP) * BF16 * 2 * LENGTH * EMBED,
+        ("reduce-scatter", F, ICI): times * part(FSDP) * BF16 * (BLOCKS + TABLE),
+        ("all-reduce", D, ICI): 2
+        * part(case.data)
+        * BF16
+        * (times * (BLOCKS + TABLE) + TABLE)
+        / FSDP,
         ("all-reduce", ALL, ICI): 2 * part(devices) * F32 * (times * (NORMS - EMBED) + EMBED),
     }
 
 
 def on_tpus(case):
-    """The same, but for what the compiler for TPUs (libtpu 0.0.42) does in another way.
-
-    It gathers queries and keys a third time, for the gradient of what goes into them; reduces the
-    gradient of the head whole before each device takes its part; and that of the embedding, a
-    scatter, whole and over all devices at once.
-    """
+    """The same, but for what the compiler for TPUs (libtpu 0.0.42) does in another way: it reduces
+    the gradient of the head whole before each device takes its part."""
     times, devices = case.microbatches, case.data * FSDP
-    thrice = LAYERS * (QUERY + KEY)
+    norms = (F32 if times == 1 else BF16) * NORMS
     return {
-        ("all-gather", F, ICI): times * part(FSDP) * BF16 * (2 * BLOCKS + thrice + 2 * TABLE),
+        ("all-gather", F, ICI): times * part(FSDP) * BF16 * (2 * BLOCKS + TABLE),
+        ("all-to-all", F, ICI): times * part(FSDP) * BF16 * 2 * LENGTH * EMBED,
         ("reduce-scatter", F, ICI): times * part(FSDP) * BF16 * BLOCKS,
         ("all-reduce", F, ICI): times * 2 * part(FSDP) * BF16 * TABLE,
-        ("all-reduce", D, ICI): times * 2 * part(case.data) * BF16 * (BLOCKS + TABLE) / FSDP,
-        ("all-reduce", ALL, ICI): times * 2 * part(devices) * (BF16 * TABLE + F32 * NORMS),
+        ("all-reduce", D, ICI): times * 2 * part(case.data) * BF16 * (BLOCKS + 2 * TABLE) / FSDP,
+        ("all-reduce", ALL, ICI): times * 2 * part(devices) * norms,
     }
 
 
 def on_slices(case):
     """As on TPUs within a slice; all-reduces that cross slices have three parts: gradients are
     reduced and scattered within a slice, each device reduces its part with the devices of the other
-    slices that have the same, and the slice gathers them. The gradient of the embedding is reduced
-    whole there too, and then gathered all the same."""
+    slices that have the same, and the slice gathers them."""
     inner = dataclasses.replace(case, data=case.data // case.slices)
     devices = inner.data * FSDP
     within = on_tpus(inner)
@@ -143,7 +144,6 @@ def on_slices(case):
     return within | {
         ("reduce-scatter", D, ICI): scattered,
         ("all-gather", D, ICI): scattered,
-        ("all-gather", ALL, ICI): part(devices) * BF16 * TABLE,
         ("all-reduce", D, DCN): 2 * part(case.slices) * between,
     }
 

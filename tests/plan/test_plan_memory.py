@@ -150,7 +150,8 @@ def test_a_pipeline_on_gpus_holds_the_gradients_of_a_turn_beside_their_sums():
     layers = (LLAMA.num_params - 2 * tables) / 2
     sums = 4 * (layers + 2 * tables) / 32
     assert on_tpu.gradients == sums
-    assert on_gpu.gradients == 2 * sums + 2 * layers / 32 + 2 * tables
+    # The vectors of the tokens are exchanged, so that the embedding's gradient is in parts.
+    assert on_gpu.gradients == 2 * sums + 2 * (layers + tables) / 32
 
 
 def test_published_runs_are_predicted_to_fit():

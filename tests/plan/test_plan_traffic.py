@@ -20,7 +20,11 @@ from shardlib.hardware.chips import CHIPS
 
 IDEAL = committed() | {"ici": 1.0, "nvlink": 1.0, "nic": 1.0, "dcn": 1.0, "hop_seconds": 0.0}
 NO_OVERLAP = Software(
-    overlap_tensor=False, overlap_expert=False, overlap_data=False, overlap_gather=False
+    overlap_tensor=False,
+    overlap_expert=False,
+    overlap_data=False,
+    overlap_gather=False,
+    exchanges_vectors=True,
 )
 
 

@@ -12,6 +12,7 @@ import math
 from shardlib.cost.costs import CollectiveCost, Overlap, Window
 from shardlib.cost.transformer.computation import Device, kv_cut, matrices
 from shardlib.cost.workload import Job
+from shardlib.nn.lookup import MIN_WIDTH
 
 FLOAT32 = 4
 
@@ -102,11 +103,12 @@ def sharded_params(device: Device, weights: LocalWeights) -> list[CollectiveCost
     """Returns the collectives of parameters and gradients over `fsdp` for one microbatch.
 
     Parameters are gathered forward and, unless kept (`zero` < 3), backward. The embedding is
-    gathered once, and so is the head unless its loss is computed in chunks. Gradients are
-    reduce-scattered. If parameters are whole between steps, updated ones are gathered in their
-    stored dtype once a step, and each microbatch counts its share. Gradients are then
-    reduce-scattered if `zero` is 2 or there is one microbatch, and otherwise all-reduced in each
-    microbatch.
+    gathered once, or vectors are exchanged instead, forward and backward. The head is gathered once
+    unless its loss is computed in chunks. Gradients are reduce-scattered.
+
+    If parameters are whole between steps, updated ones are gathered in their stored dtype once a
+    step, and each microbatch counts its share. Gradients are then reduce-scattered if `zero` is 2
+    or there is one microbatch, and otherwise all-reduced in each microbatch.
     """
     job, layout = device.job, device.layout
     over, trained = functools.partial(_over, "fsdp"), weights.trained(job).total
@@ -121,8 +123,10 @@ def sharded_params(device: Device, weights: LocalWeights) -> list[CollectiveCost
         ]
     layers = job.model.layers / layout.stage
     arrays = layers * job.model.layer_arrays
-    whole, again = weights.total * job.compute_bytes, weights.total - weights.vocab
-    summed = trained * job.gradient_bytes
+    again = weights.total - weights.vocab
+    exchanged = embedding_weights(device) if exchanges_vectors(device) else 0.0
+    whole = (weights.total - exchanged) * job.compute_bytes
+    summed = (trained - job.trained * exchanged) * job.gradient_bytes
     times = (2 if device.reruns else 1) if layout.zero == 3 else 0
     late: tuple[Overlap, Window] = ("gather", "all backward")
     found = [
@@ -130,10 +134,36 @@ def sharded_params(device: Device, weights: LocalWeights) -> list[CollectiveCost
         over("all_gather", again * job.compute_bytes, times, *late, pieces=arrays),
         over("reduce_scatter", summed, 1.0, *late, pieces=layers + 1),
     ]
+    if exchanges_vectors(device):
+        vectors = device.tokens * job.model.embed * job.compute_bytes
+        count = 1.0 if job.frozen else 2.0
+        found.append(CollectiveCost("fsdp", "all_to_all", ("fsdp",), vectors, count=count))
     if times and job.loss_chunks > 1:
         head = job.model.vocab_weights / layout.tensor * job.compute_bytes
         found.append(over("all_gather", head, 1.0, *late, pieces=job.loss_chunks))
     return found
+
+
+def exchanges_vectors(device: Device) -> bool:
+    """Returns whether devices along `fsdp` exchange the vectors of their tokens.
+
+    `shardlib.nn.lookup` does where a device has fewer tokens than rows, and wide enough parts.
+    """
+    model, layout = device.job.model, device.layout
+    return (
+        device.software.exchanges_vectors
+        and layout.fsdp > 1
+        and layout.zero == 3
+        and device.tokens < model.vocab / layout.tensor
+        and model.embed / layout.fsdp >= MIN_WIDTH
+    )
+
+
+def embedding_weights(device: Device) -> float:
+    """Returns the weights of the embedding table on a device before `fsdp` shards them; 0 if it is
+    the head as well, which needs them all."""
+    model = device.job.model
+    return 0.0 if model.tied else model.vocab_weights / device.layout.tensor
 
 
 def replica_sums(

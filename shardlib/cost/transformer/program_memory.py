@@ -9,7 +9,11 @@ two layouts, the larger one counts.
 import math
 
 from shardlib.cost.layout import Layout
-from shardlib.cost.transformer.communication import LocalWeights
+from shardlib.cost.transformer.communication import (
+    LocalWeights,
+    embedding_weights,
+    exchanges_vectors,
+)
 from shardlib.cost.transformer.computation import OFFLOADED_PIECES, Device, qkv_width
 from shardlib.cost.workload import Job
 from shardlib.hardware import Cluster
@@ -71,7 +75,7 @@ def _head(device: Device, cluster: Cluster, gradients: tuple[float, float, float
     else:
         once = layout.tensor > 1 or job.model.tied or job.frozen
         held = logits * width * (1 if once and not on_gpu else 2)
-    embedding = trained * width if on_gpu and not job.model.tied else 0.0
+    embedding = _embedding_gradient(device, cluster)
     there = sum(gradients if on_gpu else gradients[:1]) + embedding
     return {"logits": held, "gradients": there, "gathered": gathered}
 
@@ -93,12 +97,12 @@ def _waiting(device: Device, cluster: Cluster) -> tuple[float, float]:
     The gradient of the logits lives until the gradient of the table is computed from it, which can
     be delayed past the layers. On GPUs of one host it is done before the layers, and so it is in a
     pipeline, whose head is a branch of its own. With a loss in chunks only the sharded gradient of
-    the table is left. The embedding lookup has a gradient table, on GPUs from the start.
+    the table is left.
     """
     job, layout, on_gpu = device.job, device.layout, cluster.platform == "gpu"
     table = job.trained * job.model.vocab_weights / layout.tensor
     width, soon = job.compute_bytes, on_gpu and cluster.num_hosts == 1
-    embedding = table * width if on_gpu and not job.model.tied else 0.0
+    embedding = _embedding_gradient(device, cluster)
     if device.reruns:
         return 0.0, embedding
     if job.loss_chunks > 1:
@@ -107,6 +111,15 @@ def _waiting(device: Device, cluster: Cluster) -> tuple[float, float]:
         return 0.0, embedding + table * width
     logits = 0.0 if job.frozen else device.tokens * job.model.vocab / layout.tensor * width
     return logits, embedding
+
+
+def _embedding_gradient(device: Device, cluster: Cluster) -> float:
+    """Returns the bytes of the gradient of the embedding lookup, which GPUs hold from the start: of
+    the whole table, or of the part that `fsdp` leaves if vectors are exchanged."""
+    if cluster.platform != "gpu" or device.job.model.tied:
+        return 0.0
+    table = device.job.trained * embedding_weights(device) * device.job.compute_bytes
+    return table / device.layout.fsdp if exchanges_vectors(device) else table
 
 
 def update(device: Device, held: LocalWeights) -> Phase:

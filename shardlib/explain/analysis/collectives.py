@@ -303,7 +303,7 @@ def axes_text(axes: tuple[str, ...] | None) -> str:
 
 def _instructions(module: Module) -> Iterator[tuple[str, Instruction, str]]:
     """Yields the computation, instruction and kind of each collective, once."""
-    fused_channels = set()
+    fused_pairs = set()
     for computation, instructions in module.computations.items():
         callers = [instruction for _, instruction in module.callers.get(computation, [])]
         fused = any(caller.opcode == "fusion" for caller in callers)
@@ -311,15 +311,18 @@ def _instructions(module: Module) -> Iterator[tuple[str, Instruction, str]]:
             kind = instruction.opcode.removesuffix("-start")
             if kind not in KINDS:
                 continue
-            # On TPU the start and the end of an asynchronous fusion each hold the collective.
-            channel = instruction.attributes.get("channel_id")
-            if fused and channel is not None:
-                if channel in fused_channels:
-                    continue
-                fused_channels.add(channel)
             names = (computation, *(caller.name for caller in callers))
             if kind == "all-reduce" and any(n.startswith("all-reduce-scatter") for n in names):
-                kind = "reduce-scatter"  # On TPU: an all-reduce fused with the slice of its result.
+                # On TPU: an all-reduce fused with the slice of its result.
+                yield computation, instruction, "reduce-scatter"
+                continue
+            # On TPU the start and the end of an asynchronous fusion each hold the collective.
+            # All collectives that a program calls by name have the same channel.
+            pair = instruction.attributes.get("channel_id"), kind, instruction.shape
+            if fused and pair[0] is not None:
+                if pair in fused_pairs:
+                    continue
+                fused_pairs.add(pair)
             yield computation, instruction, kind
 
 

@@ -340,6 +340,8 @@ def merged(one: Tiling, other: Tiling) -> Tiling:
 
 def pieces(one: Side, other: Side) -> Iterator[tuple[Side, Side]]:
     """Yields two dims that should agree, factor by factor if one of them is partly known."""
+    if _is_leading_digit(*one) or _is_leading_digit(*other):
+        return
     for layout, dim in (one, other):
         sizes = [factor.size for factor in layout.dims[dim] if factor.size > 1]
         if len(sizes) > 1 and not is_known(layout.dims[dim]):
@@ -348,6 +350,17 @@ def pieces(one: Side, other: Side) -> Iterator[tuple[Side, Side]]:
                 yield (left, one[1] + n), (right, other[1] + n)
             return
     yield one, other
+
+
+def _is_leading_digit(layout: Tiling, dim: int) -> bool:
+    """Whether a dim holds one position of an axis whose others are in another dim.
+
+    A reshape to the same shape, which XLA removes, would move that position to the other dim: the
+    parts [1, n] of rows cut in two dims are also the parts [1, n] of a layer's own rows.
+    """
+    axes = {factor.axis for factor in layout.dims[dim]}
+    elsewhere = {f.axis for n, d in enumerate(layout.dims) if n != dim for f in d}
+    return layout.shape[dim] == 1 and bool(axes & elsewhere)
 
 
 def _cut(layout: Tiling, dim: int, sizes: Sequence[int]) -> Tiling:

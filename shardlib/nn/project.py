@@ -1,0 +1,91 @@
+"""Products with kernels of several input or output dims, as `[embed, heads, head_dim]`.
+
+A mesh axis that shards parameters alone, such as `fsdp`, has the kernel gathered for the product,
+and again in the backward pass. There a compiler that reshapes the kernel for each product would
+gather it twice: to recompute the outputs, and for the gradient of the inputs. Here both read one
+gathered value.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+
+from shardlib.sharding.constrain import Scope, active
+
+
+class _Placed(NamedTuple):
+    """Shardings of a kernel: in the state, for a product, and of its gradient; static."""
+
+    stored: NamedSharding
+    whole: NamedSharding
+    gradient: NamedSharding
+
+
+def project(x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], num_inputs: int) -> jax.Array:
+    """Returns the product over the last `num_inputs` dims of `x` and the first ones of `kernel`.
+
+    Args:
+        x: [..., inputs] of any float dtype.
+        kernel: [inputs, outputs], a parameter of the same dtype.
+        axes: Logical axes of the kernel.
+        num_inputs: The number of dims of inputs.
+
+    Returns:
+        [..., outputs] in the dtype of `x`.
+
+    Raises:
+        RuleError: If an axis has no rule, or a dim cannot be divided.
+    """
+    scope = active()
+    if kernel.ndim == 2 or scope is None or AxisType.Explicit in scope.mesh_here.axis_types:
+        return _product(x, kernel, num_inputs)
+    summed = Scope(scope.mesh, scope.rules.of("gradients"))
+    placed = _Placed(
+        scope.sharding(axes, kernel.shape, "params"),
+        scope.sharding(axes, kernel.shape, "activations"),
+        summed.sharding(axes, kernel.shape, "params"),
+    )
+    if placed.stored.spec == placed.whole.spec:
+        return _product(x, kernel, num_inputs)
+    return _projected(placed, num_inputs, x, kernel)
+
+
+def _product(x: jax.Array, kernel: jax.Array, num_inputs: int) -> jax.Array:
+    contracted = tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs))
+    return jax.lax.dot_general(x, kernel, (contracted, ((), ())))
+
+
+def _gathered(placed: _Placed, kernel: jax.Array) -> jax.Array:
+    # First as stored, so that it is sent in its own dtype.
+    kernel = jax.lax.with_sharding_constraint(kernel, placed.stored)
+    return jax.lax.with_sharding_constraint(kernel, placed.whole)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _projected(placed: _Placed, num_inputs: int, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return _product(x, _gathered(placed, kernel), num_inputs)
+
+
+def _forward(
+    placed: _Placed, num_inputs: int, x: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    # The kernel is kept in parts: a whole one of each layer would not fit.
+    return _projected(placed, num_inputs, x, kernel), (x, kernel)
+
+
+def _backward(
+    placed: _Placed, num_inputs: int, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, kernel = kept
+    num_outputs = kernel.ndim - num_inputs
+    batch = tuple(range(x.ndim - num_inputs))
+    outputs = tuple(range(gradient.ndim - num_outputs, gradient.ndim))
+    of_kernel = outputs, tuple(range(num_inputs, kernel.ndim))
+    of_x = jax.lax.dot_general(gradient, _gathered(placed, kernel), (of_kernel, ((), ())))
+    products = jax.lax.dot_general(x, gradient, ((batch, batch), ((), ())))
+    return of_x, jax.lax.with_sharding_constraint(products, placed.gradient)
+
+
+_projected.defvjp(_forward, _backward)
