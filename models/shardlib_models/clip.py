@@ -69,6 +69,11 @@ class ClipConfig:
     """A folder in the format of Hugging Face, or its name on the hub, whose weights the run starts
     from; its config.json gives the fields that are left out."""
 
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of rows of the embedding."""
+        return self.text.vocab_size
+
 
 class TextTower(nnx.Module):
     """Texts to features."""
@@ -89,11 +94,6 @@ class TextTower(nnx.Module):
     def __call__(self, tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         """Returns the features [batch, features] of `tokens` [batch, length]."""
         config, length = self.config, tokens.shape[1]
-        if length > config.max_positions:
-            raise ModelError(
-                f"a text of {length} tokens is longer than max_positions={config.max_positions}.\n"
-                "  Shorten it, or make the model with more positions."
-            )
         x = self.token_embedding(tokens) + self.positions[:length][None]
         x = encode(self.layers, residual(x), segment_ids, config)
         is_end = tokens if config.end_token is None else tokens == config.end_token
@@ -142,10 +142,44 @@ class Clip(nnx.Module):
             segment_ids: [batch, length] int32, 1 and 0 for padding; None without padding.
 
         Raises:
-            ModelError: If a text is too long, or the images have another size.
+            ModelError: If arrays have other dims than these, a text is too long, or the images have
+                another size or number of channels; the message lists all faults.
         """
+        _check(self.config, tokens, images, segment_ids)
         pair = self.text(tokens, segment_ids), self.image(images)
         return jnp.stack([_normalized(x.astype(jnp.float32)) for x in pair], axis=1)
+
+
+def _check(
+    config: ClipConfig, tokens: jax.Array, images: jax.Array, segment_ids: jax.Array | None
+) -> None:
+    """Raises `ModelError` with all faults of the inputs of a CLIP."""
+    size, channels, longest = (
+        config.image.image_size,
+        config.image.channels,
+        config.text.max_positions,
+    )
+    texts, faults = list(jnp.shape(tokens)), []
+    if len(texts) != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        faults.append(f"the texts are {tokens.dtype}{texts}, expected integers [batch, length]")
+    elif texts[1] > longest:
+        faults.append(
+            f"the texts have {texts[1]} tokens, more than text.max_positions={longest}: cut them"
+        )
+    expected = [*texts[:1], size, size, channels]
+    if list(images.shape) != expected or not jnp.issubdtype(images.dtype, jnp.floating):
+        faults.append(
+            f"the images are {images.dtype}{list(images.shape)}, expected floating-point numbers "
+            f"{expected} (batch, height, width, channels)"
+        )
+    if segment_ids is not None and list(segment_ids.shape) != texts:
+        faults.append(f"segment_ids are {list(segment_ids.shape)}, expected {texts} as the texts")
+    if faults:
+        raise ModelError(
+            "the CLIP cannot read its inputs:\n  "
+            + "\n  ".join(faults)
+            + "\n  Give one image for each text, scaled as preprocessor_config.json says."
+        )
 
 
 def projection_of(config: EncoderFields, feature_dim: int, rngs: nnx.Rngs) -> Linear:

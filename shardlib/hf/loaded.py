@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,7 +67,8 @@ class Loaded:
 
         Raises:
             ModelError: If the inputs are of another kind or rank, too long for the model, or token
-                ids that it does not have.
+                ids that it does not have; or further arrays have other rows, are missing, or are
+                none that the model takes.
         """
         inputs, of = jnp.asarray(inputs), _INPUTS[self.architecture.inputs]
         if inputs.ndim != of.rank or not jnp.issubdtype(inputs.dtype, of.dtype):
@@ -77,6 +79,7 @@ class Loaded:
         if self.architecture.inputs == "tokens":
             self._refuse_foreign(inputs)
         num_rows = inputs.shape[0]
+        self._refuse_arrays(num_rows, arrays)
         with _scoped(self.scope):
             parts = self.scope.parts("batch", self.scope.mesh.size) if self.scope else 1
             added = -num_rows % parts
@@ -84,6 +87,25 @@ class Loaded:
                 lambda x: jnp.pad(x, ((0, added), *[(0, 0)] * (jnp.ndim(x) - 1))), (inputs, arrays)
             )
             return self._forward(nnx.state(self.model), *padded)[:num_rows]
+
+    def _refuse_arrays(self, num_rows: int, arrays: Mapping[str, ArrayLike]) -> None:
+        # Padding would fill up the missing rows.
+        shapes = {name: list(jnp.shape(array)) for name, array in arrays.items()}
+        wrong = [f"{name} {shape}" for name, shape in shapes.items() if shape[:1] != [num_rows]]
+        if wrong:
+            raise ModelError(
+                f"the inputs have {num_rows} rows, but other arrays have others: "
+                f"{', '.join(wrong)}.\n  Give as many rows of each."
+            )
+        call = inspect.signature(type(self.model).__call__)
+        try:
+            call.bind(self.model, None, **arrays)
+        except TypeError as error:
+            names = ", ".join(list(call.parameters)[1:])
+            raise ModelError(
+                f"a {type(self.model).__name__} takes {names}: {error}.\n"
+                "  Give the arrays that it takes, by these names."
+            ) from None
 
     def _refuse_foreign(self, tokens: jax.Array) -> None:
         # A lookup beyond the table would return another row without a word.

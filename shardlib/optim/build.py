@@ -121,7 +121,10 @@ def _check_patterns(
     """Returns `inner`, whose `init` raises for given patterns that match no parameter."""
     keys = ("no_decay", "stacked", "not_matrices", "one_input", "one_output", "many_matrices")
     defaults = OptimizerConfig()
-    usual = {key: (*getattr(defaults, key), *EARLIER.get(key, ())) for key in keys}
+    usual = {
+        key: {one for each in (getattr(defaults, key), *EARLIER.get(key, ())) for one in each}
+        for key in keys
+    }
 
     def init(params: PyTree) -> PyTree:
         paths = list(named_leaves(params))

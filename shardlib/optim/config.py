@@ -86,18 +86,28 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     """Weight decay. sgd and lars add it to the gradient; the others decouple it, as learning rate
     x weight decay x parameter."""
-    no_decay: tuple[str, ...] = ("**/*bias", "**/scale", "**/sinks")
+    no_decay: tuple[str, ...] = (
+        "**/*bias",
+        "**/bias/**",
+        "**/scale",
+        "**/sinks",
+        "**/log_scale",
+    )
     """Patterns of parameters without weight decay. lars and lamb also do not scale their updates
     by the trust ratio."""
-    stacked: tuple[str, ...] = ("layers/**",)
-    """Patterns of parameters whose first dim stacks layers. adafactor, lars, lamb and muon treat
-    each layer separately. Paths with a numbered segment are never stacked."""
+    stacked: tuple[str, ...] = ("**layers/**",)
+    """Patterns of parameters whose first dim stacks layers, in each stack of the model, such as an
+    encoder and a decoder. adafactor, lars, lamb and muon treat each layer separately. Paths with a
+    numbered segment are never stacked."""
     not_matrices: tuple[str, ...] = (
         "**/*embed*",
         "**/*embed*/**",
+        "**/positions",
         "**/lm_head/**",
         "**/head/**",
+        "*/projection/kernel",
         "**/*bias",
+        "**/bias/**",
         "**/scale",
     )
     """Patterns of parameters with two dims that muon leaves to adamw: matrices of the first and
@@ -156,15 +166,12 @@ def _range_faults(config: OptimizerConfig) -> list[str]:
     ]
 
 
-EARLIER: dict[str, tuple[str, ...]] = {
-    "no_decay": ("**/bias", "**/scale"),
-    "not_matrices": (
-        "**/*embed*",
-        "**/*embed*/**",
-        "**/lm_head/**",
-        "**/head/**",
-        "**/bias",
-        "**/scale",
+EARLIER: dict[str, tuple[tuple[str, ...], ...]] = {
+    "no_decay": (("**/bias", "**/scale"), ("**/*bias", "**/scale", "**/sinks")),
+    "stacked": (("layers/**",),),
+    "not_matrices": tuple(
+        ("**/*embed*", "**/*embed*/**", "**/lm_head/**", "**/head/**", bias, "**/scale")
+        for bias in ("**/bias", "**/*bias")
     ),
 }
 """Other defaults that the configs of runs may hold, which record all keys."""
@@ -176,7 +183,7 @@ def _unused_faults(config: OptimizerConfig) -> list[str]:
     given = {
         key
         for key, default in defaults.items()
-        if getattr(config, key) not in (default, EARLIER.get(key, default))
+        if getattr(config, key) not in (default, *EARLIER.get(key, ()))
     }
     faults = []
     if is_import_path(config.name):

@@ -32,6 +32,10 @@ _ACTIVATIONS = {
     "height": None,
     "width": None,
     "classes": None,
+    # Of a kernel that is whole while it multiplies, as that of patches.
+    "kernel_h": None,
+    "kernel_w": None,
+    "conv_in": None,
 }
 
 _REPLICATED = (

@@ -105,6 +105,10 @@ def test_captions_are_framed_as_clip_frames_them(folder, length):
 FAULTS = {
     "no table": (lambda place: (place / "metadata.jsonl").unlink(), "has no table of captions"),
     "no file": (lambda place: (place / "3.png").unlink(), r"metadata.jsonl:4: the file '3.png'"),
+    "two tables": (
+        lambda place: (place / "metadata.csv").write_text("file_name,text\n0.png,green\n"),
+        "2 tables of captions: metadata.jsonl, metadata.csv",
+    ),
     "empty": (lambda place: (place / "metadata.jsonl").write_text(""), "is empty"),
 }
 
@@ -112,7 +116,7 @@ FAULTS = {
 @pytest.mark.parametrize(("spoil", "message"), FAULTS.values(), ids=FAULTS)
 def test_faults_of_a_folder(folder, spoil, message):
     spoil(folder)
-    with pytest.raises(DataError, match=rf"{message}.*(\n .*)*\n  (Give|Add)"):
+    with pytest.raises(DataError, match=rf"{message}.*(\n .*)*\n  (Give|Add|Remove)"):
         open_split(small(folder))
 
 

@@ -204,6 +204,58 @@ def test_wrong_configs_are_refused():
         assert text in str(raised.value)
 
 
+FOREIGN = {
+    "images of another size": (
+        {"images": (4, 9, 9, 3)},
+        r"float32\[4, 9, 9, 3\], .*\[4, 8, 8, 3\]",
+    ),
+    "grey images": ({"images": (4, 8, 8, 1)}, r"float32\[4, 8, 8, 1\], expected"),
+    "texts too long": ({"tokens": (4, 17)}, r"17 tokens, more than text.max_positions=16"),
+    "another batch": ({"images": (3, 8, 8, 3)}, r"float32\[3, 8, 8, 3\], .*\[4, 8, 8, 3\]"),
+    "other segments": ({"segment_ids": (4, 9)}, r"segment_ids are \[4, 9\], expected \[4, 12\]"),
+}
+
+
+@pytest.fixture(scope="module")
+def small():
+    return make(SMALL, DataSpec(), nnx.Rngs(0))
+
+
+def zeros(**changed):
+    shapes = {"tokens": (4, 12), "images": (4, 8, 8, 3), "segment_ids": (4, 12)} | changed
+    return {
+        name: jnp.zeros(shape, jnp.float32 if name == "images" else jnp.int32)
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize(("changed", "message"), FOREIGN.values(), ids=FOREIGN)
+def test_foreign_inputs_are_refused(small, changed, message):
+    with pytest.raises(ModelError, match=message):
+        small(**zeros(**changed))
+
+
+def test_all_foreign_inputs_are_named_at_once(small):
+    arrays = zeros(tokens=(4, 17), images=(4, 9, 9, 3))
+    arrays["images"] = arrays["images"].astype(jnp.uint8)
+    with pytest.raises(ModelError, match=r"(?s)17 tokens.*uint8\[4, 9, 9, 3\].*\n  Give one image"):
+        small(**arrays)
+
+
+@pytest.mark.mesh
+def test_a_loaded_clip_refuses_arrays_before_it_is_traced(case):
+    loaded, arrays = hf.load(case[0]), batch()
+    tokens, images = arrays["tokens"], arrays["images"]
+    with pytest.raises(ModelError, match=r"8 rows, but other .*: images \[3, 8, 8, 3\]"):
+        loaded.logits(tokens, images=images[:3])
+    with pytest.raises(ModelError, match=r"a Clip takes tokens, images.*missing .*'images'"):
+        loaded.logits(tokens)
+    with pytest.raises(ModelError, match=r"unexpected keyword argument 'pixels'"):
+        loaded.logits(tokens, images=images, pixels=images)
+    with pytest.raises(ModelError, match=rf"to {VOCAB} are not within the {VOCAB}"):
+        loaded.logits(np.where(tokens == END, VOCAB, tokens), images=images)
+
+
 # As the pages of the models on the hub count them.
 PUBLISHED = {
     "clip-vit-base-patch32": 151_277_313,

@@ -5,9 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+from shardlib import registry
+from shardlib.config import from_dict
 from shardlib.errors import ConfigError
 from shardlib.optim.build import OptimizerConfig, build_optimizer, ema_params
+from shardlib.optim.transforms import is_stacked
 from shardlib.optim.update_rules import RULES, hidden_matrices
 from shardlib.paths import matches, named_leaves
 
@@ -244,6 +248,39 @@ def test_muon_leaves_biases_of_experts_to_adamw():
     assert dims("layers/mlp/experts/gate", 4) is not None
     assert dims("layers/mlp/experts/gate_bias", 3) is None
     assert dims("layers/mlp/experts/down_bias", 3) is None
+
+
+STACKS = {
+    "clip": ("text/layers/", "image/layers/"),
+    "t5": ("encoder/layers/", "decoder/layers/"),
+    "bert": ("encoder/layers/",),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_optimizers_know_every_stack_of_layers(name):
+    family, extra = registry.family(name), {"image": {"patch_size": 8}} if name == "clip" else {}
+    config = from_dict(family.config, {"name": name, **extra}, name)
+    data = registry.DataSpec(99, 16, image_shape=(16, 16, 1), num_types=2, target_length=8)
+    model = nnx.eval_shape(lambda: family.make(config, data, nnx.Rngs(0)))
+    leaves = {path: x.shape for path, x in named_leaves(nnx.to_pure_dict(nnx.state(model))).items()}
+    muon = OptimizerConfig(name="muon")
+    stacked, dims = is_stacked(muon.stacked), hidden_matrices(muon).dims
+    for stack in STACKS[name]:
+        inside = {path.removeprefix(stack) for path in leaves if path.startswith(stack)}
+        assert {"attention/query/kernel", "attention/out/kernel", "mlp/up/kernel"} <= inside
+    for path, shape in leaves.items():
+        of_layers = path.startswith(STACKS[name])
+        assert stacked(path) == of_layers, path
+        # The first dim counts layers; matrices outside of them are the first and the last ones.
+        is_matrix = of_layers and path.endswith("kernel")
+        found = dims(path, len(shape))
+        assert (found is not None) == is_matrix, path
+        if found is not None:
+            assert 0 not in (*found.reduction_axis, *found.output_axis)
+        kept = any(matches(pattern, path) for pattern in muon.no_decay)
+        last = path.split("/")[-1]
+        assert kept == (last in ("bias", "scale", "log_scale") or "/bias/" in path), path
 
 
 def test_average_follows_its_recurrence_and_is_donated_apart_from_the_parameters():

@@ -162,9 +162,15 @@ def _open(config: CaptionFields, path: str) -> Captioned:
     place = Path(path).expanduser()
     if not place.is_dir():
         raise missing(path) if not place.exists() else DataError(f"{path!r} is a file.\n{_FIX}")
-    table = next((place / name for name in _TABLES if (place / name).is_file()), None)
-    if table is None:
+    tables = [name for name in _TABLES if (place / name).is_file()]
+    if not tables:
         raise DataError(f"{path!r} has no table of captions.\n{_FIX}")
+    if len(tables) > 1:
+        raise DataError(
+            f"{path!r} has {len(tables)} tables of captions: {', '.join(tables)}.\n"
+            "  Remove all but one."
+        )
+    table = place / tables[0]
 
     def read(where: str, example: dict[str, Any]) -> tuple[str, str]:
         fix = "Name the field in data.caption_field; file_name is relative to the folder."
