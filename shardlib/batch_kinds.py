@@ -28,6 +28,8 @@ class DataSpec:
     """Number of kinds of tokens, as of a question and its text: every type is in [0, num_types)."""
     target_length: int | None = None
     """Tokens in one row of targets, where they are rows of their own."""
+    end_token: int | None = None
+    """Id of the token that ends each text, where a model reads a text at its end."""
 
 
 @dataclasses.dataclass(frozen=True)

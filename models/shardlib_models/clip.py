@@ -32,7 +32,8 @@ class ClipTextConfig(EncoderFields):
     max_positions: int = 77
     """Longest text, in tokens."""
     end_token: int | None = None
-    """Id of the token whose first occurrence ends a text; null for the largest id in it."""
+    """Id of the token whose first occurrence ends a text; null for that of the data, or else for
+    the largest id in the text."""
     activation: Literal["gelu", "gelu_tanh", "quick_gelu", "relu"] = "quick_gelu"
     """Nonlinearity of the MLP."""
     norm_eps: float = 1e-5
@@ -262,6 +263,11 @@ def validate(config: ClipConfig, data: DataSpec) -> list[str]:
             f"texts of {length} tokens are longer than text.max_positions={text.max_positions}; "
             "raise it, or shorten data.sequence_length."
         )
+    if None not in (text.end_token, data.end_token) and text.end_token != data.end_token:
+        faults.append(
+            f"the data end texts with token {data.end_token}, but text.end_token="
+            f"{text.end_token}; let data.tokenizer be the tokenizer of the model."
+        )
     if config.feature_dim < 1:
         faults.append(f"feature_dim is {config.feature_dim}; it must be at least 1.")
     return faults
@@ -275,8 +281,9 @@ def make(config: ClipConfig, data: DataSpec, rngs: nnx.Rngs) -> Clip:
     """
     if faults := validate(config, data):
         raise ModelError("the CLIP cannot be made:\n  " + "\n  ".join(faults))
-    size = config.text.vocab_size or data.vocab_size
-    text = dataclasses.replace(config.text, vocab_size=size)
+    size, end = config.text.vocab_size or data.vocab_size, config.text.end_token
+    end = data.end_token if end is None else end
+    text = dataclasses.replace(config.text, vocab_size=size, end_token=end)
     full = dataclasses.replace(config, text=text, image=with_images(config.image, data))
     return Clip(full, rngs=rngs)
 

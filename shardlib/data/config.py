@@ -1,6 +1,7 @@
 """Data configs: what a run asks of its data, and the checks that several kinds share."""
 
 import abc
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -38,6 +39,10 @@ class DataConfig(abc.ABC):
     def vocabulary(self, tokenizer: "Tokenizer") -> int:
         """Returns the `vocab_size` of the data spec with a tokenizer."""
         return tokenizer.vocab_size
+
+    def with_tokenizer(self, spec: DataSpec, tokenizer: "Tokenizer") -> DataSpec:
+        """Returns a data spec with the fields that a tokenizer decides."""
+        return dataclasses.replace(spec, vocab_size=self.vocabulary(tokenizer))
 
     def prompt_tokens(self, prompt: str, tokenizer: "Tokenizer") -> list[int]:
         """Returns the tokens of a prompt, arranged as in the data: here after an end of text.

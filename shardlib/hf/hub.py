@@ -12,6 +12,8 @@ TEXTS = (
     "config.json",
     "generation_config.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer.model",

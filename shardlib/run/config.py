@@ -153,7 +153,7 @@ class RunConfig:
     @staticmethod
     def implied(given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns values of keys that others imply: the model's by its size or its folder, and the
-        tokenizer of the folder.
+        tokenizer and the scale of pixels of the folder.
 
         Raises:
             ConfigError: If the size is unknown, or keys of the model contradict its folder.
@@ -174,6 +174,9 @@ class RunConfig:
         ):
             tokenizer = published.tokenizer_file(model["init_from"])
             values |= {"data": {"tokenizer": tokenizer}} if tokenizer else {}
+        if kind is not None and hasattr(kind, "mean") and not {"mean", "std"} & data.keys():
+            pixels = published.pixels(model.get("init_from"))
+            values |= {"data": {**values.get("data", {}), **pixels}} if pixels else {}
         return values
 
     @staticmethod

@@ -7,9 +7,13 @@ from pathlib import Path
 import jax
 
 from shardlib import hf
+from shardlib.batch_kinds import DataSpec
+from shardlib.data.images.fields import ImageFields
 from shardlib.data.tokenizer import SETTINGS, JsonTokenizer, read_tokenizer
 from shardlib.finetune import merge, save_adapter
+from shardlib.hf import pixels
 from shardlib.hf.save import COPIED
+from shardlib.run.config import RunConfig
 from shardlib.run.restore_model import Notify, restore_model
 from shardlib.train.offload import fetch
 
@@ -24,7 +28,8 @@ def export(
     step: int | None = None,
     notify: Notify | None = None,
 ) -> int:
-    """Exports the model of a run, and its tokenizer if it is a `tokenizer.json`.
+    """Exports the model of a run, its tokenizer if it is a `tokenizer.json`, and the scale of
+    pixels if it was trained on images.
 
     A tokenizer brings the files of its folder on chats and generation, if `model.init_from` is that
     folder, or else the token that ends a text.
@@ -64,7 +69,29 @@ def export(
     if isinstance(restored.tokenizer, JsonTokenizer) and jax.process_index() == 0:
         origin = getattr(parts.config.model, "init_from", None)
         _add_tokenizer(restored.tokenizer, Path(folder), origin, parts.family.generate is not None)
+    if jax.process_index() == 0:
+        _add_pixels(parts.config, parts.data, Path(folder))
     return int(state.step)
+
+
+def _add_pixels(config: RunConfig, data: DataSpec, folder: Path) -> None:
+    """Writes how the data scale pixels, with the resizing of the folder that the model is from."""
+    if not isinstance(config.data, ImageFields) or data.image_shape is None:
+        return
+    origin = getattr(config.model, "init_from", None)
+    place = None if origin is None else hf.folder_of(origin, weights=False)
+    for name in () if place is None else (pixels.SHARED, pixels.OWN):
+        if place is not None and (place / name).is_file():
+            shutil.copyfile(place / name, folder / name)
+    _, size, channels = data.image_shape
+    pixels.write_pixels(
+        folder,
+        mean=config.data.mean,
+        std=config.data.std,
+        size=size,
+        channels=channels,
+        crop=config.data.center_crop,
+    )
 
 
 def _add_tokenizer(

@@ -86,8 +86,7 @@ def _check(config: RunConfig, out: RunDirectory) -> None:
 
 def _no_data(config: RunConfig) -> NoData:
     tokenizer = _tokenizer(config)
-    spec = dataclasses.replace(config.data.spec(), vocab_size=config.data.vocabulary(tokenizer))
-    return NoData(spec, tokenizer)
+    return NoData(config.data.with_tokenizer(config.data.spec(), tokenizer), tokenizer)
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer:

@@ -102,6 +102,21 @@ def tokenizer_file(folder: str | None) -> str | None:
     )
 
 
+def pixels(folder: str | None) -> dict[str, tuple[float, ...]]:
+    """Returns the keys of data that scale pixels as a folder does; none if it does not say it.
+
+    Raises:
+        CheckpointError: If its preprocessor_config.json is malformed.
+    """
+    if folder is None:
+        return {}
+    from shardlib import hf
+    from shardlib.hf.pixels import read_pixels
+
+    found = read_pixels(hf.folder_of(folder, weights=False))
+    return {} if found is None else dict(zip(("mean", "std"), found, strict=True))
+
+
 def _merged(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested fields with the given ones in their place."""
     merged = {**fields, **given}

@@ -104,7 +104,7 @@ def _spec(config: RunConfig, tokenizer: Tokenizer | None) -> DataSpec:
     """Returns the data spec of a run, from its data only if nothing else says it."""
     spec = config.data.spec()
     if tokenizer is not None:
-        spec = dataclasses.replace(spec, vocab_size=config.data.vocabulary(tokenizer))
+        spec = config.data.with_tokenizer(spec, tokenizer)
     unknown = [name for name in config.data.decides if getattr(spec, name) is None]
     if tokenizer is None or any(getattr(config.model, name, None) is None for name in unknown):
         return open_source(config, "train").spec

@@ -27,7 +27,7 @@ def text_of(row_tokens, row_segments):
 def test_glyphs_and_their_names():
     config = CaptionedImageData(sequence_length=96)
     train, held = (open_split(config, split) for split in ("train", "eval"))
-    assert train.spec == held.spec == DataSpec(257, 96, image_shape=(32, 32, 1))
+    assert train.spec == held.spec == DataSpec(257, 96, image_shape=(32, 32, 1), end_token=256)
     assert train.num_steps is None
     assert 500 < held.num_examples < 600
     batch = train.read(3, 0, 8)
@@ -123,6 +123,8 @@ def test_faults_of_a_folder(folder, spoil, message):
 def test_other_faults(folder):
     with pytest.raises(DataError, match=r"(?s)12 of 12 .*no field .caption.*caption_field"):
         open_split(small(folder, caption_field="caption"))
+    with pytest.raises(DataError, match=r"mean has 3 numbers, but the images have 1 channels"):
+        open_split(small(folder, channels=1, mean=(0.4, 0.5, 0.6)))
     with pytest.raises(DataError, match=r"'builtin:glyps'. Did you mean 'builtin:glyphs'"):
         open_split(CaptionedImageData(path="builtin:glyps"))
     with pytest.raises(ValueError, match="sequence_length must be at least 2"):

@@ -204,6 +204,15 @@ def test_wrong_configs_are_refused():
         assert text in str(raised.value)
 
 
+def test_a_text_ends_where_the_data_ends_it():
+    data = DataSpec(vocab_size=VOCAB, end_token=7)
+    assert make(SMALL, data, nnx.Rngs(0)).text.config.end_token == 7
+    assert make(SMALL, DataSpec(), nnx.Rngs(0)).text.config.end_token is None
+    text = dataclasses.replace(SMALL.text, end_token=END)
+    with pytest.raises(ModelError, match=r"with token 7, but text.end_token=90; let data.tokeni"):
+        make(dataclasses.replace(SMALL, text=text), data, nnx.Rngs(0))
+
+
 FOREIGN = {
     "images of another size": (
         {"images": (4, 9, 9, 3)},

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from shardlib.data.images.fields import ImageFields
+from shardlib.errors import DataError
 
 # Szegedy et al., "Going deeper with convolutions", 2015, section 6; as in Goyal et al., 2017.
 _AREA = (0.08, 1.0)
@@ -23,9 +24,21 @@ class Transform:
         config: The augmentations and the normalisation constants.
         size: Height and width of the result.
         channels: 1 (grey) or 3 (RGB).
+
+    Raises:
+        DataError: If the constants are for another number of channels.
     """
 
     def __init__(self, config: ImageFields, size: int, channels: int):
+        if wrong := [
+            f"{name} has {len(values)} numbers"
+            for name, values in (("mean", config.mean), ("std", config.std))
+            if len(values) not in (1, channels)
+        ]:
+            raise DataError(
+                f"data: {' and '.join(wrong)}, but the images have {channels} channels.\n"
+                "  Give one number, or one per channel; or set data.channels."
+            )
         self._config = config
         self._size = size
         self._mode = "L" if channels == 1 else "RGB"

@@ -68,7 +68,12 @@ def open_captions(
     rows = _encoded(chosen.captions, tokenizer, config.sequence_length)
     return MapSource(
         lambda: PairExamples(images(), *rows),
-        spec=DataSpec(tokenizer.vocab_size, config.sequence_length, image_shape=shape),
+        spec=DataSpec(
+            tokenizer.vocab_size,
+            config.sequence_length,
+            image_shape=shape,
+            end_token=tokenizer.eot,
+        ),
         global_batch=global_batch,
         padding=no_pair(config),
         num_examples=None if split == "train" else len(chosen.images.labels),

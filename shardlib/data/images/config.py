@@ -1,5 +1,6 @@
 """The data config of images."""
 
+import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 from shardlib.batch_kinds import DataSpec
@@ -47,8 +48,11 @@ class CaptionedImageData(CaptionFields):
         from shardlib.data.images.captions import caption_shape
         from shardlib.data.tokenizer import BytesTokenizer
 
-        size = BytesTokenizer.vocab_size if self.tokenizer == "bytes" else None
-        return DataSpec(size, self.sequence_length, image_shape=caption_shape(self))
+        spec = DataSpec(sequence_length=self.sequence_length, image_shape=caption_shape(self))
+        return self.with_tokenizer(spec, BytesTokenizer()) if self.tokenizer == "bytes" else spec
+
+    def with_tokenizer(self, spec: DataSpec, tokenizer: "Tokenizer") -> DataSpec:
+        return dataclasses.replace(spec, vocab_size=tokenizer.vocab_size, end_token=tokenizer.eot)
 
     def padding(self) -> "dict[str, np.ndarray]":
         from shardlib.data.images.captions import no_pair

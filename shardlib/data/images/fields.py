@@ -31,9 +31,10 @@ class ImageFields(DataConfig):
     center_crop: float = 1.0
     """Side of the center crop as a fraction of the shorter side, used without a random crop."""
     mean: tuple[float, ...] = (0.5,)
-    """Subtracted from pixels in [0, 1]: one number, or one per channel."""
+    """Subtracted from pixels in [0, 1]: one number, or one per channel. Unset: what the folder of
+    `model.init_from` says, or else 0.5."""
     std: tuple[float, ...] = (0.5,)
-    """Divisor of the result: one number, or one per channel."""
+    """Divisor of the result: one number, or one per channel. Unset: as `mean`."""
     eval_fraction: float = 0.1
     """Share of the images held out from training. Unused if `eval_path` is set."""
     eval_path: str | None = None

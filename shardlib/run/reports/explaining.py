@@ -203,5 +203,5 @@ def _data(config: RunConfig) -> tuple[DataSpec, Tokenizer | None]:
     faults = family(config.model.name).faults(config.model, spec)
     tokenizer = data.find_tokenizer() or (data.find_tokenizer(read=True) if faults else None)
     if tokenizer is not None:
-        return dataclasses.replace(spec, vocab_size=data.vocabulary(tokenizer)), tokenizer
+        return data.with_tokenizer(spec, tokenizer), tokenizer
     return open_source(config, "train").spec if faults else spec, None
