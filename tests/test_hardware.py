@@ -20,6 +20,7 @@ TERA, GIGA, GIB = 1e12, 1e9, 2**30
 # As printed by the vendors, checked by hand: dense bf16 TFLOP/s, memory bytes, memory GB/s,
 # int8 TOP/s, fp8 TFLOP/s.
 PUBLISHED = {
+    "v3": (123, 32 * GIB, 900, None, None),
     "v4": (275, 32 * GIB, 1200, 275, None),
     "v5e": (197, 16e9, 819, 393, None),
     "v5p": (459, 95 * GIB, 2765, 918, 459),
@@ -32,6 +33,9 @@ PUBLISHED = {
     "h800": (989.5, 80e9, 3350, None, 1979),
     "h20": (148, 96e9, 4000, None, 296),
     "b200": (2250, 180e9, 8000, None, 4500),
+    "b300": (2250, 270e9, 8000, None, 4500),
+    "gb200": (2500, 186e9, 8000, None, 5000),
+    "gb300": (2500, 279e9, 8000, None, 5000),
     "l4": (121, 24e9, 300, None, 242),
     "a10": (125, 24e9, 600, None, None),
     "t4": (None, 16e9, 320, None, None),
@@ -41,9 +45,9 @@ PUBLISHED = {
 
 # Links as sold, which is both directions together: GB/s of ICI of a TPU chip, of NVLink of a GPU.
 SOLD_BOTH_WAYS = {
-    "v4": 600, "v5e": 400, "v5p": 1200, "v6e": 800, "tpu7x": 1200,
+    "v3": 656, "v4": 600, "v5e": 400, "v5p": 1200, "v6e": 800, "tpu7x": 1200,
     "a100-40": 600, "a100-80": 600, "h100": 900, "h200": 900, "h800": 400, "h20": 900, "b200": 1800,
-    "v100-32": 300,
+    "b300": 1800, "gb200": 1800, "gb300": 1800, "v100-32": 300,
 }  # fmt: skip
 
 
@@ -101,6 +105,8 @@ def test_figures_of_one_device():
         ("v5p-8", "v5p", 4, 1, 4, 1),
         ("v5p-128", "v5p", 64, 16, 4, 1),
         ("v4-32", "v4", 16, 4, 4, 1),
+        ("v3-8", "v3", 8, 1, 8, 1),
+        ("v3-32", "v3", 32, 4, 8, 1),
         # ... v5e and v6e chips, lent 4 to a host where there are several hosts.
         ("v5e-1", "v5e", 1, 1, 1, 1),
         ("v5e-8", "v5e", 8, 1, 8, 1),
@@ -119,6 +125,8 @@ def test_figures_of_one_device():
         ("16xh200", "h200", 16, 2, 8, 1),
         ("4x8xa100-80", "a100-80", 32, 4, 8, 1),
         ("2x4xa100-40", "a100-40", 8, 2, 4, 1),
+        ("72xgb200", "gb200", 72, 18, 4, 1),
+        ("4xgb300-nvl64", "gb300", 256, 64, 4, 1),
         ("10x1xrtx4090", "rtx4090", 10, 10, 1, 1),
     ],
 )
@@ -129,6 +137,20 @@ def test_clusters_by_name(name, chip, devices, hosts, per_host, slices):
     assert (cluster.num_hosts, cluster.devices_per_host) == (hosts, per_host)
     assert cluster.num_slices == slices
     assert cluster.num_chips == devices // cluster.chip.devices_per_chip
+
+
+@pytest.mark.parametrize(
+    ("name", "together"),
+    [
+        # A rack of GB200 or GB300 joins 18 hosts of 4; every other GPU has NVLink within its host.
+        ("gb200-nvl72", 72), ("4xgb200-nvl72", 72), ("8xgb300-nvl64", 64), ("2xgb200-nvl36", 36),
+        ("8xgb200", 8), ("72xgb200", 72), ("128xgb200", 64), ("576xgb300", 72), ("76xgb200", 4),
+        ("16xb300", 8), ("4x8xh100", 8), ("2x4xa100-40", 4), ("4xl4", 4), ("2x4xt4", 4),
+        ("v5p-128", 64), ("2xv5e-256", 256), ("cpu:8", 8),
+    ],
+)  # fmt: skip
+def test_devices_that_no_network_separates(name, together):
+    assert parse_cluster(name).devices_per_domain == together
 
 
 def test_cpu_devices_are_a_cluster_without_a_chip():
@@ -169,6 +191,9 @@ def test_a_cluster_that_is_unknown_is_named_with_what_could_be_meant():
         ("v5p-9", "Write v5p-18 for 9 chips."),
         ("v5e-512", "Join several slices, as in 2xv5e-..."),
         ("v6e-10", "Choose a multiple of 4 chips."),
+        ("2xgb200-nvl80", "as in 4xgb200-nvl64."),
+        ("gb200-nvl6", "as in 4xgb200-nvl64."),
+        ("2xh100-nvl8", "Write hosts x GPUs of each, as in 2x8xh100."),
         ("tpu7x-16", "Give the topology in chips instead, as in tpu7x:4x4x4."),
     ],
 )
@@ -185,6 +210,7 @@ def test_clusters_that_cannot_be(name, fix):
     chip=st.sampled_from([name for name, chip in CHIPS.items() if chip.kind == "gpu"]),
 )
 def test_hosts_times_gpus(hosts, per_host, chip):
+    per_host = min(per_host, CHIPS[chip].chips_per_host or per_host)
     cluster = parse_cluster(f"{hosts}x{per_host}x{chip}")
     assert cluster.num_devices == hosts * per_host
     assert cluster.num_hosts == hosts
@@ -241,7 +267,7 @@ def test_where_one_kind_is_wanted(read):
         ("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v6 lite", "v6e"),
         ("TPU7x", "tpu7x"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA A100-SXM4-40GB", "a100-40"),
-        ("Tesla T4", "t4"), ("NVIDIA L4", "l4"),
+        ("Tesla T4", "t4"), ("NVIDIA L4", "l4"), ("TPU v3", "v3"), ("NVIDIA GB200", "gb200"),
         # Other parts, with other figures.
         ("NVIDIA H100 PCIe", None), ("NVIDIA A10G", None), ("NVIDIA L40S", None), ("cpu", None),
     ],

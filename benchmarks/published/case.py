@@ -25,7 +25,13 @@ from shardlib.hardware import Cluster
 from shardlib.hardware.chips import CHIPS, Chip
 
 _CHIPS = (
-    (r"gb200|gb300|b300|pcie|nvl\b|gh200|a10g", None),
+    (r"pcie|nvl\b|gh200|a10g", None),
+    (r"gb200", "gb200"),
+    (r"gb300", "gb300"),
+    (r"b300", "b300"),
+    (r"tpu ?v3", "v3"),
+    (r"h800", "h800"),
+    (r"h20\b", "h20"),
     (r"v5litepod|v5 ?lite|v5e", "v5e"),
     (r"v5p", "v5p"),
     (r"v6e|trillium", "v6e"),

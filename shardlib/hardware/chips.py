@@ -48,12 +48,13 @@ class Chip:
     nvlink_bytes_per_second: float | None = None
     """All NVLinks of one GPU together, one direction."""
     nvlink_chips: int = 1
-    """Number of GPUs connected by NVLink."""
+    """Number of GPUs connected by NVLink: all of a host, or all of a rack of hosts."""
     network_bytes_per_second_per_chip: float | None = None
     """A chip's share of the network of its cloud machines, if machines differ."""
     f32_flops: float | None = None
     """Peak FLOP/s in float32 of a GPU without TF32; other GPUs multiply in TF32."""
     pcie_bytes_per_second: float | None = None
+    """Link of one GPU to its host, one direction: PCIe, or NVLink-C2C to a Grace CPU."""
     unverified: tuple[str, ...] = ()
 
     @property
@@ -138,7 +139,7 @@ def _gpu(
         name, full_name, device_kind: As in `Chip`.
         flops: Peak TFLOP/s in bfloat16, float16 and float8.
         memory: GB, and GB/s.
-        pcie: GB/s of PCIe.
+        pcie: GB/s to the host.
         sources: As in `Chip`.
         facts: Further fields of `Chip`.
     """
@@ -167,6 +168,18 @@ def _host_of_eight(nvlink: float, network: float) -> dict[str, Any]:
     }
 
 
+def _rack(network: float) -> dict[str, Any]:
+    """Returns the facts of 72 Blackwell GPUs joined by NVLink across 18 hosts of 4, with GB/s of
+    the network of a GPU."""
+    return {
+        "chips_per_host": 4,
+        "nvlink_chips": 72,
+        "nvlink_bytes_per_second": 900e9,
+        "network_bytes_per_second_per_host": 4e9 * network,
+        "unverified": ("pcie_bytes_per_second",),
+    }
+
+
 _A100_FLOPS, _HOPPER_FLOPS = (312, 312, None), (989.5, 989.5, 1979)
 _A100_SOURCES = (*_THROUGHPUT, _TITAN, "glennklockwood.com, A100", _BEKMAN)
 _HOPPER_SOURCES = (*_THROUGHPUT, _TITAN, _BEKMAN)
@@ -188,6 +201,11 @@ def _cloud_share(gpus: int) -> dict[str, Any]:
 
 # fmt: off
 _CHIPS = (
+    _tpu("v3", "TPU v3", ("TPU v3",), (123, None, None), (32 * _GIB, 900), (4, 1024), 12.5,
+         (2, 4, 82), _CLOUD_DOCS + "v3",
+         'Jouppi et al. 2020, "A Domain-Specific Supercomputer for Training DNNs" (links)',
+         devices_per_chip=2, ici_achievable_bytes_per_second_per_link=None,
+         unverified=("network_bytes_per_second_per_host",)),
     _tpu("v4", "TPU v4", ("TPU v4",), (275, None, 275), (32 * _GIB, 1200), (4, 4096), 25,
          (3, 6, 50), _CLOUD_DOCS + "v4", _SCALING_BOOK, _KINDS,
          unverified=("ici_bytes_per_second_per_link",)),
@@ -221,6 +239,18 @@ _CHIPS = (
     _gpu("b200", "B200 SXM (HGX)", "NVIDIA B200", (2250, 2250, 4500), (180, 8000), 63, _TITAN,
          "glennklockwood.com, B200", _BEKMAN, unverified=("pcie_bytes_per_second",),
          **_host_of_eight(900, 400)),
+    _gpu("b300", "B300 SXM (HGX)", "NVIDIA B300 SXM6 AC", (2250, 2250, 4500), (270, 8000), 63,
+         "glennklockwood.com, B300", "NVIDIA HGX B300 specifications",
+         "verda.com, GB300 NVL72: GPU architecture (memory)",
+         unverified=("pcie_bytes_per_second",), **_host_of_eight(900, 800)),
+    _gpu("gb200", "GB200 NVL72", "NVIDIA GB200", (2500, 2500, 5000), (186, 8000), 225,
+         "NVIDIA GB200 NVL72 datasheet: 72 GPUs, 360 PFLOP/s in bf16 with sparsity, 13.4 TB, "
+         "576 TB/s, NVLink 130 TB/s", "NVIDIA DGX GB200 (ConnectX-7, 400 Gb/s a GPU)",
+         **_rack(50)),
+    _gpu("gb300", "GB300 NVL72", "NVIDIA GB300", (2500, 2500, 5000), (279, 8000), 225,
+         "NVIDIA GB300 NVL72 datasheet: 360 PFLOP/s in bf16 with sparsity, 20 TB, 576 TB/s",
+         "docs.nvidia.com/enterprise-reference-architectures/nvl72-ai-factory (ConnectX-8)",
+         "verda.com, GB300 NVL72: GPU architecture", **_rack(100)),
     _gpu("l4", "L4", "NVIDIA L4", (121, 121, 242), (24, 300), 31, _THROUGHPUT[0], _GPU_NETWORKS,
          "grokipedia.com, NVIDIA L4 vs L40S", **_cloud_share(8)),
     _gpu("a10", "A10", "NVIDIA A10", (125, 125, None), (24, 600), 31, _THROUGHPUT[1],

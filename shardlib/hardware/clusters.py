@@ -1,5 +1,5 @@
-"""Clusters by name (`v5p-128`, `4x8xa100-80`, `8xh100+16xa100-80`), and the chip of a JAX
-device."""
+"""Clusters by name (`v5p-128`, `4x8xa100-80`, `4xgb200-nvl72`, `8xh100+16xa100-80`), and the chip
+of a JAX device."""
 
 import dataclasses
 import math
@@ -12,8 +12,8 @@ from shardlib.hardware.chips import CHIPS, Chip
 
 _BY_KIND = {kind: chip for chip in CHIPS.values() for kind in chip.device_kinds}
 _ALIASES = {"v5litepod": "v5e"}
-# The N of v4-N and v5p-N counts TensorCores, two per chip; the N of v5e-N and v6e-N counts chips.
-_CORES_PER_CHIP = {"v4": 2, "v5p": 2, "v5e": 1, "v6e": 1}
+# The N of v3-N, v4-N and v5p-N counts TensorCores, two per chip; that of v5e-N and v6e-N chips.
+_CORES_PER_CHIP = {"v3": 2, "v4": 2, "v5p": 2, "v5e": 1, "v6e": 1}
 # A slice of more than one host consists of virtual machines with 4 chips, even if a physical host
 # holds 8. Source: the tables of slice shapes in the Cloud TPU pages of v5e and v6e.
 _CHIPS_PER_VM = 4
@@ -21,6 +21,7 @@ _CHIPS_PER_VM = 4
 _CPU = re.compile(r"cpu:(\d+)")
 _TPU = re.compile(r"(?:(\d+)x)?([a-z0-9]+)(?:-(\d+)|:(\d+(?:x\d+)+))")
 _GPU = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([a-z]+\d+(?:-\d+)?)")
+_RACKS = re.compile(r"(?:(\d+)x)?([a-z]+\d+)-nvl(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Cluster:
     """JAX devices that one process sees."""
     num_slices: int = 1
     """TPU slices, each with its own torus; GPU nodes are hosts of one slice."""
+    num_racks: int | None = None
+    """Racks whose hosts NVLink joins, for chips with such racks; None for as few as hold the
+    hosts in equal parts."""
 
     @property
     def platform(self) -> str:
@@ -50,6 +54,22 @@ class Cluster:
     def num_chips(self) -> int:
         """Chips in all; CPU devices count as one each."""
         return self.num_devices // (self.chip.devices_per_chip if self.chip else 1)
+
+    @property
+    def devices_per_domain(self) -> int:
+        """JAX devices that are connected without a network: all of a rack that NVLink joins, all
+        of a TPU slice, otherwise the GPUs of a host that NVLink or PCIe joins."""
+        chip = self.chip
+        if chip is None or chip.kind == "tpu":
+            return self.num_devices // self.num_slices
+        if not chip.nvlink_bytes_per_second:
+            return self.devices_per_host
+        if chip.nvlink_chips <= (chip.chips_per_host or chip.nvlink_chips):
+            return min(self.devices_per_host, chip.nvlink_chips)
+        racks = self.num_racks or -(-self.num_devices // chip.nvlink_chips)
+        while self.num_hosts % racks:
+            racks += 1
+        return self.num_devices // racks
 
     @property
     def network_bytes_per_second_per_device(self) -> float | None:
@@ -129,7 +149,8 @@ def parse_cluster(name: str) -> Cluster:
 
     `v5p-128` is one TPU slice by accelerator type (64 chips: v4 and v5p count TensorCores), and
     `v5p:4x4x4` is the same by topology; `2xv5e-256` is two slices. `8xh100` is 8 GPUs of one host;
-    larger counts fill whole hosts. `4x8xa100-80` is 4 hosts of 8. `cpu:8` is 8 CPU devices.
+    larger counts fill whole hosts. `4x8xa100-80` is 4 hosts of 8. `4xgb200-nvl72` is 4 racks whose
+    72 GPUs each are joined by NVLink; `4xgb200-nvl64` uses 64 of each. `cpu:8` is 8 CPU devices.
 
     Raises:
         MeshError: If the chip is unknown, or the cluster cannot exist or is mixed.
@@ -146,6 +167,8 @@ def parse_cluster(name: str) -> Cluster:
         return _tpu(text, *match.groups())
     if (match := _GPU.fullmatch(text)) and _is_chip(match[3], "gpu"):
         return _gpu(text, *match.groups())
+    if (match := _RACKS.fullmatch(text)) and _is_chip(match[2], "gpu"):
+        return _racks(text, *match.groups())
     raise _unknown(name)
 
 
@@ -288,6 +311,23 @@ def _gpu(name: str, first: str | None, second: str | None, chip_name: str) -> Cl
             f"  Write hosts x GPUs of each, as in 2x{most}x{chip.name}."
         )
     return Cluster(name, chip, num_hosts=hosts, devices_per_host=per_host)
+
+
+def _racks(name: str, count: str | None, chip_name: str, per_rack: str) -> Cluster:
+    chip = CHIPS[chip_name]
+    racks, gpus = _positive(name, count), _positive(name, per_rack)
+    per_host = chip.chips_per_host or 1
+    if chip.nvlink_chips <= per_host:
+        raise MeshError(
+            f"cluster {name!r}: NVLink does not join hosts of {chip.full_name}.\n"
+            f"  Write hosts x GPUs of each, as in 2x{per_host}x{chip.name}."
+        )
+    if gpus > chip.nvlink_chips or gpus % per_host:
+        raise MeshError(
+            f"cluster {name!r}: a rack holds up to {chip.nvlink_chips} {chip.name} in hosts of "
+            f"{per_host}.\n  Write the GPUs used of each rack, as in 4x{chip.name}-nvl64."
+        )
+    return Cluster(name, chip, racks * gpus // per_host, per_host, num_racks=racks)
 
 
 def _unknown(name: str) -> MeshError:

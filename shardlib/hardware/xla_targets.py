@@ -37,6 +37,10 @@ class GpuTarget:
 _KIB, _MIB = 2**10, 2**20
 _A100 = GpuTarget((8, 0), 108, 64, 2048, 164 * _KIB, 163 * _KIB, 2.03904e12, 40 * _MIB, 1.41, 0)
 _H100 = GpuTarget((9, 0), 132, 128, 2048, 228 * _KIB, 227 * _KIB, 3.35232e12, 50 * _MIB, 1.98, 0)
+_B200 = GpuTarget(
+    *((10, 0), 148, 128, 2048, 228 * _KIB, 227 * _KIB, 7.67232e12),
+    *(132_644_864, 1.965, 191_514_411_008),
+)
 
 TARGETS: dict[str, GpuTarget] = {
     "a100-40": dataclasses.replace(
@@ -51,9 +55,22 @@ TARGETS: dict[str, GpuTarget] = {
     "h20": dataclasses.replace(
         _H100, multiprocessors=78, memory_bytes_per_second=4.0e12, memory_bytes=96_000_000_000
     ),
-    "b200": GpuTarget(
-        *((10, 0), 148, 128, 2048, 228 * _KIB, 227 * _KIB, 7.67232e12),
-        *(132_644_864, 1.965, 191_514_411_008),
+    "b200": _B200,
+    "b300": dataclasses.replace(
+        _B200,
+        compute_capability=(10, 3),
+        memory_bytes_per_second=8.0e12,
+        memory_bytes=270_000_000_000,
+    ),
+    "gb200": dataclasses.replace(
+        _B200, multiprocessors=152, memory_bytes_per_second=8.0e12, memory_bytes=186_000_000_000
+    ),
+    "gb300": dataclasses.replace(
+        _B200,
+        compute_capability=(10, 3),
+        multiprocessors=152,
+        memory_bytes_per_second=8.0e12,
+        memory_bytes=279_000_000_000,
     ),
     "v100-32": GpuTarget(
         *((7, 0), 80, 64, 2048, 96 * _KIB, 96 * _KIB, 0.898048e12, 6 * _MIB, 1.53, 34_072_559_616),

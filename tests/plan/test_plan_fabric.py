@@ -49,6 +49,26 @@ def test_only_whole_cubes_wrap_around(cluster, wraps):
     )
 
 
+@pytest.mark.parametrize(
+    ("cluster", "size", "crosses"),
+    [
+        ("gb200-nvl72", 72, False),
+        ("2xgb200-nvl64", 64, False),
+        ("2xgb200-nvl64", 128, True),
+        ("64xb200", 64, True),
+    ],
+)
+def test_nvlink_of_a_rack_joins_its_hosts(cluster, size, crosses):
+    link = links(cluster, fsdp=size, data=parse_cluster(cluster).num_devices // size)["fsdp"]
+    assert link.leaves_domain == crosses
+    if not crosses:
+        assert link.bytes_per_second == 900e9
+    else:  # Within a domain, and then what is left over the network of 400 Gb/s.
+        inner = parse_cluster(cluster).devices_per_domain
+        seconds = (inner - 1) / (inner * 900e9) + (size // inner - 1) / (size * 50e9)
+        assert link.gather(1e9) == pytest.approx((1e9 * seconds), rel=1e-9)
+
+
 def test_a_long_side_of_a_v5e_wraps_alone():
     found = links("v5e:8x16", fsdp=8, tensor=16)
     assert (found["tensor"].bytes_per_second, found["fsdp"].bytes_per_second) == (90e9, 45e9)

@@ -17,6 +17,9 @@ FAMILIES = {
     "h800": "hopper",
     "h20": "hopper",
     "b200": "blackwell",
+    "b300": "blackwell",
+    "gb200": "blackwell",
+    "gb300": "blackwell",
 }
 """Chips that share constants. A chip that is not listed is a family of its own."""
 

@@ -7,7 +7,8 @@ torus).
 
 torus   An axis that covers k dims of the torus uses the links of all k. With wrap-around both
         directions of a ring carry data; on a line the bandwidth of one direction counts.
-nvlink  Devices of one domain exchange at the bandwidth of all their links.
+nvlink  Devices of one domain, a host or a rack of hosts, exchange at the bandwidth of all their
+        links.
 hosts   An axis that leaves its domain pays for both networks, one after the other. In a gather
         each device fetches its own part from the other hosts, through its own NIC, and then the
         members of a domain share their parts. With chunks so large that both networks are always
@@ -30,7 +31,7 @@ from shardlib.cost.machine.measured import Calibration, Line, MeasuredCluster
 from shardlib.errors import MeshError
 from shardlib.hardware import Cluster
 
-_RING_OF = {"v5e": 16, "v6e": 16}
+_RING_OF = {"v3": 32, "v5e": 16, "v6e": 16}
 """Side length at which a 2D torus wraps around, which is the side of the pod."""
 _CUBE = 4
 """Side of the cubes whose optical switches provide the wrap-around of a 3D torus: slices of whole 4
@@ -176,14 +177,18 @@ def remarks(cluster: Cluster, layout: Layout) -> list[str]:
     chip = cluster.chip
     if chip is None or chip.kind != "gpu" or isinstance(cluster, MeasuredCluster):
         return []
-    lines, domain = [], domain_of(cluster)
+    lines, domain = [], cluster.devices_per_domain
     if layout.tensor > domain:
         lines.append(
             f"tensor={layout.tensor} exceeds the {domain} GPUs connected without a network: its "
             "collectives pay for both, and nothing hides them."
         )
     network = cluster.network_bytes_per_second_per_device
-    if cluster.num_hosts > 1 and network and any("network" in fact for fact in chip.unverified):
+    if (
+        cluster.num_devices > domain
+        and network
+        and any("network" in fact for fact in chip.unverified)
+    ):
         lines.append(
             f"Between hosts {network / 1e9:.3g} GB/s a GPU are assumed: machines with "
             f"{chip.full_name} differ (see shardlib.hardware.chips)."
@@ -191,21 +196,12 @@ def remarks(cluster: Cluster, layout: Layout) -> list[str]:
     return lines
 
 
-def domain_of(cluster: Cluster) -> int:
-    """Returns the number of GPUs connected without a network: the GPUs joined by NVLink, or the
-    GPUs of one host over PCIe."""
-    chip = cluster.chip
-    assert chip is not None
-    joined = chip.nvlink_chips if chip.nvlink_bytes_per_second else cluster.devices_per_host
-    return min(cluster.devices_per_host, joined)
-
-
 def _gpu_links(
     cluster: Cluster, layout: Layout, constants: Mapping[str, float], single_rail: bool
 ) -> dict[str, Link]:
     chip = cluster.chip
     assert chip is not None
-    domain = domain_of(cluster)
+    domain = cluster.devices_per_domain
     local = chip.nvlink_bytes_per_second or chip.pcie_bytes_per_second
     assert local is not None, "every GPU has one of both"
     local *= constants["nvlink"]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from shardlib.cost.layout import AXES, Layout
 from shardlib.cost.machine.constants import committed
-from shardlib.cost.machine.fabric import Link, domain_of, links, seconds_in_turn
+from shardlib.cost.machine.fabric import Link, links, seconds_in_turn
 from shardlib.cost.machine.rates import rates
 from shardlib.explain.analysis.collectives import Collective, ProgramReport
 from shardlib.explain.analysis.kernel_cost import KernelCosts
@@ -232,7 +232,7 @@ class _Network:
             return "network" if chip is None else "ici"
         names = list(self.mesh)
         reach = math.prod(self.mesh[name] for name in names[names.index(axis) :])
-        if domain_of(self.cluster) % reach:
+        if self.cluster.devices_per_domain % reach:
             return "network"
         return "nvlink" if chip.nvlink_bytes_per_second else "pcie"
 

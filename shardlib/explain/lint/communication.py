@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 
 from shardlib import humanize
-from shardlib.cost.machine.fabric import domain_of
 from shardlib.explain.analysis.collectives import axes_text
 from shardlib.explain.analysis.explicit import is_explicit
 from shardlib.explain.hlo.origins import HloValue, reached
@@ -213,7 +212,7 @@ def slow_axes(subject: Subject) -> Iterator[Finding]:
         domain, name = cluster.num_devices // cluster.num_slices, "a slice"
         fast = chip.ici_bytes_per_second_per_link
     else:
-        domain, fast = domain_of(cluster), chip.nvlink_bytes_per_second
+        domain, fast = cluster.devices_per_domain, chip.nvlink_bytes_per_second
         name = "an NVLink domain" if fast else "a host"
         fast = fast or chip.pcie_bytes_per_second
     slow = cluster.network_bytes_per_second_per_device
