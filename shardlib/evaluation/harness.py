@@ -297,7 +297,13 @@ def _generated(model: TextModel, requests: Sequence[tuple[list[int], dict[str, A
     for (length, temperature), indices in groups.items():
         prompts = [requests[index][0] or [model.prefix] for index in indices]
         prompts = _cut(prompts, model.max_length - length)
-        rows = model.continued(prompts, length, temperature=temperature)
+        stops = [wanted[index]["until"] for index in indices]
+        rows = model.continued(
+            prompts,
+            length,
+            temperature=temperature,
+            ended=lambda at, tokens, stops=stops: model.has_ended(tokens, stops[at]),
+        )
         for index, row in zip(indices, rows, strict=True):
             found[index] = model.written(row, wanted[index]["until"])
     return found

@@ -167,6 +167,54 @@ def test_prompts_of_unequal_length_continue_as_alone(folder):
             row.append(token)
 
 
+def test_rows_that_differ_in_the_last_token_are_read_once(folder, monkeypatch):
+    model = text_model(str(folder), mesh="data=8")
+    rng = np.random.default_rng(2)
+    starts = [rng.integers(1, 250, n).tolist() for n in (1, 5, 20, 20, 40)]
+    rows = [[*start, int(last)] for start in starts for last in rng.choice(250, 20, replace=False)]
+    rows += rows[:3]
+    read, inner = [], model._scored
+    monkeypatch.setitem(
+        model.__dict__,
+        "_scored",
+        lambda state, tokens, targets, ids, others: (
+            read.append(int(ids.any(axis=1).sum())) or inner(state, tokens, targets, ids, others)
+        ),
+    )
+    together = model.scores(rows)
+    # 20 last tokens of a start take two rows, as 16 fit into one.
+    assert sum(read) == 2 * len(starts)
+    read.clear()
+    for row, scores in zip(rows, together, strict=True):
+        (alone,) = model.scores([row])
+        np.testing.assert_allclose(scores.logprobs, alone.logprobs, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(scores.is_greedy, alone.is_greedy)
+    assert sum(read) == len(rows)
+    assert len({float(scores.logprobs[-1]) for scores in together[:20]}) == 20
+
+
+def test_writing_stops_when_all_rows_have_ended(folder, monkeypatch):
+    monkeypatch.setattr("shardlib.evaluation.text_model._FIRST_CHUNK", 4)
+    model = text_model(str(folder), mesh="data=8")
+    prompts = [[1, *range(40, 40 + n)] for n in (2, 5, 9)]
+    with jax.default_matmul_precision("highest"):
+        whole = model.continued(prompts, 24)
+        # Rows end after 1, 6 and 12 tokens; 4 tokens are written, then 8, then 12.
+        needed = (1, 6, 12)
+        found = model.continued(prompts, 24, ended=lambda at, new: len(new) >= needed[at])
+        assert list(map(len, found)) == [4, 12, 12]
+        for some, all_of_it in zip(found, whole, strict=True):
+            assert some == all_of_it[: len(some)]
+        never = model.continued(prompts, 24, ended=lambda at, new: False)
+    assert never == whole
+    encode = model.tokenizer.encode
+    assert model.has_ended(encode("the fox jumps"), ["x j"])
+    assert not model.has_ended(encode("the fox jumps"), ["dog", ""])
+    assert model.has_ended([*encode("fox"), 0])
+    assert model.has_ended([*encode("fox"), 1], ["<s>"])
+    assert not model.has_ended([*encode("fox"), 1])
+
+
 def test_wrong_requests(folder, tasks):
     model = text_model(str(folder))
     with pytest.raises(ConfigError, match=r"'own_choice'.*own_choices.*\n  .*--include-path"):
