@@ -268,8 +268,10 @@ class TextModel:
             model.eval()
             with self._in_scope():
                 logits = model(tokens, segment_ids=segment_ids).astype(jnp.float32)
-            last = jnp.sum(segment_ids, axis=1)[:, None, None] - 1
-            ends = jnp.take_along_axis(logits, last, axis=1)
+            # A sum, too, leaves the classes divided.
+            last = jnp.sum(segment_ids, axis=1, keepdims=True) - 1
+            is_last = (jnp.arange(tokens.shape[1])[None] == last)[..., None]
+            ends = jnp.sum(jnp.where(is_last, logits, 0.0), axis=1, keepdims=True)
             scores = _scores_of(logits, targets)
             of_others = [_scores_of(ends, others[:, n, None]) for n in range(others.shape[1])]
             return self._whole((scores, of_others))

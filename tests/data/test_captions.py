@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 
 from shardlib.data import CaptionedImageData, open_data
-from shardlib.data.tokenizer import train_bpe
+from shardlib.data.images.captions import _encoded
+from shardlib.data.tokenizer import BytesTokenizer, train_bpe
 from shardlib.errors import DataError
 from shardlib.registry import DataSpec
 
@@ -100,6 +101,23 @@ def test_captions_are_framed_as_clip_frames_them(folder, length):
     texts = [f"green {color[1]}" for color in COLORS]
     ids = theirs(texts, truncation=True, max_length=length)["input_ids"]
     assert ours == set(map(tuple, ids))
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [BytesTokenizer(), train_bpe(["green 20 40"], 280)], ids=["bytes", "bpe"]
+)
+def test_captions_are_encoded_part_by_part(tokenizer, monkeypatch):
+    captions, sizes = [f"green {number}" for number in range(12)], []
+    whole = _encoded(captions, tokenizer, 16)
+    encode = type(tokenizer).encode_documents
+    monkeypatch.setattr(
+        type(tokenizer),
+        "encode_documents",
+        lambda self, texts: sizes.append(len(texts)) or encode(self, texts),
+    )
+    monkeypatch.setattr("shardlib.data.images.captions._PART", 5)
+    np.testing.assert_array_equal(_encoded(captions, tokenizer, 16), whole)
+    assert sizes == [5, 5, 2]
 
 
 FAULTS = {

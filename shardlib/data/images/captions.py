@@ -28,6 +28,8 @@ GLYPHS = "builtin:glyphs"
 _TABLES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _EXTRA = "images"
 _GLYPH_SIZE = 32
+_PART = 4096
+"""Captions that are encoded at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +125,13 @@ def _encoded(
     CLIP's does."""
     tokens, segments = (np.zeros((len(captions), length), np.int32) for _ in range(2))
     if isinstance(tokenizer, JsonTokenizer) and tokenizer.num_framing_tokens(1):
-        found = tokenizer.framed(captions)
+        encode = tokenizer.framed
     else:
-        found = tokenizer.encode_documents(captions)
+        encode = tokenizer.encode_documents
+    # An encoding takes far more memory than its tokens.
+    parts = (captions[at : at + _PART] for at in range(0, len(captions), _PART))
     cut = 0
-    for number, encoded in enumerate(found):
+    for number, encoded in enumerate(one for part in parts for one in encode(part)):
         ids = list(encoded.ids)
         if ids[-1:] == [tokenizer.eot]:
             ids.pop()
