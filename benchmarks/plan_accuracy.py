@@ -5,7 +5,8 @@
 Each row that can be read is predicted with the committed constants and compared with the published
 step time, or with what its rate or TFLOP/s imply by the row's own convention of FLOPs. Rows of
 8-bit precision stand apart. Cross-validation (not with `--no-cv`) fits the constants anew to the
-committed runs without the row's whole family. `--fit` first fits and writes the package's
+committed runs without the row's whole family; `cv_coverage` is the fraction of rows within the 90%
+interval that the other families give. `--fit` first fits and writes the package's
 constants. Constants marked `judged` had no measurement behind them before the fit. The last line is
 JSON; its `prior_` figures are of constants from datasheets and
 microbenchmarks alone, as they were before any run was fitted.
@@ -18,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from published import Case, read_file
-from published.fit_constants import calibrate, cross_validate, error, percentile, save
+from published.fit_constants import calibrate, coverage, cross_validate, error, percentile, save
 from shardlib.cost.machine import constants as plan_constants
 from shardlib.cost.machine.constants import PRIORS, committed, judged
 
@@ -38,7 +39,7 @@ def main() -> None:
     if options.fit:
         fit = calibrate(known)
         constants = fit.constants
-        save(fit, CONSTANTS, cross_validate(known, known, constants))
+        save(fit, CONSTANTS, known, cross_validate(known, known, constants))
     dims = json.loads(DATA.read_text())["model_dims"]["dims"]
     cases, left_out = read_file(options.runs, dims)
     halves = [case for case in cases if not case.eight_bit]
@@ -59,7 +60,14 @@ def main() -> None:
     _constants(constants)
     summary = {"rows": len(halves)} | _figures("", halves, errors)
     summary |= _figures("cv_", halves, validated) | _figures("prior_", halves, from_datasheets)
-    print(json.dumps(summary))
+    experts = [case for case in halves if case.job.model.experts]
+    stages = [case for case in halves if case.layout.stage > 1]
+    summary |= _figures("cv_moe_", experts, validated)
+    summary |= _figures("cv_pipelined_", stages, validated)
+    summary |= _figures("eight_bit_", [case for case in cases if case.eight_bit], errors)
+    several = len({case.family for case in halves}) > 1
+    covered = round(coverage(halves, validated), 4) if validated and several else None
+    print(json.dumps(summary | {"cv_coverage": covered}))
 
 
 def _table(cases: Sequence[Case], errors: Mapping[str, float], cv: Mapping[str, float]) -> None:

@@ -110,13 +110,40 @@ def percentile(values: Sequence[float], fraction: float) -> float:
     return float(np.quantile(np.asarray(values), fraction))
 
 
-def save(fit: Fit, path: Path, validated: Mapping[str, float] | None = None) -> None:
+def interval(cases: Sequence[Case], validated: Mapping[str, float]) -> float:
+    """Returns the half-width of the 90% prediction interval, as a fraction of the time.
+
+    It is the 90th percentile of the absolute errors of `cross_validate`. As in the fit, a family
+    weighs as the square root of its number of runs, so that no family alone decides.
+    """
+    found = [case for case in cases if case.id in validated]
+    counts = collections.Counter(case.family for case in found)
+    sizes = [abs(validated[case.id]) for case in found]
+    weights = [counts[case.family] ** -0.5 for case in found]
+    return float(np.quantile(sizes, 0.9, weights=weights, method="inverted_cdf"))
+
+
+def coverage(cases: Sequence[Case], validated: Mapping[str, float]) -> float:
+    """Returns the fraction of cases whose error of `cross_validate` lies within the interval that
+    the other families give."""
+    inside = 0
+    for family in {case.family for case in cases}:
+        others = interval([case for case in cases if case.family != family], validated)
+        inside += sum(abs(validated[case.id]) <= others for case in cases if case.family == family)
+    return inside / len(cases)
+
+
+def save(
+    fit: Fit, path: Path, cases: Sequence[Case] = (), validated: Mapping[str, float] | None = None
+) -> None:
     """Writes the constants with their errors, priors and sources as JSON.
 
     Args:
         fit: Fit to write.
         path: Path of the file.
-        validated: Errors of `cross_validate`; their median and 90th percentile are stored.
+        cases: Cases of the fit.
+        validated: Their errors of `cross_validate`; median, 90th percentile and `interval` are
+            stored.
     """
     constants = {
         name: {
@@ -132,6 +159,7 @@ def save(fit: Fit, path: Path, validated: Mapping[str, float] | None = None) -> 
         sizes = sorted(map(abs, validated.values()))
         errors["cv_median_error"] = statistics.median(sizes)
         errors["cv_p90_error"] = percentile(sizes, 0.9)
+        errors["cv_interval"] = interval(cases, validated)
     rounded = {name: round(value, 4) for name, value in errors.items()}
     record = {"fit": {"cases": fit.cases, **rounded}, "constants": constants}
     path.write_text(json.dumps(record, indent=2) + "\n")

@@ -66,7 +66,9 @@ def layout_of(
         zero=zero,
         sequence_parallel=not re.search(r"megatron-lm|alpa", framework)
         or "sequence parallel" in str(row.get("remat") or ""),
-        shard_optimizer=bool(re.search(r"megatron-?(core|bridge)|nemo", framework)),
+        shard_optimizer=bool(
+            re.search(r"megatron-?(core|bridge)|nemo|meta's trainer|hai-llm", framework)
+        ),
     )
     if layout.num_devices != cluster.num_devices:
         raise Unusable(

@@ -90,4 +90,5 @@ def _experts(dims: Mapping[str, Any], layers: int, mlp: int, name: str) -> Exper
         mlp=hidden,
         shared_mlp=hidden * int(dims.get("shared_experts") or 0),
         dense_layers=dense,
+        groups=(int(dims.get("expert_groups") or 1), int(dims.get("groups_per_token") or 1)),
     )

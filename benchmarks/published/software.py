@@ -13,7 +13,11 @@ _OLD = Software(attention="unfused", fusion="kernels", overlap_tensor=False, ove
 
 _BY_FRAMEWORK = (
     (r"deepspeed", dataclasses.replace(_OLD, overlap_data=True, single_rail=True)),
-    (r"megatron-?(core|bridge)|nemo", Software(fusion="kernels")),
+    (r"megatron-?(core|bridge)|nemo", Software(fusion="kernels", dispatch_once=True)),
+    # Grattafiori et al. 2024, "The Llama 3 Herd of Models", section 3.3.2, "Better balance".
+    (r"meta's trainer", Software(fusion="kernels", balance_head=True)),
+    # DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", sections 3.2.1 to 3.2.3.
+    (r"hai-llm", Software(fusion="kernels", balance_head=True, dispatch_once=True)),
     (r"megatron", _OLD),
     (r"alpa", dataclasses.replace(_OLD, fusion="compiled")),
     (r"composer|llm-foundry", Software(attention="flash1", fusion="eager", overlap_tensor=False)),

@@ -93,6 +93,9 @@ class Software:
     overlap_expert: bool = True
     """Whether the dispatch of tokens to experts overlaps with other computation (DeepSeek-AI 2024,
     "DeepSeek-V3 Technical Report", section 3.2.1)."""
+    dispatch_once: bool = False
+    """Whether a token travels to a host once, and is copied there to all its experts of that host
+    (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.2.2)."""
     overlap_data: bool = True
     """Whether gradients are reduced during the backward pass."""
     overlap_gather: bool = True

@@ -37,6 +37,20 @@ class Experts:
     """Hidden width of the shared expert that every token also passes; 0 for none."""
     dense_layers: int = 0
     """Layers that keep the plain MLP."""
+    groups: tuple[int, int] = (1, 1)
+    """Groups that the experts form, and how many of them a token may choose experts from. Source:
+    DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2, "node-limited routing"."""
+
+    def hosts_reached(self, hosts: int) -> float:
+        """Returns the expected number of other hosts to which a token goes, if `hosts` hosts have
+        equal shares of the experts and each choice of experts is equally likely."""
+        elsewhere = self.number - self.number / hosts
+        missed = 1.0
+        for chosen in range(self.per_token):
+            missed *= max(elsewhere - chosen, 0.0) / (self.number - chosen)
+        number, most = self.groups
+        reachable = hosts * most / number if hosts >= number else hosts
+        return (1 - 1 / hosts) * min(hosts * (1 - missed), reachable)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Answer(abc.ABC, Generic[AnyPlan]):
         error of its fit. A cluster of several kinds has the error of runs on one kind."""
         if isinstance(self.cluster, MeasuredCluster):
             return self.cluster.measured.fit_error
-        return fit_errors()["cv_p90_error"]
+        return fit_errors()["cv_interval"]
 
     @property
     def error_source(self) -> str:

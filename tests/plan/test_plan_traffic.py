@@ -127,7 +127,7 @@ def closed(forms, mesh, model=PLAIN, zero=3):
         # The same axis sums gradients.
         ({"context": 4}, 3, PLAIN, lambda d: communication.context(d, PLAIN.layers) + sums(d)),
         # The same axis sums the gradients of what is not routed.
-        ({"expert": 4}, 3, SPARSE, lambda d: communication.expert(d, PLAIN.layers) + sums(d)),
+        ({"expert": 4}, 3, SPARSE, lambda d: communication.expert(d, PLAIN.layers, 1) + sums(d)),
     ],
 )
 def test_bytes_by_axis(forms, mesh, zero, model, collectives):

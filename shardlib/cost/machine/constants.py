@@ -114,7 +114,8 @@ def committed() -> dict[str, float]:
 
 def fit_errors() -> dict[str, float]:
     """Returns the errors of predictions with the committed constants on published runs: median and
-    90th percentile of the relative error, also for held-out families (`cv_`)."""
+    90th percentile of the relative error, also for held-out families (`cv_`). `cv_interval` is the
+    90% prediction interval, in which a family weighs as the square root of its runs."""
     return dict(_record()["fit"])
 
 

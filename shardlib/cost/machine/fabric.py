@@ -60,8 +60,13 @@ class Link:
     """Bytes/s that leave a device in an all-to-all."""
     shift_bytes_per_second: float = math.inf
     """Bytes/s from a device to the next one."""
-    leaves_domain: bool = False
-    """Whether the link includes a network between hosts or slices."""
+    domains: int = 1
+    """Domains, hosts or slices, between which the link includes a network."""
+
+    @property
+    def leaves_domain(self) -> bool:
+        """Whether the link includes a network between hosts or slices."""
+        return self.domains > 1
 
     def gather(self, total: float, pieces: float = 1.0) -> float:
         """Returns seconds to gather arrays of `total` bytes together.
@@ -295,7 +300,7 @@ def _across(
         inner.seconds_per_collective + start,
         min(inner.exchange_bytes_per_second, network / leaving),
         min(inner.shift_bytes_per_second, network),
-        leaves_domain=True,
+        domains=outer,
     )
 
 

@@ -79,13 +79,17 @@ def tensor(device: Device, layers: float) -> list[CollectiveCost]:
     return [_over("tensor", "all_reduce", residual, count * layers + 2, "tensor", "layers")]
 
 
-def expert(device: Device, routed_layers: float) -> list[CollectiveCost]:
-    """Returns the exchanges over `expert` for one microbatch: tokens to experts and back."""
+def expert(device: Device, routed_layers: float, hosts: int) -> list[CollectiveCost]:
+    """Returns the exchanges over `expert` for one microbatch: tokens to experts and back. If a
+    token travels once to each of the `hosts` hosts, the network carries fewer copies; it remains
+    slower than the links within a host, which carry all."""
     job, experts = device.job, device.job.model.experts
     if experts is None:
         return []
     times = 4 + (2 * job.remat_share if job.remat.any else 0) + (2 if device.reruns else 0)
     copies = device.tokens * experts.per_token * job.model.embed * job.compute_bytes
+    if device.software.dispatch_once and hosts > 1:
+        copies *= experts.hosts_reached(hosts) / (experts.per_token * (1 - 1 / hosts))
     count = routed_layers * times
     return [_over("expert", "all_to_all", copies, count, "expert", "layers")]
 
@@ -126,7 +130,8 @@ def sharded_params(device: Device, weights: LocalWeights) -> list[CollectiveCost
     again = weights.total - weights.vocab
     exchanged = embedding_weights(device) if exchanges_vectors(device) else 0.0
     whole = (weights.total - exchanged) * job.compute_bytes
-    summed = (trained - job.trained * exchanged) * job.gradient_bytes
+    width = job.compute_bytes if device.software.sums_each else job.gradient_bytes
+    summed = (trained - job.trained * exchanged) * width
     times = (2 if device.reruns else 1) if layout.zero == 3 else 0
     late: tuple[Overlap, Window] = ("gather", "all backward")
     found = [

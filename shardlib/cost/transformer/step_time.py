@@ -89,7 +89,8 @@ def costs(job: Job, machine: pricing.Machine, *, own_memory: bool = True) -> Cos
     if layout.context > 1:
         each += communication.context(device, layers)
     if layout.expert > 1:
-        each += communication.expert(device, routed)
+        hosts = machine.links_of(("expert",))[0].domains
+        each += communication.expert(device, routed, hosts)
     if layout.fsdp > 1:
         each += communication.sharded_params(device, weights)
     if layout.stage > 1:
