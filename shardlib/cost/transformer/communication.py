@@ -130,8 +130,7 @@ def sharded_params(device: Device, weights: LocalWeights) -> list[CollectiveCost
     again = weights.total - weights.vocab
     exchanged = embedding_weights(device) if exchanges_vectors(device) else 0.0
     whole = (weights.total - exchanged) * job.compute_bytes
-    width = job.compute_bytes if device.software.sums_each else job.gradient_bytes
-    summed = (trained - job.trained * exchanged) * width
+    summed = (trained - job.trained * exchanged) * job.gradient_bytes
     times = (2 if device.reruns else 1) if layout.zero == 3 else 0
     late: tuple[Overlap, Window] = ("gather", "all backward")
     found = [
