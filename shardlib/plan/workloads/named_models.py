@@ -32,6 +32,8 @@ _QWEN3 = 'Yang et al. 2025, "Qwen3 Technical Report", tables 1 and 2, and the co
 _GPT2 = 'Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", table 2'
 _GPT3 = 'Brown et al. 2020, "Language Models are Few-Shot Learners", table 2.1'
 _GEMMA = 'Gemma Team 2024, "Gemma: Open Models Based on Gemini Research and Technology", table 1'
+_GEMMA3 = 'Gemma Team 2025, "Gemma 3 Technical Report", table 1, and the published configurations'
+_LLAMA4 = "meta-llama/Llama-4-Scout-17B-16E and Llama-4-Maverick-17B-128E, published configurations"
 
 
 def _named(length: int, source: str, *dims: Any, **more: Any) -> NamedModel:
@@ -91,6 +93,40 @@ NAMED: dict[str, NamedModel] = {
     ),
     "gpt3-175b": _named(
         2048, _GPT3, 96, 12288, 96, 96, 128, 49152, 50304, learned_positions=2048, **_PLAIN
+    ),
+    "llama4-scout": _named(
+        8192,
+        _LLAMA4,
+        *(48, 5120, 40, 8, 128, 16384, 202048),
+        experts=Experts(16, 1, 8192, shared_mlp=8192),
+        window=8192,
+        windowed_layers=36,
+    ),
+    "llama4-maverick": _named(
+        8192,
+        _LLAMA4,
+        *(48, 5120, 40, 8, 128, 16384, 202048),
+        experts=Experts(128, 1, 8192, shared_mlp=8192, dense_layers=24),
+        window=8192,
+        windowed_layers=36,
+    ),
+    "gemma3-4b": _named(
+        *(32768, _GEMMA3, 34, 2560, 8, 4, 256, 10240, 262208),
+        tied=True,
+        window=1024,
+        windowed_layers=29,
+    ),
+    "gemma3-12b": _named(
+        *(32768, _GEMMA3, 48, 3840, 16, 8, 256, 15360, 262208),
+        tied=True,
+        window=1024,
+        windowed_layers=40,
+    ),
+    "gemma3-27b": _named(
+        *(32768, _GEMMA3, 62, 5376, 32, 16, 128, 21504, 262208),
+        tied=True,
+        window=1024,
+        windowed_layers=52,
     ),
     "gemma-2b": _named(8192, _GEMMA, 18, 2048, 8, 1, 256, 16384, 256000, tied=True),
     "gemma-7b": _named(8192, _GEMMA, 28, 3072, 16, 16, 256, 24576, 256000, tied=True),
