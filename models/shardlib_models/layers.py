@@ -38,6 +38,8 @@ class Linear(nnx.Module):
         whether kernel and bias are exempt from rounding by precision policies."""
         self.num_inputs = len(inputs)
         self.axes, self.outputs = (*inputs, *outputs), tuple(outputs)
+        # As in `nnx.Linear`: a precision policy may put another product here.
+        self.dot_general = jax.lax.dot_general
         shape = (*inputs.values(), *outputs.values())
         kernel = stddev * jax.random.normal(rngs.params(), shape)
         self.kernel = parameter(kernel, *inputs, *outputs, float32=float32)
@@ -50,7 +52,11 @@ class Linear(nnx.Module):
         if copies > 1:
             axes = (*[None] * self.num_inputs, *self.outputs)
             kernel = constrain(jnp.repeat(kernel, copies, axis=self.num_inputs), *axes)
-        y = project(x, kernel, self.axes, self.num_inputs)
+        if self.dot_general is jax.lax.dot_general:
+            y = project(x, kernel, self.axes, self.num_inputs)
+        else:
+            taken = range(x.ndim - self.num_inputs, x.ndim), range(self.num_inputs)
+            y = self.dot_general(x, kernel, (tuple(map(tuple, taken)), ((), ())))
         if self.bias is None:
             return y
         bias = jnp.repeat(self.bias[...], copies, axis=0)

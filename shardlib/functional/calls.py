@@ -52,6 +52,7 @@ def call(
             params = precision.cast_params(params, module.float32)
             held = precision.cast_params(held, module.float32, only=module.frozen)
         model = module.merge(params, held, key)
+        model = model if precision is None else precision.prepare(model)
         return fn(model), _after(module, model, model_state)
 
     try:

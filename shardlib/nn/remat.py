@@ -23,9 +23,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.errors import ConfigError, did_you_mean
+from shardlib.functional.eight_bit import RESULT
 from shardlib.sharding.constrain import active
 from shardlib.sharding.host_memory import DEVICE, HOST, check_host_memory
 
@@ -75,7 +77,7 @@ def _saved(policy: str) -> Any:
     if policy == "full":
         return policies.nothing_saveable
     if policy == "dots":
-        return policies.dots_with_no_batch_dims_saveable
+        return _keeps_dots
     if policy.startswith(_SAVE):
         return policies.save_only_these_names(*_names(policy))
     scope = active()
@@ -86,6 +88,15 @@ def _saved(policy: str) -> Any:
         offload_src=DEVICE,
         offload_dst=HOST,
     )
+
+
+def _keeps_dots(primitive: Any, *avals: Any, **params: Any) -> Any:
+    """Keeps results of products in the dtype of the layer: sums of 8-bit products are wider."""
+    policies = jax.checkpoint_policies
+    if primitive.name == "dot_general" and jnp.dtype(avals[0].dtype).itemsize == 1:
+        return False
+    is_result = policies.save_only_these_names(RESULT)(primitive, *avals, **params)
+    return is_result or policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params)
 
 
 class Run(NamedTuple):

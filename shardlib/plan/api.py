@@ -32,6 +32,9 @@ STATE_BYTES: dict[str, dict[str, Any]] = {
     "f32": {"precision": "f32", "compute_bytes": 4},
     "bf16": {"precision": "bf16"},
     "bf16_params": {"precision": "bf16", "param_bytes": 2},
+    # Products in 8 bits are priced as those in bfloat16.
+    "fp8": {"precision": "bf16"},
+    "int8": {"precision": "bf16"},
 }
 """Widths of `Job` by the precision of a run. Moments follow AdamW: float32, whatever the dtype of
 the parameters."""

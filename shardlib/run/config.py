@@ -138,9 +138,10 @@ class RunConfig:
     rules: str | RulesConfig = "standard"
     """Mapping of logical axes to mesh axes: a preset (data, fsdp, standard, sequence, zero1 or
     zero2) or changes to one."""
-    precision: Literal["f32", "bf16", "bf16_params"] = "f32"
+    precision: Literal["f32", "bf16", "bf16_params", "fp8", "int8"] = "f32"
     """f32; bf16: computes in bfloat16 with parameters in float32; bf16_params: all in bfloat16
-    except the routers of experts."""
+    except the routers of experts; fp8 (GPUs) and int8 (TPUs): bf16, with the products of linear
+    layers, but not of embeddings, heads and experts, in 8 bits."""
     deterministic: bool = False
     """Whether repeated runs give identical bits on GPUs too, where this costs speed."""
     checkpoint: CheckpointConfig = CheckpointConfig()
