@@ -192,6 +192,6 @@ def test_tpus_multiply_integers(topology, tpu_devices):
     w = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
     g = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=NamedSharding(mesh, P("a")))
     text = jax.jit(value_and_gradients(int8_dot_general)).lower(x, w, g).compile().as_text()
-    products = re.findall(r"= (\w+)\[[^=\n]* (?:dot|convolution)\(", text)
+    products = re.findall(r"= (\w+)\[[^=\n]* (?:dot|convolution)\(", str(text))
     # The result and the gradient of `x`; that of `w` is computed in the dtype of the layer.
     assert sorted(products) == ["bf16", "s32", "s32"]

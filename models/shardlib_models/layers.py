@@ -55,8 +55,8 @@ class Linear(nnx.Module):
         if self.dot_general is jax.lax.dot_general:
             y = project(x, kernel, self.axes, self.num_inputs)
         else:
-            taken = range(x.ndim - self.num_inputs, x.ndim), range(self.num_inputs)
-            y = self.dot_general(x, kernel, (tuple(map(tuple, taken)), ((), ())))
+            last = tuple(range(x.ndim - self.num_inputs, x.ndim))
+            y = self.dot_general(x, kernel, ((last, tuple(range(self.num_inputs))), ((), ())))
         if self.bias is None:
             return y
         bias = jnp.repeat(self.bias[...], copies, axis=0)
