@@ -104,6 +104,8 @@ STANDARD = AxisRules(
 )
 """Every standard mesh axis: `data`, `fsdp`, `tensor`, `context`, `expert` and `stage`.
 
+Where `stage` does not divide the number of layers, it shards another dim of their parameters.
+
 Source: Shoeybi et al. 2019, "Megatron-LM", for `tensor`; `FSDP` for `fsdp`.
 """
 

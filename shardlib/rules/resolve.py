@@ -18,6 +18,9 @@ MeshSizes = tuple[tuple[str, int], ...]
 Kind = Literal["params", "activations"]
 Section = Literal["params", "gradients", "opt_state"]
 
+STAGE = "stage"
+"""The mesh axis of pipeline stages, which may cut a number of layers that it does not divide."""
+
 ANY = "*"
 """The key of a rule for every logical axis that is not in its table."""
 
@@ -59,7 +62,8 @@ class Choice(NamedTuple):
     """The mesh axes of one dim of a tensor.
 
     `rule` is the key of the table that decided. It is `None` for a dim without a logical axis, and
-    for a dim whose name has no rule and is a mesh axis: the dim goes to that axis.
+    for a dim whose name has no rule and is a mesh axis: the dim goes to that axis. `moved_to` is the
+    dim that `stage` shards in place of this one, whose layers it does not divide.
     """
 
     dim: int
@@ -67,6 +71,7 @@ class Choice(NamedTuple):
     rule: str | None
     mesh_axes: Alternative
     refused: tuple[Refusal, ...] = ()
+    moved_to: int | None = None
 
     @property
     def fell_back(self) -> bool:
@@ -215,6 +220,7 @@ def resolve(
     ranks = [(rule.rank if rule else len(table)) for rule in named]
     choices: list[Choice | None] = [None] * len(shape)
     used: dict[str, int] = {}
+    unmet: list[tuple[Choice, _Rule]] = []
     for dim in sorted(range(len(shape)), key=ranks.__getitem__):
         logical, rule = logical_axes[dim], named[dim]
         if logical is None:
@@ -225,9 +231,45 @@ def resolve(
             choice, met = _choose(dim, logical, rule, shape[dim], used)
             choices[dim] = choice
             if not met:
-                faults.append(_not_met(choice, rule, logical_axes, shape, kind, mesh))
+                unmet.append((choice, rule))
+    for choice, rule in unmet:
+        if kind == "activations" or not _move_stage(rules, choice, choices, shape, sizes):
+            faults.append(_not_met(choice, rule, logical_axes, shape, kind, mesh))
     entries = [_entry(choice.mesh_axes) if choice else None for choice in choices]
     return Resolution(PartitionSpec(*entries), tuple(c for c in choices if c), tuple(faults))
+
+
+def _move_stage(
+    rules: Rules,
+    choice: Choice,
+    choices: list[Choice | None],
+    shape: tuple[int, ...],
+    sizes: Mapping[str, int],
+) -> bool:
+    """Places a parameter whose layers `stage` does not divide; see `shardlib.nn.stages`.
+
+    `stage` then shards, within the shards of other mesh axes, the largest other dim that divides. A
+    small parameter without such a dim is whole on every stage. Returns whether it could be placed.
+    """
+    stages, refusal = sizes.get(STAGE, 1), choice.refused[-1]
+    if refusal[:2] != ((STAGE,), "indivisible") or shape[choice.dim] < stages:
+        return False
+
+    def shards(other: Choice) -> int:
+        return math.prod(sizes[name] for name in other.mesh_axes)
+
+    fitting = [
+        c
+        for c in choices
+        if c is not None and c is not choice and shape[c.dim] % (shards(c) * stages) == 0
+    ]
+    if not fitting:
+        least = (rules.auto or Auto()).min_elements
+        return math.prod(shape) < least
+    to = max(fitting, key=lambda c: shape[c.dim])
+    choices[to.dim] = to._replace(mesh_axes=(*to.mesh_axes, STAGE))
+    choices[choice.dim] = choice._replace(refused=choice.refused[:-1], moved_to=to.dim)
+    return True
 
 
 def _entry(mesh_axes: Alternative) -> Any:

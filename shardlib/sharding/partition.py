@@ -59,6 +59,11 @@ class Placement:
         return math.prod(sizes[name] for name in names)
 
     @property
+    def moved_stage(self) -> bool:
+        """Whether `stage` shards another dim than the layers, whose number it does not divide."""
+        return any(choice.moved_to is not None for choice in self.resolution.choices)
+
+    @property
     def num_bytes(self) -> int:
         """The bytes of the whole leaf; typed PRNG keys count as their key data."""
         if jnp.issubdtype(self.dtype, jax.dtypes.prng_key):
@@ -171,7 +176,7 @@ def _place_leaf(
     def placed(axes: Sequence[str | None], origin: str) -> Placement:
         resolution = rules.resolve(axes, shape, sizes)
         asked_for = not any(choice.refused for choice in resolution.choices)
-        axes, note = tuple(axes), _mesh_axes_note(resolution)
+        axes, note = tuple(axes), _resolution_note(resolution, shape)
         return Placement(path, shape, leaf.dtype, axes, origin, resolution, note, asked_for)
 
     for pattern, axes in rules.paths:
@@ -192,10 +197,17 @@ def _with_path_rule(placement: Placement) -> Placement:
     return dataclasses.replace(placement, resolution=placement.resolution._replace(faults=faults))
 
 
-def _mesh_axes_note(resolution: Resolution) -> str:
-    """Returns a note on the names without a rule, which are taken as mesh axes."""
+def _resolution_note(resolution: Resolution, shape: tuple[int, ...]) -> str:
+    """Returns a note on the names without a rule, which are taken as mesh axes, and on layers that
+    `stage` does not divide."""
     names = [c.logical_axis for c in resolution.choices if c.logical_axis and c.rule is None]
-    return f"taken as mesh axes: {', '.join(names)}" if names else ""
+    notes = [f"taken as mesh axes: {', '.join(names)}"] if names else []
+    notes += [
+        f"stage shards dim {c.moved_to}: it does not divide {shape[c.dim]} {c.logical_axis}"
+        for c in resolution.choices
+        if c.moved_to is not None
+    ]
+    return "; ".join(notes)
 
 
 def _auto(
@@ -275,7 +287,7 @@ def _place_statistic(path: str, leaf: jax.Array, owner: Placement | None) -> Pla
         return Placement(path, shape, leaf.dtype, None, origin, resolution, note, is_small)
     chosen = {c.dim: c for c in owner.resolution.choices}
     spec = PartitionSpec(*[owner.spec[d] if d < len(owner.spec) else None for d in kept])
-    choices = tuple(chosen[d]._replace(dim=i) for i, d in enumerate(kept) if d in chosen)
+    choices = tuple(chosen[d]._replace(dim=i, moved_to=None) for i, d in enumerate(kept) if d in chosen)
     axes = owner.logical_axes and tuple(owner.logical_axes[d] for d in kept)
     return Placement(path, shape, leaf.dtype, axes, f"of {owner.path}", Resolution(spec, choices))
 

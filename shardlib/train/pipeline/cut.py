@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import PyTree
 
 from shardlib.errors import ModelError
 from shardlib.jaxprs import subprograms
 from shardlib.nn.stack import LayerStack, intercept
-from shardlib.train.pipeline.execute import AXIS, CutLoss, Leaves, Part, Reads
+from shardlib.nn.stages import StageCut
+from shardlib.train.pipeline.execute import AXIS, CutLoss, Leaves, Part, Reads, Span, when
 
 Loss = Callable[[Leaves, Part], tuple[jax.Array, PyTree]]
 """`loss(params, part) -> (loss, sums)` from parameters by path: a scalar and a pytree of
@@ -126,7 +127,9 @@ def _check_divided(reads: Reads, layers: frozenset[str], own: frozenset[str]) ->
         )
 
 
-def cut(loss: Loss, traced: LossTrace, layers: Leaves, layers_per_chunk: int) -> CutLoss:
+def cut(
+    loss: Loss, traced: LossTrace, layers: Leaves, layers_cut: StageCut, *, skip_idle: bool
+) -> CutLoss:
     """Returns the parts of a loss, for one stage.
 
     Args:
@@ -134,30 +137,43 @@ def cut(loss: Loss, traced: LossTrace, layers: Leaves, layers_per_chunk: int) ->
         traced: The result of `trace_loss`.
         layers: This stage's layers, which complete the tree of parameters in parts that do not read
             layers.
-        layers_per_chunk: Number of layers that each call of `chunk` runs.
+        layers_cut: The cut of the layers. Each call of `chunk` runs one chunk.
+        skip_idle: Whether a chunk skips its last slot if no layer is in it.
     """
+    slots = layers_cut.slots
 
     def pre(shared: Leaves, part: Part) -> PyTree:
         return _reach(loss, {**shared, **layers}, part).carry
 
     def chunk(
-        layers: Leaves, shared: Leaves, x: PyTree, part: Part, first_layer: Int[Array, ""]
+        layers: Leaves, shared: Leaves, x: PyTree, part: Part, span: Span
     ) -> PyTree:
         stack = _reach(loss, {**shared, **layers}, part)
-
-        def own(leaf: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(leaf, first_layer, layers_per_chunk)
-
-        def here(leaf: jax.Array) -> jax.Array:
-            """Slices values made for all layers, such as random keys. Layers come sliced."""
-            return leaf if leaf.shape[0] == layers_per_chunk else own(leaf)
 
         def whole(leaf: jax.Array) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((traced.num_layers, *leaf.shape[1:]), leaf.dtype)
 
-        layers_here, inputs = jax.tree.map(here, stack.state), jax.tree.map(own, stack.per_layer)
-        stack = dataclasses.replace(stack, state=jax.tree.map(whole, stack.state))
-        return stack.run(layers_here, x, inputs)[0]
+        template = dataclasses.replace(stack, state=jax.tree.map(whole, stack.state))
+
+        def run(x: PyTree, start: int, length: int) -> PyTree:
+            """Runs `length` layers from slot `start` on."""
+
+            def own(leaf: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_slice_in_dim(leaf, span.first + start, length)
+
+            def here(leaf: jax.Array) -> jax.Array:
+                """Slices values made for all layers, such as random keys. Layers come sliced."""
+                if leaf.shape[0] != slots:
+                    return own(leaf)
+                return jax.lax.slice_in_dim(leaf, start, start + length)
+
+            state, inputs = jax.tree.map(here, stack.state), jax.tree.map(own, stack.per_layer)
+            return template.run(state, x, inputs)[0]
+
+        if span.is_full is None:
+            return run(x, 0, slots)
+        x = run(x, 0, slots - 1)
+        return when(span.is_full, lambda: run(x, slots - 1, 1), x, skip=skip_idle)
 
     def post(shared: Leaves, x: PyTree, part: Part) -> tuple[jax.Array, PyTree]:
         return _resume(loss, {**shared, **layers}, part, x, traced.outputs)

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PyTree, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from shardlib.losses.aggregate import join, nothing, over_axis
+from shardlib.nn.stages import StageCut
 from shardlib.train.pipeline.schedules import Schedule, Turns
 
 AXIS = "stage"
@@ -51,11 +52,20 @@ class CutLoss:
 
     pre: Callable[[Leaves, Part], Any]
     """`pre(shared, part) -> x`, the input of the first chunk."""
-    chunk: Callable[[Leaves, Leaves, Any, Part, jax.Array], Any]
-    """`chunk(layers, shared, x, part, first_layer) -> x` for n layers, leaves [n, ...]."""
+    chunk: Callable[[Leaves, Leaves, Any, Part, "Span"], Any]
+    """`chunk(layers, shared, x, part, span) -> x` for n layers, leaves [n, ...]."""
     post: Callable[[Leaves, Any, Part], tuple[jax.Array, Any]]
     """`post(shared, x, part) -> (loss, sums)`, a scalar float32 and a pytree for `join`."""
     reads: "Reads"
+
+
+class Span(NamedTuple):
+    """The layers of one chunk."""
+
+    first: Int[Array, ""]
+    """Its first layer."""
+    is_full: Bool[Array, ""] | None
+    """Whether a layer is in the last slot; None if every chunk fills its slots."""
 
 
 class Reads(NamedTuple):
@@ -76,9 +86,10 @@ class StageGradients(NamedTuple):
     that are not read are left out."""
     sums: PyTree
     """The sums of all microbatches."""
-    turns: Int[Array, "1 2"]
-    """Forward and backward turns that this stage computed. A backward turn of the model's last
-    chunk also counts as a forward turn."""
+    turns: Float[Array, "1 2"]
+    """Forward and backward turns that this stage computed, float32. A backward turn of the model's
+    last chunk also counts as a forward turn, and a turn with an idle slot as the share of its
+    layers."""
 
 
 class Turn(NamedTuple):
@@ -149,7 +160,7 @@ class Stage:
 
     loss: CutLoss
     schedule: Schedule
-    layers_per_chunk: int
+    layers_cut: StageCut
     skip_idle: bool
     pin: Callable[[dict[str, jax.Array]], dict[str, jax.Array]]
     """Constrains gradients by path over the mesh axes that are not manual."""
@@ -184,7 +195,7 @@ class Stage:
             self.pin(_zeros(self.layers)),
             self.pin(_zeros(_only(self.shared, reads.pre | reads.chunk | reads.post))),
             self.zero_sums(ticks),
-            jnp.zeros(2, jnp.int32),
+            jnp.zeros(2, jnp.float32),
         )
 
     def zero_x(self, ticks: Tick) -> PyTree:
@@ -209,7 +220,7 @@ class Stage:
         return Part(jax.tree.map(pick, self.batch), turn.microbatch)
 
     def chunk_of(self, turn: Turn, leaves: Leaves) -> dict[str, jax.Array]:
-        n = self.layers_per_chunk
+        n = self.layers_cut.slots
         return {
             path: jax.lax.dynamic_slice_in_dim(leaf, turn.chunk * n, n)
             for path, leaf in leaves.items()
@@ -222,17 +233,18 @@ class Stage:
 
         def run_forward() -> PyTree:
             part = self.part(forward)
-            return self.apply(forward, self.input(forward, carry.x, part), part), 1
+            x = self.apply(forward, self.input(forward, carry.x, part), part)
+            return x, self.share(forward)
 
         computes = forward.runs & ~forward.is_last
-        x, forwards = self.when(computes, run_forward, (carry.x, 0))
+        x, forwards = self.when(computes, run_forward, (carry.x, jnp.float32(0)))
         x_kept = jax.tree.map(lambda leaf: leaf[backward.slot], kept)
         idle = _Backward(
             carry.dx,
             _zeros(self.chunk_of(backward, self.layers)),
             _zeros(carry.shared),
             nothing(carry.sums),
-            jnp.zeros(2, jnp.int32),
+            jnp.zeros(2, jnp.float32),
         )
         grads = self.when(
             backward.runs, lambda: self.backward(backward, x_kept, carry.dx, idle), idle
@@ -249,7 +261,7 @@ class Stage:
         forwards: jax.Array,
     ) -> _Carry:
         """Adds the gradients and sums of a tick, and sends its results to the neighbours."""
-        n, schedule = self.layers_per_chunk, self.schedule
+        n, schedule = self.layers_cut.slots, self.schedule
 
         def add(path: str, total: jax.Array) -> jax.Array:
             at = turn.chunk * n
@@ -287,20 +299,33 @@ class Stage:
         return self.when(turn.is_first, lambda: self.loss.pre(self.shared, part), x)
 
     def apply(self, turn: Turn, x: PyTree, part: Part) -> PyTree:
-        first_layer = turn.place * self.layers_per_chunk
         layers = self.chunk_of(turn, {**self.layers, **self.frozen})
-        return self.loss.chunk(layers, self.shared, x, part, first_layer)
+        return self.loss.chunk(layers, self.shared, x, part, self.span(turn))
+
+    def span(self, turn: Turn) -> Span:
+        """Returns the layers of a turn's chunk."""
+        layers = self.layers_cut
+        if layers.is_even:
+            return Span(turn.place * layers.slots, None)
+        is_full = jnp.asarray(layers.counts)[turn.place] == layers.slots
+        return Span(jnp.asarray(layers.firsts)[turn.place], is_full)
+
+    def share(self, turn: Turn) -> Float[Array, ""]:
+        """Returns the fraction of its slots that a turn's chunk fills."""
+        layers = self.layers_cut
+        if layers.is_even:
+            return jnp.ones((), jnp.float32)
+        return jnp.asarray(layers.counts, jnp.float32)[turn.place] / layers.slots
 
     def backward(self, turn: Turn, x: PyTree, dy: PyTree, idle: _Backward) -> _Backward:
         """Recomputes a chunk and differentiates it, with `pre` for the first chunk and `post` for
         the last."""
         cut, part, shared = self.loss, self.part(turn), self.shared
         x = self.input(turn, x, part)
-        first_layer = turn.place * self.layers_per_chunk
         layers, frozen = (self.chunk_of(turn, leaves) for leaves in (self.layers, self.frozen))
 
         def chunk(layers: Leaves, read: PyTree, x: PyTree) -> PyTree:
-            return cut.chunk({**layers, **frozen}, {**shared, **read}, x, part, first_layer)
+            return cut.chunk({**layers, **frozen}, {**shared, **read}, x, part, self.span(turn))
 
         y, chunk_vjp = jax.vjp(chunk, layers, _only(shared, cut.reads.chunk), x)
 
@@ -328,7 +353,8 @@ class Stage:
         shared_grads = dict(idle.shared)
         for grads in (post_grads, self.wide(chunk_grads), pre_grads):
             shared_grads |= {path: shared_grads[path] + g for path, g in grads.items()}
-        turns = jnp.stack([turn.is_last.astype(jnp.int32), jnp.ones((), jnp.int32)])
+        share = self.share(turn)
+        turns = jnp.stack([turn.is_last.astype(share.dtype) * share, share])
         return _Backward(_floats(dx), self.wide(layer_grads), shared_grads, sums, turns)
 
     def wide(self, grads: PyTree) -> PyTree:
@@ -336,15 +362,23 @@ class Stage:
         return self.pin({path: g.astype(jnp.float32) for path, g in grads.items()})
 
     def when(self, flag: Bool[Array, ""], run: Callable[[], Any], otherwise: PyTree) -> PyTree:
-        """Returns `run()` if the flag is set, else `otherwise`."""
-        otherwise = jax.tree.map(jnp.asarray, otherwise)
+        """Returns `run()` if the flag is set, else `otherwise`; see `when`."""
+        return when(flag, run, otherwise, skip=self.skip_idle)
 
-        def taken() -> PyTree:
-            return jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), run(), otherwise)
 
-        if self.skip_idle:
-            return jax.lax.cond(flag, taken, lambda: otherwise)
-        return jax.tree.map(lambda x, other: jnp.where(flag, x, other), taken(), otherwise)
+def when(
+    flag: Bool[Array, ""], run: Callable[[], Any], otherwise: PyTree, *, skip: bool
+) -> PyTree:
+    """Returns `run()` if the flag is set, else `otherwise`; `skip` is whether not to compute
+    `run()` in vain."""
+    otherwise = jax.tree.map(jnp.asarray, otherwise)
+
+    def taken() -> PyTree:
+        return jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), run(), otherwise)
+
+    if skip:
+        return jax.lax.cond(flag, taken, lambda: otherwise)
+    return jax.tree.map(lambda x, other: jnp.where(flag, x, other), taken(), otherwise)
 
 
 def _keep(kept: PyTree, x: PyTree, slot: Int[Array, ""], flag: Bool[Array, ""]) -> PyTree:

@@ -1,7 +1,7 @@
 """Gradients and sums of a batch over the stages of a pipeline.
 
 It works for any loss whose model runs its layers with one `scan_layers`. The layers are divided
-over the mesh axis `stage`. Embeddings run on the first stage, head and loss on the last, and the
+over the mesh axis `stage`, evenly or as in `StageCut`. Embeddings run on the first stage, head and loss on the last, and the
 gradients of their parameters are summed over the stages once per step. Microbatches have the same
 examples and random keys as in `accumulate_gradients`, so the results are equal.
 """
@@ -19,11 +19,12 @@ from shardlib.errors import ModelError
 from shardlib.losses.aggregate import Mean, map_outputs
 from shardlib.losses.microbatch import unsplit
 from shardlib.mesh import entry_axes
+from shardlib.nn.stages import StageCut
 from shardlib.partitioner import ValueLayout
 from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import platform
 from shardlib.sharding.manual import axis_size, manual
-from shardlib.sharding.partition import pin
+from shardlib.sharding.partition import Placement, pin
 from shardlib.train.batches import microbatch_shapes
 from shardlib.train.gradients import Gradients, LossArguments, PartLoss, Sums, loss_mean, part_key
 from shardlib.train.partitioning import (
@@ -33,7 +34,7 @@ from shardlib.train.partitioning import (
     placed_layouts,
     whole_layouts,
 )
-from shardlib.train.pipeline import exchange
+from shardlib.train.pipeline import exchange, padding
 from shardlib.train.pipeline.config import PipelineConfig
 from shardlib.train.pipeline.cut import Loss, LossTrace, cut, trace_loss
 from shardlib.train.pipeline.execute import AXIS, Part, Stage, Tick, ticks
@@ -106,7 +107,7 @@ def pipelined_groups(
     def gradients(stage: Stage, tick: Tick) -> PyTree:
         result = stage.gradients(tick)
         grads = result.layers
-        if schedule.chunks > 1:
+        if schedule.chunks > 1 and stage.layers_cut.is_even:
             grads = exchange.to_store(grads, AXIS, stages, schedule.chunks)
         return region.pin(grads), result.shared, result.sums, result.turns
 
@@ -125,14 +126,14 @@ def pipelined_groups(
         gradients, first_index, (over, every, every, over), layouts
     )
     sums = _rows(sums, len(outer))
-    by_path = {**layer_grads, **shared_grads}
+    by_path = {**shared_grads, **region.stored(layer_grads, outer)}
     groups = turns.shape[: len(outer)]
     grads = [
         by_path[path] if path in by_path else jnp.zeros((*groups, *leaf.shape), jnp.float32)
         for path, leaf in named_leaves(arguments.params).items()
     ]
     total = jnp.full(groups, stages * schedule.turns, jnp.float32)
-    idle = total - jnp.sum(turns, axis=(-2, -1)).astype(jnp.float32)
+    idle = total - jnp.sum(turns, axis=(-2, -1))
     grads = jax.tree.unflatten(jax.tree.structure(arguments.params), grads)
     return grads, {**sums, BUBBLE_METRIC: Mean(idle, total)}
 
@@ -188,6 +189,7 @@ class _Region:
         params, model_state, batch, key, inputs = self.arguments
         layers, shared = self._divided(params)
         frozen, state = self._divided(model_state)
+        layers, frozen = self._slotted(layers, frozen)
 
         def region(tick: Tick, *rest: Any) -> PyTree:
             layers, frozen, shared, batch, state, key, first, inputs = rest
@@ -230,8 +232,57 @@ class _Region:
         return frozenset(
             path
             for path, placement in {**definition.params, **definition.model_state}.items()
-            if placement.spec and AXIS in entry_axes(placement.spec[0])
+            if placement.moved_stage or (placement.spec and AXIS in entry_axes(placement.spec[0]))
         )
+
+    def _moved(
+        self, leaves: Mapping[str, jax.Array], places: Mapping[str, Placement]
+    ) -> dict[str, jax.Array]:
+        """Returns the leaves whose layers `stage` does not divide."""
+        return {path: x for path, x in leaves.items() if places[path].moved_stage}
+
+    def _layers_cut(self, num_layers: int) -> StageCut:
+        """Returns the cut of a number of layers.
+
+        Raises:
+            ModelError: If they do not fit the stages and chunks.
+        """
+        stages, chunks = self.schedule.stages, self.schedule.chunks
+        if faults := layer_faults(num_layers, stages=stages, chunks=chunks):
+            raise ModelError("\n".join(faults))
+        return StageCut(num_layers, stages, chunks)
+
+    def _slotted(
+        self, layers: dict[str, jax.Array], frozen: dict[str, jax.Array]
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Returns the divided variables, trained and frozen, with those in slots that `stage` does
+        not divide. They are cast first, as the loss would cast them, because that sends less."""
+        definition, policy = self.loss.definition, self.loss.precision
+        module = definition.module
+        trained, other = definition.params, definition.model_state
+        moved = policy.cast_params(self._moved(layers, trained), module.float32)
+        held = policy.cast_params(self._moved(frozen, other), module.float32, only=module.frozen)
+        if not moved | held:
+            return layers, frozen
+        cut = self._layers_cut(next(iter((moved | held).values())).shape[0])
+        return (
+            layers | padding.to_slots(moved, trained, cut, definition.scope),
+            frozen | padding.to_slots(held, other, cut, definition.scope),
+        )
+
+    def stored(
+        self, grads: dict[str, jax.Array], group: tuple[str, ...]
+    ) -> dict[str, jax.Array]:
+        """Returns gradients of layers as they are stored; `group` is the axis of their leading dim
+        of groups, if any."""
+        definition = self.loss.definition
+        moved = self._moved(grads, definition.params)
+        if not moved:
+            return grads
+        places = definition.params | self._moved(definition.gradients, definition.gradients)
+        num_layers = definition.params[next(iter(moved))].shape[0]
+        cut = self._layers_cut(num_layers)
+        return grads | padding.from_slots(moved, places, cut, definition.scope, group)
 
     def _divided(self, tree: PyTree) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Returns the leaves that are divided over the stages, and the others, by path."""
@@ -250,17 +301,17 @@ class _Region:
     ) -> Stage:
         """Returns one stage, from the arrays inside the region."""
         schedule, parts = self.schedule, self.schedule.microbatches
-        layers_per_chunk = traced.num_layers // (schedule.stages * schedule.chunks)
-        cut_loss = cut(loss, traced, {**layers, **frozen}, layers_per_chunk)
-        if schedule.chunks > 1:
+        layers_cut = self._layers_cut(traced.num_layers)
+        skip_idle = _skip_idle(self.config, traced)
+        cut_loss = cut(loss, traced, {**layers, **frozen}, layers_cut, skip_idle=skip_idle)
+        if schedule.chunks > 1 and layers_cut.is_even:
             layers, frozen = (
                 exchange.to_run(leaves, AXIS, schedule.stages, schedule.chunks)
                 for leaves in (layers, frozen)
             )
-        skip_idle = _skip_idle(self.config, traced)
         batch = jax.tree.map(lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), batch)
         return Stage(
-            cut_loss, schedule, layers_per_chunk, skip_idle, self.pin, layers, frozen, shared, batch
+            cut_loss, schedule, layers_cut, skip_idle, self.pin, layers, frozen, shared, batch
         )
 
     def _layouts(self, arguments: tuple[Any, ...]) -> ArgumentLayouts:
@@ -288,9 +339,7 @@ class _Region:
         leaves = named_leaves(self.arguments.params)
         leaves |= self._divided(self.arguments.model_state)[0]
         traced = trace_loss(loss, leaves, self._layer_paths, part)
-        faults = layer_faults(traced.num_layers, stages=schedule.stages, chunks=schedule.chunks)
-        if faults:
-            raise ModelError("\n".join(faults))
+        self._layers_cut(traced.num_layers)
         return traced
 
     def _loss_by_path(

@@ -159,14 +159,23 @@ def _count(microbatches: int) -> str:
 
 
 def layer_faults(num_layers: int, *, stages: int, chunks: int = 1) -> list[str]:
-    """Returns the faults of dividing layers over stages and chunks, as `schedule_faults` does."""
-    if num_layers % (stages * chunks) == 0:
-        return []
+    """Returns the faults of dividing layers over stages and chunks, as `schedule_faults` does.
+
+    Stages that store whole layers exchange whole chunks of them, so chunks must then be equal.
+    """
     parts = f"{stages} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
-    return [
-        f"{num_layers} layers cannot be cut into {parts}.\n"
-        f"  Use a number of layers that {stages * chunks} divides, or other stages or chunks."
-    ]
+    if num_layers < stages * chunks:
+        return [
+            f"{num_layers} layers do not fill {parts}.\n"
+            f"  Use at least {stages * chunks} layers, or fewer stages or chunks."
+        ]
+    if num_layers % stages == 0 and num_layers % (stages * chunks):
+        return [
+            f"{num_layers} layers cannot be cut into {parts}: each stage stores "
+            f"{num_layers // stages}.\n"
+            f"  Use a number of layers that {stages * chunks} divides, or other stages or chunks."
+        ]
+    return []
 
 
 def bubble_fraction(*, stages: int, microbatches: int, chunks: int = 1) -> float:
