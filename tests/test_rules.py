@@ -61,6 +61,29 @@ def test_refused_alternatives_are_kept_with_the_reason():
     ]
 
 
+STAGES = {"stage": 4, "fsdp": 2, "tensor": 2}
+
+
+def test_stage_shards_another_dim_where_it_does_not_divide_the_layers():
+    axes = ("layers", "embed", "mlp")
+    found = STANDARD.resolve(axes, (6, 16, 32), STAGES)
+    assert found.spec == P(None, "fsdp", ("tensor", "stage"))
+    assert found.choices[0].moved_to == 2
+    assert not found.choices[0].fell_back
+    assert spec(STANDARD, axes, (6, 16, 12), STAGES) == P(None, ("fsdp", "stage"), "tensor")
+    assert spec(STANDARD, axes, (8, 16, 32), STAGES) == P("stage", "fsdp", "tensor")
+    # A small parameter is whole; no list of alternatives asks for another dim.
+    assert spec(STANDARD, ("layers", "norm"), (6, 6), STAGES) == P(None, None)
+    listed = STANDARD.override(layers=["stage", None])
+    assert spec(listed, axes, (6, 16, 32), STAGES) == P(None, "fsdp", "tensor")
+
+
+@pytest.mark.parametrize("shape", [(3, 16), (6, 2**14 + 1)], ids=["too few layers", "no dim fits"])
+def test_layers_that_stage_cannot_cut_are_refused(shape):
+    with pytest.raises(RuleError, match=f"'layers' .*stage=4 does not divide {shape[0]}"):
+        spec(STANDARD, ("layers", "norm"), shape, STAGES)
+
+
 def test_every_fault_of_a_tensor_is_told_at_once():
     fault = r"'embed' .*fsdp=4 does not divide 6.\n  Change .*\nlogical axis 'mpl' .*'mlp'\?\n  Add"
     with pytest.raises(RuleError, match=fault):

@@ -62,8 +62,8 @@ class Choice(NamedTuple):
     """The mesh axes of one dim of a tensor.
 
     `rule` is the key of the table that decided. It is `None` for a dim without a logical axis, and
-    for a dim whose name has no rule and is a mesh axis: the dim goes to that axis. `moved_to` is the
-    dim that `stage` shards in place of this one, whose layers it does not divide.
+    for a dim whose name has no rule and is a mesh axis: the dim goes to that axis. `moved_to` is
+    the dim that `stage` shards in place of this one, whose layers it does not divide.
     """
 
     dim: int
@@ -220,7 +220,7 @@ def resolve(
     ranks = [(rule.rank if rule else len(table)) for rule in named]
     choices: list[Choice | None] = [None] * len(shape)
     used: dict[str, int] = {}
-    unmet: list[tuple[Choice, _Rule]] = []
+    unmet: list[tuple[Choice, int]] = []
     for dim in sorted(range(len(shape)), key=ranks.__getitem__):
         logical, rule = logical_axes[dim], named[dim]
         if logical is None:
@@ -231,10 +231,11 @@ def resolve(
             choice, met = _choose(dim, logical, rule, shape[dim], used)
             choices[dim] = choice
             if not met:
-                unmet.append((choice, rule))
-    for choice, rule in unmet:
-        if kind == "activations" or not _move_stage(rules, choice, choices, shape, sizes):
-            faults.append(_not_met(choice, rule, logical_axes, shape, kind, mesh))
+                unmet.append((choice, len(faults)))
+                faults.append(_not_met(choice, rule, logical_axes, shape, kind, mesh))
+    for choice, fault in reversed(unmet):
+        if kind == "params" and _move_stage(rules, choice, choices, shape, sizes):
+            del faults[fault]
     entries = [_entry(choice.mesh_axes) if choice else None for choice in choices]
     return Resolution(PartitionSpec(*entries), tuple(c for c in choices if c), tuple(faults))
 

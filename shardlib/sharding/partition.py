@@ -19,6 +19,7 @@ from shardlib.functional import AxesByPath, axis_names_of
 from shardlib.mesh import entry_axes, mesh_sizes
 from shardlib.paths import key_string, matches, named_leaves, nearest_pattern, path_string
 from shardlib.rules import AxisRules, Choice, Resolution
+from shardlib.rules.resolve import STAGE
 from shardlib.sharding.constrain import Scope, active_or, manual_axes
 
 Section = Literal["params", "model_state", "opt_state"]
@@ -62,6 +63,11 @@ class Placement:
     def moved_stage(self) -> bool:
         """Whether `stage` shards another dim than the layers, whose number it does not divide."""
         return any(choice.moved_to is not None for choice in self.resolution.choices)
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the first dim counts layers that are divided over pipeline stages."""
+        return self.moved_stage or bool(self.spec and STAGE in entry_axes(self.spec[0]))
 
     @property
     def num_bytes(self) -> int:
@@ -287,7 +293,9 @@ def _place_statistic(path: str, leaf: jax.Array, owner: Placement | None) -> Pla
         return Placement(path, shape, leaf.dtype, None, origin, resolution, note, is_small)
     chosen = {c.dim: c for c in owner.resolution.choices}
     spec = PartitionSpec(*[owner.spec[d] if d < len(owner.spec) else None for d in kept])
-    choices = tuple(chosen[d]._replace(dim=i, moved_to=None) for i, d in enumerate(kept) if d in chosen)
+    choices = tuple(
+        chosen[d]._replace(dim=i, moved_to=None) for i, d in enumerate(kept) if d in chosen
+    )
     axes = owner.logical_axes and tuple(owner.logical_axes[d] for d in kept)
     return Placement(path, shape, leaf.dtype, axes, f"of {owner.path}", Resolution(spec, choices))
 

@@ -22,6 +22,8 @@ WAYS: dict[str, dict[str, Any]] = {
     # Schedules; without a word it is 1F1B. Interleaved runs the layers in another order.
     "gpipe": {"options": {"pipeline": "gpipe"}},
     "interleaved": {"options": {"pipeline": "interleaved"}},
+    # Stages of unequally many layers.
+    "7 layers": {"changes": {"num_layers": 7}},
     # How devices along `context` share a row: by a ring, or gathered where there are stages. The
     # row lies in zig-zag order where neither masks nor places of experts go by index.
     "no dropout": {"changes": {"dropout": 0.0}},
@@ -60,6 +62,7 @@ _TRANSFORMER = [
     ("context=4,tensor=2", 1, "ulysses"),
     ("stage=2,data=4", 2, ""),
     ("stage=4,fsdp=2", 4, ""),
+    ("stage=4,fsdp=2", 4, "zero2, 7 layers"),
     ("stage=2,tensor=4", 4, "interleaved"),
     ("stage=4,context=2", 4, ""),
     ("stage=2,context=4", 2, "no dropout"),
@@ -79,6 +82,7 @@ _TRANSFORMER = [
     ("data=2x2,tensor=2", 2, "no dropout, hops"),
     ("data=2x2,fsdp=2", 1, "no dropout, hops"),
     ("stage=2,data=2x2", 2, "no dropout, hops"),
+    ("stage=2,data=2x2", 2, "no dropout, hops, 7 layers"),
     ("data=2x1,fsdp=4", 1, ""),
     ("stage=2x1,data=2,fsdp=2", 2, ""),
 ]

@@ -125,8 +125,10 @@ def test_refused(case):
 
 def test_layers_that_do_not_divide():
     faults = schedule_faults("interleaved", stages=4, microbatches=8, chunks=2, num_layers=12)
-    assert faults[0].startswith(
-        "12 layers cannot be cut into 4 stages of 2 chunks.\n  Use a number"
-    )
-    faults = schedule_faults("1f1b", stages=4, microbatches=3, num_layers=6)
-    assert [fault.split()[0] for fault in faults] == ["3", "6"]
+    assert faults == [
+        "12 layers cannot be cut into 4 stages of 2 chunks: each stage stores 3.\n"
+        "  Use a number of layers that 8 divides, or other stages or chunks."
+    ]
+    faults = schedule_faults("1f1b", stages=4, microbatches=3, num_layers=3)
+    assert [fault.split()[:2] for fault in faults] == [["3", "microbatches"], ["3", "layers"]]
+    assert not schedule_faults("interleaved", stages=4, microbatches=8, chunks=2, num_layers=13)

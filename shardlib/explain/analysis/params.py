@@ -1,6 +1,7 @@
 """Report on a training state: the sharding of each leaf, its reason and its cost."""
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +11,9 @@ from jaxtyping import PyTree
 
 from shardlib import humanize
 from shardlib.mesh import entry_axes, mesh_sizes
+from shardlib.nn.stages import StageCut
 from shardlib.rules import AxisRules, Choice
+from shardlib.rules.resolve import STAGE
 from shardlib.sharding.partition import OVERRIDES, Placement
 from shardlib.tables import Report, Table
 
@@ -73,6 +76,7 @@ class ParamsReport(Report):
     """A table of all leaves, totals, and accidental replication. `str()` draws it.
 
     `choices` holds other choices of the run with their reasons, by name, if known.
+    `layers_by_stage` holds the number of layers on each pipeline stage.
     """
 
     mesh: Mapping[str, int]
@@ -80,6 +84,7 @@ class ParamsReport(Report):
     unused_rules: tuple[str, ...]
     unused_paths: tuple[str, ...]
     choices: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    layers_by_stage: tuple[int, ...] = ()
 
     def total_bytes(self, section: str | None = None) -> int:
         """Returns the bytes of all leaves of a section, each counted once."""
@@ -131,6 +136,7 @@ class ParamsReport(Report):
             "unused_rules": list(self.unused_rules),
             "unused_paths": list(self.unused_paths),
             "choices": dict(self.choices),
+            "layers_by_stage": list(self.layers_by_stage),
             "rows": [
                 {**dataclasses.asdict(r), "replicated_bytes": r.replicated_bytes} for r in self.rows
             ],
@@ -155,6 +161,8 @@ class ParamsReport(Report):
                 share = f"{humanize.size(each)} on each device{rest}"
                 yield f"{name}: {humanize.size(total)} in all, {share}"
         yield f"state: {humanize.size(self.bytes_per_device())} on each device"
+        if self.layers_by_stage:
+            yield f"layers on stages: {_repeats(self.layers_by_stage)}"
         yield from (f"{name}: {text}" for name, text in self.choices.items())
         if self.unused_paths:
             yield f"path rules that no parameter matched: {', '.join(self.unused_paths)}"
@@ -173,7 +181,21 @@ def explain_params(state: PyTree) -> ParamsReport:
         for placement in getattr(definition, section).values()
     )
     placements = [*definition.params.values(), *definition.model_state.values()]
-    return ParamsReport(sizes, rows, *_unused(definition.scope.rules, placements))
+    counts = {p.shape[0] for p in placements if p.has_stages}
+    return ParamsReport(
+        sizes,
+        rows,
+        *_unused(definition.scope.rules, placements),
+        layers_by_stage=StageCut(max(counts), sizes[STAGE]).by_stage if counts else (),
+    )
+
+
+def _repeats(numbers: Iterable[int]) -> str:
+    """Returns numbers as text, with equal neighbours as `6 x 16`."""
+    groups = ((number, len([*group])) for number, group in itertools.groupby(numbers))
+    return ", ".join(
+        f"{count} x {number}" if count > 1 else f"{number}" for number, count in groups
+    )
 
 
 def _row(section: str, placement: Placement, sizes: Mapping[str, int], num_devices: int) -> Row:

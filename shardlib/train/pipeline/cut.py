@@ -145,9 +145,7 @@ def cut(
     def pre(shared: Leaves, part: Part) -> PyTree:
         return _reach(loss, {**shared, **layers}, part).carry
 
-    def chunk(
-        layers: Leaves, shared: Leaves, x: PyTree, part: Part, span: Span
-    ) -> PyTree:
+    def chunk(layers: Leaves, shared: Leaves, x: PyTree, part: Part, span: Span) -> PyTree:
         stack = _reach(loss, {**shared, **layers}, part)
 
         def whole(leaf: jax.Array) -> jax.ShapeDtypeStruct:

@@ -366,9 +366,7 @@ class Stage:
         return when(flag, run, otherwise, skip=self.skip_idle)
 
 
-def when(
-    flag: Bool[Array, ""], run: Callable[[], Any], otherwise: PyTree, *, skip: bool
-) -> PyTree:
+def when(flag: Bool[Array, ""], run: Callable[[], Any], otherwise: PyTree, *, skip: bool) -> PyTree:
     """Returns `run()` if the flag is set, else `otherwise`; `skip` is whether not to compute
     `run()` in vain."""
     otherwise = jax.tree.map(jnp.asarray, otherwise)

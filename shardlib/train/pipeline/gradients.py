@@ -1,9 +1,9 @@
 """Gradients and sums of a batch over the stages of a pipeline.
 
 It works for any loss whose model runs its layers with one `scan_layers`. The layers are divided
-over the mesh axis `stage`, evenly or as in `StageCut`. Embeddings run on the first stage, head and loss on the last, and the
-gradients of their parameters are summed over the stages once per step. Microbatches have the same
-examples and random keys as in `accumulate_gradients`, so the results are equal.
+over the mesh axis `stage` as in `StageCut`. Embeddings run on the first stage, head and loss on the
+last, and the gradients of their parameters are summed over the stages once per step. Microbatches
+have the same examples and random keys as in `accumulate_gradients`, so the results are equal.
 """
 
 import dataclasses
@@ -18,7 +18,6 @@ from jaxtyping import Array, Int, PyTree, Shaped
 from shardlib.errors import ModelError
 from shardlib.losses.aggregate import Mean, map_outputs
 from shardlib.losses.microbatch import unsplit
-from shardlib.mesh import entry_axes
 from shardlib.nn.stages import StageCut
 from shardlib.partitioner import ValueLayout
 from shardlib.paths import named_leaves
@@ -232,7 +231,7 @@ class _Region:
         return frozenset(
             path
             for path, placement in {**definition.params, **definition.model_state}.items()
-            if placement.moved_stage or (placement.spec and AXIS in entry_axes(placement.spec[0]))
+            if placement.has_stages
         )
 
     def _moved(
@@ -270,18 +269,18 @@ class _Region:
             frozen | padding.to_slots(held, other, cut, definition.scope),
         )
 
-    def stored(
-        self, grads: dict[str, jax.Array], group: tuple[str, ...]
-    ) -> dict[str, jax.Array]:
+    def stored(self, grads: dict[str, jax.Array], group: tuple[str, ...]) -> dict[str, jax.Array]:
         """Returns gradients of layers as they are stored; `group` is the axis of their leading dim
         of groups, if any."""
         definition = self.loss.definition
         moved = self._moved(grads, definition.params)
         if not moved:
             return grads
-        places = definition.params | self._moved(definition.gradients, definition.gradients)
-        num_layers = definition.params[next(iter(moved))].shape[0]
-        cut = self._layers_cut(num_layers)
+        places = {
+            path: at if (at := definition.gradients[path]).moved_stage else definition.params[path]
+            for path in moved
+        }
+        cut = self._layers_cut(next(iter(places.values())).shape[0])
         return grads | padding.from_slots(moved, places, cut, definition.scope, group)
 
     def _divided(self, tree: PyTree) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:

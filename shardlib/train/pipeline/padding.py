@@ -4,9 +4,9 @@ An array cannot be sharded unevenly. The parameters of such layers are therefore
 with `stage` on another dim (`Choice.moved_to`), so that a training state has the same shapes on
 every mesh, and every device holds an equal part of it. For the step, an all-to-all over `stage`
 gives each stage its own layers in `StageCut.slots` slots per chunk. An idle slot holds a copy of
-the layer before it, which is finite, and is not computed with. The gradients go back the same way,
-without those of idle slots. A step makes two exchanges: of the parameters in the compute dtype, and
-of the gradients in float32.
+the layer before it, so that what is computed and discarded stays finite. The gradients go back the
+same way. A step makes two exchanges: the parameters in the compute dtype, and their gradients in
+float32.
 """
 
 from collections.abc import Callable, Mapping, Sequence
