@@ -46,8 +46,9 @@ class PlainConfig:
     """What is computed in. Parameters, optimizer, norms, softmax and loss are float32."""
     remat: str = "none"
     """What layers keep for the backward pass: none (everything), dots, full (nothing)."""
-    attention: Literal["xla", "cudnn"] | None = None
-    """Implementation of `jax.nn.dot_product_attention`: None, "xla" or "cudnn"."""
+    attention: Literal["xla", "cudnn"] | Callable[..., jax.Array] | None = None
+    """Implementation of `jax.nn.dot_product_attention`: None, "xla" or "cudnn". Or a function of
+    query [b, l, h, d], key and value [b, l, k, d] and segments [b, l] or None."""
 
 
 def init(config: PlainConfig, key: jax.Array) -> dict[str, Any]:
@@ -94,16 +95,26 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def block(config: PlainConfig, x: jax.Array, p: Any, cos: Any, sin: Any, mask: Any) -> jax.Array:
-    """One layer over x [b, l, e]; mask [b, 1, l, l] bool or None, in addition to the causal one."""
+def attend(config: PlainConfig, query: Any, key: Any, value: Any, segments: Any) -> jax.Array:
+    """Causal attention within segments [b, l]; within rows if they are None."""
+    if callable(config.attention):
+        return config.attention(query, key, value, segments)
+    mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=True, implementation=config.attention
+    )
+
+
+def block(
+    config: PlainConfig, x: jax.Array, p: Any, cos: Any, sin: Any, segments: Any
+) -> jax.Array:
+    """One layer over x [b, l, e]; segments as in `attend`."""
     y = rms_norm(x, p["attention_norm"]["scale"], config.norm_eps)
     attention = p["attention"]
     query = rotate(jnp.einsum("ble,ehd->blhd", y, attention["query"]["kernel"]), cos, sin)
     key = rotate(jnp.einsum("ble,ekd->blkd", y, attention["key"]["kernel"]), cos, sin)
     value = jnp.einsum("ble,ekd->blkd", y, attention["value"]["kernel"])
-    y = jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=True, implementation=config.attention
-    )
+    y = attend(config, query, key, value, segments)
     x = x + jnp.einsum("blhd,hde->ble", y, attention["out"]["kernel"])
     y = rms_norm(x, p["mlp_norm"]["scale"], config.norm_eps)
     mlp = p["mlp"]
@@ -122,10 +133,9 @@ def forward(
     exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     angles = positions.astype(jnp.float32)[..., None] * config.rope_theta ** -exponents[None, None]
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
 
     def body(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-        return pin(block(config, x, layer, cos, sin, mask)), None
+        return pin(block(config, x, layer, cos, sin, segments)), None
 
     policies = {
         "none": jax.checkpoint_policies.everything_saveable,
@@ -151,8 +161,10 @@ def loss(
     `batch` holds tokens and targets [b, l] int32, and of packed rows also segment_ids (0 where
     there is no target) and positions.
     """
-    logits = forward(config, params, batch, pin)
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    logits, targets = forward(config, params, batch, pin), batch["targets"]
+    # Without a gather, which would keep the logits in float32, and whole if `vocab` is cut.
+    is_target = targets[..., None] == jnp.arange(config.vocab_size)[None, None]
+    nll = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     if "segment_ids" not in batch:
         return jnp.mean(nll)
     mask = (batch["segment_ids"] > 0).astype(jnp.float32)
@@ -175,32 +187,42 @@ def make_optimizer(
 
 
 def make_mesh(strategy: str, devices: Sequence[Any] | None = None) -> Mesh:
-    """Returns a mesh of one axis, `data` or `fsdp`, over all devices."""
+    """Returns a mesh such as `data=2,fsdp=4`. An axis without a size is over all devices."""
     devices = devices or jax.devices()
-    return jax.make_mesh((len(devices),), (strategy,), (AxisType.Auto,), devices=devices)
+    axes = [part.partition("=") for part in strategy.split(",")]
+    sizes = tuple(int(size or len(devices)) for _, _, size in axes)
+    names, types = tuple(name for name, _, _ in axes), (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(sizes, names, types, devices=devices)
 
 
-def param_specs(config: PlainConfig, strategy: str) -> dict[str, Any]:
-    """Returns the sharding of each parameter: replicated, or along the embed dim over `fsdp`."""
-    abstract = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
-    if strategy == "data":
-        return jax.tree.map(lambda _: P(), abstract)
-    first, last = {"kernel": P(None, "fsdp")}, {"kernel": P(None, None, "fsdp")}
+def batch_spec(mesh: Mesh) -> P:
+    """Returns the sharding of a batch: its rows are cut over `data` and `fsdp`."""
+    return P(tuple(name for name in ("data", "fsdp") if name in mesh.axis_names))
+
+
+def param_specs(mesh: Mesh) -> dict[str, Any]:
+    """Returns the sharding of each parameter.
+
+    `fsdp` cuts the embed dim, and `tensor` heads, MLP and vocab (Shoeybi et al. 2019,
+    "Megatron-LM"). Over `data` parameters are replicated, and norms everywhere.
+    """
+    fsdp, tensor = (name if name in mesh.axis_names else None for name in ("fsdp", "tensor"))
+    first, last = {"kernel": P(None, fsdp, tensor)}, {"kernel": P(None, tensor, fsdp)}
     return {
-        "token_embedding": {"embedding": P(None, "fsdp")},
+        "token_embedding": {"embedding": P(tensor, fsdp)},
         "layers": {
             "attention_norm": {"scale": P()},
             "attention": {
                 "query": first,
                 "key": first,
                 "value": first,
-                "out": {"kernel": P(None, None, None, "fsdp")},
+                "out": {"kernel": P(None, tensor, None, fsdp)},
             },
             "mlp_norm": {"scale": P()},
             "mlp": {"gate": first, "up": first, "down": last},
         },
         "final_norm": {"scale": P()},
-        "head": {"kernel": P("fsdp", None)},
+        "head": {"kernel": P(fsdp, tensor)},
     }
 
 
@@ -212,8 +234,7 @@ def state_shardings(
     config: PlainConfig, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> Any:
     """Returns the sharding of each leaf of a state; the optimizer's follow the parameters'."""
-    (strategy,) = mesh.axis_names
-    params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(config, strategy))
+    params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(mesh))
     abstract = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
     opt_state = optax.tree_map_params(
         optimizer,
@@ -251,9 +272,8 @@ def make_step(
     With microbatches, gradients are averaged over equal parts of the batch, which is exact where
     all rows have as many targets.
     """
-    (axis,) = mesh.axis_names
     placed = state_shardings(config, optimizer, mesh)
-    rows = NamedSharding(mesh, P(axis))
+    rows = NamedSharding(mesh, batch_spec(mesh))
 
     def pin(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, rows)

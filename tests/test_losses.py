@@ -7,11 +7,13 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from shardlib.errors import ModelError
 from shardlib.explain.analysis.collectives import collectives
+from shardlib.explain.aot.topology import devices_of
+from shardlib.hardware import parse_cluster
 from shardlib.losses import Mean, chunked_cross_entropy, cross_entropy, masked_mean
 from shardlib.mesh import make_mesh
 from shardlib.rules import SEQUENCE, STANDARD, ZERO2
@@ -334,6 +336,25 @@ def test_on_tpus_gradients_of_chunks_are_scattered_and_memory_is_that_of_a_chunk
     held = compiled.memory_analysis()
     assert held is not None
     assert held.temp_size_in_bytes < (logits_bytes + table_bytes) / 2
+
+
+@pytest.mark.aot
+def test_on_gpus_the_gradient_of_the_logits_takes_their_place():
+    pytest.importorskip("jax_cuda12_plugin", reason="needs the extra cuda")
+    device = SingleDeviceSharding(devices_of(parse_cluster("8xh100"))[0])
+    batch, length, embed, vocab = 2, 4096, 256, 128256
+
+    def loss(x, weights, labels):
+        mean, metrics = cross_entropy(x @ weights, labels)
+        return mean.total, metrics
+
+    shapes = {(batch, length, embed): jnp.bfloat16, (embed, vocab): jnp.bfloat16}
+    arguments = [jax.ShapeDtypeStruct(*item, sharding=device) for item in shapes.items()]
+    labels = jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=device)
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    held = step.lower(*arguments, labels).compile().memory_analysis()
+    # In bfloat16; twice as much where the gradient has memory of its own.
+    assert held.temp_size_in_bytes < 1.1 * 2 * batch * length * vocab
 
 
 def test_logits_of_one_chunk_live_at_a_time():

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 Cut = Literal["in", "out", "none"]
-Precision = Literal["bf16", "fp16", "fp8", "f32"]
+Precision = Literal["bf16", "fp16", "fp8", "int8", "f32"]
 
 
 class Matmul(NamedTuple):

@@ -62,9 +62,12 @@ class Chip:
         """Memory of one JAX device in bytes."""
         return self.memory_bytes / self.devices_per_chip
 
-    def flops_per_device(self, precision: Literal["bf16", "fp16", "fp8"] = "bf16") -> float | None:
-        """Peak dense FLOP/s of one JAX device, or None if the chip lacks the format."""
-        flops = getattr(self, f"{precision}_flops")
+    def flops_per_device(
+        self, precision: Literal["bf16", "fp16", "fp8", "int8"] = "bf16"
+    ) -> float | None:
+        """Peak dense FLOP/s, or op/s in int8, of one JAX device; None if the chip lacks the
+        format."""
+        flops = self.int8_ops if precision == "int8" else getattr(self, f"{precision}_flops")
         return None if flops is None else flops / self.devices_per_chip
 
 

@@ -58,6 +58,9 @@ def cross_entropy(
     """
     classes = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
     found = statistics(logits, labels, classes, with_sum=bool(label_smoothing))
+    # Else XLA for GPUs computes some of them in one kernel with the gradient of the logits, which
+    # then cannot take the memory of the logits.
+    found = jax.lax.optimization_barrier(found)
     options = {"label_smoothing": label_smoothing, "z_loss": z_loss}
     return loss_of(found, logits.shape[-1], mask, **options)
 

@@ -108,15 +108,18 @@ def on_one_device(params):
     return losses("data", 1, params)[0]
 
 
-@pytest.mark.parametrize(("strategy", "keys"), [("data", {}), ("fsdp", {"microbatches": 2})])
+@pytest.mark.parametrize(
+    ("strategy", "keys"),
+    [("data", {}), ("fsdp", {"microbatches": 2}), ("data=2,fsdp=2,tensor=2", {"microbatches": 2})],
+)
 def test_every_mesh_gives_the_same_losses(on_one_device, params, strategy, keys):
-    made = None if strategy == "fsdp" else params  # None: made on the shards.
+    made = params if strategy == "data" else None  # None: made on the shards.
     found, (params, opt_state) = losses(strategy, 8, made, **keys)
     np.testing.assert_allclose(found, on_one_device, rtol=1e-5)
     for path, x in named_leaves((params, opt_state)).items():
-        sharded = strategy == "fsdp" and x.ndim > 1 and "scale" not in path
-        share = x.addressable_shards[0].data.size
-        assert share == (x.size // 8 if sharded else x.size), path
+        sharded = x.ndim > 1 and "scale" not in path
+        parts = {"data": 1, "fsdp": 8}.get(strategy, 4) if sharded else 1
+        assert x.addressable_shards[0].data.size == x.size // parts, path
 
 
 def test_remat_and_bfloat16_change_no_more_than_rounding(params):

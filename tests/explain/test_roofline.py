@@ -302,6 +302,7 @@ def test_what_is_known_of_the_network_is_summed():
         ("float16", "8xv100-32", 125e12, ()),
         ("bfloat16", "8xv100-32", None, ("the V100-SXM2 32GB has no matmul in bf16",)),
         ("float8_e4m3fn", "8xh100", 1979e12, ()),
+        ("int8", "v5e-8", 393e12, ()),
         ("float32", "8xh100", 989.5e12 / 2, ()),  # TF32
         ("float32", "8xt4", 8.1e12, ()),
         ("float32", "v5e-8", 197e12, ()),
@@ -318,6 +319,22 @@ def test_the_peak_is_that_of_what_is_multiplied(dtype, cluster, peak, notes):
     found = read_roofline(jaxpr, parse(""), {"data": 8}, parse_cluster(cluster), ())
     assert found.peak_flops == peak
     assert found.notes == notes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cluster", "rates"),
+    [("int8", "v5e-8", (393e12, 197e12)), ("float8_e5m2", "8xh100", (1979e12, 989.5e12))],
+)
+def test_seconds_are_by_the_dtype_of_each_product(dtype, cluster, rates):
+    x, y = jax.ShapeDtypeStruct((64, 64), dtype), jax.ShapeDtypeStruct((32, 32), jnp.bfloat16)
+
+    def step(x, y):
+        return jax.lax.dot(x, x, preferred_element_type=jnp.float32), y @ y
+
+    jaxpr = jax.jit(step).trace(x, y).jaxpr
+    found = read_roofline(jaxpr, parse(""), {"data": 8}, parse_cluster(cluster), ())
+    parts = zip((2 * 64**3, 2 * 32**3), rates, strict=True)
+    assert found.seconds["compute"] == pytest.approx(sum(n / rate for n, rate in parts) / 8)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,12 @@ def test_the_config_says_how_long_the_run_is(file):
         plan(config, on="8xh100", precision="nonsense")
 
 
+def test_a_plan_says_that_products_in_8_bits_are_not_priced(file):
+    said = "the 8 bits of precision=fp8 are not priced."
+    assert said in str(plan(load(RunConfig, file, ["precision=fp8"]), on="8xh100", top=1))
+    assert "not priced" not in str(plan(load(RunConfig, file), on="8xh100", top=1))
+
+
 ADAPTERS = "finetune={rank: 4, targets: ['**/attention/*', '**/mlp/*']}"
 
 
@@ -194,6 +200,7 @@ def test_what_the_config_says_is_what_is_priced(file):
     assert job("precision=f32").compute_bytes == 4
     assert (job("precision=bf16_params").moment_bytes, job().precision) == (8, "bf16")
     assert job("train.offload_optimizer=true").moment_bytes == 8
+    assert job("precision=fp8") == job("precision=bf16")
     for overrides, offloads in (
         ((), (False, True)),
         (("train.offload_optimizer=true",), (True,)),

@@ -52,7 +52,7 @@ class Flops:
         uncounted: Execution counts of kernels with unknown FLOPs, by name.
         uncounted_loops: Number of loops of unknown length, which count one iteration.
         ragged: Number of ragged matmuls that count all rows, filled or not.
-        by_dtype: Hardware FLOPs by the dtype of the operands.
+        by_dtype: Hardware FLOPs by stage, and by the dtype of the operands.
     """
 
     model: Mapping[Stage, float]
@@ -60,7 +60,7 @@ class Flops:
     uncounted: Mapping[str, int]
     uncounted_loops: int = 0
     ragged: int = 0
-    by_dtype: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    by_dtype: Mapping[Stage, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def total_model(self) -> float:
@@ -80,7 +80,7 @@ class _Count:
         self.model: dict[Stage, float] = collections.defaultdict(float)
         self.hardware: dict[Stage, float] = collections.defaultdict(float)
         self.uncounted: dict[str, int] = collections.Counter()
-        self.by_dtype: dict[str, float] = collections.defaultdict(float)
+        self.by_dtype: dict[tuple[Stage, str], float] = collections.defaultdict(float)
         self.loops = 0
         self.ragged = 0
         self.matmuls = 0
@@ -121,7 +121,9 @@ def count_flops(jaxpr: ClosedJaxpr | Jaxpr, vocabularies: Collection[int] = ()) 
     about = _About(frozenset(vocabularies), arriving_rows(jaxpr), outside)
     program = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     count = _program(program, "", about)
-    uncounted, by_dtype = dict(count.uncounted), dict(count.by_dtype)
+    uncounted, by_dtype = dict(count.uncounted), dict[Stage, dict[str, float]]()
+    for (stage, dtype), flops in count.by_dtype.items():
+        by_dtype.setdefault(stage, {})[dtype] = flops
     return Flops(count.model, count.hardware, uncounted, count.loops, count.ragged, by_dtype)
 
 
@@ -139,8 +141,9 @@ def _equation(equation: JaxprEqn, name: str, about: _About) -> _Count:
         _add_matmul(count, equation, flops, name, about)
         return count
     if fused := _fused(equation):
-        _add_fused(count, *fused, pass_of(name, about.outside))
-        count.by_dtype[_dtype(equation)] += count.total
+        stage = pass_of(name, about.outside)
+        _add_fused(count, *fused, stage)
+        count.by_dtype[stage, _dtype(equation)] += count.total
         return count
     kernel = equation.primitive.name
     programs = list(subprograms(equation))
@@ -171,7 +174,7 @@ def _add_matmul(count: _Count, equation: Equation, flops: float, name: str, abou
     kept = 0.0 if stage in ("recompute", "optimizer") else flops
     stage = "head" if about.vocabularies & sizes else stage
     count.hardware[stage] += flops
-    count.by_dtype[_dtype(equation)] += flops
+    count.by_dtype[stage, _dtype(equation)] += flops
     if kept:
         count.model[stage] += kept
     count.matmuls += 1

@@ -1,8 +1,9 @@
 """Roofline of a compiled step: its time bounds by FLOPs, memory traffic and bytes sent.
 
-The time of each resource is its work divided by the peak rate of the chip. The longest time binds,
-and the step takes at least that long (Williams et al. 2009, "Roofline"). FLOPs come from the traced
-step by the conventions of `shardlib.explain.analysis.flops`, times the redundancy of the compiled
+The time of each resource is its work divided by the peak rate of the chip, which for FLOPs is that
+of the dtype that is multiplied. The longest time binds, and the step takes at least that long
+(Williams et al. 2009, "Roofline"). FLOPs come from the traced step by the conventions of
+`shardlib.explain.analysis.flops`, times the redundancy of the compiled
 program. Bytes come from the kernels of the compiled program, by
 `shardlib.explain.analysis.kernel_cost`.
 """
@@ -14,7 +15,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from shardlib import humanize
 from shardlib.cost.costs import pass_of, undifferentiated
@@ -55,7 +56,8 @@ class StageCost:
             `optimizer` (and everything that is not differentiated).
         flops: Hardware FLOPs: an equal share of all devices, times the redundancy.
         memory_bytes: Bytes that kernels read and write.
-        compute_seconds: Seconds of compute at the chip's peak; None if unknown.
+        compute_seconds: Seconds of compute at the chip's peaks for the dtypes that it multiplies;
+            None if one is unknown.
         memory_seconds: Seconds of memory traffic at the chip's peak bandwidth; None if unknown.
         network_seconds: Seconds of its collectives; None if unknown.
     """
@@ -88,7 +90,7 @@ class Roofline:
             `flops` if devices compute the same.
         num_devices: Number of devices that the step runs on.
         stages: The stages of training, which add up to the step.
-        peak_flops: Peak FLOP/s of one device; None if unknown.
+        peak_flops: Peak FLOP/s of one device in the dtype of most FLOPs; None if unknown.
         peak_memory: Peak bytes/s of one device's memory; None if unknown.
         notes: Notes on figures that are incomplete or unknown.
     """
@@ -156,16 +158,18 @@ def read_roofline(
     devices = math.prod(mesh.values())
     flops = count_flops(jaxpr, vocabularies)
     chip = cluster.chip if cluster is not None else None
-    precision = _precision(flops)
-    peak = peak_flops(chip, precision) if chip else None
+    peaks = _peaks(flops, chip)
     bandwidth = chip.memory_bytes_per_second / chip.devices_per_chip if chip else None
     heads = frozenset(size for held in vocabularies.values() for size in held)
     moved, compiled = _program(KernelCosts(module), heads)
     share = max(_redundancy(compiled, devices, flops), 1.0) / devices
     computed: dict[Stage, float] = {s: total * share for s, total in flops.hardware.items()}
+    seconds: dict[Stage, float | None]
+    seconds = {stage: _compute_seconds(flops, stage, share, peaks) for stage in flops.hardware}
     network, unknown = _network(flows)
-    stages = _stages(computed, moved, network, peak, bandwidth)
-    notes = (*_notes(flops, _left_out(module)), *_unknown(chip, precision), *unknown)
+    stages = _stages(computed, seconds, moved, network, bandwidth)
+    notes = (*_notes(flops, _left_out(module)), *_unknown(chip, peaks), *unknown)
+    peak = peaks[max(peaks, key=lambda name: _flops_in(flops, name))]
     return Roofline(flops, compiled, devices, stages, peak, bandwidth, notes)
 
 
@@ -192,9 +196,9 @@ def vocabularies_of(params: ParamsReport) -> dict[int, frozenset[int]]:
 
 def _stages(
     computed: Mapping[Stage, float],
+    compute_seconds: Mapping[Stage, float | None],
     moved: Mapping[Stage, float],
     network: Mapping[Stage, float] | None,
-    peak: float | None,
     bandwidth: float | None,
 ) -> tuple[StageCost, ...]:
     costs = []
@@ -202,16 +206,40 @@ def _stages(
         flops, size = computed.get(stage, 0.0), moved.get(stage, 0.0)
         sending = None if network is None else network.get(stage, 0.0)
         if flops or size or sending:
-            seconds = (flops / peak if peak else None, size / bandwidth if bandwidth else None)
-            costs.append(StageCost(stage, flops, size, *seconds, sending))
+            moving = size / bandwidth if bandwidth else None
+            computing = compute_seconds.get(stage, 0.0 if bandwidth else None)
+            costs.append(StageCost(stage, flops, size, computing, moving, sending))
     return tuple(costs)
 
 
-def _precision(flops: Flops) -> Precision:
-    """Returns the format of most matmuls."""
-    dtype = max(flops.by_dtype, key=lambda name: flops.by_dtype[name], default="")
-    known: dict[str, Precision] = {"float16": "fp16", "float32": "f32"}
+def _peaks(flops: Flops, chip: Chip | None) -> dict[Precision, float | None]:
+    """Returns the peak FLOP/s of a device in each format that a step multiplies."""
+    found = {_precision(dtype) for held in flops.by_dtype.values() for dtype in held}
+    formats: list[Precision] = [name for name in get_args(Precision) if name in found] or ["bf16"]
+    return {name: peak_flops(chip, name) if chip else None for name in formats}
+
+
+def _precision(dtype: str) -> Precision:
+    known: dict[str, Precision] = {"float16": "fp16", "float32": "f32", "int8": "int8"}
     return "fp8" if dtype.startswith("float8") else known.get(dtype, "bf16")
+
+
+def _flops_in(flops: Flops, precision: Precision) -> float:
+    found = (held.items() for held in flops.by_dtype.values())
+    return sum(n for dtype, n in itertools.chain(*found) if _precision(dtype) == precision)
+
+
+def _compute_seconds(
+    flops: Flops, stage: Stage, share: float, peaks: Mapping[Precision, float | None]
+) -> float | None:
+    """Returns the seconds of a stage's FLOPs, of which a device computes a share."""
+    seconds = 0.0
+    for dtype, count in flops.by_dtype.get(stage, {}).items():
+        peak = peaks[_precision(dtype)]
+        if peak is None:
+            return None
+        seconds += count * share / peak
+    return seconds
 
 
 def _redundancy(compiled: float, devices: int, flops: Flops) -> float:
@@ -286,11 +314,13 @@ def _notes(flops: Flops, left_out: Mapping[str, int]) -> Iterator[str]:
         yield f"compiled FLOPs leave out {kernels}"
 
 
-def _unknown(chip: Chip | None, precision: Precision) -> Iterator[str]:
+def _unknown(chip: Chip | None, peaks: Mapping[Precision, float | None]) -> Iterator[str]:
     if chip is None:
         yield "seconds are not known without a chip"
-    elif peak_flops(chip, precision) is None:
-        yield f"the {chip.full_name} has no matmul in {precision}"
+        return
+    for precision, peak in peaks.items():
+        if peak is None:
+            yield f"the {chip.full_name} has no matmul in {precision}"
 
 
 def _left_out(module: Module) -> dict[str, int]:

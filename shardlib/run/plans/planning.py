@@ -376,6 +376,11 @@ def _own_mesh(config: RunConfig, cluster: Cluster) -> list[str]:
 
 def _notes(config: RunConfig) -> list[str]:
     train, notes = config.train, []
+    if precision(config.precision).dot_general is not None:
+        notes.append(
+            "Planned with products in bfloat16: the 8 bits of "
+            f"precision={config.precision} are not priced."
+        )
     if config.finetune is not None:
         notes.append("Planned with frozen weights: the matmuls of adapters are not priced.")
     if train.loss is not None and family(config.model.name).dims is not None:
