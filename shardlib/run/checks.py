@@ -194,15 +194,12 @@ def _check_stages(config: RunConfig, scope: Scope) -> None:
     reduction = train.reduction
     # The reduction plan already rejects unequal groups with stages.
     counts = reduction.group_microbatches or (train.num_microbatches,)
-    num_layers = getattr(config.model, "num_layers", None)
-    if num_layers is not None:  # Every stage holds the first, dense layers of a model with experts.
-        num_layers -= getattr(config.model, "num_dense_layers", 0)
     faults = schedule_faults(
         train.pipeline.schedule,
         stages=stages,
         microbatches=counts[0],
         chunks=train.pipeline.chunks,
-        num_layers=num_layers,
+        num_layers=config.staged_layers,
     )
     if faults:
         raise ConfigError("\n".join(faults))

@@ -206,6 +206,14 @@ class RunConfig:
         outer = [axis.outer for axis in MeshConfig.parse(self.mesh).axes if axis.name == "data"]
         return dataclasses.replace(reduction, outer=outer[0] if outer and outer[0] > 1 else None)
 
+    @property
+    def staged_layers(self) -> int | None:
+        """Layers that pipeline stages divide; None if the model's config does not say. Every stage
+        holds the first, dense layers of a model with experts."""
+        num_layers = getattr(self.model, "num_layers", None)
+        dense = getattr(self.model, "num_dense_layers", 0)
+        return None if num_layers is None else num_layers - dense
+
     def with_mesh(self, mesh: str) -> "RunConfig":
         """Returns the config with another mesh.
 

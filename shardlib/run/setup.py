@@ -74,7 +74,12 @@ class Setup:
         if stages == 1:
             return {}
         pipeline, count = train.pipeline, train.num_microbatches
-        idle = bubble_fraction(stages=stages, microbatches=count, chunks=pipeline.chunks)
+        idle = bubble_fraction(
+            stages=stages,
+            microbatches=count,
+            chunks=pipeline.chunks,
+            num_layers=self.config.staged_layers,
+        )
         text = f"{pipeline.schedule}, {count} microbatches over {stages} stages: {idle:.0%} idle"
         return {"pipeline": text}
 

@@ -20,7 +20,7 @@ from shardlib.errors import ModelError, RuleError
 from shardlib.explain.analysis.collectives import collectives
 from shardlib.nn.stages import StageCut
 from shardlib.paths import named_leaves
-from shardlib.train.pipeline import PipelineConfig
+from shardlib.train.pipeline import PipelineConfig, bubble_fraction
 
 MICROBATCHES = 4
 SKIPS = PipelineConfig(skip_idle=True)
@@ -72,8 +72,10 @@ def test_gradients_are_those_of_one_device(case):
     sums = dict(result.sums)
     bubble, stages = sums.pop("pipeline_bubble"), job.mesh.shape["stage"]
     assert_close(sums, wanted.sums)
-    slots = StageCut(num_layers, stages, config.chunks).slots
-    assert bubble.weight - bubble.total == pytest.approx(2 * MICROBATCHES * num_layers / slots)
+    theory = bubble_fraction(
+        stages=stages, microbatches=MICROBATCHES, chunks=config.chunks, num_layers=num_layers
+    )
+    assert float(bubble.value) == pytest.approx(theory, rel=1e-6)
 
 
 def test_the_state_keeps_its_shapes_and_is_cut_by_another_dim():

@@ -142,6 +142,13 @@ class ParamsReport(Report):
             ],
         }
 
+    def choice_lines(self) -> list[str]:
+        """Returns a line for the layers of the stages, if there are any, and one for each choice
+        of the run."""
+        layers = _repeats(self.layers_by_stage)
+        lines = [f"layers on stages: {layers}"] if layers else []
+        return [*lines, *(f"{name}: {text}" for name, text in self.choices.items())]
+
     def to_json(self) -> str:
         """Returns the report as one JSON object."""
         return json.dumps(self.to_dict(), indent=2)
@@ -161,9 +168,7 @@ class ParamsReport(Report):
                 share = f"{humanize.size(each)} on each device{rest}"
                 yield f"{name}: {humanize.size(total)} in all, {share}"
         yield f"state: {humanize.size(self.bytes_per_device())} on each device"
-        if self.layers_by_stage:
-            yield f"layers on stages: {_repeats(self.layers_by_stage)}"
-        yield from (f"{name}: {text}" for name, text in self.choices.items())
+        yield from self.choice_lines()
         if self.unused_paths:
             yield f"path rules that no parameter matched: {', '.join(self.unused_paths)}"
         if self.unused_rules:

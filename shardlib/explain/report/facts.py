@@ -73,7 +73,7 @@ class StepFacts:
             lines.append(f"too large to compile for it: everything but the peak is from {text_of}")
         if self.step.warnings is None:
             lines.append(HIDDEN)
-        return [*lines, *(f"{name}: {text}" for name, text in self.choices.items())]
+        return [*lines, *(self.params.choice_lines() if self.params is not None else ())]
 
     def count(self) -> str:
         """Returns one line with the number of faults."""

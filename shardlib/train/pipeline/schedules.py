@@ -29,6 +29,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from shardlib.errors import ModelError, did_you_mean
+from shardlib.nn.stages import StageCut
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
@@ -178,12 +179,19 @@ def layer_faults(num_layers: int, *, stages: int, chunks: int = 1) -> list[str]:
     return []
 
 
-def bubble_fraction(*, stages: int, microbatches: int, chunks: int = 1) -> float:
+def bubble_fraction(
+    *, stages: int, microbatches: int, chunks: int = 1, num_layers: int | None = None
+) -> float:
     """Returns the fraction of time that a stage is idle: (S - 1) / (v M + S - 1).
 
-    It holds for every schedule here, whatever the durations of forward and backward turns.
+    It holds for every schedule here, whatever the durations of forward and backward turns. With
+    `num_layers` the time of idle slots counts too, if the stages cannot divide the layers.
     """
-    return (stages - 1) / (chunks * microbatches + stages - 1)
+    turns = chunks * microbatches + stages - 1
+    if num_layers is None:
+        return (stages - 1) / turns
+    slots = StageCut(num_layers, stages, chunks).slots
+    return 1 - microbatches * num_layers / (stages * slots * turns)
 
 
 def _order(stages: int, microbatches: int, chunks: int) -> np.ndarray:
