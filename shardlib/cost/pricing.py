@@ -17,6 +17,7 @@ from shardlib.cost.machine.fabric import Link
 from shardlib.cost.machine.kernels import Product
 from shardlib.cost.machine.rates import Rates
 from shardlib.hardware import Cluster
+from shardlib.nn.stages import StageCut
 
 _PCIE = 31e9
 """Bytes/s to the host if the chip's bandwidth is not known: PCIe 4.0 x16."""
@@ -237,6 +238,8 @@ def _imbalance(
     parts = layout.stage * layout.chunks
     uneven = turn * (math.ceil(costs.num_layers / parts) * parts / costs.num_layers - 1)
     ahead = 0.0 if software.balance_head else head * (1 - 1 / layout.stage)
-    if software.rerun_chunks:  # All chunks but the last run again.
+    if software.rerun_chunks:  # All chunks but the last run again, and the last stage is lighter.
         ahead -= layers["forward"] / layout.chunks
+        last = StageCut(costs.num_layers, layout.stage, layout.chunks).by_stage[-1]
+        ahead -= turn * (1 - last * layout.stage / costs.num_layers)
     return max(uneven, ahead)

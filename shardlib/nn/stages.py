@@ -39,6 +39,11 @@ class StageCut:
         """Whether every chunk fills its slots."""
         return self.num_layers % self.places == 0
 
+    @property
+    def idle_share(self) -> float:
+        """Fraction of the slots without a layer."""
+        return 1 - self.num_layers / (self.places * self.slots)
+
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
         """Layers of each chunk, by place."""
@@ -55,3 +60,23 @@ class StageCut:
     def by_stage(self) -> tuple[int, ...]:
         """Layers of each stage."""
         return tuple(sum(self.counts[stage :: self.stages]) for stage in range(self.stages))
+
+
+def layer_faults(num_layers: int, stages: int, chunks: int = 1) -> list[str]:
+    """Returns the faults of cutting layers into stages and chunks, each with its fix.
+
+    Stages that store whole layers exchange whole chunks of them, so chunks must then be equal.
+    """
+    parts = f"{stages} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
+    if num_layers < stages * chunks:
+        return [
+            f"{num_layers} layers do not fill {parts}.\n"
+            f"  Use at least {stages * chunks} layers, or fewer stages or chunks."
+        ]
+    if num_layers % stages == 0 and num_layers % (stages * chunks):
+        return [
+            f"{num_layers} layers cannot be cut into {parts}: each stage stores "
+            f"{num_layers // stages}.\n"
+            f"  Use a number of layers that {stages * chunks} divides, or other stages or chunks."
+        ]
+    return []

@@ -13,8 +13,12 @@ from shardlib.cost.costs import Memory, StepTime
 from shardlib.cost.layout import Layout
 from shardlib.hardware import Cluster
 from shardlib.humanize import gib
+from shardlib.nn.stages import StageCut, layer_faults
 
 MomentDtype = Literal["float32", "bfloat16"]
+_MOST_IDLE = 1 / 16
+"""Largest share of idle slots of stages with unequally many layers: 126 layers on 16 stages leave
+1.6%, 61 on 16 leave 4.7%. Other numbers of stages do better."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,3 +190,10 @@ def largest_parts(memory: Memory, number: int = 3) -> str:
 def examples(workload: Workload) -> str:
     """Returns the unit of a batch: `sequences`, `images` or `examples`."""
     return "sequences" if workload.unit == "tokens" else workload.unit
+
+
+def worth_cutting(num_layers: int, stages: int, chunks: int = 1) -> bool:
+    """Returns whether layers can be cut into stages and chunks with few idle slots."""
+    if layer_faults(num_layers, stages, chunks):
+        return False
+    return StageCut(num_layers, stages, chunks).idle_share <= _MOST_IDLE

@@ -24,7 +24,7 @@ from shardlib.cost.machine.fabric import outer_degree
 from shardlib.cost.machine.measured import MeasuredCluster, check_known
 from shardlib.hardware import Cluster
 from shardlib.hardware.capacity import capacity as capacity_of
-from shardlib.plan.problem import Choice, Plan, Workload
+from shardlib.plan.problem import Choice, Plan, Workload, worth_cutting
 
 _ORDER = ("tensor", "context", "expert", "stage", "fsdp")
 """Axes whose degrees are enumerated; `data` takes the remaining devices."""
@@ -82,7 +82,7 @@ def of_layout(workload: Workload, layout: Layout) -> Iterator[Candidate]:
         return
     counts = [n for n in counts if n % layout.stage == 0]
     for chunks in range(2, _MOST_CHUNKS + 1):
-        if counts and workload.num_layers % (layout.stage * chunks) == 0:
+        if counts and worth_cutting(workload.num_layers, layout.stage, chunks):
             yield Candidate(dataclasses.replace(layout, chunks=chunks), counts)
 
 

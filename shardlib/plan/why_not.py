@@ -9,6 +9,7 @@ from shardlib.errors import MeshError, did_you_mean
 from shardlib.hardware import Cluster
 from shardlib.humanize import duration, gib
 from shardlib.mesh import MeshConfig, MeshSpec
+from shardlib.nn.stages import StageCut
 from shardlib.plan.fixes import smallest
 from shardlib.plan.problem import PARTS, Plan, Workload, largest_parts
 from shardlib.plan.search import capacity_bytes, crosses_slices, search
@@ -108,8 +109,10 @@ def _refused(workload: Workload, cluster: Cluster, layout: Layout) -> list[str]:
         faults.append(
             f"data={layout.data} and fsdp={layout.fsdp} do not make up the {layout.slices} slices"
         )
+    idle = StageCut(workload.num_layers, layout.stage).idle_share
     return faults or [
-        f"{axis}={layout.size(axis)} has no use here"
+        f"{axis}={layout.size(axis)} "
+        + (f"leaves {idle:.0%} of its layer slots idle" if axis == "stage" else "has no use here")
         for axis in AXES
         if layout.size(axis) > 1
         and axis not in ("data", "fsdp")

@@ -191,7 +191,7 @@ def test_why_not():
     def why(mesh):
         return found.why_not(mesh)
 
-    assert why("stage=64").reasons == ("stage=64 does not divide the 32 layers",)
+    assert why("stage=64").reasons == ("stage=64 exceeds the 32 layers",)
     assert why("expert=2,fsdp=32").reasons == ("expert=2: the model has no experts",)
     assert why("tensor=64").reasons == ("tensor=64 does not divide the 32 heads",)
     small = plan("llama3-8b", on="64xh100", global_batch=16, top=1).why_not("fsdp=64")

@@ -39,7 +39,9 @@ def every_layout(model, batch, length, cluster):
     for sizes in itertools.product(sides, repeat=6):
         stage, data, fsdp, expert, context, tensor = sizes
         shards = data * fsdp * expert
-        if math.prod(sizes) != count or batch % shards or model.layers % stage:
+        if math.prod(sizes) != count or batch % shards or stage > model.layers:
+            continue
+        if model.layers % stage and model.embed % (stage * fsdp):
             continue
         if model.heads % tensor or model.vocab % tensor or model.embed % fsdp:
             continue
@@ -61,7 +63,11 @@ def every_layout(model, batch, length, cluster):
             range(1, batch // shards + 1),
             (False, True),
         ):
-            if chunks > 1 and (stage == 1 or model.layers % (stage * chunks) or micro % stage):
+            if chunks > 1 and (stage == 1 or micro % stage or stage * chunks > model.layers):
+                continue
+            slots = math.ceil(model.layers / (stage * chunks)) * stage * chunks
+            whole = model.layers % stage == 0  # Then chunks must be equal.
+            if slots > model.layers * (1 if whole else 16 / 15):
                 continue
             if (batch // shards) % micro or (zero == 2 and micro == 1):
                 continue
@@ -103,7 +109,8 @@ def fewest(job, policy, layout, cluster):
         remat = Remat(frozenset(("qkv", "out", "router", "shared_up", "shared_down")))
     pieces = layout.stage * layout.chunks
     capacity = capacity_bytes(cluster)
-    for layers in [None] if policy == "none" else range(pieces, most + 1, pieces):
+    whole = policy == "none" or most % pieces
+    for layers in [None] if whole else range(pieces, most + 1, pieces):
         chosen = dataclasses.replace(job, remat=remat, remat_layers=layers)
         held = peak_memory(chosen, layout, cluster, SHARDLIB)
         if held.fits(capacity):
@@ -120,6 +127,7 @@ def fewest(job, policy, layout, cluster):
         (DENSE, "v5p-16", 3.2, 16),
         (DENSE, "2xv5e-4", 3.0, 16),
         (DENSE, "6xh100", 5, 12),
+        (dataclasses.replace(DENSE, layers=15), "4xh100", 6, 16),
         (ROUTED, "4xa100-80", 6, 16),
         (ROUTED, "v6e-8", 4.5, 8),
     ],

@@ -276,6 +276,22 @@ def stage_sends(device: Device) -> list[CollectiveCost]:
     return [_over("stage", "shift", residual, 2 * turns, "data", "any")]
 
 
+def stage_exchange(device: Device, weights: LocalWeights) -> list[CollectiveCost]:
+    """Returns the exchange of layers between stages that hold unequally many; see
+    `shardlib.train.pipeline.padding`. Their parameters come once a step in the compute dtype, and
+    their gradients go back."""
+    layout, job = device.layout, device.job
+    if not device.reruns or job.model.layers % layout.stage == 0:
+        return []
+    layers = (weights.dense + weights.routed) * device.slots
+    params = layers / (layout.fsdp if layout.zero == 3 else 1) * job.compute_bytes
+    gradients = job.trained * layers / (layout.fsdp if layout.zero > 1 else 1) * job.gradient_bytes
+    return [
+        CollectiveCost("stage", "all_to_all", ("stage",), num_bytes)
+        for num_bytes in (params, gradients)
+    ]
+
+
 def _over(
     axis: str,
     kind: str,

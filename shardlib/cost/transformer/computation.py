@@ -37,6 +37,7 @@ from shardlib.cost.machine.kernels import (
 )
 from shardlib.cost.transformer.flops import attention_flops
 from shardlib.cost.workload import Job, Matmul, Transformer
+from shardlib.nn.stages import StageCut
 
 _EMBED_PASSES = {"compiled": (8, 8), "kernels": (11, 17), "eager": (14, 22)}
 _QKV_PASSES = {"compiled": (0, 0), "kernels": (1, 2), "eager": (2, 4)}
@@ -65,6 +66,16 @@ class Device:
     def reruns(self) -> bool:
         """Whether the layers run a second time because a pipeline keeps only their inputs."""
         return self.software.rerun_chunks and self.layout.stage > 1
+
+    @property
+    def slots(self) -> float:
+        """Slots for layers on a stage relative to its mean number of layers: above 1 if a pipeline
+        of shardlib pads stages that hold unequally many layers, during the step."""
+        layout, layers = self.layout, self.job.model.layers
+        if not self.reruns:
+            return 1.0
+        cut = StageCut(layers, layout.stage, layout.chunks)
+        return cut.slots * cut.places / layers
 
     def local_dims(self, product: Matmul) -> tuple[float, float]:
         """Returns the fan-in and fan-out that a device multiplies after `tensor` sharding."""

@@ -18,6 +18,7 @@ from shardlib.cost.transformer import communication, computation, program_memory
 from shardlib.cost.transformer.program_memory import Phase
 from shardlib.cost.workload import NONE, Job
 from shardlib.hardware import Cluster
+from shardlib.nn.stages import StageCut
 
 _LOGIT_BYTES = 4
 """Bytes per logit: logits and their gradient in half precision. The softmax between them is not
@@ -150,14 +151,16 @@ def _param_bytes(
     device: computation.Device, held: communication.LocalWeights, optimizer: float
 ) -> float:
     """Returns the bytes of parameters. If `data` shards the state, there are also whole copies in
-    the compute dtype. Programs of shardlib have such copies of the layers."""
+    the compute dtype. Programs of shardlib have such copies of the layers, and so have stages with
+    unequally many layers, whose copies are in slots."""
     job, layout = device.job, device.layout
     if layout.shard_optimizer:
         return held.total * job.compute_bytes + optimizer * job.param_bytes
     cut = layout.fsdp if layout.zero == 3 else 1
     copied = 0.0
-    if device.software.keeps_traced and job.param_bytes > job.compute_bytes:
-        copied = (held.dense + held.routed) * job.compute_bytes
+    exchanged = device.slots > 1
+    if device.software.keeps_traced and (job.param_bytes > job.compute_bytes or exchanged):
+        copied = (held.dense + held.routed) * device.slots * job.compute_bytes
     return (held.total * job.param_bytes + copied) / cut
 
 
@@ -221,7 +224,7 @@ def _layers_in_flight(job: Job, layout: Layout, *, reruns: bool) -> float:
     if stages == 1:
         return float(layers)
     if reruns:
-        return layers / (stages * layout.chunks)
+        return float(StageCut(layers, stages, layout.chunks).slots)
     flying = min(layout.microbatches, stages) / stages
     if layout.chunks > 1:
         flying *= 1 + (stages - 1) / (stages * layout.chunks)

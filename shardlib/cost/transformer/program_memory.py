@@ -152,8 +152,9 @@ def _gradients(device: Device, held: LocalWeights) -> tuple[float, float, float]
     job, layout = device.job, device.layout
     cut = 1 if layout.zero == 1 else layout.fsdp
     held = held.trained(job)
-    summed = held.total / cut * job.gradient_bytes
-    stacked = (held.dense + held.routed) / cut * job.compute_bytes
+    layers = (held.dense + held.routed) * device.slots
+    summed = (layers + held.vocab) / cut * job.gradient_bytes
+    stacked = layers / cut * job.compute_bytes
     return (
         summed if layout.microbatches > 1 else 0.0,
         summed if device.reruns else 0.0,

@@ -95,6 +95,7 @@ def costs(job: Job, machine: pricing.Machine, *, own_memory: bool = True) -> Cos
         each += communication.sharded_params(device, weights)
     if layout.stage > 1:
         once += communication.stage_sends(device)
+        once += communication.stage_exchange(device, weights)
     if pricing.host_link(cluster) is not None:
         each += communication.offload(_offloaded(device, layers))
         once += communication.state_offload(device, updated)

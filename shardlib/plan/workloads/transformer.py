@@ -17,7 +17,7 @@ from shardlib.cost.transformer import memory, step_time
 from shardlib.cost.transformer.flops import step_flops
 from shardlib.cost.workload import DOTS, FULL, NONE, Job, Remat
 from shardlib.hardware import Cluster
-from shardlib.plan.problem import Choice, MomentDtype
+from shardlib.plan.problem import Choice, MomentDtype, worth_cutting
 
 _QKV, _OUT, _INPUT = "query,key,value", "attention_out", "layer_in"
 POLICIES: dict[str, Remat] = {
@@ -102,6 +102,9 @@ class TransformerWorkload:
 
     def degrees(self, axis: str, most: int) -> Sequence[int]:
         """Returns the degrees, up to `most`, that a mesh axis may have by itself."""
+        if axis == "stage":
+            numbers = range(1, min(most, self.num_layers) + 1)
+            return [n for n in numbers if worth_cutting(self.num_layers, n)]
         numbers = [size for size, _ in self._divided(axis)]
         if axis in ("data", "fsdp", "expert"):
             numbers.append(self.batch)
@@ -113,7 +116,8 @@ class TransformerWorkload:
         """Returns the ways to use the axes of a layout that the rules can express, and the hosts of
         a cluster."""
         shared = layout.tensor > 1 and self._shares_residual(layout)
-        if shared and self.job.length % (layout.context * layout.tensor):
+        uncut = shared and self.job.length % (layout.context * layout.tensor)
+        if uncut or self._stage_faults(layout):
             return []  # The rules cannot be satisfied.
         stages: tuple[Literal[1, 2, 3], ...] = self.zero if layout.fsdp > 1 else (3,)
         apart = self.job.moment_bytes and pricing.host_link(cluster) is not None
@@ -129,10 +133,11 @@ class TransformerWorkload:
         """Returns the reasons why a layout cannot run, as sentences."""
         reasons = [
             f"{axis}={layout.size(axis)} does not divide {what}"
-            for axis in ("stage", "fsdp", "expert", "context", "tensor")
+            for axis in ("fsdp", "expert", "context", "tensor")
             for size, what in self._divided(axis)
             if layout.size(axis) > 1 and size % layout.size(axis)
         ]
+        reasons += self._stage_faults(layout)
         if layout.expert > 1 and self.job.model.experts is None:
             reasons.append(f"expert={layout.expert}: the model has no experts")
         if self.batch % layout.batch_shards:
@@ -145,9 +150,11 @@ class TransformerWorkload:
     def choices(self, layout: Layout, cluster: Cluster) -> Sequence[Choice]:
         """Returns the choices for a layout."""
         pieces = layout.stage * layout.chunks
+        # Ranges of layers repeat from chunk to chunk, which therefore hold equally many.
+        whole = self.num_layers % pieces > 0
         return [
             Choice(policy, moments=moments, loss_chunks=count)
-            if policy == "none"
+            if policy == "none" or whole
             else Choice(policy, self.num_layers // pieces, moments, count, pieces)
             for moments in self.moments
             for count in self.loss_chunks
@@ -248,11 +255,22 @@ class TransformerWorkload:
         divides = self.job.length % (layout.context * layout.tensor) == 0
         return divides if self.sequence_parallel is None else self.sequence_parallel
 
+    def _stage_faults(self, layout: Layout) -> list[str]:
+        """Returns the reasons why a layout cannot cut the layers into stages."""
+        layers, embed, stage = self.num_layers, self.job.model.embed, layout.stage
+        if stage > layers:
+            return [f"stage={stage} exceeds the {layers} layers"]
+        if layers % stage and embed % (stage * layout.fsdp):
+            # The state of such layers is cut along another dim.
+            return [
+                f"stage={stage} divides neither the {layers} layers nor the embedding of {embed} "
+                f"on fsdp={layout.fsdp}"
+            ]
+        return []
+
     def _divided(self, axis: str) -> list[tuple[int, str]]:
         """Returns the dims that an axis shards, each with its description."""
         model, experts = self.job.model, self.job.model.experts
-        if axis == "stage":
-            return [(model.layers, f"the {model.layers} layers")]
         if axis == "fsdp":
             return [(model.embed, f"the embedding of {model.embed}")]
         if axis == "expert":

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, PyTree, Shaped
 from shardlib.errors import ModelError
 from shardlib.losses.aggregate import Mean, map_outputs
 from shardlib.losses.microbatch import unsplit
-from shardlib.nn.stages import StageCut
+from shardlib.nn.stages import StageCut, layer_faults
 from shardlib.partitioner import ValueLayout
 from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import platform
@@ -40,7 +40,6 @@ from shardlib.train.pipeline.execute import AXIS, Part, Stage, Tick, ticks
 from shardlib.train.pipeline.schedules import (
     Schedule,
     forward_schedule,
-    layer_faults,
     make_schedule,
 )
 from shardlib.train.reduce.reduction import Reduction
@@ -247,7 +246,7 @@ class _Region:
             ModelError: If they do not fit the stages and chunks.
         """
         stages, chunks = self.schedule.stages, self.schedule.chunks
-        if faults := layer_faults(num_layers, stages=stages, chunks=chunks):
+        if faults := layer_faults(num_layers, stages, chunks):
             raise ModelError("\n".join(faults))
         return StageCut(num_layers, stages, chunks)
 

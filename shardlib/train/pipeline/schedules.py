@@ -29,7 +29,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from shardlib.errors import ModelError, did_you_mean
-from shardlib.nn.stages import StageCut
+from shardlib.nn.stages import StageCut, layer_faults
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
@@ -151,32 +151,12 @@ def schedule_faults(
             f"them in groups of {stages}.\n  Use a multiple of {stages}, or the schedule 1f1b."
         )
     if num_layers is not None:
-        faults += layer_faults(num_layers, stages=stages, chunks=max(chunks, 1))
+        faults += layer_faults(num_layers, stages, max(chunks, 1))
     return faults
 
 
 def _count(microbatches: int) -> str:
     return "1 microbatch does" if microbatches == 1 else f"{microbatches} microbatches do"
-
-
-def layer_faults(num_layers: int, *, stages: int, chunks: int = 1) -> list[str]:
-    """Returns the faults of dividing layers over stages and chunks, as `schedule_faults` does.
-
-    Stages that store whole layers exchange whole chunks of them, so chunks must then be equal.
-    """
-    parts = f"{stages} stages" + (f" of {chunks} chunks" if chunks > 1 else "")
-    if num_layers < stages * chunks:
-        return [
-            f"{num_layers} layers do not fill {parts}.\n"
-            f"  Use at least {stages * chunks} layers, or fewer stages or chunks."
-        ]
-    if num_layers % stages == 0 and num_layers % (stages * chunks):
-        return [
-            f"{num_layers} layers cannot be cut into {parts}: each stage stores "
-            f"{num_layers // stages}.\n"
-            f"  Use a number of layers that {stages * chunks} divides, or other stages or chunks."
-        ]
-    return []
 
 
 def bubble_fraction(
