@@ -1,6 +1,8 @@
 """Numbers as text for people: bytes, durations, counts. Nothing else in shardlib formats them."""
 
+import itertools
 import math
+from collections.abc import Iterable
 
 
 def size(num_bytes: float) -> str:
@@ -74,6 +76,14 @@ def plural(number: int, noun: str) -> str:
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def repeats(numbers: Iterable[int]) -> str:
+    """Returns numbers as text, with equal neighbours together: `15, 6 x 16, 15`."""
+    groups = ((number, len([*group])) for number, group in itertools.groupby(numbers))
+    return ", ".join(
+        f"{count} x {number}" if count > 1 else f"{number}" for number, count in groups
+    )
 
 
 def _three_digits(number: float) -> float:

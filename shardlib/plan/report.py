@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from shardlib.cost.costs import Memory, StepTime
-from shardlib.humanize import count, duration, gib
+from shardlib.humanize import count, duration, gib, repeats
+from shardlib.nn.stages import StageCut
 from shardlib.plan.answer import Answer, AnyPlan
 from shardlib.plan.mixed_search import Alone, KindShare, MixedPlan
 from shardlib.plan.problem import PARTS, Plan, Workload, examples
@@ -33,6 +34,9 @@ def describe(
     best, cluster = plans.best, plans.best.cluster
     chips = f"{cluster.num_chips:,} {cluster.chip.full_name}" if cluster.chip else cluster.name
     first = f"Plan 1, for the config:\n{_indented_text(plans.fragment())}"
+    if best.layout.stage > 1:
+        cut = StageCut(plans.workload.num_layers, best.layout.stage, best.layout.chunks)
+        first += f"\nLayers on stages: {repeats(cut.by_stage)}"
     if in_code:
         first = f"Plan 1, in code:\n{_indented_text(as_code(best, plans.workload))}"
     time = ["Time of a step", *_time_table(best.time)]

@@ -1,7 +1,6 @@
 """Report on a training state: the sharding of each leaf, its reason and its cost."""
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -145,7 +144,7 @@ class ParamsReport(Report):
     def choice_lines(self) -> list[str]:
         """Returns a line for the layers of the stages, if there are any, and one for each choice
         of the run."""
-        layers = _repeats(self.layers_by_stage)
+        layers = humanize.repeats(self.layers_by_stage)
         lines = [f"layers on stages: {layers}"] if layers else []
         return [*lines, *(f"{name}: {text}" for name, text in self.choices.items())]
 
@@ -192,14 +191,6 @@ def explain_params(state: PyTree) -> ParamsReport:
         rows,
         *_unused(definition.scope.rules, placements),
         layers_by_stage=StageCut(max(counts), sizes[STAGE]).by_stage if counts else (),
-    )
-
-
-def _repeats(numbers: Iterable[int]) -> str:
-    """Returns numbers as text, with equal neighbours as `6 x 16`."""
-    groups = ((number, len([*group])) for number, group in itertools.groupby(numbers))
-    return ", ".join(
-        f"{count} x {number}" if count > 1 else f"{number}" for number, count in groups
     )
 
 
