@@ -11,9 +11,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardlib.errors import ModelError
+from shardlib.explain.aot.topology import devices_of
 from shardlib.functional import call, functional
 from shardlib.functional.eight_bit import FP8, INT8, fp8_dot_general, int8_dot_general
 from shardlib.functional.precision import precision
+from shardlib.hardware import parse_cluster
 from shardlib.jaxprs import flatten
 from shardlib.nn import remat
 
@@ -195,3 +197,20 @@ def test_tpus_multiply_integers(topology, tpu_devices):
     products = re.findall(r"= (\w+)\[[^=\n]* (?:dot|convolution)\(", str(text))
     # The result and the gradient of `x`; that of `w` is computed in the dtype of the layer.
     assert sorted(products) == ["bf16", "s32", "s32"]
+
+
+@pytest.mark.aot
+def test_gpus_multiply_floats_of_8_bits():
+    pytest.importorskip("jax_cuda12_plugin", reason="needs the extra cuda")
+    mesh = Mesh(np.array(devices_of(parse_cluster("8xh100"))), ("a",))
+    shapes = {(512, 256): P("a"), (256, 512): P(), (512, 512): P("a")}
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in shapes.items()
+    ]
+    lowered = jax.jit(value_and_gradients(fp8_dot_general)).lower(*arguments)
+    # A program that is not tuned on a GPU has the products of Triton in place of cuBLAS.
+    text = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+    found = re.findall(r'custom_call_target="(__cublas[^"]*)"', str(text))
+    # The result and both gradients.
+    assert found == ["__cublas$lt$matmul$f8"] * 3
