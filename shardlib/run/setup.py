@@ -79,6 +79,7 @@ class Setup:
             microbatches=count,
             chunks=pipeline.chunks,
             num_layers=self.config.staged_layers,
+            before=getattr(self.config.model, "num_dense_layers", 0),
         )
         text = f"{pipeline.schedule}, {count} microbatches over {stages} stages: {idle:.0%} idle"
         return {"pipeline": text}

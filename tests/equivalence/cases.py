@@ -11,6 +11,8 @@ from shardlib_models.moe import MoEConfig
 # Too few places for tokens that crowd.
 _CAPACITY = MoEConfig(num_experts=8, mlp_dim=32, dispatch="capacity", capacity_factor=1.0)
 
+_DENSE_FIRST = MoEConfig(num_experts=8, mlp_dim=32, dense_layers=3)
+
 # What the words of the tables below mean: `changes` are made to the config of the model, those of
 # `how` on the mesh alone, and `options` are those of `make_train_step`.
 WAYS: dict[str, dict[str, Any]] = {
@@ -24,6 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "interleaved": {"options": {"pipeline": "interleaved"}},
     # Stages of unequally many layers.
     "7 layers": {"changes": {"num_layers": 7}},
+    "3 of 14 layers dense": {"changes": {"num_layers": 14, "moe": _DENSE_FIRST}},
     # How devices along `context` share a row: by a ring, or gathered where there are stages. The
     # row lies in zig-zag order where neither masks nor places of experts go by index.
     "no dropout": {"changes": {"dropout": 0.0}},
@@ -100,6 +103,7 @@ _MOE = [
     ("stage=2,expert=4", 2, ""),
     ("fsdp=2,expert=2,tensor=2", 1, ""),
     ("stage=2,expert=2,tensor=2", 2, "interleaved"),
+    ("stage=4,expert=2", 4, "3 of 14 layers dense"),
     ("data=2x2,expert=2", 1, ""),
 ]
 

@@ -18,14 +18,20 @@ QUICK = {
     "transformer stage=2,data=2x2 2 microbatches no dropout, hops",
     "transformer data=2,context=2,tensor=2 sequence",
 }
-MARKED = [
-    pytest.param(case, marks=() if str(case) in QUICK else pytest.mark.mesh, id=str(case))
-    for case in CASES
-]
+SLOW = {"moe stage=4,expert=2 4 microbatches 3 of 14 layers dense"}
+
+
+def _marks(name):
+    if name in QUICK:
+        return ()
+    return pytest.mark.soak if name in SLOW else pytest.mark.mesh
+
+
+MARKED = [pytest.param(case, marks=_marks(str(case)), id=str(case)) for case in CASES]
 
 
 def test_the_quick_cases_are_there():
-    assert {str(case) for case in CASES} >= QUICK
+    assert {str(case) for case in CASES} >= QUICK | SLOW
 
 
 @pytest.mark.parametrize("case", MARKED)

@@ -32,15 +32,18 @@ CASES = {
 }
 
 
-@given(st.integers(1, 200), st.integers(1, 16), st.integers(1, 4))
-def test_a_cut_is_whole_and_nearly_equal(num_layers, stages, chunks):
+@given(st.integers(1, 200), st.integers(1, 16), st.integers(1, 4), st.integers(0, 3))
+def test_a_cut_is_whole_and_nearly_equal(num_layers, stages, chunks, before):
     if num_layers < stages * chunks:
         return
-    cut = StageCut(num_layers, stages, chunks)
+    cut = StageCut(num_layers, stages, chunks, before)
     assert sum(cut.counts) == sum(cut.by_stage) == num_layers
-    assert {*cut.counts} <= {cut.slots, cut.slots - 1}
+    assert max(cut.counts) == cut.slots
     assert min(cut.counts) > 0
-    assert cut.is_even == (len({*cut.counts}) == 1)
+    assert cut.is_even == (num_layers % (stages * chunks) == 0)
+    others = {cut.slots, cut.slots - 1}
+    assert {*cut.counts[1:]} <= others
+    assert cut.counts[0] in others or cut.loads[0] in others or cut.counts[0] == 1
     assert cut.firsts == tuple(sum(cut.counts[:place]) for place in range(cut.places))
 
 
@@ -49,6 +52,9 @@ def test_the_last_stage_and_then_the_first_are_lighter():
     assert StageCut(63, 8).by_stage == (8, 8, 8, 8, 8, 8, 8, 7)
     assert StageCut(61, 8).by_stage == (7, 7, 8, 8, 8, 8, 8, 7)
     assert StageCut(13, 4, 2).by_stage == (3, 3, 4, 3)
+    # Three dense layers come before 58 with experts.
+    assert StageCut(58, 8, before=3).by_stage == (4, 7, 8, 8, 8, 8, 8, 7)
+    assert StageCut(58, 16, before=3).loads == (4, 3, 3, *[4] * 12, 3)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from shardlib import humanize
 from shardlib.mesh import entry_axes, mesh_sizes
-from shardlib.nn.stages import StageCut
+from shardlib.nn.stages import StageCut, layers_before
 from shardlib.rules import AxisRules, Choice
 from shardlib.rules.resolve import STAGE
 from shardlib.sharding.partition import OVERRIDES, Placement
@@ -75,7 +75,7 @@ class ParamsReport(Report):
     """A table of all leaves, totals, and accidental replication. `str()` draws it.
 
     `choices` holds other choices of the run with their reasons, by name, if known.
-    `layers_by_stage` holds the number of layers on each pipeline stage.
+    `stage_cut` is the cut of the layers into pipeline stages, if there are any.
     """
 
     mesh: Mapping[str, int]
@@ -83,7 +83,12 @@ class ParamsReport(Report):
     unused_rules: tuple[str, ...]
     unused_paths: tuple[str, ...]
     choices: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    layers_by_stage: tuple[int, ...] = ()
+    stage_cut: StageCut | None = None
+
+    @property
+    def layers_by_stage(self) -> tuple[int, ...]:
+        """The number of layers on each pipeline stage; empty without stages."""
+        return () if self.stage_cut is None else self.stage_cut.by_stage
 
     def total_bytes(self, section: str | None = None) -> int:
         """Returns the bytes of all leaves of a section, each counted once."""
@@ -185,13 +190,17 @@ def explain_params(state: PyTree) -> ParamsReport:
         for placement in getattr(definition, section).values()
     )
     placements = [*definition.params.values(), *definition.model_state.values()]
-    counts = {p.shape[0] for p in placements if p.has_stages}
     return ParamsReport(
         sizes,
         rows,
         *_unused(definition.scope.rules, placements),
-        layers_by_stage=StageCut(max(counts), sizes[STAGE]).by_stage if counts else (),
+        stage_cut=_stage_cut(placements, sizes),
     )
+
+
+def _stage_cut(placements: list[Placement], sizes: Mapping[str, int]) -> StageCut | None:
+    counts = [p.shape[0] for p in placements if p.has_stages]
+    return StageCut(max(counts), sizes[STAGE], 1, layers_before(placements)) if counts else None
 
 
 def _row(section: str, placement: Placement, sizes: Mapping[str, int], num_devices: int) -> Row:

@@ -60,7 +60,7 @@ def explain(config: RunConfig, on: str | None = None) -> ParamsReport:
     else:
         devices = parse_cluster(on)
     parts = _traced(config, devices)
-    return dataclasses.replace(explain_state(parts.abstract), choices=parts.choices())
+    return _params_report(parts, parts.choices())
 
 
 def explain_compiled(
@@ -122,8 +122,17 @@ def _report(
     batch = parts.arranged(batch_spec(config.data, config.train.global_batch))
     step, state = parts.train_step(), parts.saved_state()
     compiled = compile_step(step, (state, batch), on=cluster, optimize=optimize)
-    params = dataclasses.replace(explain_state(parts.abstract), choices=abstract.choices())
+    params = _params_report(parts, abstract.choices())
     return report_on(compiled, params, limits)
+
+
+def _params_report(parts: Setup, choices: dict[str, str]) -> ParamsReport:
+    """Returns the report on the state of a run, with its choices and the chunks of its stages."""
+    report = explain_state(parts.abstract)
+    cut = report.stage_cut
+    if cut is not None:
+        cut = dataclasses.replace(cut, chunks=parts.config.train.pipeline.chunks)
+    return dataclasses.replace(report, choices=choices, stage_cut=cut)
 
 
 def _fixes(

@@ -8,6 +8,8 @@ shared bias) up to the loop, for the microbatch that it runs. Unneeded values ar
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -138,7 +140,7 @@ def cut(
         layers: This stage's layers, which complete the tree of parameters in parts that do not read
             layers.
         layers_cut: The cut of the layers. Each call of `chunk` runs one chunk.
-        skip_idle: Whether a chunk skips its last slot if no layer is in it.
+        skip_idle: Whether a chunk skips slots without a layer.
     """
     slots = layers_cut.slots
 
@@ -168,10 +170,14 @@ def cut(
             state, inputs = jax.tree.map(here, stack.state), jax.tree.map(own, stack.per_layer)
             return template.run(state, x, inputs)[0]
 
-        if span.is_full is None:
+        if span.count is None:
             return run(x, 0, slots)
-        x = run(x, 0, slots - 1)
-        return when(span.is_full, lambda: run(x, slots - 1, 1), x, skip=skip_idle)
+        first, *more = sorted({*layers_cut.counts})
+        x = run(x, 0, first)
+        for low, high in itertools.pairwise((first, *more)):
+            further = functools.partial(run, x, low, high - low)
+            x = when(span.count >= high, further, x, skip=skip_idle)
+        return x
 
     def post(shared: Leaves, x: PyTree, part: Part) -> tuple[jax.Array, PyTree]:
         return _resume(loss, {**shared, **layers}, part, x, traced.outputs)

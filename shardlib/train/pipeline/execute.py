@@ -64,8 +64,8 @@ class Span(NamedTuple):
 
     first: Int[Array, ""]
     """Its first layer."""
-    is_full: Bool[Array, ""] | None
-    """Whether a layer is in the last slot; None if every chunk fills its slots."""
+    count: Int[Array, ""] | None
+    """The number of its layers; None if every chunk fills its slots."""
 
 
 class Reads(NamedTuple):
@@ -307,15 +307,15 @@ class Stage:
         layers = self.layers_cut
         if layers.is_even:
             return Span(turn.place * layers.slots, None)
-        is_full = jnp.asarray(layers.counts)[turn.place] == layers.slots
-        return Span(jnp.asarray(layers.firsts)[turn.place], is_full)
+        tables = (jnp.asarray(layers.firsts), jnp.asarray(layers.counts))
+        return Span(*(table[turn.place] for table in tables))
 
     def share(self, turn: Turn) -> Float[Array, ""]:
-        """Returns the fraction of its slots that a turn's chunk fills."""
+        """Returns the layers of a turn's chunk relative to the fullest chunk."""
         layers = self.layers_cut
         if layers.is_even:
             return jnp.ones((), jnp.float32)
-        return jnp.asarray(layers.counts, jnp.float32)[turn.place] / layers.slots
+        return jnp.asarray(layers.loads, jnp.float32)[turn.place] / max(layers.loads)
 
     def backward(self, turn: Turn, x: PyTree, dy: PyTree, idle: _Backward) -> _Backward:
         """Recomputes a chunk and differentiates it, with `pre` for the first chunk and `post` for

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, PyTree, Shaped
 from shardlib.errors import ModelError
 from shardlib.losses.aggregate import Mean, map_outputs
 from shardlib.losses.microbatch import unsplit
-from shardlib.nn.stages import StageCut, layer_faults
+from shardlib.nn.stages import StageCut, layer_faults, layers_before
 from shardlib.partitioner import ValueLayout
 from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import platform
@@ -248,7 +248,9 @@ class _Region:
         stages, chunks = self.schedule.stages, self.schedule.chunks
         if faults := layer_faults(num_layers, stages, chunks):
             raise ModelError("\n".join(faults))
-        return StageCut(num_layers, stages, chunks)
+        definition = self.loss.definition
+        placements = [*definition.params.values(), *definition.model_state.values()]
+        return StageCut(num_layers, stages, chunks, layers_before(placements))
 
     def _slotted(
         self, layers: dict[str, jax.Array], frozen: dict[str, jax.Array]

@@ -160,18 +160,24 @@ def _count(microbatches: int) -> str:
 
 
 def bubble_fraction(
-    *, stages: int, microbatches: int, chunks: int = 1, num_layers: int | None = None
+    *,
+    stages: int,
+    microbatches: int,
+    chunks: int = 1,
+    num_layers: int | None = None,
+    before: int = 0,
 ) -> float:
     """Returns the fraction of time that a stage is idle: (S - 1) / (v M + S - 1).
 
     It holds for every schedule here, whatever the durations of forward and backward turns. With
-    `num_layers` the time of idle slots counts too, if the stages cannot divide the layers.
+    `num_layers` the time of idle slots counts too, if the stages cannot divide the layers; `before`
+    is the number of other layers that the first stage runs then.
     """
     turns = chunks * microbatches + stages - 1
     if num_layers is None:
         return (stages - 1) / turns
-    slots = StageCut(num_layers, stages, chunks).slots
-    return 1 - microbatches * num_layers / (stages * slots * turns)
+    loads = StageCut(num_layers, stages, chunks, before).loads
+    return 1 - microbatches * sum(loads) / (stages * max(loads) * turns)
 
 
 def _order(stages: int, microbatches: int, chunks: int) -> np.ndarray:
