@@ -149,10 +149,11 @@ def _replicas(sizes: Sizes, how: Strategy) -> float:
 
 
 def _fsdp(sizes: Sizes, how: Strategy) -> float:
+    """Every microbatch gathers parameters and reduces gradients, of which a device keeps its part."""
     part, (layers, vocab) = _part(how.size("fsdp")), _dense(sizes, how)
     layers += _routed(sizes, how)
     if how.zero < 3:
-        reduced = (layers + vocab) * sizes.compute_bytes
+        reduced = how.microbatches * (layers + vocab) * sizes.compute_bytes
         return part * (reduced + (layers + vocab) * sizes.stored_bytes)
     exchanged = 0.0
     tokens = _tokens(sizes, how) / how.microbatches
@@ -161,7 +162,8 @@ def _fsdp(sizes: Sizes, how: Strategy) -> float:
         vocab /= 2
         exchanged = 2 * _tokens(sizes, how) * sizes.embed
         exchanged /= how.size("tensor") if how.sequence else 1
-    return part * (3 * layers + 2 * vocab + exchanged) * sizes.compute_bytes
+    sent = how.microbatches * (3 * layers + 2 * vocab) + exchanged
+    return part * sent * sizes.compute_bytes
 
 
 def _tensor(sizes: Sizes, how: Strategy) -> float:

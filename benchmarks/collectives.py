@@ -6,7 +6,15 @@ collectives of each program are turned into bytes sent by ring algorithms and co
 closed forms of `closed_forms.py`.
 
     python benchmarks/collectives.py
-    python benchmarks/collectives.py --rows fsdp,tensor --platforms cpu
+    python benchmarks/collectives.py --rows fsdp,tensor --on cpu:8
+
+With `--model` the widths, the vocabulary and the tokens are those of a published model, with fewer
+layers: a program has one body for all of them, and the closed form counts as many. The rows are
+then every mesh of `AT_SCALE` for as many chips, with `--microbatches` of one sequence a device. GPUs
+need the CUDA plugin of JAX.
+
+    python benchmarks/collectives.py --on v5e-16,16xh100 --model llama3-8b --microbatches 1,4
+    python benchmarks/collectives.py --on v5p-128 --model llama3-70b --meshes data=8,fsdp=8
 
 `sent` is what the program's own collectives send, in MB, with its ratio to the closed form.
 `folded` counts an all-reduce of which each device reads its part as the reduce-scatter that it
@@ -20,25 +28,19 @@ The last line is JSON: the rows, and by platform the largest ratio of what count
 
 import argparse
 import dataclasses
-import importlib.util
 import json
+import math
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from closed_forms import Shared, Sizes, Strategy, Zero, sent_bytes
 
-COUNTS = {"cpu": "folded_ratio", "tpu": "ratio"}
+COUNTS = {"cpu": "folded_ratio", "tpu": "ratio", "gpu": "ratio"}
 
 SMALL_BYTES = 2**18
 """A statistic of the positions on a device, such as the sum of a softmax, is no larger."""
-
-TPU_OPTIONS = {
-    # Without the loops of overlapped matmuls, which send the same bytes in many small hops.
-    "xla_jf_spmd_threshold_for_windowed_einsum_mib": 100000,
-    "xla_tpu_no_crash_on_oom": True,
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -55,6 +57,8 @@ class Row:
     """Of the sizes."""
     experts: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Of the config of experts."""
+    remat: str = "none"
+    attention: str = "xla"
     why: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -101,71 +105,120 @@ ROWS = {
 }
 
 
+AT_SCALE = {
+    16: (
+        *("data=2,fsdp=8", "fsdp=16", "fsdp=8,tensor=2", "data=2,fsdp=4,tensor=2"),
+        *("fsdp=8,context=2", "stage=4,fsdp=4", "stage=4,data=2,fsdp=2"),
+    ),
+    64: (
+        *("data=8,fsdp=8", "fsdp=64", "data=4,fsdp=16", "fsdp=16,tensor=4"),
+        *("data=2,fsdp=8,context=4", "stage=4,fsdp=16", "stage=4,data=2,fsdp=8"),
+    ),
+}
+"""Meshes by the number of devices."""
+LENGTH = 4096
+"""Tokens of a sequence at scale."""
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--on", default="cpu:8,v5e-8", help="clusters, by commas")
     parser.add_argument("--rows", default=",".join(ROWS), help="names, by commas")
-    parser.add_argument("--platforms", default="cpu,tpu")
-    parser.add_argument("--topology", default="v5e:2x4", help="of the TPU: 8 chips")
     parser.add_argument("--size", action="append", default=[], help="name=number, of Sizes")
+    parser.add_argument("--model", help="a published one, such as llama3-8b")
+    parser.add_argument("--layers", type=int, default=8, help="of that model")
+    parser.add_argument("--microbatches", default="1,4", help="of that model's rows")
+    parser.add_argument("--meshes", nargs="+", help="of that model's rows")
     flags = parser.parse_args(arguments)
     start_platforms()
-    sizes = Sizes(
-        **{name: int(number) for name, _, number in (s.partition("=") for s in flags.size)}
-    )
     found = []
-    for platform in flags.platforms.split(","):
-        devices = devices_of(platform, flags.topology)
+    for name in flags.on.split(","):
+        cluster, devices = devices_of(name)
         if isinstance(devices, str):
             print(devices)
             continue
         print(HEAD)
-        for name in flags.rows.split(","):
-            found.append(measure(name, ROWS[name], sizes, platform, devices))
+        for row_name, row, sizes in rows_of(flags, cluster):
+            found.append({"on": name, **measure(row_name, row, sizes, cluster.platform, devices)})
             print(line(found[-1]), flush=True)
     worst = {
-        f"largest_ratio_{platform}": max(ratios)
-        for platform in flags.platforms.split(",")
-        if (ratios := [row[COUNTS[platform]] for row in found if row["platform"] == platform])
+        f"largest_ratio_{name}": max(row[COUNTS[row["platform"]]] for row in of_one)
+        for name in flags.on.split(",")
+        if (of_one := [row for row in found if row["on"] == name])
     }
     print(json.dumps({"rows": found, **worst}))
 
 
 def start_platforms() -> None:
-    """Sets what has to be set before JAX starts: eight CPU devices, and a TPU without chips."""
-    os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-16")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    """Sets what has to be set before JAX starts: no device of this machine is looked for."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
     # Programs are read, not run, and the collectives are those of any level.
     os.environ.setdefault("JAX_OPTIMIZATION_LEVEL", "O0")
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", 8)
 
 
-def devices_of(platform: str, topology: str) -> Any:
-    """Returns eight devices, or why there are none."""
-    import jax
+def devices_of(name: str) -> tuple[Any, Any]:
+    """Returns a cluster and its devices, or why there are none."""
+    from shardlib.errors import MissingExtraError
+    from shardlib.explain.aot import topology
+    from shardlib.hardware import parse_cluster
 
-    if platform == "cpu":
-        return jax.devices("cpu")
-    if importlib.util.find_spec("libtpu") is None:
-        return "tpu: no libtpu, so nothing can be compiled for it; pip install 'jax[tpu]'"
-    from jax.experimental import topologies
-
-    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    cluster = parse_cluster(name)
+    try:
+        return cluster, topology.devices_of(cluster)
+    except MissingExtraError as error:
+        return cluster, str(error)
 
 
-def measure(name: str, row: Row, base: Sizes, platform: str, devices: Any) -> dict[str, Any]:
+def rows_of(flags: Any, cluster: Any) -> Iterator[tuple[str, Row, Sizes]]:
+    """Yields the rows for a cluster, with their names and sizes."""
+    width = 4 if cluster.platform == "cpu" else 2
+    if flags.model is not None:
+        yield from rows_at_scale(flags, cluster, width)
+        return
+    numbers = (size.partition("=") for size in flags.size)
+    base = Sizes(**{name: int(number) for name, _, number in numbers}, compute_bytes=width)
+    for name in flags.rows.split(","):
+        yield name, ROWS[name], dataclasses.replace(base, **ROWS[name].changes)
+
+
+def rows_at_scale(flags: Any, cluster: Any, width: int) -> Iterator[tuple[str, Row, Sizes]]:
+    """Yields the rows of a published model: each device has a sequence of each microbatch."""
+    from shardlib.plan.workloads.named_models import named_model
+
+    model = named_model(flags.model).model
+    dims = ("embed", "heads", "kv_heads", "head_dim", "mlp", "vocab")
+    sizes = Sizes(
+        flags.layers, *(getattr(model, dim) for dim in dims), length=LENGTH, compute_bytes=width
+    )
+    # What computes attention on a GPU depends on whether cuDNN is installed.
+    attention = "blockwise" if cluster.platform == "gpu" else "auto"
+    for mesh in flags.meshes or AT_SCALE[cluster.num_devices]:
+        axes = {name: int(size) for name, size in (axis.split("=") for axis in mesh.split(","))}
+        for asked in map(int, flags.microbatches.split(",")):
+            microbatches = max(asked, 2 * axes["stage"]) if "stage" in axes else asked
+            groups = math.prod(axes.get(name, 1) for name in ("data", "fsdp"))
+            batch = dataclasses.replace(sizes, batch=groups * microbatches)
+            for rules in ("standard", "sequence") if "tensor" in axes else ("standard",):
+                row = Row(
+                    mesh,
+                    rules,
+                    microbatches=microbatches,
+                    reduction="f32" if "data" in axes and microbatches > 1 else None,
+                    remat="full",
+                    attention=attention,
+                )
+                yield f"{flags.model}_x{microbatches}", row, batch
+
+
+def measure(name: str, row: Row, sizes: Sizes, platform: str, devices: Any) -> dict[str, Any]:
     """Compiles one step and returns what it sends, in bytes for each device."""
-    width = 2 if platform == "tpu" else 4
-    sizes = dataclasses.replace(base, compute_bytes=width, **row.changes)
     from shardlib.explain.analysis.collectives import axes_text, read_program
 
-    compiled, mesh = compile_step(row, sizes, platform, devices)
-    report = read_program(compiled, mesh)
+    compiled = compile_row(row, sizes, devices)
+    report = read_program(compiled.text, compiled.mesh)
     large = [c for c in report.collectives if c.bytes > SMALL_BYTES]
     small = [c for c in report.collectives if c.bytes <= SMALL_BYTES]
-    form = sent_bytes(sizes, strategy(row, dict(mesh.shape)))
+    form = sent_bytes(sizes, strategy(row, dict(compiled.mesh_sizes)))
     found: dict[str, float] = {}
     for c in large:
         axes = axes_text(c.mesh_axes)
@@ -175,6 +228,7 @@ def measure(name: str, row: Row, base: Sizes, platform: str, devices: Any) -> di
         "row": name,
         "mesh": row.mesh,
         "rules": row.rules,
+        "microbatches": row.microbatches,
         "platform": platform,
         "sent": sent,
         "folded": folded,
@@ -195,12 +249,13 @@ def strategy(row: Row, mesh: dict[str, int]) -> Strategy:
     return Strategy(mesh, row.zero, row.shared, row.microbatches, sequence)
 
 
-def compile_step(row: Row, sizes: Sizes, platform: str, devices: Any) -> tuple[Any, Any]:
-    """Returns the compiled step of a row, and its mesh."""
+def compile_row(row: Row, sizes: Sizes, devices: Any) -> Any:
+    """Returns the compiled step of a row, a `CompiledStep`."""
     import jax
     import optax
 
     import shardlib as sl
+    from shardlib.explain.aot.compile import compile_step
     from shardlib.registry import DataSpec
     from shardlib.train.reduce.reduction import ReductionConfig
     from shardlib_models.transformer import loss, make
@@ -221,8 +276,7 @@ def compile_step(row: Row, sizes: Sizes, platform: str, devices: Any) -> tuple[A
         batch_axes=dict.fromkeys(("tokens", "targets"), ("batch", "length")),
     )
     tokens = jax.ShapeDtypeStruct((sizes.batch, sizes.length), "int32")
-    lowered = step.lower(state, {"tokens": tokens, "targets": tokens})
-    return lowered.compile(compiler_options=TPU_OPTIONS if platform == "tpu" else None), mesh
+    return compile_step(step, (state, {"tokens": tokens, "targets": tokens}), keep=False)
 
 
 def model_config(row: Row, sizes: Sizes) -> Any:
@@ -247,7 +301,8 @@ def model_config(row: Row, sizes: Sizes) -> Any:
         mlp_dim=sizes.mlp,
         moe=experts,
         # The back end decides nothing that travels, except that a ring and a gather have their own.
-        attention="auto" if "context" in row.mesh and row.shared != "ulysses" else "xla",
+        attention="auto" if "context" in row.mesh and row.shared != "ulysses" else row.attention,
+        remat=row.remat,
         context=row.shared,
     )
 
@@ -274,7 +329,7 @@ def bytes_of(shape: str) -> int:
     return array_bytes(shape)
 
 
-COLUMNS = "{:17} {:24} {:9} {:4} {:>11} {:>9} {:>6} {:>9} {:>6} {:>10}  {}"
+COLUMNS = "{:17} {:24} {:9} {:8} {:>11} {:>9} {:>6} {:>9} {:>6} {:>10}  {}"
 HEAD = COLUMNS.format(
     *("row", "mesh", "rules", "on", "closed form", "sent", "ratio", "folded", "ratio", "small"),
     "by axis, and why",
@@ -286,7 +341,7 @@ def line(row: dict[str, Any]) -> str:
     form, sent, folded = (f"{row[key] / 1e6:.1f}" for key in ("closed_form", "sent", "folded"))
     ratio, folded_ratio = (f"{row[key]:.3f}" for key in ("ratio", "folded_ratio"))
     small = f"{row['small_count']}: {row['small'] / 1e6:.2f}"
-    strategy = (row["row"], row["mesh"], row["rules"], row["platform"])
+    strategy = (row["row"], row["mesh"], row["rules"], row["on"])
     notes = [] if row["folded_ratio"] == 1.0 else [by_axis(row)]
     notes += [row["why"], "" if row["trips_known"] else "some loops count once"]
     figures = (form, sent, ratio, folded, folded_ratio, small)

@@ -6,7 +6,7 @@ a user would write them for a model of someone else. `user` leaves the partition
 may compute wrong numbers (docs/xla_faults.md); `auto` is what shardlib makes of it.
 
     python benchmarks/unannotated.py
-    python benchmarks/unannotated.py --models transformer,mlp --meshes fsdp=8 --platform cpu
+    python benchmarks/unannotated.py --models transformer,mlp --meshes fsdp=8 --on cpu:8
 
 The ratios are of `auto` to `user`; above 1 shardlib sends or holds more. The last line is JSON: the
 rows and the largest ratios.
@@ -18,7 +18,7 @@ from typing import Any
 
 import flax.linen as nn
 
-from collectives import TPU_OPTIONS, devices_of, start_platforms
+from collectives import devices_of, start_platforms
 
 MESHES = "data=2,fsdp=2,tensor=2", "fsdp=4,tensor=2", "fsdp=8"
 PATHS = {
@@ -113,11 +113,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--meshes", nargs="+", default=MESHES)
-    parser.add_argument("--platform", default="tpu")
-    parser.add_argument("--topology", default="v5e:2x4", help="of the TPU: 8 chips")
+    parser.add_argument("--on", default="v5e-8", help="a cluster of 8 devices")
     flags = parser.parse_args(arguments)
     start_platforms()
-    devices = devices_of(flags.platform, flags.topology)
+    cluster, devices = devices_of(flags.on)
     if isinstance(devices, str):
         print(devices)
         return
@@ -125,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows = []
     for name in flags.models.split(","):
         for mesh in flags.meshes:
-            rows.append(row(name, mesh, flags.platform, devices))
+            rows.append(row(name, mesh, cluster.platform, devices))
             print(line(rows[-1]), flush=True)
     worst = {key: max(r[key] for r in rows) for key in ("sent_ratio", "peak_ratio")}
     print(json.dumps({"rows": rows, **{f"largest_{key}": n for key, n in worst.items()}}))
@@ -152,6 +151,7 @@ def measure(name: str, mesh_text: str, platform: str, devices: Any, mode: Any) -
 
     import shardlib as sl
     from shardlib.explain.analysis.collectives import read_program
+    from shardlib.explain.aot.compile import compile_step
 
     model, batch = MODELS[name], batch_of(name)
     mesh = sl.make_mesh(mesh_text, devices=devices)
@@ -161,10 +161,9 @@ def measure(name: str, mesh_text: str, platform: str, devices: Any, mode: Any) -
         inputs = (jax.ShapeDtypeStruct(batch["x"].shape, batch["x"].dtype),)
         state = sl.abstract_state(model, optax.sgd(1e-2), inputs=inputs, precision=policy)
     step = sl.make_train_step(loss, constrain=mode, precision=policy)
-    options = TPU_OPTIONS if platform == "tpu" else None
-    compiled = step.lower(state, batch).compile(compiler_options=options)
-    sent = sum(c.sent_bytes for c in read_program(compiled, mesh).collectives)
-    return int(sent), int(compiled.memory_analysis().peak_memory_in_bytes)
+    compiled = compile_step(step, (state, batch), keep=False)
+    sent = sum(c.sent_bytes for c in read_program(compiled.text, mesh).collectives)
+    return int(sent), compiled.memory["peak"]
 
 
 def loss(model: Any, batch: Any, rng: Any) -> Any:

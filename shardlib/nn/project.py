@@ -16,9 +16,8 @@ from shardlib.sharding.constrain import Scope, active
 
 
 class _Placed(NamedTuple):
-    """Shardings of a kernel: in the state, for a product, and of its gradient; static."""
+    """Shardings of a kernel, for a product and of its gradient; static."""
 
-    stored: NamedSharding
     whole: NamedSharding
     gradient: NamedSharding
 
@@ -43,11 +42,10 @@ def project(x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], num_inputs: 
         return _product(x, kernel, num_inputs)
     summed = Scope(scope.mesh, scope.rules.of("gradients"))
     placed = _Placed(
-        scope.sharding(axes, kernel.shape, "params"),
         scope.sharding(axes, kernel.shape, "activations"),
         summed.sharding(axes, kernel.shape, "params"),
     )
-    if placed.stored.spec == placed.whole.spec:
+    if scope.sharding(axes, kernel.shape, "params").spec == placed.whole.spec:
         return _product(x, kernel, num_inputs)
     return _projected(placed, num_inputs, x, kernel)
 
@@ -58,8 +56,7 @@ def _product(x: jax.Array, kernel: jax.Array, num_inputs: int) -> jax.Array:
 
 
 def _gathered(placed: _Placed, kernel: jax.Array) -> jax.Array:
-    # First as stored, so that it is sent in its own dtype.
-    kernel = jax.lax.with_sharding_constraint(kernel, placed.stored)
+    # Not constrained as stored first: XLA for GPUs would then gather each of the two separately.
     return jax.lax.with_sharding_constraint(kernel, placed.whole)
 
 

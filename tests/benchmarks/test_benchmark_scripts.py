@@ -126,7 +126,7 @@ def test_check_time():
 
 
 def test_unannotated():
-    found = figures("unannotated.py", "--models=mlp", "--meshes", "fsdp=8", "--platform=cpu")
+    found = figures("unannotated.py", "--models=mlp", "--meshes", "fsdp=8", "--on=cpu:8")
     (row,) = found["rows"]
     assert found["largest_sent_ratio"] == row["sent_ratio"]
     # Four pairs of kernels of 1024 x 4096 float32 are gathered, and their gradients scattered. For
@@ -263,7 +263,7 @@ def test_programs_for_the_cpu_send_what_the_forms_say():
     # Large enough that what travels is no small collective.
     sizes = {"layers": 2, "embed": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "mlp": 1024}
     sizes |= {"vocab": 1024, "batch": 16, "length": 64}
-    words = ("--platforms=cpu", "--rows=fsdp,tensor_sequence")
+    words = ("--on=cpu:8", "--rows=fsdp,tensor_sequence")
     rows = figures("collectives.py", *words, *(f"--size={k}={v}" for k, v in sizes.items()))["rows"]
     assert [row["row"] for row in rows] == ["fsdp", "tensor_sequence"]
     for row in rows:
