@@ -1,4 +1,5 @@
-"""Products with kernels of several input or output dims, as `[embed, heads, head_dim]`.
+"""Products with kernels of several input or output dims, as `[embed, heads, head_dim]`, or of a
+vocabulary.
 
 A mesh axis that shards parameters alone, such as `fsdp`, has the kernel gathered for the product,
 and again in the backward pass. There a compiler that reshapes the kernel for each product would
@@ -13,6 +14,11 @@ import jax
 from jax.sharding import AxisType, NamedSharding
 
 from shardlib.sharding.constrain import Scope, active
+
+
+VOCAB = "vocab"
+"""The logical axis of the head's outputs. XLA for CPUs and GPUs gathers a head that `tensor` cuts
+for each of its two products."""
 
 
 class _Placed(NamedTuple):
@@ -38,16 +44,20 @@ def project(x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], num_inputs: 
         RuleError: If an axis has no rule, or a dim cannot be divided.
     """
     scope = active()
-    if kernel.ndim == 2 or scope is None or AxisType.Explicit in scope.mesh_here.axis_types:
+    is_plain = kernel.ndim == 2 and VOCAB not in axes
+    if is_plain or scope is None or AxisType.Explicit in scope.mesh_here.axis_types:
         return _product(x, kernel, num_inputs)
     summed = Scope(scope.mesh, scope.rules.of("gradients"))
     placed = _Placed(
         scope.sharding(axes, kernel.shape, "activations"),
         summed.sharding(axes, kernel.shape, "params"),
     )
-    if scope.sharding(axes, kernel.shape, "params").spec == placed.whole.spec:
+    stored = scope.sharding(axes, kernel.shape, "params")
+    if stored.spec == placed.whole.spec:
         return _product(x, kernel, num_inputs)
-    return _projected(placed, num_inputs, x, kernel)
+    # First constrained as stored, so that it is sent in its own dtype; once for both passes, since
+    # XLA for GPUs gathers each constrained value separately.
+    return _projected(placed, num_inputs, x, jax.lax.with_sharding_constraint(kernel, stored))
 
 
 def _product(x: jax.Array, kernel: jax.Array, num_inputs: int) -> jax.Array:
@@ -56,7 +66,6 @@ def _product(x: jax.Array, kernel: jax.Array, num_inputs: int) -> jax.Array:
 
 
 def _gathered(placed: _Placed, kernel: jax.Array) -> jax.Array:
-    # Not constrained as stored first: XLA for GPUs would then gather each of the two separately.
     return jax.lax.with_sharding_constraint(kernel, placed.whole)
 
 
