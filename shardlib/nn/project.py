@@ -11,8 +11,9 @@ import functools
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from shardlib.mesh import spec_axes
 from shardlib.sharding.constrain import Scope, active
 
 
@@ -90,6 +91,12 @@ def _backward(
     outputs = tuple(range(gradient.ndim - num_outputs, gradient.ndim))
     of_kernel = outputs, tuple(range(num_inputs, kernel.ndim))
     of_x = jax.lax.dot_general(gradient, _gathered(placed, kernel), (of_kernel, ((), ())))
+    if kernel.ndim == 2:
+        # With the cut dim last: of others XLA for TPUs (libtpu 0.0.42) reduces most whole.
+        products = jax.lax.dot_general(gradient, x, ((batch, batch), ((), ())))
+        mesh, spec = placed.gradient.mesh, spec_axes(placed.gradient.spec, 2)
+        swapped = NamedSharding(mesh, PartitionSpec(*reversed(spec)))
+        return of_x, jax.lax.with_sharding_constraint(products, swapped).T
     products = jax.lax.dot_general(x, gradient, ((batch, batch), ((), ())))
     return of_x, jax.lax.with_sharding_constraint(products, placed.gradient)
 
