@@ -11,12 +11,15 @@ import functools
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardlib.mesh import spec_axes
-from shardlib.sharding.constrain import Scope, active
+from shardlib.hardware.clusters import slice_of
+from shardlib.mesh import entry_axes, spec_axes
+from shardlib.sharding.constrain import Scope, active, platform
+from shardlib.sharding.manual import manual, sum_to_parts
 
 
+LEAST_CHIPS = 16
 VOCAB = "vocab"
 """The logical axis of the head's outputs. XLA for CPUs and GPUs gathers a head that `tensor` cuts
 for each of its two products."""
@@ -27,6 +30,8 @@ class _Placed(NamedTuple):
 
     whole: NamedSharding
     gradient: NamedSharding
+    slice_axis: str | None
+    """The mesh axis over all chips of a TPU slice that cuts the kernel and the batch, if any."""
 
 
 def project(x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], num_inputs: int) -> jax.Array:
@@ -45,13 +50,16 @@ def project(x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], num_inputs: 
         RuleError: If an axis has no rule, or a dim cannot be divided.
     """
     scope = active()
-    is_plain = kernel.ndim == 2 and VOCAB not in axes
-    if is_plain or scope is None or AxisType.Explicit in scope.mesh_here.axis_types:
+    if scope is None or AxisType.Explicit in scope.mesh_here.axis_types:
+        return _product(x, kernel, num_inputs)
+    slice_axis = _slice_axis(scope, x)
+    if kernel.ndim == 2 and VOCAB not in axes and slice_axis is None:
         return _product(x, kernel, num_inputs)
     summed = Scope(scope.mesh, scope.rules.of("gradients"))
     placed = _Placed(
         scope.sharding(axes, kernel.shape, "activations"),
         summed.sharding(axes, kernel.shape, "params"),
+        slice_axis,
     )
     stored = scope.sharding(axes, kernel.shape, "params")
     if stored.spec == placed.whole.spec:
@@ -59,6 +67,17 @@ def project(x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], num_inputs: 
     # First constrained as stored, so that it is sent in its own dtype; once for both passes, since
     # XLA for GPUs gathers each constrained value separately.
     return _projected(placed, num_inputs, x, jax.lax.with_sharding_constraint(kernel, stored))
+
+
+def _slice_axis(scope: Scope, x: jax.Array) -> str | None:
+    """Returns the mesh axis that cuts the rows of `x` over all chips of a slice; None for a few
+    chips, whose sums XLA for TPUs (libtpu 0.0.42) reduces to parts itself."""
+    if not isinstance(scope.mesh, Mesh) or scope.mesh.size < LEAST_CHIPS or platform() != "tpu":
+        return None
+    cut = scope.sharding(("batch",), x.shape[:1], "activations").spec[0]
+    axes = [name for name in entry_axes(cut) if scope.sizes[name] == scope.mesh.size]
+    one_slice = len(set(map(slice_of, scope.mesh.devices.flat))) == 1
+    return axes[0] if axes and one_slice else None
 
 
 def _product(x: jax.Array, kernel: jax.Array, num_inputs: int) -> jax.Array:
@@ -87,18 +106,37 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array]:
     x, kernel = kept
     num_outputs = kernel.ndim - num_inputs
-    batch = tuple(range(x.ndim - num_inputs))
     outputs = tuple(range(gradient.ndim - num_outputs, gradient.ndim))
     of_kernel = outputs, tuple(range(num_inputs, kernel.ndim))
     of_x = jax.lax.dot_general(gradient, _gathered(placed, kernel), (of_kernel, ((), ())))
-    if kernel.ndim == 2:
+    return of_x, _of_kernel(placed, num_inputs, x, gradient)
+
+
+def _of_kernel(
+    placed: _Placed, num_inputs: int, x: jax.Array, gradient: jax.Array
+) -> jax.Array:
+    """Returns the gradient of the kernel, in its place."""
+    batch = tuple(range(x.ndim - num_inputs))
+    contracted = (batch, batch), ((), ())
+    rank = x.ndim + gradient.ndim - 2 * len(batch)
+    mesh, spec = placed.gradient.mesh, spec_axes(placed.gradient.spec, rank)
+    name = placed.slice_axis
+    if name is not None and (name,) in spec:
+        dim = spec.index((name,))
+
+        def on_device(x: jax.Array, gradient: jax.Array) -> jax.Array:
+            return sum_to_parts(jax.lax.dot_general(x, gradient, contracted), name, dim)
+
+        rows = PartitionSpec(name)
+        region = manual(on_device, (name,), (rows, rows), PartitionSpec(*[None] * dim, name))
+        return region(x, gradient)
+    if rank == 2:
         # With the cut dim last: of others XLA for TPUs (libtpu 0.0.42) reduces most whole.
-        products = jax.lax.dot_general(gradient, x, ((batch, batch), ((), ())))
-        mesh, spec = placed.gradient.mesh, spec_axes(placed.gradient.spec, 2)
+        products = jax.lax.dot_general(gradient, x, contracted)
         swapped = NamedSharding(mesh, PartitionSpec(*reversed(spec)))
-        return of_x, jax.lax.with_sharding_constraint(products, swapped).T
-    products = jax.lax.dot_general(x, gradient, ((batch, batch), ((), ())))
-    return of_x, jax.lax.with_sharding_constraint(products, placed.gradient)
+        return jax.lax.with_sharding_constraint(products, swapped).T
+    products = jax.lax.dot_general(x, gradient, contracted)
+    return jax.lax.with_sharding_constraint(products, placed.gradient)
 
 
 _projected.defvjp(_forward, _backward)
