@@ -15,7 +15,8 @@ fsdp     ZeRO: Rajbhandari et al. 2020, section 7. Stages 1 and 2 reduce-scatter
 tensor   Megatron-LM: Shoeybi et al. 2019, section 3: two all-reduces of the residual stream a layer
          forward and two backward; one of what the embedding returns, and one of the gradient of
          what the head reads. With sequence parallelism each is a reduce-scatter and an all-gather:
-         the same bytes (Korthikanti et al. 2022, section 4.2.2).
+         the same bytes (Korthikanti et al. 2022, section 4.2.2). Layers that are computed again
+         repeat what they send forward, but for the sum that ends them.
 context  Ring attention: Liu et al. 2023, section 3: keys and values make n - 1 hops forward, and
          n - 1 backward with their gradients. Gathered keys: Grattafiori et al. 2024, section 3.3.2:
          an all-gather forward, another backward, a reduce-scatter of the gradients. Gradients of
@@ -84,6 +85,8 @@ class Strategy:
     microbatches: int = 1
     sequence: bool = False
     """Whether `tensor` also cuts the length of the residual stream."""
+    recomputed: bool = False
+    """Whether the backward pass computes each layer again, up to its last product."""
 
     def size(self, *axes: str) -> int:
         """Devices along all of some axes."""
@@ -149,7 +152,7 @@ def _replicas(sizes: Sizes, how: Strategy) -> float:
 
 
 def _fsdp(sizes: Sizes, how: Strategy) -> float:
-    """Every microbatch gathers parameters and reduces gradients, of which a device keeps its part."""
+    """Every microbatch gathers parameters and reduces gradients to the parts that devices keep."""
     part, (layers, vocab) = _part(how.size("fsdp")), _dense(sizes, how)
     layers += _routed(sizes, how)
     if how.zero < 3:
@@ -168,7 +171,9 @@ def _fsdp(sizes: Sizes, how: Strategy) -> float:
 
 def _tensor(sizes: Sizes, how: Strategy) -> float:
     residual = _tokens(sizes, how) * sizes.embed * sizes.compute_bytes
-    branches = 4 * _layers(sizes, how) + 2
+    # Computed again are attention with its sum, and what the MLP reads: half of a sum, if gathered.
+    again = (1.5 if how.sequence else 1) if how.recomputed else 0
+    branches = (4 + again) * _layers(sizes, how) + 2
     return branches * 2 * _part(how.size("tensor")) * residual
 
 
@@ -180,7 +185,8 @@ def _context(sizes: Sizes, how: Strategy) -> float:
         return _layers(sizes, how) * sent * sizes.compute_bytes
     # Of a shard; a ring sends it on n - 1 times, and a gather sends (n - 1) / n of n of them.
     keys_and_values = 2 * tokens * kv_heads * sizes.head_dim
-    widths = 2 * sizes.compute_bytes + FLOAT32
+    again = sizes.compute_bytes if how.recomputed and how.shared == "ring" else 0
+    widths = 2 * sizes.compute_bytes + again + FLOAT32
     return _layers(sizes, how) * (devices - 1) * keys_and_values * widths
 
 

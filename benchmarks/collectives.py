@@ -10,8 +10,8 @@ closed forms of `closed_forms.py`.
 
 With `--model` the widths, the vocabulary and the tokens are those of a published model, with fewer
 layers: a program has one body for all of them, and the closed form counts as many. The rows are
-then every mesh of `AT_SCALE` for as many chips, with `--microbatches` of one sequence a device. GPUs
-need the CUDA plugin of JAX.
+then every mesh of `AT_SCALE` for as many chips, with `--microbatches` of one sequence a device, and
+with layers that are computed again. GPUs need the CUDA plugin of JAX.
 
     python benchmarks/collectives.py --on v5e-16,16xh100 --model llama3-8b --microbatches 1,4
     python benchmarks/collectives.py --on v5p-128 --model llama3-70b --meshes data=8,fsdp=8
@@ -33,7 +33,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from closed_forms import Shared, Sizes, Strategy, Zero, sent_bytes
 
@@ -41,6 +41,7 @@ COUNTS = {"cpu": "folded_ratio", "tpu": "ratio", "gpu": "ratio"}
 
 SMALL_BYTES = 2**18
 """A statistic of the positions on a device, such as the sum of a softmax, is no larger."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -58,7 +59,7 @@ class Row:
     experts: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Of the config of experts."""
     remat: str = "none"
-    attention: str = "xla"
+    attention: Literal["auto", "xla", "blockwise"] = "xla"
     why: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -246,7 +247,8 @@ def measure(name: str, row: Row, sizes: Sizes, platform: str, devices: Any) -> d
 
 def strategy(row: Row, mesh: dict[str, int]) -> Strategy:
     sequence = row.rules == "sequence"
-    return Strategy(mesh, row.zero, row.shared, row.microbatches, sequence)
+    recomputed = row.remat == "full"
+    return Strategy(mesh, row.zero, row.shared, row.microbatches, sequence, recomputed)
 
 
 def compile_row(row: Row, sizes: Sizes, devices: Any) -> Any:

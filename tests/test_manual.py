@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from shardlib.errors import MeshError, RuleError
-from shardlib.sharding.manual import axis_size, manual
+from shardlib.sharding.manual import axis_size, manual, sum_to_parts
 
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 
@@ -44,6 +44,15 @@ def test_regions_nest_and_differentiate():
     total, grad = jax.jit(jax.value_and_grad(manual(outer, ("stage",), P("stage"), P())))(X)
     assert float(total) == np.sum(X**2)
     np.testing.assert_array_equal(grad, 2 * X)
+
+
+@pytest.mark.parametrize("n", [8, 4, 3, 1])
+def test_a_sum_in_two_hops_gives_each_device_its_part(n):
+    mesh = sl.make_mesh(f"fsdp={n}", devices=jax.devices()[:n])
+    rows = np.arange(n * 24, dtype=np.float32).reshape(n, 24)
+    with sl.use(mesh, sl.rules.STANDARD):
+        summed = manual(lambda x: sum_to_parts(x, "fsdp", 1), ("fsdp",), P("fsdp"), P(None, "fsdp"))
+        np.testing.assert_array_equal(jax.jit(summed)(rows), rows.sum(0, keepdims=True))
 
 
 def test_constrain_keeps_the_compilers_axes_inside_of_a_region():

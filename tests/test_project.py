@@ -1,7 +1,7 @@
 """Products with kernels of several dims, and how often their kernels are gathered."""
 
+import collections
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +9,27 @@ import numpy as np
 import pytest
 
 import shardlib as sl
+from shardlib.explain.analysis.collectives import collectives
+from shardlib.explain.aot.topology import devices_of
+from shardlib.hardware import parse_cluster
 from shardlib.nn.project import project
 
-EMBED, HEADS, HEAD_DIM, BATCH, LENGTH = 32, 4, 8, 8, 4
-QUERY, OUT = ("embed", "heads", "head_dim"), ("heads", "head_dim", "embed")
+EMBED, HEADS, HEAD_DIM, VOCAB, BATCH, LENGTH = 32, 4, 8, 16, 8, 4
+QUERY, OUT, HEAD = (
+    ("embed", "heads", "head_dim"),
+    ("heads", "head_dim", "embed"),
+    ("embed", "vocab"),
+)
 
 
-def value(x, query, out):
-    """A sum over squares, in whole numbers, of a projection to heads and back."""
+def value(x, query, out, head):
+    """A sum over squares, in whole numbers, of projections to heads, back, and to logits."""
     heads = jnp.square(project(x, query, QUERY, 1))
-    return jnp.sum(jnp.square(project(heads, out, OUT, 2)))
+    logits = project(x, head, HEAD, 1).astype(jnp.float32)
+    return jnp.sum(jnp.square(project(heads, out, OUT, 2))) + jnp.sum(jnp.square(logits))
 
 
-def of_layers(x, query, out):
+def of_layers(x, query, out, head):
     """The sum after two layers, which are computed again in the backward pass."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -30,49 +38,90 @@ def of_layers(x, query, out):
         return x + project(heads, kernels[1], OUT, 2), None
 
     kernels = jax.tree.map(lambda kernel: jnp.stack([kernel, 2 * kernel]), (query, out))
-    return jnp.sum(jax.lax.scan(layer, x, kernels)[0].astype(jnp.float32))
+    x = jax.lax.scan(layer, x, kernels)[0]
+    return jnp.sum(jnp.square(project(x, head, HEAD, 1).astype(jnp.float32)))
 
 
 @pytest.fixture(scope="module")
 def arguments():
     random = np.random.default_rng(0)
-    shapes = (BATCH, LENGTH, EMBED), (EMBED, HEADS, HEAD_DIM), (HEADS, HEAD_DIM, EMBED)
+    shapes = (
+        *((BATCH, LENGTH, EMBED), (EMBED, HEADS, HEAD_DIM)),
+        *((HEADS, HEAD_DIM, EMBED), (EMBED, VOCAB)),
+    )
     return tuple(random.integers(-1, 2, shape).astype(np.float32) for shape in shapes)
 
 
-def compiled(mesh, arguments, function=value):
+# Without loops of overlapped products, which send the same bytes in many small hops.
+WHOLE_PRODUCTS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 100000}
+
+
+def compiled(mesh, arguments, function=value, options=None):
     """Returns the program of value and gradients on a mesh, and the places of its arguments."""
 
     def run(*arguments):
         with sl.use(mesh, sl.rules.STANDARD):
-            return jax.value_and_grad(function, argnums=(0, 1, 2))(*arguments)
+            return jax.value_and_grad(function, argnums=(0, 1, 2, 3))(*arguments)
 
     with sl.use(mesh, sl.rules.STANDARD) as scope:
-        x, query, out = arguments
+        x, query, out, head = arguments
         places = (
             scope.sharding(("batch", "length", "embed"), x.shape, "activations"),
             scope.sharding(QUERY, query.shape),
             scope.sharding(OUT, out.shape),
+            scope.sharding(HEAD, head.shape),
         )
     jitted = jax.jit(run, in_shardings=places, out_shardings=(None, places))
-    return jitted.lower(*arguments).compile(), places
+    return jitted.lower(*arguments).compile(compiler_options=options), places
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=2,tensor=2", "fsdp=4,context=2"])
 def test_gradients_are_those_of_one_device(mesh, arguments):
-    expected = jax.value_and_grad(value, argnums=(0, 1, 2))(*arguments)
+    expected = jax.value_and_grad(value, argnums=(0, 1, 2, 3))(*arguments)
     program, places = compiled(sl.make_mesh(mesh), arguments)
     found = program(*jax.device_put(arguments, places))
     assert float(expected[0]) < 2**24, "whole numbers up to here are exact"
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+WIDE = (128, 64, 2048), (2048, 16, 128), (16, 128, 2048), (2048, 128256)
+
+
+def wide():
+    """Arguments of real widths: a part of a device has whole registers."""
+    return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in WIDE]
+
+
 @pytest.mark.aot
-def test_a_kernel_is_gathered_once_a_pass(arguments, tpu_devices):
-    mesh = sl.make_mesh("fsdp=8", devices=tpu_devices("v5e:2x4"))
-    wide = [jax.ShapeDtypeStruct([16 * n for n in a.shape], jnp.bfloat16) for a in arguments]
-    text = compiled(mesh, wide, of_layers)[0].as_text()
-    assert text is not None
-    # In the loop forward, and in the loop backward, which also computes the layer again.
-    gathered = re.findall(r"bf16\S* all-gather\(", text)
-    assert len(gathered) == 4, gathered
+@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=16"])
+def test_a_tpu_gathers_kernels_once_a_pass_and_reduces_gradients_to_parts(mesh, tpu_devices):
+    devices = tpu_devices("v5e:4x4" if mesh == "fsdp=16" else "v5e:2x4")
+    mesh = sl.make_mesh(mesh, devices=devices)
+    program = compiled(mesh, wide(), of_layers, WHOLE_PRODUCTS)[0]
+    assert_sent(program.as_text(), mesh)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2"])
+def test_a_gpu_gathers_kernels_once_a_pass(mesh):
+    pytest.importorskip("jax_cuda12_plugin", reason="needs the extra cuda")
+    mesh = sl.make_mesh(mesh, devices=devices_of(parse_cluster("8xh100")))
+    program = compiled(mesh, wide(), of_layers)[0]
+    assert_sent(program.as_text(), mesh)
+
+
+def assert_sent(text, mesh):
+    """Asserts what kernels send: both are gathered in the loop forward, and in the loop backward,
+    which also computes the layer again; the head is gathered once."""
+    sent = collections.defaultdict(float)
+    for c in collectives(text, mesh):
+        if c.mesh_axes and "fsdp" in c.mesh_axes and c.bytes > 2**16:
+            sent[c.kind] += c.sent_bytes
+    fsdp, tensor = mesh.shape["fsdp"], mesh.shape.get("tensor", 1)
+    layers, head = 2 * 2 * (2048 * 16 * 128), 2048 * 128256
+    width = 2 * (fsdp - 1) / fsdp / tensor
+    expected = {
+        "all-gather": width * (2 * layers + head),
+        "reduce-scatter": width * (layers + head),
+    }
+    assert sent == pytest.approx(expected, rel=0.02)

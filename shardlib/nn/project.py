@@ -11,6 +11,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.hardware.clusters import slice_of
@@ -18,8 +19,9 @@ from shardlib.mesh import entry_axes, spec_axes
 from shardlib.sharding.constrain import Scope, active, platform
 from shardlib.sharding.manual import manual, sum_to_parts
 
-
 LEAST_CHIPS = 16
+"""Chips of a slice over all of which XLA for TPUs (libtpu 0.0.42) makes an all-reduce of each sum,
+also where a device keeps its part alone; slices of 8 chips have none."""
 VOCAB = "vocab"
 """The logical axis of the head's outputs. XLA for CPUs and GPUs gathers a head that `tensor` cuts
 for each of its two products."""
@@ -70,8 +72,7 @@ def project(x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], num_inputs: 
 
 
 def _slice_axis(scope: Scope, x: jax.Array) -> str | None:
-    """Returns the mesh axis that cuts the rows of `x` over all chips of a slice; None for a few
-    chips, whose sums XLA for TPUs (libtpu 0.0.42) reduces to parts itself."""
+    """Returns the mesh axis that cuts the rows of `x` over all chips of a TPU slice, if any."""
     if not isinstance(scope.mesh, Mesh) or scope.mesh.size < LEAST_CHIPS or platform() != "tpu":
         return None
     cut = scope.sharding(("batch",), x.shape[:1], "activations").spec[0]
@@ -112,24 +113,14 @@ def _backward(
     return of_x, _of_kernel(placed, num_inputs, x, gradient)
 
 
-def _of_kernel(
-    placed: _Placed, num_inputs: int, x: jax.Array, gradient: jax.Array
-) -> jax.Array:
+def _of_kernel(placed: _Placed, num_inputs: int, x: jax.Array, gradient: jax.Array) -> jax.Array:
     """Returns the gradient of the kernel, in its place."""
     batch = tuple(range(x.ndim - num_inputs))
     contracted = (batch, batch), ((), ())
     rank = x.ndim + gradient.ndim - 2 * len(batch)
     mesh, spec = placed.gradient.mesh, spec_axes(placed.gradient.spec, rank)
-    name = placed.slice_axis
-    if name is not None and (name,) in spec:
-        dim = spec.index((name,))
-
-        def on_device(x: jax.Array, gradient: jax.Array) -> jax.Array:
-            return sum_to_parts(jax.lax.dot_general(x, gradient, contracted), name, dim)
-
-        rows = PartitionSpec(name)
-        region = manual(on_device, (name,), (rows, rows), PartitionSpec(*[None] * dim, name))
-        return region(x, gradient)
+    if (placed.slice_axis,) in spec:
+        return _of_slice(placed.slice_axis, spec, num_inputs, x, gradient)  # type: ignore[arg-type]
     if rank == 2:
         # With the cut dim last: of others XLA for TPUs (libtpu 0.0.42) reduces most whole.
         products = jax.lax.dot_general(gradient, x, contracted)
@@ -137,6 +128,28 @@ def _of_kernel(
         return jax.lax.with_sharding_constraint(products, swapped).T
     products = jax.lax.dot_general(x, gradient, contracted)
     return jax.lax.with_sharding_constraint(products, placed.gradient)
+
+
+def _of_slice(
+    axis: str, spec: tuple[tuple[str, ...], ...], num_inputs: int, x: jax.Array, gradient: jax.Array
+) -> jax.Array:
+    """Returns the gradient of a kernel where `axis` cuts it and the batch, summed in two hops."""
+    dim, batch = spec.index((axis,)), tuple(range(x.ndim - num_inputs))
+    # The cut dim comes first: XLA for TPUs (libtpu 0.0.42) makes an all-reduce of a last dim whose
+    # parts are a register or two wide.
+    swap = dim >= num_inputs
+    first, second = (gradient, x) if swap else (x, gradient)
+    at, rank = dim - num_inputs if swap else dim, len(spec)
+
+    def on_device(first: jax.Array, second: jax.Array) -> jax.Array:
+        return sum_to_parts(
+            jax.lax.dot_general(first, second, ((batch, batch), ((), ()))), axis, at
+        )
+
+    rows, parts = PartitionSpec(axis), PartitionSpec(*[None] * at, axis)
+    found = manual(on_device, (axis,), (rows, rows), parts)(first, second)
+    moved = range(rank - num_inputs), range(num_inputs, rank)
+    return jnp.moveaxis(found, *map(tuple, moved)) if swap else found
 
 
 _projected.defvjp(_forward, _backward)

@@ -72,9 +72,9 @@ def manual(fn: F, axes: tuple[str, ...], in_specs: Any, out_specs: Any) -> F:
 def sum_to_parts(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """Returns this device's part along `dim` of the sum over a mesh axis, in a manual region.
 
-    It is `psum_scatter` in two hops, over groups of about the square root of all n devices. Together
-    they send (n - 1) / n of `x`, as one hop would. Of one hop over all chips of a slice XLA for TPUs
-    (libtpu 0.0.42) makes an all-reduce, which sends twice as much.
+    It is `psum_scatter` in two hops, over groups of about the square root of all n devices. They
+    send (n - 1) / n of `x` together, as one hop would. Of one hop over all chips of a slice XLA for
+    TPUs (libtpu 0.0.42) makes an all-reduce, which sends twice as much.
     """
     n = jax.lax.axis_size(axis)
     inner = max(k for k in range(1, math.isqrt(n) + 1) if n % k == 0)
