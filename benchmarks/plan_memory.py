@@ -20,7 +20,6 @@ and `wrongly_refused`, the names of those of which the opposite is true.
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import os
 import statistics
@@ -35,24 +34,17 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
 import jax
 import numpy as np
 
+from compiled_peaks import Peaks, measured, predicted
 from shardlib.config import from_dict
 from shardlib.cost.costs import Memory
-from shardlib.data import batch_spec
 from shardlib.errors import DoesNotFitError, ShardlibError
-from shardlib.explain.analysis.memory import read_memory
-from shardlib.explain.aot.compile import CompiledStep, compile_step
-from shardlib.explain.aot.topology import devices_of
 from shardlib.hardware import Cluster, parse_cluster
 from shardlib.hardware.capacity import capacity
 from shardlib.plan.search import capacity_bytes
 from shardlib.plan.workloads.named_models import named_model
-from shardlib.run.checks import expected_spec
 from shardlib.run.config import RunConfig
-from shardlib.run.plans.planning import choice_of, layout_of, workload_of
-from shardlib.run.setup import make_scope, setup
 
-STORED = Path(__file__).parent / "data" / "compiled_memory.json"
-_COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
+STORED = Peaks(Path(__file__).parent / "data" / "compiled_memory.json")
 _GIB = 2**30
 
 
@@ -249,56 +241,23 @@ def scored(cells: Mapping[str, Mapping[str, int]]) -> list[Scored]:
     return [_scored(cell, cells[cell.name]) for cell in CELLS if cell.name in cells]
 
 
-def predicted(cell: Cell) -> Memory:
-    """Returns what `shardlib plan` says of a cell."""
-    config, cluster = cell.config(), cell.cluster
-    _, workload = workload_of(config)
-    return workload.memory(layout_of(config, cluster), choice_of(config), cluster)
-
-
 def _scored(cell: Cell, compiled: Mapping[str, int]) -> Scored:
     limit = capacity(cell.cluster.chip)
     assert limit is not None
-    return Scored(cell, compiled, predicted(cell), limit.usable_bytes)
-
-
-def compiled(cell: Cell) -> CompiledStep:
-    """Returns the step of a cell, compiled for its cluster."""
-    config, cluster = cell.config(), cell.cluster
-    parts = setup(config, expected_spec(config), make_scope(config, devices_of(cluster)))
-    batch = batch_spec(config.data, config.train.global_batch)
-    return compile_step(parts.train_step(), (parts.saved_state(), batch), on=cluster)
-
-
-def measured(cell: Cell) -> dict[str, int]:
-    """Returns the peak of a cell, and what it holds, in bytes."""
-    report = read_memory(compiled(cell))
-    return {"peak": report.peak_bytes, **{k: v for k, v in report.categories.items() if v}}
-
-
-def stored() -> dict[str, Any]:
-    """Returns the peaks that are stored, and what they were compiled with."""
-    return json.loads(STORED.read_text()) if STORED.exists() else {"versions": {}, "cells": {}}
+    told = predicted(cell.config(), cell.cluster)
+    return Scored(cell, compiled, told, limit.usable_bytes)
 
 
 def compile_all(wanted: Callable[[Cell], bool]) -> None:
     """Compiles cells and stores their peaks, each as soon as it is known."""
     for cell in filter(wanted, CELLS):
         try:
-            found = measured(cell)
+            found = measured(cell.config(), cell.cluster)
         except (DoesNotFitError, ShardlibError, jax.errors.JaxRuntimeError) as error:
             print(f"{cell.name}: {str(error).splitlines()[0]}", flush=True)
             continue
-        data = stored()
-        names = {c.name for c in CELLS}
-        known = {name: value for name, value in data["cells"].items() if name in names}
-        data = {"versions": _versions(), "cells": {**known, cell.name: found}}
-        STORED.write_text(json.dumps(data, indent=1) + "\n")
+        STORED.add(cell.name, found, {c.name for c in CELLS})
         print(_line(_scored(cell, found)), flush=True)
-
-
-def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in _COMPILERS}
 
 
 def table(scores: list[Scored]) -> str:
@@ -367,9 +326,9 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true", help="show what each cell holds")
     options = parser.parse_args()
     if options.recompile or options.missing:
-        known = {} if options.recompile else stored()["cells"]
+        known = {} if options.recompile else STORED.load()["cells"]
         compile_all(lambda cell: cell.name not in known)
-    data = stored()
+    data = STORED.load()
     scores = scored(data["cells"])
     if not scores:
         raise SystemExit("No peak is stored: give --missing, and time.")

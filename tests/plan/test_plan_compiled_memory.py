@@ -22,7 +22,7 @@ def benchmark():
 
 @pytest.fixture(scope="module")
 def scores(benchmark):
-    found = benchmark.scored(benchmark.stored()["cells"])
+    found = benchmark.scored(benchmark.STORED.load()["cells"])
     assert len(found) == len(benchmark.CELLS)
     return found
 

@@ -154,7 +154,7 @@ def _fixes(
             break
         notify(f"compiling with {fix.change}")
         try:
-            changed = _traced(_with(config, fix.settings), fix.plan.cluster)
+            changed = _traced(with_settings(config, fix.settings), fix.plan.cluster)
             report = _report(changed, fix.plan.cluster, optimize)
         except ShardlibError:  # It does not fit by far, or the mesh cannot run.
             continue
@@ -166,7 +166,7 @@ def _fixes(
     return (f"{tried}: use more devices, or larger ones",)
 
 
-def _with(config: RunConfig, settings: Settings) -> RunConfig:
+def with_settings(config: RunConfig, settings: Settings) -> RunConfig:
     """Returns a config with other values of keys."""
     tree = to_dict(config)
     for key, value in settings.items():
