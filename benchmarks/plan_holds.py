@@ -37,8 +37,8 @@ from shardlib.cost.costs import Memory
 from shardlib.errors import DoesNotFitError, MeshError, ShardlibError
 from shardlib.hardware import Cluster, parse_cluster
 from shardlib.hardware.capacity import capacity
-from shardlib.plan.problem import Plan
 from shardlib.plan.request import Question as Asked
+from shardlib.plan.result import Plans
 from shardlib.plan.settings import Settings, to_overrides
 from shardlib.run.config import RunConfig
 from shardlib.run.plans.planning import fixes_of, plan_run
@@ -174,8 +174,8 @@ def proposals(question: Question) -> Iterator[Proposal]:
     except MeshError as error:
         print(f"{question.name}: {str(error).splitlines()[0]}", flush=True)
     else:
+        assert isinstance(plans, Plans)
         best = plans.best
-        assert isinstance(best, Plan)
         yield Proposal(question, "plan", plans.settings(best), best.cluster, best.memory)
     peak = predicted(config, cluster).total
     for number, fix in enumerate(fixes_of(config, cluster, peak), 1):

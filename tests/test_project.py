@@ -12,6 +12,7 @@ import shardlib as sl
 from shardlib.explain.analysis.collectives import collectives
 from shardlib.explain.aot.topology import devices_of
 from shardlib.hardware import parse_cluster
+from shardlib.nn import remat
 from shardlib.nn.project import project
 
 EMBED, HEADS, HEAD_DIM, VOCAB, BATCH, LENGTH = 32, 4, 8, 16, 8, 4
@@ -90,6 +91,14 @@ WIDE = (128, 64, 2048), (2048, 16, 128), (16, 128, 2048), (2048, 128256)
 def wide():
     """Arguments of real widths: a part of a device has whole registers."""
     return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in WIDE]
+
+
+def test_the_policy_dots_keeps_the_products(arguments):
+    layer = remat.apply("dots", value)
+    with sl.use(sl.make_mesh("fsdp=8"), sl.rules.STANDARD):
+        program = jax.make_jaxpr(jax.grad(layer, argnums=(0, 1, 2, 3)))(*arguments)
+    # Three forward, six backward, and none again.
+    assert str(program).count("dot_general[") == 9
 
 
 @pytest.mark.aot

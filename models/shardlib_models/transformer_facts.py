@@ -79,6 +79,7 @@ def dims(config: TransformerConfig, data: DataSpec) -> dict[str, Any]:
         "gated": config.mlp == "gated" or config.moe is not None,
         "tied": config.tied_embeddings,
         "learned_positions": 0,
+        "activation": config.activation,
     }
     if config.positions == "learned":
         found["learned_positions"] = config.max_positions

@@ -85,6 +85,8 @@ class Transformer:
     windowed_layers: int = 0
     learned_positions: int = 0
     """Rows of the learned position embedding; 0 for none."""
+    activation: str = ""
+    """Nonlinearity of the MLP, such as `gelu_tanh`; empty for SiLU if gated, else `gelu_tanh`."""
 
     @property
     def dense_layers(self) -> int:

@@ -98,8 +98,9 @@ def _projected(placed: _Placed, num_inputs: int, x: jax.Array, kernel: jax.Array
 def _forward(
     placed: _Placed, num_inputs: int, x: jax.Array, kernel: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # The kernel is kept in parts: a whole one of each layer would not fit.
-    return _projected(placed, num_inputs, x, kernel), (x, kernel)
+    # Not `_projected`, in which the remat policy `dots` would not see the product. The kernel is
+    # kept in parts: a whole one of each layer would not fit.
+    return _product(x, _gathered(placed, kernel), num_inputs), (x, kernel)
 
 
 def _backward(

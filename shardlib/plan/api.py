@@ -184,10 +184,11 @@ def _workload(
         return None
     if hasattr(model, "bound"):
         return _name_of(model), _resized(model, question)
-    name, dims, length = _of_dims(model, question.length)
+    name, dims, length, causal = _of_dims(model, question.length)
     if length is None:
         raise ConfigError(f"the sequence length of {name} is not known.\n  Give length, in tokens.")
-    job = Job(dims, length, question.rows(length), **STATE_BYTES[precision])
+    widths = STATE_BYTES[precision]
+    job = Job(dims, length, question.rows(length), causal=causal, **widths)
     return name, TransformerWorkload(job)
 
 
@@ -208,12 +209,13 @@ def _resized(workload: Workload, question: Question) -> Workload:
     return workload.with_batch(question.rows(workload.tokens // workload.batch, workload.batch))
 
 
-def _of_dims(model: object, length: int | None) -> tuple[str, Transformer, int | None]:
-    """Returns the name, the dims and the length of a model that has dims."""
+def _of_dims(model: object, length: int | None) -> tuple[str, Transformer, int | None, bool]:
+    """Returns the name, the dims and the length of a model that has dims, and whether it is
+    causal."""
     if isinstance(model, Transformer):
-        return "the transformer", model, length
+        return "the transformer", model, length, True
     if not isinstance(model, str):
-        return _of_config(model, length)
+        return *_of_config(model, length), True
     if model.endswith((".yaml", ".yml")):
         raise ModelError(
             f"{model!r} is a file, not the name of a model.\n"
@@ -223,10 +225,15 @@ def _of_dims(model: object, length: int | None) -> tuple[str, Transformer, int |
     key = canonical(model)
     if key not in NAMED and key in (known := sizes()):
         name, fields = known[key]
+        if family(name).dims is None:
+            raise ModelError(
+                f"{key} is planned from its traced step, which needs the config of a run.\n"
+                f"  Write one with model: {key}, and shardlib plan CONFIG --on CLUSTER."
+            )
         config = from_dict(family(name).config, fields, key)
-        return model, *_of_config(config, length)[1:]
-    named = named_model(model)
-    return model, named.model, length or named.length
+        return model, *_of_config(config, length)[1:], True
+    named = named_model(model, sizes())
+    return model, named.model, length or named.length, named.causal
 
 
 def _of_config(config: object, length: int | None) -> tuple[str, Transformer, int | None]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -91,7 +92,8 @@ class Question:
         return clusters(self.on, self.objective, deadline=self.days is not None)
 
     def rows(self, length: int, default: int | None = None) -> int:
-        """Returns the sequences per step: as requested, or nearest to the requested tokens.
+        """Returns the sequences per step: as requested, or nearest to the requested tokens, or
+        a power of two if nothing is.
 
         Args:
             length: Tokens per sequence.
@@ -111,7 +113,9 @@ class Question:
                 f"one sequence of {length} tokens.\n"
                 f"  It counts tokens: {tokens:g} sequences are {int(tokens * length)}."
             )
-        return max(1, round((tokens or _DEFAULT_TOKENS) / length))
+        if tokens is None:
+            return 2 ** round(math.log2(max(1, _DEFAULT_TOKENS / length)))
+        return max(1, round(tokens / length))
 
     def check_without_tokens(self, name: str, unit: str) -> None:
         """Raises `ConfigError` if token counts are given for a model that does not train on tokens.

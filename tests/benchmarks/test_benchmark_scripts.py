@@ -178,6 +178,13 @@ def test_plan_gpu_runs_dry():
     assert found["predicted_bytes"] > 16 * params
 
 
+def test_plans_hold():
+    found = figures("plan_holds.py", "--only", "llama3.2-3b v5e-8")
+    assert found["questions"] == 1
+    assert found["proposals"] == 4
+    assert found["out_of_memory"] == []
+
+
 def test_kendalls_tau():
     assert kendall_tau([1, 2, 3, 4], [10, 20, 30, 40]) == 1
     assert kendall_tau([1, 2, 3], [3, 2, 1]) == -1

@@ -44,7 +44,13 @@ PARAMS = {
     "qwen3-8b": 8.19, "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3-30b-a3b": 30.5,
     "qwen3-235b-a22b": 235, "gpt2": 0.124, "gpt2-xl": 1.558, "gpt3-175b": 174.6,
     "gemma-2b": 2.51, "gemma-7b": 8.54, "gemma3-4b": 3.884, "gemma3-12b": 11.77,
-    "gemma3-27b": 27.02,
+    "gemma3-27b": 27.02, "gemma2-2b": 2.614, "gemma2-9b": 9.242, "gemma2-27b": 27.23,
+    "qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61,
+    "qwen2.5-14b": 14.7, "qwen2.5-32b": 32.5, "qwen2.5-72b": 72.7, "gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.83, "opt-125m": 0.1252, "opt-1.3b": 1.316, "opt-2.7b": 2.652,
+    "opt-6.7b": 6.658, "opt-13b": 12.85, "opt-30b": 29.97, "opt-66b": 65.72, "opt-175b": 174.6,
+    "gpt-j-6b": 6.05, "bert-base": 0.1095, "bert-large": 0.3351, "vit-b-16": 0.0866,
+    "vit-l-16": 0.3043, "vit-h-14": 0.632,
 }  # fmt: skip
 # Meta 2025, model cards of Llama 4: these count the vision encoder, which no plan has.
 WITH_VISION = {"llama4-scout": 109, "llama4-maverick": 400}
@@ -80,7 +86,18 @@ def test_named_models_agree_with_the_dims_of_published_runs():
 def test_an_unknown_model():
     with pytest.raises(ModelError, match=r"no model is known by the name 'lama3-8b'. Did you mean"):
         named_model("lama3-8b")
-    assert named_model(" LLAMA3_8B ") is NAMED["llama3-8b"]
+    assert named_model(" LLAMA3_8B ") is named_model("Llama-3-8B") is NAMED["llama3-8b"]
+    found = refusal(ModelError, "t5-bas", on="v5e-16")
+    assert "Did you mean 't5-base'?" in found
+
+
+def test_an_encoder_has_full_attention():
+    encoder = plan("bert-large", on="8xa100-80", global_batch=256).workload
+    assert isinstance(encoder, TransformerWorkload)
+    decoder = dataclasses.replace(encoder, job=dataclasses.replace(encoder.job, causal=True))
+    # The pairs of positions above the diagonal, forward and twice backward, in 24 layers.
+    above = 3 * 2 * 2 * 512**2 / 2 * 1024 * 24 * 256
+    assert encoder.flops - decoder.flops == pytest.approx(above)
 
 
 def test_clusters_by_objective():

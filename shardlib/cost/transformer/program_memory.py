@@ -24,8 +24,11 @@ _FLOAT32 = 4
 _LANES = {"tpu": 128, "gpu": 1}
 """Multiple to which the last dim of an array is padded in memory. Source: "Array layouts" in the
 documentation of JAX's Pallas for TPUs."""
-_MLP_COPIES = 6
-"""Hidden vectors per token that a gated MLP, or one with GELU, keeps."""
+_GATED_COPIES = {"gelu_tanh": 8}
+_PLAIN_COPIES = {"relu": 3, "silu": 4, "gelu": 4, "gelu_tanh": 6}
+_OTHER_COPIES = 6
+"""Hidden vectors per token that an MLP keeps, by its activation: the residuals of its gradient in
+JAX, and its output. A mask counts as one."""
 _HIDDEN_AT_ONCE = 4
 """Hidden vectors of the MLP in its backward pass: gate and up, and the gradients of both."""
 _RESIDUALS_AT_ONCE = 6
@@ -34,6 +37,8 @@ input of both branches, the incoming gradient, the gradients of gate and up, and
 _MATRICES_AT_ONCE = 2
 """Matrices of the largest kind alive at the same time: the next one is gathered while one is in
 use."""
+_ALONE = 2
+"""Further hidden vectors per row on GPUs where a device has one expert and keeps no product."""
 _ROUTED_HIDDEN = 7
 """Hidden vectors per row of experts in the backward pass, in addition to a mask of one byte per
 element."""
@@ -57,8 +62,8 @@ def _head(device: Device, cluster: Cluster, gradients: tuple[float, float, float
     A loss in chunks holds a gathered chunk of the table and its gradient, the sum of the gradients
     of the head's inputs in float32 and one part of it, and the gradient of the table, which `fsdp`
     shards. It holds the logits of a chunk. A loss in one piece holds the gathered table, the logits
-    and their gradient; except on GPUs, it holds one of the two if devices share the vocabulary, or
-    the table is tied to the embedding or frozen. On GPUs the gradients of all layers and of the
+    and their gradient; it holds one of the two on GPUs, or if devices share the vocabulary, or the
+    table is tied to the embedding or frozen. On GPUs the gradients of all layers and of the
     embedding are allocated before.
     """
     job, layout, on_gpu = device.job, device.layout, cluster.platform == "gpu"
@@ -73,8 +78,8 @@ def _head(device: Device, cluster: Cluster, gradients: tuple[float, float, float
         gathered += device.tokens * job.model.embed * (_FLOAT32 + width)
         held = logits / chunks * width
     else:
-        once = layout.tensor > 1 or job.model.tied or job.frozen
-        held = logits * width * (1 if once and not on_gpu else 2)
+        once = on_gpu or layout.tensor > 1 or job.model.tied or job.frozen
+        held = logits * width * (1 if once else 2)
     embedding = _embedding_gradient(device, cluster)
     there = sum(gradients if on_gpu else gradients[:1]) + embedding
     return {"logits": held, "gradients": there, "gathered": gathered}
@@ -95,20 +100,16 @@ def _waiting(device: Device, cluster: Cluster) -> tuple[float, float]:
     """Returns the bytes of gradients of logits, and of vocabulary tables, during the layers.
 
     The gradient of the logits lives until the gradient of the table is computed from it, which can
-    be delayed past the layers. On GPUs of one host it is done before the layers, and so it is in a
-    pipeline, whose head is a branch of its own. With a loss in chunks only the sharded gradient of
-    the table is left.
+    be delayed past the layers. It is done before them in a pipeline, whose head is a branch of its
+    own. With a loss in chunks only the sharded gradient of the table is left.
     """
-    job, layout, on_gpu = device.job, device.layout, cluster.platform == "gpu"
+    job, layout, width = device.job, device.layout, device.job.compute_bytes
     table = job.trained * job.model.vocab_weights / layout.tensor
-    width, soon = job.compute_bytes, on_gpu and cluster.num_hosts == 1
     embedding = _embedding_gradient(device, cluster)
     if device.reruns:
         return 0.0, embedding
     if job.loss_chunks > 1:
         return 0.0, embedding + table * width / layout.fsdp
-    if soon or (on_gpu and job.model.tied):
-        return 0.0, embedding + table * width
     logits = 0.0 if job.frozen else device.tokens * job.model.vocab / layout.tensor * width
     return logits, embedding
 
@@ -182,7 +183,8 @@ def _at_once(device: Device, cluster: Cluster) -> float:
         # XLA multiplies all rows by each expert of a device, with rows of other experts masked.
         # Three products copy the hidden vectors for each expert, and two copy the rows.
         copies = experts.number / layout.expert
-        routed += width * (3 * (copies - 1) * experts.mlp / tensor + 2 * copies * model.embed)
+        more = 3 * (copies - 1) if copies > 1 else _ALONE * (not job.remat.kept)
+        routed += width * (more * experts.mlp / tensor + 2 * copies * model.embed)
     return residual + attention + shared + rows * routed
 
 
@@ -209,8 +211,8 @@ def traced(device: Device, cluster: Cluster, *, dropout: bool) -> float:
 
     A norm keeps its input, its normalised input and the product with its scale in float32, and its
     output to the matmuls, whole along the length. A gated MLP keeps gate and up and the
-    intermediates of silu; a plain MLP with GELU keeps the same number. Dropless experts keep the
-    rows they received, the same hidden vectors for each row, and their results in float32.
+    intermediates of its activation. Dropless experts keep the rows they received, the same hidden
+    vectors for each row, and their results in float32.
     """
     job, layout = device.job, device.layout
     model, width = job.model, job.compute_bytes
@@ -223,13 +225,15 @@ def traced(device: Device, cluster: Cluster, *, dropout: bool) -> float:
     attention = model.heads * _FLOAT32
     if device.software.attention == "unfused":
         attention += model.heads * job.length * (2 * width + 1)
-    hidden = _MLP_COPIES * width * model.mlp
+    kinds = _GATED_COPIES if model.gated else _PLAIN_COPIES
+    copies = kinds.get(model.activation, _OTHER_COPIES)
+    hidden = copies * width * model.mlp
     routed = 0.0
     if model.experts and model.routed_layers:
         experts = model.experts
         rows = expert_rows(job, layout)
-        hidden = (_MLP_COPIES + 0.5) * width * rows * experts.mlp
-        hidden += _MLP_COPIES * width * experts.shared_mlp
+        hidden = (copies + 0.5) * width * rows * experts.mlp
+        hidden += copies * width * experts.shared_mlp
         routed = rows * model.embed * (width + _FLOAT32)
         routed += model.embed * _FLOAT32 / residual
     cut = heads * width * padding(job, cluster) + (attention + hidden) / layout.tensor

@@ -1,10 +1,13 @@
 """Well-known models by their published dims, for `--model llama3-70b`.
 
-Vocabularies of GPT-2 and GPT-3 are padded to a multiple of 128, as is common in training: 50,257
-has no divisor that a mesh could use.
+Vocabularies of GPT-2, GPT-3 and BERT are padded to a multiple of 128, as is common in training:
+50,257 has no divisor that a mesh could use. A patch is a token of a ViT, whose tables stand for the
+projection of patches and for the classifier.
 """
 
 import dataclasses
+import re
+from collections.abc import Collection
 from typing import Any
 
 from shardlib.cost.workload import Experts, Latent, Transformer
@@ -19,6 +22,8 @@ class NamedModel:
     length: int
     """Tokens per sequence in its pre-training."""
     source: str
+    causal: bool = True
+    """Whether a token attends only to those before it."""
 
 
 _LLAMA2 = 'Touvron et al. 2023, "Llama 2", and the published configurations'
@@ -33,6 +38,13 @@ _GPT2 = 'Radford et al. 2019, "Language Models are Unsupervised Multitask Learne
 _GPT3 = 'Brown et al. 2020, "Language Models are Few-Shot Learners", table 2.1'
 _GEMMA = 'Gemma Team 2024, "Gemma: Open Models Based on Gemini Research and Technology", table 1'
 _GEMMA3 = 'Gemma Team 2025, "Gemma 3 Technical Report", table 1, and the published configurations'
+_GEMMA2 = 'Gemma Team 2024, "Gemma 2", table 1, and the published configurations'
+_QWEN25 = 'Qwen Team 2024, "Qwen2.5 Technical Report", table 1, and the published configurations'
+_GPT_OSS = 'OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", and the published configurations'
+_OPT = 'Zhang et al. 2022, "OPT", table 1, and the published configurations'
+_GPTJ = "EleutherAI/gpt-j-6b, published configuration"
+_BERT = 'Devlin et al. 2019, "BERT", section 3'
+_VIT = 'Dosovitskiy et al. 2021, "An Image is Worth 16x16 Words", table 1'
 _LLAMA4 = "meta-llama/Llama-4-Scout-17B-16E and Llama-4-Maverick-17B-128E, published configurations"
 
 
@@ -40,6 +52,29 @@ def _named(length: int, source: str, *dims: Any, **more: Any) -> NamedModel:
     """Returns a named model. `dims` follow `Transformer`: layers, embed, heads, kv_heads, head_dim,
     mlp, vocab."""
     return NamedModel(Transformer(*dims, **more), length, source)
+
+
+def _encoder(length: int, source: str, *dims: Any, **more: Any) -> NamedModel:
+    """Returns a named encoder, whose tokens attend to all others."""
+    model = Transformer(*dims, gated=False, activation="gelu", learned_positions=length, **more)
+    return NamedModel(model, length, source, causal=False)
+
+
+def _opt(layers: int, width: int, heads: int) -> NamedModel:
+    dims = layers, width, heads, heads, width // heads, 4 * width, 50272
+    # Two rows of the table of positions are for padding.
+    return _named(2048, _OPT, *dims, learned_positions=2050, activation="relu", **_PLAIN)
+
+
+def _gemma2(*dims: Any) -> NamedModel:
+    local = {"window": 4096, "windowed_layers": dims[0] // 2}
+    return _named(8192, _GEMMA2, *dims, 256000, tied=True, activation="gelu_tanh", **local)
+
+
+def _gpt_oss(layers: int, experts: int) -> NamedModel:
+    more = {"experts": Experts(experts, 4, 2880), "activation": "clamped_swiglu"}
+    local = {"window": 128, "windowed_layers": layers // 2}
+    return _named(4096, _GPT_OSS, layers, 2880, 64, 8, 64, 2880, 201088, **more, **local)
 
 
 _PLAIN: dict[str, Any] = {"gated": False, "tied": True}
@@ -113,42 +148,88 @@ NAMED: dict[str, NamedModel] = {
     "gemma3-4b": _named(
         *(32768, _GEMMA3, 34, 2560, 8, 4, 256, 10240, 262208),
         tied=True,
+        activation="gelu_tanh",
         window=1024,
         windowed_layers=29,
     ),
     "gemma3-12b": _named(
         *(32768, _GEMMA3, 48, 3840, 16, 8, 256, 15360, 262208),
         tied=True,
+        activation="gelu_tanh",
         window=1024,
         windowed_layers=40,
     ),
     "gemma3-27b": _named(
         *(32768, _GEMMA3, 62, 5376, 32, 16, 128, 21504, 262208),
         tied=True,
+        activation="gelu_tanh",
         window=1024,
         windowed_layers=52,
     ),
-    "gemma-2b": _named(8192, _GEMMA, 18, 2048, 8, 1, 256, 16384, 256000, tied=True),
-    "gemma-7b": _named(8192, _GEMMA, 28, 3072, 16, 16, 256, 24576, 256000, tied=True),
+    "gemma-2b": _named(
+        8192, _GEMMA, 18, 2048, 8, 1, 256, 16384, 256000, tied=True, activation="gelu_tanh"
+    ),
+    "gemma-7b": _named(
+        8192, _GEMMA, 28, 3072, 16, 16, 256, 24576, 256000, tied=True, activation="gelu_tanh"
+    ),
+    "gemma2-2b": _gemma2(26, 2304, 8, 4, 256, 9216),
+    "gemma2-9b": _gemma2(42, 3584, 16, 8, 256, 14336),
+    "gemma2-27b": _gemma2(46, 4608, 32, 16, 128, 36864),
+    "qwen2.5-0.5b": _named(4096, _QWEN25, 24, 896, 14, 2, 64, 4864, 151936, tied=True),
+    "qwen2.5-1.5b": _named(4096, _QWEN25, 28, 1536, 12, 2, 128, 8960, 151936, tied=True),
+    "qwen2.5-3b": _named(4096, _QWEN25, 36, 2048, 16, 2, 128, 11008, 151936, tied=True),
+    "qwen2.5-7b": _named(4096, _QWEN25, 28, 3584, 28, 4, 128, 18944, 152064),
+    "qwen2.5-14b": _named(4096, _QWEN25, 48, 5120, 40, 8, 128, 13824, 152064),
+    "qwen2.5-32b": _named(4096, _QWEN25, 64, 5120, 40, 8, 128, 27648, 152064),
+    "qwen2.5-72b": _named(4096, _QWEN25, 80, 8192, 64, 8, 128, 29568, 152064),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "opt-125m": _opt(12, 768, 12),
+    "opt-1.3b": _opt(24, 2048, 32),
+    "opt-2.7b": _opt(32, 2560, 32),
+    "opt-6.7b": _opt(32, 4096, 32),
+    "opt-13b": _opt(40, 5120, 40),
+    "opt-30b": _opt(48, 7168, 56),
+    "opt-66b": _opt(64, 9216, 72),
+    "opt-175b": _opt(96, 12288, 96),
+    "gpt-j-6b": _named(2048, _GPTJ, 28, 4096, 16, 16, 256, 16384, 50400, gated=False),
+    "bert-base": _encoder(512, _BERT, 12, 768, 12, 12, 64, 3072, 30592, tied=True),
+    "bert-large": _encoder(512, _BERT, 24, 1024, 16, 16, 64, 4096, 30592, tied=True),
+    "vit-b-16": _encoder(197, _VIT, 12, 768, 12, 12, 64, 3072, 1000),
+    "vit-l-16": _encoder(197, _VIT, 24, 1024, 16, 16, 64, 4096, 1000),
+    "vit-h-14": _encoder(257, _VIT, 32, 1280, 16, 16, 80, 5120, 1000),
 }
 """Models by name."""
 
 
 def canonical(name: str) -> str:
-    """Returns the name of a model as the tables write it."""
-    return name.strip().lower().replace("_", "-")
+    """Returns the name of a model as the tables write it, for `Llama_3-8B` too."""
+    written = name.strip().lower().replace("_", "-")
+    return _WRITTEN.get(_letters(written), written)
 
 
-def named_model(name: str) -> NamedModel:
-    """Returns a published model by its name, in any case and with `_` for `-`.
+def named_model(name: str, others: Collection[str] = ()) -> NamedModel:
+    """Returns a published model by its name, in any case and with or without dashes.
+
+    Args:
+        name: The name.
+        others: Names that are known elsewhere, for the message.
 
     Raises:
         ModelError: If no model has that name.
     """
     model = NAMED.get(canonical(name))
     if model is None:
+        known = dict.fromkeys((*NAMED, *others))
         raise ModelError(
-            f"no model is known by the name {name!r}.{did_you_mean(name.lower(), NAMED)}\n"
-            f"  Give a config, or one of: {', '.join(NAMED)}."
+            f"no model is known by the name {name!r}.{did_you_mean(name.lower(), known)}\n"
+            f"  Give a config, or one of: {', '.join(known)}."
         )
     return model
+
+
+def _letters(name: str) -> str:
+    return re.sub("[-_ ]", "", name)
+
+
+_WRITTEN = {_letters(name): name for name in NAMED}

@@ -82,8 +82,8 @@ class TransformerWorkload:
 
     @property
     def flops(self) -> float:
-        """Model FLOPs per step, with attention under the causal mask."""
-        return step_flops(self.job, "causal")
+        """Model FLOPs per step, with attention under the mask of the model."""
+        return step_flops(self.job, "causal" if self.job.causal else "full")
 
     def with_batch(self, batch: int) -> "TransformerWorkload":
         """Returns the workload with another number of sequences per step."""
