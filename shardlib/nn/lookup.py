@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardlib.mesh import spec_axes
 from shardlib.rules.resolve import Kind
-from shardlib.sharding.constrain import active, constrain
+from shardlib.sharding.constrain import active, constrain, is_plain
 from shardlib.sharding.manual import can_nest, manual
 
 Axes = tuple[str, ...]
@@ -95,6 +95,9 @@ def lookup(
     Raises:
         RuleError: If an axis has no rule, or a dim cannot be divided.
     """
+    if is_plain():
+        with jax.named_scope(EXCHANGE):
+            return table.at[ids].get(mode="clip")
     exchange = _exchange(table, ids, (table_axes, ids_axes, vector_axes))
     if exchange is not None:
         with jax.named_scope(EXCHANGE):

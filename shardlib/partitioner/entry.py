@@ -220,8 +220,8 @@ def who_partitions(
         constrains: Whether the model constrains an activation; None if all constraints in the
             function belong to the model.
     """
-    operations = list(_operations(traced.closed.jaxpr))
-    refused = next(filter(is_unsupported, operations), None)
+    every = list(operations(traced.closed.jaxpr))
+    refused = next(filter(is_unsupported, every), None)
     if refused is not None:
         return Partition("XLA", f"it holds {refused.name} at {source_of(refused)}"), None
     try:
@@ -229,7 +229,7 @@ def who_partitions(
     except PartitionError as error:
         return Partition("XLA", str(error).partition("\n")[0]), None
     if constrains is None:
-        constrains = any(operation.name == "sharding_constraint" for operation in operations)
+        constrains = any(operation.name == "sharding_constraint" for operation in every)
     if not constrains:
         return Partition("shardlib", "the model constrains no activation"), analyzed
     why = next(_open(analyzed.program), None)
@@ -238,12 +238,13 @@ def who_partitions(
     return Partition("XLA", "the constraints of the model decide where each product lies"), None
 
 
-def _operations(jaxpr: Jaxpr) -> Iterator[Operation]:
+def operations(jaxpr: Jaxpr) -> Iterator[Operation]:
+    """Yields the operations of a jaxpr, and the operations inside loops and recomputations."""
     for operation in flatten(jaxpr, fenced=True).operations:
         yield operation
         if operation.name in ("scan", "while", "cond", *REMAT):
             for body in subprograms(operation.equation):
-                yield from _operations(body)
+                yield from operations(body)
 
 
 def _forward(program: PartitionedProgram) -> Iterator[Step]:

@@ -146,12 +146,15 @@ def _check_extras(config: RunConfig) -> None:
         require("tensorboardX", "tensorboard", "train.tensorboard=true")
 
 
+_BY_COMPILER = (ReductionConfig(), ReductionConfig(dtype="compiler"))
+
+
 def _check_idle(config: RunConfig, scope: Scope) -> None:
     """Raises `RuleError` when a mesh axis would only replicate the work of the others."""
     train = config.train
     # Axes that split layers or rows themselves, independently of the rules.
     by_hand = {"stage"}
-    if train.local_sgd is not None or train.reduction != ReductionConfig():
+    if train.local_sgd is not None or train.reduction not in _BY_COMPILER:
         by_hand.add("data")
     fix = "Set mesh to axes that the rules name, or rules to a preset that uses it."
     faults = [

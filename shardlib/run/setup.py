@@ -147,7 +147,7 @@ class Setup:
 
     @functools.cached_property
     def reduction(self) -> Reduction | None:
-        """The reduction of gradients, or None if the compiler decides.
+        """The configured reduction of gradients, or None.
 
         Raises:
             ConfigError: If the config does not fit the mesh.

@@ -57,6 +57,7 @@ class Scope:
 
 
 _active: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("shardlib", default=None)
+_plain: contextvars.ContextVar[bool] = contextvars.ContextVar("plain", default=False)
 _met: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("met", default=None)
 
 
@@ -137,6 +138,30 @@ def use(mesh: Mesh, rules: AxisRules) -> Iterator[Scope]:
         yield _active.get()  # type: ignore[misc]
     finally:
         _active.reset(token)
+
+
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Deactivates the mesh and rules, and lets layers with several implementations take the plain
+    one: what is traced here says what a model computes, and neither where nor by which kernel.
+
+    A mesh of JAX's own, which nothing uses, keeps its caches apart: functions traced here are
+    traced anew elsewhere.
+    """
+    scope = active()
+    size = scope.mesh.size if scope else 1
+    token, plain = _active.set(None), _plain.set(True)
+    try:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((size,), ("plain",))):
+            yield
+    finally:
+        _active.reset(token)
+        _plain.reset(plain)
+
+
+def is_plain() -> bool:
+    """Returns whether the code is traced by `plainly`."""
+    return _plain.get()
 
 
 @contextlib.contextmanager

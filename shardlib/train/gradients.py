@@ -90,13 +90,6 @@ class PartLoss(LossPartitioner):
     def gradients(self, arguments: LossArguments) -> Gradients:
         """Returns the gradients of one part."""
 
-        def grad(params: PyTree, *rest: Any) -> PyTree:
-            def total(params: PyTree) -> tuple[jax.Array, PyTree]:
-                sums, new = self(LossArguments(params, *rest))
-                return loss_mean(sums).total, (sums, new)
-
-            return jax.grad(total, has_aux=True)(params)
-
         def layouts(shape: PyTree) -> list[ValueLayout | None]:
             grads, (sums, new) = shape
             return [
@@ -105,8 +98,18 @@ class PartLoss(LossPartitioner):
                 *placed_layouts(new, self.definition.model_state),
             ]
 
-        grads, (sums, new) = self.run(grad, arguments, layouts)
+        grads, (sums, new) = self.run(self.derive, arguments, layouts)
         return Gradients(self.pin(grads), sums, new)
+
+    def derive(self, params: PyTree, *rest: Any) -> tuple[PyTree, tuple[Sums, PyTree]]:
+        """Returns the gradients of the `LossArguments` of one part, unplaced and in any dtype, with
+        its sums and the model state after it."""
+
+        def total(params: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
+            sums, new = self(LossArguments(params, *rest))
+            return loss_mean(sums).total, (sums, new)
+
+        return jax.grad(total, has_aux=True)(params)
 
     def sums(self, arguments: LossArguments) -> Sums:
         """Returns the sums of one part, with the same key for the model's streams and the loss."""

@@ -22,7 +22,13 @@ from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import use
 from shardlib.sharding.manual import axis_size
 from shardlib.train.batches import BatchAxes as BatchAxes
-from shardlib.train.batches import axes_of_leaves, host_arrays, input_shardings, microbatch_shapes
+from shardlib.train.batches import (
+    axes_of_leaves,
+    host_arrays,
+    input_shardings,
+    microbatch_shapes,
+    structure,
+)
 from shardlib.train.batches import batch_shardings as batch_shardings
 from shardlib.train.gradients import (
     Gradients,
@@ -48,6 +54,7 @@ from shardlib.train.program import (
     refuse_donated,
     reported_shardings,
 )
+from shardlib.train.reduce.once import GradientSums, choose_sums
 from shardlib.train.reduce.reduction import (
     Reduction,
     ReductionConfig,
@@ -55,7 +62,7 @@ from shardlib.train.reduce.reduction import (
     plan_reduction,
     reduced_gradients,
 )
-from shardlib.train.state import TrainState, state_shardings
+from shardlib.train.state import Definition, TrainState, state_shardings
 from shardlib.train.update import update
 
 
@@ -86,7 +93,8 @@ def make_train_step(
         schedule: Learning rate by applied update, for reporting only.
         batch_axes: Logical axes of batch leaves by path; by default `("batch", None, ...)`.
         pipeline: The pipeline schedule or its name, used if the mesh has `stage`.
-        reduction: Reduction of gradients over `data`. If left out, the compiler decides.
+        reduction: Reduction of gradients over `data`. If left out, they are summed once a step
+            where that is proven to give the same numbers, else where the compiler decides.
         arranged: Whether batches are already laid out by `arrange_batch`.
         guards: Conditions under which updates are refused. If left out, every update is applied.
         constrain: The partitioner of the loss: `"auto"` or `"user"`.
@@ -179,7 +187,8 @@ class TrainStep(JittedStep):
     pipeline: PipelineConfig
     """The pipeline schedule, used if the mesh has `stage`."""
     reduction: ReductionConfig
-    """Reduction of gradients over `data`. With the defaults, the compiler decides."""
+    """Reduction of gradients over `data`. With the defaults, they are summed once a step where that
+    is proven to give the same numbers, else where the compiler decides."""
     arranged: bool = False
     """Whether batches are already laid out by `arrange_batch`, for groups of `reduction` with
     unequal shares. Otherwise the step lays them out, at the cost of a copy."""
@@ -195,6 +204,7 @@ class TrainStep(JittedStep):
     gradients silently (docs/xla_faults.md)."""
     on_partition: Callable[[Partition], None] = lambda partition: None
     """Called whenever the step is traced, with the partitioner of the loss and the reason."""
+    _sums: dict[Any, GradientSums] = dataclasses.field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.microbatches, Integral) or self.microbatches < 1:
@@ -325,26 +335,58 @@ class TrainStep(JittedStep):
         jax.eval_shape(apply, state, host_arrays(batch), inputs)
         return partitions[-1]
 
-    def _gradients(
-        self, state: TrainState, params: PyTree, batch: PyTree, inputs: Inputs, inputs_at: PyTree
-    ) -> Gradients:
-        """Returns the gradients of a batch at `params`, which may differ from `state.params`."""
+    def gradient_sums(self, state: TrainState, batch: PyTree, *inputs: PyTree) -> GradientSums:
+        """Returns where the gradients are summed over `data`, and the reason.
+
+        Args:
+            state, batch, inputs: Arguments of the step, which may be abstract.
+        """
         definition = state.definition
+        with use(definition.scope.mesh, definition.scope.rules):
+            loss = self._loss(definition, input_shardings(inputs, definition.scope))
+            batch = host_arrays(self.arrange(state, batch))
+            given = state.params, state.model_state, batch, state.rng, inputs
+            return self._sums_of(state, loss, LossArguments(*given))
+
+    def _sums_of(self, state: TrainState, loss: PartLoss, arguments: LossArguments) -> GradientSums:
+        """Returns where gradients are summed over `data`; decides once for each structure."""
         reduction = self._reduction(state)
-        microbatches = reduction.inner_microbatches if reduction else self.microbatches
-        loss = PartLoss(
+        if reduction is not None:
+            return GradientSums(reduction, "summed over data once a step: train.reduction is set")
+        if axis_size("data") == 1:
+            return GradientSums(None, "not summed over data")
+        if self.reduction != ReductionConfig():
+            return GradientSums(None, "summed over data by the compiler: train.reduction is set")
+        inputs, at = arguments.inputs, tuple(jax.tree.leaves(loss.inputs_at))
+        shapes = tuple((jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(inputs))
+        key = structure(state.definition, arguments.batch), jax.tree.structure(inputs), shapes, at
+        if key not in self._sums:
+            self._sums[key] = choose_sums(loss, arguments, self.microbatches)
+        return self._sums[key]
+
+    def _loss(self, definition: Definition, inputs_at: PyTree) -> PartLoss:
+        return PartLoss(
             definition,
             self.loss_fn,
             self.precision,
-            # Gradients that are summed only once go straight to the placement of the update.
-            definition.updates if reduction is None and microbatches == 1 else None,
             batch_axes=self.batch_axes,
             constrain=self.constrain,
             inputs_at=inputs_at,
             on_partition=self.on_partition,
         )
+
+    def _gradients(
+        self, state: TrainState, params: PyTree, batch: PyTree, inputs: Inputs, inputs_at: PyTree
+    ) -> Gradients:
+        """Returns the gradients of a batch at `params`, which may differ from `state.params`."""
+        loss = self._loss(state.definition, inputs_at)
         key = jax.random.fold_in(state.rng, state.step)
         arguments = LossArguments(params, state.model_state, batch, key, inputs)
+        reduction = self._sums_of(state, loss, arguments).reduction
+        microbatches = reduction.inner_microbatches if reduction else self.microbatches
+        if reduction is None and microbatches == 1:
+            # Gradients that are summed only once go straight to the placement of the update.
+            loss = dataclasses.replace(loss, gradients_at=state.definition.updates)
         if axis_size("stage") > 1:
             pipelined: Any = {"microbatches": microbatches, "config": self.pipeline}
             engine = functools.partial(pipelined_gradients, **pipelined)

@@ -290,6 +290,7 @@ def test_the_compiler_decides_where_nothing_is_configured_or_one_group_is_all():
         ({"outer": 0}, "outer must be at least 1, or null, not 0"),
         ({"group_microbatches": (2, 0)}, r"group_microbatches .* at least 1, not \[2, 0\]"),
         ({"group_seconds": (1.0, -1.0)}, "group_seconds must be positive"),
+        ({"dtype": "compiler", "outer": 2}, "compiler, which allows no other setting"),
         ({"group_microbatches": (1,), "group_seconds": (1.0,)}, "exclude each other: give one"),
     ],
 )

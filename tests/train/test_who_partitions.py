@@ -57,7 +57,7 @@ ONCE, UNEVEN = sl.ReductionConfig(dtype="bf16"), sl.ReductionConfig(group_microb
         # Inside of groups that sum their gradients there is less to cut.
         ({"mesh": "data=8", "reduction": ONCE}, "XLA", "nothing is left to cut here"),
         ({"mesh": "data=8", "reduction": ONCE, "microbatches": 2}, "XLA", "nothing is left to cut"),
-        ({"mesh": "data=8", "microbatches": 2}, "shardlib", OPEN),
+        ({"mesh": "data=8", "microbatches": 2}, "XLA", "nothing is left to cut"),
         # The batch of unequal groups is arranged first.
         ({"reduction": UNEVEN}, "shardlib", OPEN),
         ({"reduction": UNEVEN, "abstract": False}, "shardlib", OPEN),

@@ -178,10 +178,11 @@ def replica_sums(
     Over several axes the sum is hierarchical: each axis carries what the faster axes leave. If the
     compiler of shardlib's programs places the sums, they are part of each microbatch, in the
     compute dtype, and hide behind its backward pass (as seen in programs compiled for TPUs, where
-    the loop over microbatches keeps them). With `train.reduction` the groups along `data` sum once
-    a step, in float32, after all computation (`Layout.reduces_once`). Nothing is left to hide
-    behind, but many microbatches send far less. Other programs sum once a step, behind a backward
-    pass.
+    the loop over microbatches keeps them). Along `data` they are taken once a step, in float32,
+    after all computation: by default where no row meets another, as in dense models without stages
+    (`shardlib.train.reduce.once`), and with `train.reduction` (`Layout.reduces_once`). Nothing is
+    left to hide behind, but many microbatches send far less. Other programs sum once a step, behind
+    a backward pass.
     """
     job, layout = device.job, device.layout
     each, once = [], []
@@ -190,6 +191,7 @@ def replica_sums(
     dense, routed = (weights.dense + weights.vocab) / cut, weights.routed / cut
     pieces = job.model.layers / layout.stage + 1
     width = job.gradient_bytes if layout.microbatches == 1 else job.compute_bytes
+    by_default = layout.microbatches > 1 and layout.stage == 1 and not job.model.routed_layers
     for axis in ("context", "expert", "data"):
         size = layout.size(axis)
         if size == 1:
@@ -199,7 +201,7 @@ def replica_sums(
         hiding = sums._replace(overlap="data", window="backward")
         if not device.software.sums_each:
             once += _published_sums(device, hiding._replace(num_bytes=summed * job.gradient_bytes))
-        elif layout.reduces_once and axis == "data":
+        elif axis == "data" and (layout.reduces_once or by_default):
             once.append(sums._replace(num_bytes=summed * job.gradient_bytes))
         else:
             each.append(hiding)

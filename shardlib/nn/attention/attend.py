@@ -18,7 +18,7 @@ from shardlib.nn.attention.region import in_region
 from shardlib.nn.attention.ring import ring_attention
 from shardlib.nn.attention.splash import splash
 from shardlib.nn.attention.ulysses import ulysses_attention
-from shardlib.sharding.constrain import active
+from shardlib.sharding.constrain import active, is_plain
 from shardlib.sharding.manual import axis_size
 
 _BY_HAND = ("cudnn", "splash")
@@ -80,7 +80,7 @@ def attend(
     _check_scores(query, key, bias, sinks)
     _check_options(query, key, backend, context, order, explicit)
     segments = (segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids)
-    if explicit:
+    if explicit or is_plain():
         lengths = (query.shape[1], key.shape[1])
         at, kv_at = map(places, lengths, (positions, kv_positions), segments)
         return plain(query, key, value, mask.pairs(at, kv_at), mask, bias, sinks)

@@ -27,6 +27,7 @@ from shardlib.run.plans.planning import fixes_of
 from shardlib.run.resolve_auto import resolve, smallest
 from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup
 from shardlib.run.trace_programs import traced
+from shardlib.train.local_sgd.outer import LocalSGD
 from shardlib.train.step import TrainStep
 
 _MOST_COMPILED = 6
@@ -192,18 +193,22 @@ def _traced(config: RunConfig, devices: Devices) -> Setup:
         config.data.check_held_out()
         rows = config.eval.global_batch or config.train.global_batch
         held_out = batch_spec(config.data, rows)
-    traced(parts, batch, held_out, tokenizer)
-    return dataclasses.replace(parts, decided={**parts.decided, **_partition(parts, batch)})
+    step = traced(parts, batch, held_out, tokenizer).train
+    return dataclasses.replace(parts, decided={**parts.decided, **_decided(parts, step, batch)})
 
 
-def _partition(parts: Setup, batch: PyTree) -> dict[str, str]:
-    """Returns who partitions the loss and why, as an entry of `Setup.decided`. Empty on one device
-    and for local SGD, whose groups train separately."""
-    step = parts.train_step()
-    if not isinstance(step, TrainStep) or math.prod(mesh_sizes(parts.scope.mesh).values()) == 1:
+def _decided(parts: Setup, step: TrainStep | LocalSGD, batch: PyTree) -> dict[str, str]:
+    """Returns who partitions the loss, where gradients are summed over `data`, and why, as entries
+    of `Setup.decided`. Empty on one device and for local SGD, whose groups train separately."""
+    sizes = mesh_sizes(parts.scope.mesh)
+    if not isinstance(step, TrainStep) or math.prod(sizes.values()) == 1:
         return {}
-    partition = step.partition(parts.abstract, parts.arranged(batch))
-    return {"partition": f"{partition.by}: {partition.why.rstrip('.')}"}
+    batch = parts.arranged(batch)
+    partition = step.partition(parts.abstract, batch)
+    decided = {"partition": f"{partition.by}: {partition.why.rstrip('.')}"}
+    if sizes.get("data", 1) > 1:
+        decided["gradients"] = str(step.gradient_sums(parts.abstract, batch))
+    return decided
 
 
 def _data(config: RunConfig) -> tuple[DataSpec, Tokenizer | None]:

@@ -1,8 +1,9 @@
 """Reduction of the gradients of data-parallel groups, with its dtype and hops.
 
-By default the compiler places the sums over `data`. With a `ReductionConfig`, the groups along
-`data` work independently until the end of the step. Each computes the gradients of its rows over
-all its microbatches without communication, and then everything is summed at once.
+With a `ReductionConfig`, the groups along `data` work independently until the end of the step. Each
+computes the gradients of its rows over all its microbatches without communication, and then
+everything is summed at once. By default groups do so where `once` proves that the numbers stay the
+same; else the compiler places the sums over `data`.
 """
 
 import dataclasses
@@ -32,16 +33,19 @@ AXIS = "data"
 
 @configclass
 class ReductionConfig:
-    """Reduction of gradients over `data`. With the defaults, the compiler decides.
+    """Reduction of gradients over `data`. With the defaults, gradients of several microbatches are
+    summed once per step, in float32, where that is proven to give the same numbers, and otherwise
+    where the compiler decides.
 
     Any other setting sums gradients once per step, whatever the number of microbatches, and gives
     each group its own randomness. Dropout then equals a run on one device with
     `groups * microbatches` microbatches, starting with the first group.
     """
 
-    dtype: Literal["auto", "f32", "bf16"] = "auto"
-    """Dtype in which gradients are sent over `data`. Sums are in float32. `auto`: float32, with the
-    sums placed by the compiler if nothing else is set here."""
+    dtype: Literal["auto", "f32", "bf16", "compiler"] = "auto"
+    """Dtype in which gradients are sent over `data`. Sums are in float32. `auto`: float32, unless
+    nothing else is set here and the compiler decides. `compiler`: the compiler decides in any case,
+    and sums in each microbatch."""
     compress_dcn: bool = False
     """Whether gradients are sent in bfloat16, but only between slices or hosts."""
     outer: int | None = None
@@ -66,6 +70,9 @@ class ReductionConfig:
             faults.append(f"group_seconds must be positive, not {list(self.group_seconds)}")  # type: ignore[arg-type]
         if self.group_microbatches is not None and self.group_seconds is not None:
             faults.append("group_microbatches and group_seconds exclude each other: give one")
+        others = (self.outer, self.group_microbatches, self.group_seconds)
+        if self.dtype == "compiler" and (self.compress_dcn or any(x is not None for x in others)):
+            faults.append("dtype is compiler, which allows no other setting: leave them out")
         if faults:
             raise ValueError("; ".join(faults))
 
@@ -106,9 +113,9 @@ def plan_reduction(
     params: Mapping[str, Placement] | None = None,
     model_state: PyTree = None,
 ) -> Reduction | None:
-    """Returns the reduction of gradients on a mesh, or None if the compiler decides.
+    """Returns the configured reduction of gradients on a mesh.
 
-    The compiler decides if nothing is configured or the mesh has a single group.
+    It is None if nothing is configured, the compiler decides, or the mesh has a single group.
 
     Args:
         config: The requested reduction.
@@ -123,7 +130,7 @@ def plan_reduction(
         RuleError: If parameters are sharded over `data`.
         ModelError: If the model updates its own state.
     """
-    if config == ReductionConfig():
+    if config.dtype == "compiler" or config == ReductionConfig():
         return None
     sizes = mesh_sizes(mesh)
     groups = sizes.get(AXIS, 1)
