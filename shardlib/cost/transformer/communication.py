@@ -32,7 +32,8 @@ class LocalWeights:
 
     def trained(self, job: Job) -> "LocalWeights":
         """Returns the trained parameters, which have gradients and optimizer state."""
-        return LocalWeights(*(job.trained * part for part in dataclasses.astuple(self)))
+        share = job.trained
+        return LocalWeights(share * self.dense, share * self.routed, share * self.vocab)
 
 
 def local_weights(device: Device) -> LocalWeights:

@@ -37,7 +37,6 @@ from shardlib.cost.machine.kernels import (
 )
 from shardlib.cost.transformer.flops import attention_flops
 from shardlib.cost.workload import Job, Matmul, Transformer
-from shardlib.nn.stages import StageCut
 
 _EMBED_PASSES = {"compiled": (8, 8), "kernels": (11, 17), "eager": (14, 22)}
 _QKV_PASSES = {"compiled": (0, 0), "kernels": (1, 2), "eager": (2, 4)}
@@ -74,8 +73,8 @@ class Device:
         layout, layers = self.layout, self.job.model.layers
         if not self.reruns:
             return 1.0
-        cut = StageCut(layers, layout.stage, layout.chunks)
-        return cut.slots * cut.places / layers
+        chunks = layout.stage * layout.chunks
+        return math.ceil(layers / chunks) * chunks / layers
 
     def local_dims(self, product: Matmul) -> tuple[float, float]:
         """Returns the fan-in and fan-out that a device multiplies after `tensor` sharding."""
