@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from shardlib.cost.layout import Layout
+from shardlib.cost.layout import AXES, Layout
 from shardlib.hardware import Cluster
 from shardlib.humanize import duration
 from shardlib.plan.objective import next_larger
@@ -70,7 +70,7 @@ def cheapest_fixes(
 ) -> list[Fix]:
     """Returns the changes that make a step fit at the lowest cost in time by the cost model,
     fastest first. Each is of a different kind: one config key, then a key with more microbatches,
-    then another mesh, and, if nothing else helps, a larger cluster.
+    then another mesh alone or with other keys, and, if nothing else helps, a larger cluster.
 
     Args:
         workload: What is trained.
@@ -79,11 +79,16 @@ def cheapest_fixes(
         cluster: Cluster that the step does not fit.
         count: Most fixes to return.
         over_bytes: Bytes by which the compiled step exceeds the prediction of `workload.memory`, if
-            known; fixes then leave as much room.
+            known; fixes then leave as much room. If negative, a mesh alone may exceed the memory by
+            as much.
     """
     room = capacity_bytes(cluster) - max(over_bytes, 0.0)
     as_is = _plan(workload, cluster, layout, choice)
-    plans = (*_one_key(workload, as_is, room), *_other_meshes(workload, as_is, room))
+    plans = (
+        *_one_key(workload, as_is, room),
+        *_meshes_alone(workload, as_is, room - min(over_bytes, 0.0)),
+        *_other_meshes(workload, as_is, room),
+    )
     changes = ((_changed(workload, as_is, plan), plan) for plan in plans)
     by_keys = {str(keys): Fix(keys, plan, as_is.seconds) for keys, plan in changes if keys}
     fixes = list(by_keys.values())
@@ -140,6 +145,27 @@ def _one_key(workload: Workload, as_is: Plan, room: float) -> Iterator[Plan]:
                 yield _plan(relaxed, cluster, layout, least)
 
 
+def _meshes_alone(workload: Workload, as_is: Plan, room: float) -> Iterator[Plan]:
+    """Yields the plan of another mesh, with all else as it is, that fits and takes least time."""
+    cluster, now = as_is.cluster, as_is.layout
+    alike = (
+        dataclasses.replace(now, **dict(zip(AXES, candidate.layout.sizes, strict=True)))
+        for candidate in candidates(workload, cluster)
+        if now.microbatches in candidate.microbatches
+        and candidate.layout.stage == now.stage
+        and candidate.layout.sizes != now.sizes
+    )
+    fitting = (
+        layout
+        for layout in dict.fromkeys(alike)
+        if workload.memory(layout, as_is.choice, cluster).fits(room)
+    )
+    plans = (_plan(workload, cluster, layout, as_is.choice) for layout in fitting)
+    best = min(plans, key=lambda plan: plan.seconds, default=None)
+    if best is not None:
+        yield best
+
+
 def _other_meshes(workload: Workload, as_is: Plan, room: float) -> Iterator[Plan]:
     others = search(workload, as_is.cluster, top=3)
     yield from (plan for plan in others.plans if plan.memory.fits(room))
@@ -176,8 +202,10 @@ def _changed(workload: Workload, as_is: Plan, plan: Plan) -> Settings:
 
 
 def _kind(fix: Fix) -> tuple[str, ...]:
-    """Returns the kind of a fix: its keys, or the mesh with all that depends on it."""
-    return ("mesh",) if "mesh" in fix.settings else tuple(fix.settings)
+    """Returns the kind of a fix: its keys, or the mesh alone or with all that depends on it."""
+    if "mesh" not in fix.settings:
+        return tuple(fix.settings)
+    return ("mesh",) if len(fix.settings) == 1 else ("mesh", "others")
 
 
 def _microbatches(workload: Workload, layout: Layout) -> set[int]:

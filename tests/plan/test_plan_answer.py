@@ -370,3 +370,13 @@ def test_a_batch_that_few_meshes_divide(batch, line):
     text = str(plan("llama3-8b", on="v5p-16", global_batch=batch))
     assert ("divide over" in text) == (line is not None)
     assert (line or "") in text
+
+
+def test_another_mesh_alone_is_a_fix_within_the_error_of_the_prediction():
+    run, cluster = workload(128), parse_cluster("v5e-16")
+    layout = Layout(data=2, fsdp=8, microbatches=8)
+    over = {"over_bytes": -2.5 * 2**30}
+    fixes = cheapest_fixes(run, layout, Choice("full"), cluster, count=6, **over)
+    assert {"mesh": "fsdp=16"} in [fix.settings for fix in fixes]
+    fixes = cheapest_fixes(run, layout, Choice("full"), cluster, count=6)
+    assert all(fix.memory_bytes < capacity_bytes(fix.plan.cluster) for fix in fixes)
