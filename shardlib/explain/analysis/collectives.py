@@ -318,7 +318,10 @@ def _instructions(module: Module) -> Iterator[tuple[str, Instruction, str]]:
                 continue
             # On TPU the start and the end of an asynchronous fusion each hold the collective.
             # All collectives that a program calls by name have the same channel.
-            pair = instruction.attributes.get("channel_id"), kind, instruction.shape
+            # Their results may lie in different memories, which only the layout says.
+            pair = (
+                instruction.attributes.get("channel_id"), kind, tuple(arrays(instruction.shape))
+            )
             if fused and pair[0] is not None:
                 if pair in fused_pairs:
                     continue

@@ -18,6 +18,7 @@ from shardlib.cost.machine.fabric import Link, links, seconds_in_turn
 from shardlib.cost.machine.rates import rates
 from shardlib.explain.analysis.collectives import Collective, ProgramReport
 from shardlib.explain.analysis.kernel_cost import KernelCosts
+from shardlib.explain.hlo.replica_groups import KINDS
 from shardlib.explain.hlo.text import Instruction, Module
 from shardlib.hardware import Cluster
 
@@ -255,27 +256,28 @@ class _Schedule:
         where, instruction = self.module.located[collective.name]
         if '"is_sync":true' in instruction.attributes.get("backend_config", ""):
             return "blocking", 0.0
-        start = instruction
-        if not _starts(instruction):
-            callers = self.module.callers.get(where, [])
-            starting = [pair for pair in callers if _starts(pair[1]) or _is_start(pair[1])]
-            if not starting:
-                marked = "async_collective_name" in instruction.attributes.get(
-                    "frontend_attributes", ""
-                )
-                return "could overlap" if marked else "blocking", 0.0
-            where, start = starting[0]
         alongside, hidden = False, 0.0
-        for each in self._between(where, start):
-            seconds = self._seconds(where, each)
+        for outer, each in self._during(where, instruction):
+            seconds = self._seconds(outer, each)
             left = self._left.setdefault((fabric, each.name), seconds)
             taken = min(left, needed - hidden)
             self._left[fabric, each.name] = left - taken
             alongside, hidden = alongside or seconds > 0, hidden + taken
         return ("overlapped" if alongside else "blocking"), hidden
 
-    def _between(self, where: str, start: Instruction) -> Iterator[Instruction]:
-        """Yields the instructions between a start and its end."""
+    def _during(self, where: str, instruction: Instruction) -> Iterator[tuple[str, Instruction]]:
+        """Yields the instructions between the start and the end of a collective, with their
+        computations."""
+        if _starts(instruction):
+            yield from self._between(where, instruction)
+        for outer, caller in self.module.callers.get(where, ()):
+            if _starts(caller):
+                yield from self._between(outer, caller)
+            elif caller.opcode == "fusion":
+                yield from self._between_parts(outer, _channel(instruction))
+
+    def _between(self, where: str, start: Instruction) -> Iterator[tuple[str, Instruction]]:
+        """Yields the instructions between a start and the first reader of its result."""
         inside, carried = False, {start.name}
         for instruction in self.module.computations[where]:
             if instruction.name == start.name:
@@ -285,7 +287,33 @@ class _Schedule:
                     return
                 carried.add(instruction.name)
             elif inside:
-                yield instruction
+                yield where, instruction
+
+    def _between_parts(self, where: str, channel: str) -> Iterator[tuple[str, Instruction]]:
+        """Yields the instructions between the first and the last fusion of a collective on TPU.
+
+        The compiler divides it into fusions with the same channel: one starts it, some compute
+        while it runs, and one ends it.
+        """
+        parts = self._parts.get((where, channel), [])
+        if len(parts) > 1:
+            for instruction in self.module.computations[where][parts[0] + 1 : parts[-1]]:
+                yield where, instruction
+
+    @functools.cached_property
+    def _parts(self) -> dict[tuple[str, str], list[int]]:
+        """The positions of the fusions that hold a collective, by computation and channel."""
+        fused = collections.defaultdict(set)
+        for computation, instruction in self.module.each(*KINDS):
+            for where, caller in self.module.callers.get(computation, ()):
+                if caller.opcode == "fusion" and _channel(instruction):
+                    fused[caller.name].add((where, _channel(instruction)))
+        parts = collections.defaultdict(list)
+        for instructions in self.module.computations.values():
+            for position, instruction in enumerate(instructions):
+                for key in fused.get(instruction.name, ()):
+                    parts[key].append(position)
+        return dict(parts)
 
     def _seconds(self, where: str, instruction: Instruction) -> float:
         chip = self.cluster.chip
@@ -305,7 +333,5 @@ def _starts(instruction: Instruction) -> bool:
     return instruction.opcode.endswith("-start") or instruction.opcode == "send"
 
 
-def _is_start(instruction: Instruction) -> bool:
-    """Whether a TPU fusion starts a collective that another fusion ends."""
-    called = instruction.attributes.get("calls", "")
-    return instruction.opcode == "fusion" and called.endswith(("start", "_start"))
+def _channel(instruction: Instruction) -> str:
+    return instruction.attributes.get("channel_id", "")
