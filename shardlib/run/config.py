@@ -254,6 +254,7 @@ _MAY_CHANGE = (
     "train.guards",
     "train.constrain",
     "train.allow_wrong_numbers",
+    "train.compiler_options",
     "train.offload_optimizer",
     "train.log_every",
     "train.sample_every",

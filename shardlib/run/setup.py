@@ -108,6 +108,7 @@ class Setup:
             guards=train.guards,
             constrain=train.constrain,
             allow_wrong_numbers=train.allow_wrong_numbers,
+            compiler_options=train.compiler_options,
         )
         return step if train.local_sgd is None else make_local_sgd(step, train.local_sgd)
 
@@ -122,6 +123,7 @@ class Setup:
             pipeline=train.pipeline,
             constrain=train.constrain,
             allow_wrong_numbers=train.allow_wrong_numbers,
+            compiler_options=train.compiler_options,
         )
 
     def saved_state(self) -> Any:

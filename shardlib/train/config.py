@@ -1,5 +1,6 @@
 """Configs of the training loop and of evaluation."""
 
+import dataclasses
 from typing import Annotated, Literal
 
 from shardlib.config import ImportPath, configclass
@@ -39,6 +40,11 @@ class TrainConfig:
     that the constraints of the model leave open. user: XLA's partitioner does."""
     allow_wrong_numbers: tuple[str, ...] = ()
     """Codes of compiler faults, such as SL205, that do not stop a step from running."""
+    compiler_options: dict[str, bool | int | float | str | None] = dataclasses.field(
+        default_factory=dict
+    )
+    """Options of XLA by name, for the programs of training and evaluation. They replace or complete
+    the defaults of the platform, which `shardlib explain` lists. Null removes a default."""
     loss: Annotated[str, OWN_LOSS] | None = None
     """A loss of your own in place of the model's, `mypackage.mine:loss`, called as
     `loss(model, batch, rng, train=...)`, and with label_smoothing and z_loss if they are set."""

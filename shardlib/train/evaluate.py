@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from shardlib.errors import DataError, ModelError, RuleError
 from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
+from shardlib.hardware.compiler_options import Value
 from shardlib.losses.aggregate import Aggregate, is_output, join
 from shardlib.losses.signature import called_by_position, check_arity
 from shardlib.runtime.distributed import must_block
@@ -54,6 +55,7 @@ def make_eval_step(
     pipeline: PipelineConfig | None = None,
     constrain: Constrain = "auto",
     allow_wrong_numbers: tuple[str, ...] = (),
+    compiler_options: Mapping[str, Value | None] | None = None,
 ) -> "EvalStep":
     """Returns `step(state, batch, *inputs) -> sums`, which does not change the state.
 
@@ -73,6 +75,7 @@ def make_eval_step(
         pipeline or PipelineConfig(),
         constrain,
         check=ProgramCheck(tuple(allow_wrong_numbers)),
+        compiler_options=dict(compiler_options or {}),
     )
 
 
@@ -105,12 +108,13 @@ class EvalStep(JittedStep):
                     self._sums(state.definition, arguments, given[1:]), divided=False
                 )
 
-        jitted = jax.jit(
+        return self._jitted(
             sums,
+            given,
+            scope.mesh,
             in_shardings=(state_shardings(state), *given),
             out_shardings=reported_shardings(given[0], scope),
         )
-        return PlacedProgram(jitted, given)
 
     def _sums(self, definition: Definition, arguments: LossArguments, inputs_at: PyTree) -> Sums:
         loss = PartLoss(

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -11,12 +11,15 @@ from jaxtyping import PyTree
 
 from shardlib.errors import ModelError, WrongProgramError, did_you_mean
 from shardlib.explain.wrong_numbers import FAULTS, Fault, wrong_numbers
+from shardlib.hardware.compiler_options import Value, options_on
 from shardlib.losses.aggregate import Aggregate, is_output
 from shardlib.losses.signature import Inputs
 from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import Scope
 from shardlib.train.batches import host_arrays, moved, structure
 from shardlib.train.state import Definition, TrainState
+
+AnyMesh = Mesh | AbstractMesh
 
 _SHOWN = 5
 """Maximum number of faults in a message, because faults rarely come alone."""
@@ -43,9 +46,14 @@ class PlacedProgram:
     jitted: Any
     placed: tuple[PyTree, ...]
     """The shardings of the arguments after the state."""
+    traced: Any = None
+    """The jitted step without compiler options, for calls inside of another program, which JAX
+    refuses with them. None if the step has no options."""
     moves: bool = False
 
     def __call__(self, state: State, *arguments: PyTree) -> Any:
+        if self.traced is not None and _is_traced(state.step):
+            return self.traced(state, *arguments)
         if self.moves:
             return self.jitted(state, *(moved(arguments, self.placed) or arguments))
         try:
@@ -137,6 +145,9 @@ class JittedStep(abc.ABC):
 
     check: ProgramCheck = dataclasses.field(default_factory=ProgramCheck)
     """The check of a program before its first run."""
+    compiler_options: Mapping[str, Value | None] = dataclasses.field(default_factory=dict)
+    """Compiler options that replace or complete the defaults of
+    `shardlib.hardware.compiler_options.OPTIONS`; None removes a default."""
     _programs: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def lower(self, state: Any, batch: PyTree, *inputs: PyTree) -> jax.stages.Lowered:
@@ -172,6 +183,26 @@ class JittedStep(abc.ABC):
         if key not in self._programs:
             self._programs[key] = self._compile(state, host_arrays(batch), inputs)
         return self._programs[key]
+
+    def _jitted(
+        self, step: Callable[..., Any], given: tuple[PyTree, ...], mesh: AnyMesh, **options: Any
+    ) -> PlacedProgram:
+        """Returns the program of a function with the compiler options of its devices.
+
+        Args:
+            step: The function of a state and further arguments.
+            given: The shardings of these arguments.
+            mesh: The mesh of the step, which may be abstract.
+            options: Options of `jax.jit`.
+
+        Raises:
+            ConfigError: If the compiler refuses one of `compiler_options`.
+        """
+        compiler = options_on(mesh, self.compiler_options) if isinstance(mesh, Mesh) else {}
+        plain = jax.jit(step, **options)
+        if not compiler:
+            return PlacedProgram(plain, given)
+        return PlacedProgram(jax.jit(step, compiler_options=compiler, **options), given, plain)
 
     @abc.abstractmethod
     def _compile(self, state: Any, batch: PyTree, inputs: Inputs) -> PlacedProgram:

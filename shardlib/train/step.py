@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardlib.errors import ModelError
 from shardlib.functional import updated
 from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
+from shardlib.hardware.compiler_options import Value
 from shardlib.losses.aggregate import Aggregate, Mean
 from shardlib.losses.signature import called_by_position, check_arity
 from shardlib.partitioner import Partition
@@ -79,6 +80,7 @@ def make_train_step(
     guards: GuardsConfig | None = None,
     constrain: Constrain = "auto",
     allow_wrong_numbers: tuple[str, ...] = (),
+    compiler_options: Mapping[str, Value | None] | None = None,
 ) -> "TrainStep":
     """Returns `step(state, batch, *inputs) -> (state, metrics)`, compiled at its first call.
 
@@ -101,6 +103,10 @@ def make_train_step(
         allow_wrong_numbers: Codes of compiler faults, such as `"SL205"`, that do not stop the step
             from running. A step is checked at its first call, and raises `WrongProgramError` if it
             would compute other numbers than one device.
+        compiler_options: Options of XLA by name, such as
+            `{"xla_tpu_scoped_vmem_limit_kib": 65536}`, which replace or complete the defaults of
+            the platform (`sl.hardware.compiler_options.OPTIONS`). None removes a default. The first
+            call of the step raises `ConfigError` for an option that the compiler refuses.
 
     Raises:
         ModelError: If an option has the wrong type, or `loss_fn` takes fewer than two arguments.
@@ -119,6 +125,7 @@ def make_train_step(
         guards,
         constrain,
         check=ProgramCheck(tuple(allow_wrong_numbers)),
+        compiler_options=dict(compiler_options or {}),
     )
 
 
@@ -265,13 +272,14 @@ class TrainStep(JittedStep):
             new_state, metrics = self.apply(state, batch, inputs, given[1:])
             return new_state, Reported.of(metrics, divided=True)
 
-        jitted = jax.jit(
+        return self._jitted(
             train_step,
+            given,
+            scope.mesh,
             donate_argnums=0,
             in_shardings=(placed, *given),
             out_shardings=(placed, reported_shardings(given[0], scope)),
         )
-        return PlacedProgram(jitted, given)
 
     def apply(
         self, state: TrainState, batch: PyTree, inputs: Inputs = (), inputs_at: PyTree = ()

@@ -320,7 +320,9 @@ def _instructions(module: Module) -> Iterator[tuple[str, Instruction, str]]:
             # All collectives that a program calls by name have the same channel.
             # Their results may lie in different memories, which only the layout says.
             pair = (
-                instruction.attributes.get("channel_id"), kind, tuple(arrays(instruction.shape))
+                instruction.attributes.get("channel_id"),
+                kind,
+                tuple(arrays(instruction.shape)),
             )
             if fused and pair[0] is not None:
                 if pair in fused_pairs:

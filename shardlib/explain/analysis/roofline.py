@@ -92,6 +92,8 @@ class Roofline:
         stages: The stages of training, which add up to the step.
         peak_flops: Peak FLOP/s of one device in the dtype of most FLOPs; None if unknown.
         peak_memory: Peak bytes/s of one device's memory; None if unknown.
+        exposed_seconds: Seconds of collectives during which no computation runs, by the schedule of
+            the program; None if unknown.
         notes: Notes on figures that are incomplete or unknown.
     """
 
@@ -102,6 +104,7 @@ class Roofline:
     peak_flops: float | None
     peak_memory: float | None
     notes: tuple[str, ...] = ()
+    exposed_seconds: float | None = None
 
     @property
     def memory_bytes(self) -> float:
@@ -122,6 +125,18 @@ class Roofline:
             "memory": _total([stage.memory_seconds for stage in self.stages]),
             "network": _total([stage.network_seconds for stage in self.stages]),
         }
+
+    @property
+    def busy_seconds(self) -> float | None:
+        """Seconds of compute or memory traffic, whichever takes longer in each stage."""
+        both = [(stage.compute_seconds, stage.memory_seconds) for stage in self.stages]
+        return _total([None if c is None or m is None else max(c, m) for c, m in both])
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds that a step takes at least: busy and exposed; None if either is unknown."""
+        busy, exposed = self.busy_seconds, self.exposed_seconds
+        return None if busy is None or exposed is None else busy + exposed
 
     @property
     def binding(self) -> Resource:
@@ -170,7 +185,7 @@ def read_roofline(
     stages = _stages(computed, seconds, moved, network, bandwidth)
     notes = (*_notes(flops, _left_out(module)), *_unknown(chip, peaks), *unknown)
     peak = peaks[max(peaks, key=lambda name: _flops_in(flops, name))]
-    return Roofline(flops, compiled, devices, stages, peak, bandwidth, notes)
+    return Roofline(flops, compiled, devices, stages, peak, bandwidth, notes, _exposed(flows))
 
 
 def vocabularies_of(params: ParamsReport) -> dict[int, frozenset[int]]:
@@ -300,6 +315,13 @@ def _network(
     sent = humanize.size(sum(flow.collective.sent_bytes for flow in unknown))
     count = f"{len(unknown)} of {len(flows)} collectives"
     return seconds, (f"network seconds leave out {count}: {sent} sent by a device",)
+
+
+def _exposed(flows: tuple[Flow, ...] | None) -> float | None:
+    """Returns the seconds of collectives that nothing hides; None if any of them is unknown."""
+    if flows is None or any(flow.hidden_seconds is None for flow in flows):
+        return None
+    return sum((flow.total_seconds or 0.0) - (flow.hidden_seconds or 0.0) for flow in flows)
 
 
 def _notes(flops: Flops, left_out: Mapping[str, int]) -> Iterator[str]:

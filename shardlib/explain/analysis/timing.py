@@ -23,10 +23,9 @@ from shardlib.explain.hlo.text import Instruction, Module
 from shardlib.hardware import Cluster
 
 Fabric = Literal["ici", "nvlink", "pcie", "network"]
-Overlap = Literal["overlapped", "blocking", "could overlap", "unknown"]
+Overlap = Literal["overlapped", "blocking", "unscheduled", "unknown"]
 """`overlapped`: computation runs between its start and its end. `blocking`: nothing runs during it.
-`could overlap`: the compiler marks it as asynchronous but does not schedule it so, as in TPU
-programs at the lowest optimization level."""
+`unscheduled`: the program is compiled at reduced optimization, without a schedule."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +53,20 @@ class Flow:
         """Seconds over all fabrics, or None if unknown."""
         return sum(self.seconds.values()) if self.seconds else None
 
+    @property
+    def hidden_seconds(self) -> float | None:
+        """Seconds during which computation runs, or None if unknown."""
+        if self.total_seconds is None or self.overlappable is None:
+            return None
+        return self.total_seconds * self.overlappable
+
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
     """All collectives of one kind over the same axes and fabric.
 
-    `seconds` and `overlappable_seconds` leave out instructions of unknown time; `unknown` counts
-    them. `sources` are source lines with their parts of the model and passes, largest
-    traffic first.
+    `seconds` and `hidden_seconds` leave out instructions of unknown time; `unknown` counts them.
+    `sources` are source lines with their parts of the model and passes, largest traffic first.
     """
 
     kind: str
@@ -71,7 +76,7 @@ class CollectiveRow:
     count: int
     sent_bytes: float
     seconds: float
-    overlappable_seconds: float
+    hidden_seconds: float
     overlaps: tuple[Overlap, ...]
     unknown: int
     sources: tuple[tuple[str, str, str], ...]
@@ -82,6 +87,8 @@ def collective_times(
     program: ProgramReport,
     cluster: Cluster,
     module: Module | None = None,
+    *,
+    scheduled: bool = True,
 ) -> tuple[Flow, ...]:
     """Returns the time of every collective of a program, largest traffic first.
 
@@ -89,10 +96,12 @@ def collective_times(
         program: The collectives.
         cluster: The cluster that the program runs on.
         module: The parsed program, from which overlap is read; None if not available.
+        scheduled: Whether the order of its instructions is that of a run.
     """
     network = _Network(cluster, program.mesh, program.slices)
-    schedule = _Schedule(module, cluster) if module else None
-    flows = [_flow(collective, network, schedule) for collective in program.collectives]
+    schedule = _Schedule(module, cluster) if module and scheduled else None
+    absent: Overlap = "unscheduled" if module else "unknown"
+    flows = [_flow(collective, network, schedule, absent) for collective in program.collectives]
     return _largest_first(flows)
 
 
@@ -133,7 +142,7 @@ def _row(
         sum(flow.collective.count for flow in flows),
         sum(flow.collective.sent_bytes for flow in flows),
         sum(seconds),
-        sum(s * (f.overlappable or 0.0) for s, f in zip(seconds, flows, strict=True)),
+        sum(flow.hidden_seconds or 0.0 for flow in flows),
         tuple(dict.fromkeys(flow.overlap for flow in flows)),
         sum(flow.total_seconds is None for flow in flows),
         tuple(dict.fromkeys(place for place in places if any(place))),
@@ -141,11 +150,14 @@ def _row(
     )
 
 
-def _flow(collective: Collective, network: "_Network", schedule: "_Schedule | None") -> Flow:
+def _flow(
+    collective: Collective, network: "_Network", schedule: "_Schedule | None", absent: Overlap
+) -> Flow:
     once, note = network.seconds(collective)
     seconds: dict[Fabric, float] = {name: each * collective.count for name, each in once.items()}
     if schedule is None:
-        return Flow(collective, seconds, "unknown", None, note or "the program is not available")
+        note = note or ("the program is not available" if absent == "unknown" else "")
+        return Flow(collective, seconds, absent, None, note)
     needed = sum(once.values())
     overlap, hidden = schedule.overlap(collective, "+".join(once), needed)
     share = None

@@ -24,17 +24,10 @@ from shardlib.explain.aot.topology import devices_of as devices_of
 from shardlib.explain.hlo.parameters import parameter_paths
 from shardlib.explain.hlo.text import Module, parse
 from shardlib.hardware import Cluster, cluster_of
+from shardlib.hardware.compiler_options import Value, options_on
 from shardlib.mesh import mesh_sizes
 from shardlib.paths import named_leaves
 
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "tpu": {
-        # Windowed einsums are off: their loops send the same bytes in many small hops.
-        "xla_jf_spmd_threshold_for_windowed_einsum_mib": 100000,
-        # A step that does not fit is still compiled, so that its peak is known.
-        "xla_tpu_no_crash_on_oom": True,
-    }
-}
 # JAX's `O0` takes a fifth of the time, has the same collectives, and its peak differs by 1-7%.
 # 0 is the compiler's default, regardless of JAX_OPTIMIZATION_LEVEL.
 _FAST, _DEFAULT = 9, 0
@@ -70,6 +63,9 @@ class CompiledStep:
             then for the chip itself.
         jaxpr: The traced step, a `ClosedJaxpr`.
         compiled: The `jax.stages.Compiled`; None when the text is from the cache.
+        options: The compiler options of the step.
+        scheduled: Whether the order of its instructions is that of a run. Programs for TPUs at
+            reduced optimization have no asynchronous collectives.
     """
 
     text: str
@@ -85,6 +81,8 @@ class CompiledStep:
     compiled_for: str = ""
     jaxpr: Any = None
     compiled: Compiled | None = None
+    options: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+    scheduled: bool = True
 
     def argument_paths(self, module: Module | None = None) -> dict[int, str]:
         """Returns the path in `argument_names` of each argument of the program, by its number.
@@ -120,7 +118,8 @@ def compile_step(
         on: The cluster. The step is compiled for a mesh of the same axes over its devices, unless
             its arguments are already there. None for the devices of the arguments.
         optimize: Whether to fully optimize a TPU program, as for a run, which takes five times as
-            long. Without it the collectives are the same and the peak differs by a few percent.
+            long. Without it the collectives are the same but not scheduled, and the peak differs by
+            a few percent.
         keep: Whether to read and write the cache of reports.
 
     Raises:
@@ -147,8 +146,10 @@ class _Lowering:
     mesh: Mesh
     call: Call
     jaxpr: Any
-    options: dict[str, Any]
-    """The compiler options."""
+    options: dict[str, Value]
+    """The compiler options of the step."""
+    compilation: dict[str, Value]
+    """The compiler options that only a report has."""
 
     @property
     def devices(self) -> list[Any]:
@@ -162,9 +163,13 @@ class _Lowering:
     def digest(self) -> str:
         return hashlib.sha256(self.lowered.as_text(debug_info=True).encode()).hexdigest()
 
+    @property
+    def all_options(self) -> dict[str, Value]:
+        return self.compilation | self.options
+
     def key(self) -> str:
         devices = [f"{device.device_kind} {device.id}" for device in self.devices]
-        return cache.program_key(self.digest, [*devices, repr(sorted(self.options.items()))])
+        return cache.program_key(self.digest, [*devices, repr(sorted(self.all_options.items()))])
 
 
 def _lower(
@@ -191,16 +196,18 @@ def _lower(
             lowered = traced.lower()
     # A traced `nnx.jit` function does not expose its jaxpr.
     jaxpr = getattr(traced, "jaxpr", call.jaxpr)
-    options = _options(mesh, optimize=optimize) | call.compiler_options
-    return _Lowering(lowered, mesh, call, jaxpr, options)
+    # A step of shardlib has chosen its options; the defaults of one are for all other functions.
+    defaults = {} if hasattr(step, "program") else options_on(mesh)
+    options = defaults | call.compiler_options
+    return _Lowering(lowered, mesh, call, jaxpr, options, _compilation(mesh, optimize=optimize))
 
 
-def _options(mesh: Mesh, *, optimize: bool) -> dict[str, Any]:
-    platform = mesh.devices.flat[0].platform
-    options = dict(_OPTIONS.get(platform, {}))
-    if platform == "tpu":
-        options["optimization_level"] = _DEFAULT if optimize else _FAST
-    return options
+def _compilation(mesh: Mesh, *, optimize: bool) -> dict[str, Value]:
+    if mesh.devices.flat[0].platform != "tpu":
+        return {}
+    # A step that does not fit is still compiled, so that its peak is known.
+    level = _DEFAULT if optimize else _FAST
+    return {"xla_tpu_no_crash_on_oom": True, "optimization_level": level}
 
 
 def _program(
@@ -217,10 +224,11 @@ def _program(
         nonlocal compiled
         try:
             with captured_errors() as log, _its_own_sources():
-                compiled = lowering.lowered.compile(compiler_options=lowering.options or None)
+                options = lowering.all_options or None
+                compiled = lowering.lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError:
             is_tpu = lowering.platform == "tpu"
-            needed = needed_bytes(lowering.lowered, lowering.options) if is_tpu else None
+            needed = needed_bytes(lowering.lowered, lowering.all_options) if is_tpu else None
             if needed is None:
                 raise
             other = compile_larger(on, needed, compile_on)
@@ -271,6 +279,8 @@ def _described(
         compiled_for=program.compiled_for or (cluster.name if cluster else lowering.platform),
         jaxpr=lowering.jaxpr,
         compiled=compiled,
+        options=lowering.options,
+        scheduled=lowering.all_options.get("optimization_level") != _FAST,
     )
 
 

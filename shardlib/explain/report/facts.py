@@ -12,6 +12,7 @@ from shardlib.explain.analysis.timing import Flow
 from shardlib.explain.aot.capture_stderr import HIDDEN
 from shardlib.explain.aot.compile import CompiledStep
 from shardlib.explain.lint import Finding
+from shardlib.hardware.compiler_options import described
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +68,13 @@ class StepFacts:
 
     def notes(self) -> list[str]:
         """Returns lines that complete the verdict: fixes, the cluster of the text if it is another
-        one, hidden compiler warnings, and choices."""
+        one, hidden compiler warnings, compiler options, and choices."""
         lines, (cluster, text_of) = [*self.fixes], (self.step.cluster, self.step.compiled_for)
         if cluster is not None and text_of not in ("", cluster.name):
             lines.append(f"too large to compile for it: everything but the peak is from {text_of}")
         if self.step.warnings is None:
             lines.append(HIDDEN)
+        lines += [f"compiler option {option}" for option in described(self.step.options)]
         return [*lines, *(self.params.choice_lines() if self.params is not None else ())]
 
     def count(self) -> str:

@@ -61,19 +61,20 @@ class StepReport(StepFacts, Report):
         `roofline` and `params` are None if the report lacks them.
 
         - `cluster`, `compiled_for` (the cluster of the text, another one if the step is far too
-          large), `mesh` (axis sizes), `fits`.
+          large), `mesh` (axis sizes), `fits`, `compiler_options` (values by name), `scheduled`
+          (whether the program is optimized as for a run).
         - `peak_bytes`, `capacity_bytes`, `live_bytes` (the peak by live ranges, without code),
           `peak_at`, `memory_bytes` (by category), `timeline` (pairs of operation and bytes),
           `largest_buffers` (`bytes` of each of `count` equal ones, `shape`, `category`, `opcode`,
           `op_name`, `source`, `model_path`, `phase`).
         - `collectives`, largest traffic first: the attributes of `Collective`, `sent_bytes` of one
           device in a step, and the attributes of `Flow`: `seconds` by fabric, `overlap`,
-          `overlappable`, `note`. `unattributed_bytes` are sent over groups that follow no mesh
-          axes. `unread` counts communication without groups by opcode, and `unread_bytes` are the
-          bytes that it sends.
+          `overlappable`, `note`, and `hidden_seconds`. `unattributed_bytes` are sent over groups
+          that follow no mesh axes. `unread` counts communication without groups by opcode, and
+          `unread_bytes` are the bytes that it sends.
         - `roofline`: the attributes of `Roofline`, its `memory_bytes`, `intensity`, `redundancy`,
-          `seconds` by resource and `binding`. `flops` also has the totals. Each of `stages` also
-          has `intensity` and `binding`.
+          `seconds` by resource, `step_seconds` and `binding`. `flops` also has the totals. Each of
+          `stages` also has `intensity` and `binding`.
         - `findings` and `accepted`: the attributes of `Finding`, and `title`.
         - `fixes`, `choices` (reasons by choice), `params` (see `ParamsReport`).
         """
@@ -113,7 +114,7 @@ def report_on(
     program = read_program(module, step.mesh)
     flows = None
     if cluster is not None and cluster.chip is not None:
-        flows = timing.collective_times(program, cluster, module)
+        flows = timing.collective_times(program, cluster, module, scheduled=step.scheduled)
     roofline = None
     if step.jaxpr is not None:
         words = vocabularies_of(params) if params is not None else {}

@@ -78,9 +78,9 @@ def _sent(row: timing.CollectiveRow) -> tuple[str, ...]:
 def _timed(row: timing.CollectiveRow) -> tuple[str, ...]:
     kind, axes, count, sent, places = _sent(row)
     seconds = "?" if row.unknown and not row.seconds else humanize.duration(row.seconds)
-    hidden = humanize.duration(row.overlappable_seconds) if row.overlappable_seconds else "-"
-    if "could overlap" in row.overlaps:
-        hidden = "could be"
+    hidden = f"{humanize.duration(row.hidden_seconds)} of {seconds}"
+    if "unscheduled" in row.overlaps:
+        hidden = "not scheduled"
     return kind, axes, row.fabric, count, sent, seconds, hidden, places
 
 
@@ -104,11 +104,22 @@ def roofline_table(roofline: Roofline) -> Table:
     notes = [
         f"model FLOPs {flops.total_model:.4g}, hardware FLOPs {flops.total_hardware:.4g}, compiled "
         f"{roofline.redundancy:.2f} times the hardware FLOPs; bound by {roofline.binding}",
+        *_step_seconds(roofline),
         *(f"{name}: {meaning}" for name, meaning in CONVENTIONS.items()),
         *roofline.notes,
     ]
     rows = [_stage(stage) for stage in roofline.stages]
     return Table("what bounds each part of the step", columns, rows, notes)
+
+
+def _step_seconds(roofline: Roofline) -> Iterator[str]:
+    busy, exposed, step = roofline.busy_seconds, roofline.exposed_seconds, roofline.step_seconds
+    if busy is not None and exposed is not None and step is not None:
+        yield (
+            f"the step takes at least {humanize.duration(step)}: {humanize.duration(busy)} of "
+            f"compute or memory traffic, and {humanize.duration(exposed)} of collectives that "
+            "nothing hides"
+        )
 
 
 def _stage(stage: StageCost) -> tuple[str, ...]:

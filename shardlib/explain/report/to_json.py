@@ -22,6 +22,8 @@ def facts(report: StepFacts) -> dict[str, Any]:
         "compiled_for": report.step.compiled_for,
         "mesh": report.step.mesh_sizes,
         "fits": report.fits,
+        "compiler_options": report.step.options,
+        "scheduled": report.step.scheduled,
         "peak_bytes": memory.peak_bytes,
         "capacity_bytes": memory.capacity_bytes,
         "live_bytes": memory.live_bytes,
@@ -44,13 +46,16 @@ def facts(report: StepFacts) -> dict[str, Any]:
 
 
 def _flow(flow: Flow) -> dict[str, Any]:
-    sent = {"sent_bytes": flow.collective.sent_bytes}
+    sent = {
+        "sent_bytes": flow.collective.sent_bytes,
+        "hidden_seconds": flow.hidden_seconds,
+    }
     timed = _fields(flow)
     return {**_fields(timed.pop("collective")), **sent, **timed}
 
 
 def _roofline(roofline: Roofline) -> dict[str, Any]:
-    names = ("memory_bytes", "intensity", "redundancy", "seconds", "binding")
+    names = ("memory_bytes", "intensity", "redundancy", "seconds", "step_seconds", "binding")
     flops = roofline.flops
     return {
         **_fields(roofline),

@@ -122,7 +122,7 @@ def make_local_sgd(step: TrainStep, config: LocalSGDConfig) -> "LocalSGD":
             "  Leave reduction out; local_sgd.dtype sets the dtype in which groups send their "
             "progress."
         )
-    return LocalSGD(step, config, check=step.check)
+    return LocalSGD(step, config, check=step.check, compiler_options=step.compiler_options)
 
 
 @dataclasses.dataclass(eq=False)
@@ -219,13 +219,14 @@ class LocalSGD(JittedStep):
         ) -> tuple[LocalSGDState, Metrics]:
             return self._step(state, batch, inputs, given[1:])
 
-        jitted = jax.jit(
+        return self._jitted(
             local_step,
+            given,
+            scope.mesh,
             donate_argnums=0,
             in_shardings=(placed, *given),
             out_shardings=(placed, by_group),
         )
-        return PlacedProgram(jitted, given)
 
     def _step(
         self, state: LocalSGDState, batch: PyTree, inputs: Inputs, inputs_at: PyTree
