@@ -9,6 +9,7 @@ import functools
 import os
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -73,7 +74,7 @@ _PUBLISHED = (
 )
 
 
-def options_on(mesh: Mesh, changes: Mapping[str, Value | None] | None = None) -> dict[str, Value]:
+def options_on(mesh: Mesh, changes: Mapping[str, Value | None] | None = None) -> dict[str, Any]:
     """Returns the compiler options of a step on a mesh.
 
     A default that the installed compiler does not know is left out.
@@ -143,14 +144,14 @@ def _refusal(mesh: Mesh, options: Mapping[str, Value]) -> str:
 
 @functools.cache
 def _compiled(mesh: Mesh, options: tuple[tuple[str, Value], ...]) -> str:
-    place = NamedSharding(mesh, PartitionSpec())
+    place, given = NamedSharding(mesh, PartitionSpec()), dict[str, Any](options)
     lowered = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "float32", sharding=place))
     try:
         with warnings.catch_warnings():
             # JAX's cache cannot give a program for absent devices, warns and compiles it.
             text = "Error (reading|writing) persistent compilation cache entry"
             warnings.filterwarnings("ignore", text, UserWarning)
-            lowered.compile(compiler_options=dict(options))
+            lowered.compile(compiler_options=given)
     except jax.errors.JaxRuntimeError as error:
         first = str(error).splitlines()[0]
         return first.removeprefix("INVALID_ARGUMENT: ").rstrip(".: ")

@@ -1,4 +1,5 @@
-"""`train.constrain` and `train.allow_wrong_numbers` reach both steps of a run."""
+"""`train.constrain`, `train.allow_wrong_numbers` and `train.compiler_options` reach both steps of a
+run."""
 
 import jax
 import pytest
@@ -19,10 +20,12 @@ def programs(config):
 
 def test_both_steps_are_given_them(lab):
     words = ("mesh=fsdp=8", "train.constrain=user", "train.allow_wrong_numbers=[SL205, SL206]")
+    words += ("train.compiler_options={xla_cpu_enable_fast_math: false}",)
     found = programs(lab.config("unused", *words))
     for step in (found.train, found.evaluate):
         assert step.constrain == "user"
         assert step.check.allowed == ("SL205", "SL206")
+        assert step.compiler_options == {"xla_cpu_enable_fast_math": False}
 
 
 def test_groups_that_train_apart_are_given_them(lab):
@@ -47,3 +50,4 @@ def test_a_resumed_run_may_change_them(lab):
     saved = lab.config("unused")
     check_resumable(saved, lab.config("unused", "train.constrain=user"))
     check_resumable(saved, lab.config("unused", "train.allow_wrong_numbers=[SL205]"))
+    check_resumable(saved, lab.config("unused", "train.compiler_options.xla_any=null"))

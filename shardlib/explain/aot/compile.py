@@ -164,7 +164,7 @@ class _Lowering:
         return hashlib.sha256(self.lowered.as_text(debug_info=True).encode()).hexdigest()
 
     @property
-    def all_options(self) -> dict[str, Value]:
+    def all_options(self) -> dict[str, Any]:
         return self.compilation | self.options
 
     def key(self) -> str:

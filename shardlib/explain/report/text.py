@@ -66,6 +66,8 @@ def collective_table(program: ProgramReport, flows: tuple[Flow, ...]) -> Table:
     """Returns the table of collectives by kind and mesh axes, with times if `flows` is given."""
     rows = timing.rows(flows or timing.untimed(program))
     notes = [*program.unknowns(), *dict.fromkeys(note for row in rows for note in row.notes)]
+    if any("unscheduled" in row.overlaps for row in rows):
+        notes.append("what is hidden is read from a program that is compiled with --optimize")
     cells = [_timed(row) if flows else _sent(row) for row in rows]
     return Table("collectives of a step", _TIMED if flows else _SENT, cells, notes)
 
