@@ -105,7 +105,7 @@ def make_train_step(
             would compute other numbers than one device.
         compiler_options: Options of XLA by name, such as
             `{"xla_tpu_scoped_vmem_limit_kib": 65536}`, which replace or complete the defaults of
-            the platform (`sl.hardware.compiler_options.OPTIONS`). None removes a default. The first
+            the platform (`shardlib.hardware.compiler_options.OPTIONS`). None removes a default. The first
             call of the step raises `ConfigError` for an option that the compiler refuses.
 
     Raises:
