@@ -103,10 +103,9 @@ def make_train_step(
         allow_wrong_numbers: Codes of compiler faults, such as `"SL205"`, that do not stop the step
             from running. A step is checked at its first call, and raises `WrongProgramError` if it
             would compute other numbers than one device.
-        compiler_options: Options of XLA by name, such as
-            `{"xla_tpu_scoped_vmem_limit_kib": 65536}`, which replace or complete the defaults of
-            the platform (`shardlib.hardware.compiler_options.OPTIONS`). None removes a default. The first
-            call of the step raises `ConfigError` for an option that the compiler refuses.
+        compiler_options: Options of XLA by name that replace or complete the defaults of the
+            platform (`shardlib.hardware.compiler_options`). None removes a default. The first call
+            of the step raises `ConfigError` for an option that the compiler refuses.
 
     Raises:
         ModelError: If an option has the wrong type, or `loss_fn` takes fewer than two arguments.
