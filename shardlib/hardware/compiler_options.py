@@ -29,15 +29,15 @@ class CompilerOption:
     source: str
 
 
-# Both compilers hide collectives by default: the latency hiding scheduler and asynchronous collectives
-# are on. Pipelined gathers are left out: those of libtpu 0.0.42 make the gathers of a backward scan
-# synchronous, and those of jaxlib 0.10.2 for GPUs take a sixth more memory (Llama 3 8B, 4 layers).
+# By default both compilers have the latency hiding scheduler and asynchronous collectives. Pipelined
+# gathers are left out: those of libtpu 0.0.42 make the gathers of a backward scan synchronous, and
+# those of jaxlib 0.10.2 for GPUs take a sixth more memory (Llama 3 8B, 4 layers).
 OPTIONS: Mapping[str, tuple[CompilerOption, ...]] = {
     "tpu": (
         CompilerOption(
             "xla_jf_spmd_threshold_for_windowed_einsum_mib",
             100_000,
-            "no collective matmuls: they hide more, but send more and take more memory",
+            "collective matmuls are off: they hide more, but send more and take more memory",
             "OpenXLA, docs/flags_guidance.md; MaxText, DISABLE_COLLECTIVE_MATMUL",
         ),
     ),
