@@ -29,9 +29,9 @@ class CompilerOption:
     source: str
 
 
-# By default both compilers have the latency hiding scheduler and asynchronous collectives. Pipelined
-# gathers are left out: those of libtpu 0.0.42 make the gathers of a backward scan synchronous, and
-# those of jaxlib 0.10.2 for GPUs take a sixth more memory (Llama 3 8B, 4 layers).
+# Both compilers have the latency hiding scheduler and asynchronous collectives by default. Pipelined
+# gathers are left out: with them, libtpu 0.0.42 makes the gathers of a backward scan synchronous,
+# and a program of jaxlib 0.10.2 for GPUs takes a sixth more memory (Llama 3 8B, 4 layers).
 OPTIONS: Mapping[str, tuple[CompilerOption, ...]] = {
     "tpu": (
         CompilerOption(
