@@ -29,7 +29,7 @@ class CompilerOption:
     source: str
 
 
-# Both compilers have the latency hiding scheduler and asynchronous collectives by default. Pipelined
+# Both compilers have latency hiding schedulers and asynchronous collectives by default. Pipelined
 # gathers are left out: with them, libtpu 0.0.42 makes the gathers of a backward scan synchronous,
 # and a program of jaxlib 0.10.2 for GPUs takes a sixth more memory (Llama 3 8B, 4 layers).
 OPTIONS: Mapping[str, tuple[CompilerOption, ...]] = {
