@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardlib.errors import ShardlibError as ShardlibError
     from shardlib.explain import draw as draw
     from shardlib.explain import explain as explain
+    from shardlib.find import find_rules as find_rules
     from shardlib.functional.precision import Precision as Precision
     from shardlib.losses.aggregate import Max as Max
     from shardlib.losses.aggregate import Mean as Mean
@@ -85,6 +86,7 @@ _HOME = {
     "draw": "explain",
     "evaluate": "train.evaluate",
     "explain": "explain",
+    "find_rules": "find",
     "fit_microbatches": "train.fit_microbatches",
     "init_state": "train.state",
     "local_cpu_devices": "runtime.distributed",

@@ -10,7 +10,7 @@ of its initial value. The walk repeats until a trip keeps the layout, or else mo
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +63,17 @@ class Analysis:
         sizes: Devices along each mesh axis.
         batch_axes: The axes that cut the batch: parameters are gathered over them where they are
             used, as ZeRO-3 does (Rajbhandari et al. 2020, section 5.3).
+        planned: Dims wanted for values, by value of the flat programs.
     """
 
-    def __init__(self, sizes: Sizes, batch_axes: Sequence[str]):
+    def __init__(
+        self,
+        sizes: Sizes,
+        batch_axes: Sequence[str],
+        planned: Mapping[Value, Dims] | None = None,
+    ):
         self.sizes = sizes
+        self.planned = planned or {}
         self.batch_axes = frozenset(batch_axes)
         self._programs: dict[tuple, PartitionedProgram] = {}
 
@@ -114,7 +121,7 @@ class LayoutWalk:
         self.analysis, self.sizes, self.flat = analysis, analysis.sizes, flat
         self.inputs = tuple(inputs)
         self.at: dict[Atom, ValueLayout] = dict(zip(flat.invars, inputs, strict=True))
-        self._wanted = wanted_layouts(flat, wanted)
+        self._wanted = wanted_layouts(flat, wanted, analysis.planned)
         self._readers = Readers(flat, self.at)
         atoms = [atom for operation in flat.operations for atom in operation.invars]
         atoms += flat.outvars
@@ -196,10 +203,16 @@ class LayoutWalk:
         return CutProblem(
             factors,
             tuple(ins),
-            tuple(num_bytes(v.aval) for v in operation.invars),
+            tuple(num_bytes(v.aval) // self._sharers(v) for v in operation.invars),
             tuple(num_bytes(v.aval) for v in operation.outvars),
             tuple(wants(v) for v in operation.outvars),
+            tuple(map(self.analysis.planned.get, operation.outvars)),
         )
+
+    def _sharers(self, atom: Atom) -> int:
+        """Returns how many operations share a move of a value: with planned layouts, its readers
+        want the same."""
+        return max(self._uses[atom], 1) if self.analysis.planned and not is_literal(atom) else 1
 
     def _moved(
         self, operation: Operation, have: Sequence[ValueLayout], want: Sequence[ValueLayout]

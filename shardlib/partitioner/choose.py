@@ -22,6 +22,7 @@ class CutProblem:
 
     `operands` are the layouts of the operands, `bytes` and `result_bytes` the sizes of the whole
     operands and results. `wanted` are the dims that readers want for the results, None if unknown.
+    `planned` are the dims in which rules want the results; empty without such rules.
     """
 
     factors: Factors
@@ -29,6 +30,7 @@ class CutProblem:
     bytes: tuple[int, ...]
     result_bytes: tuple[int, ...]
     wanted: tuple[Dims | None, ...]
+    planned: tuple[Dims | None, ...] = ()
 
     def cuts(self) -> Iterator[tuple[str, Dim]]:
         """Yields each mesh axis with a factor that it cuts, the largest operand first."""
@@ -99,9 +101,16 @@ def _cost(assignment: Assignment, problem: CutProblem, sizes: Sizes) -> float:
     for layout, dims, size in operands:
         cost += moved_bytes(size, layout, dims_of(dims, assignment), sizes)
     summed = degree([a for f in factors.reduced for a in assignment.get(f, ())], sizes)
-    for dims, size in zip(factors.results, problem.result_bytes, strict=True):
-        cut = degree([axis for dim in dims_of(dims, assignment) for axis in dim], sizes)
-        cost += size / cut * (1 / _MEMORY_PER_LINK_BYTE + 2 * (summed - 1) / summed)
+    planned = problem.planned or (None,) * len(factors.results)
+    for dims, size, plan in zip(factors.results, problem.result_bytes, planned, strict=True):
+        made = dims_of(dims, assignment)
+        cut = degree([axis for dim in made for axis in dim], sizes)
+        if plan is None:
+            cost += size / cut * (1 / _MEMORY_PER_LINK_BYTE + 2 * (summed - 1) / summed)
+            continue
+        pending = frozenset(a for f in factors.reduced for a in assignment.get(f, ()))
+        moved = moved_bytes(size, ValueLayout(made, pending), plan, sizes)
+        cost += size / cut / _MEMORY_PER_LINK_BYTE + moved
     return cost
 
 

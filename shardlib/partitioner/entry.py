@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import jax
@@ -15,11 +15,11 @@ from jaxtyping import PyTree
 from shardlib.cost.traced.products import PRODUCTS
 from shardlib.errors import ModelError, PartitionError, RuleError, did_you_mean
 from shardlib.garbage import garbage_left
-from shardlib.jaxprs import REMAT, Operation, flatten, subprograms
+from shardlib.jaxprs import REMAT, Operation, Value, flatten, subprograms
 from shardlib.mesh import entry_axes
 from shardlib.partitioner import indexing, products, reductions, shapes  # noqa: F401 (rules)
 from shardlib.partitioner.analyze import Analysis, is_unsupported
-from shardlib.partitioner.layout import Sizes, ValueLayout, from_spec
+from shardlib.partitioner.layout import Dims, Sizes, ValueLayout, from_spec
 from shardlib.partitioner.lower import Lowering, Shard
 from shardlib.partitioner.program import PartitionedProgram, Step, source_of
 from shardlib.paths import named_leaves
@@ -65,6 +65,7 @@ def analyze(
     inputs: Sequence[ValueLayout],
     outputs: Callable[[PyTree], Sequence[ValueLayout | None]],
     batch_axes: Sequence[str],
+    planned: Mapping[Value, Dims] | None = None,
 ) -> PartitionedFunction:
     """Decides the layouts of the values of a function.
 
@@ -74,6 +75,7 @@ def analyze(
         inputs: Layouts of the leaves of the arguments.
         outputs: Returns the layouts of the leaves of the result, given the abstract result.
         batch_axes: The mesh axes of the batch.
+        planned: Dims wanted for values, by value of the flat programs.
 
     Raises:
         PartitionError: If it holds an operation that cannot be partitioned.
@@ -81,7 +83,7 @@ def analyze(
     closed = traced.closed
     wanted = tuple(outputs(traced.shape))
     consts = [_const_layout(x, scope) for x in closed.consts]
-    analysis = Analysis(scope.sizes, batch_axes)
+    analysis = Analysis(scope.sizes, batch_axes, planned)
     dims = [None if layout is None else layout.dims for layout in wanted]
     program = analysis.program(closed.jaxpr, [*consts, *inputs], dims)
     left = [ValueLayout(layout.dims) for layout in program.outputs]

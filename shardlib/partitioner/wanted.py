@@ -17,12 +17,15 @@ _FAR = 8
 _FOLLOWED = ELEMENTWISE | {"transpose", "squeeze", "reshape", "broadcast_in_dim"}
 
 
-def wanted_layouts(flat: FlatProgram, outputs: Sequence[Dims | None]) -> dict[Atom, Dims]:
+def wanted_layouts(
+    flat: FlatProgram, outputs: Sequence[Dims | None], planned: Mapping[Value, Dims]
+) -> dict[Atom, Dims]:
     """Returns the dims that readers want, by variable.
 
     Args:
         flat: The program.
         outputs: The wanted dims of its results.
+        planned: Dims that are wanted for values, whoever reads them.
     """
     wanted: dict[Atom, Dims] = {}
 
@@ -32,6 +35,9 @@ def wanted_layouts(flat: FlatProgram, outputs: Sequence[Dims | None]) -> dict[At
 
     for atom, dims in zip(flat.outvars, outputs, strict=True):
         want(atom, dims)
+    for operation in flat.operations if planned else ():
+        for var in operation.outvars:
+            want(var, planned.get(var))
     if not wanted:
         return wanted
     for operation in reversed(flat.operations):

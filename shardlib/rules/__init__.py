@@ -33,4 +33,5 @@ from shardlib.rules.resolve import Choice as Choice
 from shardlib.rules.resolve import Refusal as Refusal
 from shardlib.rules.resolve import Resolution as Resolution
 from shardlib.rules.resolve import Section as Section
+from shardlib.rules.table import ActivationNames as ActivationNames
 from shardlib.rules.table import AxisRules as AxisRules

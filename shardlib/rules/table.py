@@ -53,6 +53,21 @@ def _table(rules: Mapping[str, Any] | Table, kind: Kind) -> Table:
 
 
 @dataclasses.dataclass(frozen=True)
+class ActivationNames:
+    """The logical axes of the activations of a model that names none.
+
+    Operations connect the axes of activations with the axes of parameters, which `AxisRules.paths`
+    names, and of inputs.
+    """
+
+    inputs: tuple[tuple[str, tuple[str | None, ...]], ...]
+    """The axes of the leaves of a batch by path."""
+    variants: tuple[tuple[str | None, ...], ...] = ()
+    """Activations of which an axis has a rule of its own: `("batch", "length.2", "embed")` is
+    placed by the rule of `length.2` in place of that of `length`."""
+
+
+@dataclasses.dataclass(frozen=True)
 class AxisRules:
     """The placement of every parameter and activation, by the names of its logical axes.
 
@@ -67,6 +82,7 @@ class AxisRules:
         gradients: Rules for gradients, by their `params` table; `None` for the parameters' rules.
         opt_state: Rules for optimizer state, by their `params` table; `None` for the parameters'
             rules. With `gradients` they make the stages of ZeRO.
+        names: The logical axes of activations, for a model that names none; see `find_rules`.
 
     Raises:
         RuleError: If a rule does not have a form that the module describes.
@@ -78,6 +94,7 @@ class AxisRules:
     auto: Auto | None = None
     gradients: "AxisRules | None" = None
     opt_state: "AxisRules | None" = None
+    names: ActivationNames | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "params", _table(self.params, "params"))
@@ -85,7 +102,9 @@ class AxisRules:
         paths = self.paths.items() if isinstance(self.paths, Mapping) else self.paths
         object.__setattr__(self, "paths", tuple((p, tuple(axes)) for p, axes in paths))
         parts = (self.params, self.activations, self.paths, self.auto)
-        object.__setattr__(self, "_hash", hash((*parts, self.gradients, self.opt_state)))
+        object.__setattr__(
+            self, "_hash", hash((*parts, self.gradients, self.opt_state, self.names))
+        )
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]

@@ -6,10 +6,14 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from shardlib.errors import ModelError, did_you_mean
+from shardlib.find.axes import Kind
+from shardlib.find.planned import planned_layouts
+from shardlib.jaxprs import Value
 from shardlib.mesh import entry_axes
 from shardlib.partitioner import (
     Partition,
@@ -21,6 +25,7 @@ from shardlib.partitioner import (
     trace,
     who_partitions,
 )
+from shardlib.partitioner.layout import Dims
 from shardlib.paths import named_leaves
 from shardlib.sharding.constrain import Scope, manual_axes
 from shardlib.sharding.partition import Placement
@@ -66,7 +71,25 @@ class LossPartitioner:
 
     def run(self, fn: Callable[..., Any], arguments: tuple[Any, ...], outputs: Outputs) -> Any:
         """Returns `fn(*arguments)` for the `LossArguments` of a part; `outputs` as in `run_at`."""
-        return self.run_at(fn, arguments, lambda: self._layouts(arguments), outputs)
+        return self.run_at(
+            fn,
+            arguments,
+            lambda: self._layouts(arguments),
+            outputs,
+            planned=lambda closed: self._planned(closed, arguments),
+        )
+
+    def _planned(self, closed: ClosedJaxpr, arguments: tuple[Any, ...]) -> dict[Value, Dims]:
+        """Returns the layouts of values that the rules name, for a model that names none."""
+        if self._scope.rules.names is None:
+            return {}
+        kinds: tuple[Kind, ...] = ("param", "constant", "input", "constant", "constant")
+        named: list[tuple[str, Kind]] = [
+            (path, kind)
+            for tree, kind in zip(arguments, kinds, strict=True)
+            for path in named_leaves(tree)
+        ]
+        return planned_layouts(closed, named, self._scope.rules, self._scope.sizes)
 
     def run_at(
         self,
@@ -75,6 +98,7 @@ class LossPartitioner:
         layouts: Callable[[], ArgumentLayouts],
         outputs: Outputs,
         constrains: bool | None = None,
+        planned: Callable[[ClosedJaxpr], Mapping[Value, Dims]] = lambda closed: {},
     ) -> Any:
         """Returns `fn(*arguments)`.
 
@@ -84,6 +108,7 @@ class LossPartitioner:
             layouts: Returns the layouts of the arguments.
             outputs: The layouts of the result.
             constrains: As in `who_partitions`.
+            planned: Returns the dims that are wanted for values of a program.
         """
         if reason := self._reason_for_xla():
             self.on_partition(Partition("XLA", reason))
@@ -92,7 +117,8 @@ class LossPartitioner:
         inputs, batch = layouts()
 
         def layouts_of_values() -> PartitionedFunction:
-            return analyze(traced, self._scope, inputs, outputs, batch)
+            wanted = planned(traced.closed)
+            return analyze(traced, self._scope, inputs, outputs, batch, wanted)
 
         partition, analyzed = who_partitions(traced, layouts_of_values, constrains)
         self.on_partition(partition)

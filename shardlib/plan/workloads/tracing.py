@@ -151,19 +151,32 @@ def _gradient(
     """Returns the gradients of a batch, in float32."""
 
     def loss(params: PyTree) -> Any:
-        model_key, loss_key = jax.random.split(key)
-
-        def total(model: Any) -> Any:
-            given = dtypes.cast_batch(batch)
-            with boundary(model, dtypes.compute, given):
-                loss = loss_fn(model, given, loss_key)
-            if isinstance(loss, tuple) and not isinstance(loss, Mean):
-                loss = loss[0]
-            return jnp.asarray(loss.total if isinstance(loss, Mean) else loss, jnp.float32)
-
-        return call(module, params, model_state, model_key, total, precision=dtypes)[0]
+        return total_loss(module, dtypes, loss_fn, params, model_state, batch, key)[0]
 
     return jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(params))
+
+
+def total_loss(
+    module: FunctionalModule,
+    dtypes: Precision,
+    loss_fn: LossFn,
+    params: PyTree,
+    model_state: PyTree,
+    batch: PyTree,
+    key: jax.Array,
+) -> Any:
+    """Returns the loss of a batch, a float32 scalar, and the new model state."""
+    model_key, loss_key = jax.random.split(key)
+
+    def total(model: Any) -> Any:
+        given = dtypes.cast_batch(batch)
+        with boundary(model, dtypes.compute, given):
+            loss = loss_fn(model, given, loss_key)
+        if isinstance(loss, tuple) and not isinstance(loss, Mean):
+            loss = loss[0]
+        return jnp.asarray(loss.total if isinstance(loss, Mean) else loss, jnp.float32)
+
+    return call(module, params, model_state, model_key, total, precision=dtypes)
 
 
 def _update(optimizer: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> Any:

@@ -1,0 +1,9 @@
+"""Rules found for models that name no axes.
+
+`axes` discovers the logical axes of a traced loss, `classes` collapses what repeats, `problem`
+chooses the layout of every tensor by an integer program, `names` writes it down as a table of
+rules, and `planned` reads that table again for the partitioner.
+"""
+
+from shardlib.find.api import find_rules as find_rules
+from shardlib.find.found import FoundRules as FoundRules

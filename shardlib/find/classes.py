@@ -1,0 +1,233 @@
+"""Classes of axes, tensors and operations: what repeats is decided once.
+
+Layers of one structure have parameters of the same path but for numbers. Their axes are one axis,
+so that the size of the problem does not depend on the number of layers.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from shardlib.cost.traced.products import PRODUCTS
+from shardlib.find.axes import Kind, Tensor, TracedAxes, TracedUse
+from shardlib.partitioner.factors import Factors
+from shardlib.partitioner.layout import num_bytes
+
+_ROUNDS = 2
+"""Rounds in which axes of no argument are told apart by the operations around them."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Touch:
+    """A dim of an argument."""
+
+    pattern: str
+    """The path of the argument with `*` in place of numbers."""
+    dim: int
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundAxis:
+    """A discovered logical axis."""
+
+    size: int
+    """The greatest number that divides all its dims."""
+    touches: tuple[Touch, ...]
+    """The dims of arguments that belong to it; none for an axis within the program."""
+    is_layers: bool = False
+    """Whether a loop takes one layer after the other along it."""
+
+
+@dataclasses.dataclass
+class TensorClass:
+    """Tensors of one kind and shape along the same axes, which are laid out alike."""
+
+    kind: Kind
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+    width: int
+    """Bytes of an element."""
+    copies: int = 0
+    """Parameters of this class."""
+    pass_bytes: float = 0.0
+    """Bytes that passes over memory read and write, apart from products."""
+    saved_bytes: float = 0.0
+    """Bytes that the backward pass reads again."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one whole tensor."""
+        return self.elements * self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class Edge:
+    """An operand or result of an operation class."""
+
+    tensor: int
+    """Number of the tensor class."""
+    dims: tuple[int | None, ...]
+    """The factor of each dim."""
+    bytes: int
+    differentiated: bool
+    share: float
+    """Part of a move that this reader pays for: readers that want the same layout share it."""
+
+
+@dataclasses.dataclass
+class OperationClass:
+    """Operations with the same factors between the same tensor classes."""
+
+    name: str
+    factors: Factors
+    operands: tuple[Edge, ...]
+    result: Edge
+    times: float = 0.0
+
+    @property
+    def multiplies(self) -> bool:
+        return self.name in PRODUCTS
+
+
+class Classes:
+    """All classes of a traced loss.
+
+    Args:
+        traced: The tensors and operations.
+        paths: The paths of the arguments; the path of an input begins with `trace.INPUT`.
+    """
+
+    def __init__(self, traced: TracedAxes, paths: Sequence[str]):
+        self._traced = traced
+        self._numbers = self._axis_numbers(paths)
+        self.ids = {
+            pattern_of(path)
+            for tensor, path in zip(traced.inputs, paths, strict=True)
+            if tensor.kind == "input" and jnp.issubdtype(tensor.aval.dtype, jnp.integer)
+        }
+        """The patterns of inputs that hold whole numbers, such as tokens."""
+        self.tensors: list[TensorClass] = []
+        self._tensor_numbers: dict[tuple, int] = {}
+        self.arguments = [self.number(tensor) for tensor in traced.inputs]
+        """The tensor class of each argument."""
+        for tensor, number in zip(traced.inputs, self.arguments, strict=True):
+            self.tensors[number].copies += tensor.kind == "param"
+        for tensor, times in traced.passes.items():
+            if tensor.kind == "activation":
+                self.tensors[self.number(tensor)].pass_bytes += times * num_bytes(tensor.aval)
+        self.operations = self._operation_classes()
+
+    def number(self, tensor: Tensor) -> int:
+        """Returns the number of a tensor's class."""
+        axes = tuple(self._numbers[root] for root in self._traced.axes(tensor))
+        kind: Kind = "param" if tensor.kind == "param" else "activation"
+        key = kind, axes, tensor.aval.shape
+        if key not in self._tensor_numbers:
+            self._tensor_numbers[key] = len(self.tensors)
+            width = num_bytes(tensor.aval) // max(math.prod(tensor.aval.shape), 1)
+            self.tensors.append(TensorClass(kind, axes, tensor.aval.shape, width))
+        return self._tensor_numbers[key]
+
+    def _axis_numbers(self, paths: Sequence[str]) -> dict[int, int]:
+        """Returns the number of the axis of each root, and sets `axes`."""
+        traced, root = self._traced, self._traced.dims.root
+        touches: dict[int, set[Touch]] = collections.defaultdict(set)
+        for tensor, path in zip(traced.inputs, paths, strict=True):
+            for dim, node in enumerate(tensor.nodes):
+                touches[root(node)].add(Touch(pattern_of(path), dim, tensor.aval.shape))
+        around = _surroundings(traced)
+        roots = sorted({*touches, *around})
+        order = {
+            touch: n for n, touch in enumerate(sorted(set().union(*touches.values()), key=str))
+        }
+        names: dict[int, tuple] = {
+            r: (traced.dims.sizes[r], tuple(sorted(order[t] for t in touches[r]))) for r in roots
+        }
+        for _ in range(_ROUNDS):
+            names = {
+                r: names[r] if touches[r] else (names[r][0], _digest(around[r], names))
+                for r in roots
+            }
+        numbers: dict[tuple, int] = {}
+        found: list[FoundAxis] = []
+        layers = set(map(root, traced.layers))
+        for r in roots:
+            if names[r] not in numbers:
+                numbers[names[r]] = len(found)
+                found.append(FoundAxis(0, tuple(sorted(touches[r])), r in layers))
+            number = numbers[names[r]]
+            size = math.gcd(found[number].size, traced.dims.sizes[r])
+            found[number] = dataclasses.replace(found[number], size=size)
+        self.axes = found
+        return {r: numbers[names[r]] for r in roots}
+
+    def _operation_classes(self) -> list[OperationClass]:
+        classes: dict[tuple, OperationClass] = {}
+        for use in self._traced.uses:
+            operands = tuple(
+                self._edge(tensor, dims)
+                for tensor, dims in zip(use.operands, use.factors.operands, strict=True)
+                if tensor.kind != "constant" and tensor.nodes
+            )
+            result = self._edge(use.results[0], use.factors.results[0])
+            factors = use.factors
+            key = use.name, operands, result, factors.sizes, factors.flops, tuple(factors.reduced)
+            found = classes.setdefault(key, OperationClass(use.name, factors, operands, result))
+            found.times += use.times
+            self._count_saved(use)
+        return list(classes.values())
+
+    def _count_saved(self, use: TracedUse) -> None:
+        """Counts the operands of a product, which the gradient of the other operand reads."""
+        if use.name not in PRODUCTS:
+            return
+        for tensor in use.operands:
+            if tensor.kind == "activation":
+                part = use.times / max(self._traced.readers[tensor], 1)
+                self.tensors[self.number(tensor)].saved_bytes += part * num_bytes(tensor.aval)
+
+    def _edge(self, tensor: Tensor, dims: tuple[int | None, ...]) -> Edge:
+        share = 1 / max(self._traced.readers[tensor], 1)
+        size = num_bytes(tensor.aval)
+        return Edge(self.number(tensor), dims, size, tensor.differentiated, share)
+
+
+def pattern_of(path: str) -> str:
+    """Returns a path with `*` in place of each number."""
+    return re.sub(r"\d+", "*", path)
+
+
+_Around = tuple[str, int, int, tuple[int, ...]]
+"""The name of an operation, which of its tensors, which dim, and the nodes of the tensor."""
+
+
+def _surroundings(traced: TracedAxes) -> dict[int, set[_Around]]:
+    """Returns the places of each root in the operations of the program."""
+    around: dict[int, set[_Around]] = collections.defaultdict(set)
+    for use in traced.uses:
+        for number, tensor in enumerate((*use.operands, *use.results)):
+            roots = traced.axes(tensor)
+            for dim, node in enumerate(roots):
+                around[node].add((use.name, number, dim, roots))
+    for tensor in traced.passes:
+        for node in traced.axes(tensor):
+            around.setdefault(node, set())
+    return around
+
+
+def _digest(places: set[_Around], names: dict[int, tuple]) -> int:
+    """Returns a number that tells apart axes in different places; equal within a process."""
+    told = {
+        (name, at, dim, tuple(hash(names[node]) for node in nodes))
+        for name, at, dim, nodes in places
+    }
+    return hash(frozenset(told))

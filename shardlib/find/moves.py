@@ -1,0 +1,84 @@
+"""Seconds of moves between layouts of a tensor, on the links of a mesh."""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+
+from shardlib.cost.machine.fabric import Link, seconds_in_turn
+from shardlib.partitioner.layout import Dims
+
+
+class Network:
+    """The mesh axes that have more than one device, from the fastest to the slowest.
+
+    Args:
+        links: The link of each axis.
+    """
+
+    def __init__(self, links: Mapping[str, Link]):
+        self.links = links
+        self.axes = tuple(links)
+        self.sizes = {axis: link.size for axis, link in links.items()}
+        """Devices along each axis."""
+        self._moves: dict[tuple, float] = {}
+
+    def degree(self, axes: Iterable[str]) -> int:
+        """Returns the product of the sizes of some axes."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def move(
+        self, num_bytes: int, have: Dims, want: Dims, pending: frozenset[str] = frozenset()
+    ) -> float:
+        """Returns the seconds to bring a tensor from one layout to another.
+
+        Args:
+            num_bytes: Bytes of the whole tensor.
+            have: The present layout.
+            want: The new layout.
+            pending: Axes along which the pieces are terms of a sum that has to be taken.
+        """
+        key = num_bytes, have, want, pending
+        if key not in self._moves:
+            self._moves[key] = self._move(*key)
+        return self._moves[key]
+
+    def _move(self, num_bytes: int, have: Dims, want: Dims, pending: frozenset[str]) -> float:
+        at = {axis: dim for dim, axes in enumerate(have) for axis in axes}
+        to = {axis: dim for dim, axes in enumerate(want) for axis in axes}
+        scattered = frozenset(axis for axis in pending if axis in to)
+        gone = frozenset(axis for axis in at if axis not in to)
+        exchanged = frozenset(axis for axis in at if axis in to and at[axis] != to[axis])
+        held = num_bytes / self.degree(at)
+        seconds = self._collective("reduce_scatter", scattered, held)
+        held /= self.degree(scattered)
+        seconds += self._collective("all_reduce", pending - scattered, held)
+        seconds += self._collective("all_to_all", exchanged, held)
+        return seconds + self._collective("all_gather", gone, held * self.degree(gone))
+
+    def _collective(self, kind: str, axes: frozenset[str], num_bytes: float) -> float:
+        """Returns the seconds of a collective; fast axes carry it first, slow ones what is left."""
+        links = [link for axis, link in self.links.items() if axis in axes]
+        return sum(seconds_in_turn(links, kind, num_bytes))
+
+
+def keeps_blocks(have: Dims, want: Dims) -> bool:
+    """Returns whether each device's new piece is a run of its old ones, or the other way around:
+    axes that stay are major to those that come or go."""
+    for old, new in zip(have, want, strict=True):
+        kept = [axis in new for axis in old]
+        if any(later and not now for now, later in itertools.pairwise(kept)):
+            return False
+    return True
+
+
+def num_changes(have: Dims, want: Dims) -> int:
+    """Returns the number of mesh axes that cut another dim, or none, after a move."""
+    at = {axis: dim for dim, axes in enumerate(have) for axis in axes}
+    to = {axis: dim for dim, axes in enumerate(want) for axis in axes}
+    return sum(at.get(axis) != to.get(axis) for axis in {*at, *to})
+
+
+def is_nested(have: Dims, want: Dims) -> bool:
+    """Returns whether one layout only adds axes to the other."""
+    pairs = [(set(a), set(b)) for a, b in zip(have, want, strict=True)]
+    return all(a <= b for a, b in pairs) or all(b <= a for a, b in pairs)

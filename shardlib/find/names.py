@@ -1,0 +1,176 @@
+"""Names of discovered axes, and the table of rules."""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence, Set
+
+from shardlib.find.classes import Classes, FoundAxis, Touch, pattern_of
+from shardlib.find.planned import VARIANT
+from shardlib.find.problem import Solution
+from shardlib.find.trace import INPUT
+from shardlib.functional import AxesByPath
+from shardlib.paths import matches
+from shardlib.rules import ActivationNames, AxisRules
+
+_MAX_WORDS = 3
+"""Parameters that a name lists."""
+_MANY = 4
+"""Parameters that read or write the residual stream, at least."""
+_WEIGHTS = ("kernel", "embedding", "weight", "w", "scale", "bias", "b")
+"""Last segments of paths that say nothing about the axis."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedAxes:
+    """The names of the axes of each tensor class, and the rules for them."""
+
+    rules: AxisRules
+    by_class: Mapping[int, tuple[str | None, ...]]
+
+
+def named_rules(
+    classes: Classes, solution: Solution, paths: Sequence[str], given: AxesByPath
+) -> NamedAxes:
+    """Returns the layouts of a solution as rules.
+
+    An axis has one name. If two tensor classes cut it differently, the one with fewer bytes has
+    another name for it, as the residual stream of a transformer has under sequence parallelism.
+
+    Args:
+        classes: The classes of the program.
+        solution: Their layouts.
+        paths: The paths of the arguments of the program.
+        given: The logical axes that the model names, by path.
+    """
+    names = axis_names(classes, paths, given)
+    tables: dict[str, dict[str, tuple[str, ...]]] = {"param": {}, "activation": {}}
+    by_class = {}
+    for number in sorted(solution.layouts, key=lambda n: -_weight(classes, n)):
+        tensor = classes.tensors[number]
+        row: list[str | None] = []
+        for axis, size, cut in zip(
+            tensor.axes, tensor.shape, solution.layouts[number], strict=True
+        ):
+            row.append(_name(tables[tensor.kind], names[axis], row, cut) if size > 1 else None)
+        by_class[number] = tuple(row)
+    variants = {
+        names
+        for number, names in by_class.items()
+        if classes.tensors[number].kind == "activation" and any(VARIANT in (n or "") for n in names)
+    }
+    inputs = {
+        path.removeprefix(INPUT): by_class.get(number, ())
+        for path, number in zip(paths, classes.arguments, strict=True)
+        if path.startswith(INPUT)
+    }
+    rules = AxisRules(
+        params=_table(tables["param"]),
+        activations=_table(tables["activation"]),
+        paths=_paths(classes, paths, by_class),
+        names=ActivationNames(tuple(inputs.items()), tuple(sorted(variants, key=str))),
+    )
+    return NamedAxes(rules, by_class)
+
+
+def _weight(classes: Classes, number: int) -> float:
+    tensor = classes.tensors[number]
+    return tensor.pass_bytes + tensor.saved_bytes + tensor.copies * tensor.bytes
+
+
+def _name(
+    table: dict[str, tuple[str, ...]],
+    name: str,
+    row: Sequence[str | None],
+    cut: tuple[str, ...],
+) -> str:
+    """Returns a name for an axis in a tensor, whose rule says `cut`; adds the rule."""
+    number = 1
+    while True:
+        variant = name if number == 1 else f"{name}{VARIANT}{number}"
+        if variant not in row and table.setdefault(variant, cut) == cut:
+            return variant
+        number += 1
+
+
+def _table(rules: Mapping[str, tuple[str, ...]]) -> dict[str, str | None]:
+    """Returns a table for `AxisRules`, with the rules that cut first."""
+    ordered = sorted(rules.items(), key=lambda item: not item[1])
+    return {name: "+".join(axes) or None for name, axes in ordered}
+
+
+def _paths(
+    classes: Classes, paths: Sequence[str], by_class: Mapping[int, tuple[str | None, ...]]
+) -> dict[str, tuple[str | None, ...]]:
+    """Returns the axes of parameters by path, and by pattern if it matches no other paths."""
+    by_path = {
+        path: by_class[number]
+        for path, number in zip(paths, classes.arguments, strict=True)
+        if classes.tensors[number].kind == "param"
+    }
+    groups: dict[str, dict[str, tuple[str | None, ...]]] = collections.defaultdict(dict)
+    for path, names in by_path.items():
+        groups[pattern_of(path)][path] = names
+    found = {}
+    for pattern, members in groups.items():
+        same = len(set(members.values())) == 1
+        others = (path for path in by_path if path not in members)
+        alone = same and not any(matches(pattern, path) for path in others)
+        found.update({pattern: next(iter(members.values()))} if alone else members)
+    return found
+
+
+def axis_names(classes: Classes, paths: Sequence[str], given: AxesByPath) -> list[str]:
+    """Returns a name for each discovered axis: that of the model's metadata, of the batch, or of
+    the parameter that makes it."""
+    metadata: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for path, number in zip(paths, classes.arguments, strict=True):
+        axes = given.get(path) or ()
+        for axis, name in zip(classes.tensors[number].axes, axes, strict=False):
+            if name is not None:
+                metadata[axis][name] += 1
+    reach = [len({touch.pattern for touch in axis.touches}) for axis in classes.axes]
+    names: list[str] = []
+    for number, axis in enumerate(classes.axes):
+        common = metadata[number].most_common(1)
+        name = common[0][0] if common else _own_name(axis, _is_residual(number, reach), classes.ids)
+        number_of = itertools.count(2)
+        unique = name
+        while unique in names:
+            unique = f"{name}_{next(number_of)}"
+        names.append(unique)
+    return names
+
+
+def _is_residual(number: int, reach: Sequence[int]) -> bool:
+    """Returns whether an axis is the residual stream: most parameters read or write it."""
+    return reach[number] == max(reach) >= _MANY
+
+
+def _own_name(axis: FoundAxis, residual: bool, ids: Set[str]) -> str:
+    inputs = [touch for touch in axis.touches if touch.pattern.startswith(INPUT)]
+    if inputs:
+        first = min(inputs, key=lambda touch: touch.dim)
+        path = first.pattern.removeprefix(INPUT).replace("/", "_")
+        if first.dim == 0:
+            return "batch"
+        return "length" if first.dim == 1 and first.pattern in ids else f"{path}_{first.dim}"
+    if axis.is_layers:
+        return "layers"
+    if not axis.touches:
+        return f"inner{axis.size}"
+    if residual:
+        return "embed"
+    if any(touch.pattern.endswith("embedding") and touch.dim == 0 for touch in axis.touches):
+        return "vocab"
+    matrices = [touch for touch in axis.touches if len(touch.shape) > 1]
+    makers = [touch for touch in matrices if touch.dim == len(touch.shape) - 1]
+    words = [_word(touch) for touch in makers or matrices or axis.touches]
+    return "_".join(dict.fromkeys(words[:_MAX_WORDS])) + ("" if makers else "_in")
+
+
+def _word(touch: Touch) -> str:
+    """Returns the part of a path that tells what a parameter is."""
+    parts = [part.strip("_*").lower() for part in touch.pattern.split("/")]
+    said = [part for part in parts if part and part not in _WEIGHTS]
+    return said[-1] if said else parts[-1]

@@ -1,0 +1,76 @@
+"""The layouts that found rules want for the values of a program."""
+
+from collections.abc import Mapping, Sequence
+
+from jax.extend.core import ClosedJaxpr
+
+from shardlib.find.axes import Kind, TracedAxes
+from shardlib.jaxprs import Value
+from shardlib.partitioner.layout import Dims, from_spec
+from shardlib.paths import matches
+from shardlib.rules import AxisRules
+
+VARIANT = "."
+"""Between the name of an axis and the number of a variant, which has a rule of its own."""
+_Names = tuple[str | None, ...]
+
+
+def planned_layouts(
+    closed: ClosedJaxpr,
+    arguments: Sequence[tuple[str, Kind]],
+    rules: AxisRules,
+    sizes: Mapping[str, int],
+) -> dict[Value, Dims]:
+    """Returns the layouts of the activations of a program by `rules.names`.
+
+    The axes of parameters and inputs are named by path; operations connect them with the axes of
+    all activations. A value without rows of the batch, or that the rules cannot cut evenly, is left
+    to the partitioner.
+
+    Args:
+        closed: The program, with its backward pass.
+        arguments: The path and the kind of each argument.
+        rules: The rules, with `names`.
+        sizes: Devices along each mesh axis.
+    """
+    assert rules.names is not None
+    program = TracedAxes(closed, [kind for _, kind in arguments], fenced=True)
+    inputs = dict(rules.names.inputs)
+    axis_names: dict[int, str] = {}
+    for tensor, (path, kind) in zip(program.inputs, arguments, strict=True):
+        names = inputs.get(path) if kind == "input" else _of_param(path, rules)
+        for node, name in zip(program.axes(tensor), names or (), strict=False):
+            if name is not None:
+                axis_names[node] = _base(name)
+    batch = {_base(names[0]) for names in inputs.values() if names and names[0]}
+    variants = {_once(n and _base(n) for n in names): names for names in rules.names.variants}
+    planned = {}
+    for value, tensor in program.at.items():
+        if tensor.kind != "activation":
+            continue
+        row = _once(axis_names.get(node) for node in program.axes(tensor))
+        row = tuple(n if size > 1 else None for n, size in zip(row, tensor.aval.shape, strict=True))
+        if not batch.intersection(row):
+            continue
+        found = rules.resolve(variants.get(row, row), tensor.aval.shape, sizes, "activations")
+        if not found.faults and any(found.spec):
+            planned[value] = from_spec(found.spec, len(row)).dims
+    return planned
+
+
+def _base(name: str) -> str:
+    return name.partition(VARIANT)[0]
+
+
+def _of_param(path: str, rules: AxisRules) -> _Names:
+    return next((axes for pattern, axes in rules.paths if matches(pattern, path)), ())
+
+
+def _once(names: object) -> _Names:
+    """Returns names with None in place of each repetition."""
+    seen: set[str] = set()
+    row: list[str | None] = []
+    for name in names:  # type: ignore[attr-defined]
+        row.append(None if name in seen else name)
+        seen.add(name)
+    return tuple(row)

@@ -1,0 +1,107 @@
+"""The forward pass of a loss, traced for the search."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from shardlib.errors import DataError, ModelError
+from shardlib.find.axes import Kind, TracedAxes
+from shardlib.functional import FunctionalModule, Inputs, functional, refuse_no_params
+from shardlib.functional.precision import Precision
+from shardlib.losses.signature import called_by_position
+from shardlib.mesh import abstract_mesh
+from shardlib.partitioner.layout import num_bytes
+from shardlib.paths import named_leaves
+from shardlib.plan.workloads.tracing import LossFn, total_loss
+from shardlib.rules import FSDP
+from shardlib.sharding.constrain import recording, use
+
+INPUT = "<batch>/"
+"""Before the paths of the leaves of a batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedLoss:
+    """The forward pass of a loss, and its arguments."""
+
+    module: FunctionalModule
+    program: TracedAxes
+    paths: tuple[str, ...]
+    """The paths of the arguments of the program."""
+    params: PyTree
+    """Shapes of the parameters in their stored dtype."""
+    state_bytes: float
+    """Bytes of state for an element of a parameter: the parameter, a float32 gradient and its part
+    of the optimizer state."""
+
+
+def trace_loss(
+    make: Any,
+    loss: LossFn,
+    batch: PyTree,
+    optimizer: optax.GradientTransformation,
+    inputs: Inputs,
+    precision: Precision,
+) -> TracedLoss:
+    """Traces the loss of a batch; allocates nothing. Arguments are as in `find_rules`."""
+    module, loss = functional(make, inputs, None), called_by_position(loss)
+    params, model_state = module.shapes()
+    refuse_no_params(module, params)
+    _check(module, batch)
+    params = jax.eval_shape(lambda p: precision.store(p, module.float32), params)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    arguments = (params, model_state, batch, key)
+
+    def forward(*arguments: PyTree) -> jax.Array:
+        return total_loss(module, precision, loss, *arguments)[0]
+
+    with recording() as named_axes, use(abstract_mesh("data=1", 1), FSDP):  # type: ignore[arg-type]
+        closed = jax.make_jaxpr(forward)(*arguments)
+    if named_axes:
+        raise ModelError(
+            f"{module.name} places activations by name ({', '.join(sorted(named_axes))}).\n"
+            "  Choose a mesh for its rules with sl.plan, or leave its constraints out."
+        )
+    paths: list[str] = []
+    kinds: list[Kind] = []
+    named: tuple[tuple[PyTree, str, Kind], ...] = (
+        (params, "", "param"),
+        (model_state, "", "constant"),
+        (batch, INPUT, "input"),
+        (key, "key", "constant"),
+    )
+    for tree, prefix, kind in named:
+        leaves = named_leaves(tree)
+        paths += [prefix + path for path in leaves]
+        kinds.extend(kind for _ in leaves)
+    optimizer_bytes = sum(map(num_bytes, jax.tree.leaves(jax.eval_shape(optimizer.init, params))))
+    leaves = jax.tree.leaves(params)
+    elements = sum(leaf.size for leaf in leaves)
+    held = sum(map(num_bytes, leaves)) + optimizer_bytes
+    state_bytes = held / elements + 4
+    return TracedLoss(module, TracedAxes(closed, kinds), tuple(paths), params, state_bytes)
+
+
+def _check(module: FunctionalModule, batch: PyTree) -> None:
+    """Raises for leaves without rows, and for parameters that are not trained."""
+    wrong = [
+        path or "the batch"
+        for path, leaf in named_leaves(batch).items()
+        if not getattr(leaf, "shape", ()) or leaf.shape[0] == 0
+    ]
+    if wrong or not jax.tree.leaves(batch):
+        raise DataError(
+            f"{', '.join(wrong) or 'the batch'} has no rows.\n"
+            "  Give arrays or ShapeDtypeStructs [rows, ...], without scalars."
+        )
+    if module.frozen:
+        first = sorted(module.frozen)[:4]
+        raise ModelError(
+            f"{', '.join(first)}{', ...' if len(module.frozen) > 4 else ''}: parameters that are "
+            "not trained cannot be placed by found rules yet.\n"
+            "  Write rules for this model, or find rules for it without adapters."
+        )

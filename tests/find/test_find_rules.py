@@ -1,0 +1,241 @@
+"""The rules that an engineer would write are found for models that name no axes."""
+
+import flax.linen as linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from unannotated_lm import LM, batch, loss, shapes
+
+import shardlib as sl
+from shardlib.errors import (
+    ConfigError,
+    DataError,
+    DoesNotFitError,
+    MeshError,
+    ModelError,
+    RuleError,
+)
+
+ADAM = optax.adamw(1e-3)
+
+
+def find(make=LM, rows=16, length=512, **options):
+    options = {"loss": loss, "batch": shapes(rows, length), "optimizer": ADAM} | options
+    return sl.find_rules(make, **{"on": "8xh100", "mesh": "fsdp=4,tensor=2"} | options)
+
+
+def large(rngs, layers=2):
+    return LM(rngs, layers=layers, dim=4096, heads=32)
+
+
+def cut_dims(found, pattern):
+    """The mesh axes of each dim of the parameters of a pattern."""
+    rules = dict(found.rules.params)
+    axes = dict(found.rules.paths)[pattern]
+    return tuple("+".join(rules[name][0]) if name else "" for name in axes)
+
+
+@pytest.mark.rest("mesh")
+@pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
+def test_megatron_is_found(scanned):
+    """Projections to heads and MLP are cut along their outputs, those back along their inputs."""
+    found = find(lambda rngs: LM(rngs, dim=4096, heads=32, scanned=scanned))
+    prefix, layers = ("blocks", ("",)) if scanned else ("blocks/*", ())
+    for name in ("query", "key", "value", "up"):
+        assert cut_dims(found, f"{prefix}/{name}/kernel") == (*layers, "fsdp", "tensor")
+    for name in ("out", "down"):
+        assert cut_dims(found, f"{prefix}/{name}/kernel") == (*layers, "tensor", "fsdp")
+    tables = found.rules.params + found.rules.activations
+    assert sum(bool(alternatives[0]) for _, alternatives in tables) <= 12
+    assert found.solution.gap <= 1e-3
+
+
+def test_the_residual_stream_is_cut_over_tensor():
+    """Norms and residuals are not repeated on every device of `tensor`: Korthikanti et al. 2022
+    cut the length, which is found here, or the width, which sends the same."""
+    found = find(large)
+    names = found.names[
+        next(
+            number
+            for number, tensor in enumerate(found.classes.tensors)
+            if tensor.kind == "activation" and tensor.shape == (16, 512, 4096)
+        )
+    ]
+    rules = dict(found.rules.activations)
+    assert {"tensor"} < {axis for name in names for axis in rules[name][0]} == {"fsdp", "tensor"}
+
+
+def test_a_small_model_is_replicated():
+    found = find(mesh="data=8", rows=64)
+    assert not any(alternatives[0] for _, alternatives in found.rules.params)
+    assert dict(found.rules.activations)["batch"] == (("data",),)
+
+
+@pytest.mark.mesh
+def test_depth_does_not_change_the_problem():
+    few, many = (find(lambda rngs, n=n: large(rngs, n)) for n in (1, 6))
+    assert few.solution.num_variables == many.solution.num_variables
+    assert few.rules == many.rules
+
+
+@pytest.mark.mesh
+def test_the_mesh_is_found():
+    """A model whose state fills a device is cut; the best of all meshes is at least as good as
+    each."""
+    found = find(large, mesh=None)
+    for mesh in ("fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=4"):
+        assert found.prices[0].seconds <= find(large, mesh=mesh).prices[0].seconds
+
+
+def test_what_does_not_fit_says_how_much_is_missing():
+    with pytest.raises(DoesNotFitError, match=r"needs at least \d+\.\d GiB and has 15\.8 GiB"):
+        find(lambda rngs: LM(rngs, dim=2**15, heads=64), on="v5e-8")
+
+
+def test_other_mesh_axes_are_refused():
+    with pytest.raises(MeshError, match=r"context=2.*\n.*Leave context out"):
+        find(mesh="fsdp=4,context=2")
+
+
+BATCH = {"x": jax.ShapeDtypeStruct((16, 512), jnp.float32)}
+WRONG = {
+    "scalar": ({"batch": BATCH | {"s": jax.ShapeDtypeStruct((), jnp.float32)}}, DataError, "s has"),
+    "no rows": ({"batch": {"x": jax.ShapeDtypeStruct((0, 4), jnp.float32)}}, DataError, "x has no"),
+    "nothing": ({"batch": {}}, DataError, "the batch has no rows"),
+    "microbatches": ({"microbatches": 3}, MeshError, "16 rows in 3 microbatches"),
+    "seconds": ({"seconds": -1}, ConfigError, "must be positive"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case):
+    options, error, text = WRONG[case]
+    with pytest.raises(error, match=text):
+        find(**options)
+
+
+class Named(linen.Module):
+    """Its paths look alike, one scalar parameter has no axis, and its width is constrained."""
+
+    constrained: bool = False
+
+    @linen.compact
+    def __call__(self, x):
+        normal = linen.initializers.normal(0.02)
+        for name in ("w1", "w2"):
+            x = jnp.tanh(x @ self.param(name, normal, (512, 512)))
+        x = x @ self.param("wide", normal, (512, 2048)) * self.param("w", normal, ())
+        if self.constrained:
+            x = sl.constrain(x, "batch", "features")
+        return (
+            x @ self.param("wout", normal, (2048, 512)) + self.param("wbias", normal, (512,))[None]
+        )
+
+
+def contrastive(model, batch):
+    """Every row meets every other one."""
+    z = model(batch["x"])
+    scores = z @ batch["x"].T
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(scores)))
+
+
+def test_a_pattern_matches_no_other_parameters_and_rows_may_meet():
+    found = find(Named(), loss=contrastive, batch=BATCH, inputs=(BATCH["x"],), precision="f32")
+    paths = dict(found.rules.paths)
+    assert "w*" not in paths
+    assert len(paths["wbias"]) == 1
+    assert paths["w"] == ()
+    x = {"x": np.random.default_rng(0).normal(size=(16, 512)).astype("f")}
+    compared = sl.testing.assert_equivalent(
+        Named(), contrastive, x, ["fsdp=4,tensor=2"], rules=found.rules, inputs=(x["x"],)
+    )
+    assert compared.comparisons
+
+
+def test_models_that_name_activations_are_refused():
+    with pytest.raises(ModelError, match=r"Named places activations by name \(batch, features\)"):
+        find(Named(constrained=True), loss=contrastive, batch=BATCH, inputs=(BATCH["x"],))
+
+
+def test_given_rules_of_one_structure_must_agree():
+    given = sl.rules.STANDARD.override(paths={"blocks/0/up/kernel": (None, None)})
+    with pytest.raises(RuleError, match=r"blocks/0/up/kernel, blocks/1/up/kernel have one"):
+        find(large, rules=given)
+
+
+def test_given_rules_stay():
+    given = sl.rules.STANDARD.override(paths={"**/up/kernel": (None, None)})
+    found = find(large, rules=given)
+    assert cut_dims(found, "blocks/*/up/kernel") == ("", "")
+    assert cut_dims(found, "blocks/*/query/kernel") == ("fsdp", "tensor")
+
+
+def test_the_report_names_rules_costs_and_memory():
+    text = str(find(large))
+    for part in ("rules found for fsdp=4,tensor=2 on 8xh100", "of products", "not cut:", "fsdp=8"):
+        assert part in text
+
+
+class Net(linen.Module):
+    """Wide convolutions on small images, whose channels are worth cutting."""
+
+    @linen.compact
+    def __call__(self, x):
+        x = jax.nn.relu(linen.Conv(2048, (3, 3))(x))
+        x = jax.nn.relu(linen.Conv(2048, (3, 3))(x))
+        return linen.Dense(16)(x.mean((1, 2)))
+
+
+@pytest.mark.mesh
+def test_channels_of_convolutions_are_cut():
+    def squared(model, batch):
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    image = jax.ShapeDtypeStruct((8, 8, 8, 512), jnp.float32)
+    label = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    found = find(Net(), loss=squared, batch={"x": image, "y": label}, inputs=(image,))
+    kernels = [cut_dims(found, f"Conv_{n}/kernel") for n in range(2)]
+    assert all("tensor" in "".join(cut) for cut in kernels)
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    ("mesh", "scanned"), [("fsdp=4,tensor=2", True), ("data=2,fsdp=2,tensor=2", False)]
+)
+def test_found_rules_train_as_one_device(mesh, scanned):
+    def make(rngs):
+        return LM(rngs, scanned=scanned)
+
+    found = find(make, mesh=mesh, length=32)
+    meshes = [mesh]
+    sl.testing.assert_equivalent(make, loss, batch(16), meshes, rules=found.rules, optimizer=ADAM)
+
+
+HAND = {
+    "tokens/embedding": ("vocab", "embed"),
+    "head/kernel": ("embed", "vocab"),
+    "blocks/*/out/kernel": ("heads", "embed"),
+    "blocks/*/up/kernel": ("embed", "mlp"),
+    "blocks/*/down/kernel": ("mlp", "embed"),
+    **{f"blocks/*/{name}/kernel": ("embed", "heads") for name in ("query", "key", "value")},
+}
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    "mesh",
+    ["fsdp=4,tensor=2", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.soak)],
+)
+def test_they_send_no_more_than_rules_written_by_hand(mesh):
+    def sent(rules):
+        with sl.use(sl.make_mesh(mesh), rules):
+            state = sl.abstract_state(large, ADAM)
+            step = sl.make_train_step(loss, precision="bf16")
+            report = sl.explain(step, state, shapes(16, 512))
+        return sum(c.folded_bytes for c in report.collectives)
+
+    by_hand = sl.rules.STANDARD.override(paths=HAND)
+    # Sums of the loss and of norms are all that may differ.
+    assert sent(find(large, mesh=mesh).rules) <= 1.02 * sent(by_hand)

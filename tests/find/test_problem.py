@@ -1,0 +1,141 @@
+"""The integer program finds what trying every choice finds."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardlib.cost.layout import Layout
+from shardlib.cost.machine.constants import committed
+from shardlib.cost.machine.fabric import links
+from shardlib.cost.machine.rates import rates_on
+from shardlib.errors import DoesNotFitError
+from shardlib.find.axes import TracedAxes
+from shardlib.find.classes import Classes
+from shardlib.find.moves import Network
+from shardlib.find.problem import LayoutProblem, Objective, is_sensible
+from shardlib.hardware import parse_cluster
+from shardlib.partitioner.factors import dims_of
+
+CLUSTER = parse_cluster("8xh100")
+
+
+def problem_of(sizes, mesh, capacity=math.inf):
+    """A chain of products with a nonlinearity between them, on a mesh."""
+
+    def loss(weights, x):
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return x.sum()
+
+    dims = list(itertools.pairwise(sizes[1:]))
+    weights = [jax.ShapeDtypeStruct(pair, jnp.float32) for pair in dims]
+    x = jax.ShapeDtypeStruct(tuple(sizes[:2]), jnp.float32)
+    closed = jax.make_jaxpr(loss)(weights, x)
+    paths = [*(f"{'abc'[n]}/kernel" for n in range(len(dims))), "batch/x"]
+    traced = TracedAxes(closed, ["param"] * len(dims) + ["input"])
+    classes = Classes(traced, paths)
+    layout = Layout.of(mesh)
+    found = links(CLUSTER, layout, committed())
+    network = Network({axis: found[axis] for axis in reversed(mesh)})
+    rates = rates_on(CLUSTER, "bf16", committed())
+    objective = Objective(
+        network, rates, 16.0, 1.0, capacity, frozenset(mesh), frozenset(("fsdp",)), {}, {}
+    )
+    return LayoutProblem(classes, objective)
+
+
+def tried(problem, capacity=math.inf):
+    """The least cost of all choices that fit; infinite if none does."""
+    held, options = dict(problem.memory), problem.layout_variables
+    tables = [table_of(problem, operation) for operation in problem.classes.operations]
+    least = math.inf
+    for chosen in itertools.product(*options.values()):
+        at = dict(zip(options, chosen, strict=True))
+        columns = [options[number][dims] for number, dims in at.items()]
+        if sum(held.get(column, 0.0) for column in columns) > capacity:
+            continue
+        cost = sum(problem.costs[column] for column in columns)
+        for edges, table in tables:
+            cost += table.get(tuple(at[number] for number in edges), math.inf)
+        least = min(least, cost + rules_of(problem, at) * problem.rule_seconds)
+    return least
+
+
+def table_of(problem, operation):
+    """The least cost of an operation by the layouts of its tensors."""
+    edges = (*operation.operands, operation.result)
+    numbers = tuple(dict.fromkeys(edge.tensor for edge in edges))
+    table = {}
+    for layouts in itertools.product(*(problem.layout_variables[n] for n in numbers)):
+        at = dict(zip(numbers, layouts, strict=True))
+        costs = [cost_of(problem, operation, edges, at, cut) for cut in problem.cuts(operation)]
+        table[layouts] = min(costs)
+    return numbers, table
+
+
+def cost_of(problem, operation, edges, at, cut):
+    cost = problem.work_seconds(operation, cut)
+    for edge in edges:
+        is_result, dims, pieces = edge is edges[-1], at[edge.tensor], dims_of(edge.dims, cut)
+        pending = problem.pending(operation, cut, edge, is_result=is_result)
+        is_param = problem.classes.tensors[edge.tensor].kind == "param"
+        if not is_sensible(dims, pieces, pending, is_param):
+            return math.inf
+        seconds = problem.move_seconds(operation, edge, is_result, dims, pieces, pending)
+        cost += seconds * operation.times * (1.0 if is_result else edge.share)
+    return cost
+
+
+def rules_of(problem, at):
+    """The number of rules that a table of these layouts has."""
+    tensors = problem.classes.tensors
+    return len(
+        {
+            (tensors[number].kind, axis, name)
+            for number, dims in at.items()
+            for axis, names in zip(tensors[number].axes, dims, strict=True)
+            for name in names
+        }
+    )
+
+
+DRAWS = np.random.default_rng(0)
+PROBLEMS = [
+    (
+        [int(2 ** DRAWS.integers(3, 13)) for _ in range(3 if number % 2 else 4)],
+        {"fsdp": 2, "tensor": 2} if number % 2 else {"tensor": 4},
+    )
+    for number in range(50)
+]
+
+
+@pytest.mark.parametrize(
+    "slice_",
+    [slice(0, 10), pytest.param(slice(10, 50), marks=pytest.mark.soak)],
+    ids=["10", "40 more"],
+)
+def test_it_is_the_least_of_all_choices(slice_):
+    for sizes, mesh in PROBLEMS[slice_]:
+        problem = problem_of(sizes, mesh)
+        least = tried(problem)
+        found = problem.solve(10.0)
+        np.testing.assert_allclose(found.seconds, least, rtol=1.1e-3, err_msg=str(sizes))
+        assert found.bound_seconds <= found.seconds * (1 + 1e-6)
+
+
+def test_memory_decides_where_it_binds():
+    """Half of what the free choice takes forces another one, the least of those that fit."""
+    sizes, mesh = [4096, 1024, 1024, 1024], {"tensor": 4}
+    free = problem_of(sizes, mesh).solve(10.0)
+    capacity = free.memory_bytes / 2
+    problem = problem_of(sizes, mesh, capacity)
+    least = tried(problem, capacity)
+    bound = problem.solve(10.0)
+    np.testing.assert_allclose(bound.seconds, least, rtol=1.1e-3)
+    assert bound.memory_bytes <= capacity * (1 + 1e-6)
+    with pytest.raises(DoesNotFitError, match="a device needs at least"):
+        problem_of(sizes, mesh, capacity / 1000).solve(10.0)
