@@ -134,3 +134,29 @@ def assert_sent(text, mesh):
         "reduce-scatter": width * (layers + head),
     }
     assert sent == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.aot
+def test_on_gpus_the_gradient_of_the_head_is_in_its_parts_before_the_layers_go_backward():
+    pytest.importorskip("jax_cuda12_plugin", reason="needs the extra cuda")
+    mesh = sl.make_mesh("fsdp=8", devices=devices_of(parse_cluster("8xh100")))
+
+    def loss(stack, head, x):
+        x, _ = jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), x, stack)
+        return jnp.sum(jnp.sin(project(x, head, ("embed", "vocab"), 1).astype(jnp.float32)))
+
+    with sl.use(mesh, sl.rules.STANDARD) as scope:
+        named = {
+            (2, 256, 256): ("layers", "embed", None),
+            (256, 1024): ("embed", "vocab"),
+            (16, 64, 256): ("batch", "length", None),
+        }
+        arguments = []
+        for shape, axes in named.items():
+            place = scope.sharding(axes, shape, "activations" if "batch" in axes else "params")
+            arguments.append(jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place))
+        places = tuple(argument.sharding for argument in arguments[:2])
+        step = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=places)
+        text = str(step.lower(*arguments).compile().as_text())
+    program = text[text.index("ENTRY") :]
+    assert 0 < program.index(" reduce-scatter-start(") < program.rindex(" while(")

@@ -34,6 +34,10 @@ class _Placed(NamedTuple):
     gradient: NamedSharding
     slice_axis: str | None
     """The mesh axis over all chips of a TPU slice that cuts the kernel and the batch, if any."""
+    in_turn: bool
+    """Whether the gradient of the inputs is computed first, then the kernel's, then the backward
+    pass of the layers. XLA for GPUs computes a head's gradient after all layers, and keeps the
+    gradient of the logits for it."""
 
 
 def project(x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], num_inputs: int) -> jax.Array:
@@ -62,6 +66,7 @@ def project(x: jax.Array, kernel: jax.Array, axes: tuple[str, ...], num_inputs: 
         scope.sharding(axes, kernel.shape, "activations"),
         summed.sharding(axes, kernel.shape, "params"),
         slice_axis,
+        VOCAB in axes and platform() == "gpu",
     )
     stored = scope.sharding(axes, kernel.shape, "params")
     if stored.spec == placed.whole.spec:
@@ -111,7 +116,10 @@ def _backward(
     outputs = tuple(range(gradient.ndim - num_outputs, gradient.ndim))
     of_kernel = outputs, tuple(range(num_inputs, kernel.ndim))
     of_x = jax.lax.dot_general(gradient, _gathered(placed, kernel), (of_kernel, ((), ())))
-    return of_x, _of_kernel(placed, num_inputs, x, gradient)
+    if not placed.in_turn:
+        return of_x, _of_kernel(placed, num_inputs, x, gradient)
+    of_x, gradient = jax.lax.optimization_barrier((of_x, gradient))
+    return jax.lax.optimization_barrier((of_x, _of_kernel(placed, num_inputs, x, gradient)))
 
 
 def _of_kernel(placed: _Placed, num_inputs: int, x: jax.Array, gradient: jax.Array) -> jax.Array:
