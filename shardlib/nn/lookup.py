@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardlib.mesh import spec_axes
 from shardlib.rules.resolve import Kind
-from shardlib.sharding.constrain import active, constrain, is_plain
+from shardlib.sharding.constrain import active, constrain, is_plain, manual_axes
 from shardlib.sharding.manual import can_nest, manual
 
 Axes = tuple[str, ...]
@@ -137,13 +137,15 @@ def _exchange(
     scattered = placed[1][len(length) :]
     pays = ids.size // parts(batch + length) < table.shape[0] // parts(rows)
     wide = table.shape[1] // parts(width) >= MIN_WIDTH
+    # In a group along `data` XLA would gather the gradient of all vectors instead.
+    in_group = "data" in manual_axes()
     fits = (
         bool(width)
         and set(width) <= {*batch, *length}
         and placed == [batch, length + scattered, ()]
         and scattered in ((), rows)
     )
-    if not (pays and wide and fits and can_nest(batch + length + rows)):
+    if not (((pays and wide) or in_group) and fits and can_nest(batch + length + rows)):
         return None
     return _Exchange(table.shape, table.dtype, rows, width, batch, length, scattered)
 
