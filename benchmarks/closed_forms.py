@@ -165,7 +165,12 @@ def _fsdp(sizes: Sizes, how: Strategy) -> float:
         vocab /= 2
         exchanged = 2 * _tokens(sizes, how) * sizes.embed
         exchanged /= how.size("tensor") if how.sequence else 1
-    sent = how.microbatches * (3 * layers + 2 * vocab) + exchanged
+    gathers = 2
+    if how.recomputed and how.size("stage") > 1:
+        # A backward turn of a stage starts with its forward pass, within which layers are computed
+        # again; so are the vectors that the first stage looks up.
+        gathers, exchanged = 3, 1.5 * exchanged
+    sent = how.microbatches * ((gathers + 1) * layers + 2 * vocab) + exchanged
     return part * sent * sizes.compute_bytes
 
 

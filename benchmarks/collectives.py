@@ -21,7 +21,8 @@ with layers that are computed again. GPUs need the CUDA plugin of JAX.
 would be, and a sum of all-reduces as one: XLA for CPU makes neither of the two, so there `folded`
 is what tells whether the strategy is right. Where a ratio is not 1, the last columns tell which
 axes differ and why. `small` are collectives of single numbers and of statistics of positions, which
-no form counts: how many, and MB.
+no form counts: how many, and MB. A stage of a pipeline skips its idle turns on TPUs and GPUs: what
+it sends within a turn counts once for each microbatch.
 
 The last line is JSON: the rows, and by platform the largest ratio of what counts there.
 """
@@ -207,6 +208,7 @@ def rows_at_scale(flags: Any, cluster: Any, width: int) -> Iterator[tuple[str, R
                     reduction="f32" if "data" in axes and microbatches > 1 else None,
                     remat="full",
                     attention=attention,
+                    why=IDLE if "stage" in axes else {},
                 )
                 yield f"{flags.model}_x{microbatches}", row, batch
 
@@ -217,8 +219,9 @@ def measure(name: str, row: Row, sizes: Sizes, platform: str, devices: Any) -> d
 
     compiled = compile_row(row, sizes, devices)
     report = read_program(compiled.text, compiled.mesh)
-    large = [c for c in report.collectives if c.bytes > SMALL_BYTES]
-    small = [c for c in report.collectives if c.bytes <= SMALL_BYTES]
+    every = [executed(c, row, dict(compiled.mesh_sizes), platform) for c in report.collectives]
+    large = [c for c in every if c.bytes > SMALL_BYTES]
+    small = [c for c in every if c.bytes <= SMALL_BYTES]
     form = sent_bytes(sizes, strategy(row, dict(compiled.mesh_sizes)))
     found: dict[str, float] = {}
     for c in large:
@@ -243,6 +246,16 @@ def measure(name: str, row: Row, sizes: Sizes, platform: str, devices: Any) -> d
         "why": excess(row, platform, large),
         "trips_known": all(c.trips_known for c in report.collectives),
     }
+
+
+def executed(collective: Any, row: Row, mesh: dict[str, int], platform: str) -> Any:
+    """Returns a collective with its executions on a stage, which skips its idle turns."""
+    turns = row.microbatches + 2 * (mesh.get("stage", 1) - 1)
+    within = collective.in_loop and "stage" not in (collective.mesh_axes or ())
+    if platform == "cpu" or turns == row.microbatches or not within:
+        return collective
+    count = collective.count * row.microbatches // turns
+    return dataclasses.replace(collective, count=count)
 
 
 def strategy(row: Row, mesh: dict[str, int]) -> Strategy:
