@@ -202,9 +202,9 @@ def peak_form(case):
     in float32, parameters in bfloat16, what goes into each layer and out of the last; and
 
     - while the loss is computed: the head, whole, and the logits;
-    - on v5p and H100, which have the room, a second array of the size of the logits, which on v5e
-      is computed again or in place;
-    - on H100 also the buffers that gradients of layers are to be added into;
+    - on v5p, which has the room, a second array of the size of the logits, which on v5e is computed
+      again or in place;
+    - on H100 the buffers that gradients of layers are to be added into;
     - on a v5e with microbatches the backward pass of a layer holds more: the gradients of layers,
       and of an MLP two gathered matrices, one gradient and three hidden vectors.
     """
@@ -217,8 +217,7 @@ def peak_form(case):
     held += BF16 * TABLE + logits
     if case.cluster == "2xv5e-256":
         return held
-    held += logits
-    return held if case.extra == "tpu" else held + BF16 * BLOCKS / FSDP
+    return held + (logits if case.extra == "tpu" else BF16 * BLOCKS / FSDP)
 
 
 def test_peak_is_that_of_closed_forms_and_of_the_compiler(compiled):
