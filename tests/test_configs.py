@@ -55,7 +55,8 @@ def test_header_tells_the_command(path):
     assert yaml.safe_load(path.read_text())["run_dir"] == f"runs/{path.stem}"
 
 
-@pytest.mark.parametrize("name", ["finetune_chat", "finetune_lora", "quickstart"])
+@pytest.mark.rest("mesh")
+@pytest.mark.parametrize("name", ["quickstart", "finetune_chat", "finetune_lora"])
 def test_reads_its_embedded_text(name):
     config = load(run.RunConfig, PATHS[name], ["data.tokenizer=bytes"])
     rows = open_source(config, "train").read(0, 0, 2)

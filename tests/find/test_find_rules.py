@@ -141,6 +141,7 @@ def contrastive(model, batch):
     return -jnp.mean(jnp.diag(jax.nn.log_softmax(scores)))
 
 
+@pytest.mark.mesh
 def test_a_pattern_matches_no_other_parameters_and_rows_may_meet():
     found = find(Named(), loss=contrastive, batch=BATCH, inputs=(BATCH["x"],), precision="f32")
     paths = dict(found.rules.paths)

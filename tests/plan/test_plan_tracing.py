@@ -131,6 +131,7 @@ def test_resnet50_has_about_the_published_rate():
     assert 2000 < rate < 3000
 
 
+@pytest.mark.mesh
 def test_resnet50_is_planned():
     found = search(resnet50(), H100S)
     best = found.plans[0]
