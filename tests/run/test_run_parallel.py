@@ -125,7 +125,11 @@ GROUPS = "train.reduction.group_microbatches"
     ("error", "overrides", "part"),
     [
         (ConfigError, ("mesh=stage=4,data=2", "train.microbatches=2"), "do not fill 4 stages"),
-        (ConfigError, ("mesh=stage=4,data=2", "train.microbatches=4"), "2 layers do not fill 4 stages"),
+        (
+            ConfigError,
+            ("mesh=stage=4,data=2", "train.microbatches=4"),
+            "2 layers do not fill 4 stages",
+        ),
         (RuleError, ("mesh=fsdp=4,tensor=2", "rules=fsdp"), "no rule names the mesh axis 'tensor'"),
         (RuleError, ("mesh=auto", "rules=data"), "no rule names the mesh axis 'fsdp'"),
         (RuleError, ("mesh=data=2,tnesor=4",), "Did you mean 'tensor'?"),
