@@ -57,14 +57,8 @@ def find_rules(
     """Returns the rules under which a model trains fastest on a cluster, by the cost model.
 
     The model need not name any axis. The loss is traced and its logical axes are discovered; an
-    integer program chooses the layout of every tensor. Nothing is allocated or compiled:
-
-    ```python
-    found = sl.find_rules(make, loss=loss_fn, batch=batch, optimizer=optax.adamw(3e-4), on="8xh100")
-    print(found)
-    with sl.use(found.mesh, found.rules):
-        state = sl.init_state(make, optax.adamw(3e-4), seed=0)
-    ```
+    integer program chooses the layout of every tensor. Nothing is allocated or compiled. Print the
+    result for a report, and train under `sl.use(found.mesh, found.rules)`.
 
     Args:
         make: Module factory as for `init_state`: `make(rngs) -> module`, or a linen module.

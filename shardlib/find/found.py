@@ -17,12 +17,12 @@ from shardlib.tables import Report, Table
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """What a step costs under some rules, by the cost model of traced programs."""
+    """The cost of a step under some rules, by the cost model of traced programs."""
 
     name: str
     seconds: float
     memory_bytes: float
-    """Of one device at the peak."""
+    """Bytes that one device holds at the peak."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class FoundRules(Report):
     """The names of the dims of each tensor class."""
     solution: Solution
     prices: tuple[Price, ...]
-    """Of these rules, and of presets."""
+    """The prices of these rules, and of `fsdp` alone."""
     capacity_bytes: float
 
     @property

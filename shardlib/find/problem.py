@@ -45,13 +45,13 @@ _MAX_CHANGES = {"param": 2, "activation": 1}
 """Mesh axes that a move may change. More only add steps between two layouts."""
 _GAP = 1e-3
 Part = Literal["products", "parameters", "activations", "passes", "rules"]
-"""What a variable costs: products, moves of parameters or of activations, passes over memory, or a
-rule in the table."""
+"""The kind of a cost: products, moves of parameters or of activations, passes over memory, or rules
+in the table."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What a step costs, and what has to fit."""
+    """The costs of a step, and the memory that it has."""
 
     network: Network
     rates: Rates
