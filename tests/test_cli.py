@@ -225,6 +225,7 @@ def test_explain_prints_a_table_or_json_and_writes_nothing(shardlib, tiny, tmp_p
     assert facts["choices"] == {
         "attention": "xla: the platform is cpu",
         "partition": "XLA: the constraints of the model decide where each product lies",
+        "gradients": "summed over data by the compiler: the step has one microbatch",
     }
     assert not (tmp_path / "run").exists()
 

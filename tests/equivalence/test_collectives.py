@@ -116,7 +116,8 @@ def test_fsdp_gathers_parameters_and_reduces_gradients(program):
     sent, shapes = program("transformer fsdp=8")
     gathered = [c for c in sent if c.kind == "all-gather"]
     # Parameters alone: neither a batch nor logits, and of the stacked layers one at a time.
-    of_a_layer = {shape[1:] for shape in shapes if shape[0] == LAYERS}
+    stacked = {shape[1:] for shape in shapes if shape[0] == LAYERS}
+    of_a_layer = stacked | {(1, *shape) for shape in stacked}
     assert {shape for c in gathered for shape in arrays(c)} <= {*shapes} | of_a_layer
     assert all(c.count == LAYERS for c in gathered if c.in_loop)
     # Each at most once forward and once backward, and each gradient reduced once.

@@ -52,7 +52,8 @@ def test_an_imported_run_is_listed_resharded_and_exported(shardlib, folder, tmp_
     )
     assert SavedCheckpoints(out / "checkpoints").candidates() == [0]
     saved = sum(path.stat().st_size for path in (out / "checkpoints").rglob("*") if path.is_file())
-    assert saved < 1.5 * (folder / "model.safetensors").stat().st_size  # no moments
+    # Two moments would triple it. Indices and manifests take up to 0.15 MB of a small model's.
+    assert saved < 2 * (folder / "model.safetensors").stat().st_size
     assert read_tokenizer(out / "tokenizer.json").vocab_size == 300
     code, _, err = shardlib("checkpoint", "reshard", out, "--mesh", "data=2,fsdp=4", "--to", copy)
     assert (code, err) == (0, "")
