@@ -70,7 +70,8 @@ def test_stage_two_reduces_across_groups_only_what_a_device_keeps():
         found = {t.mesh_axes: t.bytes // 1024 * 1024 for t in totals}
         return {axes: n for axes, n in found.items() if "data" in axes}
 
-    assert reduced("zero1") == {("data",): KERNELS}
+    # Whole gradients are summed over fsdp and then data; newer XLA sums over both at once.
+    assert reduced("zero1") in ({("data",): KERNELS}, {("data", "fsdp"): 2 * KERNELS})
     assert reduced("zero2") == {("data",): KERNELS // 4}
 
 
