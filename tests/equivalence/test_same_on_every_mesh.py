@@ -8,15 +8,13 @@ from cases import CASES, WAYS
 
 from shardlib.mesh import STANDARD_AXES
 
-# One case of each axis and one of several, of those that are quickly compiled; `mesh` has the rest.
+# A case of each axis, of those that are quickly compiled; `mesh` has the rest.
 QUICK = {
-    "transformer data=2x4",
     "transformer fsdp=8",
     "transformer tensor=8",
     "transformer context=8",
     "transformer expert=8",
     "transformer stage=2,data=2x2 2 microbatches no dropout, hops",
-    "transformer data=2,context=2,tensor=2 sequence",
 }
 SLOW = {"moe stage=4,expert=2 4 microbatches 3 of 14 layers dense"}
 

@@ -28,6 +28,7 @@ def base():
     return make(CONFIG, DataSpec(), nnx.Rngs(0))
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("kind", ERRORS)
 def test_kernels_are_close_and_small(kind):
     model = base()

@@ -43,6 +43,7 @@ def test_masked_tokens_are_in_the_published_proportions():
         assert abs(part.mean() - share) < 5 * np.sqrt(share * (1 - share) / 6e3)
 
 
+@pytest.mark.mesh
 def test_padding_is_not_predicted_and_does_not_change_the_logits():
     model = make_masked(BertConfig(**SIZES, mask_rate=1.0), DATA, nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 64, jnp.int32)

@@ -95,6 +95,7 @@ def test_layers_are_the_same_on_every_mesh(mesh, remat, rules, arguments, on_one
     jax.tree.map(close, jax.device_get(found), jax.device_get(on_one_device))
 
 
+@pytest.mark.mesh
 def test_gathered_weights_are_not_kept_for_the_backward_pass(arguments):
     """No array holds the whole experts of all layers: each layer gathers its own, twice."""
     program, mesh = compiled("fsdp=8", arguments)

@@ -144,6 +144,7 @@ def prompts():
     return tokens, (jnp.arange(10)[None] < sizes[:, None]).astype(jnp.int32)
 
 
+@pytest.mark.rest("mesh")
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.5, "remat": "full"}], ids=str)
 def test_cached_steps_equal_the_whole_answer(options):
     graphdef, state = made(**options)

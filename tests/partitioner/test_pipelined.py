@@ -58,7 +58,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.rest("mesh")
+@pytest.mark.mesh
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_stages_train_as_one_device(schedule):
     options = {"pipeline": schedule, "microbatches": 2}

@@ -210,6 +210,7 @@ def test_microbatches_and_recomputation_hold_less():
     assert llama("full").step_time(layout, H100S).recompute > 0
 
 
+@pytest.mark.mesh
 def test_replicas_sum_in_each_microbatch_or_once_a_step():
     def data(microbatches, **uses):
         layout = Layout(data=8, microbatches=microbatches, sequence_parallel=False, **uses)

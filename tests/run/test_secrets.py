@@ -56,7 +56,7 @@ def test_a_run_and_what_it_writes(lab, tmp_path):
     assert holding(CANARY, run_dir, lab.root) == []
 
 
-@pytest.mark.rest("process")
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("override", "exit_code", "part"),
     [

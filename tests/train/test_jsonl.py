@@ -19,7 +19,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.dictionaries(st.text("abc", min_size=1), VALUES))
 def test_every_value_comes_back(row):
     line = encode(row)
