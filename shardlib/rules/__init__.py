@@ -19,6 +19,9 @@ cannot be placed as asked, and that is an error, never a silent replication.
 """
 
 from shardlib.mesh import STANDARD_AXES as STANDARD_AXES
+from shardlib.rules.config import RulesConfig as RulesConfig
+from shardlib.rules.config import from_yaml as from_yaml
+from shardlib.rules.config import to_yaml as to_yaml
 from shardlib.rules.presets import DATA as DATA
 from shardlib.rules.presets import FSDP as FSDP
 from shardlib.rules.presets import PRESETS as PRESETS

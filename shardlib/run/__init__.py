@@ -3,7 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardlib.run.config import RulesConfig as RulesConfig
 from shardlib.run.config import RunConfig as RunConfig
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from shardlib.log.loggers import logger_class
 from shardlib.mesh import mesh_sizes
 from shardlib.optim.build import build_schedule
 from shardlib.registry import DataSpec, ModelFamily, family
-from shardlib.rules import ANY, STANDARD_AXES, Choice, preset
+from shardlib.rules import ANY, STANDARD_AXES, Choice, RulesConfig, preset
 from shardlib.run.config import DATA_CONFIGS, RunConfig
 from shardlib.run.loss import check_loss
 from shardlib.sharding.constrain import Scope
@@ -278,6 +278,8 @@ def check_activation_rules(config: RunConfig, met: set[str]) -> None:
         config: The config.
         met: The logical axes of the model and its batches.
     """
+    if isinstance(config.rules, RulesConfig) and config.rules.names is not None:
+        return  # Operations give the activations their names.
     if faults := _unused_rules(config, "activations", "activation", met):
         raise RuleError("\n".join(faults))
 
@@ -288,7 +290,9 @@ def _unused_rules(
     """Returns the fault of each rule of the config whose logical axis no tensor has."""
     if isinstance(config.rules, str):
         return []
-    known = {name for name, _ in preset(config.rules.preset).table(kind)} | met | {ANY}
+    start = config.rules.preset
+    known = {name for name, _ in preset(start).table(kind)} if start else set()
+    known |= met | {ANY}
     return [
         f"rules.{kind}.{name}: no {noun} has the logical axis {name!r}."
         f"{did_you_mean(name, known)}\n  The model has: {', '.join(sorted(met))}."

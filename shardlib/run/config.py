@@ -25,7 +25,7 @@ from shardlib.import_paths import imported
 from shardlib.mesh import MeshConfig
 from shardlib.optim.build import OptimizerConfig
 from shardlib.registry import families, family
-from shardlib.rules import AxisRules, preset
+from shardlib.rules import AxisRules, RulesConfig, preset
 from shardlib.runtime.watchdog import WatchdogConfig
 from shardlib.train.config import EvalConfig, TrainConfig
 from shardlib.train.reduce.reduction import ReductionConfig
@@ -50,8 +50,6 @@ DATA_CONFIGS: Mapping[str, type[DataConfig]] = {
 }
 """The built-in data sources."""
 
-AxisRule = str | None | tuple[str | None, ...]
-
 
 def _model_configs() -> Mapping[str, type]:
     return {name: family.config for name, family in families().items()}
@@ -70,39 +68,6 @@ def _data_config(path: str) -> type:
 
 def _is_data_config(value: object) -> bool:
     return inspect.isclass(value) and issubclass(value, DataConfig)
-
-
-@configclass
-class RulesConfig:
-    """A preset with changes. A rule is a mesh axis, a product (`data+fsdp`), null (replicated), or
-    a list of alternatives."""
-
-    preset: str = "standard"
-    """The rules to start from: data, fsdp, standard, sequence, zero1 or zero2."""
-    params: dict[str, AxisRule] = dataclasses.field(default_factory=dict)
-    """Rules for parameters, by logical axis."""
-    activations: dict[str, AxisRule] = dataclasses.field(default_factory=dict)
-    """Rules for activations, by logical axis."""
-    paths: dict[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
-    """Logical axes of parameters by path pattern; they replace the axes in the model's metadata."""
-
-    def __post_init__(self) -> None:
-        try:
-            self.build()
-        except RuleError as error:
-            raise ValueError(str(error)) from None
-
-    def build(self) -> AxisRules:
-        """Returns the rules; raises `RuleError` when they are malformed."""
-        return preset(self.preset).override(
-            params={name: _rule(value) for name, value in self.params.items()},
-            activations={name: _rule(value) for name, value in self.activations.items()},
-            paths=self.paths,
-        )
-
-
-def _rule(value: AxisRule) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 @configclass

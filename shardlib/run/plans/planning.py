@@ -30,9 +30,9 @@ from shardlib.plan.workloads.traced import TracedWorkload
 from shardlib.plan.workloads.tracing import trace_workload
 from shardlib.plan.workloads.transformer import POLICIES, TransformerWorkload
 from shardlib.registry import DataSpec, family
-from shardlib.rules import STANDARD, AxisRules
+from shardlib.rules import STANDARD, AxisRules, RulesConfig
 from shardlib.run.checks import check_fit, expected_spec
-from shardlib.run.config import AUTO, RulesConfig, RunConfig
+from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.loss import loss_of
 from shardlib.run.plans.calibrating import as_measured
 from shardlib.run.setup import model_maker, trained

@@ -1,0 +1,118 @@
+"""Rules as the section `rules` of a config, and as text."""
+
+import dataclasses
+from typing import Any
+
+from shardlib.config import configclass, from_dict
+from shardlib.config import from_yaml as data_of
+from shardlib.config import to_yaml as text_of
+from shardlib.errors import RuleError
+from shardlib.rules.presets import preset
+from shardlib.rules.resolve import Alternative, Table
+from shardlib.rules.table import ActivationNames, AxisRules
+
+AxisRule = str | None | tuple[str | None, ...]
+
+
+@configclass
+class NamesConfig:
+    """The names of activations of a model that names none, as `find_rules` gives them."""
+
+    inputs: dict[str, tuple[str | None, ...]]
+    """Logical axes of the leaves of a batch by path."""
+    variants: tuple[tuple[str | None, ...], ...] = ()
+    """Activations of which an axis has a rule of its own."""
+
+
+@configclass
+class RulesConfig:
+    """A preset with changes. A rule is a mesh axis, a product (`data+fsdp`), null (replicated), or
+    a list of alternatives."""
+
+    preset: str | None = "standard"
+    """The rules to start from: data, fsdp, standard, sequence, zero1 or zero2; null for none."""
+    params: dict[str, AxisRule] = dataclasses.field(default_factory=dict)
+    """Rules for parameters, by logical axis."""
+    activations: dict[str, AxisRule] = dataclasses.field(default_factory=dict)
+    """Rules for activations, by logical axis."""
+    paths: dict[str, tuple[str | None, ...]] = dataclasses.field(default_factory=dict)
+    """Logical axes of parameters by path pattern; they replace the axes in the model's metadata."""
+    names: NamesConfig | None = None
+    """The names of activations, for a model that names none."""
+
+    def __post_init__(self) -> None:
+        try:
+            self.build()
+        except RuleError as error:
+            raise ValueError(str(error)) from None
+
+    def build(self) -> AxisRules:
+        """Returns the rules; raises `RuleError` when they are malformed."""
+        start = AxisRules({}, {}) if self.preset is None else preset(self.preset)
+        rules = start.override(
+            params={name: _rule(value) for name, value in self.params.items()},
+            activations={name: _rule(value) for name, value in self.activations.items()},
+            paths=self.paths,
+        )
+        if self.names is None:
+            return rules
+        names = ActivationNames(tuple(self.names.inputs.items()), self.names.variants)
+        return dataclasses.replace(rules, names=names)
+
+    @classmethod
+    def of(cls, rules: AxisRules) -> "RulesConfig":
+        """Returns rules as a config without a preset.
+
+        Raises:
+            RuleError: If they place unnamed parameters, or gradients and optimizer state apart,
+                which only presets do.
+        """
+        paths: dict[str, tuple[str | None, ...]] = {}
+        for pattern, axes in rules.paths:
+            paths.setdefault(pattern, axes)  # The first match decides.
+        tables = {"params": _written(rules.params), "activations": _written(rules.activations)}
+        config = cls(preset=None, **tables, paths=paths, names=_names(rules.names))
+        if config.build() != dataclasses.replace(rules, paths=paths):
+            raise RuleError(
+                "rules with `auto`, `gradients` or `opt_state` have no table of their own.\n"
+                "  Name the preset that they change: rules: {preset: zero1, params: {...}}."
+            )
+        return config
+
+
+def to_yaml(rules: AxisRules) -> str:
+    """Returns rules as YAML, as the section `rules` of a config holds them.
+
+    Raises:
+        RuleError: If they place unnamed parameters, or gradients and optimizer state apart.
+    """
+    return text_of(RulesConfig.of(rules))
+
+
+def from_yaml(text: str) -> AxisRules:
+    """Returns the rules of a section `rules`, as YAML or JSON.
+
+    Raises:
+        ConfigError: If the text has faults; the message lists all of them.
+    """
+    return from_dict(RulesConfig, data_of(text, "rules"), "rules").build()
+
+
+def _names(names: ActivationNames | None) -> NamesConfig | None:
+    if names is None:
+        return None
+    return NamesConfig(inputs=dict(names.inputs), variants=names.variants)
+
+
+def _rule(value: AxisRule) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _written(table: Table) -> dict[str, AxisRule]:
+    def text(alternative: Alternative) -> str | None:
+        return "+".join(alternative) or None
+
+    return {
+        axis: text(options[0]) if len(options) == 1 else tuple(map(text, options))
+        for axis, options in table
+    }
