@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence, Set
+from typing import TypeVar
 
 from shardlib.find.classes import Classes, FoundAxis, Touch, pattern_of
 from shardlib.find.planned import VARIANT
@@ -67,8 +68,12 @@ def named_rules(
     rules = AxisRules(
         params=_table(tables["param"]),
         activations=_table(tables["activation"]),
-        paths=_paths(classes, paths, by_class),
-        names=ActivationNames(tuple(inputs.items()), tuple(sorted(variants, key=str))),
+        paths=_by_pattern(_of_params(classes, paths, by_class)),
+        names=ActivationNames(
+            tuple(inputs.items()),
+            tuple(sorted(variants, key=str)),
+            tuple(_by_pattern(_of_params(classes, paths, _dims(classes, names))).items()),
+        ),
     )
     return NamedAxes(rules, by_class)
 
@@ -99,19 +104,39 @@ def _table(rules: Mapping[str, tuple[str, ...]]) -> dict[str, str | None]:
     return {name: "+".join(axes) or None for name, axes in ordered}
 
 
-def _paths(
-    classes: Classes, paths: Sequence[str], by_class: Mapping[int, tuple[str | None, ...]]
-) -> dict[str, tuple[str | None, ...]]:
-    """Returns the axes of parameters by path, and by pattern if it matches no other paths."""
-    by_path = {
+def _dims(classes: Classes, names: Sequence[str]) -> dict[int, tuple[str, ...]]:
+    """Returns the dims of each tensor class, such as `embed=512`. Layers have no size: their number
+    does not change the rules."""
+
+    def dim(axis: int, size: int) -> str:
+        return names[axis] if classes.axes[axis].is_layers else f"{names[axis]}={size}"
+
+    return {
+        number: tuple(map(dim, tensor.axes, tensor.shape))
+        for number, tensor in enumerate(classes.tensors)
+    }
+
+
+_Row = TypeVar("_Row")
+
+
+def _of_params(
+    classes: Classes, paths: Sequence[str], by_class: Mapping[int, _Row]
+) -> dict[str, _Row]:
+    """Returns what belongs to the classes of parameters, by path."""
+    return {
         path: by_class[number]
         for path, number in zip(paths, classes.arguments, strict=True)
         if classes.tensors[number].kind == "param"
     }
-    groups: dict[str, dict[str, tuple[str | None, ...]]] = collections.defaultdict(dict)
-    for path, names in by_path.items():
-        groups[pattern_of(path)][path] = names
-    found = {}
+
+
+def _by_pattern(by_path: Mapping[str, _Row]) -> dict[str, _Row]:
+    """Returns rows by path, and by pattern if it matches no other paths."""
+    groups: dict[str, dict[str, _Row]] = collections.defaultdict(dict)
+    for path, row in by_path.items():
+        groups[pattern_of(path)][path] = row
+    found: dict[str, _Row] = {}
     for pattern, members in groups.items():
         same = len(set(members.values())) == 1
         others = (path for path in by_path if path not in members)

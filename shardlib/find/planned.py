@@ -8,7 +8,8 @@ from shardlib.find.axes import Kind, TracedAxes
 from shardlib.jaxprs import Value
 from shardlib.partitioner.layout import Dims, from_spec
 from shardlib.paths import matches
-from shardlib.rules import AxisRules
+from shardlib.rules import ActivationNames, AxisRules
+from shardlib.rules.analysis import changed, name_of
 
 VARIANT = "."
 """Between the name of an axis and the number of a variant, which has a rule of its own."""
@@ -32,9 +33,13 @@ def planned_layouts(
         arguments: The path and the kind of each argument.
         rules: The rules, with `names`.
         sizes: Devices along each mesh axis.
+
+    Raises:
+        RuleError: If the program connects dims that were different axes when the rules were found.
     """
     assert rules.names is not None
     program = TracedAxes(closed, [kind for _, kind in arguments], fenced=True)
+    _check_axes(program, arguments, rules.names)
     inputs = dict(rules.names.inputs)
     axis_names: dict[int, str] = {}
     for tensor, (path, kind) in zip(program.inputs, arguments, strict=True):
@@ -56,6 +61,31 @@ def planned_layouts(
         if not found.faults and any(found.spec):
             planned[value] = from_spec(found.spec, len(row)).dims
     return planned
+
+
+def _check_axes(
+    program: TracedAxes, arguments: Sequence[tuple[str, Kind]], names: ActivationNames
+) -> None:
+    """Raises `RuleError` if dims of one axis were of several."""
+    inputs = dict(names.inputs)
+    seen: dict[int, tuple[str, str]] = {}
+    faults = []
+    for tensor, (path, kind) in zip(program.inputs, arguments, strict=True):
+        dims = names.dims_of(path) if kind == "param" else inputs.get(path)
+        if not names.params or kind not in ("param", "input") or dims is None:
+            continue
+        what = path if kind == "param" else f"the batch's {path or 'array'}"
+        if len(dims) != len(tensor.nodes):
+            faults.append(f"{what} has {len(tensor.nodes)} dims, and had {len(dims)}")
+            continue
+        for dim, (node, name) in enumerate(zip(program.axes(tensor), dims, strict=True)):
+            axis, where = name and name_of(_base(name)), f"dim {dim} of {what}"
+            if axis and program.dims.sizes[node] > 1:
+                other, first = seen.setdefault(node, (axis, where))
+                if other != axis:
+                    faults.append(f"{where} ({axis}) is now one axis with {first} ({other})")
+    if faults:
+        raise changed("model", faults)
 
 
 def _base(name: str) -> str:

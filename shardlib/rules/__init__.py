@@ -19,6 +19,7 @@ cannot be placed as asked, and that is an error, never a silent replication.
 """
 
 from shardlib.mesh import STANDARD_AXES as STANDARD_AXES
+from shardlib.rules.analysis import ActivationNames as ActivationNames
 from shardlib.rules.config import RulesConfig as RulesConfig
 from shardlib.rules.config import from_yaml as from_yaml
 from shardlib.rules.config import to_yaml as to_yaml
@@ -36,5 +37,4 @@ from shardlib.rules.resolve import Choice as Choice
 from shardlib.rules.resolve import Refusal as Refusal
 from shardlib.rules.resolve import Resolution as Resolution
 from shardlib.rules.resolve import Section as Section
-from shardlib.rules.table import ActivationNames as ActivationNames
 from shardlib.rules.table import AxisRules as AxisRules

@@ -7,9 +7,10 @@ from shardlib.config import configclass, from_dict
 from shardlib.config import from_yaml as data_of
 from shardlib.config import to_yaml as text_of
 from shardlib.errors import RuleError
+from shardlib.rules.analysis import ActivationNames
 from shardlib.rules.presets import preset
 from shardlib.rules.resolve import Alternative, Table
-from shardlib.rules.table import ActivationNames, AxisRules
+from shardlib.rules.table import AxisRules
 
 AxisRule = str | None | tuple[str | None, ...]
 
@@ -22,6 +23,13 @@ class NamesConfig:
     """Logical axes of the leaves of a batch by path."""
     variants: tuple[tuple[str | None, ...], ...] = ()
     """Activations of which an axis has a rule of its own."""
+    params: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """The dims of parameters that the rules were found for, such as embed=512, by path pattern."""
+
+    def build(self) -> ActivationNames:
+        """Returns the names."""
+        inputs, params = tuple(self.inputs.items()), tuple(self.params.items())
+        return ActivationNames(inputs, self.variants, params)
 
 
 @configclass
@@ -56,8 +64,7 @@ class RulesConfig:
         )
         if self.names is None:
             return rules
-        names = ActivationNames(tuple(self.names.inputs.items()), self.names.variants)
-        return dataclasses.replace(rules, names=names)
+        return dataclasses.replace(rules, names=self.names.build())
 
     @classmethod
     def of(cls, rules: AxisRules) -> "RulesConfig":
@@ -101,7 +108,8 @@ def from_yaml(text: str) -> AxisRules:
 def _names(names: ActivationNames | None) -> NamesConfig | None:
     if names is None:
         return None
-    return NamesConfig(inputs=dict(names.inputs), variants=names.variants)
+    inputs, params = dict(names.inputs), dict(names.params)
+    return NamesConfig(inputs=inputs, variants=names.variants, params=params)
 
 
 def _rule(value: AxisRule) -> Any:

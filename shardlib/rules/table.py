@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from shardlib.errors import RuleError
 from shardlib.mesh import mesh_sizes
+from shardlib.rules.analysis import ActivationNames
 from shardlib.rules.resolve import (
     Alternative,
     Auto,
@@ -50,21 +51,6 @@ def _table(rules: Mapping[str, Any] | Table, kind: Kind) -> Table:
         alternatives = value if is_list else [value]
         table.append((axis, tuple(_alternative(a, where) for a in alternatives)))
     return tuple(table)
-
-
-@dataclasses.dataclass(frozen=True)
-class ActivationNames:
-    """The logical axes of the activations of a model that names none.
-
-    Operations connect the axes of activations with the axes of parameters, which `AxisRules.paths`
-    names, and of inputs.
-    """
-
-    inputs: tuple[tuple[str, tuple[str | None, ...]], ...]
-    """The axes of the leaves of a batch by path."""
-    variants: tuple[tuple[str | None, ...], ...] = ()
-    """Activations of which an axis has a rule of its own: `("batch", "length.2", "embed")` is
-    placed by the rule of `length.2` in place of that of `length`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +142,12 @@ class AxisRules:
             gradients=nested(self.gradients),
             opt_state=nested(self.opt_state),
         )
+
+    def at_other_sizes(self) -> "AxisRules":
+        """Returns found rules for models that differ in the sizes of their parameters alone, as a
+        small one for a test does."""
+        names = self.names and self.names.without_sizes()
+        return dataclasses.replace(self, names=names)
 
     def check(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises `RuleError` if a rule names a mesh axis that is neither in the mesh nor standard;

@@ -107,6 +107,8 @@ def batch_shardings(batch: PyTree, scope: Scope, batch_axes: BatchAxes) -> PyTre
             f"batch_axes names {', '.join(map(repr, unknown))}, but the batch holds "
             f"{', '.join(paths)}.{did_you_mean(unknown[0], paths)}\n  Name leaves of the batch."
         )
+    if scope.rules.names is not None:
+        batch_axes = {}  # Found rules have no names of this model: they cut rows alone.
 
     def sharding(path: KeyPath, leaf: jax.Array) -> NamedSharding:
         rank = len(leaf.shape)

@@ -117,6 +117,9 @@ def abstract_state(
         return _start(optimizer, params, model_state, rng)
 
     step, params, model_state, opt_state, rng = jax.eval_shape(start, *shapes, rng)
+    if scope.rules.names is not None:
+        shapes_by_path = {path: x.shape for path, x in named_leaves(params).items()}
+        scope.rules.names.check_params(shapes_by_path, module.name)
     places = {
         section: place(params, module.axes, scope.rules.of(section), scope.mesh)
         for section in ("params", "gradients", "opt_state")
