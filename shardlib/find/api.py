@@ -21,6 +21,7 @@ from shardlib.find.moves import Network
 from shardlib.find.names import named_rules
 from shardlib.find.problem import LayoutProblem, Objective
 from shardlib.find.trace import INPUT, TracedLoss, trace_loss
+from shardlib.find.traffic import predicted_traffic
 from shardlib.functional import Inputs
 from shardlib.functional.precision import Precision
 from shardlib.functional.precision import precision as precision_named
@@ -167,7 +168,8 @@ class _Search:
         """Returns the rules for one mesh."""
         layout = dataclasses.replace(Layout.of(sizes), microbatches=self.microbatches)
         objective = self._objective(layout)
-        solution = LayoutProblem(self.classes, objective).solve(seconds)
+        problem = LayoutProblem(self.classes, objective)
+        solution = problem.solve(seconds)
         named = named_rules(self.classes, solution, self.traced.paths, self.traced.module.axes)
         prices = [self._price(f"found, {layout}", named.rules, layout)]
         if self.given is None and self._divides(layout.num_devices):
@@ -182,6 +184,7 @@ class _Search:
             solution,
             tuple(prices),
             objective.capacity_bytes,
+            predicted_traffic(problem, solution),
         )
 
     def _price(self, name: str, rules: AxisRules, layout: Layout) -> Price:

@@ -29,6 +29,7 @@ from shardlib.jaxprs import (
     flatten,
     is_literal,
     scan_parts,
+    subprograms,
 )
 from shardlib.partitioner.factors import ELEMENTWISE, Dim, Factors, factors_of
 
@@ -111,6 +112,8 @@ class TracedAxes:
         """Operations that read a tensor."""
         self.layers: list[int] = []
         """The dims of stacked tensors of which a loop takes one layer in each trip."""
+        self.recomputes = _recomputes(closed.jaxpr)
+        """Whether the backward pass computes layers again."""
         self.inputs = [
             self._tensor(array_of(var), kind)
             for var, kind in zip(closed.jaxpr.invars, kinds, strict=True)
@@ -267,6 +270,13 @@ class TracedAxes:
     ) -> list[Tensor]:
         """A recomputation in the backward pass."""
         return self._run(operation.params["jaxpr"], operands, times)
+
+
+def _recomputes(jaxpr: Jaxpr) -> bool:
+    return any(
+        equation.primitive.name in REMAT or any(map(_recomputes, subprograms(equation)))
+        for equation in jaxpr.eqns
+    )
 
 
 _LOOPS = {

@@ -125,6 +125,7 @@ class Classes:
             if tensor.kind == "activation":
                 self.tensors[self.number(tensor)].pass_bytes += times * num_bytes(tensor.aval)
         self.operations = self._operation_classes()
+        self.recomputes = traced.recomputes
 
     def number(self, tensor: Tensor) -> int:
         """Returns the number of a tensor's class."""

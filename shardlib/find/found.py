@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from shardlib.find.classes import Classes
 from shardlib.find.problem import Part, Solution
+from shardlib.find.traffic import Traffic
 from shardlib.humanize import duration, size
 from shardlib.mesh import make_mesh
 from shardlib.rules import AxisRules
@@ -40,6 +41,8 @@ class FoundRules(Report):
     prices: tuple[Price, ...]
     """The prices of these rules, and of `fsdp` alone."""
     capacity_bytes: float
+    traffic: Traffic
+    """Bytes that a device sends in a step, by kind and mesh axes."""
 
     @property
     def mesh(self) -> Mesh:

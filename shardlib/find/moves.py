@@ -3,9 +3,12 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from shardlib.cost.machine.fabric import Link, seconds_in_turn
 from shardlib.partitioner.layout import Dims
+
+Kind = Literal["reduce_scatter", "all_reduce", "all_to_all", "all_gather"]
 
 
 class Network:
@@ -43,19 +46,33 @@ class Network:
         return self._moves[key]
 
     def _move(self, num_bytes: int, have: Dims, want: Dims, pending: frozenset[str]) -> float:
+        steps = self.collectives(num_bytes, have, want, pending)
+        return sum(self._collective(*step) for step in steps)
+
+    def collectives(
+        self, num_bytes: int, have: Dims, want: Dims, pending: frozenset[str] = frozenset()
+    ) -> list[tuple[Kind, frozenset[str], float]]:
+        """Returns the kind, the axes and the bytes of the collectives of a move, in order.
+
+        The bytes are those of the whole buffer on one device: the operand of a reduce-scatter, the
+        result of an all-gather. Arguments are as in `move`.
+        """
         at = {axis: dim for dim, axes in enumerate(have) for axis in axes}
         to = {axis: dim for dim, axes in enumerate(want) for axis in axes}
         scattered = frozenset(axis for axis in pending if axis in to)
         gone = frozenset(axis for axis in at if axis not in to)
         exchanged = frozenset(axis for axis in at if axis in to and at[axis] != to[axis])
         held = num_bytes / self.degree(at)
-        seconds = self._collective("reduce_scatter", scattered, held)
-        held /= self.degree(scattered)
-        seconds += self._collective("all_reduce", pending - scattered, held)
-        seconds += self._collective("all_to_all", exchanged, held)
-        return seconds + self._collective("all_gather", gone, held * self.degree(gone))
+        summed = held / self.degree(scattered)
+        steps: list[tuple[Kind, frozenset[str], float]] = [
+            ("reduce_scatter", scattered, held),
+            ("all_reduce", pending - scattered, summed),
+            ("all_to_all", exchanged, summed),
+            ("all_gather", gone, summed * self.degree(gone)),
+        ]
+        return [step for step in steps if step[1]]
 
-    def _collective(self, kind: str, axes: frozenset[str], num_bytes: float) -> float:
+    def _collective(self, kind: Kind, axes: frozenset[str], num_bytes: float) -> float:
         """Returns the seconds of a collective; fast axes carry it first, slow ones what is left."""
         links = [link for axis, link in self.links.items() if axis in axes]
         return sum(seconds_in_turn(links, kind, num_bytes))

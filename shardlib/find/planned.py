@@ -13,6 +13,7 @@ from shardlib.rules.analysis import changed, name_of
 
 VARIANT = "."
 """Between the name of an axis and the number of a variant, which has a rule of its own."""
+_NO_NAME = "?"
 _Names = tuple[str | None, ...]
 
 
@@ -53,11 +54,13 @@ def planned_layouts(
     for value, tensor in program.at.items():
         if tensor.kind != "activation":
             continue
-        row = _once(axis_names.get(node) for node in program.axes(tensor))
+        row = _once(axis_names.get(node, _NO_NAME) for node in program.axes(tensor))
         row = tuple(n if size > 1 else None for n, size in zip(row, tensor.aval.shape, strict=True))
+        # A variant for no name is not one for an axis without a name.
+        row = variants.get(row, tuple(None if n == _NO_NAME else n for n in row))
         if not batch.intersection(row):
             continue
-        found = rules.resolve(variants.get(row, row), tensor.aval.shape, sizes, "activations")
+        found = rules.resolve(row, tensor.aval.shape, sizes, "activations")
         if not found.faults and any(found.spec):
             planned[value] = from_spec(found.spec, len(row)).dims
     return planned
@@ -102,5 +105,6 @@ def _once(names: object) -> _Names:
     row: list[str | None] = []
     for name in names:  # type: ignore[attr-defined]
         row.append(None if name in seen else name)
-        seen.add(name)
+        if name != _NO_NAME:
+            seen.add(name)
     return tuple(row)

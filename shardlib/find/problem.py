@@ -48,6 +48,9 @@ Part = Literal["products", "parameters", "activations", "passes", "rules"]
 """The kind of a cost: products, moves of parameters or of activations, passes over memory, or rules
 in the table."""
 
+Move = tuple[int, tuple[Dims, Dims, frozenset[str]]]
+"""How often a move happens, its two layouts, and the axes along which a sum is pending."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
@@ -384,21 +387,36 @@ class LayoutProblem:
         pending: frozenset[str],
     ) -> float:
         """Returns the exposed seconds of a move forward, and of its gradient's backward."""
-        move, size = self.network.move, edge.bytes
         is_param = self.classes.tensors[edge.tensor].kind == "param"
-        if is_result:
-            forward = move(size, pieces, dims, pending)
-            backward = move(size, dims, pieces) if edge.differentiated else 0.0
-        else:
-            # A tensor that is stored in parts is gathered again for the other operand's gradient.
-            again = 2 if operation.multiplies and edge.differentiated else 1
-            forward = again * move(size, dims, pieces)
-            backward = move(size, pieces, dims, pending) if edge.differentiated else 0.0
+        there, back = self.moves(operation, edge, is_result, dims, pieces, pending)
+        forward, backward = (
+            sum(count * self.network.move(edge.bytes, *move) for count, move in moves)
+            for moves in (there, back)
+        )
         if is_param:
             rates = self.rates
             seconds = (1 - rates.hide_gather) * forward + (1 - rates.hide_data) * backward
             return self.objective.microbatches * seconds
         return (1 - self.rates.hide_tensor) * (forward + backward)
+
+    def moves(
+        self,
+        operation: OperationClass,
+        edge: Edge,
+        is_result: bool,
+        dims: Dims,
+        pieces: Dims,
+        pending: frozenset[str],
+    ) -> tuple[list[Move], list[Move]]:
+        """Returns the moves forward, and of gradients backward."""
+        if is_result:
+            back = [(1, (dims, pieces, frozenset()))] if edge.differentiated else []
+            return [(1, (pieces, dims, pending))], back
+        # A tensor that is stored in parts is gathered again if its layer is computed again;
+        # otherwise a compiler keeps what was gathered.
+        again = 2 if self.classes.recomputes else 1
+        back = [(1, (pieces, dims, pending))] if edge.differentiated else []
+        return [(again, (dims, pieces, frozenset()))], back
 
 
 def is_sensible(dims: Dims, pieces: Dims, pending: frozenset[str], is_param: bool) -> bool:

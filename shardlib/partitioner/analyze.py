@@ -200,13 +200,18 @@ class LayoutWalk:
         # A value written into one made here takes the layout that its reader wants.
         is_made_here = ins and ins[0].made and operation.invars[0].aval.shape
         wants = self.wanted if is_made_here else self._wanted.get
+        planned = self.analysis.planned
+        plans = (
+            planned.get(v) or self._wanted.get(v) if planned else None for v in operation.outvars
+        )
         return CutProblem(
             factors,
             tuple(ins),
-            tuple(num_bytes(v.aval) // self._sharers(v) for v in operation.invars),
+            tuple(num_bytes(v.aval) for v in operation.invars),
             tuple(num_bytes(v.aval) for v in operation.outvars),
             tuple(wants(v) for v in operation.outvars),
-            tuple(map(self.analysis.planned.get, operation.outvars)),
+            tuple(plans),
+            tuple(map(self._sharers, operation.invars)),
         )
 
     def _sharers(self, atom: Atom) -> int:

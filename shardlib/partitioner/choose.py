@@ -22,7 +22,8 @@ class CutProblem:
 
     `operands` are the layouts of the operands, `bytes` and `result_bytes` the sizes of the whole
     operands and results. `wanted` are the dims that readers want for the results, None if unknown.
-    `planned` are the dims in which rules want the results; empty without such rules.
+    `planned` are the dims in which rules want the results; empty without such rules. `sharers` are
+    the operations that share a move of each operand, if the cut follows the operands alone.
     """
 
     factors: Factors
@@ -31,6 +32,7 @@ class CutProblem:
     result_bytes: tuple[int, ...]
     wanted: tuple[Dims | None, ...]
     planned: tuple[Dims | None, ...] = ()
+    sharers: tuple[int, ...] = ()
 
     def cuts(self) -> Iterator[tuple[str, Dim]]:
         """Yields each mesh axis with a factor that it cuts, the largest operand first."""
@@ -39,6 +41,12 @@ class CutProblem:
                 continue
             pairs = zip(self.factors.operands[i], self.operands[i].dims, strict=True)
             yield from ((axis, factor) for factor, axes in pairs for axis in axes)
+
+    def plans(self) -> Iterator[tuple[str, Dim]]:
+        """Yields each mesh axis with the factor that it cuts in the planned results."""
+        for dims, planned in zip(self.factors.results, self.planned, strict=False):
+            for factor, axes in zip(dims, planned or (), strict=planned is not None):
+                yield from ((axis, factor) for axis in axes if factor is not None)
 
 
 def choose(problem: CutProblem, sizes: Sizes) -> Assignment:
@@ -52,6 +60,9 @@ def choose(problem: CutProblem, sizes: Sizes) -> Assignment:
     for axis, factor in problem.cuts():
         if axis not in pending:
             votes.setdefault(axis, {})[factor] = None
+    for axis, factor in problem.plans():
+        if axis in votes:
+            votes[axis][factor] = None
     options = [list(factors) for factors in votes.values()]
     if all(len(one) == 1 and one[0] is not None for one in options):
         agreed = _ordered(zip(votes, (one[0] for one in options), strict=True), problem)
@@ -76,15 +87,16 @@ def _combinations(options: list[list[Dim]]) -> Iterator[tuple[Dim, ...]]:
     return itertools.islice(itertools.product(*choices), 4 * _MAX_COMBINATIONS)
 
 
-def _ordered(pairs: Iterator[tuple[str, Dim]], problem: CutProblem) -> Assignment:
+def _ordered(chosen: Iterator[tuple[str, Dim]], problem: CutProblem) -> Assignment:
     """Groups axes by factor, in the order of the largest operand."""
     assignment: Assignment = {}
-    for axis, factor in pairs:
+    for axis, factor in chosen:
         if factor is not None:
             assignment[factor] = (*assignment.get(factor, ()), axis)
     for factor, axes in assignment.items():
         if len(axes) > 1:
-            ranked = list(dict.fromkeys(axis for axis, f in problem.cuts() if f == factor))
+            pairs = (*problem.cuts(), *problem.plans())
+            ranked = list(dict.fromkeys(axis for axis, f in pairs if f == factor))
             assignment[factor] = tuple(sorted(axes, key=ranked.index))
     return assignment
 
@@ -97,9 +109,12 @@ def _cost(assignment: Assignment, problem: CutProblem, sizes: Sizes) -> float:
     factors = problem.factors
     parts = math.prod(degree(axes, sizes) for axes in assignment.values())
     cost = factors.flops / parts / _FLOPS_PER_LINK_BYTE
-    operands = zip(problem.operands, factors.operands, problem.bytes, strict=True)
-    for layout, dims, size in operands:
-        cost += moved_bytes(size, layout, dims_of(dims, assignment), sizes)
+    pairs = {(axis, factor) for factor, axes in assignment.items() for axis in axes}
+    shared = bool(problem.sharers) and pairs <= set(problem.cuts())
+    sharers = problem.sharers if shared else (1,) * len(problem.operands)
+    operands = zip(problem.operands, factors.operands, problem.bytes, sharers, strict=True)
+    for layout, dims, size, count in operands:
+        cost += moved_bytes(size / count, layout, dims_of(dims, assignment), sizes)
     summed = degree([a for f in factors.reduced for a in assignment.get(f, ())], sizes)
     planned = problem.planned or (None,) * len(factors.results)
     for dims, size, plan in zip(factors.results, problem.result_bytes, planned, strict=True):

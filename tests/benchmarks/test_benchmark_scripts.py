@@ -135,6 +135,15 @@ def test_unannotated():
     assert 2 <= row["sent"][1] / kernels < 3.1
 
 
+def test_find_rules():
+    found = figures("find_rules.py", "--tiny", "--models=graph", "--meshes", "fsdp=8", "--on=cpu:8")
+    (row,) = found["rows"]
+    # All parameters are small and whole: their gradients are summed.
+    assert row["ratios"]["fsdp"]["sent"] == row["ratios"]["fsdp8"]["sent"]
+    assert row["found"]["sent"] == sum(row["found"]["by_axes"].values()) > 0
+    assert row["predicted"]["peak"] > 0
+
+
 @pytest.mark.soak
 def test_compile_time():
     sizes = ("--embed=32", "--batch=8", "--length=8", "--mesh=data=-1", "--repeats=1")

@@ -129,7 +129,7 @@ def test_it_is_the_least_of_all_choices(slice_):
 
 def test_memory_decides_where_it_binds():
     """Half of what the free choice takes forces another one, the least of those that fit."""
-    sizes, mesh = [4096, 1024, 1024, 1024], {"tensor": 4}
+    sizes, mesh = [4096, 256, 256, 256], {"tensor": 4}
     free = problem_of(sizes, mesh).solve(10.0)
     capacity = free.memory_bytes / 2
     problem = problem_of(sizes, mesh, capacity)

@@ -1,5 +1,6 @@
 """Moves from layout to layout keep the value, and cost what ring collectives send."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -7,7 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from shardlib.partitioner.layout import ValueLayout, from_spec, move, moved_bytes, scattered
+import shardlib as sl
+from shardlib.partitioner.choose import CutProblem, choose
+from shardlib.partitioner.factors import Factors
+from shardlib.partitioner.layout import ValueLayout, from_spec, made, move, moved_bytes, scattered
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
 SPECS = (
@@ -78,3 +82,41 @@ def test_sums_are_taken_into_the_part_that_is_read():
     assert scattered(layout, wanted, (8, 4), SIZES) == ValueLayout((("tensor", "fsdp"), ()))
     assert scattered(layout, (("fsdp",), ()), (8, 4), SIZES) is None
     assert scattered(layout, wanted, (2, 4), SIZES) is None
+
+
+@pytest.mark.aot
+def test_sums_along_the_last_dim_are_cut_on_tpus(tpu_devices):
+    """XLA makes an all-reduce and a slice of `psum_scatter` along a last dim of 128 elements."""
+    mesh = sl.make_mesh("fsdp=4", devices=tpu_devices("v5e:2x2"))
+    have, want = ValueLayout(((), ()), frozenset({"fsdp"})), from_spec((None, "fsdp"), 2)
+
+    def run(x, y):
+        return move(x.T @ y, have, want, {"fsdp": 4})
+
+    rows = PartitionSpec("fsdp")
+    region = jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=want.spec)
+    x, y = (
+        jax.ShapeDtypeStruct((4096, n), "bfloat16", sharding=jax.NamedSharding(mesh, rows))
+        for n in (2048, 512)
+    )
+    report = sl.explain(jax.jit(region), x, y)
+    assert [c.kind for c in report.collectives] == ["reduce-scatter"]
+
+
+def test_a_planned_result_is_cut_where_the_sum_would_send_more():
+    """The rows of a small update go to the dim that the large result is cut along."""
+    rows, width = 64, 1024
+    factors = Factors(
+        ((0, 1), (2, None), (2, 1)), ((0, 1),), (100_000, width, rows), reduced={2: "sum"}
+    )
+    by_rows = from_spec(("tensor",), 2)
+    problem = CutProblem(
+        factors,
+        (made((100_000, width)), by_rows, by_rows),
+        (400_000 * width, 4 * rows, 4 * rows * width),
+        (400_000 * width,),
+        (((), ("tensor",)),),
+        (((), ("tensor",)),),
+    )
+    assert choose(problem, SIZES) == {1: ("tensor",)}
+    assert choose(dataclasses.replace(problem, planned=(None,)), SIZES) == {2: ("tensor",)}

@@ -1,0 +1,55 @@
+"""Bytes that a step sends under a solution of the integer program, by collective and mesh axes."""
+
+import collections
+from collections.abc import Iterator, Mapping
+
+from shardlib.cost.layout import AXES
+from shardlib.find.classes import Edge, OperationClass
+from shardlib.find.moves import Kind
+from shardlib.find.problem import LayoutProblem, Solution
+from shardlib.partitioner.factors import Assignment, dims_of
+
+Traffic = Mapping[tuple[str, tuple[str, ...]], float]
+"""Bytes that a device sends in a step, by the kind of the collective, such as `all-gather`, and its
+mesh axes in mesh order."""
+
+
+def predicted_traffic(problem: LayoutProblem, solution: Solution) -> Traffic:
+    """Returns what the moves of a solution send, by ring algorithms.
+
+    With n devices and a buffer of B bytes, an all-reduce sends 2 (n - 1) / n B, all others
+    (n - 1) / n B.
+
+    Source: Thakur et al. 2005, "Optimization of Collective Communication Operations in MPICH".
+    """
+    sent: dict[tuple[str, tuple[str, ...]], float] = collections.defaultdict(float)
+    for operation, cut in zip(problem.classes.operations, solution.cuts, strict=True):
+        for edge in (*operation.operands, operation.result):
+            is_result = edge is operation.result
+            for kind, axes, num_bytes in _moves(problem, solution, operation, cut, edge, is_result):
+                devices = problem.network.degree(axes)
+                rounds = 2 if kind == "all_reduce" else 1
+                named = tuple(axis for axis in AXES if axis in axes)
+                share = rounds * (devices - 1) / devices
+                sent[kind.replace("_", "-"), named] += share * num_bytes
+    return dict(sent)
+
+
+def _moves(
+    problem: LayoutProblem,
+    solution: Solution,
+    operation: OperationClass,
+    cut: Assignment,
+    edge: Edge,
+    is_result: bool,
+) -> Iterator[tuple[Kind, frozenset[str], float]]:
+    """Yields the collectives between a tensor and an operation in a step, with all their bytes."""
+    dims, pieces = solution.layouts[edge.tensor], dims_of(edge.dims, cut)
+    pending = problem.pending(operation, cut, edge, is_result=is_result)
+    is_param = problem.classes.tensors[edge.tensor].kind == "param"
+    times = operation.times * (1.0 if is_result else edge.share)
+    times *= problem.objective.microbatches if is_param else 1
+    there, back = problem.moves(operation, edge, is_result, dims, pieces, pending)
+    for count, move in (*there, *back):
+        for kind, axes, num_bytes in problem.network.collectives(edge.bytes, *move):
+            yield kind, axes, num_bytes * times * count
