@@ -54,7 +54,7 @@ class Network:
     ) -> list[tuple[Kind, frozenset[str], float]]:
         """Returns the kind, the axes and the bytes of the collectives of a move, in order.
 
-        The bytes are those of the whole buffer on one device: the operand of a reduce-scatter, the
+        Each has the bytes of the whole buffer on a device: the operand of a reduce-scatter, the
         result of an all-gather. Arguments are as in `move`.
         """
         at = {axis: dim for dim, axes in enumerate(have) for axis in axes}
