@@ -159,7 +159,10 @@ class _Search:
                 refused.append(error)
         if not found:
             raise min(refused, key=lambda error: error.needed_bytes)
-        return min(found, key=lambda one: one.prices[0].seconds)
+        # Devices along an axis that no rule names would all compute the same.
+        devices = self.cluster.num_devices
+        busy = [f for f in found if not f.rules.idle(abstract_mesh(f.mesh_text, devices))]
+        return min(busy or found, key=lambda one: one.prices[0].seconds)
 
     def _divides(self, shards: int) -> bool:
         return self.workload.batch % (shards * self.microbatches) == 0

@@ -14,6 +14,8 @@ from shardlib.functional import AxesByPath
 from shardlib.paths import matches
 from shardlib.rules import ActivationNames, AxisRules
 
+BATCH = "batch"
+"""The rows of all leaves of a batch, whether or not operations connect them."""
 _MAX_WORDS = 3
 """Parameters that a name lists."""
 _MANY = 4
@@ -61,7 +63,7 @@ def named_rules(
         if classes.tensors[number].kind == "activation" and any(VARIANT in (n or "") for n in names)
     }
     inputs = {
-        path.removeprefix(INPUT): by_class.get(number, ())
+        path.removeprefix(INPUT): by_class.get(number, (None,) * len(classes.tensors[number].shape))
         for path, number in zip(paths, classes.arguments, strict=True)
         if path.startswith(INPUT)
     }
@@ -155,16 +157,24 @@ def axis_names(classes: Classes, paths: Sequence[str], given: AxesByPath) -> lis
             if name is not None:
                 metadata[axis][name] += 1
     reach = [len({touch.pattern for touch in axis.touches}) for axis in classes.axes]
-    names: list[str] = []
-    for number, axis in enumerate(classes.axes):
+    names: dict[int, str] = {}
+    used = _used(classes)
+    for number in sorted(range(len(classes.axes)), key=lambda number: number not in used):
+        axis = classes.axes[number]
         common = metadata[number].most_common(1)
         name = common[0][0] if common else _own_name(axis, _is_residual(number, reach), classes.ids)
         number_of = itertools.count(2)
         unique = name
-        while unique in names:
+        while name != BATCH and unique in names.values():
             unique = f"{name}_{next(number_of)}"
-        names.append(unique)
-    return names
+        names[number] = unique
+    return [names[number] for number in range(len(classes.axes))]
+
+
+def _used(classes: Classes) -> set[int]:
+    """Returns the axes that operations meet; a loss may leave out leaves of its batch."""
+    edges = (edge for op in classes.operations for edge in (*op.operands, op.result))
+    return {axis for edge in edges for axis in classes.tensors[edge.tensor].axes}
 
 
 def _is_residual(number: int, reach: Sequence[int]) -> bool:
@@ -178,7 +188,7 @@ def _own_name(axis: FoundAxis, residual: bool, ids: Set[str]) -> str:
         first = min(inputs, key=lambda touch: touch.dim)
         path = first.pattern.removeprefix(INPUT).replace("/", "_")
         if first.dim == 0:
-            return "batch"
+            return BATCH
         return "length" if first.dim == 1 and first.pattern in ids else f"{path}_{first.dim}"
     if axis.is_layers:
         return "layers"

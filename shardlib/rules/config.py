@@ -47,6 +47,8 @@ class RulesConfig:
     """Logical axes of parameters by path pattern; they replace the axes in the model's metadata."""
     names: NamesConfig | None = None
     """The names of activations, for a model that names none."""
+    found_for: str | None = None
+    """The mesh that the rules were found for; a run that resumes on it keeps them."""
 
     def __post_init__(self) -> None:
         try:
@@ -77,8 +79,13 @@ class RulesConfig:
         paths: dict[str, tuple[str | None, ...]] = {}
         for pattern, axes in rules.paths:
             paths.setdefault(pattern, axes)  # The first match decides.
-        tables = {"params": _written(rules.params), "activations": _written(rules.activations)}
-        config = cls(preset=None, **tables, paths=paths, names=_names(rules.names))
+        config = cls(
+            preset=None,
+            params=_written(rules.params),
+            activations=_written(rules.activations),
+            paths=paths,
+            names=_names(rules.names),
+        )
         if config.build() != dataclasses.replace(rules, paths=paths):
             raise RuleError(
                 "rules with `auto`, `gradients` or `opt_state` have no table of their own.\n"

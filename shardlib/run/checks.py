@@ -157,6 +157,8 @@ def _check_idle(config: RunConfig, scope: Scope) -> None:
     if train.local_sgd is not None or train.reduction not in _BY_COMPILER:
         by_hand.add("data")
     fix = "Set mesh to axes that the rules name, or rules to a preset that uses it."
+    if scope.rules.names is not None:
+        fix = "Set mesh to axes that the rules name, or to auto together with rules=auto."
     faults = [
         f"no rule names the mesh axis {name!r}: its {size} devices would all hold and compute the "
         f"same.{'' if name in STANDARD_AXES else did_you_mean(name, STANDARD_AXES)}\n  {fix}"
@@ -221,7 +223,7 @@ def check_batch(config: RunConfig, scope: Scope) -> None:
         checks.append((key, config.train.global_batch, 1, "batch", sizes))
     length = getattr(config.data, "sequence_length", None)
     if length is not None:
-        names = ("length", "residual_length")
+        names = ("length", "residual_length") if scope.rules.names is None else ()
         checks += [("data.sequence_length", length, 1, name, sizes) for name in names]
     faults: dict[str, None] = {}
     for key, size, parts, axis, sizes in checks:

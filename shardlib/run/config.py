@@ -19,13 +19,13 @@ from shardlib.data import (
     SpanData,
     TextData,
 )
-from shardlib.errors import ConfigError, MeshError, RuleError
+from shardlib.errors import ConfigError, MeshError, did_you_mean
 from shardlib.finetune.lora import LoraConfig
 from shardlib.import_paths import imported
 from shardlib.mesh import MeshConfig
 from shardlib.optim.build import OptimizerConfig
 from shardlib.registry import families, family
-from shardlib.rules import AxisRules, RulesConfig, preset
+from shardlib.rules import PRESETS, AxisRules, RulesConfig, preset
 from shardlib.runtime.watchdog import WatchdogConfig
 from shardlib.train.config import EvalConfig, TrainConfig
 from shardlib.train.reduce.reduction import ReductionConfig
@@ -102,7 +102,7 @@ class RunConfig:
     devices; `data=4x8` is 4 over the slow network times 8 over the fast one. `auto` chooses."""
     rules: str | RulesConfig = "standard"
     """Mapping of logical axes to mesh axes: a preset (data, fsdp, standard, sequence, zero1 or
-    zero2) or changes to one."""
+    zero2), changes to one, or `auto`, which finds rules for the model."""
     precision: Literal["f32", "bf16", "bf16_params", "fp8", "int8"] = "f32"
     """f32; bf16: computes in bfloat16 with parameters in float32; bf16_params: all in bfloat16
     except the routers of experts; fp8 (GPUs) and int8 (TPUs): bf16, with the products of linear
@@ -156,11 +156,11 @@ class RunConfig:
                 MeshConfig.parse(mesh)
             except MeshError as error:
                 faults.append(f"mesh: {error}")
-        if isinstance(rules := values.get("rules"), str):
-            try:
-                preset(rules)
-            except RuleError as error:
-                faults.append(f"rules: {error}")
+        rules = values.get("rules")
+        if isinstance(rules, str) and rules != AUTO and rules.lower() not in PRESETS:
+            near = did_you_mean(rules.lower(), [*PRESETS, AUTO])
+            known = f"Presets: {', '.join(PRESETS)}; {AUTO} finds rules for the model."
+            faults.append(f"rules: no rules are called {rules!r}.{near}\n  {known}")
         return faults
 
     def reduction(self) -> ReductionConfig:
@@ -196,7 +196,8 @@ class RunConfig:
         return run.plan_run(self, question)
 
     def axis_rules(self) -> AxisRules:
-        """Returns the rules that `rules` describes."""
+        """Returns the rules that `rules` describes, which a run that starts has resolved."""
+        assert self.rules != AUTO
         return preset(self.rules) if isinstance(self.rules, str) else self.rules.build()
 
 

@@ -4,6 +4,7 @@ Every job resolves its config before it builds anything. What it builds never me
 """
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 
 from jaxtyping import PyTree
@@ -14,6 +15,7 @@ from shardlib.hardware import Cluster, cluster_of
 from shardlib.mesh import MeshConfig, describe, make_mesh, mesh_sizes
 from shardlib.registry import DataSpec
 from shardlib.run.config import AUTO, RunConfig
+from shardlib.run.plans.finding import knows, with_found_rules
 from shardlib.run.plans.planning import UNPLANNED, planned_mesh
 from shardlib.run.setup import Devices, Setup, setup
 from shardlib.sharding.constrain import Scope
@@ -54,13 +56,13 @@ def resolve(
 
     Raises:
         MeshError: If no mesh can be made of the devices.
+        ShardlibError: The errors of `find_rules`, for `rules: auto`.
     """
     given, config = config, as_recorded(config, began)
-    mesh, choices = _mesh(config, devices)
+    config, choices = _with_mesh_and_rules(config, devices, began)
     leaves_microbatches = config.train.microbatches == AUTO
     if given.train.microbatches == AUTO and not leaves_microbatches:
         choices["microbatches"] = f"{config.train.microbatches}: as the run began"
-    config = dataclasses.replace(config, mesh=mesh)
     train, sizes = config.train, _sizes(config, devices)
     if leaves_microbatches:
         train = dataclasses.replace(train, microbatches=_fewest(train, sizes))
@@ -84,6 +86,25 @@ def as_recorded(config: RunConfig, began: RunConfig | None) -> RunConfig:
         local_sgd = dataclasses.replace(train.local_sgd, groups=before.local_sgd.groups)
         train = dataclasses.replace(train, local_sgd=local_sgd)
     return dataclasses.replace(config, train=train)
+
+
+def _with_mesh_and_rules(
+    config: RunConfig, devices: Devices, began: RunConfig | None
+) -> tuple[RunConfig, dict[str, str]]:
+    """Returns the config with a mesh and rules, and the reasons for those that were `auto`. The
+    search for rules compares meshes, too, if it knows the speed of the devices."""
+    choices: dict[str, str] = {}
+    if config.rules != AUTO or not knows(devices):
+        mesh, choices = _mesh(config, devices)
+        config = dataclasses.replace(config, mesh=mesh)
+    if config.rules == AUTO:
+        config, why = with_found_rules(config, devices, began, _say)
+        choices |= why
+    return config, choices
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _mesh(config: RunConfig, devices: Devices) -> tuple[str | dict[str, int | str], dict[str, str]]:

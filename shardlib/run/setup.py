@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from jaxtyping import PyTree
 
-from shardlib.data import ArrangedSource, MapSource, Source, open_data
+from shardlib.data import ArrangedSource, MapSource, Source, Tokenizer, open_data
 from shardlib.functional.calls import updated
 from shardlib.functional.precision import precision
 from shardlib.hardware import Cluster
@@ -18,7 +18,7 @@ from shardlib.mesh import abstract_mesh, make_mesh, mesh_sizes
 from shardlib.optim.build import Optimizer, build_optimizer
 from shardlib.optim.ema import ema_params
 from shardlib.registry import BatchKind, DataSpec, ModelFamily, family
-from shardlib.run.checks import check_fit, check_rules_used
+from shardlib.run.checks import check_fit, check_rules_used, expected_spec
 from shardlib.run.config import RunConfig
 from shardlib.run.loss import loss_of
 from shardlib.sharding.constrain import Scope, use
@@ -180,6 +180,21 @@ def open_source(config: RunConfig, split: Literal["train", "eval"]) -> MapSource
     if split == "eval":
         batch = config.eval.global_batch or batch
     return open_data(config.data, global_batch=batch, seed=config.seed, split=split)
+
+
+def data_of(config: RunConfig) -> tuple[DataSpec, Tokenizer | None]:
+    """Returns the data spec of the model, and the tokenizer if it is available. The data is read
+    only if the config leaves to it what the model needs.
+
+    Raises:
+        DataError: If data that has to be read is missing or malformed.
+    """
+    spec, data = expected_spec(config), config.data
+    faults = family(config.model.name).faults(config.model, spec)
+    tokenizer = data.find_tokenizer() or (data.find_tokenizer(read=True) if faults else None)
+    if tokenizer is not None:
+        return data.with_tokenizer(spec, tokenizer), tokenizer
+    return open_source(config, "train").spec if faults else spec, None
 
 
 def make_scope(config: RunConfig, devices: Devices) -> Scope:

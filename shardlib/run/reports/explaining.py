@@ -8,7 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from shardlib.config import from_dict, to_dict
-from shardlib.data import Tokenizer, batch_spec
+from shardlib.data import batch_spec
 from shardlib.errors import DoesNotFitError, ShardlibError
 from shardlib.explain import ParamsReport, StepReport
 from shardlib.explain import explain as explain_state
@@ -19,13 +19,12 @@ from shardlib.explain.report.report import report_on
 from shardlib.hardware import Cluster, parse_cluster
 from shardlib.mesh import mesh_sizes
 from shardlib.plan.settings import Settings
-from shardlib.registry import DataSpec, family
-from shardlib.run.checks import check_config, check_is_config, expected_spec
+from shardlib.run.checks import check_config, check_is_config
 from shardlib.run.config import RunConfig
 from shardlib.run.devices import start_devices
 from shardlib.run.plans.planning import fixes_of
 from shardlib.run.resolve_auto import resolve, smallest
-from shardlib.run.setup import Devices, Setup, make_scope, open_source, setup
+from shardlib.run.setup import Devices, Setup, data_of, make_scope, setup
 from shardlib.run.trace_programs import traced
 from shardlib.train.local_sgd.outer import LocalSGD
 from shardlib.train.step import TrainStep
@@ -183,7 +182,7 @@ def _traced(config: RunConfig, devices: Devices) -> Setup:
     """Returns the parts of a run after tracing its programs."""
     run = resolve(config, devices)
     scope = check_config(run.config, lambda: make_scope(run.config, devices))
-    spec, tokenizer = _data(config)
+    spec, tokenizer = data_of(config)
     batch = batch_spec(config.data, config.train.global_batch)
     parts = run.build(spec, scope)
     if run.leaves_microbatches:
@@ -209,13 +208,3 @@ def _decided(parts: Setup, step: TrainStep | LocalSGD, batch: PyTree) -> dict[st
     if sizes.get("data", 1) > 1:
         decided["gradients"] = str(step.gradient_sums(parts.abstract, batch))
     return decided
-
-
-def _data(config: RunConfig) -> tuple[DataSpec, Tokenizer | None]:
-    """Returns the data spec of the model, and the tokenizer if it is available."""
-    spec, data = expected_spec(config), config.data
-    faults = family(config.model.name).faults(config.model, spec)
-    tokenizer = data.find_tokenizer() or (data.find_tokenizer(read=True) if faults else None)
-    if tokenizer is not None:
-        return data.with_tokenizer(spec, tokenizer), tokenizer
-    return open_source(config, "train").spec if faults else spec, None

@@ -10,10 +10,12 @@ import jax
 import numpy as np
 
 from shardlib.errors import ConfigError, MeshError, ShardlibError
+from shardlib.hardware import Cluster, parse_cluster
 from shardlib.mesh import MeshConfig, make_mesh
 from shardlib.registry import DataSpec, family
+from shardlib.rules import RulesConfig
 from shardlib.run.checks import expected_spec
-from shardlib.run.config import RunConfig
+from shardlib.run.config import AUTO, RunConfig
 from shardlib.run.resolve_auto import resolve
 from shardlib.run.setup import make_scope, model_maker, open_source, setup, trained
 from shardlib.tables import aligned
@@ -71,7 +73,7 @@ def prove(config: RunConfig, mesh: str | None = None, *, steps: int = 3) -> Proo
             "  Set train.local_sgd=null to check the rest."
         )
     on_mesh = config if mesh is None else config.with_mesh(mesh)
-    config = resolve(on_mesh, jax.devices()[:DEVICES]).config
+    config = resolve(on_mesh, _cluster_of(on_mesh)).config
     spec = small_mesh(config.mesh)
     needed = math.prod(MeshConfig.parse(spec).sizes.values())
     if needed > jax.device_count():
@@ -104,6 +106,13 @@ def prove(config: RunConfig, mesh: str | None = None, *, steps: int = 3) -> Proo
         constrain=small.train.constrain,
     )
     return Proof(comparison, _sizes(small))
+
+
+def _cluster_of(config: RunConfig) -> Cluster:
+    """Returns CPU devices for the mesh of a config, as many as it needs."""
+    sizes = {} if config.mesh == AUTO else MeshConfig.parse(config.mesh).sizes
+    is_given = sizes and all(size > 0 for size in sizes.values())
+    return parse_cluster(f"cpu:{math.prod(sizes.values()) if is_given else DEVICES}")
 
 
 def small_mesh(spec: str | Mapping[str, int | str]) -> str:
@@ -147,7 +156,11 @@ def reduced(config: RunConfig, mesh: str) -> RunConfig:
             model = smaller
     rows = DEVICES * config.train.num_microbatches
     train = dataclasses.replace(config.train, global_batch=rows)
-    return dataclasses.replace(config, model=model, train=train, precision="f32", mesh=mesh)
+    rules = config.rules
+    if isinstance(rules, RulesConfig) and rules.names is not None:
+        rules = RulesConfig.of(config.axis_rules().at_other_sizes())
+    changes = {"model": model, "train": train, "precision": "f32", "mesh": mesh, "rules": rules}
+    return dataclasses.replace(config, **changes)
 
 
 def _is_valid(config: RunConfig, model: Any) -> bool:

@@ -1,0 +1,170 @@
+"""The rules of `rules: auto`: found once for a run, and kept when it resumes."""
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+
+from shardlib.checkpoint.consensus import Peers
+from shardlib.config import from_dict, to_dict
+from shardlib.data import batch_spec
+from shardlib.errors import ConfigError, DoesNotFitError, RuleError, ShardlibError
+from shardlib.find import FoundRules, find_rules
+from shardlib.hardware import CHIPS, Cluster, cluster_of
+from shardlib.humanize import duration
+from shardlib.mesh import MeshConfig
+from shardlib.optim.build import build_optimizer
+from shardlib.registry import family
+from shardlib.rules import AxisRules, RulesConfig
+from shardlib.run.checks import check_fit
+from shardlib.run.config import AUTO, RunConfig
+from shardlib.run.loss import loss_of
+from shardlib.run.setup import Devices, data_of, model_maker
+
+Notify = Callable[[str], None]
+
+
+def with_found_rules(
+    config: RunConfig, devices: Devices, began: RunConfig | None, notify: Notify
+) -> tuple[RunConfig, dict[str, str]]:
+    """Returns a config with the rules of `rules: auto`, and its mesh if that is `auto`.
+
+    A run that resumes on the same mesh keeps its rules. Otherwise the first process finds them, and
+    the others get them: a search that its time limit ends may have another result elsewhere.
+
+    Args:
+        config: The config.
+        devices: The devices, or a cluster.
+        began: The config that the run began with.
+        notify: Called before the search.
+
+    Returns:
+        The config, and each decision with its reason.
+
+    Raises:
+        ShardlibError: The errors of `find_rules`. Other processes than the first raise a
+            `RuleError`.
+    """
+    if (kept := _kept(config, devices, began)) is not None:
+        return kept, {"rules": "as the run began"}
+    failed: list[ShardlibError] = []
+
+    def search(_: list[str]) -> str:
+        try:
+            found = find_for_run(config, devices, notify)
+        except ShardlibError as error:
+            failed.append(error)
+            return json.dumps({"error": str(error)})
+        table = section_of(found.rules, found.mesh_text)
+        return json.dumps({"rules": to_dict(table), "why": _why(found, devices)})
+
+    told = json.loads(Peers().decide("rules", "", search))
+    if failed:
+        raise failed[0]
+    if "error" in told:
+        raise RuleError(told["error"])
+    rules = from_dict(RulesConfig, told["rules"], "the found rules")
+    mesh = rules.found_for if config.mesh == AUTO else config.mesh
+    return dataclasses.replace(config, rules=rules, mesh=mesh), {"auto rules": told["why"]}
+
+
+def section_of(rules: AxisRules, mesh: str) -> RulesConfig:
+    """Returns the section `rules` of a config for rules that were found for a mesh."""
+    return dataclasses.replace(RulesConfig.of(rules), found_for=mesh)
+
+
+def find_for_run(config: RunConfig, devices: Devices, notify: Notify) -> FoundRules:
+    """Returns the rules for a run on its mesh, or on the best one if its mesh is `auto`.
+
+    With `train.microbatches=auto` they are the rules for the fewest microbatches that fit.
+
+    Raises:
+        ConfigError: If the run trains adapters.
+        ShardlibError: The errors of `find_rules`.
+    """
+    if config.finetune is not None:
+        raise ConfigError(
+            "rules: auto finds rules for models of which all parameters are trained, and finetune "
+            "trains adapters.\n  Name a preset, such as rules=standard."
+        )
+    spec, _ = data_of(config)
+    chosen, rows = family(config.model.name), config.train.global_batch
+    check_fit(config, chosen, spec)
+    optimizer = build_optimizer(config.optimizer, steps=config.train.steps, global_batch=rows)
+    cluster = _priced(devices)
+    mesh = None if config.mesh == AUTO else MeshConfig.parse(config.mesh)
+    on = "all meshes" if mesh is None else str(mesh)
+    notify(f"finding rules for {on} of {cluster.name}")
+    for parts in _microbatches(config):
+        try:
+            return find_rules(
+                model_maker(config, chosen, spec),
+                loss=loss_of(config, chosen, train=True),
+                batch=batch_spec(config.data, rows),
+                optimizer=optimizer.transform,
+                on=cluster,
+                mesh=mesh,
+                precision=config.precision,
+                microbatches=parts,
+            )
+        except DoesNotFitError:
+            if config.train.microbatches != AUTO or rows % (2 * parts * cluster.num_devices):
+                raise
+    raise AssertionError("the last number of microbatches returns or raises")
+
+
+def _microbatches(config: RunConfig) -> Iterator[int]:
+    if config.train.microbatches != AUTO:
+        return iter((config.train.num_microbatches,))
+    return (2**n for n in itertools.count())
+
+
+def knows(devices: Devices) -> bool:
+    """Returns whether the speed of devices is known."""
+    return _known(devices) is not None
+
+
+def _known(devices: Devices) -> Cluster | None:
+    cluster = devices if isinstance(devices, Cluster) else cluster_of(devices)
+    return None if cluster is None or cluster.chip is None else cluster
+
+
+def _priced(devices: Devices) -> Cluster:
+    """Returns the cluster whose costs decide: GPUs of one host in place of unknown devices."""
+    if (cluster := _known(devices)) is not None:
+        return cluster
+    count = _count(devices)
+    return Cluster(f"{count}x{_STAND_IN}", CHIPS[_STAND_IN], 1, count)
+
+
+_STAND_IN = "h100"
+
+
+def _count(devices: Devices) -> int:
+    return devices.num_devices if isinstance(devices, Cluster) else len(devices)
+
+
+def _kept(config: RunConfig, devices: Devices, began: RunConfig | None) -> RunConfig | None:
+    """Returns the config with the rules that the run began with, if they are for its mesh."""
+    if began is None or not isinstance(began.rules, RulesConfig) or not began.rules.found_for:
+        return None
+    mesh, before = config.mesh, MeshConfig.parse(began.rules.found_for)
+    if mesh == AUTO:
+        mesh, same = str(before), math.prod(before.sizes.values()) == _count(devices)
+    else:
+        now = MeshConfig.parse(mesh)
+        if -1 in now.sizes.values():
+            now = now.resolve(_count(devices))
+        same = _cutting(now) == _cutting(before)
+    return dataclasses.replace(config, rules=began.rules, mesh=mesh) if same else None
+
+
+def _cutting(mesh: MeshConfig) -> dict[str, int]:
+    return {name: size for name, size in mesh.sizes.items() if size > 1}
+
+
+def _why(found: FoundRules, devices: Devices) -> str:
+    seconds = duration(found.prices[0].seconds)
+    text = f"found for {found.mesh_text}: {seconds} a step on {found.cluster}"
+    return text if knows(devices) else f"{text}, which stands for devices of unknown speed"

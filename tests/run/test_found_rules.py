@@ -1,0 +1,167 @@
+"""`rules: auto`: rules are found once, written into the run, and kept when it resumes."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+import yaml
+from flax import nnx
+from test_own_components import VectorData
+
+import shardlib as sl
+from shardlib import run
+from shardlib.config import configclass, load
+from shardlib.errors import ConfigError, DoesNotFitError, RuleError
+from shardlib.hardware import parse_cluster
+from shardlib.registry import ModelFamily
+from shardlib.rules import RulesConfig
+from shardlib.run.plans.finding import find_for_run
+from shardlib.run.reports.proving import prove
+from shardlib.run.resolve_auto import resolve
+
+HERE = __name__
+H100 = parse_cluster("8xh100")
+
+
+@configclass
+class PlainConfig:
+    name: str = f"{HERE}:FAMILY"
+    width: int = 64
+
+
+class Plain(nnx.Module):
+    """Names no axes."""
+
+    def __init__(self, size, width, rngs):
+        self.up = nnx.Linear(size, width, rngs=rngs)
+        self.down = nnx.Linear(width, size, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jax.nn.gelu(self.up(x)))
+
+
+def error(model, batch, rng, *, train):
+    lost = jnp.mean((model(batch["x"]) - batch["x"]) ** 2, axis=1)
+    return sl.Mean(jnp.sum(lost * batch["weight"]), jnp.sum(batch["weight"])), {}
+
+
+FAMILY = ModelFamily(
+    config=PlainConfig, make=lambda c, data, rngs: Plain(data.size, c.width, rngs), loss=error
+)
+CONFIG = {
+    "model": {"name": f"{HERE}:FAMILY", "width": 16384},
+    "data": {"kind": f"{VectorData.__module__}:VectorData", "size": 512},
+    "optimizer": {"warmup_steps": 0},
+    "train": {"steps": 1, "global_batch": 64, "cpu_devices": 8, "compilation_cache": None},
+    "mesh": "fsdp=4,tensor=2",
+    "rules": "auto",
+    "eval": {"every_steps": 0},
+    "checkpoint": {"every_steps": 1},
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    def of(*overrides):
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump(CONFIG | {"run_dir": str(tmp_path / "run")}))
+        return load(run.RunConfig, file, list(overrides))
+
+    return of
+
+
+def test_rules_are_found_for_the_mesh_and_kept_with_it(config, capsys):
+    began = resolve(config(), H100)
+    table = began.recorded.rules
+    assert isinstance(table, RulesConfig)
+    assert table.found_for == "fsdp=4,tensor=2"
+    assert "tensor" in dict(table.build().params)["up"][0]
+    assert began.choices["auto rules"].startswith("found for fsdp=4,tensor=2: ")
+    assert capsys.readouterr().err == "finding rules for fsdp=4,tensor=2 of 8xh100\n"
+    again = resolve(config(), H100, began=began.recorded)
+    assert again.recorded == began.recorded
+    assert again.choices == {"rules": "as the run began"}
+    assert not capsys.readouterr().err
+    other = resolve(config("mesh=fsdp=8"), H100, began=began.recorded)
+    assert other.recorded.rules.found_for == "fsdp=8"
+
+
+def test_the_mesh_is_found_with_the_rules(config):
+    """A step of so small a model takes least time where nothing but gradients is summed."""
+    found = resolve(config("mesh=auto", "model.width=16"), H100)
+    assert found.config.mesh in ("data=8", "fsdp=8")
+    assert found.recorded.mesh == "auto"
+    again = resolve(config("mesh=auto", "model.width=16"), H100, began=found.recorded)
+    assert again.config == found.config
+
+
+def test_microbatches_are_as_few_as_fit(config):
+    """The activations of one microbatch do not fit."""
+    config = config("train.microbatches=auto", "train.global_batch=33554432", "mesh=fsdp=8")
+    with pytest.raises(DoesNotFitError):
+        find_for_run(_with(config, 1), H100, lambda text: None)
+    found = find_for_run(config, H100, lambda text: None)
+    assert found.solution.memory_bytes <= found.capacity_bytes
+
+
+def _with(config, microbatches):
+    return dataclasses.replace(
+        config, train=dataclasses.replace(config.train, microbatches=microbatches)
+    )
+
+
+def test_wrong_configs(config):
+    with pytest.raises(ConfigError, match=r"called 'atuo'\. Did you mean 'auto'"):
+        config("rules=atuo")
+    with pytest.raises(ConfigError, match=r"finetune trains adapters.*\n.*Name a preset"):
+        resolve(config("finetune.targets=['**/up']"), H100)
+    with pytest.raises(RuleError, match=r"no rule names the mesh axis 'tensor'.*\n.*rules=auto"):
+        run.explain(config("model.width=16"), "8xh100")
+
+
+@pytest.mark.mesh
+def test_a_run_trains_and_resumes_with_one_table(config, tmp_path, capsys):
+    small = ("mesh=fsdp=8", "model.width=16", "data.size=8")
+    run.train(config(*small))
+    text = (tmp_path / "run/config.yaml").read_text()
+    assert "found_for: fsdp=8" in text
+    assert capsys.readouterr().err == "finding rules for fsdp=8 of 8xh100\n"
+    resumed = run.train(config(*small, "train.steps=2"))
+    assert (resumed.step, capsys.readouterr().err) == (2, "")
+    after = (tmp_path / "run/config.yaml").read_text()
+    assert after == text.replace("steps: 1", "steps: 2", 1)
+    assert prove(load(run.RunConfig, tmp_path / "run/config.yaml")).is_right
+
+
+@pytest.mark.soak
+def test_the_first_process_finds_rules_for_both(tmp_path):
+    """It alone says that it searches."""
+    file = tmp_path / "run.yaml"
+    small = {"mesh": "fsdp=8", "run_dir": str(tmp_path / "run")}
+    file.write_text(yaml.safe_dump(CONFIG | small))
+    words = (
+        "-m",
+        "shardlib",
+        "launch",
+        "--processes",
+        "2",
+        "--",
+        "train",
+        str(file),
+        "model.width=16",
+    )
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    done = subprocess.run(
+        [sys.executable, *words, "model.width=16"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("finding rules for") == 1
+    assert "finished at step 1" in done.stdout
