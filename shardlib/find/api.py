@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -54,6 +54,8 @@ def find_rules(
     precision: str | Precision = "bf16",
     microbatches: int = 1,
     seconds: float = 60.0,
+    memory_bytes: float | None = None,
+    forbidden: Sequence[FoundRules] = (),
 ) -> FoundRules:
     """Returns the rules under which a model trains fastest on a cluster, by the cost model.
 
@@ -75,6 +77,9 @@ def find_rules(
         precision: Precision as for `make_train_step`.
         microbatches: Parts of a batch that run one after the other.
         seconds: The time limit for the integer program of one mesh.
+        memory_bytes: Memory of a device for state and activations; that of the chip if left out.
+        forbidden: Answers that are not given again: on the same mesh, at least a quarter of the
+            layouts are others.
 
     The search of several processes may end at different answers if it is cut short by `seconds`:
     find rules once, and pass them on.
@@ -99,7 +104,10 @@ def find_rules(
         make, optimizer, loss, batch, rules=rules or FSDP, inputs=inputs, precision=dtypes
     )
     classes = Classes(traced.program, traced.paths)
-    search = _Search(traced, classes, workload, cluster, rules, microbatches)
+    capacity = capacity_bytes(cluster) if memory_bytes is None else memory_bytes
+    search = _Search(
+        traced, classes, workload, cluster, rules, microbatches, capacity, tuple(forbidden)
+    )
     meshes = list(search.meshes()) if mesh is None else [_sizes(mesh, cluster)]
     return search.best(meshes, seconds)
 
@@ -126,6 +134,8 @@ class _Search:
     cluster: Cluster
     given: AxisRules | None
     microbatches: int
+    capacity_bytes: float
+    forbidden: tuple[FoundRules, ...] = ()
 
     def meshes(self) -> Iterator[dict[str, int]]:
         """Yields the meshes that the cluster and the batch allow."""
@@ -172,6 +182,9 @@ class _Search:
         layout = dataclasses.replace(Layout.of(sizes), microbatches=self.microbatches)
         objective = self._objective(layout)
         problem = LayoutProblem(self.classes, objective)
+        for other in self.forbidden:
+            if other.sizes == sizes:
+                problem.forbid(other.solution)
         solution = problem.solve(seconds)
         named = named_rules(self.classes, solution, self.traced.paths, self.traced.module.axes)
         prices = [self._price(f"found, {layout}", named.rules, layout)]
@@ -214,7 +227,7 @@ class _Search:
             rates=rates_on(self.cluster, "f32" if wide else "bf16", committed()),
             state_bytes=self.traced.state_bytes,
             saved_scale=self._saved_scale(layout),
-            capacity_bytes=capacity_bytes(self.cluster),
+            capacity_bytes=self.capacity_bytes,
             param_axes=PARAM_AXES,
             batch_axes=frozenset(batch),
             pinned_axes=pinned,

@@ -44,6 +44,8 @@ _RULE_SHARE = 0.002
 _MAX_CHANGES = {"param": 2, "activation": 1}
 """Mesh axes that a move may change. More only add steps between two layouts."""
 _GAP = 1e-3
+_MOST_ALIKE = 0.75
+"""Part of the layouts that a solution may share with a forbidden one."""
 Part = Literal["products", "parameters", "activations", "passes", "rules"]
 """The kind of a cost: products, moves of parameters or of activations, passes over memory, or rules
 in the table."""
@@ -116,6 +118,15 @@ class LayoutProblem:
         self._add_rules()
         for operation in classes.operations:
             self._add_operation(operation)
+
+    def forbid(self, other: Solution) -> None:
+        """Forbids solutions that share more than three quarters of another's free layouts."""
+        free = [
+            options[other.layouts[number]]
+            for number, options in self.layout_variables.items()
+            if len(options) > 1
+        ]
+        self._row([(col, 1.0) for col in free], -math.inf, _MOST_ALIKE * len(free))
 
     def solve(self, seconds: float) -> Solution:
         """Returns the best layouts.

@@ -14,3 +14,7 @@ from shardlib.testing.equivalent import Comparison as Comparison
 from shardlib.testing.equivalent import Equivalence as Equivalence
 from shardlib.testing.equivalent import Reference as Reference
 from shardlib.testing.equivalent import assert_equivalent as assert_equivalent
+from shardlib.testing.verified import Check as Check
+from shardlib.testing.verified import Small as Small
+from shardlib.testing.verified import VerifiedRules as VerifiedRules
+from shardlib.testing.verified import verified_rules as verified_rules

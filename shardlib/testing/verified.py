@@ -1,0 +1,267 @@
+"""Found rules that are compiled for their cluster, and whose numbers are proven, before a run."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from shardlib.cost.costs import RUNTIME_BYTES
+from shardlib.errors import PartitionError, ShardlibError
+from shardlib.explain.aot.compile import compile_step
+from shardlib.explain.aot.topology import devices_of
+from shardlib.explain.report.report import StepReport, report_on
+from shardlib.explain.wrong_numbers import FAULTS
+from shardlib.find import FoundRules, find_rules
+from shardlib.find.traffic import Traffic
+from shardlib.hardware import Cluster, of_one_kind
+from shardlib.humanize import duration, size
+from shardlib.losses.signature import LossFn
+from shardlib.mesh import make_mesh
+from shardlib.plan.search import capacity_bytes
+from shardlib.tables import Report, Table
+from shardlib.testing.equivalent import Reference
+from shardlib.testing.training import MakeModel
+from shardlib.train.state import abstract_state
+from shardlib.train.step import make_train_step
+
+_SHOWN_BYTES = 1e6
+_MARGIN = 0.98
+"""Part of the memory that is allowed after a program has turned out larger than predicted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """The same model at a size that the devices at hand can train.
+
+    Attributes:
+        make: Module factory, as in `find_rules`. Its parameters have the same paths.
+        batch: A batch of host arrays for it.
+        inputs: Example arguments of the module; for linen.
+    """
+
+    make: MakeModel
+    batch: PyTree
+    inputs: PyTree = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """The compiled program of found rules, and the proof of their numbers.
+
+    Attributes:
+        found: The rules.
+        peak_bytes: Bytes that a device holds at the peak of the compiled step, with what the
+            runtime takes.
+        traffic: Bytes that a device sends in a step, by kind and mesh axes.
+        seconds: Seconds of a step that hides no communication; None if the devices are unknown.
+        numbers: The comparison with one device as text; empty if none was asked for.
+        refused: Why the rules are refused; empty if they are not.
+    """
+
+    found: FoundRules
+    peak_bytes: int
+    traffic: Traffic
+    seconds: float | None
+    numbers: str = ""
+    refused: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifiedRules(Report):
+    """Rules that hold in their compiled program. `str()` shows what was predicted of it.
+
+    Attributes:
+        check: The check of the rules.
+        others: The checks of rules that were refused or slower, in order.
+    """
+
+    check: Check
+    others: tuple[Check, ...] = ()
+
+    @property
+    def found(self) -> FoundRules:
+        """The rules, on their mesh."""
+        return self.check.found
+
+    def parts(self) -> Iterator[Any]:
+        """Yields the lines and tables of the report."""
+        check, price = self.check, self.found.prices[0]
+        yield from self.found.parts()
+        rows = [("peak memory", size(price.memory_bytes), size(check.peak_bytes))]
+        told, true = self.found.traffic, check.traffic
+        rows += [
+            (f"{kind} {'+'.join(axes)}", size(told.get(key, 0)), size(true.get(key, 0)))
+            for key in sorted({*told, *true})
+            for kind, axes in [key]
+            if max(told.get(key, 0), true.get(key, 0)) >= _SHOWN_BYTES
+        ]
+        rows.append(("sent in all", size(sum(told.values())), size(sum(true.values()))))
+        yield Table("the compiled step", ("of one device", "predicted>", "compiled>"), rows)
+        yield check.numbers or "the numbers are not proven: give `small`"
+        rows = [
+            (one.found.mesh_text, one.refused, duration(one.seconds) if one.seconds else "")
+            for one in self.others
+        ]
+        if rows:
+            yield Table("rules that were tried before", ("mesh", "refused", "step>"), rows)
+
+
+def verified_rules(
+    make: MakeModel,
+    *,
+    loss: LossFn,
+    batch: PyTree,
+    optimizer: optax.GradientTransformation,
+    on: str | Cluster,
+    small: Small | None = None,
+    tries: int = 4,
+    **options: Any,
+) -> VerifiedRules:
+    """Finds rules, compiles their training step for the cluster and proves their numbers.
+
+    A step that holds more than a device has is solved again with less memory, by as much as the
+    prediction was off. Rules whose program cannot be compiled, holds a fault that changes numbers,
+    or trains `small` otherwise than one device are forbidden, and others are found. If the mesh is
+    searched, the rules of `fsdp` alone are compiled as well, and the quicker ones are returned.
+
+    Args:
+        make: Module factory, as in `find_rules`.
+        loss: Loss, as in `find_rules`.
+        batch: Shapes of a batch, as in `find_rules`.
+        optimizer: Any optax transformation.
+        on: The cluster, which need not be attached.
+        small: The same model at a small size. Its training on virtual devices, of a mesh with the
+            same axes, is compared with one device, as `assert_equivalent` does.
+        tries: The most answers to compile.
+        options: More arguments of `find_rules`.
+
+    Raises:
+        PartitionError: If all answers are refused; it says why.
+        MissingExtraError: If the compiler of the cluster's platform is not installed.
+        DoesNotFitError: If no layout fits into the devices.
+    """
+    cluster = of_one_kind(on)
+    asked = {"loss": loss, "batch": batch, "optimizer": optimizer, "on": cluster, **options}
+    verifier = _Verifier(make, asked, cluster, small)
+    refused: list[Check] = []
+    for _ in range(tries):
+        found = find_rules(make, **asked, **_lessons(refused, cluster))
+        check = verifier.check(found)
+        if not check.refused:
+            return verifier.against_fsdp(check, refused)
+        refused.append(check)
+    raise PartitionError(
+        "no rules could be verified:\n    "
+        + "\n    ".join(f"{check.found.mesh_text}: {check.refused}" for check in refused)
+        + "\n  Allow more tries, or write rules for this model."
+    )
+
+
+def _lessons(refused: list[Check], cluster: Cluster) -> dict[str, Any]:
+    """Returns the arguments of `find_rules` that keep it from answers like the refused ones."""
+    capacity = capacity_bytes(cluster)
+    over = [check.peak_bytes / capacity for check in refused if check.peak_bytes > capacity]
+    memory = _MARGIN * capacity / math.prod(over) if over else None
+    forbidden = [check.found for check in refused if check.peak_bytes <= capacity]
+    return {"memory_bytes": memory, "forbidden": forbidden}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Verifier:
+    """Checks found rules of one model on one cluster."""
+
+    make: MakeModel
+    asked: Mapping[str, Any]
+    cluster: Cluster
+    small: Small | None
+
+    def against_fsdp(self, check: Check, refused: list[Check]) -> VerifiedRules:
+        """Returns verified rules, or those for `fsdp` alone if they are quicker."""
+        devices = self.cluster.num_devices
+        alone = f"fsdp={devices}"
+        rows = jax.tree.leaves(self.asked["batch"])[0].shape[0]
+        parts = devices * self.asked.get("microbatches", 1)
+        searched = self.asked.get("mesh") is None and check.found.mesh_text != alone
+        if not searched or rows % parts:
+            return VerifiedRules(check, tuple(refused))
+        other = self.check(find_rules(self.make, **{**self.asked, "mesh": alone}))
+        pair = [check, other]
+        if not other.refused and other.seconds and check.seconds:
+            pair.sort(key=lambda one: one.seconds or math.inf)
+        return VerifiedRules(pair[0], (*refused, pair[1]))
+
+    def check(self, found: FoundRules) -> Check:
+        """Returns the check of rules."""
+        try:
+            report = self._compiled(found)
+        except (ShardlibError, jax.errors.JaxRuntimeError) as error:
+            return Check(found, 0, {}, None, refused=str(error).splitlines()[0])
+        peak = report.step.memory["peak"] + int(RUNTIME_BYTES[self.cluster.platform])
+        check = Check(found, peak, _traffic(report), _seconds(report))
+        if check.peak_bytes > (capacity := capacity_bytes(self.cluster)):
+            refused = f"a device holds {size(check.peak_bytes)} of {size(capacity)}"
+            return dataclasses.replace(check, refused=refused)
+        faults = sorted({f.code for f in report.findings if f.code in FAULTS})
+        if faults:
+            refused = f"the program computes wrong numbers ({', '.join(faults)})"
+            return dataclasses.replace(check, refused=refused)
+        return check if self.small is None else self._proven(check, self.small)
+
+    def _compiled(self, found: FoundRules) -> StepReport:
+        """Returns the report on the training step under rules, for the cluster."""
+        inputs = self.asked.get("inputs", ())
+        precision = self.asked.get("precision", "bf16")
+        state = abstract_state(
+            self.make,
+            self.asked["optimizer"],
+            inputs=inputs,
+            precision=precision,
+            mesh=make_mesh(found.mesh_text, devices=devices_of(self.cluster)),
+            rules=found.rules,
+        )
+        step = make_train_step(
+            self.asked["loss"],
+            precision=precision,
+            microbatches=self.asked.get("microbatches", 1),
+            allow_wrong_numbers=tuple(FAULTS),
+        )
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.asked["batch"])
+        return report_on(compile_step(step, (state, batch), on=self.cluster))
+
+    def _proven(self, check: Check, small: Small) -> Check:
+        """Returns the check with the comparison of the small model with one device."""
+        devices = len(jax.devices())
+        sizes = {axis: n for axis, n in check.found.sizes.items() if n > 1}
+        while math.prod(sizes.values()) > devices:
+            largest = max(sizes, key=lambda axis: sizes[axis])
+            sizes[largest] //= 2
+        reference = Reference(
+            small.make,
+            self.asked["loss"],
+            small.batch,
+            optimizer=self.asked["optimizer"],
+            inputs=small.inputs,
+        )
+        compared = reference.compare(sizes or {"data": 1}, rules=check.found.rules.at_other_sizes())
+        refused = "its numbers differ from one device" if compared.deviations else ""
+        return dataclasses.replace(check, numbers=str(compared), refused=refused)
+
+
+def _traffic(report: StepReport) -> Traffic:
+    sent: dict[tuple[str, tuple[str, ...]], float] = {}
+    for one in report.program.collectives:
+        key = one.kind, one.mesh_axes or ("?",)
+        sent[key] = sent.get(key, 0.0) + one.sent_bytes
+    return sent
+
+
+def _seconds(report: StepReport) -> float | None:
+    roofline = report.roofline
+    if roofline is None or roofline.busy_seconds is None:
+        return None
+    network = roofline.seconds["network"]
+    return None if network is None else roofline.busy_seconds + network
